@@ -1,0 +1,440 @@
+"""Every record kvlane writes, field by field; the only place where their shapes are defined.
+
+Inner records travel as msgpack maps, `Chunk`, `Fence` and `End` as JSON, because clients of any
+language read them. The header `t` names the type; JSON records carry it as field `t` as well, for
+readers that do not see headers. `streams/topics.py` says on which topic each one lives and who
+may write it; `streams/prompt.py` holds what a client publishes.
+
+Evolution: fields are only added, optional, at the end; unknown fields are ignored. A change that
+breaks this is a new topic name. Fields at their default are left out on the wire.
+
+Words: a *run* is one execution of an *attempt* of a request in a *phase*; (id, attempt, phase) is
+its run key, `run` a random number that tells two executions of one run key apart. An *epoch* is
+one life of a worker. Units are in the names; `*_ms` points in time are broker append time.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+Phase = Literal["aggregated", "prefill", "decode"]
+RunCode = Literal[
+    "stop", "length", "cancelled", "error", "broken", "worker_full", "expired", "handed_off"
+]
+"""How a run ended. Only stop, length, cancelled and a final error follow a last Chunk."""
+FinishReason = Literal["stop", "length", "cancelled", "error", "content_filter"]
+EndCode = Literal[
+    "refused",
+    "deadline",
+    "cancelled",
+    "no_workers",
+    "attempts",
+    "lost",
+    "invalid",
+    "too_large",
+    "queue_full",
+    "internal",
+]
+"""Why a router ended a request."""
+WorkerState = Literal["ready", "draining", "unhealthy"]
+Role = Literal["aggregated", "prefill", "decode"]
+
+
+class RunKey(NamedTuple):
+    """What makes an assignment unique: a worker starts each run key at most once."""
+
+    id: str
+    attempt: int
+    phase: Phase
+
+
+class Fact(NamedTuple):
+    """A decoded record at its place in the log; what folds are made of."""
+
+    offset: int
+    timestamp_ms: int
+    record: Inner | Public
+
+
+class Inner(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """A record that only kvlane's own processes read: a msgpack map."""
+
+
+class Public(
+    msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False, tag_field="t", tag=True
+):
+    """A record that clients read: a JSON object with its type in field `t`."""
+
+
+# --- requests: keyed by request id ---------------------------------------------------------------
+
+
+class StopConditions(Inner):
+    """When generation ends, besides the model's own end of text."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class SamplingOptions(Inner):
+    """How a token is drawn; None leaves the engine's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+
+class Hints(Inner):
+    """What a request may say about its routing."""
+
+    backend_instance_id: str | None = None
+    allowed_worker_ids: tuple[str, ...] = ()
+
+
+class Request(Inner):
+    """A tokenised request, ready for a worker. `token_ids`: u32, little endian."""
+
+    id: str
+    model: str = ""
+    token_ids: bytes = b""
+    tenant: str = ""
+    deadline_s: float = 600.0
+    received_ms: int = 0
+    stop: StopConditions = StopConditions()
+    sampling: SamplingOptions = SamplingOptions()
+    hints: Hints = Hints()
+
+
+class Cancel(Inner):
+    """The client wants no more of this request. Shares the request's key, so it comes after it."""
+
+    id: str
+    reason: str = ""
+
+
+class Refused(Inner):
+    """A preprocessor could not turn a prompt into a Request; the lane's owner ends it visibly."""
+
+    id: str
+    code: EndCode
+    message: str = ""
+
+
+# --- ledger: keyed by request id; the life story of each request ---------------------------------
+
+
+class Origin(Inner):
+    """Where the Request of a request lies."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+class Candidate(Inner):
+    """A worker that was considered, with the inputs of its cost, so that it can be recomputed."""
+
+    worker: str
+    epoch: int
+    rank: int = 0
+    cost: float = 0.0
+    open_runs: int = 0
+    open_tokens: int = 0
+
+
+class Assigned(Inner):
+    """The decision: this run of the request goes to this worker."""
+
+    id: str
+    attempt: int
+    phase: Phase
+    worker: str
+    epoch: int
+    origin: Origin
+    responses_from: int
+    deadline_ms: int
+    rank: int = 0
+    base_tokens: int = 0
+    prompt_tokens: int = 0
+    policy: str = ""
+    seed: int = 0
+    candidates: tuple[Candidate, ...] = ()
+    router: str = ""
+
+
+class Started(Inner):
+    """A worker has taken the run; acknowledged before its first Chunk."""
+
+    id: str
+    attempt: int
+    phase: Phase
+    worker: str
+    epoch: int
+    run: int
+    origin: Origin
+    responses_from: int
+    deadline_ms: int
+    prompt_tokens: int = 0
+
+
+class PrefillDone(Inner):
+    """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it."""
+
+    id: str
+    attempt: int
+    phase: Phase
+    worker: str
+    epoch: int
+    run: int
+    cached_tokens: int = 0
+    ttft_ms: float = 0.0
+    prefill_ms: float = 0.0
+    handoff: msgspec.Raw | None = None
+
+
+class Finished(Inner):
+    """The run is over. Sent after the acknowledgement of its last Chunk."""
+
+    id: str
+    attempt: int
+    phase: Phase
+    worker: str
+    epoch: int
+    code: RunCode
+    run: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_ms: float = 0.0
+    itl_ms: float = 0.0
+    retryable: bool = False
+    message: str = ""
+
+
+class Fencing(Inner):
+    """The owner intends to start `attempt`; acknowledged before the Fence is sent."""
+
+    id: str
+    attempt: int
+    reason: str = ""
+
+
+class Ended(Inner):
+    """The request is over, by a router or as seen in its stream. Written last: nothing is due after."""
+
+    id: str
+    code: EndCode | Literal["seen"]
+
+
+# --- responses: keyed by request id; what clients read -------------------------------------------
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """Token counts of a whole request, over all its attempts. Part of a Chunk."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Chunk(Public, tag="Chunk"):
+    """Some tokens of the answer. `run` is a u64 in decimals, for JSON readers without 64 bits.
+
+    `seq` counts the Chunks of a run from 0; `index` is the place of the first token in the whole
+    answer, over all attempts; `chars` is the length of the whole text after this Chunk.
+    """
+
+    id: str
+    attempt: int
+    run: str
+    seq: int
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    chars: int = 0
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+class Fence(Public, tag="Fence"):
+    """`attempt` begins here; Chunks of lower attempts that come later are not part of the answer."""
+
+    id: str
+    attempt: int
+    reason: str = ""
+
+
+class End(Public, tag="End"):
+    """A router ended the request; no last Chunk will come."""
+
+    id: str
+    code: EndCode
+    message: str = ""
+    retry_after_s: float | None = None
+
+
+# --- assignments: one partition per slot; what a worker is told ----------------------------------
+
+
+class Assignment(Inner):
+    """Run this. `taken`: tokens already shown to the reader (u32, little endian), to continue from."""
+
+    worker: str
+    epoch: int
+    attempt: int
+    phase: Phase
+    request: Request
+    origin: Origin
+    responses_from: int
+    deadline_ms: int
+    budget_s: float
+    rank: int = 0
+    taken: bytes = b""
+    taken_chars: int = 0
+
+
+class CancelRun(Inner):
+    """Stop this run; its reader has been served otherwise."""
+
+    worker: str
+    epoch: int
+    id: str
+    attempt: int
+    phase: Phase
+    reason: str = ""
+
+
+class Lost(Inner):
+    """This epoch of the worker is dead to everybody, whether it still runs or not."""
+
+    worker: str
+    epoch: int
+    by: str = ""
+    silent_ms: int = 0
+
+
+# --- kv-events: keyed by worker id ---------------------------------------------------------------
+
+
+class Blocks(Inner):
+    """Cache changes of one worker, as columns: one row per event, keys of all rows end to end.
+
+    kinds u8 (0 stored, 1 removed, 2 cleared), tiers u8, positions u32 (of the first block),
+    counts u32, keys u64; all little endian. stored: `count` keys at consecutive positions.
+    """
+
+    worker: str
+    epoch: int
+    first_event_id: int
+    rank: int = 0
+    model: str = ""
+    hash_fingerprint: str = ""
+    kinds: bytes = b""
+    tiers: bytes = b""
+    positions: bytes = b""
+    counts: bytes = b""
+    keys: bytes = b""
+
+
+class RunProgress(Inner):
+    """An open run, as its worker sees it."""
+
+    id: str
+    attempt: int
+    phase: Phase
+    output_tokens: int = 0
+
+
+class Heartbeat(Inner):
+    """The worker lives; `slot_offset` is the next offset it will read of its assignments."""
+
+    worker: str
+    epoch: int
+    slot_offset: int
+    state: WorkerState = "ready"
+    reason: str = ""
+    running: tuple[RunProgress, ...] = ()
+    waiting: int = 0
+
+
+class Probe(Inner):
+    """A router's own record, written to find out whether the broker still takes records."""
+
+    by: str
+
+
+# --- registry: compacted, keyed by entity --------------------------------------------------------
+
+
+class EngineConfig(Inner):
+    """What an engine says about itself; None means: not advertised."""
+
+    model: str
+    served_model_name: str | None = None
+    context_length: int | None = None
+    kv_cache_block_size: int | None = None
+    total_kv_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+
+
+class WorkerCard(Inner):
+    """A worker offers itself. Key `worker/<id>`.
+
+    The first card of a life has no epoch: the offset it gets *is* the epoch, unique and rising.
+    Every later card of that life repeats it.
+    """
+
+    id: str
+    slot: int
+    model: str
+    config: EngineConfig
+    epoch: int | None = None
+    role: Role = "aggregated"
+    ranks: int = 1
+    taints: tuple[str, ...] = ()
+    versions: dict[str, str] = {}
+
+
+class ModelCard(Inner):
+    """A model that clients may ask for. Key `model/<name>`."""
+
+    name: str
+    kind: Literal["tokens", "chat", "completion", "embedding"] = "tokens"
+    context_length: int | None = None
+    block_size: int | None = None
+
+
+class SnapshotPointer(Inner):
+    """Where a whole snapshot of a fold's partition lies. Key `snapshot/<fold>/<partition>`."""
+
+    fold: str
+    partition: int
+    position: int
+    first_part: int
+    parts: int
+    checksum: str
+    state_hash: str
+    format: int = 1
+
+
+class Deployment(Inner):
+    """The shape all processes of a deployment must agree on. Key `deployment`."""
+
+    lanes: int
+    partitions: dict[str, int]
+    format: int = 1
+
+
+class Tombstone(Inner):
+    """An entity left. On the wire: a null value with the epoch as header, so that it compacts away."""
+
+    key: str
+    epoch: int | None = None

@@ -1,0 +1,140 @@
+"""Which topics there are, what lies on them, who writes and who reads them.
+
+This table is the one source for the code, for `kvlane topics create|describe` and for ACLs. Names
+here are short; the deployment's prefix (`KVLANE_TOPIC_PREFIX`, default `kvlane.`) is added where
+the log is opened.
+
+`requests`, `ledger` and `responses` have the same number of partitions and the same key: a request
+lives in one *lane*, the same partition of all three, so whoever owns a lane can answer for every
+request in it. Everything else is keyed by the worker or entity that it speaks of.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from aiokafka.partitioner import murmur2
+
+PROMPTS = "prompts"
+REQUESTS = "requests"
+LEDGER = "ledger"
+RESPONSES = "responses"
+ASSIGNMENTS = "assignments"
+KV_EVENTS = "kv-events"
+REGISTRY = "registry"
+ARTIFACTS = "artifacts"
+SNAPSHOTS = "snapshots"
+DEAD_LETTERS = "dead-letters"
+
+LANES = -1
+"""Stands for "as many as there are lanes" in the table."""
+
+_HOUR_MS = 3_600_000
+MAX_RECORD_BYTES = 8 * 1024 * 1024
+
+
+class Topic(NamedTuple):
+    """One row: shape and rules of a topic. `retention_ms` is None where compaction keeps records."""
+
+    name: str
+    key: str
+    partitions: int
+    retention_ms: int | None
+    format: Literal["JSON", "msgpack", "bytes"]
+    records: tuple[str, ...]
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+
+    @property
+    def compacted(self) -> bool:
+        return self.retention_ms is None
+
+    def config(self, min_insync: int) -> dict[str, str]:
+        """Broker settings of the topic.
+
+        All topics take the broker's append time: ages and deadlines must not depend on a writer's
+        clock. A segment is at most a quarter of the retention, since only whole closed segments
+        are deleted or compacted.
+        """
+        shared = {
+            "message.timestamp.type": "LogAppendTime",
+            "max.message.bytes": str(MAX_RECORD_BYTES),
+            "min.insync.replicas": str(min_insync),
+        }
+        if self.retention_ms is None:
+            day_ms = 24 * _HOUR_MS
+            return shared | {
+                "cleanup.policy": "compact",
+                "min.compaction.lag.ms": str(day_ms),
+                "delete.retention.ms": str(day_ms),
+                "segment.ms": str(day_ms // 4),
+            }
+        return shared | {
+            "cleanup.policy": "delete",
+            "retention.ms": str(self.retention_ms),
+            "segment.ms": str(self.retention_ms // 4),
+        }
+
+
+TOPICS: tuple[Topic, ...] = (
+    Topic(
+        PROMPTS, "request id", 16, 24 * _HOUR_MS, "JSON",
+        ("Prompt",),
+        ("client",), ("preprocessor",),
+    ),
+    Topic(
+        REQUESTS, "request id", LANES, _HOUR_MS, "msgpack",
+        ("Request", "Cancel", "Refused"),
+        ("gateway", "preprocessor"), ("router",),
+    ),
+    Topic(
+        LEDGER, "request id", LANES, 24 * _HOUR_MS, "msgpack",
+        ("Assigned", "Started", "PrefillDone", "Finished", "Fencing", "Ended"),
+        ("router", "worker"), ("router",),
+    ),
+    Topic(
+        RESPONSES, "request id", LANES, _HOUR_MS, "JSON",
+        ("Chunk", "Fence", "End"),
+        ("worker", "router"), ("gateway", "client", "router"),
+    ),
+    Topic(
+        ASSIGNMENTS, "worker id", 64, _HOUR_MS, "msgpack",
+        ("Assignment", "CancelRun", "Lost"),
+        ("router",), ("worker",),
+    ),
+    Topic(
+        KV_EVENTS, "worker id", 32, 24 * _HOUR_MS, "msgpack",
+        ("Blocks", "Heartbeat", "Lost", "Probe"),
+        ("worker", "router"), ("router", "indexer"),
+    ),
+    Topic(
+        REGISTRY, "entity", 1, None, "msgpack",
+        ("WorkerCard", "ModelCard", "SnapshotPointer", "Deployment"),
+        ("worker", "router", "indexer", "operator"), ("gateway", "preprocessor", "router", "worker", "indexer"),
+    ),
+    Topic(
+        ARTIFACTS, "sha256/part", 4, None, "bytes",
+        (),
+        ("worker",), ("gateway", "preprocessor"),
+    ),
+    Topic(
+        SNAPSHOTS, "fold/part", 8, 48 * _HOUR_MS, "bytes",
+        (),
+        ("indexer",), ("router", "indexer"),
+    ),
+    Topic(
+        DEAD_LETTERS, "as it was", 4, 7 * 24 * _HOUR_MS, "bytes",
+        (),
+        ("preprocessor", "router"), ("operator",),
+    ),
+)  # fmt: skip
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition of a key: murmur2 with the sign bit cleared, as the Java client does it."""
+    return int(murmur2(key) & 0x7FFFFFFF) % partitions
+
+
+def lane_of(request_id: str, lanes: int) -> int:
+    """The lane of a request: its partition in requests, ledger and responses."""
+    return partition_of(request_id.encode(), lanes)
