@@ -1,4 +1,4 @@
-"""Processes and decisions. `app:app` is every process in one; nothing is imported until asked for."""
+"""Processes and decisions. `app:app` is all of them in one; nothing is imported before that."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,48 @@
+# Everything a developer or CI runs. `make` alone lists the targets; ARGS="..." passes arguments on.
+SHELL := bash
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: help setup lock demo check format test test-vllm bench bench-full clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## Make or refresh .venv from the pinned packages (PYTHON=... picks an interpreter)
+	@PYTHON="$(PYTHON)" deploy/setup.sh
+
+lock: setup  ## Renew the pinned packages, in agreement with those of vLLM (UPGRADE=--upgrade for newer ones)
+	$(BIN)/uv pip compile pyproject.toml --extra dev --constraint deploy/vllm-cpu/requirements.txt \
+		--universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --quiet \
+		$(UPGRADE) --output-file deploy/requirements/dev.txt
+
+demo: setup  ## Run a small fleet on this machine: broker, workers, router, requests
+	@$(BIN)/kvlane demo $(ARGS)
+
+check: setup  ## Lint, format, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## Apply the formatter and the safe fixes of the linter
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+test: check  ## check, then every test that this machine can run
+	$(BIN)/pytest $(ARGS)
+
+test-vllm: setup  ## Tests with the real vLLM on a CPU
+	@echo "test-vllm: there are no vLLM tests yet, so nothing was run"
+
+bench: setup  ## Quick form of every benchmark
+	@$(BIN)/kvlane bench all $(ARGS)
+
+bench-full: setup  ## Long form of every benchmark
+	@$(BIN)/kvlane bench all --full $(ARGS)
+
+clean:  ## Remove caches and build output; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis htmlcov
+	rm -f .coverage .coverage.*
+	find app streams indexer tests -name __pycache__ -type d -prune -exec rm -rf {} +
