@@ -81,6 +81,14 @@ class Reader(Protocol):
         Outages of the broker are waited out: the poll comes back empty.
         """
 
+    def position(self, partition: Partition) -> int:
+        """Every record below this offset was returned by a poll, or is known to be gone.
+
+        Compaction and retention leave gaps, at the end of a log too. A later poll that finds
+        nothing left in a partition moves its position to the end that it saw, also while other
+        partitions keep returning records: waiting for an end offset must come to an end.
+        """
+
     async def close(self) -> None: ...
 
 
