@@ -1,0 +1,102 @@
+"""Sending records: encode, append, wait for the acknowledgement, try again where that is allowed.
+
+An append without an acknowledgement may be in the log all the same. So there are two ways to send:
+`send` tries once and leaves the doubt to the caller; `persist` repeats until it is acknowledged,
+for records that may stand twice. Neither keeps anything: what is not acknowledged when the
+process dies is found again from the log by whoever is answerable for it.
+
+Appends of the same caller are in order when it waits for each one. `persist` keeps that order too,
+since it returns only when its record stands.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from streams.clock import BrokerClock, Clock
+from streams.codecs import AnyRecord, encode
+from streams.errors import AppendFailed
+from streams.ports import Appended, Entry, Log
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+"""Pauses double between the two. A failed append has waited for its own deadline (seconds) before,
+so the repeats of many processes are spread without jitter."""
+
+
+class Outbox:
+    """Sends records through one log; feeds append times to the broker clock. Keeps no state.
+
+    All methods raise RecordTooLarge and LogClosed at once: repeating would not help.
+    """
+
+    def __init__(self, log: Log, clock: Clock, broker_clock: BrokerClock | None = None) -> None:
+        self._log = log
+        self._clock = clock
+        self._broker_clock = broker_clock
+
+    async def send(
+        self, topic: str, key: str, record: AnyRecord, partition: int | None = None
+    ) -> Appended:
+        """Append one record, once. Raises AppendFailed: it may be in the log or not."""
+        return await self.send_entry(topic, encode(record, key), partition)
+
+    async def send_entry(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
+        """As `send`, for an entry that is encoded already."""
+        appended = await self._log.append(topic, entry, partition)
+        return self._observed(appended)
+
+    async def send_batch(
+        self, topic: str, partition: int, records: Sequence[tuple[str, AnyRecord]]
+    ) -> Appended:
+        """Append (key, record) pairs to one partition in order, all or none, once.
+
+        Raises AppendFailed, or RecordTooLarge when they do not fit into one batch of 1 MiB.
+        """
+        entries = [encode(record, key) for key, record in records]
+        return self._observed(await self._log.append_batch(topic, partition, entries))
+
+    async def persist(
+        self,
+        topic: str,
+        key: str,
+        record: AnyRecord,
+        partition: int | None = None,
+        *,
+        until: float | None = None,
+    ) -> Appended:
+        """Append one record, again and again until it is acknowledged; it may stand several times.
+
+        `until` is a point on the clock; past it the last AppendFailed goes up. Without it the only
+        ends are the acknowledgement, an error that repeating cannot cure, and cancellation.
+        """
+        return await self.persist_entry(topic, encode(record, key), partition, until=until)
+
+    async def persist_entry(
+        self,
+        topic: str,
+        entry: Entry,
+        partition: int | None = None,
+        *,
+        until: float | None = None,
+    ) -> Appended:
+        """As `persist`, for an entry that is encoded already."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await self.send_entry(topic, entry, partition)
+            except AppendFailed as e:
+                left_s = None if until is None else until - self._clock.now()
+                if left_s is not None and left_s <= 0:
+                    raise
+                log.warning("append to %s failed, repeating: %s", topic, e)
+                await self._clock.sleep(pause_s if left_s is None else min(pause_s, left_s))
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _observed(self, appended: Appended) -> Appended:
+        if self._broker_clock is not None:
+            self._broker_clock.observe(appended.timestamp_ms)
+        return appended
