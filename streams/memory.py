@@ -1,0 +1,147 @@
+"""The log in this process: the ports of `streams/ports.py` without a broker.
+
+`MemoryBroker` is the shared state, `MemoryBroker.connect` gives each process its own connection
+(`streams/memory_client.py`).
+Tests, the whole-system simulation and `kvlane demo --broker memory` run on it; the contract suite
+in `tests/contracts` holds it against a real broker.
+
+It has: partitions by key as in the Java client, offsets, broker append time that never goes back,
+headers, tombstones, deletion by age and count, compaction with its lags, consumer groups with
+generations, rebalances and zombies (`streams/memory_groups.py`), size limits, and the faults that
+`streams/memory_faults.py` names.
+
+It has not: durability (all is gone with the process), replicas and leaders, segments (deletion and
+compaction work record by record), quotas, security, compression, transactions, static members and
+other assignors than range, and fetches that are bounded by bytes.
+
+Time is the injected clock's. Waiting with a limit uses a timer of the running loop, which the
+virtual loop of the simulation moves along with its clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from streams.clock import Clock
+from streams.errors import TopicsDiffer
+from streams.memory_client import MemoryLog, MemoryReader
+from streams.memory_faults import Fate, Faults
+from streams.memory_groups import Group, MemoryMember
+from streams.memory_partition import MemoryRecord, PartitionLog
+from streams.ports import Appended, Entry, Partition
+from streams.topics import LANES, TOPICS
+
+__all__ = ["Fate", "Faults", "MemoryBroker", "MemoryLog", "MemoryMember", "MemoryReader"]
+
+_DAY_MS = 24 * 3_600_000
+_COMPACT_FROM = 1000  # records in a partition before compaction looks at it
+
+
+class MemoryBroker:
+    """Topics, groups and broker time, shared by all connections."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        lanes: int = 32,
+        partitions: Mapping[str, int] | None = None,
+        faults: Faults | None = None,
+        max_records: int | None = None,
+        session_timeout_s: float = 10.0,
+        max_poll_interval_s: float = 300.0,
+    ) -> None:
+        """Every topic of `streams/topics.py` exists from the start.
+
+        `partitions` overrides counts by topic. `max_records` bounds each partition that deletes
+        by age: the oldest records go when there are more.
+        """
+        overrides = partitions or {}
+        self.clock = clock
+        self.faults = faults or Faults()
+        self.session_timeout_s = session_timeout_s
+        self.max_poll_interval_s = max_poll_interval_s
+        self.available = True
+        """False: an outage. Appends fail, questions are not answered, polls come back empty."""
+        self.partitions: dict[str, int] = {}
+        self._max_records = max_records
+        self._retention_ms: dict[str, int | None] = {}
+        self._logs: dict[str, list[PartitionLog]] = {}
+        for topic in TOPICS:
+            count = lanes if topic.partitions == LANES else topic.partitions
+            self.create_topic(topic.name, overrides.get(topic.name, count), topic.retention_ms)
+        self._groups: dict[tuple[str, str], Group] = {}
+        self._now_ms = 0
+        self._members = 0
+
+    def connect(self, client_id: str) -> MemoryLog:
+        """A connection for one process."""
+        return MemoryLog(self, client_id)
+
+    def create_topic(self, name: str, partitions: int, retention_ms: int | None) -> None:
+        """Add an empty topic; without retention it is a compacted one."""
+        self.partitions[name] = partitions
+        self._retention_ms[name] = retention_ms
+        self._logs[name] = [PartitionLog(Partition(name, p)) for p in range(partitions)]
+
+    def now_ms(self) -> int:
+        """Broker time, as it is stamped on records."""
+        self._now_ms = max(self._now_ms, self.clock.wall_ms())
+        return self._now_ms
+
+    def log(self, topic: str, partition: int) -> PartitionLog:
+        """Raises TopicsDiffer when there is no such partition."""
+        try:
+            return self._logs[topic][partition]
+        except LookupError:
+            raise TopicsDiffer(f"no partition {partition} of topic {topic!r}") from None
+
+    def records(self, topic: str, partition: int) -> Sequence[MemoryRecord]:
+        """What one partition holds."""
+        return self.log(topic, partition).records
+
+    def append(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
+        """Append at once, without faults; deletes what retention no longer keeps."""
+        log = self.log(topic, partition)
+        timestamp_ms = self.now_ms()
+        offset = log.append(entries, timestamp_ms)
+        self._clean(log, timestamp_ms)
+        return Appended(partition, offset, timestamp_ms)
+
+    def delete_records(self, topic: str, partition: int, before: int) -> None:
+        """Delete the records below an offset, as an administrator does."""
+        self.log(topic, partition).delete_before(before)
+
+    def compact(self, topic: str) -> None:
+        """Compact now, keeping what is younger than the compaction lag."""
+        now_ms = self.now_ms()
+        for log in self._logs[topic]:
+            log.compact(now_ms - _DAY_MS, now_ms - 2 * _DAY_MS)
+
+    def group(self, topic: str, name: str) -> Group:
+        """The group of this name on this topic; made when it is first asked for."""
+        self.log(topic, 0)
+        group = self._groups.get((topic, name))
+        if group is None:
+            group = self._groups[topic, name] = Group(self, topic)
+        return group
+
+    def member_id(self, client_id: str) -> str:
+        """A new member id of this client."""
+        self._members += 1
+        return f"{client_id}-{self._members:06}"
+
+    def expire(self, log: PartitionLog) -> None:
+        """Delete what has passed its retention by now."""
+        if log.records and (retention_ms := self._retention_ms[log.name.topic]) is not None:
+            log.delete_older(self.now_ms() - retention_ms)
+
+    def _clean(self, log: PartitionLog, now_ms: int) -> None:
+        retention_ms = self._retention_ms[log.name.topic]
+        if retention_ms is None:
+            if len(log.records) >= 2 * log.kept + _COMPACT_FROM:
+                log.compact(now_ms - _DAY_MS, now_ms - 2 * _DAY_MS)
+            return
+        log.delete_older(now_ms - retention_ms)
+        if self._max_records is not None and log.end - log.start > self._max_records:
+            log.delete_before(log.end - self._max_records)

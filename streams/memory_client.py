@@ -1,0 +1,299 @@
+"""One process's connection to the in-memory broker: appends, questions, readers.
+
+Implements `Log` and `Reader`. Owns what is on its way between this client and the broker, and what
+the client does not hear any more once it is cut off; the records are the broker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from streams.errors import (
+    AppendFailed,
+    BrokerUnavailable,
+    LogClosed,
+    PositionLost,
+    RecordTooLarge,
+)
+from streams.memory_faults import Fate, Operation
+from streams.memory_groups import MemoryMember
+from streams.memory_partition import Cursor, PartitionLog
+from streams.ports import Appended, Batches, Entry, Ownership, Partition
+from streams.topics import MAX_RECORD_BYTES, partition_of
+
+if TYPE_CHECKING:
+    from streams.memory import MemoryBroker
+
+MAX_BATCH_BYTES = 1024 * 1024
+_RECORD_OVERHEAD = 90  # bytes around key, value and headers in a batch of one record
+
+
+class MemoryLog:
+    """Implements `Log`: one client's connection."""
+
+    def __init__(self, broker: MemoryBroker, client_id: str) -> None:
+        self.broker = broker
+        self.client_id = client_id
+        self.is_cut = False
+        self.silent_since: float | None = None
+        self._started = False
+        self._closed = False
+        self._users: dict[MemoryReader | MemoryMember, None] = {}
+        self._lines: dict[PartitionLog, _Line] = {}
+
+    async def start(self) -> None:
+        """Connect; nothing else works before."""
+        if not self.broker.available:
+            raise BrokerUnavailable(f"{self.client_id}: the broker is down")
+        if self._closed:
+            raise LogClosed(self.client_id)
+        self._started = True
+
+    async def close(self) -> None:
+        """Let what is on its way arrive, leave all groups, disconnect."""
+        if self._closed:
+            return
+        self._closed = True
+        for line in self._lines.values():
+            line.land()
+        for user in list(self._users):
+            await user.close()
+
+    def cut(self) -> None:
+        """As kill -9: nothing of this client reaches the broker any more, no call returns.
+
+        What is still on its way is lost; group memberships end by their session time-out.
+        """
+        self.is_cut = True
+        self.stall()
+        for user in self._users:
+            user.cursor.leave_all()
+
+    def stall(self) -> None:
+        """As SIGSTOP: the client sends no heartbeats until `revive`; what it has sent arrives."""
+        if self.silent_since is None:
+            self.silent_since = self.broker.clock.now()
+
+    def revive(self) -> None:
+        """As SIGCONT: the client goes on where it was; its groups may have gone on without it."""
+        for user in self._users:
+            if isinstance(user, MemoryMember):
+                user.look()
+        if not self.is_cut:
+            self.silent_since = None
+
+    async def partitions(self, topic: str) -> int:
+        """How many partitions the topic has."""
+        await self._ask(topic, ())
+        return self.broker.partitions[topic]
+
+    async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
+        """Append one record."""
+        self.check_open()
+        if _bytes(entry) > MAX_RECORD_BYTES:
+            raise RecordTooLarge(f"{topic}: {_bytes(entry)} bytes")
+        if partition is None:
+            assert entry.key is not None, "a record without a key needs a partition"
+            self.broker.log(topic, 0)
+            partition = partition_of(entry.key, self.broker.partitions[topic])
+        return await self._append(topic, partition, (entry,))
+
+    async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
+        """Append records to one partition, all or none."""
+        self.check_open()
+        assert entries, "a batch holds at least one entry"
+        if (size := sum(map(_bytes, entries))) > MAX_BATCH_BYTES:
+            raise RecordTooLarge(f"{topic}: a batch of {size} bytes")
+        return await self._append(topic, partition, tuple(entries))
+
+    async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """Offset of the oldest record kept."""
+        await self._ask(topic, partitions)
+        return {p: self.broker.log(topic, p).start for p in partitions}
+
+    async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """Offset the next record will get."""
+        await self._ask(topic, partitions)
+        return {p: self.broker.log(topic, p).end for p in partitions}
+
+    async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
+        """First offset at or after a time."""
+        await self._ask(topic, (partition,))
+        return self.broker.log(topic, partition).offset_at(timestamp_ms)
+
+    def reader(self) -> MemoryReader:
+        """A reader; closed with this connection."""
+        self.check_open()
+        reader = MemoryReader(self)
+        self._users[reader] = None
+        return reader
+
+    def member(self, topic: str, group: str, ownership: Ownership) -> MemoryMember:
+        """A member of a group; closed with this connection."""
+        self.check_open()
+        member = MemoryMember(self, topic, self.broker.group(topic, group), ownership)
+        self._users[member] = None
+        return member
+
+    # --- for readers and members of this connection ---
+
+    def check_open(self) -> None:
+        """Raises LogClosed."""
+        if self._closed or not self._started:
+            raise LogClosed(f"{self.client_id}: {'closed' if self._closed else 'not started'}")
+
+    async def reachable(self) -> None:
+        """Come back only if this client still exists. Raises LogClosed."""
+        if self.is_cut:
+            await asyncio.get_running_loop().create_future()  # for ever: the process is dead
+        self.check_open()
+
+    async def travel(self, operation: Operation) -> bool:
+        """The way to the broker; False when there will be no answer."""
+        await self.broker.clock.sleep(self.broker.faults.latency_s(self.client_id, operation))
+        await self.reachable()
+        return self.broker.faults.answered(self.client_id, operation)
+
+    async def answer(self, operation: Operation) -> None:
+        """The way back."""
+        if (answer_s := self.broker.faults.answer_s(self.client_id, operation)) > 0:
+            await self.broker.clock.sleep(answer_s)
+        if self.is_cut:
+            await asyncio.get_running_loop().create_future()
+
+    def forget(self, user: MemoryReader | MemoryMember) -> None:
+        """The user has closed itself."""
+        self._users.pop(user, None)
+
+    async def _ask(self, topic: str, partitions: Sequence[int]) -> None:
+        self.check_open()
+        if not await self.travel("offsets") or not self.broker.available:
+            raise BrokerUnavailable(f"{self.client_id}: no answer about {topic}")
+        for partition in partitions or (0,):
+            self.broker.expire(self.broker.log(topic, partition))
+        await self.answer("offsets")
+
+    async def _append(self, topic: str, partition: int, entries: tuple[Entry, ...]) -> Appended:
+        log = self.broker.log(topic, partition)
+        line = self._lines.get(log)
+        if line is None:
+            line = self._lines[log] = _Line(self, log)
+        return await line.send(entries)
+
+
+class _Line:
+    """The way of one connection's appends to one partition: they arrive in the order of sending."""
+
+    def __init__(self, client: MemoryLog, log: PartitionLog) -> None:
+        self._client = client
+        self._log = log
+        self._under_way: deque[_Sending] = deque()
+        self._last: _Sending | None = None
+
+    async def send(self, entries: tuple[Entry, ...]) -> Appended:
+        client, broker = self._client, self._client.broker
+        sending = _Sending(entries)
+        self._under_way.append(sending)
+        if (latency_s := broker.faults.latency_s(client.client_id, "append")) > 0:
+            try:
+                await broker.clock.sleep(latency_s)
+            except asyncio.CancelledError:
+                self.land(sending)  # only the caller has given up, the request is on its way
+                raise
+        self.land(sending)
+        await broker.clock.sleep(broker.faults.answer_s(client.client_id, "append"))
+        if client.is_cut:
+            await client.reachable()
+        if sending.fate is Fate.TWICE and self._last is sending:
+            broker.append(*self._log.name, sending.entries)
+        if sending.appended is None or sending.fate is Fate.UNREPORTED:
+            topic, partition = self._log.name
+            raise AppendFailed(f"{topic}[{partition}]: no acknowledgement")
+        return sending.appended
+
+    def land(self, last: _Sending | None = None) -> None:
+        """Everything up to `last` arrives, or all there is."""
+        client, broker = self._client, self._client.broker
+        topic, partition = self._log.name
+        while self._under_way and (last is None or not last.landed):
+            sending = self._under_way.popleft()
+            sending.landed = True
+            if client.is_cut:
+                continue
+            sending.fate = broker.faults.fate(client.client_id, topic, partition)
+            if sending.fate is not Fate.LOST and broker.available:
+                sending.appended = broker.append(topic, partition, sending.entries)
+                self._last = sending
+
+
+class _Sending:
+    """One append on its way."""
+
+    __slots__ = ("appended", "entries", "fate", "landed")
+
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
+        self.entries = entries
+        self.landed = False
+        self.fate = Fate.KEPT
+        self.appended: Appended | None = None
+
+
+class MemoryReader:
+    """Implements `Reader`; made by `MemoryLog.reader`."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        self.cursor = Cursor()
+        self._log = log
+        self._closed = False
+
+    def assign(self, positions: Mapping[Partition, int]) -> None:
+        """Read these partitions and no others."""
+        self._check_open()
+        self.cursor.leave_all()
+        for name, position in positions.items():
+            self.cursor.follow(self._log.broker.log(*name), position)
+
+    async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
+        """The next records; raises PositionLost for the first position that is."""
+        self._check_open()
+        broker = self._log.broker
+        deadline = broker.clock.now() + timeout_s
+        await self._log.travel("poll")
+        while True:
+            self._check_open()
+            if broker.available:
+                self._check_positions()
+                if batch := self.cursor.take(max_records):
+                    return batch
+            if (wait_s := deadline - broker.clock.now()) <= 0:
+                return {}
+            await self.cursor.bell.wait(wait_s)
+            await self._log.reachable()
+
+    async def close(self) -> None:
+        """Forget all positions; a poll that waits raises LogClosed."""
+        self._closed = True
+        self.cursor.leave_all()
+        self.cursor.bell.ring()
+        self._log.forget(self)
+
+    def _check_positions(self) -> None:
+        """Forget all positions; a poll that waits raises LogClosed."""
+        for log in self.cursor.ready:
+            self._log.broker.expire(log)
+            if (wanted := self.cursor.positions[log.name]) < log.start:
+                raise PositionLost(*log.name, wanted, log.start)
+
+    def _check_open(self) -> None:
+        self._log.check_open()
+        if self._closed:
+            raise LogClosed(f"reader of {self._log.client_id}")
+
+
+def _bytes(entry: Entry) -> int:
+    """The size of an entry in a batch of its own, roughly as the broker counts it."""
+    size = _RECORD_OVERHEAD + len(entry.key or b"") + len(entry.value or b"")
+    return size + sum(len(name) + len(value) + 4 for name, value in entry.headers)
