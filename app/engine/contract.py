@@ -1,0 +1,165 @@
+"""What an engine promises: the interface between a worker process and whatever generates tokens.
+
+Owns the `Engine` interface, the handle each request is given (`GenerateContext`), what an engine
+yields (`EngineOutput`) and its typed errors. Knows nothing of Kafka, runs or leases; the rules
+below are checked by `app/engine/validator.py`.
+
+Life of an engine: constructed, `start`, any number of concurrent `generate`, `drain`, `cleanup`.
+
+1. When `start` returns, the engine is ready to generate. It logs its progress: loading may take
+   minutes and is silent otherwise.
+2. A stream yields any number of outputs; exactly one, the last, has a finish reason. Or it raises
+   an EngineError, which is an end of its own kind. Nothing follows either.
+3. A stream polls `context.stopped` between outputs and then ends with `cancelled`.
+4. What a stream holds (a slot, a handle) is released in its own `finally`: a consumer may leave at
+   any output. `abort` is for telling others early, and called on an explicit cancel only.
+5. `cleanup` runs once, also after a failed `start`, and is safe on a half-built engine; a second
+   call does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable
+
+import msgspec
+
+from streams.records import EngineConfig, FinishReason, Request, Usage
+
+U32_MAX = 2**32 - 1
+
+
+class EngineError(Exception):
+    """A request failed in the engine. `retryable`: another worker may well succeed with it."""
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class EngineDead(EngineError):
+    """The engine will never generate again; its process ends and is started anew."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
+class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """Some tokens of one request's answer; with a finish reason it is the last output.
+
+    `usage` counts this execution only: its prompt, with tokens of earlier attempts in it, and what
+    it generated. It is optional, and of use on the last output.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    message: str = ""
+
+    @staticmethod
+    def token(token_id: int) -> EngineOutput:
+        """One token, with more to come."""
+        return EngineOutput(token_ids=(token_id,))
+
+    @staticmethod
+    def stop() -> EngineOutput:
+        """The model ended its answer."""
+        return EngineOutput(finish_reason="stop")
+
+    @staticmethod
+    def length() -> EngineOutput:
+        """The token limit or the end of the context was reached."""
+        return EngineOutput(finish_reason="length")
+
+    @staticmethod
+    def cancelled() -> EngineOutput:
+        """The context was stopped."""
+        return EngineOutput(finish_reason="cancelled")
+
+    @staticmethod
+    def error(message: str) -> EngineOutput:
+        """The answer failed for good. Raise EngineError where the kind of failure matters."""
+        return EngineOutput(finish_reason="error", message=message)
+
+    def with_tokens(self, token_ids: Iterable[int]) -> EngineOutput:
+        """The same output with these tokens."""
+        return msgspec.structs.replace(self, token_ids=tuple(token_ids))
+
+    def with_usage(self, counts: Usage) -> EngineOutput:
+        """The same output with token counts."""
+        return msgspec.structs.replace(self, usage=counts)
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:
+    """Token counts, each saturating at u32: what clients of any language can hold."""
+    return Usage(
+        prompt_tokens=min(prompt_tokens, U32_MAX),
+        completion_tokens=min(completion_tokens, U32_MAX),
+        cached_tokens=min(cached_tokens, U32_MAX),
+    )
+
+
+class GenerateContext:
+    """One request's handle: tells the engine to stop, and hears of the first token."""
+
+    def __init__(self, request_id: str, on_first_token: Callable[[], None] | None = None) -> None:
+        self.request_id = request_id
+        self._stop = asyncio.Event()
+        self._on_first_token = on_first_token
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the request is no longer wanted."""
+        return self._stop.is_set()
+
+    def cancel(self) -> None:
+        """The request is no longer wanted. Idempotent."""
+        self._stop.set()
+
+    async def wait_stopped(self) -> None:
+        """Return when the request is no longer wanted; for engines that wait inside an output."""
+        await self._stop.wait()
+
+    def notify_first_token(self) -> None:
+        """The first token exists; only the first call counts.
+
+        The worker calls it at the first output with tokens. An engine calls it by itself only
+        when it knows earlier than its stream shows.
+        """
+        notify, self._on_first_token = self._on_first_token, None
+        if notify is not None:
+            notify()
+
+
+class Engine(ABC):
+    """Generates tokens. One instance serves one worker process; the rules stand at the top."""
+
+    @abstractmethod
+    async def start(self, worker_id: str) -> EngineConfig:
+        """Get ready to generate and say what this engine is.
+
+        `worker_id` is opaque, unique in the fleet and stable for this life of the process. What
+        the config leaves None is not advertised: without a block size no cache-aware routing,
+        without max_num_seqs no local admission.
+        """
+
+    @abstractmethod
+    def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """The answer's tokens as they come.
+
+        Of `request` count the tokens, stop conditions and sampling. Its tokens may end with those
+        that an earlier attempt has generated: the answer goes on from there.
+        """
+
+    async def abort(self, context: GenerateContext) -> None:  # noqa: B027 - optional by contract
+        """The request was cancelled explicitly; never called for a stream that was just left."""
+
+    async def drain(self) -> None:  # noqa: B027 - optional by contract
+        """Wait for transfers that others depend on; once, before cleanup, no longer announced."""
+
+    @abstractmethod
+    async def cleanup(self) -> None:
+        """Release everything; see rule 5."""

@@ -1,0 +1,113 @@
+"""An engine that watches another one: every broken rule of the contract is named where it breaks.
+
+Wraps engines in tests and where `KVLANE_DEBUG` is set. Changes nothing in what it passes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from app.engine.contract import (
+    U32_MAX,
+    Engine,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+)
+from streams.records import EngineConfig, Request
+
+OUTPUTS_AFTER_STOP = 1
+"""One output may be on its way when the context stops; the next one has seen the stop."""
+
+
+class ContractBroken(AssertionError):
+    """An engine broke a rule of `app/engine/contract.py`; the message names it."""
+
+
+class ValidatedEngine(Engine):
+    """Passes every call on to `engine` and raises ContractBroken when a rule is broken."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._starts = 0
+        self._ready = False
+        self._cleaned = False
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        """Start it, once, and check what it says of itself."""
+        _rule(self._starts == 0, "start is called once")
+        self._starts += 1
+        config = await self._engine.start(worker_id)
+        _rule(bool(config.model), "the config names a model")
+        _rule(
+            (config.bootstrap_host is None) == (config.bootstrap_port is None),
+            "bootstrap host and port are given both or not at all",
+        )
+        self._ready = True
+        return config
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Its stream, every output checked."""
+        _rule(self._ready, "generate is called between start and cleanup")
+        stream = self._engine.generate(request, context)
+        check = _StreamCheck(context)
+        try:
+            async for output in stream:
+                check.output(output)
+                yield output
+        except EngineError:
+            _rule(not check.ended, "nothing follows the terminal output, not even an error")
+            raise
+        finally:
+            await stream.aclose()
+        _rule(check.ended, "a stream ends with a finish reason or an EngineError")
+
+    async def abort(self, context: GenerateContext) -> None:
+        """Tell it of a cancel; without one that is a mistake of the caller."""
+        _rule(context.stopped, "abort is called on an explicit cancel only")
+        await self._engine.abort(context)
+
+    async def drain(self) -> None:
+        """Drain it, before cleanup."""
+        _rule(not self._cleaned, "drain comes before cleanup")
+        await self._engine.drain()
+
+    async def cleanup(self) -> None:
+        """Clean up, twice: that the second call does nothing is part of the contract."""
+        _rule(self._starts > 0, "cleanup is not called when start never was")
+        _rule(not self._cleaned, "cleanup is called once")
+        self._ready, self._cleaned = False, True
+        await self._engine.cleanup()
+        await self._engine.cleanup()
+
+
+class _StreamCheck:
+    """The rules of one stream."""
+
+    def __init__(self, context: GenerateContext) -> None:
+        self._context = context
+        self.ended = False
+        self._since_stop = 0
+
+    def output(self, output: EngineOutput) -> None:
+        _rule(not self.ended, "nothing follows the terminal output")
+        _rule(all(0 <= token <= U32_MAX for token in output.token_ids), "token ids are u32")
+        if output.usage is not None:
+            counts = output.usage
+            fit = max(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
+            _rule(fit <= U32_MAX, "usage saturates at u32")
+        if output.finish_reason is not None:
+            self.ended = True
+        elif self._context.stopped:
+            _rule(
+                self._since_stop < OUTPUTS_AFTER_STOP,
+                "a stream polls context.stopped between outputs and ends with cancelled",
+            )
+            self._since_stop += 1
+
+
+def _rule(kept: object, rule: str) -> None:
+    if not kept:
+        raise ContractBroken(f"engine contract broken: {rule}")

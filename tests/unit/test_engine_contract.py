@@ -1,0 +1,180 @@
+"""What every engine is held to, and how a broken rule is named."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+
+import pytest
+
+from app.engine.contract import (
+    U32_MAX,
+    Engine,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    usage,
+)
+from app.engine.validator import ContractBroken, ValidatedEngine
+from streams.records import EngineConfig, Request, Usage
+
+Script = Callable[[GenerateContext], AsyncGenerator[EngineOutput, None]]
+
+
+class Scripted(Engine):
+    """An engine that yields what the test says, rules or not."""
+
+    def __init__(self, script: Script | None = None, config: EngineConfig | None = None) -> None:
+        self._script = script
+        self._config = config or EngineConfig(model="m")
+        self.cleanups = 0
+        self.released = False
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        return self._config
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        assert self._script is not None
+        try:
+            async for output in self._script(context):
+                yield output
+        finally:
+            self.released = True
+
+    async def cleanup(self) -> None:
+        self.cleanups += 1
+
+
+def outputs(*items: EngineOutput) -> Script:
+    async def script(context: GenerateContext) -> AsyncGenerator[EngineOutput, None]:
+        for item in items:
+            yield item
+
+    return script
+
+
+async def run(script: Script, context: GenerateContext | None = None) -> list[EngineOutput]:
+    engine = ValidatedEngine(Scripted(script))
+    await engine.start("w")
+    return [o async for o in engine.generate(Request(id="r"), context or GenerateContext("r"))]
+
+
+async def test_a_stream_that_keeps_the_rules_passes_unchanged() -> None:
+    items = [EngineOutput.token(1), EngineOutput.length().with_tokens([2])]
+    assert await run(outputs(*items)) == items
+
+
+async def test_a_stream_without_an_end_is_named() -> None:
+    with pytest.raises(ContractBroken, match="ends with a finish reason"):
+        await run(outputs(EngineOutput.token(1)))
+
+
+async def test_an_output_after_the_end_is_named() -> None:
+    with pytest.raises(ContractBroken, match="nothing follows the terminal output"):
+        await run(outputs(EngineOutput.stop(), EngineOutput.token(1)))
+
+
+async def test_an_error_after_the_end_is_named() -> None:
+    async def script(context: GenerateContext) -> AsyncGenerator[EngineOutput, None]:
+        yield EngineOutput.stop()
+        raise EngineError("too late")
+
+    with pytest.raises(ContractBroken, match="not even an error"):
+        await run(script)
+
+
+async def test_a_typed_error_is_an_end_of_its_own() -> None:
+    async def script(context: GenerateContext) -> AsyncGenerator[EngineOutput, None]:
+        yield EngineOutput.token(1)
+        raise EngineError("out of memory", retryable=True)
+
+    with pytest.raises(EngineError, match="out of memory") as failed:
+        await run(script)
+    assert failed.value.retryable
+
+
+async def test_going_on_after_a_cancel_is_named() -> None:
+    context = GenerateContext("r")
+    context.cancel()
+    with pytest.raises(ContractBroken, match=r"polls context\.stopped"):
+        await run(outputs(EngineOutput.token(1), EngineOutput.token(2)), context)
+
+
+async def test_ending_with_cancelled_after_a_cancel_is_right() -> None:
+    context = GenerateContext("r")
+    context.cancel()
+    items = [EngineOutput.token(1), EngineOutput.cancelled()]
+    assert await run(outputs(*items), context) == items
+
+
+async def test_usage_beyond_u32_is_named() -> None:
+    counts = Usage(prompt_tokens=U32_MAX + 1)
+    with pytest.raises(ContractBroken, match="usage saturates"):
+        await run(outputs(EngineOutput.stop().with_usage(counts)))
+
+
+async def test_leaving_a_stream_releases_what_it_holds() -> None:
+    inner = Scripted(outputs(EngineOutput.token(1), EngineOutput.stop()))
+    engine = ValidatedEngine(inner)
+    await engine.start("w")
+    stream = engine.generate(Request(id="r"), GenerateContext("r"))
+    await anext(stream)
+    await stream.aclose()
+    assert inner.released
+
+
+async def test_generating_before_start_is_named() -> None:
+    engine = ValidatedEngine(Scripted(outputs(EngineOutput.stop())))
+    with pytest.raises(ContractBroken, match="between start and cleanup"):
+        await anext(engine.generate(Request(id="r"), GenerateContext("r")))
+
+
+async def test_half_a_bootstrap_address_is_named() -> None:
+    engine = ValidatedEngine(Scripted(config=EngineConfig(model="m", bootstrap_host="h")))
+    with pytest.raises(ContractBroken, match="both or not at all"):
+        await engine.start("w")
+
+
+async def test_a_second_cleanup_is_named_and_idempotence_is_exercised() -> None:
+    inner = Scripted()
+    engine = ValidatedEngine(inner)
+    await engine.start("w")
+    await engine.cleanup()
+    assert inner.cleanups == 2
+    with pytest.raises(ContractBroken, match="cleanup is called once"):
+        await engine.cleanup()
+
+
+async def test_an_abort_without_a_cancel_is_named() -> None:
+    engine = ValidatedEngine(Scripted())
+    with pytest.raises(ContractBroken, match="explicit cancel"):
+        await engine.abort(GenerateContext("r"))
+
+
+def test_the_first_token_is_told_once() -> None:
+    told: list[int] = []
+    context = GenerateContext("r", lambda: told.append(1))
+    context.notify_first_token()
+    context.notify_first_token()
+    assert told == [1]
+
+
+def test_usage_saturates_at_u32() -> None:
+    assert usage(U32_MAX + 5, 7, U32_MAX + 1) == Usage(
+        prompt_tokens=U32_MAX, completion_tokens=7, cached_tokens=U32_MAX
+    )
+
+
+def test_outputs_say_how_they_end() -> None:
+    reasons = [
+        o.finish_reason
+        for o in (
+            EngineOutput.token(1),
+            EngineOutput.stop(),
+            EngineOutput.length(),
+            EngineOutput.cancelled(),
+            EngineOutput.error("e"),
+        )
+    ]
+    assert reasons == [None, "stop", "length", "cancelled", "error"]
