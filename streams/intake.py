@@ -27,7 +27,7 @@ from streams.codecs import AnyRecord, decode
 from streams.deadletters import DeadLetters
 from streams.errors import AppendFailed, LogClosed, OwnershipLost, RecordError
 from streams.outbox import Outbox
-from streams.ports import Log, Record
+from streams.ports import Log, Member, Record
 from streams.records import Fact
 from streams.topics import TOPICS
 
@@ -138,7 +138,9 @@ class Intake:
         *,
         keep_prompts: bool = False,
     ) -> None:
+        self._log = log
         self._topic = topic
+        self._group = group
         self._lanes = lanes
         self._clock = clock
         self._broker_clock = broker_clock
@@ -152,7 +154,7 @@ class Intake:
         self._moved = asyncio.Event()
         self._committing = asyncio.Lock()
         self._closing = False
-        self._member = log.member(topic, group, self)
+        self._member: Member | None = None
         self.undecodable = 0
 
     @property
@@ -162,12 +164,13 @@ class Intake:
 
     def resume(self, claim: Claim) -> None:
         """Start reading a lane. Ignored for a claim that is lost."""
-        if not claim.lost:
+        if self._member is not None and not claim.lost:
             self._member.resume(claim.partition)
 
     async def run(self) -> None:
         """Poll, commit and write dead letters, until cancelled or closed."""
-        work = (self._poll_loop(), self._commit_loop(), self._letter_loop())
+        self._member = member = self._log.member(self._topic, self._group, self)
+        work = (self._poll_loop(member), self._commit_loop(member), self._letter_loop())
         tasks = [asyncio.ensure_future(w) for w in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -186,10 +189,13 @@ class Intake:
         if self._closing:
             return
         self._closing = True
+        member = self._member
+        if member is None:
+            return
         try:
-            await self._commit()
+            await self._commit(member)
         finally:
-            await self._member.close()
+            await member.close()
             self.revoked(frozenset(self._claims))
 
     # --- Ownership, called by the member ---
@@ -211,9 +217,9 @@ class Intake:
 
     # --- reading ---
 
-    async def _poll_loop(self) -> None:
+    async def _poll_loop(self, member: Member) -> None:
         while True:
-            batches = await self._member.poll(POLL_S, RECORDS_PER_POLL)
+            batches = await member.poll(POLL_S, RECORDS_PER_POLL)
             if self._closing:
                 return
             letters: list[_Letter] = []
@@ -275,15 +281,15 @@ class Intake:
 
     # --- committing ---
 
-    async def _commit_loop(self) -> None:
+    async def _commit_loop(self, member: Member) -> None:
         while True:
             await self._moved.wait()
             await self._clock.sleep(self._commit_every_s)
             self._moved.clear()
-            if not await self._commit():
+            if not await self._commit(member):
                 self._moved.set()
 
-    async def _commit(self) -> bool:
+    async def _commit(self, member: Member) -> bool:
         """Commit the marks that moved; false when that must be tried again."""
         async with self._committing:  # two at once could arrive in the wrong order
             claims = list(self._claims.values())
@@ -291,7 +297,7 @@ class Intake:
             if not marks:
                 return True
             try:
-                await self._member.commit(marks)
+                await member.commit(marks)
             except OwnershipLost as e:
                 # The revocation follows; until then there is nothing to say that anybody hears.
                 log.info("commit to %s refused: %s", self._topic, e)
