@@ -273,6 +273,10 @@ class MemoryReader:
             await self.cursor.bell.wait(wait_s)
             await self._log.reachable()
 
+    def position(self, partition: Partition) -> int:
+        """Every record below was returned by a poll or is gone."""
+        return self.cursor.positions[partition]
+
     async def close(self) -> None:
         """Forget all positions; a poll that waits raises LogClosed."""
         self._closed = True
@@ -281,7 +285,6 @@ class MemoryReader:
         self._log.forget(self)
 
     def _check_positions(self) -> None:
-        """Forget all positions; a poll that waits raises LogClosed."""
         for log in self.cursor.ready:
             self._log.broker.expire(log)
             if (wanted := self.cursor.positions[log.name]) < log.start:
