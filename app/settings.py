@@ -1,0 +1,417 @@
+"""The settings of every process: one table, read from `KVLANE_*` environment variables.
+
+Owns names, defaults, units and the checks between them. Reads the environment when `Settings()` is
+called and never again; a process passes the value on and nothing below reads the environment.
+An empty variable counts as not set. Secrets come from the environment or from files and are masked
+wherever settings are shown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from streams.connection import Connection, SaslMechanism, SecurityProtocol
+
+PREFIX = "KVLANE_"
+_MASK = "********"
+_SECRETS = ("sasl_password", "ssl_keypassword")  # each has a twin NAME_file
+
+
+class SettingsError(ValueError):
+    """Settings that cannot work. Each line names a variable, what is wrong, and what would do."""
+
+
+def variable(field: str) -> str:
+    """The environment variable of a field."""
+    return f"{PREFIX}{field.upper()}"
+
+
+def _unique_name() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _readable(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError("no such file: give the path of a file this process can read")
+    if not os.access(path, os.R_OK):
+        raise ValueError("the file is not readable for this process: check owner and mode")
+    return path
+
+
+ReadableFile = Annotated[Path, AfterValidator(_readable)]
+
+
+class Settings(BaseSettings):
+    """Immutable settings. Raises SettingsError when a value, or two together, cannot work."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, allow_inf_nan=False
+    )
+
+    # Where Kafka is
+    bootstrap_servers: str = Field(
+        "", description="Kafka brokers, host:port[,host:port]; empty: none given"
+    )
+    broker: Literal["auto", "env", "docker", "jvm", "memory"] = Field(
+        "auto",
+        description="where a demo or a test gets its broker: env is KVLANE_BOOTSTRAP_SERVERS, "
+        "docker and jvm start one, memory is the in-process twin, auto takes the first that works",
+    )
+    cache_dir: Path = Field(
+        default_factory=lambda: Path.home() / ".cache" / "kvlane",
+        description="folder for what is fetched once: broker files, tokenizers",
+    )
+
+    # What the topics look like; all processes of a deployment agree on these
+    topic_prefix: str = Field(
+        "kvlane.",
+        pattern=r"^[A-Za-z0-9._-]*$",
+        max_length=64,
+        description="what every topic name starts with",
+    )
+    lanes: int = Field(
+        32, ge=1, le=1024, description="partitions of requests, ledger and responses, each"
+    )
+    replication: int = Field(1, ge=1, description="copies of every partition, in brokers")
+    min_insync: int = Field(
+        1, ge=1, description="copies that must have a record before it counts, in brokers"
+    )
+
+    # How long a request may take
+    deadline_s: float = Field(
+        600, gt=0, description="time a request has when it names none, in seconds"
+    )
+    max_lifetime_s: float = Field(
+        600, gt=0, description="longest time any request may ask for, in seconds"
+    )
+    dedup_window_s: float = Field(
+        1200,
+        gt=0,
+        description="time in which a request id that comes again is recognised, in seconds",
+    )
+    max_attempts: int = Field(
+        3, ge=1, description="failed attempts after which a request ends with an error"
+    )
+
+    # Worker
+    worker_id: str = Field(
+        default_factory=_unique_name,
+        pattern=r"^[A-Za-z0-9._:-]{1,128}$",
+        description="name of this worker, unique in the deployment",
+    )
+    worker_timeout_s: float = Field(
+        5, gt=0, description="silence after which a worker counts as dead, in seconds"
+    )
+    heartbeat_s: float = Field(1, gt=0, description="time between two heartbeats, in seconds")
+    max_num_seqs: int = Field(256, ge=1, description="requests a worker runs at a time")
+    worker_queue: int = Field(
+        16, ge=0, description="requests a worker keeps waiting before it hands more back"
+    )
+    drain_grace_s: float = Field(
+        30, ge=0, description="time a stopping worker gives its running requests, in seconds"
+    )
+    echo_itl_ms: float = Field(
+        20, ge=0, description="time the echo engine takes for one token, in milliseconds"
+    )
+
+    # Router
+    router_id: str = Field(
+        default_factory=_unique_name,
+        pattern=r"^[A-Za-z0-9._:-]{1,128}$",
+        description="name of this router, unique in the deployment",
+    )
+    held_requests: int = Field(
+        4096, ge=0, description="requests a router keeps waiting before it refuses more"
+    )
+
+    # Model
+    model: str = Field("demo", min_length=1, description="name under which the model is served")
+    context_length: int = Field(
+        8192, ge=1, description="longest prompt and answer together, in tokens"
+    )
+
+    # Kafka client
+    request_timeout_ms: int = Field(
+        4000,
+        ge=100,
+        description="time a broker has to answer before the client asks again, in milliseconds",
+    )
+    session_timeout_ms: int = Field(
+        6000,
+        ge=1000,
+        description="silence after which a group takes a member's lanes away, in milliseconds",
+    )
+    security_protocol: SecurityProtocol = Field(
+        "PLAINTEXT", description="SSL encrypts, SASL_ says who we are: SASL_SSL does both"
+    )
+    ssl_cafile: ReadableFile | None = Field(
+        None, description="PEM file of trusted authorities; empty: those of the system"
+    )
+    ssl_certfile: ReadableFile | None = Field(
+        None, description="PEM file of the client's certificate, for mutual TLS"
+    )
+    ssl_keyfile: ReadableFile | None = Field(
+        None, description="PEM file of the client's private key"
+    )
+    ssl_keypassword: SecretStr = Field(
+        SecretStr(""), description="password of the private key, if it is encrypted"
+    )
+    ssl_keypassword_file: ReadableFile | None = Field(
+        None, description="file that holds KVLANE_SSL_KEYPASSWORD"
+    )
+    ssl_check_hostname: bool = Field(
+        True, description="whether a broker's certificate must bear the name we called"
+    )
+    sasl_mechanism: SaslMechanism | None = Field(
+        None, description="PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER"
+    )
+    sasl_username: str = Field("", description="user name for PLAIN and SCRAM")
+    sasl_password: SecretStr = Field(SecretStr(""), description="password for PLAIN and SCRAM")
+    sasl_password_file: ReadableFile | None = Field(
+        None, description="file that holds KVLANE_SASL_PASSWORD"
+    )
+    sasl_oauth_token_file: ReadableFile | None = Field(
+        None, description="file of the OAUTHBEARER token, read afresh at every connection"
+    )
+
+    # What is said and kept
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="least severity that is logged"
+    )
+    log_json: bool = Field(False, description="log lines as JSON objects")
+    keep_prompts: bool = Field(
+        False, description="keep prompt text in dead letters instead of redacting it"
+    )
+    debug: bool = Field(
+        False, description="check every engine's answers against the engine contract as they come"
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            # Without its cause: pydantic's own text shows the inputs, secrets among them.
+            raise SettingsError("\n".join(_explain(error))) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_secret_files(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for name in _SECRETS:
+            path = values.get(f"{name}_file")
+            if path is None or not Path(path).is_file():
+                continue  # the field's own check says what is wrong with it
+            if values.get(name):
+                raise ValueError(f"set {variable(name)} or {variable(name)}_FILE, not both")
+            try:
+                values[name] = Path(path).read_text("utf-8").strip()
+            except (OSError, UnicodeDecodeError):
+                raise ValueError(
+                    f"the file of {variable(name)}_FILE cannot be read as text"
+                ) from None
+        return values
+
+    @field_validator("bootstrap_servers")
+    @classmethod
+    def _are_addresses(cls, value: str) -> str:
+        if "://" in value or any(
+            not _is_address(part.strip()) for part in value.split(",") if value
+        ):
+            raise ValueError("give host:port, several separated by commas, without a scheme")
+        return value
+
+    @field_validator("security_protocol", "sasl_mechanism", "log_level", mode="before")
+    @classmethod
+    def _ignore_case(cls, value: Any) -> Any:
+        return value.upper() if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Settings:
+        if problems := [*self._wrong_times(), *self._wrong_topology(), *self._wrong_security()]:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _wrong_times(self) -> Iterator[str]:
+        if self.deadline_s > self.max_lifetime_s:
+            yield _exceeds(self, "deadline_s", "max_lifetime_s")
+        if self.max_lifetime_s > self.dedup_window_s:
+            yield _exceeds(self, "max_lifetime_s", "dedup_window_s")
+        if 2 * self.heartbeat_s > self.worker_timeout_s:
+            yield (
+                f"KVLANE_WORKER_TIMEOUT_S={self.worker_timeout_s:g} is less than two heartbeats: "
+                f"raise it to {2 * self.heartbeat_s:g} or lower KVLANE_HEARTBEAT_S"
+            )
+
+    def _wrong_topology(self) -> Iterator[str]:
+        if self.min_insync > self.replication:
+            yield _exceeds(self, "min_insync", "replication")
+        if self.broker == "env" and not self.bootstrap_servers:
+            yield "KVLANE_BROKER=env needs KVLANE_BOOTSTRAP_SERVERS=host:port"
+
+    def _wrong_security(self) -> Iterator[str]:
+        protocol = f"KVLANE_SECURITY_PROTOCOL={self.security_protocol}"
+        if not self.security_protocol.endswith("SSL"):
+            for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile"):
+                if getattr(self, name) is not None:
+                    yield f"{variable(name)} is set, but {protocol} does not encrypt: use SSL"
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            yield "KVLANE_SSL_KEYFILE needs KVLANE_SSL_CERTFILE, the certificate it belongs to"
+        yield from self._wrong_sasl(protocol)
+
+    def _wrong_sasl(self, protocol: str) -> Iterator[str]:
+        if not self.security_protocol.startswith("SASL_"):
+            for name in (
+                "sasl_mechanism",
+                "sasl_username",
+                "sasl_password",
+                "sasl_oauth_token_file",
+            ):
+                if getattr(self, name):  # an empty SecretStr is false
+                    yield f"{variable(name)} is set, but {protocol} does not use it: use SASL_SSL"
+        elif self.sasl_mechanism is None:
+            yield f"{protocol} needs KVLANE_SASL_MECHANISM: PLAIN, SCRAM-SHA-512, ..."
+        elif self.sasl_mechanism == "OAUTHBEARER":
+            if self.sasl_oauth_token_file is None:
+                yield "KVLANE_SASL_MECHANISM=OAUTHBEARER needs KVLANE_SASL_OAUTH_TOKEN_FILE"
+        elif not (self.sasl_username and self.sasl_password.get_secret_value()):
+            yield (
+                f"KVLANE_SASL_MECHANISM={self.sasl_mechanism} needs KVLANE_SASL_USERNAME and "
+                "KVLANE_SASL_PASSWORD (or KVLANE_SASL_PASSWORD_FILE)"
+            )
+
+    def connection(self, client_id: str) -> Connection:
+        """How a Kafka client with this name reaches the cluster."""
+        return Connection(
+            bootstrap_servers=self.bootstrap_servers,
+            client_id=client_id,
+            security_protocol=self.security_protocol,
+            ssl_cafile=self.ssl_cafile,
+            ssl_certfile=self.ssl_certfile,
+            ssl_keyfile=self.ssl_keyfile,
+            ssl_keypassword=self.ssl_keypassword.get_secret_value(),
+            ssl_check_hostname=self.ssl_check_hostname,
+            sasl_mechanism=self.sasl_mechanism,
+            sasl_username=self.sasl_username,
+            sasl_password=self.sasl_password.get_secret_value(),
+            sasl_oauth_token_file=self.sasl_oauth_token_file,
+            request_timeout_ms=self.request_timeout_ms,
+            session_timeout_ms=self.session_timeout_ms,
+        )
+
+
+class SettingRow(NamedTuple):
+    """One setting as it is shown to people; a secret's values are masked."""
+
+    name: str  # the environment variable
+    default: str
+    value: str
+    meaning: str  # with its unit
+    is_set: bool  # by the environment or the caller, whether or not it equals the default
+
+
+def settings_table(settings: Settings) -> list[SettingRow]:
+    """Every setting in the order of the class, safe to print and to log."""
+    return [
+        SettingRow(
+            name=variable(name),
+            default=_unset(name) or _shown(field.default),
+            value=_shown(getattr(settings, name)),
+            meaning=field.description or "",
+            is_set=name in settings.model_fields_set,
+        )
+        for name, field in Settings.model_fields.items()
+    ]
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables with our prefix that no setting reads, each with what was probably meant."""
+    known = [variable(name) for name in Settings.model_fields]
+    unknown = []
+    for name in sorted(environ):
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            close = difflib.get_close_matches(name.upper(), known, n=1)
+            unknown.append(f"{name} (did you mean {close[0]}?)" if close else name)
+    return unknown
+
+
+def settings_command() -> None:
+    """Show every setting: its variable, value, default and meaning. Secrets are masked.
+
+    Raises SettingsError when the environment holds settings that cannot work.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("variable", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=24)
+    table.add_column("meaning")
+    for row in settings_table(Settings()):
+        default = f" [dim](default: {escape(row.default) or 'empty'})[/]" if row.is_set else ""
+        style = "bold" if row.is_set else ""
+        table.add_row(row.name, escape(row.value), escape(row.meaning) + default, style=style)
+    console = Console()
+    console.print(table)
+    for name in unknown_variables(os.environ):
+        console.print(f"[yellow]not a setting, ignored:[/] {name}", highlight=False)
+
+
+def _unset(name: str) -> str:
+    """What stands for a default that is made when the process starts."""
+    made = {"worker_id": "HOST-PID", "router_id": "HOST-PID", "cache_dir": "~/.cache/kvlane"}
+    return made.get(name, "")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, SecretStr):
+        return _MASK if value.get_secret_value() else ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.15g}"
+    return "" if value is None else str(value)
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    return bool(colon and host) and port.isdecimal() and 0 < int(port) < 65536
+
+
+def _exceeds(settings: Settings, smaller: str, larger: str) -> str:
+    low, high = getattr(settings, smaller), getattr(settings, larger)
+    return (
+        f"{variable(smaller)}={_shown(low)} exceeds {variable(larger)}={_shown(high)}: "
+        f"lower the first or raise the second"
+    )
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    """Lines for the operator. Inputs are shown for plain fields only, never for secrets."""
+    for problem in error.errors(include_url=False):
+        message = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:
+            yield from message.splitlines()
+            continue
+        name = str(problem["loc"][0])
+        field = Settings.model_fields.get(name)
+        if field is None:
+            yield f"{name} is not a setting"
+            continue
+        given = "" if name in _SECRETS else f"={problem['input']}"
+        yield f"{variable(name)}{given}: {message} ({field.description})"

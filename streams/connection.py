@@ -1,0 +1,144 @@
+"""How to reach Kafka: addresses, TLS, SASL. One value for every client of a process.
+
+Owns the translation into the options of aiokafka and of FastStream. Opens no connection, and never
+shows a secret: neither password is in `repr`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from aiokafka.abc import AbstractTokenProvider
+from aiokafka.helpers import create_ssl_context
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from faststream.security import BaseSecurity
+
+SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
+SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
+
+
+class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka is untyped
+    """The OAUTHBEARER token that another program keeps fresh in a file (UTF-8, trimmed).
+
+    Read at every connection attempt, so a rotated token needs no restart.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def token(self) -> str:
+        """The token of this moment. Raises OSError when the file cannot be read."""
+        return (await asyncio.to_thread(self._path.read_text, "utf-8")).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Everything a Kafka client needs to know before it speaks. Paths are PEM files."""
+
+    bootstrap_servers: str  # host:port, several separated by commas
+    client_id: str
+    security_protocol: SecurityProtocol = "PLAINTEXT"
+    ssl_cafile: Path | None = None  # None: the certificate authorities of the system
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_keypassword: str = field(default="", repr=False)
+    ssl_check_hostname: bool = True
+    sasl_mechanism: SaslMechanism | None = None
+    sasl_username: str = ""
+    sasl_password: str = field(default="", repr=False)
+    sasl_oauth_token_file: Path | None = None
+    request_timeout_ms: int = 4_000
+    session_timeout_ms: int = 6_000  # for consumer groups only, so not among the client options
+
+    @property
+    def servers(self) -> list[str]:
+        """The addresses one by one."""
+        return [server.strip() for server in self.bootstrap_servers.split(",") if server.strip()]
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether bytes travel encrypted."""
+        return self.security_protocol in {"SSL", "SASL_SSL"}
+
+    @property
+    def uses_sasl(self) -> bool:
+        """Whether the client tells who it is by SASL."""
+        return self.security_protocol in {"SASL_PLAINTEXT", "SASL_SSL"}
+
+    def client_options(self) -> dict[str, object]:
+        """The keyword arguments that every aiokafka client takes: producer, consumer, admin.
+
+        Raises OSError (ssl.SSLError among them) when a certificate file cannot be read or used.
+        """
+        options: dict[str, object] = {
+            "bootstrap_servers": self.servers,
+            "client_id": self.client_id,
+            "request_timeout_ms": self.request_timeout_ms,
+            "security_protocol": self.security_protocol,
+        }
+        if self.uses_tls:
+            options["ssl_context"] = self._ssl_context()
+        if self.uses_sasl:
+            options["sasl_mechanism"] = self.sasl_mechanism
+            if self.sasl_mechanism == "OAUTHBEARER":
+                options["sasl_oauth_token_provider"] = self._token_file()
+            else:
+                options["sasl_plain_username"] = self.sasl_username
+                options["sasl_plain_password"] = self.sasl_password
+        return options
+
+    def faststream_options(self) -> dict[str, object]:
+        """The keyword arguments that make a FastStream `KafkaBroker` reach the same cluster.
+
+        More than `faststream_security`: FastStream takes the OAUTHBEARER token apart from its
+        security object, and several servers as a list only. Raises as `client_options` does.
+        """
+        options: dict[str, object] = {
+            "bootstrap_servers": self.servers,
+            "client_id": self.client_id,
+            "request_timeout_ms": self.request_timeout_ms,
+            "security": self.faststream_security(),
+        }
+        if self.uses_sasl and self.sasl_mechanism == "OAUTHBEARER":
+            options["sasl_oauth_token_provider"] = self._token_file()
+        return options
+
+    def faststream_security(self) -> BaseSecurity:
+        """TLS and SASL as FastStream's security object. Raises as `client_options` does."""
+        from faststream import security  # half a second, and only process files need it
+
+        context = self._ssl_context() if self.uses_tls else None
+        if not self.uses_sasl:
+            return security.BaseSecurity(ssl_context=context)
+        if self.sasl_mechanism == "OAUTHBEARER":
+            return security.SASLOAuthBearer(ssl_context=context)
+        with_password = {
+            "PLAIN": security.SASLPlaintext,
+            "SCRAM-SHA-256": security.SASLScram256,
+            "SCRAM-SHA-512": security.SASLScram512,
+        }
+        assert self.sasl_mechanism is not None, "SASL without a mechanism"
+        return with_password[self.sasl_mechanism](
+            self.sasl_username, self.sasl_password, ssl_context=context
+        )
+
+    def _ssl_context(self) -> SSLContext:
+        context: SSLContext = create_ssl_context(
+            cafile=self.ssl_cafile,
+            certfile=self.ssl_certfile,
+            keyfile=self.ssl_keyfile,
+            # Never None: OpenSSL would ask for the password of an encrypted key on the terminal.
+            password=self.ssl_keypassword,
+        )
+        context.check_hostname = self.ssl_check_hostname
+        return context
+
+    def _token_file(self) -> TokenFile:
+        assert self.sasl_oauth_token_file is not None, "OAUTHBEARER without a token file"
+        return TokenFile(self.sasl_oauth_token_file)
