@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 class Lifetime:
     """What a process is given to live with: a clock, randomness, and a place for its tasks."""
 
-    def __init__(self, name: str, clock: Clock | None = None, rng: random.Random | None = None) -> None:
+    def __init__(
+        self, name: str, clock: Clock | None = None, rng: random.Random | None = None
+    ) -> None:
         self.name = name
         self.clock: Clock = clock or SystemClock()
         self.rng = rng or random.Random()
@@ -105,9 +107,9 @@ def serve(name: str, build: Build) -> FastStream:
     """
     from faststream import FastStream
     from faststream.kafka import KafkaBroker
+    from streams.kafka import KafkaLog
 
     from app.settings import Settings
-    from streams.kafka import KafkaLog
 
     settings = Settings()
     connection = settings.connection(name)

@@ -29,12 +29,15 @@ class SystemClock:
     """The machine's clock."""
 
     def now(self) -> float:
+        """As `Clock.now`."""
         return time.monotonic()
 
     def wall_ms(self) -> int:
+        """As `Clock.wall_ms`."""
         return time.time_ns() // 1_000_000
 
     async def sleep(self, seconds: float) -> None:
+        """As `Clock.sleep`."""
         await asyncio.sleep(seconds)
 
 
@@ -59,7 +62,7 @@ class BrokerClock:
             self._offset_ms = offset_ms
 
     def now_ms(self) -> int:
-        """Milliseconds of broker time; 0 before the first record was seen (nothing is late then)."""
+        """Milliseconds of broker time; 0 before the first record (nothing is late then)."""
         if self._offset_ms is None:
             return 0
         return int(self._offset_ms + self._clock.now() * 1000)

@@ -7,9 +7,9 @@ kvlane knows how a record looks on the wire. Golden bytes for every type stand i
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
-import sys
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,9 +56,8 @@ _decoders: dict[bytes, Any] = {
     **{t.__name__.encode(): msgspec.msgpack.Decoder(t) for t in _INNER},
     **{t.__name__.encode(): msgspec.json.Decoder(t) for t in _PUBLIC},
 }
-_headers: dict[type[AnyRecord], tuple[tuple[str, bytes], ...]] = {
-    t: ((TYPE, t.__name__.encode()),) for t in (*_INNER, *_PUBLIC)
-}
+_types: tuple[type[AnyRecord], ...] = (*_INNER, *_PUBLIC)
+_headers = {t: ((TYPE, t.__name__.encode()),) for t in _types}
 
 
 def encode(record: AnyRecord, key: str) -> Entry:

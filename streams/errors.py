@@ -1,4 +1,4 @@
-"""The errors that leave `streams`.
+"""The errors that leave `streams`. Their names say what happened, without a suffix.
 
     StreamError
     ├── BrokerUnavailable     nothing answers, or not within the deadline
@@ -15,6 +15,8 @@
 Errors of the Kafka client are translated where they enter (`streams/kafka.py`), with the cause
 kept; nothing above `streams` catches a client's own exception.
 """
+
+# ruff: noqa: N818
 
 from __future__ import annotations
 
@@ -39,12 +41,14 @@ class UnknownType(RecordError):
     """A record type of a newer version. Upgrade this reader: readers go before writers."""
 
     def __init__(self, type_name: str) -> None:
-        super().__init__(f"unknown record type {type_name!r}: upgrade this process before the writers")
+        super().__init__(
+            f"unknown record type {type_name!r}: upgrade this process before the writers"
+        )
         self.type_name = type_name
 
 
 class Malformed(RecordError):
-    """Bytes that do not decode as the type their header names. They will never decode: do not retry."""
+    """Bytes that are not what their header says. They never will be: do not retry."""
 
 
 class RecordTooLarge(RecordError):

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 
-
 class Partition(NamedTuple):
     """A topic (short name) and the number of one of its partitions."""
 
@@ -50,18 +49,28 @@ class Record(Protocol):
     """
 
     @property
-    def partition(self) -> int: ...
+    def partition(self) -> int:
+        """The partition it was read from."""
+
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Its place in the partition."""
+
     @property
     def timestamp(self) -> int:
         """Append time, milliseconds of broker time."""
+
     @property
-    def key(self) -> bytes | None: ...
+    def key(self) -> bytes | None:
+        """What decided the partition; names a request, a worker or an entity."""
+
     @property
-    def value(self) -> bytes | None: ...
+    def value(self) -> bytes | None:
+        """The bytes of the record; None for a tombstone."""
+
     @property
-    def headers(self) -> Sequence[tuple[str, bytes]]: ...
+    def headers(self) -> Sequence[tuple[str, bytes]]:
+        """Names and values, in the order they were written."""
 
 
 Batches = Mapping[Partition, Sequence[Record]]
@@ -89,7 +98,8 @@ class Reader(Protocol):
         partitions keep returning records: waiting for an end offset must come to an end.
         """
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Stop reading; idempotent."""
 
 
 class Ownership(Protocol):
@@ -160,9 +170,10 @@ class Log(Protocol):
         """Offset the next record will get, by partition. Raises BrokerUnavailable."""
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
-        """First offset whose append time is at or after `timestamp_ms`; the end when there is none."""
+        """First offset appended at or after `timestamp_ms`; the end when there is none."""
 
-    def reader(self) -> Reader: ...
+    def reader(self) -> Reader:
+        """A reader that reads nothing until `assign`."""
 
     def member(self, topic: str, group: str, ownership: Ownership) -> Member:
         """Join a group at the first poll. Partitions without a commit start at the log's start."""

@@ -1,4 +1,4 @@
-"""What a client publishes to `prompts`: JSON, checked by pydantic, which words its errors for people.
+"""What a client publishes to `prompts`: JSON, checked by pydantic.
 
 It lives beside `streams/records.py`, not in it, because routing and indexing import the records
 and must stay free of pydantic.

@@ -25,6 +25,7 @@ RunCode = Literal[
 ]
 """How a run ended. Only stop, length, cancelled and a final error follow a last Chunk."""
 FinishReason = Literal["stop", "length", "cancelled", "error", "content_filter"]
+"""How an answer ended. On the wire any string, see `Public`."""
 EndCode = Literal[
     "refused",
     "deadline",
@@ -36,8 +37,10 @@ EndCode = Literal[
     "too_large",
     "queue_full",
     "internal",
+    "stop",
+    "length",
 ]
-"""Why a router ended a request."""
+"""Why a router ended a request; stop and length: the answer was whole, its last Chunk lost."""
 WorkerState = Literal["ready", "draining", "unhealthy"]
 Role = Literal["aggregated", "prefill", "decode"]
 
@@ -65,13 +68,17 @@ class Inner(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=Fa
 class Public(
     msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False, tag_field="t", tag=True
 ):
-    """A record that clients read: a JSON object with its type in field `t`."""
+    """A record that clients read: a JSON object with its type in field `t`.
+
+    Codes and reasons in them are plain strings: clients are not upgraded before the writers, and
+    one that does not know a new code must still see the end that it comes with.
+    """
 
 
 # --- requests: keyed by request id ---------------------------------------------------------------
 
 
-class StopConditions(Inner):
+class StopConditions(Inner, frozen=True):
     """When generation ends, besides the model's own end of text."""
 
     max_tokens: int | None = None
@@ -81,7 +88,7 @@ class StopConditions(Inner):
     ignore_eos: bool = False
 
 
-class SamplingOptions(Inner):
+class SamplingOptions(Inner, frozen=True):
     """How a token is drawn; None leaves the engine's default."""
 
     temperature: float | None = None
@@ -90,14 +97,14 @@ class SamplingOptions(Inner):
     seed: int | None = None
 
 
-class Hints(Inner):
+class Hints(Inner, frozen=True):
     """What a request may say about its routing."""
 
     backend_instance_id: str | None = None
     allowed_worker_ids: tuple[str, ...] = ()
 
 
-class Request(Inner):
+class Request(Inner, frozen=True):
     """A tokenised request, ready for a worker. `token_ids`: u32, little endian."""
 
     id: str
@@ -111,14 +118,14 @@ class Request(Inner):
     hints: Hints = Hints()
 
 
-class Cancel(Inner):
+class Cancel(Inner, frozen=True):
     """The client wants no more of this request. Shares the request's key, so it comes after it."""
 
     id: str
     reason: str = ""
 
 
-class Refused(Inner):
+class Refused(Inner, frozen=True):
     """A preprocessor could not turn a prompt into a Request; the lane's owner ends it visibly."""
 
     id: str
@@ -129,7 +136,7 @@ class Refused(Inner):
 # --- ledger: keyed by request id; the life story of each request ---------------------------------
 
 
-class Origin(Inner):
+class Origin(Inner, frozen=True):
     """Where the Request of a request lies."""
 
     topic: str
@@ -137,7 +144,7 @@ class Origin(Inner):
     offset: int
 
 
-class Candidate(Inner):
+class Candidate(Inner, frozen=True):
     """A worker that was considered, with the inputs of its cost, so that it can be recomputed."""
 
     worker: str
@@ -148,7 +155,7 @@ class Candidate(Inner):
     open_tokens: int = 0
 
 
-class Assigned(Inner):
+class Assigned(Inner, frozen=True):
     """The decision: this run of the request goes to this worker."""
 
     id: str
@@ -168,7 +175,7 @@ class Assigned(Inner):
     router: str = ""
 
 
-class Started(Inner):
+class Started(Inner, frozen=True):
     """A worker has taken the run; acknowledged before its first Chunk."""
 
     id: str
@@ -183,7 +190,7 @@ class Started(Inner):
     prompt_tokens: int = 0
 
 
-class PrefillDone(Inner):
+class PrefillDone(Inner, frozen=True):
     """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it."""
 
     id: str
@@ -198,7 +205,7 @@ class PrefillDone(Inner):
     handoff: msgspec.Raw | None = None
 
 
-class Finished(Inner):
+class Finished(Inner, frozen=True):
     """The run is over. Sent after the acknowledgement of its last Chunk."""
 
     id: str
@@ -216,7 +223,7 @@ class Finished(Inner):
     message: str = ""
 
 
-class Fencing(Inner):
+class Fencing(Inner, frozen=True):
     """The owner intends to start `attempt`; acknowledged before the Fence is sent."""
 
     id: str
@@ -224,8 +231,8 @@ class Fencing(Inner):
     reason: str = ""
 
 
-class Ended(Inner):
-    """The request is over, by a router or as seen in its stream. Written last: nothing is due after."""
+class Ended(Inner, frozen=True):
+    """The request is over. Written last of all: nothing is due after it."""
 
     id: str
     code: EndCode | Literal["seen"]
@@ -242,7 +249,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=Fa
     cached_tokens: int = 0
 
 
-class Chunk(Public, tag="Chunk"):
+class Chunk(Public, frozen=True, tag="Chunk"):
     """Some tokens of the answer. `run` is a u64 in decimals, for JSON readers without 64 bits.
 
     `seq` counts the Chunks of a run from 0; `index` is the place of the first token in the whole
@@ -257,32 +264,33 @@ class Chunk(Public, tag="Chunk"):
     token_ids: tuple[int, ...] = ()
     text: str = ""
     chars: int = 0
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     usage: Usage | None = None
 
 
-class Fence(Public, tag="Fence"):
-    """`attempt` begins here; Chunks of lower attempts that come later are not part of the answer."""
+class Fence(Public, frozen=True, tag="Fence"):
+    """`attempt` begins here; Chunks of lower attempts that come later do not count."""
 
     id: str
     attempt: int
     reason: str = ""
 
 
-class End(Public, tag="End"):
-    """A router ended the request; no last Chunk will come."""
+class End(Public, frozen=True, tag="End"):
+    """A router ended the request with an EndCode; no last Chunk will come."""
 
     id: str
-    code: EndCode
+    code: str
     message: str = ""
     retry_after_s: float | None = None
+    usage: Usage | None = None
 
 
 # --- assignments: one partition per slot; what a worker is told ----------------------------------
 
 
-class Assignment(Inner):
-    """Run this. `taken`: tokens already shown to the reader (u32, little endian), to continue from."""
+class Assignment(Inner, frozen=True):
+    """Run this. `taken`: tokens the reader has (u32, little endian), to continue from."""
 
     worker: str
     epoch: int
@@ -298,7 +306,7 @@ class Assignment(Inner):
     taken_chars: int = 0
 
 
-class CancelRun(Inner):
+class CancelRun(Inner, frozen=True):
     """Stop this run; its reader has been served otherwise."""
 
     worker: str
@@ -309,7 +317,7 @@ class CancelRun(Inner):
     reason: str = ""
 
 
-class Lost(Inner):
+class Lost(Inner, frozen=True):
     """This epoch of the worker is dead to everybody, whether it still runs or not."""
 
     worker: str
@@ -321,7 +329,7 @@ class Lost(Inner):
 # --- kv-events: keyed by worker id ---------------------------------------------------------------
 
 
-class Blocks(Inner):
+class Blocks(Inner, frozen=True):
     """Cache changes of one worker, as columns: one row per event, keys of all rows end to end.
 
     kinds u8 (0 stored, 1 removed, 2 cleared), tiers u8, positions u32 (of the first block),
@@ -341,7 +349,7 @@ class Blocks(Inner):
     keys: bytes = b""
 
 
-class RunProgress(Inner):
+class RunProgress(Inner, frozen=True):
     """An open run, as its worker sees it."""
 
     id: str
@@ -350,7 +358,7 @@ class RunProgress(Inner):
     output_tokens: int = 0
 
 
-class Heartbeat(Inner):
+class Heartbeat(Inner, frozen=True):
     """The worker lives; `slot_offset` is the next offset it will read of its assignments."""
 
     worker: str
@@ -362,7 +370,7 @@ class Heartbeat(Inner):
     waiting: int = 0
 
 
-class Probe(Inner):
+class Probe(Inner, frozen=True):
     """A router's own record, written to find out whether the broker still takes records."""
 
     by: str
@@ -371,7 +379,7 @@ class Probe(Inner):
 # --- registry: compacted, keyed by entity --------------------------------------------------------
 
 
-class EngineConfig(Inner):
+class EngineConfig(Inner, frozen=True):
     """What an engine says about itself; None means: not advertised."""
 
     model: str
@@ -385,7 +393,7 @@ class EngineConfig(Inner):
     bootstrap_port: int | None = None
 
 
-class WorkerCard(Inner):
+class WorkerCard(Inner, frozen=True):
     """A worker offers itself. Key `worker/<id>`.
 
     The first card of a life has no epoch: the offset it gets *is* the epoch, unique and rising.
@@ -403,7 +411,7 @@ class WorkerCard(Inner):
     versions: dict[str, str] = {}
 
 
-class ModelCard(Inner):
+class ModelCard(Inner, frozen=True):
     """A model that clients may ask for. Key `model/<name>`."""
 
     name: str
@@ -412,7 +420,7 @@ class ModelCard(Inner):
     block_size: int | None = None
 
 
-class SnapshotPointer(Inner):
+class SnapshotPointer(Inner, frozen=True):
     """Where a whole snapshot of a fold's partition lies. Key `snapshot/<fold>/<partition>`."""
 
     fold: str
@@ -425,7 +433,7 @@ class SnapshotPointer(Inner):
     format: int = 1
 
 
-class Deployment(Inner):
+class Deployment(Inner, frozen=True):
     """The shape all processes of a deployment must agree on. Key `deployment`."""
 
     lanes: int
@@ -433,8 +441,8 @@ class Deployment(Inner):
     format: int = 1
 
 
-class Tombstone(Inner):
-    """An entity left. On the wire: a null value with the epoch as header, so that it compacts away."""
+class Tombstone(Inner, frozen=True):
+    """An entity left. On the wire: a null value, so that it compacts away, and an epoch header."""
 
     key: str
     epoch: int | None = None

@@ -34,7 +34,7 @@ MAX_RECORD_BYTES = 8 * 1024 * 1024
 
 
 class Topic(NamedTuple):
-    """One row: shape and rules of a topic. `retention_ms` is None where compaction keeps records."""
+    """One row: shape and rules of a topic. No `retention_ms`: compaction keeps its records."""
 
     name: str
     key: str
@@ -47,6 +47,7 @@ class Topic(NamedTuple):
 
     @property
     def compacted(self) -> bool:
+        """Whether the last record of each key is kept for ever."""
         return self.retention_ms is None
 
     def config(self, min_insync: int) -> dict[str, str]:
@@ -110,7 +111,8 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         REGISTRY, "entity", 1, None, "msgpack",
         ("WorkerCard", "ModelCard", "SnapshotPointer", "Deployment"),
-        ("worker", "router", "indexer", "operator"), ("gateway", "preprocessor", "router", "worker", "indexer"),
+        ("worker", "router", "indexer", "operator"),
+        ("gateway", "preprocessor", "router", "worker", "indexer"),
     ),
     Topic(
         ARTIFACTS, "sha256/part", 4, None, "bytes",

@@ -1,0 +1,105 @@
+"""What the parts of one router share: its view of the world, and its ways to act on it.
+
+The view is the two folds plus the overlay, i.e. this router's own decisions that it has not yet
+read back from the ledger. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from app.bell import Bell
+from app.lifetime import Lifetime
+from app.routing.fleet import Fleet
+from app.routing.load import Burden, Load, RunId
+from app.routing.obligations import Patience
+from app.scan import Scanner
+from app.settings import Settings
+from streams.clock import BrokerClock
+from streams.errors import BrokerUnavailable
+from streams.follow import Follower
+from streams.intake import Claim
+from streams.outbox import Outbox
+from streams.ports import Log, Partition
+from streams.topics import ASSIGNMENTS, KV_EVENTS, partition_of
+
+RETRY_S = 0.5
+"""Pause before a question is put again to a broker that did not answer."""
+
+
+@dataclass
+class RouterContext:
+    """One per router process."""
+
+    name: str
+    log: Log
+    settings: Settings
+    life: Lifetime
+    broker_clock: BrokerClock
+    outbox: Outbox
+    scanner: Scanner
+    load: Load
+    load_follower: Follower
+    fleet: Fleet
+    fleet_follower: Follower
+    partitions: dict[str, int]
+    """Partition counts of the topics this router addresses by key."""
+    resume: Callable[[Claim], None]
+    """Tells the intake that a lane may be read."""
+    patience: Patience = field(default_factory=Patience)
+    fleet_changed: Bell = field(default_factory=Bell)
+    holding: int = 0
+    """Requests that wait for a worker in this router; bounded by `settings.held_requests`."""
+    responses_ends: dict[int, int] = field(default_factory=dict)
+    """Ends of the response lanes as of a moment ago: where a new request's answer begins, or
+    before it. A lower bound is enough, it only makes a later scan longer."""
+    _undelivered: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _undelivered_tokens: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    @property
+    def worker_timeout_ms(self) -> int:
+        """Silence after which a worker is suspected, in ms."""
+        return int(self.settings.worker_timeout_s * 1000)
+
+    def burden(self, worker: str, epoch: int) -> Burden:
+        """Open runs and prompt tokens of a worker: by the ledger, and decided here since."""
+        key = (worker, epoch)
+        told = self.load.burdens.of(worker, epoch)
+        return Burden(
+            told.runs + self._undelivered[key], told.tokens + self._undelivered_tokens[key]
+        )
+
+    @contextmanager
+    def overlay(self, run: RunId, tokens: int) -> Iterator[None]:
+        """Count a decision at once, until it is read back (or given up)."""
+        key = (run.worker, run.epoch)
+        self._undelivered[key] += 1
+        self._undelivered_tokens[key] += tokens
+        try:
+            yield
+        finally:
+            self._undelivered[key] -= 1
+            self._undelivered_tokens[key] -= tokens
+            if not self._undelivered[key]:
+                del self._undelivered[key], self._undelivered_tokens[key]
+
+    async def end_of(self, source: Partition) -> int:
+        """The next offset of a partition; asks until the broker answers."""
+        while True:
+            try:
+                return (await self.log.end_offsets(source.topic, [source.partition]))[
+                    source.partition
+                ]
+            except BrokerUnavailable:
+                await self.life.clock.sleep(RETRY_S)
+
+    def slot_of(self, worker: str) -> Partition:
+        """Where a worker's assignments lie."""
+        return Partition(ASSIGNMENTS, partition_of(worker.encode(), self.partitions[ASSIGNMENTS]))
+
+    def events_of(self, worker: str) -> Partition:
+        """Where a worker's heartbeats and cache events lie."""
+        return Partition(KV_EVENTS, partition_of(worker.encode(), self.partitions[KV_EVENTS]))

@@ -1,0 +1,151 @@
+"""What the owner of a lane owes a request, as one pure function of what the logs say.
+
+`due` is level-triggered: it looks at the state, not at what changed, so it may be asked at any time
+and by anybody; a router that dies in the middle of an action leaves a state in which the same
+action is still due for the next owner. Acting twice is harmless by the reader's rule.
+
+    state of the story                                              what is due
+    ended, or its id unknown (no origin)                            nothing
+    a Fencing was written, but no run of that attempt               Restart, same attempt
+    deadline passed, and something is running or failed             Finish(deadline)
+    a run reported `expired`                                        Finish(deadline)
+    a run broken, or ended with a retryable error                   Restart, next attempt
+    a run refused by a full worker, and its back-off over           Restart, next attempt
+    an open run on a lost epoch                                     Restart, next attempt
+    a run assigned long ago and not started                         Verify
+    a run started, but not in its worker's later heartbeat          Verify
+    otherwise (running well, or ended by the worker)                nothing
+
+Cancel is not in the table: a Cancel stays uncommitted in `requests` until its Ended is written, so
+the log itself brings it to the next owner.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from app.routing.fleet import Fleet
+from app.routing.load import OPEN, Run, RunId, Story
+from streams.records import EndCode, RunKey
+
+RestartReason = Literal["broken", "retryable", "worker_full", "lost", "not_started", "resume"]
+
+
+class Restart(NamedTuple):
+    """Fence `attempt` and assign what is left of the request to another worker."""
+
+    attempt: int
+    reason: RestartReason
+
+
+class Finish(NamedTuple):
+    """End the request visibly with this code."""
+
+    code: EndCode
+
+
+class Verify(NamedTuple):
+    """Find out whether the worker really has this run; if not, it is due for a Restart."""
+
+    run: RunId
+
+
+Action = Restart | Finish | Verify
+
+
+class Patience(NamedTuple):
+    """How long to wait before something is looked into; milliseconds of broker time."""
+
+    start_ms: int = 3_000
+    """From Assigned to Started; a worker's two heartbeats and a slow broker fit in."""
+    beat_ms: int = 2_000
+    """From Started to a heartbeat that must list the run."""
+    full_ms: int = 50
+    """First back-off after a full worker; doubles with every refusal."""
+    full_max_ms: int = 2_000
+
+
+def due(
+    request_id: str, story: Story, fleet: Fleet, now_ms: int, patience: Patience
+) -> Action | None:
+    """The next thing the owner has to do for this request; None when there is nothing.
+
+    `now_ms` is broker time. A function of its arguments only.
+    """
+    if story.ended or story.origin is None:
+        return None
+    runs = _speaking(story)
+    if not runs:
+        return Restart(story.attempt, "resume") if story.attempt > 0 else None
+    if story.over:
+        return None
+    if now_ms > story.deadline_ms or any(run.state == "expired" for _, run in runs):
+        return Finish("deadline")
+    reason = next(
+        (
+            r
+            for run_id, run in runs
+            if (r := _failure(request_id, story, run_id, run, fleet, now_ms, patience))
+        ),
+        None,
+    )
+    if reason is not None:
+        return Restart(story.attempt + 1, reason)
+    missing = (k for k, run in runs if _looks_missing(request_id, k, run, fleet, now_ms, patience))
+    return next((Verify(k) for k in missing), None)
+
+
+def is_listed(fleet: Fleet, request_id: str, run_id: RunId) -> bool:
+    """Whether the worker's last heartbeat, of that epoch, lists the run."""
+    beat = fleet.beats.get(run_id.worker)
+    key = RunKey(request_id, run_id.attempt, run_id.phase)
+    return beat is not None and beat.epoch == run_id.epoch and key in beat.running
+
+
+def _speaking(story: Story) -> list[tuple[RunId, Run]]:
+    """The runs that decide: those of the present attempt, decode before the prefill it follows."""
+    runs = [(k, run) for k, run in story.runs.items() if k.attempt == story.attempt]
+    return [x for x in runs if x[0].phase != "prefill"] or runs
+
+
+def _failure(
+    request_id: str,
+    story: Story,
+    run_id: RunId,
+    run: Run,
+    fleet: Fleet,
+    now_ms: int,
+    patience: Patience,
+) -> RestartReason | None:
+    """Why a run will not go on, if so; a full worker counts when the back-off is over."""
+    if run.state == "worker_full":
+        ready_ms = run.since_ms + _back_off_ms(request_id, story.fulls, patience)
+        return "worker_full" if now_ms >= ready_ms else None
+    if run.state in ("broken", "retryable"):
+        return run.state
+    if run.state in OPEN and fleet.is_lost(run_id.worker, run_id.epoch):
+        return "lost"
+    return None
+
+
+def _back_off_ms(request_id: str, refusals: int, patience: Patience) -> int:
+    """Doubling, with up to half of it taken off by the request's own hash, so that requests which
+    were refused together do not come back together."""
+    full_ms = min(patience.full_ms << min(refusals, 16), patience.full_max_ms)
+    spread = sum(request_id.encode()) % 64
+    return full_ms - full_ms * spread // 128
+
+
+def _looks_missing(
+    request_id: str, run_id: RunId, run: Run, fleet: Fleet, now_ms: int, patience: Patience
+) -> bool:
+    if run.state not in OPEN or is_listed(fleet, request_id, run_id):
+        return False
+    if run.state == "assigned":
+        return now_ms - run.since_ms > patience.start_ms
+    beat = fleet.beats.get(run_id.worker)
+    return (
+        beat is not None
+        and beat.epoch == run_id.epoch
+        and beat.at_ms - run.since_ms > patience.beat_ms
+    )
