@@ -24,14 +24,14 @@ check: setup  ## Lint, format, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 format: setup  ## Apply the formatter and the safe fixes of the linter
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
 test: check  ## check, then every test that this machine can run
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --cov --cov-report=term:skip-covered $(ARGS)
 
 test-vllm: setup  ## Tests with the real vLLM on a CPU
 	@echo "test-vllm: there are no vLLM tests yet, so nothing was run"

@@ -1,0 +1,67 @@
+"""What each package may load, checked by loading it: `__init__` files and star imports escape the
+import linter, a fresh interpreter does not."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPURE = ("asyncio", "aiokafka", "faststream", "pydantic")
+
+
+def modules_of(package: str) -> list[str]:
+    folder = ROOT.joinpath(*package.split("."))
+    files = sorted(folder.rglob("*.py"))
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules in `sys.modules` after a fresh interpreter ran the statement."""
+    script = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", [*modules_of("indexer"), *modules_of("app.routing")])
+def test_pure_module_loads_no_event_loop_no_kafka_and_no_pydantic(module: str) -> None:
+    assert loaded_by(f"import {module}").isdisjoint(IMPURE)
+
+
+def test_app_loads_nothing_until_asked() -> None:
+    before = loaded_by("")
+    assert loaded_by("import app") - before == {"app"}
+
+
+def test_app_says_which_attribute_it_lacks() -> None:
+    import app
+
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = app.nonsense
+
+
+def test_init_files_hold_no_code() -> None:
+    filled = []
+    for package in ("app", "streams", "indexer"):
+        for file in (ROOT / package).rglob("__init__.py"):
+            statements = ast.parse(file.read_text()).body
+            docstring = statements and isinstance(getattr(statements[0], "value", 0), ast.Constant)
+            if statements[bool(docstring) :]:
+                filled.append(str(file.relative_to(ROOT)))
+    assert filled == ["app/__init__.py"]
+
+
+def test_every_folder_of_modules_is_a_package() -> None:
+    folders = {f.parent for p in ("app", "streams", "indexer") for f in (ROOT / p).rglob("*.py")}
+    assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []

@@ -1,0 +1,337 @@
+import asyncio
+import json
+import os
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+from faststream import security
+from faststream.kafka import KafkaBroker
+
+from app.settings import (
+    Settings,
+    SettingsError,
+    settings_command,
+    settings_table,
+    unknown_variables,
+)
+from streams.connection import Connection, TokenFile
+
+MECHANISMS_WITH_PASSWORD = ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+SECRET = "open-sesame"
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("KVLANE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    return path
+
+
+def sasl(mechanism: str, **values: object) -> dict[str, object]:
+    return {
+        "security_protocol": "SASL_PLAINTEXT",
+        "sasl_mechanism": mechanism,
+        "sasl_username": "alice",
+        "sasl_password": SECRET,
+        **values,
+    }
+
+
+# Reading
+
+
+def test_defaults_work_without_an_environment() -> None:
+    settings = Settings()
+    assert (settings.lanes, settings.topic_prefix, settings.broker) == (32, "kvlane.", "auto")
+
+
+def test_variables_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLANE_LANES", "8")
+    monkeypatch.setenv("KVLANE_LOG_JSON", "true")
+    monkeypatch.setenv("KVLANE_LOG_LEVEL", "debug")
+    settings = Settings()
+    assert (settings.lanes, settings.log_json, settings.log_level) == (8, True, "DEBUG")
+
+
+def test_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLANE_LANES", "")
+    monkeypatch.setenv("KVLANE_WORKER_ID", "")
+    settings = Settings()
+    assert settings.lanes == 32
+    assert settings.worker_id.endswith(f"-{os.getpid()}")
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().lanes = 8  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["sasl_password", "ssl_keypassword"])
+def test_secret_is_read_from_its_file(
+    name: str, secret_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLANE_SECURITY_PROTOCOL", "SASL_SSL")
+    monkeypatch.setenv("KVLANE_SASL_MECHANISM", "PLAIN")
+    monkeypatch.setenv("KVLANE_SASL_USERNAME", "alice")
+    if name != "sasl_password":
+        monkeypatch.setenv("KVLANE_SASL_PASSWORD", "another")
+    monkeypatch.setenv(f"KVLANE_{name.upper()}_FILE", str(secret_file))
+    assert getattr(Settings(), name).get_secret_value() == SECRET
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("lanes", "many", "valid integer"),
+        ("lanes", "0", "greater than or equal to 1"),
+        ("deadline_s", "nan", "finite"),
+        ("broker", "vm", "'docker'"),
+        ("topic_prefix", "a/b", "pattern"),
+        ("bootstrap_servers", "kafka://host:9092", "host:port"),
+        ("bootstrap_servers", "host", "host:port"),
+        ("bootstrap_servers", "host:9092,,other:9092", "host:port"),
+        ("ssl_cafile", "/nowhere/ca.pem", "no such file"),
+        ("sasl_password_file", "/nowhere/password", "no such file"),
+    ],
+)
+def test_refusal_names_variable_value_and_remedy(
+    name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"KVLANE_{name.upper()}", value)
+    with pytest.raises(SettingsError) as refusal:
+        Settings()
+    assert f"KVLANE_{name.upper()}={value}: " in str(refusal.value)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"deadline_s": 700}, "KVLANE_DEADLINE_S=700 exceeds KVLANE_MAX_LIFETIME_S=600"),
+        (
+            {"max_lifetime_s": 1500},
+            "KVLANE_MAX_LIFETIME_S=1500 exceeds KVLANE_DEDUP_WINDOW_S=1200",
+        ),
+        ({"heartbeat_s": 3}, "raise it to 6 or lower KVLANE_HEARTBEAT_S"),
+        ({"min_insync": 2}, "KVLANE_MIN_INSYNC=2 exceeds KVLANE_REPLICATION=1"),
+        ({"broker": "env"}, "needs KVLANE_BOOTSTRAP_SERVERS"),
+        ({"security_protocol": "SASL_SSL"}, "needs KVLANE_SASL_MECHANISM"),
+        (sasl("PLAIN", sasl_username=""), "needs KVLANE_SASL_USERNAME"),
+        (sasl("PLAIN", sasl_password=""), "KVLANE_SASL_PASSWORD_FILE"),
+        (sasl("OAUTHBEARER"), "needs KVLANE_SASL_OAUTH_TOKEN_FILE"),
+        ({"sasl_username": "alice"}, "KVLANE_SASL_USERNAME is set, but"),
+        ({"sasl_password": SECRET}, "KVLANE_SASL_PASSWORD is set, but"),
+        ({"ssl_cafile": __file__}, "KVLANE_SSL_CAFILE is set, but"),
+        (
+            {"security_protocol": "SSL", "ssl_keyfile": __file__},
+            "KVLANE_SSL_KEYFILE needs KVLANE_SSL_CERTFILE",
+        ),
+        ({"sasl_password": SECRET, "sasl_password_file": __file__}, "not both"),
+        ({"lane": 8}, "lane is not a setting"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(
+    values: dict[str, object], words: str
+) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        Settings(**values)
+    assert words in str(refusal.value)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(SettingsError) as refusal:
+        Settings(deadline_s=700, min_insync=2)
+    assert len(str(refusal.value).splitlines()) == 2
+
+
+def test_refusal_never_shows_a_secret() -> None:
+    with pytest.raises(SettingsError) as refusal:
+        Settings(sasl_password=[SECRET], lanes="many")
+    assert "KVLANE_SASL_PASSWORD: " in str(refusal.value)
+    assert SECRET not in str(refusal.value)
+    assert refusal.value.__cause__ is None
+
+
+def test_binary_secret_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="KVLANE_SASL_PASSWORD_FILE cannot be read as text"):
+        Settings(**sasl("PLAIN", sasl_password="", sasl_password_file=path))
+
+
+# Showing
+
+
+def test_table_masks_secrets_and_keeps_the_rest() -> None:
+    table = {row.name: row for row in settings_table(Settings(**sasl("PLAIN")))}
+    assert table["KVLANE_SASL_PASSWORD"].value == "********"
+    assert table["KVLANE_SSL_KEYPASSWORD"].value == ""
+    assert table["KVLANE_SASL_USERNAME"].value == "alice"
+
+
+def test_table_tells_what_was_set() -> None:
+    row = next(row for row in settings_table(Settings(lanes=8)) if row.name == "KVLANE_LANES")
+    assert (row.default, row.value, row.is_set) == ("32", "8", True)
+
+
+def test_every_setting_has_a_meaning_and_a_figure_with_unit_says_it() -> None:
+    units = {"_s": "seconds", "_ms": "milliseconds"}
+    for row in settings_table(Settings()):
+        assert row.meaning
+        for suffix, unit in units.items():
+            if row.name.lower().endswith(suffix):
+                assert unit in row.meaning, row.name
+
+
+def test_command_prints_every_variable_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in sasl("PLAIN").items():
+        monkeypatch.setenv(f"KVLANE_{name.upper()}", str(value))
+    monkeypatch.setenv("KVLANE_LANSE", "8")
+    settings_command()
+    printed = capsys.readouterr().out
+    assert all(row.name in printed for row in settings_table(Settings()))
+    assert "KVLANE_LANSE (did you mean KVLANE_LANES?)" in printed
+    assert SECRET not in printed
+
+
+def test_unknown_variables_are_found_and_others_left_alone() -> None:
+    environ = {"KVLANE_LANES": "8", "KVLANE_XYZZY": "1", "PATH": "/bin"}
+    assert unknown_variables(environ) == ["KVLANE_XYZZY"]
+
+
+@pytest.mark.parametrize("show", [repr, str])
+def test_secrets_are_in_no_representation(show: type[str]) -> None:
+    settings = Settings(**sasl("PLAIN"))
+    for value in (settings, settings.connection("router")):
+        assert SECRET not in show(value)
+    assert SECRET not in json.dumps(settings.model_dump(mode="json"))
+
+
+# Reaching Kafka
+
+
+def test_connection_carries_the_settings_and_the_name_of_the_client() -> None:
+    connection = Settings(bootstrap_servers="a:1, b:2").connection("router")
+    assert connection.client_id == "router"
+    assert connection.servers == ["a:1", "b:2"]
+    assert connection.session_timeout_ms == 6000
+
+
+def test_plaintext_options_hold_no_security() -> None:
+    options = Settings(bootstrap_servers="a:1").connection("router").client_options()
+    assert options == {
+        "bootstrap_servers": ["a:1"],
+        "client_id": "router",
+        "request_timeout_ms": 4000,
+        "security_protocol": "PLAINTEXT",
+    }
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS_WITH_PASSWORD)
+def test_password_mechanisms_reach_aiokafka_and_faststream(mechanism: str) -> None:
+    connection = Settings(**sasl(mechanism)).connection("router")
+    options = connection.client_options()
+    assert options["security_protocol"] == "SASL_PLAINTEXT"
+    assert options["sasl_mechanism"] == mechanism
+    assert (options["sasl_plain_username"], options["sasl_plain_password"]) == ("alice", SECRET)
+    classes = {
+        "PLAIN": security.SASLPlaintext,
+        "SCRAM-SHA-256": security.SASLScram256,
+        "SCRAM-SHA-512": security.SASLScram512,
+    }
+    assert type(connection.faststream_security()) is classes[mechanism]
+
+
+async def test_oauth_token_is_read_afresh(secret_file: Path) -> None:
+    settings = Settings(
+        security_protocol="SASL_SSL",
+        sasl_mechanism="OAUTHBEARER",
+        sasl_oauth_token_file=secret_file,
+    )
+    options = settings.connection("router").client_options()
+    provider = options["sasl_oauth_token_provider"]
+    assert isinstance(provider, TokenFile)
+    assert await provider.token() == SECRET
+    secret_file.write_text("rotated")
+    assert await provider.token() == "rotated"
+
+
+def test_oauth_reaches_faststream_with_its_token_file(secret_file: Path) -> None:
+    connection = Connection(
+        bootstrap_servers="a:1,b:2",
+        client_id="router",
+        security_protocol="SASL_SSL",
+        sasl_mechanism="OAUTHBEARER",
+        sasl_oauth_token_file=secret_file,
+    )
+    options = connection.faststream_options()
+    assert isinstance(options["security"], security.SASLOAuthBearer)
+    assert isinstance(options["sasl_oauth_token_provider"], TokenFile)
+    assert options["bootstrap_servers"] == ["a:1", "b:2"]
+
+
+def test_tls_verifies_the_broker_unless_told_otherwise() -> None:
+    strict = Connection("a:1", "router", security_protocol="SSL").client_options()["ssl_context"]
+    assert isinstance(strict, ssl.SSLContext)
+    assert (strict.verify_mode, strict.check_hostname) == (ssl.CERT_REQUIRED, True)
+    lax = Connection("a:1", "router", security_protocol="SSL", ssl_check_hostname=False)
+    context = lax.faststream_security().ssl_context
+    assert context is not None
+    assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, False)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_encrypted_client_key_opens_with_its_password_and_never_asks(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "client.pem", tmp_path / "client.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=client", "-days", "1",
+         "-passout", f"pass:{SECRET}", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True, timeout=30,
+    )  # fmt: skip
+    mutual = {
+        "security_protocol": "SSL",
+        "ssl_cafile": certificate,
+        "ssl_certfile": certificate,
+        "ssl_keyfile": key,
+    }
+    opened = Settings(**mutual, ssl_keypassword=SECRET).connection("router").client_options()
+    assert isinstance(opened["ssl_context"], ssl.SSLContext)
+    with pytest.raises(ssl.SSLError):
+        Settings(**mutual).connection("router").client_options()
+
+
+@pytest.mark.parametrize("mechanism", [None, *MECHANISMS_WITH_PASSWORD, "OAUTHBEARER"])
+async def test_every_client_takes_the_options(mechanism: str | None, secret_file: Path) -> None:
+    values: dict[str, object] = {"security_protocol": "SSL"}
+    if mechanism == "OAUTHBEARER":
+        values = {
+            "security_protocol": "SASL_SSL",
+            "sasl_mechanism": mechanism,
+            "sasl_oauth_token_file": secret_file,
+        }
+    elif mechanism:
+        values = sasl(mechanism, security_protocol="SASL_SSL")
+    connection = Settings(bootstrap_servers="127.0.0.1:9", **values).connection("router")
+    options = connection.client_options()
+    producer = AIOKafkaProducer(**options)
+    consumer = AIOKafkaConsumer(**options, session_timeout_ms=connection.session_timeout_ms)
+    admin = AIOKafkaAdminClient(**options)
+    KafkaBroker(**connection.faststream_options())
+    await asyncio.gather(producer.stop(), consumer.stop(), admin.close())
