@@ -44,7 +44,13 @@ class Standalone:
 
 
 def _worker(log: Log, settings: Settings, life: Lifetime, number: int) -> Worker:
-    engine = EchoEngine(settings, life.clock)
+    engine = EchoEngine(
+        life.clock,
+        settings.echo_itl_ms / 1000,
+        model=settings.model,
+        context_length=settings.context_length,
+        max_num_seqs=settings.max_num_seqs,
+    )
     return Worker(log, settings, life, engine, worker_id=f"{settings.worker_id}-{number}")
 
 

@@ -1,0 +1,102 @@
+"""The fold of cards and heartbeats: who lives, who is dead for good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.routing.fleet import Fleet
+from streams.ports import Partition
+from streams.records import EngineConfig, Fact, Heartbeat, Lost, RunProgress, Tombstone, WorkerCard
+
+REGISTRY = Partition("registry", 0)
+EVENTS = Partition("kv-events", 5)
+
+
+def card(epoch: int | None, id: str = "w1") -> WorkerCard:
+    return WorkerCard(id=id, slot=1, model="demo", config=EngineConfig(model="demo"), epoch=epoch)
+
+
+def beat(epoch: int, **over: Any) -> Heartbeat:
+    return Heartbeat(worker="w1", epoch=epoch, slot_offset=3, **over)
+
+
+def fleet(registry: dict[int, Any], events: list[Any], registry_end: int = 100) -> Fleet:
+    """A fleet that has read these registry offsets and kv-events, one every 100 ms from 1000."""
+    fold = Fleet()
+    fold.apply(REGISTRY, [Fact(n, 500 + n, r) for n, r in registry.items()], registry_end)
+    facts = [Fact(n, 1000 + n * 100, r) for n, r in enumerate(events)]
+    fold.apply(EVENTS, facts, len(events))
+    return fold
+
+
+def test_the_offset_of_the_first_card_is_the_epoch() -> None:
+    fold = fleet({7: card(None), 8: card(7)}, [beat(7)])
+    assert fold.members["w1"].epoch == 7
+    assert fold.is_routable("w1", now_ms=1100, timeout_ms=5000)
+
+
+def test_a_worker_without_a_complete_card_gets_no_work() -> None:
+    assert not fleet({7: card(None)}, [beat(7)]).is_routable("w1", 1100, 5000)
+
+
+def test_a_silent_worker_gets_no_work_but_is_not_lost() -> None:
+    fold = fleet({7: card(None), 8: card(7)}, [beat(7)])
+    assert not fold.is_routable("w1", now_ms=7000, timeout_ms=5000)
+    assert not fold.is_lost("w1", 7)
+
+
+def test_lost_holds_for_the_epoch_and_all_before_it() -> None:
+    fold = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=7)])
+    assert fold.is_lost("w1", 7) and fold.is_lost("w1", 6)
+    assert not fold.is_routable("w1", 1100, 5000)
+
+
+def test_a_newer_card_makes_the_older_epoch_lost() -> None:
+    fold = fleet({7: card(None), 8: card(7), 20: card(None)}, [beat(7)])
+    assert fold.is_lost("w1", 7) and not fold.is_lost("w1", 20)
+    assert not fold.is_routable("w1", 1100, 5000)
+
+
+def test_a_card_of_a_lower_epoch_is_ignored() -> None:
+    fold = fleet({7: card(None), 20: card(None), 21: card(20), 22: card(7)}, [])
+    assert fold.members["w1"].epoch == 20
+
+
+def test_a_tombstone_ends_its_epoch_and_no_later_one() -> None:
+    left = {7: card(None), 8: card(7), 9: Tombstone(key="worker/w1", epoch=7)}
+    assert fleet(left, []).is_lost("w1", 7)
+    back = left | {20: card(None), 21: card(20), 22: Tombstone(key="worker/w1", epoch=7)}
+    assert not fleet(back, []).is_lost("w1", 20)
+
+
+def test_an_epoch_beyond_what_was_read_of_the_registry_is_not_lost_yet() -> None:
+    fold = fleet({7: card(None)}, [], registry_end=8)
+    assert not fold.is_lost("w2", 8)
+    assert fold.is_lost("w2", 5)
+
+
+def test_heartbeats_of_an_older_epoch_do_not_count() -> None:
+    fold = fleet({20: card(None), 21: card(20)}, [beat(20), beat(7)])
+    assert fold.beats["w1"].epoch == 20
+
+
+def test_a_snapshot_of_each_source_restores_the_same_state() -> None:
+    running = (RunProgress(id="a", attempt=0, phase="aggregated", output_tokens=3),)
+    events = [beat(7, running=running), Lost(worker="w1", epoch=3)]
+    first = fleet({7: card(None), 8: card(7)}, events)
+    second = Fleet()
+    for source in (REGISTRY, EVENTS):
+        position = first.position(source)
+        assert position is not None
+        second.restore(source, first.snapshot(source), position)
+        assert second.state_hash(source) == first.state_hash(source)
+    assert second.members == first.members and second.beats == first.beats
+    assert second.is_lost("w1", 3)
+
+
+def test_a_forgotten_source_leaves_the_other_alone() -> None:
+    fold = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=3)])
+    fold.forget(EVENTS)
+    assert fold.beats == {} and fold.position(EVENTS) is None and "w1" in fold.members
+    fold.forget(REGISTRY)
+    assert fold.members == {}

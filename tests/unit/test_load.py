@@ -1,0 +1,178 @@
+"""The fold of the ledger: what is open, what is over, what is known."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.routing.load import Burden, Load, RunId
+from streams.ports import Partition
+from streams.records import Assigned, Ended, Fact, Fencing, Finished, Origin, Started
+
+LANE = Partition("ledger", 3)
+ORIGIN = Origin(topic="requests", partition=3, offset=7)
+RUN: dict[str, Any] = {"phase": "aggregated", "worker": "w1", "epoch": 10}
+PLACE: dict[str, Any] = {"origin": ORIGIN, "deadline_ms": 60_000, "prompt_tokens": 5}
+
+
+def assigned(id: str = "a", attempt: int = 0, responses_from: int = 4, **over: Any) -> Assigned:
+    return Assigned(id=id, attempt=attempt, responses_from=responses_from, **(RUN | PLACE | over))
+
+
+def started(id: str = "a", attempt: int = 0, responses_from: int = 4, **over: Any) -> Started:
+    return Started(
+        id=id, attempt=attempt, run=1, responses_from=responses_from, **(RUN | PLACE | over)
+    )
+
+
+def finished(code: Any = "stop", id: str = "a", attempt: int = 0, **over: Any) -> Finished:
+    return Finished(id=id, attempt=attempt, code=code, **(RUN | over))
+
+
+def folded(*records: Any, step_ms: int = 10, load: Load | None = None) -> Load:
+    load = load or Load(dedup_window_ms=1_200_000)
+    first = load.position(LANE) or 0
+    for n, record in enumerate(records, first):
+        load.apply(LANE, [Fact(n, 1000 + n * step_ms, record)], n + 1)
+    return load
+
+
+def states(load: Load, id: str = "a") -> dict[RunId, str]:
+    story = load.story(3, id)
+    return {} if story is None else {k: run.state for k, run in story.runs.items()}
+
+
+def test_a_started_without_assigned_counts_as_assigned() -> None:
+    load = folded(started())
+    story = load.story(3, "a")
+    assert story is not None and story.known and story.origin == ORIGIN
+    assert states(load) == {RunId(0, "aggregated", "w1", 10): "started"}
+
+
+def test_the_lowest_responses_from_is_kept() -> None:
+    load = folded(assigned(responses_from=9), started(responses_from=4), assigned(responses_from=6))
+    story = load.story(3, "a")
+    assert story is not None and story.responses_from == 4
+
+
+def test_a_lone_finished_does_not_make_an_id_known() -> None:
+    story = folded(finished("worker_full")).story(3, "a")
+    assert story is not None and not story.known
+
+
+def test_the_first_close_of_a_run_is_final() -> None:
+    load = folded(assigned(), finished("broken"), started(), finished("stop"))
+    assert list(states(load).values()) == ["broken"]
+
+
+def test_a_fencing_closes_the_runs_below_and_nothing_below_opens_afterwards() -> None:
+    load = folded(
+        assigned(), Fencing(id="a", attempt=1, reason="lost"), started(), finished("stop")
+    )
+    story = load.story(3, "a")
+    assert story is not None and story.attempt == 1 and story.runs == {} and not story.over
+
+
+def test_ended_is_final() -> None:
+    load = folded(assigned(), Ended(id="a", code="cancelled"), assigned(attempt=1), started())
+    story = load.story(3, "a")
+    assert story is not None and story.over and story.runs == {}
+    assert load.lane(3).unfinished == {}
+
+
+def test_full_workers_do_not_use_up_attempts_and_are_not_held_against_the_worker() -> None:
+    load = folded(
+        assigned(), finished("worker_full"), Fencing(id="a", attempt=1, reason="worker_full")
+    )
+    story = load.story(3, "a")
+    assert story is not None
+    assert (story.failures, story.fulls, story.failed_workers) == (0, 1, set())
+
+
+def test_a_failed_worker_is_remembered() -> None:
+    load = folded(assigned(), finished("broken"), Fencing(id="a", attempt=1, reason="broken"))
+    story = load.story(3, "a")
+    assert story is not None and story.failures == 1 and story.failed_workers == {"w1"}
+
+
+def test_burdens_follow_the_runs() -> None:
+    load = folded(assigned(), assigned("b"), started("b"))
+    assert load.burdens.of("w1", 10) == Burden(runs=2, tokens=10)
+    folded(finished(), Fencing(id="b", attempt=1, reason="lost"), load=load)
+    assert load.burdens.of("w1", 10) == Burden(0, 0)
+
+
+def test_outcomes_are_forgotten_after_the_window_and_open_stories_are_not() -> None:
+    load = Load(dedup_window_ms=100)
+    folded(assigned(), finished(), assigned("open"), assigned("late"), step_ms=50, load=load)
+    assert load.story(3, "a") is not None
+    folded(assigned("later"), assigned("latest"), step_ms=50, load=load)
+    assert load.story(3, "a") is None
+    assert load.story(3, "open") is not None
+
+
+IDS = st.sampled_from(["a", "b"])
+ATTEMPTS = st.integers(0, 2)
+WORKERS = st.sampled_from(["w1", "w2"])
+RECORDS = st.one_of(
+    st.builds(assigned, IDS, ATTEMPTS, st.integers(0, 9), worker=WORKERS),
+    st.builds(started, IDS, ATTEMPTS, st.integers(0, 9), worker=WORKERS),
+    st.builds(
+        finished,
+        st.sampled_from(["stop", "broken", "worker_full", "error", "cancelled"]),
+        IDS, ATTEMPTS, worker=WORKERS, retryable=st.booleans(),
+    ),
+    st.builds(lambda i, a, r: Fencing(id=i, attempt=a, reason=r), IDS, ATTEMPTS,
+              st.sampled_from(["lost", "worker_full"])),
+    st.builds(lambda i: Ended(id=i, code="cancelled"), IDS),
+)  # fmt: skip
+
+
+@given(st.lists(RECORDS, max_size=30))
+def test_burdens_are_the_sum_over_open_runs(records: list[Any]) -> None:
+    load = folded(*records)
+    for worker in ("w1", "w2"):
+        runs = [
+            story.runs[k]
+            for story in load.lane(3).stories.values()
+            for k in story.open_runs()
+            if k.worker == worker
+        ]
+        expected = Burden(len(runs), sum(run.tokens for run in runs))
+        assert load.burdens.of(worker, 10) == expected
+
+
+@given(st.lists(RECORDS, max_size=30), st.integers(0, 30))
+def test_a_snapshot_restores_the_same_state_at_any_point(records: list[Any], at: int) -> None:
+    straight = folded(*records)
+    first = folded(*records[:at])
+    second = Load(dedup_window_ms=1_200_000)
+    second.restore(LANE, first.snapshot(LANE), first.position(LANE) or 0)
+    folded(*records[at:], load=second)
+    assert second.state_hash(LANE) == straight.state_hash(LANE)
+    assert second.burdens.of("w1", 10) == straight.burdens.of("w1", 10)
+    assert set(second.lane(3).unfinished) == set(straight.lane(3).unfinished)
+
+
+@given(st.lists(RECORDS, max_size=30), st.randoms(use_true_random=False))
+def test_batching_does_not_matter(records: list[Any], rng: random.Random) -> None:
+    facts = [Fact(n, 1000 + n * 10, r) for n, r in enumerate(records)]
+    load, at = Load(dedup_window_ms=1_200_000), 0
+    load.apply(LANE, [], 0)
+    while at < len(facts):
+        size = rng.randint(1, 5)
+        load.apply(LANE, facts[at : at + size], min(at + size, len(facts)))
+        at += size
+    assert load.state_hash(LANE) == folded(*records).state_hash(LANE)
+
+
+@given(st.lists(RECORDS, max_size=30))
+def test_a_forgotten_partition_leaves_nothing_behind(records: list[Any]) -> None:
+    load = folded(*records)
+    load.forget(LANE)
+    assert load.position(LANE) is None
+    assert load.lane(3).stories == {}
+    assert load.burdens.of("w1", 10) == load.burdens.of("w2", 10) == Burden(0, 0)

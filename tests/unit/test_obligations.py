@@ -1,0 +1,124 @@
+"""What the owner of a lane owes: every row of the table in `app/routing/obligations.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.routing.fleet import Fleet
+from app.routing.load import Run, RunId, RunState, Story
+from app.routing.obligations import Action, Finish, Patience, Restart, Verify, due
+from streams.ports import Partition
+from streams.records import (
+    EngineConfig,
+    Fact,
+    Heartbeat,
+    Lost,
+    Origin,
+    RunProgress,
+    WorkerCard,
+)
+
+RUN = RunId(0, "aggregated", "w1", 7)
+TWIN = RunId(0, "aggregated", "w2", 8)
+PATIENCE = Patience(start_ms=3000, beat_ms=2000, full_ms=50, full_max_ms=2000)
+
+
+def story(runs: dict[RunId, RunState], since_ms: int = 1000, **over: Any) -> Story:
+    told = {"origin": Origin(topic="requests", partition=0, offset=0), "deadline_ms": 60_000}
+    return Story(**(told | {"runs": {k: Run(s, since_ms) for k, s in runs.items()}} | over))
+
+
+def fleet(lost: bool = False, listed: bool = True, beat_ms: int = 1000) -> Fleet:
+    fold = Fleet()
+    cards = [
+        WorkerCard(id=w, slot=0, model="m", config=EngineConfig(model="m"), epoch=e)
+        for w, e in (("w1", 7), ("w2", 8))
+    ]
+    fold.apply(Partition("registry", 0), [Fact(10 + n, 0, c) for n, c in enumerate(cards)], 20)
+    running = (RunProgress(id="a", attempt=0, phase="aggregated"),) if listed else ()
+    events: list[Fact] = [
+        Fact(n, beat_ms, Heartbeat(worker=w, epoch=e, slot_offset=5, running=running))
+        for n, (w, e) in enumerate((("w1", 7), ("w2", 8)))
+    ]
+    if lost:
+        events.append(Fact(2, beat_ms, Lost(worker="w1", epoch=7)))
+    fold.apply(Partition("kv-events", 0), events, 3)
+    return fold
+
+
+def owed(told: Story, fold: Fleet | None = None, now_ms: int = 1500) -> Action | None:
+    return due("a", told, fold or fleet(), now_ms, PATIENCE)
+
+
+def test_an_ended_request_owes_nothing_whatever_else_is_true() -> None:
+    assert owed(story({RUN: "broken"}, ended="cancelled"), fleet(lost=True), 99_999) is None
+
+
+def test_an_unknown_id_owes_nothing() -> None:
+    assert owed(story({RUN: "worker_full"}, origin=None)) is None
+
+
+def test_an_intended_attempt_without_a_run_is_resumed() -> None:
+    assert owed(story({}, attempt=2)) == Restart(2, "resume")
+
+
+@pytest.mark.parametrize("state", ["assigned", "started", "prefilled"])
+def test_a_run_that_goes_well_owes_nothing(state: RunState) -> None:
+    assert owed(story({RUN: state})) is None
+
+
+@pytest.mark.parametrize("state", ["stop", "length", "cancelled", "error"])
+def test_a_run_with_a_last_chunk_owes_nothing_even_past_the_deadline(state: RunState) -> None:
+    assert owed(story({RUN: state}), fleet(lost=True), now_ms=99_999) is None
+
+
+@pytest.mark.parametrize("state", ["assigned", "started", "broken", "retryable", "worker_full"])
+def test_a_passed_deadline_ends_what_is_unfinished(state: RunState) -> None:
+    assert owed(story({RUN: state}), now_ms=60_001) == Finish("deadline")
+
+
+def test_an_expired_run_ends_the_request() -> None:
+    assert owed(story({RUN: "expired"})) == Finish("deadline")
+
+
+@pytest.mark.parametrize("state", ["broken", "retryable"])
+def test_a_failed_run_is_restarted(state: RunState) -> None:
+    assert owed(story({RUN: state})) == Restart(1, state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("state", ["assigned", "started", "prefilled"])
+def test_an_open_run_on_a_lost_epoch_is_restarted(state: RunState) -> None:
+    assert owed(story({RUN: state}), fleet(lost=True)) == Restart(1, "lost")
+
+
+def test_each_run_keeps_its_own_obligation() -> None:
+    assert owed(story({RUN: "broken", TWIN: "started"})) == Restart(1, "broken")
+    assert owed(story({TWIN: "started", RUN: "broken"})) == Restart(1, "broken")
+    assert owed(story({RUN: "started", TWIN: "stop"}), fleet(lost=True)) == Restart(1, "lost")
+
+
+def test_a_full_worker_is_due_after_its_back_off_and_not_before() -> None:
+    told = story({RUN: "worker_full"}, since_ms=1000)
+    assert owed(told, now_ms=1020) is None
+    assert owed(told, now_ms=1050) == Restart(1, "worker_full")
+
+
+def test_the_back_off_grows_with_the_refusals_up_to_its_limit() -> None:
+    told = story({RUN: "worker_full"}, since_ms=1000, fulls=20)
+    assert owed(told, now_ms=1900) is None
+    assert owed(told, now_ms=3001) == Restart(1, "worker_full")
+
+
+def test_an_assignment_that_does_not_start_is_verified_after_a_while() -> None:
+    told = story({RUN: "assigned"}, since_ms=1000)
+    assert owed(told, fleet(listed=False), now_ms=3900) is None
+    assert owed(told, fleet(listed=False), now_ms=4001) == Verify(RUN)
+
+
+def test_a_started_run_that_its_worker_no_longer_lists_is_verified() -> None:
+    told = story({RUN: "started"}, since_ms=1000)
+    assert owed(told, fleet(listed=False, beat_ms=2900)) is None
+    assert owed(told, fleet(listed=False, beat_ms=3001)) == Verify(RUN)
+    assert owed(told, fleet(listed=True, beat_ms=3001)) is None
