@@ -1,0 +1,203 @@
+"""One Kafka broker in a container, through testcontainers.
+
+Takes the official image, or the one that deploy/kafka/build-image.sh makes where no registry can
+be reached; both have the same entry point and settings. Containers go with their owner: the
+package's own reaper would be one more image to pull, so it is off and `watchdog` does its work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from typing import Any, Self
+
+from streams.broker import Broker, Report, ask
+from streams.brokersettings import SMALL, replication
+from streams.errors import BrokerUnavailable
+from streams.javaruntime import KAFKA_VERSION
+from streams.watchdog import Guard
+
+OFFICIAL_IMAGE = f"apache/kafka:{KAFKA_VERSION}"
+LOCAL_IMAGE = f"kvlane/kafka:{KAFKA_VERSION}"
+_START_DEADLINE_S = 120.0
+_DAEMON_DEADLINE_S = 2
+_REGISTRY_DEADLINE_S = 5
+_PULL_DEADLINE_S = 600.0
+_PORT = 9092
+_ADVERTISED = "/tmp/kvlane-advertised"  # noqa: S108 - inside the container
+_SETTINGS = {
+    **SMALL,
+    **replication(1),
+    "process.roles": "broker,controller",
+    "node.id": "1",
+    "listeners": f"PLAINTEXT://0.0.0.0:{_PORT},CONTROLLER://127.0.0.1:9093",
+    "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
+    "controller.listener.names": "CONTROLLER",
+    "inter.broker.listener.name": "PLAINTEXT",
+    "controller.quorum.voters": "1@127.0.0.1:9093",
+}
+# The address for clients is known only when the container has its port: it waits for a file.
+_COMMAND = (
+    f"until [ -f {_ADVERTISED} ]; do sleep 0.05; done; "
+    f"export KAFKA_ADVERTISED_LISTENERS=$(cat {_ADVERTISED}); exec /etc/kafka/docker/run"
+)
+
+
+class DockerBroker(Broker):
+    """One broker in a container with a free port on this machine."""
+
+    kind = "docker"
+
+    def __init__(self, *, full_jit: bool = False, report: Report) -> None:
+        self.version = KAFKA_VERSION
+        self.bootstrap_servers = ""
+        self.image = ""
+        self.description = "Kafka in a Docker container"
+        self._report = report
+        self._heap = "-Xms256m -Xmx512m" if full_jit else "-Xms64m -Xmx256m"
+        self._jvm = "-XX:+UseSerialGC" + ("" if full_jit else " -XX:TieredStopAtLevel=1")
+        self._guard: Guard | None = None
+        self._container: Any = None
+
+    def start(self) -> Self:
+        """See `Broker`. Says within two seconds when no daemon answers."""
+        if self._guard is not None:
+            return self
+        self.image = find_image(self._report)
+        try:
+            self._start()
+        except BaseException as error:
+            self.stop()
+            if isinstance(error, BrokerUnavailable) or not isinstance(error, Exception):
+                raise
+            raise BrokerUnavailable(f"Docker could not run {self.image}: {error}") from error
+        self.description = f"Kafka {self.version} in a Docker container of {self.image}"
+        return self
+
+    def _start(self) -> None:
+        from testcontainers.core.config import testcontainers_config
+        from testcontainers.core.container import DockerContainer
+
+        testcontainers_config.ryuk_disabled = True
+        self._guard = Guard(docker=True)
+        container = DockerContainer(self.image, entrypoint=["bash", "-c"], labels=self._guard.label)
+        container.with_command([_COMMAND])
+        for name, value in _SETTINGS.items():
+            container.with_env("KAFKA_" + name.upper().replace(".", "_"), value)
+        container.with_env("CLUSTER_ID", "4L6g3nShT-eMCtK--X86sw")
+        container.with_env("KAFKA_HEAP_OPTS", self._heap)
+        container.with_env("KAFKA_JVM_PERFORMANCE_OPTS", self._jvm)
+        container.with_exposed_ports(_PORT)
+        container.start()
+        self._container = container
+        host, port = container.get_container_host_ip(), int(container.get_exposed_port(_PORT))
+        self.bootstrap_servers = f"{host}:{port}"
+        advertised = f"PLAINTEXT://{self.bootstrap_servers}\n".encode()
+        container.copy_into_container(advertised, _ADVERTISED)
+        self._wait_ready(host, port)
+
+    def _wait_ready(self, host: str, port: int) -> None:
+        deadline = time.monotonic() + _START_DEADLINE_S
+        while ask(host, port) is None:
+            self.check()
+            if time.monotonic() > deadline:
+                raise BrokerUnavailable(
+                    f"the broker in {self.image} is not ready after {_START_DEADLINE_S:.0f} s:\n"
+                    f"{self._tail()}"
+                )
+            time.sleep(0.1)
+
+    def check(self) -> None:
+        """See `Broker`."""
+        if self._container is None:
+            raise BrokerUnavailable("the broker was not started")
+        container = self._container.get_wrapped_container()
+        try:
+            container.reload()
+        except Exception as error:
+            raise BrokerUnavailable(f"the container of {self.image} is gone: {error}") from error
+        if container.status != "running":
+            raise BrokerUnavailable(
+                f"the container of {self.image} is {container.status}:\n{self._tail()}"
+            )
+
+    def stop(self) -> None:
+        """See `Broker`."""
+        if self._container is not None:
+            with contextlib.suppress(Exception):  # what is left is the guard's
+                self._container.get_docker_client().client.close()
+        if self._guard is not None:
+            self._guard.close()
+        self._container = None
+        self._guard = None
+        self.bootstrap_servers = ""
+
+    def _tail(self) -> str:
+        output, errors = self._container.get_logs()
+        return bytes(output + errors)[-3000:].decode(errors="replace")
+
+
+def find_image(report: Report) -> str:
+    """The image to run: one that is here, or the official one, pulled. Raises BrokerUnavailable.
+
+    A locally built image goes before pulling: it was built because no registry answered.
+    """
+    daemon = _daemon(_DAEMON_DEADLINE_S)
+    with contextlib.closing(daemon):
+        for image in (OFFICIAL_IMAGE, LOCAL_IMAGE):
+            if daemon.images.list(name=image):
+                return image
+    try:
+        with contextlib.closing(_daemon(_REGISTRY_DEADLINE_S)) as daemon:
+            daemon.images.get_registry_data(OFFICIAL_IMAGE)
+    except Exception as error:
+        raise BrokerUnavailable(
+            f"Docker has neither {OFFICIAL_IMAGE} nor {LOCAL_IMAGE}, and no "
+            f"registry answers within {_REGISTRY_DEADLINE_S} s. "
+            "deploy/kafka/build-image.sh builds the latter here."
+        ) from error
+    report(f"pulling {OFFICIAL_IMAGE}: about 200 MB, usually 10 to 60 s, only this once")
+    _pull(OFFICIAL_IMAGE)
+    return OFFICIAL_IMAGE
+
+
+def _daemon(deadline_s: int) -> Any:
+    """A client of the Docker daemon that has just answered. Raises BrokerUnavailable."""
+    try:
+        from testcontainers.core.docker_client import DockerClient, get_docker_host
+    except ImportError as error:
+        raise BrokerUnavailable("Docker needs Python's testcontainers package") from error
+    host = get_docker_host() or "unix:///var/run/docker.sock"
+    try:
+        # The client leaves a socket open when it cannot connect, so look before.
+        if host.startswith("unix://"):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(deadline_s)
+                probe.connect(host.removeprefix("unix://"))
+        daemon = DockerClient(timeout=deadline_s).client
+        daemon.ping()
+    except Exception as error:
+        raise BrokerUnavailable(f"no Docker daemon answers at {host}: {error}") from error
+    return daemon
+
+
+def _pull(image: str) -> None:
+    """Pull in a thread of its own, which is left behind at the deadline: the call has none."""
+    failures: list[Exception] = []
+
+    def pull() -> None:
+        try:
+            with contextlib.closing(_daemon(int(_PULL_DEADLINE_S))) as daemon:
+                daemon.images.pull(image)
+        except Exception as error:  # noqa: BLE001 - handed to the caller below
+            failures.append(error)
+
+    thread = threading.Thread(target=pull, name="pull", daemon=True)
+    thread.start()
+    thread.join(_PULL_DEADLINE_S)
+    if thread.is_alive():
+        raise BrokerUnavailable(f"pulling {image} took more than {_PULL_DEADLINE_S:.0f} s")
+    if failures:
+        raise BrokerUnavailable(f"could not pull {image}: {failures[0]}") from failures[0]

@@ -1,0 +1,127 @@
+"""Getting a broker: the one entry for tests, `kvlane up` and `kvlane demo`.
+
+    with obtain("auto", report=print) as broker:
+        connect(broker.bootstrap_servers)
+
+Tried in this order: servers that are given; Docker; a local JVM; the log in memory, with a line
+that says so. A kind that was asked for by name is used, or fails with the reason.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+from streams.broker import Broker, GivenBroker, Kind, MemoryBroker, Report
+from streams.dockerbroker import DockerBroker
+from streams.errors import BrokerUnavailable
+from streams.javaruntime import jars, java_tool
+from streams.jvmbroker import JvmBroker, Node
+
+__all__ = [
+    "Broker",
+    "JvmBroker",
+    "Kind",
+    "Node",
+    "Report",
+    "jars",
+    "java_tool",
+    "obtain",
+    "run_until_interrupted",
+]
+
+_CHECK_INTERVAL_S = 1.0
+
+
+@overload
+def obtain(
+    kind: Literal["jvm"],
+    *,
+    bootstrap_servers: str = "",
+    brokers: int = 1,
+    port: int = 0,
+    full_jit: bool = False,
+    report: Report,
+) -> JvmBroker: ...
+@overload
+def obtain(
+    kind: Literal["auto"] | Kind,
+    *,
+    bootstrap_servers: str = "",
+    brokers: int = 1,
+    port: int = 0,
+    full_jit: bool = False,
+    report: Report,
+) -> Broker: ...
+def obtain(
+    kind: Literal["auto"] | Kind,
+    *,
+    bootstrap_servers: str = "",
+    brokers: int = 1,
+    port: int = 0,
+    full_jit: bool = False,
+    report: Report,
+) -> Broker:
+    """A broker that runs and answers; it ends with its `with` block, `stop()` or this process.
+
+    `bootstrap_servers` are the given ones, if any: "env" needs them and "auto" takes them.
+    `brokers` above 1 asks for a cluster, which runs in JVMs. `port` is for the first JVM broker, 0
+    for a free one. `full_jit` is for measurements. `report` takes what a waiting person wants to
+    know, one line at a time.
+
+    Raises BrokerUnavailable when the kind asked for cannot be had; given servers that do not
+    answer are an error with "auto" too.
+    """
+    ways: dict[Kind, Callable[[], Broker]] = {
+        "env": lambda: GivenBroker(bootstrap_servers),
+        "docker": lambda: _one_container(brokers, full_jit=full_jit, report=report),
+        "jvm": lambda: JvmBroker(brokers=brokers, port=port, full_jit=full_jit, report=report),
+        "memory": MemoryBroker,
+    }
+    if kind != "auto":
+        return ways[kind]().start()
+    if bootstrap_servers:
+        return ways["env"]().start()
+    local: tuple[Kind, ...] = ("docker", "jvm")
+    for candidate in local:
+        try:
+            return ways[candidate]().start()
+        except BrokerUnavailable as reason:
+            report(f"not {candidate}: {reason}")
+    report("no Kafka can be had here: the log is kept in memory, in this process alone")
+    return ways["memory"]().start()
+
+
+def _one_container(brokers: int, *, full_jit: bool, report: Report) -> DockerBroker:
+    if brokers > 1:
+        raise BrokerUnavailable("a cluster runs in local JVMs only")
+    return DockerBroker(full_jit=full_jit, report=report)
+
+
+def run_until_interrupted(broker: Broker, report: Report) -> None:
+    """Run the broker until SIGINT or SIGTERM comes, then stop it. In the main thread only.
+
+    Raises BrokerUnavailable when it ends by itself.
+    """
+    interrupted = threading.Event()
+
+    def interrupt(_signal: int, _frame: Any) -> None:
+        interrupted.set()
+
+    asked_by = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, interrupt) for number in asked_by}
+    try:
+        with broker:
+            report(broker.description)
+            report(f"bootstrap servers: {broker.bootstrap_servers}")
+            report("Ctrl-C ends it and deletes its data")
+            while not interrupted.wait(_CHECK_INTERVAL_S):
+                broker.check()
+            for number, handler in before.items():
+                signal.signal(number, handler)  # a second Ctrl-C does not wait
+            report("stopping")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

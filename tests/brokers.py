@@ -1,0 +1,151 @@
+"""Brokers for tests: a pytest plugin with the fixtures, and a report of what really ran.
+
+    kafka           one real broker, shared by the whole run
+    kafka_cluster   three real brokers, one cluster per module; nodes may be killed
+    topic_prefix    a prefix that no other test has, so that tests can share a broker
+
+KVLANE_BROKER (env, docker, jvm) forces a kind and KVLANE_BOOTSTRAP_SERVERS names servers. Without
+a real broker such tests fail, so that a green run means that Kafka was there; only
+KVLANE_BROKER=memory skips them.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from typing import cast, get_args
+
+import pytest
+
+from streams.errors import BrokerUnavailable
+from streams.jvmbroker import prepare
+from streams.localbroker import Broker, JvmBroker, Kind, obtain
+
+_NEEDS = {"kafka": ("kafka", "kafka_cluster"), "cluster": ("kafka_cluster",)}
+"""Which marks a test gets by the fixtures that it takes."""
+
+
+class BrokerLedger:
+    """Which brokers ran in this session, for how many tests, and which ones were not to be had."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Broker] = {}  # by fixture
+        self.tests: Counter[str] = Counter()
+        self.missing: dict[str, str] = {}
+
+    def used(self, broker: Broker) -> None:
+        """One more test runs on this broker."""
+        self.tests[f"{broker.kind}: {broker.description}"] += 1
+
+
+_ledger = pytest.StashKey[BrokerLedger]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_ledger] = BrokerLedger()
+    config.addinivalue_line("markers", "kafka: needs a real broker")
+    config.addinivalue_line("markers", "cluster: needs three real brokers")
+
+
+def wanted() -> str:
+    """What KVLANE_BROKER asks for. Raises UsageError for something else than a kind."""
+    kind = os.environ.get("KVLANE_BROKER", "") or "auto"
+    if kind != "auto" and kind not in get_args(Kind):
+        raise pytest.UsageError(f"KVLANE_BROKER={kind}: must be one of {', '.join(get_args(Kind))}")
+    return kind
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their fixtures, before `-m` selects; skip all where memory is forced."""
+    skip = pytest.mark.skip(reason="needs Kafka, and KVLANE_BROKER=memory")
+    for item in items:
+        taken = getattr(item, "fixturenames", ())
+        for mark, fixtures in _NEEDS.items():
+            if any(fixture in taken for fixture in fixtures):
+                item.add_marker(mark)
+        if wanted() == "memory" and item.get_closest_marker("kafka"):
+            item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fetch jars before the first test, whose time limit is not meant for downloads."""
+    needed = any(item.get_closest_marker("kafka") for item in session.items)
+    if not needed or session.config.option.collectonly or wanted() not in ("auto", "jvm"):
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    try:
+        prepare(reporter.write_line if reporter else lambda _: None)
+    except BrokerUnavailable as reason:
+        session.config.stash[_ledger].missing["jvm"] = str(reason)
+
+
+def pytest_runtest_call(item: pytest.Item) -> None:
+    ledger = item.config.stash[_ledger]
+    for fixture, broker in ledger.running.items():
+        if fixture in getattr(item, "fixturenames", ()):
+            ledger.used(broker)
+
+
+@pytest.fixture(scope="session")
+def broker_ledger(request: pytest.FixtureRequest) -> BrokerLedger:
+    return request.config.stash[_ledger]
+
+
+@pytest.fixture(scope="session")
+def kafka(broker_ledger: BrokerLedger) -> Iterator[Broker]:
+    """A real broker, the same one for the whole run."""
+    said: list[str] = []
+    try:
+        broker = obtain(
+            cast("Kind", wanted()),
+            bootstrap_servers=os.environ.get("KVLANE_BOOTSTRAP_SERVERS", ""),
+            report=said.append,
+        )
+    except BrokerUnavailable as reason:
+        pytest.fail(f"no broker: {reason}", pytrace=False)
+    with broker:
+        if broker.kind == "memory":
+            pytest.fail("no real broker:\n" + "\n".join(said), pytrace=False)
+        broker_ledger.running["kafka"] = broker
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def kafka_cluster(broker_ledger: BrokerLedger) -> Iterator[JvmBroker]:
+    """Three brokers with a copy of everything on each, the same ones for a module.
+
+    A test that kills or pauses a node starts or resumes it before it ends.
+    """
+    try:
+        broker = obtain("jvm", brokers=3, report=lambda _: None)
+    except BrokerUnavailable as reason:
+        pytest.fail(f"no cluster: {reason}", pytrace=False)
+    with broker:
+        broker_ledger.running["kafka_cluster"] = broker
+        yield broker
+
+
+@pytest.fixture
+def topic_prefix() -> str:
+    """A prefix for topics and groups that no other test has."""
+    return f"t{uuid.uuid4().hex[:10]}."
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    ledger = config.stash[_ledger]
+    skipped = terminalreporter.stats.get("skipped", [])
+    without = sum("KVLANE_BROKER=memory" in str(report.longrepr) for report in skipped)
+    if not (ledger.tests or ledger.missing or without):
+        return
+    terminalreporter.section("brokers")
+    for line, tests in ledger.tests.items():
+        terminalreporter.line(f"{line}, used by {tests} test{'s' * (tests != 1)}")
+    for kind, reason in ledger.missing.items():
+        terminalreporter.line(f"{kind}: not run: {reason}")
+    if without:
+        terminalreporter.line(f"no broker: {without} tests skipped by KVLANE_BROKER=memory")
