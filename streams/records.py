@@ -397,7 +397,7 @@ class WorkerCard(Inner, frozen=True):
     """A worker offers itself. Key `worker/<id>`.
 
     The first card of a life has no epoch: the offset it gets *is* the epoch, unique and rising.
-    Every later card of that life repeats it.
+    Every later card of that life repeats it. `life` is random and tells processes of one name apart.
     """
 
     id: str
@@ -409,6 +409,7 @@ class WorkerCard(Inner, frozen=True):
     ranks: int = 1
     taints: tuple[str, ...] = ()
     versions: dict[str, str] = {}
+    life: str = ""
 
 
 class ModelCard(Inner, frozen=True):

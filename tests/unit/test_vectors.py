@@ -1,0 +1,153 @@
+"""The shipped vectors: they hold, they are as written, and they need every part of the rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import streams.vectors
+from streams.codecs import decode
+from streams.memory_partition import MemoryRecord
+from streams.records import Chunk, End, Fence
+from streams.topics import partition_of
+from streams.transcript import Transcript
+from streams.vectors.__main__ import files
+from streams.vectors.cases import WRITTEN, Case
+
+Line = Chunk | Fence | End
+HERE = Path(streams.vectors.__file__).parent
+CASES = [case for group in WRITTEN.values() for case in group]
+
+
+class Shown(NamedTuple):
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str | None
+    end: str | None
+
+
+def vectors() -> list[Any]:
+    return [
+        pytest.param(vector, id=f"{path.stem}: {vector['name']}")
+        for path in sorted(HERE.glob("*.json"))
+        if path.name != "lanes.json"
+        for vector in json.loads(path.read_text(encoding="utf-8"))
+    ]
+
+
+def read(line: dict[str, Any]) -> Line:
+    """As a reader in this process gets it: through the shipped codec."""
+    value, headers = json.dumps(line).encode(), (("t", line["t"].encode()),)
+    record = decode(MemoryRecord("responses", 0, 0, 0, line["id"].encode(), value, headers))
+    assert isinstance(record, Chunk | Fence | End)
+    return record
+
+
+@pytest.mark.parametrize("vector", vectors())
+def test_a_vector_shows_what_it_says(vector: dict[str, Any]) -> None:
+    seen = Transcript()
+    for line in vector["log"]:
+        seen.feed(read(line))
+    assert seen.text == vector["text"]
+    assert seen.tokens == vector["tokens"]
+    assert seen.finish_reason == vector["finish_reason"]
+    assert (seen.end.code if seen.end else None) == vector["end"]
+    assert (seen.attempt, seen.holes) == (vector["attempt"], vector["holes"])
+
+
+def test_lane_vectors_hold() -> None:
+    for vector in json.loads((HERE / "lanes.json").read_text(encoding="utf-8")):
+        for partitions, partition in vector["partitions"].items():
+            assert partition_of(vector["key"].encode(), int(partitions)) == partition
+
+
+def test_the_shipped_files_are_what_their_module_writes() -> None:
+    assert {p.name: p.read_text(encoding="utf-8") for p in HERE.glob("*.json")} == files()
+
+
+# --- a reader that lacks one part of the rule fails a vector that was written by hand -------------
+
+PARTS = (
+    "the end is final",
+    "End ends",
+    "the highest fence",
+    "a second fence is nothing",
+    "older attempts",
+    "newer attempts",
+    "one run",
+    "retries",
+    "holes stay",
+    "no finish behind a hole",
+    "seq",
+    "index",
+)
+
+
+class Careless:
+    """The rule once more, with one part left out; with "" nothing is."""
+
+    def __init__(self, lacks: str) -> None:
+        self.lacks = lacks
+        self.text, self.tokens = "", list[int]()
+        self.attempt, self.run, self.next, self.broken = 0, "", 0, False
+        self.finish_reason: str | None = None
+        self.end: str | None = None
+
+    def read(self, log: tuple[Line, ...]) -> Shown:
+        for line in log:
+            if (self.finish_reason or self.end) and self.lacks != "the end is final":
+                break
+            if isinstance(line, End):
+                self.end = line.code if self.lacks != "End ends" else None
+            elif isinstance(line, Fence):
+                self._fence(line.attempt)
+            elif self._is_of_the_run(line):
+                self._chunk(line)
+        return Shown(self.text, tuple(self.tokens), self.finish_reason, self.end)
+
+    def _fence(self, attempt: int) -> None:
+        higher = attempt > self.attempt
+        higher |= attempt < self.attempt and self.lacks == "the highest fence"
+        higher |= attempt == self.attempt and self.lacks == "a second fence is nothing"
+        if higher:
+            self.attempt, self.run, self.next, self.broken = attempt, "", 0, False
+
+    def _is_of_the_run(self, chunk: Chunk) -> bool:
+        if chunk.attempt < self.attempt and self.lacks != "older attempts":
+            return False
+        if chunk.attempt > self.attempt and self.lacks != "newer attempts":
+            return False
+        self.run = self.run or chunk.run
+        return chunk.run == self.run or self.lacks == "one run"
+
+    def _chunk(self, chunk: Chunk) -> None:
+        if chunk.seq < self.next and self.lacks != "retries":
+            return
+        gap = chunk.seq > self.next and self.lacks != "seq"
+        gap |= chunk.index != len(self.tokens) and self.lacks != "index"
+        if gap or self.broken:
+            self.broken = self.lacks != "holes stay"
+            if self.lacks == "no finish behind a hole":
+                self.finish_reason = chunk.finish_reason
+            return
+        self.text += chunk.text
+        self.tokens += chunk.token_ids
+        self.next = chunk.seq + 1
+        self.finish_reason = chunk.finish_reason
+
+
+def expected(case: Case) -> Shown:
+    return Shown(case.text, case.tokens, case.finish_reason, case.end)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_reader_that_lacks_a_part_of_the_rule_fails_a_vector(part: str) -> None:
+    assert [case.name for case in CASES if Careless(part).read(case.log) != expected(case)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_reader_that_lacks_nothing_passes(case: Case) -> None:
+    assert Careless("").read(case.log) == expected(case)
