@@ -86,7 +86,8 @@ class RealKafka:
 
         from streams.connection import Connection
 
-        log = KafkaLog(Connection(bootstrap_servers=self._bootstrap), prefix=self._prefix)
+        connection = Connection(bootstrap_servers=self._bootstrap, client_id="contract")
+        log = KafkaLog(connection, prefix=self._prefix)
         await log.start()
         self._logs.append(log)
         return log
@@ -110,7 +111,7 @@ def make_broker(request: pytest.FixtureRequest) -> Callable[[], Any]:
         return InMemory
     kafka = request.getfixturevalue("kafka")
     prefix = request.getfixturevalue("topic_prefix")
-    return lambda: RealKafka(kafka, prefix)
+    return lambda: RealKafka(kafka.bootstrap_servers, prefix)
 
 
 @pytest.fixture

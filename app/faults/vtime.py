@@ -1,0 +1,243 @@
+"""asyncio in virtual time, with a seeded scheduler and processes that can be stopped dead.
+
+`VirtualLoop` is an event loop that never waits: when nothing is ready to run, its clock jumps to
+the next timer. When no timer is left either, it raises Deadlock and names the tasks that wait.
+Everything in one loop, under one seed, runs the same way every time.
+
+A *process* is a set of tasks that share the context variable `PROCESS`; tasks inherit it from the
+task that creates them. The order among processes is drawn from the seed; within one process it is
+the order asyncio promises. A held process does not run at all, whatever its tasks are doing: its
+callbacks and timers pile up until it is released. That is SIGSTOP, and without a release kill -9.
+
+There is no I/O in this loop: sockets, threads and subprocesses do not work in it.
+"""
+
+# ruff: noqa: SLF001 - an event loop is made of the private parts of asyncio
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from heapq import heappop
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+PROCESS: ContextVar[str] = ContextVar("process", default="")
+"""Name of the process that a task belongs to; "" for the world around."""
+
+START_MS = 1_700_000_000_000
+"""Wall clock at virtual time 0."""
+
+
+class Deadlock(RuntimeError):  # noqa: N818 - the word for it
+    """Nothing can ever run again."""
+
+
+class OutOfSteps(RuntimeError):  # noqa: N818 - as above
+    """The loop ran more callbacks than it was allowed to: something spins."""
+
+
+class _Future(asyncio.Future[Any]):
+    """A future that a set keeps in a place that the seed determines, not the memory address."""
+
+    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._number = number
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Task(asyncio.Task[Any]):
+    """As `_Future`."""
+
+    def __init__(self, number: int, coro: Any, **options: Any) -> None:
+        self._number = number  # first of all: the constructor puts the task into a set
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """See the module. Without `rng` the order is asyncio's own."""
+
+    def __init__(self, rng: random.Random | None = None, max_steps: int = 50_000_000) -> None:
+        super().__init__()
+        self.steps = 0
+        self._made = 0
+        self._rng = rng
+        self._now = 0.0
+        self._max_steps = max_steps
+        self._held: dict[str, list[Any]] = {}
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def hold(self, process: str) -> None:
+        """Stop a process where it is."""
+        self._held.setdefault(process, [])
+
+    def release(self, process: str) -> None:
+        """Let a held process go on; what has piled up runs first."""
+        self._ready.extendleft(reversed(self._held.pop(process, [])))
+
+    def is_held(self, process: str) -> bool:
+        """Whether the process is stopped."""
+        return process in self._held
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future of this loop."""
+        self._made += 1
+        return _Future(self._made, self)
+
+    def create_task(
+        self, coro: Any, *, name: object = None, context: Context | None = None
+    ) -> asyncio.Task[Any]:
+        """A task of this loop."""
+        self._made += 1
+        return _Task(self._made, coro, loop=self, name=name, context=context)
+
+    # --- the parts of BaseEventLoop that a subclass has to bring ---
+
+    _ready: deque[Any]
+    _scheduled: list[Any]
+    _stopping: bool
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._scheduled
+        while timers and timers[0]._cancelled:
+            heappop(timers)._scheduled = False
+        if not ready and not self._stopping:
+            if not timers:
+                raise Deadlock(f"at {self._now:.3f} s nothing is left to run\n{self.waiting()}")
+            self._now = max(self._now, timers[0]._when)
+        while timers and timers[0]._when <= self._now:
+            timer = heappop(timers)
+            timer._scheduled = False
+            if not timer._cancelled:
+                ready.append(timer)
+        if self._rng is None and not self._held:
+            self._run(ready.popleft() for _ in range(len(ready)))
+        else:
+            self._run_shuffled()
+
+    def _run(self, handles: Any) -> None:
+        for handle in handles:
+            if not handle._cancelled:
+                self.steps += 1
+                handle._run()
+        if self.steps > self._max_steps:
+            raise OutOfSteps(f"{self.steps} callbacks by {self._now:.3f} s\n{self.waiting()}")
+
+    def _run_shuffled(self) -> None:
+        """Run what is ready: processes in random order, each one's callbacks in theirs."""
+        ready, held = self._ready, self._held
+        if len(ready) == 1 and not held:
+            self._run((ready.popleft(),))
+            return
+        queues: dict[str, deque[Any]] = {}
+        turns: list[str] = []
+        while ready:
+            handle = ready.popleft()
+            process = handle._context.get(PROCESS, "")
+            if process in held:
+                held[process].append(handle)
+                continue
+            turns.append(process)
+            queue = queues.get(process)
+            if queue is None:
+                queues[process] = queue = deque()
+            queue.append(handle)
+        if self._rng is not None and len(queues) > 1:
+            self._rng.shuffle(turns)
+        for process in turns:
+            handle = queues[process].popleft()
+            if process in held:  # held by a callback that ran just now
+                held[process].append(handle)
+            else:
+                self._run((handle,))
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Cancelled timers are dropped when their time comes."""
+
+    def _process_events(self, event_list: Any) -> None:
+        """There are none."""
+
+    def _write_to_self(self) -> None:
+        """Nothing sleeps that would have to be woken."""
+
+    def waiting(self) -> str:
+        """The tasks that are not done and where they wait, one a line."""
+        lines = []
+        for task in sorted(asyncio.all_tasks(self), key=lambda t: t.get_name()):
+            frames = task.get_stack(limit=1)
+            where = f"{frames[0].f_code.co_name}:{frames[0].f_lineno}" if frames else "?"
+            lines.append(f"  {task.get_name()}: {where}")
+        return "\n".join(lines)
+
+
+class VirtualClock:
+    """A process's clock in virtual time; wall clocks of different processes may differ."""
+
+    def __init__(self, loop: VirtualLoop, ahead_ms: int = 0) -> None:
+        self._loop = loop
+        self._ahead_ms = ahead_ms
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._loop._now
+
+    def wall_ms(self) -> int:
+        """Milliseconds since 1970 as this process believes."""
+        return START_MS + self._ahead_ms + int(self._loop._now * 1000)
+
+    async def sleep(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        await asyncio.sleep(seconds)
+
+
+def process_context(name: str) -> Context:
+    """A context for the tasks of a new process."""
+    context = copy_context()
+    context.run(PROCESS.set, name)
+    return context
+
+
+def run(
+    main: Callable[[VirtualLoop], Coroutine[Any, Any, T]],
+    rng: random.Random | None = None,
+    max_steps: int = 50_000_000,
+) -> T:
+    """Run `main` in a loop of its own, in virtual time; its tasks are cancelled at the end.
+
+    Raises what `main` raises, Deadlock, or OutOfSteps.
+    """
+    loop = VirtualLoop(rng, max_steps)
+    try:
+        return loop.run_until_complete(main(loop))
+    finally:
+        try:
+            _cancel_all(loop)
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()
+
+
+def _cancel_all(loop: VirtualLoop) -> None:
+    """Cancel what is left, held processes too, again while their last words wait for something."""
+    for process in list(loop._held):
+        loop.release(process)
+    for _ in range(100):
+        tasks = asyncio.all_tasks(loop)
+        if not tasks:
+            return
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+    raise OutOfSteps(f"tasks that cannot be cancelled:\n{loop.waiting()}")
