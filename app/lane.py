@@ -70,7 +70,7 @@ class LaneOwner:
         self._ledger = Partition(LEDGER, claim.partition)
         self._jobs: dict[str, _Job] = {}
         self._waiting: dict[str, deque[Fact]] = {}
-        self._arrived: dict[str, list[int]] = {}
+        self._arrived: dict[str, int] = {}  # offsets of the requests being admitted
         self._take_over = context.life.spawn(f"take over lane {self._lane}", self._begin())
 
     # --- from outside ----------------------------------------------------------------------------
@@ -88,9 +88,22 @@ class LaneOwner:
             job = None
             self._start(record.id, self._cancel(fact, record, was_held=True))
         elif job is not None:
-            self._waiting.setdefault(record.id, deque()).append(fact)
+            self._queue(fact, record)
         else:
             self._start(record.id, self._take(fact))
+
+    def _queue(self, fact: Fact, record: Request | Cancel | Refused) -> None:
+        """Let a record wait for the job of its request.
+
+        Bound: one of each kind waits. Another one, or a Request whose first is being admitted, says
+        nothing new and is done at once; the mark cannot pass the one before it.
+        """
+        waiting = self._waiting.setdefault(record.id, deque())
+        again = isinstance(record, Request) and record.id in self._arrived
+        if again or any(type(w.record) is type(record) for w in waiting):
+            self.claim.done(fact.offset)
+        else:
+            waiting.append(fact)
 
     def read_back(self, fact: Fact) -> None:
         """A record of this lane's ledger was folded."""
@@ -169,11 +182,9 @@ class LaneOwner:
             return
         waiting = self._waiting.get(request_id)
         if waiting:
-            fact = waiting.popleft()
-            if not waiting:
-                del self._waiting[request_id]
-            self._start(request_id, self._take(fact))
+            self._start(request_id, self._take(waiting.popleft()))
         else:
+            self._waiting.pop(request_id, None)
             self.check(request_id)
 
     async def _take(self, fact: Fact) -> None:
@@ -191,7 +202,7 @@ class LaneOwner:
         """Assign a request, or end it. A known id is a duplicate and needs nothing."""
         s = self._context
         if not self._is_known(request.id):
-            self._arrived.setdefault(request.id, []).append(fact.offset)
+            self._arrived[request.id] = fact.offset
             lifetime_s = min(request.deadline_s, s.settings.max_lifetime_s)
             deadline_ms = fact.timestamp_ms + int(lifetime_s * 1000)
             if s.broker_clock.now_ms() > deadline_ms:
@@ -215,8 +226,8 @@ class LaneOwner:
         known = story is not None and story.known
         if (was_held and not known) or (known and story is not None and not story.over):
             await self._end(cancel.id, "cancelled", cancel.reason)
-        for offset in self._arrived.pop(cancel.id, []):
-            self.claim.done(offset)
+        if cancel.id in self._arrived:
+            self.claim.done(self._arrived.pop(cancel.id))
         self.claim.done(fact.offset)
 
     async def _restart(self, request_id: str, action: Restart) -> None:

@@ -131,24 +131,28 @@ class Lane:
             story = self.stories[record.id] = Story()
         story.last_ms = fact.timestamp_ms
         _fold(story, record, fact.timestamp_ms, burdens)
-        if story.over:
-            self.unfinished.pop(record.id, None)
-            self._outcomes.append((fact.timestamp_ms, record.id))
-        else:
-            self.unfinished[record.id] = story
+        self.file(record.id, story)
         self._expire(fact.timestamp_ms)
+
+    def file(self, request_id: str, story: Story) -> None:
+        """Put a story where it belongs: with the unfinished ones, or with those to be forgotten."""
+        if story.over or not story.known:
+            self.unfinished.pop(request_id, None)
+            self._outcomes.append((story.last_ms, request_id))
+        else:
+            self.unfinished[request_id] = story
 
     def _expire(self, now_ms: int) -> None:
         """Forget outcomes older than the window, by the ledger's own time."""
         while self._outcomes and self._outcomes[0][0] < now_ms - self._window_ms:
             at_ms, request_id = self._outcomes.popleft()
             story = self.stories.get(request_id)
-            if story is not None and story.last_ms <= at_ms and story.over:
+            if story is not None and story.last_ms <= at_ms and request_id not in self.unfinished:
                 del self.stories[request_id]
 
     def drop(self, burdens: Burdens) -> None:
         """Forget everything; the burdens of its open runs go too."""
-        for story in self.unfinished.values():
+        for story in self.stories.values():
             _clear_runs(story, burdens)
 
 
@@ -322,10 +326,7 @@ class Load:
                 if state in OPEN:
                     self.burdens.add(run_id, tokens, 1)
             lane.stories[t.id] = story
-            if story.over:
-                lane._outcomes.append((t.last_ms, t.id))  # noqa: SLF001 - the fold restores its own lane
-            else:
-                lane.unfinished[t.id] = story
+            lane.file(t.id, story)
         lane.position = position
 
     def state_hash(self, source: Partition) -> str:
