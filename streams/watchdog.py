@@ -104,6 +104,8 @@ def kill_marked(mark: str, deadline: float) -> None:
     while time.monotonic() < min(settled_at, deadline):
         for process in marked(mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(process) == process:  # with what it started itself
+                    os.killpg(process, signal.SIGKILL)
                 os.kill(process, signal.SIGKILL)
             settled_at = time.monotonic() + _SETTLED_S
         time.sleep(0.02)
