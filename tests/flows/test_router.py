@@ -108,8 +108,8 @@ def write(world: World, topic: str, record: Any) -> int:
     return world.append(topic, lane_of(record.id, world.lanes), record, key=record.id)
 
 
-def read(world: World, topic: str, kind: type[R], id: str = "a") -> list[R]:
-    records = [decode(r) for r in world.records(topic, key=id) if r.key == id.encode()]
+def read(world: World, topic: str, kind: type[R], key: str = "a") -> list[R]:
+    records = [decode(r) for r in world.records(topic, key=key) if r.key == key.encode()]
     return [r for r in records if isinstance(r, kind)]
 
 
@@ -138,10 +138,13 @@ async def test_a_request_is_assigned_and_the_decision_stands_in_the_ledger(world
     write(world, REQUESTS, PROMPT)
     (assignment,) = await some(world, lambda: worker.told(Assignment))
     (decision,) = read(world, LEDGER, Assigned)
-    assert assignment.request == PROMPT and assignment.epoch == decision.epoch == worker.epoch
-    assert decision.origin == assignment.origin and decision.origin.offset == 0
+    assert assignment.request == PROMPT
+    assert assignment.epoch == decision.epoch == worker.epoch
+    assert decision.origin == assignment.origin
+    assert decision.origin.offset == 0
     assert 99 < assignment.budget_s <= 100
-    assert [c.worker for c in decision.candidates] == ["w1"] and decision.prompt_tokens == 3
+    assert [c.worker for c in decision.candidates] == ["w1"]
+    assert decision.prompt_tokens == 3
 
 
 @in_world
@@ -163,7 +166,8 @@ async def test_an_id_that_comes_again_is_not_run_again(world: World) -> None:
     worker.start((await some(world, lambda: worker.told(Assignment)))[0])
     write(world, REQUESTS, PROMPT)
     await world.sleep(5)
-    assert len(worker.told(Assignment)) == 1 and read(world, RESPONSES, End) == []
+    assert len(worker.told(Assignment)) == 1
+    assert read(world, RESPONSES, End) == []
 
 
 @in_world
@@ -193,7 +197,8 @@ async def test_a_request_read_past_its_deadline_is_never_run(world: World) -> No
     await world.sleep(6)
     await route(world)
     (end,) = await some(world, lambda: read(world, RESPONSES, End))
-    assert end.code == "deadline" and worker.told(Assignment) == []
+    assert end.code == "deadline"
+    assert worker.told(Assignment) == []
 
 
 @in_world
@@ -203,7 +208,8 @@ async def test_beyond_its_bound_the_router_refuses_at_once(world: World) -> None
     await world.sleep(1)
     write(world, REQUESTS, Request(id="b", model="demo"))
     (end,) = await some(world, lambda: read(world, RESPONSES, End, "b"))
-    assert end.code == "queue_full" and end.retry_after_s
+    assert end.code == "queue_full"
+    assert end.retry_after_s
     assert read(world, RESPONSES, End) == []
 
 
@@ -229,7 +235,7 @@ async def test_a_running_request_is_cancelled_for_reader_worker_and_ledger(world
     write(world, REQUESTS, Cancel(id="a"))
     await some(world, lambda: read(world, LEDGER, Ended))
     assert [e.code for e in read(world, RESPONSES, End)] == ["cancelled"]
-    assert [(c.id, c.attempt) for c in worker.told(CancelRun)][0] == ("a", 0)
+    assert next((c.id, c.attempt) for c in worker.told(CancelRun)) == ("a", 0)
 
 
 @in_world
@@ -237,7 +243,8 @@ async def test_a_cancel_of_an_unknown_id_leaves_no_trace(world: World) -> None:
     await route(world)
     write(world, REQUESTS, Cancel(id="a"))
     await world.sleep(3)
-    assert read(world, RESPONSES, End) == [] and read(world, LEDGER, Ended) == []
+    assert read(world, RESPONSES, End) == []
+    assert read(world, LEDGER, Ended) == []
 
 
 @in_world
@@ -265,10 +272,13 @@ async def test_a_lost_worker_is_declared_and_its_stream_goes_on_elsewhere(world:
     second = Hand(world, "w2")
     first.beating.cancel()
     (again,) = await some(world, lambda: second.told(Assignment))
-    assert list(unpack_tokens(again.taken)) == [7, 8] and again.taken_chars == 2
-    assert again.attempt == 1 and again.deadline_ms == assignment.deadline_ms
+    assert list(unpack_tokens(again.taken)) == [7, 8]
+    assert again.taken_chars == 2
+    assert again.attempt == 1
+    assert again.deadline_ms == assignment.deadline_ms
     (lost,) = first.told(Lost)
-    assert lost.epoch == first.epoch and lost.silent_ms > 5000
+    assert lost.epoch == first.epoch
+    assert lost.silent_ms > 5000
     assert [f.attempt for f in read(world, RESPONSES, Fence)] == [1]
     assert [f.reason for f in read(world, LEDGER, Fencing)] == ["lost"]
     cards = [decode(r) for r in world.records(REGISTRY, 0)]
@@ -299,7 +309,8 @@ async def test_a_stream_that_had_ended_before_the_fence_is_closed_as_seen(world:
     write(world, RESPONSES, chunk(0, 7, finish_reason="stop"))
     worker.beating.cancel()
     assert [e.code for e in await some(world, lambda: read(world, LEDGER, Ended))] == ["seen"]
-    assert read(world, RESPONSES, End) == [] and len(worker.told(Assignment)) == 1
+    assert read(world, RESPONSES, End) == []
+    assert len(worker.told(Assignment)) == 1
 
 
 @in_world
@@ -341,7 +352,8 @@ async def test_a_request_that_fails_on_every_worker_ends_with_attempts(world: Wo
         run = worker.start((await some(world, lambda: worker.told(Assignment), n + 1))[n])
         worker.finish(run, "broken")
     (end,) = await some(world, lambda: read(world, RESPONSES, End))
-    assert end.code == "attempts" and len(worker.told(Assignment)) == 2
+    assert end.code == "attempts"
+    assert len(worker.told(Assignment)) == 2
 
 
 @in_world
@@ -349,7 +361,7 @@ async def test_an_assignment_that_got_lost_is_found_and_made_again(world: World)
     worker = Hand(world)
     await route(world)
     write(world, REQUESTS, PROMPT)
-    (assignment,) = await some(world, lambda: worker.told(Assignment))
+    (_assignment,) = await some(world, lambda: worker.told(Assignment))
     worker.slot_offset = 1  # read past it, and never took it
     await some(world, lambda: worker.told(Assignment), 2)
     assert [f.reason for f in read(world, LEDGER, Fencing)] == ["not_started"]
@@ -436,7 +448,8 @@ async def test_another_router_takes_over_where_the_first_one_died(world: World) 
     worker.slot_offset = 0
     await route(world, "r2")
     (assignment,) = await some(world, lambda: worker.told(Assignment))
-    assert assignment.attempt == 1 and assignment.request == PROMPT
+    assert assignment.attempt == 1
+    assert assignment.request == PROMPT
 
 
 @in_world

@@ -12,8 +12,8 @@ REGISTRY = Partition("registry", 0)
 EVENTS = Partition("kv-events", 5)
 
 
-def card(epoch: int | None, id: str = "w1") -> WorkerCard:
-    return WorkerCard(id=id, slot=1, model="demo", config=EngineConfig(model="demo"), epoch=epoch)
+def card(epoch: int | None) -> WorkerCard:
+    return WorkerCard(id="w1", slot=1, model="demo", config=EngineConfig(model="demo"), epoch=epoch)
 
 
 def beat(epoch: int, **over: Any) -> Heartbeat:
@@ -47,13 +47,15 @@ def test_a_silent_worker_gets_no_work_but_is_not_lost() -> None:
 
 def test_lost_holds_for_the_epoch_and_all_before_it() -> None:
     fold = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=7)])
-    assert fold.is_lost("w1", 7) and fold.is_lost("w1", 6)
+    assert fold.is_lost("w1", 7)
+    assert fold.is_lost("w1", 6)
     assert not fold.is_routable("w1", 1100, 5000)
 
 
 def test_a_newer_card_makes_the_older_epoch_lost() -> None:
     fold = fleet({7: card(None), 8: card(7), 20: card(None)}, [beat(7)])
-    assert fold.is_lost("w1", 7) and not fold.is_lost("w1", 20)
+    assert fold.is_lost("w1", 7)
+    assert not fold.is_lost("w1", 20)
     assert not fold.is_routable("w1", 1100, 5000)
 
 
@@ -90,13 +92,16 @@ def test_a_snapshot_of_each_source_restores_the_same_state() -> None:
         assert position is not None
         second.restore(source, first.snapshot(source), position)
         assert second.state_hash(source) == first.state_hash(source)
-    assert second.members == first.members and second.beats == first.beats
+    assert second.members == first.members
+    assert second.beats == first.beats
     assert second.is_lost("w1", 3)
 
 
 def test_a_forgotten_source_leaves_the_other_alone() -> None:
     fold = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=3)])
     fold.forget(EVENTS)
-    assert fold.beats == {} and fold.position(EVENTS) is None and "w1" in fold.members
+    assert fold.beats == {}
+    assert fold.position(EVENTS) is None
+    assert "w1" in fold.members
     fold.forget(REGISTRY)
     assert fold.members == {}

@@ -18,18 +18,18 @@ RUN: dict[str, Any] = {"phase": "aggregated", "worker": "w1", "epoch": 10}
 PLACE: dict[str, Any] = {"origin": ORIGIN, "deadline_ms": 60_000, "prompt_tokens": 5}
 
 
-def assigned(id: str = "a", attempt: int = 0, responses_from: int = 4, **over: Any) -> Assigned:
-    return Assigned(id=id, attempt=attempt, responses_from=responses_from, **(RUN | PLACE | over))
+def assigned(name: str = "a", attempt: int = 0, responses_from: int = 4, **over: Any) -> Assigned:
+    return Assigned(id=name, attempt=attempt, responses_from=responses_from, **(RUN | PLACE | over))
 
 
-def started(id: str = "a", attempt: int = 0, responses_from: int = 4, **over: Any) -> Started:
+def started(name: str = "a", attempt: int = 0, responses_from: int = 4, **over: Any) -> Started:
     return Started(
-        id=id, attempt=attempt, run=1, responses_from=responses_from, **(RUN | PLACE | over)
+        id=name, attempt=attempt, run=1, responses_from=responses_from, **(RUN | PLACE | over)
     )
 
 
-def finished(code: Any = "stop", id: str = "a", attempt: int = 0, **over: Any) -> Finished:
-    return Finished(id=id, attempt=attempt, code=code, **(RUN | over))
+def finished(code: Any = "stop", name: str = "a", attempt: int = 0, **over: Any) -> Finished:
+    return Finished(id=name, attempt=attempt, code=code, **(RUN | over))
 
 
 def folded(*records: Any, step_ms: int = 10, load: Load | None = None) -> Load:
@@ -40,27 +40,31 @@ def folded(*records: Any, step_ms: int = 10, load: Load | None = None) -> Load:
     return load
 
 
-def states(load: Load, id: str = "a") -> dict[RunId, str]:
-    story = load.story(3, id)
+def states(load: Load, name: str = "a") -> dict[RunId, str]:
+    story = load.story(3, name)
     return {} if story is None else {k: run.state for k, run in story.runs.items()}
 
 
 def test_a_started_without_assigned_counts_as_assigned() -> None:
     load = folded(started())
     story = load.story(3, "a")
-    assert story is not None and story.known and story.origin == ORIGIN
+    assert story is not None
+    assert story.known
+    assert story.origin == ORIGIN
     assert states(load) == {RunId(0, "aggregated", "w1", 10): "started"}
 
 
 def test_the_lowest_responses_from_is_kept() -> None:
     load = folded(assigned(responses_from=9), started(responses_from=4), assigned(responses_from=6))
     story = load.story(3, "a")
-    assert story is not None and story.responses_from == 4
+    assert story is not None
+    assert story.responses_from == 4
 
 
 def test_a_lone_finished_does_not_make_an_id_known() -> None:
     story = folded(finished("worker_full")).story(3, "a")
-    assert story is not None and not story.known
+    assert story is not None
+    assert not story.known
 
 
 def test_the_first_close_of_a_run_is_final() -> None:
@@ -73,13 +77,18 @@ def test_a_fencing_closes_the_runs_below_and_nothing_below_opens_afterwards() ->
         assigned(), Fencing(id="a", attempt=1, reason="lost"), started(), finished("stop")
     )
     story = load.story(3, "a")
-    assert story is not None and story.attempt == 1 and story.runs == {} and not story.over
+    assert story is not None
+    assert story.attempt == 1
+    assert story.runs == {}
+    assert not story.over
 
 
 def test_ended_is_final() -> None:
     load = folded(assigned(), Ended(id="a", code="cancelled"), assigned(attempt=1), started())
     story = load.story(3, "a")
-    assert story is not None and story.over and story.runs == {}
+    assert story is not None
+    assert story.over
+    assert story.runs == {}
     assert load.lane(3).unfinished == {}
 
 
@@ -95,7 +104,9 @@ def test_full_workers_do_not_use_up_attempts_and_are_not_held_against_the_worker
 def test_a_failed_worker_is_remembered() -> None:
     load = folded(assigned(), finished("broken"), Fencing(id="a", attempt=1, reason="broken"))
     story = load.story(3, "a")
-    assert story is not None and story.failures == 1 and story.failed_workers == {"w1"}
+    assert story is not None
+    assert story.failures == 1
+    assert story.failed_workers == {"w1"}
 
 
 def test_burdens_follow_the_runs() -> None:

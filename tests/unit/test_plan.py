@@ -59,7 +59,8 @@ def test_the_worker_with_the_fewest_open_tokens_is_chosen() -> None:
     burdens = {"w1": Burden(1, 900), "w2": Burden(5, 100), "w3": Burden(2, 100)}
     workers = eligible(Request(id="a"), fleet(w1="x", w2="x", w3="x"), NOW_MS, 5000, ())
     choice = choose(workers, lambda w, _: burdens[w], seed=1)
-    assert choice is not None and choice.worker == "w3"
+    assert choice is not None
+    assert choice.worker == "w3"
     assert [c.worker for c in choice.candidates] == ["w3", "w2", "w1"]
     assert choice.candidates[0].open_tokens == 100
 
