@@ -1,0 +1,220 @@
+"""The log over Apache Kafka: the ports of `streams/ports.py` by means of aiokafka.
+
+`KafkaLog` is one process's connection. It adds the prefix of the deployment to topic names, and
+translates every error of the client (`streams/errors.py`), with the cause kept. The parts:
+
+    kafka_producer.py   appending            kafka_reader.py   reading without a group
+    kafka_member.py     reading in a group   kafka_client.py   what all clients share
+
+Each reader and member has a consumer of its own, because one consumer asks each broker one thing
+at a time and waits until all of the answer is used. Offsets are asked for through another one that
+never reads: a question would wait behind a read that waits for records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError, KafkaTimeoutError
+
+from streams.connection import Connection
+from streams.errors import BrokerUnavailable, LogClosed, TopicsDiffer
+from streams.kafka_client import REFUSALS, RETRY_S, LazyConsumer, calm_client_logs
+from streams.kafka_member import KafkaMember
+from streams.kafka_producer import Producer
+from streams.kafka_reader import KafkaReader
+from streams.ports import Appended, Entry, Ownership, Partition
+from streams.topics import partition_of
+
+T = TypeVar("T")
+
+
+class KafkaLog:
+    """Implements `Log`. Start it before anything else is asked of it."""
+
+    def __init__(self, connection: Connection, prefix: str = "kvlane.") -> None:
+        self.connection = connection
+        self.prefix = prefix
+        self.request_timeout_s = connection.request_timeout_ms / 1000
+        self.options: dict[str, Any] = {}
+        """Options of every client of this connection; filled by `start`."""
+        self._producer: Producer | None = None
+        self._questions: LazyConsumer | None = None
+        self._users: dict[KafkaReader | KafkaMember, None] = {}
+        self._partitions: dict[str, int] = {}
+        self._asking = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Connect. Raises BrokerUnavailable, also when a certificate cannot be used."""
+        if self._closed:
+            raise LogClosed("the log was closed")
+        calm_client_logs()
+        try:
+            self.options = dict(self.connection.client_options())
+        except OSError as e:
+            raise BrokerUnavailable(f"the security settings cannot be used: {e}") from e
+        self._producer = Producer(self.options, self.request_timeout_s)
+        self._questions = LazyConsumer(self.options, self.request_timeout_s)
+        try:
+            async with asyncio.timeout(self._producer.patience_s):
+                await self._producer.ready()
+        except (KafkaError, TimeoutError) as e:
+            await self._producer.close()
+            self._producer = None
+            servers = self.connection.bootstrap_servers
+            raise BrokerUnavailable(f"no Kafka at {servers}: {e!r}") from e
+        await self._learn_partitions()
+
+    async def close(self) -> None:
+        """Leave all groups, let what is queued arrive, disconnect.
+
+        Bounded by about two request time-outs, also while no broker answers. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.gather(*(user.close() for user in list(self._users)))
+        if self._questions is not None:
+            await self._questions.close()
+        if self._producer is not None:
+            await self._producer.close()
+
+    async def partitions(self, topic: str) -> int:
+        """How many partitions a topic has. Raises TopicsDiffer, BrokerUnavailable."""
+        self._check_open()
+        if topic not in self._partitions:
+            await self._learn_partitions()
+            if topic not in self._partitions:
+                raise TopicsDiffer(
+                    f"topic {self.prefix}{topic} does not exist: run `kvlane topics create`"
+                )
+        return self._partitions[topic]
+
+    async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
+        """Append one entry, and wait for its acknowledgement at most three request time-outs.
+
+        An append that failed or was cancelled may be in the log, now or a little later; see
+        `streams/kafka_producer.py`. Raises AppendFailed, RecordTooLarge, TopicsDiffer, and
+        BrokerUnavailable when the broker refuses (rights), which repeating cannot cure.
+        """
+        producer = self._open_producer()
+        count = self._partitions.get(topic) or await self.partitions(topic)
+        if partition is None:
+            assert entry.key is not None, "an entry without a key needs a partition"
+            partition = partition_of(entry.key, count)
+        return await producer.append(self._existing(topic, partition), entry)
+
+    async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
+        """Append entries to one partition, all or none; as `append`."""
+        producer = self._open_producer()
+        if topic not in self._partitions:
+            await self.partitions(topic)
+        return await producer.append_batch(self._existing(topic, partition), entries)
+
+    async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """Offset of the oldest record kept, by partition."""
+        tps = await self._all_existing(topic, partitions)
+        offsets = await self._ask(topic, lambda consumer: consumer.beginning_offsets(tps))
+        return {tp.partition: offset for tp, offset in offsets.items()}
+
+    async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """Offset the next record will get, by partition."""
+        tps = await self._all_existing(topic, partitions)
+        offsets = await self._ask(topic, lambda consumer: consumer.end_offsets(tps))
+        return {tp.partition: offset for tp, offset in offsets.items()}
+
+    async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
+        """First offset at or after a time; the end when there is none."""
+        # The end is taken first: what is appended between the questions lies behind it.
+        end = (await self.end_offsets(topic, [partition]))[partition]
+        tp = self._existing(topic, partition)
+        found = await self._ask(
+            topic, lambda consumer: consumer.offsets_for_times({tp: max(0, timestamp_ms)})
+        )
+        return end if found[tp] is None else int(found[tp].offset)
+
+    def reader(self) -> KafkaReader:
+        """A reader with a connection of its own; closed with this one."""
+        self._check_open()
+        reader = KafkaReader(self)
+        self._users[reader] = None
+        return reader
+
+    def member(self, topic: str, group: str, ownership: Ownership) -> KafkaMember:
+        """A member that joins the group (of this very name) at its first poll."""
+        self._check_open()
+        member = KafkaMember(self, topic, group, ownership)
+        self._users[member] = None
+        return member
+
+    # --- for the readers and members of this connection ---
+
+    def full(self, name: Partition) -> TopicPartition:
+        """A partition by the name that the broker knows."""
+        return TopicPartition(self.prefix + name.topic, name.partition)
+
+    def forget(self, user: KafkaReader | KafkaMember) -> None:
+        """The user has closed itself."""
+        self._users.pop(user, None)
+
+    async def _ask(self, topic: str, question: Callable[[AIOKafkaConsumer], Awaitable[T]]) -> T:
+        """Ask until there is an answer, at most as long as an append waits."""
+        self._check_open()
+        assert self._questions is not None
+        assert self._producer is not None
+        error: Exception | None = None
+        try:
+            async with asyncio.timeout(self._producer.patience_s):
+                while True:
+                    try:
+                        consumer = await self._questions.ready(self.request_timeout_s)
+                        if consumer is not None:
+                            return await question(consumer)
+                    except KafkaError as e:
+                        if isinstance(e, REFUSALS):
+                            raise BrokerUnavailable(f"the broker refuses: {e!r}") from e
+                        error = e
+                        if isinstance(e, KafkaTimeoutError):
+                            # The client keeps a connection that hangs, and what it knew of the
+                            # leaders; a new one does not.
+                            self._questions.drop()
+                    self._check_open()
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError as e:
+            raise BrokerUnavailable(f"no answer about {topic}: {error!r}") from (error or e)
+
+    async def _learn_partitions(self) -> None:
+        """Ask for all topics: brokers may create a topic that is asked for by its name."""
+        producer = self._open_producer()
+        async with self._asking:
+            try:
+                async with asyncio.timeout(producer.patience_s):
+                    known = await (await producer.ready()).client.fetch_all_metadata()
+            except (KafkaError, TimeoutError) as e:
+                raise BrokerUnavailable(f"no answer about topics: {e!r}") from e
+            for topic in known.topics():
+                if topic.startswith(self.prefix):
+                    count = len(known.partitions_for_topic(topic))
+                    self._partitions[topic.removeprefix(self.prefix)] = count
+
+    async def _all_existing(self, topic: str, partitions: Sequence[int]) -> list[TopicPartition]:
+        await self.partitions(topic)
+        return [self._existing(topic, p) for p in partitions]
+
+    def _existing(self, topic: str, partition: int) -> TopicPartition:
+        if not 0 <= partition < self._partitions[topic]:
+            raise TopicsDiffer(f"no partition {partition} of topic {self.prefix}{topic}")
+        return TopicPartition(self.prefix + topic, partition)
+
+    def _open_producer(self) -> Producer:
+        self._check_open()
+        assert self._producer is not None
+        return self._producer
+
+    def _check_open(self) -> None:
+        if self._closed or self._producer is None:
+            raise LogClosed(f"the log was {'closed' if self._closed else 'not started'}")

@@ -1,0 +1,199 @@
+"""What all clients of a Kafka broker have in common here, whatever they are for.
+
+Owns three things: which of the client's errors mean that repeating cannot help, the life of a
+consumer (connected when first needed, ended for sure), and how much the client may write into the
+log of a process. Knows nothing of topics and records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    IncompatibleBrokerVersion,
+    InconsistentGroupProtocolError,
+    InvalidGroupIdError,
+    InvalidSessionTimeoutError,
+    InvalidTopicError,
+    KafkaError,
+    TopicAuthorizationFailedError,
+    UnsupportedVersionError,
+)
+
+from streams.topics import MAX_RECORD_BYTES
+
+log = logging.getLogger(__name__)
+
+REFUSALS: tuple[type[KafkaError], ...] = (
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    InconsistentGroupProtocolError,
+    IncompatibleBrokerVersion,
+    InvalidGroupIdError,
+    InvalidSessionTimeoutError,
+    InvalidTopicError,
+    TopicAuthorizationFailedError,
+    UnsupportedVersionError,
+)
+"""A person must change something before these go away: rights, names, versions."""
+
+RETRY_S = 0.1
+"""Pause before the same broker is asked again."""
+
+READING: Mapping[str, Any] = {
+    "enable_auto_commit": False,
+    # A position outside the log must be heard of; every other policy jumps without a word.
+    "auto_offset_reset": "none",
+    # One partition's answer must hold the largest batch; the whole answer bounds the memory that
+    # a consumer takes for what it has fetched ahead, for each broker.
+    "max_partition_fetch_bytes": MAX_RECORD_BYTES + 64 * 1024,
+    "fetch_max_bytes": 32 * 1024 * 1024,
+    # The broker answers at once when there is something. This is how long a new position may wait
+    # behind a request that is already under way, and ten idle requests a second cost little.
+    "fetch_max_wait_ms": 100,
+}
+"""Options of all consumers, next to those of the connection."""
+
+
+class LazyConsumer:
+    """A consumer that connects when it is first needed, and again after `drop`.
+
+    The connecting goes on in the background when `ready` is given less time than it takes, since
+    a connect that is broken off leaks its socket.
+    """
+
+    def __init__(self, options: Mapping[str, Any], grace_s: float) -> None:
+        """`options` are aiokafka's; `grace_s` bounds how long ending one may take."""
+        self._options = dict(options)
+        self._grace_s = grace_s
+        self._consumer: AIOKafkaConsumer | None = None
+        self._starting: asyncio.Task[AIOKafkaConsumer] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def ready(self, timeout_s: float) -> AIOKafkaConsumer | None:
+        """The consumer, connected; None when that did not succeed in the time given.
+
+        Raises KafkaError only for refusals; anything else is tried again at the next call.
+        """
+        if self._consumer is not None:
+            return self._consumer
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        starting = self._starting
+        await asyncio.wait({starting}, timeout=timeout_s)
+        if not starting.done():
+            return None
+        if self._starting is starting:
+            self._starting = None
+            if not starting.cancelled() and starting.exception() is None:
+                self._consumer = starting.result()
+        if starting.cancelled():
+            return None
+        if (error := starting.exception()) is not None:
+            if not isinstance(error, KafkaError | OSError) or isinstance(error, REFUSALS):
+                raise error
+            log.warning("no connection to Kafka yet: %s", error)
+            await asyncio.sleep(min(RETRY_S, timeout_s))
+            return None
+        return self._consumer
+
+    def drop(self) -> None:
+        """Part with the consumer; it ends in the background, and the next `ready` connects anew."""
+        if (consumer := self._consumer) is not None:
+            self._consumer = None
+            self._end(consumer)
+
+    async def close(self) -> None:
+        """End what there is, at most a little longer than the grace. Idempotent."""
+        if self._starting is not None:
+            starting, self._starting = self._starting, None
+            await asyncio.wait({starting}, timeout=self._grace_s)
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait({starting}, timeout=RETRY_S)
+            elif not starting.cancelled() and starting.exception() is None:
+                self._consumer = starting.result()
+        self.drop()
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    async def _start(self) -> AIOKafkaConsumer:
+        consumer = AIOKafkaConsumer(**self._options)
+        try:
+            await consumer.start()
+        except BaseException:
+            await consumer.stop()
+            raise
+        return consumer
+
+    def _end(self, consumer: AIOKafkaConsumer) -> None:
+        task = asyncio.create_task(end_consumer(consumer, self._grace_s))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+async def end_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
+    """Stop a consumer and close its connections, whatever state it is in.
+
+    During an outage `stop` may raise CancelledError from within (its fetcher does not expect to
+    be cancelled in a back-off) and leave the connections open, so it runs apart from the caller.
+    """
+    stopping = asyncio.create_task(consumer.stop())
+    await asyncio.wait({stopping}, timeout=grace_s)
+    if not stopping.done():
+        stopping.cancel()
+        await asyncio.wait({stopping}, timeout=RETRY_S)
+    if not stopping.done() or stopping.cancelled() or stopping.exception() is not None:
+        closing = asyncio.create_task(consumer._client.close())  # noqa: SLF001
+        await asyncio.wait({closing}, timeout=grace_s)
+
+
+class Calm(logging.Filter):
+    """Lets one warning or error of a kind through every ten seconds, and says how many it left out.
+
+    Without it an outage writes about 30 lines a second. Messages that belong to an ordinary
+    rebalance, or to the first group of a new cluster, are shown as information.
+    """
+
+    PERIOD_S = 10.0
+    ORDINARY = (
+        "Heartbeat failed for group %s because it is rebalancing",
+        "OffsetCommit failed for group %s due to group error (%s), will rejoin",
+        "Group Coordinator Request failed: %s",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}  # last shown, left out since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to write this line; may change its level and its text."""
+        if record.levelno < logging.WARNING:
+            return True
+        if record.msg in self.ORDINARY:
+            record.levelno, record.levelname = logging.INFO, "INFO"
+        kind = (record.name, str(record.msg))
+        shown, left_out = self._seen.get(kind, (float("-inf"), 0))
+        if shown <= record.created < shown + self.PERIOD_S:
+            self._seen[kind] = (shown, left_out + 1)
+            return False
+        self._seen[kind] = (record.created, 0)
+        if left_out:
+            record.msg = f"{record.msg} (and {left_out} more like this)"
+        return True
+
+
+_calm = Calm()
+
+
+def calm_client_logs() -> None:
+    """Filter every logger of the client; a filter on their parent would see nothing. Idempotent."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("aiokafka"):
+            logging.getLogger(name).addFilter(_calm)

@@ -1,0 +1,343 @@
+"""One member of a consumer group on a Kafka topic, with its position in its own hands.
+
+Owns which partitions are ours, from where they are read, and when the owner above is told. The
+client begins to read a new partition before anybody was asked, at positions of its own; nothing of
+that is handed out. A partition is paused as soon as it is given to us, taken over by the next
+`poll` (its commit is fetched, it is sought there, the owner is told), and read after `resume`.
+Commits only what it is told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.abc import ConsumerRebalanceListener
+from aiokafka.coordinator.assignors.range import RangePartitionAssignor
+from aiokafka.errors import (
+    CommitFailedError,
+    ConsumerStoppedError,
+    CorruptRecordException,
+    IllegalStateError,
+    KafkaError,
+    NoOffsetForPartitionError,
+    OffsetOutOfRangeError,
+)
+
+from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost
+from streams.kafka_client import READING, REFUSALS, RETRY_S, LazyConsumer
+from streams.ports import Batches, Ownership, Partition
+
+if TYPE_CHECKING:
+    from streams.kafka import KafkaLog
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_MS = 500
+"""Members hear of a rebalance at their next heartbeat: this is what each one lasts."""
+
+
+class KafkaMember:
+    """Implements `Member`; made by `KafkaLog.member`. One task polls it.
+
+    A member that is not polled for five session time-outs leaves the group until it is again.
+    Errors of the owner's `revoked` are raised by the next poll.
+    """
+
+    def __init__(self, kafka: KafkaLog, topic: str, group: str, ownership: Ownership) -> None:
+        session_ms = kafka.connection.session_timeout_ms
+        self._kafka = kafka
+        self._topic = topic
+        self._group = group
+        self._ownership = ownership
+        self._client = LazyConsumer(
+            {
+                **kafka.options,
+                **READING,
+                "group_id": group,
+                "partition_assignment_strategy": (RangePartitionAssignor,),
+                "heartbeat_interval_ms": min(HEARTBEAT_MS, session_ms // 3),
+                "session_timeout_ms": session_ms,
+                # A join is answered when all members have joined or this is over, and the client
+                # must not have given the request up by then. Giving up partitions takes no time.
+                "rebalance_timeout_ms": max(1000, kafka.connection.request_timeout_ms - 1000),
+                "max_poll_interval_ms": 5 * session_ms,
+            },
+            kafka.request_timeout_s,
+        )
+        self._consumer: AIOKafkaConsumer | None = None  # the one that is in the group
+        self._granted: frozenset[int] | None = None  # given by the group, not taken over yet
+        self._next: dict[int, int] = {}  # what we own: offset of the next record to hand out
+        self._reading: set[int] = set()  # what was resumed
+        self._generation = 0
+        self._waiting: asyncio.Timeout | None = None
+        self._failure: Exception | None = None
+        self._closed = False
+        self.outside = 0
+        """How often a position lay outside the log: records were deleted before they were read."""
+
+    async def poll(self, timeout_s: float, max_records: int = 500) -> Batches:
+        """The next records. Besides the port's errors: TopicsDiffer, and BrokerUnavailable when
+        the broker refuses (rights), which waiting cannot cure.
+        """
+        clock = asyncio.get_running_loop()
+        deadline = clock.time() + timeout_s
+        await asyncio.sleep(0)  # records that were fetched ahead are handed out without waiting
+        while True:
+            self._check()
+            left_s = max(0.0, deadline - clock.time())
+            consumer = await self._joined(left_s)
+            if consumer is not None and self._granted is not None:
+                await self._take_over(consumer, self._granted)
+                self._check()
+            left_s = max(0.0, deadline - clock.time())
+            if consumer is not None and (
+                batches := await self._fetch(consumer, left_s, max_records)
+            ):
+                return batches
+            self._check()
+            if clock.time() >= deadline:
+                return {}
+
+    def resume(self, partition: int) -> None:
+        """Start reading an owned partition."""
+        if self._consumer is not None and partition in self._next and not self._closed:
+            self._reading.add(partition)
+            self._consumer.resume(self._full(partition))
+
+    async def commit(self, offsets: Mapping[int, int]) -> None:
+        """Commit next offsets by partition, with one try."""
+        self._check_open()
+        consumer = self._consumer
+        if (lost := offsets.keys() - self._next.keys()) or consumer is None:
+            raise OwnershipLost(f"{self._topic}: {sorted(lost)} are not owned by this member")
+        if not offsets:
+            return
+        try:
+            async with asyncio.timeout(self._kafka.request_timeout_s):
+                await consumer.commit({self._full(p): offset for p, offset in offsets.items()})
+        except (CommitFailedError, IllegalStateError) as e:
+            raise OwnershipLost(f"{self._topic}: the group {self._group} has moved on") from e
+        except TimeoutError as e:
+            raise AppendFailed(f"{self._topic}: no answer to a commit") from e
+        except KafkaError as e:
+            if isinstance(e, REFUSALS):
+                raise BrokerUnavailable(f"the broker refuses: {e!r}") from e
+            raise AppendFailed(f"{self._topic}: {e!r}") from e
+
+    async def close(self) -> None:
+        """Leave the group, without committing anything; the owner is not told. Idempotent."""
+        self._closed = True
+        self._next.clear()
+        self._reading.clear()
+        self._wake()
+        self._kafka.forget(self)
+        await self._client.close()
+
+    # --- called by the client, through the listener ---
+
+    def given(self, consumer: Any, partitions: Iterable[TopicPartition]) -> None:
+        """The group gives us these partitions."""
+        if self._consumer is consumer:  # and not one that was dropped
+            consumer.pause(*partitions)
+            self._granted = frozenset(tp.partition for tp in partitions)
+            self._wake()
+
+    def taken(self, consumer: Any) -> None:
+        """The group takes back everything that it gave."""
+        if self._consumer is not consumer:
+            return
+        self._generation += 1
+        self._granted = None
+        owned = frozenset(self._next)
+        self._next.clear()
+        self._reading.clear()
+        if owned and not self._closed:
+            log.info("%s: giving up %s", self._topic, sorted(owned))
+            try:
+                self._ownership.revoked(owned)
+            except Exception as e:  # noqa: BLE001  # the client would swallow it
+                self._failure = e
+                self._wake()
+
+    # --- the steps of a poll ---
+
+    async def _joined(self, timeout_s: float) -> AIOKafkaConsumer | None:
+        if self._consumer is None:
+            try:
+                await self._kafka.partitions(self._topic)  # else asking for it might create it
+                consumer = await self._client.ready(timeout_s)
+            except KafkaError as e:
+                raise BrokerUnavailable(f"the broker refuses: {e!r}") from e
+            except BrokerUnavailable as e:
+                log.warning("%s: cannot join %s yet: %s", self._topic, self._group, e)
+                return None
+            if consumer is None or self._closed:
+                return None
+            _mend(consumer)
+            self._consumer = consumer
+            topic = self._kafka.prefix + self._topic
+            consumer.subscribe([topic], listener=_Listener(self, consumer))
+        return self._consumer
+
+    async def _take_over(self, consumer: AIOKafkaConsumer, granted: frozenset[int]) -> None:
+        generation, partitions = self._generation, sorted(granted)
+        try:
+            async with asyncio.timeout(self._kafka.request_timeout_s):
+                commits = await self._committed(consumer, partitions)
+                starts = await self._kafka.start_offsets(self._topic, partitions)
+        except (KafkaError, BrokerUnavailable, TimeoutError) as e:
+            if isinstance(e, REFUSALS):
+                raise BrokerUnavailable(f"the broker refuses: {e!r}") from e
+            log.warning("%s: no answer about commits yet: %r", self._topic, e)
+            await asyncio.sleep(RETRY_S)
+            return
+        if generation != self._generation or self._closed:
+            return
+        for partition in partitions:
+            start, commit = starts[partition], commits[partition]
+            if commit is not None and commit < start:
+                self._alarm(partition, commit, start)
+            position = start if commit is None else max(commit, start)
+            consumer.seek(self._full(partition), position)
+            self._next[partition] = position
+        self._granted = None
+        if partitions:
+            log.info("%s: taking over %s", self._topic, partitions)
+            self._ownership.assigned(dict(self._next))
+
+    async def _committed(
+        self, consumer: AIOKafkaConsumer, partitions: Sequence[int]
+    ) -> dict[int, int | None]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                questions = {
+                    p: group.create_task(consumer.committed(self._full(p))) for p in partitions
+                }
+        except ExceptionGroup as e:
+            raise e.exceptions[0] from e
+        return {p: question.result() for p, question in questions.items()}
+
+    async def _fetch(
+        self, consumer: AIOKafkaConsumer, timeout_s: float, max_records: int
+    ) -> Batches:
+        try:
+            # The client waits for the end of a rebalance however long it takes; breaking its
+            # waiting off loses nothing, since it does not wait between taking and returning.
+            async with asyncio.timeout(timeout_s + 0.02) as self._waiting:
+                found = await consumer.getmany(
+                    timeout_ms=int(timeout_s * 1000), max_records=max_records
+                )
+        except TimeoutError:
+            return {}
+        except ConsumerStoppedError:
+            return {}
+        except KafkaError as e:
+            await self._recover(consumer, e)
+            return {}
+        finally:
+            self._waiting = None
+        batches: dict[Partition, Any] = {}
+        for tp, records in found.items():
+            if tp.partition in self._reading:
+                self._next[tp.partition] = records[-1].offset + 1
+                batches[Partition(self._topic, tp.partition)] = records
+        return batches
+
+    async def _recover(self, consumer: AIOKafkaConsumer, error: KafkaError) -> None:
+        """Raise what the caller must know; anything else is put right or waited out."""
+        if isinstance(error, REFUSALS):
+            raise BrokerUnavailable(f"the broker refuses: {error!r}") from error
+        if isinstance(error, NoOffsetForPartitionError):
+            return  # a partition that is not taken over yet
+        if isinstance(error, OffsetOutOfRangeError):
+            for tp, wanted in error.args[0].items():
+                await self._go_on_inside(consumer, tp, wanted)
+        elif isinstance(error, CorruptRecordException):
+            log.warning("%s: %r, fetching again", self._topic, error)
+            for partition in self._reading:  # a poll that fails half way has moved positions
+                consumer.seek(self._full(partition), self._next[partition])
+        elif consumer is self._consumer:
+            log.warning("%s: joining the group %s anew: %r", self._topic, self._group, error)
+            self.taken(consumer)
+            self._consumer = None
+            self._client.drop()
+        await asyncio.sleep(RETRY_S)
+
+    async def _go_on_inside(
+        self, consumer: AIOKafkaConsumer, tp: TopicPartition, wanted: int
+    ) -> None:
+        partition, generation = tp.partition, self._generation
+        try:
+            start = (await self._kafka.start_offsets(self._topic, [partition]))[partition]
+        except BrokerUnavailable:
+            return  # the client will say so again
+        if generation == self._generation and self._next.get(partition) == wanted:
+            self._alarm(partition, wanted, start)
+            self._next[partition] = start
+            consumer.seek(tp, start)
+
+    def _alarm(self, partition: int, wanted: int, start: int) -> None:
+        self.outside += 1
+        log.error(
+            "%s[%d]: records were deleted before they were read: wanted %d, the log starts at %d",
+            *(self._topic, partition, wanted, start),
+        )
+
+    def _full(self, partition: int) -> TopicPartition:
+        return TopicPartition(self._kafka.prefix + self._topic, partition)
+
+    def _wake(self) -> None:
+        """End the waiting of a poll that is under way, if one is."""
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(asyncio.get_running_loop().time())
+
+    def _check(self) -> None:
+        self._check_open()
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LogClosed("the member was closed")
+
+
+class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
+    """Tells a member what the group says to one of its consumers."""
+
+    def __init__(self, member: KafkaMember, consumer: AIOKafkaConsumer) -> None:
+        self._member = member
+        self._consumer = consumer
+
+    def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:  # noqa: ARG002
+        self._member.taken(self._consumer)
+
+    def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+        self._member.given(self._consumer, assigned)
+
+
+def _mend(consumer: AIOKafkaConsumer) -> None:
+    """Make the client notice a poll that ended by an error or by cancellation.
+
+    It counts polls under way without a `finally`. One such poll, and a member that is never
+    polled again would stay in its group for ever.
+    """
+    state = consumer._subscription  # noqa: SLF001
+
+    @contextmanager
+    def fetch_context() -> Iterator[None]:
+        state._fetch_count += 1  # noqa: SLF001
+        try:
+            yield
+        finally:
+            state._fetch_count -= 1  # noqa: SLF001
+            if state._fetch_count == 0:  # noqa: SLF001
+                state._last_fetch_ended = time.monotonic()  # noqa: SLF001  # the client's clock
+
+    state.fetch_context = fetch_context

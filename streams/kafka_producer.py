@@ -1,0 +1,264 @@
+"""Appending to Kafka: one idempotent producer, and what is to be done when it breaks.
+
+Owns the producer of a process and the queue in front of the broker. Guarantees, beyond what the
+client does:
+
+- Appends to one partition stand in the log in the order of the calls, also when several wait.
+- An idempotent producer numbers its batches; one that is given up leaves a hole in the numbers,
+  and the broker refuses all that follow. So after any failed delivery the producer is replaced,
+  and whoever still waits on it gets the error too: an acknowledged append is never overtaken by
+  one that was called later and acknowledged.
+- A wait ends at its deadline, though the client itself never gives a batch up: what was queued by
+  then may still be appended afterwards. The same is true of a caller that is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.errors import (
+    KafkaError,
+    KafkaTimeoutError,
+    MessageSizeTooLargeError,
+    RecordListTooLargeError,
+    UnknownTopicOrPartitionError,
+)
+from aiokafka.structs import RecordMetadata
+
+from streams.errors import (
+    AppendFailed,
+    BrokerUnavailable,
+    LogClosed,
+    RecordTooLarge,
+    StreamError,
+    TopicsDiffer,
+)
+from streams.kafka_client import REFUSALS
+from streams.ports import Appended, Entry
+from streams.topics import MAX_RECORD_BYTES
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH_BYTES = 1024 * 1024
+MAX_QUEUED_BYTES = 64 * 1024 * 1024
+"""Bound of the queue; beyond it an append fails at once, with nothing appended. The client puts
+all that waits for one broker into one request, and brokers take requests of up to 100 MiB."""
+
+_ENTRY_BYTES = 100  # around key and value, roughly
+_OVERSIZE = (MessageSizeTooLargeError, RecordListTooLargeError)
+_HARMLESS = (*_OVERSIZE, *REFUSALS, KafkaTimeoutError, UnknownTopicOrPartitionError)
+"""Raised before anything was queued, so that the numbering is still whole."""
+
+_Sent = asyncio.Future[RecordMetadata]
+_Put = Callable[[AIOKafkaProducer], Awaitable[_Sent]]
+
+
+class _Waiter(NamedTuple):
+    """Who waits for an acknowledgement, and how many bytes wait with him."""
+
+    future: asyncio.Future[RecordMetadata]
+    size: int
+
+
+class Producer:
+    """Appends entries to partitions (by their full topic names) and waits for acknowledgements."""
+
+    def __init__(self, options: Mapping[str, Any], request_timeout_s: float) -> None:
+        """`options` are those of the connection.
+
+        An append waits for three request time-outs: a broker that hangs costs one until it is
+        noticed, finding the new leader may ask the same broker once more, and then there must be
+        time left to append.
+        """
+        self.patience_s = 3 * request_timeout_s
+        self._grace_s = request_timeout_s
+        self._options = dict(options)
+        self._producer: AIOKafkaProducer | None = None
+        self._starting = asyncio.Lock()
+        self._turns: defaultdict[TopicPartition, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._sent: dict[_Sent, _Waiter] = {}
+        self._queued_bytes = 0
+        self._ending: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def ready(self) -> AIOKafkaProducer:
+        """The producer, connected. Raises KafkaError, LogClosed."""
+        if self._producer is None:
+            async with self._starting:
+                if self._producer is None:
+                    self._producer = await self._start()
+        return self._producer
+
+    async def append(self, to: TopicPartition, entry: Entry) -> Appended:
+        """Append one entry. Raises as `Log.append`."""
+
+        async def put(producer: AIOKafkaProducer) -> _Sent:
+            sent: _Sent = await producer.send(
+                to.topic, entry.value, entry.key, to.partition, headers=list(entry.headers)
+            )
+            return sent
+
+        return await self._deliver(to, _bytes(entry), put)
+
+    async def append_batch(self, to: TopicPartition, entries: Sequence[Entry]) -> Appended:
+        """Append entries as one batch. Raises as `Log.append_batch`."""
+        assert entries, "a batch holds at least one entry"
+
+        async def put(producer: AIOKafkaProducer) -> _Sent:
+            batch = producer.create_batch()
+            for entry in entries:
+                place = batch.append(
+                    timestamp=None, key=entry.key, value=entry.value, headers=list(entry.headers)
+                )
+                if place is None or batch.size() > MAX_BATCH_BYTES:
+                    raise RecordTooLarge(
+                        f"{to}: {len(entries)} entries exceed {MAX_BATCH_BYTES} bytes"
+                    )
+            batch.close()  # else single appends would be put into it
+            sent: _Sent = await producer.send_batch(batch, to.topic, partition=to.partition)
+            return sent
+
+        return await self._deliver(to, sum(map(_bytes, entries)), put)
+
+    async def close(self) -> None:
+        """Wait for what is queued, at most for one request time-out, and disconnect. Idempotent."""
+        self._closed = True
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            flushing = asyncio.create_task(producer.flush())
+            await asyncio.wait({flushing}, timeout=self._grace_s)
+            if flushing.done():
+                await producer.stop()
+            else:
+                flushing.cancel()
+                self._abandon(producer, LogClosed("closed before the broker answered"))
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=self._grace_s)
+            for task in self._ending:
+                task.cancel()
+
+    async def _deliver(self, to: TopicPartition, size: int, put: _Put) -> Appended:
+        if self._queued_bytes + size > MAX_QUEUED_BYTES and self._queued_bytes:
+            raise AppendFailed(f"{to}: {self._queued_bytes} bytes wait for the broker already")
+        try:
+            async with asyncio.timeout(self.patience_s):
+                sent = await (await self._queue(to, size, put))
+        except TimeoutError as e:
+            raise AppendFailed(f"{to}: no acknowledgement in {self.patience_s:g} s") from e
+        except KafkaError as e:
+            raise _translated(e, to) from e
+        if sent.offset < 0:  # a repeat that the broker knows, but no longer where it stands
+            raise AppendFailed(f"{to}: appended, but the broker does not know where any more")
+        return Appended(sent.partition, sent.offset, sent.timestamp)
+
+    async def _queue(self, to: TopicPartition, size: int, put: _Put) -> _Sent:
+        """Queue one entry or batch in its turn; the future is done with its acknowledgement.
+
+        It is not the client's own future: that one must be heard to its end even when the caller
+        is gone, because an error breaks the producer for everybody.
+        """
+        async with self._turns[to]:
+            producer = await self.ready()
+            try:
+                sent = await put(producer)
+            except _HARMLESS:
+                raise
+            except KafkaError as e:
+                self._replace(producer, e)
+                raise
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), size)
+        self._sent[sent] = waiter
+        self._queued_bytes += size
+        sent.add_done_callback(partial(self._settle, producer))
+        return waiter.future
+
+    def _settle(self, producer: AIOKafkaProducer, sent: _Sent) -> None:
+        error = KafkaError("cancelled") if sent.cancelled() else sent.exception()
+        waiter = self._sent.pop(sent, None)
+        if waiter is None:
+            return  # of a producer that was replaced; the caller has been told
+        self._queued_bytes -= waiter.size
+        if error is not None:
+            if not waiter.future.done():
+                waiter.future.set_exception(error)
+            self._replace(producer, error)
+        elif not waiter.future.done():
+            waiter.future.set_result(sent.result())
+
+    def _replace(self, producer: AIOKafkaProducer, error: BaseException) -> None:
+        """Part with a producer whose numbering is broken; the next append makes a new one."""
+        if producer is self._producer:
+            log.warning("replacing the Kafka producer after %r", error)
+            self._producer = None
+            self._abandon(producer, KafkaError(f"the producer was replaced after {error!r}"))
+
+    def _abandon(self, producer: AIOKafkaProducer, error: Exception) -> None:
+        for waiter in self._sent.values():
+            if not waiter.future.done():
+                waiter.future.set_exception(error)
+        self._sent.clear()
+        self._queued_bytes = 0
+        task = asyncio.create_task(_end_unflushed(producer, self.patience_s))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _start(self) -> AIOKafkaProducer:
+        self._check_open()
+        producer = AIOKafkaProducer(
+            **self._options,
+            acks="all",
+            enable_idempotence=True,
+            linger_ms=0,
+            max_batch_size=MAX_BATCH_BYTES,
+            # What is larger is refused here: a refusal by the broker would break the numbering.
+            max_request_size=MAX_RECORD_BYTES,
+        )
+        try:
+            await producer.start()
+            self._check_open()
+        except BaseException:
+            await producer.stop()
+            raise
+        return producer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LogClosed("the log was closed")
+
+
+async def _end_unflushed(producer: AIOKafkaProducer, grace_s: float) -> None:
+    """End a producer without sending what it has queued.
+
+    Its `stop` would wait for the queue, for ever if need be. Requests under way are waited for,
+    since nothing in the client ends them properly once the connections are gone.
+    """
+    sender = producer._sender.sender_task  # noqa: SLF001
+    try:
+        if sender is not None:
+            sender.cancel()
+            await asyncio.wait({sender}, timeout=grace_s)
+    finally:
+        if sender is not None and not sender.done():
+            sender.cancel()  # the second one breaks off the request it waits for
+        await producer.client.close()
+        producer._closed = True  # noqa: SLF001  # else its destructor complains
+
+
+def _translated(error: KafkaError, to: TopicPartition) -> StreamError:
+    if isinstance(error, _OVERSIZE):
+        return RecordTooLarge(f"{to}: {error}")
+    if isinstance(error, UnknownTopicOrPartitionError):
+        return TopicsDiffer(f"{to} does not exist: run `kvlane topics create`")
+    if isinstance(error, REFUSALS):
+        return BrokerUnavailable(f"{to}: the broker refuses: {error!r}")
+    return AppendFailed(f"{to}: {error!r}")
+
+
+def _bytes(entry: Entry) -> int:
+    return len(entry.key or b"") + len(entry.value or b"") + _ENTRY_BYTES

@@ -1,0 +1,239 @@
+"""Reading chosen partitions of Kafka from chosen positions, without a group.
+
+Owns the positions: the client's own ones move when it has fetched badly, these only when records
+were handed out. Commits nothing, and never jumps: a position outside the log is PositionLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
+
+from streams.errors import BrokerUnavailable, LogClosed, PositionLost
+from streams.kafka_client import READING, REFUSALS, RETRY_S, LazyConsumer
+from streams.ports import Batches, Partition
+
+if TYPE_CHECKING:
+    from streams.kafka import KafkaLog
+
+log = logging.getLogger(__name__)
+
+_SETTLE_EVERY_S = 0.05
+_SETTLE_BYTES = 1024 * 1024
+"""A broker leaves partitions out of an answer that has become too large (by default 55 MiB, here
+32 MiB, both less one batch of 8 MiB). While no more than this was read, that cannot have been."""
+
+
+class KafkaReader:
+    """Implements `Reader`; made by `KafkaLog.reader`. One task polls it."""
+
+    def __init__(self, kafka: KafkaLog) -> None:
+        self._kafka = kafka
+        self._client = LazyConsumer({**kafka.options, **READING}, kafka.request_timeout_s)
+        self._consumer: AIOKafkaConsumer | None = None  # the one that has our assignment
+        self._names: dict[TopicPartition, Partition] = {}
+        self._next: dict[TopicPartition, int] = {}  # offset of the next record to hand out
+        self._settled: dict[TopicPartition, int] = {}  # as `position` tells it
+        self._tails = _Tails()
+        self._settle_from = 0.0
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def assign(self, positions: Mapping[Partition, int]) -> None:
+        """Read exactly these partitions, each from the given offset on."""
+        self._check_open()
+        self._names = {self._kafka.full(name): name for name in positions}
+        self._next = {tp: positions[name] for tp, name in self._names.items()}
+        self._settled = dict(self._next)
+        self._tails = _Tails()
+        if self._consumer is not None:
+            self._hand_over(self._consumer)
+        self._changed.set()
+
+    async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
+        """The next records. Besides the port's errors: TopicsDiffer, and BrokerUnavailable when
+        the broker refuses (rights), which waiting cannot cure.
+        """
+        self._check_open()
+        clock = asyncio.get_running_loop()
+        deadline = clock.time() + timeout_s
+        await asyncio.sleep(0)  # records that were fetched ahead are handed out without waiting
+        consumer = await self._ready(timeout_s)
+        self._check_open()
+        left_s = max(0.0, deadline - clock.time())
+        if consumer is None:
+            await self._wait(left_s)
+            return {}
+        try:
+            found = await consumer.getmany(timeout_ms=int(left_s * 1000), max_records=max_records)
+            batches = self._take(found)
+            if sum(map(len, found.values())) < max_records:  # nothing fetched is left behind
+                await self._settle(consumer, clock.time(), idle=not found)
+        except ConsumerStoppedError:
+            batches = {}
+        except KafkaError as e:
+            await self._recover(consumer, e)
+            await self._wait(min(RETRY_S, max(0.0, deadline - clock.time())))
+            batches = {}
+        self._check_open()
+        return batches
+
+    def position(self, partition: Partition) -> int:
+        """Every record below was returned by a poll, or is known to be gone."""
+        return self._settled[self._kafka.full(partition)]
+
+    async def close(self) -> None:
+        """Disconnect; a poll that waits raises LogClosed. Idempotent."""
+        self._closed = True
+        self._changed.set()
+        self._kafka.forget(self)
+        await self._client.close()
+
+    async def _ready(self, timeout_s: float) -> AIOKafkaConsumer | None:
+        """The consumer with our assignment; None when there is none to read from yet."""
+        if not self._next:
+            return None
+        if self._consumer is None:
+            try:
+                for topic in {name.topic for name in self._names.values()}:
+                    await self._kafka.partitions(topic)  # else asking for it might create it
+                consumer = await self._client.ready(timeout_s)
+            except KafkaError as e:
+                raise BrokerUnavailable(f"the broker refuses: {e!r}") from e
+            except BrokerUnavailable:
+                return None
+            if consumer is not None and not self._closed:
+                self._hand_over(consumer)
+                self._consumer = consumer
+        return self._consumer
+
+    def _hand_over(self, consumer: AIOKafkaConsumer) -> None:
+        consumer.assign(list(self._next))
+        self._seek(consumer)
+
+    def _seek(self, consumer: AIOKafkaConsumer) -> None:
+        for tp, offset in self._next.items():
+            consumer.seek(tp, offset)
+
+    def _take(self, found: Mapping[TopicPartition, list[ConsumerRecord[bytes, bytes]]]) -> Batches:
+        batches: dict[Partition, list[Any]] = {}
+        for tp, records in found.items():
+            if (name := self._names.get(tp)) is not None:  # not if `assign` was called meanwhile
+                self._next[tp] = self._settled[tp] = records[-1].offset + 1
+                batches[name] = records
+        self._tails.read(found)
+        return batches
+
+    async def _settle(self, consumer: AIOKafkaConsumer, now: float, *, idle: bool) -> None:
+        """Move positions over what compaction and retention have left empty."""
+        if not idle and now < self._settle_from:
+            return
+        self._settle_from = now + _SETTLE_EVERY_S
+        behind = {}
+        for tp in self._next:
+            # Does not wait: every partition has a position since `assign`.
+            position = await consumer.position(tp)
+            self._settled[tp] = max(self._settled[tp], position)
+            end = consumer.highwater(tp)
+            if end is not None and self._settled[tp] < end:
+                behind[tp] = _Answer(position, consumer.last_poll_timestamp(tp), end)
+        self._settled |= self._tails.look(behind)
+
+    async def _recover(self, consumer: AIOKafkaConsumer, error: KafkaError) -> None:
+        """Raise what the caller must know; anything else is an outage, to be waited out."""
+        if isinstance(error, REFUSALS):
+            raise BrokerUnavailable(f"the broker refuses: {error!r}") from error
+        if consumer is not self._consumer:
+            return
+        # A poll that fails half way has moved positions over records that nobody got.
+        self._seek(consumer)
+        if isinstance(error, OffsetOutOfRangeError):
+            for tp, wanted in error.args[0].items():
+                if self._next.get(tp) == wanted:
+                    await self._check_inside(tp, wanted, error)
+        else:
+            log.warning("reading failed, trying again: %r", error)
+
+    async def _check_inside(self, tp: TopicPartition, wanted: int, cause: KafkaError) -> None:
+        topic, partition = self._names[tp]
+        try:
+            start = (await self._kafka.start_offsets(topic, [partition]))[partition]
+            end = (await self._kafka.end_offsets(topic, [partition]))[partition]
+        except BrokerUnavailable:
+            return
+        if not start <= wanted <= end:
+            raise PositionLost(topic, partition, wanted, start) from cause
+
+    async def _wait(self, timeout_s: float) -> None:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LogClosed("the reader was closed")
+
+
+class _Answer(NamedTuple):
+    """What a consumer last heard about a partition: asked at a position, at a time, its end."""
+
+    position: int
+    at_ms: int
+    end: int
+
+
+class _Tails:
+    """Finds out when the rest of a partition holds no records any more.
+
+    That is so when the broker was asked at position p, answered without a record, and knew the
+    log to reach to h: everything in [p, h) is gone. Such an answer came between two looks when the
+    position stayed and little was read in all; a third look makes sure that no records of it were
+    still on their way through the client at the second.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[TopicPartition, _Answer] = {}
+        self._empty: dict[TopicPartition, _Answer] = {}
+        self._bytes = 0
+
+    def read(self, found: Mapping[TopicPartition, list[ConsumerRecord[bytes, bytes]]]) -> None:
+        """These records were taken out of the client's buffer."""
+        if self._first:
+            self._bytes += sum(
+                r.serialized_key_size + r.serialized_value_size + 100
+                for records in found.values()
+                for r in records
+            )
+
+    def look(self, behind: Mapping[TopicPartition, _Answer]) -> dict[TopicPartition, int]:
+        """Ends of partitions without a record before them.
+
+        `behind`: the latest answers about partitions that seem to have more to read. Call it only
+        when the client's buffer was empty.
+        """
+        ends: dict[TopicPartition, int] = {}
+        first: dict[TopicPartition, _Answer] = {}
+        empty: dict[TopicPartition, _Answer] = {}
+        too_much = self._bytes > _SETTLE_BYTES
+        for tp, answer in behind.items():
+            before, known = self._first.get(tp), self._empty.get(tp)
+            if known is not None and known.position == answer.position:
+                ends[tp] = known.end
+            elif before is None or before.position != answer.position or too_much:
+                first[tp] = answer
+            elif before.at_ms == answer.at_ms:
+                first[tp] = before
+            else:
+                empty[tp] = answer
+        self._first, self._empty = first, empty
+        if too_much or not first:
+            self._bytes = 0
+        return ends
