@@ -1,0 +1,265 @@
+"""What is done to one request, step by step: assign, restart, verify, end.
+
+Each procedure is a fixed order of appends and barriers, and that order is the contract: whoever
+dies between two steps leaves a state in which `app/routing/obligations.py` finds the rest. None of
+them decides whether it is due; the lane's owner does (`app/lane.py`), and runs at most one at a
+time per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from app.context import RouterContext
+from app.routing import plan
+from app.routing.load import OPEN, RunId
+from app.routing.obligations import Restart, RestartReason, is_listed
+from streams.codecs import pack_tokens
+from streams.errors import AppendFailed, PositionLost, RecordTooLarge
+from streams.ports import Appended, Partition
+from streams.records import (
+    Assigned,
+    Assignment,
+    CancelRun,
+    End,
+    EndCode,
+    Ended,
+    Fence,
+    Fencing,
+    Origin,
+    Request,
+    Usage,
+)
+from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 4
+
+
+class Remainder(NamedTuple):
+    """What is left to do of a request: all of it, or what follows the tokens already out."""
+
+    request: Request
+    attempt: int
+    origin: Origin
+    responses_from: int
+    deadline_ms: int
+    excluded: frozenset[str] = frozenset()
+    """Workers on which it failed."""
+    taken: Sequence[int] = ()
+    """Token ids that readers have, and `chars`, the length of their text."""
+    chars: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, in tokens."""
+        return len(self.request.token_ids) // TOKEN_BYTES
+
+
+class Procedures:
+    """The procedures of one lane. `holding`: the ids that only wait for a worker."""
+
+    def __init__(self, context: RouterContext, lane: int) -> None:
+        self.holding: set[str] = set()
+        self._context = context
+        self._lane = lane
+        self._ledger = Partition(LEDGER, lane)
+
+    async def restart(self, request_id: str, action: Restart) -> None:
+        """Move a request to another worker. The order is what makes it safe:
+
+        Fencing (the intent, so that another owner finds it), Fence (from here on readers ignore the
+        old attempt), ledger to its end, what readers were shown up to the first Fence, assignment
+        of the rest. Whoever finds the attempt begun or the request ended on the way stops.
+        """
+        s, attempt = self._context, action.attempt
+        old_runs = self._living_runs(request_id)
+        if action.reason != "resume":
+            intent = Fencing(id=request_id, attempt=attempt, reason=action.reason)
+            await s.outbox.persist(LEDGER, request_id, intent, self._lane)
+        fence = Fence(id=request_id, attempt=attempt, reason=action.reason)
+        fenced = await s.outbox.persist(RESPONSES, request_id, fence, self._lane)
+        await self.read_ledger()
+        story = s.load.story(self._lane, request_id)
+        if story is None or story.origin is None or story.ended:
+            return
+        if story.attempt > attempt or story.runs:
+            return
+        await self.cancel_runs(request_id, old_runs, action.reason)
+        try:
+            shown = await s.scanner.shown(
+                self._lane, request_id, attempt, story.responses_from, fenced.offset + 1
+            )
+            if shown.over:
+                await self._write_ended(request_id, "seen")
+            elif story.failures >= s.settings.max_attempts:
+                await self.end(request_id, "attempts", f"failed on {story.failures} workers")
+            else:
+                request = await s.scanner.fetch(story.origin)
+                rest = Remainder(
+                    request, attempt, story.origin, story.responses_from, story.deadline_ms,
+                    frozenset(story.failed_workers), shown.tokens, shown.chars,
+                )  # fmt: skip
+                await self.assign(rest)
+        except PositionLost as e:
+            await self.end(request_id, "lost", f"cannot continue: {e}")
+
+    async def assign(self, rest: Remainder) -> None:
+        """Hold a request until a worker can take it, then dispatch it; or end it."""
+        s, request = self._context, rest.request
+        if rest.attempt and (code := _met(rest)):
+            usage = Usage(prompt_tokens=rest.prompt_tokens, completion_tokens=len(rest.taken))
+            await self.end(request.id, code, usage=usage)
+            return
+        choice = await self._hold(rest)
+        if choice is None:
+            code = "deadline" if any(s.fleet.living()) else "no_workers"
+            await self.end(request.id, code, "no worker could take it in time")
+            return
+        now = s.load.story(self._lane, request.id)
+        if now is None or not (now.ended or now.attempt > rest.attempt or now.runs):
+            await self._dispatch(rest, choice)
+
+    async def _hold(self, rest: Remainder) -> plan.Choice | None:
+        """Wait for an eligible worker, no longer than the deadline; None when it passes."""
+        s, request = self._context, rest.request
+        seed = s.life.rng.getrandbits(32)
+        while (now_ms := s.broker_clock.now_ms()) <= rest.deadline_ms:
+            workers = plan.eligible(request, s.fleet, now_ms, s.worker_timeout_ms, rest.excluded)
+            choice = plan.choose(workers, s.burden, seed)
+            if choice is not None:
+                return choice
+            self.holding.add(request.id)
+            s.holding += 1
+            try:
+                await s.fleet_changed.wait(timeout_s=1.0)
+            finally:
+                s.holding -= 1
+                self.holding.discard(request.id)
+        return None
+
+    async def _dispatch(self, rest: Remainder, choice: plan.Choice) -> None:
+        """Write the decision to the ledger and the work to the worker's slot, together.
+
+        No transaction: a decision without work is found as not started, work without a decision
+        announces itself by Started. Ends when this router has read its own decision.
+        """
+        s, request = self._context, rest.request
+        run = RunId(rest.attempt, "aggregated", choice.worker, choice.epoch)
+        assigned = Assigned(
+            id=request.id, attempt=run.attempt, phase=run.phase, worker=run.worker, epoch=run.epoch,
+            origin=rest.origin, responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
+            base_tokens=len(rest.taken), prompt_tokens=rest.prompt_tokens,
+            policy=plan.POLICY, candidates=choice.candidates, router=s.name,
+        )  # fmt: skip
+        assignment = Assignment(
+            worker=run.worker, epoch=run.epoch, attempt=run.attempt, phase=run.phase,
+            request=request, origin=rest.origin,
+            responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
+            budget_s=(rest.deadline_ms - s.broker_clock.now_ms()) / 1000,
+            taken=pack_tokens(rest.taken), taken_chars=rest.chars,
+        )  # fmt: skip
+        decision: asyncio.Task[Appended] | None = None
+        with s.overlay(run, rest.prompt_tokens):
+            try:
+                async with asyncio.TaskGroup() as sends:
+                    decision = sends.create_task(
+                        s.outbox.persist(LEDGER, request.id, assigned, self._lane)
+                    )
+                    sends.create_task(s.outbox.persist(ASSIGNMENTS, run.worker, assignment))
+            except* RecordTooLarge:
+                decision = None
+            if decision is not None:
+                await s.load_follower.wait_for(self._ledger, decision.result().offset + 1)
+        if decision is None:
+            await self.end(request.id, "too_large", "the request does not fit into one record")
+
+    async def end(
+        self,
+        request_id: str,
+        code: EndCode,
+        message: str = "",
+        *,
+        retry_after_s: float | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        """End a request: End where readers see it, CancelRun to its workers, Ended last of all.
+
+        Ended discharges everything; written first, a router that died after it would leave readers
+        waiting for ever.
+        """
+        runs = self._living_runs(request_id)
+        end = End(
+            id=request_id, code=code, message=message, retry_after_s=retry_after_s, usage=usage
+        )
+        await self._context.outbox.persist(RESPONSES, request_id, end, self._lane)
+        await self.cancel_runs(request_id, runs, code)
+        await self._write_ended(request_id, code)
+
+    async def _write_ended(self, request_id: str, code: EndCode | Literal["seen"]) -> None:
+        s = self._context
+        ended = await s.outbox.persist(
+            LEDGER, request_id, Ended(id=request_id, code=code), self._lane
+        )
+        await s.load_follower.wait_for(self._ledger, ended.offset + 1)
+
+    async def cancel_runs(self, request_id: str, runs: Sequence[RunId], reason: str) -> None:
+        """Tell workers to stop runs. One try: a run that goes on is in the next heartbeat again."""
+        for run in runs:
+            cancel = CancelRun(
+                worker=run.worker, epoch=run.epoch, id=request_id, attempt=run.attempt,
+                phase=run.phase, reason=reason,
+            )  # fmt: skip
+            try:
+                await self._context.outbox.send(ASSIGNMENTS, run.worker, cancel)
+            except AppendFailed as e:
+                log.warning("lane %d: CancelRun of %s failed: %s", self._lane, request_id, e)
+
+    async def verify(self, request_id: str, deadline_ms: int, run: RunId) -> None:
+        """Find out whether a worker has a run that it should have; restart the request if not.
+
+        A heartbeat written after now, by a worker that has read its slot to where it ends now,
+        lists the run if the worker took it. Finished may have been on its way: the ledger is read
+        to its end before the verdict.
+        """
+        s = self._context
+        read_to = await s.end_of(s.slot_of(run.worker))
+        written_after = await s.end_of(s.events_of(run.worker))
+        while True:
+            beat = s.fleet.beats.get(run.worker)
+            if s.fleet.is_lost(run.worker, run.epoch) or s.broker_clock.now_ms() > deadline_ms:
+                return
+            if beat is not None and beat.epoch == run.epoch and beat.offset >= written_after:
+                if is_listed(s.fleet, request_id, run):
+                    return
+                if beat.slot_offset >= read_to:
+                    break
+            await s.fleet_changed.wait(timeout_s=1.0)
+        await self.read_ledger()
+        story = s.load.story(self._lane, request_id)
+        now = story.runs.get(run) if story is not None else None
+        if story is not None and now is not None and now.state in OPEN:
+            reason: RestartReason = "not_started" if now.state == "assigned" else "broken"
+            await self.restart(request_id, Restart(story.attempt + 1, reason))
+
+    async def read_ledger(self) -> None:
+        """Wait until this lane's ledger is read to where it ends now."""
+        end = await self._context.end_of(self._ledger)
+        await self._context.load_follower.wait_for(self._ledger, end)
+
+    def _living_runs(self, request_id: str) -> list[RunId]:
+        """The open runs of a request whose workers may still be working."""
+        story = self._context.load.story(self._lane, request_id)
+        is_lost = self._context.fleet.is_lost
+        runs = story.open_runs() if story is not None else []
+        return [run for run in runs if not is_lost(run.worker, run.epoch)]
+
+
+def _met(rest: Remainder) -> EndCode | None:
+    """The end code when the tokens already out fulfil the request: only its last Chunk was lost."""
+    limit = rest.request.stop.max_tokens
+    return "length" if limit is not None and len(rest.taken) >= limit else None
