@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from app.engine.echo import EchoEngine
+from app import worker
 from app.lifetime import Lifetime, Process, serve
 from app.preprocessor import Preprocessor
 from app.router import Router
 from app.settings import Settings
-from app.worker import Worker
 from streams.ports import Log
 
 if TYPE_CHECKING:
@@ -43,15 +42,9 @@ class Standalone:
             await self._started.pop().stop()
 
 
-def _worker(log: Log, settings: Settings, life: Lifetime, number: int) -> Worker:
-    engine = EchoEngine(
-        life.clock,
-        settings.echo_itl_ms / 1000,
-        model=settings.model,
-        context_length=settings.context_length,
-        max_num_seqs=settings.max_num_seqs,
-    )
-    return Worker(log, settings, life, engine, worker_id=f"{settings.worker_id}-{number}")
+def _worker(log: Log, settings: Settings, life: Lifetime, number: int) -> Process:
+    own = {"worker_id": f"{settings.worker_id}-{number}"}
+    return worker.build(log, settings.model_copy(update=own), life)
 
 
 def __getattr__(name: str) -> FastStream | Any:
