@@ -70,7 +70,7 @@ class KafkaMember:
             },
             kafka.request_timeout_s,
         )
-        self._consumer: AIOKafkaConsumer | None = None  # the one that is in the group
+        self._consumer: Any = None  # the one that is in the group
         self._granted: frozenset[int] | None = None  # given by the group, not taken over yet
         self._next: dict[int, int] = {}  # what we own: offset of the next record to hand out
         self._reading: set[int] = set()  # what was resumed

@@ -1,0 +1,236 @@
+"""Topics: making them as the table says, and telling what differs.
+
+Owns the Deployment record in the registry, which says what all processes of a deployment must
+agree on. Creates, never changes and never deletes: the number of partitions decides where a key
+lives, so a topic that has records keeps it; settings are the operator's to change. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+
+from streams.codecs import decode, encode
+from streams.errors import BrokerUnavailable, PositionLost, RecordError, TopicsDiffer
+from streams.kafka import KafkaLog
+from streams.ports import Log, Partition
+from streams.records import Deployment
+from streams.topics import LANES, REGISTRY, TOPICS, Topic
+
+DEPLOYMENT = "deployment"
+"""Key of the Deployment record."""
+
+REPLICATION = "replication.factor"
+"""Name under which `TopicState.differing_configs` reports another number of replicas."""
+
+_DEADLINE_S = 30.0
+
+
+class TopicState(NamedTuple):
+    """One topic of the table as the broker has it. Names are short; `partitions` 0: missing."""
+
+    name: str
+    exists: bool
+    partitions: int
+    expected_partitions: int
+    differing_configs: Mapping[str, tuple[str, str]]  # name: (is, should)
+
+    @property
+    def as_it_should_be(self) -> bool:
+        """Whether nothing differs."""
+        return self.partitions == self.expected_partitions and not self.differing_configs
+
+
+async def create(
+    log: KafkaLog, *, lanes: int, replication: int, min_insync: int
+) -> list[TopicState]:
+    """Create the topics that are missing; returns the state of all of them afterwards. Idempotent.
+
+    What exists stays as it is; settings that differ are reported. Then the Deployment record is
+    written, once. Raises BrokerUnavailable, and TopicsDiffer when a topic cannot be created, or
+    one exists with other partitions: then nothing is created.
+    """
+    expected = expected_partitions(lanes)
+    async with _admin(log) as admin:
+        existing = await _partitions(admin, log.prefix)
+        for name, replicas in existing.items():
+            _check_count(name, len(replicas), expected.get(name, len(replicas)))
+        missing = [t for t in TOPICS if t.name not in existing]
+        if missing:
+            await _create(admin, log.prefix, missing, expected, replication, min_insync)
+            await _wait_until_led(admin, log.prefix)
+    await check_partitions(log, lanes)
+    if await deployment(log) is None:
+        record = Deployment(lanes=lanes, partitions=expected)
+        await log.append(REGISTRY, encode(record, DEPLOYMENT), 0)
+    return await describe(log, lanes=lanes, replication=replication, min_insync=min_insync)
+
+
+async def describe(
+    log: KafkaLog, *, lanes: int, replication: int, min_insync: int
+) -> list[TopicState]:
+    """Compare every topic of the table with what the broker has. Raises BrokerUnavailable."""
+    expected = expected_partitions(lanes)
+    async with _admin(log) as admin:
+        existing = await _partitions(admin, log.prefix)
+        names = [t.name for t in TOPICS if t.name in existing]
+        settings = await _settings(admin, log.prefix, names)
+    states = []
+    for topic in TOPICS:
+        replicas = existing.get(topic.name, [])
+        differing: dict[str, tuple[str, str]] = {}
+        if replicas:
+            for name, should in topic.config(min_insync).items():
+                value = settings[topic.name].get(name, "")
+                if value != should:
+                    differing[name] = (value, should)
+            if min(replicas) != replication:
+                differing[REPLICATION] = (str(min(replicas)), str(replication))
+        states.append(
+            TopicState(topic.name, bool(replicas), len(replicas), expected[topic.name], differing)
+        )
+    return states
+
+
+async def check_partitions(log: Log, lanes: int) -> None:
+    """Make sure that this process and the deployment mean the same topics; asked at every start.
+
+    Raises TopicsDiffer, which says what to do, and BrokerUnavailable.
+    """
+    for name, expected in expected_partitions(lanes).items():
+        _check_count(name, await log.partitions(name), expected)
+    if (made := await deployment(log)) is not None and made.lanes != lanes:
+        raise TopicsDiffer(
+            f"this deployment was created with {made.lanes} lanes, this process expects {lanes}: "
+            f"set KVLANE_LANES={made.lanes}"
+        )
+
+
+async def deployment(log: Log) -> Deployment | None:
+    """The Deployment record, None before there is one. Raises BrokerUnavailable."""
+    registry = Partition(REGISTRY, 0)
+    end = (await log.end_offsets(REGISTRY, [0]))[0]
+    start = (await log.start_offsets(REGISTRY, [0]))[0]
+    found = None
+    reader = log.reader()
+    try:
+        reader.assign({registry: start})
+        async with asyncio.timeout(_DEADLINE_S):
+            while reader.position(registry) < end:
+                for record in (await reader.poll(0.2)).get(registry, ()):
+                    if record.key != DEPLOYMENT.encode():
+                        continue
+                    decoded = decode(record)
+                    found = decoded if isinstance(decoded, Deployment) else None
+    except (TimeoutError, PositionLost) as e:
+        raise BrokerUnavailable(f"the registry cannot be read: {e!r}") from e
+    except RecordError as e:
+        raise TopicsDiffer(f"the deployment was made by another version: {e}") from e
+    finally:
+        await reader.close()
+    return found
+
+
+def expected_partitions(lanes: int) -> dict[str, int]:
+    """Partitions by topic, in the order of the table."""
+    return {t.name: lanes if t.partitions == LANES else t.partitions for t in TOPICS}
+
+
+def _check_count(name: str, found: int, expected: int) -> None:
+    if found == expected:
+        return
+    if any(t.name == name and t.partitions == LANES for t in TOPICS):
+        remedy = f"set KVLANE_LANES={found}, or create a deployment of its own under another prefix"
+    else:
+        remedy = "delete it and run `kvlane topics create`, or use another prefix"
+    raise TopicsDiffer(
+        f"topic {name} has {found} partitions, this process expects {expected}: {remedy} "
+        "(KVLANE_TOPIC_PREFIX)"
+    )
+
+
+@asynccontextmanager
+async def _admin(log: KafkaLog) -> AsyncIterator[AIOKafkaAdminClient]:
+    admin = AIOKafkaAdminClient(**log.options)
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            await admin.start()
+            yield admin
+    except (KafkaError, TimeoutError) as e:
+        raise BrokerUnavailable(f"topics cannot be administered: {e!r}") from e
+    finally:
+        await admin.close()
+
+
+async def _partitions(admin: AIOKafkaAdminClient, prefix: str) -> dict[str, list[int]]:
+    """Numbers of replicas, partition by partition, of every topic of this deployment."""
+    # All topics are asked for: a broker may create one that is asked for by its name.
+    topics = await admin.describe_topics()
+    return {
+        topic["topic"].removeprefix(prefix): [len(p["replicas"]) for p in topic["partitions"]]
+        for topic in topics
+        if topic["topic"].startswith(prefix) and not topic["error_code"]
+    }
+
+
+async def _create(
+    admin: AIOKafkaAdminClient,
+    prefix: str,
+    topics: list[Topic],
+    partitions: Mapping[str, int],
+    replication: int,
+    min_insync: int,
+) -> None:
+    answer = await admin.create_topics(
+        [
+            NewTopic(
+                prefix + t.name,
+                partitions[t.name],
+                replication,
+                topic_configs=t.config(min_insync),
+            )
+            for t in topics
+        ]
+    )
+    for name, code, message, *_ in answer.topic_errors:
+        error = for_code(code)
+        if code and error is not TopicAlreadyExistsError:  # somebody else was quicker
+            raise TopicsDiffer(f"topic {name} cannot be created: {message or error.__name__}")
+
+
+async def _wait_until_led(admin: AIOKafkaAdminClient, prefix: str) -> None:
+    """Wait until every partition has a leader, so that the next append finds one."""
+    wanted = {t.name for t in TOPICS}
+    while True:
+        topics = await admin.describe_topics()
+        led = {
+            t["topic"].removeprefix(prefix)
+            for t in topics
+            if t["partitions"] and all(p["leader"] >= 0 for p in t["partitions"])
+        }
+        if wanted <= led:
+            return
+        await asyncio.sleep(0.05)
+
+
+async def _settings(
+    admin: AIOKafkaAdminClient, prefix: str, names: list[str]
+) -> dict[str, dict[str, Any]]:
+    if not names:
+        return {}
+    answers = await admin.describe_configs(
+        [ConfigResource(ConfigResourceType.TOPIC, prefix + name) for name in names]
+    )
+    settings = {}
+    for answer in answers:
+        for code, message, _, name, entries in answer.resources:
+            if code:
+                raise BrokerUnavailable(f"settings of {name}: {message or for_code(code).__name__}")
+            settings[name.removeprefix(prefix)] = {entry[0]: entry[1] for entry in entries}
+    return settings
