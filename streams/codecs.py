@@ -21,6 +21,9 @@ from streams.ports import Entry, Record
 TYPE = "t"
 """Name of the header that carries the record type."""
 
+TOMBSTONE = b"Tombstone"
+"""Type of a tombstone; a null value without any header is one, too."""
+
 EPOCH = "epoch"
 """Header of a tombstone: the epoch it ends, in decimals."""
 
@@ -64,7 +67,7 @@ def encode(record: AnyRecord, key: str) -> Entry:
     """The log entry of a record under a key."""
     if isinstance(record, records.Tombstone):
         epoch = () if record.epoch is None else ((EPOCH, b"%d" % record.epoch),)
-        return Entry(key.encode(), None, ((TYPE, b"Tombstone"), *epoch))
+        return Entry(key.encode(), None, ((TYPE, TOMBSTONE), *epoch))
     encoder = _json if isinstance(record, records.Public) else _msgpack
     return Entry(key.encode(), encoder.encode(record), _headers[type(record)])
 
@@ -82,10 +85,12 @@ def decode(record: Record) -> AnyRecord:
     if decoder is None:
         if not name:
             raise Malformed(f"no header {TYPE!r}")
+        if name == TOMBSTONE:
+            raise Malformed("a tombstone with a value")
         raise UnknownType(name.decode(errors="replace"))
     try:
         decoded: AnyRecord = decoder.decode(record.value)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise Malformed(f"not a {name.decode()}: {e}") from e
     return decoded
 
@@ -104,7 +109,7 @@ def _tombstone(record: Record) -> records.Tombstone:
     try:
         epoch = next((int(v) for k, v in record.headers if k == EPOCH), None)
         return records.Tombstone(key=record.key.decode(), epoch=epoch)
-    except ValueError as e:
+    except (TypeError, ValueError) as e:  # TypeError: Kafka knows headers whose value is null
         raise Malformed(f"tombstone: {e}") from e
 
 

@@ -191,7 +191,10 @@ class Started(Inner, frozen=True):
 
 
 class PrefillDone(Inner, frozen=True):
-    """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it."""
+    """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it.
+
+    `handoff` is the engine's own, in whatever form it likes; nobody between the two reads it.
+    """
 
     id: str
     attempt: int
@@ -202,7 +205,7 @@ class PrefillDone(Inner, frozen=True):
     cached_tokens: int = 0
     ttft_ms: float = 0.0
     prefill_ms: float = 0.0
-    handoff: msgspec.Raw | None = None
+    handoff: bytes = b""
 
 
 class Finished(Inner, frozen=True):

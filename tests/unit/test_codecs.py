@@ -1,0 +1,674 @@
+"""The wire format: golden bytes of every type, what is tolerated, and that all else is refused.
+
+A change that makes a golden case fail breaks records that are in a log already: it needs a new
+topic name, not new bytes here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams import codecs
+from streams import records as r
+from streams.codecs import AnyRecord, decode, encode, pack_tokens, type_of, unpack_tokens
+from streams.errors import Malformed, UnknownType
+from streams.memory_partition import MemoryRecord
+from streams.ports import Entry
+from streams.prompt import Prompt, decode_prompt, encode_prompt
+
+ORIGIN = r.Origin(topic="requests", partition=17, offset=4711)
+REQUEST = r.Request(
+    id="job-17",
+    model="demo",
+    token_ids=pack_tokens([259, 104, 105, 70_000]),
+    tenant="acme",
+    deadline_s=30.0,
+    received_ms=1_700_000_000_000,
+    stop=r.StopConditions(
+        max_tokens=32, min_tokens=1, stop=("\n",), stop_token_ids=(256,), ignore_eos=True
+    ),
+    sampling=r.SamplingOptions(temperature=0.5, top_p=0.9, top_k=40, seed=7),
+    hints=r.Hints(backend_instance_id="w1", allowed_worker_ids=("w1", "w2")),
+)
+
+GOLDEN: list[tuple[AnyRecord, bytes]] = [
+    (
+        r.Request(id="job-17"),
+        bytes.fromhex("81a26964a66a6f622d3137"),
+    ),
+    (
+        REQUEST,
+        bytes.fromhex(
+            "89a26964a66a6f622d3137a56d6f64656ca464656d6fa9746f6b656e5f696473c410030100006800"
+            "00006900000070110100a674656e616e74a461636d65aa646561646c696e655f73cb403e00000000"
+            "0000ab72656365697665645f6d73cf0000018bcfe56800a473746f7085aa6d61785f746f6b656e73"
+            "20aa6d696e5f746f6b656e7301a473746f7091a10aae73746f705f746f6b656e5f69647391cd0100"
+            "aa69676e6f72655f656f73c3a873616d706c696e6784ab74656d7065726174757265cb3fe0000000"
+            "000000a5746f705f70cb3feccccccccccccda5746f705f6b28a47365656407a568696e747382b362"
+            "61636b656e645f696e7374616e63655f6964a27731b2616c6c6f7765645f776f726b65725f696473"
+            "92a27731a27732"
+        ),
+    ),
+    (
+        r.Cancel(id="job-17", reason="gone"),
+        bytes.fromhex("82a26964a66a6f622d3137a6726561736f6ea4676f6e65"),
+    ),
+    (
+        r.Refused(id="job-17", code="too_large", message="9000 tokens"),
+        bytes.fromhex(
+            "83a26964a66a6f622d3137a4636f6465a9746f6f5f6c61726765a76d657373616765ab3930303020"
+            "746f6b656e73"
+        ),
+    ),
+    (
+        r.Assigned(
+            id="job-17",
+            attempt=1,
+            phase="aggregated",
+            worker="w1",
+            epoch=12,
+            origin=ORIGIN,
+            responses_from=99,
+            deadline_ms=1_700_000_030_000,
+            rank=1,
+            base_tokens=3,
+            prompt_tokens=4,
+            policy="kv",
+            seed=7,
+            candidates=(
+                r.Candidate(worker="w1", epoch=12, rank=1, cost=1.5, open_runs=2, open_tokens=300),
+            ),
+            router="r1",
+        ),
+        bytes.fromhex(
+            "8fa26964a66a6f622d3137a7617474656d707401a57068617365aa61676772656761746564a6776f"
+            "726b6572a27731a565706f63680ca66f726967696e83a5746f706963a87265717565737473a97061"
+            "72746974696f6e11a66f6666736574cd1267ae726573706f6e7365735f66726f6d63ab646561646c"
+            "696e655f6d73cf0000018bcfe5dd30a472616e6b01ab626173655f746f6b656e7303ad70726f6d70"
+            "745f746f6b656e7304a6706f6c696379a26b76a47365656407aa63616e646964617465739186a677"
+            "6f726b6572a27731a565706f63680ca472616e6b01a4636f7374cb3ff8000000000000a96f70656e"
+            "5f72756e7302ab6f70656e5f746f6b656e73cd012ca6726f75746572a27231"
+        ),
+    ),
+    (
+        r.Started(
+            id="job-17",
+            attempt=1,
+            phase="decode",
+            worker="w1",
+            epoch=12,
+            run=2**64 - 1,
+            origin=ORIGIN,
+            responses_from=99,
+            deadline_ms=1_700_000_030_000,
+            prompt_tokens=4,
+        ),
+        bytes.fromhex(
+            "8aa26964a66a6f622d3137a7617474656d707401a57068617365a66465636f6465a6776f726b6572"
+            "a27731a565706f63680ca372756ecfffffffffffffffffa66f726967696e83a5746f706963a87265"
+            "717565737473a9706172746974696f6e11a66f6666736574cd1267ae726573706f6e7365735f6672"
+            "6f6d63ab646561646c696e655f6d73cf0000018bcfe5dd30ad70726f6d70745f746f6b656e7304"
+        ),
+    ),
+    (
+        r.PrefillDone(
+            id="job-17",
+            attempt=0,
+            phase="prefill",
+            worker="w1",
+            epoch=12,
+            run=11,
+            cached_tokens=2,
+            ttft_ms=12.5,
+            prefill_ms=10.0,
+            handoff=b"\x81\xa1x\x01",
+        ),
+        bytes.fromhex(
+            "8aa26964a66a6f622d3137a7617474656d707400a57068617365a770726566696c6ca6776f726b65"
+            "72a27731a565706f63680ca372756e0bad6361636865645f746f6b656e7302a7747466745f6d73cb"
+            "4029000000000000aa70726566696c6c5f6d73cb4024000000000000a768616e646f6666c40481a178"
+            "01"
+        ),
+    ),
+    (
+        r.Finished(
+            id="job-17",
+            attempt=0,
+            phase="aggregated",
+            worker="w1",
+            epoch=12,
+            code="error",
+            run=11,
+            output_tokens=5,
+            cached_tokens=2,
+            ttft_ms=12.5,
+            itl_ms=3.25,
+            retryable=True,
+            message="out of memory",
+        ),
+        bytes.fromhex(
+            "8da26964a66a6f622d3137a7617474656d707400a57068617365aa61676772656761746564a6776f"
+            "726b6572a27731a565706f63680ca4636f6465a56572726f72a372756e0bad6f75747075745f746f"
+            "6b656e7305ad6361636865645f746f6b656e7302a7747466745f6d73cb4029000000000000a66974"
+            "6c5f6d73cb400a000000000000a9726574727961626c65c3a76d657373616765ad6f7574206f6620"
+            "6d656d6f7279"
+        ),
+    ),
+    (
+        r.Fencing(id="job-17", attempt=1, reason="lost"),
+        bytes.fromhex("83a26964a66a6f622d3137a7617474656d707401a6726561736f6ea46c6f7374"),
+    ),
+    (
+        r.Ended(id="job-17", code="seen"),
+        bytes.fromhex("82a26964a66a6f622d3137a4636f6465a47365656e"),
+    ),
+    (
+        r.Chunk(
+            id="job-17",
+            attempt=1,
+            run="18446744073709551615",
+            seq=2,
+            index=4,
+            token_ids=(240, 159, 152, 128),
+            text="😀",
+            chars=5,
+            finish_reason="stop",
+            usage=r.Usage(prompt_tokens=7, completion_tokens=8, cached_tokens=2),
+        ),
+        (
+            '{"t":"Chunk","id":"job-17","attempt":1,"run":"18446744073709551615","seq":2,"i'
+            'ndex":4,"token_ids":[240,159,152,128],"text":"😀","chars":5,"finish_reason":"st'
+            'op","usage":{"prompt_tokens":7,"completion_tokens":8,"cached_tokens":2}}'
+        ).encode(),
+    ),
+    (
+        r.Chunk(id="job-17", attempt=0, run="0", seq=0, index=0),
+        b'{"t":"Chunk","id":"job-17","attempt":0,"run":"0","seq":0,"index":0}',
+    ),
+    (
+        r.Fence(id="job-17", attempt=1, reason="lost"),
+        b'{"t":"Fence","id":"job-17","attempt":1,"reason":"lost"}',
+    ),
+    (
+        r.End(
+            id="job-17", code="queue_full", message="32 wait", retry_after_s=1.5, usage=r.Usage()
+        ),
+        (
+            b'{"t":"End","id":"job-17","code":"queue_full","message":"32 wait","retry_after_'
+            b's":1.5,"usage":{}}'
+        ),
+    ),
+    (
+        r.Assignment(
+            worker="w1",
+            epoch=12,
+            attempt=1,
+            phase="aggregated",
+            request=REQUEST,
+            origin=ORIGIN,
+            responses_from=99,
+            deadline_ms=1_700_000_030_000,
+            budget_s=29.5,
+            rank=1,
+            taken=pack_tokens([1, 2, 3]),
+            taken_chars=3,
+        ),
+        bytes.fromhex(
+            "8ca6776f726b6572a27731a565706f63680ca7617474656d707401a57068617365aa616767726567"
+            "61746564a77265717565737489a26964a66a6f622d3137a56d6f64656ca464656d6fa9746f6b656e"
+            "5f696473c41003010000680000006900000070110100a674656e616e74a461636d65aa646561646c"
+            "696e655f73cb403e000000000000ab72656365697665645f6d73cf0000018bcfe56800a473746f70"
+            "85aa6d61785f746f6b656e7320aa6d696e5f746f6b656e7301a473746f7091a10aae73746f705f74"
+            "6f6b656e5f69647391cd0100aa69676e6f72655f656f73c3a873616d706c696e6784ab74656d7065"
+            "726174757265cb3fe0000000000000a5746f705f70cb3feccccccccccccda5746f705f6b28a47365"
+            "656407a568696e747382b36261636b656e645f696e7374616e63655f6964a27731b2616c6c6f7765"
+            "645f776f726b65725f69647392a27731a27732a66f726967696e83a5746f706963a8726571756573"
+            "7473a9706172746974696f6e11a66f6666736574cd1267ae726573706f6e7365735f66726f6d63ab"
+            "646561646c696e655f6d73cf0000018bcfe5dd30a86275646765745f73cb403d800000000000a472"
+            "616e6b01a574616b656ec40c010000000200000003000000ab74616b656e5f636861727303"
+        ),
+    ),
+    (
+        r.CancelRun(
+            worker="w1", epoch=12, id="job-17", attempt=0, phase="aggregated", reason="fenced"
+        ),
+        bytes.fromhex(
+            "86a6776f726b6572a27731a565706f63680ca26964a66a6f622d3137a7617474656d707400a57068"
+            "617365aa61676772656761746564a6726561736f6ea666656e636564"
+        ),
+    ),
+    (
+        r.Lost(worker="w1", epoch=12, by="r1", silent_ms=5200),
+        bytes.fromhex("84a6776f726b6572a27731a565706f63680ca26279a27231a973696c656e745f6d73cd1450"),
+    ),
+    (
+        r.Blocks(
+            worker="w1",
+            epoch=12,
+            first_event_id=5,
+            rank=1,
+            model="demo",
+            hash_fingerprint="ab12",
+            kinds=b"\x00\x01",
+            tiers=b"\x00\x00",
+            positions=b"\x00\x00\x00\x00\x02\x00\x00\x00",
+            counts=b"\x01\x00\x00\x00\x01\x00\x00\x00",
+            keys=bytes(range(16)),
+        ),
+        bytes.fromhex(
+            "8ba6776f726b6572a27731a565706f63680cae66697273745f6576656e745f696405a472616e6b01"
+            "a56d6f64656ca464656d6fb0686173685f66696e6765727072696e74a461623132a56b696e6473c4"
+            "020001a57469657273c4020000a9706f736974696f6e73c4080000000002000000a6636f756e7473"
+            "c4080100000001000000a46b657973c410000102030405060708090a0b0c0d0e0f"
+        ),
+    ),
+    (
+        r.Heartbeat(
+            worker="w1",
+            epoch=12,
+            slot_offset=77,
+            state="unhealthy",
+            reason="engine",
+            running=(r.RunProgress(id="job-17", attempt=1, phase="aggregated", output_tokens=5),),
+            waiting=3,
+        ),
+        bytes.fromhex(
+            "87a6776f726b6572a27731a565706f63680cab736c6f745f6f66667365744da57374617465a9756e"
+            "6865616c746879a6726561736f6ea6656e67696e65a772756e6e696e679184a26964a66a6f622d31"
+            "37a7617474656d707401a57068617365aa61676772656761746564ad6f75747075745f746f6b656e"
+            "7305a777616974696e6703"
+        ),
+    ),
+    (
+        r.Probe(by="r1"),
+        bytes.fromhex("81a26279a27231"),
+    ),
+    (
+        r.WorkerCard(
+            id="w1",
+            slot=9,
+            model="demo",
+            config=r.EngineConfig(
+                model="demo",
+                served_model_name="demo-8b",
+                context_length=4096,
+                kv_cache_block_size=16,
+                total_kv_blocks=1000,
+                max_num_seqs=64,
+                max_num_batched_tokens=8192,
+                bootstrap_host="h",
+                bootstrap_port=9000,
+            ),
+            epoch=12,
+            role="prefill",
+            ranks=2,
+            taints=("spot",),
+            versions={"kvlane": "0.1"},
+            life="c0ffee",
+        ),
+        bytes.fromhex(
+            "8aa26964a27731a4736c6f7409a56d6f64656ca464656d6fa6636f6e66696789a56d6f64656ca464"
+            "656d6fb17365727665645f6d6f64656c5f6e616d65a764656d6f2d3862ae636f6e746578745f6c65"
+            "6e677468cd1000b36b765f63616368655f626c6f636b5f73697a6510af746f74616c5f6b765f626c"
+            "6f636b73cd03e8ac6d61785f6e756d5f7365717340b66d61785f6e756d5f626174636865645f746f"
+            "6b656e73cd2000ae626f6f7473747261705f686f7374a168ae626f6f7473747261705f706f7274cd"
+            "2328a565706f63680ca4726f6c65a770726566696c6ca572616e6b7302a67461696e747391a47370"
+            "6f74a876657273696f6e7381a66b766c616e65a3302e31a46c696665a6633066666565"
+        ),
+    ),
+    (
+        r.ModelCard(name="demo", kind="chat", context_length=4096, block_size=16),
+        bytes.fromhex(
+            "84a46e616d65a464656d6fa46b696e64a463686174ae636f6e746578745f6c656e677468cd1000aa"
+            "626c6f636b5f73697a6510"
+        ),
+    ),
+    (
+        r.SnapshotPointer(
+            fold="index",
+            partition=3,
+            position=500,
+            first_part=40,
+            parts=2,
+            checksum="aa",
+            state_hash="bb",
+            format=2,
+        ),
+        bytes.fromhex(
+            "88a4666f6c64a5696e646578a9706172746974696f6e03a8706f736974696f6ecd01f4aa66697273"
+            "745f7061727428a5706172747302a8636865636b73756da26161aa73746174655f68617368a26262"
+            "a6666f726d617402"
+        ),
+    ),
+    (
+        r.Deployment(lanes=32, partitions={"prompts": 16}, format=2),
+        bytes.fromhex("83a56c616e657320aa706172746974696f6e7381a770726f6d70747310a6666f726d617402"),
+    ),
+]
+
+TYPES = (*codecs._INNER, *codecs._PUBLIC)
+
+
+def record(
+    value: bytes | None,
+    *headers: tuple[str, bytes | None],
+    key: bytes | None = b"job-17",
+) -> MemoryRecord:
+    return MemoryRecord("topic", 0, 5, 1000, key, value, headers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given_record", "value"), GOLDEN, ids=lambda x: type(x).__name__)
+def test_golden_bytes_are_written(given_record: AnyRecord, value: bytes) -> None:
+    entry = encode(given_record, "job-17")
+    assert entry.value == value
+    assert entry.key == b"job-17"
+    assert entry.headers == (("t", type(given_record).__name__.encode()),)
+
+
+@pytest.mark.parametrize(("given_record", "value"), GOLDEN, ids=lambda x: type(x).__name__)
+def test_golden_bytes_are_read(given_record: AnyRecord, value: bytes) -> None:
+    decoded = decode(record(value, ("t", type(given_record).__name__.encode())))
+    assert type(decoded) is type(given_record)
+    assert decoded == given_record
+
+
+def test_every_type_has_golden_bytes() -> None:
+    assert {type(golden) for golden, _ in GOLDEN} == set(TYPES)
+
+
+# --- tombstones -----------------------------------------------------------------------------------
+
+
+def test_a_tombstone_names_the_epoch_it_ends_in_a_header() -> None:
+    entry = encode(r.Tombstone(key="worker/w1", epoch=12), "worker/w1")
+    assert entry == Entry(b"worker/w1", None, (("t", b"Tombstone"), ("epoch", b"12")))
+    assert decode(record(None, *entry.headers, key=entry.key)) == r.Tombstone(
+        key="worker/w1", epoch=12
+    )
+
+
+def test_a_tombstone_needs_no_epoch() -> None:
+    entry = encode(r.Tombstone(key="worker/w1"), "worker/w1")
+    assert entry == Entry(b"worker/w1", None, (("t", b"Tombstone"),))
+    assert decode(record(None, *entry.headers, key=entry.key)) == r.Tombstone(key="worker/w1")
+
+
+def test_a_null_value_of_any_client_is_a_tombstone() -> None:
+    assert decode(record(None, key=b"worker/w1")) == r.Tombstone(key="worker/w1")
+
+
+@pytest.mark.parametrize(
+    ("key", "epoch"),
+    [(None, b"12"), (b"\xff", b"12"), (b"worker/w1", b"x"), (b"worker/w1", b""), (b"w", None)],
+)
+def test_a_tombstone_that_says_nothing_clear_is_malformed(
+    key: bytes | None, epoch: bytes | None
+) -> None:
+    with pytest.raises(Malformed):
+        decode(record(None, ("epoch", epoch), key=key))
+
+
+def test_a_tombstone_with_a_value_is_malformed() -> None:
+    with pytest.raises(Malformed):
+        decode(record(b"{}", ("t", b"Tombstone")))
+
+
+# --- evolution ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given_record", "value"), GOLDEN, ids=lambda x: type(x).__name__)
+def test_unknown_fields_are_ignored(given_record: AnyRecord, value: bytes) -> None:
+    public = isinstance(given_record, r.Public)
+    fields = json.loads(value) if public else msgspec.msgpack.decode(value)
+    fields["of_a_newer_version"] = {"nested": [1, None, {"deeper": "x"}]}
+    wider = json.dumps(fields).encode() if public else msgspec.msgpack.encode(fields)
+    decoded = decode(record(wider, ("t", type(given_record).__name__.encode())))
+    assert decoded == given_record
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda t: t.__name__)
+def test_missing_optional_fields_have_their_defaults(kind: type[AnyRecord]) -> None:
+    fields = msgspec.structs.fields(kind)
+    golden = next(rec for rec, _ in GOLDEN if type(rec) is kind)
+    needed = {f.name: getattr(golden, f.name) for f in fields if f.required}
+    encoder = msgspec.json if issubclass(kind, r.Public) else msgspec.msgpack
+    decoded = decode(record(encoder.encode(needed), ("t", kind.__name__.encode())))
+    for field in fields:
+        if not field.required:
+            default = field.default
+            if field.default_factory is not msgspec.NODEFAULT:
+                default = field.default_factory()
+            assert getattr(decoded, field.name) == default, field.name
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda t: t.__name__)
+def test_missing_needed_fields_are_malformed(kind: type[AnyRecord]) -> None:
+    encoder = msgspec.json if issubclass(kind, r.Public) else msgspec.msgpack
+    with pytest.raises(Malformed, match=kind.__name__):
+        decode(record(encoder.encode({}), ("t", kind.__name__.encode())))
+
+
+def test_a_reason_of_a_newer_version_still_ends_a_stream() -> None:
+    chunk = b'{"t":"Chunk","id":"a","attempt":0,"run":"1","seq":0,"index":0,"finish_reason":"new"}'
+    end = b'{"t":"End","id":"a","code":"a_new_code"}'
+    last, ended = decode(record(chunk, ("t", b"Chunk"))), decode(record(end, ("t", b"End")))
+    assert isinstance(last, r.Chunk)
+    assert isinstance(ended, r.End)
+    assert (last.finish_reason, ended.code) == ("new", "a_new_code")
+
+
+def test_a_type_of_a_newer_version_is_named() -> None:
+    with pytest.raises(UnknownType, match="Shiny") as raised:
+        decode(record(b"\x80", ("t", b"Shiny")))
+    assert raised.value.type_name == "Shiny"
+
+
+def test_the_type_stands_in_the_value_too_where_clients_read() -> None:
+    for golden, value in GOLDEN:
+        if isinstance(golden, r.Public):
+            assert json.loads(value)["t"] == type(golden).__name__
+
+
+def test_a_value_of_another_type_than_its_header_says_is_malformed() -> None:
+    with pytest.raises(Malformed):
+        decode(record(b'{"t":"Chunk","id":"a","attempt":1}', ("t", b"Fence")))
+
+
+# --- nothing else gets through --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [(), (("other", b"x"),), (("t", None),), (("t", b""),)])
+def test_a_record_without_a_type_is_malformed(headers: Sequence[tuple[str, bytes | None]]) -> None:
+    with pytest.raises(Malformed):
+        decode(record(b"{}", *headers))
+
+
+@pytest.mark.parametrize(("given_record", "value"), GOLDEN, ids=lambda x: type(x).__name__)
+def test_every_truncation_is_malformed(given_record: AnyRecord, value: bytes) -> None:
+    for length in range(len(value)):
+        with pytest.raises(Malformed):
+            decode(record(value[:length], ("t", type(given_record).__name__.encode())))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(b"Chunk", b'{"x":' + b"[" * 100_000), (b"Cancel", b"\x81\xa1x" + b"\x91" * 100_000)],
+)
+def test_endless_nesting_is_malformed(kind: bytes, value: bytes) -> None:
+    with pytest.raises(Malformed):
+        decode(record(value, ("t", kind)))
+
+
+type_names = st.sampled_from([t.__name__.encode() for t in TYPES])
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+).map(lambda value: json.dumps(value).encode())
+
+
+@given(st.binary(max_size=200) | json_like, st.binary(max_size=20) | type_names)
+@settings(max_examples=600, deadline=None)
+def test_any_bytes_give_a_record_or_a_clear_error(value: bytes, kind: bytes) -> None:
+    try:
+        decoded = decode(record(value, ("t", kind)))
+    except (Malformed, UnknownType):
+        return
+    assert type(decoded).__name__.encode() == kind
+
+
+@given(st.sampled_from(GOLDEN), st.data())
+@settings(max_examples=600, deadline=None)
+def test_damaged_records_give_a_record_or_a_clear_error(
+    golden: tuple[AnyRecord, bytes], data: st.DataObject
+) -> None:
+    value = bytearray(golden[1])
+    for _ in range(data.draw(st.integers(1, 3))):
+        value[data.draw(st.integers(0, len(value) - 1))] = data.draw(st.integers(0, 255))
+    kind = type(golden[0]).__name__.encode()
+    try:
+        decoded = decode(record(bytes(value), ("t", kind)))
+    except Malformed:
+        return
+    assert type(decoded) is type(golden[0])
+
+
+@given(
+    st.none() | st.binary(max_size=8),
+    st.lists(st.tuples(st.sampled_from(["t", "epoch", "x"]), st.none() | st.binary(max_size=8))),
+)
+@settings(max_examples=500, deadline=None)
+def test_any_null_value_gives_a_tombstone_or_a_clear_error(
+    key: bytes | None, headers: list[tuple[str, bytes | None]]
+) -> None:
+    try:
+        decoded = decode(record(None, *headers, key=key))
+    except Malformed:
+        return
+    assert isinstance(decoded, r.Tombstone)
+
+
+# --- round trips ----------------------------------------------------------------------------------
+
+st.register_type_strategy(int, st.integers(-(2**63), 2**64 - 1))
+st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
+
+
+def built(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
+    """Any instance of a record, with any of its optional fields at their defaults."""
+    hints = get_type_hints(kind)
+    fields = msgspec.structs.fields(kind)
+    needed = {f.name: st.from_type(hints[f.name]) for f in fields if f.required}
+    optional = {f.name: st.from_type(hints[f.name]) for f in fields if not f.required}
+    values = st.fixed_dictionaries(needed, optional=optional)
+    return values.map(lambda given_fields: kind(**given_fields))
+
+
+PARTS = (r.Usage, r.Origin, r.Candidate, r.EngineConfig, r.RunProgress)
+OPTIONS = (r.StopConditions, r.SamplingOptions, r.Hints)
+STRUCTS: tuple[type[msgspec.Struct], ...] = (*TYPES, *PARTS, *OPTIONS)
+for struct in STRUCTS:
+    st.register_type_strategy(struct, built)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda t: t.__name__)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_what_is_written_is_read(kind: type[AnyRecord], data: st.DataObject) -> None:
+    written = data.draw(built(kind))
+    entry = encode(written, "job-17")
+    read = decode(record(entry.value, *entry.headers, key=entry.key))
+    assert type(read) is kind
+    assert read == written
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_packed_tokens_are_unpacked(token_ids: list[int]) -> None:
+    assert list(unpack_tokens(pack_tokens(token_ids))) == token_ids
+
+
+def test_tokens_are_packed_as_u32_little_endian() -> None:
+    assert pack_tokens([1, 256, 2**32 - 1]) == bytes.fromhex("0100000000010000ffffffff")
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_token_outside_u32_is_refused(token: int) -> None:
+    with pytest.raises(OverflowError):
+        pack_tokens([token])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_packed_tokens_of_an_odd_length_are_malformed(length: int) -> None:
+    with pytest.raises(Malformed):
+        unpack_tokens(bytes(length))
+
+
+def test_the_type_is_read_without_decoding() -> None:
+    assert type_of(record(b"garbage", ("x", b"y"), ("t", b"Chunk"))) == b"Chunk"
+    assert type_of(record(b"garbage")) == b""
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+PROMPT = Prompt(
+    id="job-17",
+    kind="tokens",
+    body={"model": "demo", "token_ids": [104, 105, 258], "max_tokens": 32},
+    tenant="acme",
+    deadline_s=30.0,
+)
+PROMPT_JSON = (
+    b'{"id":"job-17","kind":"tokens",'
+    b'"body":{"model":"demo","token_ids":[104,105,258],"max_tokens":32},'
+    b'"tenant":"acme","deadline_s":30.0}'
+)
+
+
+def test_a_prompt_is_written_as_json_under_its_id() -> None:
+    assert encode_prompt(PROMPT) == (b"job-17", PROMPT_JSON, (("t", b"Prompt"),))
+
+
+def test_a_prompt_of_any_publisher_is_read() -> None:
+    assert decode_prompt(record(PROMPT_JSON, key=None)) == PROMPT
+    assert decode_prompt(record(PROMPT_JSON[:-1] + b',"newer":[1]}')) == PROMPT
+
+
+def test_a_prompt_needs_its_id_only() -> None:
+    assert encode_prompt(Prompt(id="a")).value == b'{"id":"a"}'
+    assert decode_prompt(record(b'{"id":"a"}')) == Prompt(
+        id="a", kind="chat", body={}, tenant="", deadline_s=600.0
+    )
+
+
+@given(st.none() | st.binary(max_size=100) | json_like)
+@settings(max_examples=500, deadline=None)
+def test_any_bytes_give_a_prompt_or_a_clear_error(value: bytes | None) -> None:
+    try:
+        prompt = decode_prompt(record(value))
+    except Malformed:
+        return
+    assert prompt.id
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"{}",
+        b'{"id":""}',
+        b'{"id":7}',
+        b'{"id":"a","kind":"poem"}',
+        b'{"id":"a","deadline_s":0}',
+        b'{"id":"a","deadline_s":601}',
+        b'{"id":"a","body":[]}',
+    ],
+)
+def test_a_prompt_that_is_none_is_malformed(value: bytes) -> None:
+    with pytest.raises(Malformed):
+        decode_prompt(record(value))

@@ -1,0 +1,145 @@
+"""The table of topics is sound, and keys go where the Java client puts them."""
+
+from __future__ import annotations
+
+import pytest
+from aiokafka.partitioner import murmur2
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams import codecs, topics
+from streams.topics import LANES, TOPICS, Topic, lane_of, partition_of
+
+BY_NAME = {topic.name: topic for topic in TOPICS}
+MAX_LIFETIME_MS = 600_000
+NOT_IN_CODECS = {"Prompt"}  # what clients publish; checked by pydantic in streams/prompt.py
+
+
+def test_names_are_unique_and_short() -> None:
+    assert len(BY_NAME) == len(TOPICS)
+    for name in BY_NAME:
+        assert set(name) <= set("abcdefghijklmnopqrstuvwxyz-"), name
+
+
+def test_a_lane_is_the_same_partition_of_three_topics() -> None:
+    lanes = {topic.name for topic in TOPICS if topic.partitions == LANES}
+    assert lanes == {topics.REQUESTS, topics.LEDGER, topics.RESPONSES}
+    assert {BY_NAME[name].key for name in lanes} == {"request id"}
+
+
+def test_every_named_topic_is_in_the_table() -> None:
+    named = {
+        topics.PROMPTS,
+        topics.REQUESTS,
+        topics.LEDGER,
+        topics.RESPONSES,
+        topics.ASSIGNMENTS,
+        topics.KV_EVENTS,
+        topics.REGISTRY,
+        topics.ARTIFACTS,
+        topics.SNAPSHOTS,
+        topics.DEAD_LETTERS,
+    }
+    assert named == set(BY_NAME)
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
+def test_partitions_are_a_positive_number_or_the_lanes(topic: Topic) -> None:
+    assert topic.partitions > 0 or topic.partitions == LANES
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
+def test_the_broker_sets_the_time_of_every_record(topic: Topic) -> None:
+    assert topic.config(1)["message.timestamp.type"] == "LogAppendTime"
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
+def test_replicas_that_must_acknowledge_are_the_deployments_choice(topic: Topic) -> None:
+    assert topic.config(2)["min.insync.replicas"] == "2"
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
+def test_a_topic_deletes_by_age_or_compacts(topic: Topic) -> None:
+    config = topic.config(1)
+    assert config["cleanup.policy"] == ("compact" if topic.compacted else "delete")
+    assert ("retention.ms" in config) is not topic.compacted
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
+def test_a_segment_is_at_most_a_quarter_of_what_is_kept(topic: Topic) -> None:
+    config = topic.config(1)
+    kept_ms = config["min.compaction.lag.ms" if topic.compacted else "retention.ms"]
+    assert int(config["segment.ms"]) * 4 <= int(kept_ms)
+
+
+def test_a_tombstone_is_kept_as_long_as_what_it_may_have_to_follow() -> None:
+    for topic in TOPICS:
+        if topic.compacted:
+            config = topic.config(1)
+            assert int(config["delete.retention.ms"]) >= int(config["min.compaction.lag.ms"])
+
+
+def test_a_stream_can_be_read_again_until_long_after_its_request_is_over() -> None:
+    retention_ms = BY_NAME[topics.RESPONSES].retention_ms
+    assert retention_ms is not None
+    assert retention_ms / 2 > MAX_LIFETIME_MS
+
+
+def test_the_ledger_outlives_what_it_speaks_of() -> None:
+    ledger, requests = BY_NAME[topics.LEDGER], BY_NAME[topics.REQUESTS]
+    responses = BY_NAME[topics.RESPONSES]
+    assert ledger.retention_ms is not None
+    for other in (requests, responses):
+        assert other.retention_ms is not None
+        assert ledger.retention_ms > other.retention_ms + MAX_LIFETIME_MS
+
+
+def test_every_record_type_lies_on_a_topic_and_every_topic_holds_known_types() -> None:
+    on_topics = {name for topic in TOPICS for name in topic.records}
+    in_codecs = {t.__name__ for t in (*codecs._INNER, *codecs._PUBLIC)}
+    assert on_topics - NOT_IN_CODECS == in_codecs
+
+
+def test_clients_get_json_where_they_write_and_read() -> None:
+    public = {t.__name__ for t in codecs._PUBLIC} | NOT_IN_CODECS
+    for topic in TOPICS:
+        assert (topic.format == "JSON") == bool(set(topic.records) & public), topic.name
+        if topic.format == "JSON":
+            assert set(topic.records) <= public
+    for topic in TOPICS:
+        if "client" in (*topic.writers, *topic.readers):
+            assert topic.format == "JSON"
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
+def test_every_topic_is_written_and_read_by_somebody(topic: Topic) -> None:
+    assert topic.writers
+    assert topic.readers
+
+
+# From the tests of the Java client (UtilsTest.testMurmur2), which are signed 32-bit numbers there.
+JAVA_MURMUR2 = {
+    b"21": -973932308,
+    b"foobar": -790332482,
+    b"a-little-bit-long-string": -985981536,
+    b"a-little-bit-longer-string": -1486304829,
+    b"lkjh234lh9fiuh90y23oiuhsafujhadof229phr9h19h89h8": -58897971,
+    b"abc": 479470107,
+}
+
+
+@pytest.mark.parametrize(("key", "java_hash"), JAVA_MURMUR2.items())
+def test_the_hash_is_that_of_the_java_client(key: bytes, java_hash: int) -> None:
+    assert murmur2(key) % 2**32 == java_hash % 2**32
+
+
+@pytest.mark.parametrize(("key", "java_hash"), JAVA_MURMUR2.items())
+def test_the_partition_is_that_of_the_java_client(key: bytes, java_hash: int) -> None:
+    assert partition_of(key, 32) == (java_hash & 0x7FFFFFFF) % 32
+
+
+@given(st.text(), st.integers(1, 64))
+def test_a_request_lies_in_the_lane_of_its_key(request_id: str, lanes: int) -> None:
+    lane = lane_of(request_id, lanes)
+    assert 0 <= lane < lanes
+    assert lane == partition_of(request_id.encode(), lanes)
