@@ -13,13 +13,14 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from streams.clock import Clock, SystemClock
 from streams.ports import Log
 
 if TYPE_CHECKING:
     from faststream import FastStream
+    from faststream.kafka import KafkaBroker
 
     from app.settings import Settings
 
@@ -96,20 +97,25 @@ class Process(Protocol):
         """End in good order, within the grace of the settings. Called at most once, after start."""
 
 
-Build = Callable[[Log, "Settings", Lifetime], Process]
+P = TypeVar("P", bound=Process)
 
 
-def serve(name: str, build: Build) -> FastStream:
+def serve(
+    name: str,
+    build: Callable[[Log, Settings, Lifetime], P],
+    subscribe: Callable[[P, KafkaBroker], None] | None = None,
+) -> FastStream:
     """The FastStream application of one process, configured from the environment.
 
     Kafka is reached with the settings' connection; SIGTERM and SIGINT stop the process in good
     order; a failed task stops it with an error, so that `faststream run` exits with a code ≠ 0.
+    A process with FastStream subscribers adds them to the broker in `subscribe`, before it starts.
     """
     from faststream import FastStream
     from faststream.kafka import KafkaBroker
-    from streams.kafka import KafkaLog
 
     from app.settings import Settings
+    from streams.kafka import KafkaLog
 
     settings = Settings()
     connection = settings.connection(name)
@@ -119,6 +125,8 @@ def serve(name: str, build: Build) -> FastStream:
         life = Lifetime(name)
         kafka = KafkaLog(connection, prefix=settings.topic_prefix)
         process = build(kafka, settings, life)
+        if subscribe is not None:
+            subscribe(process, broker)
         try:
             await kafka.start()
             await process.start()
@@ -135,10 +143,10 @@ def serve(name: str, build: Build) -> FastStream:
         if life.failed is not None:
             raise life.failed
 
+    options: dict[str, Any] = connection.faststream_options()
     broker = KafkaBroker(
-        connection.bootstrap_servers,
-        client_id=name,
-        security=connection.faststream_security(),
+        **options,
+        allow_auto_create_topics=False,  # it would make them with one partition
         apply_types=False,
         log_level=logging.DEBUG,  # the default writes two lines a record
     )

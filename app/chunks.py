@@ -1,0 +1,214 @@
+"""How tokens get into the log: runs fill streams, one writer per lane appends them as Chunks.
+
+A writer has one batch on its way at a time. What arrives meanwhile waits in its run's stream and
+becomes one Chunk in the next batch; so a slow broker makes larger Chunks, not longer queues. An
+idle lane costs nothing: a writer lives while there is something to write.
+
+Fail-stop: a batch without an acknowledgement may be in the log or not, so whatever follows it could
+leave a hole. Every run in it is broken, and no Chunk of a broken run is ever sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from app.lifetime import Lifetime
+from streams.errors import AppendFailed, RecordTooLarge
+from streams.outbox import Outbox
+from streams.records import Chunk, FinishReason, Usage
+from streams.topics import RESPONSES, lane_of
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 512 * 1024
+"""Estimated size at which a batch is closed; the log takes 1 MiB."""
+
+PENDING_TOKENS = 512
+"""Tokens that may wait in one stream; beyond, `push` waits, and so does the engine's stream."""
+
+_CHUNK_BYTES = 400  # field names, numbers, usage, record overhead
+_TOKEN_BYTES = 11  # ten digits and a comma
+_CHAR_BYTES = 6  # an escaped control character; anything else is shorter
+
+
+class StreamBroken(Exception):
+    """A Chunk of this run was not acknowledged; none may follow it."""
+
+
+class Last(NamedTuple):
+    """What the last Chunk says besides tokens."""
+
+    finish_reason: FinishReason
+    usage: Usage | None
+
+
+class ChunkStream:
+    """The Chunks of one run, in order; made by `ChunkWriters.open`."""
+
+    def __init__(
+        self, writer: _LaneWriter, request_id: str, attempt: int, run: str, index: int, chars: int
+    ) -> None:
+        self.request_id = request_id
+        self._writer = writer
+        self._attempt = attempt
+        self._run = run
+        self._seq = 0
+        self._index = index
+        self._chars = chars
+        self._tokens: list[int] = []
+        self._text = ""
+        self._last: Last | None = None
+        self._released = False
+        self._room = asyncio.Event()
+        self._over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    @property
+    def broken(self) -> bool:
+        """Whether no Chunk may be sent any more."""
+        return self._over.done() and not self._over.result()
+
+    def release(self) -> None:
+        """From now on Chunks may go out; before, they are kept back."""
+        self._released = True
+        if self._tokens or self._last is not None:
+            self._writer.wake(self)
+
+    def abandon(self) -> None:
+        """Send nothing more, whatever waits. Idempotent; too late for what is on its way."""
+        if not self._over.done():
+            self._over.set_result(False)
+        self._tokens.clear()
+        self._room.set()
+
+    async def push(self, token_ids: Sequence[int], text: str) -> None:
+        """Send tokens and the text they complete; waits while too many tokens wait already.
+
+        Raises StreamBroken when they will not be sent.
+        """
+        self._tokens += token_ids
+        self._text += text
+        if self._released:
+            self._writer.wake(self)
+        while len(self._tokens) > PENDING_TOKENS and not self.broken:
+            self._room.clear()
+            await self._room.wait()
+        if self.broken:
+            raise StreamBroken
+
+    async def finish(self, reason: FinishReason, usage: Usage | None, text: str = "") -> None:
+        """Send the last Chunk and wait for its acknowledgement. Raises StreamBroken without one."""
+        self._text += text
+        self._last = Last(reason, usage)
+        if self._released:
+            self._writer.wake(self)
+        if not await asyncio.shield(self._over):
+            raise StreamBroken
+
+    # --- for the writer ---
+
+    def take(self) -> Chunk | None:
+        """The next Chunk: everything that waits; None when there is nothing to send."""
+        if self._over.done() or not (self._tokens or self._last):
+            return None
+        last = self._last
+        self._chars += len(self._text)
+        chunk = Chunk(
+            id=self.request_id,
+            attempt=self._attempt,
+            run=self._run,
+            seq=self._seq,
+            index=self._index,
+            token_ids=tuple(self._tokens),
+            text=self._text,
+            chars=self._chars,
+            finish_reason=last.finish_reason if last else None,
+            usage=last.usage if last else None,
+        )
+        self._seq += 1
+        self._index += len(self._tokens)
+        self._tokens.clear()
+        self._text = ""
+        self._last = None
+        self._room.set()
+        return chunk
+
+    def size(self) -> int:
+        """How many bytes the next Chunk has at most."""
+        fixed = _CHUNK_BYTES + _CHAR_BYTES * len(self.request_id)
+        return fixed + _TOKEN_BYTES * len(self._tokens) + _CHAR_BYTES * len(self._text)
+
+    def landed(self, chunk: Chunk) -> None:
+        """The Chunk was acknowledged."""
+        if chunk.finish_reason is not None and not self._over.done():
+            self._over.set_result(True)
+
+
+class ChunkWriters:
+    """The writers of all lanes of one worker."""
+
+    def __init__(self, outbox: Outbox, life: Lifetime, lanes: int) -> None:
+        self._lanes = lanes
+        self._writers = [_LaneWriter(outbox, life, lane) for lane in range(lanes)]
+
+    def open(
+        self, request_id: str, attempt: int, run: str, *, index: int, chars: int
+    ) -> ChunkStream:
+        """The stream of a new run, which continues at token `index` and character `chars`."""
+        writer = self._writers[lane_of(request_id, self._lanes)]
+        return ChunkStream(writer, request_id, attempt, run, index, chars)
+
+
+class _LaneWriter:
+    """Appends the Chunks of one lane, one batch at a time; streams go in the order of waking."""
+
+    def __init__(self, outbox: Outbox, life: Lifetime, lane: int) -> None:
+        self._outbox = outbox
+        self._life = life
+        self._lane = lane
+        self._ready: dict[ChunkStream, None] = {}
+        self._writing = False
+
+    def wake(self, stream: ChunkStream) -> None:
+        """This stream has something to send."""
+        self._ready[stream] = None
+        if not self._writing:
+            self._writing = True
+            self._life.spawn(f"chunks of lane {self._lane}", self._write())
+
+    async def _write(self) -> None:
+        try:
+            while self._ready:
+                await self._life.clock.sleep(0)  # the other outputs of this engine step join
+                await self._append(self._take())
+        finally:
+            self._writing = False
+
+    def _take(self) -> list[tuple[ChunkStream, Chunk]]:
+        batch: list[tuple[ChunkStream, Chunk]] = []
+        room = BATCH_BYTES
+        for stream in list(self._ready):
+            room -= stream.size()
+            if batch and room < 0:
+                break
+            del self._ready[stream]
+            if (chunk := stream.take()) is not None:
+                batch.append((stream, chunk))
+        return batch
+
+    async def _append(self, batch: Sequence[tuple[ChunkStream, Chunk]]) -> None:
+        if not batch:
+            return
+        try:
+            await self._outbox.send_batch(
+                RESPONSES, self._lane, [(stream.request_id, chunk) for stream, chunk in batch]
+            )
+        except (AppendFailed, RecordTooLarge) as e:
+            log.warning("lane %d: %d runs are broken: %s", self._lane, len(batch), e)
+            for stream, _ in batch:
+                stream.abandon()
+        else:
+            for stream, chunk in batch:
+                stream.landed(chunk)

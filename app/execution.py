@@ -1,0 +1,265 @@
+"""One run, executed: Started, the engine's answer, its Chunks, and how it ended.
+
+    Started ─────────► acknowledged: Chunks may go out ─────► PrefillDone after the first token
+    engine.generate ─► text ─► ChunkStream ─► last Chunk acknowledged ─► Outcome
+
+Both lines run side by side, so that the acknowledgement of Started hides behind the prefill.
+Owns the run's tokens, text and times. Who may run, and the Finished that reports the outcome, are
+`app/runs.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from app.chunks import ChunkStream, ChunkWriters, StreamBroken
+from app.engine.contract import (
+    Engine,
+    EngineDead,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    usage,
+)
+from app.lifetime import Lifetime
+from app.preprocess.byte_level import Detokenizer
+from streams.codecs import unpack_tokens
+from streams.errors import AppendFailed
+from streams.outbox import Outbox
+from streams.records import (
+    Assignment,
+    FinishReason,
+    PrefillDone,
+    Request,
+    RunCode,
+    RunKey,
+    Started,
+)
+from streams.topics import LEDGER
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 4
+
+_CODES: dict[FinishReason, RunCode] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "cancelled",
+    "error": "error",
+    "content_filter": "stop",
+}
+
+
+class Outcome(NamedTuple):
+    """How a run ended. `fatal`: the engine is dead, and the process has to go with it."""
+
+    code: RunCode
+    retryable: bool = False
+    message: str = ""
+    cached_tokens: int = 0
+    fatal: EngineDead | None = None
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of this worker. Times are of the injected clock, in seconds."""
+
+    key: RunKey
+    assignment: Assignment
+    number: int
+    accepted_at: float
+    deadline: float
+    context: GenerateContext
+    first_token: asyncio.Event
+    state: Literal["waiting", "running", "closing"] = "waiting"
+    tokens: int = 0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    stream: ChunkStream | None = None
+    task: asyncio.Task[None] | None = None
+    stopped_as: Outcome | None = None
+    """What the run ends as when it is stopped from outside; its task is cancelled for it."""
+
+    @property
+    def ttft_ms(self) -> float:
+        """From the acceptance to the first token; 0 before."""
+        return (self.first_token_at - self.accepted_at) * 1000 if self.tokens else 0.0
+
+    @property
+    def itl_ms(self) -> float:
+        """Mean time from token to token; 0 for fewer than two."""
+        if self.tokens < 2:
+            return 0.0
+        return (self.last_token_at - self.first_token_at) * 1000 / (self.tokens - 1)
+
+    def count(self, tokens: int, now: float) -> None:
+        """Tokens came out of the engine."""
+        if not self.tokens:
+            self.first_token_at = now
+        self.tokens += tokens
+        self.last_token_at = now
+
+
+def continuation(request: Request, taken: bytes) -> Request:
+    """What is left to generate when `taken` (u32 token ids) is out: longer prompt, lower limits.
+
+    A seed is mixed with the tokens: drawn again as it is, it would repeat the same draws.
+    """
+    if not taken:
+        return request
+    count = len(taken) // TOKEN_BYTES
+    stop, sampling = request.stop, request.sampling
+    left = None if stop.max_tokens is None else max(stop.max_tokens - count, 0)
+    stop = replace(stop, max_tokens=left, min_tokens=max(stop.min_tokens - count, 0))
+    if sampling.seed is not None:
+        mixed = blake2b(b"%d" % sampling.seed + taken, digest_size=4).digest()
+        sampling = replace(sampling, seed=int.from_bytes(mixed, "little"))
+    return replace(request, token_ids=request.token_ids + taken, stop=stop, sampling=sampling)
+
+
+class Executor:
+    """Executes runs of one epoch of a worker with its engine."""
+
+    def __init__(
+        self,
+        life: Lifetime,
+        outbox: Outbox,
+        engine: Engine,
+        chunks: ChunkWriters,
+        worker: str,
+        epoch: int,
+    ) -> None:
+        self._life = life
+        self._outbox = outbox
+        self._engine = engine
+        self._chunks = chunks
+        self._worker = worker
+        self._epoch = epoch
+
+    async def execute(self, run: Run) -> Outcome:
+        """Run it to its end. Cancelled without `run.stopped_as`, it leaves no further word."""
+        if run.stopped_as is not None:
+            return run.stopped_as
+        assignment = run.assignment
+        run.stream = stream = self._chunks.open(
+            run.key.id,
+            run.key.attempt,
+            str(run.number),
+            index=len(assignment.taken) // TOKEN_BYTES,
+            chars=assignment.taken_chars,
+        )
+        announced = self._life.spawn(f"announce {run.key.id}", self._announce(run, stream))
+        try:
+            outcome = await self._outcome(run, stream)
+            run.state = "closing"
+            if run.tokens and not stream.broken:
+                await asyncio.wait([announced])  # PrefillDone comes before Finished
+            return outcome
+        finally:
+            announced.cancel()
+            stream.abandon()
+
+    async def abort(self, run: Run) -> None:
+        """Pass an explicit cancel on to the engine; what it says about it is only logged."""
+        try:
+            await self._engine.abort(run.context)
+        except Exception:
+            log.exception("abort of %s failed", run.key.id)
+
+    async def _announce(self, run: Run, stream: ChunkStream) -> None:
+        assignment, (request_id, attempt, phase) = run.assignment, run.key
+        started = Started(
+            id=request_id, attempt=attempt, phase=phase, worker=self._worker, epoch=self._epoch,
+            run=run.number, origin=assignment.origin, responses_from=assignment.responses_from,
+            deadline_ms=assignment.deadline_ms,
+            prompt_tokens=len(assignment.request.token_ids) // TOKEN_BYTES,
+        )  # fmt: skip
+        try:
+            await self._outbox.persist(LEDGER, request_id, started, until=run.deadline)
+        except AppendFailed as e:
+            log.warning("%s: Started was not acknowledged before its deadline: %s", request_id, e)
+            stream.abandon()
+            return
+        stream.release()
+        await run.first_token.wait()
+        done = PrefillDone(
+            id=request_id, attempt=attempt, phase=phase, worker=self._worker, epoch=self._epoch,
+            run=run.number, ttft_ms=run.ttft_ms, prefill_ms=run.ttft_ms,
+        )  # fmt: skip
+        try:
+            await self._outbox.send(LEDGER, request_id, done)
+        except AppendFailed as e:  # only the load of this worker is overestimated for a while
+            log.warning("%s: PrefillDone was not acknowledged: %s", request_id, e)
+
+    async def _outcome(self, run: Run, stream: ChunkStream) -> Outcome:
+        """The answer's outcome, whatever goes wrong in it."""
+        try:
+            return await self._answer(run, stream)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            if not task.cancelling():
+                return Outcome("error", retryable=True, message="cancelled inside the engine")
+            if run.stopped_as is None or task.uncancel() > 0:
+                raise
+            return run.stopped_as
+        except StreamBroken:
+            return Outcome("broken", message="a Chunk was not acknowledged")
+        except EngineError as e:
+            fatal = e if isinstance(e, EngineDead) else None
+            return Outcome("error", retryable=True, message=str(e), fatal=fatal)
+        except Exception as e:
+            log.exception("%s: the engine failed", run.key.id)
+            return Outcome("error", retryable=True, message=repr(e))
+
+    async def _answer(self, run: Run, stream: ChunkStream) -> Outcome:
+        """Generate and send the answer, up to its last ack. Raises retryable EngineErrors."""
+        assignment = run.assignment
+        taken = unpack_tokens(assignment.taken)
+        text = Detokenizer(taken)
+        try:
+            last = await self._generate(run, stream, text)
+        except EngineError as e:
+            if e.retryable:
+                raise
+            last = EngineOutput.error(str(e))
+        assert last.finish_reason is not None
+        run.state = "closing"
+        counts = usage(
+            prompt_tokens=len(assignment.request.token_ids) // TOKEN_BYTES,
+            completion_tokens=len(taken) + run.tokens,
+            cached_tokens=last.usage.cached_tokens if last.usage else 0,
+        )
+        await stream.finish(last.finish_reason, counts, text.end())
+        return Outcome(
+            _CODES[last.finish_reason], message=last.message, cached_tokens=counts.cached_tokens
+        )
+
+    async def _generate(self, run: Run, stream: ChunkStream, text: Detokenizer) -> EngineOutput:
+        """Pass the engine's outputs on as they come; returns the last one, its tokens passed on."""
+        request = continuation(run.assignment.request, run.assignment.taken)
+        if request.stop.max_tokens == 0:
+            return EngineOutput.length()
+        async with aclosing(self._engine.generate(request, run.context)) as outputs:
+            async for output in outputs:
+                await self._pass_on(run, stream, text, output.token_ids)
+                if output.finish_reason is not None:
+                    return output
+        raise EngineError("the engine ended its answer without a finish reason", retryable=True)
+
+    async def _pass_on(
+        self, run: Run, stream: ChunkStream, text: Detokenizer, token_ids: Sequence[int]
+    ) -> None:
+        if not token_ids:
+            return
+        run.count(len(token_ids), self._life.clock.now())
+        run.context.notify_first_token()
+        await stream.push(token_ids, text.push(token_ids))

@@ -1,0 +1,87 @@
+"""How a worker is known to the fleet: its card in the registry, and what others do to it there.
+
+Owns one life after the other of a worker. A life is an *epoch*: the offset of its first card, so
+epochs are unique and rise. Whoever sees a newer card of a worker takes the older epochs for dead,
+so a worker that finds its own name used by a newer life must stop at once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from app.lifetime import Lifetime
+from streams.outbox import Outbox
+from streams.records import Fact, Tombstone, WorkerCard
+from streams.topics import REGISTRY
+
+REGISTER_S = 60.0
+"""How long a worker tries to register before it gives up and its process ends."""
+
+Verdict = Literal["fine", "rewrite", "renew", "yield"]
+"""What a record means for us: nothing; our card was overwritten; this epoch is over, take a new
+one; another process has our name."""
+
+
+def key_of(worker: str) -> str:
+    """The registry key of a worker."""
+    return f"worker/{worker}"
+
+
+def judge(fact: Fact, card: WorkerCard, written_at: int) -> Verdict:
+    """What a registry record says about us; our newest card stands at offset `written_at`."""
+    record = fact.record
+    if isinstance(record, WorkerCard) and record.id == card.id:
+        epoch = fact.offset if record.epoch is None else record.epoch
+        own = record.life == card.life
+    elif isinstance(record, Tombstone) and record.key == key_of(card.id):
+        epoch = fact.offset if record.epoch is None else record.epoch
+        own = True  # a tombstone ends an epoch, it does not claim the name
+    else:
+        return "fine"
+    assert card.epoch is not None, "judged before it was registered"
+    if epoch > card.epoch:
+        return "renew" if own else "yield"
+    if isinstance(record, Tombstone) and epoch == card.epoch:
+        return "renew"
+    return "rewrite" if epoch < card.epoch and fact.offset > written_at else "fine"
+
+
+class Registration:
+    """Writes the card of one process; every life of it has the same random `life`."""
+
+    def __init__(self, outbox: Outbox, life: Lifetime, card: WorkerCard) -> None:
+        self._outbox = outbox
+        self._clock = life.clock
+        self.card = msgspec.structs.replace(card, life=f"{life.rng.getrandbits(64):016x}")
+        self.written_at = -1
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the present life. Only after `begin`."""
+        assert self.card.epoch is not None, "not registered yet"
+        return self.card.epoch
+
+    async def begin(self) -> int:
+        """Start a life: the first card has no epoch, its offset is the epoch, the second says so.
+
+        Raises AppendFailed after REGISTER_S without an acknowledgement.
+        """
+        until = self._clock.now() + REGISTER_S
+        unborn = msgspec.structs.replace(self.card, epoch=None)
+        first = await self._outbox.persist(REGISTRY, key_of(unborn.id), unborn, until=until)
+        self.card = msgspec.structs.replace(unborn, epoch=first.offset)
+        await self.rewrite()
+        return first.offset
+
+    async def rewrite(self) -> None:
+        """Write the card again, as it is. Raises as `begin`."""
+        until = self._clock.now() + REGISTER_S
+        key = key_of(self.card.id)
+        self.written_at = (await self._outbox.persist(REGISTRY, key, self.card, until=until)).offset
+
+    async def leave(self, until: float) -> None:
+        """Say that this epoch is over for good. Raises AppendFailed past `until`."""
+        key = key_of(self.card.id)
+        await self._outbox.persist(REGISTRY, key, Tombstone(key=key, epoch=self.epoch), until=until)

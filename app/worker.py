@@ -1,0 +1,322 @@
+"""The worker process: one engine behind one slot of `assignments`.
+
+    assignments[slot] ─► Runs ─► engine ─► responses (Chunks), ledger (Started, Finished)
+    registry ──────────► who else uses our name; heartbeats ─► kv-events
+
+The order of the start is what makes an epoch safe: the slot's end is taken before the card is
+written, so no assignment of this epoch can lie before it; cache events of the last life are cleared
+before the first heartbeat makes the worker routable.
+
+Wires and keeps time. Runs are `app/runs.py`'s, cards `app/registration.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from app.chunks import ChunkWriters
+from app.engine.contract import Engine
+from app.engine.echo import EchoEngine
+from app.engine.validator import ValidatedEngine
+from app.execution import Executor
+from app.lifetime import Lifetime, serve
+from app.registration import REGISTER_S, Registration, judge
+from app.runs import Limits, Runs
+from app.settings import Settings
+from streams.clock import BrokerClock
+from streams.codecs import decode
+from streams.errors import AppendFailed, RecordError
+from streams.outbox import Outbox
+from streams.ports import Log, Partition, Record
+from streams.records import (
+    Assignment,
+    Blocks,
+    CancelRun,
+    EngineConfig,
+    Fact,
+    Heartbeat,
+    Lost,
+    WorkerCard,
+    WorkerState,
+)
+from streams.topics import ASSIGNMENTS, KV_EVENTS, REGISTRY, RESPONSES, partition_of
+
+if TYPE_CHECKING:
+    from faststream import FastStream
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+NOTICE_BEATS = 2
+"""Heartbeats for which a draining worker still takes work: routers notice within them."""
+CLEARED = b"\x02"
+FAREWELL_S = 5.0
+"""What a stopping worker gives each of its last words, in seconds."""
+
+
+class NameTaken(Exception):
+    """A newer process uses this worker's id. Give each worker its own KVLANE_WORKER_ID."""
+
+
+class Worker:
+    """One worker. `start` returns when it is registered and its first heartbeat is out."""
+
+    def __init__(
+        self,
+        log: Log,
+        settings: Settings,
+        life: Lifetime,
+        engine: Engine,
+        *,
+        worker_id: str | None = None,
+    ) -> None:
+        self.id = worker_id or settings.worker_id
+        self._log = log
+        self._settings = settings
+        self._life = life
+        self._clock = life.clock
+        self._engine = engine
+        self._broker_clock = BrokerClock(life.clock)
+        self._outbox = Outbox(log, life.clock, self._broker_clock)
+        self._state: WorkerState = "ready"
+        self._runs: Runs | None = None
+        self._between_lives = asyncio.Lock()
+        self._slot = Partition(ASSIGNMENTS, 0)
+        self._slot_offset = 0
+        self._loops: list[asyncio.Task[Any]] = []
+
+    @property
+    def epoch(self) -> int | None:
+        """The present epoch; None before the first and between two."""
+        return self._runs.epoch if self._runs is not None else None
+
+    async def start(self) -> None:
+        """Start the engine, register, serve. Raises what the engine or the log raise."""
+        try:
+            config = await self._engine.start(self.id)
+            await self._enter(config)
+        except BaseException:
+            await self._within("cleanup", self._engine.cleanup())
+            raise
+        self._engine_held = self._life.spawn("engine", self._hold_engine())
+
+    async def stop(self) -> None:
+        """Leave in good order: announce it, finish or break off what runs, say goodbye."""
+        self._state = "draining"
+        await self._beat()
+        await self._clock.sleep(NOTICE_BEATS * self._settings.heartbeat_s)
+        if self._runs is not None:
+            await self._finish(self._runs)
+        await _cancelled(*self._loops)
+        self._lose()
+        await self._within("drain", self._engine.drain())
+        await _cancelled(self._engine_held)
+        try:
+            await self._registration.leave(self._clock.now() + FAREWELL_S)
+        except AppendFailed as e:
+            log.warning("the tombstone of %s was not acknowledged: %s", self.id, e)
+
+    async def _finish(self, runs: Runs) -> None:
+        """Hand new work back, let the old end within the grace, break off the rest."""
+        runs.hand_back()
+        if not await runs.idle(self._clock.now() + self._settings.drain_grace_s):
+            runs.break_off()
+            await runs.idle(self._clock.now() + FAREWELL_S)
+
+    async def _within(self, what: str, duty: Coroutine[Any, Any, None]) -> None:
+        """One of the engine's last duties, within the grace; a failure is logged and swallowed."""
+        try:
+            async with asyncio.timeout(max(self._settings.drain_grace_s, FAREWELL_S)):
+                await duty
+        except Exception:
+            log.exception("%s of the engine of %s failed", what, self.id)
+
+    # --- lives -----------------------------------------------------------------------------------
+
+    async def _enter(self, config: EngineConfig) -> None:
+        slot = partition_of(self.id.encode(), await self._log.partitions(ASSIGNMENTS))
+        self._slot = Partition(ASSIGNMENTS, slot)
+        self._chunks = ChunkWriters(self._outbox, self._life, await self._log.partitions(RESPONSES))
+        self._limits = Limits(
+            running=config.max_num_seqs or self._settings.max_num_seqs,
+            waiting=self._settings.worker_queue,
+            remember_s=self._settings.max_lifetime_s,
+        )
+        self._slot_offset = (await self._log.end_offsets(ASSIGNMENTS, [slot]))[slot]
+        registry_from = (await self._log.end_offsets(REGISTRY, [0]))[0]
+        card = WorkerCard(
+            id=self.id,
+            slot=slot,
+            model=config.served_model_name or config.model,
+            config=config,
+        )
+        self._registration = Registration(self._outbox, self._life, card)
+        await self._begin_life()
+        self._loops = [
+            self._life.spawn("registry", self._watch_registry(registry_from)),
+            self._life.spawn("heartbeats", self._keep_beating()),
+            self._life.spawn("slot", self._read_slot(self._slot_offset)),
+        ]
+
+    async def _begin_life(self) -> None:
+        epoch = await self._registration.begin()
+        cleared = Blocks(
+            worker=self.id, epoch=epoch, first_event_id=0, model=self._registration.card.model,
+            kinds=CLEARED, tiers=b"\0", positions=bytes(4), counts=bytes(4),
+        )  # fmt: skip
+        until = self._clock.now() + REGISTER_S
+        await self._outbox.persist(KV_EVENTS, self.id, cleared, until=until)
+        executor = Executor(self._life, self._outbox, self._engine, self._chunks, self.id, epoch)
+        self._runs = Runs(
+            executor, self._life, self._outbox, self._broker_clock, self._limits, self.id, epoch
+        )
+        log.info("worker %s serves slot %d as epoch %d", self.id, self._slot.partition, epoch)
+        await self._beat()
+
+    def _lose(self) -> bool:
+        """This epoch is dead to everybody: forget its runs at once, without a word."""
+        runs, self._runs = self._runs, None
+        if runs is not None:
+            runs.drop()
+        return runs is not None
+
+    def _renew(self, why: str) -> None:
+        """Lose this epoch and begin another life; nothing to do between two lives."""
+        if self._lose():
+            log.warning("worker %s: epoch %d is lost: %s", self.id, self._registration.epoch, why)
+            self._loops.append(self._life.spawn("renew", self._begin_another_life()))
+
+    async def _begin_another_life(self) -> None:
+        async with self._between_lives:
+            await self._begin_life()
+
+    async def _hold_engine(self) -> None:
+        """Whatever ends this process in order or in failure, the engine is cleaned up once."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await self._within("cleanup", self._engine.cleanup())
+
+    # --- loops -----------------------------------------------------------------------------------
+
+    async def _read_slot(self, position: int) -> None:
+        reader = self._log.reader()
+        reader.assign({self._slot: position})
+        try:
+            while True:
+                for records in (await reader.poll(POLL_S)).values():
+                    for record in records:
+                        self._receive(record)
+        finally:
+            await reader.close()
+
+    def _receive(self, record: Record) -> None:
+        """One record of the slot; the heartbeat's offset moves with the state it describes."""
+        self._broker_clock.observe(record.timestamp)
+        self._slot_offset = record.offset + 1
+        try:
+            order = decode(record)
+        except RecordError as e:
+            log.warning("%s[%d] %d is skipped: %s", *self._slot, record.offset, e)
+            return
+        runs = self._runs
+        if (
+            not isinstance(order, Assignment | CancelRun | Lost)
+            or runs is None
+            or order.worker != self.id
+            or order.epoch != runs.epoch
+        ):
+            return
+        if isinstance(order, Assignment):
+            runs.accept(order)
+        elif isinstance(order, CancelRun):
+            runs.cancel(order)
+        else:
+            self._renew(f"{order.by or 'a router'} heard nothing of it for {order.silent_ms} ms")
+
+    async def _watch_registry(self, position: int) -> None:
+        reader = self._log.reader()
+        reader.assign({Partition(REGISTRY, 0): position})
+        try:
+            while True:
+                for records in (await reader.poll(POLL_S)).values():
+                    for record in records:
+                        await self._consider(record)
+        finally:
+            await reader.close()
+
+    async def _consider(self, record: Record) -> None:
+        try:
+            fact = Fact(record.offset, record.timestamp, decode(record))
+        except RecordError:
+            return  # somebody else's, of a newer version or broken
+        async with self._between_lives:
+            registration = self._registration
+            match judge(fact, registration.card, registration.written_at):
+                case "fine":
+                    pass
+                case "rewrite":
+                    log.warning("worker %s: its card was overwritten, writing it again", self.id)
+                    await registration.rewrite()
+                case "renew":
+                    self._renew("the registry says so")
+                case "yield":
+                    self._lose()
+                    raise NameTaken(
+                        f"another process took the worker id {self.id!r}: "
+                        "give each worker its own KVLANE_WORKER_ID"
+                    )
+
+    async def _keep_beating(self) -> None:
+        while True:
+            await self._clock.sleep(self._settings.heartbeat_s)
+            if self._runs is not None:
+                self._runs.expire()
+                await self._beat()
+
+    async def _beat(self) -> None:
+        """One try: the next heartbeat says more than a late one."""
+        runs = self._runs
+        if runs is None:
+            return
+        heartbeat = Heartbeat(
+            worker=self.id,
+            epoch=runs.epoch,
+            slot_offset=self._slot_offset,
+            state=self._state,
+            running=runs.progress(),
+            waiting=runs.waiting,
+        )
+        try:
+            await self._outbox.send(KV_EVENTS, self.id, heartbeat)
+        except AppendFailed as e:
+            log.warning("a heartbeat of %s was not acknowledged: %s", self.id, e)
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def build(log: Log, settings: Settings, life: Lifetime) -> Worker:
+    """A worker with the engine of the settings."""
+    engine: Engine = EchoEngine(
+        life.clock,
+        settings.echo_itl_ms / 1000,
+        model=settings.model,
+        context_length=settings.context_length,
+        max_num_seqs=settings.max_num_seqs,
+    )
+    if settings.debug:
+        engine = ValidatedEngine(engine)
+    return Worker(log, settings, life, engine)
+
+
+def __getattr__(name: str) -> FastStream:
+    if name == "app":
+        return serve("worker", build)
+    raise AttributeError(name)
