@@ -1,7 +1,7 @@
 """The log over Apache Kafka: the ports of `streams/ports.py` by means of aiokafka.
 
-`KafkaLog` is one process's connection. It adds the prefix of the deployment to topic names, and
-translates every error of the client (`streams/errors.py`), with the cause kept. The parts:
+`KafkaLog` is one process's connection. It adds the prefix of the deployment to the names of topics
+and groups, and translates every error of the client (`streams/errors.py`), with the cause kept.
 
     kafka_producer.py   appending            kafka_reader.py   reading without a group
     kafka_member.py     reading in a group   kafka_client.py   what all clients share
@@ -30,6 +30,9 @@ from streams.ports import Appended, Entry, Ownership, Partition
 from streams.topics import partition_of
 
 T = TypeVar("T")
+
+_HEARSAY_S = 0.5
+"""A broker may not have heard of a new topic yet; after this long it does not exist."""
 
 
 class KafkaLog:
@@ -86,12 +89,16 @@ class KafkaLog:
     async def partitions(self, topic: str) -> int:
         """How many partitions a topic has. Raises TopicsDiffer, BrokerUnavailable."""
         self._check_open()
-        if topic not in self._partitions:
-            await self._learn_partitions()
-            if topic not in self._partitions:
+        asked = 0
+        while topic not in self._partitions:
+            if asked * RETRY_S > _HEARSAY_S:
                 raise TopicsDiffer(
                     f"topic {self.prefix}{topic} does not exist: run `kvlane topics create`"
                 )
+            if asked:
+                await asyncio.sleep(RETRY_S)
+            await self._learn_partitions()
+            asked += 1
         return self._partitions[topic]
 
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
@@ -145,7 +152,7 @@ class KafkaLog:
         return reader
 
     def member(self, topic: str, group: str, ownership: Ownership) -> KafkaMember:
-        """A member that joins the group (of this very name) at its first poll."""
+        """A member that joins the group at its first poll."""
         self._check_open()
         member = KafkaMember(self, topic, group, ownership)
         self._users[member] = None

@@ -53,13 +53,13 @@ class KafkaMember:
         session_ms = kafka.connection.session_timeout_ms
         self._kafka = kafka
         self._topic = topic
-        self._group = group
+        self._group = kafka.prefix + group
         self._ownership = ownership
         self._client = LazyConsumer(
             {
                 **kafka.options,
                 **READING,
-                "group_id": group,
+                "group_id": self._group,
                 "partition_assignment_strategy": (RangePartitionAssignor,),
                 "heartbeat_interval_ms": min(HEARTBEAT_MS, session_ms // 3),
                 "session_timeout_ms": session_ms,
