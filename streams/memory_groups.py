@@ -66,6 +66,11 @@ class Group:
         if self.members.pop(member.id, None) is not None:
             self._rebalance()
 
+    def evict(self, member_id: str) -> None:
+        """As if the member's time-out had struck; it does not know."""
+        if self.members.pop(member_id, None) is not None:
+            self._rebalance()
+
     def expire(self) -> None:
         """Drop members whose time is over, and end a rebalance that has waited long enough."""
         now = self._broker.clock.now()
@@ -152,6 +157,7 @@ class MemoryMember:
                 if self._log.broker.available:
                     if self._news():
                         await self._log.travel("heartbeat")
+                        self._check_open()
                     self._attend()
                     if batch := self._take(max_records):
                         return batch

@@ -33,11 +33,11 @@ START_MS = 1_700_000_000_000
 """Wall clock at virtual time 0."""
 
 
-class Deadlock(RuntimeError):  # noqa: N818 - the word for it
+class Deadlock(RuntimeError):
     """Nothing can ever run again."""
 
 
-class OutOfSteps(RuntimeError):  # noqa: N818 - as above
+class OutOfSteps(RuntimeError):
     """The loop ran more callbacks than it was allowed to: something spins."""
 
 

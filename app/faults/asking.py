@@ -1,0 +1,99 @@
+"""What the clients of a simulation ask: requests, repeats, cancels, and the answers due.
+
+Everything is drawn before the first record is written, so that a seed asks the same whatever the
+world does. Clients publish from one process of their own, under the same weather as all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import NamedTuple
+
+from app.engine.echo import echo_answer
+from app.faults.vtime import VirtualClock, process_context
+from app.faults.world import World
+from app.preprocess.byte_level import ASSISTANT, Detokenizer
+from streams.codecs import pack_tokens
+from streams.outbox import Outbox
+from streams.records import Cancel, Request, StopConditions
+from streams.topics import REQUESTS
+
+TEXTS = ("abc", "kvlane", "né", "→✓", "a", "tokens, please")
+UNHURRIED_S = 600.0
+
+
+class Question(NamedTuple):
+    """One request, and the whole answer that is due."""
+
+    request: Request
+    tokens: list[int]
+    text: str
+    cancelled: bool
+
+    @property
+    def hurried(self) -> bool:
+        """Whether its deadline may strike within the simulation."""
+        return self.request.deadline_s < UNHURRIED_S
+
+
+class Publication(NamedTuple):
+    """A record to publish, `at` seconds after the start."""
+
+    at: float
+    record: Request | Cancel
+
+
+class Asking:
+    """The questions of one seed, and the client process that asks them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        rng = random.Random(f"{world.seed} asking")
+        self.questions: dict[str, Question] = {}
+        self._publications: list[Publication] = []
+        for number in range(world.shape.requests):
+            self._draw(rng, f"r{number}", rng.random() * world.shape.faults_s)
+        self._publications.sort(key=lambda p: p.at)
+
+    def _draw(self, rng: random.Random, request_id: str, at: float) -> None:
+        prompt = [*rng.choice(TEXTS).encode(), ASSISTANT]
+        max_tokens = rng.choice((None, 1, 3, 7, 12))
+        request = Request(
+            id=request_id,
+            token_ids=pack_tokens(prompt),
+            deadline_s=rng.uniform(1.0, 20.0) if rng.random() < 0.12 else UNHURRIED_S,
+            stop=StopConditions(max_tokens=max_tokens),
+        )
+        tokens = echo_answer(prompt, max_tokens)
+        text = Detokenizer()
+        cancelled = rng.random() < 0.15
+        self.questions[request_id] = Question(
+            request, tokens, text.push(tokens) + text.end(), cancelled
+        )
+        self._publications.append(Publication(at, request))
+        while rng.random() < 0.2:
+            self._publications.append(Publication(at + rng.expovariate(0.3), request))
+        if cancelled:
+            cancel = Cancel(id=request_id, reason="of the client")
+            for _ in range(rng.choice((1, 1, 2))):
+                self._publications.append(Publication(at + rng.expovariate(0.5), cancel))
+
+    def start(self) -> asyncio.Task[None]:
+        """Start the clients; done when everything is published."""
+        return self._world.loop.create_task(
+            self._publish(), name="clients/main", context=process_context("clients")
+        )
+
+    async def _publish(self) -> None:
+        world = self._world
+        clock = VirtualClock(world.loop)
+        log = world.broker.connect("clients")
+        await log.start()
+        outbox = Outbox(log, clock)
+        publishing: list[asyncio.Task[object]] = []
+        for at, record in self._publications:
+            await clock.sleep(max(0.0, at - clock.now()))
+            publishing.append(asyncio.create_task(outbox.persist(REQUESTS, record.id, record)))
+        await asyncio.gather(*publishing)
+        await log.close()

@@ -1,0 +1,143 @@
+"""What is done to a world, drawn from its seed: kills, pauses, false deaths, moves, cuts, outages.
+
+Every deed is possible at any moment, also in the middle of another one's consequences; a process is
+hit between any two of its steps. `rest` ends it: whoever is paused goes on, whoever is dead starts
+again, and the network is quick.
+"""
+
+# ruff: noqa: SLF001 - a false accusation is made with the real tools
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from app.faults.world import RESTART_S, Node, World
+from app.router import Router
+from app.worker import Worker
+from streams.ports import Partition
+from streams.topics import KV_EVENTS, REQUESTS, RESPONSES
+
+MEAN_PAUSE_S = 0.8
+"""Between two deeds."""
+
+
+class Chaos:
+    """The evil of one seed."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rng = rng = random.Random(f"{world.seed} chaos")
+        deeds: list[tuple[float, Callable[[], None]]] = [
+            (2.0, self._kill_router),
+            (2.0, self._kill_worker),
+            (1.5, self._pause_router),
+            (1.5, self._pause_worker),
+            (0.5, self._terminate),
+            (1.0, self._accuse),
+            (1.0, self._evict),
+            (0.4, self._usurp),
+            (0.2, self._cut),
+            (0.3, self._outage),
+        ]
+        # Each seed leaves some deeds out, so that rare ones meet in pairs.
+        self._deeds = [d for d in deeds if rng.random() < 0.7] or deeds
+
+    async def rage(self) -> None:
+        """Do evil until the time for faults is over."""
+        world, rng = self._world, self._rng
+        weights = [weight for weight, _ in self._deeds]
+        while True:
+            await world.clock.sleep(rng.expovariate(1 / MEAN_PAUSE_S))
+            if world.loop.time() >= world.shape.faults_s:
+                return
+            rng.choices(self._deeds, weights)[0][1]()
+
+    def rest(self) -> None:
+        """No more faults from here on."""
+        world = self._world
+        world.history.happened("faults stop")
+        world.weather.clear()
+        world.broker.available = True
+        world.calm.set()
+        for node in world.living():
+            world.resume(node)
+
+    def _victim(self, kind: str) -> Node | None:
+        nodes = [n for n in self._world.living() if n.kind == kind]
+        return self._rng.choice(nodes) if nodes else None
+
+    def _kill_router(self) -> None:
+        self._kill(self._victim("router"))
+
+    def _kill_worker(self) -> None:
+        self._kill(self._victim("worker"))
+
+    def _kill(self, node: Node | None) -> None:
+        if node is not None:
+            self._world.kill(node)
+            self._world.reboot_later(node, self._rng.expovariate(1 / RESTART_S))
+
+    def _pause_router(self) -> None:
+        self._pause(self._victim("router"))
+
+    def _pause_worker(self) -> None:
+        self._pause(self._victim("worker"))
+
+    def _pause(self, node: Node | None) -> None:
+        if node is not None and not self._world.loop.is_held(node.label):
+            self._world.pause(node)
+            pause_s = self._rng.choice((0.3, 2.0, 6.0, 12.0)) * self._rng.random()
+            self._world.loop.call_later(pause_s, self._world.resume, node)
+
+    def _terminate(self) -> None:
+        if (node := self._victim(self._rng.choice(("router", "worker")))) is not None:
+            self._world.terminate(node)
+
+    def _accuse(self) -> None:
+        """A router declares a worker lost that it only believes to be."""
+        accuser, victim = self._victim("router"), self._victim("worker")
+        if accuser is None or victim is None or accuser.state != "up":
+            return
+        assert isinstance(accuser.process, Router)
+        assert isinstance(victim.process, Worker)
+        epoch = victim.process.epoch
+        if epoch is not None:
+            self._world.history.happened(f"{accuser.label} accuses {victim.label}")
+            declaring = accuser.process._deaths._declare(victim.name, epoch)
+            self._world.within(accuser, "accusation", declaring)
+
+    def _evict(self) -> None:
+        """The group's coordinator gives up a member that lives and does not know it."""
+        group = self._world.broker.group(REQUESTS, "router")
+        if group.members:
+            member = self._rng.choice(list(group.members))
+            self._world.history.happened(f"the group gives up {member}")
+            group.evict(member)
+
+    def _usurp(self) -> None:
+        """A worker is started under the name of one that runs."""
+        if (node := self._victim("worker")) is not None:
+            self._world.boot(node.kind, node.name)
+
+    def _cut(self) -> None:
+        """Retention takes records that somebody may still need."""
+        world, rng = self._world, self._rng
+        topic = rng.choice((RESPONSES, REQUESTS, KV_EVENTS))
+        partition = rng.randrange(world.broker.partitions[topic])
+        log = world.broker.log(topic, partition)
+        # What is not taken in yet must not go: no design survives that.
+        end = world.committed(partition) if topic == REQUESTS else log.end
+        if end > log.start:
+            world.truncate(Partition(topic, partition), rng.randint(log.start + 1, end))
+
+    def _outage(self) -> None:
+        """The broker is away for a while."""
+        world = self._world
+        world.history.happened("the broker is down")
+        world.broker.available = False
+        world.loop.call_later(3.0 * self._rng.random(), self._recover)
+
+    def _recover(self) -> None:
+        self._world.history.happened("the broker is back")
+        self._world.broker.available = True

@@ -1,0 +1,199 @@
+"""What must hold when the faults have stopped and the world has come to rest.
+
+    a reader sees     every request end exactly once, with the engine's tokens and text: all of
+                      them, or the first ones where its end has a cause; no hole in any stream
+    routers hold      the same Load at the same positions; nothing open, nothing due, no load left
+    the group has     everything committed
+    processes have    their steady tasks and no others; they failed only for reasons of the world
+
+`problems` lists what does not hold (yet), as texts; the first word is its kind.
+"""
+
+# ruff: noqa: SLF001 - what is inside the processes is what is judged here
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from app.engine.contract import EngineDead
+from app.faults.asking import Asking, Question
+from app.faults.world import World
+from app.router import Router
+from app.routing.load import UNCOUNTED, Load
+from app.worker import NameTaken
+from streams.codecs import decode
+from streams.errors import AppendFailed, BrokerUnavailable
+from streams.ports import Partition
+from streams.records import Chunk, End, Fact, Fence, Fencing
+from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
+from streams.transcript import Transcript
+
+STEADY = {
+    "router": {"load", "fleet", "scanner", "deaths", "response ends", "tick", "intake"},
+    "worker": {"engine", "registry", "heartbeats", "slot"},
+}
+OF_THE_WORLD = (AppendFailed, BrokerUnavailable, EngineDead, NameTaken)
+"""Errors that a process may end with in these simulations; an orchestrator starts it again."""
+
+
+def problems(world: World, asking: Asking) -> list[str]:
+    """Everything that does not hold now; [] when the world is as it should be."""
+    return [
+        *_uncommitted(world),
+        *_unread(world, asking),
+        *_unfinished(world),
+        *_different(world),
+        *_busy(world),
+        *_failed(world),
+    ]
+
+
+def restless(world: World) -> bool:
+    """Cheap: something is certainly still going on."""
+    return any(_uncommitted(world)) or any(_unfinished(world))
+
+
+def _uncommitted(world: World) -> Iterator[str]:
+    for lane in range(world.shape.lanes):
+        end = world.broker.log(REQUESTS, lane).end
+        if (committed := world.committed(lane)) < end:
+            yield f"uncommitted: lane {lane} stands at {committed} of {end}"
+
+
+# --- what readers see ----------------------------------------------------------------------------
+
+
+def _unread(world: World, asking: Asking) -> Iterator[str]:
+    shown: dict[str, Transcript] = defaultdict(Transcript)
+    for lane in range(world.shape.lanes):
+        for raw in world.lane(RESPONSES, lane):
+            record = decode(raw)
+            assert isinstance(record, Chunk | Fence | End)
+            shown[record.id].feed(record)
+    causes = _Causes(world)
+    for request_id, question in asking.questions.items():
+        yield from _misread(question, shown[request_id], causes)
+
+
+def _misread(question: Question, seen: Transcript, causes: _Causes) -> Iterator[str]:
+    request_id = question.request.id
+    if not seen.over:
+        yield f"hanging: {request_id} never ends (shown {seen.shown} tokens)"
+        return
+    if seen.holes:
+        yield f"hole: {request_id} lost {seen.holes} times a Chunk"
+    code = seen.end.code if seen.end is not None else seen.finish_reason
+    whole = code in ("stop", "length")
+    due = question.tokens if whole else question.tokens[: seen.shown]
+    if seen.tokens != due:
+        yield f"wrong: {request_id} ({code}) shows {seen.tokens}, due is {question.tokens}"
+    elif not question.text.startswith(seen.text) or (
+        # An End has no text: a character that was cut off by the limit stays unsaid then.
+        seen.end is None and whole and seen.text != question.text
+    ):
+        yield f"text: {request_id} ({code}) shows {seen.text!r}, due is {question.text!r}"
+    elif whole and (code == "length") != (question.request.stop.max_tokens is not None):
+        yield f"code: {request_id} ends as {code}"
+    if not whole and not causes.justify(question, str(code)):
+        yield f"causeless: {request_id} ends as {code}"
+
+
+class _Causes:
+    """Which ends are justified by what happened."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._failed: dict[str, set[int]] = defaultdict(set)
+        for lane in range(world.shape.lanes):
+            for raw in world.lane(LEDGER, lane):
+                record = decode(raw)
+                if isinstance(record, Fencing) and record.reason not in UNCOUNTED:
+                    self._failed[record.id].add(record.attempt)
+
+    def justify(self, question: Question, code: str) -> bool:
+        request_id = question.request.id
+        if code == "cancelled":
+            return question.cancelled
+        if code in ("deadline", "no_workers"):
+            return question.hurried
+        if code == "attempts":
+            return len(self._failed[request_id]) >= self._world.settings.max_attempts
+        if code == "lost":
+            lane = lane_of(request_id, self._world.shape.lanes)
+            cut = self._world.truncated
+            return Partition(RESPONSES, lane) in cut or Partition(REQUESTS, lane) in cut
+        return False
+
+
+# --- what routers hold ---------------------------------------------------------------------------
+
+
+def _routers(world: World) -> list[tuple[str, Router]]:
+    return [
+        (node.label, node.process)
+        for node in world.living("router")
+        if node.state == "up" and isinstance(node.process, Router)
+    ]
+
+
+def _unfinished(world: World) -> Iterator[str]:
+    for label, router in _routers(world):
+        load = router._load
+        for lane in range(world.shape.lanes):
+            end = world.broker.log(LEDGER, lane).end
+            if (position := load.position(Partition(LEDGER, lane))) != end:
+                yield f"behind: {label} has read {position} of {end} in lane {lane} of the ledger"
+            for request_id, story in load.lane(lane).unfinished.items():
+                yield f"open: {label} holds {request_id} as {story}"
+        for owner in router._owners.values():
+            for request_id in owner._jobs:
+                yield f"job: {label} still works on {request_id}"
+
+
+def _different(world: World) -> Iterator[str]:
+    states: dict[int, str] = {}
+    for lane in range(world.shape.lanes):
+        source = Partition(LEDGER, lane)
+        fold = Load(int(world.settings.dedup_window_s * 1000))
+        raw = world.lane(LEDGER, lane)
+        fold.apply(source, [Fact(r.offset, r.timestamp, decode(r)) for r in raw], len(raw))
+        states[lane] = fold.state_hash(source)
+    for label, router in _routers(world):
+        context = router._context
+        for lane, state in states.items():
+            if router._load.state_hash(Partition(LEDGER, lane)) != state:
+                yield f"different: {label} holds another Load of lane {lane} than its records say"
+        if left := (router._load.burdens._by_epoch or context._undelivered or context.holding):
+            yield f"load: {label} still counts {left}"
+    fleets = {router._fleet.state_hash(Partition(REGISTRY, 0)) for _, router in _routers(world)}
+    if len(fleets) > 1:
+        yield "different: routers hold different Fleets"
+
+
+# --- what processes are --------------------------------------------------------------------------
+
+
+def _busy(world: World) -> Iterator[str]:
+    for node in world.living():
+        if node.state != "up":
+            yield f"{node.state}: {node.label}"
+            continue
+        if world.present[node.name] is not node:
+            yield f"stray: {node.label} lives beside {world.present[node.name].label}"
+        tasks = {task.get_name().partition("/")[2] for task in node.life._tasks}
+        if more := tasks - STEADY[node.kind]:
+            yield f"task: {node.label} still has {sorted(more)}"
+        if fewer := STEADY[node.kind] - tasks:
+            yield f"missing: {node.label} has no task {sorted(fewer)}"
+        if node.engine is not None and node.engine.running:
+            yield f"running: the engine of {node.label} has {node.engine.running} streams"
+    for name, node in world.present.items():
+        if not node.living:
+            yield f"dead: {name} was not started again"
+
+
+def _failed(world: World) -> Iterator[str]:
+    for label, error in world.failures:
+        if not isinstance(error, OF_THE_WORLD):
+            yield f"failure: {label} ended with {error!r}"

@@ -1,0 +1,92 @@
+"""One seed, from an empty log to the verdict.
+
+    faults   processes live, clients ask, chaos reigns
+    rest     no more faults; everything drains, within DRAIN_S of virtual time
+    verdict  the invariants, once the world is quiet or the time is over
+
+A seed replays exactly, in any process: same records at the same virtual times, same verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from app.faults.asking import Asking
+from app.faults.chaos import Chaos
+from app.faults.history import History
+from app.faults.invariants import problems, restless
+from app.faults.vtime import Deadlock, OutOfSteps, VirtualLoop, run
+from app.faults.world import Shape, World
+
+DRAIN_S = 120.0
+"""A session time-out, a death, a few attempts one after the other and all their back-offs."""
+MAX_STEPS = 1_000_000
+
+
+@dataclass
+class Verdict:
+    """What became of a seed. `history` replays with the seed; times are virtual seconds."""
+
+    seed: int
+    problems: list[str]
+    history: History
+    shape: Shape
+    ended_s: float = 0.0
+    steps: int = 0
+    kinds: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kinds = frozenset(p.partition(":")[0] for p in self.problems)
+
+
+def simulate(seed: int) -> Verdict:
+    """Run one seed."""
+    shape = Shape.draw(random.Random(f"{seed} shape"))
+    worlds: list[World] = []
+
+    async def main(loop: VirtualLoop) -> Verdict:
+        loop.set_exception_handler(lambda _loop, _context: None)  # judged by the invariants
+        world = World(seed, loop, shape)
+        worlds.append(world)
+        found = await _play(world)
+        return Verdict(seed, found, world.history, shape, loop.time(), loop.steps)
+
+    with _silence():
+        try:
+            return run(main, random.Random(f"{seed} scheduler"), MAX_STEPS)
+        except (Deadlock, OutOfSteps) as e:
+            return Verdict(seed, [f"{type(e).__name__}: {e}"], worlds[0].history, shape)
+
+
+async def _play(world: World) -> list[str]:
+    asking = Asking(world)
+    chaos = Chaos(world)
+    for number in range(world.shape.routers):
+        world.boot("router", f"router-{number}")
+    for number in range(world.shape.workers):
+        world.boot("worker", f"worker-{number}")
+    publishing = asking.start()
+    await chaos.rage()
+    chaos.rest()
+    await publishing
+    until = world.loop.time() + DRAIN_S
+    while world.loop.time() < until:
+        await world.clock.sleep(1.0)
+        if not restless(world) and not problems(world, asking):
+            return []
+    return problems(world, asking)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Processes of a simulation fail by the dozen; their words are in the history."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,63 @@
+"""An engine that stumbles: stalls, errors that another worker may not have, deaths.
+
+What it generates is what the engine inside generates; only when, and whether to the end, differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from app.engine.contract import Engine, EngineDead, EngineError, EngineOutput, GenerateContext
+from streams.clock import Clock
+from streams.records import EngineConfig, Request
+
+STALLS, LONGEST_STALL_S = 0.04, 4.0
+FAILS, DIES = 0.01, 0.003
+
+
+class UnevenEngine(Engine):
+    """Stumbles by its seed until `calm` is set; `running` counts its open streams."""
+
+    def __init__(
+        self, engine: Engine, clock: Clock, rng: random.Random, calm: asyncio.Event
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._rng = rng
+        self._calm = calm
+        self.running = 0
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        """As the engine inside."""
+        return await self._engine.start(worker_id)
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """The stream of the engine inside, unevenly."""
+        self.running += 1
+        try:
+            async with aclosing(self._engine.generate(request, context)) as outputs:
+                async for output in outputs:
+                    await self._stumble()
+                    yield output
+        finally:
+            self.running -= 1
+
+    async def cleanup(self) -> None:
+        """As the engine inside."""
+        await self._engine.cleanup()
+
+    async def _stumble(self) -> None:
+        if self._calm.is_set():
+            return
+        draw = self._rng.random()
+        if draw < DIES:
+            raise EngineDead("the engine has died")
+        if draw < DIES + FAILS:
+            raise EngineError("the engine has failed", retryable=True)
+        if draw < DIES + FAILS + STALLS:
+            await self._clock.sleep(self._rng.random() * LONGEST_STALL_S)
