@@ -1,0 +1,109 @@
+"""A small world for tests: the log in memory, in virtual time.
+
+A scenario is an async function of one `World`; `in_world` makes a test of it. Time passes only
+where everything waits, so waits cost nothing and every run is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from app.faults.vtime import VirtualClock, VirtualLoop, run
+from streams.codecs import AnyRecord, encode
+from streams.memory import Fate, Faults, MemoryBroker, MemoryLog
+from streams.memory_faults import Operation
+from streams.memory_partition import MemoryRecord
+from streams.ports import Entry
+from streams.topics import partition_of
+
+Scenario = Callable[["World"], Coroutine[Any, Any, Any]]
+
+
+class Script(Faults):
+    """Faults by the test's own list: the next fates of appends to a topic, operations that fail."""
+
+    def __init__(self) -> None:
+        self.fates: dict[str, deque[Fate]] = {}
+        self.unanswered: set[Operation] = set()
+        self.asked: list[Operation] = []
+        self.slow: dict[Operation, float] = {}
+
+    def next_fates(self, topic: str, *fates: Fate) -> None:
+        self.fates.setdefault(topic, deque()).extend(fates)
+
+    def fate(self, client: str, topic: str, partition: int) -> Fate:
+        fates = self.fates.get(topic)
+        return fates.popleft() if fates else Fate.KEPT
+
+    def answered(self, client: str, operation: Operation) -> bool:
+        self.asked.append(operation)
+        return operation not in self.unanswered
+
+    def answer_s(self, client: str, operation: Operation) -> float:
+        return self.slow.get(operation, 0.0)
+
+
+class World:
+    """One broker with `lanes` lanes and its clock; tasks spawned here end with the scenario."""
+
+    def __init__(self, loop: VirtualLoop, lanes: int = 2) -> None:
+        self.clock = VirtualClock(loop)
+        self.faults = Script()
+        self.broker = MemoryBroker(self.clock, lanes=lanes, faults=self.faults)
+        self.lanes = lanes
+
+    async def connect(self, client: str = "client") -> MemoryLog:
+        log = self.broker.connect(client)
+        await log.start()
+        return log
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.get_running_loop().create_task(work)
+
+    async def sleep(self, seconds: float) -> None:
+        await self.clock.sleep(seconds)
+
+    async def until(self, condition: Callable[[], bool], within_s: float = 60.0) -> None:
+        deadline = self.clock.now() + within_s
+        while not condition():
+            assert self.clock.now() < deadline, "it never came true"
+            await self.clock.sleep(0.01)
+
+    def append(self, topic: str, partition: int, *records: AnyRecord, key: str = "k") -> int:
+        """Append past all clients and faults; the offset of the first record."""
+        entries = [encode(record, key) for record in records]
+        return self.broker.append(topic, partition, entries).offset
+
+    def append_raw(self, topic: str, partition: int, *entries: Entry) -> int:
+        return self.broker.append(topic, partition, entries).offset
+
+    def records(
+        self, topic: str, partition: int | None = None, key: str = ""
+    ) -> list[MemoryRecord]:
+        """What a partition holds: the given one, or that of a key."""
+        if partition is None:
+            partition = partition_of(key.encode(), self.broker.partitions[topic])
+        return list(self.broker.records(topic, partition))
+
+    def everywhere(self, topic: str) -> list[MemoryRecord]:
+        count = self.broker.partitions[topic]
+        return [r for p in range(count) for r in self.broker.records(topic, p)]
+
+
+def play(scenario: Scenario, lanes: int = 2) -> None:
+    """Run a scenario in a new world."""
+    run(lambda loop: scenario(World(loop, lanes)))
+
+
+def in_world(scenario: Scenario) -> Callable[[], None]:
+    """The test of a scenario."""
+
+    def test() -> None:
+        play(scenario)
+
+    test.__name__ = scenario.__name__
+    test.__doc__ = scenario.__doc__
+    return test
