@@ -152,7 +152,6 @@ class Intake:
         self._letters: asyncio.Queue[_Letter] = asyncio.Queue(LETTERS_QUEUED)
         self._claims: dict[int, Claim] = {}
         self._moved = asyncio.Event()
-        self._committing = asyncio.Lock()
         self._closing = False
         self._member: Member | None = None
         self.undecodable = 0
@@ -291,21 +290,20 @@ class Intake:
 
     async def _commit(self, member: Member) -> bool:
         """Commit the marks that moved; false when that must be tried again."""
-        async with self._committing:  # two at once could arrive in the wrong order
-            claims = list(self._claims.values())
-            marks = {c.partition: m for c in claims if (m := c.low_water) > c.committed}
-            if not marks:
-                return True
-            try:
-                await member.commit(marks)
-            except OwnershipLost as e:
-                # The revocation follows; until then there is nothing to say that anybody hears.
-                log.info("commit to %s refused: %s", self._topic, e)
-                return False
-            except AppendFailed as e:
-                log.warning("commit to %s failed, repeating: %s", self._topic, e)
-                return False
-            for claim in claims:
-                if claim.partition in marks:
-                    claim.committed = marks[claim.partition]
+        claims = list(self._claims.values())
+        marks = {c.partition: m for c in claims if (m := c.low_water) > c.committed}
+        if not marks:
             return True
+        try:
+            await member.commit(marks)
+        except OwnershipLost as e:
+            # The revocation follows; until then there is nothing to say that anybody hears.
+            log.info("commit to %s refused: %s", self._topic, e)
+            return False
+        except AppendFailed as e:
+            log.warning("commit to %s failed, repeating: %s", self._topic, e)
+            return False
+        for claim in claims:
+            if claim.partition in marks:
+                claim.committed = marks[claim.partition]
+        return True

@@ -23,7 +23,7 @@ Scenario = Callable[["World"], Coroutine[Any, Any, Any]]
 
 
 class Script(Faults):
-    """Faults by the test's own list: the next fates of appends to a topic, operations that fail."""
+    """Faults by the test's own list: fates of the next appends, failing and slow operations."""
 
     def __init__(self) -> None:
         self.fates: dict[str, deque[Fate]] = {}
@@ -41,6 +41,9 @@ class Script(Faults):
     def answered(self, client: str, operation: Operation) -> bool:
         self.asked.append(operation)
         return operation not in self.unanswered
+
+    def latency_s(self, client: str, operation: Operation) -> float:
+        return self.slow.get(operation, 0.0)
 
     def answer_s(self, client: str, operation: Operation) -> float:
         return self.slow.get(operation, 0.0)

@@ -257,6 +257,20 @@ async def test_nothing_is_committed_when_no_mark_moved(world: World) -> None:
 
 
 @in_world
+async def test_a_mark_is_committed_once(world: World) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b", "c"))
+    router = await (await a_router(world)).owns(0, 1)
+    router.owner.resume_all()
+    await router.received(3)
+    claim = router.owner.claims[0]
+    claim.done(0)
+    await world.sleep(5)
+    claim.done(2)  # moves no mark
+    await world.sleep(5)
+    assert world.faults.asked.count("commit") == 1
+
+
+@in_world
 async def test_an_unanswered_commit_is_repeated(world: World) -> None:
     world.faults.unanswered.add("commit")
     world.append(REQUESTS, 0, *requests("a"))
@@ -387,6 +401,29 @@ async def test_a_lane_that_comes_back_is_a_new_claim(world: World) -> None:
     await world.sleep(5)
     assert committed(world) == {}
     assert now.undone == 2
+
+
+@in_world
+async def test_an_assignment_without_a_revocation_is_a_new_claim_too(world: World) -> None:
+    owner = Owner()
+    intake = Intake(await world.connect(), REQUESTS, GROUP, owner, world.clock)
+    intake.assigned({0: 0, 1: 0})
+    before = owner.claims[0]
+    intake.assigned({0: 5})
+    assert before.lost
+    assert (owner.claims[0].start, owner.claims[1].lost) == (5, False)
+
+
+@in_world
+async def test_what_the_client_fetches_again_is_not_handed_on_again(world: World) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b", "c"))
+    owner = Owner()
+    intake = Intake(await world.connect(), REQUESTS, GROUP, owner, world.clock)
+    intake.assigned({0: 0})
+    records = world.records(REQUESTS, 0)
+    intake._hand_on(owner.claims[0], records[:2])
+    intake._hand_on(owner.claims[0], records)
+    assert owner.offsets() == [0, 1, 2]
 
 
 # --- records that cannot be read -----------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -74,7 +75,7 @@ async def test_pauses_double_up_to_a_cap(world: World) -> None:
     outbox.send_entry = timed  # type: ignore[assignment, method-assign]
     world.faults.next_fates(LEDGER, *[Fate.LOST] * 8)
     await outbox.persist(LEDGER, "a", FENCING)
-    pauses = [round(b - a, 3) for a, b in zip(tries, tries[1:], strict=False)]
+    pauses = [round(b - a, 3) for a, b in pairwise(tries)]
     assert pauses[:5] == [0.05, 0.1, 0.2, 0.4, 0.8]
     assert pauses[5:] == [LONGEST_PAUSE_S] * 3
 
