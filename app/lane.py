@@ -51,6 +51,7 @@ class LaneOwner:
             self._start(record.id, self._take(fact))
         elif isinstance(record, Cancel) and record.id in self._do.holding:
             self._jobs.pop(record.id).cancel()  # it only waits: nothing of it is half done
+            self._do.holding.discard(record.id)  # the next Cancel must not take this one for it
             self._start(record.id, self._cancel(fact, record, was_held=True))
         else:
             self._queue(fact, record)

@@ -121,7 +121,12 @@ class Procedures:
             await self.end(request.id, code, "no worker could take it in time")
             return
         now = s.load.story(self._lane, request.id)
-        if now is None or not (now.ended or now.attempt > rest.attempt or now.runs):
+        # A worker's refusal without our Assigned does not make an id known: it still wants one.
+        if (
+            now is None
+            or not now.known
+            or not (now.ended or now.attempt > rest.attempt or now.runs)
+        ):
             await self._dispatch(rest, choice)
 
     async def _hold(self, rest: Remainder) -> plan.Choice | None:
