@@ -12,11 +12,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from app.faults.vtime import PROCESS
 from app.faults.world import RESTART_S, Node, World
 from app.router import Router
 from app.worker import Worker
 from streams.ports import Partition
-from streams.topics import KV_EVENTS, REQUESTS, RESPONSES
+from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
+
+AMBUSHED = {LEDGER, RESPONSES, ASSIGNMENTS, REGISTRY}
+"""Topics on which the order of appends matters."""
 
 MEAN_PAUSE_S = 0.8
 """Between two deeds."""
@@ -40,6 +44,8 @@ class Chaos:
             (0.2, self._cut),
             (0.3, self._outage),
         ]
+        self._ambush = rng.choice((0.0, 0.01, 0.03, 0.06))
+        world.broker.on_append = self._lie_in_wait
         # Each seed leaves some deeds out, so that rare ones meet in pairs.
         self._deeds = [d for d in deeds if rng.random() < 0.7] or deeds
 
@@ -60,8 +66,19 @@ class Chaos:
         world.weather.clear()
         world.broker.available = True
         world.calm.set()
+        world.broker.on_append = None
         for node in world.living():
             world.resume(node)
+
+    def _lie_in_wait(self, topic: str) -> None:
+        """Strike a process whose record stands and that has not heard of it yet."""
+        if topic in AMBUSHED and self._rng.random() < self._ambush:
+            label = PROCESS.get()
+            node = next((n for n in self._world.living() if n.label == label), None)
+            if self._rng.random() < 0.5:
+                self._kill(node)
+            else:
+                self._pause(node)
 
     def _victim(self, kind: str) -> Node | None:
         nodes = [n for n in self._world.living() if n.kind == kind]
@@ -88,7 +105,7 @@ class Chaos:
         if node is not None and not self._world.loop.is_held(node.label):
             self._world.pause(node)
             pause_s = self._rng.choice((0.3, 2.0, 6.0, 12.0)) * self._rng.random()
-            self._world.loop.call_later(pause_s, self._world.resume, node)
+            self._world.later(pause_s, self._world.resume, node)
 
     def _terminate(self) -> None:
         if (node := self._victim(self._rng.choice(("router", "worker")))) is not None:
@@ -136,7 +153,7 @@ class Chaos:
         world = self._world
         world.history.happened("the broker is down")
         world.broker.available = False
-        world.loop.call_later(3.0 * self._rng.random(), self._recover)
+        world.later(3.0 * self._rng.random(), self._recover)
 
     def _recover(self) -> None:
         self._world.history.happened("the broker is back")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import copy_context
 from typing import Any, Literal, NamedTuple
 
 from app.engine.echo import EchoEngine
@@ -136,16 +137,19 @@ class Node:
 
 
 class RecordingBroker(MemoryBroker):
-    """Writes every append into the history, and keeps what is deleted for the last reader."""
+    """Writes every append into the history and says when one has landed."""
 
     history: History
+    on_append: Callable[[str], None] | None = None
+    """Called with the topic, in the process that appends, before it hears of it."""
 
     def append(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
         """Append and remember who did."""
         appended = super().append(topic, partition, entries)
-        self.history.appended(
-            appended.timestamp_ms, Partition(topic, partition), appended.offset, entries
-        )
+        source = Partition(topic, partition)
+        self.history.appended(appended.timestamp_ms, source, appended.offset, entries)
+        if self.on_append is not None:
+            self.on_append(topic)
         return appended
 
 
@@ -177,6 +181,7 @@ class World:
         """The newest life of each name."""
         self.failures: list[tuple[str, BaseException]] = []
         self.truncated: dict[Partition, list[MemoryRecord]] = {}
+        self._context = copy_context()
         self._lives: dict[str, int] = {}
 
     # --- processes -------------------------------------------------------------------------------
@@ -224,9 +229,13 @@ class World:
         self.history.happened(f"{node.label} is asked to stop")
         node.terminate()
 
+    def later(self, after_s: float, do: Callable[..., None], *what: object) -> None:
+        """Call something later, outside of all processes: also when one of them is running now."""
+        self.loop.call_later(after_s, do, *what, context=self._context)
+
     def reboot_later(self, node: Node, after_s: float) -> None:
         """As an orchestrator does: start it again, if nobody else has meanwhile."""
-        self.loop.call_later(after_s, self._reboot, node)
+        self.later(after_s, self._reboot, node)
 
     def truncate(self, source: Partition, before: int) -> None:
         """Delete the oldest records of a partition; the invariants still get to read them."""
