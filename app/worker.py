@@ -83,7 +83,6 @@ class Worker:
         self._outbox = Outbox(log, life.clock, self._broker_clock)
         self._state: WorkerState = "ready"
         self._runs: Runs | None = None
-        self._between_lives = asyncio.Lock()
         self._slot = Partition(ASSIGNMENTS, 0)
         self._slot_offset = 0
         self._loops: list[asyncio.Task[Any]] = []
@@ -187,11 +186,7 @@ class Worker:
         """Lose this epoch and begin another life; nothing to do between two lives."""
         if self._lose():
             log.warning("worker %s: epoch %d is lost: %s", self.id, self._registration.epoch, why)
-            self._loops.append(self._life.spawn("renew", self._begin_another_life()))
-
-    async def _begin_another_life(self) -> None:
-        async with self._between_lives:
-            await self._begin_life()
+            self._loops.append(self._life.spawn("renew", self._begin_life()))
 
     async def _hold_engine(self) -> None:
         """Whatever ends this process in order or in failure, the engine is cleaned up once."""
@@ -253,22 +248,19 @@ class Worker:
             fact = Fact(record.offset, record.timestamp, decode(record))
         except RecordError:
             return  # somebody else's, of a newer version or broken
-        async with self._between_lives:
-            registration = self._registration
-            match judge(fact, registration.card, registration.written_at):
-                case "fine":
-                    pass
-                case "rewrite":
-                    log.warning("worker %s: its card was overwritten, writing it again", self.id)
-                    await registration.rewrite()
-                case "renew":
-                    self._renew("the registry says so")
-                case "yield":
-                    self._lose()
-                    raise NameTaken(
-                        f"another process took the worker id {self.id!r}: "
-                        "give each worker its own KVLANE_WORKER_ID"
-                    )
+        registration = self._registration
+        match judge(fact, registration.card, registration.written_at):
+            case "rewrite" if self._runs is not None:  # between two lives it is written anyway
+                log.warning("worker %s: its card was overwritten, writing it again", self.id)
+                await registration.rewrite()
+            case "renew":
+                self._renew("the registry says so")
+            case "yield":
+                self._lose()
+                raise NameTaken(
+                    f"another process took the worker id {self.id!r}: "
+                    "give each worker its own KVLANE_WORKER_ID"
+                )
 
     async def _keep_beating(self) -> None:
         while True:

@@ -1,0 +1,43 @@
+"""What a record of the registry means for a worker that reads it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from app.registration import Verdict, judge
+from streams.codecs import AnyRecord
+from streams.records import EngineConfig, Fact, Lost, Tombstone, WorkerCard
+
+CARD = WorkerCard(id="w", slot=1, model="m", config=EngineConfig(model="m"), epoch=10, life="mine")
+WRITTEN_AT = 11
+OTHERS = replace(CARD, life="theirs")
+
+
+@pytest.mark.parametrize(
+    ("offset", "record", "verdict"),
+    [
+        (10, replace(CARD, epoch=None), "fine"),  # our own first card
+        (11, CARD, "fine"),
+        (20, CARD, "fine"),  # our own, written again
+        (9, replace(OTHERS, epoch=None), "fine"),  # a life before ours
+        (20, replace(OTHERS, id="x", epoch=19), "fine"),
+        (20, Tombstone(key="worker/x", epoch=10), "fine"),
+        (20, Tombstone(key="model/w", epoch=10), "fine"),
+        (20, Lost(worker="w", epoch=10), "fine"),  # not here: it comes by the slot
+        (20, replace(OTHERS, epoch=5), "rewrite"),
+        (20, Tombstone(key="worker/w", epoch=5), "rewrite"),
+        (20, Tombstone(key="worker/w", epoch=10), "renew"),
+        (20, Tombstone(key="worker/w"), "renew"),  # an operator's: without an epoch
+        (20, replace(CARD, epoch=None), "renew"),  # a repeat of our first card arrived late
+        (20, replace(OTHERS, epoch=None), "yield"),
+        (20, replace(OTHERS, epoch=15), "yield"),
+    ],
+)
+def test_a_registry_record_is_judged(offset: int, record: AnyRecord, verdict: Verdict) -> None:
+    assert judge(Fact(offset, 0, record), CARD, WRITTEN_AT) == verdict  # type: ignore[arg-type]
+
+
+def test_an_older_life_that_was_written_before_our_card_overwrites_nothing() -> None:
+    before = Fact(8, 0, replace(OTHERS, epoch=5))
+    assert judge(before, CARD, WRITTEN_AT) == "fine"
