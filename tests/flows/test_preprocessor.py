@@ -1,0 +1,171 @@
+"""Prompts become requests, on the log in memory."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any, TypeVar
+
+from app.lifetime import Lifetime
+from app.preprocess.byte_level import render_chat
+from app.preprocessor import Preprocessor
+from app.settings import Settings
+from streams.codecs import AnyRecord, decode, pack_tokens
+from streams.memory import Fate
+from streams.ports import Entry
+from streams.records import Cancel, EngineConfig, Refused, Request, WorkerCard
+from streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS, lane_of, partition_of
+from tests.worlds import World, in_world
+
+R = TypeVar("R", bound=AnyRecord)
+
+
+async def begin(world: World, name: str = "p1", **over: Any) -> tuple[Preprocessor, Lifetime]:
+    settings = Settings(**({"worker_id": "-", "router_id": "-"} | over))
+    life = Lifetime(name, world.clock, random.Random(1))
+    preprocessor = Preprocessor(await world.connect(name), settings, life)
+    await preprocessor.start()
+    return preprocessor, life
+
+
+def publish(world: World, key: bytes | None, value: bytes | None) -> None:
+    partition = 0 if key is None else partition_of(key, world.broker.partitions[PROMPTS])
+    world.append_raw(PROMPTS, partition, Entry(key, value))
+
+
+def ask(world: World, request_id: str, text: str = "hi", **fields: Any) -> None:
+    body = {"messages": [{"role": "user", "content": text}]}
+    prompt = {"id": request_id, "body": body} | fields
+    publish(world, request_id.encode(), json.dumps(prompt).encode())
+
+
+def asked(world: World, kind: type[R]) -> list[R]:
+    return [r for r in map(decode, world.everywhere(REQUESTS)) if isinstance(r, kind)]
+
+
+@in_world
+async def test_a_prompt_becomes_a_request_in_the_lane_of_its_id(world: World) -> None:
+    await begin(world)
+    ask(world, "a")
+    await world.until(lambda: bool(asked(world, Request)))
+    (record,) = world.records(REQUESTS, lane_of("a", world.lanes))
+    assert record.key == b"a"
+    request = decode(record)
+    assert isinstance(request, Request)
+    assert request.token_ids == pack_tokens(render_chat([("user", "hi")]))
+    assert request.received_ms == world.everywhere(PROMPTS)[0].timestamp
+
+
+@in_world
+async def test_a_cancel_stays_behind_its_request(world: World) -> None:
+    for n in range(50):
+        ask(world, f"r{n}")
+        ask(world, f"r{n}", kind="cancel")
+    await begin(world)
+    await world.until(lambda: len(asked(world, Cancel)) == 50)
+    for n in range(50):
+        lane = [decode(r) for r in world.everywhere(REQUESTS) if r.key == f"r{n}".encode()]
+        assert [type(r) for r in lane] == [Request, Cancel]
+
+
+@in_world
+async def test_bad_prompts_are_answered_and_stop_nothing(world: World) -> None:
+    await begin(world)
+    publish(world, b"b1", b'{"id":"b1","body":{"messages":[]}}')
+    publish(world, b"b2", b"not json")
+    publish(world, b"b3", b"\xff\xfe")
+    publish(world, b"b4", None)
+    publish(world, None, b"nobody")
+    publish(world, b"\xff", b"{}")
+    ask(world, "good")
+    await world.until(
+        lambda: bool(asked(world, Request)) and len(world.everywhere(DEAD_LETTERS)) == 2
+    )
+    await world.sleep(5)
+    refused = {r.id: r for r in asked(world, Refused)}
+    assert sorted(refused) == ["b1", "b2", "b3", "b4"]
+    assert {r.code for r in refused.values()} == {"invalid"}
+    assert "body.messages" in refused["b1"].message
+    assert [r.id for r in asked(world, Request)] == ["good"]
+    letter = dict(world.everywhere(DEAD_LETTERS)[0].headers)
+    assert letter["origin_topic"] == PROMPTS.encode()
+    assert b"JSON" in letter["reason"]
+
+
+@in_world
+async def test_dead_letters_hide_what_was_written_unless_asked_to_keep_it(world: World) -> None:
+    await begin(world)
+    publish(world, None, b"private")
+    await world.until(lambda: len(world.everywhere(DEAD_LETTERS)) == 1)
+    assert b"private" not in (world.everywhere(DEAD_LETTERS)[0].value or b"")
+
+
+@in_world
+async def test_the_context_of_the_served_model_is_known_from_the_start(world: World) -> None:
+    config = EngineConfig(model="m", context_length=10)
+    card = WorkerCard(id="w", slot=0, model="m", config=config)
+    world.append(REGISTRY, 0, card, key="worker/w")
+    await begin(world)
+    ask(world, "a", "x" * 20)
+    await world.until(lambda: bool(asked(world, Refused)))
+    assert "context of 10 tokens" in asked(world, Refused)[0].message
+
+
+@in_world
+async def test_a_request_too_large_for_a_record_is_refused(world: World) -> None:
+    await begin(world)
+    ask(world, "a", "x" * 3_000_000)  # four bytes a token
+    await world.until(lambda: bool(asked(world, Refused)))
+    assert asked(world, Refused)[0].code == "too_large"
+
+
+@in_world
+async def test_what_was_handled_is_not_read_again(world: World) -> None:
+    first, life = await begin(world)
+    ask(world, "a")
+    await world.until(lambda: bool(asked(world, Request)))
+    await world.sleep(1)
+    await first.stop()
+    await life.end()
+    await begin(world, "p2")
+    ask(world, "b")
+    await world.until(lambda: len(asked(world, Request)) == 2)
+    await world.sleep(5)
+    assert sorted(r.id for r in asked(world, Request)) == ["a", "b"]
+
+
+@in_world
+async def test_what_was_not_acknowledged_is_read_again_by_the_next_one(world: World) -> None:
+    first, life = await begin(world)
+    world.faults.next_fates(REQUESTS, *[Fate.LOST] * 10**4)
+    ask(world, "a")
+    await world.sleep(10)
+    await first.stop()
+    await life.end()
+    world.faults.fates.clear()
+    assert not asked(world, Request)
+    await begin(world, "p2")
+    await world.until(lambda: [r.id for r in asked(world, Request)] == ["a"])
+
+
+@in_world
+async def test_two_share_the_prompts_and_take_over_from_each_other(world: World) -> None:
+    first, life = await begin(world, "p1")
+    await begin(world, "p2")
+    await world.sleep(5)
+    for n in range(40):
+        ask(world, f"r{n}")
+    await world.until(lambda: len(asked(world, Request)) == 40)
+    await first.stop()
+    await life.end()
+    for n in range(40, 80):
+        ask(world, f"r{n}")
+    await world.until(lambda: len({r.id for r in asked(world, Request)}) == 80)
+
+
+@in_world
+async def test_a_lost_append_is_repeated(world: World) -> None:
+    await begin(world)
+    world.faults.next_fates(REQUESTS, Fate.LOST, Fate.UNREPORTED)
+    ask(world, "a")
+    await world.until(lambda: len(asked(world, Request)) == 2)

@@ -1,0 +1,243 @@
+"""What a client writes, as a router reads it, or a refusal that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.preprocess.byte_level import ASSISTANT, USER, render_chat
+from app.preprocess.models import Models
+from app.preprocess.prompts import Unreadable, read
+from streams.codecs import encode, unpack_tokens
+from streams.records import (
+    Cancel,
+    EngineConfig,
+    Fact,
+    Refused,
+    Request,
+    SamplingOptions,
+    StopConditions,
+    Tombstone,
+    WorkerCard,
+)
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def ask(
+    kind: str = "chat", body: Any = None, models: Models | None = None, **over: Any
+) -> Request | Cancel | Refused | Unreadable:
+    fields = {"id": "a", "kind": kind, "body": CHAT if body is None else body} | over
+    return read(b"a", json.dumps(fields).encode(), 1234, models or Models(), 60.0)
+
+
+def tokens_of(asked: object) -> list[int]:
+    assert isinstance(asked, Request), asked
+    return list(unpack_tokens(asked.token_ids))
+
+
+def refusal_of(asked: object) -> str:
+    assert isinstance(asked, Refused), asked
+    assert (asked.id, asked.code) == ("a", "invalid")
+    return asked.message
+
+
+def served(**contexts: int) -> Models:
+    models = Models()
+    for offset, (model, context) in enumerate(contexts.items()):
+        config = EngineConfig(model=model, context_length=context)
+        models.apply(Fact(offset, 0, WorkerCard(id=model, slot=0, model=model, config=config)))
+    return models
+
+
+def test_a_chat_is_rendered_and_its_options_are_kept() -> None:
+    body = CHAT | {
+        "model": "m", "max_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9,
+        "top_k": 3, "seed": 11, "ignore_eos": True, "stream": True, "user": "u", "n": 1,
+    }  # fmt: skip
+    asked = ask(body=body, tenant="t", deadline_s=5)
+    assert asked == Request(
+        id="a", model="m", token_ids=asked.token_ids, tenant="t", deadline_s=5, received_ms=1234,
+        stop=StopConditions(max_tokens=7, min_tokens=2, ignore_eos=True),
+        sampling=SamplingOptions(temperature=0.5, top_p=0.9, top_k=3, seed=11),
+    )  # fmt: skip
+    assert tokens_of(asked) == [USER, *b"hi", ASSISTANT]
+
+
+def test_a_prompt_without_a_deadline_gets_the_default() -> None:
+    asked = ask()
+    assert isinstance(asked, Request)
+    assert asked.deadline_s == 60.0
+
+
+def test_content_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    asked = ask(body={"messages": [{"role": "user", "content": parts}]})
+    assert tokens_of(asked) == render_chat([("user", "ab")])
+
+
+def test_the_newer_name_of_the_limit_wins() -> None:
+    asked = ask(body=CHAT | {"max_tokens": 5, "max_completion_tokens": 9})
+    assert isinstance(asked, Request)
+    assert asked.stop.max_tokens == 9
+
+
+def test_a_completion_is_its_text_and_the_marker() -> None:
+    assert tokens_of(ask("completion", {"prompt": "hé"})) == [*"hé".encode(), ASSISTANT]
+    assert tokens_of(ask("completion", {"prompt": [5, 6]})) == [5, 6, ASSISTANT]
+
+
+def test_tokens_are_taken_as_they_are() -> None:
+    assert tokens_of(ask("tokens", {"token_ids": [5, 2**32 - 1]})) == [5, 2**32 - 1]
+
+
+def test_a_cancel_needs_no_body() -> None:
+    assert isinstance(ask("cancel", {}), Cancel)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "named"),
+    [
+        ("chat", {"messages": []}, "body.messages: "),
+        ("chat", {}, "body.messages: "),
+        ("chat", {"messages": "hi"}, "body.messages: "),
+        ("chat", {"messages": [{"role": "user"}]}, "body.messages.0.content: "),
+        ("chat", {"messages": [{"role": "wizard", "content": "x"}]}, "body.messages.0.role: "),
+        ("chat", {"messages": [{"role": "user", "content": ""}]}, "body.messages: "),
+        ("chat", {"messages": [{"role": "user", "content": 5}]}, "body.messages.0.content"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "body.messages.0.content",
+        ),
+        ("chat", CHAT | {"max_tokens": "5"}, "body.max_tokens: "),
+        ("chat", CHAT | {"max_tokens": 0}, "body.max_tokens: "),
+        ("chat", CHAT | {"max_tokens": 10**30}, "body.max_tokens: "),
+        ("chat", CHAT | {"seed": 10**30}, "body.seed: "),
+        ("chat", CHAT | {"temperature": 3}, "body.temperature: "),
+        ("chat", CHAT | {"model": 5}, "body.model: "),
+        ("chat", CHAT | {"n": 2}, "body.n: "),
+        ("chat", CHAT | {"stop": ["\n"]}, "body.stop: "),
+        ("completion", {"prompt": ""}, "body.prompt"),
+        ("completion", {"prompt": ["a", "b"]}, "body.prompt"),
+        ("tokens", {"token_ids": []}, "body.token_ids: "),
+        ("tokens", {"token_ids": [-1]}, "body.token_ids.0: "),
+        ("tokens", {"token_ids": [2**32]}, "body.token_ids.0: "),
+        ("tokens", {"token_ids": "abc"}, "body.token_ids: "),
+        ("sing", {}, "kind: "),
+        ("chat", [], "body: "),
+    ],
+)
+def test_a_wrong_field_is_named(kind: str, body: Any, named: str) -> None:
+    assert refusal_of(ask(kind, body)).startswith(named)
+
+
+def test_a_refusal_does_not_repeat_what_was_given() -> None:
+    message = refusal_of(ask(body={"messages": [{"role": "secret-role", "content": "secret"}]}))
+    assert "secret" not in message
+
+
+def test_many_problems_are_counted_not_listed() -> None:
+    message = refusal_of(ask("tokens", {"token_ids": [-1] * 50}))
+    assert message.count("token_ids") == 3
+    assert message.endswith("and 47 more")
+
+
+def test_a_deadline_beyond_the_longest_is_refused() -> None:
+    assert refusal_of(ask(deadline_s=1e6)).startswith("deadline_s: ")
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
+    message = refusal_of(ask("tokens", {"token_ids": [1] * 9}, served(m=9)))
+    assert "9 prompt tokens" in message
+    assert "context of 9 tokens" in message
+
+
+def test_an_answer_beyond_the_context_is_refused() -> None:
+    message = refusal_of(ask("tokens", {"token_ids": [1] * 5, "max_tokens": 5}, served(m=9)))
+    assert "5 for the answer" in message
+    assert tokens_of(ask("tokens", {"token_ids": [1] * 5, "max_tokens": 4}, served(m=9)))
+
+
+def test_only_the_models_own_context_counts() -> None:
+    models = served(small=5, large=100)
+    body = {"token_ids": [1] * 50}
+    assert tokens_of(ask("tokens", body | {"model": "large"}, models))
+    assert refusal_of(ask("tokens", body | {"model": "small"}, models))
+    assert tokens_of(ask("tokens", body | {"model": "unknown"}, models))  # it may come up yet
+
+
+def test_a_model_goes_with_its_last_worker() -> None:
+    models = served(m=5)
+    models.apply(Fact(9, 0, Tombstone(key="worker/m", epoch=8)))
+    assert models.context_length("m") is None
+
+
+def test_the_tombstone_of_an_older_life_means_nothing() -> None:
+    models = Models()
+    config = EngineConfig(model="m", context_length=5)
+    models.apply(Fact(8, 0, WorkerCard(id="w", slot=0, model="m", config=config, epoch=7)))
+    models.apply(Fact(9, 0, Tombstone(key="worker/w", epoch=3)))
+    assert models.context_length("m") == 5
+
+
+@pytest.mark.parametrize(
+    "value", [b"", None, b"{", b"hello", b"\xff\xfe", b'{"id":"\xff"}', b"[]", b"5", b"[" * 10**5]
+)
+def test_what_is_no_json_object_is_answered_to_the_key(value: bytes | None) -> None:
+    asked = read(b"key", value, 0, Models(), 60.0)
+    assert isinstance(asked, Refused)
+    assert (asked.id, asked.code) == ("key", "invalid")
+
+
+@pytest.mark.parametrize("key", [None, b"", b"\xff", b"x" * 201])
+def test_without_any_id_it_is_unreadable(key: bytes | None) -> None:
+    assert isinstance(read(key, b"{}", 0, Models(), 60.0), Unreadable)
+    assert isinstance(read(key, b'{"id": 5}', 0, Models(), 60.0), Unreadable)
+
+
+def test_the_id_in_the_prompt_is_answered_before_the_key() -> None:
+    asked = read(b"key", b'{"id":"mine","kind":5}', 0, Models(), 60.0)
+    assert isinstance(asked, Refused)
+    assert asked.id == "mine"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": JSON | st.just("a"),
+        "kind": JSON | st.sampled_from(["chat", "completion", "tokens", "cancel"]),
+        "body": JSON
+        | st.fixed_dictionaries(
+            {},
+            optional={
+                "messages": JSON | st.just(CHAT["messages"]),
+                "prompt": JSON,
+                "token_ids": JSON | st.lists(st.integers(0, 2**32), max_size=3),
+                "max_tokens": JSON,
+                "seed": JSON,
+                "stop": JSON,
+            },
+        ),
+        "tenant": JSON,
+        "deadline_s": JSON,
+    },
+)
+
+
+@given(value=st.binary(max_size=60) | FIELDS.map(lambda f: json.dumps(f).encode()))
+def test_whatever_comes_is_answered_and_can_be_sent(value: bytes) -> None:
+    asked = read(b"key", value, 0, Models(), 60.0)
+    assert not isinstance(asked, Unreadable)
+    encode(asked, asked.id)
