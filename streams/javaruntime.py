@@ -142,15 +142,21 @@ def java_tool(main_class: str, *arguments: str) -> list[str]:
 def build_once(target: Path, build: Callable[[Guard], Path], report: Report) -> Path:
     """`target`; when absent, what `build` returns below its guard's directory is renamed to it.
 
-    One process builds at a time, the others wait for it and take the result.
+    One process builds at a time, the others wait for it and take the result. Raises
+    BrokerUnavailable when it cannot be built.
     """
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target.with_name(f"{target.name}.lock"), report):
-        if not target.exists():
-            with contextlib.closing(Guard(parent=target.parent)) as guard:
-                build(guard).rename(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target.with_name(f"{target.name}.lock"), report):
+            if not target.exists():
+                with contextlib.closing(Guard(parent=target.parent)) as guard:
+                    build(guard).rename(target)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BrokerUnavailable(
+            f"cannot prepare {target}: {error} (KVLANE_CACHE_DIR names another place)"
+        ) from error
     return target
 
 

@@ -18,7 +18,8 @@ from streams.broker import Broker, GivenBroker, Kind, MemoryBroker, Report
 from streams.dockerbroker import DockerBroker
 from streams.errors import BrokerUnavailable
 from streams.javaruntime import jars, java_tool
-from streams.jvmbroker import JvmBroker, Node
+from streams.jvmbroker import JvmBroker
+from streams.jvmnode import Node
 
 __all__ = [
     "Broker",

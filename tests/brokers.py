@@ -45,8 +45,6 @@ _ledger = pytest.StashKey[BrokerLedger]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_ledger] = BrokerLedger()
-    config.addinivalue_line("markers", "kafka: needs a real broker")
-    config.addinivalue_line("markers", "cluster: needs three real brokers")
 
 
 def wanted() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,32 @@ async def test_paused_node_is_silent_until_it_is_resumed(kafka_cluster: JvmBroke
 def test_given_servers_that_do_not_answer_are_an_error() -> None:
     with pytest.raises(BrokerUnavailable, match="none of the given servers answers"):
         GivenBroker("127.0.0.1:1", deadline_s=0.1).start()
+
+
+def test_docker_daemon_that_hangs_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "docker.sock"))
+        silent.listen()
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'docker.sock'}")
+        with pytest.raises(BrokerUnavailable, match="no Docker daemon answers"):
+            obtain("docker", report=lambda _: None)
+
+
+def test_without_docker_and_java_the_log_is_kept_in_memory_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'docker.sock'}")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    said: list[str] = []
+    with obtain("auto", report=said.append) as broker:
+        assert broker.kind == "memory"
+    assert [line.partition(":")[0] for line in said] == [
+        "not docker",
+        "not jvm",
+        "no Kafka can be had here",
+    ]
 
 
 def test_cluster_is_not_to_be_had_from_docker() -> None:
