@@ -4,7 +4,7 @@
 #   no such variable               one node, broker and controller, that advertises localhost:9092
 #   CLUSTER_ID                     identity for the first start of an empty data directory
 #   KAFKA_HEAP_OPTS, KAFKA_OPTS, KAFKA_JVM_PERFORMANCE_OPTS      options of the JVM
-# Not here: TLS and SASL helpers, /mnt/shared/config, log levels, the shell tools.
+# Not here: TLS and SASL helpers, mounted configuration, log levels, the shell tools.
 set -euo pipefail
 
 HOME_DIR=/opt/kafka
