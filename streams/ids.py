@@ -1,0 +1,64 @@
+"""Request ids: UUIDs of version 7, which say when they were drawn and rise as they are drawn.
+
+The time in an id bounds every search for its records. Ids of any other form are as good as keys;
+they only cost a longer search.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+
+from streams.clock import Clock
+
+_UUID_CHARS = 36
+_COUNTER_BITS = 12
+_SEED_BITS = 11  # a counter starts in its lower half, so a millisecond has room for 2048 ids
+
+
+class RequestIds:
+    """Draws ids that rise as strings within this process, also when the clock goes back."""
+
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._ms = 0
+        self._counter = 0
+
+    def new(self) -> str:
+        """The next id."""
+        now_ms = self._clock.wall_ms()
+        self._counter += 1
+        if now_ms > self._ms:
+            self._start(now_ms)
+        elif self._counter >> _COUNTER_BITS:
+            self._start(self._ms + 1)
+        return _uuid7(self._ms, self._counter, self._rng)
+
+    def _start(self, ms: int) -> None:
+        self._ms, self._counter = ms, self._rng.getrandbits(_SEED_BITS)
+
+
+def new_request_id(clock: Clock, rng: random.Random) -> str:
+    """One id. Ids of the same millisecond rise only if one `RequestIds` draws them."""
+    return RequestIds(clock, rng).new()
+
+
+def issued_ms(request_id: str) -> int | None:
+    """When an id was drawn, by the clock of whoever drew it; None if it does not say.
+
+    Whatever follows the UUID in the id is not looked at.
+    """
+    try:
+        drawn = uuid.UUID(request_id[:_UUID_CHARS])
+    except ValueError:
+        return None
+    if drawn.version != 7 or str(drawn) != request_id[:_UUID_CHARS].lower():
+        return None
+    return drawn.int >> 80
+
+
+def _uuid7(ms: int, counter: int, rng: random.Random) -> str:
+    """RFC 9562: 48 bits of time, version, 12 bits here a counter, variant, 62 random bits."""
+    bits = (ms << 80) | (7 << 76) | (counter << 64) | (0b10 << 62) | rng.getrandbits(62)
+    return str(uuid.UUID(int=bits))

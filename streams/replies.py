@@ -1,0 +1,296 @@
+"""Reading `responses` for all replies of one client, with two readers however many there are.
+
+The *live* reader tails the lanes in which replies are awaited, each from the end that it had when
+it was opened. A reply that begins earlier (somebody attaches to a request under way) must not hold
+the others up while an hour of a lane is read: the *history* reader reads that lane again, from
+where the reply begins, and hands the reply over when it has come as far as the live reader.
+
+Owns positions and who awaits what. Decides nothing about text (`streams/reply.py`), commits
+nothing, belongs to no group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from streams.clock import Clock
+from streams.errors import LogClosed, PositionLost
+from streams.ids import issued_ms
+from streams.ports import Log, Partition, Reader, Record
+from streams.reply import Reply
+from streams.topics import RESPONSES, lane_of
+
+POLL_S = 0.5
+RECORDS_PER_POLL = 2000
+LINGER_S = 60.0
+"""A lane is read on for so long after its last reply: the next request in it need not wait for a
+new reading position then, which costs up to a fetch under way."""
+
+CLOCK_MARGIN_MS = 300_000
+"""How far the clock of whoever drew an id may be ahead of the broker's. Reading five minutes of a
+lane more takes a fraction of a second."""
+
+
+class Lane:
+    """One partition of `responses` as one reader sees it."""
+
+    def __init__(self, position: int, now: float) -> None:
+        self.position = position
+        self.replies: dict[bytes, list[Reply]] = {}
+        self.idle_since = now
+
+    def add(self, reply: Reply) -> None:
+        """Feed this reply, too."""
+        self.replies.setdefault(reply.key, []).append(reply)
+
+    def remove(self, reply: Reply) -> None:
+        """Feed it no more; ignored when it is not here."""
+        awaiting = self.replies.get(reply.key, [])
+        if reply in awaiting:
+            awaiting.remove(reply)
+            if not awaiting:
+                del self.replies[reply.key]
+
+    def take(self, records: Sequence[Record]) -> list[Reply]:
+        """Feed records in offset order; the replies that changed."""
+        changed: dict[Reply, None] = {}
+        for record in records:
+            if record.key is not None and (awaiting := self.replies.get(record.key)) is not None:
+                for reply in awaiting:
+                    reply.feed(record)
+                    changed[reply] = None
+        self.position = records[-1].offset + 1
+        return list(changed)
+
+    def all(self) -> list[Reply]:
+        """Everything that is awaited here."""
+        return [reply for awaiting in self.replies.values() for reply in awaiting]
+
+
+class Tail:
+    """A reader and its lanes."""
+
+    def __init__(self, reader: Reader, clock: Clock, linger_s: float) -> None:
+        self.lanes: dict[int, Lane] = {}
+        self._reader = reader
+        self._clock = clock
+        self._linger_s = linger_s
+        self._back: list[tuple[int, int, Reply]] = []
+        self._wanted = asyncio.Event()
+
+    def open(self, number: int, position: int) -> Lane:
+        """Start to read a lane at once, also while a poll is under way."""
+        assert number not in self.lanes, "an open lane has a position"
+        lane = self.lanes[number] = Lane(position, self._clock.now())
+        self._assign()
+        return lane
+
+    def read_from(self, number: int, start: int, reply: Reply) -> None:
+        """Feed a reply from `start` on; the lane is read again from there if need be."""
+        lane = self.lanes.get(number) or self.open(number, start)
+        if start >= lane.position:
+            lane.add(reply)
+        else:  # not before the poll under way has come back, which would move the position on
+            self._back.append((number, start, reply))
+
+    def remove(self, number: int, reply: Reply) -> None:
+        """Feed a reply no more."""
+        if (lane := self.lanes.get(number)) is not None:
+            lane.remove(reply)
+            lane.idle_since = self._clock.now()
+        self._back = [waiting for waiting in self._back if waiting[2] is not reply]
+
+    def all(self) -> list[Reply]:
+        """Everything that is awaited."""
+        here = [reply for lane in self.lanes.values() for reply in lane.all()]
+        return here + [reply for _, _, reply in self._back]
+
+    async def poll(self) -> list[tuple[int, Reply]]:
+        """Feed what there is; the replies that changed. Waits without limit for a first lane."""
+        self._go_back()
+        self._drop_idle()
+        if not self.lanes:
+            self._wanted.clear()
+            await self._wanted.wait()
+        try:
+            batches = await self._reader.poll(POLL_S, RECORDS_PER_POLL)
+        except PositionLost as e:
+            return self._lose(e)
+        return [
+            (name.partition, reply)
+            for name, records in batches.items()
+            if (lane := self.lanes.get(name.partition)) is not None
+            for reply in lane.take(records)
+        ]
+
+    def _go_back(self) -> None:
+        if not self._back:
+            return
+        back, self._back = self._back, []
+        for number, start, reply in back:
+            lane = self.lanes.get(number)
+            if lane is None:
+                lane = self.lanes[number] = Lane(start, self._clock.now())
+            lane.position = min(lane.position, start)
+            lane.add(reply)
+        self._assign()
+
+    def _drop_idle(self) -> None:
+        now = self._clock.now()
+        idle = [
+            number
+            for number, lane in self.lanes.items()
+            if not lane.replies and now - lane.idle_since >= self._linger_s
+        ]
+        for number in idle:
+            del self.lanes[number]
+        if idle:
+            self._assign()
+
+    def _lose(self, error: PositionLost) -> list[tuple[int, Reply]]:
+        """Fail what is awaited in a lane whose records are gone, and go on with the others."""
+        lane = self.lanes.pop(error.partition, None)
+        self._assign()
+        lost = lane.all() if lane is not None else []
+        for reply in lost:
+            reply.fail(error)
+        return [(error.partition, reply) for reply in lost]
+
+    def _assign(self) -> None:
+        positions = {Partition(RESPONSES, n): lane.position for n, lane in self.lanes.items()}
+        self._reader.assign(positions)
+        self._wanted.set()
+
+
+class Replies:
+    """All replies that a client awaits; fed between `start` and `close`."""
+
+    def __init__(self, log: Log, clock: Clock, lanes: int) -> None:
+        self._log = log
+        self._clock = clock
+        self._lanes = lanes
+        self._readers = (log.reader(), log.reader())
+        self._live = Tail(self._readers[0], clock, LINGER_S)
+        self._history = Tail(self._readers[1], clock, 0.0)
+        self._attached: dict[Reply, int] = {}
+        """Replies that began before they were asked for, and the oldest offset of their lane."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._error: Exception | None = None
+
+    def start(self) -> None:
+        """Begin to read."""
+        runs = {"live": self._run(self._live), "history": self._run(self._history)}
+        self._tasks = [asyncio.create_task(run, name=f"replies/{n}") for n, run in runs.items()]
+
+    async def close(self) -> None:
+        """Stop reading; whatever is still awaited fails with LogClosed."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for reader in self._readers:
+            await reader.close()
+        self._fail(LogClosed("the client was closed"))
+
+    async def from_now(self, request_id: str) -> Reply:
+        """A reply that gets everything that is appended after this has returned.
+
+        Raises BrokerUnavailable, or what ended the reading.
+        """
+        self._check()
+        number = lane_of(request_id, self._lanes)
+        lane = await self._open(number)
+        reply = Reply(request_id, lane.position)
+        lane.add(reply)
+        return reply
+
+    async def from_beginning(self, request_id: str) -> Reply:
+        """A reply from the request's first record on, if the log still has it.
+
+        Raises BrokerUnavailable, or what ended the reading.
+        """
+        self._check()
+        number = lane_of(request_id, self._lanes)
+        start, oldest = await self._beginning(request_id, number)
+        lane = await self._open(number)
+        reply = Reply(request_id, start)
+        self._attached[reply] = oldest
+        if start >= lane.position:
+            lane.add(reply)
+        else:
+            self._history.read_from(number, start, reply)
+        return reply
+
+    def leave(self, reply: Reply) -> None:
+        """Nobody awaits this reply any more. Idempotent."""
+        number = lane_of(reply.request_id, self._lanes)
+        self._live.remove(number, reply)
+        self._history.remove(number, reply)
+        self._attached.pop(reply, None)
+
+    async def _open(self, number: int) -> Lane:
+        """The live lane; nothing that is appended from now on is missed in it."""
+        if (lane := self._live.lanes.get(number)) is not None:
+            return lane
+        end = (await self._log.end_offsets(RESPONSES, [number]))[number]
+        self._check()
+        return self._live.lanes.get(number) or self._live.open(number, end)
+
+    async def _beginning(self, request_id: str, number: int) -> tuple[int, int]:
+        """An offset at or before a request's first record, and the oldest one of its lane.
+
+        An id without a time, or with one that the lane has not come to, gives the oldest: there is
+        little to read in a lane that nothing was written to for minutes.
+        """
+        oldest = (await self._log.start_offsets(RESPONSES, [number]))[number]
+        if (drawn_ms := issued_ms(request_id)) is not None:
+            wanted_ms = max(0, drawn_ms - CLOCK_MARGIN_MS)
+            start = await self._log.offset_at(RESPONSES, number, wanted_ms)
+            if start < (await self._log.end_offsets(RESPONSES, [number]))[number]:
+                return max(start, oldest), oldest
+        return oldest, oldest
+
+    async def _run(self, tail: Tail) -> None:
+        """Feed replies until cancelled; an error that waiting does not cure fails all of them."""
+        try:
+            while True:
+                for number, reply in await tail.poll():
+                    if reply.over:
+                        self.leave(reply)
+                    elif reply.headless and reply in self._attached:
+                        self._seek_beginning(number, reply)
+                if tail is self._history:
+                    self._hand_over()
+        except Exception as e:
+            self._fail(e)
+            raise
+
+    def _seek_beginning(self, number: int, reply: Reply) -> None:
+        """The time in the id was wrong, or the beginning is not in the log any more."""
+        oldest = self._attached[reply]
+        if reply.start > oldest:
+            self.leave(reply)
+            reply.restart(oldest)
+            self._attached[reply] = oldest
+            self._history.read_from(number, oldest, reply)
+        elif oldest > 0:
+            reply.fail(PositionLost(RESPONSES, number, oldest - 1, oldest))
+            self.leave(reply)
+
+    def _hand_over(self) -> None:
+        """Replies whose lane was read as far as the live reader has come go on there."""
+        for number, lane in self._history.lanes.items():
+            live = self._live.lanes.get(number) or self._live.open(number, lane.position)
+            if lane.position >= live.position:
+                for reply in lane.all():
+                    live.add(reply)
+                lane.replies.clear()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        for reply in (*self._live.all(), *self._history.all()):
+            reply.fail(error)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,124 @@
+"""One request's reply on its way from the reader to the task that consumes it.
+
+A `Reply` applies the reader's rule to the records it is fed and keeps what became visible until it
+is taken. It never reads the log itself (`streams/replies.py` feeds it) and never blocks who feeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from streams.codecs import decode
+from streams.errors import Malformed, UnknownType
+from streams.ports import Record
+from streams.records import Chunk, End, Fence
+from streams.transcript import Transcript
+
+PIECES = 256
+"""How many pieces wait for a consumer before they are joined into one. So a slow consumer gets
+fewer and larger pieces; it delays no other, and what waits is at most one whole answer."""
+
+
+class Reply:
+    """The visible pieces of one request, from the offset `start` on.
+
+    A piece is a Chunk or the End. Chunks that were joined have the `index` of the first and
+    everything else of the last: they are made for showing, not for a `Transcript`.
+    """
+
+    def __init__(self, request_id: str, start: int = 0) -> None:
+        self.request_id = request_id
+        self.key = request_id.encode()
+        self.start = start
+        self.malformed = 0
+        self._next = start
+        self._begun = False
+        self._transcript = Transcript(request_id, keep=False)
+        self._pieces: deque[Chunk | End] = deque()
+        self._error: Exception | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def over(self) -> bool:
+        """Nothing will become visible any more; what is visible may still wait to be taken."""
+        return self._transcript.over or self._error is not None
+
+    @property
+    def headless(self) -> bool:
+        """A Chunk came that does not fit, and nothing was visible before it."""
+        return self._transcript.holes > 0 and not self._begun
+
+    def restart(self, start: int) -> None:
+        """Begin again at an earlier offset. Only while nothing was visible."""
+        assert not self._begun, "what was shown cannot be taken back"
+        self.start = self._next = start
+        self._transcript = Transcript(self.request_id, keep=False)
+
+    def feed(self, record: Record) -> None:
+        """Take a record of this request; those that were fed before are left out."""
+        if record.offset < self._next or self.over:
+            return
+        self._next = record.offset + 1
+        try:
+            decoded = decode(record)
+        except Malformed:
+            self.malformed += 1
+            return
+        except UnknownType as e:
+            self.fail(e)
+            return
+        if not isinstance(decoded, Chunk | Fence | End):
+            self.malformed += 1
+            return
+        if (piece := self._transcript.feed(decoded)) is not None:
+            self._put(piece)
+
+    def fail(self, error: Exception) -> None:
+        """What is visible can still be taken; then `next` raises the error."""
+        if not self.over:
+            self._error = error
+            self._wake.set()
+
+    async def next(self, timeout_s: float) -> Chunk | End:
+        """Take the next piece. Raises what the reply failed with, or TimeoutError.
+
+        Not to be called again after the End or a finish reason.
+        """
+        if not self._pieces:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
+            if not self._pieces:
+                assert self._error is not None, "only a piece or an error wakes"
+                raise self._error
+        return self._pieces.popleft()
+
+    def _put(self, piece: Chunk | End) -> None:
+        if len(self._pieces) >= PIECES:
+            chunks = [p for p in self._pieces if isinstance(p, Chunk)]
+            assert len(chunks) == len(self._pieces), "nothing follows an End"
+            self._pieces = deque([joined(chunks)])
+        self._pieces.append(piece)
+        self._begun = True
+        self._wake.set()
+
+
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Successive visible Chunks as one."""
+    last = chunks[-1]
+    return Chunk(
+        id=last.id,
+        attempt=last.attempt,
+        run=last.run,
+        seq=last.seq,
+        index=chunks[0].index,
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        text="".join(chunk.text for chunk in chunks),
+        chars=last.chars,
+        finish_reason=last.finish_reason,
+        usage=next((c.usage for c in reversed(chunks) if c.usage is not None), None),
+    )

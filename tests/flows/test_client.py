@@ -1,0 +1,322 @@
+"""A program that publishes requests and reads their replies, on the log in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from streams.client import Answer
+from streams.codecs import decode
+from streams.errors import (
+    AppendFailed,
+    RecordTooLarge,
+)
+from streams.memory import Fate
+from streams.prompt import Prompt, decode_prompt
+from streams.records import Chunk, End, Fence, Request, Usage
+from streams.replies import LINGER_S
+from streams.reply import PIECES
+from streams.topics import PROMPTS, REQUESTS, RESPONSES, lane_of
+from tests.listening import Worker, connect, publish, read, text
+from tests.worlds import World, in_world
+
+# --- publishing -----------------------------------------------------------------------------------
+
+
+@in_world
+async def test_a_prompt_lies_on_the_log_when_publish_returns(world: World) -> None:
+    client = await connect(world)
+    prompt = Prompt(id="job-17", kind="tokens", body={"token_ids": [104, 258]}, deadline_s=30)
+    assert await client.publish(prompt) == "job-17"
+    (record,) = world.records(PROMPTS, key="job-17")
+    assert record.key == b"job-17"
+    assert decode_prompt(record) == prompt
+
+
+@in_world
+async def test_a_tokenised_request_goes_past_the_preprocessor(world: World) -> None:
+    client = await connect(world)
+    request = Request(id="job-17", token_ids=b"h\0\0\0")
+    assert await client.publish_request(request) == "job-17"
+    (record,) = world.records(REQUESTS, key="job-17")
+    assert decode(record) == request
+
+
+@in_world
+async def test_an_unacknowledged_prompt_is_published_again(world: World) -> None:
+    client = await connect(world)
+    world.faults.next_fates(PROMPTS, Fate.LOST, Fate.UNREPORTED)
+    await publish(client, "job-17")
+    assert len(world.records(PROMPTS, key="job-17")) == 2
+
+
+@in_world
+async def test_publishing_gives_up_at_its_deadline(world: World) -> None:
+    client = await connect(world)
+    await publish(client, "warm")
+    world.faults.next_fates(PROMPTS, *[Fate.LOST] * 1000)
+    before = world.clock.now()
+    with pytest.raises(AppendFailed):
+        await client.publish(Prompt(id="warm"), timeout_s=5)
+    assert 5 <= world.clock.now() - before < 7
+
+
+@in_world
+async def test_a_prompt_that_is_too_large_is_refused_at_once(world: World) -> None:
+    client = await connect(world)
+    with pytest.raises(RecordTooLarge):
+        await client.publish(Prompt(id="a", body={"prompt": "x" * 9_000_000}))
+
+
+@in_world
+async def test_a_cancel_follows_its_prompt_on_the_same_partition(world: World) -> None:
+    client = await connect(world)
+    await publish(client, "job-17")
+    await client.cancel("job-17")
+    prompt, cancel = world.records(PROMPTS, key="job-17")
+    assert decode_prompt(prompt).kind == "chat"
+    assert decode_prompt(cancel) == Prompt(id="job-17", kind="cancel")
+
+
+@in_world
+async def test_ids_rise(world: World) -> None:
+    client = await connect(world)
+    ids = [client.new_request_id() for _ in range(100)]
+    assert ids == sorted(set(ids))
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@in_world
+async def test_a_stream_gives_every_piece_to_the_end(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    reading = world.spawn(read(client, worker.id))
+    written = []
+    for part, reason in (("he", None), ("ll", None), ("o", "stop")):
+        written.append(worker.write(part, reason))
+        await world.sleep(0.1)
+    assert await reading == written
+
+
+@in_world
+async def test_a_piece_is_there_as_soon_as_it_is_written(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    async with aclosing(client.stream(worker.id)) as stream:
+        before = world.clock.now()
+        worker.write("he")
+        await anext(stream)
+        assert world.clock.now() == before
+
+
+@in_world
+async def test_nothing_is_missed_between_publishing_and_listening(world: World) -> None:
+    client = await connect(world)
+    request_id = await publish(client)
+    Worker(world, request_id).write("hello", "stop")
+    await world.sleep(120)
+    assert text(await read(client, request_id)) == "hello"
+
+
+@in_world
+async def test_a_reply_that_starts_before_publish_returns_is_whole(world: World) -> None:
+    """The broker is slow to acknowledge; the worker is not slow to answer."""
+    client = await connect(world)
+    world.faults.slow["append"] = 2.0
+    publishing = world.spawn(publish(client, "job-17"))
+    await world.until(lambda: bool(world.records(PROMPTS, key="job-17")))
+    worker = Worker(world, "job-17")
+    worker.write("hel")
+    await world.sleep(1)
+    worker.write("lo", "stop")
+    await publishing
+    assert text(await read(client, "job-17")) == "hello"
+
+
+@in_world
+async def test_many_streams_at_once_do_not_mix(world: World) -> None:
+    client = await connect(world)
+    ids = [await publish(client) for _ in range(200)]
+    reading = [world.spawn(client.result(request_id)) for request_id in ids]
+    workers = [Worker(world, request_id) for request_id in ids]
+    for k in range(5):
+        for number, worker in enumerate(workers):
+            worker.write(f"{number}.{k} ", "stop" if k == 4 else None)
+        await world.sleep(0.01)
+    answers = await asyncio.gather(*reading)
+    assert [a.text for a in answers] == [
+        "".join(f"{number}.{k} " for k in range(5)) for number in range(200)
+    ]
+
+
+@in_world
+async def test_a_fail_over_shows_each_token_once(world: World) -> None:
+    client = await connect(world)
+    request_id = await publish(client)
+    first = Worker(world, request_id)
+    first.write("he")
+    first.append(Fence(id=request_id, attempt=1))
+    first.write("XX", "stop")
+    Worker(world, request_id, attempt=1, index=2).write("llo", "stop")
+    assert text(await read(client, request_id)) == "hello"
+
+
+@in_world
+async def test_an_end_is_the_last_piece(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    worker.write("he")
+    end = End(id=worker.id, code="deadline", message="too slow")
+    worker.append(end)
+    assert (await read(client, worker.id))[1:] == [end]
+
+
+@in_world
+async def test_only_lanes_in_use_are_read(world: World) -> None:
+    client = await connect(world)
+    replies = client._listening()
+    assert not replies._live.lanes
+    request_id = await publish(client)
+    assert set(replies._live.lanes) == {lane_of(request_id, world.lanes)}
+
+
+@in_world
+async def test_a_lane_is_left_some_time_after_its_last_stream(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    worker.write("hello", "stop")
+    await client.result(worker.id)
+    lanes = client._listening()._live.lanes
+    await world.sleep(LINGER_S - 1)
+    assert lanes
+    await world.sleep(2)
+    assert not lanes
+    again = Worker(world, await publish(client))
+    again.write("hello", "stop")
+    assert (await client.result(again.id)).text == "hello"
+
+
+@in_world
+async def test_whoever_stops_listening_leaves_nothing_behind(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    worker.write("he")
+    async with aclosing(client.stream(worker.id)) as stream:
+        await anext(stream)
+    assert not client._unclaimed
+    assert not client._listening()._live.all()
+
+
+@in_world
+async def test_a_stream_that_was_left_can_be_taken_up_again(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    worker.write("he")
+    async with aclosing(client.stream(worker.id)) as stream:
+        await anext(stream)
+    worker.write("ll")
+    worker.write("o", "stop")
+    assert text(await read(client, worker.id, from_token=2)) == "llo"
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@in_world
+async def test_a_result_is_the_whole_answer(world: World) -> None:
+    client = await connect(world)
+    request_id = await publish(client)
+    usage = Usage(prompt_tokens=3, completion_tokens=2)
+    chunk = Chunk(id=request_id, attempt=0, run="1", seq=0, index=0, token_ids=(104,), text="h")
+    last = Chunk(
+        id=request_id,
+        attempt=0,
+        run="1",
+        seq=1,
+        index=1,
+        token_ids=(105,),
+        text="i",
+        finish_reason="length",
+        usage=usage,
+    )
+    lane = lane_of(request_id, world.lanes)
+    world.append(RESPONSES, lane, chunk, last, key=request_id)
+    assert await client.result(request_id) == Answer("hi", (104, 105), "length", usage=usage)
+
+
+@in_world
+async def test_a_result_says_why_a_router_ended_it(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    worker.write("he")
+    worker.append(End(id=worker.id, code="queue_full", message="32 wait", retry_after_s=1.5))
+    assert await client.result(worker.id) == Answer(
+        "he", (104, 101), None, "queue_full", "32 wait", 1.5
+    )
+
+
+@in_world
+async def test_an_answer_whose_last_chunk_was_lost_ends_normally(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    worker.write("he")
+    worker.append(End(id=worker.id, code="stop", usage=Usage(completion_tokens=2)))
+    answer = await client.result(worker.id)
+    assert (answer.text, answer.finish_reason) == ("he", "stop")
+    assert answer.usage == Usage(completion_tokens=2)
+
+
+@in_world
+async def test_waiting_ends_at_its_deadline_and_can_go_on(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    worker.write("he")
+    with pytest.raises(TimeoutError, match=r"no end within 30 s, 2 tokens"):
+        await client.result(worker.id, timeout_s=30)
+    worker.write("llo", "stop")
+    assert (await client.result(worker.id, timeout_s=30)).text == "hello"
+
+
+# --- a slow consumer ------------------------------------------------------------------------------
+
+
+@in_world
+async def test_a_slow_consumer_gets_all_the_text_in_fewer_pieces(world: World) -> None:
+    client = await connect(world)
+    slow, quick = Worker(world, await publish(client)), Worker(world, await publish(client))
+    async with aclosing(client.stream(slow.id)) as stream:
+        slow.write("a")
+        pieces = [await anext(stream)]
+        expected = "a"
+        for number in range(20 * PIECES):
+            expected += slow.write(f"{number} ").text
+        quick.write("hello", "stop")
+        assert (await client.result(quick.id, timeout_s=1)).text == "hello"
+        slow.write("end", "stop")
+        await world.sleep(1)
+        pieces += [piece async for piece in stream]
+    assert text(pieces) == expected + "end"
+    assert len(pieces) <= PIECES + 1
+    assert isinstance(pieces[-1], Chunk)
+    assert pieces[-1].finish_reason == "stop"
+
+
+@in_world
+async def test_joined_pieces_follow_each_other_without_a_gap(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    for number in range(3 * PIECES):
+        worker.write(f"{number} ")
+    worker.append(End(id=worker.id, code="deadline"))
+    await world.sleep(1)
+    index = 0
+    for piece in (await read(client, worker.id))[:-1]:
+        assert isinstance(piece, Chunk)
+        assert piece.index == index
+        index += len(piece.token_ids)
+        assert piece.chars == index
+    assert index == worker.index

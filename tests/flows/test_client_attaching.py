@@ -1,0 +1,241 @@
+"""Listening to requests that were published elsewhere, or earlier, or before a restart."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from app.faults.vtime import VirtualClock
+from streams import client as module
+from streams.client import Client
+from streams.codecs import encode
+from streams.errors import (
+    AppendFailed,
+    PositionLost,
+)
+from streams.memory import Fate
+from streams.prompt import Prompt
+from streams.records import Chunk, Fence
+from streams.replies import CLOCK_MARGIN_MS
+from streams.topics import PROMPTS, RESPONSES, lane_of
+from tests.listening import Worker, connect, publish, read, text
+from tests.worlds import World, in_world
+
+
+@in_world
+async def test_a_stream_published_elsewhere_is_read_from_its_beginning(world: World) -> None:
+    publisher, client = await connect(world, "one"), await connect(world, "two")
+    worker = Worker(world, await publish(publisher))
+    worker.write("he")
+    await world.sleep(20)
+    reading = world.spawn(read(client, worker.id))
+    await world.sleep(1)
+    worker.write("llo", "stop")
+    assert text(await reading) == "hello"
+
+
+@pytest.mark.parametrize("request_id", ["job-17", "0190a8c4-0000-7000-8000-000000000001"])
+def test_a_finished_stream_is_read_whatever_its_id(request_id: str) -> None:
+    @in_world
+    async def scenario(world: World) -> None:
+        Worker(world, request_id).write("hello", "stop")
+        await world.sleep(1800)
+        client = await connect(world)
+        assert (await client.result(request_id, timeout_s=5)).text == "hello"
+
+    scenario()
+
+
+@in_world
+async def test_a_stream_may_be_awaited_before_it_begins(world: World) -> None:
+    client = await connect(world)
+    reading = world.spawn(client.result("job-17"))
+    await world.sleep(5)
+    Worker(world, "job-17").write("hello", "stop")
+    assert (await reading).text == "hello"
+
+
+@in_world
+async def test_two_listeners_get_the_same(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, await publish(client))
+    worker.write("he")
+    first = world.spawn(read(client, worker.id))
+    await world.sleep(1)
+    second = world.spawn(read(client, worker.id))
+    await world.sleep(1)
+    worker.write("llo", "stop")
+    assert await first == await second
+    assert text(await first) == "hello"
+
+
+@in_world
+async def test_an_attached_stream_goes_on_with_the_live_reader(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, "job-17")
+    worker.write("he")
+    reading = world.spawn(client.result("job-17"))
+    replies = client._listening()
+    await world.until(lambda: bool(replies._live.all()))
+    await world.until(lambda: not replies._history.lanes)
+    worker.write("llo", "stop")
+    assert (await reading).text == "hello"
+
+
+def backlog(world: World, lane: int, records: int = 7000) -> None:
+    """Records of others, for several polls that take their time."""
+    stranger = encode(Fence(id="other", attempt=1), "other")
+    world.append_raw(RESPONSES, lane, *[stranger] * records)
+    world.faults.slow["poll"] = 0.3
+
+
+def test_an_attached_stream_goes_on_when_the_live_reader_has_left_its_lane_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streams.replies.LINGER_S", 0.0)
+
+    @in_world
+    async def scenario(world: World) -> None:
+        client = await connect(world)
+        worker = Worker(world, "job-17")
+        worker.write("he")
+        backlog(world, lane_of("job-17", world.lanes))
+        reading = world.spawn(client.result("job-17"))
+        replies = client._listening()
+        await world.until(lambda: bool(replies._history.lanes))
+        await world.until(lambda: not replies._live.lanes)
+        await world.until(lambda: bool(replies._live.lanes))
+        worker.write("llo", "stop")
+        assert (await reading).text == "hello"
+
+    scenario()
+
+
+@in_world
+async def test_a_stream_that_is_left_before_it_was_read_leaves_nothing_behind(world: World) -> None:
+    client = await connect(world)
+    replies = client._listening()
+    lane = lane_of("job-17", world.lanes)
+    backlog(world, lane)
+    first = await replies.from_beginning("job-17")
+    await world.until(lambda: replies._history.lanes[lane].position > 0)
+    second = await replies.from_beginning("job-17")
+    replies.leave(second)
+    await world.until(lambda: not replies._history.lanes)
+    assert replies._live.all() == [first]
+
+
+@in_world
+async def test_attaching_in_a_busy_lane_misses_and_repeats_nothing(world: World) -> None:
+    """Others write into the lane all the time while several streams attach one after the other."""
+    client = await connect(world)
+    workers = [Worker(world, f"job-{n}") for n in range(30)]
+    reading = []
+    for k in range(40):
+        for worker in workers:
+            worker.write(f"{k} ", "stop" if k == 39 else None)
+        if k < len(workers):
+            reading.append(world.spawn(client.result(workers[k].id)))
+        await world.sleep(0.003)
+    answers = await asyncio.gather(*reading)
+    assert {a.text for a in answers} == {"".join(f"{k} " for k in range(40))}
+
+
+@in_world
+async def test_a_client_that_was_restarted_publishes_again_and_reads_it_all(world: World) -> None:
+    first = await connect(world, "one")
+    worker = Worker(world, await publish(first))
+    worker.write("he")
+    await first.close()
+    again = await connect(world, "two")
+    await again.publish(Prompt(id=worker.id), listen=False)
+    worker.write("llo", "stop")
+    assert text(await read(again, worker.id)) == "hello"
+
+
+@in_world
+async def test_a_failed_publish_that_was_answered_all_the_same_loses_nothing(world: World) -> None:
+    client = await connect(world)
+    world.faults.next_fates(PROMPTS, *[Fate.UNREPORTED] * 100)
+    with pytest.raises(AppendFailed):
+        await client.publish(Prompt(id="job-17"), timeout_s=1)
+    worker = Worker(world, "job-17")
+    worker.write("he")
+    await world.sleep(1)
+    world.faults.fates.clear()
+    await client.publish(Prompt(id="job-17"))
+    worker.write("llo", "stop")
+    assert text(await read(client, "job-17")) == "hello"
+
+
+@in_world
+async def test_reading_starts_where_the_listener_had_come_to(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, "job-17")
+    pieces = [worker.write("he"), worker.write("ll"), worker.write("o", "stop")]
+    assert await read(client, "job-17", from_token=2) == pieces[1:]
+    assert await read(client, "job-17", from_token=3) == pieces[1:]  # in the middle of a piece
+    assert await read(client, "job-17", from_token=4) == pieces[2:]
+
+
+@in_world
+async def test_a_listener_that_has_everything_is_told_of_the_end_only(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, "job-17")
+    worker.write("hello", "stop")
+    (piece,) = await read(client, "job-17", from_token=5)
+    assert isinstance(piece, Chunk)
+    assert (piece.text, piece.token_ids, piece.index) == ("", (), 5)
+    assert piece.finish_reason == "stop"
+
+
+@in_world
+async def test_an_id_from_a_clock_that_is_ahead_is_found_all_the_same(world: World) -> None:
+    ahead = VirtualClock(world.clock._loop, ahead_ms=2 * CLOCK_MARGIN_MS)
+    request_id = Client(await world.connect("ahead"), ahead).new_request_id()
+    worker = Worker(world, request_id)
+    worker.write("he")
+    await world.sleep(1.2 * CLOCK_MARGIN_MS / 1000)
+    worker.write("ll")  # what its id makes us look for first
+    await world.sleep(1)
+    client = await connect(world)
+    reading = world.spawn(client.result(request_id))
+    await world.sleep(1)
+    worker.write("o", "stop")
+    assert (await reading).text == "hello"
+
+
+@in_world
+async def test_a_finished_stream_of_a_clock_that_is_ahead_is_found_in_a_quiet_lane(
+    world: World,
+) -> None:
+    ahead = VirtualClock(world.clock._loop, ahead_ms=2 * CLOCK_MARGIN_MS)
+    request_id = Client(await world.connect("ahead"), ahead).new_request_id()
+    Worker(world, request_id).write("hello", "stop")
+    client = await connect(world)
+    assert (await client.result(request_id, timeout_s=5)).text == "hello"
+
+
+@in_world
+async def test_a_stream_whose_beginning_was_deleted_says_so(world: World) -> None:
+    worker = Worker(world, "job-17")
+    worker.write("he")
+    worker.write("ll")
+    world.broker.delete_records(RESPONSES, lane_of("job-17", world.lanes), 1)
+    client = await connect(world)
+    with pytest.raises(PositionLost):
+        await read(client, "job-17")
+
+
+@in_world
+async def test_the_oldest_of_too_many_unclaimed_replies_are_read_from_the_log(world: World) -> None:
+    client = await connect(world)
+    first = Worker(world, await publish(client))
+    first.write("he")
+    for _ in range(module.UNCLAIMED):
+        await publish(client)
+    assert len(client._unclaimed) == module.UNCLAIMED
+    assert first.id not in client._unclaimed
+    first.write("llo", "stop")
+    assert (await client.result(first.id)).text == "hello"

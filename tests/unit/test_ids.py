@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import random
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.ids import RequestIds, issued_ms, new_request_id
+
+
+class Wall:
+    """A clock that shows the given times, one after the other, and then the last one."""
+
+    def __init__(self, *times_ms: int) -> None:
+        self._times = list(times_ms)
+
+    def now(self) -> float:
+        raise NotImplementedError
+
+    def wall_ms(self) -> int:
+        return self._times.pop(0) if len(self._times) > 1 else self._times[0]
+
+    async def sleep(self, seconds: float) -> None:
+        raise NotImplementedError
+
+
+def test_an_id_is_a_uuid_of_version_7() -> None:
+    drawn = uuid.UUID(new_request_id(Wall(1_700_000_000_123), random.Random(1)))
+    assert (drawn.version, drawn.variant) == (7, uuid.RFC_4122)
+
+
+def test_an_id_says_when_it_was_drawn() -> None:
+    assert issued_ms(new_request_id(Wall(1_700_000_000_123), random.Random(1))) == 1_700_000_000_123
+
+
+def test_what_follows_the_uuid_is_not_looked_at() -> None:
+    drawn = new_request_id(Wall(1_700_000_000_123), random.Random(1))
+    assert issued_ms(drawn + "0badcafe") == 1_700_000_000_123
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(1, 2**47), min_size=1, max_size=50))
+def test_ids_rise_whatever_the_clock_does(seed: int, times_ms: list[int]) -> None:
+    ids = RequestIds(Wall(*times_ms), random.Random(seed))
+    drawn = [ids.new() for _ in range(len(times_ms) + 5)]
+    assert drawn == sorted(set(drawn))
+
+
+def test_ids_rise_beyond_the_room_of_a_millisecond() -> None:
+    ids = RequestIds(Wall(1_700_000_000_000), random.Random(1))
+    drawn = [ids.new() for _ in range(20_000)]
+    assert drawn == sorted(set(drawn))
+    ahead_ms = (issued_ms(drawn[-1]) or 0) - 1_700_000_000_000
+    assert ahead_ms <= 10, "an id must not say a time that is far ahead"
+
+
+def test_ids_of_two_processes_differ() -> None:
+    first, second = (
+        RequestIds(Wall(1_700_000_000_000), random.Random(seed)).new() for seed in (1, 2)
+    )
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "job-17",
+        "",
+        "018f2d3c-0000-4000-8000-000000000001",  # version 4
+        "018f2d3c000070008000000000000001",
+        "{018f2d3c-0000-7000-8000-000000000001}",
+        "urn:uuid:018f2d3c-0000-7000-8000-000000000001",
+    ],
+)
+def test_other_ids_say_no_time(other: str) -> None:
+    assert issued_ms(other) is None
+
+
+@given(st.text())
+def test_any_text_is_an_id_without_a_time_or_with_one(text: str) -> None:
+    assert issued_ms(text) is None or 0 <= (issued_ms(text) or 0) < 2**48

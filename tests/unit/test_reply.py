@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from streams.codecs import encode
+from streams.errors import LogClosed
+from streams.memory_partition import MemoryRecord
+from streams.ports import Entry
+from streams.records import Chunk, End, Usage
+from streams.reply import PIECES, Reply, joined
+
+
+def chunk(
+    seq: int, text: str = "x", finish_reason: str | None = None, usage: Usage | None = None
+) -> Chunk:
+    return Chunk(
+        id="job-17",
+        attempt=0,
+        run="1",
+        seq=seq,
+        index=seq,
+        token_ids=(seq,),
+        text=text,
+        chars=seq + 1,
+        finish_reason=finish_reason,
+        usage=usage,
+    )
+
+
+def at(offset: int, entry: Entry) -> MemoryRecord:
+    return MemoryRecord("responses", 0, offset, 0, *entry)
+
+
+def feed(reply: Reply, *records: Chunk | End, offset: int = 0) -> None:
+    for number, record in enumerate(records):
+        reply.feed(at(offset + number, encode(record, "job-17")))
+
+
+async def test_pieces_come_in_order() -> None:
+    reply = Reply("job-17")
+    feed(reply, chunk(0), chunk(1))
+    assert [await reply.next(1), await reply.next(1)] == [chunk(0), chunk(1)]
+
+
+async def test_a_waiting_listener_is_woken() -> None:
+    reply = Reply("job-17")
+    waiting = asyncio.create_task(reply.next(10))
+    await asyncio.sleep(0)
+    feed(reply, chunk(0))
+    assert await waiting == chunk(0)
+
+
+async def test_waiting_has_a_deadline() -> None:
+    with pytest.raises(TimeoutError):
+        await Reply("job-17").next(0.01)
+
+
+def test_a_record_below_the_start_is_not_part_of_the_reply() -> None:
+    reply = Reply("job-17", start=5)
+    feed(reply, chunk(0, "old", "stop"), offset=4)
+    assert not reply.over
+
+
+def test_a_record_that_is_fed_again_counts_once() -> None:
+    reply = Reply("job-17")
+    for _ in range(2):
+        reply.feed(at(0, Entry(b"job-17", b"{", (("t", b"Chunk"),))))
+    assert reply.malformed == 1
+
+
+async def test_what_is_visible_can_be_taken_before_the_error_comes() -> None:
+    reply = Reply("job-17")
+    feed(reply, chunk(0))
+    reply.fail(LogClosed("gone"))
+    assert await reply.next(1) == chunk(0)
+    with pytest.raises(LogClosed):
+        await reply.next(1)
+
+
+async def test_nothing_is_fed_after_an_error() -> None:
+    reply = Reply("job-17")
+    reply.fail(LogClosed("gone"))
+    feed(reply, chunk(0))
+    with pytest.raises(LogClosed):
+        await reply.next(1)
+
+
+async def test_a_whole_reply_does_not_fail() -> None:
+    reply = Reply("job-17")
+    feed(reply, chunk(0, finish_reason="stop"))
+    reply.fail(LogClosed("gone"))
+    assert await reply.next(1) == chunk(0, finish_reason="stop")
+
+
+def test_a_reply_without_its_beginning_is_headless() -> None:
+    reply = Reply("job-17")
+    feed(reply, chunk(3))
+    assert reply.headless
+
+
+def test_a_hole_after_visible_text_is_not_headless() -> None:
+    reply = Reply("job-17")
+    feed(reply, chunk(0), chunk(3))
+    assert not reply.headless
+
+
+async def test_a_headless_reply_can_begin_again() -> None:
+    reply = Reply("job-17", start=7)
+    feed(reply, chunk(3), offset=7)
+    reply.restart(4)
+    feed(reply, chunk(0), chunk(1), offset=4)
+    assert not reply.headless
+    assert [await reply.next(1), await reply.next(1)] == [chunk(0), chunk(1)]
+
+
+@pytest.mark.parametrize("pieces", [PIECES - 1, PIECES, PIECES + 1, 5 * PIECES])
+async def test_at_most_so_many_pieces_wait(pieces: int) -> None:
+    reply = Reply("job-17")
+    feed(reply, *(chunk(seq, f"{seq} ") for seq in range(pieces)))
+    feed(reply, End(id="job-17", code="deadline"), offset=pieces)
+    taken = []
+    while not isinstance(piece := await reply.next(1), End):
+        taken.append(piece)
+    assert len(taken) <= PIECES
+    assert "".join(piece.text for piece in taken) == "".join(f"{seq} " for seq in range(pieces))
+
+
+def test_joined_chunks_begin_with_the_first_and_are_otherwise_the_last() -> None:
+    usage = Usage(prompt_tokens=3)
+    parts = [chunk(4, "a"), chunk(5, "b", usage=usage), chunk(6, "c", "stop")]
+    assert joined(parts) == Chunk(
+        id="job-17",
+        attempt=0,
+        run="1",
+        seq=6,
+        index=4,
+        token_ids=(4, 5, 6),
+        text="abc",
+        chars=7,
+        finish_reason="stop",
+        usage=usage,
+    )
