@@ -1,0 +1,93 @@
+"""Barriers: each wait is woken once, by the move that reaches it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.barriers import Barriers
+from streams.ports import Partition
+
+A, B = Partition("ledger", 0), Partition("ledger", 1)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_wait_ends_when_its_offset_is_reached_not_before() -> None:
+    barriers = Barriers()
+    waiting = asyncio.ensure_future(barriers.wait(A, 10))
+    await settle()
+    barriers.reach(A, 9)
+    await settle()
+    assert not waiting.done()
+    barriers.reach(A, 10)
+    await waiting
+
+
+async def test_another_partition_wakes_nobody() -> None:
+    barriers = Barriers()
+    waiting = asyncio.ensure_future(barriers.wait(A, 10))
+    await settle()
+    barriers.reach(B, 100)
+    await settle()
+    assert not waiting.done()
+    assert list(barriers.waited_for) == [A]
+    waiting.cancel()
+
+
+async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
+    barriers = Barriers()
+    waits = [asyncio.ensure_future(barriers.wait(A, 10)) for _ in range(3)]
+    await settle()
+    waits[1].cancel()
+    await settle()
+    assert sum(map(len, barriers._heaps.values())) == 2
+    for wait in waits:
+        wait.cancel()
+    await settle()
+    assert barriers._heaps == {}
+
+
+async def test_nothing_is_kept_of_a_wait_that_ended() -> None:
+    barriers = Barriers()
+    waiting = asyncio.ensure_future(barriers.wait(A, 1))
+    await settle()
+    barriers.reach(A, 1)
+    await waiting
+    assert barriers._heaps == {}
+
+
+async def test_a_failure_ends_all_waits_and_later_ones() -> None:
+    barriers = Barriers()
+    waits = [asyncio.ensure_future(barriers.wait(source, 1)) for source in (A, B, None)]
+    await settle()
+    barriers.fail(ZeroDivisionError())
+    for wait in waits:
+        with pytest.raises(ZeroDivisionError):
+            await wait
+    with pytest.raises(ZeroDivisionError):
+        await barriers.wait(A, 1)
+
+
+@given(st.lists(st.integers(0, 20), max_size=30), st.lists(st.integers(0, 25), max_size=10))
+def test_exactly_the_reached_waits_are_woken(offsets: list[int], moves: list[int]) -> None:
+    async def scenario() -> None:
+        barriers = Barriers()
+        waits = [(o, asyncio.ensure_future(barriers.wait(A, o))) for o in offsets]
+        await settle()
+        reached = -1
+        for position in moves:
+            barriers.reach(A, position)
+            reached = max(reached, position)
+            await settle()
+            assert [w.done() for _, w in waits] == [o <= reached for o, _ in waits]
+        for _, wait in waits:
+            wait.cancel()
+
+    asyncio.run(scenario())
