@@ -43,6 +43,8 @@ EndCode = Literal[
 """Why a router ended a request; stop and length: the answer was whole, its last Chunk lost."""
 WorkerState = Literal["ready", "draining", "unhealthy"]
 Role = Literal["aggregated", "prefill", "decode"]
+Json = bytes
+"""A JSON value of whatever form, in UTF-8: passed on as it came, read by its receiver only."""
 
 
 class RunKey(NamedTuple):
@@ -79,13 +81,31 @@ class Public(
 
 
 class StopConditions(Inner, frozen=True):
-    """When generation ends, besides the model's own end of text."""
+    """When generation ends, besides the model's own end of text.
+
+    Tokens in `stop_token_ids` are named as the reason when they end an answer, those in
+    `stop_token_ids_hidden` end it as an end of text does. Nothing ends it before `min_tokens`.
+    """
 
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop_token_ids_hidden: tuple[int, ...] = ()
+    max_thinking_tokens: int | None = None
+
+
+class GuidedDecoding(Inner, frozen=True):
+    """What form an answer must have; at most one of json, regex, choice, grammar and tag."""
+
+    json: Json | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    backend: str | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Json | None = None
 
 
 class SamplingOptions(Inner, frozen=True):
@@ -95,17 +115,155 @@ class SamplingOptions(Inner, frozen=True):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    include_stop_str_in_output: bool | None = None
+    guided_decoding: GuidedDecoding | None = None
+    detokenize: bool | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] | None = None
+    logit_bias: dict[int, float] | None = None
+
+
+class OutputOptions(Inner, frozen=True):
+    """What comes back besides text; None leaves the default of whoever writes it."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    formatted_prompt: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class RoutingConstraints(Inner, frozen=True):
+    """Taints a worker must have, and taints that speak for it, with their weights."""
+
+    required_taints: tuple[str, ...] = ()
+    preferred_taints: dict[str, float] = {}
+
+
+class SessionControl(Inner, frozen=True):
+    """Which session a request belongs to, and whether the session begins or ends with it."""
+
+    session_id: str
+    action: Literal["open", "close", "bind"] | None = None
+    timeout: int = 300  # idle seconds
 
 
 class Hints(Inner, frozen=True):
-    """What a request may say about its routing."""
+    """What a request may say about its routing. Ids of workers are names, or hashes in decimals."""
 
     backend_instance_id: str | None = None
     allowed_worker_ids: tuple[str, ...] = ()
+    prefill_worker_id: str | None = None
+    decode_worker_id: str | None = None
+    dp_rank: int | None = None
+    prefill_dp_rank: int | None = None
+    expected_output_tokens: int | None = None
+    lora_name: str | None = None
+    priority_jump: float | None = None  # seconds by which it counts as older
+    priority: int | None = None  # for the engine
+    strict_priority: int | None = None
+    routing_constraints: RoutingConstraints | None = None
+    session_control: SessionControl | None = None
+
+
+class RouterConfigOverride(Inner, frozen=True):
+    """Settings of the cost function for this request alone."""
+
+    overlap_score_credit: float | None = None
+    prefill_load_scale: float | None = None
+    router_temperature: float | None = None
+    assume_kv_reuse: bool | None = None
+    track_prefill_tokens: bool | None = None
+    shared_cache_multiplier: float | None = None
+
+
+class RouterParams(Inner, frozen=True):
+    """Latencies the client wants, in ms: to the first token, and from token to token."""
+
+    ttft_target: float | None = None
+    itl_target: float | None = None
+
+
+class BootstrapInfo(Inner, frozen=True):
+    """Where prefill and decode of one request meet. `room`: u64, unique to the request."""
+
+    bootstrap_host: str = ""
+    bootstrap_port: int = 0
+    bootstrap_room: int = 0
+
+
+class TraceLink(Inner, frozen=True):
+    """The span of the worker that had the request before: W3C ids in hex."""
+
+    trace_id: str
+    span_id: str
+
+
+class PromptTokensDetails(Inner, frozen=True):
+    """Of the prompt's tokens, how many were audio and how many came from the cache."""
+
+    audio_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class PrefillResult(Inner, frozen=True):
+    """What prefill hands to decode. The parameters are the engine's own."""
+
+    disaggregated_params: Json
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class MmObject(Inner, frozen=True):
+    """An image or the like in a block: hash of its content (u64), token ranges in the block."""
+
+    mm_hash: int
+    offsets: tuple[tuple[int, int], ...] = ()
+
+
+class BlockExtraInfo(Inner, frozen=True):
+    """What is in a block besides its tokens."""
+
+    mm_objects: tuple[MmObject, ...] = ()
+
+
+class MmRoutingInfo(Inner, frozen=True):
+    """Other tokens for finding overlap (u32, little endian), with what each block holds."""
+
+    routing_token_ids: bytes = b""
+    block_mm_infos: tuple[BlockExtraInfo | None, ...] = ()
+
+
+class MultimodalData(Inner, frozen=True):
+    """One image or the like: by URL, by a string that is used as one, or decoded already.
+
+    `decoded` describes the memory that holds it, in the words of the transfer library.
+    """
+
+    kind: Literal["url", "raw_url", "decoded"]
+    url: str = ""
+    decoded: Json | None = None
+
+
+class RoutingTokens(NamedTuple):
+    """What overlap is found by: tokens (u32, little endian), and what each block holds."""
+
+    token_ids: bytes
+    blocks: tuple[BlockExtraInfo | None, ...] | None
 
 
 class Request(Inner, frozen=True):
-    """A tokenised request, ready for a worker. `token_ids`: u32, little endian."""
+    """A tokenised request, ready for a worker. `token_ids`: u32, little endian.
+
+    Its JSON form, for exchange with other systems, is that of `app/preprocess/wire.py`.
+    """
 
     id: str
     model: str = ""
@@ -116,6 +274,66 @@ class Request(Inner, frozen=True):
     stop: StopConditions = StopConditions()
     sampling: SamplingOptions = SamplingOptions()
     hints: Hints = Hints()
+    output: OutputOptions = OutputOptions()
+    eos_token_ids: tuple[int, ...] = ()
+    mdc_sum: str | None = None  # checksum of the model card it was made with
+    annotations: tuple[str, ...] = ()
+    cache_salt: str = ""  # requests with different salts share no cache
+    prompt_embeds: str | None = None  # base64 of a tensor, used instead of the tokens
+    multi_modal_data: dict[str, tuple[MultimodalData, ...]] | None = None  # by type of part
+    mm_routing_info: MmRoutingInfo | None = None
+    router_config_override: RouterConfigOverride | None = None
+    prefill_result: PrefillResult | None = None
+    migration_link: TraceLink | None = None
+    bootstrap_info: BootstrapInfo | None = None
+    extra_args: Json | None = None
+    router: RouterParams | None = None
+    agent_context: Json | None = None
+    mm_processor_kwargs: Json | None = None
+    request_timestamp_ms: float | None = None
+    is_probe: bool = msgspec.field(default=False, name="_HEALTH_CHECK")
+
+    def has_annotation(self, annotation: str) -> bool:
+        """Whether exactly this annotation was given."""
+        return annotation in self.annotations
+
+    def annotation_value(self, key: str) -> str | None:
+        """What follows `key:` in the first annotation that begins so; None without one."""
+        prefix = f"{key}:"
+        return next(
+            (a.removeprefix(prefix) for a in self.annotations if a.startswith(prefix)), None
+        )
+
+    def routing_tokens(self) -> RoutingTokens:
+        """What overlap is to be found by: the prompt, unless other tokens stand in for it.
+
+        With `prompt_embeds` the tokens are not what is computed, so nothing overlaps.
+        """
+        if self.prompt_embeds is not None:
+            return RoutingTokens(b"", None)
+        info = self.mm_routing_info
+        if info is None or not info.routing_token_ids:
+            return RoutingTokens(self.token_ids, None)
+        return RoutingTokens(info.routing_token_ids, info.block_mm_infos)
+
+
+class EmbeddingRequest(Inner, frozen=True):
+    """Texts to be embedded, tokenised: for each text its tokens (u32, little endian)."""
+
+    id: str
+    token_ids: tuple[bytes, ...]
+    model: str = ""
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    mdc_sum: str | None = None
+    annotations: tuple[str, ...] = ()
+    tenant: str = ""
+    deadline_s: float = 600.0
+    received_ms: int = 0
+
+    def has_annotation(self, annotation: str) -> bool:
+        """Whether exactly this annotation was given."""
+        return annotation in self.annotations
 
 
 class Cancel(Inner, frozen=True):
@@ -400,7 +618,8 @@ class WorkerCard(Inner, frozen=True):
     """A worker offers itself. Key `worker/<id>`.
 
     The first card of a life has no epoch: the offset it gets *is* the epoch, unique and rising.
-    Every later card of that life repeats it. `life` is random and tells processes of one name apart.
+    Every later card of that life repeats it. `life` is random: it tells processes of one name
+    apart.
     """
 
     id: str
@@ -415,13 +634,32 @@ class WorkerCard(Inner, frozen=True):
     life: str = ""
 
 
+class Artifact(Inner, frozen=True):
+    """A file on `artifacts`: its SHA-256 in hex, and its size in bytes."""
+
+    sha256: str
+    size: int
+
+
 class ModelCard(Inner, frozen=True):
-    """A model that clients may ask for. Key `model/<name>`."""
+    """A model that clients may ask for. Key `model/<name>`.
+
+    `special_tokens` are the names a template knows (bos_token, eos_token …). `checksum` is over
+    everything but name and checksum: equal sums, interchangeable models.
+    """
 
     name: str
     kind: Literal["tokens", "chat", "completion", "embedding"] = "tokens"
     context_length: int | None = None
     block_size: int | None = None
+    tokenizer: Artifact | None = None
+    template: Artifact | None = None
+    special_tokens: dict[str, str] = {}
+    eos_token_ids: tuple[int, ...] = ()
+    defaults: SamplingOptions = SamplingOptions()
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    checksum: str = ""
 
 
 class SnapshotPointer(Inner, frozen=True):

@@ -37,23 +37,159 @@ REQUEST = r.Request(
     sampling=r.SamplingOptions(temperature=0.5, top_p=0.9, top_k=40, seed=7),
     hints=r.Hints(backend_instance_id="w1", allowed_worker_ids=("w1", "w2")),
 )
+WHOLE_REQUEST = r.Request(
+    id="job-18",
+    stop=r.StopConditions(stop_token_ids_hidden=(2,), max_thinking_tokens=9),
+    sampling=r.SamplingOptions(
+        n=1,
+        best_of=1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        min_p=0.25,
+        use_beam_search=False,
+        length_penalty=1.0,
+        include_stop_str_in_output=True,
+        guided_decoding=r.GuidedDecoding(
+            json=b"{}",
+            regex="a+",
+            choice=("a", "b"),
+            grammar="g",
+            backend="x",
+            whitespace_pattern=" ",
+            structural_tag=b"[]",
+        ),
+        detokenize=False,
+        allowed_token_ids=(),
+        bad_words_token_ids=((1, 2), (3,)),
+        logit_bias={7: -1.5},
+    ),
+    hints=r.Hints(
+        prefill_worker_id="p1",
+        decode_worker_id="d1",
+        dp_rank=0,
+        prefill_dp_rank=1,
+        expected_output_tokens=50,
+        lora_name="l",
+        priority_jump=0.5,
+        priority=-1,
+        strict_priority=2,
+        routing_constraints=r.RoutingConstraints(
+            required_taints=("a",), preferred_taints={"b": 0.5}
+        ),
+        session_control=r.SessionControl(session_id="s", action="open", timeout=60),
+    ),
+    output=r.OutputOptions(
+        logprobs=2,
+        prompt_logprobs=1,
+        skip_special_tokens=False,
+        formatted_prompt=True,
+        return_tokens_as_token_ids=True,
+    ),
+    eos_token_ids=(2, 3),
+    mdc_sum="aa",
+    annotations=("x", "k:v"),
+    cache_salt="salt",
+    prompt_embeds="AAAA",
+    multi_modal_data={
+        "image_url": (
+            r.MultimodalData(kind="url", url="http://a/b"),
+            r.MultimodalData(kind="decoded", decoded=b"{}"),
+        )
+    },
+    mm_routing_info=r.MmRoutingInfo(
+        routing_token_ids=pack_tokens([5]),
+        block_mm_infos=(
+            None,
+            r.BlockExtraInfo(mm_objects=(r.MmObject(mm_hash=2**64 - 1, offsets=((0, 3),)),)),
+        ),
+    ),
+    router_config_override=r.RouterConfigOverride(
+        overlap_score_credit=0.5,
+        prefill_load_scale=1.5,
+        router_temperature=0.25,
+        assume_kv_reuse=False,
+        track_prefill_tokens=False,
+        shared_cache_multiplier=0.5,
+    ),
+    prefill_result=r.PrefillResult(
+        disaggregated_params=b"{}",
+        prompt_tokens_details=r.PromptTokensDetails(audio_tokens=1, cached_tokens=2),
+    ),
+    migration_link=r.TraceLink(trace_id="ab", span_id="cd"),
+    bootstrap_info=r.BootstrapInfo(
+        bootstrap_host="h", bootstrap_port=9000, bootstrap_room=2**63 - 1
+    ),
+    extra_args=b"[1]",
+    router=r.RouterParams(ttft_target=100.0, itl_target=20.0),
+    agent_context=b'{"a":1}',
+    mm_processor_kwargs=b"null",
+    request_timestamp_ms=1.5,
+    is_probe=True,
+)
 
 GOLDEN: list[tuple[AnyRecord, bytes]] = [
     (
         r.Request(id="job-17"),
-        bytes.fromhex("81a26964a66a6f622d3137"),
+        bytes.fromhex("de0001a26964a66a6f622d3137"),
     ),
     (
         REQUEST,
         bytes.fromhex(
-            "89a26964a66a6f622d3137a56d6f64656ca464656d6fa9746f6b656e5f696473c410030100006800"
-            "00006900000070110100a674656e616e74a461636d65aa646561646c696e655f73cb403e00000000"
-            "0000ab72656365697665645f6d73cf0000018bcfe56800a473746f7085aa6d61785f746f6b656e73"
-            "20aa6d696e5f746f6b656e7301a473746f7091a10aae73746f705f746f6b656e5f69647391cd0100"
-            "aa69676e6f72655f656f73c3a873616d706c696e6784ab74656d7065726174757265cb3fe0000000"
-            "000000a5746f705f70cb3feccccccccccccda5746f705f6b28a47365656407a568696e747382b362"
-            "61636b656e645f696e7374616e63655f6964a27731b2616c6c6f7765645f776f726b65725f696473"
-            "92a27731a27732"
+            "de0009a26964a66a6f622d3137a56d6f64656ca464656d6fa9746f6b656e5f696473c41003010000"
+            "680000006900000070110100a674656e616e74a461636d65aa646561646c696e655f73cb403e0000"
+            "00000000ab72656365697665645f6d73cf0000018bcfe56800a473746f7085aa6d61785f746f6b65"
+            "6e7320aa6d696e5f746f6b656e7301a473746f7091a10aae73746f705f746f6b656e5f69647391cd"
+            "0100aa69676e6f72655f656f73c3a873616d706c696e67de0004ab74656d7065726174757265cb3f"
+            "e0000000000000a5746f705f70cb3feccccccccccccda5746f705f6b28a47365656407a568696e74"
+            "7382b36261636b656e645f696e7374616e63655f6964a27731b2616c6c6f7765645f776f726b6572"
+            "5f69647392a27731a27732"
+        ),
+    ),
+    (
+        WHOLE_REQUEST,
+        bytes.fromhex(
+            "de0016a26964a66a6f622d3138a473746f7082b573746f705f746f6b656e5f6964735f6869646465"
+            "6e9102b36d61785f7468696e6b696e675f746f6b656e7309a873616d706c696e67de000ea16e01a7"
+            "626573745f6f6601b070726573656e63655f70656e616c7479cb3fe0000000000000b16672657175"
+            "656e63795f70656e616c7479cbbfe0000000000000b272657065746974696f6e5f70656e616c7479"
+            "cb3ff8000000000000a56d696e5f70cb3fd0000000000000af7573655f6265616d5f736561726368"
+            "c2ae6c656e6774685f70656e616c7479cb3ff0000000000000ba696e636c7564655f73746f705f73"
+            "74725f696e5f6f7574707574c3af6775696465645f6465636f64696e6787a46a736f6ec4027b7da5"
+            "7265676578a2612ba663686f69636592a161a162a76772616d6d6172a167a76261636b656e64a178"
+            "b2776869746573706163655f7061747465726ea120ae7374727563747572616c5f746167c4025b5d"
+            "aa6465746f6b656e697a65c2b1616c6c6f7765645f746f6b656e5f69647390b36261645f776f7264"
+            "735f746f6b656e5f696473929201029103aa6c6f6769745f626961738107cbbff8000000000000a5"
+            "68696e74738bb170726566696c6c5f776f726b65725f6964a27031b06465636f64655f776f726b65"
+            "725f6964a26431a764705f72616e6b00af70726566696c6c5f64705f72616e6b01b6657870656374"
+            "65645f6f75747075745f746f6b656e7332a96c6f72615f6e616d65a16cad7072696f726974795f6a"
+            "756d70cb3fe0000000000000a87072696f72697479ffaf7374726963745f7072696f7269747902b3"
+            "726f7574696e675f636f6e73747261696e747382af72657175697265645f7461696e747391a161b0"
+            "7072656665727265645f7461696e747381a162cb3fe0000000000000af73657373696f6e5f636f6e"
+            "74726f6c83aa73657373696f6e5f6964a173a6616374696f6ea46f70656ea774696d656f75743ca6"
+            "6f757470757485a86c6f6770726f627302af70726f6d70745f6c6f6770726f627301b3736b69705f"
+            "7370656369616c5f746f6b656e73c2b0666f726d61747465645f70726f6d7074c3ba72657475726e"
+            "5f746f6b656e735f61735f746f6b656e5f696473c3ad656f735f746f6b656e5f696473920203a76d"
+            "64635f73756da26161ab616e6e6f746174696f6e7392a178a36b3a76aa63616368655f73616c74a4"
+            "73616c74ad70726f6d70745f656d62656473a441414141b06d756c74695f6d6f64616c5f64617461"
+            "81a9696d6167655f75726c9282a46b696e64a375726ca375726caa687474703a2f2f612f6282a46b"
+            "696e64a76465636f646564a76465636f646564c4027b7daf6d6d5f726f7574696e675f696e666f82"
+            "b1726f7574696e675f746f6b656e5f696473c40405000000ae626c6f636b5f6d6d5f696e666f7392"
+            "c081aa6d6d5f6f626a656374739182a76d6d5f68617368cfffffffffffffffffa76f666673657473"
+            "91920003b6726f757465725f636f6e6669675f6f7665727269646586b46f7665726c61705f73636f"
+            "72655f637265646974cb3fe0000000000000b270726566696c6c5f6c6f61645f7363616c65cb3ff8"
+            "000000000000b2726f757465725f74656d7065726174757265cb3fd0000000000000af617373756d"
+            "655f6b765f7265757365c2b4747261636b5f70726566696c6c5f746f6b656e73c2b7736861726564"
+            "5f63616368655f6d756c7469706c696572cb3fe0000000000000ae70726566696c6c5f726573756c"
+            "7482b4646973616767726567617465645f706172616d73c4027b7db570726f6d70745f746f6b656e"
+            "735f64657461696c7382ac617564696f5f746f6b656e7301ad6361636865645f746f6b656e7302ae"
+            "6d6967726174696f6e5f6c696e6b82a874726163655f6964a26162a77370616e5f6964a26364ae62"
+            "6f6f7473747261705f696e666f83ae626f6f7473747261705f686f7374a168ae626f6f7473747261"
+            "705f706f7274cd2328ae626f6f7473747261705f726f6f6dcf7fffffffffffffffaa65787472615f"
+            "61726773c4035b315da6726f7574657282ab747466745f746172676574cb4059000000000000aa69"
+            "746c5f746172676574cb4034000000000000ad6167656e745f636f6e74657874c4077b2261223a31"
+            "7db36d6d5f70726f636573736f725f6b7761726773c4046e756c6cb4726571756573745f74696d65"
+            "7374616d705f6d73cb3ff8000000000000ad5f4845414c54485f434845434bc3"
         ),
     ),
     (
@@ -222,17 +358,18 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         ),
         bytes.fromhex(
             "8ca6776f726b6572a27731a565706f63680ca7617474656d707401a57068617365aa616767726567"
-            "61746564a77265717565737489a26964a66a6f622d3137a56d6f64656ca464656d6fa9746f6b656e"
-            "5f696473c41003010000680000006900000070110100a674656e616e74a461636d65aa646561646c"
-            "696e655f73cb403e000000000000ab72656365697665645f6d73cf0000018bcfe56800a473746f70"
-            "85aa6d61785f746f6b656e7320aa6d696e5f746f6b656e7301a473746f7091a10aae73746f705f74"
-            "6f6b656e5f69647391cd0100aa69676e6f72655f656f73c3a873616d706c696e6784ab74656d7065"
-            "726174757265cb3fe0000000000000a5746f705f70cb3feccccccccccccda5746f705f6b28a47365"
-            "656407a568696e747382b36261636b656e645f696e7374616e63655f6964a27731b2616c6c6f7765"
-            "645f776f726b65725f69647392a27731a27732a66f726967696e83a5746f706963a8726571756573"
-            "7473a9706172746974696f6e11a66f6666736574cd1267ae726573706f6e7365735f66726f6d63ab"
-            "646561646c696e655f6d73cf0000018bcfe5dd30a86275646765745f73cb403d800000000000a472"
-            "616e6b01a574616b656ec40c010000000200000003000000ab74616b656e5f636861727303"
+            "61746564a772657175657374de0009a26964a66a6f622d3137a56d6f64656ca464656d6fa9746f6b"
+            "656e5f696473c41003010000680000006900000070110100a674656e616e74a461636d65aa646561"
+            "646c696e655f73cb403e000000000000ab72656365697665645f6d73cf0000018bcfe56800a47374"
+            "6f7085aa6d61785f746f6b656e7320aa6d696e5f746f6b656e7301a473746f7091a10aae73746f70"
+            "5f746f6b656e5f69647391cd0100aa69676e6f72655f656f73c3a873616d706c696e67de0004ab74"
+            "656d7065726174757265cb3fe0000000000000a5746f705f70cb3feccccccccccccda5746f705f6b"
+            "28a47365656407a568696e747382b36261636b656e645f696e7374616e63655f6964a27731b2616c"
+            "6c6f7765645f776f726b65725f69647392a27731a27732a66f726967696e83a5746f706963a87265"
+            "717565737473a9706172746974696f6e11a66f6666736574cd1267ae726573706f6e7365735f6672"
+            "6f6d63ab646561646c696e655f6d73cf0000018bcfe5dd30a86275646765745f73cb403d80000000"
+            "0000a472616e6b01a574616b656ec40c010000000200000003000000ab74616b656e5f6368617273"
+            "03"
         ),
     ),
     (
@@ -331,6 +468,26 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         ),
     ),
     (
+        r.ModelCard(
+            name="demo",
+            tokenizer=r.Artifact(sha256="ab", size=7),
+            template=r.Artifact(sha256="cd", size=8),
+            special_tokens={"eos_token": "<e>"},
+            eos_token_ids=(0, 1),
+            defaults=r.SamplingOptions(temperature=0.5),
+            tool_parser="hermes",
+            reasoning_parser="r",
+            checksum="ef",
+        ),
+        bytes.fromhex(
+            "89a46e616d65a464656d6fa9746f6b656e697a657282a6736861323536a26162a473697a6507a874"
+            "656d706c61746582a6736861323536a26364a473697a6508ae7370656369616c5f746f6b656e7381"
+            "a9656f735f746f6b656ea33c653ead656f735f746f6b656e5f696473920001a864656661756c7473"
+            "de0001ab74656d7065726174757265cb3fe0000000000000ab746f6f6c5f706172736572a6686572"
+            "6d6573b0726561736f6e696e675f706172736572a172a8636865636b73756da26566"
+        ),
+    ),
+    (
         r.SnapshotPointer(
             fold="index",
             partition=3,
@@ -377,6 +534,27 @@ def test_golden_bytes_are_read(given_record: AnyRecord, value: bytes) -> None:
     decoded = decode(record(value, ("t", type(given_record).__name__.encode())))
     assert type(decoded) is type(given_record)
     assert decoded == given_record
+
+
+def test_a_request_of_an_older_version_is_read() -> None:
+    """With few fields a map has a shorter header; what it says is the same."""
+    assert decode(record(bytes.fromhex("81a26964a66a6f622d3137"), ("t", b"Request"))) == r.Request(
+        id="job-17"
+    )
+
+
+def test_the_golden_request_sets_every_field() -> None:
+    for part in (r.Request, r.StopConditions, r.SamplingOptions, r.Hints, r.OutputOptions):
+        for field in msgspec.structs.fields(part):
+            values = [
+                getattr(part_of(request, part), field.name) for request in (REQUEST, WHOLE_REQUEST)
+            ]
+            assert any(value != field.default for value in values), field.name
+
+
+def part_of(request: r.Request, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    parts = (request, request.stop, request.sampling, request.hints, request.output)
+    return next(part for part in parts if type(part) is kind)
 
 
 def test_every_type_has_golden_bytes() -> None:
@@ -571,8 +749,26 @@ def built(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     return values.map(lambda given_fields: kind(**given_fields))
 
 
-PARTS = (r.Usage, r.Origin, r.Candidate, r.EngineConfig, r.RunProgress)
-OPTIONS = (r.StopConditions, r.SamplingOptions, r.Hints)
+PARTS = (r.Usage, r.Origin, r.Candidate, r.EngineConfig, r.RunProgress, r.Artifact)
+OPTIONS = (
+    r.GuidedDecoding,
+    r.StopConditions,
+    r.SamplingOptions,
+    r.OutputOptions,
+    r.RoutingConstraints,
+    r.SessionControl,
+    r.Hints,
+    r.RouterConfigOverride,
+    r.RouterParams,
+    r.BootstrapInfo,
+    r.TraceLink,
+    r.PromptTokensDetails,
+    r.PrefillResult,
+    r.MmObject,
+    r.BlockExtraInfo,
+    r.MmRoutingInfo,
+    r.MultimodalData,
+)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (*TYPES, *PARTS, *OPTIONS)
 for struct in STRUCTS:
     st.register_type_strategy(struct, built)
