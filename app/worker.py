@@ -28,7 +28,7 @@ from app.runs import Limits, Runs
 from app.settings import Settings
 from streams.clock import BrokerClock
 from streams.codecs import decode
-from streams.errors import AppendFailed, RecordError
+from streams.errors import AppendFailed, RecordError, StreamError
 from streams.outbox import Outbox
 from streams.ports import Log, Partition, Record
 from streams.records import (
@@ -115,7 +115,7 @@ class Worker:
         await _cancelled(self._engine_held)
         try:
             await self._registration.leave(self._clock.now() + FAREWELL_S)
-        except AppendFailed as e:
+        except StreamError as e:
             log.warning("the tombstone of %s was not acknowledged: %s", self.id, e)
 
     async def _finish(self, runs: Runs) -> None:
