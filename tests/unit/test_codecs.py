@@ -749,27 +749,7 @@ def built(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     return values.map(lambda given_fields: kind(**given_fields))
 
 
-PARTS = (r.Usage, r.Origin, r.Candidate, r.EngineConfig, r.RunProgress, r.Artifact)
-OPTIONS = (
-    r.GuidedDecoding,
-    r.StopConditions,
-    r.SamplingOptions,
-    r.OutputOptions,
-    r.RoutingConstraints,
-    r.SessionControl,
-    r.Hints,
-    r.RouterConfigOverride,
-    r.RouterParams,
-    r.BootstrapInfo,
-    r.TraceLink,
-    r.PromptTokensDetails,
-    r.PrefillResult,
-    r.MmObject,
-    r.BlockExtraInfo,
-    r.MmRoutingInfo,
-    r.MultimodalData,
-)
-STRUCTS: tuple[type[msgspec.Struct], ...] = (*TYPES, *PARTS, *OPTIONS)
+STRUCTS = [t for t in vars(r).values() if isinstance(t, type) and issubclass(t, msgspec.Struct)]
 for struct in STRUCTS:
     st.register_type_strategy(struct, built)
 

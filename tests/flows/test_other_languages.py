@@ -1,0 +1,242 @@
+"""A program in another language asks and listens with Kafka's own tools, knowing only a key.
+
+The Java console producer and consumer belong to the broker's release; their partitioner is the one
+that decides for every Java client. kcat stands for everything that is built on librdkafka.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import pytest
+
+from streams.codecs import encode
+from streams.connection import Connection
+from streams.kafka import KafkaLog
+from streams.localbroker import Broker, java_tool
+from streams.ports import Entry, Partition, Record
+from streams.prompt import Prompt, decode_prompt
+from streams.provision import create
+from streams.records import Chunk, End, Fence
+from streams.topics import PROMPTS, REQUESTS, RESPONSES, lane_of, partition_of
+from streams.transcript import Transcript
+
+LANES = 8
+TOOL_TIMEOUT_S = 50.0
+WAIT_S = 30.0
+KEYS = [f"job-{n}" for n in range(40)] + ["018f2d3c-0000-7000-8000-000000000001", "grüße", "请求"]
+
+pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+async def log(kafka: Broker, topic_prefix: str) -> AsyncIterator[KafkaLog]:
+    log = KafkaLog(Connection(kafka.bootstrap_servers, "test"), topic_prefix)
+    await log.start()
+    await create(log, lanes=LANES, replication=1, min_insync=1)
+    yield log
+    await log.close()
+
+
+async def tool(command: Sequence[str], given: str = "") -> str:
+    """What the tool prints."""
+    done = await asyncio.to_thread(
+        subprocess.run,
+        command,
+        input=given.encode(),
+        capture_output=True,
+        timeout=TOOL_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
+
+
+async def java_publishes(kafka: Broker, topic: str, lines: Mapping[str, str]) -> None:
+    """Records by key, each with its JSON; the console producer's defaults choose partitions."""
+    command = java_tool(
+        "org.apache.kafka.tools.ConsoleProducer",
+        *("--bootstrap-server", kafka.bootstrap_servers, "--topic", topic),
+        *("--reader-property", "parse.key=true", "--reader-property", "key.separator=|"),
+    )
+    await tool(command, "".join(f"{key}|{value}\n" for key, value in lines.items()))
+
+
+async def java_reads(kafka: Broker, topic: str, partition: int, n: int) -> list[tuple[str, str]]:
+    """Keys and values of the first `n` records of a partition."""
+    command = java_tool(
+        "org.apache.kafka.tools.consumer.ConsoleConsumer",
+        *("--bootstrap-server", kafka.bootstrap_servers, "--topic", topic),
+        *("--partition", str(partition), "--offset", "earliest"),
+        *("--max-messages", str(n), "--timeout-ms", "30000"),
+        *("--formatter-property", "print.key=true", "--formatter-property", "key.separator=|"),
+    )
+    return pairs(await tool(command))
+
+
+def pairs(output: str) -> list[tuple[str, str]]:
+    found = [line.partition("|") for line in output.splitlines()]
+    return [(key, value) for key, _, value in found]
+
+
+async def everything(log: KafkaLog, topic: str, n: int) -> list[Record]:
+    """The `n` records of a topic, from all its partitions."""
+    reader = log.reader()
+    reader.assign({Partition(topic, p): 0 for p in range(await log.partitions(topic))})
+    found: list[Record] = []
+    async with asyncio.timeout(WAIT_S):
+        while len(found) < n:
+            for records in (await reader.poll(0.5)).values():
+                found += records
+    await reader.close()
+    return found
+
+
+def chunk(request_id: str, seq: int, text: str, finish_reason: str | None = None) -> Chunk:
+    return part(request_id, 0, "11", seq, seq * len(text), text, finish_reason)
+
+
+def part(
+    request_id: str,
+    attempt: int,
+    run: str,
+    seq: int,
+    index: int,
+    text: str,
+    finish_reason: str | None = None,
+) -> Chunk:
+    return Chunk(
+        id=request_id,
+        attempt=attempt,
+        run=run,
+        seq=seq,
+        index=index,
+        token_ids=tuple(map(ord, text)),
+        text=text,
+        chars=index + len(text),
+        finish_reason=finish_reason,
+    )
+
+
+def reply(request_id: str) -> list[Chunk | Fence | End]:
+    """A worker dies in the middle, comes back as a zombie, and a producer repeats itself."""
+    return [
+        part(request_id, 0, "11", 0, 0, "grü"),
+        part(request_id, 0, "11", 0, 0, "grü"),
+        Fence(id=request_id, attempt=1, reason="lost"),
+        part(request_id, 0, "11", 1, 3, "XXX", "stop"),
+        part(request_id, 1, "22", 0, 3, "ße"),
+        part(request_id, 1, "22", 1, 5, " 😀", "stop"),
+        End(id=request_id, code="cancelled"),
+    ]
+
+
+def shown(values: Sequence[str]) -> Transcript:
+    """The rule over JSON as it was printed, with nothing but the field `t` to tell the types."""
+    types = {"Chunk": Chunk, "Fence": Fence, "End": End}
+    transcript = Transcript()
+    for value in values:
+        fields = json.loads(value)
+        transcript.feed(types[fields.pop("t")](**fields))
+    return transcript
+
+
+async def test_java_puts_every_key_where_we_look_for_it(
+    kafka: Broker, log: KafkaLog, topic_prefix: str
+) -> None:
+    end = encode(End(id="x", code="cancelled"), "x").value
+    assert end is not None
+    await java_publishes(kafka, topic_prefix + RESPONSES, dict.fromkeys(KEYS, end.decode()))
+    landed = {
+        record.key.decode(): record.partition
+        for record in await everything(log, RESPONSES, len(KEYS))
+        if record.key
+    }
+    assert landed == {key: lane_of(key, LANES) for key in KEYS}
+    assert len(set(landed.values())) == LANES, "the keys must tell all lanes apart"
+
+
+async def test_a_java_program_publishes_a_prompt(
+    kafka: Broker, log: KafkaLog, topic_prefix: str
+) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "grüße"}]}
+    value = json.dumps({"id": "job-17", "kind": "chat", "body": body}, ensure_ascii=False)
+    await java_publishes(kafka, topic_prefix + PROMPTS, {"job-17": value})
+    (record,) = await everything(log, PROMPTS, 1)
+    assert record.key == b"job-17"
+    assert record.partition == partition_of(b"job-17", await log.partitions(PROMPTS))
+    assert decode_prompt(record) == Prompt(id="job-17", kind="chat", body=body)
+
+
+async def test_a_java_program_reads_a_reply_by_its_key_alone(
+    kafka: Broker, log: KafkaLog, topic_prefix: str
+) -> None:
+    """Where Java puts a record of that key on a topic of as many lanes, there it looks."""
+    request_id = "018f2d3c-0000-7000-8000-000000000001"
+    await java_publishes(kafka, topic_prefix + REQUESTS, {request_id: "{}"})
+    lane = (await everything(log, REQUESTS, 1))[0].partition
+    stranger = next(key for key in KEYS if key != request_id and lane_of(key, LANES) == lane)
+    records: list[Entry] = []
+    for line in reply(request_id):
+        records += [encode(line, request_id), encode(chunk(stranger, len(records), "?"), stranger)]
+    await log.append_batch(RESPONSES, lane_of(request_id, LANES), records)
+
+    printed = await java_reads(kafka, topic_prefix + RESPONSES, lane, len(records))
+
+    transcript = shown([value for key, value in printed if key == request_id])
+    assert transcript.text == "grüße 😀"
+    assert transcript.finish_reason == "stop"
+    assert transcript.holes == 0
+
+
+# --- librdkafka -----------------------------------------------------------------------------------
+
+kcat = shutil.which("kcat")
+needs_kcat = pytest.mark.skipif(kcat is None, reason="kcat is not installed: apt-get install kcat")
+
+
+def kcat_command(kafka: Broker, *arguments: str) -> list[str]:
+    return [kcat or "", "-q", "-b", kafka.bootstrap_servers, *arguments]
+
+
+@needs_kcat
+async def test_librdkafka_with_the_partitioner_of_java_puts_every_key_where_we_look_for_it(
+    kafka: Broker, log: KafkaLog, topic_prefix: str
+) -> None:
+    command = kcat_command(
+        kafka,
+        *("-P", "-t", topic_prefix + RESPONSES, "-K", "|"),
+        *("-X", "partitioner=murmur2_random"),
+    )
+    await tool(command, "".join(f"{key}|{{}}\n" for key in KEYS))
+    landed = {
+        record.key.decode(): record.partition
+        for record in await everything(log, RESPONSES, len(KEYS))
+        if record.key
+    }
+    assert landed == {key: lane_of(key, LANES) for key in KEYS}
+
+
+@needs_kcat
+async def test_librdkafka_reads_a_reply_and_its_headers(
+    kafka: Broker, log: KafkaLog, topic_prefix: str
+) -> None:
+    request_id = "job-17"
+    lines = reply(request_id)
+    for line in lines:
+        await log.append(RESPONSES, encode(line, request_id))
+    lane = str(lane_of(request_id, LANES))
+    command = kcat_command(
+        kafka,
+        *("-C", "-t", topic_prefix + RESPONSES, "-p", lane, "-o", "beginning", "-e"),
+        *("-f", "%k|%h|%s\n"),
+    )
+    printed = [line.split("|", 2) for line in (await tool(command)).splitlines()]
+    assert [(key, headers) for key, headers, _ in printed] == [
+        (request_id, f"t={type(line).__name__}") for line in lines
+    ]
+    assert shown([value for _, _, value in printed]).text == "grüße 😀"
