@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from streams.codecs import TYPE
-from streams.errors import Malformed
-from streams.ports import Entry, Record
+from streams.ports import Entry
 
 
 class Prompt(BaseModel):
@@ -36,13 +35,3 @@ def encode_prompt(prompt: Prompt) -> Entry:
     """The log entry of a prompt. Other publishers may leave the header out."""
     value = prompt.model_dump_json(exclude_defaults=True)
     return Entry(prompt.id.encode(), value.encode(), ((TYPE, b"Prompt"),))
-
-
-def decode_prompt(record: Record) -> Prompt:
-    """The prompt in a log entry, whatever its headers say. Raises Malformed."""
-    if record.value is None:
-        raise Malformed("a prompt without a value")
-    try:
-        return Prompt.model_validate_json(record.value)
-    except ValidationError as e:
-        raise Malformed(f"not a Prompt: {e}") from e

@@ -14,7 +14,7 @@ from streams.errors import (
     RecordTooLarge,
 )
 from streams.memory import Fate
-from streams.prompt import Prompt, decode_prompt
+from streams.prompt import Prompt
 from streams.records import Chunk, End, Fence, Request, Usage
 from streams.replies import LINGER_S
 from streams.reply import PIECES
@@ -32,7 +32,7 @@ async def test_a_prompt_lies_on_the_log_when_publish_returns(world: World) -> No
     assert await client.publish(prompt) == "job-17"
     (record,) = world.records(PROMPTS, key="job-17")
     assert record.key == b"job-17"
-    assert decode_prompt(record) == prompt
+    assert Prompt.model_validate_json(record.value or b"") == prompt
 
 
 @in_world
@@ -76,8 +76,8 @@ async def test_a_cancel_follows_its_prompt_on_the_same_partition(world: World) -
     await publish(client, "job-17")
     await client.cancel("job-17")
     prompt, cancel = world.records(PROMPTS, key="job-17")
-    assert decode_prompt(prompt).kind == "chat"
-    assert decode_prompt(cancel) == Prompt(id="job-17", kind="cancel")
+    assert Prompt.model_validate_json(prompt.value or b"").kind == "chat"
+    assert Prompt.model_validate_json(cancel.value or b"") == Prompt(id="job-17", kind="cancel")
 
 
 @in_world

@@ -19,7 +19,7 @@ from streams.connection import Connection
 from streams.kafka import KafkaLog
 from streams.localbroker import Broker, java_tool
 from streams.ports import Entry, Partition, Record
-from streams.prompt import Prompt, decode_prompt
+from streams.prompt import Prompt
 from streams.provision import create
 from streams.records import Chunk, End, Fence
 from streams.topics import PROMPTS, REQUESTS, RESPONSES, lane_of, partition_of
@@ -169,7 +169,9 @@ async def test_a_java_program_publishes_a_prompt(
     (record,) = await everything(log, PROMPTS, 1)
     assert record.key == b"job-17"
     assert record.partition == partition_of(b"job-17", await log.partitions(PROMPTS))
-    assert decode_prompt(record) == Prompt(id="job-17", kind="chat", body=body)
+    assert Prompt.model_validate_json(record.value or b"") == Prompt(
+        id="job-17", kind="chat", body=body
+    )
 
 
 async def test_a_java_program_reads_a_reply_by_its_key_alone(
