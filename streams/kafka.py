@@ -31,8 +31,8 @@ from streams.topics import partition_of
 
 T = TypeVar("T")
 
-_HEARSAY_S = 0.5
-"""A broker may not have heard of a new topic yet; after this long it does not exist."""
+_HEARSAY_S = 2.0
+"""A busy broker may not have heard of a new topic yet; after this long it does not exist."""
 
 
 class KafkaLog:

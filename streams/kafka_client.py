@@ -46,6 +46,9 @@ REFUSALS: tuple[type[KafkaError], ...] = (
 RETRY_S = 0.1
 """Pause before the same broker is asked again."""
 
+SILENCE = 5
+"""After so many request time-outs without any answer a consumer is replaced."""
+
 READING: Mapping[str, Any] = {
     "enable_auto_commit": False,
     # A position outside the log must be heard of; every other policy jumps without a word.

@@ -30,7 +30,7 @@ from aiokafka.errors import (
 )
 
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost
-from streams.kafka_client import READING, REFUSALS, RETRY_S, LazyConsumer
+from streams.kafka_client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer
 from streams.ports import Batches, Ownership, Partition
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NEVER = float("inf")
 HEARTBEAT_MS = 500
 """Members hear of a rebalance at their next heartbeat: this is what each one lasts."""
 
@@ -51,6 +52,7 @@ class KafkaMember:
 
     def __init__(self, kafka: KafkaLog, topic: str, group: str, ownership: Ownership) -> None:
         session_ms = kafka.connection.session_timeout_ms
+        self._session_s = session_ms / 1000
         self._kafka = kafka
         self._topic = topic
         self._group = kafka.prefix + group
@@ -66,7 +68,7 @@ class KafkaMember:
                 # A join is answered when all members have joined or this is over, and the client
                 # must not have given the request up by then. Giving up partitions takes no time.
                 "rebalance_timeout_ms": max(1000, kafka.connection.request_timeout_ms - 1000),
-                "max_poll_interval_ms": 5 * session_ms,
+                "max_poll_interval_ms": SILENCE * session_ms,
             },
             kafka.request_timeout_s,
         )
@@ -75,6 +77,7 @@ class KafkaMember:
         self._next: dict[int, int] = {}  # what we own: offset of the next record to hand out
         self._reading: set[int] = set()  # what was resumed
         self._generation = 0
+        self._unsettled_from = _NEVER  # when the rebalance began that is not over; inf: none
         self._waiting: asyncio.Timeout | None = None
         self._failure: Exception | None = None
         self._closed = False
@@ -101,6 +104,7 @@ class KafkaMember:
             ):
                 return batches
             self._check()
+            self._watch(clock.time())
             if clock.time() >= deadline:
                 return {}
 
@@ -119,7 +123,8 @@ class KafkaMember:
         if not offsets:
             return
         try:
-            async with asyncio.timeout(self._kafka.request_timeout_s):
+            # A little more than one request: breaking one off leaves its error to nobody.
+            async with asyncio.timeout(self._kafka.request_timeout_s + 5 * RETRY_S):
                 await consumer.commit({self._full(p): offset for p, offset in offsets.items()})
         except (CommitFailedError, IllegalStateError) as e:
             raise OwnershipLost(f"{self._topic}: the group {self._group} has moved on") from e
@@ -144,6 +149,7 @@ class KafkaMember:
     def given(self, consumer: Any, partitions: Iterable[TopicPartition]) -> None:
         """The group gives us these partitions."""
         if self._consumer is consumer:  # and not one that was dropped
+            self._unsettled_from = _NEVER
             consumer.pause(*partitions)
             self._granted = frozenset(tp.partition for tp in partitions)
             self._wake()
@@ -153,6 +159,7 @@ class KafkaMember:
         if self._consumer is not consumer:
             return
         self._generation += 1
+        self._unsettled_from = asyncio.get_running_loop().time()
         self._granted = None
         owned = frozenset(self._next)
         self._next.clear()
@@ -181,6 +188,7 @@ class KafkaMember:
                 return None
             _mend(consumer)
             self._consumer = consumer
+            self._unsettled_from = asyncio.get_running_loop().time()
             topic = self._kafka.prefix + self._topic
             consumer.subscribe([topic], listener=_Listener(self, consumer))
         return self._consumer
@@ -263,10 +271,7 @@ class KafkaMember:
             for partition in self._reading:  # a poll that fails half way has moved positions
                 consumer.seek(self._full(partition), self._next[partition])
         elif consumer is self._consumer:
-            log.warning("%s: joining the group %s anew: %r", self._topic, self._group, error)
-            self.taken(consumer)
-            self._consumer = None
-            self._client.drop()
+            self._join_anew(repr(error))
         await asyncio.sleep(RETRY_S)
 
     async def _go_on_inside(
@@ -281,6 +286,21 @@ class KafkaMember:
             self._alarm(partition, wanted, start)
             self._next[partition] = start
             consumer.seek(tp, start)
+
+    def _watch(self, now: float) -> None:
+        """Join anew when a rebalance does not come to its end.
+
+        The client goes on asking at addresses where no broker is any more.
+        """
+        if now - self._unsettled_from > SILENCE * self._session_s:
+            self._join_anew("no end of a rebalance")
+
+    def _join_anew(self, reason: str) -> None:
+        log.warning("%s: joining the group %s anew: %s", self._topic, self._group, reason)
+        self.taken(self._consumer)
+        self._unsettled_from = _NEVER
+        self._consumer = None
+        self._client.drop()
 
     def _alarm(self, partition: int, wanted: int, start: int) -> None:
         self.outside += 1

@@ -84,6 +84,7 @@ class Producer:
         self._turns: defaultdict[TopicPartition, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._sent: dict[_Sent, _Waiter] = {}
         self._queued_bytes = 0
+        self._heard_at = 0.0
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -118,7 +119,7 @@ class Producer:
                 )
                 if place is None or batch.size() > MAX_BATCH_BYTES:
                     raise RecordTooLarge(
-                        f"{to}: {len(entries)} entries exceed {MAX_BATCH_BYTES} bytes"
+                        f"{_name(to)}: {len(entries)} entries exceed {MAX_BATCH_BYTES} bytes"
                     )
             batch.close()  # else single appends would be put into it
             sent: _Sent = await producer.send_batch(batch, to.topic, partition=to.partition)
@@ -140,21 +141,24 @@ class Producer:
                 self._abandon(producer, LogClosed("closed before the broker answered"))
         if self._ending:
             await asyncio.wait(self._ending, timeout=self._grace_s)
+        if self._ending:
             for task in self._ending:
                 task.cancel()
+            await asyncio.wait(self._ending, timeout=self._grace_s)
 
     async def _deliver(self, to: TopicPartition, size: int, put: _Put) -> Appended:
         if self._queued_bytes + size > MAX_QUEUED_BYTES and self._queued_bytes:
-            raise AppendFailed(f"{to}: {self._queued_bytes} bytes wait for the broker already")
+            raise AppendFailed(f"{_name(to)}: {self._queued_bytes} bytes wait for the broker")
         try:
             async with asyncio.timeout(self.patience_s):
                 sent = await (await self._queue(to, size, put))
         except TimeoutError as e:
-            raise AppendFailed(f"{to}: no acknowledgement in {self.patience_s:g} s") from e
+            self._lose_patience()
+            raise AppendFailed(f"{_name(to)}: no acknowledgement in {self.patience_s:g} s") from e
         except KafkaError as e:
             raise _translated(e, to) from e
         if sent.offset < 0:  # a repeat that the broker knows, but no longer where it stands
-            raise AppendFailed(f"{to}: appended, but the broker does not know where any more")
+            raise AppendFailed(f"{_name(to)}: appended, but nobody knows where any more")
         return Appended(sent.partition, sent.offset, sent.timestamp)
 
     async def _queue(self, to: TopicPartition, size: int, put: _Put) -> _Sent:
@@ -163,20 +167,31 @@ class Producer:
         It is not the client's own future: that one must be heard to its end even when the caller
         is gone, because an error breaks the producer for everybody.
         """
-        async with self._turns[to]:
-            producer = await self.ready()
-            try:
-                sent = await put(producer)
-            except _HARMLESS:
-                raise
-            except KafkaError as e:
-                self._replace(producer, e)
-                raise
+        self._queued_bytes += size
+        try:
+            async with self._turns[to]:
+                producer = await self.ready()
+                sent = await self._put(producer, put)
+        except BaseException:
+            self._queued_bytes -= size
+            raise
         waiter = _Waiter(asyncio.get_running_loop().create_future(), size)
         self._sent[sent] = waiter
-        self._queued_bytes += size
         sent.add_done_callback(partial(self._settle, producer))
         return waiter.future
+
+    async def _put(self, producer: AIOKafkaProducer, put: _Put) -> _Sent:
+        try:
+            sent = await put(producer)
+        except _HARMLESS:
+            raise
+        except KafkaError as e:
+            self._replace(producer, e)
+            raise
+        self._check_open()
+        if producer is not self._producer:
+            raise KafkaError("the producer was replaced")
+        return sent
 
     def _settle(self, producer: AIOKafkaProducer, sent: _Sent) -> None:
         error = KafkaError("cancelled") if sent.cancelled() else sent.exception()
@@ -188,8 +203,19 @@ class Producer:
             if not waiter.future.done():
                 waiter.future.set_exception(error)
             self._replace(producer, error)
-        elif not waiter.future.done():
+            return
+        self._heard_at = asyncio.get_running_loop().time()
+        if not waiter.future.done():
             waiter.future.set_result(sent.result())
+
+    def _lose_patience(self) -> None:
+        """Connect anew when no append at all was acknowledged for as long as one waits.
+
+        The client never gives up a broker that has moved to another address, nor a record.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._producer is not None and now - self._heard_at >= self.patience_s:
+            self._replace(self._producer, KafkaError(f"silence for {self.patience_s:g} s"))
 
     def _replace(self, producer: AIOKafkaProducer, error: BaseException) -> None:
         """Part with a producer whose numbering is broken; the next append makes a new one."""
@@ -200,10 +226,10 @@ class Producer:
 
     def _abandon(self, producer: AIOKafkaProducer, error: Exception) -> None:
         for waiter in self._sent.values():
+            self._queued_bytes -= waiter.size
             if not waiter.future.done():
                 waiter.future.set_exception(error)
         self._sent.clear()
-        self._queued_bytes = 0
         task = asyncio.create_task(_end_unflushed(producer, self.patience_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -225,6 +251,7 @@ class Producer:
         except BaseException:
             await producer.stop()
             raise
+        self._heard_at = asyncio.get_running_loop().time()
         return producer
 
     def _check_open(self) -> None:
@@ -252,12 +279,16 @@ async def _end_unflushed(producer: AIOKafkaProducer, grace_s: float) -> None:
 
 def _translated(error: KafkaError, to: TopicPartition) -> StreamError:
     if isinstance(error, _OVERSIZE):
-        return RecordTooLarge(f"{to}: {error}")
+        return RecordTooLarge(f"{_name(to)}: {error}")
     if isinstance(error, UnknownTopicOrPartitionError):
-        return TopicsDiffer(f"{to} does not exist: run `kvlane topics create`")
+        return TopicsDiffer(f"{_name(to)} does not exist: run `kvlane topics create`")
     if isinstance(error, REFUSALS):
-        return BrokerUnavailable(f"{to}: the broker refuses: {error!r}")
-    return AppendFailed(f"{to}: {error!r}")
+        return BrokerUnavailable(f"{_name(to)}: the broker refuses: {error!r}")
+    return AppendFailed(f"{_name(to)}: {error!r}")
+
+
+def _name(to: TopicPartition) -> str:
+    return f"{to.topic}[{to.partition}]"
 
 
 def _bytes(entry: Entry) -> int:

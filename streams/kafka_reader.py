@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
 
 from streams.errors import BrokerUnavailable, LogClosed, PositionLost
-from streams.kafka_client import READING, REFUSALS, RETRY_S, LazyConsumer
+from streams.kafka_client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer
 from streams.ports import Batches, Partition
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ class KafkaReader:
         self._settled: dict[TopicPartition, int] = {}  # as `position` tells it
         self._tails = _Tails()
         self._settle_from = 0.0
+        self._silence_s = SILENCE * kafka.request_timeout_s
+        self._silent_from = 0.0
+        self._answered_ms = 0
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -74,6 +77,7 @@ class KafkaReader:
             batches = self._take(found)
             if sum(map(len, found.values())) < max_records:  # nothing fetched is left behind
                 await self._settle(consumer, clock.time(), idle=not found)
+            self._watch(clock.time(), idle=not found)
         except ConsumerStoppedError:
             batches = {}
         except KafkaError as e:
@@ -110,6 +114,7 @@ class KafkaReader:
             if consumer is not None and not self._closed:
                 self._hand_over(consumer)
                 self._consumer = consumer
+                self._silent_from = asyncio.get_running_loop().time()
         return self._consumer
 
     def _hand_over(self, consumer: AIOKafkaConsumer) -> None:
@@ -135,14 +140,33 @@ class KafkaReader:
             return
         self._settle_from = now + _SETTLE_EVERY_S
         behind = {}
+        answered_ms = 0
         for tp in self._next:
             # Does not wait: every partition has a position since `assign`.
             position = await consumer.position(tp)
             self._settled[tp] = max(self._settled[tp], position)
             end = consumer.highwater(tp)
+            at_ms = consumer.last_poll_timestamp(tp)
+            answered_ms = max(answered_ms, at_ms or 0)
             if end is not None and self._settled[tp] < end:
-                behind[tp] = _Answer(position, consumer.last_poll_timestamp(tp), end)
+                behind[tp] = _Answer(position, at_ms, end)
         self._settled |= self._tails.look(behind)
+        if answered_ms != self._answered_ms:
+            self._answered_ms, self._silent_from = answered_ms, now
+
+    def _watch(self, now: float, *, idle: bool) -> None:
+        """Connect anew after a long silence.
+
+        The client asks ten times a second, and goes on asking at addresses where no broker is any
+        more.
+        """
+        if not idle:
+            self._silent_from = now
+        elif now - self._silent_from > self._silence_s:
+            log.warning("no answer for %.0f s, connecting anew", now - self._silent_from)
+            self._silent_from = now
+            self._consumer = None
+            self._client.drop()
 
     async def _recover(self, consumer: AIOKafkaConsumer, error: KafkaError) -> None:
         """Raise what the caller must know; anything else is an outage, to be waited out."""

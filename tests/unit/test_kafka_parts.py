@@ -1,0 +1,199 @@
+"""Small parts of the Kafka log that need no broker."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka import TopicPartition
+from aiokafka.consumer import group_coordinator
+from aiokafka.errors import KafkaConnectionError
+from aiokafka.structs import ConsumerRecord
+
+from streams.connection import Connection
+from streams.errors import BrokerUnavailable
+from streams.kafka import KafkaLog
+from streams.kafka_client import Calm, LazyConsumer, calm_client_logs
+from streams.kafka_reader import _Answer, _Tails
+from streams.provision import describe
+
+LANE, OTHER = TopicPartition("t.registry", 0), TopicPartition("t.kv-events", 3)
+
+
+def record(size: int) -> ConsumerRecord[bytes, bytes]:
+    return ConsumerRecord("t.kv-events", 3, 0, 0, 1, b"", b"", None, 0, size, ())
+
+
+class TestTails:
+    """When a reader may say that the rest of a partition is empty."""
+
+    def test_three_looks_with_an_answer_between_the_first_two(self) -> None:
+        tails = _Tails()
+        assert tails.look({LANE: _Answer(position=7, at_ms=100, end=10)}) == {}
+        assert tails.look({LANE: _Answer(position=7, at_ms=200, end=10)}) == {}
+        assert tails.look({LANE: _Answer(position=7, at_ms=200, end=10)}) == {LANE: 10}
+
+    def test_nothing_without_another_answer(self) -> None:
+        tails = _Tails()
+        looks = [tails.look({LANE: _Answer(7, 100, 10)}) for _ in range(5)]
+        assert looks == [{}] * 5
+
+    def test_position_that_moves_begins_again(self) -> None:
+        tails = _Tails()
+        tails.look({LANE: _Answer(7, 100, 10)})
+        tails.look({LANE: _Answer(7, 200, 10)})
+        assert tails.look({LANE: _Answer(8, 300, 10)}) == {}
+        assert tails.look({LANE: _Answer(8, 300, 10)}) == {}
+
+    def test_end_is_the_one_that_the_empty_answer_knew(self) -> None:
+        tails = _Tails()
+        tails.look({LANE: _Answer(7, 100, 10)})
+        tails.look({LANE: _Answer(7, 200, 10)})
+        assert tails.look({LANE: _Answer(7, 300, 15)}) == {LANE: 10}
+
+    @pytest.mark.parametrize(("size", "known"), [(1000, {LANE: 10}), (2_000_000, {})])
+    def test_much_read_elsewhere_may_have_crowded_it_out(
+        self, size: int, known: dict[TopicPartition, int]
+    ) -> None:
+        tails = _Tails()
+        tails.look({LANE: _Answer(7, 100, 10)})
+        tails.read({OTHER: [record(size)]})
+        tails.look({LANE: _Answer(7, 200, 10)})
+        assert tails.look({LANE: _Answer(7, 300, 10)}) == known
+
+    def test_crowded_out_partition_is_known_later(self) -> None:
+        tails = _Tails()
+        tails.look({LANE: _Answer(7, 100, 10)})
+        tails.read({OTHER: [record(2_000_000)]})
+        looks = [tails.look({LANE: _Answer(7, at_ms, 10)}) for at_ms in (200, 300, 400)]
+        assert looks == [{}, {}, {LANE: 10}]
+
+
+@pytest.fixture
+def line() -> Callable[..., logging.LogRecord]:
+    def make(level: int, message: str, at_s: float) -> logging.LogRecord:
+        made = logging.LogRecord("aiokafka.conn", level, "", 0, message, ("1",), None)
+        made.created = at_s
+        return made
+
+    return make
+
+
+class TestCalm:
+    """How much the client may write into the log of a process."""
+
+    def test_repeated_error_is_shown_once_in_ten_seconds(
+        self, line: Callable[..., logging.LogRecord]
+    ) -> None:
+        calm = Calm()
+        times = [0.0, 0.1, 9.9, 10.1, 10.2]
+        shown = [at for at in times if calm.filter(line(logging.ERROR, "no node %s", at))]
+        assert shown == [0.0, 10.1]
+
+    def test_shown_line_counts_those_left_out(self, line: Callable[..., logging.LogRecord]) -> None:
+        calm = Calm()
+        for at in (0.0, 0.1, 0.2):
+            calm.filter(line(logging.ERROR, "no node %s", at))
+        later = line(logging.ERROR, "no node %s", 11.0)
+        calm.filter(later)
+        assert later.getMessage() == "no node 1 (and 2 more like this)"
+
+    def test_different_messages_do_not_hide_one_another(
+        self, line: Callable[..., logging.LogRecord]
+    ) -> None:
+        calm = Calm()
+        assert calm.filter(line(logging.ERROR, "no node %s", 0.0))
+        assert calm.filter(line(logging.ERROR, "no leader %s", 0.1))
+
+    def test_information_always_passes(self, line: Callable[..., logging.LogRecord]) -> None:
+        calm = Calm()
+        assert all(calm.filter(line(logging.INFO, "joined %s", 0.0)) for _ in range(3))
+
+    def test_message_of_an_ordinary_rebalance_is_information(
+        self, line: Callable[..., logging.LogRecord]
+    ) -> None:
+        shown = line(logging.WARNING, Calm.ORDINARY[0], 0.0)
+        assert Calm().filter(shown)
+        assert (shown.levelno, shown.levelname) == (logging.INFO, "INFO")
+
+    def test_every_logger_of_the_client_is_calmed_once(self) -> None:
+        for _ in range(2):
+            calm_client_logs()
+        filters = logging.getLogger("aiokafka.consumer.fetcher").filters
+        assert [type(f) for f in filters].count(Calm) == 1
+
+    def test_ordinary_messages_are_written_by_the_client(self) -> None:
+        """A new version of the client may word them otherwise."""
+        source = inspect.getsource(group_coordinator).replace('"\n', "").replace('"', "")
+        source = " ".join(source.split())
+        assert all(message in source for message in Calm.ORDINARY)
+
+
+class Refusing:
+    """Stands for each of the client's classes; keeps its options and cannot connect."""
+
+    options: list[dict[str, Any]]
+
+    def __init__(self, **options: Any) -> None:
+        self.options.append(options)
+
+    async def start(self) -> None:
+        raise KafkaConnectionError("nobody there")
+
+    async def stop(self) -> None:
+        pass
+
+    close = stop
+
+
+class TestSecurity:
+    """How a connection's secrets reach the client."""
+
+    @pytest.fixture
+    def options(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+        Refusing.options = []
+        monkeypatch.setattr("streams.kafka_producer.AIOKafkaProducer", Refusing)
+        monkeypatch.setattr("streams.kafka_client.AIOKafkaConsumer", Refusing)
+        monkeypatch.setattr("streams.provision.AIOKafkaAdminClient", Refusing)
+        return Refusing.options
+
+    async def test_options_reach_producer_consumer_and_admin(
+        self, options: list[dict[str, Any]]
+    ) -> None:
+        connection = Connection(
+            "kafka:9093",
+            "router",
+            security_protocol="SASL_SSL",
+            sasl_mechanism="SCRAM-SHA-512",
+            sasl_username="me",
+            sasl_password="secret",
+            request_timeout_ms=100,
+        )
+        log = KafkaLog(connection)
+        with pytest.raises(BrokerUnavailable, match="no Kafka at kafka:9093"):
+            await log.start()
+        with pytest.raises(BrokerUnavailable):
+            await describe(log, lanes=1, replication=1, min_insync=1)
+        consumer = LazyConsumer(log.options, grace_s=0.1)
+        assert await consumer.ready(1.0) is None
+        wanted = {
+            "bootstrap_servers": ["kafka:9093"],
+            "client_id": "router",
+            "security_protocol": "SASL_SSL",
+            "sasl_mechanism": "SCRAM-SHA-512",
+            "sasl_plain_username": "me",
+            "sasl_plain_password": "secret",
+        }
+        assert [wanted.items() <= given.items() for given in options] == [True] * 3
+        assert all(isinstance(given["ssl_context"], ssl.SSLContext) for given in options)
+
+    async def test_certificate_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:
+        missing = tmp_path / "ca.pem"
+        connection = Connection("kafka:1", "x", security_protocol="SSL", ssl_cafile=missing)
+        with pytest.raises(BrokerUnavailable, match="security settings"):
+            await KafkaLog(connection).start()
