@@ -1,103 +1,107 @@
-"""`kvlane demo`: a broker, a router, a preprocessor and three workers on this machine.
+"""`kvlane demo` and `kvlane up`: a broker, a router, a preprocessor and workers on this machine.
 
-Owns the stage: what is started, where, and that nothing is left of it. What is shown on it is
-`app/story.py`'s, the parts' lives are `app/fleet.py`'s.
+Chooses the broker and how long everything stays. What the demo shows is `app/story.py`'s, what is
+set up for it `app/stage.py`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import signal
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from rich.console import Console
 
 from app import worker
-from app.fleet import Build, Fleet, MemoryFleet, ProcessFleet, parts_of
+from app.fleet import Build, FleetError
 from app.preprocessor import Preprocessor
 from app.router import Router
-from app.settings import Settings, variable
+from app.settings import Settings
+from app.stage import stage
 from app.story import Story
-from streams import provision
-from streams.clock import Clock, SystemClock
-from streams.kafka import KafkaLog
+from streams.clock import SystemClock
 from streams.localbroker import Broker, Kind, obtain
-from streams.memory import MemoryBroker
-from streams.ports import Log
-from streams.watchdog import Guard
 
 WORKERS = 3
 CONTEXT_LENGTH = 131_072
 """The longest prompt of the trace has 87 169 tokens."""
+CHECK_S = 1.0
+
+BUILDS: dict[str, Build] = {
+    "worker": worker.build,
+    "router": Router,
+    "preprocessor": Preprocessor,
+}
+
+BrokerKind = Literal["auto"] | Kind
 
 
-def run(
-    settings: Settings, prompts: Sequence[str], console: Console, kind: Literal["auto"] | Kind
+def demo(
+    settings: Settings, prompts: Sequence[str], console: Console, kind: BrokerKind = "auto"
 ) -> bool:
     """The whole demo, from nothing to nothing; whether every text was right.
 
     Raises BrokerUnavailable, TopicsDiffer, FleetError.
     """
-    with obtain(
-        kind,
+    with _broker(settings, console, kind) as broker:
+        return asyncio.run(_demo(settings, prompts, console, broker))
+
+
+def up(
+    settings: Settings, console: Console, kind: BrokerKind = "auto", *, workers: int, port: int
+) -> None:
+    """A small deployment that stays until Ctrl-C or SIGTERM. Raises as `demo`."""
+    with _broker(settings, console, kind, port) as broker:
+        if broker.kind == "memory":
+            raise FleetError("nobody else could reach the log in memory: see `kvlane demo`")
+        asyncio.run(_up(settings, console, broker, workers))
+
+
+def _broker(settings: Settings, console: Console, kind: BrokerKind, port: int = 0) -> Broker:
+    broker = obtain(
+        settings.broker if kind == "auto" else kind,
         bootstrap_servers=settings.bootstrap_servers,
+        port=port,
         report=lambda line: console.print(line, style="dim", markup=False),
-    ) as broker:
-        console.print(f"broker: {broker.description}", style="dim", markup=False)
-        return asyncio.run(_show(settings, prompts, console, broker))
+    )
+    console.print(f"broker: {broker.description}", style="dim", markup=False)
+    return broker
 
 
-async def _show(
+async def _demo(
     settings: Settings, prompts: Sequence[str], console: Console, broker: Broker
 ) -> bool:
     clock = SystemClock()
-    changes: dict[str, Any] = {
-        "bootstrap_servers": broker.bootstrap_servers,
-        "context_length": CONTEXT_LENGTH,
-    }
+    changes: dict[str, Any] = {"context_length": CONTEXT_LENGTH}
     if broker.kind == "env":  # somebody's cluster: stay out of the way of what is there
         changes["topic_prefix"] = f"{settings.topic_prefix}demo."
-    settings = settings.model_copy(update=changes)
-    async with _stage(settings, changes, broker, clock) as (log, fleet):
+    async with stage(settings, broker, clock, workers=WORKERS, changes=changes, builds=BUILDS) as (
+        log,
+        fleet,
+        _,
+    ):
         return await Story(log, fleet, clock, console, WORKERS).tell(prompts)
 
 
-@asynccontextmanager
-async def _stage(
-    settings: Settings, changes: dict[str, Any], broker: Broker, clock: Clock
-) -> AsyncIterator[tuple[Log, Fleet]]:
-    """A connection to the log and a fleet, not started yet; both are gone afterwards."""
-    log: Log
-    fleet: Fleet
-    with contextlib.ExitStack() as cleanup:
-        if broker.kind == "memory":
-            memory = MemoryBroker(clock, lanes=settings.lanes)
-            builds: dict[str, Build] = {
-                "worker": worker.build,
-                "router": Router,
-                "preprocessor": Preprocessor,
-            }
-            fleet = MemoryFleet(parts_of(WORKERS), builds, settings, memory, random.Random())
-            log = memory.connect("demo")
-        else:
-            guard = Guard()
-            cleanup.callback(guard.close)
-            environment = {variable(name): str(value) for name, value in changes.items()}
-            fleet = ProcessFleet(parts_of(WORKERS), environment, guard, clock)
-            log = KafkaLog(settings.connection("demo"), prefix=settings.topic_prefix)
-        try:
-            await log.start()
-            if isinstance(log, KafkaLog):
-                await provision.create(
-                    log,
-                    lanes=settings.lanes,
-                    replication=settings.replication,
-                    min_insync=settings.min_insync,
-                )
-            yield log, fleet
-        finally:
-            await fleet.stop()
-            await log.close()
+async def _up(settings: Settings, console: Console, broker: Broker, workers: int) -> None:
+    clock = SystemClock()
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with stage(settings, broker, clock, workers=workers, changes={}, builds=BUILDS) as on:
+        await on.fleet.start()
+        console.print(
+            f"a router, a preprocessor and {workers} workers are starting; topics are "
+            f"{on.settings.topic_prefix}*\n\n"
+            f"  export KVLANE_BOOTSTRAP_SERVERS={broker.bootstrap_servers}\n"
+            "  kvlane publish --follow 'Hello'\n\n"
+            "Ctrl-C ends everything.",
+            highlight=False,
+            markup=False,
+        )
+        while not ended.is_set():
+            on.fleet.check()
+            broker.check()
+            await asyncio.wait([asyncio.create_task(ended.wait())], timeout=CHECK_S)
+        console.print("stopping", style="dim")

@@ -114,10 +114,12 @@ def serve(
     from faststream import FastStream
     from faststream.kafka import KafkaBroker
 
+    from app.logs import configure
     from app.settings import Settings
     from streams.kafka import KafkaLog
 
     settings = Settings()
+    configure(settings)
     connection = settings.connection(name)
 
     @asynccontextmanager

@@ -1,0 +1,63 @@
+"""The form all benchmark results have: a table for people, and the same as JSON for programs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    return {
+        "cpus": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """A figure that has to reach something. `bar` says it in words, `met` whether it does."""
+
+    name: str
+    value: float
+    unit: str
+    bar: str
+    met: bool
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What one benchmark found, and where."""
+
+    bench: str
+    rows: list[dict[str, Any]]
+    bars: list[Bar]
+    machine: dict[str, Any] = msgspec.field(default_factory=machine)
+
+    def show(self, console: Console) -> None:
+        """The rows, then the bars."""
+        table = Table(box=None, pad_edge=False)
+        for name in self.rows[0] if self.rows else ():
+            table.add_column(name)
+        for row in self.rows:
+            table.add_row(*(_shown(v) for v in row.values()))
+        console.print(table, highlight=False)
+        for bar in self.bars:
+            verdict = "[green]met[/]" if bar.met else "[red]not met[/]"
+            console.print(
+                f"{bar.name}: {bar.value:g} {bar.unit} ({bar.bar}) {verdict}", highlight=False
+            )
+
+    def write(self, file: Path) -> None:
+        """As JSON."""
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,65 @@
+"""`kvlane demo` and `kvlane up`: everything on this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from app.settings import Settings
+
+Broker = Annotated[
+    Literal["auto", "env", "docker", "jvm", "memory"],
+    typer.Option(
+        help="auto: KVLANE_BOOTSTRAP_SERVERS if set, else Docker, else a local JVM, else memory."
+    ),
+]
+
+
+def demo(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts to ask; without any, you are asked.")
+    ] = None,
+    *,
+    broker: Broker = "auto",
+) -> None:
+    """See it work: a broker, a router, three workers, real requests, and a worker that is killed.
+
+    Starts everything on this machine, asks your prompts, replays 50 requests of a production
+    trace, kills a worker in mid stream, compares every text with what the engine must say, and
+    leaves nothing behind. Exit code 1 if any text differs.
+    """
+    from app.demo import demo as run
+
+    console = Console()
+    if not prompts and sys.stdin.isatty():
+        prompts = _asked(console)
+    if not run(Settings(), prompts or [], console, broker):
+        raise typer.Exit(1)
+
+
+def up(
+    *,
+    workers: Annotated[int, typer.Option(help="How many workers.", min=1, max=64)] = 2,
+    port: Annotated[
+        int, typer.Option(help="Port of a broker started here; 0: a free one.", min=0, max=65535)
+    ] = 0,
+    broker: Broker = "auto",
+) -> None:
+    """Run a small deployment until Ctrl-C: a broker, a router, a preprocessor and workers.
+
+    With KVLANE_BOOTSTRAP_SERVERS set it uses that Kafka and starts only the rest.
+    """
+    from app.demo import up as run
+
+    run(Settings(), Console(), broker, workers=workers, port=port)
+
+
+def _asked(console: Console) -> list[str]:
+    console.print("Type prompts, an empty line to begin (at once for examples):", style="dim")
+    prompts = []
+    while line := console.input("[bold]you[/]  ").strip():
+        prompts.append(line)
+    return prompts
