@@ -16,8 +16,6 @@ Errors of the Kafka client are translated where they enter (`streams/kafka.py`),
 kept; nothing above `streams` catches a client's own exception.
 """
 
-# ruff: noqa: N818
-
 from __future__ import annotations
 
 
