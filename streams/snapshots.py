@@ -212,7 +212,7 @@ class Snapshots:
                 expected += 1
                 if expected == pointer.parts:
                     break
-        if cover is None or expected < pointer.parts:
+        if cover is None or expected != pointer.parts:
             raise _UnusableError(f"{expected} of {pointer.parts} parts are there")
         if digest.hexdigest() != pointer.checksum or len(data) != cover.size:
             raise _UnusableError("its checksum differs")

@@ -10,11 +10,12 @@ import pytest
 from streams.clock import BrokerClock
 from streams.errors import LogClosed, UnknownType
 from streams.follow import RECORDS_PER_POLL, Follower
-from streams.ports import Entry, Partition
+from streams.memory import MemoryReader
+from streams.ports import Batches, Entry, Partition
 from streams.records import Ended, Fact, ModelCard, Tombstone
 from streams.topics import LEDGER, REGISTRY, REQUESTS
 from tests.tally import Tally
-from tests.worlds import World, in_world
+from tests.worlds import World, in_world, play
 
 LANE_0, LANE_1 = Partition(LEDGER, 0), Partition(LEDGER, 1)
 CARDS = Partition(REGISTRY, 0)
@@ -178,6 +179,27 @@ async def test_a_long_replay_lets_others_run(world: World) -> None:
     assert turns >= 20_000 / RECORDS_PER_POLL
 
 
+def test_a_poll_that_never_waits_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Kafka client hands out what it has fetched without giving way."""
+
+    async def poll(self: MemoryReader, timeout_s: float, max_records: int) -> Batches:
+        return self.cursor.take(max_records)
+
+    monkeypatch.setattr(MemoryReader, "poll", poll)
+
+    async def scenario(world: World) -> None:
+        world.append(LEDGER, 0, *many(5 * RECORDS_PER_POLL))
+        copy = await a_copy(world)
+        positions = set()
+        while not copy.follower.caught_up:
+            await asyncio.sleep(0)
+            positions.add(copy.fold.position(LANE_0))
+        assert len(positions) >= 5
+        await copy.stop()
+
+    play(scenario)
+
+
 @in_world
 async def test_lag_is_what_lies_between_a_position_and_the_end(world: World) -> None:
     copy = await (await a_copy(world)).caught_up()
@@ -277,6 +299,9 @@ async def test_malformed_records_are_counted_and_passed_over(world: World) -> No
     assert copy.fold.position(LANE_0) == 5
     assert copy.follower.malformed == 3
     assert copy.follower.applied == 2
+    world.append_raw(LEDGER, 0, MALFORMED)
+    await world.sleep(2)
+    assert copy.fold.position(LANE_0) == 6
 
 
 @in_world
@@ -324,6 +349,17 @@ async def test_offsets_that_are_gone_from_the_end_of_the_log_hold_nobody_up(worl
     copy = await (await a_copy(world, REGISTRY)).caught_up()
     assert copy.fold.offsets(CARDS) == [0]
     assert copy.fold.position(CARDS) == 3
+
+
+@in_world
+async def test_a_gap_that_opens_later_holds_nobody_up(world: World) -> None:
+    copy = await (await a_copy(world, REGISTRY)).caught_up()
+    world.broker.available = False
+    await leave_a_gap_at_the_end(world)
+    barrier = world.spawn(copy.follower.wait_for(CARDS, 3))
+    await world.sleep(5)
+    world.broker.available = True
+    await asyncio.wait_for(barrier, 5)
 
 
 @in_world
@@ -407,6 +443,7 @@ async def test_state_below_the_start_of_the_log_is_dropped(world: World) -> None
     copy = await (await a_copy(world, fold=fold)).caught_up()
     assert copy.fold.offsets(LANE_0) == list(range(5, 10))
     assert fold.forgotten == 1
+    assert copy.follower.rebuilt == 0, "it was seen before anything was read"
 
 
 @in_world

@@ -1,0 +1,430 @@
+"""Snapshots: whole ones are used, newest first; anything else costs a replay and nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+
+import msgspec
+import pytest
+import zstandard
+
+from streams.codecs import decode, encode
+from streams.follow import Follower
+from streams.memory import Fate
+from streams.memory_partition import MemoryRecord
+from streams.ports import Entry, Partition
+from streams.records import Ended, Fact, ModelCard, SnapshotPointer, Tombstone
+from streams.snapshots import SLICE_BYTES, Snapshots, pointer_key
+from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
+from tests.tally import Tally
+from tests.worlds import World, in_world
+
+LANE_0, LANE_1 = Partition(LEDGER, 0), Partition(LEDGER, 1)
+
+
+class Blob:
+    """A fold whose state is any bytes."""
+
+    name = "blob"
+
+    def __init__(self, data: bytes = b"", at: int | None = None) -> None:
+        self.data, self.at = data, at
+
+    def apply(self, source: Partition, facts: Sequence[Fact], position: int) -> None:
+        self.at = position
+
+    def position(self, source: Partition) -> int | None:
+        return self.at
+
+    def forget(self, source: Partition) -> None:
+        self.data, self.at = b"", None
+
+    def snapshot(self, source: Partition) -> bytes:
+        return self.data
+
+    def restore(self, source: Partition, data: bytes, position: int) -> None:
+        self.data, self.at = data, position
+
+    def state_hash(self, source: Partition) -> str:
+        return sha256(self.data).hexdigest()
+
+
+def noise(size: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def a_tally(count: int, source: Partition = LANE_0) -> Tally:
+    fold = Tally()
+    fold.apply(source, (), 0)
+    facts = [Fact(i, 0, Ended(id=str(i), code="seen")) for i in range(count)]
+    fold.apply(source, facts, count)
+    return fold
+
+
+async def snapshots(world: World, client: str = "client") -> Snapshots:
+    return Snapshots(await world.connect(client), world.clock)
+
+
+def parts(world: World) -> list[MemoryRecord]:
+    return world.everywhere(SNAPSHOTS)
+
+
+# --- whole snapshots -----------------------------------------------------------------------------
+
+
+@in_world
+async def test_what_is_loaded_is_what_was_saved(world: World) -> None:
+    saved, loaded = a_tally(50), Tally()
+    await (await snapshots(world)).save(saved, LANE_0)
+    assert await (await snapshots(world)).load(loaded, LANE_0)
+    assert loaded.position(LANE_0) == 50
+    assert loaded.shares == saved.shares
+    assert loaded.state_hash(LANE_0) == saved.state_hash(LANE_0)
+
+
+@in_world
+async def test_the_pointer_says_what_it_points_at(world: World) -> None:
+    fold = a_tally(3, LANE_1)
+    pointer = await (await snapshots(world)).save(fold, LANE_1)
+    (record,) = world.records(REGISTRY, 0)
+    assert record.key == b"snapshot/tally/1"
+    assert decode(record) == pointer
+    assert (pointer.fold, pointer.partition, pointer.position) == ("tally", 1, 3)
+    assert pointer.state_hash == fold.state_hash(LANE_1)
+
+
+@pytest.mark.parametrize("size", [0, 1, SLICE_BYTES, SLICE_BYTES + 1, 3_500_000])
+def test_a_snapshot_of_any_size_comes_back_in_parts_of_at_most_a_megabyte(size: int) -> None:
+    @in_world
+    async def scenario(world: World) -> None:
+        data, loaded = noise(size), Blob()
+        pointer = await (await snapshots(world)).save(Blob(data, 7), LANE_0)
+        assert all(len(r.value or b"") <= 1024 * 1024 for r in parts(world))
+        assert pointer.parts == len(parts(world)) == 1 + -(-size // SLICE_BYTES)
+        assert await (await snapshots(world)).load(loaded, LANE_0)
+        assert (loaded.data, loaded.at) == (data, 7)
+
+    scenario()
+
+
+@in_world
+async def test_what_can_be_compressed_is(world: World) -> None:
+    await (await snapshots(world)).save(Blob(bytes(5_000_000), 1), LANE_0)
+    assert sum(len(r.value or b"") for r in parts(world)) < 10_000
+
+
+@in_world
+async def test_each_partition_has_its_own(world: World) -> None:
+    fold, loaded = a_tally(3, LANE_0), Tally()
+    fold.shares[LANE_1] = a_tally(5, LANE_1).shares[LANE_1]
+    store = await snapshots(world)
+    await store.save(fold, LANE_0)
+    await store.save(fold, LANE_1)
+    assert await store.load(loaded, LANE_1)
+    assert loaded.position(LANE_0) is None
+    assert loaded.position(LANE_1) == 5
+
+
+@in_world
+async def test_the_newest_one_is_used(world: World) -> None:
+    store, loaded = await snapshots(world), Tally()
+    for count in (3, 9, 6):
+        await store.save(a_tally(count), LANE_0)
+    assert await store.load(loaded, LANE_0)
+    assert loaded.position(LANE_0) == 6
+
+
+@in_world
+async def test_one_that_was_saved_since_the_last_load_is_found(world: World) -> None:
+    store, other = await snapshots(world), await snapshots(world, "other")
+    await store.save(a_tally(3), LANE_0)
+    for count in (3, 5):
+        loaded = Tally()
+        assert await other.load(loaded, LANE_0)
+        assert loaded.position(LANE_0) == count
+        await store.save(a_tally(5), LANE_0)
+
+
+@in_world
+async def test_state_and_position_are_of_one_moment(world: World) -> None:
+    world.faults.slow["append"] = 0.5
+    fold, loaded = Blob(noise(2_500_000), 10), Blob()
+    saving = world.spawn((await snapshots(world)).save(fold, LANE_0))
+    await world.sleep(0.7)
+    fold.data, fold.at = b"later", 11
+    pointer = await saving
+    assert pointer.position == 10
+    assert await (await snapshots(world)).load(loaded, LANE_0)
+    assert (loaded.data, loaded.at) == (noise(2_500_000), 10)
+
+
+@in_world
+async def test_writing_and_reading_a_large_one_lets_others_run(world: World) -> None:
+    turns = 0
+
+    async def bystander() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    world.spawn(bystander())
+    store = await snapshots(world)
+    await store.save(Blob(noise(20 * SLICE_BYTES), 1), LANE_0)
+    assert turns >= 40  # once a slice to hash it and once to send it
+    turns = 0
+    assert await store.load(Blob(), LANE_0)
+    assert turns >= 3
+
+
+@in_world
+async def test_a_fold_without_a_position_cannot_be_saved(world: World) -> None:
+    with pytest.raises(ValueError, match="no state"):
+        await (await snapshots(world)).save(Tally(), LANE_0)
+
+
+@in_world
+async def test_without_a_snapshot_nothing_is_loaded(world: World) -> None:
+    loaded = Tally()
+    assert not await (await snapshots(world)).load(loaded, LANE_0)
+    assert loaded.position(LANE_0) is None
+
+
+@in_world
+async def test_parts_that_stand_twice_count_once(world: World) -> None:
+    world.faults.next_fates(SNAPSHOTS, Fate.UNREPORTED, Fate.TWICE, Fate.UNREPORTED, Fate.KEPT)
+    fold, loaded = Blob(noise(2_500_000), 1), Blob()
+    await (await snapshots(world)).save(fold, LANE_0)
+    assert len(parts(world)) > 4
+    assert await (await snapshots(world)).load(loaded, LANE_0)
+    assert loaded.data == fold.data
+
+
+@in_world
+async def test_two_that_are_written_at_once_do_not_mix(world: World) -> None:
+    world.faults.slow["append"] = 0.5
+    one, other = Blob(noise(3_500_000, 1), 1), Blob(noise(3_500_000, 2), 2)
+    await asyncio.gather(
+        (await snapshots(world, "one")).save(one, LANE_0),
+        (await snapshots(world, "other")).save(other, LANE_0),
+    )
+    checksums = [dict(r.headers)["snapshot"] for r in parts(world)]
+    assert checksums != sorted(checksums), "they did not interleave"
+    loaded = Blob()
+    assert await (await snapshots(world)).load(loaded, LANE_0)
+    assert (loaded.data, loaded.at) in ((one.data, 1), (other.data, 2))
+
+
+@in_world
+async def test_a_follower_starts_from_it(world: World) -> None:
+    world.append(LEDGER, 0, *[Ended(id=str(i), code="seen") for i in range(10)])
+    await (await snapshots(world)).save(a_tally(8), LANE_0)
+    log, fold = await world.connect(), Tally()
+    follower = Follower(log, fold, [LEDGER], world.clock, snapshots=Snapshots(log, world.clock))
+    world.spawn(follower.run())
+    await follower.wait_caught_up()
+    assert fold.offsets(LANE_0) == list(range(10))
+    assert follower.applied == 2
+
+
+@in_world
+async def test_one_below_the_start_of_its_log_is_dropped(world: World) -> None:
+    world.append(LEDGER, 0, *[Ended(id=str(i), code="seen") for i in range(20)])
+    world.broker.delete_records(LEDGER, 0, 15)
+    await (await snapshots(world)).save(a_tally(8), LANE_0)
+    log, fold = await world.connect(), Tally()
+    follower = Follower(log, fold, [LEDGER], world.clock, snapshots=Snapshots(log, world.clock))
+    world.spawn(follower.run())
+    await follower.wait_caught_up()
+    assert fold.offsets(LANE_0) == list(range(15, 20))
+
+
+# --- snapshots that cannot be used ---------------------------------------------------------------
+
+
+def newest(world: World) -> SnapshotPointer:
+    pointer = decode(world.records(REGISTRY, 0)[-1])
+    assert isinstance(pointer, SnapshotPointer)
+    return pointer
+
+
+def repoint(world: World, **changes: object) -> None:
+    """Put another pointer in the place of the newest one."""
+    changed = msgspec.structs.replace(newest(world), **changes)
+    registry = world.broker.log(REGISTRY, 0).records
+    registry[-1] = registry[-1]._replace(value=encode(changed, "").value)
+
+
+def rewrite(world: World, change: Callable[[int, bytes], bytes | None]) -> None:
+    """Write the parts of the newest snapshot once more, changed, and point at them."""
+    checksum = newest(world).checksum.encode()
+    written = [r for r in parts(world) if dict(r.headers)["snapshot"] == checksum]
+    offsets = []
+    for number, part in enumerate(written):
+        value = change(number, part.value or b"")
+        if value is not None:  # None leaves a part out
+            entry = Entry(part.key, value, part.headers)
+            offsets.append(world.append_raw(SNAPSHOTS, part.partition, entry))
+    repoint(world, first_part=offsets[0])
+
+
+def recovered(cover: bytes, **changes: object) -> bytes:
+    fields = msgspec.msgpack.decode(cover)
+    return msgspec.msgpack.encode(fields | changes)
+
+
+def flip(data: bytes, at: int = -1) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+BOMB = zstandard.ZstdCompressor().compress(bytes(50 * SLICE_BYTES))
+
+SPOILED: dict[str, Callable[[World], None]] = {
+    "a part is missing": lambda w: rewrite(w, lambda n, v: None if n == 2 else v),
+    "the last part is missing": lambda w: rewrite(w, lambda n, v: None if n == 3 else v),
+    "a part is flipped": lambda w: rewrite(w, lambda n, v: flip(v) if n == 2 else v),
+    "a part is no zstd": lambda w: rewrite(w, lambda n, v: b"zzz" if n == 2 else v),
+    "a part is another one": lambda w: rewrite(
+        w, lambda n, v: zstandard.ZstdCompressor().compress(b"x") if n == 2 else v
+    ),
+    "a part is a bomb": lambda w: rewrite(w, lambda n, v: BOMB if n == 2 else v),
+    "the cover is no msgpack": lambda w: rewrite(w, lambda n, v: b"\xc1" if n == 0 else v),
+    "the cover has another position": lambda w: rewrite(
+        w, lambda n, v: recovered(v, position=3) if n == 0 else v
+    ),
+    "the pointer has another position": lambda w: repoint(w, position=3),
+    "the pointer has another format": lambda w: repoint(w, format=2),
+    "the pointer has another checksum": lambda w: repoint(w, checksum="0" * 64),
+    "the pointer has another state hash": lambda w: repoint(w, state_hash="0"),
+    "the pointer wants more parts": lambda w: repoint(w, parts=9),
+    "the pointer wants fewer parts": lambda w: repoint(w, parts=2),
+    "the pointer wants no parts": lambda w: repoint(w, parts=0),
+    "it points at nothing": lambda w: repoint(w, first_part=1000),
+}
+
+
+@pytest.mark.parametrize("has_older", [False, True], ids=["alone", "with an older one"])
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
+def test_a_snapshot_that_is_not_whole_is_not_used(
+    spoil: Callable[[World], None], has_older: bool
+) -> None:
+    @in_world
+    async def scenario(world: World) -> None:
+        if has_older:
+            await (await snapshots(world)).save(Blob(b"older", 1), LANE_0)
+        await (await snapshots(world)).save(Blob(noise(2_500_000), 5), LANE_0)
+        spoil(world)
+        loaded = Blob()
+        assert await (await snapshots(world)).load(loaded, LANE_0) == has_older
+        assert (loaded.data, loaded.at) == ((b"older", 1) if has_older else (b"", None))
+
+    scenario()
+
+
+@in_world
+async def test_one_whose_parts_are_partly_deleted_is_not_used(world: World) -> None:
+    await (await snapshots(world)).save(Blob(noise(2_500_000), 5), LANE_0)
+    world.broker.delete_records(SNAPSHOTS, 0, 1)
+    assert not await (await snapshots(world)).load(Blob(), LANE_0)
+
+
+@in_world
+async def test_one_that_is_deleted_while_it_is_read_is_not_used(world: World) -> None:
+    await (await snapshots(world)).save(Blob(noise(12_000_000), 5), LANE_0)
+    world.faults.slow["poll"] = 0.5
+    loading = world.spawn((await snapshots(world)).load(loaded := Blob(), LANE_0))
+    await world.sleep(1.2)
+    world.broker.delete_records(SNAPSHOTS, 0, 12)
+    assert not await loading
+    assert loaded.at is None
+
+
+@in_world
+async def test_one_whose_writer_died_is_not_seen(world: World) -> None:
+    world.faults.slow["append"] = 0.1
+    log = await world.connect()
+    saving = world.spawn(Snapshots(log, world.clock).save(Blob(noise(2_500_000), 5), LANE_0))
+    await world.until(lambda: len(parts(world)) == 2)
+    log.cut()
+    saving.cancel()
+    await world.sleep(10)
+    world.faults.slow.clear()
+    assert not await (await snapshots(world, "other")).load(Blob(), LANE_0)
+
+
+@in_world
+async def test_one_of_another_fold_is_not_used(world: World) -> None:
+    await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
+    pointer = msgspec.structs.replace(newest(world), fold="tally")
+    world.append(REGISTRY, 0, pointer, key=pointer_key("tally", LANE_0))
+    assert not await (await snapshots(world)).load(Tally(), LANE_0)
+
+
+@in_world
+async def test_one_of_another_topic_is_not_used(world: World) -> None:
+    await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
+    assert not await (await snapshots(world)).load(Blob(), Partition(REGISTRY, 0))
+
+
+@in_world
+async def test_one_that_the_fold_refuses_leaves_nothing_behind(world: World) -> None:
+    class Refusing(Blob):
+        def restore(self, source: Partition, data: bytes, position: int) -> None:
+            super().restore(source, data[:1], position)
+            raise ValueError("written by another version")
+
+    await (await snapshots(world)).save(Blob(b"xyz", 1), LANE_0)
+    loaded = Refusing()
+    assert not await (await snapshots(world)).load(loaded, LANE_0)
+    assert (loaded.data, loaded.at) == (b"", None)
+
+
+@in_world
+async def test_one_that_restores_to_other_state_leaves_nothing_behind(world: World) -> None:
+    class Forgetful(Blob):
+        def restore(self, source: Partition, data: bytes, position: int) -> None:
+            super().restore(source, data[:1], position)
+
+    await (await snapshots(world)).save(Blob(b"xyz", 1), LANE_0)
+    loaded = Forgetful()
+    assert not await (await snapshots(world)).load(loaded, LANE_0)
+    assert (loaded.data, loaded.at) == (b"", None)
+
+
+@in_world
+async def test_a_withdrawn_pointer_points_no_more(world: World) -> None:
+    store = await snapshots(world)
+    await store.save(Blob(b"x", 1), LANE_0)
+    assert await store.load(Blob(), LANE_0)
+    key = pointer_key("blob", LANE_0)
+    world.append(REGISTRY, 0, Tombstone(key=key), key=key)
+    assert not await store.load(Blob(), LANE_0)
+
+
+@in_world
+async def test_what_else_is_in_the_registry_does_not_matter(world: World) -> None:
+    world.append(REGISTRY, 0, ModelCard(name="m"), key="model/m")
+    world.append_raw(
+        REGISTRY, 0,
+        Entry(b"k", b"\xc1", (("t", b"WorkerCard"),)),
+        Entry(b"k", b"\x80", (("t", b"Telepathy"),)),
+        Entry(None, b"\xff"),
+    )  # fmt: skip
+    await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
+    assert await (await snapshots(world)).load(Blob(), LANE_0)
+
+
+@in_world
+async def test_a_log_that_gives_nothing_is_not_waited_for_for_ever(world: World) -> None:
+    await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
+    store = Snapshots(await world.connect(), world.clock, load_timeout_s=20)
+    world.faults.slow["poll"] = 3.0
+    loading = world.spawn(store.load(Blob(), LANE_0))
+    await world.sleep(1)
+    world.broker.available = False
+    assert not await asyncio.wait_for(loading, 30)
