@@ -64,6 +64,14 @@ READING: Mapping[str, Any] = {
 """Options of all consumers, next to those of the connection."""
 
 
+_COORDINATOR_TASKS = (
+    "_coordination_task",
+    "_heartbeat_task",
+    "_commit_refresh_task",
+    "_reset_committed_task",
+)
+
+
 class LazyConsumer:
     """A consumer that connects when it is first needed, and again after `drop`.
 
@@ -142,19 +150,27 @@ class LazyConsumer:
 
 
 async def end_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
-    """Stop a consumer and close its connections, whatever state it is in.
+    """Stop a consumer, whatever state it is in; after the grace, break its work off.
 
-    During an outage `stop` may raise CancelledError from within (its fetcher does not expect to
-    be cancelled in a back-off) and leave the connections open, so it runs apart from the caller.
+    During an outage `stop` waits for answers one after the other, and may raise CancelledError
+    from within (the fetcher does not expect to be cancelled in a back-off), which leaves tasks
+    and connections behind. So it runs apart from the caller, and what it leaves is ended here.
     """
     stopping = asyncio.create_task(consumer.stop())
     await asyncio.wait({stopping}, timeout=grace_s)
-    if not stopping.done():
-        stopping.cancel()
-        await asyncio.wait({stopping}, timeout=RETRY_S)
-    if not stopping.done() or stopping.cancelled() or stopping.exception() is not None:
-        closing = asyncio.create_task(consumer._client.close())  # noqa: SLF001
-        await asyncio.wait({closing}, timeout=grace_s)
+    if stopping.done() and not stopping.cancelled() and stopping.exception() is None:
+        return
+    tasks = {stopping}
+    if (fetcher := consumer._fetcher) is not None:  # noqa: SLF001
+        tasks |= {fetcher._fetch_task, *fetcher._pending_tasks}  # noqa: SLF001
+    for name in _COORDINATOR_TASKS:
+        if (task := getattr(consumer._coordinator, name, None)) is not None:  # noqa: SLF001
+            tasks.add(task)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=grace_s)
+    closing = asyncio.create_task(consumer._client.close())  # noqa: SLF001
+    await asyncio.wait({closing}, timeout=grace_s)
 
 
 class Calm(logging.Filter):

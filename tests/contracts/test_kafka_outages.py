@@ -1,0 +1,180 @@
+"""One broker that hangs, dies and comes back: what its clients go through."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from streams.connection import Connection
+from streams.errors import AppendFailed, BrokerUnavailable, LogClosed
+from streams.kafka import KafkaLog
+from streams.localbroker import JvmBroker, Node, obtain
+from streams.ports import Entry, Partition
+from streams.topics import LEDGER, TOPICS
+from tests.traffic import Traffic
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+PARTITIONS = 4
+REQUEST_TIMEOUT_S = 2.0
+PATIENCE_S = 3 * REQUEST_TIMEOUT_S  # of an append
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[JvmBroker]:
+    """A broker of this module's own, since it is hurt."""
+    with obtain("jvm", report=lambda _: None) as broker:
+        yield broker
+
+
+@pytest.fixture
+def node(broker: JvmBroker) -> Iterator[Node]:
+    node = broker.node(1)
+    yield node
+    node.resume()
+    if not node.alive:
+        node.start()
+
+
+@pytest.fixture
+async def log(broker: JvmBroker, node: Node, topic_prefix: str) -> AsyncIterator[KafkaLog]:
+    config = next(t for t in TOPICS if t.name == LEDGER).config(1)
+    admin = AIOKafkaAdminClient(bootstrap_servers=broker.bootstrap_servers)
+    await admin.start()
+    ledger = NewTopic(topic_prefix + LEDGER, PARTITIONS, 1, topic_configs=config)
+    await admin.create_topics([ledger])
+    await admin.close()
+    log = KafkaLog(
+        Connection(
+            broker.bootstrap_servers,
+            "test",
+            request_timeout_ms=int(REQUEST_TIMEOUT_S * 1000),
+            session_timeout_ms=3000,
+        ),
+        topic_prefix,
+    )
+    await log.start()
+    yield log
+    await log.close()
+
+
+async def kill(node: Node) -> None:
+    await asyncio.to_thread(node.kill)
+
+
+async def start(node: Node) -> None:
+    await asyncio.to_thread(node.start)
+
+
+async def test_hang_within_the_patience_of_an_append_fails_nothing(
+    log: KafkaLog, node: Node
+) -> None:
+    """The broker gets requests twice, before and after the client gave them up, and keeps one."""
+    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
+        await traffic.flow(20)
+        node.pause()
+        await asyncio.sleep(1.5 * REQUEST_TIMEOUT_S)
+        node.resume()
+        await traffic.flow(20)
+        await traffic.settle()
+    assert traffic.longest_stall_s > REQUEST_TIMEOUT_S, "the broker did not hang"
+    assert (traffic.failed, traffic.lost, traffic.doubled) == ({}, [], [])
+    assert (traffic.overtaken, traffic.out_of_order) == ([], 0)
+
+
+async def test_restart_loses_and_doubles_nothing(
+    log: KafkaLog, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
+        await traffic.flow(20)
+        caplog.clear()
+        await kill(node)
+        await asyncio.sleep(0.5)
+        await start(node)
+        await traffic.flow(20)
+        lines = [r for r in caplog.records if r.levelno >= logging.WARNING]
+        await traffic.settle()
+    assert (traffic.lost, traffic.doubled) == ([], [])
+    assert (traffic.overtaken, traffic.out_of_order) == ([], 0)
+    assert traffic.given_twice == 0 or traffic.revocations
+    assert len(lines) < 30, "the client writes as much in a second when nobody stops it"
+
+
+async def test_long_hang_fails_appends_in_time_and_then_goes_on(log: KafkaLog, node: Node) -> None:
+    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
+        await traffic.flow(20)
+        node.pause()
+        await traffic.failure(within_s=PATIENCE_S + 2)
+        node.resume()
+        await traffic.flow(20)
+        await traffic.settle()
+    assert (traffic.lost, traffic.doubled) == ([], [])
+    assert traffic.out_of_order == 0
+
+
+async def test_reader_and_member_made_during_an_outage_begin_after_it(
+    log: KafkaLog, node: Node
+) -> None:
+    await log.append(LEDGER, Entry(b"key", b"0 0"), 0)
+    await kill(node)
+    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
+        await asyncio.sleep(1)
+        assert not traffic.claims
+        await start(node)
+        await traffic.flow(5)
+        await traffic.settle()
+    assert traffic.log_of[0][0] == (0, 0)
+
+
+async def test_poll_during_an_outage_comes_back_empty_in_its_time(
+    log: KafkaLog, node: Node
+) -> None:
+    reader = log.reader()
+    reader.assign({Partition(LEDGER, 0): 0})
+    await reader.poll(0.1)
+    node.pause()
+    begun = asyncio.get_running_loop().time()
+    assert await reader.poll(0.5) == {}
+    assert asyncio.get_running_loop().time() - begun < 2
+
+
+async def test_questions_during_an_outage_are_answered_with_its_name(
+    log: KafkaLog, node: Node
+) -> None:
+    await log.end_offsets(LEDGER, [0])
+    node.pause()
+    async with asyncio.timeout(PATIENCE_S + 2):
+        with pytest.raises(BrokerUnavailable):
+            await log.end_offsets(LEDGER, [0])
+
+
+async def test_start_without_a_broker_is_bounded(broker: JvmBroker, node: Node) -> None:
+    node.pause()
+    log = KafkaLog(Connection(broker.bootstrap_servers, "test", request_timeout_ms=1000))
+    async with asyncio.timeout(10):
+        with pytest.raises(BrokerUnavailable):
+            await log.start()
+
+
+@pytest.mark.parametrize("hurt", ["killed", "paused"])
+async def test_close_during_an_outage_is_bounded(log: KafkaLog, node: Node, hurt: str) -> None:
+    before = asyncio.all_tasks()
+    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
+        await traffic.flow(5)
+        if hurt == "killed":
+            await kill(node)
+        else:
+            node.pause()
+        waiting = asyncio.create_task(log.append(LEDGER, Entry(b"key", b"0 0"), 0))
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(4 * REQUEST_TIMEOUT_S):
+            await log.close()
+        with pytest.raises((LogClosed, AppendFailed)):
+            await waiting
+    if left := asyncio.all_tasks() - before:  # requests under way end by their own time-outs
+        await asyncio.wait(left, timeout=2 * REQUEST_TIMEOUT_S)
+    assert asyncio.all_tasks() <= before
