@@ -190,10 +190,7 @@ class Snapshots:
 
     async def _assemble(self, source: Partition, pointer: SnapshotPointer) -> tuple[Cover, bytes]:
         partition = source.partition % await self._log.partitions(SNAPSHOTS)
-        start = (await self._log.start_offsets(SNAPSHOTS, [partition]))[partition]
         end = (await self._log.end_offsets(SNAPSHOTS, [partition]))[partition]
-        if pointer.first_part < start:
-            raise _UnusableError(f"it began at {pointer.first_part}, the log starts at {start}")
         cover: Cover | None = None
         data = bytearray()
         digest = sha256()
