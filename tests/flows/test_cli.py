@@ -1,0 +1,252 @@
+"""The command line as people use it; Kafka is the log in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from app import publishing
+from app.cli import app
+from app.preprocess.byte_level import encode as tokens_of
+from streams.clock import SystemClock
+from streams.codecs import encode
+from streams.memory import MemoryBroker, MemoryLog
+from streams.records import Chunk, End
+from streams.topics import PROMPTS, RESPONSES, lane_of
+
+COMMANDS = [
+    [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"],
+    ["topics"], ["topics", "create"], ["topics", "describe"], ["bench"], ["bench", "faults"],
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVLANE_BOOTSTRAP_SERVERS", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
+    broker = MemoryBroker(SystemClock(), lanes=4)
+
+    @asynccontextmanager
+    async def kafka(settings: object, name: str) -> AsyncIterator[MemoryLog]:
+        log = broker.connect(name)
+        await log.start()
+        yield log
+        await log.close()
+
+    monkeypatch.setattr(publishing, "kafka", kafka)
+    return broker
+
+
+def kvlane(*arguments: str, given: str | None = None) -> Result:
+    return CliRunner().invoke(app, arguments, input=given)
+
+
+def prompts(broker: MemoryBroker) -> list[dict[str, Any]]:
+    records = [r for p in range(broker.partitions[PROMPTS]) for r in broker.records(PROMPTS, p)]
+    return [json.loads(r.value or b"") for r in records]
+
+
+def answer(broker: MemoryBroker, request_id: str, *texts: str, end: End | None = None) -> None:
+    """What readers of this request see."""
+    lane, index, chars = lane_of(request_id, broker.partitions[RESPONSES]), 0, 0
+    for seq, text in enumerate(texts):
+        last = end is None and seq == len(texts) - 1
+        chars += len(text)
+        chunk = Chunk(
+            id=request_id,
+            attempt=0,
+            run="1",
+            seq=seq,
+            index=index,
+            token_ids=tuple(tokens_of(text)),
+            text=text,
+            chars=chars,
+            finish_reason="stop" if last else None,
+        )
+        index += len(chunk.token_ids)
+        broker.append(RESPONSES, lane, [encode(chunk, request_id)])
+    if end is not None:
+        broker.append(RESPONSES, lane, [encode(end, request_id)])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself(command: list[str]) -> None:
+    result = kvlane(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+def test_a_prompt_is_published_and_its_id_printed(memory: MemoryBroker) -> None:
+    result = kvlane("publish", "hello", "--system", "be brief", "--max-tokens", "5")
+    assert result.exit_code == 0, result.output
+    (prompt,) = prompts(memory)
+    assert result.stdout.split() == [prompt["id"]]
+    assert prompt["body"] == {
+        "max_tokens": 5,
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "hello"},
+        ],
+    }
+
+
+def test_the_prompt_may_come_from_standard_input(memory: MemoryBroker) -> None:
+    assert kvlane("publish", "--id", "mine", given="hello\nthere").stdout == "mine\n"
+    (prompt,) = prompts(memory)
+    assert prompt["body"]["messages"][0]["content"] == "hello\nthere"
+
+
+def test_an_empty_prompt_is_refused_in_one_line(memory: MemoryBroker) -> None:
+    result = kvlane("publish", given=" \n")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        "error: the prompt is empty: give it as an argument or on standard input"
+    ]
+    assert not prompts(memory)
+
+
+def test_a_file_brings_many_prompts_with_ids_or_without(
+    memory: MemoryBroker, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id":"a","body":{}}\n\n{"kind":"completion","body":{"prompt":"x"}}\n')
+    result = kvlane("publish", "--file", str(file))
+    ids = {p["id"] for p in prompts(memory)}
+    assert set(result.stdout.split()) == ids
+    assert "a" in ids
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("nonsense", "line 2 is no JSON object"),
+        ("[]", "line 2 is no JSON object"),
+        ('{"kind":"sing"}', "line 2, kind: "),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_published(
+    memory: MemoryBroker, line: str, named: str
+) -> None:
+    result = kvlane("publish", "--file", "-", given=f'{{"id":"a"}}\n{line}\n')
+    assert result.exit_code == 1
+    assert named in result.stderr
+    assert not prompts(memory)
+
+
+def test_follow_shows_the_text(memory: MemoryBroker) -> None:
+    answer(memory, "a", "Hel", "lo ", "wörld")
+    result = kvlane("follow", "a")
+    assert (result.exit_code, result.stdout) == (0, "Hello wörld\n")
+
+
+def test_follow_can_leave_out_what_was_seen(memory: MemoryBroker) -> None:
+    answer(memory, "a", "Hel", "lo ", "wörld")
+    assert kvlane("follow", "a", "--from", "3").stdout == "lo wörld\n"
+
+
+def test_a_request_that_a_router_ended_is_an_error_with_its_reason(memory: MemoryBroker) -> None:
+    answer(memory, "a", "Hel", end=End(id="a", code="deadline", message="too slow"))
+    result = kvlane("follow", "a")
+    assert (result.exit_code, result.stdout) == (1, "Hel\n")
+    assert result.stderr == "a ended: deadline: too slow\n"
+
+
+def test_an_answer_that_a_router_completed_is_no_error(memory: MemoryBroker) -> None:
+    answer(memory, "a", "Hello", end=End(id="a", code="stop"))
+    assert kvlane("follow", "a").exit_code == 0
+
+
+def test_waiting_ends_with_the_time_out(memory: MemoryBroker) -> None:
+    result = kvlane("follow", "a", "--timeout", "0.3")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: a: no end within 0.3 s")
+
+
+def test_publish_can_follow(memory: MemoryBroker) -> None:
+    answer(memory, "a", "answer")
+    result = kvlane("publish", "hello", "--id", "a", "--follow")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "answer\n", "a\n")
+
+
+def test_several_answers_are_told_apart(memory: MemoryBroker) -> None:
+    answer(memory, "a", "one")
+    answer(memory, "b", "two")
+    lines = '{"id":"a"}\n{"id":"b"}\n'
+    assert kvlane("publish", "-f", "-", "--follow", given=lines).stdout == "a\tone\nb\ttwo\n"
+
+
+def test_a_cancel_is_published_behind_its_prompt(memory: MemoryBroker) -> None:
+    kvlane("publish", "hello", "--id", "a")
+    assert kvlane("cancel", "a").exit_code == 0
+    assert [p.get("kind", "chat") for p in prompts(memory)] == ["chat", "cancel"]
+
+
+@pytest.mark.parametrize(
+    "command", [["publish", "x"], ["follow", "a"], ["cancel", "a"], ["topics", "describe"]]
+)
+def test_without_servers_it_says_which_variable_to_set(command: list[str]) -> None:
+    result = kvlane(*command)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: KVLANE_BOOTSTRAP_SERVERS is not set")
+    assert "Traceback" not in result.output
+
+
+def test_an_unreachable_kafka_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", "127.0.0.1:1")
+    result = kvlane("follow", "a")
+    assert result.exit_code == 1
+    assert "error: no Kafka at" in result.stderr
+    assert "Check KVLANE_BOOTSTRAP_SERVERS" in result.stderr
+
+
+def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLANE_LANES", "many")
+    result = kvlane("follow", "a")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: KVLANE_LANES=many: ")
+
+
+def test_debug_shows_where_an_error_came_from() -> None:
+    result = kvlane("--debug", "follow", "a")
+    assert type(result.exception).__name__ == "SettingsError"
+
+
+def test_up_needs_a_broker_that_others_can_reach() -> None:
+    result = kvlane("up", "--broker", "memory")
+    assert result.exit_code == 1
+    assert "kvlane demo" in result.stderr
+
+
+def test_settings_shows_variables_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLANE_LANES", "77")
+    result = kvlane("settings")
+    assert result.exit_code == 0
+    assert "KVLANE_LANES" in result.stdout
+    assert "77" in result.stdout
+
+
+def test_the_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.demo.demo", lambda *_: False)
+    assert kvlane("demo", "hello", "--broker", "memory").exit_code == 1
+
+
+def test_bench_faults_reports_in_both_forms(tmp_path: Path) -> None:
+    file = tmp_path / "faults.json"
+    result = kvlane("bench", "faults", "--seeds", "2", "--jobs", "1", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert report["bench"] == "faults"
+    assert report["rows"][0]["seeds"] == 2
+    assert report["bars"][0]["met"] is True
+    assert report["machine"]["cpus"]

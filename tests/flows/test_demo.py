@@ -1,0 +1,133 @@
+"""The demo as people start it, on the log in memory and on a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from streams.localbroker import Broker
+from tests.leftovers import delete_topics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+KVLANE = [sys.executable, "-m", "app.cli"]
+WHOLE_S = 150.0
+
+
+def environment(**variables: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVLANE_")}
+    return inherited | {"COLUMNS": "160"} | variables
+
+
+def demo(*arguments: str, **variables: str) -> str:
+    done = subprocess.run(
+        [*KVLANE, "demo", *arguments],
+        env=environment(**variables), capture_output=True, text=True, timeout=WHOLE_S, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_story(shown: str) -> None:
+    """A worker died in mid stream, its requests moved, and every text is right."""
+    assert "kill -9 worker-" in shown
+    assert re.search(r"the long answer is complete: worker-\d, then worker-\d", shown)
+    right = re.search(r"engine says it +(\d+) of (\d+) requests", shown)
+    assert right is not None
+    assert right[1] == right[2] == "53"  # 50 of the trace, the long one, ours, and a first one
+    moved = re.search(r"moved to another worker +(\d+) requests of worker-", shown)
+    assert moved is not None
+    assert int(moved[1]) >= 1
+
+
+def running_with(value: str) -> list[int]:
+    """The processes that have a word in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                if value.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@contextmanager
+def interactive(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A demo that runs while the test looks."""
+    process = subprocess.Popen(
+        [*KVLANE, "demo", *arguments],
+        env=environment(PYTHONUNBUFFERED="1", **variables), text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_until(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    for shown in process.stdout:
+        if line in shown:
+            return
+    raise AssertionError(f"it ended without {line!r}")
+
+
+@pytest.fixture
+def on_kafka(kafka: Broker, topic_prefix: str) -> Iterator[dict[str, str]]:
+    """Variables that put a demo on the shared broker, with few topics and a prefix of its own."""
+    yield {
+        "KVLANE_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+        "KVLANE_TOPIC_PREFIX": topic_prefix,
+        "KVLANE_LANES": "4",
+    }
+    asyncio.run(delete_topics(kafka.bootstrap_servers, topic_prefix))
+
+
+def test_the_demo_in_memory_loses_nothing() -> None:
+    shown = demo("What is a lane?", "--broker", "memory")
+    check_story(shown)
+    assert "What is a lane?" in shown
+
+
+def test_ctrl_c_ends_the_demo_in_memory_at_once() -> None:
+    with interactive("--broker", "memory") as process:
+        read_until(process, "kill -9")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+
+
+def test_the_demo_on_kafka_loses_nothing_and_leaves_no_process(
+    on_kafka: dict[str, str], topic_prefix: str
+) -> None:
+    check_story(demo("Hello", **on_kafka))
+    assert running_with(topic_prefix) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_however_the_demo_ends_its_processes_end_with_it(
+    how: signal.Signals, on_kafka: dict[str, str], topic_prefix: str
+) -> None:
+    with interactive(**on_kafka) as process:
+        read_until(process, "workers are up")
+        assert len(running_with(topic_prefix)) >= 6  # itself, a router, a preprocessor, 3 workers
+        process.send_signal(how)
+        process.wait(60)
+    deadline = time.monotonic() + 30
+    while left := running_with(topic_prefix):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.1)

@@ -1,0 +1,131 @@
+"""The preprocessor as `faststream run` starts it: FastStream reads from a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from faststream import FastStream
+
+from app import preprocessor
+from app.preprocessor import Preprocessor
+from app.settings import Settings
+from streams import provision
+from streams.clock import SystemClock
+from streams.codecs import AnyRecord, decode
+from streams.kafka import KafkaLog
+from streams.localbroker import Broker
+from streams.ports import Entry, Partition, Record
+from streams.records import Refused, Request
+from streams.topics import DEAD_LETTERS, PROMPTS, REQUESTS
+from tests.leftovers import delete_topics
+
+LANES = 2
+WAIT_S = 40.0
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    # FastStream 0.7 tells of its own next version.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:faststream"),
+]
+
+
+@pytest.fixture
+async def log(
+    kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[KafkaLog]:
+    monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
+    monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
+    monkeypatch.setenv("KVLANE_LANES", str(LANES))
+    log = KafkaLog(Settings().connection("test"), prefix=topic_prefix)
+    await log.start()
+    await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+    yield log
+    await log.close()
+    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[FastStream]:
+    """The preprocessor's application, from its start to its end in good order."""
+    app = preprocessor.app
+    task = asyncio.create_task(app.run())
+    try:
+        yield app
+    finally:
+        app.exit()
+        await task
+
+
+async def read(log: KafkaLog, topic: str) -> list[Record]:
+    """Everything that a topic holds now."""
+    count = await log.partitions(topic)
+    ends = await log.end_offsets(topic, range(count))
+    reader = log.reader()
+    sources = {Partition(topic, p): 0 for p in range(count)}
+    reader.assign(sources)
+    found: list[Record] = []
+    try:
+        while any(reader.position(s) < ends[s.partition] for s in sources):
+            for records in (await reader.poll(0.2)).values():
+                found += records
+    finally:
+        await reader.close()
+    return found
+
+
+async def some(log: KafkaLog, topic: str, enough: Callable[[list[Record]], bool]) -> list[Record]:
+    clock = SystemClock()
+    deadline = clock.now() + WAIT_S
+    while not enough(found := await read(log, topic)):
+        assert clock.now() < deadline, f"{len(found)} records of {topic} only"
+        await clock.sleep(0.1)
+    return found
+
+
+async def ask(log: KafkaLog, *ids: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    for request_id in ids:
+        value = json.dumps({"id": request_id, "body": body}).encode()
+        await log.append(PROMPTS, Entry(request_id.encode(), value))
+
+
+def ids_of(records: list[Record], kind: type[AnyRecord] = Request) -> list[str]:
+    decoded = [decode(r) for r in records]
+    return sorted(r.id for r in decoded if isinstance(r, kind) and hasattr(r, "id"))
+
+
+async def test_prompts_of_any_kind_are_answered_and_committed(log: KafkaLog) -> None:
+    await ask(log, "a")
+    async with running():
+        await log.append(PROMPTS, Entry(b"bad", b"not json"))
+        await log.append(PROMPTS, Entry(None, b"\xff"), 0)
+        await log.append(PROMPTS, Entry(b"empty", None))
+        await ask(log, *(f"r{n}" for n in range(30)))
+        found = await some(log, REQUESTS, lambda r: len(r) >= 33)
+        await some(log, DEAD_LETTERS, lambda r: len(r) == 1)
+    assert ids_of(found) == sorted(["a", *(f"r{n}" for n in range(30))])
+    assert ids_of(found, Refused) == ["bad", "empty"]
+    async with running():
+        await ask(log, "later")
+        await some(log, REQUESTS, lambda r: len(r) >= 34)
+    assert len(await read(log, REQUESTS)) == 34  # nothing was read twice
+
+
+async def test_a_failure_ends_the_process_and_commits_nothing(
+    log: KafkaLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(_: Preprocessor, __: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Preprocessor, "handle", fails)
+        await ask(log, "a", "b")
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(preprocessor.app.run(), WAIT_S)
+    async with running():
+        await some(log, REQUESTS, lambda r: ids_of(r) == ["a", "b"])
