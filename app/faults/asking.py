@@ -21,6 +21,8 @@ from streams.topics import REQUESTS
 
 TEXTS = ("abc", "kvlane", "né", "→✓", "a", "tokens, please")
 UNHURRIED_S = 600.0
+ENDLESS = 2000
+"""Tokens of an answer that outlasts the simulation: only its Cancel can end it."""
 
 
 class Question(NamedTuple):
@@ -58,7 +60,9 @@ class Asking:
 
     def _draw(self, rng: random.Random, request_id: str, at: float) -> None:
         prompt = [*rng.choice(TEXTS).encode(), ASSISTANT]
-        max_tokens = rng.choice((None, 1, 3, 7, 12))
+        cancelled = rng.random() < 0.15
+        endless = cancelled and rng.random() < 0.5
+        max_tokens = ENDLESS if endless else rng.choice((None, 1, 3, 7, 12))
         request = Request(
             id=request_id,
             token_ids=pack_tokens(prompt),
@@ -67,7 +71,6 @@ class Asking:
         )
         tokens = echo_answer(prompt, max_tokens)
         text = Detokenizer()
-        cancelled = rng.random() < 0.15
         self.questions[request_id] = Question(
             request, tokens, text.push(tokens) + text.end(), cancelled
         )
@@ -91,9 +94,19 @@ class Asking:
         log = world.broker.connect("clients")
         await log.start()
         outbox = Outbox(log, clock)
-        publishing: list[asyncio.Task[object]] = []
+        last: dict[str, asyncio.Task[None]] = {}
         for at, record in self._publications:
             await clock.sleep(max(0.0, at - clock.now()))
-            publishing.append(asyncio.create_task(outbox.persist(REQUESTS, record.id, record)))
-        await asyncio.gather(*publishing)
+            publishing = _publish_after(last.get(record.id), outbox, record)
+            last[record.id] = asyncio.create_task(publishing)
+        await asyncio.gather(*last.values())
         await log.close()
+
+
+async def _publish_after(
+    before: asyncio.Task[None] | None, outbox: Outbox, record: Request | Cancel
+) -> None:
+    """A client cancels what it knows to be asked: a Cancel that comes first is about nothing."""
+    if before is not None:
+        await before
+    await outbox.persist(REQUESTS, record.id, record)

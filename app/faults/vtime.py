@@ -26,6 +26,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+CLEANUP_STEPS = 1_000_000
+"""What the last words of cancelled tasks may cost."""
+
 PROCESS: ContextVar[str] = ContextVar("process", default="")
 """Name of the process that a task belongs to; "" for the world around."""
 
@@ -231,6 +234,7 @@ def run(
 
 def _cancel_all(loop: VirtualLoop) -> None:
     """Cancel what is left, held processes too, again while their last words wait for something."""
+    loop._max_steps = loop.steps + CLEANUP_STEPS
     for process in list(loop._held):
         loop.release(process)
     for _ in range(100):

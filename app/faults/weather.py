@@ -26,9 +26,11 @@ class Climate(NamedTuple):
     """How often an operation takes long, up to `longest_s`; otherwise it takes milliseconds."""
     longest_s: float = 1.5
     usual_s: float = 0.005
+    lag: float = 0.02
+    """How often a poll takes long, as `slow`: readers then know less than they could."""
 
 
-CALM = Climate(lost=0.0, unreported=0.0, twice=0.0, unanswered=0.0, slow=0.0, usual_s=0.0)
+CALM = Climate(lost=0.0, unreported=0.0, twice=0.0, unanswered=0.0, slow=0.0, usual_s=0.0, lag=0.0)
 
 
 class Weather(Faults):
@@ -46,9 +48,11 @@ class Weather(Faults):
         """Mostly milliseconds; polls mostly nothing, they wait long enough."""
         climate = self.climate
         draw = self._random()
+        if operation == "poll":
+            return self._random() * climate.longest_s if draw < climate.lag else 0.0
         if draw < climate.slow:
             return self._random() * climate.longest_s
-        return 0.0 if operation == "poll" else draw * climate.usual_s
+        return draw * climate.usual_s
 
     def answer_s(self, client: str, operation: Operation) -> float:
         """Acknowledgements are late as often as requests."""

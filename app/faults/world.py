@@ -33,6 +33,14 @@ Kind = Literal["router", "worker"]
 State = Literal["starting", "up", "paused", "stopping", "killed", "ended"]
 
 
+CLIMATES = (
+    Climate(),
+    Climate(slow=0.02, lag=0.0),
+    Climate(lost=0.06, twice=0.06),
+    Climate(lag=0.3, longest_s=2.5),
+)
+
+
 class Shape(NamedTuple):
     """How large a world is. The counts are drawn small: two of everything find most."""
 
@@ -54,7 +62,7 @@ class Shape(NamedTuple):
             slots=rng.choice((1, 2, 3)),
             requests=rng.randint(3, 8),
             faults_s=rng.uniform(8.0, 25.0),
-            climate=rng.choice((Climate(), Climate(slow=0.02), Climate(lost=0.06, twice=0.06))),
+            climate=rng.choice(CLIMATES),
         )
 
 

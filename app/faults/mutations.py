@@ -1,0 +1,302 @@
+"""Broken rules: each mutation takes one rule away from the real code, for as long as it is applied.
+
+A simulation that does not notice a missing rule does not check it. So every rule of the delivery
+has a mutation here, and the tests hold the simulation to finding it: alone, or together with the
+rule that covers for it, which is named with the reason.
+
+A mutation replaces attributes of real modules and classes; the product knows nothing of it.
+"""
+
+# ruff: noqa: SLF001 - rules are broken where they are kept, inside
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
+
+import msgspec
+
+from app import chunks, lane, procedures, registration, runs, scan, worker
+from app.routing import load, obligations
+from streams import intake, outbox, transcript
+from streams.codecs import decode
+from streams.errors import AppendFailed, BrokerUnavailable, RecordTooLarge
+from streams.ports import Appended
+from streams.records import Chunk, EndCode, Fence, Fencing, Finished, Started
+from streams.topics import RESPONSES
+
+Replacement = tuple[object, str, Any]
+"""Whose attribute, its name, what stands there instead."""
+
+
+class Mutation(NamedTuple):
+    """One or more rules taken away. `covered_by`: why a rule alone is not missed, if it is not."""
+
+    name: str
+    without: str
+    make: Callable[[], Iterable[Replacement]]
+    covered_by: str = ""
+
+
+@contextmanager
+def applied(names: str) -> Iterator[None]:
+    """Without these rules (names joined by "+") inside the block. Raises KeyError."""
+    with ExitStack() as stack:
+        for name in filter(None, names.split("+")):
+            for owner, attribute, replacement in MUTATIONS[name].make():
+                original = getattr(owner, attribute, _MISSING)
+                if isinstance(owner, type):
+                    original = owner.__dict__[attribute]
+                setattr(owner, attribute, replacement)
+                stack.callback(_restore, owner, attribute, original)
+        yield
+
+
+_MISSING = object()
+
+
+def _restore(owner: object, attribute: str, original: object) -> None:
+    if original is _MISSING:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, original)
+
+
+# --- obligations ---------------------------------------------------------------------------------
+
+
+def _only_on_change() -> Iterator[Replacement]:
+    def check_all(_: Any) -> None:
+        pass
+
+    yield lane.LaneOwner, "check_all", check_all
+
+
+def _newest_run_speaks() -> Iterator[Replacement]:
+    def speaking(story: load.Story) -> list[tuple[load.RunId, load.Run]]:
+        return list(story.runs.items())[-1:]
+
+    def over(story: load.Story) -> bool:
+        states = [run.state for _, run in speaking(story)]
+        return bool(story.ended) or (bool(states) and states[0] not in load.OPEN | load.FAILED)
+
+    yield obligations, "_speaking", speaking
+    yield load.Story, "over", property(over)
+
+
+def _nobody_looks_for_missing_runs() -> Iterator[Replacement]:
+    def looks_missing(*_: Any) -> bool:
+        return False
+
+    yield obligations, "_looks_missing", looks_missing
+
+
+def _refusals_count_as_failures() -> Iterator[Replacement]:
+    yield load, "UNCOUNTED", frozenset()
+
+
+def _cancel_done_when_read() -> Iterator[Replacement]:
+    original = lane.LaneOwner._cancel
+
+    async def cancel(self: Any, fact: Any, order: Any, *, was_held: bool) -> None:
+        self.claim.done(fact.offset)
+        await original(self, fact, order, was_held=was_held)
+
+    yield lane.LaneOwner, "_cancel", cancel
+
+
+# --- the order of appends ------------------------------------------------------------------------
+
+
+def _not_written(kind: type) -> Iterator[Replacement]:
+    """Records of this kind are taken for appended, where the log ends now."""
+    original = outbox.Outbox.persist
+
+    async def persist(
+        self: Any, topic: str, key: str, record: Any, partition: int | None = None, **options: Any
+    ) -> Appended:
+        if not isinstance(record, kind):
+            return await original(self, topic, key, record, partition, **options)
+        where = partition or 0
+        while True:
+            try:
+                end = (await self._log.end_offsets(topic, [where]))[where]
+                return Appended(where, max(end - 1, 0), 0)
+            except BrokerUnavailable:
+                await self._clock.sleep(0.5)
+
+    yield outbox.Outbox, "persist", persist
+
+
+def _fence_without_fencing() -> Iterator[Replacement]:
+    return _not_written(Fencing)
+
+
+def _no_fence() -> Iterator[Replacement]:
+    return _not_written(Fence)
+
+
+def _no_started() -> Iterator[Replacement]:
+    return _not_written(Started)
+
+
+def _finished_once() -> Iterator[Replacement]:
+    original = outbox.Outbox.persist
+
+    async def persist(
+        self: Any, topic: str, key: str, record: Any, partition: int | None = None, **options: Any
+    ) -> Appended:
+        if not isinstance(record, Finished):
+            return await original(self, topic, key, record, partition, **options)
+        try:
+            return await self.send(topic, key, record, partition)  # type: ignore[no-any-return]
+        except AppendFailed:
+            return Appended(0, 0, 0)
+
+    yield outbox.Outbox, "persist", persist
+
+
+def _ended_before_end() -> Iterator[Replacement]:
+    original = procedures.Procedures.end
+
+    async def end(self: Any, request_id: str, code: EndCode, *more: Any, **options: Any) -> None:
+        await self._write_ended(request_id, code)
+        await original(self, request_id, code, *more, **options)
+
+    yield procedures.Procedures, "end", end
+
+
+def _no_barrier_on_take_over() -> Iterator[Replacement]:
+    async def begin(self: Any) -> None:
+        self.serving = True
+        self._context.resume(self.claim)
+        self.check_all()
+
+    yield lane.LaneOwner, "_begin", begin
+
+
+def _commit_early() -> Iterator[Replacement]:
+    yield intake.Claim, "low_water", property(lambda self: self.position)
+
+
+def _highest_responses_from() -> Iterator[Replacement]:
+    yield load, "min", max  # the module's name for the lower of two offsets
+
+
+def _gather_past_the_first_fence() -> Iterator[Replacement]:
+    def show(record: Any, questions: list[Any]) -> None:
+        shown = decode(record)
+        for question in questions:
+            if record.offset >= question.start and isinstance(shown, Chunk):
+                question.transcript.feed(shown)
+
+    yield scan, "_show", show
+
+
+# --- workers -------------------------------------------------------------------------------------
+
+
+def _finished_before_the_last_ack() -> Iterator[Replacement]:
+    abandon = chunks.ChunkStream.abandon
+
+    async def finish(self: Any, reason: Any, usage: Any, text: str = "") -> None:
+        self._text += text
+        self._last = chunks.Last(reason, usage)
+        self.sent_off = True
+        if self._released:
+            self._writer.wake(self)
+
+    def keep(self: Any) -> None:
+        if not hasattr(self, "sent_off"):
+            abandon(self)
+
+    yield chunks.ChunkStream, "finish", finish
+    yield chunks.ChunkStream, "abandon", keep
+
+
+def _go_on_after_a_lost_chunk() -> Iterator[Replacement]:
+    async def append(self: Any, batch: Any) -> None:
+        if not batch:
+            return
+        records = [(stream.request_id, chunk) for stream, chunk in batch]
+        with suppress(AppendFailed, RecordTooLarge):
+            await self._outbox.send_batch(RESPONSES, self._lane, records)
+        for stream, chunk in batch:
+            stream.landed(chunk)
+
+    yield chunks._LaneWriter, "_append", append
+
+
+def _last_words_when_lost() -> Iterator[Replacement]:
+    def drop(self: Any) -> None:
+        for run in self._open.values():
+            run.context.cancel()
+
+    yield runs.Runs, "drop", drop
+
+
+def _card_before_slot_position() -> Iterator[Replacement]:
+    begin = worker.Worker._begin_life
+
+    async def begin_life(self: Any) -> None:
+        await begin(self)
+        if not self._loops:  # the first life: the slot is not read yet
+            slot = self._slot.partition
+            ends = await self._log.end_offsets(self._slot.topic, [slot])
+            self._slot_offset = ends[slot]
+
+    yield worker.Worker, "_begin_life", begin_life
+
+
+def _epoch_used_again() -> Iterator[Replacement]:
+    original = registration.Registration.begin
+
+    async def begin(self: Any) -> int:
+        if self.card.epoch is None:
+            return await original(self)
+        await self.rewrite()
+        return self.epoch  # type: ignore[no-any-return]
+
+    yield registration.Registration, "begin", begin
+
+
+# --- readers -------------------------------------------------------------------------------------
+
+
+def _zombies_are_believed() -> Iterator[Replacement]:
+    original = transcript.Transcript.feed
+
+    def feed(self: Any, record: Any) -> Any:
+        if isinstance(record, Chunk) and record.attempt < self.attempt:
+            record = msgspec.structs.replace(record, attempt=self.attempt)
+        return original(self, record)
+
+    yield transcript.Transcript, "feed", feed
+
+
+MUTATIONS: dict[str, Mutation] = {
+    m.name: m
+    for m in (
+        Mutation("edge", "level-triggered obligations", _only_on_change),
+        Mutation("newest-run", "obligations of each run", _newest_run_speaks),
+        Mutation("no-verify", "looking for runs that are missing", _nobody_looks_for_missing_runs),
+        Mutation("count-refusals", "free worker_full", _refusals_count_as_failures),
+        Mutation("cancel-early", "Cancel done after its Ended", _cancel_done_when_read),
+        Mutation("no-fencing", "Fencing before Fence", _fence_without_fencing),
+        Mutation("no-fence", "Fence before gathering", _no_fence),
+        Mutation("no-started", "Started before the first Chunk", _no_started),
+        Mutation("finished-once", "Finished until acknowledged", _finished_once),
+        Mutation("ended-first", "End before Ended", _ended_before_end),
+        Mutation("no-barrier", "the barrier on take-over", _no_barrier_on_take_over),
+        Mutation("commit-early", "low-water commits", _commit_early),
+        Mutation("highest-from", "the lowest responses_from", _highest_responses_from),
+        Mutation("past-fence", "gathering to the first Fence", _gather_past_the_first_fence),
+        Mutation("finished-early", "Finished after the last ack", _finished_before_the_last_ack),
+        Mutation("go-on", "fail-stop after a lost Chunk", _go_on_after_a_lost_chunk),
+        Mutation("last-words", "silence after one's own Lost", _last_words_when_lost),
+        Mutation("card-first", "slot position before the card", _card_before_slot_position),
+        Mutation("same-epoch", "a new epoch for each life", _epoch_used_again),
+        Mutation("zombies", "skipping Chunks of lower attempts", _zombies_are_believed),
+    )
+}
