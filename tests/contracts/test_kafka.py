@@ -125,6 +125,7 @@ class Owner:
     def __init__(self, fails: Exception | None = None) -> None:
         self.member: KafkaMember | None = None
         self.owned: dict[int, int] = {}
+        self.revocations = 0
         self._fails = fails
 
     def assigned(self, starts: Mapping[int, int]) -> None:
@@ -135,6 +136,7 @@ class Owner:
 
     def revoked(self, partitions: frozenset[int]) -> None:
         self.owned = {}
+        self.revocations += 1
         if self._fails is not None:
             raise self._fails
 
@@ -390,8 +392,11 @@ class TestGroups:
         other = KafkaLog(connection(kafka), log.prefix + "other.")
         await other.start()
         await make_topics(admin, other.prefix)
-        await poll_until_owned(joined(log), joined(other), n=LANES)
+        ours, theirs = joined(log), joined(other)
+        await poll_until_owned(ours, n=LANES)
+        await poll_until_owned(ours, theirs, n=LANES)
         await other.close()
+        assert ours[1].revocations == 0
 
 
 async def test_ordinary_life_writes_no_warnings(

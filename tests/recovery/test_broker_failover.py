@@ -1,0 +1,129 @@
+"""Three brokers, one of which is killed under load: nothing acknowledged is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from streams.connection import Connection
+from streams.kafka import KafkaLog
+from streams.localbroker import JvmBroker
+from streams.topics import LEDGER, TOPICS
+from tests.traffic import Traffic
+
+pytestmark = pytest.mark.slow
+
+LANES = 6  # every broker leads some
+_ELECTED = re.compile(
+    r"^\[(?P<at>[^]]+)\].*(Becoming the active controller|transition to Leader)", re.MULTILINE
+)
+
+
+@pytest.fixture
+async def admin(kafka_cluster: JvmBroker) -> AsyncIterator[AIOKafkaAdminClient]:
+    client = AIOKafkaAdminClient(bootstrap_servers=kafka_cluster.bootstrap_servers)
+    await client.start()
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def log(
+    kafka_cluster: JvmBroker, admin: AIOKafkaAdminClient, topic_prefix: str
+) -> AsyncIterator[KafkaLog]:
+    config = next(t for t in TOPICS if t.name == LEDGER).config(min_insync=2)
+    ledger = NewTopic(topic_prefix + LEDGER, LANES, 3, topic_configs=config)
+    await admin.create_topics([ledger])
+    log = KafkaLog(Connection(kafka_cluster.bootstrap_servers, "test"), topic_prefix)
+    await log.start()
+    await log.partitions(LEDGER)
+    yield log
+    await log.close()
+    await until_whole(admin, topic_prefix)
+
+
+async def leaders(admin: AIOKafkaAdminClient, prefix: str) -> dict[int, int]:
+    """Broker ids by lane."""
+    [topic] = [t for t in await admin.describe_topics() if t["topic"] == prefix + LEDGER]
+    return {p["partition"]: p["leader"] for p in topic["partitions"]}
+
+
+async def until_whole(admin: AIOKafkaAdminClient, prefix: str) -> None:
+    """Wait until every copy is in sync again, so that the next test may kill a broker."""
+    async with asyncio.timeout(30):
+        while True:
+            topics = [t for t in await admin.describe_topics() if t["topic"].startswith(prefix)]
+            if all(len(p["isr"]) == 3 for t in topics for p in t["partitions"]):
+                return
+            await asyncio.sleep(0.2)
+
+
+def active_controller(cluster: JvmBroker) -> int:
+    """The broker that was elected last; clients are not told which one it is."""
+    assert cluster.directory is not None
+    elections = []
+    for node in cluster.nodes:
+        text = (cluster.directory / f"node{node.number}" / "logs" / "server.log").read_text()
+        elections += [(found[1], node.number) for found in _ELECTED.finditer(text)]
+    return max(elections)[1]
+
+
+async def kill_under_load(log: KafkaLog, cluster: JvmBroker, victim: int) -> Traffic:
+    """Load before, while the broker is away, and through its return."""
+    async with Traffic(log, LEDGER, LANES) as traffic:
+        await traffic.flow(20)
+        await asyncio.to_thread(cluster.node(victim).kill)
+        await traffic.flow(30)
+        await asyncio.to_thread(cluster.node(victim).start)
+        await traffic.flow(30)
+        await traffic.settle()
+    return traffic
+
+
+def check(traffic: Traffic) -> None:
+    assert traffic.lost == []
+    assert traffic.doubled == []
+    assert traffic.overtaken == []
+    assert traffic.out_of_order == 0
+    assert traffic.given_twice == 0 or traffic.revocations, "given twice without a rebalance"
+
+
+async def test_killed_leader_loses_and_doubles_nothing(
+    log: KafkaLog, kafka_cluster: JvmBroker, admin: AIOKafkaAdminClient
+) -> None:
+    controller = active_controller(kafka_cluster)
+    led = await leaders(admin, log.prefix)
+    victim = next(leader for leader in led.values() if leader != controller)
+    traffic = await kill_under_load(log, kafka_cluster, victim)
+    assert traffic.failed == {}, "an append took longer than its patience"
+    check(traffic)
+
+
+async def test_killed_controller_loses_and_doubles_nothing(
+    log: KafkaLog, kafka_cluster: JvmBroker
+) -> None:
+    traffic = await kill_under_load(log, kafka_cluster, active_controller(kafka_cluster))
+    assert traffic.failed == {}, "an append took longer than its patience"
+    check(traffic)
+
+
+async def test_hung_leader_is_left_behind(
+    log: KafkaLog, kafka_cluster: JvmBroker, admin: AIOKafkaAdminClient
+) -> None:
+    """Its connections stay open: only the clients' own time-outs tell that it does not work."""
+    victim = kafka_cluster.node((await leaders(admin, log.prefix))[0])
+    async with Traffic(log, LEDGER, LANES) as traffic:
+        await traffic.flow(20)
+        victim.pause()
+        try:
+            await traffic.flow(30)
+        finally:
+            victim.resume()
+        await traffic.flow(30)
+        await traffic.settle()
+    assert traffic.longest_stall_s > 1, "the broker did not hang"
+    check(traffic)
