@@ -1,0 +1,209 @@
+"""The step model does what its plain twin does, whatever is asked of it, and loses nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.engine.batch import OVER, Curves, EngineState, Sequence, Shape, Step
+from app.engine.step import admit, cancel, step
+from tests.plain_engine import PlainEngine, PlainSequence, PlainStep
+
+SIZE = 2
+
+
+class Ask(NamedTuple):
+    prompt: list[int]
+    limit: int
+    priority: int
+    steps_before: int
+    cancel_after: int | None
+
+
+asks = st.lists(
+    st.builds(
+        Ask,
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        limit=st.integers(1, 8),
+        priority=st.integers(0, 1),
+        steps_before=st.integers(0, 2),
+        cancel_after=st.none() | st.integers(0, 6),
+    ),
+    max_size=9,
+)
+shapes = st.builds(
+    Shape,
+    block_size=st.just(SIZE),
+    blocks=st.integers(8, 14),
+    max_batched_tokens=st.integers(4, 9),
+    max_sequences=st.integers(1, 4),
+    curves=st.just(Curves()),
+)
+
+
+class Names:
+    """A name for every prefix of whole blocks; all answers continue with zeros."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, ...], int] = {}
+
+    def of(self, tokens: list[int]) -> list[int]:
+        ends = range(SIZE, len(tokens) + 1, SIZE)
+        return [self._names.setdefault(tuple(tokens[:e]), len(self._names)) for e in ends]
+
+    def prefixes(self, names: set[int]) -> set[tuple[int, ...]]:
+        return {prefix for prefix, name in self._names.items() if name in names}
+
+
+class Both:
+    """The model and its twin, asked for the same things."""
+
+    def __init__(self, shape: Shape, *, shares_output: bool) -> None:
+        self.state = EngineState(shape)
+        self.plain = PlainEngine(shape)
+        self.names = Names()
+        self.shares_output = shares_output
+        self.sequences: list[Sequence] = []
+        self.twins: list[PlainSequence] = []
+        self.made: list[int] = []
+        self.told: set[int] = set()
+
+    def admit(self, ask: Ask) -> None:
+        key = len(self.sequences)
+        whole = self.names.of(ask.prompt + [0] * ask.limit)
+        known = len(ask.prompt) // SIZE
+        names = whole if self.shares_output else whole[:known]
+        sequence = Sequence(
+            key, len(ask.prompt), ask.limit, whole[:known],
+            priority=ask.priority, shares_output=self.shares_output,
+        )  # fmt: skip
+        twin = PlainSequence(key, len(ask.prompt), ask.limit, names, ask.priority)
+        self.sequences.append(sequence)
+        self.twins.append(twin)
+        self.made.append(0)
+        admit(self.state, sequence)
+        self.plain.admit(twin)
+
+    def cancel(self, key: int) -> None:
+        cancel(self.state, self.sequences[key])
+        if not self.twins[key].over:
+            self.plain.cancel(self.twins[key])
+
+    def step(self) -> Step | None:
+        done, plain = step(self.state), self.plain.step()
+        assert in_keys(done) == plain
+        if done is not None:
+            for sequence in [*done.decoded, *(c.sequence for c in done.chunks if c.last)]:
+                self._count(sequence)
+            assert plain is not None
+            self.told = (self.told - set(plain.removed)) | set(plain.stored)
+        return done
+
+    def _count(self, sequence: Sequence) -> None:
+        key: Any = sequence.key
+        self.made[key] += 1
+        twin = self.twins[key]
+        if self.shares_output:
+            tokens = twin.prompt + self.made[key]
+            sequence.identities[:] = twin.names[: tokens // SIZE]
+
+
+def in_keys(done: Step | None) -> PlainStep | None:
+    if done is None:
+        return None
+
+    def keys(sequences: Any) -> list[Any]:
+        return [sequence.key for sequence in sequences]
+
+    stored = [
+        sequence.identities[index]
+        for sequence, start, end in done.stored
+        for index in range(start, end)
+    ]
+    chunks: list[Any] = [(c.sequence.key, c.tokens, c.last) for c in done.chunks]
+    return PlainStep(
+        done.duration_ms, keys(done.decoded), chunks, keys(done.finished),
+        keys(done.preempted), list(done.removed), stored,
+    )  # fmt: skip
+
+
+def played(shape: Shape, asked: list[Ask], *, shares_output: bool = True) -> Both:
+    """All that was asked for, to the end."""
+    both = Both(shape, shares_output=shares_output)
+    cancels: dict[int, int] = {}
+    for ask in asked:
+        for _ in range(ask.steps_before):
+            one_step(both, cancels)
+        both.admit(ask)
+        if ask.cancel_after is not None:
+            cancels[len(both.sequences) - 1] = ask.cancel_after
+    for _ in range(1000):
+        if one_step(both, cancels) is None:
+            return both
+    raise AssertionError("it never came to rest")
+
+
+def one_step(both: Both, cancels: dict[int, int]) -> Step | None:
+    for key, left in list(cancels.items()):
+        cancels[key] = left - 1
+        if not left:
+            del cancels[key]
+            both.cancel(key)
+    done = both.step()
+    assert 0 <= both.state.cache.used <= both.state.shape.blocks
+    assert both.state.cache.used == both.plain.cache.capacity - both.plain.cache.available()
+    return done
+
+
+@settings(max_examples=300, deadline=None)
+@given(shape=shapes, asked=asks, shares_output=st.booleans())
+def test_it_does_what_its_plain_twin_does(
+    shape: Shape, asked: list[Ask], shares_output: bool
+) -> None:
+    both = played(shape, asked, shares_output=shares_output)
+    cached = [s.cached_tokens for s in both.sequences]
+    assert cached == [twin.cached or 0 for twin in both.twins]
+
+
+@settings(deadline=None)
+@given(shape=shapes, asked=asks)
+def test_no_token_is_lost_or_made_twice_however_often_a_sequence_is_preempted(
+    shape: Shape, asked: list[Ask]
+) -> None:
+    asked = [ask._replace(cancel_after=None) for ask in asked]
+    both = played(shape, asked)
+    assert both.made == [ask.limit for ask in asked]
+
+
+@settings(deadline=None)
+@given(shape=shapes, asked=asks)
+def test_at_rest_nobody_holds_a_block_or_a_place(shape: Shape, asked: list[Ask]) -> None:
+    both = played(shape, asked)
+    state = both.state
+    assert all(s.phase == OVER and not s.blocks for s in both.sequences)
+    assert (state.cache.used, state.running, state.waiting_count, state.offsets) == (0, 0, 0, 0)
+    calendars = (state.needs, state.fills, state.ends)
+    assert not any(bucket for calendar in calendars for bucket in calendar.values())
+
+
+@settings(deadline=None)
+@given(shape=shapes, asked=asks)
+def test_what_is_cached_has_its_whole_prefix_cached(shape: Shape, asked: list[Ask]) -> None:
+    both = played(shape, asked)
+    told = both.names.prefixes(both.told)
+    assert all(len(prefix) == SIZE or prefix[:-SIZE] in told for prefix in told)
+    assert both.told == {b.name for b in both.plain.cache.blocks if b.told}
+
+
+@settings(deadline=None)
+@given(shape=shapes, asked=asks)
+def test_the_same_asks_give_the_same_steps(shape: Shape, asked: list[Ask]) -> None:
+    def steps() -> list[PlainStep | None]:
+        both = Both(shape, shares_output=True)
+        for ask in asked:
+            both.admit(ask)
+        return [in_keys(both.step()) for _ in range(60)]
+
+    assert steps() == steps()
