@@ -175,13 +175,12 @@ class _LaneWriter:
         """This stream has something to send."""
         self._ready[stream] = None
         if not self._writing:
-            self._writing = True
+            self._writing = True  # it begins after the other outputs of this engine step
             self._life.spawn(f"chunks of lane {self._lane}", self._write())
 
     async def _write(self) -> None:
         try:
             while self._ready:
-                await self._life.clock.sleep(0)  # the other outputs of this engine step join
                 await self._append(self._take())
         finally:
             self._writing = False
