@@ -1,4 +1,4 @@
-"""The demo as people start it, on the log in memory and on a real broker."""
+"""`kvlane demo` and `kvlane up` as people start them, on memory and on a real broker."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def environment(**variables: str) -> dict[str, str]:
     return inherited | {"COLUMNS": "160"} | variables
 
 
-def demo(*arguments: str, **variables: str) -> str:
+def kvlane(*arguments: str, code: int = 0, **variables: str) -> str:
+    """What a command prints; it has to end with this exit code."""
     done = subprocess.run(
-        [*KVLANE, "demo", *arguments],
+        [*KVLANE, *arguments],
         env=environment(**variables), capture_output=True, text=True, timeout=WHOLE_S, check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
@@ -65,10 +66,10 @@ def running_with(value: str) -> list[int]:
 
 
 @contextmanager
-def interactive(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A demo that runs while the test looks."""
+def running(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs while the test looks."""
     process = subprocess.Popen(
-        [*KVLANE, "demo", *arguments],
+        [*KVLANE, *arguments],
         env=environment(PYTHONUNBUFFERED="1", **variables), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -99,13 +100,13 @@ def on_kafka(kafka: Broker, topic_prefix: str) -> Iterator[dict[str, str]]:
 
 
 def test_the_demo_in_memory_loses_nothing() -> None:
-    shown = demo("What is a lane?", "--broker", "memory")
+    shown = kvlane("demo", "What is a lane?", "--broker", "memory")
     check_story(shown)
     assert "What is a lane?" in shown
 
 
 def test_ctrl_c_ends_the_demo_in_memory_at_once() -> None:
-    with interactive("--broker", "memory") as process:
+    with running("demo", "--broker", "memory") as process:
         read_until(process, "kill -9")
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
@@ -114,7 +115,7 @@ def test_ctrl_c_ends_the_demo_in_memory_at_once() -> None:
 def test_the_demo_on_kafka_loses_nothing_and_leaves_no_process(
     on_kafka: dict[str, str], topic_prefix: str
 ) -> None:
-    check_story(demo("Hello", **on_kafka))
+    check_story(kvlane("demo", "Hello", **on_kafka))
     assert running_with(topic_prefix) == []
 
 
@@ -122,7 +123,7 @@ def test_the_demo_on_kafka_loses_nothing_and_leaves_no_process(
 def test_however_the_demo_ends_its_processes_end_with_it(
     how: signal.Signals, on_kafka: dict[str, str], topic_prefix: str
 ) -> None:
-    with interactive(**on_kafka) as process:
+    with running("demo", **on_kafka) as process:
         read_until(process, "workers are up")
         assert len(running_with(topic_prefix)) >= 6  # itself, a router, a preprocessor, 3 workers
         process.send_signal(how)
@@ -131,3 +132,17 @@ def test_however_the_demo_ends_its_processes_end_with_it(
     while left := running_with(topic_prefix):
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.1)
+
+
+def test_up_serves_publish_follow_and_cancel(on_kafka: dict[str, str], topic_prefix: str) -> None:
+    with running("up", "--workers", "1", **on_kafka) as deployment:
+        read_until(deployment, "Ctrl-C ends everything")
+        assert kvlane("publish", "--follow", "héllo", **on_kafka) == "héllo\n"
+        kvlane("publish", "--id", "long", "--max-tokens", "5000", "again ", **on_kafka)
+        kvlane("cancel", "long", **on_kafka)
+        shown = kvlane("follow", "long", code=1, **on_kafka)
+        assert len(shown) < 5000
+        assert "as it should be" in kvlane("topics", "describe", **on_kafka)
+        deployment.send_signal(signal.SIGTERM)
+        assert deployment.wait(60) == 0
+    assert running_with(topic_prefix) == []
