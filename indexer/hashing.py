@@ -1,0 +1,161 @@
+"""The identity of blocks: what a block holds (*local* hash), and what leads up to it (*sequence*).
+
+Bit-compatible with NVIDIA Dynamo, so that its tools, vectors and clients can be used. With
+H(b, s) the XXH3-64 hash of bytes b with seed s:
+
+- only whole blocks count: len // block_size of them; a tail is dropped
+- local_i = H(the block's tokens as u32, then its multimodal hashes as u64, ascending; seed), all
+  little endian
+- seed = 1337 + H(LoRA name, 0) if there is one + H(cache salt, 1) if there is one, mod 2^64
+- sequence_0 = local_0, sequence_i = H(sequence_{i-1}, local_i as u64; 1337): chained, without salt
+- for models with speculative heads (`eagle`), block i covers block_size + 1 tokens from
+  i · block_size on, and there are (len - 1) // block_size blocks
+
+Sequence hashes are for the exchange with other systems. What the index itself looks up are the
+additive keys of `indexer/keys.py`.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.xxh3 import M64, MIX_1, flips_of_16, xxh3, xxh3_rows
+
+BASE_SEED = 1337
+U32 = np.dtype("<u4")
+FEW_ROWS = 8
+"""Up to as many rows are hashed one by one; numpy's overhead costs that much."""
+_HEX = frozenset(string.hexdigits)
+
+Tokens: TypeAlias = Sequence[int] | bytes | bytearray | memoryview | NDArray[np.integer]
+"""Token ids: integers below 2^32, in a list or array of any kind, or u32 bytes, little endian."""
+
+
+class BlockHashes(NamedTuple):
+    """One u64 for each whole block."""
+
+    local: NDArray[np.uint64]
+    sequence: NDArray[np.uint64]
+
+
+def hash_blocks(
+    tokens: Tokens,
+    block_size: int,
+    *,
+    lora_name: str = "",
+    cache_salt: str = "",
+    mm_hashes: Sequence[Collection[int] | None] | None = None,
+    eagle: bool = False,
+    seed: int = BASE_SEED,
+) -> BlockHashes:
+    """Local and sequence hashes of a prompt's whole blocks.
+
+    `mm_hashes`: for each block the u64 hashes of the multimodal objects in it; blocks beyond the
+    list have none. Raises ValueError for tokens outside u32 or a block size below 1.
+    """
+    local = local_hashes(
+        tokens, block_size, lora_name=lora_name, cache_salt=cache_salt, mm_hashes=mm_hashes,
+        eagle=eagle, seed=seed,
+    )  # fmt: skip
+    return BlockHashes(local, sequence_hashes(local, seed=seed))
+
+
+def local_hashes(
+    tokens: Tokens,
+    block_size: int,
+    *,
+    lora_name: str = "",
+    cache_salt: str = "",
+    mm_hashes: Sequence[Collection[int] | None] | None = None,
+    eagle: bool = False,
+    seed: int = BASE_SEED,
+) -> NDArray[np.uint64]:
+    """The local hashes alone; see `hash_blocks`."""
+    rows = blocks_of(token_column(tokens), block_size, eagle=eagle)
+    seed = block_seed(lora_name, cache_salt, seed)
+    if len(rows) <= FEW_ROWS:
+        hashes = np.array([xxh3(row.tobytes(), seed) for row in rows], np.uint64)
+    else:
+        hashes = xxh3_rows(rows, seed)
+    for i, objects in enumerate((mm_hashes or ())[: len(rows)]):
+        if objects:
+            column = np.array(sorted(set(objects)), "<u8")
+            hashes[i] = xxh3(rows[i].tobytes() + column.tobytes(), seed)
+    return hashes
+
+
+def sequence_hashes(local: NDArray[np.uint64], *, seed: int = BASE_SEED) -> NDArray[np.uint64]:
+    """The chain over local hashes, which may come from elsewhere. Serial: about 1 us a block."""
+    flip_low, flip_high = flips_of_16(seed)
+    chained: list[int] = []
+    for value in local.tolist():
+        if not chained:
+            chained.append(value)
+            continue
+        # XXH3 of 16 bytes, written out: the length, the swapped low word, the high one, the fold.
+        low, high = chained[-1] ^ flip_low, value ^ flip_high
+        product = low * high
+        swapped = int.from_bytes(low.to_bytes(8, "little"), "big")
+        h = (16 + swapped + high + ((product ^ (product >> 64)) & M64)) & M64
+        h = ((h ^ (h >> 37)) * MIX_1) & M64
+        chained.append(h ^ (h >> 32))
+    return np.array(chained, np.uint64)
+
+
+def block_seed(lora_name: str = "", cache_salt: str = "", seed: int = BASE_SEED) -> int:
+    """The seed of local hashes; an empty name counts as none."""
+    if lora_name:
+        seed += xxh3(lora_name.encode(), 0)
+    if cache_salt:
+        seed += xxh3(cache_salt.encode(), 1)
+    return seed & M64
+
+
+def multimodal_hash(identifier: str) -> int | None:
+    """The hash of a multimodal object by its identifier; None for an empty one.
+
+    64 hexadecimal digits are a digest already: their first 16 are the hash.
+    """
+    if not identifier:
+        return None
+    if len(identifier) == 64 and _HEX.issuperset(identifier):
+        return int(identifier[:16], 16)
+    return xxh3(identifier.encode(), 0)
+
+
+def token_column(tokens: Tokens) -> NDArray[np.uint32]:
+    """Token ids as a u32 column; a view where they are one already. Raises ValueError."""
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        if len(tokens) % 4:
+            raise ValueError(f"token ids of {len(tokens)} bytes: not a multiple of 4")
+        return np.frombuffer(tokens, U32)
+    column = np.asarray(tokens)
+    if column.dtype == U32:
+        return column
+    if column.size == 0:
+        return np.empty(0, U32)
+    if column.ndim != 1 or column.dtype.kind not in "iu":
+        raise ValueError("token ids are one row of integers")
+    if int(column.min()) < 0 or int(column.max()) > 0xFFFFFFFF:
+        raise ValueError("token ids are below 2^32 and not negative")
+    return column.astype(U32)
+
+
+def blocks_of(
+    column: NDArray[np.uint32], block_size: int, *, eagle: bool = False
+) -> NDArray[np.uint32]:
+    """The tokens of each whole block, one row a block."""
+    if block_size < 1:
+        raise ValueError(f"block size {block_size}: at least 1")
+    if eagle:
+        blocks = max(len(column) - 1, 0) // block_size
+        starts = np.arange(blocks)[:, None] * block_size
+        windows: NDArray[np.uint32] = column[starts + np.arange(block_size + 1)]
+        return windows
+    blocks = len(column) // block_size
+    return column[: blocks * block_size].reshape(blocks, block_size)
