@@ -1,0 +1,65 @@
+"""Blocking work off the loop: bounded, and refused at once beyond the bound."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from app.preprocess.errors import Overloaded
+from app.preprocess.pool import Inline, Threads
+
+
+@pytest.fixture
+def pool() -> Iterator[Threads]:
+    pool = Threads(threads=1, waiting=1)
+    yield pool
+    pool.close()
+
+
+async def test_work_runs_on_another_thread(pool: Threads) -> None:
+    assert await pool.run(threading.get_ident) != threading.get_ident()
+
+
+async def test_an_error_of_the_work_comes_back(pool: Threads) -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await pool.run(fail)
+
+
+async def test_what_finds_no_place_to_wait_is_refused(pool: Threads) -> None:
+    gate = threading.Event()
+    taken = [asyncio.ensure_future(pool.run(gate.wait)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await pool.run(gate.wait)
+    gate.set()
+    assert await asyncio.gather(*taken) == [True, True]
+
+
+async def test_a_place_is_free_again_when_the_work_is_done(pool: Threads) -> None:
+    for number in range(5):
+        assert await pool.run(lambda n=number: n) == number
+
+
+async def test_a_cancelled_caller_leaves_its_place_taken_until_the_thread_is_done(
+    pool: Threads,
+) -> None:
+    gate = threading.Event()
+    first = asyncio.ensure_future(pool.run(gate.wait))
+    second = asyncio.ensure_future(pool.run(gate.wait))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    with pytest.raises(Overloaded):
+        await pool.run(gate.wait)
+    gate.set()
+    assert await second
+
+
+async def test_inline_work_is_done_at_once() -> None:
+    assert await Inline().run(threading.get_ident) == threading.get_ident()
