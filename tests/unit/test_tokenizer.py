@@ -1,0 +1,192 @@
+"""Text to tokens: the same as the library gives for the whole text, whatever is looked up."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from functools import cache
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from app.preprocess.errors import BadModel
+from app.preprocess.modelfolder import DEMO, read_folder
+from app.preprocess.pool import Inline, Threads
+from app.preprocess.tokenizer import (
+    CACHED_CHARS,
+    INLINE_CHARS,
+    Tokenizer,
+    _PieceCache,
+    _size,
+)
+
+SPEC = read_folder(DEMO).tokenizer
+WHOLE = tokenizers.Tokenizer.from_buffer(SPEC)
+SPECIAL = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>")
+
+shorts = st.text(max_size=8) | st.sampled_from([*SPECIAL, "<|", "|>", "<|en", " ", "\n\n"])
+longs = st.sampled_from(["word " * CACHED_CHARS, "\n" * CACHED_CHARS, "ß" * CACHED_CHARS, "def f("])
+texts = st.lists(shorts | longs, max_size=12).map("".join)
+
+
+def changed(**changes: Any) -> bytes:
+    """The tokenizer with other settings."""
+    return json.dumps(json.loads(SPEC) | changes).encode()
+
+
+def test_the_demo_tokenizer_is_small_and_knows_its_turns() -> None:
+    tokenizer = Tokenizer(SPEC, Inline())
+    assert tokenizer.vocabulary_size == 4096
+    assert tokenizer.special == {tokenizer.id_of(token) for token in SPECIAL}
+
+
+@given(st.lists(texts, min_size=1, max_size=4))
+@example(["<|user|>" + "a" * CACHED_CHARS + "<|end|>b", "a" * CACHED_CHARS + "b"])
+async def test_tokens_are_those_of_the_whole_text_cached_or_not(some: list[str]) -> None:
+    tokenizer = Tokenizer(SPEC, Inline())
+    for text in [*some, *some]:
+        expected = WHOLE.encode(text, add_special_tokens=False).ids
+        assert list(await tokenizer.encode(text)) == expected
+
+
+async def test_a_long_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(SPEC, Inline())
+    turn = "<|user|>" + "once upon a time " * 50 + "<|end|>"
+    await tokenizer.encode(turn)
+    done: list[str] = []
+    plain = tokenizer._encode
+
+    async def watched(texts: list[str], **options: Any) -> Any:
+        done.extend(texts)
+        return await plain(texts, **options)
+
+    monkeypatch.setattr(tokenizer, "_encode", watched)
+    await tokenizer.encode(turn + "<|assistant|>")
+    assert done == ["<|user|>", "<|end|><|assistant|>"]
+
+
+async def test_the_cache_keeps_to_its_bound() -> None:
+    tokenizer = Tokenizer(SPEC, Inline(), cache_bytes=20_000)
+    for number in range(50):
+        await tokenizer.encode(f"{number} words " * 100)
+    assert 0 < tokenizer._pieces._bytes <= 20_000
+    assert len(tokenizer._pieces._pieces) < 50
+
+
+def test_the_cache_lets_go_of_what_was_not_used_for_longest() -> None:
+    text = {name: name * CACHED_CHARS for name in "abc"}
+    pieces = _PieceCache(2 * _size(text["a"], array("I")))
+    pieces.put(text["a"], array("I"))
+    pieces.put(text["b"], array("I"))
+    pieces.get(text["a"])
+    pieces.put(text["c"], array("I"))
+    assert [name for name in "abc" if pieces.get(text[name]) is not None] == ["a", "c"]
+
+
+async def test_long_texts_are_tokenised_on_threads() -> None:
+    threads = Threads(threads=1)
+    text = "over the lazy dog " * INLINE_CHARS
+    try:
+        tokens = await Tokenizer(SPEC, threads).encode(text)
+    finally:
+        threads.close()
+    assert list(tokens) == WHOLE.encode(text, add_special_tokens=False).ids
+
+
+def metaspace(scheme: str) -> dict[str, Any]:
+    return {
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": scheme},
+        "decoder": None,
+    }
+
+
+def with_first_added_token(**changes: Any) -> dict[str, Any]:
+    first, *others = json.loads(SPEC)["added_tokens"]
+    return {"added_tokens": [first | changes, *others]}
+
+
+def with_longer_token() -> dict[str, Any]:
+    """With an added token that begins as another one does."""
+    spec = json.loads(SPEC)
+    longer = spec["added_tokens"][0] | {"id": 5, "content": "<|end|>>"}
+    vocabulary = {token: number + (number > 4) for token, number in spec["model"]["vocab"].items()}
+    spec["model"]["vocab"] = vocabulary | {"<|end|>>": 5}
+    return {"added_tokens": [*spec["added_tokens"], longer], "model": spec["model"]}
+
+
+SPACED = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "normalised": {"normalizer": {"type": "NFC"}},
+    "prefixed": {"normalizer": {"type": "Prepend", "prepend": "_"}},
+    "spaced": {"pre_tokenizer": SPACED},
+    "uncut": {"pre_tokenizer": None},
+    "digits": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, SPACED],
+        }
+    },
+    "metaspace always": metaspace("always"),
+    "metaspace first": metaspace("first"),
+    "spaces left": with_first_added_token(lstrip=True),
+    "spaces right": with_first_added_token(rstrip=True),
+    "single word": with_first_added_token(single_word=True),
+    "one begins another": with_longer_token(),
+}
+parts = st.sampled_from(["<|endoftext|>", "<|end|>", "<|end|>>", " ", "e\u0301", "7 1", "word "])
+long_parts = st.sampled_from(["word " * 60, " 12" * 100, "e\u0301" * 150])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(st.lists(parts | long_parts, max_size=8).map("".join))
+@example("word " * 60 + " <|endoftext|> " + "word " * 60)
+@example("<|end|>" + "word " * 60)
+@example("<|end|>>" + "word " * 60)
+async def test_other_tokenizers_give_the_tokens_of_the_whole_text(variant: str, text: str) -> None:
+    tokenizer, library = both(variant)
+    expected = library.encode(text, add_special_tokens=False).ids
+    assert list(await tokenizer.encode(text)) == expected
+
+
+@cache
+def both(variant: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    spec = changed(**VARIANTS[variant])
+    return Tokenizer(spec, Inline()), tokenizers.Tokenizer.from_buffer(spec)
+
+
+async def test_special_tokens_are_put_around_a_text_on_request() -> None:
+    start = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    spec = changed(
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+            "special_tokens": {
+                "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+            },
+        }
+    )
+    tokenizer = Tokenizer(spec, Inline())
+    plain = list(await tokenizer.encode("hi"))
+    assert list(await tokenizer.encode("hi", add_special_tokens=True)) == [0, *plain]
+
+
+async def test_settings_that_cut_or_fill_texts_are_ignored() -> None:
+    spec = changed(
+        truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    )
+    assert len(await Tokenizer(spec, Inline()).encode("one two three four five six")) > 3
+
+
+async def test_lone_surrogates_are_no_text() -> None:
+    with pytest.raises(UnicodeEncodeError):
+        await Tokenizer(SPEC, Inline()).encode("a\ud800")
+
+
+@pytest.mark.parametrize("spec", [b"", b"{}", b"[]", b"\xff", SPEC[:-1]])
+def test_a_file_that_is_no_tokenizer_is_a_bad_model(spec: bytes) -> None:
+    with pytest.raises(BadModel, match=r"tokenizer\.json"):
+        Tokenizer(spec, Inline())
