@@ -1,0 +1,280 @@
+"""Chat templates: what those of Hugging Face expect is there, and nothing else gets out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.preprocess import template
+from app.preprocess.errors import BadModel, InvalidPrompt
+from app.preprocess.modelfolder import DEMO, read_folder
+from app.preprocess.template import ChatTemplate
+
+USER = {"role": "user", "content": "hi"}
+LOOP = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+
+
+class TickingClock:
+    """A clock on which looking costs time."""
+
+    def __init__(self, tick_s: float = 0.0) -> None:
+        self._now, self._tick_s = 0.0, tick_s
+
+    def now(self) -> float:
+        self._now += self._tick_s
+        return self._now
+
+    def wall_ms(self) -> int:
+        return 1_700_000_000_000
+
+    async def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+def render(source: str, *messages: dict[str, Any], **options: Any) -> str:
+    return ChatTemplate(source, TickingClock()).render(messages or [USER], **options)
+
+
+# --- what a template is given ---------------------------------------------------------------------
+
+
+def test_messages_are_rendered() -> None:
+    assert render(LOOP, USER, {"role": "assistant", "content": "yes"}) == "[user:hi][assistant:yes]"
+
+
+def test_the_generation_prompt_is_asked_for_unless_told_otherwise() -> None:
+    source = "{{ add_generation_prompt }}"
+    assert render(source) == "True"
+    assert render(source, add_generation_prompt=False) == "False"
+
+
+def test_tools_and_documents_are_none_when_there_are_none() -> None:
+    assert render("{{ tools is none }} {{ documents is none }}") == "True True"
+
+
+def test_tools_are_rendered_as_they_came() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert render("{{ tools[0].function.name }}", tools=[tool]) == "f"
+
+
+def test_documents_are_rendered_as_they_came() -> None:
+    assert render("{{ documents[0].text }}", documents=[{"text": "x"}]) == "x"
+
+
+def test_special_tokens_have_their_names() -> None:
+    made = ChatTemplate("{{ bos_token }}|{{ eos_token }}", TickingClock(), {"bos_token": "<s>"})
+    assert made.render([USER]) == "<s>|"
+
+
+def test_a_template_has_variables_of_its_own() -> None:
+    assert render("{{ enable_thinking }}", variables={"enable_thinking": False}) == "False"
+
+
+def test_variables_do_not_replace_the_messages() -> None:
+    assert render(LOOP, variables={"messages": []}) == "[user:hi]"
+
+
+def test_the_time_is_that_of_the_clock_in_utc() -> None:
+    assert render("{{ strftime_now('%Y-%m-%d %H:%M') }}") == "2023-11-14 22:13"
+
+
+def test_json_is_written_without_escapes_for_html_or_unicode() -> None:
+    assert render("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
+
+
+def test_json_may_be_indented() -> None:
+    assert render("{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
+
+
+def test_loops_may_break() -> None:
+    source = "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"
+    assert render(source, USER, USER) == "hi"
+
+
+def test_marks_for_training_mean_nothing() -> None:
+    assert render("a{% generation %}b{% endgeneration %}c") == "abc"
+
+
+def test_lines_of_statements_leave_nothing_behind() -> None:
+    assert render("  {% if true %}\nx\n  {% endif %}\n") == "x\n"
+
+
+def test_a_missing_field_is_empty() -> None:
+    assert render("{{ messages[0].name }}.") == "."
+
+
+# --- how messages are worded ----------------------------------------------------------------------
+
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+}
+
+
+def test_parts_of_text_are_one_text_for_a_template_that_knows_no_parts() -> None:
+    assert render(LOOP, PARTS) == "[user:a\nb]"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% for p in m.content %}({{ p.text }}){% endfor %}{% endfor %}",
+        "{% for m in messages %}{% for p in m['content'] %}({{ p.text }}){% endfor %}{% endfor %}",
+        "{% for p in messages[0].content | list %}({{ p.text }}){% endfor %}",
+        "{% set content = messages[0].content %}{% for p in content %}({{ p.text }}){% endfor %}",
+    ],
+)
+def test_parts_stay_parts_for_a_template_that_goes_through_them(source: str) -> None:
+    assert render(source, PARTS) == "(a)(b)"
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+
+
+ARGUMENTS = "{{ messages[0].tool_calls[0].function.arguments.x }}"
+
+
+def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:
+    assert render(ARGUMENTS, called('{"x": 7}')) == "7"
+    assert render(ARGUMENTS, called({"x": 7})) == "7"
+
+
+def test_arguments_that_are_no_json_stay_text() -> None:
+    source = "{{ messages[0].tool_calls[0].function.arguments }}"
+    assert render(source, called('{"x": ')) == '{"x": '
+
+
+def test_messages_are_not_changed() -> None:
+    message = called('{"x": 7}')
+    render(ARGUMENTS, message)
+    assert message == called('{"x": 7}')
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% if x %}", "{{ x | nonsense }}"])
+def test_a_template_that_is_none_is_a_bad_model(source: str) -> None:
+    with pytest.raises(BadModel, match="chat template"):
+        ChatTemplate(source, TickingClock())
+
+
+def test_a_template_may_refuse_messages_in_its_own_words() -> None:
+    with pytest.raises(InvalidPrompt, match="roles must alternate") as raised:
+        render("{{ raise_exception('roles must alternate') }}")
+    assert raised.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].a.b }}", "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}"]
+)
+def test_what_a_template_cannot_take_is_said_of_the_messages(source: str) -> None:
+    with pytest.raises(InvalidPrompt, match="cannot take") as raised:
+        render(source)
+    assert raised.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({}) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ strftime_now.__globals__.x }}",
+        "{{ 'x' * 1000000000000 }}",
+        "{{ 1000000000000 * [1] }}",
+        "{{ 9 ** 999999999 }}",
+    ],
+)
+def test_the_sandbox_lets_nothing_out(source: str) -> None:
+    with pytest.raises(InvalidPrompt, match="cannot take"):
+        render(source)
+
+
+ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_rendering_that_takes_too_long_is_given_up() -> None:
+    slow = ChatTemplate(ENDLESS, TickingClock(0.01), timeout_s=1.0)
+    with pytest.raises(InvalidPrompt, match="longer than 1 s"):
+        slow.render([USER])
+
+
+def test_a_rendering_of_too_many_rounds_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "ROUNDS", 1000)
+    with pytest.raises(InvalidPrompt, match="1000 rounds"):
+        render(ENDLESS)
+
+
+def test_rounds_are_counted_anew_for_each_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "ROUNDS", 10)
+    made = ChatTemplate(LOOP, TickingClock())
+    for _ in range(5):
+        assert made.render([USER] * 3)
+
+
+def test_a_macro_that_calls_itself_is_given_up() -> None:
+    with pytest.raises(InvalidPrompt, match="never ends"):
+        render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
+
+
+def test_rounds_of_macros_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "ROUNDS", 3)
+    with pytest.raises(InvalidPrompt, match="3 rounds"):
+        render("{% macro f() %}{% endmacro %}{{ f() }}{{ f() }}{{ f() }}{{ f() }}")
+
+
+def test_a_rendering_that_grows_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "LONGEST", 100)
+    with pytest.raises(InvalidPrompt, match="100 characters"):
+        render(LOOP, {"role": "user", "content": "x" * 101})
+
+
+# --- the demo model's -----------------------------------------------------------------------------
+
+
+def demo(*messages: dict[str, Any], **options: Any) -> str:
+    source = read_folder(DEMO).template
+    assert source is not None
+    return render(source, *messages, **options)
+
+
+SYSTEM = {"role": "system", "content": "be brief"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def test_the_demo_model_marks_turns_by_special_tokens() -> None:
+    assert demo(SYSTEM, USER) == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
+
+
+def test_the_demo_model_takes_the_newer_name_of_the_system() -> None:
+    assert demo(SYSTEM | {"role": "developer"}, USER) == demo(SYSTEM, USER)
+
+
+def test_the_demo_model_is_told_its_tools_in_the_system_turn() -> None:
+    told = demo(SYSTEM, USER, tools=[TOOL])
+    assert told.startswith("<|system|>be brief\n")
+    assert told.count('{"type": "function", "function": {"name": "f"}}') == 1
+
+
+def test_the_demo_model_is_told_its_tools_without_a_system_turn() -> None:
+    assert demo(USER, tools=[TOOL]).startswith("<|system|>You may call")
+
+
+def test_the_demo_model_is_shown_documents() -> None:
+    assert '{"text": "x"}<|end|>' in demo(USER, documents=[{"text": "x"}])
+
+
+def test_the_demo_model_sees_calls_and_their_results() -> None:
+    text = demo(USER, called('{"x": 7}'), {"role": "tool", "content": "49"})
+    assert '<|assistant|><tool_call>{"name": "f", "arguments": {"x": 7}}</tool_call><|end|>' in text
+    assert "<|user|><tool_response>49</tool_response><|end|>" in text
+
+
+def test_the_demo_model_knows_no_other_roles() -> None:
+    with pytest.raises(InvalidPrompt, match="no role poet"):
+        demo({"role": "poet", "content": ""})
