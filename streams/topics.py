@@ -117,7 +117,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         ARTIFACTS, "sha256/part", 4, None, "bytes",
         (),
-        ("worker",), ("gateway", "preprocessor"),
+        ("worker",), ("gateway", "preprocessor", "worker"),
     ),
     Topic(
         SNAPSHOTS, "fold/part", 8, 48 * _HOUR_MS, "bytes",

@@ -1,0 +1,196 @@
+"""The files of models in the log: tokenizers and templates, in parts, by checksum.
+
+A worker writes what its model needs before it announces the model; whoever prepares prompts reads
+it from there. A file's parts lie in one partition of `artifacts`, under `<sha256>/<part>`. They are
+written once: content under a checksum never changes, so a second copy could only repeat the first.
+Where a part is damaged, the last record under its key counts, and writing again heals it.
+
+What was read is kept in a folder, under its checksum, and checked each time it is taken from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from hashlib import sha256
+from pathlib import Path
+
+from app.preprocess.errors import ArtifactUnavailable, BadModel
+from app.preprocess.pool import Pool
+from streams.clock import Clock
+from streams.codecs import TYPE
+from streams.errors import PositionLost
+from streams.outbox import Outbox
+from streams.ports import Entry, Log, Partition, Record
+from streams.records import Artifact
+from streams.topics import ARTIFACTS, partition_of
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 1_000_000
+"""Of content in each part: with its key and headers a record stays below 1 MiB."""
+LARGEST = 128 * 1024 * 1024
+"""Tokenizers have 2 to 35 MB. A card that names a larger file is wrong, not to be obeyed."""
+TIMEOUT_S = 60.0
+
+_PART = b"ArtifactPart"
+
+
+class Artifacts:
+    """Writes and reads artifacts over one log, with a folder as cache (None: without)."""
+
+    def __init__(
+        self,
+        log: Log,
+        clock: Clock,
+        pool: Pool,
+        folder: Path | None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._log = log
+        self._clock = clock
+        self._outbox = Outbox(log, clock)
+        self._pool = pool
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._fetching: dict[str, asyncio.Lock] = {}
+
+    async def publish(self, content: bytes) -> Artifact:
+        """Put a file into the log, unless it is there; repeated until acknowledged.
+
+        Raises BadModel for a file above 128 MiB, BrokerUnavailable.
+        """
+        if len(content) > LARGEST:
+            raise BadModel(f"a file of {len(content)} bytes: {LARGEST} is the most")
+        digest = await self._pool.run(lambda: sha256(content).hexdigest())
+        artifact = Artifact(sha256=digest, size=len(content))
+        try:
+            await self._from_log(artifact)
+        except ArtifactUnavailable:
+            source = await self._source(artifact)
+            for number in range(parts_of(artifact)):
+                part = content[number * PART_BYTES : (number + 1) * PART_BYTES]
+                entry = Entry(f"{digest}/{number}".encode(), part, ((TYPE, _PART),))
+                await self._outbox.persist_entry(ARTIFACTS, entry, source.partition)
+        return artifact
+
+    async def fetch(self, artifact: Artifact) -> bytes:
+        """The content of a file, from the folder or from the log, with its checksum verified.
+
+        Raises ArtifactUnavailable when parts are missing or damaged, BrokerUnavailable.
+        """
+        if artifact.size > LARGEST:
+            raise ArtifactUnavailable(f"{artifact.sha256}: {artifact.size} bytes are too many")
+        lock = self._fetching.setdefault(artifact.sha256, asyncio.Lock())
+        async with lock:  # the others find it in the folder
+            cached = await self._pool.run(lambda: self._from_folder(artifact))
+            if cached is not None:
+                return cached
+            content = await self._from_log(artifact)
+            await self._pool.run(lambda: self._keep(artifact, content))
+            return content
+
+    # --- the log ---
+
+    async def _source(self, artifact: Artifact) -> Partition:
+        count = await self._log.partitions(ARTIFACTS)
+        return Partition(ARTIFACTS, partition_of(artifact.sha256.encode(), count))
+
+    async def _from_log(self, artifact: Artifact) -> bytes:
+        """Raises ArtifactUnavailable."""
+        parts: dict[int, bytes] = {}
+        needed, damaged = parts_of(artifact), False
+        prefix = f"{artifact.sha256}/".encode()
+        async with aclosing(self._records(await self._source(artifact), artifact)) as records:
+            async for record in records:
+                if (number := _number(record, prefix, needed)) is None:
+                    continue
+                parts[number] = record.value or b""
+                if len(parts) == needed:
+                    content = await self._pool.run(lambda: _whole(parts, artifact))
+                    if content is not None:
+                        return content
+                    damaged = True
+        if damaged:
+            raise ArtifactUnavailable(f"{artifact.sha256}: its content has another checksum")
+        raise ArtifactUnavailable(f"{artifact.sha256}: {len(parts)} of {needed} parts are there")
+
+    async def _records(self, source: Partition, artifact: Artifact) -> AsyncGenerator[Record, None]:
+        """What the partition holds up to its end of now. Raises ArtifactUnavailable."""
+        start = (await self._log.start_offsets(ARTIFACTS, [source.partition]))[source.partition]
+        end = (await self._log.end_offsets(ARTIFACTS, [source.partition]))[source.partition]
+        deadline = self._clock.now() + self._timeout_s
+        reader = self._log.reader()
+        try:
+            reader.assign({source: start})
+            while reader.position(source) < end:
+                for record in (await reader.poll(1.0, 8)).get(source, ()):
+                    if record.offset < end:
+                        yield record
+                if self._clock.now() > deadline:
+                    raise ArtifactUnavailable(
+                        f"{artifact.sha256}: reading took longer than {self._timeout_s:g} s"
+                    )
+        except PositionLost as e:
+            raise ArtifactUnavailable(f"{artifact.sha256}: {e}") from e
+        finally:
+            await reader.close()
+
+    # --- the folder ---
+
+    def _from_folder(self, artifact: Artifact) -> bytes | None:
+        """What the folder holds, if it is what it should be; runs in the pool."""
+        if self._folder is None:
+            return None
+        path = self._folder / artifact.sha256
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        if sha256(content).hexdigest() == artifact.sha256:
+            return content
+        log.warning("%s is damaged and is read from the log again", path)
+        return None
+
+    def _keep(self, artifact: Artifact, content: bytes) -> None:
+        """Put it into the folder, whole or not at all; runs in the pool."""
+        if self._folder is None:
+            return
+        new = self._folder / f"{artifact.sha256}.{os.getpid()}.{id(content):x}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            new.write_bytes(content)
+            new.replace(self._folder / artifact.sha256)
+        except OSError as e:  # it only has to be read from the log the next time, too
+            log.warning("%s could not be kept: %s", artifact.sha256, e)
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+
+
+def parts_of(artifact: Artifact) -> int:
+    """How many records hold it; an empty file has one, too."""
+    return max(-(-artifact.size // PART_BYTES), 1)
+
+
+def _number(record: Record, prefix: bytes, needed: int) -> int | None:
+    """Which part of the artifact a record is; None for any other record."""
+    key = record.key or b""
+    if not key.startswith(prefix) or record.value is None:
+        return None
+    try:
+        number = int(key.removeprefix(prefix))
+    except ValueError:
+        return None
+    return number if 0 <= number < needed else None
+
+
+def _whole(parts: dict[int, bytes], artifact: Artifact) -> bytes | None:
+    """The content, if the parts are it."""
+    content = b"".join(parts[number] for number in range(len(parts)))
+    if len(content) == artifact.size and sha256(content).hexdigest() == artifact.sha256:
+        return content
+    return None

@@ -1,0 +1,284 @@
+"""Files of models in the log: whole or not at all, whatever happens to their parts."""
+
+from __future__ import annotations
+
+import logging
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from app.preprocess import artifacts
+from app.preprocess.artifacts import PART_BYTES, Artifacts, parts_of
+from app.preprocess.errors import ArtifactUnavailable, BadModel
+from app.preprocess.pool import Inline
+from streams.memory import Fate
+from streams.memory_partition import MemoryRecord
+from streams.ports import Entry
+from streams.records import Artifact
+from streams.topics import ARTIFACTS
+from tests.worlds import World, in_world
+
+BIG = bytes(range(256)) * (PART_BYTES // 256 * 2 + 100)  # three parts
+SMALL = b"{{ messages }}"
+ONE_MIB = 1024 * 1024
+
+
+async def opened(
+    world: World, client: str = "client", folder: Path | None = None, timeout_s: float = 60.0
+) -> Artifacts:
+    return Artifacts(
+        await world.connect(client), world.clock, Inline(), folder, timeout_s=timeout_s
+    )
+
+
+def artifact_of(content: bytes) -> Artifact:
+    return Artifact(sha256=sha256(content).hexdigest(), size=len(content))
+
+
+def parts(world: World, content: bytes) -> list[MemoryRecord]:
+    prefix = artifact_of(content).sha256.encode()
+    return [r for r in world.everywhere(ARTIFACTS) if r.key and r.key.startswith(prefix)]
+
+
+def damage(world: World, content: bytes, number: int, value: bytes) -> None:
+    """Put another record under the key of a part."""
+    part = parts(world, content)[0]
+    key = f"{artifact_of(content).sha256}/{number}".encode()
+    world.append_raw(ARTIFACTS, part.partition, Entry(key, value))
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@in_world
+async def test_a_file_is_found_by_its_checksum(world: World) -> None:
+    published = await (await opened(world, "worker")).publish(BIG)
+    assert published == artifact_of(BIG)
+    assert await (await opened(world, "gateway")).fetch(published) == BIG
+
+
+@in_world
+async def test_the_parts_of_a_file_are_records_of_one_partition(world: World) -> None:
+    await (await opened(world)).publish(BIG)
+    found = parts(world, BIG)
+    assert [r.key for r in found] == [
+        f"{artifact_of(BIG).sha256}/{number}".encode() for number in range(3)
+    ]
+    assert len({r.partition for r in found}) == 1
+
+
+@in_world
+async def test_a_part_with_all_that_belongs_to_it_is_below_a_mebibyte(world: World) -> None:
+    await (await opened(world)).publish(BIG)
+    for part in parts(world, BIG):
+        overhead = len(part.key or b"") + sum(len(k) + len(v) for k, v in part.headers) + 100
+        assert len(part.value or b"") + overhead < ONE_MIB
+
+
+@in_world
+async def test_a_file_is_written_once(world: World) -> None:
+    for client in ("one", "other", "one"):
+        await (await opened(world, client)).publish(BIG)
+    assert len(parts(world, BIG)) == 3
+
+
+@in_world
+async def test_an_empty_file_is_a_file(world: World) -> None:
+    store = await opened(world)
+    assert await store.fetch(await store.publish(b"")) == b""
+
+
+@in_world
+async def test_a_part_is_sent_until_it_is_acknowledged(world: World) -> None:
+    world.faults.next_fates(ARTIFACTS, Fate.LOST, Fate.UNREPORTED)
+    store = await opened(world)
+    assert await store.fetch(await store.publish(BIG)) == BIG
+
+
+@in_world
+async def test_a_file_that_is_there_in_part_is_written_whole(world: World) -> None:
+    store = await opened(world)
+    await store.publish(BIG)
+    world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
+    assert len(parts(world, BIG)) == 2
+    assert await store.fetch(await store.publish(BIG)) == BIG
+
+
+@in_world
+async def test_writing_again_heals_a_damaged_file(world: World) -> None:
+    store = await opened(world)
+    artifact = await store.publish(BIG)
+    world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
+    damage(world, BIG, 0, b"damaged")
+    with pytest.raises(ArtifactUnavailable):
+        await store.fetch(artifact)
+    await store.publish(BIG)
+    assert await store.fetch(artifact) == BIG
+
+
+@in_world
+async def test_a_file_that_is_too_large_is_refused(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(artifacts, "LARGEST", 10)
+        with pytest.raises(BadModel, match="10 is the most"):
+            await (await opened(world)).publish(b"x" * 11)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@in_world
+async def test_several_files_in_a_partition_do_not_mix(world: World) -> None:
+    store = await opened(world)
+    files = [bytes([n]) * (PART_BYTES + 1) for n in range(8)]
+    published = [await store.publish(content) for content in files]
+    for artifact, content in zip(published, files, strict=True):
+        assert await store.fetch(artifact) == content
+
+
+@in_world
+async def test_a_file_that_nobody_wrote_is_unavailable(world: World) -> None:
+    with pytest.raises(ArtifactUnavailable, match="0 of 1 parts"):
+        await (await opened(world)).fetch(artifact_of(SMALL))
+
+
+@in_world
+async def test_a_file_without_one_of_its_parts_is_unavailable(world: World) -> None:
+    store = await opened(world)
+    artifact = await store.publish(BIG)
+    world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
+    with pytest.raises(ArtifactUnavailable, match="2 of 3 parts"):
+        await store.fetch(artifact)
+
+
+@in_world
+async def test_a_file_with_a_damaged_part_is_unavailable(world: World) -> None:
+    store = await opened(world)
+    artifact = await store.publish(SMALL)
+    world.broker.delete_records(ARTIFACTS, parts(world, SMALL)[0].partition, 1)
+    damage_key = f"{artifact.sha256}/0".encode()
+    partition = (await store._source(artifact)).partition
+    world.append_raw(ARTIFACTS, partition, Entry(damage_key, SMALL[::-1]))
+    with pytest.raises(ArtifactUnavailable, match="another checksum"):
+        await store.fetch(artifact)
+
+
+@in_world
+async def test_a_file_of_another_size_than_its_card_says_is_unavailable(world: World) -> None:
+    store = await opened(world)
+    artifact = await store.publish(SMALL)
+    with pytest.raises(ArtifactUnavailable, match="another checksum"):
+        await store.fetch(Artifact(sha256=artifact.sha256, size=artifact.size + 1))
+
+
+@in_world
+async def test_a_part_may_stand_twice(world: World) -> None:
+    store = await opened(world)
+    artifact = await store.publish(BIG)
+    world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
+    for number in (2, 0, 1):
+        damage(world, BIG, number, BIG[number * PART_BYTES : (number + 1) * PART_BYTES])
+    assert await store.fetch(artifact) == BIG
+
+
+@in_world
+async def test_the_last_record_of_a_part_counts(world: World) -> None:
+    store = await opened(world)
+    artifact = artifact_of(SMALL)
+    partition = (await store._source(artifact)).partition
+    key = f"{artifact.sha256}/0".encode()
+    world.append_raw(ARTIFACTS, partition, Entry(key, b"damaged"), Entry(key, SMALL))
+    assert await store.fetch(artifact) == SMALL
+
+
+@in_world
+async def test_records_that_are_no_parts_are_passed_over(world: World) -> None:
+    store = await opened(world)
+    artifact = artifact_of(SMALL)
+    partition = (await store._source(artifact)).partition
+    for key in (None, b"", b"x", *(f"{artifact.sha256}{end}".encode() for end in ("", "/x", "/7"))):
+        world.append_raw(ARTIFACTS, partition, Entry(key, b"x"))
+    await store.publish(SMALL)
+    assert await store.fetch(artifact) == SMALL
+
+
+@in_world
+async def test_reading_takes_no_longer_than_its_limit(world: World) -> None:
+    store = await opened(world, timeout_s=5.0)
+    partition = (await store._source(artifact_of(SMALL))).partition
+    world.append_raw(ARTIFACTS, partition, *[Entry(b"other", b"x")] * 100)
+    world.faults.slow["poll"] = 3.0
+    with pytest.raises(ArtifactUnavailable, match="longer than 5 s"):
+        await store.fetch(artifact_of(SMALL))
+
+
+@in_world
+async def test_a_card_that_names_a_huge_file_is_not_obeyed(world: World) -> None:
+    with pytest.raises(ArtifactUnavailable, match="too many"):
+        await (await opened(world)).fetch(Artifact(sha256="aa", size=2**50))
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [(0, 1), (1, 1), (PART_BYTES, 1), (PART_BYTES + 1, 2), (10 * PART_BYTES, 10)]
+)
+def test_a_file_has_as_many_parts_as_it_needs(size: int, count: int) -> None:
+    assert parts_of(Artifact(sha256="aa", size=size)) == count
+
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+@in_world
+async def test_what_was_read_is_found_in_the_folder(world: World) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name) / "made" / "when needed"
+        artifact = await (await opened(world, "worker")).publish(SMALL)
+        assert await (await opened(world, "a", folder)).fetch(artifact) == SMALL
+        world.broker.delete_records(ARTIFACTS, parts(world, SMALL)[0].partition, 1)
+        assert await (await opened(world, "b", folder)).fetch(artifact) == SMALL
+
+
+@in_world
+async def test_a_damaged_file_in_the_folder_is_read_from_the_log_again(world: World) -> None:
+    with TemporaryDirectory() as name:
+        store = await opened(world, folder=Path(name))
+        artifact = await store.publish(SMALL)
+        path = Path(name) / artifact.sha256
+        path.write_bytes(SMALL[:-1])
+        assert await store.fetch(artifact) == SMALL
+        assert path.read_bytes() == SMALL
+
+
+@in_world
+async def test_a_folder_that_takes_no_files_does_no_harm(world: World) -> None:
+    with TemporaryDirectory() as name:
+        occupied = Path(name) / "file"
+        occupied.write_text("")
+        store = await opened(world, folder=occupied)
+        logging.disable(logging.WARNING)
+        try:
+            assert await store.fetch(await store.publish(SMALL)) == SMALL
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+@in_world
+async def test_nothing_but_whole_files_is_left_in_the_folder(world: World) -> None:
+    with TemporaryDirectory() as name:
+        store = await opened(world, folder=Path(name))
+        artifact = await store.publish(BIG)
+        await store.fetch(artifact)
+        assert [p.name for p in Path(name).iterdir()] == [artifact.sha256]
+
+
+@in_world
+async def test_those_who_want_a_file_at_once_read_it_once(world: World) -> None:
+    with TemporaryDirectory() as name:
+        store = await opened(world, folder=Path(name))
+        artifact = await store.publish(SMALL)
+        world.faults.asked.clear()
+        wanted = [world.spawn(store.fetch(artifact)) for _ in range(3)]
+        assert [await content for content in wanted] == [SMALL] * 3
+        assert world.faults.asked.count("poll") == 1
