@@ -43,6 +43,7 @@ class Chaos:
             (0.4, self._usurp),
             (0.2, self._cut),
             (0.3, self._outage),
+            (0.3, self._poison),
         ]
         self._ambush = rng.choice((0.0, 0.01, 0.03, 0.06))
         world.broker.on_append = self._lie_in_wait
@@ -147,6 +148,13 @@ class Chaos:
         end = world.committed(partition) if topic == REQUESTS else log.end
         if end > log.start:
             world.truncate(Partition(topic, partition), rng.randint(log.start + 1, end))
+
+    def _poison(self) -> None:
+        """Somebody writes what nobody can read."""
+        world, rng = self._world, self._rng
+        topic = rng.choice((REQUESTS, LEDGER, RESPONSES, ASSIGNMENTS, KV_EVENTS, REGISTRY))
+        kind = rng.choice((b"Request", b"Assigned", b"Chunk", b"Heartbeat", b"WorkerCard"))
+        world.poison(Partition(topic, rng.randrange(world.broker.partitions[topic])), kind)
 
     def _outage(self) -> None:
         """The broker is away for a while."""

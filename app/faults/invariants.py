@@ -22,11 +22,12 @@ from app.faults.world import World
 from app.router import Router
 from app.routing.load import UNCOUNTED, Load
 from app.worker import NameTaken
-from streams.codecs import decode
-from streams.errors import AppendFailed, BrokerUnavailable
+from streams.codecs import AnyRecord, decode
+from streams.errors import AppendFailed, BrokerUnavailable, RecordError
+from streams.memory_partition import MemoryRecord
 from streams.ports import Partition
 from streams.records import Chunk, End, Fact, Fence, Fencing
-from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
+from streams.topics import DEAD_LETTERS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
 from streams.transcript import Transcript
 
 STEADY = {
@@ -61,6 +62,14 @@ def _uncommitted(world: World) -> Iterator[str]:
             yield f"uncommitted: lane {lane} stands at {committed} of {end}"
 
 
+def _decoded(raw: MemoryRecord) -> AnyRecord | None:
+    """The record, None for poison."""
+    try:
+        return decode(raw)
+    except RecordError:
+        return None
+
+
 # --- what readers see ----------------------------------------------------------------------------
 
 
@@ -68,10 +77,13 @@ def _unread(world: World, asking: Asking) -> Iterator[str]:
     shown: dict[str, Transcript] = defaultdict(Transcript)
     for lane in range(world.shape.lanes):
         for raw in world.lane(RESPONSES, lane):
-            record = decode(raw)
-            assert isinstance(record, Chunk | Fence | End)
-            shown[record.id].feed(record)
+            if isinstance(record := _decoded(raw), Chunk | Fence | End):
+                shown[record.id].feed(record)
     causes = _Causes(world)
+    letters = {r.key for p in range(4) for r in world.broker.records(DEAD_LETTERS, p)}
+    for key, source in world.poisoned.items():
+        if source.topic == REQUESTS and key not in letters:
+            yield f"poison: {key!r} of {source} did not go to the dead letters"
     for request_id, question in asking.questions.items():
         yield from _misread(question, shown[request_id], causes)
 
@@ -107,7 +119,7 @@ class _Causes:
         self._failed: dict[str, set[int]] = defaultdict(set)
         for lane in range(world.shape.lanes):
             for raw in world.lane(LEDGER, lane):
-                record = decode(raw)
+                record = _decoded(raw)
                 if isinstance(record, Fencing) and record.reason not in UNCOUNTED:
                     self._failed[record.id].add(record.attempt)
 
@@ -156,8 +168,10 @@ def _different(world: World) -> Iterator[str]:
     for lane in range(world.shape.lanes):
         source = Partition(LEDGER, lane)
         fold = Load(int(world.settings.dedup_window_s * 1000))
-        raw = world.lane(LEDGER, lane)
-        fold.apply(source, [Fact(r.offset, r.timestamp, decode(r)) for r in raw], len(raw))
+        raws = world.lane(LEDGER, lane)
+        records = [(r, _decoded(r)) for r in raws]
+        facts = [Fact(r.offset, r.timestamp, d) for r, d in records if d is not None]
+        fold.apply(source, facts, len(raws))
         states[lane] = fold.state_hash(source)
     for label, router in _routers(world):
         context = router._context

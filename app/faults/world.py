@@ -60,7 +60,7 @@ class Shape(NamedTuple):
             workers=rng.choice((1, 2, 2, 3)),
             lanes=rng.choice((1, 2, 3)),
             slots=rng.choice((1, 2, 3)),
-            requests=rng.randint(3, 8),
+            requests=rng.randint(4, 16),
             faults_s=rng.uniform(8.0, 25.0),
             climate=rng.choice(CLIMATES),
         )
@@ -189,6 +189,7 @@ class World:
         """The newest life of each name."""
         self.failures: list[tuple[str, BaseException]] = []
         self.truncated: dict[Partition, list[MemoryRecord]] = {}
+        self.poisoned: dict[bytes, Partition] = {}
         self._context = copy_context()
         self._lives: dict[str, int] = {}
 
@@ -252,6 +253,12 @@ class World:
         self.truncated.setdefault(source, []).extend(gone)
         self.broker.delete_records(source.topic, source.partition, before)
         self.history.happened(f"{source.topic}[{source.partition}] is cut below {before}")
+
+    def poison(self, source: Partition, kind: bytes) -> None:
+        """Append bytes that are no record, under the header of one."""
+        key = b"poison-%d" % len(self.poisoned)
+        self.poisoned[key] = source
+        self.broker.append(*source, [Entry(key, b"\xc1 no record", (("t", kind),))])
 
     def lane(self, topic: str, lane: int) -> list[MemoryRecord]:
         """Everything that was ever in a partition."""
