@@ -31,6 +31,9 @@ SESSION_MS = 1500
 UNDER_WAY_S = 0.002
 """After so long a request has left this process, and its answer has hardly come."""
 
+LETTER_S = 1.5
+"""How long a dead letter waits before it is sent: all effects around it are committed by then."""
+
 POINTS = {
     "assigned": "told by the group, before a lane is opened",
     "revoked": "told by the group, before a lane is closed",
@@ -87,6 +90,8 @@ class WatchedLog:
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
         names = {LEDGER: ("sending", "appended"), DEAD_LETTERS: ("burying", "buried")}[topic]
         before, after = names
+        if topic == DEAD_LETTERS:
+            await asyncio.sleep(LETTER_S)
         appended: Appended = await self._points.around(
             before, self._log.append(topic, entry, partition), after
         )
