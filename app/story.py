@@ -32,7 +32,6 @@ LONGEST_ANSWER = 48
 LONG_PROMPT = "A stream that outlives its worker. "
 LONG_ANSWER = 300
 KILL_AFTER = 60
-READY_S = 60.0
 ANSWER_S = 60.0
 EXAMPLES = (
     "What does kvlane promise?",
@@ -95,7 +94,7 @@ class Story:
         first = self._chat("ready?")
         await self._finish(first)
         if not first.is_right:
-            raise FleetError(f"no answer to a first prompt within {READY_S:g} s: {first.ended}")
+            raise FleetError(f"no answer to a first prompt within {ANSWER_S:g} s: {first.ended}")
         self._console.print(
             f"a router, a preprocessor and {self._workers} workers are up, "
             f"{self._clock.now() - self._began:.1f} s after their start\n",
@@ -147,8 +146,9 @@ class Story:
         asked = self._chat(LONG_PROMPT, LONG_ANSWER)
         async for _ in self._pieces(asked):
             progress.update(line, completed=len(asked.tokens))
-            if not self._killed and len(asked.tokens) >= KILL_AFTER:
-                self._killed = self._placements.of(asked.id)[-1]
+            where = self._placements.of(asked.id)
+            if not self._killed and where and len(asked.tokens) >= KILL_AFTER:
+                self._killed = where[-1]
                 await self._fleet.kill(self._killed)
                 progress.console.print(
                     f"[red]kill -9 {self._killed}[/], {len(asked.tokens)} tokens into the long "

@@ -22,7 +22,8 @@ from streams.topics import PROMPTS, RESPONSES, lane_of
 
 COMMANDS = [
     [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"],
-    ["topics"], ["topics", "create"], ["topics", "describe"], ["bench"], ["bench", "faults"],
+    ["topics"], ["topics", "create"], ["topics", "describe"], ["bench"],
+    ["bench", "faults"], ["bench", "all"],
 ]  # fmt: skip
 
 
