@@ -12,7 +12,7 @@ nothing, belongs to no group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from streams.clock import Clock
 from streams.errors import LogClosed, PositionLost
@@ -39,6 +39,8 @@ class Lane:
         self.position = position
         self.replies: dict[bytes, list[Reply]] = {}
         self.idle_since = now
+        self.kept = False
+        """Whether it is read on however long nothing is awaited in it."""
 
     def add(self, reply: Reply) -> None:
         """Feed this reply, too."""
@@ -73,6 +75,7 @@ class Tail:
 
     def __init__(self, reader: Reader, clock: Clock, linger_s: float) -> None:
         self.lanes: dict[int, Lane] = {}
+        self.polled_at = clock.now()
         self._reader = reader
         self._clock = clock
         self._linger_s = linger_s
@@ -113,10 +116,12 @@ class Tail:
         if not self.lanes:
             self._wanted.clear()
             await self._wanted.wait()
+            self.polled_at = self._clock.now()
         try:
             batches = await self._reader.poll(POLL_S, RECORDS_PER_POLL)
         except PositionLost as e:
             return self._lose(e)
+        self.polled_at = self._clock.now()
         return [
             (name.partition, reply)
             for name, records in batches.items()
@@ -141,7 +146,7 @@ class Tail:
         idle = [
             number
             for number, lane in self.lanes.items()
-            if not lane.replies and now - lane.idle_since >= self._linger_s
+            if not lane.replies and not lane.kept and now - lane.idle_since >= self._linger_s
         ]
         for number in idle:
             del self.lanes[number]
@@ -182,6 +187,26 @@ class Replies:
         """Begin to read."""
         runs = {"live": self._run(self._live), "history": self._run(self._history)}
         self._tasks = [asyncio.create_task(run, name=f"replies/{n}") for n, run in runs.items()]
+
+    @property
+    def polled_at(self) -> float:
+        """When the live reader last came back from a poll; a point on the clock."""
+        return self._live.polled_at
+
+    async def watch(self) -> None:
+        """Wait for what ends the reading, and raise it; for whoever must not outlive it."""
+        await asyncio.gather(*self._tasks)
+
+    async def keep(self, lanes: Iterable[int]) -> None:
+        """Read these lanes from now on, whether replies are awaited in them or not.
+
+        So the first request in a lane finds its reader there. Raises BrokerUnavailable.
+        """
+        numbers = list(lanes)
+        ends = await self._log.end_offsets(RESPONSES, numbers)
+        for number in numbers:
+            lane = self._live.lanes.get(number) or self._live.open(number, ends[number])
+            lane.kept = True
 
     async def close(self) -> None:
         """Stop reading; whatever is still awaited fails with LogClosed."""

@@ -50,6 +50,16 @@ class Reply:
         """A Chunk came that does not fit, and nothing was visible before it."""
         return self._transcript.holes > 0 and not self._begun
 
+    @property
+    def holes(self) -> int:
+        """Runs of it that lost a Chunk; not 0 means that a writer broke its promise."""
+        return self._transcript.holes
+
+    @property
+    def skipped(self) -> int:
+        """Chunks of it that were not shown: repeats, and what runs wrote that were given up."""
+        return self._transcript.skipped
+
     def restart(self, start: int) -> None:
         """Begin again at an earlier offset. Only while nothing was visible."""
         assert not self._begun, "what was shown cannot be taken back"
@@ -81,8 +91,10 @@ class Reply:
             self._error = error
             self._wake.set()
 
-    async def next(self, timeout_s: float) -> Chunk | End:
+    async def next(self, timeout_s: float | None) -> Chunk | End:
         """Take the next piece. Raises what the reply failed with, or TimeoutError.
+
+        None leaves the deadline to the caller.
 
         Not to be called again after the End or a finish reason.
         """
