@@ -1,0 +1,332 @@
+"""From engine events to canonical ones: counted, coalesced, numbered, announced again."""
+
+from __future__ import annotations
+
+import pytest
+
+from indexer.bridge import PATIENCE_S, PROMPT_BLOCKS, Batch, Bridge
+from indexer.engine_events import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineEvent,
+    EngineHash,
+    tier_of,
+)
+from indexer.events import CLEARED, Event, Kind, Tier
+from indexer.hashing import local_hashes
+from indexer.keys import derive, prompt_keys
+
+SIZE = 2
+SECRET = derive(b"s")
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def keys(tokens: list[int], *, lora_name: str = "", cache_salt: str = "") -> tuple[int, ...]:
+    local = local_hashes(tokens, SIZE, lora_name=lora_name, cache_salt=cache_salt)
+    return tuple(prompt_keys(local, SECRET).tolist())
+
+
+KEYS = keys(PROMPT)
+
+
+def stored(
+    hashes: list[EngineHash], tokens: list[int], parent: EngineHash | None = None, **more: object
+) -> BlocksStored:
+    return BlocksStored(hashes, parent, tokens, SIZE)._replace(**more)
+
+
+WHOLE = stored([b"a", b"b", b"c", b"d"], PROMPT)
+
+
+def bridge_after(*events: EngineEvent) -> Bridge:
+    bridge = Bridge(SIZE, SECRET)
+    bridge.feed(events, 0.0)
+    return bridge
+
+
+def events_of(bridge: Bridge) -> tuple[Event, ...]:
+    batch = bridge.take()
+    return batch.events if batch else ()
+
+
+# --- translation ---------------------------------------------------------------------------------
+
+
+def test_stored_blocks_get_the_keys_of_their_prompt() -> None:
+    assert events_of(bridge_after(WHOLE)) == (Event(Kind.STORED, Tier.DEVICE, 0, KEYS),)
+
+
+def test_what_continues_a_block_gets_the_keys_of_the_whole_prompt() -> None:
+    bridge = bridge_after(stored([1, 2], PROMPT[:4]))
+    bridge.take()
+    bridge.feed([stored([3, 4], PROMPT[4:], parent=2)], 0.0)
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 2, KEYS[2:]),)
+
+
+def test_a_salt_and_an_adapter_are_inherited_by_what_continues_them() -> None:
+    first = stored([1], PROMPT[:2], lora_name="l", cache_salt="s")
+    bridge = bridge_after(first, stored([2], PROMPT[2:4], parent=1))
+    expected = keys(PROMPT[:4], lora_name="l", cache_salt="s")
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 0, expected),)
+
+
+def test_multimodal_objects_are_part_of_the_key() -> None:
+    bridge = bridge_after(stored([1], PROMPT[:2], mm_hashes=[{42}]))
+    local = local_hashes(PROMPT[:2], SIZE, mm_hashes=[{42}])
+    assert events_of(bridge)[0].keys == tuple(prompt_keys(local, SECRET).tolist())
+
+
+def test_removed_blocks_are_named_by_their_keys() -> None:
+    bridge = bridge_after(WHOLE)
+    bridge.take()
+    bridge.feed([BlocksRemoved([b"d", b"b"])], 0.0)
+    assert events_of(bridge) == (Event(Kind.REMOVED, Tier.DEVICE, 0, (KEYS[3], KEYS[1])),)
+
+
+def test_media_are_tiers_of_their_own() -> None:
+    bridge = bridge_after(WHOLE, WHOLE._replace(medium="CPU"), BlocksRemoved([b"d"], medium="CPU"))
+    assert [(e.kind, e.tier) for e in events_of(bridge)] == [
+        (Kind.STORED, Tier.DEVICE),
+        (Kind.STORED, Tier.HOST),
+        (Kind.REMOVED, Tier.HOST),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        ("", Tier.DEVICE),
+        ("GPU", Tier.DEVICE),
+        ("cpu", Tier.HOST),
+        ("CPU_PINNED", Tier.HOST),
+        ("CPU_TIER1", Tier.HOST),
+        ("CPU_TIER2", Tier.DISK),
+        ("NVME", Tier.DISK),
+        ("STORAGE", Tier.DISK),
+        ("S3", Tier.EXTERNAL),
+    ],
+)
+def test_media_have_their_tiers(medium: str, tier: Tier) -> None:
+    assert tier_of(medium) == tier
+
+
+# --- references ----------------------------------------------------------------------------------
+
+
+def test_copies_are_announced_once_and_removed_with_the_last_one() -> None:
+    bridge = bridge_after(WHOLE, WHOLE, BlocksRemoved([b"d"]))
+    assert [event.kind for event in events_of(bridge)] == [Kind.STORED]
+    bridge.feed([BlocksRemoved([b"d"])], 0.0)
+    assert events_of(bridge) == (Event(Kind.REMOVED, Tier.DEVICE, 0, KEYS[3:]),)
+
+
+def test_two_engine_hashes_of_one_content_count_together() -> None:
+    bridge = bridge_after(stored([1], PROMPT[:2]), stored([2], PROMPT[:2]), BlocksRemoved([1]))
+    assert [event.kind for event in events_of(bridge)] == [Kind.STORED]
+
+
+def test_a_block_can_be_continued_while_any_tier_has_it() -> None:
+    host = stored([1], PROMPT[:2], medium="CPU")
+    bridge = bridge_after(stored([1], PROMPT[:2]), host, BlocksRemoved([1]))
+    bridge.feed([stored([2], PROMPT[2:4], parent=1)], 0.0)
+    assert bridge.counters.orphans == 0
+
+
+def test_removing_what_was_never_stored_is_counted() -> None:
+    bridge = bridge_after(WHOLE, BlocksRemoved([b"x"]), BlocksRemoved([b"a"], medium="CPU"))
+    assert bridge.counters.unknown_removed == 2
+    assert [event.kind for event in events_of(bridge)] == [Kind.STORED]
+
+
+def test_a_cleared_cache_is_empty() -> None:
+    bridge = bridge_after(WHOLE, AllCleared())
+    assert (events_of(bridge), bridge.held) == ((CLEARED,), 0)
+
+
+def test_nothing_can_be_continued_after_a_clear() -> None:
+    bridge = bridge_after(WHOLE, AllCleared(), stored([b"e"], [9, 9], parent=b"d"))
+    assert bridge.counters.orphans == 1
+
+
+# --- what is not passed on -----------------------------------------------------------------------
+
+
+def test_a_block_whose_parent_is_unknown_is_refused_and_the_mirror_announced() -> None:
+    bridge = bridge_after(WHOLE)
+    bridge.take()
+    bridge.feed([stored([9], [9, 9], parent=b"never")], 0.0)
+    assert (bridge.counters.orphans, bridge.to_announce) == (1, 4)
+    assert bridge.take() is None
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2, 3], [1, 2, 3, 4], [-1, 2], [2**32, 1]])
+def test_tokens_that_do_not_fill_the_blocks_are_refused(tokens: list[int]) -> None:
+    bridge = bridge_after(stored([1], tokens))
+    assert (bridge.counters.malformed, bridge.take()) == (1, None)
+
+
+def test_another_block_size_is_refused_and_remembered() -> None:
+    bridge = bridge_after(BlocksStored([1], None, [1, 2, 3], 3))
+    assert (bridge.wrong_block_size, bridge.take()) == (3, None)
+
+
+def test_placeholders_are_skipped() -> None:
+    bridge = bridge_after(BlocksStored([1], None, [], 0))
+    assert (bridge.counters.placeholders, bridge.take()) == (1, None)
+    assert bridge.wrong_block_size is None
+
+
+@pytest.mark.parametrize(
+    ("more", "passes"),
+    [
+        ({}, True),
+        ({"group": 1}, False),
+        ({"group": 1, "kind": "full_attention"}, True),
+        ({"kind": "mla_attention"}, True),
+        ({"kind": "sink_full_attention"}, True),
+        ({"kind": "sliding_window"}, False),
+        ({"locality": "LOCAL"}, True),
+        ({"locality": "REMOTE"}, False),
+    ],
+)
+def test_only_caches_that_serve_prefixes_here_are_indexed(
+    more: dict[str, object], passes: bool
+) -> None:
+    bridge = bridge_after(WHOLE._replace(**more))
+    assert (bridge.take() is not None) == passes
+    assert bridge.counters.other_caches == (not passes)
+
+
+def test_removals_of_other_caches_are_no_surprise() -> None:
+    bridge = bridge_after(WHOLE._replace(group=1), BlocksRemoved([b"a"], group=1))
+    assert bridge.counters.unknown_removed == 0
+
+
+def test_equal_hashes_of_two_groups_are_two_blocks() -> None:
+    second = WHOLE._replace(group=1, kind="full_attention")
+    bridge = bridge_after(WHOLE, second, BlocksRemoved([b"d"], group=1))
+    assert [event.kind for event in events_of(bridge)] == [Kind.STORED]
+    bridge.feed([BlocksRemoved([b"d"])], 0.0)
+    assert [event.kind for event in events_of(bridge)] == [Kind.REMOVED]
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def test_neighbours_are_coalesced() -> None:
+    bridge = bridge_after(
+        stored([1], PROMPT[:2]),
+        stored([2], PROMPT[2:4], parent=1),
+        BlocksRemoved([2]),
+        BlocksRemoved([1]),
+        stored([3], [8, 8]),
+    )
+    assert [(e.kind, len(e.keys)) for e in events_of(bridge)] == [
+        (Kind.STORED, 2),
+        (Kind.REMOVED, 2),
+        (Kind.STORED, 1),
+    ]
+
+
+def test_stores_of_other_positions_or_tiers_are_rows_of_their_own() -> None:
+    bridge = bridge_after(
+        stored([1], PROMPT[:2]), stored([2], [9, 9]), stored([3], [8, 8], parent=2, medium="CPU")
+    )
+    assert [(e.tier, e.position) for e in events_of(bridge)] == [
+        (Tier.DEVICE, 0),
+        (Tier.DEVICE, 0),
+        (Tier.HOST, 1),
+    ]
+
+
+def test_event_ids_follow_one_another() -> None:
+    bridge = bridge_after(WHOLE, BlocksRemoved([b"d"]))
+    first = bridge.take()
+    bridge.feed([BlocksRemoved([b"c"])], 0.0)
+    second = bridge.take()
+    assert first is not None
+    assert second is not None
+    assert (first.first_event_id, second.first_event_id, bridge.next_event_id) == (0, 2, 3)
+
+
+def test_a_batch_is_cut_where_it_is_full() -> None:
+    bridge = bridge_after(WHOLE, BlocksRemoved([b"a"]))
+    assert bridge.take(3) == Batch(0, (Event(Kind.STORED, Tier.DEVICE, 0, KEYS[:3]),))
+    assert bridge.take(3) == Batch(
+        1,
+        (Event(Kind.STORED, Tier.DEVICE, 3, KEYS[3:]), Event(Kind.REMOVED, keys=KEYS[:1])),
+    )
+    assert bridge.take(3) is None
+
+
+def test_a_few_blocks_wait_for_company_and_many_do_not() -> None:
+    bridge = Bridge(SIZE, SECRET)
+    assert bridge.due_at() is None
+    bridge.feed([WHOLE], 7.0)
+    bridge.feed([BlocksRemoved([b"d"])], 7.004)
+    assert bridge.due_at() == 7.0 + PATIENCE_S
+    many = list(range(PROMPT_BLOCKS))
+    bridge.feed([stored([*many], [t for n in many for t in (n, n)])], 7.004)
+    assert bridge.due_at() == 7.0
+
+
+def test_the_wait_begins_anew_after_a_batch_was_taken() -> None:
+    many = list(range(PROMPT_BLOCKS))
+    bridge = bridge_after(stored([*many], [t for n in many for t in (n, n)]))
+    bridge.take()
+    bridge.feed([BlocksRemoved([5])], 9.0)
+    assert bridge.due_at() == 9.0 + PATIENCE_S
+
+
+# --- announcing again ----------------------------------------------------------------------------
+
+
+def test_the_mirror_is_announced_again_in_runs() -> None:
+    bridge = bridge_after(WHOLE)
+    bridge.take()
+    bridge.announce(0.0, clear=False)
+    bridge.announce_some(100, 0.0)
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 0, KEYS),)
+
+
+def test_what_went_in_the_meantime_is_not_announced() -> None:
+    bridge = bridge_after(WHOLE)
+    bridge.take()
+    bridge.announce(0.0, clear=False)
+    bridge.announce_some(2, 0.0)
+    bridge.feed([BlocksRemoved([b"d"])], 0.0)
+    bridge.announce_some(2, 0.0)
+    assert [event.keys for event in events_of(bridge)] == [KEYS[:2], KEYS[3:], KEYS[2:3]]
+
+
+def test_too_much_pending_is_replaced_by_the_mirror() -> None:
+    bridge = Bridge(SIZE, SECRET, max_pending=3)
+    bridge.feed([WHOLE, BlocksRemoved([b"d"])], 0.0)
+    assert (events_of(bridge), bridge.counters.overflows) == ((CLEARED,), 1)
+    bridge.announce_some(100, 0.0)
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 0, KEYS[:3]),)
+
+
+def test_after_too_much_a_little_is_passed_on_again() -> None:
+    bridge = Bridge(SIZE, SECRET, max_pending=3)
+    bridge.feed([WHOLE], 0.0)
+    bridge.feed([BlocksRemoved([b"d"])], 0.0)
+    assert [event.kind for event in events_of(bridge)] == [Kind.CLEARED, Kind.REMOVED]
+    assert bridge.counters.overflows == 1
+
+
+def test_an_announcement_under_way_is_not_begun_anew_for_every_orphan() -> None:
+    orphan = stored([9], [9, 9], parent=b"never")
+    bridge = bridge_after(WHOLE, orphan)
+    bridge.announce_some(3, 0.0)
+    bridge.feed([orphan], 0.0)
+    assert bridge.to_announce == 1
+
+
+def test_an_epoch_begins_with_cleared_and_id_0() -> None:
+    bridge = bridge_after(WHOLE)
+    bridge.take()
+    bridge.begin_epoch(0.0)
+    assert bridge.take() == Batch(0, (CLEARED,))
+    assert bridge.to_announce == 4

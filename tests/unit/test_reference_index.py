@@ -1,0 +1,340 @@
+"""The index in plain dicts: each rule by itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.events import CLEARED, Event, Kind, Tier
+from indexer.reference import Holder, Overlap, ReferenceIndex
+
+ONE, TWO = Holder("one", 0), Holder("two", 0)
+PROMPT = [11, 12, 13, 14]
+
+
+def stored(*keys: int, at: int = 0, tier: Tier = Tier.DEVICE) -> Event:
+    return Event(Kind.STORED, tier, at, keys)
+
+
+def removed(*keys: int, tier: Tier = Tier.DEVICE) -> Event:
+    return Event(Kind.REMOVED, tier, 0, keys)
+
+
+class Log:
+    """One partition's records, with ids that follow one another for each cache and epoch."""
+
+    def __init__(self, index: ReferenceIndex | None = None) -> None:
+        self.index = index or ReferenceIndex()
+        self.ids: dict[tuple[Holder, int], int] = {}
+
+    def add(self, *events: Event, holder: Holder = ONE, epoch: int = 5) -> None:
+        first = self.ids.get((holder, epoch), 0)
+        self.ids[holder, epoch] = first + len(events)
+        self.index.apply(0, holder, epoch, first, events)
+
+    def overlap(self, holder: Holder = ONE) -> Overlap:
+        return self.index.match(PROMPT).get(holder, Overlap())
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def test_a_cache_holds_the_leading_blocks_it_stored(log: Log) -> None:
+    log.add(stored(11, 12, 13))
+    assert log.index.match(PROMPT) == {ONE: Overlap(device=3)}
+
+
+def test_runs_that_follow_one_another_add_up(log: Log) -> None:
+    log.add(stored(11, 12), stored(13, at=2))
+    assert log.overlap() == Overlap(device=3)
+
+
+def test_nothing_counts_behind_a_hole(log: Log) -> None:
+    log.add(stored(11, 12, 13, 14), removed(12))
+    assert log.overlap() == Overlap(device=1)
+
+
+def test_without_the_first_block_there_is_no_overlap(log: Log) -> None:
+    log.add(stored(12, 13, at=1))
+    assert log.index.match(PROMPT) == {}
+
+
+def test_caches_are_told_apart_by_worker_and_rank(log: Log) -> None:
+    log.add(stored(11, 12), holder=ONE)
+    log.add(stored(11), holder=Holder("one", 1))
+    log.add(stored(11, 12, 13), holder=TWO)
+    found = log.index.match(PROMPT)
+    assert {holder: overlap.blocks for holder, overlap in found.items()} == {
+        ONE: 2,
+        Holder("one", 1): 1,
+        TWO: 3,
+    }
+
+
+def test_a_further_tier_continues_where_the_nearer_one_ends(log: Log) -> None:
+    log.add(stored(11), stored(12, 13, at=1, tier=Tier.HOST), stored(14, at=3, tier=Tier.DISK))
+    assert log.overlap() == Overlap(device=1, host=2, disk=1)
+
+
+def test_a_nearer_tier_is_not_come_back_to(log: Log) -> None:
+    log.add(stored(11), stored(13, at=2), stored(12, at=1, tier=Tier.HOST))
+    assert log.overlap() == Overlap(device=1, host=1)
+
+
+def test_what_is_in_two_tiers_counts_in_the_nearer_one(log: Log) -> None:
+    log.add(stored(11, 12), stored(11, 12, 13, tier=Tier.HOST))
+    assert log.overlap() == Overlap(device=2, host=1)
+
+
+def test_what_is_removed_from_one_tier_stays_in_the_other(log: Log) -> None:
+    log.add(stored(11), stored(11, tier=Tier.HOST), removed(11))
+    assert log.overlap() == Overlap(host=1)
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+def test_storing_twice_is_storing_once(log: Log) -> None:
+    log.add(stored(11), stored(11), removed(11))
+    assert log.overlap() == Overlap()
+
+
+def test_removing_what_is_not_held_changes_nothing(log: Log) -> None:
+    log.add(removed(11), stored(11))
+    assert log.overlap() == Overlap(device=1)
+
+
+def test_cleared_empties_every_tier_of_its_rank_only(log: Log) -> None:
+    log.add(stored(11), stored(12, at=1, tier=Tier.HOST))
+    log.add(stored(11), holder=Holder("one", 1))
+    log.add(CLEARED)
+    assert log.index.match(PROMPT) == {Holder("one", 1): Overlap(device=1)}
+
+
+def test_blocks_beyond_the_bound_are_refused_and_counted() -> None:
+    log = Log(ReferenceIndex(max_blocks=3))
+    log.add(stored(11, 12), stored(13, 14, at=2, tier=Tier.HOST), stored(11))
+    assert log.overlap() == Overlap(device=2, host=1)
+    assert log.index.counters.refused_blocks == 1
+
+
+# --- epochs --------------------------------------------------------------------------------------
+
+
+def test_a_restarted_worker_loses_its_old_blocks(log: Log) -> None:
+    log.add(stored(11, 12), epoch=5)
+    log.add(stored(11), epoch=6)
+    assert log.overlap() == Overlap(device=1)
+
+
+def test_blocks_of_an_older_epoch_are_ignored(log: Log) -> None:
+    log.add(stored(11), epoch=6)
+    log.add(stored(12, at=1), epoch=5)
+    assert log.overlap() == Overlap(device=1)
+    assert log.index.counters.stale_events == 1
+
+
+def test_a_lost_worker_holds_nothing(log: Log) -> None:
+    log.add(stored(11))
+    log.index.lose(0, "one", 5)
+    assert log.overlap() == Overlap()
+
+
+def test_what_a_lost_epoch_still_says_is_ignored(log: Log) -> None:
+    log.index.lose(0, "one", 5)
+    log.add(stored(11))
+    assert log.overlap() == Overlap()
+
+
+def test_the_epoch_after_a_lost_one_counts(log: Log) -> None:
+    log.index.lose(0, "one", 5)
+    log.add(stored(11), epoch=6)
+    assert log.overlap() == Overlap(device=1)
+
+
+def test_losing_an_old_epoch_leaves_the_present_one(log: Log) -> None:
+    log.add(stored(11), epoch=6)
+    log.index.lose(0, "one", 5)
+    assert log.overlap() == Overlap(device=1)
+
+
+def test_a_rank_of_a_lost_worker_is_gone_with_the_others(log: Log) -> None:
+    log.add(stored(11), holder=Holder("one", 1))
+    log.index.lose(0, "one", 5)
+    assert log.index.match(PROMPT) == {}
+
+
+# --- event ids -----------------------------------------------------------------------------------
+
+
+def test_a_record_that_stands_twice_counts_once() -> None:
+    index = ReferenceIndex()
+    index.apply(0, ONE, 5, 0, [stored(11)])
+    index.apply(0, ONE, 5, 1, [removed(11)])
+    index.apply(0, ONE, 5, 0, [stored(11)])
+    assert index.match(PROMPT) == {}
+    assert index.counters.repeated_events == 1
+
+
+def test_of_a_record_that_was_seen_in_part_the_rest_counts() -> None:
+    index = ReferenceIndex()
+    index.apply(0, ONE, 5, 0, [stored(11)])
+    index.apply(0, ONE, 5, 0, [removed(11), stored(11, 12)])
+    assert index.match(PROMPT) == {ONE: Overlap(device=2)}
+
+
+def test_a_gap_drops_what_the_rank_held_before() -> None:
+    index = ReferenceIndex()
+    index.apply(0, ONE, 5, 0, [CLEARED, stored(11, 12)])
+    index.apply(0, ONE, 5, 3, [stored(11)])
+    assert index.match(PROMPT) == {ONE: Overlap(device=1)}
+    assert not index.is_complete(ONE)
+    assert index.counters.gaps == 1
+
+
+def test_a_heartbeat_shows_a_tail_that_is_missing() -> None:
+    index = ReferenceIndex()
+    index.apply(0, ONE, 5, 0, [CLEARED, stored(11)])
+    index.heard(0, ONE, 5, last_event_id=2)
+    assert index.match(PROMPT) == {}
+
+
+def test_a_heartbeat_of_what_is_known_changes_nothing() -> None:
+    index = ReferenceIndex()
+    index.apply(0, ONE, 5, 0, [CLEARED, stored(11)])
+    index.heard(0, ONE, 5, last_event_id=1)
+    index.heard(0, ONE, 5, last_event_id=0)
+    assert index.match(PROMPT) == {ONE: Overlap(device=1)}
+    assert index.is_complete(ONE)
+
+
+def test_the_log_may_begin_in_the_middle() -> None:
+    index = ReferenceIndex()
+    index.apply(0, ONE, 5, 1000, [stored(11)])
+    assert index.match(PROMPT) == {ONE: Overlap(device=1)}
+    assert index.counters.gaps == 0
+
+
+def test_a_cache_is_complete_from_cleared_on(log: Log) -> None:
+    log.add(stored(11))
+    before = log.index.is_complete(ONE)
+    log.add(CLEARED)
+    assert (before, log.index.is_complete(ONE)) == (False, True)
+
+
+def test_ranks_count_their_ids_each_for_itself() -> None:
+    index = ReferenceIndex()
+    index.apply(0, ONE, 5, 0, [stored(11)])
+    index.apply(0, Holder("one", 1), 5, 0, [stored(11)])
+    assert index.counters.repeated_events == 0
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+changes = st.lists(
+    st.tuples(
+        st.sampled_from([ONE, TWO, Holder("one", 1)]),
+        st.integers(5, 6),
+        st.one_of(
+            st.builds(lambda at, n: stored(*PROMPT[at : at + n], at=at), st.integers(0, 3),
+                      st.integers(1, 4)),
+            st.builds(lambda key: stored(key, at=PROMPT.index(key), tier=Tier.HOST),
+                      st.sampled_from(PROMPT)),
+            st.builds(lambda key, tier: removed(key, tier=tier), st.sampled_from(PROMPT),
+                      st.sampled_from(Tier)),
+            st.just(CLEARED),
+            st.none(),
+        ),
+    ),
+    max_size=20,
+)  # fmt: skip
+
+
+def played(many: list[tuple[Holder, int, Event | None]]) -> Log:
+    """All changes; None stands for the loss of the epoch."""
+    log = Log()
+    for holder, epoch, event in many:
+        if event is None:
+            log.index.lose(0, holder.worker, epoch)
+        else:
+            log.add(event, holder=holder, epoch=epoch)
+    return log
+
+
+@given(before=changes, after=changes)
+def test_a_restored_index_goes_on_as_the_one_it_was_taken_from(
+    before: list[tuple[Holder, int, Event | None]], after: list[tuple[Holder, int, Event | None]]
+) -> None:
+    whole = played(before)
+    half = played(before)
+    restored = Log(ReferenceIndex())
+    restored.index.restore(0, half.index.snapshot(0))
+    restored.ids = half.ids
+    for log in (whole, restored):
+        for holder, epoch, event in after:
+            if event is None:
+                log.index.lose(0, holder.worker, epoch)
+            else:
+                log.add(event, holder=holder, epoch=epoch)
+    assert restored.index.match(PROMPT) == whole.index.match(PROMPT)
+    assert restored.index.state_hash(0) == whole.index.state_hash(0)
+    assert restored.index.is_complete(ONE) == whole.index.is_complete(ONE)
+    assert restored.index.snapshot(0) == whole.index.snapshot(0)
+
+
+def test_the_state_hash_does_not_depend_on_the_order() -> None:
+    one, other = Log(), Log()
+    one.add(stored(11, 12), stored(13, at=2, tier=Tier.HOST))
+    other.add(stored(13, at=2, tier=Tier.HOST), stored(14, at=3), removed(14), stored(12, at=1))
+    other.add(stored(11))
+    assert one.index.state_hash(0) == other.index.state_hash(0) != 0
+
+
+@pytest.mark.parametrize(
+    ("holder", "event"),
+    [
+        (TWO, stored(11)),
+        (Holder("one", 1), stored(11)),
+        (ONE, stored(11, tier=Tier.HOST)),
+        (ONE, stored(12)),
+        (ONE, stored(11, at=1)),
+    ],
+    ids=["worker", "rank", "tier", "key", "position"],
+)
+def test_the_state_hash_tells_apart(holder: Holder, event: Event) -> None:
+    one, other = Log(), Log()
+    one.add(stored(11))
+    other.add(event, holder=holder)
+    assert one.index.state_hash(0) != other.index.state_hash(0)
+
+
+def test_the_state_hash_of_nothing_is_nothing(log: Log) -> None:
+    log.add(stored(11), removed(11))
+    assert log.index.state_hash(0) == log.index.state_hash(1) == 0
+
+
+def test_forgetting_a_partition_leaves_the_others() -> None:
+    index = ReferenceIndex()
+    index.apply(0, ONE, 5, 0, [stored(11)])
+    index.apply(1, TWO, 5, 0, [stored(11)])
+    index.forget(0)
+    assert index.match(PROMPT) == {TWO: Overlap(device=1)}
+
+
+@pytest.mark.parametrize("cut", [0, 5, 20, -1])
+def test_a_snapshot_that_is_cut_is_refused(log: Log, cut: int) -> None:
+    log.add(stored(11))
+    with pytest.raises(ValueError, match=r".+"):
+        ReferenceIndex().restore(0, log.index.snapshot(0)[:cut])
+
+
+def test_a_snapshot_under_another_secret_is_refused() -> None:
+    data = ReferenceIndex(fingerprint="a").snapshot(0)
+    with pytest.raises(ValueError, match="secret"):
+        ReferenceIndex(fingerprint="b").restore(0, data)
