@@ -1,11 +1,15 @@
-"""Many seeds of the fault simulation: how many end as they must, and how fast."""
+"""Many seeds of the fault simulation: how many end as they must, and how fast.
+
+With a mutation (`app/faults/mutations.py`) a rule is taken away first, and then seeds have to fail.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -22,23 +26,28 @@ class Seed(NamedTuple):
     took_s: float
 
 
-def judge(seed: int) -> Seed:
-    """Simulate one seed."""
+def judge(seed: int, mutation: str = "") -> Seed:
+    """Simulate one seed, without the rules that `mutation` names."""
+    from app.faults.mutations import applied
     from app.faults.simulation import simulate
 
     began = time.perf_counter()
-    verdict = simulate(seed)
+    with applied(mutation):
+        verdict = simulate(seed)
     took_s = time.perf_counter() - began
     return Seed(seed, tuple(verdict.problems), verdict.ended_s, verdict.steps, took_s)
 
 
-def run(seeds: int, first: int, jobs: int, done: Callable[[Seed], None]) -> Report:
+def run(
+    seeds: int, first: int, jobs: int, done: Callable[[Seed], None], mutation: str = ""
+) -> Report:
     """Simulate `seeds` seeds from `first` on, `jobs` at a time; `done` hears of each one."""
     began = time.perf_counter()
     # A fresh interpreter for each worker process: nothing of this one's state can reach a seed.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         found = []
-        for seed in pool.map(judge, range(first, first + seeds), chunksize=4):
+        numbers = range(first, first + seeds)
+        for seed in pool.map(partial(judge, mutation=mutation), numbers, chunksize=4):
             found.append(seed)
             done(seed)
     took_s = time.perf_counter() - began
@@ -50,8 +59,28 @@ def run(seeds: int, first: int, jobs: int, done: Callable[[Seed], None]) -> Repo
         "virtual hours": sum(s.virtual_s for s in found) / 3600,
         "s a seed": sum(s.took_s for s in found) / seeds,
         "wall s": took_s,
+        "seeds/s": seeds / took_s,
         "failed seeds": " ".join(str(s.seed) for s in bad[:20]),
         "problems": ", ".join(f"{kind} {n}" for kind, n in kinds.most_common()),
     }
-    bar = Bar("seeds with a problem", len(bad), "seeds", "0", not bad)
-    return Report("faults", [row], [bar])
+    if mutation:
+        row = {"without": mutation, **row}
+        bars = [Bar("seeds that notice", len(bad), "seeds", "1 or more", bool(bad))]
+    else:
+        bars = [Bar("seeds with a problem", len(bad), "seeds", "0", not bad)]
+    return Report("faults", [row], bars)
+
+
+def replay(seed: int, about: str = "", mutation: str = "") -> Iterator[str]:
+    """A seed's history, one line an event, then what is wrong with it.
+
+    With `about`, records of other requests are left out.
+    """
+    from app.faults.mutations import applied
+    from app.faults.simulation import simulate
+
+    with applied(mutation):
+        verdict = simulate(seed)
+    yield from verdict.history.lines(about)
+    yield f"{verdict.shape}"
+    yield from verdict.problems or ("nothing is wrong",)

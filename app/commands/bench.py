@@ -24,6 +24,11 @@ def faults(
     seeds: Annotated[int, typer.Option(help="How many seeds.", min=1)] = 100,
     first: Annotated[int, typer.Option(help="The first seed.", min=0)] = 0,
     jobs: Annotated[int, typer.Option(help="How many at a time; 0: one a CPU.", min=0)] = 0,
+    without: Annotated[
+        str, typer.Option(help="Rules to take away first, joined by +; then seeds must fail.")
+    ] = "",
+    replay: Annotated[int | None, typer.Option(help="Show the history of this seed.")] = None,
+    about: Annotated[str, typer.Option(help="With --replay: of this request only.")] = "",
     json: Json = None,
 ) -> None:
     """Whole deployments under seeded faults, in virtual time.
@@ -32,7 +37,15 @@ def faults(
     request ended once with the right text. A seed that fails replays exactly. Exit code 1 if one
     does.
     """
-    if not _faults(seeds, first, jobs, json):
+    from app.bench.faults import replay as history
+    from app.faults.mutations import MUTATIONS
+
+    if unknown := set(filter(None, without.split("+"))) - MUTATIONS.keys():
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: one of {', '.join(MUTATIONS)}")
+    if replay is not None:
+        for line in history(replay, about, without):
+            typer.echo(line)
+    elif not _faults(seeds, first, jobs, json, without):
         raise typer.Exit(1)
 
 
@@ -48,7 +61,7 @@ def every(
         raise typer.Exit(1)
 
 
-def _faults(seeds: int, first: int, jobs: int, json: Path | None) -> bool:
+def _faults(seeds: int, first: int, jobs: int, json: Path | None, without: str = "") -> bool:
     from app.bench.faults import run
 
     console = Console()
@@ -56,7 +69,9 @@ def _faults(seeds: int, first: int, jobs: int, json: Path | None) -> bool:
         TextColumn("seeds"), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:
         bar = progress.add_task("seeds", total=seeds)
-        report = run(seeds, first, jobs or os.cpu_count() or 1, lambda _: progress.advance(bar))
+        report = run(
+            seeds, first, jobs or os.cpu_count() or 1, lambda _: progress.advance(bar), without
+        )
     report.show(console)
     if json is not None:
         report.write(json)

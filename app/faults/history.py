@@ -23,18 +23,24 @@ class History:
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
+        self.over = False
+        """Set when the story is over: what follows is only clearing up."""
         self._events: list[
             tuple[float, str, str | tuple[int, Partition, int, Sequence[Entry]]]
         ] = []
 
     def happened(self, what: str) -> None:
         """Something was done to the world."""
+        if self.over:
+            return
         self._events.append((self._loop.time(), PROCESS.get(), what))
 
     def appended(
         self, timestamp_ms: int, source: Partition, offset: int, entries: Sequence[Entry]
     ) -> None:
         """The process that is running now appended these."""
+        if self.over:
+            return
         event = (timestamp_ms, source, offset, entries)
         self._events.append((self._loop.time(), PROCESS.get(), event))
 

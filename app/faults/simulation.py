@@ -54,6 +54,7 @@ def simulate(seed: int) -> Verdict:
         world = World(seed, loop, shape)
         worlds.append(world)
         found = await _play(world)
+        world.history.over = True
         return Verdict(seed, found, world.history, shape, loop.time(), loop.steps)
 
     with _silence():
