@@ -304,10 +304,12 @@ class KafkaMember:
 
     def _alarm(self, partition: int, wanted: int, start: int) -> None:
         self.outside += 1
-        log.error(
-            "%s[%d]: records were deleted before they were read: wanted %d, the log starts at %d",
-            *(self._topic, partition, wanted, start),
+        # One message for each lane: none may be left out as a repetition of another.
+        message = (
+            f"{self._topic}[{partition}]: records were deleted before they were read: "
+            f"wanted {wanted}, the log starts at {start}"
         )
+        log.error(message)
 
     def _full(self, partition: int) -> TopicPartition:
         return TopicPartition(self._kafka.prefix + self._topic, partition)

@@ -52,7 +52,7 @@ all that waits for one broker into one request, and brokers take requests of up 
 
 _ENTRY_BYTES = 100  # around key and value, roughly
 _OVERSIZE = (MessageSizeTooLargeError, RecordListTooLargeError)
-_HARMLESS = (*_OVERSIZE, *REFUSALS, KafkaTimeoutError, UnknownTopicOrPartitionError)
+_HARMLESS = (*_OVERSIZE, *REFUSALS, UnknownTopicOrPartitionError)
 """Raised before anything was queued, so that the numbering is still whole."""
 
 _Sent = asyncio.Future[RecordMetadata]
@@ -170,8 +170,7 @@ class Producer:
         self._queued_bytes += size
         try:
             async with self._turns[to]:
-                producer = await self.ready()
-                sent = await self._put(producer, put)
+                producer, sent = await self._put(put)
         except BaseException:
             self._queued_bytes -= size
             raise
@@ -180,18 +179,23 @@ class Producer:
         sent.add_done_callback(partial(self._settle, producer))
         return waiter.future
 
-    async def _put(self, producer: AIOKafkaProducer, put: _Put) -> _Sent:
-        try:
-            sent = await put(producer)
-        except _HARMLESS:
-            raise
-        except KafkaError as e:
-            self._replace(producer, e)
-            raise
-        self._check_open()
-        if producer is not self._producer:
-            raise KafkaError("the producer was replaced")
-        return sent
+    async def _put(self, put: _Put) -> tuple[AIOKafkaProducer, _Sent]:
+        """Hand it to the client, as soon as the client has room; the caller has the deadline."""
+        while True:
+            producer = await self.ready()
+            try:
+                sent = await put(producer)
+            except KafkaTimeoutError:
+                continue  # the client waits for room one request time-out long
+            except _HARMLESS:
+                raise
+            except KafkaError as e:
+                self._replace(producer, e)
+                raise
+            self._check_open()
+            if producer is not self._producer:
+                raise KafkaError("the producer was replaced")
+            return producer, sent
 
     def _settle(self, producer: AIOKafkaProducer, sent: _Sent) -> None:
         error = KafkaError("cancelled") if sent.cancelled() else sent.exception()

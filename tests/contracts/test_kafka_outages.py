@@ -62,6 +62,12 @@ async def log(broker: JvmBroker, node: Node, topic_prefix: str) -> AsyncIterator
     await log.close()
 
 
+async def hang(node: Node) -> None:
+    """Pause, and give all its threads time to stop."""
+    node.pause()
+    await asyncio.sleep(0.2)
+
+
 async def kill(node: Node) -> None:
     await asyncio.to_thread(node.kill)
 
@@ -76,7 +82,7 @@ async def test_hang_within_the_patience_of_an_append_fails_nothing(
     """The broker gets requests twice, before and after the client gave them up, and keeps one."""
     async with Traffic(log, LEDGER, PARTITIONS) as traffic:
         await traffic.flow(20)
-        node.pause()
+        await hang(node)
         await asyncio.sleep(1.5 * REQUEST_TIMEOUT_S)
         node.resume()
         await traffic.flow(20)
@@ -107,7 +113,7 @@ async def test_restart_loses_and_doubles_nothing(
 async def test_long_hang_fails_appends_in_time_and_then_goes_on(log: KafkaLog, node: Node) -> None:
     async with Traffic(log, LEDGER, PARTITIONS) as traffic:
         await traffic.flow(20)
-        node.pause()
+        await hang(node)
         await traffic.failure(within_s=PATIENCE_S + 2)
         node.resume()
         await traffic.flow(20)
@@ -136,7 +142,7 @@ async def test_poll_during_an_outage_comes_back_empty_in_its_time(
     reader = log.reader()
     reader.assign({Partition(LEDGER, 0): 0})
     await reader.poll(0.1)
-    node.pause()
+    await hang(node)
     begun = asyncio.get_running_loop().time()
     assert await reader.poll(0.5) == {}
     assert asyncio.get_running_loop().time() - begun < 2
@@ -146,14 +152,14 @@ async def test_questions_during_an_outage_are_answered_with_its_name(
     log: KafkaLog, node: Node
 ) -> None:
     await log.end_offsets(LEDGER, [0])
-    node.pause()
+    await hang(node)
     async with asyncio.timeout(PATIENCE_S + 2):
         with pytest.raises(BrokerUnavailable):
             await log.end_offsets(LEDGER, [0])
 
 
 async def test_start_without_a_broker_is_bounded(broker: JvmBroker, node: Node) -> None:
-    node.pause()
+    await hang(node)
     log = KafkaLog(Connection(broker.bootstrap_servers, "test", request_timeout_ms=1000))
     async with asyncio.timeout(10):
         with pytest.raises(BrokerUnavailable):
@@ -168,7 +174,7 @@ async def test_close_during_an_outage_is_bounded(log: KafkaLog, node: Node, hurt
         if hurt == "killed":
             await kill(node)
         else:
-            node.pause()
+            await hang(node)
         waiting = asyncio.create_task(log.append(LEDGER, Entry(b"key", b"0 0"), 0))
         await asyncio.sleep(0.5)
         async with asyncio.timeout(4 * REQUEST_TIMEOUT_S):

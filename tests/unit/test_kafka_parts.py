@@ -32,43 +32,39 @@ def record(size: int) -> ConsumerRecord[bytes, bytes]:
 class TestTails:
     """When a reader may say that the rest of a partition is empty."""
 
-    def test_three_looks_with_an_answer_between_the_first_two(self) -> None:
+    @pytest.fixture
+    def tails(self) -> _Tails:
+        """One that has seen the registry at offset 7 of 10 in two looks."""
         tails = _Tails()
-        assert tails.look({LANE: _Answer(position=7, at_ms=100, end=10)}) == {}
-        assert tails.look({LANE: _Answer(position=7, at_ms=200, end=10)}) == {}
-        assert tails.look({LANE: _Answer(position=7, at_ms=200, end=10)}) == {LANE: 10}
+        for _ in range(2):
+            assert tails.look({LANE: _Answer(position=7, at_ms=100, end=10)}) == {}
+        return tails
 
-    def test_nothing_without_another_answer(self) -> None:
-        tails = _Tails()
-        looks = [tails.look({LANE: _Answer(7, 100, 10)}) for _ in range(5)]
-        assert looks == [{}] * 5
+    def test_answer_without_records_and_a_look_to_make_sure(self, tails: _Tails) -> None:
+        assert tails.look({LANE: _Answer(7, 200, 10)}) == {}
+        assert tails.look({LANE: _Answer(7, 200, 10)}) == {LANE: 10}
 
-    def test_position_that_moves_begins_again(self) -> None:
-        tails = _Tails()
-        tails.look({LANE: _Answer(7, 100, 10)})
+    def test_nothing_without_another_answer(self, tails: _Tails) -> None:
+        assert [tails.look({LANE: _Answer(7, 100, 10)}) for _ in range(5)] == [{}] * 5
+
+    def test_position_that_moves_begins_again(self, tails: _Tails) -> None:
         tails.look({LANE: _Answer(7, 200, 10)})
-        assert tails.look({LANE: _Answer(8, 300, 10)}) == {}
-        assert tails.look({LANE: _Answer(8, 300, 10)}) == {}
+        looks = [tails.look({LANE: _Answer(8, at_ms, 10)}) for at_ms in (300, 400, 500)]
+        assert looks == [{}] * 3
 
-    def test_end_is_the_one_that_the_empty_answer_knew(self) -> None:
-        tails = _Tails()
-        tails.look({LANE: _Answer(7, 100, 10)})
+    def test_end_is_the_one_that_the_empty_answer_knew(self, tails: _Tails) -> None:
         tails.look({LANE: _Answer(7, 200, 10)})
         assert tails.look({LANE: _Answer(7, 300, 15)}) == {LANE: 10}
 
     @pytest.mark.parametrize(("size", "known"), [(1000, {LANE: 10}), (2_000_000, {})])
     def test_much_read_elsewhere_may_have_crowded_it_out(
-        self, size: int, known: dict[TopicPartition, int]
+        self, tails: _Tails, size: int, known: dict[TopicPartition, int]
     ) -> None:
-        tails = _Tails()
-        tails.look({LANE: _Answer(7, 100, 10)})
         tails.read({OTHER: [record(size)]})
         tails.look({LANE: _Answer(7, 200, 10)})
         assert tails.look({LANE: _Answer(7, 300, 10)}) == known
 
-    def test_crowded_out_partition_is_known_later(self) -> None:
-        tails = _Tails()
-        tails.look({LANE: _Answer(7, 100, 10)})
+    def test_crowded_out_partition_is_known_later(self, tails: _Tails) -> None:
         tails.read({OTHER: [record(2_000_000)]})
         looks = [tails.look({LANE: _Answer(7, at_ms, 10)}) for at_ms in (200, 300, 400)]
         assert looks == [{}, {}, {LANE: 10}]
@@ -120,6 +116,12 @@ class TestCalm:
         shown = line(logging.WARNING, Calm.ORDINARY[0], 0.0)
         assert Calm().filter(shown)
         assert (shown.levelno, shown.levelname) == (logging.INFO, "INFO")
+
+    def test_assignments_are_not_written_down(self) -> None:
+        calm_client_logs()
+        logger = logging.getLogger("aiokafka.consumer.subscription_state")
+        shown = logger.makeRecord(logger.name, logging.INFO, "", 0, "Updating topics", (), None)
+        assert not logger.filter(shown)
 
     def test_every_logger_of_the_client_is_calmed_once(self) -> None:
         for _ in range(2):

@@ -12,6 +12,7 @@ from aiokafka import TopicPartition
 from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
+    KafkaTimeoutError,
     MessageSizeTooLargeError,
     NotEnoughReplicasError,
     TopicAuthorizationFailedError,
@@ -41,6 +42,7 @@ class Client:
         self.options = options
         self.sent: list[Sent] = []
         self.stopped = False
+        self.full = False
         self.client = SimpleNamespace(close=self._close)
         self._sender = SimpleNamespace(sender_task=None)
         Client.made.append(self)
@@ -62,6 +64,9 @@ class Client:
     async def send(
         self, topic: str, value: bytes, key: bytes, partition: int, headers: Any
     ) -> asyncio.Future[Any]:
+        if self.full:
+            self.full = False
+            raise KafkaTimeoutError
         answer = asyncio.get_running_loop().create_future()
         self.sent.append(Sent(TopicPartition(topic, partition), value, answer))
         return answer
@@ -78,7 +83,7 @@ class Client:
 async def producer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Producer]:
     Client.made, Client.reachable = [], True
     monkeypatch.setattr(kafka_producer, "AIOKafkaProducer", Client)
-    made = Producer({"client_id": "test"}, request_timeout_s=0.05)
+    made = Producer({"client_id": "test"}, request_timeout_s=0.1)
     yield made
     await made.close()
 
@@ -144,8 +149,17 @@ async def test_cancelled_append_stays_queued(producer: Producer) -> None:
 
 async def test_append_without_an_answer_fails_at_its_deadline(producer: Producer) -> None:
     task = await appending(producer, b"a")
-    with pytest.raises(AppendFailed, match=r"ledger\[0\]: no acknowledgement in 0.15 s"):
+    with pytest.raises(AppendFailed, match=r"ledger\[0\]: no acknowledgement in 0.3 s"):
         await task
+
+
+async def test_append_waits_for_room_in_the_client(producer: Producer) -> None:
+    await producer.ready()
+    Client.made[0].full = True
+    task = await appending(producer, b"a")
+    Client.made[0].acknowledge(0)
+    assert (await task).offset == 0
+    assert not Client.made[0].full
 
 
 async def test_silence_replaces_the_client(producer: Producer) -> None:
@@ -159,7 +173,7 @@ async def test_silence_replaces_the_client(producer: Producer) -> None:
 async def test_one_slow_partition_does_not_replace_the_client(producer: Producer) -> None:
     slow = await appending(producer, b"a")
     for _ in range(4):
-        await asyncio.sleep(0.04)
+        await asyncio.sleep(0.08)
         quick = await appending(producer, b"b", OTHER)
         Client.made[0].acknowledge(len(Client.made[0].sent) - 1)
         await quick
