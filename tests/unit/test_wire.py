@@ -392,15 +392,20 @@ def test_what_is_no_url_or_says_so_is_read_as_a_raw_one(form: dict[str, str]) ->
     assert got == media(r.MultimodalData(kind="raw_url", url=next(iter(form.values()))))
 
 
-def test_decoded_data_is_described_in_the_words_of_the_transfer() -> None:
-    form = {"nixl_metadata": "AA", "shape": [1, 2], "dtype": "UINT8"}
-    decoded = r.MultimodalData(kind="decoded", decoded=json.dumps(form).encode())
-    assert written(multi_modal_data=media(decoded))["multi_modal_data"] == {
-        "image_url": [{"Decoded": form}]
-    }
-    assert read(multi_modal_data={"image_url": [{"Decoded": form}]}).multi_modal_data == media(
-        decoded
-    )
+DECODED_FORM = {"nixl_metadata": "AA", "shape": [1, 2], "dtype": "UINT8"}
+DECODED = r.MultimodalData(
+    kind="decoded", decoded=b'{"nixl_metadata":"AA","shape":[1,2],"dtype":"UINT8"}'
+)
+
+
+def test_decoded_data_is_written_in_the_words_of_the_transfer() -> None:
+    got = written(multi_modal_data=media(DECODED))["multi_modal_data"]
+    assert got == {"image_url": [{"Decoded": DECODED_FORM}]}
+
+
+def test_decoded_data_is_read_as_it_came() -> None:
+    got = read(multi_modal_data={"image_url": [{"Decoded": DECODED_FORM}]}).multi_modal_data
+    assert got == media(DECODED)
 
 
 @pytest.mark.parametrize(
