@@ -123,7 +123,9 @@ class Settings(BaseSettings):
         16, ge=0, description="requests a worker keeps waiting before it hands more back"
     )
     drain_grace_s: float = Field(
-        30, ge=0, description="time a stopping worker gives its running requests, in seconds"
+        30,
+        ge=0,
+        description="time a stopping worker or gateway gives its running requests, in seconds",
     )
     echo_itl_ms: float = Field(
         20, ge=0, description="time the echo engine takes for one token, in milliseconds"
@@ -137,6 +139,22 @@ class Settings(BaseSettings):
     )
     held_requests: int = Field(
         4096, ge=0, description="requests a router keeps waiting before it refuses more"
+    )
+
+    # Gateway
+    http_host: str = Field("127.0.0.1", min_length=1, description="address the gateway listens on")
+    http_port: int = Field(
+        8000, ge=0, le=65535, description="port the gateway listens on; 0 takes any free one"
+    )
+    http_body_bytes: int = Field(
+        8 * 1024 * 1024, ge=1024, description="largest body of a request over HTTP, in bytes"
+    )
+    http_streams: int = Field(
+        2000, ge=1, description="answers a gateway has under way before it refuses more"
+    )
+    gateways: int = Field(1, ge=1, le=1024, description="gateways that share the lanes")
+    gateway_number: int = Field(
+        0, ge=0, description="which of the gateways this one is, from 0: it reads its lanes only"
     )
 
     # Model
@@ -259,6 +277,13 @@ class Settings(BaseSettings):
     def _wrong_topology(self) -> Iterator[str]:
         if self.min_insync > self.replication:
             yield _exceeds(self, "min_insync", "replication")
+        if self.gateway_number >= self.gateways:
+            yield (
+                f"KVLANE_GATEWAY_NUMBER={self.gateway_number} counts from 0 and must be below "
+                f"KVLANE_GATEWAYS={self.gateways}"
+            )
+        if self.gateways > self.lanes:
+            yield _exceeds(self, "gateways", "lanes")
         if self.broker == "env" and not self.bootstrap_servers:
             yield "KVLANE_BROKER=env needs KVLANE_BOOTSTRAP_SERVERS=host:port"
 
