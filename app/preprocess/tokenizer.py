@@ -16,7 +16,6 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +24,6 @@ import tokenizers
 from app.preprocess.detokenize import (
     ByteLevel,
     Detokenizer,
-    Vocabulary,
     Windowed,
     vocabulary_of,
 )
@@ -43,10 +41,9 @@ class Tokenizer:
     """One model's tokenizer. Everything but `encode` is quick and may be called on the loop."""
 
     def __init__(self, spec: bytes, pool: Pool, *, cache_bytes: int = CACHE_BYTES) -> None:
-        """`spec`: a tokenizer.json. Raises BadModel when it is none; takes 0.1 s a MB."""
+        """`spec`: a tokenizer.json. Raises BadModel when it is none; takes 0.1 s for a MB."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(spec)
-            self._spec: dict[str, Any] = json.loads(spec)
         except Exception as e:  # the library raises no narrower one
             raise BadModel(f"tokenizer.json: {e}") from e
         self._tokenizer.no_truncation()
@@ -56,12 +53,13 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(number for number, token in added.items() if token.special)
         """Ids of the special tokens."""
-        self._borders = _borders(self._spec)
-
-    @property
-    def vocabulary_size(self) -> int:
-        """How many tokens there are, the added ones included."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        tokens = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary_size = max(tokens.values(), default=-1) + 1
+        """All ids are below it; the added tokens are counted."""
+        fields: dict[str, Any] = json.loads(spec)
+        self._borders = _borders(fields)
+        is_byte_level = (fields.get("decoder") or {}).get("type") == "ByteLevel"
+        self._vocabulary = vocabulary_of(tokens, self.special) if is_byte_level else None
 
     def id_of(self, token: str) -> int | None:
         """The id of a token; None without one of that name."""
@@ -114,14 +112,6 @@ class Tokenizer:
         if self._vocabulary is not None:
             return ByteLevel(self._vocabulary, before, skip_special=skip_special)
         return Windowed(lambda ids: self.decode(ids, skip_special=skip_special), before)
-
-    @cached_property
-    def _vocabulary(self) -> Vocabulary | None:
-        """The bytes of all tokens, if each has its own."""
-        decoder = self._spec.get("decoder") or {}
-        if decoder.get("type") != "ByteLevel":
-            return None
-        return vocabulary_of(self._tokenizer.get_vocab(with_added_tokens=True), self.special)
 
 
 class _PieceCache:

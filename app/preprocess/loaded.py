@@ -1,0 +1,126 @@
+"""A model as it is used to prepare prompts and to read answers: card, tokenizer and template.
+
+Loaded from the log, where its worker has put the files, or from its folder. Everything that takes
+time runs in the pool; nothing here decides which models there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from app.preprocess.artifacts import Artifacts
+from app.preprocess.bodies import EmbeddingBody
+from app.preprocess.errors import BadModel, InvalidPrompt
+from app.preprocess.modelfolder import card_of, read_folder
+from app.preprocess.openai import Asked, Prompt, embedding_of
+from app.preprocess.pool import Pool
+from app.preprocess.stops import TextStream
+from app.preprocess.template import ChatTemplate
+from app.preprocess.tokenizer import Tokenizer
+from streams.clock import Clock
+from streams.codecs import unpack_tokens
+from streams.records import Artifact, EmbeddingRequest, ModelCard, Request
+
+
+class Prepared(NamedTuple):
+    """`requests`: one for each prompt, without an id. `texts`: the prompts as they were tokenised;
+    None for one that came in tokens."""
+
+    requests: tuple[Request, ...]
+    texts: tuple[str | None, ...]
+
+
+class LoadedModel:
+    """One model, ready for use."""
+
+    def __init__(
+        self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None, pool: Pool
+    ) -> None:
+        self.card = card
+        self.tokenizer = tokenizer
+        self._template = template
+        self._pool = pool
+
+    async def prepare(self, asked: Asked) -> Prepared:
+        """The requests for a body. Raises InvalidPrompt, Overloaded."""
+        prompts = await self._pool.run(lambda: asked.prompts(self._template))
+        tokens = [
+            await self._tokens(prompt, asked.field, add_special_tokens=asked.add_special_tokens)
+            for prompt in prompts
+        ]
+        texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
+        return Prepared(asked.requests(tokens, self.card), texts)
+
+    async def prepare_embedding(self, body: EmbeddingBody) -> EmbeddingRequest:
+        """The request for embeddings. Raises InvalidPrompt, Overloaded."""
+        texts = [await self._tokens(t, "input", add_special_tokens=True) for t in body.input]
+        return embedding_of(body, texts, self.card)
+
+    def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
+        """What turns the answer to a request into visible text. `taken`: tokens that are out."""
+        shown = request.output.skip_special_tokens is False
+        return TextStream(
+            self.tokenizer.detokenizer(unpack_tokens(request.token_ids), skip_special=not shown),
+            request.stop,
+            eos_token_ids=request.eos_token_ids or self.card.eos_token_ids,
+            include_stop=bool(request.sampling.include_stop_str_in_output),
+            taken=taken,
+        )
+
+    async def _tokens(
+        self, prompt: Prompt, field: str, *, add_special_tokens: bool
+    ) -> Sequence[int]:
+        if isinstance(prompt, str):
+            try:
+                return await self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            except UnicodeEncodeError:
+                raise InvalidPrompt(field, "has lone surrogates: that is no text") from None
+        if (highest := max(prompt, default=0)) >= self.tokenizer.vocabulary_size:
+            raise InvalidPrompt(
+                field, f"has the token {highest}; the model knows {self.tokenizer.vocabulary_size}"
+            )
+        return prompt
+
+
+async def load(card: ModelCard, artifacts: Artifacts, pool: Pool, clock: Clock) -> LoadedModel:
+    """A model from the files that its card names. Raises BadModel, BrokerUnavailable."""
+    if card.tokenizer is None:
+        raise BadModel(f"{card.name}: its card names no tokenizer")
+    spec = await artifacts.fetch(card.tokenizer)
+    source = None if card.template is None else await artifacts.fetch(card.template)
+    return await pool.run(lambda: _loaded(card, spec, source, pool, clock))
+
+
+async def publish(
+    name: str,
+    folder: Path,
+    artifacts: Artifacts,
+    *,
+    context_length: int | None = None,
+    block_size: int | None = None,
+) -> ModelCard:
+    """Put the files of a model's folder into the log; the card that names them.
+
+    Raises BadModel, BrokerUnavailable.
+    """
+    model = read_folder(folder)
+    tokenizer = await artifacts.publish(model.tokenizer)
+    template: Artifact | None = None
+    if model.template is not None:
+        template = await artifacts.publish(model.template.encode())
+    return card_of(
+        name, model, tokenizer, template, context_length=context_length, block_size=block_size
+    )
+
+
+def _loaded(
+    card: ModelCard, spec: bytes, source: bytes | None, pool: Pool, clock: Clock
+) -> LoadedModel:
+    try:
+        text = None if source is None else source.decode()
+    except UnicodeDecodeError as e:
+        raise BadModel(f"{card.name}: its chat template is not UTF-8: {e}") from e
+    template = None if text is None else ChatTemplate(text, clock, card.special_tokens)
+    return LoadedModel(card, Tokenizer(spec, pool), template, pool)

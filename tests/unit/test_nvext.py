@@ -1,0 +1,201 @@
+"""What requests may say beyond the OpenAI API, in the body and in headers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.preprocess.errors import InvalidPrompt
+from app.preprocess.nvext import NvExt, context_of, hints_of, override_of, targets_of
+from app.preprocess.openai import read
+from streams import records as r
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+BIGGEST = 2**64 - 1
+
+
+def ext(headers: dict[str, str] | None = None, **fields: Any) -> NvExt:
+    return read("chat", CHAT | {"nvext": fields}, headers).ext
+
+
+def hints(headers: dict[str, str] | None = None, **fields: Any) -> r.Hints:
+    return hints_of(ext(headers, **fields))
+
+
+# --- the body -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["backend_instance_id", "prefill_worker_id", "decode_worker_id"])
+@pytest.mark.parametrize(("given", "name"), [(7, "7"), ("w1", "w1"), (BIGGEST, str(BIGGEST))])
+def test_a_worker_is_named_or_numbered(field: str, given: Any, name: str) -> None:
+    assert hints(**{field: given}) == r.Hints(**{field: name})
+
+
+@pytest.mark.parametrize("given", [-1, 2**64, True, 1.5, "", "a b", ["w1"], "x" * 129])
+def test_anything_else_is_no_worker(given: Any) -> None:
+    with pytest.raises(InvalidPrompt) as raised:
+        ext(backend_instance_id=given)
+    assert raised.value.field == "nvext.backend_instance_id"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, r.Hints()),
+        ({"dp_rank": 0}, r.Hints(dp_rank=0)),
+        ({"prefill_dp_rank": 3}, r.Hints(prefill_dp_rank=3)),
+        ({"allowed_worker_ids": ["a", 7]}, r.Hints(allowed_worker_ids=("a", "7"))),
+        ({"lora_name": "l"}, r.Hints(lora_name="l")),
+        ({"agent_hints": {"osl": 50}}, r.Hints(expected_output_tokens=50)),
+        ({"agent_hints": {"priority": 3}}, r.Hints(priority=3, priority_jump=3.0)),
+        ({"agent_hints": {"priority": -3}}, r.Hints(priority=-3, priority_jump=0.0)),
+        ({"agent_hints": {"latency_sensitivity": 1.5}}, r.Hints(priority_jump=1.5)),
+        (
+            {"agent_hints": {"latency_sensitivity": 1.5, "priority": 2}},
+            r.Hints(priority=2, priority_jump=2.0),
+        ),
+        ({"agent_hints": {"strict_priority": 1}}, r.Hints(strict_priority=1)),
+        (
+            {"session_control": {"session_id": "s"}},
+            r.Hints(session_control=r.SessionControl(session_id="s")),
+        ),
+        (
+            {"session_control": {"session_id": "s", "action": "close", "timeout": 5}},
+            r.Hints(session_control=r.SessionControl(session_id="s", action="close", timeout=5)),
+        ),
+        (
+            {
+                "routing_constraints": {
+                    "required_taints": ["a"],
+                    "preferred_taints": {"b": 0.5},
+                }
+            },
+            r.Hints(
+                routing_constraints=r.RoutingConstraints(
+                    required_taints=("a",), preferred_taints={"b": 0.5}
+                )
+            ),
+        ),
+    ],
+)
+def test_hints_are_taken_over(fields: dict[str, Any], expected: r.Hints) -> None:
+    assert hints(**fields) == expected
+
+
+def test_targets_are_taken_over() -> None:
+    assert targets_of(ext(router={"ttft_target": 100})) == r.RouterParams(ttft_target=100.0)
+    assert targets_of(ext()) is None
+
+
+def test_settings_of_the_cost_are_taken_over() -> None:
+    override = override_of(ext(router_config_override={"overlap_score_credit": 0}))
+    assert override == r.RouterConfigOverride(overlap_score_credit=0.0)
+    assert override_of(ext()) is None
+
+
+def test_what_an_agent_says_of_itself_is_passed_on() -> None:
+    assert context_of(ext(agent_context={"id": ["a"]})) == b'{"id":["a"]}'
+    assert context_of(ext()) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"dp_rank": -1}, "dp_rank"),
+        ({"dp_rank": 2**32}, "dp_rank"),
+        ({"allowed_worker_ids": []}, "allowed_worker_ids"),
+        ({"token_data": []}, "token_data"),
+        ({"token_data": [2**32]}, "token_data.0"),
+        ({"annotations": "x"}, "annotations"),
+        ({"extra_fields": [1]}, "extra_fields.0"),
+        ({"max_thinking_tokens": -1}, "max_thinking_tokens"),
+        ({"cache_salt": "x" * 201}, "cache_salt"),
+        ({"agent_context": "x"}, "agent_context"),
+        ({"session_control": {}}, "session_control.session_id"),
+        ({"session_control": {"session_id": "s", "action": "hide"}}, "session_control.action"),
+        ({"router": {"itl_target": 0}}, "router.itl_target"),
+        ({"use_raw_prompt": 1}, "use_raw_prompt"),
+        ({"router_config_override": {"router_temperature": -1}},
+         "router_config_override.router_temperature"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidPrompt) as raised:
+        ext(**fields)
+    assert raised.value.field == f"nvext.{field}"
+
+
+# --- headers --------------------------------------------------------------------------------------
+
+
+def test_a_header_pins_the_worker_for_every_phase_but_prefill() -> None:
+    expected = r.Hints(backend_instance_id="w1", decode_worker_id="w1")
+    assert hints({"x-worker-instance-id": "w1"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "expected"),
+    [
+        ("x-prefill-instance-id", "7", r.Hints(prefill_worker_id="7")),
+        ("x-dp-rank", "0", r.Hints(dp_rank=0)),
+        ("x-dp-rank", " 3 ", r.Hints(dp_rank=3)),
+        ("x-prefill-dp-rank", "2", r.Hints(prefill_dp_rank=2)),
+        ("x-session-id", "s", r.Hints(session_control=r.SessionControl(session_id="s"))),
+    ],
+)
+def test_a_header_is_a_hint(header: str, value: str, expected: r.Hints) -> None:
+    assert hints({header: value}) == expected
+
+
+def test_headers_go_before_the_body() -> None:
+    given = hints(
+        {"x-worker-instance-id": "a", "x-prefill-instance-id": "b", "x-dp-rank": "1"},
+        backend_instance_id="x",
+        decode_worker_id="y",
+        prefill_worker_id="z",
+        dp_rank=9,
+        prefill_dp_rank=8,
+    )
+    assert given == r.Hints(
+        backend_instance_id="a",
+        decode_worker_id="a",
+        prefill_worker_id="b",
+        dp_rank=1,
+        prefill_dp_rank=8,
+    )
+
+
+def test_a_session_of_a_header_keeps_what_the_body_says_about_it() -> None:
+    given = hints({"x-session-id": "s"}, session_control={"session_id": "x", "action": "open"})
+    assert given.session_control == r.SessionControl(session_id="s", action="open")
+
+
+def test_a_rank_for_prefill_may_be_unset() -> None:
+    assert hints({"x-prefill-dp-rank": str(2**32 - 1)}, prefill_dp_rank=4).prefill_dp_rank == 4
+
+
+def test_an_empty_header_says_nothing() -> None:
+    assert hints({"x-worker-instance-id": "", "x-dp-rank": " "}, dp_rank=2) == r.Hints(dp_rank=2)
+
+
+def test_other_headers_say_nothing() -> None:
+    assert hints({"x-request-id": "r", "authorization": "Bearer k"}) == r.Hints()
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("x-worker-instance-id", "a b"),
+        ("x-prefill-instance-id", "a/b"),
+        ("x-dp-rank", "one"),
+        ("x-dp-rank", "-1"),
+        ("x-dp-rank", str(2**32)),
+        ("x-prefill-dp-rank", "1.5"),
+        ("x-session-id", "s" * 201),
+    ],
+)
+def test_a_wrong_header_is_named(header: str, value: str) -> None:
+    with pytest.raises(InvalidPrompt) as raised:
+        ext({header: value})
+    assert raised.value.field == header

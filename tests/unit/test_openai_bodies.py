@@ -1,0 +1,328 @@
+"""Bodies of OpenAI requests: what is right, and which field is named when something is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.preprocess.bodies import MOST_CHOICES, MOST_INPUTS, MOST_STOPS
+from app.preprocess.errors import InvalidPrompt
+from app.preprocess.openai import Kind, read, read_embedding
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"prompt": "hi"}
+TOKENS = {"token_ids": [1, 2]}
+MINIMAL: dict[Kind, dict[str, Any]] = {"chat": CHAT, "completion": COMPLETION, "tokens": TOKENS}
+KINDS: tuple[Kind, ...] = ("chat", "completion", "tokens")
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def problem(kind: Kind, **fields: Any) -> InvalidPrompt:
+    with pytest.raises(InvalidPrompt) as raised:
+        read(kind, MINIMAL[kind] | fields)
+    return raised.value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_is_enough(kind: Kind) -> None:
+    asked = read(kind, MINIMAL[kind])
+    assert (asked.model, asked.n, asked.stream, asked.include_usage) == ("", 1, False, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unknown_fields_are_ignored(kind: Kind) -> None:
+    assert read(kind, {**MINIMAL[kind], "store": True, "nvext": {"newer": 1}})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_null_is_as_good_as_nothing(kind: Kind) -> None:
+    body = read(kind, MINIMAL[kind]).body
+    nulls = {name: None for name in type(body).model_fields if name != "model"}
+    assert read(kind, {**nulls, **MINIMAL[kind]}).body == body
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", 7),
+        ("model", "m" * 201),
+        ("max_tokens", 0),
+        ("max_tokens", "5"),
+        ("max_tokens", 5.5),
+        ("max_tokens", True),
+        ("min_tokens", -1),
+        ("temperature", "0.5"),
+        ("temperature", 2.1),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 1.1),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("seed", 2**63),
+        ("seed", 1.5),
+        ("n", 0),
+        ("n", MOST_CHOICES + 1),
+        ("stop", 7),
+        ("stop", ["a"] * (MOST_STOPS + 1)),
+        ("stop_token_ids", [-1]),
+        ("ignore_eos", "yes"),
+        ("logit_bias", [1]),
+        ("allowed_token_ids", []),
+        ("response_format", "json"),
+        ("stream", "true"),
+        ("stream_options", True),
+        ("user", 7),
+        ("nvext", [1]),
+        ("mm_processor_kwargs", [1]),
+    ],
+)
+def test_a_wrong_field_is_named(kind: Kind, field: str, value: Any) -> None:
+    assert problem(kind, **{field: value}).field.split(".")[0] == field
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_field_inside_another_is_named_by_its_path(kind: Kind) -> None:
+    assert problem(kind, stop=["a", ""]).field == "stop.1"
+    assert problem(kind, stream=True, stream_options={"include_usage": 1}).field == (
+        "stream_options.include_usage"
+    )
+    assert problem(kind, nvext={"agent_hints": {"osl": -1}}).field == "nvext.agent_hints.osl"
+
+
+def test_an_error_does_not_repeat_what_was_given() -> None:
+    assert "secret" not in str(problem("chat", temperature="secret"))
+
+
+def test_an_error_names_the_first_wrong_fields_and_counts_the_others() -> None:
+    wrong = problem("chat", model=7, top_p=7, seed="x", n="x", user=7)
+    assert wrong.field == "model"
+    assert "top_p" in wrong.message
+    assert wrong.message.endswith("and 2 more")
+
+
+@pytest.mark.parametrize("stop", ["a", ["a"]])
+def test_a_stop_is_a_string_or_a_list(stop: Any) -> None:
+    assert read("chat", CHAT | {"stop": stop}).body.stop == ["a"]
+
+
+def test_numbers_without_a_point_are_fine_where_one_may_stand() -> None:
+    assert read("chat", CHAT | {"temperature": 1}).body.temperature == 1.0
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def test_usage_at_the_end_of_a_stream_is_asked_for() -> None:
+    asked = read("chat", CHAT | {"stream": True, "stream_options": {"include_usage": True}})
+    assert (asked.stream, asked.include_usage) == (True, True)
+
+
+def test_options_of_a_stream_need_a_stream() -> None:
+    assert problem("chat", stream_options={"include_usage": True}).field == "stream_options"
+
+
+# --- several answers ------------------------------------------------------------------------------
+
+
+def test_the_best_of_more_answers_is_not_looked_for() -> None:
+    assert read("completion", COMPLETION | {"n": 2, "best_of": 2}).n == 2
+    assert problem("completion", n=1, best_of=2).field == "best_of"
+
+
+def test_prompts_times_answers_are_bounded() -> None:
+    many = ["a"] * (MOST_CHOICES // 2)
+    assert read("completion", {"prompt": many, "n": 2}).n == 2
+    assert problem("completion", prompt=many, n=3).field == "n"
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ("hi", "messages"),
+        ([], "messages"),
+        ([7], "messages.0"),
+        ([{"content": "hi"}], "messages.0.role"),
+        ([{"role": "", "content": "hi"}], "messages.0.role"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "user", "content": ""}, {"role": "user"}], "messages.1.content"),
+        ([{"role": "user", "content": 7}], "messages.0.content"),
+        ([{"role": "user", "content": [7]}], "messages.0.content.0"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "messages.0.content.0.type",
+        ),
+        ([{"role": "assistant", "tool_calls": {}}], "messages.0.tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages.0.tool_calls.0.function"),
+    ],
+)
+def test_a_wrong_message_is_named(messages: Any, field: str) -> None:
+    assert problem("chat", messages=messages).field == field
+
+
+def test_a_chat_needs_messages() -> None:
+    with pytest.raises(InvalidPrompt) as raised:
+        read("chat", {})
+    assert raised.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "tool", "tool_call_id": "x", "content": "49"},
+        {"role": "developer", "content": "be brief", "name": "x"},
+    ],
+)
+def test_messages_have_many_forms(message: dict[str, Any]) -> None:
+    assert read("chat", {"messages": [message]}).messages == [message]
+
+
+def test_the_newer_name_of_the_limit_wins() -> None:
+    body = read("chat", CHAT | {"max_tokens": 5, "max_completion_tokens": 7}).body
+    assert body.limit() == ("max_completion_tokens", 7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+    ],
+)
+def test_probabilities_of_a_chat_have_a_switch_and_a_number(
+    fields: dict[str, Any], wanted: int | None
+) -> None:
+    assert read("chat", CHAT | fields).body.logprobs_wanted() == wanted
+
+
+def test_a_number_of_probabilities_needs_the_switch() -> None:
+    assert problem("chat", top_logprobs=5).field == "top_logprobs"
+
+
+def test_probabilities_of_a_completion_are_a_number() -> None:
+    assert read("completion", COMPLETION | {"logprobs": 3}).body.logprobs_wanted() == 3
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+def test_tools_come_as_they_are() -> None:
+    tool = TOOL | {"newer": 1}
+    assert read("chat", CHAT | {"tools": [tool]}).tools == [tool]
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice"),
+    [
+        ({}, "none"),
+        ({"tools": [TOOL]}, "auto"),
+        ({"tools": [TOOL], "tool_choice": "none"}, "none"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "required"),
+    ],
+)
+def test_the_choice_of_a_tool_has_a_default(fields: dict[str, Any], choice: str) -> None:
+    assert read("chat", CHAT | fields).tool_choice == choice
+
+
+def test_a_tool_may_be_chosen_by_name() -> None:
+    choice = {"type": "function", "function": {"name": "f"}}
+    assert read("chat", CHAT | {"tools": [TOOL], "tool_choice": choice}).tool_choice == choice
+
+
+def test_a_model_that_must_not_call_is_not_told_of_tools() -> None:
+    assert read("chat", CHAT | {"tools": [TOOL], "tool_choice": "none"}).tools is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": 7}, "tool_choice"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "function", "function": {"name": "g"}},
+            },
+            "tool_choice.function.name",
+        ),
+    ],
+)
+def test_a_wrong_tool_is_named(fields: dict[str, Any], field: str) -> None:
+    assert problem("chat", **fields).field == field
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+    ],
+)
+def test_a_prompt_is_text_tokens_or_a_list_of_either(prompt: Any, prompts: Any) -> None:
+    assert read("completion", {"prompt": prompt}).prompts(None) == prompts
+
+
+@pytest.mark.parametrize(
+    "prompt", [7, None, [], [[]], [1, "a"], [1, -1], [1, 2**32], [[1.5]], [True], {"a": 1}, [None]]
+)
+def test_anything_else_is_no_prompt(prompt: Any) -> None:
+    assert problem("completion", prompt=prompt).field == "prompt"
+
+
+def test_text_after_the_gap_is_not_supported() -> None:
+    assert read("completion", COMPLETION | {"suffix": ""})
+    assert problem("completion", suffix="x").field == "suffix"
+
+
+@pytest.mark.parametrize(("tokens", "field"), [([], "token_ids"), ([1, "a"], "token_ids.1")])
+def test_tokens_are_numbers(tokens: Any, field: str) -> None:
+    assert problem("tokens", token_ids=tokens).field == field
+
+
+# --- embeddings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]])]
+)
+def test_what_is_embedded_is_text_or_tokens(given: Any, inputs: Any) -> None:
+    assert read_embedding({"input": given}).input == inputs
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": ["a"] * (MOST_INPUTS + 1)}, "input"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+    ],
+)
+def test_a_wrong_field_of_an_embedding_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidPrompt) as raised:
+        read_embedding(fields)
+    assert raised.value.field == field
