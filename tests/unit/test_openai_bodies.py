@@ -241,6 +241,10 @@ def test_a_tool_may_be_chosen_by_name() -> None:
     assert read("chat", CHAT | {"tools": [TOOL], "tool_choice": choice}).tool_choice == choice
 
 
+def test_an_empty_list_of_tools_is_as_good_as_none() -> None:
+    assert read("chat", CHAT | {"tools": []}).tools is None
+
+
 def test_a_model_that_must_not_call_is_not_told_of_tools() -> None:
     assert read("chat", CHAT | {"tools": [TOOL], "tool_choice": "none"}).tools is None
 

@@ -289,6 +289,10 @@ def test_answers_to_one_request_draw_differently() -> None:
     assert [one_of_n(made, number).sampling.seed for number in range(3)] == [7, 8, 9]
 
 
+def test_the_first_answer_draws_with_the_seed_as_it_is() -> None:
+    assert one_of_n(request(seed=-5), 0).sampling.seed == -5
+
+
 def test_the_largest_seed_has_a_next_one() -> None:
     seed = one_of_n(request(seed=2**63 - 1), 1).sampling.seed
     assert seed is not None
