@@ -98,12 +98,11 @@ class Reply:
 
         Not to be called again after the End or a finish reason.
         """
-        if not self._pieces:
+        while not self._pieces:
             if self._error is not None:
                 raise self._error
-            await self._wait(timeout_s)
-            if not self._pieces:
-                raise self._error or TimeoutError
+            if not await self._woken(timeout_s):
+                raise TimeoutError
         return self._pieces.popleft()
 
     def _put(self, piece: Chunk | End) -> None:
@@ -115,8 +114,8 @@ class Reply:
         self._begun = True
         self._wake()
 
-    async def _wait(self, timeout_s: float | None) -> None:
-        """Until something comes, or for that long.
+    async def _woken(self, timeout_s: float | None) -> bool:
+        """Whether something comes within that time.
 
         A future and a timer of its own: `asyncio.timeout` around an event takes 4 microseconds
         more, with every piece of every stream.
@@ -131,6 +130,7 @@ class Reply:
             self._waiter = None
             if timer is not None:
                 timer.cancel()
+        return bool(self._pieces) or self._error is not None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
