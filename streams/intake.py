@@ -156,11 +156,6 @@ class Intake:
         self._member: Member | None = None
         self.undecodable = 0
 
-    @property
-    def claims(self) -> Mapping[int, Claim]:
-        """The lanes owned now, by partition."""
-        return self._claims
-
     def resume(self, claim: Claim) -> None:
         """Start reading a lane. Ignored for a claim that is lost."""
         if self._member is not None and not claim.lost:

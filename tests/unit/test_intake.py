@@ -9,7 +9,7 @@ import pytest
 
 from streams.clock import BrokerClock
 from streams.codecs import AnyRecord, encode
-from streams.errors import OwnershipLost
+from streams.errors import LogClosed, OwnershipLost, TopicsDiffer
 from streams.intake import LETTERS_QUEUED, Claim, Intake
 from streams.memory import Fate, MemoryLog
 from streams.ports import Entry
@@ -215,6 +215,40 @@ async def test_an_error_of_the_lanes_ends_the_intake(world: World) -> None:
     await asyncio.wait([router.running])
     with pytest.raises(ZeroDivisionError):
         router.running.result()
+
+
+@in_world
+async def test_a_log_that_is_closed_by_somebody_else_ends_the_intake(world: World) -> None:
+    router = await (await a_router(world)).owns(0, 1)
+    await router.log.close()
+    await asyncio.wait([router.running], timeout=5)
+    with pytest.raises(LogClosed):
+        router.running.result()
+
+
+@in_world
+async def test_an_error_of_writing_a_dead_letter_ends_the_intake(world: World) -> None:
+    world.append_raw(REQUESTS, 0, MALFORMED)
+    router = await a_router(world, at_once=True)
+
+    async def fail(*args: object) -> None:
+        raise TopicsDiffer("there are no dead-letters here")
+
+    router.intake._dead_letters.persist = fail  # type: ignore[assignment, method-assign]
+    await asyncio.wait([router.running], timeout=5)
+    with pytest.raises(TopicsDiffer):
+        router.running.result()
+
+
+@in_world
+async def test_a_lane_lost_through_its_own_record_gets_no_more_of_the_batch(world: World) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b", "c"))
+    router = await (await a_router(world)).owns(0, 1)
+    router.owner.hook = lambda claim, fact: router.intake.revoked(frozenset([0]))
+    router.owner.resume_all()
+    await router.received(1)
+    await world.sleep(1)
+    assert router.owner.offsets() == [0]
 
 
 @in_world

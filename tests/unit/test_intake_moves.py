@@ -151,6 +151,7 @@ class Model:
         """Everything works again and somebody takes all lanes: all there is gets its effect."""
         self.world.broker.available = True
         self.world.faults.slow.clear()
+        self.world.faults.fates.clear()
         for name in list(self.alive):
             await self.kill(name)
         await self.join("last")

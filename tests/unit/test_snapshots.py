@@ -205,6 +205,24 @@ async def test_parts_that_stand_twice_count_once(world: World) -> None:
 
 
 @in_world
+async def test_other_records_among_the_parts_do_not_matter(world: World) -> None:
+    world.faults.slow["append"] = 0.5
+    fold, loaded = Blob(noise(2_500_000), 1), Blob()
+    saving = world.spawn((await snapshots(world)).save(fold, LANE_0))
+    await world.until(lambda: len(parts(world)) == 2)
+    for headers in (
+        (),
+        (("snapshot", b"\xff"), ("part", b"2")),
+        (("snapshot", b"a"), ("part", b"b")),
+    ):
+        world.append_raw(SNAPSHOTS, 0, Entry(b"k", b"v", headers))
+    world.append_raw(SNAPSHOTS, 0, Entry(b"k", None, world.records(SNAPSHOTS, 0)[1].headers))
+    await saving
+    assert await (await snapshots(world)).load(loaded, LANE_0)
+    assert loaded.data == fold.data
+
+
+@in_world
 async def test_two_that_are_written_at_once_do_not_mix(world: World) -> None:
     world.faults.slow["append"] = 0.5
     one, other = Blob(noise(3_500_000, 1), 1), Blob(noise(3_500_000, 2), 2)
