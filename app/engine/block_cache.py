@@ -81,16 +81,14 @@ class BlockCache:
             blocks += 1
         return Match(blocks, idle)
 
-    def acquire(self, identities: Sequence[int], total: int, matched: int) -> list[int]:
+    def acquire(self, identities: Sequence[int], total: int) -> list[int]:
         """Blocks for a whole prompt: `total` of them, the first ones named by `identities`.
 
-        The first `matched` are held before anything is evicted. Named blocks can be shared from now
-        on. The caller has seen to it that enough blocks are available.
+        Named blocks can be shared from now on. The caller has seen to it that enough blocks are
+        available; what the cache has of the prompt is held before anything is evicted for the rest.
         """
-        held = list(identities[:total])
-        for identity in held[:matched]:
-            self._hold(identity)
-        for identity in held[matched:]:
+        held = list(identities)
+        for identity in held:
             self._hold(identity)
         for _ in range(total - len(held)):
             self._take()

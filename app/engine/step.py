@@ -182,8 +182,7 @@ def _begin(state: EngineState, sequence: Sequence) -> bool:
     total = -(-sequence.target // size)
     if total - matched > cache.available - inactive:
         return False
-    named = sequence.identities[: sequence.target // size]
-    sequence.blocks = cache.acquire(named, total, matched)
+    sequence.blocks = cache.acquire(sequence.identities[: sequence.target // size], total)
     sequence.computed = matched * size
     if not sequence.preemptions:
         sequence.cached_tokens = sequence.computed
