@@ -1,0 +1,138 @@
+"""From what becomes visible of a request to what an OpenAI client reads.
+
+Pure functions: pieces of one answer or several (`Chunk`, `End`) in, objects of the OpenAI API out,
+as they are encoded to JSON. Knows no HTTP and no log. Pieces that are failures have no form here
+(`app/http/errors.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from streams.records import Chunk, End, Usage
+
+Kind = Literal["chat", "completion"]
+Json = dict[str, Any]
+
+_CHUNK_OBJECTS: dict[Kind, str] = {"chat": "chat.completion.chunk", "completion": "text_completion"}
+_OBJECTS: dict[Kind, str] = {"chat": "chat.completion", "completion": "text_completion"}
+_REASONS = {"eos": "stop"}
+"""Finish reasons of the log that OpenAI knows by another name; all others are passed on."""
+
+
+class Heading(NamedTuple):
+    """What all objects of one HTTP answer have in common. `created`: seconds since 1970."""
+
+    kind: Kind
+    id: str
+    model: str
+    created: int
+
+
+class Choice:
+    """One of the answers to a request, as far as it has come.
+
+    With `keep=False` its text is not kept: for answers that are passed on as they come.
+    """
+
+    def __init__(self, prompt_tokens: int = 0, *, before: str = "", keep: bool = True) -> None:
+        """`prompt_tokens` counts until the answer says what its prompt had; `before` is told
+        first."""
+        self.before = before
+        self.tokens = 0
+        """How many tokens of it were shown: where a broken connection goes on from."""
+        self.begun = False
+        self.finish_reason: str | None = None
+        self._prompt_tokens = prompt_tokens
+        self._usage: Usage | None = None
+        self._keep = keep
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Its text, if it is kept, and what comes before it."""
+        return self.before + "".join(self._parts)
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts, by the writer of its end if that one gave any."""
+        return self._usage or Usage(
+            prompt_tokens=self._prompt_tokens, completion_tokens=self.tokens
+        )
+
+    def take(self, piece: Chunk | End) -> None:
+        """The next piece, in order."""
+        if piece.usage is not None:
+            self._usage = piece.usage
+        reason = piece.code if isinstance(piece, End) else piece.finish_reason
+        if reason is not None:
+            self.finish_reason = _REASONS.get(reason, reason)
+        if isinstance(piece, Chunk):
+            self.tokens = piece.index + len(piece.token_ids)
+            if self._keep:
+                self._parts.append(piece.text)
+
+
+def chunk(
+    heading: Heading, choice: Choice, piece: Chunk | End, index: int = 0, *, with_usage: bool
+) -> Json | None:
+    """What a stream tells of a piece that `choice` has taken; None for nothing, e.g. half a letter.
+
+    `with_usage`: the stream ends with token counts, and all chunks before say that they have none.
+    """
+    text = piece.text if isinstance(piece, Chunk) else ""
+    if not choice.begun:
+        text = choice.before + text
+    if not text and choice.finish_reason is None:
+        return None
+    told: Json = {"index": index}
+    if heading.kind == "chat":
+        delta: Json = {} if choice.begun else {"role": "assistant"}
+        if text or not choice.begun:
+            delta["content"] = text
+        told["delta"] = delta
+    else:
+        told["text"] = text
+    choice.begun = True
+    told["logprobs"] = None
+    told["finish_reason"] = choice.finish_reason
+    return _object(heading, _CHUNK_OBJECTS, [told], {"usage": None} if with_usage else {})
+
+
+def last_chunk(heading: Heading, choices: Sequence[Choice], n: int = 1) -> Json:
+    """The token counts at the end of a stream that was asked for them."""
+    return _object(heading, _CHUNK_OBJECTS, [], {"usage": usage(choices, n)})
+
+
+def whole(heading: Heading, choices: Sequence[Choice], n: int = 1) -> Json:
+    """The answer in one object; all choices have ended."""
+    told = [_told(heading.kind, number, choice) for number, choice in enumerate(choices)]
+    return _object(heading, _OBJECTS, told, {"usage": usage(choices, n)})
+
+
+def usage(choices: Sequence[Choice], n: int = 1) -> Json:
+    """Token counts of all choices together; `n` successive choices share a prompt."""
+    answers = [choice.usage for choice in choices]
+    prompts = answers[::n]
+    prompt_tokens = sum(u.prompt_tokens for u in prompts)
+    completion_tokens = sum(u.completion_tokens for u in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in prompts)},
+    }
+
+
+def _told(kind: Kind, index: int, choice: Choice) -> Json:
+    said: Json = {"text": choice.text}
+    if kind == "chat":
+        said = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+    return {"index": index} | said | {"logprobs": None, "finish_reason": choice.finish_reason}
+
+
+def _object(heading: Heading, names: dict[Kind, str], choices: list[Json], more: Json) -> Json:
+    kind, answer_id, model, created = heading
+    named: Json = {"id": answer_id, "object": names[kind], "created": created, "model": model}
+    return named | {"choices": choices} | more
