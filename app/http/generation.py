@@ -1,0 +1,119 @@
+"""Chats and completions: from an HTTP request to the answer that is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.http.answers import Choice, Heading, Kind
+from app.http.errors import invalid
+from app.http.front import Bodies
+from app.http.joined import asking
+from app.http.models import ByteModel, Model
+from app.http.parts import MARGIN_S, Parts
+from app.http.telling import Manner, Telling
+from app.preprocess import openai
+from app.preprocess.loaded import Prepared
+from app.preprocess.openai import Asked
+from streams import records
+from streams.ids import issued_ms
+
+DETACH = "x-kvlane-detach"
+"""Header: with the value true, a request runs on when its client leaves."""
+TOKEN_BYTES = 4
+
+
+class Generation:
+    """The endpoints that make text."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._bodies = Bodies(parts.settings.http_body_bytes)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a chat."""
+        return await self._answer("chat", request)
+
+    async def complete(self, request: Request) -> Response:
+        """Complete a text."""
+        return await self._answer("completion", request)
+
+    async def _answer(self, kind: Kind, request: Request) -> Response:
+        """Raises ApiError and whatever else is wrong with the prompt."""
+        parts = self._parts
+        began_at = parts.life.clock.now()
+        async with self._bodies.read(request) as body:
+            asked = openai.read(kind, fields_of(body), request.headers)
+            prepared = await self._model(asked.model).prepare(asked)
+        parts.streams.check(len(prepared.requests) * asked.n)
+        asks = self._asks(prepared.requests, asked.n)
+        manner = Manner(
+            heading=Heading(kind, asks[0].id, asked.model, created_s(asks[0].id)),
+            ids=",".join(ask.id for ask in asks),
+            stream=asked.stream,
+            include_usage=asked.include_usage,
+            n=asked.n,
+        )
+        return Telling(
+            manner,
+            self._choices(asked, prepared),
+            asking(parts.streams, asks, run_on=request.headers.get(DETACH, "").lower() == "true"),
+            parts.life.clock,
+            parts.metrics,
+            parts.settings.deadline_s + MARGIN_S,
+            began_at,
+        )
+
+    def _model(self, name: str) -> Model:
+        if not name:
+            raise invalid("model: is needed", "model")
+        served = self._parts.served.model(name)
+        return ByteModel(served.name, served.context_length)
+
+    def _choices(self, asked: Asked, prepared: Prepared) -> list[Choice]:
+        choices = []
+        for number, (request, text) in enumerate(zip(*prepared, strict=True)):
+            if asked.echo and text is None:
+                raise invalid(f"echo: the prompt at {number} is no text", "echo")
+            tokens = len(request.token_ids) // TOKEN_BYTES
+            self._parts.metrics.prompt_tokens.observe(tokens)
+            before = text if asked.echo and text is not None else ""
+            choices += [
+                Choice(tokens, before=before, keep=not asked.stream) for _ in range(asked.n)
+            ]
+        return choices
+
+    def _asks(self, requests: Sequence[records.Request], n: int) -> list[records.Request]:
+        """One request for each answer; those to the same prompt one after the other."""
+        parts = self._parts
+        return [
+            replace(
+                openai.one_of_n(request, number),
+                id=parts.streams.new_id(),
+                deadline_s=parts.settings.deadline_s,
+                received_ms=parts.life.clock.wall_ms(),
+            )
+            for request in requests
+            for number in range(n)
+        ]
+
+
+def created_s(request_id: str) -> int:
+    """When an answer began, in seconds since 1970: the same at every gateway that tells it."""
+    return (issued_ms(request_id) or 0) // 1000
+
+
+def fields_of(body: bytes) -> dict[str, Any]:
+    """The fields of a body. Raises ApiError when it is no JSON object."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise invalid(f"the body is not JSON: {e}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise invalid("the body is not a JSON object", code="invalid_json")
+    return fields

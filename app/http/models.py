@@ -1,0 +1,77 @@
+"""How prompts for a model are prepared: what the endpoints need to know of it.
+
+A model without files is one whose tokens are the bytes of UTF-8 (`app/preprocess/byte_level.py`):
+what the echo engine serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from app.preprocess import byte_level
+from app.preprocess.bodies import ChatBody
+from app.preprocess.errors import InvalidPrompt
+from app.preprocess.loaded import Prepared
+from app.preprocess.openai import Asked, Prompt
+from streams.records import ModelCard, Request
+
+
+class Model(Protocol):
+    """A model that requests can be made for."""
+
+    async def prepare(self, asked: Asked) -> Prepared:
+        """The requests for a body. Raises InvalidPrompt, Overloaded, BadModel."""
+
+
+class ByteModel:
+    """A model that reads bytes. Without a limit its engine decides when an answer ends."""
+
+    def __init__(self, name: str, context_length: int | None) -> None:
+        self._card = ModelCard(name=name, context_length=context_length)
+
+    async def prepare(self, asked: Asked) -> Prepared:
+        """As `Model.prepare`."""
+        try:
+            prompts, tokens = _tokens(asked)
+        except UnicodeEncodeError:
+            raise InvalidPrompt(asked.field, "has lone surrogates: that is no text") from None
+        requests = asked.requests(tokens, self._card)
+        if asked.body.limit()[1] is None:
+            requests = tuple(map(_unlimited, requests))
+        texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
+        return Prepared(requests, texts)
+
+
+def _tokens(asked: Asked) -> tuple[Sequence[Prompt], list[Sequence[int]]]:
+    body = asked.body
+    if isinstance(body, ChatBody) and asked.ext.token_data is None:
+        turns = [(message.role, message.text()) for message in body.messages]
+        if not any(text for _, text in turns):
+            raise InvalidPrompt("messages", "all of them are empty")
+        return [""], [
+            byte_level.render_chat((_ROLES.get(role, "user"), text) for role, text in turns)
+        ]
+    prompts = asked.prompts(None)
+    if "" in prompts:
+        raise InvalidPrompt(asked.field, "is empty")
+    return prompts, [[*_encoded(prompt), byte_level.ASSISTANT] for prompt in prompts]
+
+
+_ROLES: dict[str, byte_level.Role] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+}
+"""Others speak as users."""
+
+
+def _encoded(prompt: Prompt) -> Sequence[int]:
+    return byte_level.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def _unlimited(request: Request) -> Request:
+    return replace(request, stop=replace(request.stop, max_tokens=None))

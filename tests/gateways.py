@@ -1,0 +1,107 @@
+"""A gateway and what stands behind it, on the log in memory."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from app.engine.echo import EchoEngine
+from app.gateway import Gateway
+from app.lifetime import Lifetime
+from app.router import Router
+from app.settings import Settings
+from app.worker import Worker
+from streams.codecs import decode
+from streams.records import Cancel, End, EngineConfig, Request, WorkerCard
+from streams.topics import REGISTRY, REQUESTS, RESPONSES, lane_of
+from tests.exchange import Exchange
+from tests.worlds import World
+
+CONTEXT = 512
+STEP_S = 0.02
+
+
+def settings_of(**over: Any) -> Settings:
+    return Settings(**({"worker_id": "-", "router_id": "-", "heartbeat_s": 1.0} | over))
+
+
+class House:
+    """A gateway in a world; router and worker move in when they are asked to."""
+
+    def __init__(self, world: World, gateway: Gateway, life: Lifetime) -> None:
+        self.world = world
+        self.gateway = gateway
+        self.life = life
+
+    @staticmethod
+    async def open(world: World, name: str = "g1", **over: Any) -> House:
+        life = Lifetime(name, world.clock, random.Random(name))
+        rng = random.Random(f"ids of {name}")
+        gateway = Gateway(await world.connect(name), settings_of(**over), life, rng)
+        await gateway.open()
+        return House(world, gateway, life)
+
+    async def staff(self, model: str = "demo", name: str = "w1", **over: Any) -> Worker:
+        """A router and a worker; returns when the worker is known here."""
+        world = self.world
+        life = Lifetime(f"{name}-router", world.clock, random.Random(name))
+        await Router(await world.connect(f"{name}-router"), settings_of(**over), life).start()
+        life = Lifetime(name, world.clock, random.Random(name))
+        engine = EchoEngine(world.clock, STEP_S, model=model, context_length=CONTEXT)
+        log = await world.connect(name)
+        worker = Worker(log, settings_of(**over), life, engine, worker_id=name)
+        await worker.start()
+        await world.until(lambda: model in self.models())
+        return worker
+
+    def card(self, model: str = "demo", name: str = "w1", **over: Any) -> int:
+        """A worker that is registered and does nothing; its epoch."""
+        config = EngineConfig(model=model, context_length=CONTEXT)
+        fields: dict[str, Any] = {"id": name, "slot": 0, "model": model, "config": config} | over
+        key = f"worker/{name}"
+        epoch = self.world.append(REGISTRY, 0, WorkerCard(**fields), key=key)
+        self.world.append(REGISTRY, 0, WorkerCard(**fields, epoch=epoch), key=key)
+        return epoch
+
+    async def listed(self, model: str = "demo", **over: Any) -> None:
+        """`card`, and the gateway knows of it."""
+        self.card(model, **over)
+        await self.world.until(lambda: model in self.models())
+
+    def models(self) -> list[str]:
+        return [m.name for m in self.gateway.parts.served.models()]
+
+    def ask(
+        self, method: str, url: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Exchange:
+        return Exchange(self.gateway.http, method, url, body, headers)
+
+    def chat(
+        self, text: str = "hello", headers: dict[str, str] | None = None, **over: Any
+    ) -> Exchange:
+        body = {"model": "demo", "messages": [{"role": "user", "content": text}]} | over
+        return self.ask("POST", "/v1/chat/completions", body, headers)
+
+    def complete(self, prompt: Any = "hello", **over: Any) -> Exchange:
+        return self.ask("POST", "/v1/completions", {"model": "demo", "prompt": prompt} | over)
+
+    async def published(self, count: int = 1) -> list[Request]:
+        """The requests on the log, as soon as there are so many."""
+        await self.world.until(lambda: len(self.requests()) >= count)
+        return self.requests()
+
+    async def cancelled(self, count: int = 1) -> list[str]:
+        """The ids that are cancelled, as soon as there are so many."""
+        await self.world.until(lambda: len(self.cancels()) >= count)
+        return [cancel.id for cancel in self.cancels()]
+
+    def end(self, request_id: str, code: str, **over: Any) -> None:
+        """A router ends a request."""
+        lane = lane_of(request_id, self.world.lanes)
+        self.world.append(RESPONSES, lane, End(id=request_id, code=code, **over), key=request_id)
+
+    def requests(self) -> list[Request]:
+        return [r for r in map(decode, self.world.everywhere(REQUESTS)) if isinstance(r, Request)]
+
+    def cancels(self) -> list[Cancel]:
+        return [r for r in map(decode, self.world.everywhere(REQUESTS)) if isinstance(r, Cancel)]
