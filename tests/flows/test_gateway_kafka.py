@@ -1,0 +1,159 @@
+"""The gateway as `faststream run` starts it, on a real broker, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from app.engine.echo import EchoEngine, echo_answer
+from app.lifetime import Lifetime
+from app.preprocess.byte_level import decode, render_chat
+from app.router import Router
+from app.settings import Settings
+from app.worker import Worker
+from streams import provision
+from streams.clock import SystemClock
+from streams.kafka import KafkaLog
+from streams.localbroker import Broker
+from tests.leftovers import delete_topics
+
+LANES = 4
+CONTEXT = 2000
+WAIT_S = 40.0
+STEP_S = 0.01
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+async def settings(
+    kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Settings]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
+    monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
+    monkeypatch.setenv("KVLANE_LANES", str(LANES))
+    monkeypatch.setenv("KVLANE_HTTP_PORT", str(port))
+    settings = Settings()
+    log = KafkaLog(settings.connection("test"), prefix=topic_prefix)
+    await log.start()
+    await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+    yield settings
+    await log.close()
+    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+
+
+@pytest.fixture
+async def staff(settings: Settings) -> AsyncIterator[None]:
+    """A router and a worker in this process, each on its own connection."""
+    logs, lives, parts = [], [], []
+    for name in ("worker", "router"):
+        log = KafkaLog(settings.connection(name), prefix=settings.topic_prefix)
+        life = Lifetime(name)
+        await log.start()
+        if name == "router":
+            part: Router | Worker = Router(log, settings, life)
+        else:
+            engine = EchoEngine(life.clock, STEP_S, model="demo", context_length=CONTEXT)
+            part = Worker(log, settings, life, engine)
+        await part.start()
+        logs.append(log)
+        lives.append(life)
+        parts.append(part)
+    yield
+    for log, life, part in zip(logs, lives, parts, strict=True):
+        assert life.failed is None
+        if isinstance(part, Router):
+            await part.stop()
+        await life.end()
+        await log.close()
+
+
+@pytest.fixture
+async def gateway(settings: Settings, tmp_path: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+    with (tmp_path / "gateway.log").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "faststream", "run", "app.gateway:app"],
+            stdout=output, stderr=subprocess.STDOUT, env=os.environ, start_new_session=True,
+        )  # fmt: skip
+    yield process
+    process.kill()
+    process.wait()
+
+
+async def ready(settings: Settings, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a model is served."""
+    clock = SystemClock()
+    deadline = clock.now() + WAIT_S
+    async with httpx.AsyncClient(base_url=url_of(settings)) as http:
+        while True:
+            assert process.poll() is None, "the gateway has ended"
+            assert clock.now() < deadline, "the gateway is not ready"
+            try:
+                if (await http.get("/v1/models")).json()["data"]:
+                    break
+            except httpx.TransportError:
+                pass
+            await clock.sleep(0.1)
+        assert (await http.get("/readyz")).json()["ready"]
+
+
+def url_of(settings: Settings) -> str:
+    return f"http://127.0.0.1:{settings.http_port}"
+
+
+async def chat(client: openai.AsyncOpenAI, text: str, max_tokens: int) -> str:
+    stream = await client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": text}],
+        max_tokens=max_tokens,
+        stream=True,
+    )
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+def answer(text: str, max_tokens: int) -> str:
+    return decode(echo_answer(render_chat([("user", text)]), max_tokens))
+
+
+async def test_streams_are_answered_over_kafka_and_a_stopping_gateway_ends_them(
+    settings: Settings, staff: None, gateway: subprocess.Popen[bytes]
+) -> None:
+    await ready(settings, gateway)
+    async with openai.AsyncOpenAI(
+        base_url=f"{url_of(settings)}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+    ) as client:
+        texts = [f"stream {n}: grüße " for n in range(20)]
+        told = await asyncio.gather(*(chat(client, text, 30) for text in texts))
+        assert told == [answer(text, 30) for text in texts]
+        plain = await client.completions.create(model="demo", prompt=[104, 105], max_tokens=5)
+        assert plain.choices[0].text == "hihih"
+        last = asyncio.create_task(chat(client, "good bye ", 150))
+        await asyncio.sleep(0.5)
+        gateway.send_signal(signal.SIGTERM)
+        assert await last == answer("good bye ", 150)
+    assert await asyncio.to_thread(gateway.wait, WAIT_S) == 0
+
+
+async def test_a_gateway_that_cannot_listen_ends_with_an_error(
+    settings: Settings, gateway: subprocess.Popen[bytes], staff: None, tmp_path: Path
+) -> None:
+    await ready(settings, gateway)
+    second = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "faststream", "run", "app.gateway:app"],
+        capture_output=True, timeout=WAIT_S, check=False, env=os.environ,
+    )  # fmt: skip
+    assert second.returncode != 0
+    assert b"in use" in second.stdout + second.stderr

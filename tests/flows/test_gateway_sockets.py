@@ -1,0 +1,325 @@
+"""The gateway over a real socket, with OpenAI's own client; the log is in memory, time is real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from app.engine.echo import EchoEngine, echo_answer
+from app.gateway import Gateway
+from app.http import protocol
+from app.lifetime import Lifetime
+from app.preprocess.byte_level import ASSISTANT, decode, encode, render_chat
+from app.router import Router
+from app.settings import Settings
+from app.worker import Worker
+from streams.clock import SystemClock
+from streams.codecs import decode as decode_record
+from streams.memory import MemoryBroker
+from streams.records import Cancel
+from streams.topics import REQUESTS
+
+LANES = 4
+CONTEXT = 2000
+WAIT_S = 20.0
+
+
+class Deployment:
+    """A gateway, a router and two workers in this process."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker(SystemClock(), lanes=LANES)
+        self.lives: list[Lifetime] = []
+        self.settings = Settings(
+            http_port=0, model="demo", context_length=CONTEXT, drain_grace_s=1, lanes=LANES
+        )
+
+    async def start(self) -> None:
+        for name in ("w1", "w2"):
+            log, life = await self.part(name)
+            engine = EchoEngine(
+                life.clock, 0.005, model="demo", context_length=CONTEXT, max_num_seqs=256
+            )
+            await Worker(log, self.settings, life, engine, worker_id=name).start()
+        await Router(*await self.wired("r1")).start()
+        self.gateway = Gateway(*await self.wired("g1"))
+        await self.gateway.start()
+        await until(lambda: bool(self.gateway.parts.served.models()))
+        self.client = openai.AsyncOpenAI(
+            base_url=f"{self.gateway.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+        )
+
+    async def part(self, name: str) -> tuple[Any, Lifetime]:
+        log = self.broker.connect(name)
+        await log.start()
+        life = Lifetime(name, rng=random.Random(name))
+        self.lives.append(life)
+        return log, life
+
+    async def wired(self, name: str) -> tuple[Any, Settings, Lifetime]:
+        log, life = await self.part(name)
+        return log, self.settings, life
+
+    async def stop(self) -> None:
+        await self.client.close()
+        await self.gateway.stop()
+        for life in self.lives:
+            assert life.failed is None
+            await life.end()
+
+    def cancels(self) -> list[str]:
+        lanes = (self.broker.records(REQUESTS, lane) for lane in range(LANES))
+        records = [decode_record(r) for lane in lanes for r in lane]
+        return [r.id for r in records if isinstance(r, Cancel)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    clock = SystemClock()
+    deadline = clock.now() + WAIT_S
+    while not condition():
+        assert clock.now() < deadline, "it never came true"
+        await clock.sleep(0.01)
+
+
+@pytest.fixture
+async def deployment() -> AsyncIterator[Deployment]:
+    deployment = Deployment()
+    await deployment.start()
+    yield deployment
+    await deployment.stop()
+
+
+@pytest.fixture
+def client(deployment: Deployment) -> openai.AsyncOpenAI:
+    return deployment.client
+
+
+def chat_answer(text: str, max_tokens: int | None = None) -> str:
+    return decode(echo_answer(render_chat([("user", text)]), max_tokens))
+
+
+def completion(text: str, max_tokens: int | None = None) -> str:
+    return decode(echo_answer([*encode(text), ASSISTANT], max_tokens))
+
+
+def user(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+async def test_the_openai_client_gets_a_chat(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model="demo", messages=user("grüße"), max_tokens=20
+    )
+    assert answer.choices[0].message.content == chat_answer("grüße", 20)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 20
+
+
+async def test_the_openai_client_streams_a_chat(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="demo", messages=user("hello"), stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == chat_answer("hello")
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 5
+
+
+async def test_the_openai_client_completes_a_text(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="demo", prompt="abc", max_tokens=7, n=2)
+    assert [choice.text for choice in answer.choices] == [completion("abc", 7)] * 2
+
+
+async def test_the_openai_client_streams_a_completion(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(model="demo", prompt="abc", max_tokens=7, stream=True)
+    text = "".join([chunk.choices[0].text async for chunk in stream])
+    assert text == completion("abc", 7)
+
+
+async def test_the_openai_client_lists_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["demo"]
+    assert (await client.models.retrieve("demo")).id == "demo"
+
+
+async def test_errors_come_as_the_errors_of_the_openai_client(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.chat.completions.create(model="nonsense", messages=user("hi"))
+    assert unknown.value.param == "model"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        await client.chat.completions.create(model="demo", messages=[])
+    assert (wrong.value.param, wrong.value.type) == ("messages", "invalid_request_error")
+
+
+async def test_a_large_body_is_answered_before_the_connection_closes(
+    client: openai.AsyncOpenAI,
+) -> None:
+    with pytest.raises(openai.APIStatusError) as large:
+        await client.completions.create(model="demo", prompt="x" * 9_000_000)
+    assert large.value.status_code == 413
+    assert (await client.completions.create(model="demo", prompt="abc")).choices
+
+
+async def read_all(stream: Any) -> list[Any]:
+    return [chunk async for chunk in stream]
+
+
+async def test_a_failure_under_way_is_an_error_of_the_stream(
+    deployment: Deployment, client: openai.AsyncOpenAI
+) -> None:
+    stream = await client.chat.completions.create(
+        model="demo", messages=user("x" * 800), stream=True
+    )
+    first = await anext(stream)
+    response = await client.delete(f"/streams/{first.id}", cast_to=httpx.Response)
+    assert response.status_code == 202
+    with pytest.raises(openai.APIError) as failure:
+        await read_all(stream)
+    assert failure.value.code == "cancelled"
+
+
+async def test_a_client_that_closes_its_connection_cancels(
+    deployment: Deployment, client: openai.AsyncOpenAI
+) -> None:
+    stream = await client.chat.completions.create(
+        model="demo", messages=user("x" * 1500), stream=True
+    )
+    first = await anext(stream)
+    await stream.close()
+    await until(lambda: deployment.cancels() == [first.id])
+    await until(lambda: deployment.gateway.parts.streams.open == 0)
+
+
+async def test_a_broken_connection_goes_on_where_it_broke(
+    deployment: Deployment, client: openai.AsyncOpenAI
+) -> None:
+    text = "".join(chr(33 + n % 90) for n in range(300))
+    url = f"{deployment.gateway.url}/v1"
+    body = {"model": "demo", "messages": user(text), "stream": True}
+    told, position, stream_id = "", 0, ""
+    async with (
+        httpx.AsyncClient() as http,
+        http.stream(
+            "POST", f"{url}/chat/completions", json=body, headers={"x-kvlane-detach": "true"}
+        ) as response,
+    ):
+        stream_id = response.headers["x-kvlane-id"]
+        async for line in response.aiter_lines():
+            if line.startswith("id: "):
+                position = int(line[4:])
+            elif line.startswith("data: "):
+                told += json.loads(line[6:])["choices"][0]["delta"]["content"]
+                if len(told) > 50:
+                    break
+    async with httpx.AsyncClient() as http:
+        rest = await http.get(
+            f"{url}/streams/{stream_id}", headers={"last-event-id": f"{position}"}
+        )
+    data = [line[6:] for line in rest.text.splitlines() if line.startswith("data: {")]
+    told += "".join(json.loads(d)["choices"][0]["delta"].get("content", "") for d in data)
+    assert told == text
+    assert rest.text.endswith("data: [DONE]\n\n")
+    assert deployment.cancels() == []
+
+
+async def test_200_streams_at_a_time_are_each_told_their_own_answer(
+    deployment: Deployment, client: openai.AsyncOpenAI
+) -> None:
+    async def ask(number: int) -> tuple[str, str]:
+        text = f"stream {number} says {'é' * (number % 7)} "
+        stream = await client.chat.completions.create(
+            model="demo", messages=user(text), max_tokens=20 + number % 30, stream=True
+        )
+        told = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        return told, chat_answer(text, 20 + number % 30)
+
+    answers = await asyncio.gather(*(ask(number) for number in range(200)))
+    assert [told for told, _ in answers] == [expected for _, expected in answers]
+    assert deployment.gateway.parts.streams.open == 0
+    page = (await client.get("/../metrics", cast_to=httpx.Response)).text
+    assert "\nkvlane_holes_total 0.0\n" in page
+    assert '\nkvlane_http_responses_total{endpoint="chat",status="200"} 200.0\n' in page
+
+
+async def test_a_port_in_use_is_an_error_of_the_start(deployment: Deployment) -> None:
+    port = int(deployment.gateway.url.rsplit(":", 1)[1])
+    log, settings, life = await deployment.wired("g2")
+    second = Gateway(log, settings.model_copy(update={"http_port": port}), life)
+    with pytest.raises(OSError, match="in use"):
+        await second.start()
+
+
+async def test_a_server_that_ends_by_itself_fails_the_process() -> None:
+    deployment = Deployment()
+    log, settings, life = await deployment.wired("g1")
+    gateway = Gateway(log, settings, life)
+    await gateway.start()
+    assert gateway._server is not None
+    gateway._server._server.limit_max_requests = 0
+    await until(lambda: life.failed is not None)
+    await life.end()
+
+
+# --- below HTTP -----------------------------------------------------------------------------------
+
+
+async def connect(deployment: Deployment) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    port = int(deployment.gateway.url.rsplit(":", 1)[1])
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_head_that_does_not_come_is_not_waited_for(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.3)
+    silent, silent_out = await connect(deployment)
+    slow, slow_out = await connect(deployment)
+    slow_out.write(b"GET /livez HTTP/1.1\r\nho")
+    async with asyncio.timeout(WAIT_S):
+        assert await silent.read() == b""
+        assert await slow.read() == b""
+    silent_out.close()
+    slow_out.close()
+
+
+async def test_a_head_without_end_is_refused(deployment: Deployment) -> None:
+    incoming, out = await connect(deployment)
+    out.write(b"GET /livez HTTP/1.1\r\nx: ")
+    told = asyncio.create_task(incoming.read())
+    async with asyncio.timeout(WAIT_S):
+        with contextlib.suppress(ConnectionError):  # cut off while we send, that is
+            while not told.done():
+                out.write(b"x" * 65536)
+                await out.drain()
+        await asyncio.wait([told])
+    out.close()
+    assert isinstance(told.exception(), ConnectionError) or b" 400 " in told.result()
+    assert (await deployment.client.models.retrieve("demo")).id == "demo"
+
+
+async def test_a_connection_may_rest_and_its_body_take_its_time(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.2)
+    incoming, out = await connect(deployment)
+    body = json.dumps({"model": "demo", "prompt": "abc", "max_tokens": 3}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(2):
+            out.write(head + body[:10])
+            await asyncio.sleep(0.5)
+            out.write(body[10:])
+            told = await incoming.readuntil(b"}}}")
+            assert told.startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(0.5)
+    out.close()
