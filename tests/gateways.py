@@ -12,6 +12,7 @@ from app.router import Router
 from app.settings import Settings
 from app.worker import Worker
 from streams.codecs import decode
+from streams.memory import MemoryLog
 from streams.records import Cancel, End, EngineConfig, Request, WorkerCard
 from streams.topics import REGISTRY, REQUESTS, RESPONSES, lane_of
 from tests.exchange import Exchange
@@ -32,6 +33,7 @@ class House:
         self.world = world
         self.gateway = gateway
         self.life = life
+        self.hired: dict[str, tuple[MemoryLog, Lifetime]] = {}
 
     @staticmethod
     async def open(world: World, name: str = "g1", **over: Any) -> House:
@@ -41,18 +43,30 @@ class House:
         await gateway.open()
         return House(world, gateway, life)
 
-    async def staff(self, model: str = "demo", name: str = "w1", **over: Any) -> Worker:
+    async def staff(self, model: str = "demo", **over: Any) -> Worker:
         """A router and a worker; returns when the worker is known here."""
         world = self.world
-        life = Lifetime(f"{name}-router", world.clock, random.Random(name))
-        await Router(await world.connect(f"{name}-router"), settings_of(**over), life).start()
+        life = Lifetime("r1", world.clock, random.Random("r1"))
+        await Router(await world.connect("r1"), settings_of(**over), life).start()
+        return await self.hire("w1", model, **over)
+
+    async def hire(self, name: str, model: str = "demo", **over: Any) -> Worker:
+        """A worker; returns when it is known here."""
+        world = self.world
         life = Lifetime(name, world.clock, random.Random(name))
         engine = EchoEngine(world.clock, STEP_S, model=model, context_length=CONTEXT)
         log = await world.connect(name)
         worker = Worker(log, settings_of(**over), life, engine, worker_id=name)
         await worker.start()
+        self.hired[name] = log, life
         await world.until(lambda: model in self.models())
         return worker
+
+    async def kill(self, name: str) -> None:
+        """End a worker in the hard way, as kill -9 does."""
+        log, life = self.hired.pop(name)
+        log.cut()
+        await life.end()
 
     def card(self, model: str = "demo", name: str = "w1", **over: Any) -> int:
         """A worker that is registered and does nothing; its epoch."""

@@ -123,6 +123,23 @@ async def test_a_client_that_reads_nothing_is_let_go_at_last(world: World) -> No
     assert await house.cancelled() == [request.id]
 
 
+@in_world
+async def test_a_worker_that_dies_is_not_noticed_by_its_client(world: World) -> None:
+    house = await House.open(world)
+    await house.staff(worker_timeout_s=3)
+    text = "".join(chr(33 + n % 90) for n in range(200))
+    answers = [house.chat(text, stream=True) for _ in range(4)]
+    await world.until(lambda: all(len(answer.text) > 20 for answer in answers))
+    await house.kill("w1")
+    await house.hire("w2")
+    for answer in answers:
+        await answer.done()
+        assert answer.text == text
+        assert answer.events[-1] == "[DONE]"
+    page = (await house.ask("GET", "/metrics").done()).content.decode()
+    assert "\nkvlane_holes_total 0.0\n" in page
+
+
 # --- clients that leave ---------------------------------------------------------------------------
 
 
