@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 CLEANUP_STEPS = 1_000_000
-"""What the last words of cancelled tasks may cost."""
+"""What the last words of cancelled tasks may cost; more, and they cannot be cancelled."""
 
 PROCESS: ContextVar[str] = ContextVar("process", default="")
 """Name of the process that a task belongs to; "" for the world around."""
@@ -237,11 +237,12 @@ def _cancel_all(loop: VirtualLoop) -> None:
     loop._max_steps = loop.steps + CLEANUP_STEPS
     for process in list(loop._held):
         loop.release(process)
-    for _ in range(100):
-        tasks = asyncio.all_tasks(loop)
-        if not tasks:
-            return
+    while tasks := asyncio.all_tasks(loop):
         for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
-    raise OutOfSteps(f"tasks that cannot be cancelled:\n{loop.waiting()}")
+        loop.run_until_complete(_a_little())
+
+
+async def _a_little() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
