@@ -106,7 +106,7 @@ class Exchange:
         if message["type"] == "http.response.start":
             assert not self.status, "a response starts once"
             self.status = message["status"]
-            self.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+            self.headers = {k.decode(): v.decode("ascii") for k, v in message["headers"]}
         else:
             await self.reading.wait()
             assert self.status, "a body before its status"

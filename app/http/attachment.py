@@ -7,6 +7,7 @@ not in the log of its answer, so the URL says in which form to tell it.
 from __future__ import annotations
 
 from http import HTTPStatus
+from urllib.parse import quote
 
 import msgspec
 from starlette.requests import Request
@@ -48,7 +49,7 @@ class Attachment:
         choice.begun = from_token > 0
         manner = Manner(
             heading=Heading(_form(request), request_id, "", (issued or now_ms) // 1000),
-            ids=request_id,
+            ids=[quote(request_id, safe="")],  # it may hold anything, also what ends a header
             stream=stream,
             include_usage=_switch(request, "include_usage", default=False),
             attached=True,

@@ -54,7 +54,7 @@ class Generation:
         asks = self._asks(prepared.requests, asked.n)
         manner = Manner(
             heading=Heading(kind, asks[0].id, asked.model, created_s(asks[0].id)),
-            ids=",".join(ask.id for ask in asks),
+            ids=[ask.id for ask in asks],
             stream=asked.stream,
             include_usage=asked.include_usage,
             n=asked.n,

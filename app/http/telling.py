@@ -31,8 +31,7 @@ KEEP_ALIVE_S = 15.0
 """Silence that proxies and clients bear. A stream that has told nothing for so long begins without
 knowing how it will go: what fails later fails with an event."""
 ID_HEADER = "x-kvlane-id"
-"""Names the streams behind an answer, separated by commas: what `GET /v1/streams` takes."""
-
+"""Names the streams behind an answer, as URLs take them, separated by commas."""
 LAST_WORDS_S = 15.0
 """What a client gets, past the end of everything, to read what was sent to it."""
 
@@ -45,13 +44,13 @@ _EVENTS = [
 
 
 class Manner(NamedTuple):
-    """How answers are told. `ids`: of their requests; `n` successive ones share a prompt.
+    """How answers are told. `ids`: of their requests, for URLs; `n` successive share a prompt.
 
     `attached`: the request is somebody else's; what lies before `from_token` is known already.
     """
 
     heading: Heading
-    ids: str
+    ids: Sequence[str]
     stream: bool
     include_usage: bool = False
     n: int = 1
@@ -88,7 +87,7 @@ class Telling(Response):
         try:
             await while_there(receive, self._tell(send), self._within_s + LAST_WORDS_S)
         except ApiError as e:  # nothing was sent yet
-            await e.response({ID_HEADER: self._manner.ids})(scope, receive, send)
+            await e.response({ID_HEADER: ",".join(self._manner.ids)})(scope, receive, send)
 
     async def _tell(self, send: Send) -> None:
         outcome = "left"
@@ -181,8 +180,8 @@ class Telling(Response):
         elif isinstance(error, LogClosed) and self._manner.stream:
             joined.run_on = True  # another gateway can go on telling
             ways = (
-                f"GET /v1/streams/{reply.request_id}?from={choice.tokens}"
-                for reply, choice in zip(joined.replies, self._choices, strict=True)
+                f"GET /v1/streams/{stream_id}?from={choice.tokens}"
+                for stream_id, choice in zip(self._manner.ids, self._choices, strict=True)
             )
             return stopping(f"this gateway is stopping; another one goes on: {', '.join(ways)}")
         return of_error(error)
@@ -192,7 +191,7 @@ class Telling(Response):
         return max(0.0, self._until - self._clock.now())
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        headers = [*headers, (ID_HEADER.encode(), self._manner.ids.encode())]
+        headers = [*headers, (ID_HEADER.encode(), ",".join(self._manner.ids).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 

@@ -374,6 +374,19 @@ def test_a_wrong_parameter_is_named(query: str, param: str) -> None:
 
 
 @in_world
+async def test_an_id_stands_in_headers_as_in_urls(world: World) -> None:
+    house = await House.open(world)
+    await house.listed()
+    house.end("a, é\t", "stop")
+    url = "/v1/streams/a%2C%20%C3%A9%09"
+    answer = await house.ask("GET", url).done()
+    assert answer.status == 200
+    assert answer.headers["x-kvlane-id"] == url.rsplit("/", 1)[1]
+    forged = await house.ask("GET", "/v1/streams/a%0D%0Aset-cookie:%20b=c").done()
+    assert "set-cookie" not in forged.headers
+
+
+@in_world
 async def test_an_id_that_is_too_long_is_no_id(world: World) -> None:
     house = await House.open(world)
     assert (await house.ask("GET", "/v1/streams/" + "x" * 300).done()).status == 400
