@@ -16,25 +16,30 @@ from app.http.errors import ApiError, of_error, of_preprocess_error
 from app.http.front import Front
 from app.http.generation import Generation
 from app.http.parts import Parts
+from app.http.schema import described
 from app.http.served import ServedModel
 from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded
 
 JSON = "application/json"
+_STREAM = "/v1/streams/{request_id:path}"
 
 
 def build(parts: Parts) -> FastAPI:
     """The application of one gateway."""
     api = FastAPI(title="kvlane", docs_url=None, redoc_url=None)
     generation, attachment, plain = Generation(parts), Attachment(parts), Plain(parts)
-    api.add_api_route("/v1/chat/completions", generation.chat, methods=["POST"])
-    api.add_api_route("/v1/completions", generation.complete, methods=["POST"])
-    api.add_api_route("/v1/streams/{request_id:path}", attachment.attach, methods=["GET"])
-    api.add_api_route("/v1/streams/{request_id:path}", attachment.cancel, methods=["DELETE"])
-    api.add_api_route("/v1/models", plain.models, methods=["GET"])
-    api.add_api_route("/v1/models/{name:path}", plain.model, methods=["GET"])
-    api.add_api_route("/livez", plain.livez, methods=["GET"])
-    api.add_api_route("/readyz", plain.readyz, methods=["GET"])
-    api.add_api_route("/metrics", plain.metrics, methods=["GET"])
+    for method, path, handler, meaning in (
+        ("POST", "/v1/chat/completions", generation.chat, "Answer a chat"),
+        ("POST", "/v1/completions", generation.complete, "Complete a text"),
+        ("GET", _STREAM, attachment.attach, "Go on with a stream: from, form, stream"),
+        ("DELETE", _STREAM, attachment.cancel, "End a stream"),
+        ("GET", "/v1/models", plain.models, "The models that are served"),
+        ("GET", "/v1/models/{name:path}", plain.model, "One of the models that are served"),
+        ("GET", "/livez", plain.livez, "Whether this process is worth keeping"),
+        ("GET", "/readyz", plain.readyz, "Whether requests should be sent here"),
+        ("GET", "/metrics", plain.metrics, "Figures for Prometheus"),
+    ):
+        api.add_api_route(path, handler, methods=[method], summary=meaning, description=meaning)
     api.add_exception_handler(ApiError, _api_error)
     for kind in (InvalidPrompt, Overloaded, BadModel):
         api.add_exception_handler(kind, _preprocess_error)
@@ -42,6 +47,7 @@ def build(parts: Parts) -> FastAPI:
     api.add_exception_handler(ClientDisconnect, _left)
     api.add_exception_handler(Exception, _unforeseen)
     api.add_middleware(Front, metrics=parts.metrics)
+    api.openapi = described(api)  # type: ignore[method-assign]
     return api
 
 

@@ -546,3 +546,33 @@ async def test_the_tokens_on_the_log_are_those_of_the_prompt(world: World) -> No
     house.complete([104, 105])
     (request,) = await house.published()
     assert request.token_ids[:8] == pack_tokens([104, 105])
+
+
+# --- the description of it all --------------------------------------------------------------------
+
+
+def references(value: Any) -> list[str]:
+    """Every reference in a JSON value."""
+    if isinstance(value, list):
+        return [found for item in value for found in references(item)]
+    if not isinstance(value, dict):
+        return []
+    here = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+    return here + [found for item in value.values() for found in references(item)]
+
+
+@in_world
+async def test_the_surface_describes_itself(world: World) -> None:
+    house = await House.open(world)
+    described = (await house.ask("GET", "/openapi.json").done()).json
+    schemas = described["components"]["schemas"]
+    for reference in references(described):
+        assert reference.rsplit("/", 1)[1] in schemas
+    chat = described["paths"]["/v1/chat/completions"]["post"]
+    body = chat["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/ChatBody"}
+    assert "messages" in schemas["ChatBody"]["required"]
+    for operations in described["paths"].values():
+        for operation in operations.values():
+            assert "default" in operation["responses"]
+            assert "422" not in operation["responses"]
