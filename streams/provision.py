@@ -19,6 +19,7 @@ from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 from streams.codecs import decode, encode
 from streams.errors import BrokerUnavailable, PositionLost, RecordError, TopicsDiffer
 from streams.kafka import KafkaLog
+from streams.kafka_client import RETRY_S
 from streams.ports import Log, Partition
 from streams.records import Deployment
 from streams.topics import LANES, REGISTRY, TOPICS, Topic
@@ -187,6 +188,7 @@ async def _create(
     replication: int,
     min_insync: int,
 ) -> None:
+    await _wait_for_controller(admin)
     answer = await admin.create_topics(
         [
             NewTopic(
@@ -204,6 +206,14 @@ async def _create(
             raise TopicsDiffer(f"topic {name} cannot be created: {message or error.__name__}")
 
 
+async def _wait_for_controller(admin: AIOKafkaAdminClient) -> None:
+    """Wait until one is elected; the client knows no error for there being none."""
+    while True:
+        if (await admin.describe_cluster())["controller_id"] >= 0:
+            return
+        await asyncio.sleep(RETRY_S)
+
+
 async def _wait_until_led(admin: AIOKafkaAdminClient, prefix: str) -> None:
     """Wait until every partition has a leader, so that the next append finds one."""
     wanted = {t.name for t in TOPICS}
@@ -216,7 +226,7 @@ async def _wait_until_led(admin: AIOKafkaAdminClient, prefix: str) -> None:
         }
         if wanted <= led:
             return
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(RETRY_S)
 
 
 async def _settings(

@@ -37,7 +37,8 @@ def node(broker: JvmBroker) -> Iterator[Node]:
     yield node
     node.resume()
     if not node.alive:
-        node.start()
+        node.spawn()
+    node.wait_ready()
 
 
 @pytest.fixture
@@ -46,7 +47,12 @@ async def log(broker: JvmBroker, node: Node, topic_prefix: str) -> AsyncIterator
     admin = AIOKafkaAdminClient(bootstrap_servers=broker.bootstrap_servers)
     await admin.start()
     ledger = NewTopic(topic_prefix + LEDGER, PARTITIONS, 1, topic_configs=config)
-    await admin.create_topics([ledger])
+    async with asyncio.timeout(30):
+        while True:  # one that was paused is not counted on for a moment
+            created = await admin.create_topics([ledger])
+            if not any(code for _, code, *_ in created.topic_errors):
+                break
+            await asyncio.sleep(0.2)
     await admin.close()
     log = KafkaLog(
         Connection(
