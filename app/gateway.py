@@ -12,22 +12,27 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
 from app.http import api
 from app.http.health import Health
+from app.http.library import Library
 from app.http.metrics import Metrics
 from app.http.parts import Parts
 from app.http.served import Served
 from app.http.server import Server
 from app.http.streams import Streams
 from app.lifetime import Lifetime, serve
+from app.preprocess.artifacts import Artifacts
+from app.preprocess.pool import Pool, Threads
 from app.routing.fleet import Fleet
 from app.settings import Settings
 from streams.follow import Follower
-from streams.ports import Log
+from streams.ports import Log, Partition
+from streams.records import Fact
 from streams.topics import REGISTRY
 
 if TYPE_CHECKING:
@@ -43,20 +48,31 @@ class Gateway:
     """One gateway; any number of them stand behind one address."""
 
     def __init__(
-        self, log: Log, settings: Settings, life: Lifetime, rng: random.Random | None = None
+        self,
+        log: Log,
+        settings: Settings,
+        life: Lifetime,
+        rng: random.Random | None = None,
+        pool: Pool | None = None,
     ) -> None:
-        """Without `rng`, ids are drawn so that they cannot be guessed."""
+        """Without `rng`, ids are drawn so that they cannot be guessed. `pool`: for tokenising."""
         self._life = life
         self._settings = settings
         fleet = Fleet()
-        served = Served(fleet)
-        self._registry = Follower(log, fleet, [REGISTRY], life.clock, on_applied=served.applied)
+        self._served = served = Served(fleet)
+        self._registry = Follower(log, fleet, [REGISTRY], life.clock, on_applied=self._applied)
+        self._threads = Threads()
+        pool = pool or self._threads
+        artifacts = Artifacts(log, life.clock, pool, settings.cache_dir / "artifacts")
+        self._library = Library(served, artifacts, pool, life)
         self._streams = Streams(log, settings, life, rng)
         self._health = Health(log, self._streams, self._registry, life)
         self._metrics = Metrics()
         self._metrics.under_way.set_function(lambda: self._streams.open)
         self._metrics.caught_up.labels(fleet.name).set_function(lambda: self._registry.caught_up)
-        self.parts = Parts(settings, life, self._streams, served, self._health, self._metrics)
+        self.parts = Parts(
+            settings, life, self._streams, served, self._library, self._health, self._metrics
+        )
         self.http: FastAPI = api.build(self.parts)
         self._server: Server | None = None
 
@@ -78,8 +94,15 @@ class Gateway:
         await self._streams.start()
         self._life.spawn("registry", self._registry.run())
         await self._registry.wait_caught_up()
+        self._library.refresh()
         self._life.spawn("probe", self._health.probe())
         self._life.spawn("loop delay", self._metrics.watch_loop(self._life.clock))
+
+    def _applied(self, source: Partition, facts: Sequence[Fact]) -> None:
+        """Records of the registry were folded."""
+        self._served.applied(source, facts)
+        if self._registry.caught_up:  # before, most of what is read is over already
+            self._library.refresh()
 
     async def stop(self) -> None:
         """Take nothing new; let answers end within the grace, the others go on elsewhere."""
@@ -90,6 +113,7 @@ class Gateway:
         await self._streams.idle(FAREWELL_S)
         if self._server is not None:
             await self._server.stop()
+        self._threads.close()
 
 
 def __getattr__(name: str) -> FastStream:

@@ -8,6 +8,7 @@ from typing import Any
 from app.engine.echo import EchoEngine
 from app.gateway import Gateway
 from app.lifetime import Lifetime
+from app.preprocess.pool import Inline
 from app.router import Router
 from app.settings import Settings
 from app.worker import Worker
@@ -20,10 +21,13 @@ from tests.worlds import World
 
 CONTEXT = 512
 STEP_S = 0.02
+NOWHERE = "/dev/null/cache"
+"""Nothing can be kept there: what is loaded comes from the log."""
 
 
 def settings_of(**over: Any) -> Settings:
-    return Settings(**({"worker_id": "-", "router_id": "-", "heartbeat_s": 1.0} | over))
+    fields = {"worker_id": "-", "router_id": "-", "cache_dir": NOWHERE} | over
+    return Settings(**fields)
 
 
 class House:
@@ -39,7 +43,7 @@ class House:
     async def open(world: World, name: str = "g1", **over: Any) -> House:
         life = Lifetime(name, world.clock, random.Random(name))
         rng = random.Random(f"ids of {name}")
-        gateway = Gateway(await world.connect(name), settings_of(**over), life, rng)
+        gateway = Gateway(await world.connect(name), settings_of(**over), life, rng, Inline())
         await gateway.open()
         return House(world, gateway, life)
 

@@ -14,7 +14,6 @@ from app.http.answers import Choice, Heading, Kind
 from app.http.errors import invalid
 from app.http.front import Bodies
 from app.http.joined import asking
-from app.http.models import ByteModel, Model
 from app.http.parts import MARGIN_S, Parts
 from app.http.telling import Manner, Telling
 from app.preprocess import openai
@@ -49,7 +48,8 @@ class Generation:
         began_at = parts.life.clock.now()
         async with self._bodies.read(request) as body:
             asked = openai.read(kind, fields_of(body), request.headers)
-            prepared = await self._model(asked.model).prepare(asked)
+            model = await parts.library.model(kind, asked.model)
+            prepared = await model.prepare(asked)
         parts.streams.check(len(prepared.requests) * asked.n)
         asks = self._asks(prepared.requests, asked.n)
         manner = Manner(
@@ -68,12 +68,6 @@ class Generation:
             parts.settings.deadline_s + MARGIN_S,
             began_at,
         )
-
-    def _model(self, name: str) -> Model:
-        if not name:
-            raise invalid("model: is needed", "model")
-        served = self._parts.served.model(name)
-        return ByteModel(served.name, served.context_length)
 
     def _choices(self, asked: Asked, prepared: Prepared) -> list[Choice]:
         choices = []

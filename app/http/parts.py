@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from app.http.health import Health
+from app.http.library import Library
 from app.http.metrics import Metrics
 from app.http.served import Served
 from app.http.streams import Streams
@@ -22,5 +23,6 @@ class Parts(NamedTuple):
     life: Lifetime
     streams: Streams
     served: Served
+    library: Library
     health: Health
     metrics: Metrics

@@ -21,11 +21,15 @@ REMEMBERED = 10_000
 
 
 class ServedModel(NamedTuple):
-    """A model with a live worker. `created`: seconds since 1970 of its oldest card."""
+    """A model with a live worker. `created`: seconds since 1970 of its oldest worker's card.
+
+    `card` is the model's own, if it has one; the context is the shortest of its workers.
+    """
 
     name: str
     created: int
     context_length: int | None
+    card: ModelCard | None
 
 
 class Served:
@@ -82,7 +86,10 @@ class Served:
             members: dict[str, list[Member]] = {}
             for member in self._members():
                 members.setdefault(member.card.model, []).append(member)
-            self._models = {name: _served(name, members[name]) for name in sorted(members)}
+            cards = self._fleet.models
+            self._models = {
+                name: _served(name, members[name], cards.get(name)) for name in sorted(members)
+            }
             self._as_of = position
         return self._models
 
@@ -93,6 +100,7 @@ class Served:
                 yield member
 
 
-def _served(name: str, members: Sequence[Member]) -> ServedModel:
+def _served(name: str, members: Sequence[Member], card: ModelCard | None) -> ServedModel:
     lengths = [m.card.config.context_length for m in members if m.card.config.context_length]
-    return ServedModel(name, min(m.since_ms for m in members) // 1000, min(lengths, default=None))
+    created = min(m.since_ms for m in members) // 1000
+    return ServedModel(name, created, min(lengths, default=None), card)

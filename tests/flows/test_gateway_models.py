@@ -1,0 +1,151 @@
+"""Models with a tokenizer and a template of their own, from the log, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.http.library import KEPT, RETRY_S
+from app.preprocess.artifacts import Artifacts
+from app.preprocess.loaded import publish
+from app.preprocess.modelfolder import DEMO
+from app.preprocess.pool import Inline
+from app.preprocess.tokenizer import Tokenizer
+from streams.codecs import unpack_tokens
+from streams.records import Artifact, ModelCard, Request, Tombstone
+from streams.topics import REGISTRY
+from tests.gateways import CONTEXT, House
+from tests.worlds import World, in_world, play
+
+
+async def publish_model(world: World, name: str = "demo", **over: Any) -> ModelCard:
+    artifacts = Artifacts(await world.connect("publisher"), world.clock, Inline(), None)
+    card = await publish(name, DEMO, artifacts, **({"context_length": CONTEXT} | over))
+    world.append(REGISTRY, 0, card, key=f"model/{name}")
+    return card
+
+
+def text_of(request: Request) -> str:
+    tokenizer = Tokenizer((DEMO / "tokenizer.json").read_bytes(), Inline())
+    return tokenizer.decode(unpack_tokens(request.token_ids), skip_special=False)
+
+
+@in_world
+async def test_a_chat_is_rendered_by_the_template_of_its_model(world: World) -> None:
+    house = await House.open(world)
+    card = await publish_model(world)
+    await house.listed()
+    house.chat("how are you?")
+    (request,) = await house.published()
+    assert "how are you?" in text_of(request)
+    assert len(text_of(request)) > len("how are you?"), "markers stand around it"
+    tokens = len(request.token_ids) // 4
+    assert tokens < len(text_of(request))
+    assert request.stop.max_tokens == CONTEXT - tokens
+    assert request.mdc_sum == card.checksum
+    assert request.eos_token_ids == card.eos_token_ids
+
+
+@in_world
+async def test_a_model_is_loaded_before_its_first_request(world: World) -> None:
+    house = await House.open(world)
+    await publish_model(world)
+    await house.listed()
+    (load,) = house.gateway._library._loads.values()
+    await world.until(load.done)
+    world.faults.unanswered.add("offsets")  # its files could not be read any more
+    house.chat()
+    await house.published()
+
+
+@in_world
+async def test_a_model_that_was_there_before_the_gateway_is_loaded(world: World) -> None:
+    await publish_model(world)
+    first = await House.open(world)
+    await first.listed()
+    house = await House.open(world, "g2")
+    assert len(house.gateway._library._loads) == 1
+    assert (await house.ask("GET", "/v1/models").done()).json["data"][0]["id"] == "demo"
+
+
+@in_world
+async def test_a_prompt_is_held_against_the_context_in_tokens_of_its_model(world: World) -> None:
+    house = await House.open(world)
+    await publish_model(world, context_length=64)
+    await house.listed()
+    taken = house.complete("word " * 40)
+    await house.published()
+    taken.leave()
+    refused = await house.complete("word " * 400).done()
+    assert refused.status == 400
+    assert "64" in refused.error["message"]
+
+
+@in_world
+async def test_a_model_whose_files_are_missing_is_unavailable_until_they_come(
+    world: World,
+) -> None:
+    house = await House.open(world)
+    whole = await publish_model(world, "other")
+    missing = Artifact(sha256="0" * 64, size=10)
+    broken = ModelCard(name="demo", tokenizer=missing, checksum="x")
+    world.append(REGISTRY, 0, broken, key="model/demo")
+    await house.listed()
+    answer = await house.chat().done()
+    assert (answer.status, answer.error["code"]) == (503, "model_unavailable")
+    assert answer.error["param"] == "model"
+    assert house.life.failed is None
+    repaired = ModelCard(name="demo", tokenizer=whole.tokenizer, checksum="y")
+    world.append(REGISTRY, 0, repaired, key="model/demo")
+    await world.sleep(1)
+    house.complete("hi")
+    await house.published()
+
+
+@in_world
+async def test_a_model_that_could_not_be_loaded_is_tried_again(world: World) -> None:
+    house = await House.open(world)
+    await publish_model(world)
+    world.faults.unanswered.add("offsets")
+    await house.listed()
+    assert (await house.chat().done()).status == 503
+    world.faults.unanswered.clear()
+    assert (await house.chat().done()).status == 503, "not at once"
+    await world.sleep(RETRY_S)
+    house.chat()
+    await house.published()
+
+
+@pytest.mark.parametrize(
+    ("kind", "chat", "completion"),
+    [("tokens", 0, 0), ("chat", 0, 400), ("completion", 400, 0), ("embedding", 400, 400)],
+)
+def test_a_model_answers_what_its_card_says(kind: Any, chat: int, completion: int) -> None:
+    async def scenario(world: World) -> None:
+        house = await House.open(world)
+        world.append(REGISTRY, 0, ModelCard(name="demo", kind=kind), key="model/demo")
+        await house.listed()
+        asked = [house.chat(), house.complete()]
+        await world.sleep(1)
+        assert [exchange.status for exchange in asked] == [chat, completion]
+        for exchange in asked:
+            if exchange.status:
+                assert exchange.error["code"] == "model_not_supported"
+
+    play(scenario)
+
+
+@in_world
+async def test_models_that_are_not_served_any_more_are_let_go(world: World) -> None:
+    house = await House.open(world)
+    for number in range(KEPT + 4):
+        name = f"m{number}"
+        await publish_model(world, name, context_length=100 + number)
+        epoch = house.card(name, f"w{number}")
+        await world.until(lambda name=name: name in house.models())  # type: ignore[misc]
+        await world.sleep(1)
+        tombstone = Tombstone(key=f"worker/w{number}", epoch=epoch)
+        world.append(REGISTRY, 0, tombstone, key=f"worker/w{number}")
+    await world.sleep(1)
+    assert len(house.gateway._library._loads) == KEPT
