@@ -35,6 +35,11 @@ class Joined:
         self._first: Piece | None = None
 
     @property
+    def goes_on(self) -> bool:
+        """Whether there is more to take."""
+        return bool(self._open)
+
+    @property
     def unfinished(self) -> list[Reply]:
         """The replies whose last piece was not taken."""
         return list(self._open.values())

@@ -108,7 +108,7 @@ class Telling(Response):
                         pace.report(self._metrics, choice.tokens)
 
     async def _tell_whole(self, joined: Joined, send: Send) -> None:
-        while joined.unfinished:
+        while joined.goes_on:
             with suppress(TimeoutError):
                 await self._take(joined, self._left_s)
         told = answers.whole(self._manner.heading, self._choices, self._manner.n)
@@ -136,7 +136,7 @@ class Telling(Response):
         manner = self._manner
         heading, with_usage, n = manner.heading, manner.include_usage, manner.n
         one = len(self._choices) == 1  # a position in several answers has no name
-        while joined.unfinished:
+        while joined.goes_on:
             try:
                 index, piece = await self._take(joined, min(KEEP_ALIVE_S, self._left_s))
             except TimeoutError:
