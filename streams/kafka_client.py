@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer
@@ -136,6 +138,7 @@ class LazyConsumer:
 
     async def _start(self) -> AIOKafkaConsumer:
         consumer = AIOKafkaConsumer(**self._options)
+        _mend(consumer)
         try:
             await consumer.start()
         except BaseException:
@@ -147,6 +150,27 @@ class LazyConsumer:
         task = asyncio.create_task(end_consumer(consumer, self._grace_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+def _mend(consumer: AIOKafkaConsumer) -> None:
+    """Make the client notice polls that end by an error or by cancellation.
+
+    It counts those under way without a `finally`: after one of these, a member that is never
+    polled again would stay in its group for ever.
+    """
+    state = consumer._subscription  # noqa: SLF001
+
+    @contextmanager
+    def fetch_context() -> Iterator[None]:
+        state._fetch_count += 1  # noqa: SLF001
+        try:
+            yield
+        finally:
+            state._fetch_count -= 1  # noqa: SLF001
+            if state._fetch_count == 0:  # noqa: SLF001
+                state._last_fetch_ended = time.monotonic()  # noqa: SLF001  # the client's clock
+
+    state.fetch_context = fetch_context
 
 
 async def end_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -186,7 +184,6 @@ class KafkaMember:
                 return None
             if consumer is None or self._closed:
                 return None
-            _mend(consumer)
             self._consumer = consumer
             self._unsettled_from = asyncio.get_running_loop().time()
             topic = self._kafka.prefix + self._topic
@@ -342,24 +339,3 @@ class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
 
     def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
         self._member.given(self._consumer, assigned)
-
-
-def _mend(consumer: AIOKafkaConsumer) -> None:
-    """Make the client notice a poll that ended by an error or by cancellation.
-
-    It counts polls under way without a `finally`. One such poll, and a member that is never
-    polled again would stay in its group for ever.
-    """
-    state = consumer._subscription  # noqa: SLF001
-
-    @contextmanager
-    def fetch_context() -> Iterator[None]:
-        state._fetch_count += 1  # noqa: SLF001
-        try:
-            yield
-        finally:
-            state._fetch_count -= 1  # noqa: SLF001
-            if state._fetch_count == 0:  # noqa: SLF001
-                state._last_fetch_ended = time.monotonic()  # noqa: SLF001  # the client's clock
-
-    state.fetch_context = fetch_context

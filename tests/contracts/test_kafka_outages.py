@@ -27,7 +27,11 @@ PATIENCE_S = 3 * REQUEST_TIMEOUT_S  # of an append
 @pytest.fixture(scope="module")
 def broker() -> Iterator[JvmBroker]:
     """A broker of this module's own, since it is hurt."""
-    with obtain("jvm", report=lambda _: None) as broker:
+    try:
+        broker = obtain("jvm", report=lambda _: None)
+    except BrokerUnavailable as reason:
+        pytest.fail(f"no broker: {reason}", pytrace=False)
+    with broker:
         yield broker
 
 

@@ -7,6 +7,7 @@ import logging
 import ssl
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,7 @@ class Refusing:
 
     def __init__(self, **options: Any) -> None:
         self.options.append(options)
+        self._subscription = SimpleNamespace()
 
     async def start(self) -> None:
         raise KafkaConnectionError("nobody there")
