@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -71,7 +71,7 @@ def run(
     return Report("faults", [row], bars)
 
 
-def replay(seed: int, about: str = "", mutation: str = "") -> Iterator[str]:
+def replay(seed: int, about: str = "", mutation: str = "") -> str:
     """A seed's history, one line an event, then what is wrong with it.
 
     With `about`, records of other requests are left out.
@@ -80,7 +80,4 @@ def replay(seed: int, about: str = "", mutation: str = "") -> Iterator[str]:
     from app.faults.simulation import simulate
 
     with applied(mutation):
-        verdict = simulate(seed)
-    yield from verdict.history.lines(about)
-    yield f"{verdict.shape}"
-    yield from verdict.problems or ("nothing is wrong",)
+        return simulate(seed).report(about)

@@ -43,8 +43,7 @@ def faults(
     if unknown := set(filter(None, without.split("+"))) - MUTATIONS.keys():
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: one of {', '.join(MUTATIONS)}")
     if replay is not None:
-        for line in history(replay, about, without):
-            typer.echo(line)
+        typer.echo(history(replay, about, without))
     elif not _faults(seeds, first, jobs, json, without):
         raise typer.Exit(1)
 

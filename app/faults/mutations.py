@@ -30,13 +30,25 @@ Replacement = tuple[object, str, Any]
 """Whose attribute, its name, what stands there instead."""
 
 
+class Cover(NamedTuple):
+    """Why the loss of a rule does no visible harm as long as another one (`by`) is kept."""
+
+    by: str
+    because: str
+
+
 class Mutation(NamedTuple):
-    """One or more rules taken away. `covered_by`: why a rule alone is not missed, if it is not."""
+    """A rule taken away. One that is covered is to be found together with what covers it."""
 
     name: str
     without: str
     make: Callable[[], Iterable[Replacement]]
-    covered_by: str = ""
+    covered: Cover | None = None
+
+    @property
+    def to_be_found(self) -> str:
+        """What the simulation has to find: the mutation alone, or with its cover taken away."""
+        return f"{self.name}+{self.covered.by}" if self.covered else self.name
 
 
 @contextmanager
@@ -279,23 +291,52 @@ MUTATIONS: dict[str, Mutation] = {
     m.name: m
     for m in (
         Mutation("edge", "level-triggered obligations", _only_on_change),
-        Mutation("newest-run", "obligations of each run", _newest_run_speaks),
+        Mutation(
+            "newest-run",
+            "obligations of each run",
+            _newest_run_speaks,
+            Cover(
+                "no-barrier",
+                "an attempt has two runs only where two routers decided it, and a "
+                "router that reads the ledger before it serves knows the first decision",
+            ),
+        ),
         Mutation("no-verify", "looking for runs that are missing", _nobody_looks_for_missing_runs),
         Mutation("count-refusals", "free worker_full", _refusals_count_as_failures),
         Mutation("cancel-early", "Cancel done after its Ended", _cancel_done_when_read),
         Mutation("no-fencing", "Fencing before Fence", _fence_without_fencing),
         Mutation("no-fence", "Fence before gathering", _no_fence),
         Mutation("no-started", "Started before the first Chunk", _no_started),
-        Mutation("finished-once", "Finished until acknowledged", _finished_once),
+        Mutation(
+            "finished-once",
+            "Finished until acknowledged",
+            _finished_once,
+            Cover("no-verify", "a run that ended unheard is missing from its worker's heartbeat"),
+        ),
         Mutation("ended-first", "End before Ended", _ended_before_end),
-        Mutation("no-barrier", "the barrier on take-over", _no_barrier_on_take_over),
+        Mutation(
+            "no-barrier",
+            "the barrier on take-over",
+            _no_barrier_on_take_over,
+            Cover("newest-run", "what is decided twice has twin runs, and each is answered for"),
+        ),
         Mutation("commit-early", "low-water commits", _commit_early),
-        Mutation("highest-from", "the lowest responses_from", _highest_responses_from),
+        Mutation(
+            "highest-from",
+            "the lowest responses_from",
+            _highest_responses_from,
+            Cover("no-barrier", "as for newest-run: one decision has one responses_from"),
+        ),
         Mutation("past-fence", "gathering to the first Fence", _gather_past_the_first_fence),
         Mutation("finished-early", "Finished after the last ack", _finished_before_the_last_ack),
         Mutation("go-on", "fail-stop after a lost Chunk", _go_on_after_a_lost_chunk),
         Mutation("last-words", "silence after one's own Lost", _last_words_when_lost),
-        Mutation("card-first", "slot position before the card", _card_before_slot_position),
+        Mutation(
+            "card-first",
+            "slot position before the card",
+            _card_before_slot_position,
+            Cover("no-verify", "an assignment that was skipped is found as one that never starts"),
+        ),
         Mutation("same-epoch", "a new epoch for each life", _epoch_used_again),
         Mutation("zombies", "skipping Chunks of lower attempts", _zombies_are_believed),
     )

@@ -43,6 +43,11 @@ class Verdict:
     def __post_init__(self) -> None:
         self.kinds = frozenset(p.partition(":")[0] for p in self.problems)
 
+    def report(self, about: str = "") -> str:
+        """The history, of one request only if asked so, and what is wrong in the end."""
+        wrong = self.problems or ["nothing is wrong"]
+        return "\n".join([*self.history.lines(about), f"seed {self.seed}: {self.shape}", *wrong])
+
 
 def simulate(seed: int) -> Verdict:
     """Run one seed."""

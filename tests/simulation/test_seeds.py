@@ -1,0 +1,77 @@
+"""Whole deployments under seeded faults. A seed that fails prints its history and replays exactly:
+`kvlane bench faults --replay SEED`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from app.faults.simulation import simulate
+
+SEEDS = 100
+AT_ONCE = 10
+
+FOUND_A_BUG = (112, 244, 284, 752)
+"""Seeds that once found something; what each of them found has a test of its own as well."""
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
+def test_every_request_ends_once_and_right(first: int) -> None:
+    for seed in range(first, first + AT_ONCE):
+        verdict = simulate(seed)
+        assert not verdict.problems, verdict.report()
+
+
+@pytest.mark.parametrize("seed", FOUND_A_BUG)
+def test_old_bugs_stay_away(seed: int) -> None:
+    verdict = simulate(seed)
+    assert not verdict.problems, verdict.report()
+
+
+def test_seed_replays_exactly() -> None:
+    assert [simulate(s).history.digest() for s in range(5)] == [
+        simulate(s).history.digest() for s in range(5)
+    ]
+
+
+def test_seeds_differ() -> None:
+    assert len({simulate(s).history.digest() for s in range(5)}) == 5
+
+
+def test_seed_replays_in_other_processes() -> None:
+    """Their sets of strings are in another order."""
+    script = "from app.faults.simulation import simulate as s\nprint(s(1).history.digest())"
+    digests = set()
+    for hash_seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        digests.add(done.stdout.strip())
+    assert digests == {simulate(1).history.digest()}
+
+
+def test_report_tells_the_story_of_one_request() -> None:
+    lines = simulate(3).report(about="r2").splitlines()
+    assert any("Request id=r2" in line for line in lines)
+    assert not any("id=r1" in line for line in lines)
+    assert lines[-1] == "nothing is wrong"
+
+
+def test_faults_really_happen() -> None:
+    """The seeds above would prove little if the weather were fine."""
+    stories = "\n".join(simulate(seed).report() for seed in range(20))
+    for deed in (
+        "is killed", "is paused", "accuses", "the group gives up", "is asked to stop",
+        "the broker is down", "unreadable", "is cut below", "NameTaken", "EngineDead",
+        "Fencing", "End id=", "worker_full", "reason=broken", "reason=lost", "Cancel id=",
+    ):  # fmt: skip
+        assert deed in stories, deed
