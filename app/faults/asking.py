@@ -13,10 +13,10 @@ from typing import NamedTuple
 from app.engine.echo import echo_answer
 from app.faults.vtime import VirtualClock, process_context
 from app.faults.world import World
-from app.preprocess.byte_level import ASSISTANT, Detokenizer
+from app.preprocess.byte_level import ASSISTANT
 from streams.codecs import pack_tokens
 from streams.outbox import Outbox
-from streams.records import Cancel, Request, StopConditions
+from streams.records import Cancel, Refused, Request, StopConditions
 from streams.topics import REQUESTS
 
 TEXTS = ("abc", "kvlane", "né", "→✓", "a", "tokens, please")
@@ -26,12 +26,12 @@ ENDLESS = 2000
 
 
 class Question(NamedTuple):
-    """One request, and the whole answer that is due."""
+    """One request, and the whole answer that is due. `refused`: a preprocessor turned it down."""
 
     request: Request
     tokens: list[int]
-    text: str
     cancelled: bool
+    refused: bool
 
     @property
     def hurried(self) -> bool:
@@ -43,7 +43,7 @@ class Publication(NamedTuple):
     """A record to publish, `at` seconds after the start."""
 
     at: float
-    record: Request | Cancel
+    record: Request | Cancel | Refused
 
 
 class Asking:
@@ -70,13 +70,12 @@ class Asking:
             stop=StopConditions(max_tokens=max_tokens),
         )
         tokens = echo_answer(prompt, max_tokens)
-        text = Detokenizer()
-        self.questions[request_id] = Question(
-            request, tokens, text.push(tokens) + text.end(), cancelled
-        )
-        self._publications.append(Publication(at, request))
+        refused = rng.random() < 0.06
+        record = Refused(id=request_id, code="invalid") if refused else request
+        self._publications.append(Publication(at, record))
         while rng.random() < 0.2:
-            self._publications.append(Publication(at + rng.expovariate(0.3), request))
+            self._publications.append(Publication(at + rng.expovariate(0.3), record))
+        self.questions[request_id] = Question(request, tokens, cancelled, refused)
         if cancelled:
             cancel = Cancel(id=request_id, reason="of the client")
             for _ in range(rng.choice((1, 1, 2))):
@@ -104,7 +103,7 @@ class Asking:
 
 
 async def _publish_after(
-    before: asyncio.Task[None] | None, outbox: Outbox, record: Request | Cancel
+    before: asyncio.Task[None] | None, outbox: Outbox, record: Request | Cancel | Refused
 ) -> None:
     """A client cancels what it knows to be asked: a Cancel that comes first is about nothing."""
     if before is not None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from app.engine.contract import EngineDead
 from app.faults.asking import Asking, Question
 from app.faults.world import World
+from app.preprocess.byte_level import Detokenizer
 from app.router import Router
 from app.routing.load import UNCOUNTED, Load
 from app.worker import NameTaken
@@ -97,18 +98,25 @@ def _misread(question: Question, seen: Transcript, causes: _Causes) -> Iterator[
         yield f"hole: {request_id} lost {seen.holes} times a Chunk"
     code = seen.end.code if seen.end is not None else seen.finish_reason
     whole = code in ("stop", "length")
+    if question.refused and (seen.shown or whole):
+        yield f"refused: {request_id} was refused and has an answer"
     due = question.tokens if whole else question.tokens[: seen.shown]
     if seen.tokens != due:
         yield f"wrong: {request_id} ({code}) shows {seen.tokens}, due is {question.tokens}"
-    elif not question.text.startswith(seen.text) or (
-        # An End has no text: a character that was cut off by the limit stays unsaid then.
-        seen.end is None and whole and seen.text != question.text
-    ):
-        yield f"text: {request_id} ({code}) shows {seen.text!r}, due is {question.text!r}"
+    elif seen.text not in _texts(seen):
+        yield f"text: {request_id} ({code}) shows {seen.text!r} for {seen.tokens}"
     elif whole and (code == "length") != (question.request.stop.max_tokens is not None):
         yield f"code: {request_id} ends as {code}"
     if not whole and not causes.justify(question, str(code)):
         yield f"causeless: {request_id} ends as {code}"
+
+
+def _texts(seen: Transcript) -> tuple[str, ...]:
+    """What the tokens shown may read as; an End leaves a character that was cut off unsaid."""
+    text = Detokenizer()
+    said = text.push(seen.tokens)
+    whole = said + text.end()
+    return (whole,) if seen.end is None else (said, whole)
 
 
 class _Causes:
@@ -125,17 +133,20 @@ class _Causes:
 
     def justify(self, question: Question, code: str) -> bool:
         request_id = question.request.id
-        if code == "cancelled":
-            return question.cancelled
-        if code in ("deadline", "no_workers"):
-            return question.hurried
-        if code == "attempts":
-            return len(self._failed[request_id]) >= self._world.settings.max_attempts
-        if code == "lost":
-            lane = lane_of(request_id, self._world.shape.lanes)
-            cut = self._world.truncated
-            return Partition(RESPONSES, lane) in cut or Partition(REQUESTS, lane) in cut
-        return False
+        settings, cut = self._world.settings, self._world.truncated
+        lane = lane_of(request_id, self._world.shape.lanes)
+        engines = [node.engine for node in self._world.nodes if node.engine is not None]
+        causes = {
+            "cancelled": question.cancelled,
+            "deadline": question.hurried,
+            "no_workers": question.hurried,
+            "attempts": len(self._failed[request_id]) >= settings.max_attempts,
+            "lost": Partition(RESPONSES, lane) in cut or Partition(REQUESTS, lane) in cut,
+            "invalid": question.refused,
+            "queue_full": self._world.shape.cramped,
+            "error": any(request_id in engine.refused for engine in engines),
+        }
+        return causes.get(code, False)
 
 
 # --- what routers hold ---------------------------------------------------------------------------

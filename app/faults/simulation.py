@@ -24,7 +24,7 @@ from app.faults.world import Shape, World
 
 DRAIN_S = 120.0
 """A session time-out, a death, a few attempts one after the other and all their back-offs."""
-MAX_STEPS = 30_000
+MAX_STEPS = 20_000
 """Callbacks of one seed; a clean one needs a few thousand, with this many something spins."""
 
 

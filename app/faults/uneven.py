@@ -15,7 +15,7 @@ from streams.clock import Clock
 from streams.records import EngineConfig, Request
 
 STALLS, LONGEST_STALL_S = 0.04, 4.0
-FAILS, DIES = 0.01, 0.003
+FAILS, DIES, CRASHES, REFUSES = 0.01, 0.003, 0.003, 0.002
 
 
 class UnevenEngine(Engine):
@@ -29,6 +29,8 @@ class UnevenEngine(Engine):
         self._rng = rng
         self._calm = calm
         self.running = 0
+        self.refused: set[str] = set()
+        """Requests that it has failed for good."""
 
     async def start(self, worker_id: str) -> EngineConfig:
         """As the engine inside."""
@@ -42,7 +44,7 @@ class UnevenEngine(Engine):
         try:
             async with aclosing(self._engine.generate(request, context)) as outputs:
                 async for output in outputs:
-                    await self._stumble()
+                    await self._stumble(context.request_id)
                     yield output
         finally:
             self.running -= 1
@@ -51,13 +53,18 @@ class UnevenEngine(Engine):
         """As the engine inside."""
         await self._engine.cleanup()
 
-    async def _stumble(self) -> None:
+    async def _stumble(self, request_id: str) -> None:
         if self._calm.is_set():
             return
         draw = self._rng.random()
-        if draw < DIES:
+        if (draw := draw - DIES) < 0:
             raise EngineDead("the engine has died")
-        if draw < DIES + FAILS:
+        if (draw := draw - FAILS) < 0:
             raise EngineError("the engine has failed", retryable=True)
-        if draw < DIES + FAILS + STALLS:
+        if (draw := draw - CRASHES) < 0:
+            raise ZeroDivisionError("a mistake in the engine")
+        if (draw := draw - REFUSES) < 0:
+            self.refused.add(request_id)
+            raise EngineError("no engine will ever do this", retryable=False)
+        if draw < STALLS:
             await self._clock.sleep(self._rng.random() * LONGEST_STALL_S)

@@ -49,6 +49,7 @@ class Shape(NamedTuple):
     lanes: int
     slots: int
     requests: int
+    cramped: bool
     faults_s: float
     climate: Climate
 
@@ -61,13 +62,14 @@ class Shape(NamedTuple):
             lanes=rng.choice((1, 2, 3)),
             slots=rng.choice((1, 2, 3)),
             requests=rng.randint(4, 16),
+            cramped=rng.random() < 0.15,
             faults_s=rng.uniform(8.0, 25.0),
             climate=rng.choice(CLIMATES),
         )
 
 
 SEQUENCES = 3
-SETTINGS = Settings(
+ROOMY = Settings(
     max_attempts=4,
     worker_timeout_s=3.0,
     heartbeat_s=1.0,
@@ -76,6 +78,7 @@ SETTINGS = Settings(
     drain_grace_s=3.0,
     model="echo",
 )
+CRAMPED = ROOMY.model_copy(update={"held_requests": 1, "worker_queue": 0})
 SESSION_TIMEOUT_S = 4.0
 RESTART_S = 3.0
 STEP_S = 0.2
@@ -169,7 +172,7 @@ class World:
         self.loop = loop
         self.clock = VirtualClock(loop)
         self.shape = shape
-        self.settings = SETTINGS
+        self.settings = CRAMPED if shape.cramped else ROOMY
         self.rng = random.Random(f"{seed} world")
         self.calm = asyncio.Event()
         """Set when faults have stopped."""
