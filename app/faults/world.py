@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
 
 SEQUENCES = 3
-ROOMY = Settings(
+ROOMY = Settings.model_construct(
     max_attempts=4,
     worker_timeout_s=3.0,
     heartbeat_s=1.0,

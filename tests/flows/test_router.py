@@ -227,6 +227,18 @@ async def test_a_held_request_can_be_cancelled(world: World) -> None:
 
 
 @in_world
+async def test_two_cancels_at_once_of_a_held_request_are_both_done(world: World) -> None:
+    await route(world)
+    offset = write(world, REQUESTS, PROMPT)
+    await world.sleep(1)
+    for _ in range(2):
+        write(world, REQUESTS, Cancel(id="a"))
+    await some(world, lambda: read(world, LEDGER, Ended))
+    group = world.broker.group(REQUESTS, "router")
+    await world.until(lambda: group.committed.get(lane_of("a", world.lanes)) == offset + 3)
+
+
+@in_world
 async def test_a_running_request_is_cancelled_for_reader_worker_and_ledger(world: World) -> None:
     worker = Hand(world)
     await route(world)
@@ -341,6 +353,17 @@ async def test_a_full_worker_is_asked_again_and_costs_no_attempt(world: World) -
         worker.finish(run | {"epoch": worker.epoch}, "worker_full", retryable=True)
     assert [a.attempt for a in assignments] == [0, 1, 2, 3]
     assert read(world, RESPONSES, End) == []
+
+
+@in_world
+async def test_a_refusal_without_a_decision_does_not_make_an_id_known(world: World) -> None:
+    """The router before this one died after the Assignment and before its Assigned."""
+    worker = Hand(world)
+    run = {"id": "a", "attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": worker.epoch}
+    write(world, LEDGER, Finished(code="worker_full", retryable=True, **run))
+    write(world, REQUESTS, PROMPT)
+    await route(world)
+    assert await some(world, lambda: worker.told(Assignment))
 
 
 @in_world
