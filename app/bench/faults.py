@@ -28,12 +28,12 @@ class Seed(NamedTuple):
 
 def judge(seed: int, mutation: str = "") -> Seed:
     """Simulate one seed, without the rules that `mutation` names."""
-    from app.faults.mutations import applied
+    from app.faults.mutations import applied, of_take_overs
     from app.faults.simulation import simulate
 
     began = time.perf_counter()
     with applied(mutation):
-        verdict = simulate(seed)
+        verdict = simulate(seed, take_overs=of_take_overs(mutation))
     took_s = time.perf_counter() - began
     return Seed(seed, tuple(verdict.problems), verdict.ended_s, verdict.steps, took_s)
 
@@ -76,8 +76,8 @@ def replay(seed: int, about: str = "", mutation: str = "") -> str:
 
     With `about`, records of other requests are left out.
     """
-    from app.faults.mutations import applied
+    from app.faults.mutations import applied, of_take_overs
     from app.faults.simulation import simulate
 
     with applied(mutation):
-        return simulate(seed).report(about)
+        return simulate(seed, take_overs=of_take_overs(mutation)).report(about)

@@ -60,7 +60,7 @@ class Asking:
 
     def _draw(self, rng: random.Random, request_id: str, at: float) -> None:
         prompt = [*rng.choice(TEXTS).encode(), ASSISTANT]
-        cancelled = rng.random() < 0.15
+        cancelled = rng.random() < self._world.shape.cancels
         endless = cancelled and rng.random() < 0.5
         max_tokens = ENDLESS if endless else rng.choice((None, 1, 3, 7, 12))
         request = Request(

@@ -19,11 +19,7 @@ from app.worker import Worker
 from streams.ports import Partition
 from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
 
-AMBUSHED = {LEDGER, RESPONSES, ASSIGNMENTS, REGISTRY}
-"""Topics on which the order of appends matters."""
-
-MEAN_PAUSE_S = 0.8
-"""Between two deeds."""
+TEMPERS = (0.0, 0.3, 1.0, 1.0, 5.0)
 
 
 class Chaos:
@@ -45,17 +41,18 @@ class Chaos:
             (0.3, self._outage),
             (0.3, self._poison),
         ]
-        self._ambush = rng.choice((0.0, 0.01, 0.03, 0.06))
         world.broker.on_append = self._lie_in_wait
-        # Each seed leaves some deeds out, so that rare ones meet in pairs.
-        self._deeds = [d for d in deeds if rng.random() < 0.7] or deeds
+        # Each seed has a temper: some deeds are left out, some come in swarms, so that rare ones
+        # meet. Without it all seeds would be alike.
+        self._deeds = [(weight * rng.choice(TEMPERS), deed) for weight, deed in deeds]
+        self._every_s = rng.choice((0.3, 0.8, 0.8, 2.0))
 
     async def rage(self) -> None:
         """Do evil until the time for faults is over."""
         world, rng = self._world, self._rng
-        weights = [weight for weight, _ in self._deeds]
+        weights = [weight + 1e-9 for weight, _ in self._deeds]
         while True:
-            await world.clock.sleep(rng.expovariate(1 / MEAN_PAUSE_S))
+            await world.clock.sleep(rng.expovariate(1 / self._every_s))
             if world.loop.time() >= world.shape.faults_s:
                 return
             rng.choices(self._deeds, weights)[0][1]()
@@ -73,13 +70,11 @@ class Chaos:
 
     def _lie_in_wait(self, topic: str) -> None:
         """Strike a process whose record stands and that has not heard of it yet."""
-        if topic in AMBUSHED and self._rng.random() < self._ambush:
+        shape = self._world.shape
+        if topic in shape.ambushed and self._rng.random() < shape.ambush:
             label = PROCESS.get()
             node = next((n for n in self._world.living() if n.label == label), None)
-            if self._rng.random() < 0.5:
-                self._kill(node)
-            else:
-                self._pause(node)
+            self._rng.choice((self._kill, self._pause, self._evict_of))(node)
 
     def _victim(self, kind: str) -> Node | None:
         nodes = [n for n in self._world.living() if n.kind == kind]
@@ -126,10 +121,12 @@ class Chaos:
             self._world.within(accuser, "accusation", declaring)
 
     def _evict(self) -> None:
+        self._evict_of(self._victim("router"))
+
+    def _evict_of(self, node: Node | None) -> None:
         """The group's coordinator gives up a member that lives and does not know it."""
         group = self._world.broker.group(REQUESTS, "router")
-        if group.members:
-            member = self._rng.choice(list(group.members))
+        for member in [m for m in group.members if node and m.startswith(f"{node.label}-")]:
             self._world.history.happened(f"the group gives up {member}")
             group.evict(member)
 

@@ -38,17 +38,26 @@ class Cover(NamedTuple):
 
 
 class Mutation(NamedTuple):
-    """A rule taken away. One that is covered is to be found together with what covers it."""
+    """A rule taken away. One that is covered is to be found together with what covers it.
+
+    `take_overs`: only a world in which lanes change hands all the time shows it often enough.
+    """
 
     name: str
     without: str
     make: Callable[[], Iterable[Replacement]]
     covered: Cover | None = None
+    take_overs: bool = False
 
     @property
     def to_be_found(self) -> str:
         """What the simulation has to find: the mutation alone, or with its cover taken away."""
         return f"{self.name}+{self.covered.by}" if self.covered else self.name
+
+
+def of_take_overs(names: str) -> bool:
+    """Which worlds show that these rules are missing (see `simulate`)."""
+    return any(MUTATIONS[name].take_overs for name in filter(None, names.split("+")))
 
 
 @contextmanager
@@ -196,6 +205,18 @@ def _highest_responses_from() -> Iterator[Replacement]:
     yield load, "min", max  # the module's name for the lower of two offsets
 
 
+def _started_is_not_knowledge() -> Iterator[Replacement]:
+    original = load._fold
+
+    def fold(story: load.Story, record: Any, *more: Any) -> None:
+        unknown = story.origin is None
+        original(story, record, *more)
+        if unknown and isinstance(record, Started):
+            story.origin = None
+
+    yield load, "_fold", fold
+
+
 def _gather_past_the_first_fence() -> Iterator[Replacement]:
     def show(record: Any, questions: list[Any]) -> None:
         shown = decode(record)
@@ -300,13 +321,20 @@ MUTATIONS: dict[str, Mutation] = {
                 "an attempt has two runs only where two routers decided it, and a "
                 "router that reads the ledger before it serves knows the first decision",
             ),
+            take_overs=True,
         ),
         Mutation("no-verify", "looking for runs that are missing", _nobody_looks_for_missing_runs),
         Mutation("count-refusals", "free worker_full", _refusals_count_as_failures),
         Mutation("cancel-early", "Cancel done after its Ended", _cancel_done_when_read),
         Mutation("no-fencing", "Fencing before Fence", _fence_without_fencing),
         Mutation("no-fence", "Fence before gathering", _no_fence),
-        Mutation("no-started", "Started before the first Chunk", _no_started),
+        Mutation("no-started", "Started before the first Chunk", _no_started, take_overs=True),
+        Mutation(
+            "started-unknown",
+            "a Started alone makes its id known",
+            _started_is_not_knowledge,
+            take_overs=True,
+        ),
         Mutation(
             "finished-once",
             "Finished until acknowledged",
@@ -319,6 +347,7 @@ MUTATIONS: dict[str, Mutation] = {
             "the barrier on take-over",
             _no_barrier_on_take_over,
             Cover("newest-run", "what is decided twice has twin runs, and each is answered for"),
+            take_overs=True,
         ),
         Mutation("commit-early", "low-water commits", _commit_early),
         Mutation(
@@ -326,6 +355,7 @@ MUTATIONS: dict[str, Mutation] = {
             "the lowest responses_from",
             _highest_responses_from,
             Cover("no-barrier", "as for newest-run: one decision has one responses_from"),
+            take_overs=True,
         ),
         Mutation("past-fence", "gathering to the first Fence", _gather_past_the_first_fence),
         Mutation("finished-early", "Finished after the last ack", _finished_before_the_last_ack),

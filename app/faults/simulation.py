@@ -49,9 +49,11 @@ class Verdict:
         return "\n".join([*self.history.lines(about), f"seed {self.seed}: {self.shape}", *wrong])
 
 
-def simulate(seed: int) -> Verdict:
-    """Run one seed."""
+def simulate(seed: int, *, take_overs: bool = False) -> Verdict:
+    """Run one seed; with `take_overs`, lanes change hands all the time."""
     shape = Shape.draw(random.Random(f"{seed} shape"))
+    if take_overs:
+        shape = shape.of_take_overs()
     worlds: list[World] = []
 
     async def main(loop: VirtualLoop) -> Verdict:

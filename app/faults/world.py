@@ -27,22 +27,30 @@ from app.worker import Worker
 from streams.memory import MemoryBroker, MemoryLog
 from streams.memory_partition import MemoryRecord
 from streams.ports import Appended, Entry, Partition
-from streams.topics import ASSIGNMENTS, KV_EVENTS, PROMPTS, REQUESTS
+from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, PROMPTS, REGISTRY, REQUESTS, RESPONSES
 
 Kind = Literal["router", "worker"]
 State = Literal["starting", "up", "paused", "stopping", "killed", "ended"]
 
 
+AMBUSHED = (LEDGER, RESPONSES, ASSIGNMENTS, REGISTRY)
+"""Topics on which the order of appends matters."""
+
 CLIMATES = (
     Climate(),
     Climate(slow=0.02, lag=0.0),
     Climate(lost=0.06, twice=0.06),
-    Climate(lag=0.3, longest_s=2.5),
+    Climate(lag=0.4, longest_s=2.5),
+    Climate(slow=0.4, lag=0.1),
 )
 
 
 class Shape(NamedTuple):
-    """How large a world is. The counts are drawn small: two of everything find most."""
+    """How large a world is, and what is drawn once for all of it.
+
+    The counts are small: two or three of everything find most. `ambush`: how often a process is
+    struck when a record of its own has landed on one of the topics `ambushed`.
+    """
 
     routers: int
     workers: int
@@ -51,12 +59,15 @@ class Shape(NamedTuple):
     requests: int
     cramped: bool
     faults_s: float
+    cancels: float
+    ambush: float
+    ambushed: tuple[str, ...]
     climate: Climate
 
     @staticmethod
     def draw(rng: random.Random) -> Shape:
-        """A shape from a seed."""
-        return Shape(
+        """A shape from a seed; every fifth one is of take-overs."""
+        shape = Shape(
             routers=rng.choice((1, 2, 2, 3)),
             workers=rng.choice((1, 2, 2, 3)),
             lanes=rng.choice((1, 2, 3)),
@@ -64,7 +75,21 @@ class Shape(NamedTuple):
             requests=rng.randint(4, 16),
             cramped=rng.random() < 0.15,
             faults_s=rng.uniform(8.0, 25.0),
+            cancels=rng.choice((0.05, 0.15, 0.5)),
+            ambush=rng.choice((0.0, 0.02, 0.05)),
+            ambushed=tuple(rng.sample(AMBUSHED, rng.randint(1, len(AMBUSHED)))),
             climate=rng.choice(CLIMATES),
+        )
+        return shape.of_take_overs() if rng.random() < 0.2 else shape
+
+    def of_take_overs(self) -> Shape:
+        """The same, but lanes change hands in the middle of everything, and readers lag behind."""
+        return self._replace(
+            routers=max(self.routers, 2),
+            workers=max(self.workers, 2),
+            ambush=0.2,
+            ambushed=(LEDGER, ASSIGNMENTS),
+            climate=Climate(slow=0.1, lag=0.6, longest_s=4.0),
         )
 
 
