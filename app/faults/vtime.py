@@ -113,6 +113,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     _stopping: bool
 
     def _run_once(self) -> None:
+        if self.steps > self._max_steps:
+            raise OutOfSteps(f"{self.steps} callbacks by {self._now:.3f} s\n{self.waiting()}")
         ready, timers = self._ready, self._scheduled
         while timers and timers[0]._cancelled:
             heappop(timers)._scheduled = False
@@ -135,8 +137,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not handle._cancelled:
                 self.steps += 1
                 handle._run()
-        if self.steps > self._max_steps:
-            raise OutOfSteps(f"{self.steps} callbacks by {self._now:.3f} s\n{self.waiting()}")
 
     def _run_shuffled(self) -> None:
         """Run what is ready: processes in random order, each one's callbacks in theirs."""
