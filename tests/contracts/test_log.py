@@ -8,9 +8,13 @@ from itertools import count
 from typing import Any, Protocol
 
 import pytest
+from aiokafka import TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 
 from streams.clock import SystemClock
+from streams.connection import Connection
 from streams.errors import LogClosed, OwnershipLost, PositionLost, RecordTooLarge, TopicsDiffer
+from streams.kafka import KafkaLog
 from streams.memory import MemoryBroker
 from streams.ports import Entry, Log, Member, Partition, Reader, Record
 from streams.topics import MAX_RECORD_BYTES, partition_of
@@ -59,8 +63,6 @@ class RealKafka:
     _topics = count()
 
     def __init__(self, bootstrap_servers: str, prefix: str) -> None:
-        from aiokafka.admin import AIOKafkaAdminClient
-
         self._bootstrap = bootstrap_servers
         self._prefix = prefix
         self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
@@ -70,8 +72,6 @@ class RealKafka:
         await self._admin.start()
 
     async def topic(self, partitions: int = PARTITIONS) -> str:
-        from aiokafka.admin import NewTopic
-
         name = f"topic-{next(self._topics)}"
         config = {
             "message.timestamp.type": "LogAppendTime",
@@ -82,10 +82,6 @@ class RealKafka:
         return name
 
     async def connect(self) -> Log:
-        from streams.kafka import KafkaLog
-
-        from streams.connection import Connection
-
         connection = Connection(bootstrap_servers=self._bootstrap, client_id="contract")
         log = KafkaLog(connection, prefix=self._prefix)
         await log.start()
@@ -93,9 +89,6 @@ class RealKafka:
         return log
 
     async def delete_records(self, topic: str, partition: int, before: int) -> None:
-        from aiokafka import TopicPartition
-        from aiokafka.admin import RecordsToDelete
-
         name = TopicPartition(self._prefix + topic, partition)
         await self._admin.delete_records({name: RecordsToDelete(before_offset=before)})
 
