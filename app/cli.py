@@ -93,12 +93,12 @@ def main() -> None:
 
 
 def _is_for_people(error: Exception) -> bool:
-    from app.fleet import FleetError
+    from app.demo.parts import DemoFailed
     from app.publishing import BadPrompt
     from app.settings import SettingsError
     from streams.errors import StreamError
 
-    expected = (StreamError, SettingsError, FleetError, BadPrompt, TimeoutError)
+    expected = (StreamError, SettingsError, DemoFailed, BadPrompt, TimeoutError)
     return isinstance(error, expected)
 
 

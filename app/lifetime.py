@@ -116,7 +116,7 @@ def serve(
 
     from app.logs import configure
     from app.settings import Settings
-    from streams.kafka import KafkaLog
+    from streams.kafka.log import KafkaLog
 
     settings = Settings()
     configure(settings)

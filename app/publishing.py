@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from app.settings import Settings, SettingsError
 from streams.client import Client
 from streams.clock import SystemClock
-from streams.kafka import KafkaLog
+from streams.kafka.log import KafkaLog
 from streams.prompt import Prompt
 from streams.records import End
 

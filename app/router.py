@@ -16,13 +16,13 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.context import RouterContext
-from app.deaths import DeathWatch
-from app.lane import LaneOwner
+from app.lanes.context import RouterContext
+from app.lanes.deaths import DeathWatch
+from app.lanes.owner import LaneOwner
+from app.lanes.scan import Scanner
 from app.lifetime import Lifetime, serve
 from app.routing.fleet import Fleet
 from app.routing.load import Load
-from app.scan import Scanner
 from app.settings import Settings
 from streams.clock import BrokerClock
 from streams.errors import BrokerUnavailable

@@ -7,7 +7,7 @@ The order of the start is what makes an epoch safe: the slot's end is taken befo
 written, so no assignment of this epoch can lie before it; cache events of the last life are cleared
 before the first heartbeat makes the worker routable.
 
-Wires and keeps time. Runs are `app/runs.py`'s, cards `app/registration.py`'s.
+Wires and keeps time. Runs are `app/serving/runs.py`'s, cards `app/serving/registration.py`'s.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from app.chunks import ChunkWriters
 from app.engine.contract import Engine
 from app.engine.echo import EchoEngine
 from app.engine.validator import ValidatedEngine
-from app.execution import Executor
 from app.lifetime import Lifetime, serve
-from app.registration import REGISTER_S, Registration, judge
-from app.runs import Limits, Runs
+from app.serving.chunks import ChunkWriters
+from app.serving.execution import Executor
+from app.serving.registration import REGISTER_S, Registration, judge
+from app.serving.runs import Limits, Runs
 from app.settings import Settings
 from streams.clock import BrokerClock
 from streams.codecs import decode

@@ -12,7 +12,7 @@
     ├── OwnershipLost         a commit for a partition that this member no longer owns
     └── LogClosed             use after close()
 
-Errors of the Kafka client are translated where they enter (`streams/kafka.py`), with the cause
+Errors of the Kafka client are translated where they enter (`streams/kafka/log.py`), with the cause
 kept; nothing above `streams` catches a client's own exception.
 """
 

@@ -1,7 +1,7 @@
 """The log as kvlane sees it: five small interfaces, implemented twice.
 
-`streams/kafka.py` implements them over a real broker, `streams/memory.py` in this process; one
-contract suite (`tests/contracts`) runs over both. Topic names here are the short ones of
+`streams/kafka/` implements them over a real broker, `streams/memory/` in this process; one contract
+suite (`tests/contracts`) runs over both. Topic names here are the short ones of
 `streams/topics.py`; the implementation adds the deployment's prefix.
 
     Log      append, ask for offsets, open readers and group members, administer topics

@@ -18,8 +18,8 @@ from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
 from streams.codecs import decode, encode
 from streams.errors import BrokerUnavailable, PositionLost, RecordError, TopicsDiffer
-from streams.kafka import KafkaLog
-from streams.kafka_client import RETRY_S
+from streams.kafka.client import RETRY_S
+from streams.kafka.log import KafkaLog
 from streams.ports import Log, Partition
 from streams.records import Deployment
 from streams.topics import LANES, REGISTRY, TOPICS, Topic

@@ -19,9 +19,9 @@ from typing import cast, get_args
 
 import pytest
 
+from streams.brokers.jvm import prepare
+from streams.brokers.local import Broker, JvmBroker, Kind, obtain
 from streams.errors import BrokerUnavailable
-from streams.jvmbroker import prepare
-from streams.localbroker import Broker, JvmBroker, Kind, obtain
 
 _NEEDS = {"kafka": ("kafka", "kafka_cluster"), "cluster": ("kafka_cluster",)}
 """Which marks a test gets by the fixtures that it takes."""

@@ -13,7 +13,7 @@ from app.router import Router
 from app.settings import Settings
 from app.worker import Worker
 from streams.codecs import decode
-from streams.memory import MemoryLog
+from streams.memory.broker import MemoryLog
 from streams.records import Cancel, End, EngineConfig, Request, WorkerCard
 from streams.topics import REGISTRY, REQUESTS, RESPONSES, lane_of
 from tests.exchange import Exchange

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 from streams.errors import AppendFailed, OwnershipLost
-from streams.kafka import KafkaLog
+from streams.kafka.log import KafkaLog
 from streams.ports import Appended, Entry, Partition
 
 PAUSE_S = 0.02

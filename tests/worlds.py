@@ -13,9 +13,9 @@ from typing import Any
 
 from app.faults.vtime import VirtualClock, VirtualLoop, run
 from streams.codecs import AnyRecord, encode
-from streams.memory import Fate, Faults, MemoryBroker, MemoryLog
-from streams.memory_faults import Operation
-from streams.memory_partition import MemoryRecord
+from streams.memory.broker import Fate, Faults, MemoryBroker, MemoryLog
+from streams.memory.faults import Operation
+from streams.memory.partition import MemoryRecord
 from streams.ports import Entry
 from streams.topics import partition_of
 

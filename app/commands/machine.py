@@ -31,7 +31,7 @@ def demo(
     trace, kills a worker in mid stream, compares every text with what the engine must say, and
     leaves nothing behind. Exit code 1 if any text differs.
     """
-    from app.demo import demo as run
+    from app.demo.command import demo as run
 
     console = Console()
     if not prompts and sys.stdin.isatty():
@@ -52,7 +52,7 @@ def up(
 
     With KVLANE_BOOTSTRAP_SERVERS set it uses that Kafka and starts only the rest.
     """
-    from app.demo import up as run
+    from app.demo.command import up as run
 
     run(Settings(), Console(), broker, workers=workers, port=port)
 

@@ -13,7 +13,7 @@ import msgspec
 from app.faults.vtime import PROCESS, VirtualLoop
 from streams.codecs import decode
 from streams.errors import RecordError
-from streams.memory_partition import MemoryRecord
+from streams.memory.partition import MemoryRecord
 from streams.ports import Entry, Partition
 from streams.records import Heartbeat, Probe
 

@@ -25,7 +25,7 @@ from app.routing.load import UNCOUNTED, Load
 from app.worker import NameTaken
 from streams.codecs import AnyRecord, decode
 from streams.errors import AppendFailed, BrokerUnavailable, RecordError
-from streams.memory_partition import MemoryRecord
+from streams.memory.partition import MemoryRecord
 from streams.ports import Partition
 from streams.records import Chunk, End, Fact, Fence, Fencing
 from streams.topics import DEAD_LETTERS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app import chunks, lane, procedures, registration, runs, scan, worker
+from app import worker
+from app.lanes import owner, procedures, scan
 from app.routing import load, obligations
+from app.serving import chunks, registration, runs
 from streams import intake, outbox, transcript
 from streams.codecs import decode
 from streams.errors import AppendFailed, BrokerUnavailable, RecordTooLarge
@@ -91,11 +93,11 @@ def _only_on_change() -> Iterator[Replacement]:
     def check_all(_: Any) -> None:
         pass
 
-    yield lane.LaneOwner, "check_all", check_all
+    yield owner.LaneOwner, "check_all", check_all
 
 
 def _newest_run_speaks() -> Iterator[Replacement]:
-    def speaking(story: load.Story) -> list[tuple[load.RunId, load.Run]]:
+    def speaking(story: load.Story) -> list[tuple[load.RunId, load.KnownRun]]:
         return list(story.runs.items())[-1:]
 
     def over(story: load.Story) -> bool:
@@ -118,13 +120,13 @@ def _refusals_count_as_failures() -> Iterator[Replacement]:
 
 
 def _cancel_done_when_read() -> Iterator[Replacement]:
-    original = lane.LaneOwner._cancel
+    original = owner.LaneOwner._cancel
 
     async def cancel(self: Any, fact: Any, order: Any, *, was_held: bool) -> None:
         self.claim.done(fact.offset)
         await original(self, fact, order, was_held=was_held)
 
-    yield lane.LaneOwner, "_cancel", cancel
+    yield owner.LaneOwner, "_cancel", cancel
 
 
 # --- the order of appends ------------------------------------------------------------------------
@@ -194,7 +196,7 @@ def _no_barrier_on_take_over() -> Iterator[Replacement]:
         self._context.resume(self.claim)
         self.check_all()
 
-    yield lane.LaneOwner, "_begin", begin
+    yield owner.LaneOwner, "_begin", begin
 
 
 def _commit_early() -> Iterator[Replacement]:

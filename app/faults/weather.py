@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from streams.memory import Fate, Faults
-from streams.memory_faults import Operation
+from streams.memory.broker import Fate, Faults
+from streams.memory.faults import Operation
 
 
 class Climate(NamedTuple):

@@ -24,8 +24,8 @@ from app.lifetime import Lifetime
 from app.router import Router
 from app.settings import Settings
 from app.worker import Worker
-from streams.memory import MemoryBroker, MemoryLog
-from streams.memory_partition import MemoryRecord
+from streams.memory.broker import MemoryBroker, MemoryLog
+from streams.memory.partition import MemoryRecord
 from streams.ports import Appended, Entry, Partition
 from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, PROMPTS, REGISTRY, REQUESTS, RESPONSES
 

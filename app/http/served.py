@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from app.http.errors import RETRY_AFTER_S, ApiError
-from app.routing.fleet import Fleet, Member
+from app.routing.fleet import Fleet, FleetWorker
 from streams.ports import Partition
 from streams.records import Fact, ModelCard, WorkerCard
 from streams.topics import REGISTRY
@@ -83,7 +83,7 @@ class Served:
         """What is served, as of the registry's last record."""
         position = self._fleet.position(Partition(REGISTRY, 0))
         if position is None or position != self._as_of:
-            members: dict[str, list[Member]] = {}
+            members: dict[str, list[FleetWorker]] = {}
             for member in self._members():
                 members.setdefault(member.card.model, []).append(member)
             cards = self._fleet.models
@@ -93,14 +93,14 @@ class Served:
             self._as_of = position
         return self._models
 
-    def _members(self) -> Iterator[Member]:
+    def _members(self) -> Iterator[FleetWorker]:
         """The workers that can finish an answer; a card without epoch is not complete yet."""
         for _, member in self._fleet.living():
             if member.card.epoch is not None and member.card.role != "prefill":
                 yield member
 
 
-def _served(name: str, members: Sequence[Member], card: ModelCard | None) -> ServedModel:
+def _served(name: str, members: Sequence[FleetWorker], card: ModelCard | None) -> ServedModel:
     lengths = [m.card.config.context_length for m in members if m.card.config.context_length]
     created = min(m.since_ms for m in members) // 1000
     return ServedModel(name, created, min(lengths, default=None), card)

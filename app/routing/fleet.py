@@ -34,7 +34,7 @@ REGISTRY = "registry"
 """The topic's name; `streams.topics` is not imported here, since it loads the Kafka client."""
 
 
-class Member(NamedTuple):
+class FleetWorker(NamedTuple):
     """A worker's card, with its epoch, as it was last read."""
 
     card: WorkerCard
@@ -60,7 +60,7 @@ class Fleet:
     name = "fleet"
 
     def __init__(self) -> None:
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, FleetWorker] = {}
         self.beats: dict[str, Beat] = {}
         self.models: dict[str, ModelCard] = {}
         self._lost: dict[str, tuple[int, int]] = {}  # worker → (kv partition, highest lost epoch)
@@ -91,7 +91,7 @@ class Fleet:
             and not self.is_lost(worker, member.epoch)
         )
 
-    def living(self) -> Iterator[tuple[str, Member]]:
+    def living(self) -> Iterator[tuple[str, FleetWorker]]:
         """The workers whose present epoch is not lost, whether they are heard of or not."""
         for worker, member in self.members.items():
             if not self.is_lost(worker, member.epoch):
@@ -128,7 +128,7 @@ class Fleet:
         known = self.members.get(card.id)
         if known is None or epoch >= known.epoch:
             since_ms = known.since_ms if known and known.epoch == epoch else fact.timestamp_ms
-            self.members[card.id] = Member(card, epoch, since_ms)
+            self.members[card.id] = FleetWorker(card, epoch, since_ms)
 
     def _remove(self, tombstone: Tombstone) -> None:
         kind, _, name = tombstone.key.partition("/")
@@ -188,7 +188,9 @@ class Fleet:
         if source.topic == REGISTRY:
             entities = msgspec.msgpack.decode(data, type=_Entities)
             self.forget(source)
-            self.members = {c.id: Member(c, epoch, since) for epoch, since, c in entities.workers}
+            self.members = {
+                c.id: FleetWorker(c, epoch, since) for epoch, since, c in entities.workers
+            }
             self.models = {m.name: m for m in entities.models}
         else:
             signs = msgspec.msgpack.decode(data, type=_Signs)

@@ -1,9 +1,9 @@
 """Load: the fold of the ledger. Which runs of which requests are open, and what became of the rest.
 
-One `Lane` per ledger partition, made of that partition's records alone: no clock, no input of this
-process. Two replicas at the same position hold the same lane (`state_hash`). What has to be done
-about a story is not decided here but in `obligations.py`; what this router has decided and not yet
-read back is not in here either.
+One `LaneStories` per ledger partition, made of that partition's records alone: no clock, no input
+of this process. Two replicas at the same position hold the same lane (`state_hash`). What has to be
+done about a story is not decided here but in `obligations.py`; what this router has decided and not
+yet read back is not in here either.
 
 The rules of the fold, per request id:
 
@@ -62,7 +62,7 @@ class RunId(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class KnownRun:
     """State of one run. `since_ms`: append time of the record that brought it there."""
 
     state: RunState
@@ -75,7 +75,7 @@ class Story:
     """What the ledger says about one request."""
 
     attempt: int = 0
-    runs: dict[RunId, Run] = field(default_factory=dict)
+    runs: dict[RunId, KnownRun] = field(default_factory=dict)
     ended: str = ""
     origin: Origin | None = None
     responses_from: int = 0
@@ -110,7 +110,7 @@ class Burden(NamedTuple):
     tokens: int = 0
 
 
-class Lane:
+class LaneStories:
     """The stories of one ledger partition."""
 
     def __init__(self, dedup_window_ms: int) -> None:
@@ -222,7 +222,7 @@ def _fold_run(
     run = story.runs.get(run_id)
     if run is None:
         tokens = record.prompt_tokens if isinstance(record, Assigned | Started) else 0
-        run = story.runs[run_id] = Run("assigned", at_ms, tokens)
+        run = story.runs[run_id] = KnownRun("assigned", at_ms, tokens)
         burdens.add(run_id, tokens, 1)
         if isinstance(record, Assigned):
             return
@@ -274,14 +274,14 @@ class Load:
 
     def __init__(self, dedup_window_ms: int) -> None:
         self._window_ms = dedup_window_ms
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, LaneStories] = {}
         self.burdens = Burdens()
 
-    def lane(self, number: int) -> Lane:
+    def lane(self, number: int) -> LaneStories:
         """The lane of a ledger partition; empty at position 0 before anything was read."""
         lane = self._lanes.get(number)
         if lane is None:
-            lane = self._lanes[number] = Lane(self._window_ms)
+            lane = self._lanes[number] = LaneStories(self._window_ms)
         return lane
 
     def story(self, lane: int, request_id: str) -> Story | None:
@@ -322,7 +322,7 @@ class Load:
             )  # fmt: skip
             for attempt, phase, worker, epoch, state, since_ms, tokens in t.runs:
                 run_id = RunId(attempt, phase, worker, epoch)
-                story.runs[run_id] = Run(state, since_ms, tokens)
+                story.runs[run_id] = KnownRun(state, since_ms, tokens)
                 if state in OPEN:
                     self.burdens.add(run_id, tokens, 1)
             lane.stories[t.id] = story
@@ -334,7 +334,7 @@ class Load:
         return hashlib.blake2b(self.snapshot(source), digest_size=16).hexdigest()
 
 
-def _tell(lane: Lane) -> Iterator[_Told]:
+def _tell(lane: LaneStories) -> Iterator[_Told]:
     for request_id in sorted(lane.stories):
         s = lane.stories[request_id]
         runs = [

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from app.routing.fleet import Fleet
-from app.routing.load import OPEN, Run, RunId, Story
+from app.routing.load import OPEN, KnownRun, RunId, Story
 from streams.records import EndCode, RunKey
 
 RestartReason = Literal["broken", "retryable", "worker_full", "lost", "not_started", "resume"]
@@ -102,7 +102,7 @@ def is_listed(fleet: Fleet, request_id: str, run_id: RunId) -> bool:
     return beat is not None and beat.epoch == run_id.epoch and key in beat.running
 
 
-def _speaking(story: Story) -> list[tuple[RunId, Run]]:
+def _speaking(story: Story) -> list[tuple[RunId, KnownRun]]:
     """The runs that decide: those of the present attempt, decode before the prefill it follows."""
     runs = [(k, run) for k, run in story.runs.items() if k.attempt == story.attempt]
     return [x for x in runs if x[0].phase != "prefill"] or runs
@@ -112,7 +112,7 @@ def _failure(
     request_id: str,
     story: Story,
     run_id: RunId,
-    run: Run,
+    run: KnownRun,
     fleet: Fleet,
     now_ms: int,
     patience: Patience,
@@ -137,7 +137,7 @@ def _back_off_ms(request_id: str, refusals: int, patience: Patience) -> int:
 
 
 def _looks_missing(
-    request_id: str, run_id: RunId, run: Run, fleet: Fleet, now_ms: int, patience: Patience
+    request_id: str, run_id: RunId, run: KnownRun, fleet: Fleet, now_ms: int, patience: Patience
 ) -> bool:
     if run.state not in OPEN or is_listed(fleet, request_id, run_id):
         return False

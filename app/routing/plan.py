@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from app.routing.fleet import Fleet, Member
+from app.routing.fleet import Fleet, FleetWorker
 from app.routing.load import Burden
 from streams.records import Candidate, Request
 
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
 def eligible(
     request: Request, fleet: Fleet, now_ms: int, timeout_ms: int, excluded: Collection[str]
-) -> list[tuple[str, Member]]:
+) -> list[tuple[str, FleetWorker]]:
     """The workers that may take the request, by name.
 
     Workers on which it failed before are excluded as long as there is another one.
@@ -47,7 +47,7 @@ def eligible(
 
 
 def choose(
-    workers: list[tuple[str, Member]], burden: Callable[[str, int], Burden], seed: int
+    workers: list[tuple[str, FleetWorker]], burden: Callable[[str, int], Burden], seed: int
 ) -> Choice | None:
     """The least loaded of the eligible workers; None when there is none.
 

@@ -13,9 +13,9 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.broker import GivenBroker, ask
+from streams.brokers.choice import GivenBroker, ask
+from streams.brokers.local import Broker, JvmBroker, Kind, java_tool, obtain
 from streams.errors import BrokerUnavailable
-from streams.localbroker import Broker, JvmBroker, Kind, java_tool, obtain
 from tests.brokers import BrokerLedger, wanted
 
 CONSOLE_CONSUMER = "org.apache.kafka.tools.consumer.ConsoleConsumer"

@@ -13,14 +13,14 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from streams import provision
+from streams.brokers.local import Broker
 from streams.clock import SystemClock
 from streams.connection import Connection
 from streams.errors import PositionLost, RecordTooLarge, StreamError, TopicsDiffer
-from streams.kafka import KafkaLog
-from streams.kafka_member import KafkaMember
-from streams.kafka_reader import KafkaReader
-from streams.localbroker import Broker
-from streams.memory import MemoryBroker
+from streams.kafka.log import KafkaLog
+from streams.kafka.member import KafkaMember
+from streams.kafka.reader import KafkaReader
+from streams.memory.broker import MemoryBroker
 from streams.ports import Entry, Partition, Record
 from streams.provision import (
     REPLICATION,

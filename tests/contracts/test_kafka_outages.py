@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from streams.brokers.local import JvmBroker, Node, obtain
 from streams.connection import Connection
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed
-from streams.kafka import KafkaLog
-from streams.localbroker import JvmBroker, Node, obtain
+from streams.kafka.log import KafkaLog
 from streams.ports import Entry, Partition
 from streams.topics import LEDGER, TOPICS
 from tests.traffic import Traffic

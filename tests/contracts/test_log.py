@@ -14,8 +14,8 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 from streams.clock import SystemClock
 from streams.connection import Connection
 from streams.errors import LogClosed, OwnershipLost, PositionLost, RecordTooLarge, TopicsDiffer
-from streams.kafka import KafkaLog
-from streams.memory import MemoryBroker
+from streams.kafka.log import KafkaLog
+from streams.memory.broker import MemoryBroker
 from streams.ports import Entry, Log, Member, Partition, Reader, Record
 from streams.topics import MAX_RECORD_BYTES, partition_of
 

@@ -16,7 +16,7 @@ from app.cli import app
 from app.preprocess.byte_level import encode as tokens_of
 from streams.clock import SystemClock
 from streams.codecs import encode
-from streams.memory import MemoryBroker, MemoryLog
+from streams.memory.broker import MemoryBroker, MemoryLog
 from streams.records import Chunk, End
 from streams.topics import PROMPTS, RESPONSES, lane_of
 
@@ -238,7 +238,7 @@ def test_settings_shows_variables_and_values(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.demo.demo", lambda *_: False)
+    monkeypatch.setattr("app.demo.command.demo", lambda *_: False)
     assert kvlane("demo", "hello", "--broker", "memory").exit_code == 1
 
 

@@ -13,7 +13,7 @@ from streams.errors import (
     AppendFailed,
     RecordTooLarge,
 )
-from streams.memory import Fate
+from streams.memory.broker import Fate
 from streams.prompt import Prompt
 from streams.records import Chunk, End, Fence, Request, Usage
 from streams.replies import LINGER_S

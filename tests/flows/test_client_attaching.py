@@ -14,7 +14,7 @@ from streams.errors import (
     AppendFailed,
     PositionLost,
 )
-from streams.memory import Fate
+from streams.memory.broker import Fate
 from streams.prompt import Prompt
 from streams.records import Chunk, Fence
 from streams.replies import CLOCK_MARGIN_MS

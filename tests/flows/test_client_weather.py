@@ -10,8 +10,8 @@ import pytest
 
 from app.faults.vtime import VirtualLoop, run
 from streams.client import Client
-from streams.memory import Fate
-from streams.memory_faults import Operation
+from streams.memory.broker import Fate
+from streams.memory.faults import Operation
 from streams.prompt import Prompt
 from streams.records import Chunk, Fence
 from tests.listening import Worker, connect

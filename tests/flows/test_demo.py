@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from streams.localbroker import Broker
+from streams.brokers.local import Broker
 from tests.leftovers import delete_topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.broker import Broker
+from streams.brokers.choice import Broker
 from streams.clock import SystemClock
 from streams.connection import Connection
 from streams.follow import Follower
-from streams.kafka import KafkaLog
+from streams.kafka.log import KafkaLog
 from streams.outbox import Outbox
 from streams.ports import Entry, Partition
 from streams.records import Ended

@@ -11,7 +11,7 @@ from app.http.front import BODY_S
 from app.http.parts import MARGIN_S
 from app.http.streams import PUBLISH_S
 from streams.codecs import pack_tokens
-from streams.memory import Fate
+from streams.memory.broker import Fate
 from streams.ports import Entry
 from streams.records import EngineConfig, ModelCard, Tombstone, WorkerCard
 from streams.topics import REGISTRY, REQUESTS, lane_of

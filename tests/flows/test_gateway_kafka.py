@@ -22,9 +22,9 @@ from app.router import Router
 from app.settings import Settings
 from app.worker import Worker
 from streams import provision
+from streams.brokers.local import Broker
 from streams.clock import SystemClock
-from streams.kafka import KafkaLog
-from streams.localbroker import Broker
+from streams.kafka.log import KafkaLog
 from tests.leftovers import delete_topics
 
 LANES = 4

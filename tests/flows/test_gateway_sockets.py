@@ -23,7 +23,7 @@ from app.settings import Settings
 from app.worker import Worker
 from streams.clock import SystemClock
 from streams.codecs import decode as decode_record
-from streams.memory import MemoryBroker
+from streams.memory.broker import MemoryBroker
 from streams.records import Cancel
 from streams.topics import REQUESTS
 

@@ -11,7 +11,7 @@ from app.http.joined import FIND_S
 from app.http.parts import MARGIN_S
 from app.http.telling import KEEP_ALIVE_S
 from streams.ids import new_request_id
-from streams.memory import Fate
+from streams.memory.broker import Fate
 from streams.records import Chunk, Fence
 from streams.topics import REQUESTS, RESPONSES, lane_of
 from tests.gateways import House

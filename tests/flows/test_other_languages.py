@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import pytest
 
+from streams.brokers.local import Broker, java_tool
 from streams.codecs import encode
 from streams.connection import Connection
-from streams.kafka import KafkaLog
-from streams.localbroker import Broker, java_tool
+from streams.kafka.log import KafkaLog
 from streams.ports import Entry, Partition, Record
 from streams.prompt import Prompt
 from streams.provision import create

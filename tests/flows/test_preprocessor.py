@@ -11,7 +11,7 @@ from app.preprocess.byte_level import render_chat
 from app.preprocessor import Preprocessor
 from app.settings import Settings
 from streams.codecs import AnyRecord, decode, pack_tokens
-from streams.memory import Fate
+from streams.memory.broker import Fate
 from streams.ports import Entry
 from streams.records import Cancel, EngineConfig, Refused, Request, WorkerCard
 from streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS, lane_of, partition_of

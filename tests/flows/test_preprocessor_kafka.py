@@ -14,10 +14,10 @@ from app import preprocessor
 from app.preprocessor import Preprocessor
 from app.settings import Settings
 from streams import provision
+from streams.brokers.local import Broker
 from streams.clock import SystemClock
 from streams.codecs import AnyRecord, decode
-from streams.kafka import KafkaLog
-from streams.localbroker import Broker
+from streams.kafka.log import KafkaLog
 from streams.ports import Entry, Partition, Record
 from streams.records import Refused, Request
 from streams.topics import DEAD_LETTERS, PROMPTS, REQUESTS

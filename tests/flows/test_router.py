@@ -11,7 +11,7 @@ from app.lifetime import Lifetime
 from app.router import Router
 from app.settings import Settings
 from streams.codecs import AnyRecord, decode, pack_tokens, unpack_tokens
-from streams.memory import Fate
+from streams.memory.broker import Fate
 from streams.ports import Partition
 from streams.records import (
     Assigned,

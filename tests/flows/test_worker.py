@@ -7,7 +7,6 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar
 
-from app.chunks import PENDING_TOKENS
 from app.engine.contract import (
     Engine,
     EngineDead,
@@ -21,10 +20,11 @@ from app.engine.validator import ValidatedEngine
 from app.lifetime import Lifetime
 from app.preprocess.byte_level import ASSISTANT, USER
 from app.preprocess.byte_level import decode as text_of
+from app.serving.chunks import PENDING_TOKENS
 from app.settings import Settings
 from app.worker import NameTaken, Worker
 from streams.codecs import AnyRecord, decode, pack_tokens
-from streams.memory import Fate
+from streams.memory.broker import Fate
 from streams.ports import Appended, Entry
 from streams.records import (
     Assignment,

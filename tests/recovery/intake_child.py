@@ -20,7 +20,7 @@ from typing import Any
 from streams.clock import SystemClock
 from streams.connection import Connection
 from streams.intake import Claim, Intake
-from streams.kafka import KafkaLog
+from streams.kafka.log import KafkaLog
 from streams.outbox import Outbox
 from streams.ports import Appended, Batches, Entry, Member, Ownership
 from streams.records import Ended, Fact, Request

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from streams.brokers.local import JvmBroker
 from streams.connection import Connection
-from streams.kafka import KafkaLog
-from streams.localbroker import JvmBroker
+from streams.kafka.log import KafkaLog
 from streams.topics import LEDGER, TOPICS
 from tests.traffic import Traffic
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from streams.broker import LOOPBACK, free_ports
-from streams.dockerbroker import find_image
+from streams.brokers.choice import LOOPBACK, free_ports
+from streams.brokers.docker import find_image
+from streams.brokers.java import jars
+from streams.brokers.jvm import JvmBroker, prepare
+from streams.brokers.local import obtain
+from streams.brokers.watchdog import LABEL, MARK, marked
 from streams.errors import BrokerUnavailable
-from streams.javaruntime import jars
-from streams.jvmbroker import JvmBroker, prepare
-from streams.localbroker import obtain
-from streams.watchdog import LABEL, MARK, marked
 from tests.brokers import BrokerLedger
 
 pytestmark = pytest.mark.kafka
@@ -32,7 +32,7 @@ DEADLINE_S = 20.0
 
 OWNER = """
 import json, sys
-from streams.localbroker import obtain
+from streams.brokers.local import obtain
 with obtain(sys.argv[1], brokers=int(sys.argv[2]), report=lambda _: None) as broker:
     print(json.dumps({
         "servers": broker.bootstrap_servers.split(","),
@@ -241,7 +241,7 @@ def test_taken_port_is_named() -> None:
 
 def test_broker_runs_until_it_is_interrupted() -> None:
     program = """
-from streams.localbroker import obtain, run_until_interrupted
+from streams.brokers.local import obtain, run_until_interrupted
 say = lambda line: print(line, flush=True)
 run_until_interrupted(obtain("jvm", report=say), say)
 print("ended")
@@ -280,7 +280,7 @@ def test_failing_maven_is_quoted(maven: Callable[[str], Path]) -> None:
 
 def test_owner_is_killed_while_maven_fetches(maven: Callable[[str], Path]) -> None:
     where = maven('sleep 100 & echo $! > "$(dirname "$0")/child"; wait')
-    with owner("from streams.localbroker import jars\njars(print)") as process:
+    with owner("from streams.brokers.local import jars\njars(print)") as process:
         cache = where / "cache"
         eventually((where / "child").exists, "Maven was not started")
         process.kill()

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from streams.brokers.local import JvmBroker, obtain
 from streams.client import Client
 from streams.clock import SystemClock
 from streams.connection import Connection
 from streams.errors import BrokerUnavailable
-from streams.kafka import KafkaLog
-from streams.localbroker import JvmBroker, obtain
+from streams.kafka.log import KafkaLog
 from streams.outbox import Outbox
 from streams.prompt import Prompt
 from streams.provision import create

@@ -21,10 +21,10 @@ from typing import NamedTuple, Self
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.broker import Broker
+from streams.brokers.choice import Broker
 from streams.clock import SystemClock
 from streams.connection import Connection
-from streams.kafka import KafkaLog
+from streams.kafka.log import KafkaLog
 from streams.outbox import Outbox
 from streams.ports import Entry, Partition
 from streams.records import Request

@@ -13,8 +13,8 @@ from app.preprocess import artifacts
 from app.preprocess.artifacts import PART_BYTES, Artifacts, parts_of
 from app.preprocess.errors import ArtifactUnavailable, BadModel
 from app.preprocess.pool import Inline
-from streams.memory import Fate
-from streams.memory_partition import MemoryRecord
+from streams.memory.broker import Fate
+from streams.memory.partition import MemoryRecord
 from streams.ports import Entry
 from streams.records import Artifact
 from streams.topics import ARTIFACTS

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.asked import Asked, percentile
+from app.demo.asked import Asked, percentile
+from app.demo.trace import BLOCK_TOKENS, shipped_slice, tokens_of
 from app.engine.echo import echo_answer
 from app.preprocess.byte_level import decode, render_chat
-from app.trace import BLOCK_TOKENS, shipped_slice, tokens_of
 from streams.prompt import Prompt
 from streams.records import Chunk, End, FinishReason
 

@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from app.chunks import BATCH_BYTES, ChunkWriters, StreamBroken
 from app.lifetime import Lifetime
+from app.serving.chunks import BATCH_BYTES, ChunkWriters, StreamBroken
 from streams.codecs import AnyRecord, encode
 from streams.errors import AppendFailed
 from streams.outbox import Outbox

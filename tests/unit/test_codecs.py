@@ -20,7 +20,7 @@ from streams import codecs
 from streams import records as r
 from streams.codecs import AnyRecord, decode, encode, pack_tokens, type_of, unpack_tokens
 from streams.errors import Malformed, UnknownType
-from streams.memory_partition import MemoryRecord
+from streams.memory.partition import MemoryRecord
 from streams.ports import Entry
 from streams.prompt import Prompt, encode_prompt
 

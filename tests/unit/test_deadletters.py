@@ -7,8 +7,8 @@ from hashlib import sha256
 import pytest
 
 from streams.deadletters import DeadLetters
-from streams.memory import Fate
-from streams.memory_partition import MemoryRecord
+from streams.memory.broker import Fate
+from streams.memory.partition import MemoryRecord
 from streams.outbox import Outbox
 from streams.topics import DEAD_LETTERS, MAX_RECORD_BYTES, REQUESTS
 from tests.worlds import World, in_world

@@ -10,7 +10,7 @@ import pytest
 from streams.clock import BrokerClock
 from streams.errors import LogClosed, UnknownType
 from streams.follow import RECORDS_PER_POLL, Follower
-from streams.memory import MemoryReader
+from streams.memory.broker import MemoryReader
 from streams.ports import Batches, Entry, Partition
 from streams.records import Ended, Fact, ModelCard, Tombstone
 from streams.topics import LEDGER, REGISTRY, REQUESTS

@@ -11,7 +11,7 @@ from streams.clock import BrokerClock
 from streams.codecs import AnyRecord, encode
 from streams.errors import LogClosed, OwnershipLost, TopicsDiffer
 from streams.intake import LETTERS_QUEUED, Claim, Intake
-from streams.memory import Fate, MemoryLog
+from streams.memory.broker import Fate, MemoryLog
 from streams.ports import Entry
 from streams.records import Cancel, Fact, Heartbeat, Request, Tombstone
 from streams.topics import DEAD_LETTERS, REQUESTS

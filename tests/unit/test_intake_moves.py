@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.intake import Claim, Intake
-from streams.memory import Fate, MemoryLog
-from streams.memory_faults import Operation
+from streams.memory.broker import Fate, MemoryLog
+from streams.memory.faults import Operation
 from streams.ports import Entry
 from streams.records import Fact, Request
 from streams.topics import DEAD_LETTERS, REQUESTS

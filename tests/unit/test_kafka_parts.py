@@ -18,9 +18,9 @@ from aiokafka.structs import ConsumerRecord
 
 from streams.connection import Connection
 from streams.errors import BrokerUnavailable
-from streams.kafka import KafkaLog
-from streams.kafka_client import Calm, LazyConsumer, calm_client_logs
-from streams.kafka_reader import _Answer, _Tails
+from streams.kafka.client import Calm, LazyConsumer, calm_client_logs
+from streams.kafka.log import KafkaLog
+from streams.kafka.reader import _Answer, _Tails
 from streams.provision import describe
 
 LANE, OTHER = TopicPartition("t.registry", 0), TopicPartition("t.kv-events", 3)
@@ -161,8 +161,8 @@ class TestSecurity:
     @pytest.fixture
     def options(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         Refusing.options = []
-        monkeypatch.setattr("streams.kafka_producer.AIOKafkaProducer", Refusing)
-        monkeypatch.setattr("streams.kafka_client.AIOKafkaConsumer", Refusing)
+        monkeypatch.setattr("streams.kafka.producer.AIOKafkaProducer", Refusing)
+        monkeypatch.setattr("streams.kafka.client.AIOKafkaConsumer", Refusing)
         monkeypatch.setattr("streams.provision.AIOKafkaAdminClient", Refusing)
         return Refusing.options
 

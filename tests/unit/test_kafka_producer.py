@@ -18,9 +18,9 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
 )
 
-from streams import kafka_producer
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, RecordTooLarge
-from streams.kafka_producer import MAX_QUEUED_BYTES, Producer
+from streams.kafka import producer as kafka_producer
+from streams.kafka.producer import MAX_QUEUED_BYTES, Producer
 from streams.ports import Appended, Entry
 
 LANE, OTHER = TopicPartition("t.ledger", 0), TopicPartition("t.ledger", 1)

@@ -16,7 +16,7 @@ from streams.errors import (
     OwnershipLost,
     PositionLost,
 )
-from streams.memory import Fate, MemoryBroker, MemoryMember
+from streams.memory.broker import Fate, MemoryBroker, MemoryMember
 from streams.ports import Entry, Partition, Record
 from streams.topics import LEDGER, REGISTRY, REQUESTS
 from tests.worlds import World, in_world

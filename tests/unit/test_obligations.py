@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.routing.fleet import Fleet
-from app.routing.load import Run, RunId, RunState, Story
+from app.routing.load import KnownRun, RunId, RunState, Story
 from app.routing.obligations import Action, Finish, Patience, Restart, Verify, due
 from streams.ports import Partition
 from streams.records import (
@@ -27,7 +27,7 @@ PATIENCE = Patience(start_ms=3000, beat_ms=2000, full_ms=50, full_max_ms=2000)
 
 def story(runs: dict[RunId, RunState], since_ms: int = 1000, **over: Any) -> Story:
     told = {"origin": Origin(topic="requests", partition=0, offset=0), "deadline_ms": 60_000}
-    return Story(**(told | {"runs": {k: Run(s, since_ms) for k, s in runs.items()}} | over))
+    return Story(**(told | {"runs": {k: KnownRun(s, since_ms) for k, s in runs.items()}} | over))
 
 
 def fleet(lost: bool = False, listed: bool = True, beat_ms: int = 1000) -> Fleet:

@@ -10,7 +10,7 @@ import pytest
 from streams.clock import BrokerClock
 from streams.codecs import decode
 from streams.errors import AppendFailed, LogClosed, RecordTooLarge
-from streams.memory import Fate
+from streams.memory.broker import Fate
 from streams.outbox import LONGEST_PAUSE_S, Outbox
 from streams.records import Cancel, Fencing, Request
 from streams.topics import LEDGER, REQUESTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from app.registration import Verdict, judge
+from app.serving.registration import Verdict, judge
 from streams.codecs import AnyRecord
 from streams.records import EngineConfig, Fact, Lost, Tombstone, WorkerCard
 

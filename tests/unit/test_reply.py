@@ -6,7 +6,7 @@ import pytest
 
 from streams.codecs import encode
 from streams.errors import LogClosed
-from streams.memory_partition import MemoryRecord
+from streams.memory.partition import MemoryRecord
 from streams.ports import Entry
 from streams.records import Chunk, End, Usage
 from streams.reply import PIECES, Reply, joined

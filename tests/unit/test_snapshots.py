@@ -14,8 +14,8 @@ import zstandard
 
 from streams.codecs import decode, encode
 from streams.follow import Follower
-from streams.memory import Fate
-from streams.memory_partition import MemoryRecord
+from streams.memory.broker import Fate
+from streams.memory.partition import MemoryRecord
 from streams.ports import Entry, Partition
 from streams.records import Ended, Fact, ModelCard, SnapshotPointer, Tombstone
 from streams.snapshots import SLICE_BYTES, Snapshots, pointer_key

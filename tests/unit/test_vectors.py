@@ -10,7 +10,7 @@ import pytest
 
 import streams.vectors
 from streams.codecs import decode
-from streams.memory_partition import MemoryRecord
+from streams.memory.partition import MemoryRecord
 from streams.records import Chunk, End, Fence
 from streams.topics import partition_of
 from streams.transcript import Transcript

@@ -1,7 +1,7 @@
 """A small deployment on this machine: a router, a preprocessor and workers, for demos and trials.
 
-`ProcessFleet` runs each part as `faststream run app.NAME:app`, the way a deployment does;
-`MemoryFleet` runs them in this process, on the log in memory. Both can kill a part in the hard way.
+`ProcessParts` runs each part as `faststream run app.NAME:app`, the way a deployment does;
+`MemoryParts` runs them in this process, on the log in memory. Both can kill a part in the hard way.
 Owns the parts' lives; asks nothing of them and reads no topic.
 """
 
@@ -18,17 +18,17 @@ from typing import NamedTuple, Protocol
 
 from app.lifetime import Lifetime, Process
 from app.settings import Settings, variable
+from streams.brokers.watchdog import Guard
 from streams.clock import Clock
-from streams.memory import MemoryBroker, MemoryLog
+from streams.memory.broker import MemoryBroker, MemoryLog
 from streams.ports import Log
-from streams.watchdog import Guard
 
 STOP_S = 20.0
 """What the parts get to stop in good order before they are killed, in seconds."""
 TAIL_LINES = 15
 
 
-class FleetError(Exception):
+class DemoFailed(Exception):
     """A part of the fleet ended by itself; the message has its last lines."""
 
 
@@ -45,7 +45,7 @@ def parts_of(workers: int) -> list[Part]:
     return [*names, Part("router-1", "router"), Part("preprocessor-1", "preprocessor")]
 
 
-class Fleet(Protocol):
+class Parts(Protocol):
     """What a demo does with a fleet."""
 
     async def start(self) -> None:
@@ -55,13 +55,13 @@ class Fleet(Protocol):
         """End a part as kill -9 does."""
 
     def check(self) -> None:
-        """Raise FleetError when a part ended that was not killed."""
+        """Raise DemoFailed when a part ended that was not killed."""
 
     async def stop(self) -> None:
         """End everything in good order, what does not end by itself in the hard way."""
 
 
-class ProcessFleet:
+class ProcessParts:
     """Parts as processes. They end with the guard, however this process ends."""
 
     def __init__(
@@ -86,10 +86,10 @@ class ProcessFleet:
         process.wait()
 
     def check(self) -> None:
-        """See `Fleet`."""
+        """See `Parts`."""
         for name, process in self._running.items():
             if process.poll() is not None:
-                raise FleetError(
+                raise DemoFailed(
                     f"{name} ended with status {process.returncode}:\n{self.tail(name)}"
                 )
 
@@ -136,7 +136,7 @@ class ProcessFleet:
 Build = Callable[[Log, Settings, Lifetime], Process]
 
 
-class MemoryFleet:
+class MemoryParts:
     """Parts in this process, each with its own connection to the log in memory."""
 
     def __init__(
@@ -173,10 +173,10 @@ class MemoryFleet:
         await life.end()
 
     def check(self) -> None:
-        """See `Fleet`."""
+        """See `Parts`."""
         for name, (_, life, _) in self._running.items():
             if life.failed is not None:
-                raise FleetError(f"{name} failed: {life.failed!r}")
+                raise DemoFailed(f"{name} failed: {life.failed!r}")
 
     async def stop(self) -> None:
         """Stop the parts in reverse; workers drain last."""

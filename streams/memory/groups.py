@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from streams.errors import AppendFailed, LogClosed, OwnershipLost
-from streams.memory_partition import Cursor
+from streams.memory.partition import Cursor
 from streams.ports import Batches, Ownership
 
 if TYPE_CHECKING:
-    from streams.memory import MemoryBroker, MemoryLog
+    from streams.memory.broker import MemoryBroker, MemoryLog
 
 _NEVER = float("inf")
 

@@ -28,11 +28,11 @@ from aiokafka.errors import (
 )
 
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost
-from streams.kafka_client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer
+from streams.kafka.client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer
 from streams.ports import Batches, Ownership, Partition
 
 if TYPE_CHECKING:
-    from streams.kafka import KafkaLog
+    from streams.kafka.log import KafkaLog
 
 log = logging.getLogger(__name__)
 

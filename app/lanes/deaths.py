@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 
-from app.context import RouterContext
+from app.lanes.context import RouterContext
 from streams.errors import StreamError
 from streams.records import Lost, Probe, Tombstone
 from streams.topics import ASSIGNMENTS, KV_EVENTS, REGISTRY

@@ -1,14 +1,14 @@
 """The log in this process: the ports of `streams/ports.py` without a broker.
 
 `MemoryBroker` is the shared state, `MemoryBroker.connect` gives each process its own connection
-(`streams/memory_client.py`).
+(`streams/memory/client.py`).
 Tests, the whole-system simulation and `kvlane demo --broker memory` run on it; the contract suite
 in `tests/contracts` holds it against a real broker.
 
 It has: partitions by key as in the Java client, offsets, broker append time that never goes back,
 headers, tombstones, deletion by age and count, compaction with its lags, consumer groups with
-generations, rebalances and zombies (`streams/memory_groups.py`), size limits, and the faults that
-`streams/memory_faults.py` names.
+generations, rebalances and zombies (`streams/memory/groups.py`), size limits, and the faults that
+`streams/memory/faults.py` names.
 
 It has not: durability (all is gone with the process), replicas and leaders, segments (deletion and
 compaction work record by record), quotas, security, compression, transactions, static members and
@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 
 from streams.clock import Clock
 from streams.errors import TopicsDiffer
-from streams.memory_client import MemoryLog, MemoryReader
-from streams.memory_faults import Fate, Faults
-from streams.memory_groups import Group, MemoryMember
-from streams.memory_partition import MemoryRecord, PartitionLog
+from streams.memory.client import MemoryLog, MemoryReader
+from streams.memory.faults import Fate, Faults
+from streams.memory.groups import Group, MemoryMember
+from streams.memory.partition import MemoryRecord, PartitionLog
 from streams.ports import Appended, Entry, Partition
 from streams.topics import LANES, TOPICS
 

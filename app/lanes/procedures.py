@@ -2,7 +2,7 @@
 
 Each procedure is a fixed order of appends and barriers, and that order is the contract: whoever
 dies between two steps leaves a state in which `app/routing/obligations.py` finds the rest. None of
-them decides whether it is due; the lane's owner does (`app/lane.py`), and runs at most one at a
+them decides whether it is due; the lane's owner does (`owner.py`), and runs at most one at a
 time per request.
 """
 
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from app.context import RouterContext
+from app.lanes.context import RouterContext
 from app.routing import plan
 from app.routing.load import OPEN, RunId
 from app.routing.obligations import Restart, RestartReason, is_listed

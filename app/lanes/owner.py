@@ -6,7 +6,7 @@ obligations that `app/routing/obligations.py` finds, for its own requests as for
 before it. At most one job per request runs at a time; all jobs die with the ownership, in the
 middle of whatever they do, which is safe because every obligation can be found again in the log.
 
-What the jobs do, step by step, stands in `app/procedures.py`.
+What the jobs do, step by step, stands in `app/lanes/procedures.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
-from app.context import RouterContext
-from app.procedures import Procedures, Remainder
+from app.lanes.context import RouterContext
+from app.lanes.procedures import Procedures, Remainder
 from app.routing.load import OPEN, LedgerRecord, RunId
 from app.routing.obligations import Finish, Restart, Verify, due
 from streams.intake import Claim

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from app.bell import Bell
 from app.engine.contract import GenerateContext
-from app.execution import Executor, Outcome, Run
 from app.lifetime import Lifetime
+from app.serving.execution import Executor, Outcome, Run
 from streams.clock import BrokerClock
 from streams.outbox import Outbox
 from streams.records import Assignment, CancelRun, Finished, RunKey, RunProgress

@@ -11,22 +11,22 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from app.fleet import Build, Fleet, MemoryFleet, ProcessFleet, parts_of
+from app.demo.parts import Build, MemoryParts, Parts, ProcessParts, parts_of
 from app.settings import Settings, variable
 from streams import provision
+from streams.brokers.local import Broker
+from streams.brokers.watchdog import Guard
 from streams.clock import Clock
-from streams.kafka import KafkaLog
-from streams.localbroker import Broker
-from streams.memory import MemoryBroker
+from streams.kafka.log import KafkaLog
+from streams.memory.broker import MemoryBroker
 from streams.ports import Log
-from streams.watchdog import Guard
 
 
 class Stage(NamedTuple):
     """A started connection to a log that has its topics, and a fleet that is not started yet."""
 
     log: Log
-    fleet: Fleet
+    fleet: Parts
     settings: Settings
 
 
@@ -48,17 +48,17 @@ async def stage(
     changes = {**changes, "bootstrap_servers": broker.bootstrap_servers}
     settings = settings.model_copy(update=changes)
     log: Log
-    fleet: Fleet
+    fleet: Parts
     with contextlib.ExitStack() as cleanup:
         if broker.kind == "memory":
             memory = MemoryBroker(clock, lanes=settings.lanes)
-            fleet = MemoryFleet(parts_of(workers), builds, settings, memory, random.Random())
+            fleet = MemoryParts(parts_of(workers), builds, settings, memory, random.Random())
             log = memory.connect("stage")
         else:
             guard = Guard()
             cleanup.callback(guard.close)
             environment = {variable(name): str(value) for name, value in changes.items()}
-            fleet = ProcessFleet(parts_of(workers), environment, guard, clock)
+            fleet = ProcessParts(parts_of(workers), environment, guard, clock)
             log = KafkaLog(settings.connection("stage"), prefix=settings.topic_prefix)
         try:
             await log.start()

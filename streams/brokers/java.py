@@ -23,9 +23,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from streams.broker import Report
+from streams.brokers.choice import Report
+from streams.brokers.watchdog import Guard
 from streams.errors import BrokerUnavailable
-from streams.watchdog import Guard
 
 KAFKA_VERSION = "4.2.1"
 _LOG4J_VERSION = "2.25.4"

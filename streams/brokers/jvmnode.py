@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from streams.broker import LOOPBACK, ask
-from streams.brokersettings import LOGGING, properties
+from streams.brokers.choice import LOOPBACK, ask
+from streams.brokers.java import java_command
+from streams.brokers.settings import LOGGING, properties
 from streams.errors import BrokerUnavailable
-from streams.javaruntime import java_command
 
 START_DEADLINE_S = 90.0
 """A warm start takes 1 to 5 s; a busy machine has taken 17 for a cluster."""

@@ -22,10 +22,10 @@ from aiokafka.errors import KafkaError, KafkaTimeoutError
 
 from streams.connection import Connection
 from streams.errors import BrokerUnavailable, LogClosed, TopicsDiffer
-from streams.kafka_client import REFUSALS, RETRY_S, LazyConsumer, calm_client_logs
-from streams.kafka_member import KafkaMember
-from streams.kafka_producer import Producer
-from streams.kafka_reader import KafkaReader
+from streams.kafka.client import REFUSALS, RETRY_S, LazyConsumer, calm_client_logs
+from streams.kafka.member import KafkaMember
+from streams.kafka.producer import Producer
+from streams.kafka.reader import KafkaReader
 from streams.ports import Appended, Entry, Ownership, Partition
 from streams.topics import partition_of
 
@@ -105,7 +105,7 @@ class KafkaLog:
         """Append one entry, and wait for its acknowledgement at most three request time-outs.
 
         An append that failed or was cancelled may be in the log, now or a little later; see
-        `streams/kafka_producer.py`. Raises AppendFailed, RecordTooLarge, TopicsDiffer, and
+        `streams/kafka/producer.py`. Raises AppendFailed, RecordTooLarge, TopicsDiffer, and
         BrokerUnavailable when the broker refuses (rights), which repeating cannot cure.
         """
         producer = self._open_producer()

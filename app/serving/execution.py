@@ -5,7 +5,7 @@
 
 Both lines run side by side, so that the acknowledgement of Started hides behind the prefill.
 Owns the run's tokens, text and times. Who may run, and the Finished that reports the outcome, are
-`app/runs.py`'s.
+`app/serving/runs.py`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from app.chunks import ChunkStream, ChunkWriters, StreamBroken
 from app.engine.contract import (
     Engine,
     EngineDead,
@@ -31,6 +30,7 @@ from app.engine.contract import (
 )
 from app.lifetime import Lifetime
 from app.preprocess.byte_level import Detokenizer
+from app.serving.chunks import ChunkStream, ChunkWriters, StreamBroken
 from streams.codecs import unpack_tokens
 from streams.errors import AppendFailed
 from streams.outbox import Outbox

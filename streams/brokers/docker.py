@@ -13,11 +13,11 @@ import threading
 import time
 from typing import Any, Self
 
-from streams.broker import LOOPBACK, Broker, Report, ask
-from streams.brokersettings import SMALL, replication
+from streams.brokers.choice import LOOPBACK, Broker, Report, ask
+from streams.brokers.java import KAFKA_VERSION
+from streams.brokers.settings import SMALL, replication
+from streams.brokers.watchdog import Guard
 from streams.errors import BrokerUnavailable
-from streams.javaruntime import KAFKA_VERSION
-from streams.watchdog import Guard
 
 OFFICIAL_IMAGE = f"apache/kafka:{KAFKA_VERSION}"
 LOCAL_IMAGE = f"kvlane/kafka:{KAFKA_VERSION}"

@@ -15,11 +15,11 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
 
 from streams.errors import BrokerUnavailable, LogClosed, PositionLost
-from streams.kafka_client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer
+from streams.kafka.client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer
 from streams.ports import Batches, Partition
 
 if TYPE_CHECKING:
-    from streams.kafka import KafkaLog
+    from streams.kafka.log import KafkaLog
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from app.asked import Asked, Placements, percentile
-from app.fleet import Fleet, FleetError
+from app.demo.asked import Asked, Placements, percentile
+from app.demo.parts import DemoFailed, Parts
+from app.demo.trace import TraceRequest, shipped_slice
 from app.preprocess.byte_level import render_chat
-from app.trace import TraceRequest, shipped_slice
 from streams.client import Client
 from streams.clock import Clock
 from streams.ports import Log
@@ -44,7 +44,7 @@ class Story:
     """One showing. Every request is kept in `asked`, to be judged at the end."""
 
     def __init__(
-        self, log: Log, fleet: Fleet, clock: Clock, console: Console, workers: int
+        self, log: Log, fleet: Parts, clock: Clock, console: Console, workers: int
     ) -> None:
         self._fleet = fleet
         self._clock = clock
@@ -57,7 +57,7 @@ class Story:
         self.asked: list[Asked] = []
 
     async def tell(self, prompts: Sequence[str]) -> bool:
-        """All of it; whether every text was right. Raises FleetError when a part ends by itself."""
+        """All of it; whether every text was right. Raises DemoFailed when a part ends by itself."""
         follower = asyncio.create_task(self._placements.follow(await self._placements.beginning()))
         watch: asyncio.Task[Any] | None = None
         try:
@@ -94,7 +94,7 @@ class Story:
         first = self._chat("ready?")
         await self._finish(first)
         if not first.is_right:
-            raise FleetError(f"no answer to a first prompt within {ANSWER_S:g} s: {first.ended}")
+            raise DemoFailed(f"no answer to a first prompt within {ANSWER_S:g} s: {first.ended}")
         self._console.print(
             f"a router, a preprocessor and {self._workers} workers are up, "
             f"{self._clock.now() - self._began:.1f} s after their start\n",

@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
-from streams.broker import Broker, GivenBroker, Kind, MemoryBroker, Report
-from streams.dockerbroker import DockerBroker
+from streams.brokers.choice import Broker, GivenBroker, Kind, MemoryBroker, Report
+from streams.brokers.docker import DockerBroker
+from streams.brokers.java import jars, java_tool
+from streams.brokers.jvm import JvmBroker
+from streams.brokers.jvmnode import Node
 from streams.errors import BrokerUnavailable
-from streams.javaruntime import jars, java_tool
-from streams.jvmbroker import JvmBroker
-from streams.jvmnode import Node
 
 __all__ = [
     "Broker",

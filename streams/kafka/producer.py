@@ -39,7 +39,7 @@ from streams.errors import (
     StreamError,
     TopicsDiffer,
 )
-from streams.kafka_client import REFUSALS
+from streams.kafka.client import REFUSALS
 from streams.ports import Appended, Entry
 from streams.topics import MAX_RECORD_BYTES
 

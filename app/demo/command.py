@@ -1,7 +1,7 @@
 """`kvlane demo` and `kvlane up`: a broker, a router, a preprocessor and workers on this machine.
 
-Chooses the broker and how long everything stays. What the demo shows is `app/story.py`'s, what is
-set up for it `app/stage.py`'s.
+Chooses the broker and how long everything stays. What the demo shows is `story.py`'s, what is set
+up for it `stage.py`'s.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, Literal
 from rich.console import Console
 
 from app import worker
-from app.fleet import Build, FleetError
+from app.demo.parts import Build, DemoFailed
+from app.demo.stage import stage
+from app.demo.story import Story
 from app.preprocessor import Preprocessor
 from app.router import Router
 from app.settings import Settings
-from app.stage import stage
-from app.story import Story
+from streams.brokers.local import Broker, Kind, obtain
 from streams.clock import SystemClock
-from streams.localbroker import Broker, Kind, obtain
 
 WORKERS = 3
 CONTEXT_LENGTH = 131_072
@@ -42,7 +42,7 @@ def demo(
 ) -> bool:
     """The whole demo, from nothing to nothing; whether every text was right.
 
-    Raises BrokerUnavailable, TopicsDiffer, FleetError.
+    Raises BrokerUnavailable, TopicsDiffer, DemoFailed.
     """
     with _broker(settings, console, kind) as broker:
         return asyncio.run(_demo(settings, prompts, console, broker))
@@ -54,7 +54,7 @@ def up(
     """A small deployment that stays until Ctrl-C or SIGTERM. Raises as `demo`."""
     with _broker(settings, console, kind, port) as broker:
         if broker.kind == "memory":
-            raise FleetError("nobody else could reach the log in memory: see `kvlane demo`")
+            raise DemoFailed("nobody else could reach the log in memory: see `kvlane demo`")
         asyncio.run(_up(settings, console, broker, workers))
 
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from app.bell import Bell
+from app.lanes.scan import Scanner
 from app.lifetime import Lifetime
 from app.routing.fleet import Fleet
 from app.routing.load import Burden, Load, RunId
 from app.routing.obligations import Patience
-from app.scan import Scanner
 from app.settings import Settings
 from streams.clock import BrokerClock
 from streams.errors import BrokerUnavailable

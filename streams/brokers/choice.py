@@ -168,7 +168,7 @@ class GivenBroker(Broker):
 
 
 class MemoryBroker(Broker):
-    """No broker: the log is to be kept in this process (`streams.memory`)."""
+    """No broker: the log is to be kept in this process (`streams.memory.broker`)."""
 
     kind = "memory"
 

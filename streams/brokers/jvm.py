@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from streams.broker import LOOPBACK, Broker, Report, free_ports
-from streams.brokersettings import SMALL, properties, replication
-from streams.errors import BrokerUnavailable
-from streams.javaruntime import (
+from streams.brokers.choice import LOOPBACK, Broker, Report, free_ports
+from streams.brokers.java import (
     FULL_JIT,
     KAFKA_VERSION,
     QUICK_START,
@@ -31,8 +29,10 @@ from streams.javaruntime import (
     java,
     java_command,
 )
-from streams.jvmnode import START_DEADLINE_S, Node, PortTaken
-from streams.watchdog import Guard
+from streams.brokers.jvmnode import START_DEADLINE_S, Node, PortTaken
+from streams.brokers.settings import SMALL, properties, replication
+from streams.brokers.watchdog import Guard
+from streams.errors import BrokerUnavailable
 
 
 class JvmBroker(Broker):

@@ -18,14 +18,14 @@ from streams.errors import (
     PositionLost,
     RecordTooLarge,
 )
-from streams.memory_faults import Fate, Operation
-from streams.memory_groups import MemoryMember
-from streams.memory_partition import Cursor, PartitionLog
+from streams.memory.faults import Fate, Operation
+from streams.memory.groups import MemoryMember
+from streams.memory.partition import Cursor, PartitionLog
 from streams.ports import Appended, Batches, Entry, Ownership, Partition
 from streams.topics import MAX_RECORD_BYTES, partition_of
 
 if TYPE_CHECKING:
-    from streams.memory import MemoryBroker
+    from streams.memory.broker import MemoryBroker
 
 MAX_BATCH_BYTES = 1024 * 1024
 _RECORD_OVERHEAD = 90  # bytes around key, value and headers in a batch of one record
