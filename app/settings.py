@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -27,9 +27,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from streams.connection import Connection, SaslMechanism, SecurityProtocol
 
+if TYPE_CHECKING:
+    from indexer.keys import KeySecret
+
 PREFIX = "KVLANE_"
 _MASK = "********"
-_SECRETS = ("sasl_password", "ssl_keypassword")  # each has a twin NAME_file
+_SECRETS = ("sasl_password", "ssl_keypassword", "hash_secret")  # each has a twin NAME_file
 
 
 class SettingsError(ValueError):
@@ -90,6 +93,14 @@ class Settings(BaseSettings):
     replication: int = Field(1, ge=1, description="copies of every partition, in brokers")
     min_insync: int = Field(
         1, ge=1, description="copies that must have a record before it counts, in brokers"
+    )
+    hash_secret: SecretStr = Field(
+        SecretStr(""),
+        description="secret behind the names of cached blocks; empty: a known one, for brokers on "
+        "this machine only",
+    )
+    hash_secret_file: ReadableFile | None = Field(
+        None, description="file that holds KVLANE_HASH_SECRET"
     )
 
     # How long a request may take
@@ -337,6 +348,22 @@ class Settings(BaseSettings):
             session_timeout_ms=self.session_timeout_ms,
         )
 
+    def key_secret(self) -> KeySecret:
+        """The constants of block keys. Raises SettingsError without a secret for remote brokers.
+
+        With the known one, whoever reaches the topics could make prompts whose keys collide.
+        """
+        from indexer.keys import LOOPBACK_SECRET, derive
+
+        secret = self.hash_secret.get_secret_value().encode()
+        if not secret and not _on_loopback(self.bootstrap_servers):
+            raise SettingsError(
+                f"KVLANE_BOOTSTRAP_SERVERS={self.bootstrap_servers} is not this machine: set "
+                "KVLANE_HASH_SECRET (or KVLANE_HASH_SECRET_FILE) to the same random text for all "
+                "routers, workers and indexers"
+            )
+        return derive(secret or LOOPBACK_SECRET)
+
 
 class SettingRow(NamedTuple):
     """One setting as it is shown to people; a secret's values are masked."""
@@ -416,6 +443,11 @@ def _shown(value: object) -> str:
 def _is_address(text: str) -> bool:
     host, colon, port = text.rpartition(":")
     return bool(colon and host) and port.isdecimal() and 0 < int(port) < 65536
+
+
+def _on_loopback(servers: str) -> bool:
+    hosts = [part.strip().rpartition(":")[0].strip("[]") for part in servers.split(",") if part]
+    return all(host in ("localhost", "::1") or host.startswith("127.") for host in hosts)
 
 
 def _exceeds(settings: Settings, smaller: str, larger: str) -> str:

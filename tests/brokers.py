@@ -108,6 +108,8 @@ def kafka(broker_ledger: BrokerLedger) -> Iterator[Broker]:
         if broker.kind == "memory":
             pytest.fail("no real broker:\n" + "\n".join(said), pytrace=False)
         broker_ledger.running["kafka"] = broker
+        if broker.kind == "env":  # may be remote, and processes want a secret for those
+            os.environ.setdefault("KVLANE_HASH_SECRET", "tests")
         yield broker
 
 

@@ -19,6 +19,7 @@ from app.settings import (
     settings_table,
     unknown_variables,
 )
+from indexer.keys import LOOPBACK_SECRET, derive
 from streams.connection import Connection, TokenFile
 
 MECHANISMS_WITH_PASSWORD = ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
@@ -78,7 +79,7 @@ def test_settings_cannot_be_changed() -> None:
         Settings().lanes = 8  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["sasl_password", "ssl_keypassword"])
+@pytest.mark.parametrize("name", ["sasl_password", "ssl_keypassword", "hash_secret"])
 def test_secret_is_read_from_its_file(
     name: str, secret_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,23 @@ def test_secret_is_read_from_its_file(
         monkeypatch.setenv("KVLANE_SASL_PASSWORD", "another")
     monkeypatch.setenv(f"KVLANE_{name.upper()}_FILE", str(secret_file))
     assert getattr(Settings(), name).get_secret_value() == SECRET
+
+
+def test_processes_with_one_hash_secret_agree_on_keys(secret_file: Path) -> None:
+    told = Settings(bootstrap_servers="kafka:9092", hash_secret=SECRET).key_secret()
+    assert told == Settings(hash_secret_file=secret_file).key_secret()
+    assert told.fingerprint != Settings(hash_secret="another").key_secret().fingerprint
+
+
+@pytest.mark.parametrize("servers", ["", "localhost:9092", "127.0.0.1:9092, [::1]:9093"])
+def test_brokers_on_this_machine_need_no_hash_secret(servers: str) -> None:
+    assert Settings(bootstrap_servers=servers).key_secret() == derive(LOOPBACK_SECRET)
+
+
+def test_brokers_elsewhere_need_a_hash_secret() -> None:
+    settings = Settings(bootstrap_servers="localhost:9092,kafka:9092")
+    with pytest.raises(SettingsError, match="KVLANE_HASH_SECRET_FILE"):
+        settings.key_secret()
 
 
 # Refusing
