@@ -21,7 +21,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, KafkaTimeoutError
 
 from streams.connection import Connection
-from streams.errors import BrokerUnavailable, LogClosed, TopicsDiffer
+from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, TopicsDiffer
 from streams.kafka.client import REFUSALS, RETRY_S, LazyConsumer, calm_client_logs
 from streams.kafka.member import KafkaMember
 from streams.kafka.producer import Producer
@@ -109,7 +109,7 @@ class KafkaLog:
         BrokerUnavailable when the broker refuses (rights), which repeating cannot cure.
         """
         producer = self._open_producer()
-        count = self._partitions.get(topic) or await self.partitions(topic)
+        count = self._partitions.get(topic) or await self._learn_count(topic)
         if partition is None:
             assert entry.key is not None, "an entry without a key needs a partition"
             partition = partition_of(entry.key, count)
@@ -119,7 +119,7 @@ class KafkaLog:
         """Append entries to one partition, all or none; as `append`."""
         producer = self._open_producer()
         if topic not in self._partitions:
-            await self.partitions(topic)
+            await self._learn_count(topic)
         return await producer.append_batch(self._existing(topic, partition), entries)
 
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
@@ -193,6 +193,13 @@ class KafkaLog:
                     await asyncio.sleep(RETRY_S)
         except TimeoutError as e:
             raise BrokerUnavailable(f"no answer about {topic}: {error!r}") from (error or e)
+
+    async def _learn_count(self, topic: str) -> int:
+        """The partitions of a topic that is to be written to for the first time."""
+        try:
+            return await self.partitions(topic)
+        except BrokerUnavailable as e:
+            raise AppendFailed(f"{topic}: {e}") from e
 
     async def _learn_partitions(self) -> None:
         """Ask for all topics: brokers may create a topic that is asked for by its name."""

@@ -37,9 +37,8 @@ from streams.errors import (
     LogClosed,
     RecordTooLarge,
     StreamError,
-    TopicsDiffer,
 )
-from streams.kafka.client import REFUSALS
+from streams.kafka.client import REFUSALS, RETRY_S
 from streams.ports import Appended, Entry
 from streams.topics import MAX_RECORD_BYTES
 
@@ -52,7 +51,7 @@ all that waits for one broker into one request, and brokers take requests of up 
 
 _ENTRY_BYTES = 100  # around key and value, roughly
 _OVERSIZE = (MessageSizeTooLargeError, RecordListTooLargeError)
-_HARMLESS = (*_OVERSIZE, *REFUSALS, UnknownTopicOrPartitionError)
+_HARMLESS = (*_OVERSIZE, *REFUSALS)
 """Raised before anything was queued, so that the numbering is still whole."""
 
 _Sent = asyncio.Future[RecordMetadata]
@@ -170,7 +169,7 @@ class Producer:
         self._queued_bytes += size
         try:
             async with self._turns[to]:
-                producer, sent = await self._put(put)
+                producer, sent = await self._put(to, put)
         except BaseException:
             self._queued_bytes -= size
             raise
@@ -179,14 +178,28 @@ class Producer:
         sent.add_done_callback(partial(self._settle, producer))
         return waiter.future
 
-    async def _put(self, put: _Put) -> tuple[AIOKafkaProducer, _Sent]:
-        """Hand it to the client, as soon as the client has room; the caller has the deadline."""
+    async def _put(self, to: TopicPartition, put: _Put) -> tuple[AIOKafkaProducer, _Sent]:
+        """Hand it to the client, as soon as the client has room and knows the partition.
+
+        That the partition exists is the caller's word. The client looks for it when it is first
+        written to, and after every change in the cluster, and finds nothing while no broker or
+        none that has heard of it answers. The caller has the deadline.
+        """
         while True:
             producer = await self.ready()
             try:
                 sent = await put(producer)
             except KafkaTimeoutError:
                 continue  # the client waits for room one request time-out long
+            except UnknownTopicOrPartitionError:
+                await asyncio.sleep(RETRY_S)
+                continue
+            except (AssertionError, ValueError):  # how the client says "unrecognized partition"
+                if to.partition in (producer.client.cluster.partitions_for_topic(to.topic) or ()):
+                    raise
+                await producer.client.force_metadata_update()
+                await asyncio.sleep(RETRY_S)
+                continue
             except _HARMLESS:
                 raise
             except KafkaError as e:
@@ -284,8 +297,6 @@ async def _end_unflushed(producer: AIOKafkaProducer, grace_s: float) -> None:
 def _translated(error: KafkaError, to: TopicPartition) -> StreamError:
     if isinstance(error, _OVERSIZE):
         return RecordTooLarge(f"{_name(to)}: {error}")
-    if isinstance(error, UnknownTopicOrPartitionError):
-        return TopicsDiffer(f"{_name(to)} does not exist: run `kvlane topics create`")
     if isinstance(error, REFUSALS):
         return BrokerUnavailable(f"{_name(to)}: the broker refuses: {error!r}")
     return AppendFailed(f"{_name(to)}: {error!r}")

@@ -11,10 +11,10 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from streams.brokers.local import JvmBroker, Node, obtain
 from streams.connection import Connection
-from streams.errors import AppendFailed, BrokerUnavailable, LogClosed
+from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, TopicsDiffer
 from streams.kafka.log import KafkaLog
 from streams.ports import Entry, Partition
-from streams.topics import LEDGER, TOPICS
+from streams.topics import LEDGER, REQUESTS, TOPICS
 from tests.traffic import Traffic
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -144,6 +144,36 @@ async def test_reader_and_member_made_during_an_outage_begin_after_it(
         await traffic.flow(5)
         await traffic.settle()
     assert traffic.log_of[0][0] == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["append", "append_batch"])
+async def test_first_append_to_a_topic_may_fall_into_an_outage(
+    log: KafkaLog, node: Node, how: str
+) -> None:
+    """The client asks where a topic lies when it first writes to it."""
+
+    async def append() -> object:
+        entry = Entry(b"key", b"first")
+        if how == "append":
+            return await log.append(LEDGER, entry, 0)
+        return await log.append_batch(LEDGER, 0, [entry])
+
+    await kill(node)
+    with pytest.raises(AppendFailed):
+        await append()
+    await start(node)
+    await append()
+
+
+async def test_append_to_a_topic_that_was_never_seen_fails_retryably_in_an_outage(
+    log: KafkaLog, node: Node
+) -> None:
+    await kill(node)
+    with pytest.raises(AppendFailed):
+        await log.append(REQUESTS, Entry(b"key", b"first"), 0)
+    await start(node)
+    with pytest.raises(TopicsDiffer):
+        await log.append(REQUESTS, Entry(b"key", b"first"), 0)
 
 
 async def test_poll_during_an_outage_comes_back_empty_in_its_time(

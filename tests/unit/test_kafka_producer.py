@@ -16,6 +16,7 @@ from aiokafka.errors import (
     MessageSizeTooLargeError,
     NotEnoughReplicasError,
     TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
 )
 
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, RecordTooLarge
@@ -43,7 +44,13 @@ class Client:
         self.sent: list[Sent] = []
         self.stopped = False
         self.full = False
-        self.client = SimpleNamespace(close=self._close)
+        self.given = asyncio.Event()
+        self.raises: list[Exception] = []
+        self.known: set[int] = {LANE.partition, OTHER.partition}
+        cluster = SimpleNamespace(partitions_for_topic=lambda _: self.known)
+        self.client = SimpleNamespace(
+            close=self._close, cluster=cluster, force_metadata_update=self._learn
+        )
         self._sender = SimpleNamespace(sender_task=None)
         Client.made.append(self)
 
@@ -57,6 +64,9 @@ class Client:
     async def _close(self) -> None:
         self.stopped = True
 
+    async def _learn(self) -> None:
+        self.known = {LANE.partition, OTHER.partition}
+
     async def flush(self) -> None:
         if waiting := [sent.answer for sent in self.sent if not sent.answer.done()]:
             await asyncio.wait(waiting)
@@ -67,7 +77,11 @@ class Client:
         if self.full:
             self.full = False
             raise KafkaTimeoutError
+        if self.raises:
+            raise self.raises.pop(0)
+        assert partition in self.known, "Unrecognized partition"
         answer = asyncio.get_running_loop().create_future()
+        self.given.set()
         self.sent.append(Sent(TopicPartition(topic, partition), value, answer))
         return answer
 
@@ -160,6 +174,40 @@ async def test_append_waits_for_room_in_the_client(producer: Producer) -> None:
     Client.made[0].acknowledge(0)
     assert (await task).offset == 0
     assert not Client.made[0].full
+
+
+async def test_append_waits_until_the_client_has_heard_of_the_topic(producer: Producer) -> None:
+    await producer.ready()
+    Client.made[0].raises = [UnknownTopicOrPartitionError()] * 2
+    task = asyncio.create_task(producer.append(LANE, entry(b"a")))
+    await asyncio.wait_for(Client.made[0].given.wait(), 5)
+    Client.made[0].acknowledge(0)
+    assert (await task).offset == 0
+
+
+async def test_topic_that_the_client_never_hears_of_may_be_tried_again(producer: Producer) -> None:
+    await producer.ready()
+    Client.made[0].raises = [UnknownTopicOrPartitionError()] * 1000
+    with pytest.raises(AppendFailed, match=r"ledger\[0\]"):
+        await producer.append(LANE, entry(b"a"))
+
+
+async def test_append_waits_until_the_client_has_heard_of_the_partition(
+    producer: Producer,
+) -> None:
+    await producer.ready()
+    Client.made[0].known = {LANE.partition}
+    task = asyncio.create_task(producer.append(OTHER, entry(b"a")))
+    await asyncio.wait_for(Client.made[0].given.wait(), 5)
+    Client.made[0].acknowledge(0)
+    assert await task
+
+
+async def test_a_broken_promise_of_ours_is_not_an_outage(producer: Producer) -> None:
+    await producer.ready()
+    Client.made[0].raises = [AssertionError("Need at least one: key or value")]
+    with pytest.raises(AssertionError):
+        await producer.append(LANE, entry(b"a"))
 
 
 async def test_silence_replaces_the_client(producer: Producer) -> None:
