@@ -26,13 +26,15 @@ from pydantic import (
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from streams.connection import Connection, SaslMechanism, SecurityProtocol
+from streams.ids import Seal
 
 if TYPE_CHECKING:
     from indexer.keys import KeySecret
 
 PREFIX = "KVLANE_"
 _MASK = "********"
-_SECRETS = ("sasl_password", "ssl_keypassword", "hash_secret")  # each has a twin NAME_file
+_SECRETS = ("sasl_password", "ssl_keypassword", "hash_secret", "stream_secret")
+"""Each has a twin NAME_file."""
 
 
 class SettingsError(ValueError):
@@ -162,6 +164,14 @@ class Settings(BaseSettings):
     )
     http_streams: int = Field(
         2000, ge=1, description="answers a gateway has under way before it refuses more"
+    )
+    stream_secret: SecretStr = Field(
+        SecretStr(""),
+        description="secret that seals stream ids, one for all gateways; empty: one made of the "
+        "topic prefix, for gateways on loopback only",
+    )
+    stream_secret_file: ReadableFile | None = Field(
+        None, description="file that holds KVLANE_STREAM_SECRET"
     )
     gateways: int = Field(1, ge=1, le=1024, description="gateways that share the lanes")
     gateway_number: int = Field(
@@ -328,6 +338,21 @@ class Settings(BaseSettings):
                 f"KVLANE_SASL_MECHANISM={self.sasl_mechanism} needs KVLANE_SASL_USERNAME and "
                 "KVLANE_SASL_PASSWORD (or KVLANE_SASL_PASSWORD_FILE)"
             )
+
+    def seal(self) -> Seal:
+        """What binds the ids of a gateway's streams to tenants; the same at all gateways.
+
+        Raises SettingsError without a secret for a gateway that other machines reach: the known
+        one keeps streams apart that nobody tries to mix up.
+        """
+        secret = self.stream_secret.get_secret_value()
+        if not secret and not _on_loopback(f"{self.http_host}:0"):
+            raise SettingsError(
+                f"KVLANE_HTTP_HOST={self.http_host} is reached from other machines: set "
+                "KVLANE_STREAM_SECRET (or KVLANE_STREAM_SECRET_FILE) to the same random text for "
+                "all gateways"
+            )
+        return Seal((secret or f"kvlane streams of {self.topic_prefix}").encode())
 
     def connection(self, client_id: str) -> Connection:
         """How a Kafka client with this name reaches the cluster."""

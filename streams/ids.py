@@ -2,15 +2,20 @@
 
 The time in an id bounds every search for its records. Ids of any other form are as good as keys;
 they only cost a longer search.
+
+Ids of gateways are *sealed*: eight hex digits follow the UUID, by which any gateway can tell whose
+request it is, without having seen it. An id is no secret; who may read its stream is.
 """
 
 from __future__ import annotations
 
+import hmac
 import random
 import uuid
 
 from streams.clock import Clock
 
+SEALED_CHARS = 8
 _UUID_CHARS = 36
 _COUNTER_BITS = 12
 _SEED_BITS = 11  # a counter starts in its lower half, so a millisecond has room for 2048 ids
@@ -37,6 +42,37 @@ class RequestIds:
 
     def _start(self, ms: int) -> None:
         self._ms, self._counter = ms, self._rng.getrandbits(_SEED_BITS)
+
+
+class Seal:
+    """Binds ids to tenants: SEALED_CHARS hex digits of HMAC-SHA256(secret, tenant, UUID).
+
+    Equal for all gateways with the same secret. A guess is right once in four billion times; what
+    it could win is one stream whose UUID must be known already.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def sealed(self, drawn: str, tenant: str) -> str:
+        """The id of a tenant's request; `drawn` is the UUID before it."""
+        return f"{drawn}-{self._digits(drawn, tenant)}"
+
+    def is_of(self, request_id: str, tenant: str) -> bool:
+        """Whether a gateway drew this id for this tenant."""
+        drawn, digits = request_id[:_UUID_CHARS], request_id[_UUID_CHARS:]
+        expected = f"-{self._digits(drawn, tenant)}"
+        return is_sealed(request_id) and hmac.compare_digest(digits.encode(), expected.encode())
+
+    def _digits(self, drawn: str, tenant: str) -> str:
+        said = f"{tenant}\0{drawn}".encode(errors="surrogatepass")
+        return hmac.digest(self._secret, said, "sha256").hex()[:SEALED_CHARS]
+
+
+def is_sealed(request_id: str) -> bool:
+    """Whether an id has the form of a gateway's, whoever drew it."""
+    long = len(request_id) == _UUID_CHARS + 1 + SEALED_CHARS
+    return long and request_id[_UUID_CHARS] == "-" and issued_ms(request_id) is not None
 
 
 def new_request_id(clock: Clock, rng: random.Random) -> str:

@@ -1,7 +1,7 @@
 """Streams by their id: to go on reading one whose connection broke, or to end it.
 
-Any gateway will do, and any client: whoever knows an id may read it. What a request was asked as is
-not in the log of its answer, so the URL says in which form to tell it.
+Any gateway will do: the id itself says whose stream it is. What a request was asked as is not in
+the log of its answer, so the URL says in which form to tell it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Attachment:
         `stream` (false: the whole answer, when it is there), `include_usage`.
         """
         parts, settings = self._parts, self._parts.settings
-        request_id = _id_of(request)
+        request_id = self._id_of(request)
         from_token = _position(request)
         issued = issued_ms(request_id)
         now_ms = parts.life.clock.wall_ms()
@@ -61,19 +61,19 @@ class Attachment:
 
     async def cancel(self, request: Request) -> Response:
         """Ask for the end of a stream; it ends shortly, if it has not yet. Raises ApiError."""
-        request_id = _id_of(request)
+        request_id = self._id_of(request)
         await self._parts.streams.cancel_now(request_id, "its client cancelled it")
         told = {"id": request_id, "object": "stream", "status": "cancelling"}
         return Response(
             msgspec.json.encode(told), HTTPStatus.ACCEPTED, media_type="application/json"
         )
 
-
-def _id_of(request: Request) -> str:
-    request_id: str = request.path_params["request_id"]
-    if not 0 < len(request_id) <= LONGEST_ID:
-        raise invalid(f"an id has 1 to {LONGEST_ID} characters", "request_id")
-    return request_id
+    def _id_of(self, request: Request) -> str:
+        request_id: str = request.path_params["request_id"]
+        if not 0 < len(request_id) <= LONGEST_ID:
+            raise invalid(f"an id has 1 to {LONGEST_ID} characters", "request_id")
+        self._parts.streams.check_id(request_id)
+        return request_id
 
 
 def _position(request: Request) -> int:

@@ -145,6 +145,12 @@ def of_error(error: Exception) -> ApiError:
     )
 
 
+def unknown_stream() -> ApiError:
+    """What is told of streams that are not there, and of those of somebody else."""
+    message = "there is no such stream, or it is not kept any more"
+    return ApiError(HTTPStatus.NOT_FOUND, message, code="stream_not_found")
+
+
 def of_preprocess_error(error: InvalidPrompt | Overloaded | BadModel) -> ApiError:
     """What is wrong with a prompt, or with the model that it names."""
     if isinstance(error, InvalidPrompt):

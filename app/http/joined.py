@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from http import HTTPStatus
 
-from app.http.errors import ApiError, of_error
+from app.http.errors import of_error, unknown_stream
 from app.http.streams import Streams
 from streams.errors import StreamError
 from streams.records import Chunk, End, Request
@@ -146,8 +145,7 @@ async def attaching(
         joined = Joined([await streams.attach(request_id)], run_on=True)
         try:
             if not await _has_begun(joined) and not may_begin:
-                message = "there is no such stream, or it is not kept any more"
-                raise ApiError(HTTPStatus.NOT_FOUND, message, code="stream_not_found")
+                raise unknown_stream()
             yield joined
         finally:
             await _left(streams, joined)

@@ -15,11 +15,11 @@ import logging
 import random
 from collections.abc import Sequence
 
-from app.http.errors import ApiError, of_error, overloaded, stopping
+from app.http.errors import ApiError, of_error, overloaded, stopping, unknown_stream
 from app.lifetime import Lifetime
 from app.settings import Settings
 from streams.errors import BrokerUnavailable, StreamError
-from streams.ids import RequestIds
+from streams.ids import RequestIds, is_sealed
 from streams.outbox import Outbox
 from streams.ports import Log
 from streams.records import Cancel, Request
@@ -48,6 +48,7 @@ class Streams:
         self._clock = life.clock
         self._outbox = Outbox(kafka, life.clock)
         self._ids = RequestIds(life.clock, rng or random.SystemRandom())
+        self._seal = settings.seal()
         self._idle = asyncio.Event()
         self._idle.set()
         self._cancels: set[asyncio.Task[None]] = set()
@@ -84,12 +85,26 @@ class Streams:
 
     # --- one request -----------------------------------------------------------------------------
 
-    def new_id(self) -> str:
-        """An id whose lane this gateway reads. Draws as often as there are gateways, on average."""
+    def new_id(self, tenant: str = "") -> str:
+        """A sealed id whose lane this gateway reads.
+
+        Draws as often as there are gateways, on average.
+        """
         while True:
-            request_id = self._ids.new()
+            request_id = self._seal.sealed(self._ids.new(), tenant)
             if self._reads(lane_of(request_id, self._lanes)):
                 return request_id
+
+    def check_id(self, request_id: str, tenant: str = "") -> None:
+        """Raises ApiError, 404, when the stream of this id is not this tenant's.
+
+        Ids that no gateway drew belong to whoever publishes to Kafka. They can be had here as long
+        as there is no secret, which means that all who reach this gateway are one.
+        """
+        if self._seal.is_of(request_id, tenant):
+            return
+        if is_sealed(request_id) or self._settings.stream_secret:
+            raise unknown_stream()
 
     @property
     def stalled_s(self) -> float:

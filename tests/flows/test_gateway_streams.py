@@ -387,6 +387,36 @@ async def test_an_id_stands_in_headers_as_in_urls(world: World) -> None:
 
 
 @in_world
+async def test_a_stream_of_another_tenant_is_not_found_and_not_ended(world: World) -> None:
+    house = await House.open(world)
+    await house.staff()
+    answer = house.chat("hello", stream=True, max_tokens=400)
+    await world.until(lambda: len(answer.text) > 3)
+    mine = answer.headers["x-kvlane-id"]
+    theirs = house.gateway.parts.settings.seal().sealed(mine[:36], "another tenant")
+    for method in ("GET", "DELETE"):
+        refused = await house.ask(method, f"/v1/streams/{theirs}").done()
+        assert (refused.status, refused.error["code"]) == (404, "stream_not_found")
+    answer.leave()
+    assert await house.cancelled() == [mine]
+
+
+@in_world
+async def test_with_a_secret_only_streams_of_gateways_can_be_had(world: World) -> None:
+    house = await House.open(world, stream_secret="s3cret")
+    other = await House.open(world, "g2", stream_secret="s3cret", http_host="0.0.0.0")
+    await house.staff()
+    answer = await house.chat("hello", stream=True).done()
+    house.end("job-17", "stop")
+    mine = await other.ask("GET", f"/v1/streams/{answer.headers['x-kvlane-id']}").done()
+    assert mine.text == "hello"
+    bare = new_request_id(world.clock, random.Random(1))
+    for unknown in ("job-17", bare):
+        refused = await other.ask("GET", f"/v1/streams/{unknown}").done()
+        assert (refused.status, refused.error["code"]) == (404, "stream_not_found")
+
+
+@in_world
 async def test_an_id_that_is_too_long_is_no_id(world: World) -> None:
     house = await House.open(world)
     assert (await house.ask("GET", "/v1/streams/" + "x" * 300).done()).status == 400

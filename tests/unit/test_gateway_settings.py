@@ -16,3 +16,24 @@ def test_gateways_are_numbered_from_zero() -> None:
 def test_every_gateway_has_a_lane() -> None:
     with pytest.raises(SettingsError, match="KVLANE_GATEWAYS=5 exceeds KVLANE_LANES=4"):
         Settings(gateways=5, lanes=4)
+
+
+def test_gateways_with_one_secret_know_each_others_streams() -> None:
+    drawn = "01900000-0000-7000-8000-000000000000"
+    sealed = Settings(stream_secret="s3cret").seal().sealed(drawn, "acme")
+    assert Settings(stream_secret="s3cret", http_host="0.0.0.0").seal().is_of(sealed, "acme")
+    assert not Settings(stream_secret="other").seal().is_of(sealed, "acme")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_without_a_secret_gateways_of_one_deployment_on_loopback_agree(host: str) -> None:
+    drawn = "01900000-0000-7000-8000-000000000000"
+    sealed = Settings(http_host=host).seal().sealed(drawn, "")
+    assert Settings().seal().is_of(sealed, "")
+    assert not Settings(topic_prefix="another.").seal().is_of(sealed, "")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.example"])
+def test_a_gateway_that_others_reach_needs_a_secret(host: str) -> None:
+    with pytest.raises(SettingsError, match="set KVLANE_STREAM_SECRET"):
+        Settings(http_host=host).seal()

@@ -79,7 +79,9 @@ def test_settings_cannot_be_changed() -> None:
         Settings().lanes = 8  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["sasl_password", "ssl_keypassword", "hash_secret"])
+@pytest.mark.parametrize(
+    "name", ["sasl_password", "ssl_keypassword", "hash_secret", "stream_secret"]
+)
 def test_secret_is_read_from_its_file(
     name: str, secret_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
