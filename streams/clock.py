@@ -2,7 +2,7 @@
 
 Nothing in kvlane calls `time.time()` or `asyncio.sleep()` by itself: a `Clock` is passed in, so
 that the same code runs against the machine's clock and against the virtual time of the
-deterministic simulation (`tests/simulation`).
+deterministic simulation (`app/faults/vtime.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Protocol
+
+_NEVER = float("-inf")
 
 
 class Clock(Protocol):
@@ -19,7 +21,10 @@ class Clock(Protocol):
         """Seconds on a clock that never goes back; only differences mean anything."""
 
     def wall_ms(self) -> int:
-        """Milliseconds since 1970, for ids and for people; never compared with broker time."""
+        """Milliseconds since 1970 by this machine, for ids and for people.
+
+        It may differ from broker time: whoever compares the two allows for it with a margin.
+        """
 
     async def sleep(self, seconds: float) -> None:
         """Wait; 0 lets other tasks run."""
@@ -41,28 +46,40 @@ class SystemClock:
         await asyncio.sleep(seconds)
 
 
+WINDOW_S = 60
+"""How long records count, once or twice. Long enough to hold a record that came without delay, also
+where little is written; short enough that no clock drifts far in it (100 ppm: 12 ms in two)."""
+
+
 class BrokerClock:
     """An estimate of the broker's append time, in milliseconds, from the records that were read.
 
     Deadlines and ages are in broker time, because it is the one clock that every process sees
-    alike. A record with append time t that was read at local time m proves that the broker's clock
-    has reached t; from then on it advances with the local clock. The estimate is therefore never
-    ahead of the broker by more than the drift between two clocks since the last record, and behind
-    it by at most the delay of the freshest record.
+    alike. A record with append time t that was read at local time m shows that the clock of its
+    broker had reached t; from then on that is carried forward by the local clock. The estimate is
+    the latest time shown by the records of the last one to two windows; older ones count only
+    while no newer come. So it is behind by at most the delay of the freshest of these, and
+    ahead by at most what the clocks of the cluster's brokers differ, plus the drift of a window.
+    It may go back by as much when a record leaves the window.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._offset_ms: float | None = None
+        self._since_ms = 0.0  # when the present window began
+        self._present_ms = _NEVER  # most that broker time was ahead of ours, in this window
+        self._before_ms = _NEVER  # and in the one before
 
     def observe(self, timestamp_ms: int) -> None:
         """Learn from the append time of a record that was just read or acknowledged."""
-        offset_ms = timestamp_ms - self._clock.now() * 1000
-        if self._offset_ms is None or offset_ms > self._offset_ms:
-            self._offset_ms = offset_ms
+        now_ms = self._clock.now() * 1000
+        if now_ms - self._since_ms >= WINDOW_S * 1000:
+            self._before_ms, self._present_ms = self._present_ms, _NEVER
+            self._since_ms = now_ms
+        self._present_ms = max(self._present_ms, timestamp_ms - now_ms)
 
     def now_ms(self) -> int:
         """Milliseconds of broker time; 0 before the first record (nothing is late then)."""
-        if self._offset_ms is None:
+        ahead_ms = max(self._present_ms, self._before_ms)
+        if ahead_ms == _NEVER:
             return 0
-        return int(self._offset_ms + self._clock.now() * 1000)
+        return int(ahead_ms + self._clock.now() * 1000)
