@@ -30,6 +30,9 @@ class Script(Faults):
         self.unanswered: set[Operation] = set()
         self.asked: list[Operation] = []
         self.slow: dict[Operation, float] = {}
+        self.late = 0.0
+        self.departures = 0
+        """How many appends leave their process before it is killed."""
 
     def next_fates(self, topic: str, *fates: Fate) -> None:
         self.fates.setdefault(topic, deque()).extend(fates)
@@ -37,6 +40,13 @@ class Script(Faults):
     def fate(self, client: str, topic: str, partition: int) -> Fate:
         fates = self.fates.get(topic)
         return fates.popleft() if fates else Fate.KEPT
+
+    def late_s(self, client: str) -> float:
+        return self.late
+
+    def departed(self, client: str) -> bool:
+        self.departures -= 1
+        return self.departures >= 0
 
     def answered(self, client: str, operation: Operation) -> bool:
         self.asked.append(operation)

@@ -5,12 +5,12 @@
 Tests, the whole-system simulation and `kvlane demo --broker memory` run on it; the contract suite
 in `tests/contracts` holds it against a real broker.
 
-It has: partitions by key as in the Java client, offsets, broker append time that never goes back,
-headers, tombstones, deletion by age and count, compaction with its lags, consumer groups with
-generations, rebalances and zombies (`streams/memory/groups.py`), size limits, and the faults that
-`streams/memory/faults.py` names.
+It has: partitions by key as in the Java client, offsets, append time by the clock of a partition's
+leader (it never goes back before another one leads), headers, tombstones, deletion by age and
+count, compaction with its lags, consumer groups with generations, rebalances and zombies
+(`streams/memory/groups.py`), size limits, and the faults that `streams/memory/faults.py` names.
 
-It has not: durability (all is gone with the process), replicas and leaders, segments (deletion and
+It has not: durability (all is gone with the process), replicas, segments (deletion and
 compaction work record by record), quotas, security, compression, transactions, static members and
 other assignors than range, and fetches that are bounded by bytes.
 
@@ -71,7 +71,8 @@ class MemoryBroker:
             count = lanes if topic.partitions == LANES else topic.partitions
             self.create_topic(topic.name, overrides.get(topic.name, count), topic.retention_ms)
         self._groups: dict[tuple[str, str], Group] = {}
-        self._now_ms = 0
+        self._stamps: dict[Clock, int] = {}
+        self._leaders: dict[PartitionLog, Clock] = {}
         self._members = 0
 
     def connect(self, client_id: str) -> MemoryLog:
@@ -84,10 +85,15 @@ class MemoryBroker:
         self._retention_ms[name] = retention_ms
         self._logs[name] = [PartitionLog(Partition(name, p)) for p in range(partitions)]
 
-    def now_ms(self) -> int:
-        """Broker time, as it is stamped on records."""
-        self._now_ms = max(self._now_ms, self.clock.wall_ms())
-        return self._now_ms
+    def now_ms(self, log: PartitionLog | None = None) -> int:
+        """Broker time, as it is stamped on records: on those of a partition, if one is given."""
+        clock = self.clock if log is None else self._leaders.get(log, self.clock)
+        self._stamps[clock] = now_ms = max(self._stamps.get(clock, 0), clock.wall_ms())
+        return now_ms
+
+    def lead(self, topic: str, partition: int, clock: Clock) -> None:
+        """From now on the leader of this partition is a broker with this clock."""
+        self._leaders[self.log(topic, partition)] = clock
 
     def log(self, topic: str, partition: int) -> PartitionLog:
         """Raises TopicsDiffer when there is no such partition."""
@@ -103,7 +109,7 @@ class MemoryBroker:
     def append(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
         """Append at once, without faults; deletes what retention no longer keeps."""
         log = self.log(topic, partition)
-        timestamp_ms = self.now_ms()
+        timestamp_ms = self.now_ms(log)
         offset = log.append(entries, timestamp_ms)
         self._clean(log, timestamp_ms)
         return Appended(partition, offset, timestamp_ms)
@@ -134,7 +140,7 @@ class MemoryBroker:
     def expire(self, log: PartitionLog) -> None:
         """Delete what has passed its retention by now."""
         if log.records and (retention_ms := self._retention_ms[log.name.topic]) is not None:
-            log.delete_older(self.now_ms() - retention_ms)
+            log.delete_older(self.now_ms(log) - retention_ms)
 
     def _clean(self, log: PartitionLog, now_ms: int) -> None:
         retention_ms = self._retention_ms[log.name.topic]

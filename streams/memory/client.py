@@ -7,19 +7,18 @@ the client does not hear any more once it is cut off; the records are the broker
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from streams.errors import (
-    AppendFailed,
     BrokerUnavailable,
     LogClosed,
     PositionLost,
     RecordTooLarge,
 )
-from streams.memory.faults import Fate, Operation
+from streams.memory.faults import Operation
 from streams.memory.groups import MemoryMember
+from streams.memory.line import Line
 from streams.memory.partition import Cursor, PartitionLog
 from streams.ports import Appended, Batches, Entry, Ownership, Partition
 from streams.topics import MAX_RECORD_BYTES, partition_of
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from streams.memory.broker import MemoryBroker
 
 MAX_BATCH_BYTES = 1024 * 1024
+CONNECT_S, RECONNECT_S = 12.0, 0.5
+"""How long `start` waits for a broker, and how often it looks: as the client of a real one does."""
 _RECORD_OVERHEAD = 90  # bytes around key, value and headers in a batch of one record
 
 
@@ -42,12 +43,15 @@ class MemoryLog:
         self._started = False
         self._closed = False
         self._users: dict[MemoryReader | MemoryMember, None] = {}
-        self._lines: dict[PartitionLog, _Line] = {}
+        self._lines: dict[PartitionLog, Line] = {}
 
     async def start(self) -> None:
-        """Connect; nothing else works before."""
-        if not self.broker.available:
-            raise BrokerUnavailable(f"{self.client_id}: the broker is down")
+        """Connect; nothing else works before. Raises BrokerUnavailable after CONNECT_S."""
+        until = self.broker.clock.now() + CONNECT_S
+        while not self.broker.available:
+            if self.broker.clock.now() >= until:
+                raise BrokerUnavailable(f"{self.client_id}: the broker is down")
+            await self.broker.clock.sleep(RECONNECT_S)
         if self._closed:
             raise LogClosed(self.client_id)
         self._started = True
@@ -58,16 +62,19 @@ class MemoryLog:
             return
         self._closed = True
         for line in self._lines.values():
-            line.land()
+            line.flush()
         for user in list(self._users):
             await user.close()
 
     def cut(self) -> None:
-        """As kill -9: nothing of this client reaches the broker any more, no call returns.
+        """As kill -9: no call returns any more, and nothing more is sent.
 
-        What is still on its way is lost; group memberships end by their session time-out.
+        What had left the process lands a little later (`Faults.departed`), the rest is lost; group
+        memberships end by their session time-out.
         """
         self.is_cut = True
+        for line in self._lines.values():
+            line.cut()
         self.stall()
         for user in self._users:
             user.cursor.leave_all()
@@ -86,8 +93,9 @@ class MemoryLog:
             self.silent_since = None
 
     async def partitions(self, topic: str) -> int:
-        """How many partitions the topic has."""
-        await self._ask(topic, ())
+        """How many partitions the topic has: known since the connection was made."""
+        self.check_open()
+        self.broker.log(topic, 0)
         return self.broker.partitions[topic]
 
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
@@ -180,65 +188,8 @@ class MemoryLog:
         log = self.broker.log(topic, partition)
         line = self._lines.get(log)
         if line is None:
-            line = self._lines[log] = _Line(self, log)
+            line = self._lines[log] = Line(self, log)
         return await line.send(entries)
-
-
-class _Line:
-    """The way of one connection's appends to one partition: they arrive in the order of sending."""
-
-    def __init__(self, client: MemoryLog, log: PartitionLog) -> None:
-        self._client = client
-        self._log = log
-        self._under_way: deque[_Sending] = deque()
-        self._last: _Sending | None = None
-
-    async def send(self, entries: tuple[Entry, ...]) -> Appended:
-        client, broker = self._client, self._client.broker
-        sending = _Sending(entries)
-        self._under_way.append(sending)
-        if (latency_s := broker.faults.latency_s(client.client_id, "append")) > 0:
-            try:
-                await broker.clock.sleep(latency_s)
-            except asyncio.CancelledError:
-                self.land(sending)  # only the caller has given up, the request is on its way
-                raise
-        self.land(sending)
-        await broker.clock.sleep(broker.faults.answer_s(client.client_id, "append"))
-        if client.is_cut:
-            await client.reachable()
-        if sending.fate is Fate.TWICE and self._last is sending:
-            broker.append(*self._log.name, sending.entries)
-        if sending.appended is None or sending.fate is Fate.UNREPORTED:
-            topic, partition = self._log.name
-            raise AppendFailed(f"{topic}[{partition}]: no acknowledgement")
-        return sending.appended
-
-    def land(self, last: _Sending | None = None) -> None:
-        """Everything up to `last` arrives, or all there is."""
-        client, broker = self._client, self._client.broker
-        topic, partition = self._log.name
-        while self._under_way and (last is None or not last.landed):
-            sending = self._under_way.popleft()
-            sending.landed = True
-            if client.is_cut:
-                continue
-            sending.fate = broker.faults.fate(client.client_id, topic, partition)
-            if sending.fate is not Fate.LOST and broker.available:
-                sending.appended = broker.append(topic, partition, sending.entries)
-                self._last = sending
-
-
-class _Sending:
-    """One append on its way."""
-
-    __slots__ = ("appended", "entries", "fate", "landed")
-
-    def __init__(self, entries: tuple[Entry, ...]) -> None:
-        self.entries = entries
-        self.landed = False
-        self.fate = Fate.KEPT
-        self.appended: Appended | None = None
 
 
 class MemoryReader:

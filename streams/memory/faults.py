@@ -25,6 +25,11 @@ class Fate(Enum):
     """Appended, but AppendFailed is raised: the acknowledgement was lost."""
     TWICE = "twice"
     """Appended again before the acknowledgement: the producer's retry of an unanswered request."""
+    LATE = "late"
+    """AppendFailed is raised, and it lands up to `Faults.late_s` later. The producer keeps its
+    queue: what it appends to this partition meanwhile lands behind it."""
+    OVERTAKEN = "overtaken"
+    """As LATE, but the producer was replaced: what its successor appends meanwhile lands first."""
 
 
 class Faults:
@@ -37,6 +42,14 @@ class Faults:
     def answer_s(self, client: str, operation: Operation) -> float:
         """How long the answer travels after that."""
         return 0.0
+
+    def late_s(self, client: str) -> float:
+        """How long what was given up is still on its way."""
+        return 0.0
+
+    def departed(self, client: str) -> bool:
+        """Whether an append had left its process when that one was killed."""
+        return False
 
     def fate(self, client: str, topic: str, partition: int) -> Fate:
         """Asked when an append reaches the broker."""

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from streams.ports import Entry, Partition
 
 _offset = attrgetter("offset")
-_timestamp = attrgetter("timestamp")
 
 
 class MemoryRecord(NamedTuple):
@@ -147,9 +146,11 @@ class PartitionLog:
         return self.records[i : i + limit]
 
     def offset_at(self, timestamp_ms: int) -> int:
-        """First offset at or after a time; the end when there is none."""
-        i = bisect_left(self.records, timestamp_ms, key=_timestamp)
-        return self.records[i].offset if i < len(self.records) else self.end
+        """First offset at or after a time; the end when there is none.
+
+        Looked for one by one: times go back where another broker has become the leader.
+        """
+        return next((r.offset for r in self.records if r.timestamp >= timestamp_ms), self.end)
 
     def delete_before(self, offset: int) -> None:
         """Drop the records below `offset`, at most all there are."""

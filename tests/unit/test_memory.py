@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 
 import pytest
 
@@ -102,6 +103,88 @@ async def test_retried_append_stands_twice_and_reports_the_first(world: World) -
 
 
 @in_world
+async def test_late_append_lands_when_nobody_waits_for_it_any_more(world: World) -> None:
+    log = await world.connect()
+    world.faults.late = 5.0
+    world.faults.next_fates(LEDGER, Fate.LATE)
+    with pytest.raises(AppendFailed):
+        await log.append(LEDGER, entry("late"), 0)
+    await log.append(LEDGER, entry("elsewhere"), 1)
+    assert values(world) == []
+    await world.sleep(5.1)
+    assert values(world) == ["late"]
+
+
+@in_world
+async def test_append_behind_a_late_one_lands_behind_it(world: World) -> None:
+    log = await world.connect()
+    world.faults.late = 5.0
+    world.faults.next_fates(LEDGER, Fate.LATE)
+    with pytest.raises(AppendFailed):
+        await log.append(LEDGER, entry("late"), 0)
+    assert (await log.append(LEDGER, entry("next"), 0)).offset == 1
+    await world.sleep(5.1)
+    assert values(world) == ["late", "next"]
+
+
+@in_world
+async def test_late_append_of_a_replaced_producer_is_overtaken(world: World) -> None:
+    log = await world.connect()
+    world.faults.late = 5.0
+    world.faults.next_fates(LEDGER, Fate.OVERTAKEN)
+    with pytest.raises(AppendFailed):
+        await log.append(LEDGER, entry("late"), 0)
+    await log.append(LEDGER, entry("next"), 0)
+    await world.sleep(5.1)
+    assert values(world) == ["next", "late"]
+
+
+@in_world
+async def test_acknowledged_appends_are_in_the_order_of_the_calls_among_late_ones(
+    world: World,
+) -> None:
+    log = await world.connect()
+    world.faults.late = 2.0
+    fates = (Fate.KEPT, Fate.LATE, Fate.OVERTAKEN, Fate.KEPT, Fate.LATE, Fate.KEPT)
+    world.faults.next_fates(LEDGER, *fates)
+    for number in range(len(fates)):
+        with suppress(AppendFailed):
+            await log.append(LEDGER, entry(f"{number}"), 0)
+        await world.sleep(0.5)
+    await world.sleep(5.0)
+    assert values(world) == ["0", "1", "3", "4", "5", "2"]
+
+
+@in_world
+async def test_what_left_a_process_before_its_death_lands_after_it(world: World) -> None:
+    log = await world.connect()
+    world.faults.late, world.faults.departures = 5.0, 2
+    world.faults.slow["append"] = 1.0
+    for number in range(3):
+        world.spawn(log.append(LEDGER, entry(f"{number}"), 0))
+    await world.sleep(0.5)
+    log.cut()
+    await world.sleep(1.0)
+    assert values(world) == []
+    await world.sleep(10.0)
+    assert values(world) == ["0", "1"]
+
+
+@in_world
+async def test_append_of_a_cancelled_caller_may_land_late(world: World) -> None:
+    log = await world.connect()
+    world.faults.late = 5.0
+    world.faults.slow["append"] = 1.0
+    sending = world.spawn(log.append(LEDGER, entry("x"), 0))
+    await world.sleep(0.5)
+    sending.cancel()
+    await world.sleep(4.0)
+    assert values(world) == []
+    await world.sleep(2.0)
+    assert values(world) == ["x"]
+
+
+@in_world
 async def test_appends_arrive_in_order_whatever_their_latency(world: World) -> None:
     log = await world.connect()
     world.faults.slow["append"] = 3.0
@@ -150,6 +233,41 @@ async def test_outage_fails_appends_and_questions_and_polls_wait_it_out(world: W
     assert await reader.poll(5.0) == {}
     world.broker.available = True
     assert [r.value for r in (await reader.poll(5.0))[LANE]] == [b"x"]
+
+
+# --- append time ---
+
+
+def times_s(world: World) -> list[int]:
+    """Append times of the lane, seconds after its first."""
+    times = [r.timestamp for r in world.records(LEDGER, 0)]
+    return [(t - times[0]) // 1000 for t in times]
+
+
+@in_world
+async def test_append_time_is_the_leaders(world: World) -> None:
+    behind = VirtualClock(asyncio.get_running_loop(), ahead_ms=-7000)
+    for leader in (world.clock, behind, world.clock):
+        world.broker.lead(LEDGER, 0, leader)
+        world.append_raw(LEDGER, 0, entry("x"))
+        await world.sleep(10.0)
+    assert times_s(world) == [0, 3, 20]
+    log = await world.connect()
+    first_ms = world.records(LEDGER, 0)[0].timestamp
+    assert await log.offset_at(LEDGER, 0, first_ms + 5000) == 2
+
+
+@in_world
+async def test_append_time_goes_back_where_another_broker_leads(world: World) -> None:
+    ahead = VirtualClock(asyncio.get_running_loop(), ahead_ms=7000)
+    for leader in (world.clock, ahead, world.clock):
+        world.broker.lead(LEDGER, 0, leader)
+        world.append_raw(LEDGER, 0, entry("x"))
+        await world.sleep(1.0)
+    assert times_s(world) == [0, 8, 2]
+    log = await world.connect()
+    first_ms = world.records(LEDGER, 0)[0].timestamp
+    assert await log.offset_at(LEDGER, 0, first_ms + 2000) == 1, "the first at or after it"
 
 
 # --- dead and sleeping clients ---
