@@ -1,0 +1,80 @@
+"""The router ends what its clients no longer want, and what was refused before it."""
+
+from __future__ import annotations
+
+from streams.records import (
+    Assignment,
+    Cancel,
+    CancelRun,
+    End,
+    Ended,
+    Refused,
+)
+from streams.topics import (
+    LEDGER,
+    REQUESTS,
+    RESPONSES,
+    lane_of,
+)
+from tests.routers import PROMPT, Hand, read, route, some, write
+from tests.worlds import World, in_world
+
+
+@in_world
+async def test_a_held_request_can_be_cancelled(world: World) -> None:
+    await route(world)
+    write(world, REQUESTS, PROMPT)
+    await world.sleep(1)
+    write(world, REQUESTS, Cancel(id="a"))
+    (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    assert end.code == "cancelled"
+    worker = Hand(world)
+    await world.sleep(3)
+    assert worker.told(Assignment) == []
+
+
+@in_world
+async def test_two_cancels_at_once_of_a_held_request_are_both_done(world: World) -> None:
+    await route(world)
+    offset = write(world, REQUESTS, PROMPT)
+    await world.sleep(1)
+    for _ in range(2):
+        write(world, REQUESTS, Cancel(id="a"))
+    await some(world, lambda: read(world, LEDGER, Ended))
+    group = world.broker.group(REQUESTS, "router")
+    await world.until(lambda: group.committed.get(lane_of("a", world.lanes)) == offset + 3)
+
+
+@in_world
+async def test_a_running_request_is_cancelled_for_reader_worker_and_ledger(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    write(world, REQUESTS, PROMPT)
+    worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    write(world, REQUESTS, Cancel(id="a"))
+    await some(world, lambda: read(world, LEDGER, Ended))
+    assert [e.code for e in read(world, RESPONSES, End)] == ["cancelled"]
+    assert next((c.id, c.attempt) for c in worker.told(CancelRun)) == ("a", 0)
+
+
+@in_world
+async def test_a_cancel_of_an_unknown_id_leaves_no_trace(world: World) -> None:
+    await route(world)
+    write(world, REQUESTS, Cancel(id="a"))
+    await world.sleep(3)
+    assert read(world, RESPONSES, End) == []
+    assert read(world, LEDGER, Ended) == []
+
+
+@in_world
+async def test_a_refused_prompt_is_ended_visibly_unless_its_id_is_known(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    write(world, REQUESTS, Refused(id="b", code="invalid", message="messages: is empty"))
+    (end,) = await some(world, lambda: read(world, RESPONSES, End, "b"))
+    assert (end.code, end.message) == ("invalid", "messages: is empty")
+    write(world, REQUESTS, PROMPT)
+    await some(world, lambda: worker.told(Assignment))
+    write(world, REQUESTS, Refused(id="a", code="invalid"))
+    await world.sleep(1)
+    assert read(world, RESPONSES, End) == []
