@@ -252,6 +252,7 @@ class Replies:
         self._live.remove(number, reply)
         self._history.remove(number, reply)
         self._attached.pop(reply, None)
+        reply.rest()
 
     async def _open(self, number: int) -> Lane:
         """The live lane; nothing that is appended from now on is missed in it."""

@@ -7,6 +7,7 @@ is taken. It never reads the log itself (`streams/replies.py` feeds it) and neve
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -19,6 +20,9 @@ from streams.transcript import Transcript
 PIECES = 256
 """How many pieces wait for a consumer before they are joined into one. So a slow consumer gets
 fewer and larger pieces; it delays no other, and what waits is at most one whole answer."""
+
+
+_VISIBLE = (Chunk, Fence, End)
 
 
 class Reply:
@@ -39,6 +43,8 @@ class Reply:
         self._pieces: deque[Chunk | End] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._due = math.inf
+        self._alarm: asyncio.TimerHandle | None = None
 
     @property
     def over(self) -> bool:
@@ -79,7 +85,7 @@ class Reply:
         except UnknownType as e:
             self.fail(e)
             return
-        if not isinstance(decoded, Chunk | Fence | End):
+        if not isinstance(decoded, _VISIBLE):
             self.malformed += 1
             return
         if (piece := self._transcript.feed(decoded)) is not None:
@@ -98,12 +104,23 @@ class Reply:
 
         Not to be called again after the End or a finish reason.
         """
-        while not self._pieces:
-            if self._error is not None:
-                raise self._error
-            if not await self._woken(timeout_s):
-                raise TimeoutError
+        if not self._pieces:
+            await self._awaited(timeout_s)
         return self._pieces.popleft()
+
+    async def take(self, timeout_s: float | None) -> list[Chunk | End]:
+        """Take all the pieces there are, one at least; otherwise as `next`."""
+        if not self._pieces:
+            await self._awaited(timeout_s)
+        pieces = list(self._pieces)
+        self._pieces.clear()
+        return pieces
+
+    def rest(self) -> None:
+        """Leave no timer behind; for who feeds, when nobody takes pieces any more."""
+        if self._alarm is not None and self._waiter is None:
+            self._alarm.cancel()
+            self._alarm = None
 
     def _put(self, piece: Chunk | End) -> None:
         if len(self._pieces) >= PIECES:
@@ -114,23 +131,42 @@ class Reply:
         self._begun = True
         self._wake()
 
-    async def _woken(self, timeout_s: float | None) -> bool:
-        """Whether something comes within that time.
+    async def _awaited(self, timeout_s: float | None) -> None:
+        """Return when there is a piece. Raises as `next`.
 
-        A future and a timer of its own: `asyncio.timeout` around an event takes 4 microseconds
-        more, with every piece of every stream.
+        A future, and one timer for many waits, which moves on when it rings too early:
+        `asyncio.timeout` around an event takes 5 microseconds more, with every piece of every
+        stream.
         """
         assert self._waiter is None, "one task takes the pieces of a reply"
+        if self._error is not None:
+            raise self._error
         loop = asyncio.get_running_loop()
         self._waiter = waiter = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+        self._due = math.inf if timeout_s is None else loop.time() + timeout_s
+        if self._alarm is None or self._due < self._alarm.when():
+            self._set_alarm(loop)
         try:
             await waiter
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
-        return bool(self._pieces) or self._error is not None
+        if not self._pieces:
+            raise self._error or TimeoutError
+
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = None if math.isinf(self._due) else loop.call_at(self._due, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        if self._waiter is None:
+            return  # the next wait sets it anew
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._due:
+            self._set_alarm(loop)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

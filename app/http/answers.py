@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from streams.records import Chunk, End, Usage
 
 Kind = Literal["chat", "completion"]
@@ -17,6 +19,9 @@ Json = dict[str, Any]
 
 _CHUNK_OBJECTS: dict[Kind, str] = {"chat": "chat.completion.chunk", "completion": "text_completion"}
 _OBJECTS: dict[Kind, str] = {"chat": "chat.completion", "completion": "text_completion"}
+_encode = msgspec.json.Encoder().encode
+_TEXT = "\x00"
+"""Stands for the text while a chunk is taken apart; what follows the text holds no such thing."""
 _REASONS = {"eos": "stop"}
 """Finish reasons of the log that OpenAI knows by another name; all others are passed on."""
 
@@ -98,6 +103,30 @@ def chunk(
     told["logprobs"] = None
     told["finish_reason"] = choice.finish_reason
     return _object(heading, _CHUNK_OBJECTS, [told], {"usage": None} if with_usage else {})
+
+
+class Words:
+    """The chunks of one choice as JSON: what `chunk` gives, encoded.
+
+    All but the first and the last differ in their text alone, so the rest is encoded once.
+    """
+
+    def __init__(self, heading: Heading, index: int, *, with_usage: bool) -> None:
+        self._heading = heading
+        self._index = index
+        self._with_usage = with_usage
+        begun = Choice()
+        begun.begun = True
+        piece = Chunk(id="", attempt=0, run="", seq=0, index=0, text=_TEXT)
+        sample = chunk(heading, begun, piece, index, with_usage=with_usage)
+        self._before, _, self._after = _encode(sample).rpartition(_encode(_TEXT))
+
+    def encode(self, choice: Choice, piece: Chunk | End) -> bytes | None:
+        """A piece that `choice` has taken; None for nothing."""
+        if choice.begun and choice.finish_reason is None and isinstance(piece, Chunk):
+            return self._before + _encode(piece.text) + self._after if piece.text else None
+        told = chunk(self._heading, choice, piece, self._index, with_usage=self._with_usage)
+        return None if told is None else _encode(told)
 
 
 def last_chunk(heading: Heading, choices: Sequence[Choice], n: int = 1) -> Json:

@@ -29,9 +29,9 @@ class Joined:
         self.replies = replies
         self.run_on = run_on
         self._open = dict(enumerate(replies))
-        self._queue: asyncio.Queue[tuple[int, Piece | Exception]] | None = None
+        self._queue: asyncio.Queue[tuple[int, list[Piece] | Exception]] | None = None
         self._pumps: list[asyncio.Task[None]] = []
-        self._first: Piece | None = None
+        self._first: list[Piece] = []
 
     @property
     def goes_on(self) -> bool:
@@ -43,30 +43,30 @@ class Joined:
         """The replies whose last piece was not taken."""
         return list(self._open.values())
 
-    async def next(self, timeout_s: float) -> tuple[int, Piece]:
-        """The next piece, and the number of its reply.
+    async def take(self, timeout_s: float) -> tuple[int, list[Piece]]:
+        """The next pieces of a reply, one at least, and the number of the reply.
 
         Raises TimeoutError when none comes in time, and what a reply has failed with.
         """
         number = 0
-        if self._first is not None:
-            piece, self._first = self._first, None
+        if self._first:
+            pieces, self._first = self._first, []
         elif len(self.replies) == 1:
-            piece = await self.replies[0].next(timeout_s)
+            pieces = await self.replies[0].take(timeout_s)
         else:
             async with asyncio.timeout(timeout_s):
                 number, came = await self._pumped().get()
             if isinstance(came, Exception):
                 raise came
-            piece = came
-        if is_last(piece):
+            pieces = came
+        if is_last(pieces[-1]):
             del self._open[number]
-        return number, piece
+        return number, pieces
 
     async def has_begun(self, within_s: float) -> bool:
-        """Whether there is a first piece within that time; of a single reply. Raises as `next`."""
+        """Whether there is a first piece within that time; of a single reply. Raises as `take`."""
         try:
-            self._first = await self.replies[0].next(within_s)
+            self._first = await self.replies[0].take(within_s)
         except TimeoutError:
             return False
         return True
@@ -77,10 +77,11 @@ class Joined:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
-    def _pumped(self) -> asyncio.Queue[tuple[int, Piece | Exception]]:
+    def _pumped(self) -> asyncio.Queue[tuple[int, list[Piece] | Exception]]:
         """The queue that all replies go into.
 
-        Bound: one piece each. While it is full, pieces wait in their replies, which join them.
+        Bound: what one taking brings of each. While it is full, pieces wait in their replies,
+        which join them.
         """
         if self._queue is None:
             self._queue = asyncio.Queue(len(self.replies))
@@ -91,13 +92,13 @@ class Joined:
         return self._queue
 
     async def _pump(
-        self, queue: asyncio.Queue[tuple[int, Piece | Exception]], number: int, reply: Reply
+        self, queue: asyncio.Queue[tuple[int, list[Piece] | Exception]], number: int, reply: Reply
     ) -> None:
         try:
             while True:
-                piece = await reply.next(None)
-                await queue.put((number, piece))
-                if is_last(piece):
+                pieces = await reply.take(None)
+                await queue.put((number, pieces))
+                if is_last(pieces[-1]):
                     return
         except Exception as e:  # noqa: BLE001 - raised where pieces are taken
             await queue.put((number, e))

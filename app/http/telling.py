@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.http import answers, sse
-from app.http.answers import Choice, Heading
+from app.http.answers import Choice, Heading, Words
 from app.http.errors import ApiError, failure_of, of_error, overdue, stopping
 from app.http.joined import Joined, Piece
 from app.http.metrics import Metrics, Pace
@@ -81,6 +81,8 @@ class Telling(Response):
         self._within_s = within_s
         self._until = clock.now() + within_s
         self._paces = [Pace(clock, began_at) for _ in choices]
+        heading, with_usage = manner.heading, manner.include_usage
+        self._words = [Words(heading, n, with_usage=with_usage) for n in range(len(choices))]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Tell it all."""
@@ -110,68 +112,85 @@ class Telling(Response):
     async def _tell_whole(self, joined: Joined, send: Send) -> None:
         while joined.goes_on:
             with suppress(TimeoutError):
-                await self._take(joined, self._left_s)
+                index, pieces = await self._take(joined, self._left_s)
+                for piece in pieces:
+                    self._enter(index, piece)
         told = answers.whole(self._manner.heading, self._choices, self._manner.n)
         body = msgspec.json.encode(told)
         await self._start(send, [*_JSON, (b"content-length", b"%d" % len(body))])
         await _send(send, body, more=False)
 
     async def _tell_events(self, joined: Joined, send: Send) -> None:
+        """Everything that came together goes out in one write: writing costs more than the rest."""
         begun = False
-        try:
-            async with aclosing(self._events(joined)) as events:
-                async for event in events:
-                    if not begun:
-                        await self._start(send, _EVENTS)
-                        begun = True
-                    await _send(send, event)
-        except ApiError as e:
-            if not begun:
-                raise
-            await _send(send, sse.error_event(e.body()) + sse.DONE)
+        failure: ApiError | None = None
+        while joined.goes_on and failure is None:
+            told = b""
+            try:
+                index, pieces = await self._take(joined, min(KEEP_ALIVE_S, self._left_s))
+                for piece in pieces:
+                    told += self._event(index, piece)
+            except TimeoutError:
+                told = sse.KEEP_ALIVE
+            except ApiError as e:
+                failure = e
+            if told:
+                if not begun:
+                    await self._start(send, _EVENTS)
+                    begun = True
+                await _send(send, told)
+        if failure is None:
+            told = self._ending()
+        elif begun:
+            told = sse.error_event(failure.body()) + sse.DONE
+        else:
+            raise failure
+        if not begun:
+            await self._start(send, _EVENTS)
+        await _send(send, told)
         await _send(send, b"", more=False)
 
-    async def _events(self, joined: Joined) -> AsyncGenerator[bytes, None]:
-        """Events as they become due, with comments in between. Raises ApiError."""
+    def _event(self, index: int, piece: Piece) -> bytes:
+        """What is told of a piece: an event, or nothing. Raises ApiError when it is a failure."""
+        choice = self._choices[index]
+        self._enter(index, piece)
+        if 0 < choice.tokens <= self._manner.from_token and choice.finish_reason is None:
+            return b""  # all of it is known
+        told = self._words[index].encode(choice, piece)
+        if told is None:
+            return b""
+        # A position in several answers has no name.
+        return sse.event(told, choice.tokens if len(self._choices) == 1 else None)
+
+    def _ending(self) -> bytes:
         manner = self._manner
-        heading, with_usage, n = manner.heading, manner.include_usage, manner.n
-        one = len(self._choices) == 1  # a position in several answers has no name
-        while joined.goes_on:
-            try:
-                index, piece = await self._take(joined, min(KEEP_ALIVE_S, self._left_s))
-            except TimeoutError:
-                yield sse.KEEP_ALIVE
-                continue
-            choice = self._choices[index]
-            if 0 < choice.tokens <= manner.from_token and choice.finish_reason is None:
-                continue  # all of it is known
-            told = answers.chunk(heading, choice, piece, index, with_usage=with_usage)
-            if told is not None:
-                yield sse.event(told, choice.tokens if one else None)
-        if with_usage:
-            yield sse.event(answers.last_chunk(heading, self._choices, n))
-        yield sse.DONE
+        if not manner.include_usage:
+            return sse.DONE
+        total = answers.last_chunk(manner.heading, self._choices, manner.n)
+        return sse.event(msgspec.json.encode(total)) + sse.DONE
 
-    async def _take(self, joined: Joined, timeout_s: float) -> tuple[int, Piece]:
-        """The next piece, entered into its choice.
+    async def _take(self, joined: Joined, timeout_s: float) -> tuple[int, list[Piece]]:
+        """The next pieces of a choice.
 
-        Raises TimeoutError when none comes in time, ApiError when it is a failure or none came in
-        the time of the whole.
+        Raises TimeoutError when none comes in time, ApiError when they cannot be had or none came
+        in the time of the whole.
         """
         try:
-            index, piece = await joined.next(timeout_s)
+            return await joined.take(timeout_s)
         except TimeoutError:
             if self._left_s <= 0:
                 raise overdue(self._within_s) from None
             raise
         except Exception as e:
             raise self._broken(e, joined) from e
+
+    def _enter(self, index: int, piece: Piece) -> None:
+        """Enter a piece into its choice. Raises ApiError when it is a failure."""
         if (failure := failure_of(piece)) is not None:
             raise failure
         choice = self._choices[index]
         choice.take(piece)
         self._paces[index].seen(choice.tokens)
-        return index, piece
 
     def _broken(self, error: Exception, joined: Joined) -> ApiError:
         """What it means to the client that the reading has failed."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from app.http.answers import Choice, Heading, Kind, chunk, last_chunk, usage, whole
+from app.http.answers import Choice, Heading, Kind, Words, chunk, last_chunk, usage, whole
 from streams.records import Chunk, End, Usage
 
 CHAT = Heading("chat", "id-1", "demo", 1700000000)
@@ -179,3 +182,26 @@ def test_a_position_is_the_end_of_what_was_told() -> None:
     choice = ended(piece(0, "he"), piece(2, "llo"))
     assert choice.tokens == 5
     assert ended(piece(0, "he"), End(id="id-1", code="stop")).tokens == 2
+
+
+@given(
+    st.sampled_from(["chat", "completion"]),
+    st.text(max_size=9),
+    st.lists(st.text(max_size=9), max_size=4),
+    st.booleans(),
+    st.sampled_from([None, "stop", "eos"]),
+)
+def test_what_is_encoded_ahead_is_what_is_told(
+    kind: Kind, model: str, texts: list[str], with_usage: bool, reason: str | None
+) -> None:
+    heading = Heading(kind, 'id-"1', model, 1700000000)
+    words = Words(heading, 3, with_usage=with_usage)
+    one, other, index = Choice(before="so:"), Choice(before="so:"), 0
+    for number, text in enumerate(texts):
+        said = piece(index, text, reason if number == len(texts) - 1 else None)
+        index += len(text)
+        one.take(said)
+        other.take(said)
+        plain = chunk(heading, one, said, 3, with_usage=with_usage)
+        encoded = words.encode(other, said)
+        assert encoded == (None if plain is None else msgspec.json.encode(plain))

@@ -57,6 +57,42 @@ async def test_waiting_has_a_deadline() -> None:
         await Reply("job-17").next(0.01)
 
 
+async def test_a_later_wait_may_be_the_shorter_one_or_the_longer_one() -> None:
+    reply = Reply("job-17")
+    for seq, timeout_s in enumerate((30, 0.02, 30)):
+        waiting = asyncio.create_task(reply.next(timeout_s))
+        await asyncio.sleep(0)
+        feed(reply, chunk(seq), offset=seq)
+        assert await waiting == chunk(seq)
+    waiting = asyncio.create_task(reply.next(0.2))
+    await asyncio.sleep(0.05)
+    assert not waiting.done(), "a timer of an earlier wait ended this one"
+    with pytest.raises(TimeoutError):
+        await waiting
+
+
+async def test_all_that_is_there_is_taken_together() -> None:
+    reply = Reply("job-17")
+    feed(reply, chunk(0), chunk(1))
+    assert await reply.take(1) == [chunk(0), chunk(1)]
+    waiting = asyncio.create_task(reply.take(1))
+    await asyncio.sleep(0)
+    feed(reply, chunk(2), offset=2)
+    assert await waiting == [chunk(2)]
+
+
+async def test_a_reply_that_is_left_leaves_no_timer() -> None:
+    reply = Reply("job-17")
+    waiting = asyncio.create_task(reply.next(600))
+    await asyncio.sleep(0)
+    reply.rest()
+    assert reply._alarm is not None, "somebody waits"
+    feed(reply, chunk(0))
+    await waiting
+    reply.rest()
+    assert reply._alarm is None
+
+
 def test_a_record_below_the_start_is_not_part_of_the_reply() -> None:
     reply = Reply("job-17", start=5)
     feed(reply, chunk(0, "old", "stop"), offset=4)
