@@ -1,7 +1,8 @@
 """The errors that leave `streams`. Their names say what happened, without a suffix.
 
     StreamError
-    ├── BrokerUnavailable     nothing answers, or not within the deadline
+    ├── BrokerUnavailable     nothing answers, or not within the deadline: ask again
+    ├── Denied                the broker answers, and refuses: a person must change something
     ├── TopicsDiffer          a topic is missing or has other partitions than this deployment says
     ├── RecordError
     │   ├── UnknownType       a record type this version does not know
@@ -24,7 +25,18 @@ class StreamError(Exception):
 
 
 class BrokerUnavailable(StreamError):
-    """No broker answers. Check KVLANE_BOOTSTRAP_SERVERS, the network and the security settings."""
+    """No broker answers. Check KVLANE_BOOTSTRAP_SERVERS, the network, and whether Kafka runs.
+
+    Asking again is right: an outage ends, and then everything goes on where it was.
+    """
+
+
+class Denied(StreamError):
+    """The broker refuses us. Check the credentials (KVLANE_SASL_*, KVLANE_SSL_*) and the ACLs.
+
+    Asking again changes nothing, so nobody does: the process ends, and the message says what was
+    refused. Which rights a process needs is in the topic table (`streams/topics.py`).
+    """
 
 
 class TopicsDiffer(StreamError):

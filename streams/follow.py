@@ -138,7 +138,7 @@ class Follower:
     async def run(self) -> None:
         """Restore, replay, then follow the log until cancelled; once.
 
-        Raises UnknownType, TopicsDiffer, and what the fold or `on_applied` raise.
+        Raises UnknownType, TopicsDiffer, Denied, and what the fold or `on_applied` raise.
         """
         reason: Exception = LogClosed(f"following for {self._fold.name} was stopped")
         reader = self._log.reader()

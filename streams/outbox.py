@@ -30,7 +30,7 @@ so the repeats of many processes are spread without jitter."""
 class Outbox:
     """Sends records through one log; feeds append times to the broker clock. Keeps no state.
 
-    All methods raise RecordTooLarge and LogClosed at once: repeating would not help.
+    All methods raise RecordTooLarge, Denied and LogClosed at once: repeating would not help.
     """
 
     def __init__(self, log: Log, clock: Clock, broker_clock: BrokerClock | None = None) -> None:

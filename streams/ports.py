@@ -139,10 +139,14 @@ class Member(Protocol):
 
 
 class Log(Protocol):
-    """A connection to the log, for one process."""
+    """A connection to the log, for one process.
+
+    Everything here and in its readers and members may raise Denied, which repeating cannot cure,
+    and LogClosed after `close`.
+    """
 
     async def start(self) -> None:
-        """Connect. Raises BrokerUnavailable."""
+        """Connect. Raises BrokerUnavailable, Denied."""
 
     async def close(self) -> None:
         """Flush and disconnect; idempotent."""

@@ -18,7 +18,7 @@ from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
 from streams.codecs import decode, encode
 from streams.errors import BrokerUnavailable, PositionLost, RecordError, TopicsDiffer
-from streams.kafka.client import RETRY_S
+from streams.kafka.client import REFUSALS, RETRY_S, denied
 from streams.kafka.log import KafkaLog
 from streams.ports import Log, Partition
 from streams.records import Deployment
@@ -54,8 +54,8 @@ async def create(
     """Create the topics that are missing; returns the state of all of them afterwards. Idempotent.
 
     What exists stays as it is; settings that differ are reported. Then the Deployment record is
-    written, once. Raises BrokerUnavailable, and TopicsDiffer when a topic cannot be created, or
-    one exists with other partitions: then nothing is created.
+    written, once. Raises BrokerUnavailable, Denied, and TopicsDiffer when a topic cannot be
+    created, or one exists with other partitions: then nothing is created.
     """
     expected = expected_partitions(lanes)
     async with _admin(log) as admin:
@@ -76,7 +76,10 @@ async def create(
 async def describe(
     log: KafkaLog, *, lanes: int, replication: int, min_insync: int
 ) -> list[TopicState]:
-    """Compare every topic of the table with what the broker has. Raises BrokerUnavailable."""
+    """Compare every topic of the table with what the broker has.
+
+    Raises BrokerUnavailable, Denied.
+    """
     expected = expected_partitions(lanes)
     async with _admin(log) as admin:
         existing = await _partitions(admin, log.prefix)
@@ -164,6 +167,8 @@ async def _admin(log: KafkaLog) -> AsyncIterator[AIOKafkaAdminClient]:
             await admin.start()
             yield admin
     except (KafkaError, TimeoutError) as e:
+        if isinstance(e, REFUSALS):
+            raise denied(e, "administering topics") from e
         raise BrokerUnavailable(f"topics cannot be administered: {e!r}") from e
     finally:
         await admin.close()
@@ -202,6 +207,8 @@ async def _create(
     )
     for name, code, message, *_ in answer.topic_errors:
         error = for_code(code)
+        if issubclass(error, REFUSALS):
+            raise denied(error(message), f"creating topic {name}")
         if code and error is not TopicAlreadyExistsError:  # somebody else was quicker
             raise TopicsDiffer(f"topic {name} cannot be created: {message or error.__name__}")
 
@@ -240,7 +247,9 @@ async def _settings(
     settings = {}
     for answer in answers:
         for code, message, _, name, entries in answer.resources:
+            if issubclass(error := for_code(code), REFUSALS):
+                raise denied(error(message), f"settings of {name}")
             if code:
-                raise BrokerUnavailable(f"settings of {name}: {message or for_code(code).__name__}")
+                raise BrokerUnavailable(f"settings of {name}: {message or error.__name__}")
             settings[name.removeprefix(prefix)] = {entry[0]: entry[1] for entry in entries}
     return settings

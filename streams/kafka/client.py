@@ -8,6 +8,7 @@ log of a process. Knows nothing of topics and records.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -15,35 +16,49 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer
+from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import (
+    AuthenticationFailedError,
+    AuthenticationMethodNotSupported,
     ClusterAuthorizationFailedError,
     GroupAuthorizationFailedError,
+    IllegalSaslStateError,
     IncompatibleBrokerVersion,
     InconsistentGroupProtocolError,
     InvalidGroupIdError,
     InvalidSessionTimeoutError,
     InvalidTopicError,
+    KafkaConnectionError,
     KafkaError,
+    SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
+    UnsupportedSaslMechanismError,
     UnsupportedVersionError,
 )
 
+from streams.errors import Denied
 from streams.topics import MAX_RECORD_BYTES
 
 log = logging.getLogger(__name__)
 
 REFUSALS: tuple[type[KafkaError], ...] = (
+    AuthenticationFailedError,
+    AuthenticationMethodNotSupported,
     ClusterAuthorizationFailedError,
     GroupAuthorizationFailedError,
-    InconsistentGroupProtocolError,
+    IllegalSaslStateError,
     IncompatibleBrokerVersion,
+    InconsistentGroupProtocolError,
     InvalidGroupIdError,
     InvalidSessionTimeoutError,
     InvalidTopicError,
+    SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
+    UnsupportedSaslMechanismError,
     UnsupportedVersionError,
 )
-"""A person must change something before these go away: rights, names, versions."""
+"""A person must change something before these go away (`Denied`): credentials, rights, names,
+versions."""
 
 RETRY_S = 0.1
 """Pause before the same broker is asked again."""
@@ -66,12 +81,52 @@ READING: Mapping[str, Any] = {
 """Options of all consumers, next to those of the connection."""
 
 
+_OF_A_CONNECTION = frozenset(inspect.signature(create_conn).parameters)
 _COORDINATOR_TASKS = (
     "_coordination_task",
     "_heartbeat_task",
     "_commit_refresh_task",
     "_reset_committed_task",
 )
+
+
+def denied(error: BaseException, what: str) -> Denied:
+    """A refusal, as it is called outside of `streams/kafka`."""
+    return Denied(f"{what}: the broker refuses: {error!r}")
+
+
+async def connect(client: Any, options: Mapping[str, Any]) -> None:
+    """Start a client; one that does not start is stopped. Raises KafkaError, refusals as such."""
+    try:
+        await client.start()
+    except KafkaConnectionError as e:
+        await client.stop()
+        if (refusal := await _refusal(options)) is not None:
+            raise refusal from e
+        raise
+    except BaseException:
+        await client.stop()
+        raise
+
+
+async def _refusal(options: Mapping[str, Any]) -> KafkaError | None:
+    """Why the servers do not take us, if that is what they say.
+
+    The client tries one server after the other, writes the answer to its log, and then says of
+    all of them that they cannot be reached.
+    """
+    if options.get("sasl_mechanism") is None:
+        return None
+    same = {k: v for k, v in options.items() if k in _OF_A_CONNECTION}
+    for host, port, _ in collect_hosts(options["bootstrap_servers"]):
+        try:
+            connection = await create_conn(host, port, **same)
+        except REFUSALS as e:
+            return e
+        except (OSError, KafkaError, TimeoutError):
+            continue
+        connection.close()
+    return None
 
 
 class LazyConsumer:
@@ -139,11 +194,7 @@ class LazyConsumer:
     async def _start(self) -> AIOKafkaConsumer:
         consumer = AIOKafkaConsumer(**self._options)
         _mend(consumer)
-        try:
-            await consumer.start()
-        except BaseException:
-            await consumer.stop()
-            raise
+        await connect(consumer, self._options)
         return consumer
 
     def _end(self, consumer: AIOKafkaConsumer) -> None:

@@ -21,8 +21,8 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, KafkaTimeoutError
 
 from streams.connection import Connection
-from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, TopicsDiffer
-from streams.kafka.client import REFUSALS, RETRY_S, LazyConsumer, calm_client_logs
+from streams.errors import AppendFailed, BrokerUnavailable, Denied, LogClosed, TopicsDiffer
+from streams.kafka.client import REFUSALS, RETRY_S, LazyConsumer, calm_client_logs, denied
 from streams.kafka.member import KafkaMember
 from streams.kafka.producer import Producer
 from streams.kafka.reader import KafkaReader
@@ -52,14 +52,14 @@ class KafkaLog:
         self._closed = False
 
     async def start(self) -> None:
-        """Connect. Raises BrokerUnavailable, also when a certificate cannot be used."""
+        """Connect. Raises BrokerUnavailable; Denied, also when a certificate cannot be used."""
         if self._closed:
             raise LogClosed("the log was closed")
         calm_client_logs()
         try:
             self.options = dict(self.connection.client_options())
         except OSError as e:
-            raise BrokerUnavailable(f"the security settings cannot be used: {e}") from e
+            raise Denied(f"the security settings cannot be used: {e}") from e
         self._producer = Producer(self.options, self.request_timeout_s)
         self._questions = LazyConsumer(self.options, self.request_timeout_s)
         try:
@@ -69,6 +69,8 @@ class KafkaLog:
             await self._producer.close()
             self._producer = None
             servers = self.connection.bootstrap_servers
+            if isinstance(e, REFUSALS):
+                raise denied(e, servers) from e
             raise BrokerUnavailable(f"no Kafka at {servers}: {e!r}") from e
         await self._learn_partitions()
 
@@ -87,13 +89,14 @@ class KafkaLog:
             await self._producer.close()
 
     async def partitions(self, topic: str) -> int:
-        """How many partitions a topic has. Raises TopicsDiffer, BrokerUnavailable."""
+        """How many partitions a topic has. Raises TopicsDiffer, BrokerUnavailable, Denied."""
         self._check_open()
         asked = 0
         while topic not in self._partitions:
             if asked * RETRY_S > _HEARSAY_S:
                 raise TopicsDiffer(
-                    f"topic {self.prefix}{topic} does not exist: run `kvlane topics create`"
+                    f"topic {self.prefix}{topic} does not exist, or we may not see it: "
+                    "run `kvlane topics create`"
                 )
             if asked:
                 await asyncio.sleep(RETRY_S)
@@ -105,8 +108,7 @@ class KafkaLog:
         """Append one entry, and wait for its acknowledgement at most three request time-outs.
 
         An append that failed or was cancelled may be in the log, now or a little later; see
-        `streams/kafka/producer.py`. Raises AppendFailed, RecordTooLarge, TopicsDiffer, and
-        BrokerUnavailable when the broker refuses (rights), which repeating cannot cure.
+        `streams/kafka/producer.py`. Raises AppendFailed, RecordTooLarge, TopicsDiffer, Denied.
         """
         producer = self._open_producer()
         count = self._partitions.get(topic) or await self._learn_count(topic)
@@ -183,7 +185,7 @@ class KafkaLog:
                             return await question(consumer)
                     except KafkaError as e:
                         if isinstance(e, REFUSALS):
-                            raise BrokerUnavailable(f"the broker refuses: {e!r}") from e
+                            raise denied(e, topic) from e
                         error = e
                         if isinstance(e, KafkaTimeoutError):
                             # The client keeps a connection that hangs, and what it knew of the
@@ -209,6 +211,8 @@ class KafkaLog:
                 async with asyncio.timeout(producer.patience_s):
                     known = await (await producer.ready()).client.fetch_all_metadata()
             except (KafkaError, TimeoutError) as e:
+                if isinstance(e, REFUSALS):
+                    raise denied(e, "topics") from e
                 raise BrokerUnavailable(f"no answer about topics: {e!r}") from e
             for topic in known.topics():
                 if topic.startswith(self.prefix):

@@ -28,7 +28,7 @@ from aiokafka.errors import (
 )
 
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost
-from streams.kafka.client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer
+from streams.kafka.client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer, denied
 from streams.ports import Batches, Ownership, Partition
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ class KafkaMember:
         """How often a position lay outside the log: records were deleted before they were read."""
 
     async def poll(self, timeout_s: float, max_records: int = 500) -> Batches:
-        """The next records. Besides the port's errors: TopicsDiffer, and BrokerUnavailable when
-        the broker refuses (rights), which waiting cannot cure.
-        """
+        """The next records. Besides the port's errors: TopicsDiffer, Denied."""
         clock = asyncio.get_running_loop()
         deadline = clock.time() + timeout_s
         await asyncio.sleep(0)  # records that were fetched ahead are handed out without waiting
@@ -130,7 +128,7 @@ class KafkaMember:
             raise AppendFailed(f"{self._topic}: no answer to a commit") from e
         except KafkaError as e:
             if isinstance(e, REFUSALS):
-                raise BrokerUnavailable(f"the broker refuses: {e!r}") from e
+                raise denied(e, self._group) from e
             raise AppendFailed(f"{self._topic}: {e!r}") from e
 
     async def close(self) -> None:
@@ -178,7 +176,7 @@ class KafkaMember:
                 await self._kafka.partitions(self._topic)  # else asking for it might create it
                 consumer = await self._client.ready(timeout_s)
             except KafkaError as e:
-                raise BrokerUnavailable(f"the broker refuses: {e!r}") from e
+                raise denied(e, self._group) from e
             except BrokerUnavailable as e:
                 log.warning("%s: cannot join %s yet: %s", self._topic, self._group, e)
                 return None
@@ -198,7 +196,7 @@ class KafkaMember:
                 starts = await self._kafka.start_offsets(self._topic, partitions)
         except (KafkaError, BrokerUnavailable, TimeoutError) as e:
             if isinstance(e, REFUSALS):
-                raise BrokerUnavailable(f"the broker refuses: {e!r}") from e
+                raise denied(e, self._group) from e
             log.warning("%s: no answer about commits yet: %r", self._topic, e)
             await asyncio.sleep(RETRY_S)
             return
@@ -257,7 +255,7 @@ class KafkaMember:
     async def _recover(self, consumer: AIOKafkaConsumer, error: KafkaError) -> None:
         """Raise what the caller must know; anything else is put right or waited out."""
         if isinstance(error, REFUSALS):
-            raise BrokerUnavailable(f"the broker refuses: {error!r}") from error
+            raise denied(error, self._group) from error
         if isinstance(error, NoOffsetForPartitionError):
             return  # a partition that is not taken over yet
         if isinstance(error, OffsetOutOfRangeError):

@@ -33,12 +33,11 @@ from aiokafka.structs import RecordMetadata
 
 from streams.errors import (
     AppendFailed,
-    BrokerUnavailable,
     LogClosed,
     RecordTooLarge,
     StreamError,
 )
-from streams.kafka.client import REFUSALS, RETRY_S
+from streams.kafka.client import REFUSALS, RETRY_S, connect, denied
 from streams.ports import Appended, Entry
 from streams.topics import MAX_RECORD_BYTES
 
@@ -262,10 +261,10 @@ class Producer:
             # What is larger is refused here: a refusal by the broker would break the numbering.
             max_request_size=MAX_RECORD_BYTES,
         )
+        await connect(producer, self._options)
         try:
-            await producer.start()
             self._check_open()
-        except BaseException:
+        except LogClosed:
             await producer.stop()
             raise
         self._heard_at = asyncio.get_running_loop().time()
@@ -298,7 +297,7 @@ def _translated(error: KafkaError, to: TopicPartition) -> StreamError:
     if isinstance(error, _OVERSIZE):
         return RecordTooLarge(f"{_name(to)}: {error}")
     if isinstance(error, REFUSALS):
-        return BrokerUnavailable(f"{_name(to)}: the broker refuses: {error!r}")
+        return denied(error, _name(to))
     return AppendFailed(f"{_name(to)}: {error!r}")
 
 

@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
 
 from streams.errors import BrokerUnavailable, LogClosed, PositionLost
-from streams.kafka.client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer
+from streams.kafka.client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer, denied
 from streams.ports import Batches, Partition
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ class KafkaReader:
         self._changed.set()
 
     async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
-        """The next records. Besides the port's errors: TopicsDiffer, and BrokerUnavailable when
-        the broker refuses (rights), which waiting cannot cure.
-        """
+        """The next records. Besides the port's errors: TopicsDiffer, Denied."""
         self._check_open()
         clock = asyncio.get_running_loop()
         deadline = clock.time() + timeout_s
@@ -108,7 +106,7 @@ class KafkaReader:
                     await self._kafka.partitions(topic)  # else asking for it might create it
                 consumer = await self._client.ready(timeout_s)
             except KafkaError as e:
-                raise BrokerUnavailable(f"the broker refuses: {e!r}") from e
+                raise denied(e, "reading") from e
             except BrokerUnavailable:
                 return None
             if consumer is not None and not self._closed:
@@ -171,7 +169,7 @@ class KafkaReader:
     async def _recover(self, consumer: AIOKafkaConsumer, error: KafkaError) -> None:
         """Raise what the caller must know; anything else is an outage, to be waited out."""
         if isinstance(error, REFUSALS):
-            raise BrokerUnavailable(f"the broker refuses: {error!r}") from error
+            raise denied(error, "reading") from error
         if consumer is not self._consumer:
             return
         # A poll that fails half way has moved positions over records that nobody got.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from streams.clock import BrokerClock
-from streams.errors import LogClosed, UnknownType
+from streams.errors import Denied, LogClosed, UnknownType
 from streams.follow import RECORDS_PER_POLL, Follower
 from streams.memory.broker import MemoryReader
 from streams.ports import Batches, Entry, Partition
@@ -149,6 +149,19 @@ async def test_no_start_lies_below_the_start_of_the_log(world: World) -> None:
     copy = await (await a_copy(world, start=start)).caught_up()
     assert copy.fold.offsets(LANE_0) == [8, 9]
     assert copy.follower.rebuilt == 0
+
+
+@in_world
+async def test_a_refusal_is_not_waited_out(world: World) -> None:
+    log = await world.connect()
+
+    async def refuse(topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        raise Denied(f"{topic}: the broker refuses")
+
+    log.end_offsets = refuse  # type: ignore[method-assign]
+    with pytest.raises(Denied):
+        await Follower(log, Tally(), [LEDGER], world.clock).run()
+    assert world.clock.now() == 0.0
 
 
 @in_world

@@ -17,7 +17,7 @@ from aiokafka.errors import KafkaConnectionError
 from aiokafka.structs import ConsumerRecord
 
 from streams.connection import Connection
-from streams.errors import BrokerUnavailable
+from streams.errors import BrokerUnavailable, Denied
 from streams.kafka.client import Calm, LazyConsumer, calm_client_logs
 from streams.kafka.log import KafkaLog
 from streams.kafka.reader import _Answer, _Tails
@@ -199,5 +199,5 @@ class TestSecurity:
     async def test_certificate_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:
         missing = tmp_path / "ca.pem"
         connection = Connection("kafka:1", "x", security_protocol="SSL", ssl_cafile=missing)
-        with pytest.raises(BrokerUnavailable, match="security settings"):
+        with pytest.raises(Denied, match="security settings"):
             await KafkaLog(connection).start()

@@ -19,7 +19,7 @@ from aiokafka.errors import (
     UnknownTopicOrPartitionError,
 )
 
-from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, RecordTooLarge
+from streams.errors import AppendFailed, Denied, LogClosed, RecordTooLarge
 from streams.kafka import producer as kafka_producer
 from streams.kafka.producer import MAX_QUEUED_BYTES, Producer
 from streams.ports import Appended, Entry
@@ -241,7 +241,7 @@ async def test_unreachable_broker_fails_the_append_at_once(producer: Producer) -
 async def test_missing_rights_are_not_worth_a_repeat(producer: Producer) -> None:
     task = await appending(producer, b"a")
     Client.made[0].fail(0, TopicAuthorizationFailedError("t.ledger"))
-    with pytest.raises(BrokerUnavailable, match="refuses"):
+    with pytest.raises(Denied, match="refuses"):
         await task
 
 
