@@ -7,6 +7,9 @@ worker has a newer card, or when its card is gone; never because of a time-out a
 
 An epoch is the offset of a worker's first card in the registry. Hence epochs of all workers rise
 together, and an epoch at or beyond the registry position read so far is simply not known yet.
+
+Nothing is kept for ever: the signs of a worker of which nothing more came for `KEPT_MS` are
+forgotten, and so are burials, both by the time of the records in the same partition.
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ from streams.records import (
 REGISTRY = "registry"
 """The topic's name; `streams.topics` is not imported here, since it loads the Kafka client."""
 
+KEPT_MS = 24 * 3600 * 1000
+"""How long a sign or a burial of a worker is remembered after the last one: as long as kv-events
+are kept, and as the registry is not compacted."""
+
 
 class FleetWorker(NamedTuple):
     """A worker's card, with its epoch, as it was last read."""
@@ -52,10 +59,22 @@ class Beat(NamedTuple):
     slot_offset: int
     state: WorkerState
     running: dict[RunKey, int]
+    output_tokens: int = 0
+    """Of all these runs together."""
+
+
+class _Burial(NamedTuple):
+    """Cards of this epoch and of those before it count no more."""
+
+    epoch: int
+    at_ms: int
 
 
 class Fleet:
-    """Cards, heartbeats and deaths; a `Fold` (streams/follow.py) over registry and kv-events."""
+    """Cards, heartbeats and deaths; a `Fold` (streams/follow.py) over registry and kv-events.
+
+    `version` moves when another set of workers may be routable for another reason than silence.
+    """
 
     name = "fleet"
 
@@ -63,14 +82,18 @@ class Fleet:
         self.members: dict[str, FleetWorker] = {}
         self.beats: dict[str, Beat] = {}
         self.models: dict[str, ModelCard] = {}
-        self._lost: dict[str, tuple[int, int]] = {}  # worker → (kv partition, highest lost epoch)
+        self.version = 0
+        self._lost: dict[str, int] = {}  # worker → its highest lost epoch
+        self._heard: dict[int, dict[str, int]] = {}
+        """kv partition → worker → time of its last sign, in order: beats and deaths of these."""
+        self._buried: dict[str, _Burial] = {}  # in the order of their times
         self._positions: dict[Partition, int] = {}
 
     # --- questions -------------------------------------------------------------------------------
 
     def is_lost(self, worker: str, epoch: int) -> bool:
         """Whether this epoch of the worker is dead for good."""
-        if epoch <= self._lost.get(worker, (0, -1))[1]:
+        if epoch <= self._lost.get(worker, -1):
             return True
         if epoch >= self._positions.get(Partition(REGISTRY, 0), 0):
             return False  # its card is still to be read
@@ -114,29 +137,40 @@ class Fleet:
             if isinstance(record, Heartbeat):
                 self._beat(source, fact, record)
             elif isinstance(record, Lost):
-                self._bury(source, record)
+                self._lose(source, fact, record)
             elif isinstance(record, WorkerCard):
                 self._card(fact, record)
             elif isinstance(record, ModelCard):
                 self.models[record.name] = record
+                self.version += 1
             elif isinstance(record, Tombstone):
-                self._remove(record)
+                self._remove(fact, record)
         self._positions[source] = position
 
     def _card(self, fact: Fact, card: WorkerCard) -> None:
         epoch = fact.offset if card.epoch is None else card.epoch
         known = self.members.get(card.id)
-        if known is None or epoch >= known.epoch:
-            since_ms = known.since_ms if known and known.epoch == epoch else fact.timestamp_ms
-            self.members[card.id] = FleetWorker(card, epoch, since_ms)
+        buried = self._buried.get(card.id)
+        if (known and epoch < known.epoch) or (buried and epoch <= buried.epoch):
+            return
+        since_ms = known.since_ms if known and known.epoch == epoch else fact.timestamp_ms
+        self.members[card.id] = FleetWorker(card, epoch, since_ms)
+        self.version += 1
 
-    def _remove(self, tombstone: Tombstone) -> None:
+    def _remove(self, fact: Fact, tombstone: Tombstone) -> None:
         kind, _, name = tombstone.key.partition("/")
+        self.version += 1
         if kind == "model":
             self.models.pop(name, None)
-        member = self.members.get(name) if kind == "worker" else None
-        epoch = tombstone.epoch
-        if member is not None and (epoch is None or epoch >= member.epoch):
+        if kind != "worker":
+            return
+        epoch = fact.offset if tombstone.epoch is None else tombstone.epoch
+        before = self._buried.pop(name, None)
+        self._buried[name] = _Burial(max(epoch, before.epoch if before else -1), fact.timestamp_ms)
+        while _is_over(self._buried[oldest := next(iter(self._buried))].at_ms, fact.timestamp_ms):
+            del self._buried[oldest]
+        member = self.members.get(name)
+        if member is not None and epoch >= member.epoch:
             del self.members[name]
 
     def _beat(self, source: Partition, fact: Fact, beat: Heartbeat) -> None:
@@ -146,12 +180,29 @@ class Fleet:
         running = {RunKey(r.id, r.attempt, r.phase): r.output_tokens for r in beat.running}
         self.beats[beat.worker] = Beat(
             source.partition, fact.offset, fact.timestamp_ms,
-            beat.epoch, beat.slot_offset, beat.state, running,
+            beat.epoch, beat.slot_offset, beat.state, running, sum(running.values()),
         )  # fmt: skip
+        if known is None or (known.epoch, known.state) != (beat.epoch, beat.state):
+            self.version += 1
+        self._note(source, fact, beat.worker)
 
-    def _bury(self, source: Partition, lost: Lost) -> None:
-        highest = max(lost.epoch, self._lost.get(lost.worker, (0, -1))[1])
-        self._lost[lost.worker] = (source.partition, highest)
+    def _lose(self, source: Partition, fact: Fact, lost: Lost) -> None:
+        self._lost[lost.worker] = max(lost.epoch, self._lost.get(lost.worker, -1))
+        self.version += 1
+        self._note(source, fact, lost.worker)
+
+    def _note(self, source: Partition, fact: Fact, worker: str) -> None:
+        """A sign of a worker came; those whose last one is too long ago are forgotten."""
+        heard = self._heard.setdefault(source.partition, {})
+        heard.pop(worker, None)
+        heard[worker] = fact.timestamp_ms
+        while _is_over(heard[oldest := next(iter(heard))], fact.timestamp_ms):
+            self._forget_signs(source.partition, oldest)
+
+    def _forget_signs(self, partition: int, worker: str) -> None:
+        del self._heard[partition][worker]
+        self.beats.pop(worker, None)
+        self._lost.pop(worker, None)
 
     def position(self, source: Partition) -> int | None:
         """Next offset to read; None before the first."""
@@ -160,28 +211,33 @@ class Fleet:
     def forget(self, source: Partition) -> None:
         """Drop what came from one partition."""
         self._positions.pop(source, None)
+        self.version += 1
         if source.topic == REGISTRY:
             self.members.clear()
             self.models.clear()
+            self._buried.clear()
         else:
-            p = source.partition
-            self.beats = {w: b for w, b in self.beats.items() if b.partition != p}
-            self._lost = {w: x for w, x in self._lost.items() if x[0] != p}
+            for worker in list(self._heard.get(source.partition, ())):
+                self._forget_signs(source.partition, worker)
 
     def snapshot(self, source: Partition) -> bytes:
         """What came from one partition, as bytes; equal state gives equal bytes."""
         if source.topic == REGISTRY:
             cards = [(m.epoch, m.since_ms, m.card) for _, m in sorted(self.members.items())]
-            return msgspec.msgpack.encode(
-                _Entities(cards, [m for _, m in sorted(self.models.items())])
-            )
-        p = source.partition
-        signs = _Signs(
-            [(w, *b[:-1], [(*k, n) for k, n in sorted(b.running.items())])
-             for w, b in sorted(self.beats.items()) if b.partition == p],
-            [(w, epoch) for w, (at, epoch) in sorted(self._lost.items()) if at == p],
-        )  # fmt: skip
-        return msgspec.msgpack.encode(signs)
+            models = [m for _, m in sorted(self.models.items())]
+            buried = [(worker, *burial) for worker, burial in self._buried.items()]
+            return msgspec.msgpack.encode(_Entities(cards, models, buried))
+        heard = self._heard.get(source.partition, {})
+        return msgspec.msgpack.encode(_Signs([self._sign(w, at_ms) for w, at_ms in heard.items()]))
+
+    def _sign(self, worker: str, heard_ms: int) -> _Sign:
+        beat = self.beats.get(worker)
+        lost = self._lost.get(worker, -1)
+        if beat is None:
+            return _Sign(worker, heard_ms, lost)
+        running = [(*key, tokens) for key, tokens in sorted(beat.running.items())]
+        where = (beat.offset, beat.at_ms, beat.epoch, beat.slot_offset)
+        return _Sign(worker, heard_ms, lost, where, beat.state, running)
 
     def restore(self, source: Partition, data: bytes, position: int) -> None:
         """The inverse of `snapshot`, at a position. Raises msgspec.DecodeError on other bytes."""
@@ -192,29 +248,51 @@ class Fleet:
                 c.id: FleetWorker(c, epoch, since) for epoch, since, c in entities.workers
             }
             self.models = {m.name: m for m in entities.models}
+            self._buried = {w: _Burial(epoch, at_ms) for w, epoch, at_ms in entities.buried}
         else:
             signs = msgspec.msgpack.decode(data, type=_Signs)
             self.forget(source)
-            for worker, p, offset, at_ms, epoch, slot_offset, state, running in signs.beats:
-                runs = {RunKey(i, attempt, phase): n for i, attempt, phase, n in running}
-                self.beats[worker] = Beat(p, offset, at_ms, epoch, slot_offset, state, runs)
-            for worker, epoch in signs.lost:
-                self._lost[worker] = (source.partition, epoch)
+            self._heard[source.partition] = {s.worker: s.heard_ms for s in signs.signs}
+            for sign in signs.signs:
+                self._restore(source.partition, sign)
         self._positions[source] = position
+
+    def _restore(self, partition: int, sign: _Sign) -> None:
+        if sign.lost >= 0:
+            self._lost[sign.worker] = sign.lost
+        if sign.where is not None:
+            offset, at_ms, epoch, slot_offset = sign.where
+            running = {RunKey(i, attempt, phase): n for i, attempt, phase, n in sign.running}
+            self.beats[sign.worker] = Beat(
+                partition, offset, at_ms, epoch, slot_offset, sign.state, running,
+                sum(running.values()),
+            )  # fmt: skip
 
     def state_hash(self, source: Partition) -> str:
         """BLAKE2b of what came from one partition, in hex."""
         return hashlib.blake2b(self.snapshot(source), digest_size=16).hexdigest()
 
 
-_Running = tuple[str, int, Phase, int]
+def _is_over(at_ms: int, now_ms: int) -> bool:
+    return at_ms < now_ms - KEPT_MS
 
 
 class _Entities(msgspec.Struct):
     workers: list[tuple[int, int, WorkerCard]]
     models: list[ModelCard]
+    buried: list[tuple[str, int, int]]
+
+
+class _Sign(msgspec.Struct):
+    """The last signs of one worker. `where`: its heartbeat's offset, time, epoch, slot offset."""
+
+    worker: str
+    heard_ms: int
+    lost: int
+    where: tuple[int, int, int, int] | None = None
+    state: WorkerState = "ready"
+    running: list[tuple[str, int, Phase, int]] = []
 
 
 class _Signs(msgspec.Struct):
-    beats: list[tuple[str, int, int, int, int, int, WorkerState, list[_Running]]]
-    lost: list[tuple[str, int]]
+    signs: list[_Sign]

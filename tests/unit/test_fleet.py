@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.routing.fleet import Fleet
+from app.routing.fleet import KEPT_MS, Fleet
 from streams.ports import Partition
 from streams.records import EngineConfig, Fact, Heartbeat, Lost, RunProgress, Tombstone, WorkerCard
 
@@ -71,6 +71,54 @@ def test_a_tombstone_ends_its_epoch_and_no_later_one() -> None:
     assert not fleet(back, []).is_lost("w1", 20)
 
 
+def test_an_older_card_does_not_bring_back_who_left() -> None:
+    left = {7: card(None), 8: card(7), 9: Tombstone(key="worker/w1", epoch=7), 10: card(7)}
+    assert fleet(left, [beat(7)]).members == {}
+    unnamed = {7: card(None), 9: Tombstone(key="worker/w1"), 10: card(7)}
+    assert fleet(unnamed, [beat(7)]).members == {}
+    assert fleet(left | {20: card(None)}, []).members["w1"].epoch == 20
+
+
+def later(fold: Fleet, source: Partition, record: Any, at_ms: int) -> None:
+    position = fold.position(source) or 0
+    fold.apply(source, [Fact(position, at_ms, record)], position + 1)
+
+
+def test_who_was_not_heard_of_for_a_long_time_is_forgotten_by_the_time_of_records() -> None:
+    fold = fleet({}, [beat(7), Lost(worker="w2", epoch=3)])
+    other = Heartbeat(worker="w3", epoch=9, slot_offset=0)
+    later(fold, EVENTS, other, 1000 + KEPT_MS)
+    assert set(fold.beats) == {"w1", "w3"}
+    later(fold, EVENTS, other, 1200 + KEPT_MS)
+    assert set(fold.beats) == {"w3"}
+    assert fold.state_hash(EVENTS) != Fleet().state_hash(EVENTS)
+    later(fold, EVENTS, Lost(worker="w3", epoch=9), 1201 + 2 * KEPT_MS)
+    assert fold.beats["w3"].epoch == 9, "it was heard of again"
+
+
+def test_a_burial_is_forgotten_after_a_long_time() -> None:
+    fold = fleet({7: card(None), 8: card(7), 9: Tombstone(key="worker/w1", epoch=7)}, [])
+    later(fold, REGISTRY, Tombstone(key="worker/w2", epoch=1), 510 + KEPT_MS)
+    later(fold, REGISTRY, card(7), 511 + KEPT_MS)
+    assert fold.members["w1"].epoch == 7
+
+
+def test_the_version_moves_when_another_worker_may_be_routable() -> None:
+    fold = fleet({7: card(None), 8: card(7)}, [beat(7)])
+    seen = [fold.version]
+
+    def moved_by(source: Partition, record: Any) -> bool:
+        later(fold, source, record, 5000)
+        seen.append(fold.version)
+        return seen[-1] != seen[-2]
+
+    assert not moved_by(EVENTS, beat(7))
+    assert moved_by(EVENTS, beat(7, state="draining"))
+    assert moved_by(EVENTS, Lost(worker="w1", epoch=7))
+    assert moved_by(REGISTRY, card(None))
+    assert moved_by(REGISTRY, Tombstone(key="worker/w1", epoch=7))
+
+
 def test_an_epoch_beyond_what_was_read_of_the_registry_is_not_lost_yet() -> None:
     fold = fleet({7: card(None)}, [], registry_end=8)
     assert not fold.is_lost("w2", 8)
@@ -85,7 +133,8 @@ def test_heartbeats_of_an_older_epoch_do_not_count() -> None:
 def test_a_snapshot_of_each_source_restores_the_same_state() -> None:
     running = (RunProgress(id="a", attempt=0, phase="aggregated", output_tokens=3),)
     events = [beat(7, running=running), Lost(worker="w1", epoch=3)]
-    first = fleet({7: card(None), 8: card(7)}, events)
+    gone = Tombstone(key="worker/w2", epoch=9)
+    first = fleet({7: card(None), 8: card(7), 9: gone}, events)
     second = Fleet()
     for source in (REGISTRY, EVENTS):
         position = first.position(source)
@@ -94,6 +143,7 @@ def test_a_snapshot_of_each_source_restores_the_same_state() -> None:
         assert second.state_hash(source) == first.state_hash(source)
     assert second.members == first.members
     assert second.beats == first.beats
+    assert second.beats["w1"].output_tokens == 3
     assert second.is_lost("w1", 3)
 
 
