@@ -371,10 +371,19 @@ class Candidate(Inner, frozen=True):
     cost: float = 0.0
     open_runs: int = 0
     open_tokens: int = 0
+    overlap_blocks: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    prefill_tokens: int = 0
+    taint_weight: float = 0.0
 
 
 class Assigned(Inner, frozen=True):
-    """The decision: this run of the request goes to this worker."""
+    """The decision: this run of the request goes to this worker.
+
+    `prefill_tokens`: what it adds to the worker's prefill until it is done. `params`: the settings
+    of the policy that were in force. `candidates`: the best ones, and the chosen one.
+    """
 
     id: str
     attempt: int
@@ -391,6 +400,10 @@ class Assigned(Inner, frozen=True):
     seed: int = 0
     candidates: tuple[Candidate, ...] = ()
     router: str = ""
+    cached_tokens_predicted: int = 0
+    prefill_tokens: int = 0
+    block_size: int = 0
+    params: dict[str, float] = {}
 
 
 class Started(Inner, frozen=True):
@@ -470,11 +483,20 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=Fa
     cached_tokens: int = 0
 
 
+class LogProb(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A token and the logarithm of its probability. Part of a Chunk, as [id, number]."""
+
+    token_id: int
+    log_prob: float
+
+
 class Chunk(Public, frozen=True, tag="Chunk"):
     """Some tokens of the answer. `run` is a u64 in decimals, for JSON readers without 64 bits.
 
     `seq` counts the Chunks of a run from 0; `index` is the place of the first token in the whole
     answer, over all attempts; `chars` is the length of the whole text after this Chunk.
+    `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
+    `log_probs`: for each token, if they were asked for, first its own and then the likeliest ones.
     """
 
     id: str
@@ -487,6 +509,8 @@ class Chunk(Public, frozen=True, tag="Chunk"):
     chars: int = 0
     finish_reason: str | None = None
     usage: Usage | None = None
+    stop_reason: int | str | None = None
+    log_probs: tuple[tuple[LogProb, ...], ...] | None = None
 
 
 class Fence(Public, frozen=True, tag="Fence"):
@@ -579,8 +603,22 @@ class RunProgress(Inner, frozen=True):
     output_tokens: int = 0
 
 
+class EngineFigures(Inner, frozen=True):
+    """What an engine does at the moment; `steps` since its start."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used_blocks: int = 0
+    kv_total_blocks: int = 0
+    steps: int = 0
+
+
 class Heartbeat(Inner, frozen=True):
-    """The worker lives; `slot_offset` is the next offset it will read of its assignments."""
+    """The worker lives; `slot_offset` is the next offset it will read of its assignments.
+
+    `last_event_ids`: for each rank the last cache event of this epoch that stands in the log before
+    this record, -1 for none. `waiting` counts runs that wait for the engine, `engine` what is in it.
+    """
 
     worker: str
     epoch: int
@@ -589,6 +627,8 @@ class Heartbeat(Inner, frozen=True):
     reason: str = ""
     running: tuple[RunProgress, ...] = ()
     waiting: int = 0
+    last_event_ids: tuple[int, ...] = ()
+    engine: EngineFigures | None = None
 
 
 class Probe(Inner, frozen=True):

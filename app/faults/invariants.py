@@ -189,7 +189,7 @@ def _different(world: World) -> Iterator[str]:
         for lane, state in states.items():
             if router._load.state_hash(Partition(LEDGER, lane)) != state:
                 yield f"different: {label} holds another Load of lane {lane} than its records say"
-        if left := (router._load.burdens._by_epoch or context._undelivered or context.holding):
+        if left := (router._load.burdens or context._undelivered or context.holding):
             yield f"load: {label} still counts {left}"
     fleets = {router._fleet.state_hash(Partition(REGISTRY, 0)) for _, router in _routers(world)}
     if len(fleets) > 1:

@@ -11,7 +11,8 @@ The rules of the fold, per request id:
 * a higher attempt, or Ended, closes every run below it, and nothing below opens afterwards;
 * a Started without Assigned counts as assigned (the router may have died between its two sends);
 * of several `responses_from` the lowest is kept: scanning too much is only slower;
-* the first close of a run is final.
+* the first close of a run is final;
+* a request that is over stays so, and only its outcome is kept.
 """
 
 from __future__ import annotations
@@ -63,16 +64,28 @@ class RunId(NamedTuple):
 
 @dataclass(slots=True)
 class KnownRun:
-    """State of one run. `since_ms`: append time of the record that brought it there."""
+    """State of one run. `since_ms`: append time of the record that brought it there.
+
+    `tokens` it has to hold, `prefill_tokens` of them still to be computed when it was assigned.
+    """
 
     state: RunState
     since_ms: int
     tokens: int = 0
+    rank: int = 0
+    prefill_tokens: int = 0
+
+    @property
+    def burden(self) -> Burden:
+        """What it adds to its worker's rank now."""
+        if self.state not in OPEN:
+            return Burden()
+        return Burden(1, self.tokens, 0 if self.state == "prefilled" else self.prefill_tokens)
 
 
 @dataclass(slots=True)
 class Story:
-    """What the ledger says about one request."""
+    """What the ledger says about one request. `ended`: the code of its end, "" before."""
 
     attempt: int = 0
     runs: dict[RunId, KnownRun] = field(default_factory=dict)
@@ -92,22 +105,87 @@ class Story:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is running and nothing is owed."""
+        """Whether nothing is running and nothing is owed.
+
+        A prefill that was handed off is not an end: its decode is still to come.
+        """
         if self.ended:
             return True
         states = [run.state for run in self.runs.values()]
-        return bool(states) and not any(s in OPEN or s in FAILED for s in states)
+        is_final = any(s not in OPEN and s not in FAILED and s != "handed_off" for s in states)
+        return is_final and not any(s in OPEN or s in FAILED for s in states)
 
     def open_runs(self) -> list[RunId]:
         """The runs that a worker may still be working on."""
         return [k for k, run in self.runs.items() if run.state in OPEN]
 
 
+class Outcome(NamedTuple):
+    """What is kept of a request that is over: enough to recognise its id, and late runs of it."""
+
+    code: str
+    attempt: int
+    last_ms: int
+
+
 class Burden(NamedTuple):
-    """What the open runs of a worker's epoch add up to."""
+    """What open runs add up to, on one rank of one epoch of a worker.
+
+    `tokens` of prompts, and of answers when they began; `prefill_tokens` are those of them that
+    are neither computed nor expected in the cache.
+    """
 
     runs: int = 0
     tokens: int = 0
+    prefill_tokens: int = 0
+
+    def plus(self, other: Burden) -> Burden:
+        """Both together."""
+        return Burden(
+            self.runs + other.runs,
+            self.tokens + other.tokens,
+            self.prefill_tokens + other.prefill_tokens,
+        )
+
+    def less(self, other: Burden) -> Burden:
+        """This without the other."""
+        return Burden(
+            self.runs - other.runs,
+            self.tokens - other.tokens,
+            self.prefill_tokens - other.prefill_tokens,
+        )
+
+
+NOTHING = Burden()
+
+
+class Burdens:
+    """Burdens by (worker, epoch, rank), kept up to date run by run."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[tuple[str, int, int], Burden] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_rank)
+
+    def of(self, worker: str, epoch: int, rank: int = 0) -> Burden:
+        """What lies on one rank of an epoch of a worker."""
+        return self._by_rank.get((worker, epoch, rank), NOTHING)
+
+    def add(self, run: RunId, rank: int, burden: Burden) -> None:
+        """Count something in."""
+        self._put((run.worker, run.epoch, rank), burden)
+
+    def remove(self, run: RunId, rank: int, burden: Burden) -> None:
+        """Count something out that was counted in."""
+        self._put((run.worker, run.epoch, rank), NOTHING.less(burden))
+
+    def _put(self, key: tuple[str, int, int], more: Burden) -> None:
+        total = self._by_rank.get(key, NOTHING).plus(more)
+        if total == NOTHING:
+            self._by_rank.pop(key, None)
+        else:
+            self._by_rank[key] = total
 
 
 class LaneStories:
@@ -116,38 +194,63 @@ class LaneStories:
     def __init__(self, dedup_window_ms: int) -> None:
         self.position = 0
         self.stories: dict[str, Story] = {}
+        """Those that are not over, and those whose id is not known yet."""
         self.unfinished: dict[str, Story] = {}
-        """The stories that are not over: what obligations are looked for in."""
+        """The known ones of them: what obligations are looked for in."""
+        self.outcomes: dict[str, Outcome] = {}
+        """Of all others, in the order of their ends."""
         self._window_ms = dedup_window_ms
-        self._outcomes: deque[tuple[int, str]] = deque()
+        self._strays: deque[tuple[int, str]] = deque()
+
+    def story(self, request_id: str) -> Story | None:
+        """What is known of a request; of one that is over, no more than its outcome says."""
+        outcome = self.outcomes.get(request_id)
+        if outcome is not None:
+            return Story(outcome.attempt, ended=outcome.code, last_ms=outcome.last_ms)
+        return self.stories.get(request_id)
 
     def apply(self, fact: Fact, burdens: Burdens) -> None:
-        """Take in one record."""
+        """Take in one record. What comes after the end of a request changes nothing.
+
+        Its end is visible then, whoever wrote it, so later runs and fences are of no consequence.
+        """
         record = fact.record
         if not isinstance(record, LedgerRecord):
             return
-        story = self.stories.get(record.id)
-        if story is None:
-            story = self.stories[record.id] = Story()
-        story.last_ms = fact.timestamp_ms
-        _fold(story, record, fact.timestamp_ms, burdens)
-        self.file(record.id, story)
-        self._expire(fact.timestamp_ms)
+        if record.id not in self.outcomes:
+            story = self.stories.get(record.id)
+            if story is None:
+                story = self.stories[record.id] = Story()
+            story.last_ms = fact.timestamp_ms
+            _fold(story, record, fact.timestamp_ms, burdens)
+            self.file(record.id, story)
+        self._expire(fact.timestamp_ms, burdens)
 
     def file(self, request_id: str, story: Story) -> None:
-        """Put a story where it belongs: with the unfinished ones, or with those to be forgotten."""
-        if story.over or not story.known:
+        """Put a story where it belongs: with the unfinished, the strays, or the outcomes."""
+        if not story.known:
+            self._strays.append((story.last_ms, request_id))
+        elif story.over:
+            code = story.ended or _last_code(story)
+            self.outcomes[request_id] = Outcome(code, story.attempt, story.last_ms)
             self.unfinished.pop(request_id, None)
-            self._outcomes.append((story.last_ms, request_id))
+            del self.stories[request_id]
         else:
             self.unfinished[request_id] = story
 
-    def _expire(self, now_ms: int) -> None:
-        """Forget outcomes older than the window, by the ledger's own time."""
-        while self._outcomes and self._outcomes[0][0] < now_ms - self._window_ms:
-            at_ms, request_id = self._outcomes.popleft()
+    def _expire(self, now_ms: int, burdens: Burdens) -> None:
+        """Forget what ended, or remained unknown, before the window, by the ledger's own time."""
+        since_ms = now_ms - self._window_ms
+        while self.outcomes:
+            first = next(iter(self.outcomes))
+            if self.outcomes[first].last_ms >= since_ms:
+                break
+            del self.outcomes[first]
+        while self._strays and self._strays[0][0] < since_ms:
+            at_ms, request_id = self._strays.popleft()
             story = self.stories.get(request_id)
-            if story is not None and story.last_ms <= at_ms and request_id not in self.unfinished:
+            if story is not None and not story.known and story.last_ms <= at_ms:
+                _clear_runs(story, burdens)
                 del self.stories[request_id]
 
     def drop(self, burdens: Burdens) -> None:
@@ -156,25 +259,13 @@ class LaneStories:
             _clear_runs(story, burdens)
 
 
-class Burdens:
-    """Open runs and their tokens by (worker, epoch), kept up to date run by run."""
-
-    def __init__(self) -> None:
-        self._by_epoch: dict[tuple[str, int], Burden] = {}
-
-    def of(self, worker: str, epoch: int) -> Burden:
-        """What lies on one epoch of a worker."""
-        return self._by_epoch.get((worker, epoch), Burden())
-
-    def add(self, run: RunId, tokens: int, sign: Literal[1, -1]) -> None:
-        """Count a run in or out."""
-        key = (run.worker, run.epoch)
-        old = self._by_epoch.get(key, Burden())
-        new = Burden(old.runs + sign, old.tokens + sign * tokens)
-        if new.runs:
-            self._by_epoch[key] = new
-        else:
-            self._by_epoch.pop(key, None)
+def _last_code(story: Story) -> str:
+    """How the worker ended it; twins may both have, and the reader saw the first."""
+    return next(
+        run.state
+        for run in story.runs.values()
+        if run.state not in OPEN and run.state not in FAILED and run.state != "handed_off"
+    )
 
 
 def _fold(
@@ -221,17 +312,18 @@ def _fold_run(
     run_id = RunId(record.attempt, record.phase, record.worker, record.epoch)
     run = story.runs.get(run_id)
     if run is None:
-        tokens = record.prompt_tokens if isinstance(record, Assigned | Started) else 0
-        run = story.runs[run_id] = KnownRun("assigned", at_ms, tokens)
-        burdens.add(run_id, tokens, 1)
-        if isinstance(record, Assigned):
-            return
+        run = story.runs[run_id] = KnownRun("assigned", at_ms)
+        if isinstance(record, Started):
+            run.tokens = run.prefill_tokens = record.prompt_tokens
+    else:
+        burdens.remove(run_id, run.rank, run.burden)
+    if isinstance(record, Assigned):  # it knows better than the Started that may have overtaken it
+        run.tokens = record.prompt_tokens + record.base_tokens
+        run.rank, run.prefill_tokens = record.rank, record.prefill_tokens
     state = _next_state(run.state, record)
-    if state == run.state:
-        return
-    if run.state in OPEN and state not in OPEN:
-        burdens.add(run_id, run.tokens, -1)
-    run.state, run.since_ms = state, at_ms
+    if state != run.state:
+        run.state, run.since_ms = state, at_ms
+    burdens.add(run_id, run.rank, run.burden)
 
 
 def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Finished) -> RunState:
@@ -246,8 +338,7 @@ def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Fini
 
 def _clear_runs(story: Story, burdens: Burdens) -> None:
     for run_id, run in story.runs.items():
-        if run.state in OPEN:
-            burdens.add(run_id, run.tokens, -1)
+        burdens.remove(run_id, run.rank, run.burden)
     story.runs.clear()
 
 
@@ -256,7 +347,7 @@ class _Told(msgspec.Struct):
 
     id: str
     attempt: int
-    runs: list[tuple[int, Phase, str, int, RunState, int, int]]
+    runs: list[tuple[int, Phase, str, int, RunState, int, int, int, int]]
     ended: str
     origin: Origin | None
     responses_from: int
@@ -265,6 +356,13 @@ class _Told(msgspec.Struct):
     fulls: int
     failed_workers: list[str]
     last_ms: int
+
+
+class _Lane(msgspec.Struct):
+    """A lane as it stands in a snapshot."""
+
+    stories: list[_Told]
+    outcomes: list[tuple[str, str, int, int]]
 
 
 class Load:
@@ -279,18 +377,15 @@ class Load:
 
     def lane(self, number: int) -> LaneStories:
         """The lane of a ledger partition; empty at position 0 before anything was read."""
-        lane = self._lanes.get(number)
-        if lane is None:
-            lane = self._lanes[number] = LaneStories(self._window_ms)
-        return lane
+        return self._lanes.get(number) or LaneStories(self._window_ms)
 
     def story(self, lane: int, request_id: str) -> Story | None:
         """What is known of a request."""
-        return self.lane(lane).stories.get(request_id)
+        return self.lane(lane).story(request_id)
 
     def apply(self, source: Partition, facts: Sequence[Fact], position: int) -> None:
         """Take in records of one ledger partition; `position` is the next offset after them."""
-        lane = self.lane(source.partition)
+        lane = self._lanes.setdefault(source.partition, self.lane(source.partition))
         for fact in facts:
             lane.apply(fact, self.burdens)
         lane.position = position
@@ -308,25 +403,27 @@ class Load:
 
     def snapshot(self, source: Partition) -> bytes:
         """The partition's stories as bytes; equal stories give equal bytes."""
-        return msgspec.msgpack.encode(list(_tell(self.lane(source.partition))))
+        lane = self.lane(source.partition)
+        outcomes = [(request_id, *outcome) for request_id, outcome in lane.outcomes.items()]
+        return msgspec.msgpack.encode(_Lane(list(_tell(lane)), outcomes))
 
     def restore(self, source: Partition, data: bytes, position: int) -> None:
         """The inverse of `snapshot`, at a position. Raises msgspec.DecodeError on other bytes."""
-        told = msgspec.msgpack.decode(data, type=list[_Told])
+        told = msgspec.msgpack.decode(data, type=_Lane)
         self.forget(source)
-        lane = self.lane(source.partition)
-        for t in sorted(told, key=lambda t: t.last_ms):
+        lane = self._lanes[source.partition] = LaneStories(self._window_ms)
+        for t in sorted(told.stories, key=lambda t: t.last_ms):
             story = Story(
                 t.attempt, {}, t.ended, t.origin, t.responses_from, t.deadline_ms,
                 t.failures, t.fulls, set(t.failed_workers), t.last_ms,
             )  # fmt: skip
-            for attempt, phase, worker, epoch, state, since_ms, tokens in t.runs:
+            for attempt, phase, worker, epoch, state, since_ms, *numbers in t.runs:
                 run_id = RunId(attempt, phase, worker, epoch)
-                story.runs[run_id] = KnownRun(state, since_ms, tokens)
-                if state in OPEN:
-                    self.burdens.add(run_id, tokens, 1)
+                run = story.runs[run_id] = KnownRun(state, since_ms, *numbers)
+                self.burdens.add(run_id, run.rank, run.burden)
             lane.stories[t.id] = story
             lane.file(t.id, story)
+        lane.outcomes = {i: Outcome(code, n, at_ms) for i, code, n, at_ms in told.outcomes}
         lane.position = position
 
     def state_hash(self, source: Partition) -> str:
@@ -338,7 +435,8 @@ def _tell(lane: LaneStories) -> Iterator[_Told]:
     for request_id in sorted(lane.stories):
         s = lane.stories[request_id]
         runs = [
-            (*run_id, run.state, run.since_ms, run.tokens) for run_id, run in sorted(s.runs.items())
+            (*run_id, run.state, run.since_ms, run.tokens, run.rank, run.prefill_tokens)
+            for run_id, run in sorted(s.runs.items())
         ]
         yield _Told(
             request_id, s.attempt, runs, s.ended, s.origin, s.responses_from, s.deadline_ms,

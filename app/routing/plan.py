@@ -57,7 +57,7 @@ def choose(
     draw = random.Random(seed)
     candidates = []
     for worker, member in workers:
-        open_runs, open_tokens = burden(worker, member.epoch)
+        open_runs, open_tokens, _ = burden(worker, member.epoch)
         candidates.append(
             (open_tokens, open_runs, draw.random(),
              Candidate(worker=worker, epoch=member.epoch, cost=float(open_tokens),

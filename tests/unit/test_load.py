@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -10,7 +11,16 @@ from hypothesis import strategies as st
 
 from app.routing.load import Burden, Load, RunId
 from streams.ports import Partition
-from streams.records import Assigned, Ended, Fact, Fencing, Finished, Origin, Started
+from streams.records import (
+    Assigned,
+    Ended,
+    Fact,
+    Fencing,
+    Finished,
+    Origin,
+    PrefillDone,
+    Started,
+)
 
 LANE = Partition("ledger", 3)
 ORIGIN = Origin(topic="requests", partition=3, offset=7)
@@ -32,6 +42,10 @@ def finished(code: Any = "stop", name: str = "a", attempt: int = 0, **over: Any)
     return Finished(id=name, attempt=attempt, code=code, **(RUN | over))
 
 
+def prefilled(name: str = "a", attempt: int = 0, **over: Any) -> PrefillDone:
+    return PrefillDone(id=name, attempt=attempt, run=1, **(RUN | over))
+
+
 def folded(*records: Any, step_ms: int = 10, load: Load | None = None) -> Load:
     load = load or Load(dedup_window_ms=1_200_000)
     first = load.position(LANE) or 0
@@ -43,6 +57,12 @@ def folded(*records: Any, step_ms: int = 10, load: Load | None = None) -> Load:
 def states(load: Load, name: str = "a") -> dict[RunId, str]:
     story = load.story(3, name)
     return {} if story is None else {k: run.state for k, run in story.runs.items()}
+
+
+def ended(load: Load, name: str = "a") -> str:
+    story = load.story(3, name)
+    assert story is not None
+    return story.ended
 
 
 def test_a_started_without_assigned_counts_as_assigned() -> None:
@@ -114,6 +134,57 @@ def test_burdens_follow_the_runs() -> None:
     assert load.burdens.of("w1", 10) == Burden(runs=2, tokens=10)
     folded(finished(), Fencing(id="b", attempt=1, reason="lost"), load=load)
     assert load.burdens.of("w1", 10) == Burden(0, 0)
+    assert not load.burdens
+
+
+def test_prefill_weighs_until_it_is_done_and_as_much_as_was_predicted() -> None:
+    load = folded(assigned(prompt_tokens=100, base_tokens=20, prefill_tokens=70, rank=1))
+    folded(started(prompt_tokens=100), load=load)
+    assert load.burdens.of("w1", 10, 1) == Burden(1, 120, 70)
+    assert load.burdens.of("w1", 10, 0) == Burden()
+    folded(prefilled(), load=load)
+    assert load.burdens.of("w1", 10, 1) == Burden(1, 120, 0)
+
+
+def test_a_started_alone_weighs_its_whole_prompt_until_its_decision_is_read() -> None:
+    load = folded(started(prompt_tokens=100))
+    assert load.burdens.of("w1", 10) == Burden(1, 100, 100)
+    folded(assigned(prompt_tokens=100, prefill_tokens=30, rank=1), load=load)
+    assert load.burdens.of("w1", 10) == Burden()
+    assert load.burdens.of("w1", 10, 1) == Burden(1, 100, 30)
+
+
+def test_prefill_that_was_handed_off_is_not_the_end_of_its_request() -> None:
+    load = folded(assigned(phase="prefill"), prefilled(phase="prefill"))
+    folded(finished("handed_off", phase="prefill"), load=load)
+    assert states(load) == {RunId(0, "prefill", "w1", 10): "handed_off"}
+    assert "a" in load.lane(3).unfinished
+    assert not load.burdens
+    folded(assigned(phase="decode"), finished(phase="decode"), load=load)
+    assert ended(load) == "stop"
+
+
+def test_the_end_of_a_request_is_kept_and_nothing_after_it_counts() -> None:
+    load = folded(assigned(), finished())
+    folded(Fencing(id="a", attempt=1, reason="lost"), started(attempt=1), started(), load=load)
+    assert ended(load) == "stop"
+    assert load.lane(3).unfinished == {}
+    assert not load.burdens
+
+
+def test_a_lane_is_not_made_by_asking_for_it() -> None:
+    load = Load(dedup_window_ms=100)
+    assert load.lane(3).stories == {}
+    assert load.position(LANE) is None
+
+
+def test_what_never_became_known_is_forgotten_with_its_burden() -> None:
+    load = Load(dedup_window_ms=100)
+    folded(prefilled(), step_ms=50, load=load)
+    assert load.burdens
+    folded(*(finished("worker_full", name=f"late{n}") for n in range(4)), step_ms=50, load=load)
+    assert load.story(3, "a") is None
+    assert not load.burdens
 
 
 def test_outcomes_are_forgotten_after_the_window_and_open_stories_are_not() -> None:
@@ -129,13 +200,18 @@ IDS = st.sampled_from(["a", "b"])
 ATTEMPTS = st.integers(0, 2)
 WORKERS = st.sampled_from(["w1", "w2"])
 RECORDS = st.one_of(
-    st.builds(assigned, IDS, ATTEMPTS, st.integers(0, 9), worker=WORKERS),
+    st.builds(
+        assigned, IDS, ATTEMPTS, st.integers(0, 9), worker=WORKERS,
+        rank=st.integers(0, 1), prefill_tokens=st.integers(0, 5),
+    ),
     st.builds(started, IDS, ATTEMPTS, st.integers(0, 9), worker=WORKERS),
     st.builds(
         finished,
         st.sampled_from(["stop", "broken", "worker_full", "error", "cancelled"]),
         IDS, ATTEMPTS, worker=WORKERS, retryable=st.booleans(),
     ),
+    st.builds(prefilled, IDS, ATTEMPTS, worker=WORKERS,
+              phase=st.sampled_from(["aggregated", "prefill"])),
     st.builds(lambda i, a, r: Fencing(id=i, attempt=a, reason=r), IDS, ATTEMPTS,
               st.sampled_from(["lost", "worker_full"])),
     st.builds(lambda i: Ended(id=i, code="cancelled"), IDS),
@@ -145,15 +221,16 @@ RECORDS = st.one_of(
 @given(st.lists(RECORDS, max_size=30))
 def test_burdens_are_the_sum_over_open_runs(records: list[Any]) -> None:
     load = folded(*records)
-    for worker in ("w1", "w2"):
+    for worker, rank in itertools.product(("w1", "w2"), (0, 1)):
         runs = [
             story.runs[k]
             for story in load.lane(3).stories.values()
             for k in story.open_runs()
-            if k.worker == worker
+            if k.worker == worker and story.runs[k].rank == rank
         ]
-        expected = Burden(len(runs), sum(run.tokens for run in runs))
-        assert load.burdens.of(worker, 10) == expected
+        waiting = [run.prefill_tokens for run in runs if run.state != "prefilled"]
+        expected = Burden(len(runs), sum(run.tokens for run in runs), sum(waiting))
+        assert load.burdens.of(worker, 10, rank) == expected
 
 
 @given(st.lists(RECORDS, max_size=30), st.integers(0, 30))
@@ -186,4 +263,4 @@ def test_a_forgotten_partition_leaves_nothing_behind(records: list[Any]) -> None
     load.forget(LANE)
     assert load.position(LANE) is None
     assert load.lane(3).stories == {}
-    assert load.burdens.of("w1", 10) == load.burdens.of("w2", 10) == Burden(0, 0)
+    assert not load.burdens
