@@ -20,6 +20,7 @@ from streams.records import (
     RunProgress,
     Started,
     WorkerCard,
+    WorkerState,
 )
 from streams.topics import (
     ASSIGNMENTS,
@@ -43,6 +44,7 @@ class Hand:
         self.world, self.name = world, name
         self.running: list[RunProgress] = []
         self.slot_offset = 0
+        self.state: WorkerState = "ready"
         card = {"id": name, "slot": 0, "model": "demo", "config": EngineConfig(model="demo")}
         self.epoch = world.append(REGISTRY, 0, WorkerCard(**card), key=f"worker/{name}")
         world.append(REGISTRY, 0, WorkerCard(**card, epoch=self.epoch), key=f"worker/{name}")
@@ -56,7 +58,7 @@ class Hand:
     def beat(self) -> None:
         beat = Heartbeat(
             worker=self.name, epoch=self.epoch, slot_offset=self.slot_offset,
-            running=tuple(self.running),
+            state=self.state, running=tuple(self.running),
         )  # fmt: skip
         self.world.append(KV_EVENTS, self._partition(KV_EVENTS), beat, key=self.name)
 

@@ -122,9 +122,9 @@ def _refusals_count_as_failures() -> Iterator[Replacement]:
 def _cancel_done_when_read() -> Iterator[Replacement]:
     original = owner.LaneOwner._cancel
 
-    async def cancel(self: Any, fact: Any, order: Any, *, was_held: bool) -> None:
+    async def cancel(self: Any, fact: Any, order: Any) -> None:
         self.claim.done(fact.offset)
-        await original(self, fact, order, was_held=was_held)
+        await original(self, fact, order)
 
     yield owner.LaneOwner, "_cancel", cancel
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from app.lanes.context import RouterContext
-from app.lanes.procedures import Procedures, Remainder
+from app.lanes.procedures import CalledOff, Procedures, Remainder
 from app.routing.load import OPEN, LedgerRecord, RunId
 from app.routing.obligations import Finish, Restart, Verify, due
 from streams.intake import Claim
@@ -33,7 +35,7 @@ class LaneOwner:
         self.serving = False
         self._context = context
         self._lane = claim.partition
-        self._do = Procedures(context, claim.partition)
+        self._do = Procedures(context, claim.partition, self._is_called_off)
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[str, deque[Fact]] = {}
         self._arrived: dict[str, int] = {}  # offsets of the requests being admitted
@@ -47,14 +49,13 @@ class LaneOwner:
         if not isinstance(record, Request | Cancel | Refused):
             self.claim.done(fact.offset)
             return
-        if record.id not in self._jobs:
-            self._start(record.id, self._take(fact))
-        elif isinstance(record, Cancel) and record.id in self._do.holding:
-            self._jobs.pop(record.id).cancel()  # it only waits: nothing of it is half done
-            self._do.holding.discard(record.id)  # the next Cancel must not take this one for it
-            self._start(record.id, self._cancel(fact, record, was_held=True))
-        else:
-            self._queue(fact, record)
+        job = self._jobs.get(record.id)
+        if job is None:
+            self._start(record.id, partial(self._take, fact))
+            return
+        self._queue(fact, record)
+        if isinstance(record, Cancel) and record.id in self._do.interruptible:
+            job.cancel()  # `_ended` goes on with the Cancel
 
     def _queue(self, fact: Fact, record: Request | Cancel | Refused) -> None:
         """Let a record wait for the job of its request.
@@ -68,6 +69,10 @@ class LaneOwner:
             self.claim.done(fact.offset)
         else:
             waiting.append(fact)
+
+    def _is_called_off(self, request_id: str) -> bool:
+        """Whether a Cancel waits for the job of its request."""
+        return any(isinstance(w.record, Cancel) for w in self._waiting.get(request_id, ()))
 
     def read_back(self, fact: Fact) -> None:
         """A record of this lane's ledger was folded."""
@@ -84,11 +89,13 @@ class LaneOwner:
         s = self._context
         match due(request_id, story, s.fleet, s.broker_clock.now_ms(), s.patience):
             case Restart() as action:
-                self._start(request_id, self._do.restart(request_id, action))
+                self._start(request_id, partial(self._do.restart, request_id, action))
             case Finish(code):
-                self._start(request_id, self._do.end(request_id, code))
+                self._start(request_id, partial(self._do.end, request_id, code))
             case Verify(run):
-                self._start(request_id, self._do.verify(request_id, story.deadline_ms, run))
+                self._start(
+                    request_id, partial(self._do.verify, request_id, story.deadline_ms, run)
+                )
             case None:
                 pass
 
@@ -133,30 +140,41 @@ class LaneOwner:
         self._context.resume(self.claim)
         self.check_all()
 
-    def _start(self, request_id: str, work: Coroutine[Any, Any, None]) -> None:
-        job = self._context.life.spawn(f"lane {self._lane} {request_id}", work)
+    def _start(self, request_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        job = self._context.life.spawn(f"lane {self._lane} {request_id}", self._run(work))
         self._jobs[request_id] = job
         job.add_done_callback(lambda _: self._ended(request_id, job))
 
+    async def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        with suppress(CalledOff):
+            await work()
+
     def _ended(self, request_id: str, job: asyncio.Task[None]) -> None:
+        """Go on with what waited for this job, a Cancel first.
+
+        After a job that was cancelled for any other reason nothing begins: the process ends.
+        """
         if self._jobs.get(request_id) is not job:
             return
         del self._jobs[request_id]
-        if job.cancelled() or job.exception() is not None:
+        called_off = self._is_called_off(request_id)
+        if (job.cancelled() and not called_off) or (not job.cancelled() and job.exception()):
             return
         waiting = self._waiting.get(request_id)
-        if waiting:
-            self._start(request_id, self._take(waiting.popleft()))
-        else:
+        if not waiting:
             self._waiting.pop(request_id, None)
             self.check(request_id)
+            return
+        fact = next((w for w in waiting if isinstance(w.record, Cancel)), waiting[0])
+        waiting.remove(fact)
+        self._start(request_id, partial(self._take, fact))
 
     async def _take(self, fact: Fact) -> None:
         record = fact.record
         if isinstance(record, Request):
             await self._admit(fact, record)
         elif isinstance(record, Cancel):
-            await self._cancel(fact, record, was_held=False)
+            await self._cancel(fact, record)
         elif isinstance(record, Refused):
             if not self._is_known(record.id):
                 await self._do.end(record.id, record.code, record.message)
@@ -182,14 +200,18 @@ class LaneOwner:
         self._arrived.pop(request.id, None)
         self.claim.done(fact.offset)
 
-    async def _cancel(self, fact: Fact, cancel: Cancel, *, was_held: bool) -> None:
+    async def _cancel(self, fact: Fact, cancel: Cancel) -> None:
         """End a request that its client no longer wants; a Cancel of an unknown id is nothing."""
         await self._do.read_ledger()
         story = self._context.load.story(self._lane, cancel.id)
-        known = story is not None and story.known
-        if (was_held and not known) or (known and story is not None and not story.over):
+        is_admitted = cancel.id in self._arrived
+        if story is not None and story.known:
+            is_wanted = not story.over
+        else:
+            is_wanted = is_admitted
+        if is_wanted:
             await self._do.end(cancel.id, "cancelled", cancel.reason)
-        if cancel.id in self._arrived:
+        if is_admitted:
             self.claim.done(self._arrived.pop(cancel.id))
         self.claim.done(fact.offset)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from app.lanes.context import RouterContext
@@ -60,11 +61,23 @@ class Remainder(NamedTuple):
         return len(self.request.token_ids) // TOKEN_BYTES
 
 
-class Procedures:
-    """The procedures of one lane. `holding`: the ids that only wait for a worker."""
+class CalledOff(Exception):
+    """A Cancel of the request is here: whatever is waited for is not wanted any more."""
 
-    def __init__(self, context: RouterContext, lane: int) -> None:
-        self.holding: set[str] = set()
+
+class Procedures:
+    """The procedures of one lane.
+
+    `interruptible`: the ids whose procedure waits for what may never come. Cancelling its task is
+    how such a wait ends, also for a Cancel. `is_called_off` tells whether one is here already; then
+    no such wait begins, and CalledOff is raised.
+    """
+
+    def __init__(
+        self, context: RouterContext, lane: int, is_called_off: Callable[[str], bool]
+    ) -> None:
+        self.interruptible: set[str] = set()
+        self._is_called_off = is_called_off
         self._context = context
         self._lane = lane
         self._ledger = Partition(LEDGER, lane)
@@ -138,14 +151,24 @@ class Procedures:
             choice = plan.choose(workers, s.burden, seed)
             if choice is not None:
                 return choice
-            self.holding.add(request.id)
             s.holding += 1
             try:
-                await s.fleet_changed.wait(timeout_s=1.0)
+                with self._interruptible(request.id):
+                    await s.fleet_changed.wait(timeout_s=1.0)
             finally:
                 s.holding -= 1
-                self.holding.discard(request.id)
         return None
+
+    @contextmanager
+    def _interruptible(self, request_id: str) -> Iterator[None]:
+        """Around every wait for a worker: nothing in it is half done, and a Cancel ends it."""
+        if self._is_called_off(request_id):
+            raise CalledOff(request_id)
+        self.interruptible.add(request_id)
+        try:
+            yield
+        finally:
+            self.interruptible.discard(request_id)
 
     async def _dispatch(self, rest: Remainder, choice: plan.Choice) -> None:
         """Write the decision to the ledger and the work to the worker's slot, together.
@@ -243,7 +266,8 @@ class Procedures:
                     return
                 if beat.slot_offset >= read_to:
                     break
-            await s.fleet_changed.wait(timeout_s=1.0)
+            with self._interruptible(request_id):
+                await s.fleet_changed.wait(timeout_s=1.0)
         await self.read_ledger()
         story = s.load.story(self._lane, request_id)
         now = story.runs.get(run) if story is not None else None

@@ -8,6 +8,7 @@ from streams.records import (
     CancelRun,
     End,
     Ended,
+    Fence,
     Refused,
 )
 from streams.topics import (
@@ -31,6 +32,87 @@ async def test_a_held_request_can_be_cancelled(world: World) -> None:
     worker = Hand(world)
     await world.sleep(3)
     assert worker.told(Assignment) == []
+
+
+@in_world
+async def test_a_request_and_its_cancel_of_one_poll_do_not_wait_for_a_worker(world: World) -> None:
+    write(world, REQUESTS, PROMPT)
+    offset = write(world, REQUESTS, Cancel(id="a"))
+    await route(world)
+    await world.until(lambda: bool(read(world, RESPONSES, End)), within_s=2)
+    assert [e.code for e in read(world, RESPONSES, End)] == ["cancelled"]
+    group = world.broker.group(REQUESTS, "router")
+    await world.until(lambda: group.committed.get(lane_of("a", world.lanes)) == offset + 1)
+
+
+@in_world
+async def test_a_cancel_is_taken_before_what_came_earlier_and_waits_as_well(world: World) -> None:
+    write(world, REQUESTS, PROMPT)
+    write(world, REQUESTS, Refused(id="a", code="invalid"))
+    write(world, REQUESTS, Cancel(id="a"))
+    await route(world)
+    await world.until(lambda: bool(read(world, RESPONSES, End)), within_s=2)
+    assert [e.code for e in read(world, RESPONSES, End)] == ["cancelled"]
+
+
+@in_world
+async def test_a_request_that_waits_for_another_worker_can_be_cancelled(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    write(world, REQUESTS, PROMPT)
+    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    worker.state = "draining"
+    worker.beat()
+    worker.finish(run, "broken")
+    await some(world, lambda: read(world, RESPONSES, Fence))
+    await world.sleep(1)
+    write(world, REQUESTS, Cancel(id="a"))
+    await world.until(lambda: bool(read(world, RESPONSES, End)), within_s=2)
+    assert [e.code for e in read(world, RESPONSES, End)] == ["cancelled"]
+
+
+@in_world
+async def test_a_cancel_that_comes_while_a_request_is_fenced_is_not_held_with_it(
+    world: World,
+) -> None:
+    worker = Hand(world)
+    await route(world)
+    write(world, REQUESTS, PROMPT)
+    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    worker.state = "draining"
+    worker.beat()
+    world.faults.slow["append"] = 0.5
+    worker.finish(run, "broken")
+    await world.sleep(0.6)  # Fencing stands, Fence does not
+    write(world, REQUESTS, Cancel(id="a"))
+    await world.until(lambda: bool(read(world, RESPONSES, End)), within_s=5)
+    assert [e.code for e in read(world, RESPONSES, End)] == ["cancelled"]
+
+
+@in_world
+async def test_a_cancel_does_not_wait_for_a_heartbeat_that_never_comes(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    write(world, REQUESTS, PROMPT)
+    await some(world, lambda: worker.told(Assignment))
+    await world.sleep(10)  # it never reads its slot: the router waits to see whether it has
+    write(world, REQUESTS, Cancel(id="a"))
+    await world.until(lambda: bool(read(world, RESPONSES, End)), within_s=2)
+    assert [e.code for e in read(world, RESPONSES, End)] == ["cancelled"]
+
+
+@in_world
+async def test_a_cancel_that_comes_before_the_wait_for_a_heartbeat_begins(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    write(world, REQUESTS, PROMPT)
+    await some(world, lambda: worker.told(Assignment))
+    world.faults.slow["offsets"] = 1.0  # the first questions of the search take 4 seconds
+    await world.sleep(4)
+    write(world, REQUESTS, Cancel(id="a"))
+    world.faults.slow.clear()
+    await world.until(lambda: bool(read(world, RESPONSES, End)), within_s=8)
+    assert [e.code for e in read(world, RESPONSES, End)] == ["cancelled"]
 
 
 @in_world
