@@ -25,7 +25,7 @@ from streams import intake, outbox, transcript
 from streams.codecs import decode
 from streams.errors import AppendFailed, BrokerUnavailable, RecordTooLarge
 from streams.ports import Appended
-from streams.records import Chunk, EndCode, Fence, Fencing, Finished, Started
+from streams.records import Cancel, Chunk, EndCode, Fence, Fencing, Finished, Started
 from streams.topics import RESPONSES
 
 Replacement = tuple[object, str, Any]
@@ -120,13 +120,14 @@ def _refusals_count_as_failures() -> Iterator[Replacement]:
 
 
 def _cancel_done_when_read() -> Iterator[Replacement]:
-    original = owner.LaneOwner._cancel
+    original = owner.LaneOwner._take
 
-    async def cancel(self: Any, fact: Any, order: Any) -> None:
-        self.claim.done(fact.offset)
-        await original(self, fact, order)
+    async def take(self: Any, fact: Any) -> None:
+        if isinstance(fact.record, Cancel):
+            self.claim.done(fact.offset)
+        await original(self, fact)
 
-    yield owner.LaneOwner, "_cancel", cancel
+    yield owner.LaneOwner, "_take", take
 
 
 # --- the order of appends ------------------------------------------------------------------------

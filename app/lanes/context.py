@@ -30,6 +30,13 @@ RETRY_S = 0.5
 """Pause before a question is put again to a broker that did not answer."""
 
 
+class FoldStopped(Exception):
+    """A fold of this router ended, so it no longer knows what is true. It ends, too.
+
+    The cause is what ended the fold; the log of the process says more.
+    """
+
+
 @dataclass
 class RouterContext:
     """One per router process."""
@@ -95,6 +102,13 @@ class RouterContext:
                 ]
             except BrokerUnavailable:
                 await self.life.clock.sleep(RETRY_S)
+
+    async def ledger_read(self, source: Partition, offset: int) -> None:
+        """Wait until everything below `offset` of a lane's ledger is folded. Raises FoldStopped."""
+        try:
+            await self.load_follower.wait_for(source, offset)
+        except Exception as e:
+            raise FoldStopped(f"the ledger is not followed any more: {e}") from e
 
     def slot_of(self, worker: str) -> Partition:
         """Where a worker's assignments lie."""

@@ -12,19 +12,26 @@ What the jobs do, step by step, stands in `app/lanes/procedures.py`.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from app.lanes.context import RouterContext
-from app.lanes.procedures import CalledOff, Procedures, Remainder
+from app.lanes.procedures import TOKEN_BYTES, CalledOff, Procedures, Remainder, blames_request
 from app.routing.load import OPEN, LedgerRecord, RunId
 from app.routing.obligations import Finish, Restart, Verify, due
+from streams.errors import StreamError
 from streams.intake import Claim
 from streams.records import Cancel, Fact, Origin, Refused, Request, RunProgress
 from streams.topics import REQUESTS
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+"""A job to be begun. Called when its task runs: one that is cancelled before leaves nothing."""
 
 
 class LaneOwner:
@@ -51,7 +58,7 @@ class LaneOwner:
             return
         job = self._jobs.get(record.id)
         if job is None:
-            self._start(record.id, partial(self._take, fact))
+            self._start(record.id, partial(self._take, fact), fact)
             return
         self._queue(fact, record)
         if isinstance(record, Cancel) and record.id in self._do.interruptible:
@@ -140,14 +147,28 @@ class LaneOwner:
         self._context.resume(self.claim)
         self.check_all()
 
-    def _start(self, request_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        job = self._context.life.spawn(f"lane {self._lane} {request_id}", self._run(work))
+    def _start(self, request_id: str, work: Work, fact: Fact | None = None) -> None:
+        """Begin a job; `fact` is the record that it handles, done when the job is."""
+        job = self._context.life.spawn(
+            f"lane {self._lane} {request_id}", self._run(request_id, work, fact)
+        )
         self._jobs[request_id] = job
         job.add_done_callback(lambda _: self._ended(request_id, job))
 
-    async def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        with suppress(CalledOff):
+    async def _run(self, request_id: str, work: Work, fact: Fact | None) -> None:
+        """A job, whatever becomes of it. One that cannot be done ends its request."""
+        try:
             await work()
+        except CalledOff:
+            return
+        except Exception as e:
+            if not blames_request(e):
+                raise
+            log.exception("lane %d: %s cannot be handled and is ended", self._lane, request_id)
+            await self._do.end(request_id, "internal", f"the router failed on it: {_name(e)}")
+        if fact is not None:
+            for offset in (self._arrived.pop(request_id, fact.offset), fact.offset):
+                self.claim.done(offset)
 
     def _ended(self, request_id: str, job: asyncio.Task[None]) -> None:
         """Go on with what waited for this job, a Cancel first.
@@ -167,54 +188,64 @@ class LaneOwner:
             return
         fact = next((w for w in waiting if isinstance(w.record, Cancel)), waiting[0])
         waiting.remove(fact)
-        self._start(request_id, partial(self._take, fact))
+        self._start(request_id, partial(self._take, fact), fact)
 
     async def _take(self, fact: Fact) -> None:
         record = fact.record
         if isinstance(record, Request):
             await self._admit(fact, record)
         elif isinstance(record, Cancel):
-            await self._cancel(fact, record)
-        elif isinstance(record, Refused):
-            if not self._is_known(record.id):
-                await self._do.end(record.id, record.code, record.message)
-            self.claim.done(fact.offset)
+            await self._cancel(record)
+        elif isinstance(record, Refused) and not self._is_known(record.id):
+            await self._do.end(record.id, record.code, record.message)
 
     async def _admit(self, fact: Fact, request: Request) -> None:
         """Assign a request, or end it. A known id is a duplicate and needs nothing."""
         s = self._context
-        if not self._is_known(request.id):
-            self._arrived[request.id] = fact.offset
-            lifetime_s = min(request.deadline_s, s.settings.max_lifetime_s)
-            deadline_ms = fact.timestamp_ms + int(lifetime_s * 1000)
-            if s.broker_clock.now_ms() > deadline_ms:
-                await self._do.end(request.id, "deadline", "its deadline passed before it was read")
-            elif s.holding >= s.settings.held_requests:
-                await self._do.end(
-                    request.id, "queue_full", "too many requests wait", retry_after_s=1.0
-                )
-            else:
-                origin = Origin(topic=REQUESTS, partition=self._lane, offset=fact.offset)
-                start = s.responses_ends.get(self._lane, 0)
-                await self._do.assign(Remainder(request, 0, origin, start, deadline_ms))
-        self._arrived.pop(request.id, None)
-        self.claim.done(fact.offset)
+        if self._is_known(request.id):
+            return
+        self._arrived[request.id] = fact.offset
+        if objection := _objection(request):
+            await self._do.end(request.id, "invalid", objection)
+            return
+        lifetime_s = min(request.deadline_s, s.settings.max_lifetime_s)
+        deadline_ms = fact.timestamp_ms + int(lifetime_s * 1000)
+        if s.broker_clock.now_ms() > deadline_ms:
+            await self._do.end(request.id, "deadline", "its deadline passed before it was read")
+        elif s.holding >= s.settings.held_requests:
+            await self._do.end(
+                request.id, "queue_full", "too many requests wait", retry_after_s=1.0
+            )
+        else:
+            origin = Origin(topic=REQUESTS, partition=self._lane, offset=fact.offset)
+            start = s.responses_ends.get(self._lane, 0)
+            await self._do.assign(Remainder(request, 0, origin, start, deadline_ms))
 
-    async def _cancel(self, fact: Fact, cancel: Cancel) -> None:
+    async def _cancel(self, cancel: Cancel) -> None:
         """End a request that its client no longer wants; a Cancel of an unknown id is nothing."""
         await self._do.read_ledger()
         story = self._context.load.story(self._lane, cancel.id)
-        is_admitted = cancel.id in self._arrived
         if story is not None and story.known:
             is_wanted = not story.over
         else:
-            is_wanted = is_admitted
+            is_wanted = cancel.id in self._arrived
         if is_wanted:
             await self._do.end(cancel.id, "cancelled", cancel.reason)
-        if is_admitted:
-            self.claim.done(self._arrived.pop(cancel.id))
-        self.claim.done(fact.offset)
 
     def _is_known(self, request_id: str) -> bool:
         story = self._context.load.story(self._lane, request_id)
         return story is not None and story.known
+
+
+def _objection(request: Request) -> str:
+    """What is wrong with a request that no worker could run; "" when nothing is."""
+    if not (math.isfinite(request.deadline_s) and request.deadline_s >= 0):
+        return f"deadline_s must be a time in seconds, not {request.deadline_s}"
+    if len(request.token_ids) % TOKEN_BYTES:
+        return "token_ids are not whole numbers of 4 bytes"
+    return ""
+
+
+def _name(error: Exception) -> str:
+    """What may be told of an error: records say what is wrong with them, others might quote."""
+    return str(error) if isinstance(error, StreamError) else type(error).__name__

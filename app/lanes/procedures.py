@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
-from app.lanes.context import RouterContext
+from app.lanes.context import FoldStopped, RouterContext
 from app.routing import plan
 from app.routing.load import OPEN, RunId
 from app.routing.obligations import Restart, RestartReason, is_listed
 from streams.codecs import pack_tokens
-from streams.errors import AppendFailed, PositionLost, RecordTooLarge
+from streams.errors import AppendFailed, PositionLost, RecordError, RecordTooLarge, StreamError
 from streams.ports import Appended, Partition
 from streams.records import (
     Assigned,
@@ -63,6 +63,19 @@ class Remainder(NamedTuple):
 
 class CalledOff(Exception):
     """A Cancel of the request is here: whatever is waited for is not wanted any more."""
+
+
+def blames_request(error: Exception) -> bool:
+    """Whether an error is about the request that was handled, not about the router or the broker.
+
+    Whatever nobody thought of counts as the request's: a router that ended for it would be started
+    again and get the same request again, and so would the next one.
+    """
+    if isinstance(error, ExceptionGroup):
+        return all(isinstance(e, Exception) and blames_request(e) for e in error.exceptions)
+    if isinstance(error, StreamError):
+        return isinstance(error, RecordError | PositionLost)
+    return not isinstance(error, FoldStopped)
 
 
 class Procedures:
@@ -202,7 +215,7 @@ class Procedures:
             except* RecordTooLarge:
                 decision = None
             if decision is not None:
-                await s.load_follower.wait_for(self._ledger, decision.result().offset + 1)
+                await s.ledger_read(self._ledger, decision.result().offset + 1)
         if decision is None:
             await self.end(request.id, "too_large", "the request does not fit into one record")
 
@@ -233,7 +246,7 @@ class Procedures:
         ended = await s.outbox.persist(
             LEDGER, request_id, Ended(id=request_id, code=code), self._lane
         )
-        await s.load_follower.wait_for(self._ledger, ended.offset + 1)
+        await s.ledger_read(self._ledger, ended.offset + 1)
 
     async def cancel_runs(self, request_id: str, runs: Sequence[RunId], reason: str) -> None:
         """Tell workers to stop runs. One try: a run that goes on is in the next heartbeat again."""
@@ -278,7 +291,7 @@ class Procedures:
     async def read_ledger(self) -> None:
         """Wait until this lane's ledger is read to where it ends now."""
         end = await self._context.end_of(self._ledger)
-        await self._context.load_follower.wait_for(self._ledger, end)
+        await self._context.ledger_read(self._ledger, end)
 
     def _living_runs(self, request_id: str) -> list[RunId]:
         """The open runs of a request whose workers may still be working."""

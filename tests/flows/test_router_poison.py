@@ -1,0 +1,161 @@
+"""A request that cannot be handled ends by itself; the router and everybody else's goes on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from app.router import Router
+from streams.errors import Denied, LogClosed, Malformed, PositionLost, UnknownType
+from streams.ports import Entry
+from streams.records import (
+    Assigned,
+    Assignment,
+    Cancel,
+    End,
+    Ended,
+    Finished,
+    Origin,
+    Request,
+    Started,
+)
+from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from tests.routers import PROMPT, Hand, read, route, some, write
+from tests.worlds import World, in_world, play
+
+BROKEN = {"id": "a", "attempt": 0, "phase": "aggregated", "worker": "w9", "epoch": 0}
+
+
+def raising(error: Exception) -> Any:
+    async def never_well(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return never_well
+
+
+async def assert_serves(world: World, router: Router, worker: Hand) -> None:
+    """The router lives, serves others, and has everything committed."""
+    assert router._life.failed is None
+    end = write(world, REQUESTS, Request(id="after", model="demo")) + 1
+    await some(world, lambda: [a for a in worker.told(Assignment) if a.request.id == "after"])
+    group = world.broker.group(REQUESTS, "router")
+    await world.until(lambda: group.committed.get(lane_of("after", world.lanes)) == end)
+
+
+@pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -math.inf, -1.0])
+def test_a_deadline_that_is_no_time_is_refused(deadline_s: float) -> None:
+    async def scenario(world: World) -> None:
+        worker = Hand(world)
+        router = await route(world)
+        write(world, REQUESTS, Request(id="a", model="demo", deadline_s=deadline_s))
+        (end,) = await some(world, lambda: read(world, RESPONSES, End))
+        assert end.code == "invalid"
+        assert "deadline_s" in end.message
+        await assert_serves(world, router, worker)
+
+    play(scenario, lanes=1)
+
+
+@in_world
+async def test_tokens_that_are_no_whole_numbers_are_refused(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    write(world, REQUESTS, Request(id="a", model="demo", token_ids=b"12345"))
+    (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    assert end.code == "invalid"
+    assert worker.told(Assignment) == []
+
+
+def test_an_origin_that_holds_no_request_ends_its_request() -> None:
+    async def scenario(world: World) -> None:
+        worker = Hand(world)
+        offset = write(world, REQUESTS, Cancel(id="b"))
+        origin = Origin(topic=REQUESTS, partition=0, offset=offset)
+        times = {"responses_from": 0, "deadline_ms": world.broker.now_ms() + 100_000}
+        write(world, LEDGER, Started(run=1, origin=origin, **times, **BROKEN))
+        write(world, LEDGER, Finished(code="broken", **BROKEN))
+        router = await route(world)
+        (end,) = await some(world, lambda: read(world, RESPONSES, End))
+        assert end.code == "internal"
+        assert [e.code for e in await some(world, lambda: read(world, LEDGER, Ended))]
+        await assert_serves(world, router, worker)
+
+    play(scenario, lanes=1)
+
+
+@pytest.mark.parametrize("error", [ValueError("what?"), Malformed("no Request")])
+def test_whatever_goes_wrong_with_one_request_ends_that_request(error: Exception) -> None:
+    async def scenario(world: World) -> None:
+        worker = Hand(world)
+        router = await route(world)
+        write(world, REQUESTS, PROMPT)
+        run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+        router._context.scanner.fetch = raising(error)  # type: ignore[method-assign]
+        worker.finish(run, "broken")
+        (end,) = await some(world, lambda: read(world, RESPONSES, End))
+        assert end.code == "internal"
+        await assert_serves(world, router, worker)
+
+    play(scenario, lanes=1)
+
+
+def test_a_request_that_cannot_be_admitted_is_done_when_it_has_ended() -> None:
+    async def scenario(world: World) -> None:
+        worker = Hand(world)
+        router = await route(world)
+        honest = router._context.burden
+        router._context.burden = lambda *_: {}["surprise"]  # type: ignore[assignment]
+        write(world, REQUESTS, PROMPT)
+        (end,) = await some(world, lambda: read(world, RESPONSES, End))
+        assert end.code == "internal"
+        router._context.burden = honest  # type: ignore[method-assign]
+        await assert_serves(world, router, worker)
+
+    play(scenario, lanes=1)
+
+
+@pytest.mark.parametrize("error", [LogClosed("closed"), Denied("no right")])
+def test_what_is_not_about_one_request_ends_the_process_and_no_request(error: Exception) -> None:
+    async def scenario(world: World) -> None:
+        worker = Hand(world)
+        router = await route(world)
+        write(world, REQUESTS, PROMPT)
+        run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+        router._context.scanner.fetch = raising(error)  # type: ignore[method-assign]
+        worker.finish(run, "broken")
+        await world.until(lambda: router._life.failed is error)
+        assert read(world, RESPONSES, End) == []
+
+    play(scenario)
+
+
+@in_world
+async def test_a_ledger_that_cannot_be_read_on_ends_the_process_and_no_request(
+    world: World,
+) -> None:
+    Hand(world)
+    router = await route(world)
+    world.faults.slow["append"] = 1.0
+    write(world, REQUESTS, PROMPT)
+    await world.sleep(0.5)
+    lane = lane_of("a", world.lanes)
+    world.append_raw(LEDGER, lane, Entry(b"x", b"", (("t", b"FromTheFuture"),)))
+    await some(world, lambda: read(world, LEDGER, Assigned))
+    await world.sleep(5)
+    assert isinstance(router._life.failed, UnknownType)
+    assert read(world, RESPONSES, End) == []
+
+
+@in_world
+async def test_a_request_that_is_gone_from_the_log_ends_as_lost(world: World) -> None:
+    worker = Hand(world)
+    router = await route(world)
+    write(world, REQUESTS, PROMPT)
+    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    gone = PositionLost(REQUESTS, 0, 0, 1)
+    router._context.scanner.fetch = raising(gone)  # type: ignore[method-assign]
+    worker.finish(run, "broken")
+    (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    assert end.code == "lost"
