@@ -140,6 +140,20 @@ class Settings(BaseSettings):
         ge=0,
         description="time a stopping worker or gateway gives its running requests, in seconds",
     )
+    engine: Literal["simulated", "echo"] = Field(
+        "simulated",
+        description="what generates: simulated behaves as a GPU would and says sentences in the "
+        "tokens of the model, echo has no model and repeats what it is told",
+    )
+    engine_speedup: float = Field(
+        1, gt=0, description="how many times faster than its GPU the simulated engine is"
+    )
+    block_size: int = Field(
+        16, ge=1, le=4096, description="tokens in a block of the simulated engine's cache"
+    )
+    cache_blocks: int = Field(
+        16_384, ge=1, description="blocks that the simulated engine's cache holds"
+    )
     echo_itl_ms: float = Field(
         20, ge=0, description="time the echo engine takes for one token, in milliseconds"
     )
@@ -180,6 +194,10 @@ class Settings(BaseSettings):
 
     # Model
     model: str = Field("demo", min_length=1, description="name under which the model is served")
+    model_path: Path | None = Field(
+        None,
+        description="folder of the model, as Hugging Face lays it out; empty: the one of the demo",
+    )
     context_length: int = Field(
         8192, ge=1, description="longest prompt and answer together, in tokens"
     )
@@ -280,7 +298,13 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
-        if problems := [*self._wrong_times(), *self._wrong_topology(), *self._wrong_security()]:
+        checks = (
+            self._wrong_times(),
+            self._wrong_engine(),
+            self._wrong_topology(),
+            self._wrong_security(),
+        )
+        if problems := [problem for check in checks for problem in check]:
             raise ValueError("\n".join(problems))
         return self
 
@@ -293,6 +317,14 @@ class Settings(BaseSettings):
             yield (
                 f"KVLANE_WORKER_TIMEOUT_S={self.worker_timeout_s:g} is less than two heartbeats: "
                 f"raise it to {2 * self.heartbeat_s:g} or lower KVLANE_HEARTBEAT_S"
+            )
+
+    def _wrong_engine(self) -> Iterator[str]:
+        cached = self.block_size * self.cache_blocks
+        if self.engine == "simulated" and self.context_length > cached:
+            yield (
+                f"KVLANE_CONTEXT_LENGTH={self.context_length} exceeds the {cached} tokens of the "
+                "cache: raise KVLANE_CACHE_BLOCKS or lower the context"
             )
 
     def _wrong_topology(self) -> Iterator[str]:

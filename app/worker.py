@@ -1,31 +1,36 @@
 """The worker process: one engine behind one slot of `assignments`.
 
     assignments[slot] ─► Runs ─► engine ─► responses (Chunks), ledger (Started, Finished)
-    registry ──────────► who else uses our name; heartbeats ─► kv-events
+                                    └────► kv-events (Blocks, by CacheEvents), with heartbeats
+    the model's folder ► artifacts, registry (ModelCard); registry ─► who else uses our name
 
 The order of the start is what makes an epoch safe: the slot's end is taken before the card is
 written, so no assignment of this epoch can lie before it; cache events of the last life are cleared
 before the first heartbeat makes the worker routable.
 
-Wires and keeps time. Runs are `app/serving/runs.py`'s, cards `app/serving/registration.py`'s.
+Wires and keeps time. Runs are `app/serving/runs.py`'s, cards `app/serving/registration.py`'s,
+cache events `app/serving/cache_events.py`'s; which engine it is `app/engine/choice.py`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from app.engine.choice import chosen
 from app.engine.contract import Engine
-from app.engine.echo import EchoEngine
-from app.engine.validator import ValidatedEngine
 from app.lifetime import Lifetime, serve
+from app.preprocess.byte_model import ByteModel, Model
+from app.serving.cache_events import CacheEvents
 from app.serving.chunks import ChunkWriters
 from app.serving.execution import Executor
+from app.serving.offer import Offer
 from app.serving.registration import REGISTER_S, Registration, judge
 from app.serving.runs import Limits, Runs
 from app.settings import Settings
+from indexer.engine_events import EngineEvent
 from streams.clock import BrokerClock
 from streams.codecs import decode
 from streams.errors import AppendFailed, RecordError, StreamError
@@ -33,7 +38,6 @@ from streams.outbox import Outbox
 from streams.ports import Log, Partition, Record
 from streams.records import (
     Assignment,
-    Blocks,
     CancelRun,
     EngineConfig,
     Fact,
@@ -52,7 +56,6 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 NOTICE_BEATS = 2
 """Heartbeats for which a draining worker still takes work: routers notice within them."""
-CLEARED = b"\x02"
 FAREWELL_S = 5.0
 """What a stopping worker gives each of its last words, in seconds."""
 
@@ -72,13 +75,17 @@ class Worker:
         engine: Engine,
         *,
         worker_id: str | None = None,
+        offer: Offer | None = None,
     ) -> None:
+        """`offer`: the files of the engine's model; without them its tokens are bytes."""
         self.id = worker_id or settings.worker_id
         self._log = log
         self._settings = settings
         self._life = life
         self._clock = life.clock
         self._engine = engine
+        self._offer = offer
+        self._model: Model = ByteModel()
         self._broker_clock = BrokerClock(life.clock)
         self._outbox = Outbox(log, life.clock, self._broker_clock)
         self._state: WorkerState = "ready"
@@ -95,7 +102,7 @@ class Worker:
     async def start(self) -> None:
         """Start the engine, register, serve. Raises what the engine or the log raise."""
         try:
-            config = await self._engine.start(self.id)
+            config = await self._start_engine()
             await self._enter(config)
         except BaseException:
             await self._within("cleanup", self._engine.cleanup())
@@ -111,6 +118,7 @@ class Worker:
             await self._finish(self._runs)
         await _cancelled(*self._loops)
         self._lose()
+        self._cache_events.end()
         await self._within("drain", self._engine.drain())
         await _cancelled(self._engine_held)
         try:
@@ -135,6 +143,26 @@ class Worker:
 
     # --- lives -----------------------------------------------------------------------------------
 
+    async def _start_engine(self) -> EngineConfig:
+        """Start the engine with its listener, and put its model's files where others find them."""
+        self._engine.listen(self._heard_of_blocks)
+        config = await self._engine.start(self.id)
+        model = config.served_model_name or config.model
+        self._cache_events = CacheEvents(
+            self._outbox,
+            self._life,
+            self.id,
+            model,
+            config.kv_cache_block_size or 0,
+            self._settings.key_secret(),
+        )
+        if self._offer is not None:
+            self._model = await self._offer.publish(model, config, self._outbox)
+        return config
+
+    def _heard_of_blocks(self, events: Sequence[EngineEvent]) -> None:
+        self._cache_events.feed(events)
+
     async def _enter(self, config: EngineConfig) -> None:
         slot = partition_of(self.id.encode(), await self._log.partitions(ASSIGNMENTS))
         self._slot = Partition(ASSIGNMENTS, slot)
@@ -153,22 +181,20 @@ class Worker:
             config=config,
         )
         self._registration = Registration(self._outbox, self._life, card)
-        await self._begin_life()
+        await self._begin_life(self._clock.now() + REGISTER_S)
         self._loops = [
             self._life.spawn("registry", self._watch_registry(registry_from)),
             self._life.spawn("heartbeats", self._keep_beating()),
             self._life.spawn("slot", self._read_slot(self._slot_offset)),
         ]
 
-    async def _begin_life(self) -> None:
-        epoch = await self._registration.begin()
-        cleared = Blocks(
-            worker=self.id, epoch=epoch, first_event_id=0, model=self._registration.card.model,
-            kinds=CLEARED, tiers=b"\0", positions=bytes(4), counts=bytes(4),
-        )  # fmt: skip
-        until = self._clock.now() + REGISTER_S
-        await self._outbox.persist(KV_EVENTS, self.id, cleared, until=until)
-        executor = Executor(self._life, self._outbox, self._engine, self._chunks, self.id, epoch)
+    async def _begin_life(self, until: float | None = None) -> None:
+        """Raises AppendFailed past `until`."""
+        epoch = await self._registration.begin(until)
+        await self._cache_events.begin(epoch, until)
+        executor = Executor(
+            self._life, self._outbox, self._engine, self._chunks, self._model, self.id, epoch
+        )
         self._runs = Runs(
             executor, self._life, self._outbox, self._broker_clock, self._limits, self.id, epoch
         )
@@ -180,6 +206,7 @@ class Worker:
         runs, self._runs = self._runs, None
         if runs is not None:
             runs.drop()
+            self._cache_events.end()
         return runs is not None
 
     def _renew(self, why: str) -> None:
@@ -274,13 +301,19 @@ class Worker:
         runs = self._runs
         if runs is None:
             return
+        state, reason = self._state, ""
+        if state == "ready" and self._cache_events.complaint:
+            state, reason = "unhealthy", self._cache_events.complaint
         heartbeat = Heartbeat(
             worker=self.id,
             epoch=runs.epoch,
             slot_offset=self._slot_offset,
-            state=self._state,
+            state=state,
+            reason=reason,
             running=runs.progress(),
             waiting=runs.waiting,
+            last_event_ids=(self._cache_events.last_event_id,),
+            engine=self._engine.figures(),
         )
         try:
             await self._outbox.send(KV_EVENTS, self.id, heartbeat)
@@ -295,17 +328,10 @@ async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
 
 
 def build(log: Log, settings: Settings, life: Lifetime) -> Worker:
-    """A worker with the engine of the settings."""
-    engine: Engine = EchoEngine(
-        life.clock,
-        settings.echo_itl_ms / 1000,
-        model=settings.model,
-        context_length=settings.context_length,
-        max_num_seqs=settings.max_num_seqs,
-    )
-    if settings.debug:
-        engine = ValidatedEngine(engine)
-    return Worker(log, settings, life, engine)
+    """A worker with the engine of the settings. Raises BadModel, SettingsError."""
+    engine, files = chosen(settings, life.clock)
+    offer = None if files is None else Offer(log, settings, life, files)
+    return Worker(log, settings, life, engine, offer=offer)
 
 
 def __getattr__(name: str) -> FastStream:

@@ -617,7 +617,7 @@ class Heartbeat(Inner, frozen=True):
     """The worker lives; `slot_offset` is the next offset it will read of its assignments.
 
     `last_event_ids`: for each rank the last cache event of this epoch that stands in the log before
-    this record, -1 for none. `waiting` counts runs that wait for the engine, `engine` what is in it.
+    this record, -1 for none. `waiting` counts runs outside the engine, `engine` what is inside.
     """
 
     worker: str

@@ -15,17 +15,22 @@ Life of an engine: constructed, `start`, any number of concurrent `generate`, `d
    any output. `abort` is for telling others early, and called on an explicit cancel only.
 5. `cleanup` runs once, also after a failed `start`, and is safe on a half-built engine; a second
    call does nothing.
+6. An engine with a block size tells its cache events, in order, to the listener it was given.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 import msgspec
 
-from streams.records import EngineConfig, FinishReason, Request, Usage
+from indexer.engine_events import EngineEvent
+from streams.records import EngineConfig, EngineFigures, FinishReason, LogProb, Request, Usage
+
+BlocksListener = Callable[[Sequence[EngineEvent]], None]
+"""Told of cache events on the event loop, between two steps; must not block."""
 
 U32_MAX = 2**32 - 1
 
@@ -49,13 +54,16 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     """Some tokens of one request's answer; with a finish reason it is the last output.
 
     `usage` counts this execution only: its prompt, with tokens of earlier attempts in it, and what
-    it generated. It is optional, and of use on the last output.
+    it generated. It is optional, and of use on the first output, for its cached tokens, and on the
+    last. `stop_reason` and `log_probs` are those of `streams.records.Chunk`.
     """
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     message: str = ""
+    stop_reason: int | str | None = None
+    log_probs: tuple[tuple[LogProb, ...], ...] | None = None
 
     @staticmethod
     def token(token_id: int) -> EngineOutput:
@@ -134,6 +142,13 @@ class GenerateContext:
 
 class Engine(ABC):
     """Generates tokens. One instance serves one worker process; the rules stand at the top."""
+
+    def listen(self, listener: BlocksListener) -> None:  # noqa: B027 - optional by contract
+        """Tell this one of cache events from now on; called before `start`."""
+
+    def figures(self) -> EngineFigures | None:
+        """What it does at the moment, if it knows."""
+        return None
 
     @abstractmethod
     async def start(self, worker_id: str) -> EngineConfig:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from app.engine.batch import EngineState, Shape, Step
 from app.engine.batch import Sequence as Modelled
 from app.engine.continuation import Continuation, echo
 from app.engine.contract import (
+    BlocksListener,
     Engine,
     EngineDead,
     EngineError,
@@ -30,7 +31,7 @@ from app.engine.simulated_run import MEDIUM, SimulatedRun
 from app.engine.step import admit, cancel, clear, step
 from indexer.engine_events import AllCleared, BlocksRemoved, EngineEvent
 from streams.clock import Clock
-from streams.records import EngineConfig, Request
+from streams.records import EngineConfig, EngineFigures, Request
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,6 @@ LATE_S = 1.0
 """How far the engine may lag behind its own times and still catch up, in seconds."""
 SHAPE = Shape(block_size=16, blocks=16_384)
 TOKEN_BYTES = 4
-BlocksListener = Callable[[Sequence[EngineEvent]], None]
-"""Told of cache events on the event loop, between two steps; must not block."""
 
 
 class SimulatedEngine(Engine):
@@ -100,6 +99,20 @@ class SimulatedEngine(Engine):
     def steps(self) -> int:
         """Steps so far."""
         return self._state.clock
+
+    def listen(self, listener: BlocksListener) -> None:
+        """As `Engine.listen`."""
+        self._on_blocks = listener
+
+    def figures(self) -> EngineFigures:
+        """As `Engine.figures`."""
+        return EngineFigures(
+            running=self.running,
+            waiting=self.waiting,
+            kv_used_blocks=self.used_blocks,
+            kv_total_blocks=self._shape.blocks,
+            steps=self.steps,
+        )
 
     async def start(self, worker_id: str) -> EngineConfig:
         """Ready at once."""

@@ -89,9 +89,9 @@ class SimulatedRun:
         self.changed.set()
 
     def output(self) -> EngineOutput:
-        """What has become ready since the last time; with the counts when it is over."""
+        """What has become ready since the last time; with counts at first and when it is over."""
         tokens, self._ready = tuple(self._ready), []
-        if self.finish_reason is None:
+        if self.finish_reason is None and len(tokens) < self.made:
             return EngineOutput(token_ids=tokens)
         counts = usage(self.prompt_tokens, self.made, self.sequence.cached_tokens)
         return EngineOutput(token_ids=tokens, finish_reason=self.finish_reason, usage=counts)

@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator
 
 from app.engine.contract import (
     U32_MAX,
+    BlocksListener,
     Engine,
     EngineError,
     EngineOutput,
     GenerateContext,
 )
-from streams.records import EngineConfig, Request
+from streams.records import EngineConfig, EngineFigures, Request
 
 OUTPUTS_AFTER_STOP = 1
 """One output may be on its way when the context stops; the next one has seen the stop."""
@@ -32,6 +33,15 @@ class ValidatedEngine(Engine):
         self._starts = 0
         self._ready = False
         self._cleaned = False
+
+    def listen(self, listener: BlocksListener) -> None:
+        """Pass the listener on, before the start."""
+        _rule(self._starts == 0, "listen is called before start")
+        self._engine.listen(listener)
+
+    def figures(self) -> EngineFigures | None:
+        """Its own."""
+        return self._engine.figures()
 
     async def start(self, worker_id: str) -> EngineConfig:
         """Start it, once, and check what it says of itself."""
@@ -94,6 +104,11 @@ class _StreamCheck:
     def output(self, output: EngineOutput) -> None:
         _rule(not self.ended, "nothing follows the terminal output")
         _rule(all(0 <= token <= U32_MAX for token in output.token_ids), "token ids are u32")
+        if output.log_probs is not None:
+            _rule(
+                len(output.log_probs) == len(output.token_ids),
+                "there are log probabilities for each token or for none",
+            )
         if output.usage is not None:
             counts = output.usage
             fit = max(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)

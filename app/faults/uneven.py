@@ -10,9 +10,16 @@ import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from app.engine.contract import Engine, EngineDead, EngineError, EngineOutput, GenerateContext
+from app.engine.contract import (
+    BlocksListener,
+    Engine,
+    EngineDead,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+)
 from streams.clock import Clock
-from streams.records import EngineConfig, Request
+from streams.records import EngineConfig, EngineFigures, Request
 
 STALLS, LONGEST_STALL_S = 0.04, 4.0
 FAILS, DIES, CRASHES, REFUSES = 0.01, 0.003, 0.003, 0.002
@@ -31,6 +38,14 @@ class UnevenEngine(Engine):
         self.running = 0
         self.refused: set[str] = set()
         """Requests that it has failed for good."""
+
+    def listen(self, listener: BlocksListener) -> None:
+        """As the engine inside."""
+        self._engine.listen(listener)
+
+    def figures(self) -> EngineFigures | None:
+        """As the engine inside."""
+        return self._engine.figures()
 
     async def start(self, worker_id: str) -> EngineConfig:
         """As the engine inside."""

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from app.http.answers import Kind
 from app.http.errors import RETRY_AFTER_S, ApiError, invalid, of_error
-from app.http.models import ByteModel, Model
 from app.http.served import Served, ServedModel
 from app.lifetime import Lifetime
 from app.preprocess import loaded
 from app.preprocess.artifacts import Artifacts
+from app.preprocess.byte_model import ByteModel, Model
 from app.preprocess.errors import BadModel
 from app.preprocess.loaded import LoadedModel
 from app.preprocess.pool import Pool

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from app.preprocess.artifacts import Artifacts
 from app.preprocess.bodies import EmbeddingBody
 from app.preprocess.errors import BadModel, InvalidPrompt
-from app.preprocess.modelfolder import card_of, read_folder
+from app.preprocess.modelfolder import ModelFiles, card_of, read_folder
 from app.preprocess.openai import Asked, Prompt, embedding_of
 from app.preprocess.pool import Pool
 from app.preprocess.stops import TextStream
@@ -105,7 +105,24 @@ async def publish(
 
     Raises BadModel, BrokerUnavailable.
     """
-    model = read_folder(folder)
+    return await publish_files(
+        name,
+        read_folder(folder),
+        artifacts,
+        context_length=context_length,
+        block_size=block_size,
+    )
+
+
+async def publish_files(
+    name: str,
+    model: ModelFiles,
+    artifacts: Artifacts,
+    *,
+    context_length: int | None = None,
+    block_size: int | None = None,
+) -> ModelCard:
+    """As `publish`, of a folder that is read already."""
     tokenizer = await artifacts.publish(model.tokenizer)
     template: Artifact | None = None
     if model.template is not None:
@@ -113,6 +130,12 @@ async def publish(
     return card_of(
         name, model, tokenizer, template, context_length=context_length, block_size=block_size
     )
+
+
+async def of_files(card: ModelCard, model: ModelFiles, pool: Pool, clock: Clock) -> LoadedModel:
+    """A model from the files that its card was made of. Raises BadModel."""
+    source = None if model.template is None else model.template.encode()
+    return await pool.run(lambda: _loaded(card, model.tokenizer, source, pool, clock))
 
 
 def _loaded(

@@ -88,6 +88,10 @@ class Tokenizer:
             self._pieces.put(piece_text, piece_tokens)
         return tokens
 
+    def encode_now(self, text: str) -> Sequence[int]:
+        """As `encode` without special tokens, for a short text: on the loop, past the cache."""
+        return array("I", self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     async def _encode(
         self, texts: list[str], *, add_special_tokens: bool = False
     ) -> list[array[int]]:

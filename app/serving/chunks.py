@@ -18,7 +18,7 @@ from typing import NamedTuple
 from app.lifetime import Lifetime
 from streams.errors import AppendFailed, RecordTooLarge
 from streams.outbox import Outbox
-from streams.records import Chunk, FinishReason, Usage
+from streams.records import Chunk, FinishReason, LogProb, Usage
 from streams.topics import RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,10 @@ PENDING_TOKENS = 512
 _CHUNK_BYTES = 400  # field names, numbers, usage, record overhead
 _TOKEN_BYTES = 11  # ten digits and a comma
 _CHAR_BYTES = 6  # an escaped control character; anything else is shorter
+_LOG_PROB_BYTES = 36  # an id, 18 digits, punctuation
+
+LogProbs = Sequence[Sequence[LogProb]]
+"""For each token its own and the likeliest ones; empty where none were asked for."""
 
 
 class StreamBroken(Exception):
@@ -43,6 +47,7 @@ class Last(NamedTuple):
 
     finish_reason: FinishReason
     usage: Usage | None
+    stop_reason: int | str | None = None
 
 
 class ChunkStream:
@@ -60,6 +65,7 @@ class ChunkStream:
         self._chars = chars
         self._tokens: list[int] = []
         self._text = ""
+        self._log_probs: list[tuple[LogProb, ...]] = []
         self._last: Last | None = None
         self._released = False
         self._room = asyncio.Event()
@@ -83,13 +89,14 @@ class ChunkStream:
         self._tokens.clear()
         self._room.set()
 
-    async def push(self, token_ids: Sequence[int], text: str) -> None:
+    async def push(self, token_ids: Sequence[int], text: str, log_probs: LogProbs = ()) -> None:
         """Send tokens and the text they complete; waits while too many tokens wait already.
 
         Raises StreamBroken when they will not be sent.
         """
         self._tokens += token_ids
         self._text += text
+        self._log_probs += map(tuple, log_probs)
         if self._released:
             self._writer.wake(self)
         while len(self._tokens) > PENDING_TOKENS and not self.broken:
@@ -98,10 +105,10 @@ class ChunkStream:
         if self.broken:
             raise StreamBroken
 
-    async def finish(self, reason: FinishReason, usage: Usage | None, text: str = "") -> None:
+    async def finish(self, last: Last, text: str = "") -> None:
         """Send the last Chunk and wait for its acknowledgement. Raises StreamBroken without one."""
         self._text += text
-        self._last = Last(reason, usage)
+        self._last = last
         if self._released:
             self._writer.wake(self)
         if not await asyncio.shield(self._over):
@@ -126,11 +133,14 @@ class ChunkStream:
             chars=self._chars,
             finish_reason=last.finish_reason if last else None,
             usage=last.usage if last else None,
+            stop_reason=last.stop_reason if last else None,
+            log_probs=tuple(self._log_probs) or None,
         )
         self._seq += 1
         self._index += len(self._tokens)
         self._tokens.clear()
         self._text = ""
+        self._log_probs.clear()
         self._last = None
         self._room.set()
         return chunk
@@ -138,7 +148,8 @@ class ChunkStream:
     def size(self) -> int:
         """How many bytes the next Chunk has at most."""
         fixed = _CHUNK_BYTES + _CHAR_BYTES * len(self.request_id)
-        return fixed + _TOKEN_BYTES * len(self._tokens) + _CHAR_BYTES * len(self._text)
+        content = _TOKEN_BYTES * len(self._tokens) + _CHAR_BYTES * len(self._text)
+        return fixed + content + _LOG_PROB_BYTES * sum(map(len, self._log_probs))
 
     def landed(self, chunk: Chunk) -> None:
         """The Chunk was acknowledged."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -29,8 +28,9 @@ from app.engine.contract import (
     usage,
 )
 from app.lifetime import Lifetime
-from app.preprocess.byte_level import Detokenizer
-from app.serving.chunks import ChunkStream, ChunkWriters, StreamBroken
+from app.preprocess.byte_model import Model
+from app.preprocess.stops import TextStream
+from app.serving.chunks import ChunkStream, ChunkWriters, Last, StreamBroken
 from streams.codecs import unpack_tokens
 from streams.errors import AppendFailed
 from streams.outbox import Outbox
@@ -64,7 +64,6 @@ class Outcome(NamedTuple):
     code: RunCode
     retryable: bool = False
     message: str = ""
-    cached_tokens: int = 0
     fatal: EngineDead | None = None
 
 
@@ -80,7 +79,10 @@ class Run:
     context: GenerateContext
     first_token: asyncio.Event
     state: Literal["waiting", "running", "closing"] = "waiting"
+    started_at: float = 0.0
+    """When it was given to the engine."""
     tokens: int = 0
+    cached_tokens: int = 0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     stream: ChunkStream | None = None
@@ -94,6 +96,11 @@ class Run:
         return (self.first_token_at - self.accepted_at) * 1000 if self.tokens else 0.0
 
     @property
+    def prefill_ms(self) -> float:
+        """From being given to the engine to the first token; 0 before."""
+        return (self.first_token_at - self.started_at) * 1000 if self.tokens else 0.0
+
+    @property
     def itl_ms(self) -> float:
         """Mean time from token to token; 0 for fewer than two."""
         if self.tokens < 2:
@@ -101,7 +108,9 @@ class Run:
         return (self.last_token_at - self.first_token_at) * 1000 / (self.tokens - 1)
 
     def count(self, tokens: int, now: float) -> None:
-        """Tokens came out of the engine."""
+        """So many more tokens of the answer came out of the engine."""
+        if not tokens:
+            return
         if not self.tokens:
             self.first_token_at = now
         self.tokens += tokens
@@ -134,6 +143,7 @@ class Executor:
         outbox: Outbox,
         engine: Engine,
         chunks: ChunkWriters,
+        model: Model,
         worker: str,
         epoch: int,
     ) -> None:
@@ -141,6 +151,7 @@ class Executor:
         self._outbox = outbox
         self._engine = engine
         self._chunks = chunks
+        self._model = model
         self._worker = worker
         self._epoch = epoch
 
@@ -192,7 +203,8 @@ class Executor:
         await run.first_token.wait()
         done = PrefillDone(
             id=request_id, attempt=attempt, phase=phase, worker=self._worker, epoch=self._epoch,
-            run=run.number, ttft_ms=run.ttft_ms, prefill_ms=run.ttft_ms,
+            run=run.number, cached_tokens=run.cached_tokens, ttft_ms=run.ttft_ms,
+            prefill_ms=run.prefill_ms,
         )  # fmt: skip
         try:
             await self._outbox.send(LEDGER, request_id, done)
@@ -224,42 +236,65 @@ class Executor:
         """Generate and send the answer, up to its last ack. Raises retryable EngineErrors."""
         assignment = run.assignment
         taken = unpack_tokens(assignment.taken)
-        text = Detokenizer(taken)
+        text = self._model.text_stream(assignment.request, taken)
+        run.started_at = self._life.clock.now()
         try:
-            last = await self._generate(run, stream, text)
+            ended = await self._generate(run, stream, text)
         except EngineError as e:
             if e.retryable:
                 raise
-            last = EngineOutput.error(str(e))
-        assert last.finish_reason is not None
+            ended = EngineOutput.error(str(e))
         run.state = "closing"
+        prompt_tokens = len(assignment.request.token_ids) // TOKEN_BYTES
         counts = usage(
-            prompt_tokens=len(assignment.request.token_ids) // TOKEN_BYTES,
+            prompt_tokens=prompt_tokens,
             completion_tokens=len(taken) + run.tokens,
-            cached_tokens=last.usage.cached_tokens if last.usage else 0,
+            # To the engine the tokens taken belong to the prompt, to the client they do not.
+            cached_tokens=min(run.cached_tokens, prompt_tokens),
         )
-        await stream.finish(last.finish_reason, counts, text.end())
-        return Outcome(
-            _CODES[last.finish_reason], message=last.message, cached_tokens=counts.cached_tokens
-        )
+        reason = ended.finish_reason
+        assert reason is not None
+        await stream.finish(Last(reason, counts, ended.stop_reason), text.end())
+        return Outcome(_CODES[reason], message=ended.message)
 
-    async def _generate(self, run: Run, stream: ChunkStream, text: Detokenizer) -> EngineOutput:
-        """Pass the engine's outputs on as they come; returns the last one, its tokens passed on."""
+    async def _generate(self, run: Run, stream: ChunkStream, text: TextStream) -> EngineOutput:
+        """Pass the engine's outputs on as they come; how they ended, its tokens passed on.
+
+        The answer may end before the engine does: at a stop string, which only the text shows.
+        Leaving its stream tells it so.
+        """
         request = continuation(run.assignment.request, run.assignment.taken)
+        if text.ended is not None:
+            return _ended(text, EngineOutput.stop())
         if request.stop.max_tokens == 0:
             return EngineOutput.length()
         async with aclosing(self._engine.generate(request, run.context)) as outputs:
             async for output in outputs:
-                await self._pass_on(run, stream, text, output.token_ids)
-                if output.finish_reason is not None:
-                    return output
+                over = await self._pass_on(run, stream, text, output)
+                if over or output.finish_reason is not None:
+                    return _ended(text, output)
         raise EngineError("the engine ended its answer without a finish reason", retryable=True)
 
     async def _pass_on(
-        self, run: Run, stream: ChunkStream, text: Detokenizer, token_ids: Sequence[int]
-    ) -> None:
-        if not token_ids:
-            return
-        run.count(len(token_ids), self._life.clock.now())
+        self, run: Run, stream: ChunkStream, text: TextStream, output: EngineOutput
+    ) -> bool:
+        """Send what an output brings; whether that ended the answer."""
+        if output.usage is not None:
+            run.cached_tokens = output.usage.cached_tokens
+        if not output.token_ids:
+            return False
+        piece = text.feed(output.token_ids)
+        run.count(piece.tokens, self._life.clock.now())
         run.context.notify_first_token()
-        await stream.push(token_ids, text.push(token_ids))
+        log_probs = (output.log_probs or ())[: piece.tokens]
+        await stream.push(output.token_ids[: piece.tokens], piece.text, log_probs)
+        return piece.finish_reason is not None
+
+
+def _ended(text: TextStream, output: EngineOutput) -> EngineOutput:
+    """How an answer ended: as its text says, which sees the limits of the whole, or its engine."""
+    if text.ended is None or text.ended.finish_reason is None:
+        return output
+    return replace(
+        output, finish_reason=text.ended.finish_reason, stop_reason=text.ended.stop_reason
+    )

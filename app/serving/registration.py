@@ -17,7 +17,8 @@ from streams.records import Fact, Tombstone, WorkerCard
 from streams.topics import REGISTRY
 
 REGISTER_S = 60.0
-"""How long a worker tries to register before it gives up and its process ends."""
+"""How long a process that starts tries to register before it gives up and ends. Later it tries for
+as long as it takes: an engine that is loaded outlasts an outage of the broker."""
 
 Verdict = Literal["fine", "rewrite", "renew", "yield"]
 """What a record means for us: nothing; our card was overwritten; this epoch is over, take a new
@@ -53,7 +54,6 @@ class Registration:
 
     def __init__(self, outbox: Outbox, life: Lifetime, card: WorkerCard) -> None:
         self._outbox = outbox
-        self._clock = life.clock
         self.card = msgspec.structs.replace(card, life=f"{life.rng.getrandbits(64):016x}")
         self.written_at = -1
 
@@ -63,21 +63,19 @@ class Registration:
         assert self.card.epoch is not None, "not registered yet"
         return self.card.epoch
 
-    async def begin(self) -> int:
+    async def begin(self, until: float | None = None) -> int:
         """Start a life: the first card has no epoch, its offset is the epoch, the second says so.
 
-        Raises AppendFailed after REGISTER_S without an acknowledgement.
+        Raises AppendFailed past `until`.
         """
-        until = self._clock.now() + REGISTER_S
         unborn = msgspec.structs.replace(self.card, epoch=None)
         first = await self._outbox.persist(REGISTRY, key_of(unborn.id), unborn, until=until)
         self.card = msgspec.structs.replace(unborn, epoch=first.offset)
-        await self.rewrite()
+        await self.rewrite(until)
         return first.offset
 
-    async def rewrite(self) -> None:
-        """Write the card again, as it is. Raises as `begin`."""
-        until = self._clock.now() + REGISTER_S
+    async def rewrite(self, until: float | None = None) -> None:
+        """Write the card again, as it is. Raises AppendFailed past `until`."""
         key = key_of(self.card.id)
         self.written_at = (await self._outbox.persist(REGISTRY, key, self.card, until=until)).offset
 

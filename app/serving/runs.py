@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from typing import NamedTuple
 
 from app.bell import Bell
@@ -67,7 +67,8 @@ class Runs:
         self._open: dict[RunKey, Run] = {}
         self._waiting: deque[Run] = deque()
         self._running = 0
-        self._known: dict[RunKey, float] = {}
+        self._known: OrderedDict[RunKey, float] = OrderedDict()
+        """When each run key was accepted, in that order."""
         self._hands_back = False
         self._changed = Bell()
 
@@ -175,10 +176,8 @@ class Runs:
         return min(assignment.budget_s, by_broker_s)
 
     def _forget(self, before: float) -> None:
-        for key, at in list(self._known.items()):
-            if at >= before:
-                break
-            del self._known[key]
+        while self._known and next(iter(self._known.values())) < before:
+            self._known.popitem(last=False)
 
     def _stop(self, run: Run, outcome: Outcome) -> None:
         if run.state == "waiting":
@@ -220,7 +219,7 @@ class Runs:
             code=outcome.code,
             run=run.number,
             output_tokens=run.tokens,
-            cached_tokens=outcome.cached_tokens,
+            cached_tokens=run.cached_tokens,
             ttft_ms=run.ttft_ms,
             itl_ms=run.itl_ms,
             retryable=outcome.retryable,

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "app" / "data" / "demo-model"
 KINDS = {".py", ".md", ".toml", ".sh", ".yaml", ".properties"}
 VOCABULARY = 4096
-CONTEXT = 8192
+CONTEXT = 131_072
 END_OF_TEXT, END = "<|endoftext|>", "<|end|>"
 SPECIAL = [END_OF_TEXT, END, "<|system|>", "<|user|>", "<|assistant|>"]
 """Their places in this list are their ids."""

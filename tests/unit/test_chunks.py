@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from app.lifetime import Lifetime
-from app.serving.chunks import BATCH_BYTES, ChunkWriters, StreamBroken
+from app.serving.chunks import BATCH_BYTES, ChunkWriters, Last, StreamBroken
 from streams.codecs import AnyRecord, encode
 from streams.errors import AppendFailed
 from streams.outbox import Outbox
@@ -42,7 +42,7 @@ async def test_a_batch_stays_below_what_the_log_takes() -> None:
     for stream in streams:
         stream.release()
     await asyncio.gather(*(s.push(WIDE_TOKENS, WIDE_TEXT) for s in streams))
-    await asyncio.gather(*(s.finish("stop", None) for s in streams))
+    await asyncio.gather(*(s.finish(Last("stop", None)) for s in streams))
     sizes = []
     for batch in sent.batches:
         entries = [encode(chunk, chunk.id) for chunk in batch]
@@ -65,7 +65,7 @@ async def test_a_broken_stream_takes_nothing_more() -> None:
     with pytest.raises(StreamBroken):
         await stream.push([2], "b")
     with pytest.raises(StreamBroken):
-        await stream.finish("stop", None)
+        await stream.finish(Last("stop", None))
     await asyncio.sleep(0.01)
     assert sent.batches == []
 
@@ -75,6 +75,6 @@ async def test_an_idle_lane_has_no_task() -> None:
     stream = ChunkWriters(cast("Outbox", sent), life, lanes=1).open("a", 0, "1", index=0, chars=0)
     stream.release()
     await stream.push([1], "a")
-    await stream.finish("stop", None)
+    await stream.finish(Last("stop", None))
     await asyncio.sleep(0.01)
     assert life.tasks == 0

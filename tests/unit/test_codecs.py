@@ -347,6 +347,24 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         ).encode(),
     ),
     (
+        r.Chunk(
+            id="job-17",
+            attempt=0,
+            run="0",
+            seq=0,
+            index=0,
+            token_ids=(5,),
+            finish_reason="stop",
+            stop_reason="\n",
+            log_probs=((r.LogProb(5, -0.5), r.LogProb(6, -1.25)),),
+        ),
+        (
+            b'{"t":"Chunk","id":"job-17","attempt":0,"run":"0","seq":0,"index":0,"token_ids"'
+            b':[5],"finish_reason":"stop","stop_reason":"\\n","log_probs":[[[5,-0.5],[6,-1.25'
+            b"]]]}"
+        ),
+    ),
+    (
         r.Chunk(id="job-17", attempt=0, run="0", seq=0, index=0),
         b'{"t":"Chunk","id":"job-17","attempt":0,"run":"0","seq":0,"index":0}',
     ),
@@ -443,6 +461,22 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             "6865616c746879a6726561736f6ea6656e67696e65a772756e6e696e679184a26964a66a6f622d31"
             "37a7617474656d707401a57068617365aa61676772656761746564ad6f75747075745f746f6b656e"
             "7305a777616974696e6703"
+        ),
+    ),
+    (
+        r.Heartbeat(
+            worker="w1",
+            epoch=12,
+            slot_offset=77,
+            last_event_ids=(4, -1),
+            engine=r.EngineFigures(
+                running=2, waiting=1, kv_used_blocks=9, kv_total_blocks=16, steps=300
+            ),
+        ),
+        bytes.fromhex(
+            "85a6776f726b6572a27731a565706f63680cab736c6f745f6f66667365744dae6c6173745f657665"
+            "6e745f6964739204ffa6656e67696e6585a772756e6e696e6702a777616974696e6701ae6b765f75"
+            "7365645f626c6f636b7309af6b765f746f74616c5f626c6f636b7310a57374657073cd012c"
         ),
     ),
     (

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.continuation import Continuation, echo, from_next_token, from_table
+from app.engine.choice import speaker_of
+from app.engine.continuation import Continuation, Due, Speaker, due, echo
 from app.engine.echo import echo_answer
 from app.preprocess.byte_level import ASSISTANT, USER
+from app.preprocess.byte_model import ByteModel
+from app.preprocess.modelfolder import DEMO, read_folder
+from app.preprocess.pool import Inline
+from app.preprocess.tokenizer import Tokenizer
+from streams.codecs import pack_tokens
+from streams.records import Request, StopConditions
 
 tokens = st.lists(st.sampled_from([1, 2, 3, USER, ASSISTANT]), max_size=12)
-WORDS = [101, 202, 303, 404]
+WORDS = {"A": 1, " A": 11, "B": 2, " B": 12, " is": 5, " was": 6, " red": 7, " blue": 8}
+END = 9
+SENTENCES = ["A is red", "A was blue", "B was red"]
 
 
-def three_more(sequence: list[int]) -> int | None:
-    return sequence[-1] + 1 if len(sequence) < 6 else None
+def words_of(text: str) -> list[int]:
+    """Words as tokens; one that begins a text is another one than behind a space."""
+    first, *rest = text.removeprefix(" ").split(" ")
+    return [WORDS[text[0] + first if text[0] == " " else first], *(WORDS[f" {w}"] for w in rest)]
 
 
-CONTINUATIONS = {
-    "echo": echo,
-    "function": from_next_token(three_more),
-    "table": from_table(WORDS),
-}
+SPEAKER = Speaker(SENTENCES, words_of, END)
+CONTINUATIONS: dict[str, Continuation] = {"echo": echo, "speaker": SPEAKER}
 
 
 def first(said: Iterator[int], count: int) -> list[int]:
@@ -37,7 +46,7 @@ def first(said: Iterator[int], count: int) -> list[int]:
 def test_a_resumed_answer_continues_identically(
     name: str, prompt: list[int], limit: int | None, cut: int
 ) -> None:
-    continuation: Continuation = CONTINUATIONS[name]
+    continuation = CONTINUATIONS[name]
     prompt = [*prompt, ASSISTANT]
     whole = first(continuation(prompt, limit), limit or 30)
     taken = whole[:cut]
@@ -53,15 +62,83 @@ def test_echo_says_what_the_echo_engine_says(prompt: list[int], limit: int | Non
     assert first(echo(prompt, limit), limit or 100) == echo_answer(prompt, limit)
 
 
-def test_a_function_may_end_the_answer() -> None:
-    assert list(from_next_token(three_more)([1, 2, 3], None)) == [4, 5, 6]
+def test_a_speaker_says_sentences_one_after_the_other() -> None:
+    said = [token for token in first(SPEAKER([77], None), 400) if token != END]
+    told = {tuple(said[i : i + 3]) for i in range(0, 300, 3)}
+    assert told == {tuple(words_of(f + s)) for s in SENTENCES for f in ("", " ")}
 
 
-def test_a_table_gives_nothing_but_its_tokens_and_not_always_the_same() -> None:
-    said = first(from_table(WORDS)([1, 2, 3], None), 200)
-    assert set(said) == set(WORDS)
+def test_an_answer_of_a_speaker_ends_after_a_sentence() -> None:
+    lengths = set()
+    for prompt in range(100, 200):
+        said = first(SPEAKER([prompt], None), 500)
+        assert END in said
+        lengths.add(said.index(END))
+    assert all(length % 3 == 0 for length in lengths)
+    assert len(lengths) > 3
 
 
-def test_an_empty_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        from_table([])
+def test_a_speaker_without_an_end_ends_by_itself() -> None:
+    assert list(Speaker(SENTENCES, words_of, None)([5], None))
+
+
+def test_one_other_token_in_a_prompt_makes_another_answer() -> None:
+    said = {tuple(first(SPEAKER([n, *[0] * 50], None), 40)) for n in range(20)}
+    assert len(said) == 20
+
+
+def test_a_speaker_needs_sentences() -> None:
+    with pytest.raises(ValueError, match="no sentences"):
+        Speaker([], words_of, None)
+
+
+@given(prompt=st.lists(st.integers(0, 4000), max_size=30))
+def test_the_demo_model_speaks_text_that_can_be_read(prompt: list[int]) -> None:
+    said = first(DEMO_SPEAKER(prompt, None), 40)
+    text = DEMO_TOKENIZER.decode(said)
+    assert "\ufffd" not in text
+    assert text.isascii()
+
+
+def test_the_demo_model_answers_a_chat_in_whole_sentences() -> None:
+    chat = [3, *DEMO_TOKENIZER.encode_now("hello"), 1, 4]
+    said = list(islice(DEMO_SPEAKER(chat, None), 2000))
+    text = DEMO_TOKENIZER.decode(said[: said.index(1)])
+    assert text[0].isupper()
+    assert text.endswith(".")
+    assert ".." not in text
+
+
+_FILES = read_folder(DEMO)
+DEMO_TOKENIZER = Tokenizer(_FILES.tokenizer, Inline())
+DEMO_SPEAKER = speaker_of(_FILES)
+
+# --- what is due ---------------------------------------------------------------------------------
+
+
+def due_of(prompt: Sequence[int], context: int | None = None, **stop: Any) -> Due:
+    request = Request(id="r", token_ids=pack_tokens(prompt), stop=StopConditions(**stop))
+    return due(request, echo, ByteModel().text_stream(request), context)
+
+
+HELLO = [USER, *b"hello", ASSISTANT]
+
+
+def test_without_limits_it_is_all_the_model_says() -> None:
+    assert due_of(HELLO) == Due(tuple(b"hello"), "hello", "stop")
+
+
+def test_it_ends_at_the_limit() -> None:
+    assert due_of(HELLO, max_tokens=7) == Due(tuple(b"hellohe"), "hellohe", "length")
+
+
+def test_it_ends_at_the_end_of_the_context() -> None:
+    assert due_of(HELLO, len(HELLO) + 3) == Due(tuple(b"hel"), "hel", "length")
+
+
+def test_it_ends_at_a_stop_string() -> None:
+    assert due_of(HELLO, max_tokens=50, stop=("lo",)) == Due(tuple(b"hello"), "hel", "stop", "lo")
+
+
+def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+    assert due_of([USER, *"é".encode(), ASSISTANT], max_tokens=1).text == "\ufffd"

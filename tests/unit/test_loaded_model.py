@@ -123,7 +123,7 @@ async def test_a_request_is_made_with_the_card(world: World) -> None:
     (request,) = (await prepared(model, **CHAT)).requests
     assert request.mdc_sum == model.card.checksum
     assert request.eos_token_ids == (1, 0)
-    assert request.stop.max_tokens == 8192 - len(unpack_tokens(request.token_ids))
+    assert request.stop.max_tokens == 131_072 - len(unpack_tokens(request.token_ids))
 
 
 @in_world

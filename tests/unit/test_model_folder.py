@@ -32,7 +32,7 @@ def test_the_demo_model_is_whole() -> None:
     library = Tokenizer.from_buffer(model.tokenizer)
     assert [library.id_to_token(i) for i in model.eos_token_ids] == ["<|end|>", "<|endoftext|>"]
     assert model.special_tokens == {"eos_token": "<|end|>", "pad_token": "<|endoftext|>"}
-    assert model.context_length == 8192
+    assert model.context_length == 131_072
     assert model.template is not None
 
 
@@ -112,7 +112,7 @@ def test_models_of_several_media_may_say_outside_how_an_answer_ends(tmp_path: Pa
     assert read_folder(path).eos_token_ids == (1, 106)
 
 
-@pytest.mark.parametrize(("engine", "length"), [(None, 8192), (4096, 4096), (10_000, 8192)])
+@pytest.mark.parametrize(("engine", "length"), [(None, 131_072), (4096, 4096), (200_000, 131_072)])
 def test_the_context_is_what_both_engine_and_model_take(engine: int | None, length: int) -> None:
     card = card_of("demo", read_folder(DEMO), TOKENIZER, TEMPLATE, context_length=engine)
     assert card.context_length == length

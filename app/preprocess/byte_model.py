@@ -1,7 +1,6 @@
-"""How prompts for a model are prepared: what the endpoints need to know of it.
+"""A model without files: one whose tokens are the bytes of UTF-8 (`app/preprocess/byte_level.py`).
 
-A model without files is one whose tokens are the bytes of UTF-8 (`app/preprocess/byte_level.py`):
-what the echo engine serves.
+What the echo engine serves. Owns, too, what all models have in common: `Model`.
 """
 
 from __future__ import annotations
@@ -12,25 +11,42 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from app.preprocess import byte_level
-from app.preprocess.bodies import ChatBody
+from app.preprocess.bodies import ChatBody, TokensBody
+from app.preprocess.detokenize import ByteLevel, Vocabulary
 from app.preprocess.errors import InvalidPrompt
 from app.preprocess.loaded import Prepared
 from app.preprocess.openai import Asked, Prompt
+from app.preprocess.stops import TextStream
 from streams.records import ModelCard, Request
+
+_VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)], frozenset())
 
 
 class Model(Protocol):
-    """A model that requests can be made for."""
+    """A model that requests can be made for, and whose answers can be read."""
 
     async def prepare(self, asked: Asked) -> Prepared:
         """The requests for a body. Raises InvalidPrompt, Overloaded, BadModel."""
+
+    def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
+        """What turns the answer to a request into visible text. `taken`: tokens that are out."""
 
 
 class ByteModel:
     """A model that reads bytes. Without a limit its engine decides when an answer ends."""
 
-    def __init__(self, name: str, context_length: int | None) -> None:
+    def __init__(self, name: str = "", context_length: int | None = None) -> None:
         self._card = ModelCard(name=name, context_length=context_length)
+
+    def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
+        """As `Model.text_stream`. Markers have no text."""
+        return TextStream(
+            ByteLevel(_VOCABULARY),
+            request.stop,
+            eos_token_ids=request.eos_token_ids,
+            include_stop=bool(request.sampling.include_stop_str_in_output),
+            taken=taken,
+        )
 
     async def prepare(self, asked: Asked) -> Prepared:
         """As `Model.prepare`."""
@@ -55,6 +71,8 @@ def _tokens(asked: Asked) -> tuple[Sequence[Prompt], list[Sequence[int]]]:
             byte_level.render_chat((_ROLES.get(role, "user"), text) for role, text in turns)
         ]
     prompts = asked.prompts(None)
+    if isinstance(body, TokensBody):
+        return prompts, [_encoded(prompt) for prompt in prompts]
     if "" in prompts:
         raise InvalidPrompt(asked.field, "is empty")
     return prompts, [[*_encoded(prompt), byte_level.ASSISTANT] for prompt in prompts]

@@ -1,0 +1,69 @@
+"""Which engine a worker has, by the settings, and the files of its model.
+
+The simulated engine serves the model of a folder and says readable sentences in its tokens; the
+echo engine has no model: its tokens are bytes, and it says what it was told.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from app.engine.batch import Shape
+from app.engine.continuation import Speaker, corpus
+from app.engine.contract import Engine
+from app.engine.echo import EchoEngine
+from app.engine.simulated import SimulatedEngine
+from app.engine.validator import ValidatedEngine
+from app.preprocess.modelfolder import DEMO, ModelFiles, read_folder
+from app.preprocess.pool import Inline
+from app.preprocess.tokenizer import Tokenizer
+from app.settings import Settings
+from streams.clock import Clock
+
+
+class Chosen(NamedTuple):
+    """An engine that is not started, and the files of its model if it has one."""
+
+    engine: Engine
+    files: ModelFiles | None
+
+
+def chosen(settings: Settings, clock: Clock) -> Chosen:
+    """The engine of the settings. Raises BadModel when its model's folder cannot be used."""
+    choice = _echo(settings, clock) if settings.engine == "echo" else _simulated(settings, clock)
+    return choice._replace(engine=ValidatedEngine(choice.engine)) if settings.debug else choice
+
+
+def speaker_of(files: ModelFiles) -> Speaker:
+    """What simulated engines say in the tokens of a model. Raises BadModel."""
+    tokenizer = Tokenizer(files.tokenizer, Inline())
+    end = files.eos_token_ids[0] if files.eos_token_ids else None
+    return Speaker(corpus(), tokenizer.encode_now, end)
+
+
+def _echo(settings: Settings, clock: Clock) -> Chosen:
+    engine = EchoEngine(
+        clock,
+        settings.echo_itl_ms / 1000,
+        model=settings.model,
+        context_length=settings.context_length,
+        max_num_seqs=settings.max_num_seqs,
+    )
+    return Chosen(engine, None)
+
+
+def _simulated(settings: Settings, clock: Clock) -> Chosen:
+    files = read_folder(settings.model_path or DEMO)
+    engine = SimulatedEngine(
+        clock,
+        Shape(
+            block_size=settings.block_size,
+            blocks=settings.cache_blocks,
+            max_sequences=settings.max_num_seqs,
+        ),
+        model=settings.model,
+        context_length=settings.context_length,
+        continuation=speaker_of(files),
+        speedup=settings.engine_speedup,
+    )
+    return Chosen(engine, files)
