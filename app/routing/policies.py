@@ -1,8 +1,11 @@
-"""The policies: what it costs to send a request to each worker that may take it.
+"""The policies: what it costs to send a request to each place that may take it.
 
 A policy is a function from a request and its options to one cost an option, lower being better; who
-is eligible was decided before (`plan.py`), and how costs become a choice is decided after, the same
-way for all (`pick`). So every decision can be recorded and recomputed from its inputs.
+is eligible was decided before (`eligibility.py`), and how costs become a choice is decided after,
+the same way for all (`pick`). Options are columns, because a policy looks at every worker.
+
+Chance is a draw for each place, made of the request's seed and the place alone. So a decision can
+be recomputed from the places that were recorded, however many others there were.
 
     dynamo         prefill work left plus decode work under way, in blocks, cached blocks credited:
                    the documented cost of NVIDIA Dynamo's KV router, its defaults included
@@ -10,13 +13,13 @@ way for all (`pick`). So every decision can be recorded and recomputed from its 
     round_robin    in turn, by name
     random         at random
     power_of_two   the less loaded of two drawn at random
-    session_hash   always the same worker for a session (else for the request id) while it lives
+    session_hash   always the same place for a session (else for the request id) while it lives
+    direct         where the request says; one that does not say is refused before it comes here
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
@@ -24,37 +27,54 @@ from typing import NamedTuple
 NEVER = math.inf
 """Cost of an option that the policy does not consider."""
 
+_M64 = (1 << 64) - 1
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
+_RUN_SHARE = 2.0**-20
+"""What an open run weighs beside open tokens: less than one of them, for up to a million runs."""
 
-class Option(NamedTuple):
-    """A worker's rank that may take a request, with everything a policy may look at.
 
-    `overlap_blocks`: leading blocks of the prompt that it holds on the device; `host_blocks` and
-    `disk_blocks` are those it could load. `prefill_tokens`: prompt tokens of its open runs that are
-    still to be computed. `open_tokens`: prompt and output tokens of its open runs.
-    """
+class Place(NamedTuple):
+    """A rank of one life of a worker. `tag`: a u64 of worker and rank, for draws."""
 
     worker: str
     epoch: int
-    rank: int = 0
-    overlap_blocks: int = 0
-    host_blocks: int = 0
-    disk_blocks: int = 0
-    prefill_tokens: int = 0
-    open_tokens: int = 0
-    open_runs: int = 0
-    taint_weight: float = 0.0
-    """Sum of the weights of the request's preferred taints that this worker has."""
+    rank: int
+    tag: int
+
+
+class Options(NamedTuple):
+    """The places that may take a request, with everything a policy may look at; equal lengths.
+
+    `overlap_blocks`: leading blocks of the prompt that a place holds on the device; `host_blocks`
+    and `disk_blocks` are those it could load. `prefill_tokens`: prompt tokens of its open runs that
+    are still to be computed. `open_tokens`: prompt and output tokens of its open runs.
+    `taint_weights`: the sum of the weights of those preferred taints that it has.
+    """
+
+    places: Sequence[Place]
+    overlap_blocks: Sequence[int]
+    host_blocks: Sequence[int]
+    disk_blocks: Sequence[int]
+    prefill_tokens: Sequence[int]
+    open_tokens: Sequence[int]
+    open_runs: Sequence[int]
+    taint_weights: Sequence[float]
 
 
 class Ask(NamedTuple):
-    """What a policy may know of a request."""
+    """What a policy may know of a request. `prompt_tokens`: all that is to be computed or loaded.
+
+    `turn`: how many requests this router has dispatched, for policies that go in turn.
+    `least_prefill_tokens`: the least of all options.
+    """
 
     id: str
     prompt_tokens: int
     block_size: int
+    seed: int
     turn: int = 0
-    """How many requests this router has dispatched, for policies that go in turn."""
     session: str = ""
+    least_prefill_tokens: int = 0
 
 
 class DynamoWeights(NamedTuple):
@@ -70,10 +90,28 @@ class DynamoWeights(NamedTuple):
 
 
 Costs = Sequence[float]
-Policy = Callable[[Ask, Sequence[Option], random.Random], Costs]
+Policy = Callable[[Ask, Options, DynamoWeights], Costs]
 
 
-def dynamo(weights: DynamoWeights) -> Policy:
+def place(worker: str, epoch: int, rank: int = 0) -> Place:
+    """A place with its tag. The same for every epoch, so that sessions come back."""
+    digest = blake2b(f"{worker}\0{rank}".encode(), digest_size=8).digest()
+    return Place(worker, epoch, rank, int.from_bytes(digest, "little"))
+
+
+def draws(seed: int, places: Sequence[Place]) -> list[int]:
+    """A number below 2^64 for each place, as if drawn at random: SplitMix64 of seed and tag."""
+    start = _mixed(seed & _M64)
+    return [_mixed(start ^ each.tag) for each in places]
+
+
+def _mixed(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _MIX_1) & _M64
+    x = ((x ^ (x >> 27)) * _MIX_2) & _M64
+    return x ^ (x >> 31)
+
+
+def dynamo(ask: Ask, options: Options, weights: DynamoWeights) -> Costs:
     """scale · max((prefill + prompt) / B - credit, 0) + decode blocks + w · open requests.
 
     credit = overlap_score_credit · δ · device + host_weight · host + disk_weight · disk, with
@@ -81,90 +119,109 @@ def dynamo(weights: DynamoWeights) -> Policy:
     of this request. A preferred taint multiplies the cost by exp(-tanh(Σ weights)).
     Source: the KV router documentation of NVIDIA Dynamo.
     """
-
-    def costs(ask: Ask, options: Sequence[Option], _: random.Random) -> Costs:
-        least = min((o.prefill_tokens for o in options), default=0)
-        return [_dynamo_cost(weights, ask, o, least) for o in options]
-
+    credit, scale, host_weight, disk_weight, per_run, overlap_decay, _ = weights
+    prompt, size, least = ask.prompt_tokens, ask.block_size, ask.least_prefill_tokens
+    decay = overlap_decay / max(prompt, 1)
+    costs = [
+        scale
+        * max(
+            (prefill + prompt) / size
+            - credit * device / (1 + decay * (prefill - least))
+            - host_weight * host
+            - disk_weight * disk,
+            0.0,
+        )
+        + -(-tokens // size)
+        + per_run * runs
+        for device, host, disk, prefill, tokens, runs in zip(*options[1:7], strict=True)
+    ]
+    if any(options.taint_weights):
+        return [
+            cost * math.exp(-math.tanh(weight))
+            for cost, weight in zip(costs, options.taint_weights, strict=True)
+        ]
     return costs
 
 
-def _dynamo_cost(weights: DynamoWeights, ask: Ask, option: Option, least_prefill: int) -> float:
-    excess = (option.prefill_tokens - least_prefill) / max(ask.prompt_tokens, 1)
-    decay = 1 / (1 + weights.overlap_decay * excess)
-    credit = (
-        weights.overlap_score_credit * decay * option.overlap_blocks
-        + weights.host_weight * option.host_blocks
-        + weights.disk_weight * option.disk_blocks
-    )
-    prefill_blocks = (option.prefill_tokens + ask.prompt_tokens) / ask.block_size
-    decode_blocks = math.ceil(option.open_tokens / ask.block_size)
-    cost = (
-        weights.prefill_load_scale * max(prefill_blocks - credit, 0.0)
-        + decode_blocks
-        + weights.active_request_weight * option.open_runs
-    )
-    return cost * math.exp(-math.tanh(option.taint_weight))
+def least_loaded(_: Ask, options: Options, __: DynamoWeights) -> Costs:
+    """Open tokens; a run more counts less than a token."""
+    return [
+        tokens + runs * _RUN_SHARE
+        for tokens, runs in zip(options.open_tokens, options.open_runs, strict=True)
+    ]
 
 
-def least_loaded(_: Ask, options: Sequence[Option], __: random.Random) -> Costs:
-    """Open tokens; a run more counts as much as a token less than one."""
-    most = max((o.open_runs for o in options), default=0) + 1
-    return [o.open_tokens + o.open_runs / most for o in options]
-
-
-def round_robin(ask: Ask, options: Sequence[Option], _: random.Random) -> Costs:
+def round_robin(ask: Ask, options: Options, _: DynamoWeights) -> Costs:
     """How far each option is ahead in the turn, which goes by name and rank."""
-    order = sorted(range(len(options)), key=lambda i: (options[i].worker, options[i].rank))
-    place = {i: n for n, i in enumerate(order)}
-    return [float((place[i] - ask.turn) % len(options)) for i in range(len(options))]
+    count = len(options.places)
+    order = sorted(range(count), key=lambda i: (options.places[i].worker, options.places[i].rank))
+    costs = [0.0] * count
+    for number, i in enumerate(order):
+        costs[i] = float((number - ask.turn) % count)
+    return costs
 
 
-def at_random(_: Ask, options: Sequence[Option], rng: random.Random) -> Costs:
+def at_random(ask: Ask, options: Options, _: DynamoWeights) -> Costs:
     """A draw for each option."""
-    return [rng.random() for _ in options]
+    return draws(ask.seed, options.places)
 
 
-def power_of_two(ask: Ask, options: Sequence[Option], rng: random.Random) -> Costs:
+def power_of_two(ask: Ask, options: Options, weights: DynamoWeights) -> Costs:
     """The load of two options drawn at random; the others are not considered."""
-    drawn = set(rng.sample(range(len(options)), min(2, len(options))))
-    loads = least_loaded(ask, options, rng)
-    return [load if i in drawn else NEVER for i, load in enumerate(loads)]
+    drawn = draws(ask.seed, options.places)
+    two = set(sorted(range(len(drawn)), key=drawn.__getitem__)[:2])
+    loads = least_loaded(ask, options, weights)
+    return [load if i in two else NEVER for i, load in enumerate(loads)]
 
 
-def session_hash(ask: Ask, options: Sequence[Option], _: random.Random) -> Costs:
-    """Rendezvous hashing: a worker that goes takes only its own sessions along."""
-    name = ask.session or ask.id
-    return [_rendezvous(name, o.worker, o.rank) for o in options]
-
-
-def _rendezvous(name: str, worker: str, rank: int) -> float:
-    digest = blake2b(f"{name}\0{worker}\0{rank}".encode(), digest_size=7).digest()
-    return float(int.from_bytes(digest, "big"))
+def session_hash(ask: Ask, options: Options, _: DynamoWeights) -> Costs:
+    """Rendezvous hashing: a place that goes takes only its own sessions along."""
+    name = blake2b((ask.session or ask.id).encode(), digest_size=8).digest()
+    return draws(int.from_bytes(name, "little"), options.places)
 
 
 POLICIES: Mapping[str, Policy] = {
-    "dynamo": dynamo(DynamoWeights()),
+    "dynamo": dynamo,
     "least_loaded": least_loaded,
     "round_robin": round_robin,
     "random": at_random,
     "power_of_two": power_of_two,
     "session_hash": session_hash,
+    "direct": least_loaded,
 }
 
 
-def pick(costs: Costs, rng: random.Random, temperature: float = 0.0) -> int | None:
-    """The place of the chosen option; None when there is none to consider.
+def span(costs: Costs) -> float:
+    """How far apart the costs lie, of the options that are considered."""
+    finite = [cost for cost in costs if cost < NEVER]
+    return max(finite) - min(finite) if finite else 0.0
 
-    Temperature 0: the least cost, ties drawn at random. Above: drawn with weights
-    exp(-cost / ((max - min) · temperature)).
+
+def pick(costs: Costs, places: Sequence[Place], seed: int, noise: float = 0.0) -> int | None:
+    """The index of the chosen option; None when there is none to consider.
+
+    Without noise the least cost, ties by draw. With noise an option is chosen with a probability
+    in proportion to exp(-cost / noise): by the least cost after subtracting Gumbel noise of that
+    scale, which is the same and needs one draw an option.
     """
-    finite = [i for i, cost in enumerate(costs) if cost < NEVER]
-    if not finite:
+    low = min(costs, default=NEVER)
+    if low == NEVER:
         return None
-    low = min(costs[i] for i in finite)
-    high = max(costs[i] for i in finite)
-    if temperature <= 0 or high == low:
-        return rng.choice([i for i in finite if temperature > 0 or costs[i] == low])
-    scale = (high - low) * temperature
-    return rng.choices(finite, [math.exp((low - costs[i]) / scale) for i in finite])[0]
+    if noise > 0:
+        numbers = draws(seed, places)
+        return min(
+            (i for i, cost in enumerate(costs) if cost < NEVER),
+            key=lambda i: (
+                costs[i] + noise * math.log(-math.log(((numbers[i] >> 12) + 0.5) / 2**52))
+            ),
+        )
+    ties = [i for i, cost in enumerate(costs) if cost == low]
+    if len(ties) == 1:
+        return ties[0]
+    numbers = draws(seed, [places[i] for i in ties])
+    return ties[numbers.index(min(numbers))]
+
+
+def _gumbel(number: int) -> float:
+    """A draw as a value of the Gumbel distribution; 52 bits of it, so that none becomes 0 or 1."""
+    return -math.log(-math.log(((number >> 12) + 0.5) / 2**52))

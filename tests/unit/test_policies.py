@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,117 +15,161 @@ from app.routing.policies import (
     POLICIES,
     Ask,
     DynamoWeights,
-    Option,
+    Options,
     dynamo,
     pick,
+    place,
+    power_of_two,
+    round_robin,
     session_hash,
+    span,
 )
 
-ASK = Ask(id="a", prompt_tokens=160, block_size=16)
+ASK = Ask(id="a", prompt_tokens=160, block_size=16, seed=0)
+DEFAULTS = DynamoWeights()
 
 
-def option(worker: str, **over: float) -> Option:
-    return Option(worker, 1, **over)  # type: ignore[arg-type]
+def options(*rows: dict[str, Any], names: str = "w{}") -> Options:
+    """The places w0, w1, …; what a row does not say is 0."""
+    columns = {name: [row.get(name, 0) for row in rows] for name in Options._fields[1:]}
+    return Options([place(names.format(n), 1) for n in range(len(rows))], **columns)
 
 
-THREE = [
-    option("w1", overlap_blocks=2, open_tokens=160),
-    option("w2", overlap_blocks=5, open_tokens=80),
-    option("w3", overlap_blocks=8, open_tokens=144),
-]
+def worker(chosen: int | None, among: Options) -> str:
+    assert chosen is not None
+    return among.places[chosen].worker
+
+
+THREE = options(
+    {"overlap_blocks": 2, "open_tokens": 160},
+    {"overlap_blocks": 5, "open_tokens": 80},
+    {"overlap_blocks": 8, "open_tokens": 144},
+)
 """The example of Dynamo's documentation: 10 prompt blocks, overlaps 2, 5, 8, decode 10, 5, 9."""
 
 
 def test_the_documented_example_costs_what_the_documentation_says() -> None:
-    assert dynamo(DynamoWeights())(ASK, THREE, random.Random(0)) == [18, 10, 11]
+    assert dynamo(ASK, THREE, DEFAULTS) == [18, 10, 11]
 
 
-def test_open_prefill_counts_in_blocks_and_cannot_become_negative() -> None:
-    costs = dynamo(DynamoWeights())(
-        ASK,
-        [option("w1", prefill_tokens=320), option("w2", overlap_blocks=50)],
-        random.Random(0),
-    )
-    assert costs == [30, 0]
+@pytest.mark.parametrize(
+    ("weights", "row", "cost"),
+    [
+        ({}, {"prefill_tokens": 320}, 30),
+        ({}, {"overlap_blocks": 50}, 0),
+        ({}, {"open_tokens": 17}, 12),
+        ({}, {"host_blocks": 4, "disk_blocks": 4}, 10 - 3 - 1),
+        ({"overlap_score_credit": 0.5}, {"overlap_blocks": 8}, 6),
+        ({"prefill_load_scale": 2}, {"overlap_blocks": 8, "open_tokens": 16}, 5),
+        ({"active_request_weight": 3}, {"open_runs": 2}, 16),
+        ({"overlap_decay": 1}, {"overlap_blocks": 8, "prefill_tokens": 160}, 20 - 8 / 2),
+        ({}, {"taint_weights": 2.0}, 10 * math.exp(-math.tanh(2.0))),
+    ],
+)
+def test_each_term_of_the_cost_counts_as_documented(
+    weights: dict[str, float], row: dict[str, float], cost: float
+) -> None:
+    assert dynamo(ASK, options(row), DynamoWeights(**weights)) == [pytest.approx(cost)]
 
 
-def test_the_overlap_of_a_busy_worker_decays() -> None:
-    busy = [option("w1", overlap_blocks=8, prefill_tokens=160), option("w2")]
-    costs = dynamo(DynamoWeights(overlap_decay=1.0))(ASK, busy, random.Random(0))
-    assert costs == [20 - 8 / 2, 10]
+def test_the_overlap_decays_with_the_excess_over_the_least_loaded() -> None:
+    ask = ASK._replace(least_prefill_tokens=160)
+    row = options({"overlap_blocks": 8, "prefill_tokens": 320})
+    assert dynamo(ask, row, DynamoWeights(overlap_decay=1)) == [30 - 8 / 2]
 
 
-def test_a_preferred_taint_makes_a_worker_cheaper() -> None:
-    costs = dynamo(DynamoWeights())(
-        ASK, [option("w1", taint_weight=2.0), option("w2")], random.Random(0)
-    )
-    assert costs == [pytest.approx(10 * math.exp(-math.tanh(2.0))), 10]
-
-
-def test_round_robin_goes_in_turn() -> None:
-    options = [option("w2"), option("w1"), option("w3")]
-    chosen = [
-        options[pick(POLICIES["round_robin"](ASK._replace(turn=n), options, random.Random(0)),
-                     random.Random(0)) or 0].worker
-        for n in range(6)
-    ]  # fmt: skip
-    assert chosen == ["w1", "w2", "w3"] * 2
+def test_round_robin_goes_in_turn_by_name() -> None:
+    three = options({}, {}, {})
+    backwards = three._replace(places=three.places[::-1])
+    chosen = []
+    for turn in range(6):
+        costs = round_robin(ASK._replace(turn=turn), backwards, DEFAULTS)
+        chosen.append(worker(pick(costs, backwards.places, 0), backwards))
+    assert chosen == ["w0", "w1", "w2"] * 2
 
 
 def test_power_of_two_considers_two_and_takes_the_less_loaded() -> None:
-    options = [option(f"w{n}", open_tokens=n * 100) for n in range(5)]
-    for seed in range(50):
-        costs = POLICIES["power_of_two"](ASK, options, random.Random(seed))
-        drawn = [i for i, cost in enumerate(costs) if cost < NEVER]
-        assert len(drawn) == 2
-        assert pick(costs, random.Random(seed)) == min(drawn)
+    five = options(*({"open_tokens": n * 100} for n in range(5)))
+    drawn = Counter[int]()
+    for seed in range(500):
+        costs = power_of_two(ASK._replace(seed=seed), five, DEFAULTS)
+        two = [i for i, cost in enumerate(costs) if cost < NEVER]
+        assert len(two) == 2
+        assert pick(costs, five.places, seed) == min(two)
+        drawn.update(two)
+    assert all(150 < drawn[i] < 250 for i in range(5))
 
 
-def test_a_session_stays_when_another_worker_leaves() -> None:
-    options = [option(f"w{n}") for n in range(5)]
+def test_a_session_stays_when_another_worker_leaves_and_when_its_own_comes_back() -> None:
+    five = options({}, {}, {}, {}, {})
     for n in range(100):
         ask = ASK._replace(session=f"s{n}")
-        rng = random.Random(0)
-        chosen = pick(session_hash(ask, options, rng), rng)
+        chosen = pick(session_hash(ask, five, DEFAULTS), five.places, 0)
         assert chosen is not None
-        gone = options[(chosen + 1) % 5]
-        left = [o for o in options if o != gone]
-        again = pick(session_hash(ask, left, rng), rng)
-        assert again is not None
-        assert left[again] == options[chosen]
+        left = [p for i, p in enumerate(five.places) if i != (chosen + 1) % 5]
+        again = [place(p.worker, 7) for p in left]
+        four = options({}, {}, {}, {})._replace(places=again)
+        assert worker(pick(session_hash(ask, four, DEFAULTS), again, 0), four) == f"w{chosen}"
 
 
-def test_ties_reach_every_option() -> None:
-    rng = random.Random(1)
-    drawn = Counter(pick([3.0, 3.0, 5.0], rng) for _ in range(200))
-    assert set(drawn) == {0, 1}
+def test_sessions_spread_over_all_places() -> None:
+    five = options({}, {}, {}, {}, {})
+    seen = Counter(
+        pick(session_hash(ASK._replace(session=f"s{n}"), five, DEFAULTS), five.places, 0)
+        for n in range(500)
+    )
+    assert all(60 < seen[i] < 140 for i in range(5))
 
 
-def test_a_high_temperature_spreads_and_a_low_one_hardly_does() -> None:
-    def share(temperature: float) -> float:
-        rng = random.Random(1)
-        return sum(pick([0.0, 1.0], rng, temperature) == 0 for _ in range(2000)) / 2000
+def test_ties_are_drawn_evenly_from_the_seed() -> None:
+    places = options({}, {}, {}, {}).places
+    drawn = Counter(pick([3.0, 3.0, 5.0, 3.0], places, seed) for seed in range(900))
+    assert set(drawn) == {0, 1, 3}
+    assert all(240 < n < 360 for n in drawn.values())
 
-    assert share(0.1) > 0.99
-    assert 0.45 < share(100.0) < 0.55
+
+def test_a_tie_among_many_is_the_same_among_those_that_were_recorded() -> None:
+    places = options(*[{}] * 40).places
+    for seed in range(50):
+        chosen = pick([1.0] * 40, places, seed)
+        assert chosen is not None
+        few = [*places[:3], places[chosen]]
+        assert few[pick([1.0] * 4, few, seed) or 0] == places[chosen]
+
+
+def test_noise_chooses_in_proportion_to_the_softmax_of_the_costs() -> None:
+    places = options({}, {}, {}).places
+    costs = [0.0, 1.0, NEVER]
+    drawn = Counter(pick(costs, places, seed, noise=1.0) for seed in range(4000))
+    assert drawn[0] / 4000 == pytest.approx(1 / (1 + math.exp(-1)), abs=0.03)
+    assert drawn[2] == 0
+    assert span(costs) == 1.0
+
+
+def test_little_noise_hardly_spreads() -> None:
+    places = options({}, {}).places
+    assert {pick([0.0, 1.0], places, seed, noise=0.05) for seed in range(500)} == {0}
 
 
 def test_nothing_to_consider_is_no_choice() -> None:
-    assert pick([], random.Random(0)) is None
-    assert pick([NEVER], random.Random(0)) is None
+    assert pick([], [], 0) is None
+    assert pick([NEVER], options({}).places, 0) is None
 
 
 @given(
     st.sampled_from(sorted(POLICIES)),
     st.lists(st.integers(0, 10_000), min_size=1, max_size=20),
-    st.integers(0, 2**32),
+    st.integers(0, 2**64 - 1),
+    st.sampled_from([0.0, 1.0]),
 )
-def test_a_choice_is_a_function_of_its_inputs(name: str, loads: list[int], seed: int) -> None:
-    options = [option(f"w{n}", open_tokens=load) for n, load in enumerate(loads)]
+def test_a_choice_is_a_function_of_its_inputs(
+    name: str, loads: list[int], seed: int, noise: float
+) -> None:
+    many = options(*({"open_tokens": load} for load in loads))
 
     def chosen() -> int | None:
-        rng = random.Random(seed)
-        return pick(POLICIES[name](ASK, options, rng), rng)
+        costs = POLICIES[name](ASK._replace(seed=seed), many, DEFAULTS)
+        return pick(costs, many.places, seed, noise)
 
     first = chosen()
     assert first is not None

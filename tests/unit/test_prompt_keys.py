@@ -1,0 +1,79 @@
+"""The keys by which a request is looked up are those under which workers publish its blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.routing.prompt import Prompt
+from indexer.bridge import Bridge
+from indexer.engine_events import BlocksStored
+from indexer.keys import derive
+from streams.codecs import pack_tokens
+from streams.records import BlockExtraInfo, Hints, MmObject, MmRoutingInfo, Request
+
+SECRET = derive(b"test")
+TOKENS = list(range(100, 142))
+SIZE = 4
+
+
+def keys(taken: bytes = b"", **over: Any) -> list[int]:
+    fields = {"id": "a", "token_ids": pack_tokens(TOKENS)} | over
+    return Prompt(Request(**fields), SECRET, taken).keys(SIZE)
+
+
+def published(tokens: list[int], **over: Any) -> list[int]:
+    """What a worker says it stores for these tokens."""
+    bridge = Bridge(SIZE, SECRET)
+    blocks = len(tokens) // SIZE
+    stored = BlocksStored(range(blocks), None, tokens[: blocks * SIZE], SIZE, **over)
+    bridge.feed([stored], 0.0)
+    batch = bridge.take()
+    assert batch is not None
+    return [key for event in batch.events for key in event.keys]
+
+
+def test_a_prompt_has_the_keys_that_its_worker_publishes() -> None:
+    assert keys() == published(TOKENS)
+    assert len(keys()) == 10, "the tail is no block"
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored"),
+    [
+        ({"cache_salt": "tenant"}, {"cache_salt": "tenant"}),
+        ({"hints": Hints(lora_name="adapter")}, {"lora_name": "adapter"}),
+    ],
+)
+def test_salt_and_adapter_separate_prompts(asked: dict[str, Any], stored: dict[str, str]) -> None:
+    assert keys(**asked) == published(TOKENS, **stored)
+    assert not set(keys(**asked)) & set(keys())
+
+
+def test_tokens_that_are_out_belong_to_what_is_computed() -> None:
+    assert keys(pack_tokens([7, 8])) == published([*TOKENS, 7, 8])
+    assert Prompt(Request(id="a", token_ids=pack_tokens([1])), SECRET, pack_tokens([2])).tokens == 2
+
+
+def test_routing_tokens_and_what_is_in_their_blocks_stand_in_for_the_prompt() -> None:
+    image = BlockExtraInfo(mm_objects=(MmObject(mm_hash=9, offsets=((0, 4),)),))
+    info = MmRoutingInfo(
+        routing_token_ids=pack_tokens(list(range(8))), block_mm_infos=(None, image)
+    )
+    assert keys(mm_routing_info=info) == published(list(range(8)), mm_hashes=[None, [9]])
+
+
+def test_what_cannot_be_hashed_overlaps_with_nothing() -> None:
+    assert keys(prompt_embeds="AAAA") == []
+    assert keys(token_ids=b"abc") == []
+    image = BlockExtraInfo(mm_objects=(MmObject(mm_hash=2**64),))
+    info = MmRoutingInfo(routing_token_ids=pack_tokens(TOKENS), block_mm_infos=(image,))
+    assert keys(mm_routing_info=info) == []
+
+
+def test_keys_are_made_once_for_each_block_size() -> None:
+    prompt = Prompt(Request(id="a", token_ids=np.arange(64, dtype="<u4").tobytes()), SECRET)
+    assert prompt.keys(16) is prompt.keys(16)
+    assert len(prompt.keys(8)) == 8
