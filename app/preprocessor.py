@@ -57,6 +57,9 @@ class Preprocessor:
         self._models = Models()
         self._subscribed = False
         self._reading: asyncio.Task[Any] | None = None
+        self._owned: set[int] = set()
+        self._done: dict[int, int] = {}
+        """What is published and not committed: next offsets by partition."""
 
     async def start(self) -> None:
         """Return when the registry is read; a prompt is checked against the models in it."""
@@ -140,27 +143,40 @@ class Preprocessor:
 
     def assigned(self, starts: Mapping[int, int]) -> None:
         """Partitions of `prompts` are ours: they need no preparation."""
+        self._owned |= starts.keys()
         for partition in starts:
             self._member.resume(partition)
 
     def revoked(self, partitions: frozenset[int]) -> None:
         """Partitions went to another preprocessor; what is not committed goes with them."""
+        self._owned -= partitions
+        for partition in partitions:
+            self._done.pop(partition, None)
 
     async def _read_as_member(self) -> None:
         self._member = self._log.member(PROMPTS, GROUP, self)
         try:
             while True:
                 batches = await self._member.poll(POLL_S, BATCH)
-                if not batches:
-                    continue
                 await self.handle(r for records in batches.values() for r in records)
-                done = {name.partition: records[-1].offset + 1 for name, records in batches.items()}
-                try:
-                    await self._member.commit(done)
-                except (OwnershipLost, AppendFailed) as e:
-                    log.info("prompts are read again: %s", e)
+                # Not those that were revoked meanwhile: their next owner may be further by now.
+                for name, records in batches.items():
+                    if name.partition in self._owned:
+                        self._done[name.partition] = records[-1].offset + 1
+                await self._commit()
         finally:
             await self._member.close()
+
+    async def _commit(self) -> None:
+        """Commit what is done; what cannot be committed now is tried again after the next poll."""
+        done, self._done = self._done, {}
+        if not done:
+            return
+        try:
+            await self._member.commit(done)
+        except (OwnershipLost, AppendFailed) as e:
+            log.info("prompts may be read again: %s", e)
+            self._done = {p: n for p, n in done.items() if p in self._owned}
 
     async def _follow_registry(self, end: int, known: asyncio.Event) -> None:
         reader = self._log.reader()

@@ -135,6 +135,19 @@ async def test_what_was_handled_is_not_read_again(world: World) -> None:
 
 
 @in_world
+async def test_a_commit_without_an_answer_is_repeated(world: World) -> None:
+    await begin(world)
+    world.faults.unanswered = {"commit"}
+    ask(world, "a")
+    await world.until(lambda: bool(asked(world, Request)))
+    await world.sleep(5.0)
+    assert not world.broker.group(PROMPTS, "preprocessor").committed
+    world.faults.unanswered = set()
+    await world.sleep(5.0)
+    assert 1 in world.broker.group(PROMPTS, "preprocessor").committed.values()
+
+
+@in_world
 async def test_what_was_not_acknowledged_is_read_again_by_the_next_one(world: World) -> None:
     first, life = await begin(world)
     world.faults.next_fates(REQUESTS, *[Fate.LOST] * 10**4)
