@@ -93,12 +93,13 @@ def main() -> None:
 
 
 def _is_for_people(error: Exception) -> bool:
+    from app.bench.ground import BenchFailed
     from app.demo.parts import DemoFailed
     from app.publishing import BadPrompt
     from app.settings import SettingsError
     from streams.errors import StreamError
 
-    expected = (StreamError, SettingsError, DemoFailed, BadPrompt, TimeoutError)
+    expected = (StreamError, SettingsError, DemoFailed, BenchFailed, BadPrompt, TimeoutError)
     return isinstance(error, expected)
 
 

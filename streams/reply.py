@@ -151,7 +151,11 @@ class Reply:
         finally:
             self._waiter = None
         if not self._pieces:
-            raise self._error or TimeoutError
+            raise self._reason()
+
+    def _reason(self) -> Exception:
+        """Why there is no piece."""
+        return self._error or TimeoutError()
 
     def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._alarm is not None:

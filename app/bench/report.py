@@ -44,7 +44,7 @@ class Report(msgspec.Struct, frozen=True):
         """The rows, then the bars."""
         table = Table(box=None, pad_edge=False)
         for name in self.rows[0] if self.rows else ():
-            table.add_column(name)
+            table.add_column(name, no_wrap=True)
         for row in self.rows:
             table.add_row(*(_shown(v) for v in row.values()))
         console.print(table, highlight=False)

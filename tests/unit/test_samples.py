@@ -1,0 +1,32 @@
+"""Figures of repeated measurements."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from app.bench.samples import histogram_quantile, percentile, spread
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 2), (0.75, 3), (0.76, 4), (1, 4)])
+def test_a_percentile_is_one_of_the_values(share: float, expected: int) -> None:
+    assert percentile([4, 2, 3, 1], share) == expected
+
+
+def test_nothing_measured_is_no_number() -> None:
+    assert math.isnan(percentile([], 0.5))
+    assert math.isnan(histogram_quantile([], 0.5))
+    assert math.isnan(histogram_quantile([(1, 0), (math.inf, 0)], 0.5))
+
+
+def test_a_spread_has_the_median_and_both_ends() -> None:
+    assert spread([5, 1, 2]) == (2, 1, 5)
+    assert str(spread([5, 1, 2])) == "2 (1-5)"
+
+
+def test_a_quantile_of_a_histogram_is_the_bound_that_holds_it() -> None:
+    buckets = [(0.01, 90), (0.02, 98), (0.05, 100), (math.inf, 100)]
+    assert histogram_quantile(buckets, 0.9) == 0.01
+    assert histogram_quantile(buckets, 0.99) == 0.05
+    assert histogram_quantile([(0.01, 1), (math.inf, 2)], 0.99) == math.inf
