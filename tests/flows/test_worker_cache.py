@@ -1,0 +1,347 @@
+"""What the log says of a worker's cache is what its engine holds, whatever happened on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+
+import pytest
+
+from app.engine.batch import Shape
+from app.engine.continuation import Speaker
+from app.engine.contract import BlocksListener
+from app.engine.simulated import SimulatedEngine
+from app.engine.validator import ValidatedEngine
+from app.serving.cache_events import AGAIN_PER_RETENTION
+from app.settings import Settings
+from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent, EngineHash
+from indexer.events import Columns
+from indexer.events import decode as events_of
+from indexer.hashing import local_hashes
+from indexer.keys import prompt_keys
+from indexer.reference import Holder, ReferenceIndex
+from streams.codecs import decode, pack_tokens
+from streams.memory.broker import Fate
+from streams.records import Blocks, Heartbeat, Lost, PrefillDone
+from streams.topics import KV_EVENTS, partition_of
+from tests.desks import Desk
+from tests.worlds import World, play
+
+SIZE = 4
+SHAPE = Shape(block_size=SIZE, blocks=24, max_sequences=4)
+SECRET = Settings(worker_id="-", router_id="-").key_secret()
+HOLDER = Holder("w", 0)
+SAYS = Speaker(["a b c d"], lambda text: [1, 2, 3, 4] if text[0] == "a" else [5, 6, 7, 8], None)
+DAY_S = 86_400.0
+
+
+class Watched(SimulatedEngine):
+    """Remembers what it told of its blocks: the prefix that each of them ends."""
+
+    prefixes: dict[EngineHash, tuple[int, ...]]
+
+    def listen(self, listener: BlocksListener) -> None:
+        self.prefixes = {}
+
+        def both(events: Sequence[EngineEvent]) -> None:
+            for event in events:
+                self._note(event)
+            listener(events)
+
+        super().listen(both)
+
+    def _note(self, event: EngineEvent) -> None:
+        match event:
+            case BlocksStored():
+                prefix = self.prefixes[event.parent] if event.parent is not None else ()
+                for number, name in enumerate(event.block_hashes):
+                    prefix += tuple(event.token_ids[number * SIZE : (number + 1) * SIZE])
+                    self.prefixes[name] = prefix
+            case BlocksRemoved():
+                for name in event.block_hashes:
+                    del self.prefixes[name]
+            case AllCleared():
+                self.prefixes.clear()
+
+
+class Cached(Desk):
+    """A worker with a small cache, and what the log says about it."""
+
+    engine: Watched
+
+    async def begin(self, seed: int = 1, shape: Shape = SHAPE) -> None:
+        clock = self.world.clock
+        self.engine = Watched(
+            clock, shape, context_length=shape.capacity_tokens, continuation=SAYS, speedup=20
+        )
+        await self.start(ValidatedEngine(self.engine), seed=seed)
+
+    async def ask(self, *prompts: int, tokens: int = 20, answer: int = 6) -> None:
+        """Serve prompts, each named by a number, which share nothing with one another."""
+        asked = []
+        for prompt in prompts:
+            name = f"{self.epoch} {prompt} {len(self.engine.prefixes)} {self.world.clock.now()}"
+            self.assign(
+                name, prompt=range(1000 * prompt, 1000 * prompt + tokens), max_tokens=answer
+            )
+            asked.append(self.finished(name))
+        await asyncio.gather(*asked)
+
+    def index(self, after: int = 0) -> ReferenceIndex:
+        """What one knows who reads the log from an offset on."""
+        index = ReferenceIndex()
+        number = partition_of(b"w", self.world.broker.partitions[KV_EVENTS])
+        for raw in self.world.records(KV_EVENTS, number):
+            if raw.offset < after:
+                continue
+            match decode(raw):
+                case Blocks() as record:
+                    columns = Columns(
+                        record.kinds, record.tiers, record.positions, record.counts, record.keys
+                    )
+                    holder = Holder(record.worker, record.rank)
+                    events = events_of(columns)
+                    index.apply(0, holder, record.epoch, record.first_event_id, events)
+                case Heartbeat() as beat:
+                    for rank, last in enumerate(beat.last_event_ids):
+                        index.heard(0, Holder(beat.worker, rank), beat.epoch, last)
+                case Lost() as lost:
+                    index.lose(0, lost.worker, lost.epoch)
+        return index
+
+    def differences(self, index: ReferenceIndex | None = None) -> list[str]:
+        index = index or self.index()
+        held = set(self.engine.prefixes.values())
+        found = []
+        if index.blocks(HOLDER) != len(held):
+            found.append(f"{index.blocks(HOLDER)} blocks in the index, {len(held)} in the cache")
+        for prefix in held:
+            overlap = index.match(prompt_keys(local_hashes(prefix, SIZE), SECRET).tolist())
+            depth = 0
+            while prefix[: (depth + 1) * SIZE] in held and depth < len(prefix) // SIZE:
+                depth += 1
+            told = overlap[HOLDER].blocks if HOLDER in overlap else 0
+            if told != depth:
+                found.append(f"{told} of {depth} blocks of {prefix}")
+        return found
+
+    async def settle(self) -> None:
+        """Returns when log and cache agree, with not a single gap seen on the way."""
+        await self.world.until(lambda: not self.differences(), 30)
+        assert self.engine.prefixes
+        assert self.index().counters.gaps == 0
+
+    def lose(self) -> None:
+        lost = Lost(worker="w", epoch=self.epoch)
+        self.world.append(
+            KV_EVENTS, partition_of(b"w", self.world.broker.partitions[KV_EVENTS]), lost, key="w"
+        )
+        self.tell(lost)
+
+
+Scenario = Callable[[Cached], Coroutine[None, None, None]]
+
+
+def with_cache(scenario: Scenario) -> Callable[[], None]:
+    def test() -> None:
+        async def begun(world: World) -> None:
+            cached = Cached(world)
+            await cached.begin()
+            await scenario(cached)
+
+        play(begun)
+
+    test.__name__ = scenario.__name__
+    return test
+
+
+@with_cache
+async def test_the_log_says_what_the_engine_holds(desk: Cached) -> None:
+    await desk.ask(1, 2)
+    await desk.settle()
+    assert desk.index().is_complete(HOLDER)
+
+
+@with_cache
+async def test_prompts_and_answers_both_are_held(desk: Cached) -> None:
+    await desk.ask(1, tokens=8, answer=12)
+    await desk.settle()
+    assert max(len(p) for p in desk.engine.prefixes.values()) == 20 - SIZE
+
+
+@with_cache
+async def test_blocks_that_had_to_go_are_gone(desk: Cached) -> None:
+    for prompt in range(12):
+        await desk.ask(prompt)
+    await desk.settle()
+    keys = prompt_keys(local_hashes(range(20), SIZE), SECRET).tolist()
+    assert HOLDER not in desk.index().match(keys), "the first prompt made room for the last"
+
+
+@with_cache
+async def test_a_new_epoch_says_again_what_the_cache_holds(desk: Cached) -> None:
+    await desk.ask(1, 2)
+    await desk.settle()
+    old = desk.epoch
+    desk.lose()
+    await desk.world.until(lambda: desk.worker.epoch not in (None, old))
+    await desk.settle()
+    assert desk.index().is_complete(HOLDER)
+    await desk.ask(3)
+    await desk.settle()
+
+
+@with_cache
+async def test_what_happens_between_two_epochs_is_not_forgotten(desk: Cached) -> None:
+    await desk.ask(1)
+    desk.assign("a", prompt=range(40), max_tokens=40)
+    await desk.world.until(lambda: len(desk.chunks("a")) > 2)
+    desk.world.faults.slow["append"] = 1.0  # registering takes seconds
+    desk.lose()
+    await desk.world.until(lambda: desk.worker.epoch is None)
+    await desk.world.sleep(1)
+    assert desk.engine.clear_cache()
+    await desk.world.until(lambda: desk.worker.epoch is not None)
+    desk.world.faults.slow.clear()
+    await desk.ask(2)
+    await desk.settle()
+
+
+@with_cache
+async def test_a_restarted_worker_loses_its_old_blocks(desk: Cached) -> None:
+    await desk.ask(1, 2)
+    await desk.settle()
+    desk.worker._log.cut()  # type: ignore[attr-defined]
+    await desk.life.end()
+    await desk.begin(seed=2)
+    await desk.world.sleep(1)
+    assert desk.index().blocks(HOLDER) == 0
+    await desk.ask(3)
+    await desk.settle()
+
+
+@pytest.mark.parametrize(
+    "fates", [[Fate.LOST], [Fate.UNREPORTED], [Fate.LOST, Fate.UNREPORTED] * 3]
+)
+def test_records_without_acknowledgement_are_repeated_in_order(fates: list[Fate]) -> None:
+    async def scenario(desk: Cached) -> None:
+        for prompt in range(8):
+            desk.world.faults.next_fates(KV_EVENTS, *fates)
+            await desk.ask(prompt)
+        await desk.settle()
+        assert desk.index().is_complete(HOLDER)
+
+    with_cache(scenario)()
+
+
+@with_cache
+async def test_an_outage_is_made_up_for(desk: Cached) -> None:
+    desk.assign("a", prompt=range(40), max_tokens=40)
+    await desk.world.until(lambda: len(desk.chunks("a")) > 2)
+    desk.world.broker.available = False
+    await desk.world.sleep(20)
+    desk.world.broker.available = True
+    await desk.settle()
+
+
+@with_cache
+async def test_a_slow_log_does_not_hold_up_the_engine(desk: Cached) -> None:
+    steps = desk.engine.steps
+    world = desk.world
+    world.faults.next_fates(KV_EVENTS, *[Fate.LOST] * 1000)
+    for number in range(4):
+        desk.assign(f"r{number}", prompt=range(1000 * number, 1000 * number + 20), max_tokens=20)
+    await world.sleep(3)
+    assert desk.engine.steps - steps >= 20
+    assert desk.engine.running == 0
+    world.faults.fates.clear()
+    await desk.settle()
+
+
+@with_cache
+async def test_events_of_one_moment_share_a_record(desk: Cached) -> None:
+    before = len(desk.said(KV_EVENTS, Blocks))
+    await desk.ask(1, 2, 3, tokens=24, answer=1)
+    await desk.settle()
+    assert len(desk.said(KV_EVENTS, Blocks)) - before == 1
+
+
+@with_cache
+async def test_records_name_the_model_and_the_secret_of_their_keys(desk: Cached) -> None:
+    await desk.ask(1)
+    await desk.settle()
+    for record in desk.said(KV_EVENTS, Blocks):
+        assert record.model == "simulated"
+        assert record.hash_fingerprint == SECRET.fingerprint
+
+
+@with_cache
+async def test_all_of_it_is_said_again_before_the_log_forgets_it(desk: Cached) -> None:
+    await desk.ask(1, 2)
+    await desk.settle()
+    number = partition_of(b"w", desk.world.broker.partitions[KV_EVENTS])
+    forgotten = desk.world.records(KV_EVENTS, number)[-1].offset + 1
+    await desk.world.sleep(DAY_S / AGAIN_PER_RETENTION + 1)
+    assert not desk.differences(desk.index(forgotten))
+    assert not desk.differences()
+
+
+@with_cache
+async def test_heartbeats_tell_how_far_events_have_gone_and_what_the_engine_does(
+    desk: Cached,
+) -> None:
+    await desk.ask(1)
+    await desk.settle()
+    await desk.world.sleep(1)
+    beat = desk.beats()[-1]
+    events = sum(len(record.kinds) for record in desk.said(KV_EVENTS, Blocks))
+    assert beat.last_event_ids == (events - 1,)
+    assert beat.engine is not None
+    assert (beat.engine.kv_total_blocks, beat.engine.running) == (24, 0)
+    assert beat.engine.steps == 6
+
+
+@with_cache
+async def test_a_heartbeat_never_runs_ahead_of_the_events(desk: Cached) -> None:
+    desk.world.faults.next_fates(KV_EVENTS, *[Fate.KEPT, Fate.LOST] * 20)
+    await desk.ask(*range(10))
+    await desk.world.sleep(30)
+    await desk.settle()  # a heartbeat that did would show as a gap
+
+
+@with_cache
+async def test_blocks_of_another_size_than_the_cards_make_it_unhealthy(desk: Cached) -> None:
+    event = BlocksStored([1], None, [0] * 8, 8)
+    desk.worker._heard_of_blocks([event])
+    await desk.world.sleep(2)
+    beat = desk.beats()[-1]
+    assert beat.state == "unhealthy"
+    assert "blocks of 8" in beat.reason
+
+
+@with_cache
+async def test_the_ledger_tells_how_much_of_a_prompt_was_cached(desk: Cached) -> None:
+    await desk.ask(1)
+    desk.assign("b", prompt=range(1000, 1020), max_tokens=5)
+    finished = await desk.finished("b")
+    (done,) = desk.lane("ledger", PrefillDone, "b")
+    assert done.cached_tokens == finished.cached_tokens == 16  # the last token is always computed
+    assert 0 < done.prefill_ms <= done.ttft_ms
+    usage = desk.chunks("b")[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 16
+
+
+@with_cache
+async def test_a_resumed_run_counts_no_more_cached_tokens_than_the_prompt_has(
+    desk: Cached,
+) -> None:
+    desk.assign("a", prompt=range(20), max_tokens=12)
+    await desk.finished("a")
+    said = [t for chunk in desk.chunks("a") for t in chunk.token_ids]
+    desk.assign("a", attempt=1, prompt=range(20), taken=pack_tokens(said[:10]), max_tokens=12)
+    await desk.world.until(lambda: desk.chunks("a")[-1].attempt == 1)
+    await desk.world.sleep(1)
+    usage = desk.chunks("a")[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 20
