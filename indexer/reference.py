@@ -140,6 +140,10 @@ class ReferenceIndex:
         """Drop all that came from a partition."""
         self._partitions.pop(partition, None)
 
+    def drop(self, partition: int, worker: str) -> None:
+        """Forget a worker, as if nothing had come from it."""
+        self._partitions.get(partition, {}).pop(worker, None)
+
     def match(self, keys: Sequence[int]) -> dict[Holder, Overlap]:
         """The overlap of a prompt, by its keys, with every cache that holds its first block."""
         found = {}

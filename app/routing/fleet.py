@@ -8,8 +8,8 @@ worker has a newer card, or when its card is gone; never because of a time-out a
 An epoch is the offset of a worker's first card in the registry. Hence epochs of all workers rise
 together, and an epoch at or beyond the registry position read so far is simply not known yet.
 
-Nothing is kept for ever: the signs of a worker of which nothing more came for `KEPT_MS` are
-forgotten, and so are burials, both by the time of the records in the same partition.
+Nothing is kept for ever: the signs of a worker of which nothing more came for a long time are
+forgotten, and so are burials (`signs.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from app.routing.signs import Signs
 from streams.ports import Partition
 from streams.records import (
     Fact,
@@ -35,10 +36,6 @@ from streams.records import (
 
 REGISTRY = "registry"
 """The topic's name; `streams.topics` is not imported here, since it loads the Kafka client."""
-
-KEPT_MS = 24 * 3600 * 1000
-"""How long a sign or a burial of a worker is remembered after the last one: as long as kv-events
-are kept, and as the registry is not compacted."""
 
 
 class FleetWorker(NamedTuple):
@@ -63,13 +60,6 @@ class Beat(NamedTuple):
     """Of all these runs together."""
 
 
-class _Burial(NamedTuple):
-    """Cards of this epoch and of those before it count no more."""
-
-    epoch: int
-    at_ms: int
-
-
 class Fleet:
     """Cards, heartbeats and deaths; a `Fold` (streams/follow.py) over registry and kv-events.
 
@@ -84,9 +74,9 @@ class Fleet:
         self.models: dict[str, ModelCard] = {}
         self.version = 0
         self._lost: dict[str, int] = {}  # worker → its highest lost epoch
-        self._heard: dict[int, dict[str, int]] = {}
-        """kv partition → worker → time of its last sign, in order: beats and deaths of these."""
-        self._buried: dict[str, _Burial] = {}  # in the order of their times
+        self._heard: dict[int, Signs] = {}  # by kv partition: who has a beat or a death from there
+        self._buried: dict[str, int] = {}  # worker → epoch up to which its cards count no more
+        self._burials = Signs()
         self._positions: dict[Partition, int] = {}
 
     # --- questions -------------------------------------------------------------------------------
@@ -150,8 +140,7 @@ class Fleet:
     def _card(self, fact: Fact, card: WorkerCard) -> None:
         epoch = fact.offset if card.epoch is None else card.epoch
         known = self.members.get(card.id)
-        buried = self._buried.get(card.id)
-        if (known and epoch < known.epoch) or (buried and epoch <= buried.epoch):
+        if (known and epoch < known.epoch) or epoch <= self._buried.get(card.id, -1):
             return
         since_ms = known.since_ms if known and known.epoch == epoch else fact.timestamp_ms
         self.members[card.id] = FleetWorker(card, epoch, since_ms)
@@ -165,10 +154,9 @@ class Fleet:
         if kind != "worker":
             return
         epoch = fact.offset if tombstone.epoch is None else tombstone.epoch
-        before = self._buried.pop(name, None)
-        self._buried[name] = _Burial(max(epoch, before.epoch if before else -1), fact.timestamp_ms)
-        while _is_over(self._buried[oldest := next(iter(self._buried))].at_ms, fact.timestamp_ms):
-            del self._buried[oldest]
+        self._buried[name] = max(epoch, self._buried.get(name, -1))
+        for forgotten in self._burials.note(name, fact.timestamp_ms):
+            del self._buried[forgotten]
         member = self.members.get(name)
         if member is not None and epoch >= member.epoch:
             del self.members[name]
@@ -192,15 +180,11 @@ class Fleet:
         self._note(source, fact, lost.worker)
 
     def _note(self, source: Partition, fact: Fact, worker: str) -> None:
-        """A sign of a worker came; those whose last one is too long ago are forgotten."""
-        heard = self._heard.setdefault(source.partition, {})
-        heard.pop(worker, None)
-        heard[worker] = fact.timestamp_ms
-        while _is_over(heard[oldest := next(iter(heard))], fact.timestamp_ms):
-            self._forget_signs(source.partition, oldest)
+        heard = self._heard.setdefault(source.partition, Signs())
+        for forgotten in heard.note(worker, fact.timestamp_ms):
+            self._forget_signs(forgotten)
 
-    def _forget_signs(self, partition: int, worker: str) -> None:
-        del self._heard[partition][worker]
+    def _forget_signs(self, worker: str) -> None:
         self.beats.pop(worker, None)
         self._lost.pop(worker, None)
 
@@ -216,19 +200,20 @@ class Fleet:
             self.members.clear()
             self.models.clear()
             self._buried.clear()
+            self._burials = Signs()
         else:
-            for worker in list(self._heard.get(source.partition, ())):
-                self._forget_signs(source.partition, worker)
+            for worker in self._heard.pop(source.partition, ()):
+                self._forget_signs(worker)
 
     def snapshot(self, source: Partition) -> bytes:
         """What came from one partition, as bytes; equal state gives equal bytes."""
         if source.topic == REGISTRY:
             cards = [(m.epoch, m.since_ms, m.card) for _, m in sorted(self.members.items())]
             models = [m for _, m in sorted(self.models.items())]
-            buried = [(worker, *burial) for worker, burial in self._buried.items()]
+            buried = [(w, self._buried[w], at_ms) for w, at_ms in self._burials.times.items()]
             return msgspec.msgpack.encode(_Entities(cards, models, buried))
-        heard = self._heard.get(source.partition, {})
-        return msgspec.msgpack.encode(_Signs([self._sign(w, at_ms) for w, at_ms in heard.items()]))
+        heard = self._heard.get(source.partition, Signs()).times
+        return msgspec.msgpack.encode([self._sign(w, at_ms) for w, at_ms in heard.items()])
 
     def _sign(self, worker: str, heard_ms: int) -> _Sign:
         beat = self.beats.get(worker)
@@ -248,12 +233,13 @@ class Fleet:
                 c.id: FleetWorker(c, epoch, since) for epoch, since, c in entities.workers
             }
             self.models = {m.name: m for m in entities.models}
-            self._buried = {w: _Burial(epoch, at_ms) for w, epoch, at_ms in entities.buried}
+            self._buried = {worker: epoch for worker, epoch, _ in entities.buried}
+            self._burials = Signs({worker: at_ms for worker, _, at_ms in entities.buried})
         else:
-            signs = msgspec.msgpack.decode(data, type=_Signs)
+            signs = msgspec.msgpack.decode(data, type=list[_Sign])
             self.forget(source)
-            self._heard[source.partition] = {s.worker: s.heard_ms for s in signs.signs}
-            for sign in signs.signs:
+            self._heard[source.partition] = Signs({s.worker: s.heard_ms for s in signs})
+            for sign in signs:
                 self._restore(source.partition, sign)
         self._positions[source] = position
 
@@ -273,10 +259,6 @@ class Fleet:
         return hashlib.blake2b(self.snapshot(source), digest_size=16).hexdigest()
 
 
-def _is_over(at_ms: int, now_ms: int) -> bool:
-    return at_ms < now_ms - KEPT_MS
-
-
 class _Entities(msgspec.Struct):
     workers: list[tuple[int, int, WorkerCard]]
     models: list[ModelCard]
@@ -292,7 +274,3 @@ class _Sign(msgspec.Struct):
     where: tuple[int, int, int, int] | None = None
     state: WorkerState = "ready"
     running: list[tuple[str, int, Phase, int]] = []
-
-
-class _Signs(msgspec.Struct):
-    signs: list[_Sign]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.routing.fleet import KEPT_MS, Fleet
+from app.routing.fleet import Fleet
+from app.routing.signs import KEPT_MS
 from streams.ports import Partition
 from streams.records import EngineConfig, Fact, Heartbeat, Lost, RunProgress, Tombstone, WorkerCard
 

@@ -1,0 +1,207 @@
+"""Who may take a request: hard rules, looked at before any cost.
+
+A `Pool` is what all requests for one model have in common: the places that live, serve it and
+were heard of lately. It is made when the fleet changes, which is seldom, and used for many
+requests. What a request itself asks for is looked at each time, mostly nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from app.routing.fleet import Fleet, FleetWorker
+from app.routing.policies import Place, place
+from indexer.xxh3 import xxh3
+from streams.records import Hints, Phase, Request, Role
+
+BLOCK_SIZE = 16
+"""In which costs are counted for models whose workers name no block size."""
+POOLS = 256
+"""Models for which a pool is remembered; more are made afresh each time."""
+
+_ROLES: dict[Phase, frozenset[Role]] = {
+    "aggregated": frozenset({"aggregated", "decode"}),
+    "prefill": frozenset({"prefill"}),
+    "decode": frozenset({"aggregated", "decode"}),
+}
+
+
+class Row(NamedTuple):
+    """A place in a pool. `number`: the worker's, as `number_of`.
+
+    `shows_blocks`: its cache is known by blocks of the pool's size.
+    """
+
+    place: Place
+    number: str
+    taints: frozenset[str]
+    shows_blocks: bool
+
+
+class Pool(NamedTuple):
+    """The places for a phase of requests for one model, by name and rank; its prompts' block size.
+
+    Right for one version of the fleet, until one of the workers has been silent for too long
+    (`until_ms`), or one of the `silent` ones was heard again.
+    """
+
+    rows: tuple[Row, ...]
+    block_size: int
+    version: int
+    until_ms: int
+    silent: tuple[tuple[str, int], ...]
+
+
+class NoPlace(NamedTuple):
+    """Nobody may take it. `rule`: the one that left nobody; `for_good`: no use in waiting."""
+
+    rule: str
+    for_good: bool = False
+
+
+@lru_cache(maxsize=4096)
+def number_of(worker: str) -> str:
+    """A worker's number, in decimals, for clients that know workers by numbers: 63 bits."""
+    return str(xxh3(worker.encode()) >> 1)
+
+
+class Pools:
+    """The pools of a fleet; remembers those it made."""
+
+    def __init__(self, fleet: Fleet, timeout_ms: int) -> None:
+        """`timeout_ms`: silence after which a worker gets no new work."""
+        self._fleet = fleet
+        self._timeout_ms = timeout_ms
+        self._pools: dict[tuple[str, Phase], Pool] = {}
+
+    def pool(self, model: str, phase: Phase, now_ms: int) -> Pool:
+        """The pool of a model, "" for any model, at a time of the broker."""
+        known = self._pools.get((model, phase))
+        if known is not None and self._holds(known, now_ms):
+            return known
+        if len(self._pools) >= POOLS:
+            self._pools.clear()
+        pool = self._pools[model, phase] = self._make(model, phase, now_ms)
+        return pool
+
+    def _holds(self, pool: Pool, now_ms: int) -> bool:
+        beats = self._fleet.beats
+        return (
+            pool.version == self._fleet.version
+            and now_ms <= pool.until_ms
+            and all(worker in beats and beats[worker].at_ms == at for worker, at in pool.silent)
+        )
+
+    def _make(self, model: str, phase: Phase, now_ms: int) -> Pool:
+        fleet, timeout_ms = self._fleet, self._timeout_ms
+        serving = {
+            worker: member
+            for worker, member in sorted(fleet.members.items())
+            if model in ("", member.card.model) and member.card.role in _ROLES[phase]
+        }
+        heard = {w: fleet.beats[w].at_ms for w in serving if w in fleet.beats}
+        routable = [w for w in serving if fleet.is_routable(w, now_ms, timeout_ms)]
+        size = self._block_size(model, [serving[w] for w in routable])
+        rows = [row for w in routable for row in _rows(w, serving[w], size)]
+        return Pool(
+            rows=tuple(rows),
+            block_size=size,
+            version=fleet.version,
+            until_ms=min((heard[w] for w in routable), default=now_ms) + timeout_ms,
+            silent=tuple((w, at) for w, at in heard.items() if now_ms - at > timeout_ms),
+        )
+
+    def _block_size(self, model: str, members: Sequence[FleetWorker]) -> int:
+        """The model's, else that of most workers."""
+        card = self._fleet.models.get(model)
+        if card is not None and card.block_size:
+            return card.block_size
+        sizes = Counter(size for m in members if (size := m.card.config.kv_cache_block_size))
+        return min(sizes, key=lambda size: (-sizes[size], size), default=BLOCK_SIZE)
+
+
+def _rows(worker: str, member: FleetWorker, block_size: int) -> list[Row]:
+    card, number = member.card, number_of(worker)
+    taints = frozenset(card.taints)
+    return [
+        Row(
+            place(worker, member.epoch, rank), number, taints,
+            card.config.kv_cache_block_size == block_size,
+        )
+        for rank in range(card.ranks)
+    ]  # fmt: skip
+
+
+def eligible(
+    request: Request, phase: Phase, pool: Pool, fleet: Fleet, excluded: Collection[str] = ()
+) -> Sequence[Row] | NoPlace:
+    """The places that may take a phase of a request, or why there is none.
+
+    Workers in `excluded`, on which it failed before, count as long as there is no other one.
+    """
+    hints = request.hints
+    pin = pin_of(hints, phase)
+    if pin is not None and (fault := _unpinnable(request, phase, pin, fleet)):
+        return NoPlace(f"the pinned worker {pin} {fault}", for_good=True)
+    rows: Sequence[Row] = pool.rows
+    if not rows:
+        return NoPlace("no worker is ready")
+    for rule, passes in _rules(hints, phase, pin):
+        rows = [row for row in rows if passes(row)]
+        if not rows:
+            return NoPlace(rule)
+    if excluded:
+        return [row for row in rows if row.place.worker not in excluded] or rows
+    return rows
+
+
+def pin_of(hints: Hints, phase: Phase) -> str | None:
+    """The worker that a phase must go to, by name or number."""
+    own = {"prefill": hints.prefill_worker_id, "decode": hints.decode_worker_id}.get(phase)
+    return own if own is not None else hints.backend_instance_id
+
+
+Rule = tuple[str, Callable[[Row], bool]]
+
+
+def _rules(hints: Hints, phase: Phase, pin: str | None) -> Iterator[Rule]:
+    """What is asked of a place beyond being in the pool, each with what is wrong if none does."""
+    rank = _rank(hints, phase)
+    if pin is not None:
+        yield f"the pinned worker {pin} is not ready", lambda row: _is_called(row, (pin,))
+        rank = rank or 0
+    if rank is not None:
+        yield f"no ready worker has rank {rank}", lambda row: row.place.rank == rank
+    if allowed := hints.allowed_worker_ids:
+        yield "none of allowed_worker_ids is ready", lambda row: _is_called(row, allowed)
+    if (asked := hints.routing_constraints) is not None and asked.required_taints:
+        required = frozenset(asked.required_taints)
+        yield "no ready worker has all required_taints", lambda row: required <= row.taints
+
+
+def _rank(hints: Hints, phase: Phase) -> int | None:
+    return hints.prefill_dp_rank if phase == "prefill" else hints.dp_rank
+
+
+def _unpinnable(request: Request, phase: Phase, pin: str, fleet: Fleet) -> str:
+    """Why no waiting will make the pin possible; empty if it may."""
+    hints = request.hints
+    names = [worker for worker in fleet.members if pin in (worker, number_of(worker))]
+    if not names:
+        return "is gone"
+    name, card = names[0], fleet.members[names[0]].card
+    if hints.allowed_worker_ids and not {name, number_of(name)} & {*hints.allowed_worker_ids}:
+        return "is not among allowed_worker_ids"
+    if request.model not in ("", card.model):
+        return f"does not serve {request.model}"
+    if card.role not in _ROLES[phase]:
+        return f"only does {card.role}"
+    rank = _rank(hints, phase) or 0
+    return f"has no rank {rank}" if rank >= card.ranks else ""
+
+
+def _is_called(row: Row, names: Collection[str]) -> bool:
+    return row.place.worker in names or row.number in names

@@ -1,0 +1,142 @@
+"""The fold of cache events: what records do to it, which it skips, what survives a snapshot."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.routing.index import Index
+from app.routing.signs import KEPT_MS
+from indexer.events import CLEARED, Event, Kind, Tier, encode
+from indexer.reference import Holder, Overlap
+from streams.ports import Partition
+from streams.records import Blocks, Fact, Heartbeat, Lost, Probe
+
+EVENTS = Partition("kv-events", 5)
+OURS = "ours"
+
+
+def blocks(*events: Event, worker: str = "w1", epoch: int = 7, at: int = 0, **over: Any) -> Blocks:
+    fields = {"hash_fingerprint": OURS, **encode(events)._asdict()} | over
+    return Blocks(worker=worker, epoch=epoch, first_event_id=at, **fields)
+
+
+def stored(*keys: int, position: int = 0, tier: Tier = Tier.DEVICE) -> Event:
+    return Event(Kind.STORED, tier, position, keys)
+
+
+def removed(*keys: int) -> Event:
+    return Event(Kind.REMOVED, Tier.DEVICE, 0, keys)
+
+
+def folded(*records: Any, fold: Index | None = None, at_ms: int = 1000) -> Index:
+    fold = fold or Index(OURS)
+    first = fold.position(EVENTS) or 0
+    for n, record in enumerate(records, first):
+        fold.apply(EVENTS, [Fact(n, at_ms, record)], n + 1)
+    return fold
+
+
+def held(fold: Index, *keys: int) -> dict[tuple[str, int], int]:
+    return {tuple(holder): overlap.blocks for holder, overlap in fold.overlaps(keys).items()}
+
+
+def test_overlaps_are_the_leading_blocks_of_each_rank() -> None:
+    fold = folded(
+        blocks(CLEARED, stored(1, 2, 3)), blocks(CLEARED, stored(1, 2), worker="w2", rank=1)
+    )
+    assert held(fold, 1, 2, 3, 4) == {("w1", 0): 3, ("w2", 1): 2}
+    assert held(fold, 9, 2) == {}
+    assert held(fold) == {}
+
+
+def test_tiers_continue_each_other() -> None:
+    fold = folded(blocks(stored(1, 2), stored(3, position=2, tier=Tier.HOST)))
+    assert fold.overlaps([1, 2, 3, 4]) == {Holder("w1", 0): Overlap(2, 1)}
+
+
+def test_removed_blocks_and_those_behind_them_no_longer_count() -> None:
+    assert held(folded(blocks(stored(1, 2, 3), removed(2))), 1, 2, 3) == {("w1", 0): 1}
+
+
+def test_a_lost_epoch_holds_nothing_and_stays_silent() -> None:
+    fold = folded(blocks(stored(1)), Lost(worker="w1", epoch=7), blocks(stored(1), at=1))
+    assert held(fold, 1) == {}
+    assert held(folded(blocks(stored(1), epoch=8), fold=fold), 1) == {("w1", 0): 1}
+
+
+def test_a_heartbeat_that_is_ahead_of_the_events_shows_that_some_are_missing() -> None:
+    beat = Heartbeat(worker="w1", epoch=7, slot_offset=0, last_event_ids=(0,))
+    fold = folded(blocks(stored(1)), beat)
+    assert held(fold, 1) == {("w1", 0): 1}
+    assert held(folded(Heartbeat(worker="w1", epoch=7, slot_offset=0, last_event_ids=(3,)),
+                       fold=fold), 1) == {}  # fmt: skip
+
+
+def test_malformed_columns_are_counted_and_skipped() -> None:
+    fold = folded(blocks(stored(1)), blocks(stored(2), at=1, keys=b"123"), Probe(by="r1"))
+    assert fold.skipped.malformed == 1
+    assert held(fold, 1) == {("w1", 0): 1}
+    assert fold.position(EVENTS) == 3
+
+
+def test_keys_of_another_secret_are_counted_and_said_loudly_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        fold = folded(*(blocks(stored(1), at=n, hash_fingerprint="theirs") for n in range(50)))
+    assert fold.skipped.foreign == 50
+    assert fold.foreign_workers == ("w1",)
+    assert held(fold, 1) == {}
+    assert [r.message.count("KVLANE_HASH_SECRET") for r in caplog.records] == [1]
+
+
+def test_what_a_silent_worker_held_is_dropped_in_the_end() -> None:
+    fold = folded(blocks(stored(1)), blocks(stored(1), worker="w2"))
+    late = Heartbeat(worker="w2", epoch=7, slot_offset=0)
+    assert held(folded(late, fold=fold, at_ms=1000 + KEPT_MS), 1).keys() == {("w1", 0), ("w2", 0)}
+    assert held(folded(late, fold=fold, at_ms=1001 + KEPT_MS), 1).keys() == {("w2", 0)}
+
+
+RECORDS = st.one_of(
+    st.builds(
+        lambda keys, position, at, worker, epoch: blocks(
+            stored(*keys, position=position), at=at, worker=worker, epoch=epoch
+        ),
+        st.lists(st.integers(1, 9), max_size=4), st.integers(0, 3), st.integers(0, 4),
+        st.sampled_from(["w1", "w2"]), st.integers(1, 2),
+    ),
+    st.builds(lambda key, at: blocks(removed(key), CLEARED, at=at),
+              st.integers(1, 9), st.integers(0, 4)),
+    st.builds(lambda w, e: Lost(worker=w, epoch=e), st.sampled_from(["w1", "w2"]),
+              st.integers(1, 2)),
+)  # fmt: skip
+
+
+@given(st.lists(RECORDS, max_size=20), st.integers(0, 20))
+def test_a_snapshot_restores_the_same_state_at_any_point(records: list[Any], at: int) -> None:
+    straight = folded(*records)
+    first = folded(*records[:at])
+    second = Index(OURS)
+    second.restore(EVENTS, first.snapshot(EVENTS), first.position(EVENTS) or 0)
+    folded(*records[at:], fold=second)
+    assert second.state_hash(EVENTS) == straight.state_hash(EVENTS)
+    assert second.overlaps([1, 2, 3]) == straight.overlaps([1, 2, 3])
+
+
+def test_a_snapshot_under_another_secret_is_refused() -> None:
+    with pytest.raises(ValueError, match="secret"):
+        Index("theirs").restore(EVENTS, folded(blocks(stored(1))).snapshot(EVENTS), 1)
+    with pytest.raises(ValueError, match=r"truncated|decode"):
+        Index(OURS).restore(EVENTS, b"", 1)
+
+
+def test_a_forgotten_partition_leaves_nothing_behind() -> None:
+    fold = folded(blocks(stored(1)))
+    fold.forget(EVENTS)
+    assert fold.position(EVENTS) is None
+    assert held(fold, 1) == {}
