@@ -141,8 +141,11 @@ class Router:
 
     def _ledger_applied(self, source: Partition, facts: Sequence[Fact]) -> None:
         owner = self._owners.get(source.partition)
-        if owner is not None:
-            for fact in facts:
+        is_news = self._context.load_follower.caught_up
+        for fact in facts:
+            if is_news:
+                self._context.places.told(fact)
+            if owner is not None:
                 owner.read_back(fact)
 
     def _fleet_applied(self, _: Partition, facts: Sequence[Fact]) -> None:
@@ -150,6 +153,7 @@ class Router:
         deaths_or_cards = False
         for fact in facts:
             beat = fact.record
+            context.places.told(fact)
             if not isinstance(beat, Heartbeat):
                 deaths_or_cards = True
             elif self._fleet.is_lost(beat.worker, beat.epoch):
@@ -157,7 +161,8 @@ class Router:
                     self._life.spawn("tell again", self._deaths.tell_again(beat.worker, beat.epoch))
             else:
                 self._reconcile(beat)
-        context.fleet_changed.ring()
+        context.places.fleet_changed()
+        context.heard.ring()
         if deaths_or_cards:
             for owner in self._owners.values():
                 owner.check_all()

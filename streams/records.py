@@ -39,6 +39,7 @@ EndCode = Literal[
     "internal",
     "stop",
     "length",
+    "model_not_found",
 ]
 """Why a router ended a request; stop and length: the answer was whole, its last Chunk lost."""
 WorkerState = Literal["ready", "draining", "unhealthy"]

@@ -40,12 +40,12 @@ PROMPT = Request(id="a", model="demo", token_ids=pack_tokens([7, 8, 9]), deadlin
 class Hand:
     """A worker that says what the test says; it only beats by itself."""
 
-    def __init__(self, world: World, name: str = "w1") -> None:
+    def __init__(self, world: World, name: str = "w1", model: str = "demo") -> None:
         self.world, self.name = world, name
         self.running: list[RunProgress] = []
         self.slot_offset = 0
         self.state: WorkerState = "ready"
-        card = {"id": name, "slot": 0, "model": "demo", "config": EngineConfig(model="demo")}
+        card = {"id": name, "slot": 0, "model": model, "config": EngineConfig(model=model)}
         self.epoch = world.append(REGISTRY, 0, WorkerCard(**card), key=f"worker/{name}")
         world.append(REGISTRY, 0, WorkerCard(**card, epoch=self.epoch), key=f"worker/{name}")
         self.beating = world.spawn(self._beat())
@@ -82,6 +82,26 @@ class Hand:
         )  # fmt: skip
         write(self.world, LEDGER, started)
         return run
+
+    def refuse(self, assignment: Assignment) -> None:
+        """Say that there is no room."""
+        refused = Finished(
+            id=assignment.request.id, attempt=assignment.attempt, phase="aggregated",
+            worker=self.name, epoch=self.epoch, code="worker_full", retryable=True,
+        )  # fmt: skip
+        write(self.world, LEDGER, refused)
+
+    async def work(self, room: int) -> None:
+        """Start what comes while there is room, and refuse the rest."""
+        seen = 0
+        while True:
+            for assignment in self.told(Assignment)[seen:]:
+                seen += 1
+                if len(self.running) < room:
+                    self.start(assignment)
+                else:
+                    self.refuse(assignment)
+            await self.world.sleep(0.01)
 
     def finish(self, run: dict[str, Any], code: Any, **over: Any) -> None:
         self.running = [r for r in self.running if r.id != run["id"]]

@@ -92,6 +92,7 @@ _ENDS = {
     "deadline": _Meaning(HTTPStatus.REQUEST_TIMEOUT, "the request took longer than it may"),
     "cancelled": _Meaning(CLIENT_LEFT, "the request was cancelled"),
     "no_workers": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "no worker can take it", retry=True),
+    "model_not_found": _Meaning(HTTPStatus.NOT_FOUND, "no worker serves this model"),
     "queue_full": _Meaning(OVERLOADED, "too many requests wait", retry=True),
     "attempts": _Meaning(HTTPStatus.INTERNAL_SERVER_ERROR, "it failed on several workers"),
     "lost": _Meaning(HTTPStatus.INTERNAL_SERVER_ERROR, "the answer cannot be continued"),

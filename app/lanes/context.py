@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from app.bell import Bell
+from app.lanes.places import Places
 from app.lanes.scan import Scanner
 from app.lifetime import Lifetime
 from app.routing.fleet import Fleet
@@ -57,19 +58,30 @@ class RouterContext:
     resume: Callable[[Claim], None]
     """Tells the intake that a lane may be read."""
     patience: Patience = field(default_factory=Patience)
-    fleet_changed: Bell = field(default_factory=Bell)
-    holding: int = 0
-    """Requests that wait for a worker in this router; bounded by `settings.held_requests`."""
+    heard: Bell = field(default_factory=Bell)
+    """Rung when heartbeats were read."""
+    places: Places = field(init=False)
     responses_ends: dict[int, int] = field(default_factory=dict)
     """Ends of the response lanes as of a moment ago: where a new request's answer begins, or
     before it. A lower bound is enough, it only makes a later scan longer."""
     _undelivered: Counter[tuple[str, int]] = field(default_factory=Counter)
     _undelivered_tokens: Counter[tuple[str, int]] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        self.places = Places(
+            self.fleet, self.load, self.burden, self.broker_clock,
+            self.worker_timeout_ms, self.settings.held_requests,
+        )  # fmt: skip
+
     @property
     def worker_timeout_ms(self) -> int:
         """Silence after which a worker is suspected, in ms."""
         return int(self.settings.worker_timeout_s * 1000)
+
+    @property
+    def holding(self) -> int:
+        """How many requests wait in this router; bounded by `settings.held_requests`."""
+        return len(self.places.waiting)
 
     def burden(self, worker: str, epoch: int) -> Burden:
         """Open runs and prompt tokens of a worker: by the ledger, and decided here since."""

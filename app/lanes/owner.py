@@ -21,7 +21,7 @@ from typing import Any
 
 from app.lanes.context import RouterContext
 from app.lanes.procedures import TOKEN_BYTES, CalledOff, Procedures, Remainder, blames_request
-from app.routing.load import OPEN, LedgerRecord, RunId
+from app.routing.load import OPEN, LedgerRecord, RunId, Story
 from app.routing.obligations import Finish, Restart, Verify, due
 from streams.errors import StreamError
 from streams.intake import Claim
@@ -94,7 +94,13 @@ class LaneOwner:
         if story is None:
             return
         s = self._context
-        match due(request_id, story, s.fleet, s.broker_clock.now_ms(), s.patience):
+        action = due(request_id, story, s.fleet, s.broker_clock.now_ms(), s.patience)
+        waits, place = s.places.waiting, (self._lane, request_id)
+        if action is None and _backs_off(story):
+            waits.add(place)
+        else:
+            waits.discard(place)
+        match action:
             case Restart() as action:
                 self._start(request_id, partial(self._do.restart, request_id, action))
             case Finish(code):
@@ -136,6 +142,8 @@ class LaneOwner:
             job.cancel()
         self._jobs.clear()
         self._waiting.clear()
+        waits = self._context.places.waiting
+        waits -= {place for place in waits if place[0] == self._lane}
 
     # --- jobs ------------------------------------------------------------------------------------
 
@@ -212,10 +220,6 @@ class LaneOwner:
         deadline_ms = fact.timestamp_ms + int(lifetime_s * 1000)
         if s.broker_clock.now_ms() > deadline_ms:
             await self._do.end(request.id, "deadline", "its deadline passed before it was read")
-        elif s.holding >= s.settings.held_requests:
-            await self._do.end(
-                request.id, "queue_full", "too many requests wait", retry_after_s=1.0
-            )
         else:
             origin = Origin(topic=REQUESTS, partition=self._lane, offset=fact.offset)
             start = s.responses_ends.get(self._lane, 0)
@@ -235,6 +239,12 @@ class LaneOwner:
     def _is_known(self, request_id: str) -> bool:
         story = self._context.load.story(self._lane, request_id)
         return story is not None and story.known
+
+
+def _backs_off(story: Story) -> bool:
+    """Whether workers refused it, and it is too early to ask another one."""
+    states = {run.state for run in story.runs.values()}
+    return "worker_full" in states and not story.ended and not states & OPEN
 
 
 def _objection(request: Request) -> str:

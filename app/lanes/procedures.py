@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -39,6 +39,17 @@ from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 4
+RETRY_AFTER_S = 1.0
+"""When a client that was refused may come again: by then about as many have found a place as a
+worker ends in a second."""
+
+NO_PLACE: Mapping[EndCode, str] = {
+    "model_not_found": "no worker of this deployment serves the model",
+    "queue_full": "too many requests wait for a worker",
+    "deadline": "no worker could take it in time",
+    "no_workers": "no worker of its model appeared in time",
+}
+"""Why a request gets no worker."""
 
 
 class Remainder(NamedTuple):
@@ -54,6 +65,11 @@ class Remainder(NamedTuple):
     taken: Sequence[int] = ()
     """Token ids that readers have, and `chars`, the length of their text."""
     chars: int = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker has worked on it, in vain or for its readers."""
+        return bool(self.taken or self.chars or self.excluded)
 
     @property
     def prompt_tokens(self) -> int:
@@ -142,9 +158,9 @@ class Procedures:
             await self.end(request.id, code, usage=usage)
             return
         choice = await self._hold(rest)
-        if choice is None:
-            code = "deadline" if any(s.fleet.living()) else "no_workers"
-            await self.end(request.id, code, "no worker could take it in time")
+        if isinstance(choice, str):
+            again_s = RETRY_AFTER_S if choice == "queue_full" else None
+            await self.end(request.id, choice, NO_PLACE[choice], retry_after_s=again_s)
             return
         now = s.load.story(self._lane, request.id)
         # A worker's refusal without our Assigned does not make an id known: it still wants one.
@@ -155,22 +171,31 @@ class Procedures:
         ):
             await self._dispatch(rest, choice)
 
-    async def _hold(self, rest: Remainder) -> plan.Choice | None:
-        """Wait for an eligible worker, no longer than the deadline; None when it passes."""
+    async def _hold(self, rest: Remainder) -> plan.Choice | EndCode:
+        """Wait for a worker with room, no longer than the deadline; or say why that ends here.
+
+        One that has not begun is refused rather than kept waiting when too many wait already. One
+        that has is kept in any case: there are never more of them than runs that workers had.
+        """
         s, request = self._context, rest.request
         seed = s.life.rng.getrandbits(32)
-        while (now_ms := s.broker_clock.now_ms()) <= rest.deadline_ms:
-            workers = plan.eligible(request, s.fleet, now_ms, s.worker_timeout_ms, rest.excluded)
-            choice = plan.choose(workers, s.burden, seed)
-            if choice is not None:
-                return choice
-            s.holding += 1
-            try:
+        place = (self._lane, request.id)
+        try:
+            while s.broker_clock.now_ms() <= rest.deadline_ms:
+                choice = s.places.find(request, rest.excluded, seed)
+                if choice is not None:
+                    return choice
+                if place not in s.places.waiting:
+                    if not s.places.may_be_served(request.model):
+                        return "model_not_found"
+                    if s.places.is_crowded and not rest.has_begun:
+                        return "queue_full"
+                    s.places.waiting.add(place)
                 with self._interruptible(request.id):
-                    await s.fleet_changed.wait(timeout_s=1.0)
-            finally:
-                s.holding -= 1
-        return None
+                    await s.places.change(request.model)
+        finally:
+            s.places.waiting.discard(place)
+        return "deadline" if s.places.is_served(request.model) else "no_workers"
 
     @contextmanager
     def _interruptible(self, request_id: str) -> Iterator[None]:
@@ -280,7 +305,7 @@ class Procedures:
                 if beat.slot_offset >= read_to:
                     break
             with self._interruptible(request_id):
-                await s.fleet_changed.wait(timeout_s=1.0)
+                await s.heard.wait(timeout_s=1.0)
         await self.read_ledger()
         story = s.load.story(self._lane, request_id)
         now = story.runs.get(run) if story is not None else None

@@ -105,12 +105,12 @@ def test_a_request_that_cannot_be_admitted_is_done_when_it_has_ended() -> None:
     async def scenario(world: World) -> None:
         worker = Hand(world)
         router = await route(world)
-        honest = router._context.burden
-        router._context.burden = lambda *_: {}["surprise"]  # type: ignore[assignment]
+        honest = router._context.places.find
+        router._context.places.find = lambda *_: {}["surprise"]  # type: ignore[method-assign]
         write(world, REQUESTS, PROMPT)
         (end,) = await some(world, lambda: read(world, RESPONSES, End))
         assert end.code == "internal"
-        router._context.burden = honest  # type: ignore[method-assign]
+        router._context.places.find = honest  # type: ignore[method-assign]
         await assert_serves(world, router, worker)
 
     play(scenario, lanes=1)

@@ -38,6 +38,7 @@ def chunk(reason: str | None) -> Chunk:
         ("deadline", 408),
         ("cancelled", 499),
         ("no_workers", 503),
+        ("model_not_found", 404),
         ("queue_full", 529),
         ("attempts", 500),
         ("lost", 500),

@@ -1,0 +1,149 @@
+"""Places: which workers have room for a request, and who waits in this router until one has.
+
+That a worker is full is known from its refusals in the ledger, which every router reads. What it
+held then is what it holds at most; no more is sent to it, except for one request a second that
+finds out whether it takes more by now (it may have refused because of runs that no ledger knew).
+
+Requests wait here instead of being sent to and fro, and their number is bounded: `is_crowded` says
+that one more has to be refused. A freed place wakes one of them, the one that has waited longest;
+whoever finds a place wakes the next, since there may be more. Every second each looks for itself.
+
+Never here: what a request's wait is worth, and its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from app.bell import Bell
+from app.routing import plan
+from app.routing.fleet import Fleet
+from app.routing.load import Burden, Load
+from streams.clock import BrokerClock
+from streams.records import Fact, Finished, ModelCard, Request, Started, WorkerCard
+
+TRY_AGAIN_MS = 1_000
+"""How long a refusal is taken at its word."""
+LOOK_S = 1.0
+"""How often a waiting request looks for a place without being woken; bounds what a wake-up costs
+that went to a request which could not use it."""
+REMEMBERED = 10_000
+"""Names of models that were served once; more than any registry has."""
+
+
+@dataclass(slots=True)
+class _Limit:
+    """How many open runs a worker had when it refused one more, and when that was."""
+
+    runs: int
+    at_ms: int
+
+
+class Places:
+    """One per router.
+
+    `burden` is what lies on a worker by the ledger and by this router's own decisions since;
+    `worker_timeout_ms` is the silence after which nothing is sent to one.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        load: Load,
+        burden: Callable[[str, int], Burden],
+        broker_clock: BrokerClock,
+        worker_timeout_ms: int,
+        bound: int,
+    ) -> None:
+        self.waiting: set[tuple[int, str]] = set()
+        """Lanes and ids of the requests that wait: held, or backing off after a refusal."""
+        self._fleet = fleet
+        self._load = load
+        self._burden = burden
+        self._broker_clock = broker_clock
+        self._timeout_ms = worker_timeout_ms
+        self._bound = bound
+        self._limits: dict[tuple[str, int], _Limit] = {}
+        self._models: dict[str, None] = {}
+        self._changed = Bell()
+
+    # --- questions -------------------------------------------------------------------------------
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether one more would be too many to wait."""
+        return len(self.waiting) >= self._bound
+
+    def find(self, request: Request, excluded: Collection[str], seed: int) -> plan.Choice | None:
+        """Where a request may go now; None when it has to wait."""
+        now_ms = self._broker_clock.now_ms()
+        workers = plan.eligible(request, self._fleet, now_ms, self._timeout_ms, excluded)
+        roomy = [w for w in workers if self._has_room(w[0], w[1].epoch, now_ms)]
+        choice = plan.choose(roomy, self._burden, seed)
+        if choice is not None:
+            self._wake_one(choice.worker)
+        return choice
+
+    def is_served(self, model: str) -> bool:
+        """Whether a worker that is not dead serves this model; any worker serves ""."""
+        return any(not model or m.card.model == model for _, m in self._fleet.living())
+
+    def may_be_served(self, model: str) -> bool:
+        """Whether waiting for this model makes sense: it has workers, had some, or has a card.
+
+        Without a single worker, nobody can tell a wrong name from one whose workers are to come.
+        """
+        return (
+            not model
+            or model in self._models
+            or self.is_served(model)
+            or not any(self._fleet.living())
+        )
+
+    def _has_room(self, worker: str, epoch: int, now_ms: int) -> bool:
+        limit = self._limits.get((worker, epoch))
+        if limit is None:
+            return True
+        one_more = now_ms - limit.at_ms >= TRY_AGAIN_MS
+        return self._burden(worker, epoch).runs < limit.runs + one_more
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    async def change(self, model: str) -> None:
+        """Wait until there may be a place for a request of this model."""
+        await self._changed.wait(LOOK_S, model)
+
+    def fleet_changed(self) -> None:
+        """Other workers may be eligible now: everybody looks."""
+        lost = [key for key in self._limits if self._fleet.is_lost(*key)]
+        for key in lost:
+            del self._limits[key]
+        self._changed.ring()
+
+    def _wake_one(self, worker: str) -> None:
+        member = self._fleet.members.get(worker)
+        if member is not None:
+            self._changed.ring_one((member.card.model, ""))
+
+    # --- what the log says -----------------------------------------------------------------------
+
+    def told(self, fact: Fact) -> None:
+        """A record of the ledger or of the fleet was folded."""
+        match fact.record:
+            case Finished(worker=worker, epoch=epoch, code="worker_full"):
+                self._refused((worker, epoch), fact.timestamp_ms)
+            case Finished(worker=worker):
+                self._wake_one(worker)
+            case Started(worker=worker, epoch=epoch):
+                limit = self._limits.get((worker, epoch))
+                if limit is not None:
+                    limit.runs = max(limit.runs, self._load.burdens.of(worker, epoch).runs)
+            case WorkerCard(model=model) | ModelCard(name=model):
+                self._models[model] = None
+                while len(self._models) > REMEMBERED:
+                    del self._models[next(iter(self._models))]
+
+    def _refused(self, key: tuple[str, int], at_ms: int) -> None:
+        runs, before = self._load.burdens.of(*key).runs, self._limits.get(key)
+        self._limits[key] = _Limit(min(runs, before.runs) if before else runs, at_ms)
