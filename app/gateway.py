@@ -27,6 +27,7 @@ from app.http.server import Server
 from app.http.streams import Streams
 from app.lifetime import Lifetime, serve
 from app.preprocess.artifacts import Artifacts
+from app.preprocess.loader import Loader
 from app.preprocess.pool import Pool, Threads
 from app.routing.fleet import Fleet
 from app.settings import Settings
@@ -64,7 +65,7 @@ class Gateway:
         self._threads = Threads()
         pool = pool or self._threads
         artifacts = Artifacts(log, life.clock, pool, settings.cache_dir / "artifacts")
-        self._library = Library(served, artifacts, pool, life)
+        self._library = Library(served, Loader(artifacts, pool, life))
         self._streams = Streams(log, settings, life, rng)
         self._health = Health(log, self._streams, self._registry, life)
         self._metrics = Metrics()

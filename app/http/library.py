@@ -1,14 +1,11 @@
-"""The models that requests can be made for, with their tokenizers and templates at hand.
+"""The models that requests over HTTP can be made for, with their tokenizers and templates at hand.
 
-A model is loaded when it appears in the registry, in the background, so that its first request need
-not wait; one whose files cannot be used is tried again later. Which models there are is
-`app/http/served.py`'s to say, what is done with one is `app/preprocess/loaded.py`'s.
+Which models there are is `app/http/served.py`'s to say, how one is
+loaded `app/preprocess/loader.py`'s; here the two meet, and what can go wrong gets its status.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from http import HTTPStatus
 
 from msgspec.structs import replace
@@ -16,53 +13,22 @@ from msgspec.structs import replace
 from app.http.answers import Kind
 from app.http.errors import RETRY_AFTER_S, ApiError, invalid, of_error
 from app.http.served import Served, ServedModel
-from app.lifetime import Lifetime
-from app.preprocess import loaded
-from app.preprocess.artifacts import Artifacts
 from app.preprocess.byte_model import ByteModel, Model
-from app.preprocess.errors import BadModel
-from app.preprocess.loaded import LoadedModel
-from app.preprocess.pool import Pool
+from app.preprocess.loader import Loader
 from streams.errors import StreamError
 from streams.records import ModelCard
-
-log = logging.getLogger(__name__)
-
-WAIT_S = 30.0
-"""How long a request waits for a model that is being loaded. The largest tokenizers take 4 s."""
-RETRY_S = 10.0
-"""After so long a model that could not be loaded is tried again."""
-KEPT = 8
-"""Loaded models that may be more than are served: their workers may only be restarting. A large
-tokenizer takes 100 MB."""
-
-
-class Failed(Exception):
-    """A model could not be loaded, at this point of the clock; the cause says why."""
-
-    def __init__(self, at: float) -> None:
-        super().__init__("it could not be loaded")
-        self.at = at
 
 
 class Library:
     """The models of one gateway."""
 
-    def __init__(self, served: Served, artifacts: Artifacts, pool: Pool, life: Lifetime) -> None:
+    def __init__(self, served: Served, loader: Loader) -> None:
         self._served = served
-        self._artifacts = artifacts
-        self._pool = pool
-        self._life = life
-        self._loads: dict[str, asyncio.Task[LoadedModel | Failed]] = {}
+        self._loader = loader
 
     def refresh(self) -> None:
         """Begin to load what is served and new; forget what is not served any more."""
-        wanted = {_key(card): card for m in self._served.models() if (card := _files(m))}
-        for card in wanted.values():
-            self._load(card)
-        spare = [key for key, load in self._loads.items() if key not in wanted and load.done()]
-        for key in spare[: max(0, len(spare) - KEPT)]:
-            del self._loads[key]
+        self._loader.keep(card for m in self._served.models() if (card := _files(m)))
 
     async def model(self, kind: Kind, name: str) -> Model:
         """The model of a request. Raises ApiError, BadModel."""
@@ -76,8 +42,7 @@ class Library:
         if card is None:
             return ByteModel(served.name, served.context_length)
         try:
-            async with asyncio.timeout(WAIT_S):
-                model = await asyncio.shield(self._load(card))
+            return await self._loader.model(card)
         except TimeoutError:
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
@@ -86,39 +51,8 @@ class Library:
                 param="model",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
-        if not isinstance(model, Failed):
-            return model
-        if isinstance(model.__cause__, StreamError):
-            raise of_error(model.__cause__)
-        raise BadModel(f"{name}: {model}")
-
-    def _load(self, card: ModelCard) -> asyncio.Task[LoadedModel | Failed]:
-        """The load of a model: under way, done, or begun now."""
-        load = self._loads.get(_key(card))
-        if load is not None and load.done():
-            model = load.result()
-            if isinstance(model, Failed) and self._life.clock.now() - model.at >= RETRY_S:
-                load = None
-        if load is None:
-            load = self._life.spawn(f"load {card.name}", self._loaded(card))
-            self._loads[_key(card)] = load
-        return load
-
-    async def _loaded(self, card: ModelCard) -> LoadedModel | Failed:
-        try:
-            model = await loaded.load(card, self._artifacts, self._pool, self._life.clock)
-        except Exception as e:
-            log.exception("model %s cannot be used", card.name)
-            failed = Failed(self._life.clock.now())
-            failed.__cause__ = e
-            return failed
-        log.info("model %s is loaded", card.name)
-        return model
-
-
-def _key(card: ModelCard) -> str:
-    """Equal checksums, equal models, whatever their names."""
-    return card.checksum or card.name
+        except StreamError as e:
+            raise of_error(e) from e
 
 
 def _files(served: ServedModel) -> ModelCard | None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.http.library import KEPT, RETRY_S
 from app.preprocess.artifacts import Artifacts
 from app.preprocess.loaded import publish
+from app.preprocess.loader import KEPT, RETRY_S
 from app.preprocess.modelfolder import DEMO
 from app.preprocess.pool import Inline
 from app.preprocess.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ async def test_a_model_is_loaded_before_its_first_request(world: World) -> None:
     house = await House.open(world)
     await publish_model(world)
     await house.listed()
-    (load,) = house.gateway._library._loads.values()
+    (load,) = house.gateway._library._loader._loads.values()
     await world.until(load.done)
     world.faults.unanswered.add("offsets")  # its files could not be read any more
     house.chat()
@@ -65,7 +65,7 @@ async def test_a_model_that_was_there_before_the_gateway_is_loaded(world: World)
     first = await House.open(world)
     await first.listed()
     house = await House.open(world, "g2")
-    assert len(house.gateway._library._loads) == 1
+    assert len(house.gateway._library._loader._loads) == 1
     assert (await house.ask("GET", "/v1/models").done()).json["data"][0]["id"] == "demo"
 
 
@@ -148,4 +148,4 @@ async def test_models_that_are_not_served_any_more_are_let_go(world: World) -> N
         tombstone = Tombstone(key=f"worker/w{number}", epoch=epoch)
         world.append(REGISTRY, 0, tombstone, key=f"worker/w{number}")
     await world.sleep(1)
-    assert len(house.gateway._library._loads) == KEPT
+    assert len(house.gateway._library._loader._loads) == KEPT
