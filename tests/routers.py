@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from app.lifetime import Lifetime
 from app.router import Router
 from app.settings import Settings
+from streams.clock import Clock
 from streams.codecs import AnyRecord, decode, pack_tokens
 from streams.records import (
     Assignment,
@@ -122,9 +123,10 @@ def chunk(index: int, *tokens: int, attempt: int = 0, seq: int = 0, **over: Any)
     return Chunk(id="a", attempt=attempt, run="1", seq=seq, index=index, token_ids=tokens, **over)
 
 
-async def route(world: World, name: str = "r1", **over: Any) -> Router:
+async def route(world: World, name: str = "r1", clock: Clock | None = None, **over: Any) -> Router:
+    """A router that has started."""
     settings = Settings(_env_file=None, **({"router_id": name, "worker_id": "-"} | over))
-    life = Lifetime(name, world.clock, random.Random(name))
+    life = Lifetime(name, clock or world.clock, random.Random(name))
     router = Router(await world.connect(name), settings, life)
     await router.start()
     return router

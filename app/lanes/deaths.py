@@ -2,16 +2,23 @@
 
 Silence alone proves nothing: this router may be behind, or the broker may be down. So before it
 writes `Lost`, the watch sends a probe of its own through the worker's partition of kv-events and
-reads up to it; while probes fail, nobody is blamed, and silence counts from when they work again.
+reads up to it. The verdict is then a matter of that partition's own times: how long before the
+probe the worker's last heartbeat was appended. While probes into a partition fail, nobody in it is
+blamed, and silence counts from when they go through again. Partitions are examined independently:
+one that has no leader protects its own workers and nobody else's.
+
 All routers watch; several Lost for one epoch are as good as one.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from app.lanes.context import RouterContext
-from streams.errors import StreamError
+from streams.errors import AppendFailed, StreamError
+from streams.ports import Appended, Partition
 from streams.records import Lost, Probe, Tombstone
 from streams.topics import ASSIGNMENTS, KV_EVENTS, REGISTRY
 
@@ -24,21 +31,34 @@ FEW = 4
 """With fewer workers than this, "a third of them at once" says nothing."""
 
 
+BURIED_AFTER = 3
+"""Time-outs after which any router removes the card of a lost worker. Whoever declared it lost
+does so at once, unless it dies in between."""
+
+
 class DeathWatch:
     """Watches the workers of a fleet. `run` must be running."""
 
     def __init__(self, context: RouterContext) -> None:
         self._context = context
-        self._broker_works_since_ms = 0
+        self._works_since_ms: dict[Partition, int] = {}
+        """Append time from which on silence counts in a partition, where probes have failed."""
+        self._began_ms = 0
+        self._under_way: set[object] = set()
+        """Partitions under examination, and lost epochs whose cards are being removed."""
 
     async def run(self) -> None:
         """Look at every living worker once a heartbeat, until cancelled."""
         s = self._context
         await s.fleet_follower.wait_caught_up()
-        self._broker_works_since_ms = s.broker_clock.now_ms()
+        # What time it is for the broker: nobody could be heard while it did not work.
+        began = await s.outbox.persist(KV_EVENTS, s.name, Probe(by=s.name))
+        self._began_ms = began.timestamp_ms
         while True:
-            for worker, epoch in self._suspects():
-                await self._examine(worker, epoch)
+            for events in {s.events_of(worker) for worker, _ in self._suspects()}:
+                self._begin(events, self._examine(events))
+            for worker, epoch in self._unburied():
+                self._begin((worker, epoch), self._bury(worker, epoch))
             await s.life.clock.sleep(s.settings.heartbeat_s)
 
     async def tell_again(self, worker: str, epoch: int) -> None:
@@ -50,48 +70,97 @@ class DeathWatch:
         except StreamError as e:  # its next heartbeat brings us back here
             log.warning("could not tell %s that it is lost: %s", worker, e)
 
+    def _begin(self, what: object, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that may take long, once at a time."""
+        if what in self._under_way:
+            work.close()
+            return
+        self._under_way.add(what)
+        task = self._context.life.spawn("death watch", work)
+        task.add_done_callback(lambda _: self._under_way.discard(what))
+
+    # --- who is silent ---------------------------------------------------------------------------
+
     def _suspects(self) -> list[tuple[str, int]]:
-        """Workers that have been silent too long, as far as this router has read.
+        """Workers that have been silent too long, as far as this router has read and can tell."""
+        patience_ms, now_ms = self._patience_ms(), self._context.broker_clock.now_ms()
+        return [
+            (worker, member.epoch)
+            for worker, member in self._context.fleet.living()
+            if self._silent_ms(worker, now_ms) > patience_ms
+        ]
+
+    def _patience_ms(self) -> int:
+        """How long anybody may be silent now.
 
         When more than a third of them fall silent at once, or the only one, it is more likely us or
         the network: they get twice the time, and no longer.
         """
         s = self._context
-        living = [(worker, member.epoch) for worker, member in s.fleet.living()]
-        silent = [x for x in living if self._silent_ms(x[0]) > s.worker_timeout_ms]
-        crowd = len(living) >= FEW and len(silent) * 3 > len(living)
-        if crowd or len(living) == 1:
-            silent = [x for x in silent if self._silent_ms(x[0]) > 2 * s.worker_timeout_ms]
-        return silent
+        now_ms, timeout_ms = s.broker_clock.now_ms(), s.worker_timeout_ms
+        living = [worker for worker, _ in s.fleet.living()]
+        silent = sum(self._silent_ms(worker, now_ms) > timeout_ms for worker in living)
+        crowd = len(living) >= FEW and silent * 3 > len(living)
+        return 2 * timeout_ms if crowd or len(living) == 1 else timeout_ms
 
-    def _silent_ms(self, worker: str) -> int:
-        since_ms = max(self._context.fleet.heard_ms(worker), self._broker_works_since_ms)
-        return self._context.broker_clock.now_ms() - since_ms
-
-    async def _examine(self, worker: str, epoch: int) -> None:
+    def _silent_ms(self, worker: str, at_ms: int) -> int:
         s = self._context
-        events = s.events_of(worker)
-        asked_at = s.life.clock.now()
-        try:
-            probe = await s.outbox.send(KV_EVENTS, worker, Probe(by=s.name), events.partition)
-        except StreamError as e:
-            log.warning("%s is silent, but so is the broker: %s", worker, e)
-            self._broker_works_since_ms = s.broker_clock.now_ms()
-            return
-        if s.life.clock.now() - asked_at > PROBE_SLOW_S:
-            self._broker_works_since_ms = s.broker_clock.now_ms()
+        since_ms = self._works_since_ms.get(s.events_of(worker), self._began_ms)
+        return at_ms - max(s.fleet.heard_ms(worker), since_ms)
+
+    def _unburied(self) -> list[tuple[str, int]]:
+        """Lost epochs whose cards are still there long after the last sign of them."""
+        s = self._context
+        before_ms = s.broker_clock.now_ms() - BURIED_AFTER * s.worker_timeout_ms
+        return [
+            (worker, member.epoch)
+            for worker, member in s.fleet.members.items()
+            if s.fleet.is_lost(worker, member.epoch) and s.fleet.heard_ms(worker) < before_ms
+        ]
+
+    # --- what becomes of them --------------------------------------------------------------------
+
+    async def _examine(self, events: Partition) -> None:
+        """Give a verdict on all suspects of one partition, by one probe into it."""
+        s = self._context
+        probe = await self._probe(events)
+        if probe is None:
             return
         await s.fleet_follower.wait_for(events, probe.offset + 1)
-        if (worker, epoch) in self._suspects():
-            await self._declare(worker, epoch)
+        patience_ms = self._patience_ms()
+        for worker, member in list(s.fleet.living()):
+            silent_ms = self._silent_ms(worker, probe.timestamp_ms)
+            if s.events_of(worker) == events and silent_ms > patience_ms:
+                await self._declare(worker, member.epoch, silent_ms)
 
-    async def _declare(self, worker: str, epoch: int) -> None:
+    async def _probe(self, events: Partition) -> Appended | None:
+        """Send a probe; None when the partition did not take it as quickly as it should."""
+        s = self._context
+        asked_at = s.life.clock.now()
+        try:
+            probe = await s.outbox.send(KV_EVENTS, s.name, Probe(by=s.name), events.partition)
+        except AppendFailed as e:
+            log.warning("workers of %s[%d] are silent, but so is the broker: %s", *events, e)
+            self._works_since_ms[events] = s.broker_clock.now_ms()
+            return None
+        if s.life.clock.now() - asked_at > PROBE_SLOW_S:
+            self._works_since_ms[events] = probe.timestamp_ms
+            return None
+        return probe
+
+    async def _declare(self, worker: str, epoch: int, silent_ms: int = 0) -> None:
         """Write the death to kv-events, where folds see it, then to the worker's slot and card."""
         s = self._context
-        silent_ms = self._silent_ms(worker)
         log.warning("worker %s (epoch %d) is lost: silent for %d ms", worker, epoch, silent_ms)
         lost = Lost(worker=worker, epoch=epoch, by=s.name, silent_ms=silent_ms)
         await s.outbox.persist(KV_EVENTS, worker, lost)
-        await s.outbox.persist(ASSIGNMENTS, worker, lost)
+        # Its slot is a partition of another topic: that one may be the next that does not work.
+        self._begin(lost, self._tell(lost))
+        self._begin((worker, epoch), self._bury(worker, epoch))
+
+    async def _tell(self, lost: Lost) -> None:
+        await self._context.outbox.persist(ASSIGNMENTS, lost.worker, lost)
+
+    async def _bury(self, worker: str, epoch: int) -> None:
         key = f"worker/{worker}"
-        await s.outbox.persist(REGISTRY, key, Tombstone(key=key, epoch=epoch))
+        await self._context.outbox.persist(REGISTRY, key, Tombstone(key=key, epoch=epoch))

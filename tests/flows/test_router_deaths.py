@@ -2,11 +2,79 @@
 
 from __future__ import annotations
 
-from streams.records import (
-    Lost,
-)
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from app.router import Router
+from streams.codecs import decode
+from streams.errors import AppendFailed
+from streams.records import Lost, Probe, Tombstone
+from streams.topics import KV_EVENTS, REGISTRY, partition_of
 from tests.routers import Hand, route, some
 from tests.worlds import World, in_world
+
+
+def partition(world: World, name: str) -> int:
+    return partition_of(name.encode(), world.broker.partitions[KV_EVENTS])
+
+
+def names(world: World, wanted: Callable[[int], bool], how_many: int) -> list[str]:
+    """Names of workers whose heartbeats lie on partitions like this."""
+    found = (name for n in count() if wanted(partition(world, name := f"w{n}")))
+    return [next(found) for _ in range(how_many)]
+
+
+def deaths(world: World) -> list[str]:
+    """Who was declared lost, by name, in the order of kv-events' partitions."""
+    events = map(decode, world.everywhere(KV_EVENTS))
+    return [r.worker for r in events if isinstance(r, Lost)]
+
+
+def probes(world: World, number: int) -> int:
+    return sum(isinstance(decode(r), Probe) for r in world.records(KV_EVENTS, number))
+
+
+def tombstones(world: World) -> list[Tombstone]:
+    cards = map(decode, world.records(REGISTRY, 0))
+    return [r for r in cards if isinstance(r, Tombstone)]
+
+
+def without(router: Router, number: int, refuse: Callable[[], Any]) -> None:
+    """Probes do not get through to one partition of kv-events."""
+    send = router._context.outbox.send
+
+    async def some_are_sent(topic: str, key: str, record: Any, partition: Any = None) -> Any:
+        if topic == KV_EVENTS and partition == number:
+            await refuse()
+        return await send(topic, key, record, partition)
+
+    router._context.outbox.send = some_are_sent  # type: ignore[method-assign]
+
+
+class Fast:
+    """A clock that goes twice as fast as the broker's."""
+
+    def __init__(self, world: World) -> None:
+        self._clock = world.clock
+
+    def now(self) -> float:
+        return 2 * self._clock.now()
+
+    def wall_ms(self) -> int:
+        return self._clock.wall_ms()
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds / 2)
+
+
+async def fails() -> None:
+    raise AppendFailed("no leader")
+
+
+async def hangs() -> None:
+    await asyncio.get_running_loop().create_future()
 
 
 @in_world
@@ -31,3 +99,87 @@ async def test_an_outage_of_the_broker_kills_nobody(world: World) -> None:
     worker.beating = world.spawn(worker._beat())
     await world.sleep(20)
     assert worker.told(Lost) == []
+
+
+@in_world
+async def test_a_partition_without_leader_protects_only_its_own_workers(world: World) -> None:
+    bad = partition(world, "w0")
+    dead_too, *living = names(world, lambda p: p != bad, 8)
+    hands = [Hand(world, name) for name in ("w0", dead_too, *living)]
+    router = await route(world)
+    without(router, bad, fails)
+    await world.sleep(2)
+    hands[0].beating.cancel()
+    hands[1].beating.cancel()
+    await world.until(lambda: deaths(world) == [dead_too], within_s=10)
+    await world.sleep(20)
+    assert deaths(world) == [dead_too]
+
+
+@in_world
+async def test_a_probe_that_hangs_delays_no_verdict_elsewhere(world: World) -> None:
+    bad = partition(world, "w0")
+    dead_too, *living = names(world, lambda p: p != bad, 8)
+    hands = [Hand(world, name) for name in ("w0", dead_too, *living)]
+    router = await route(world)
+    without(router, bad, hangs)
+    await world.sleep(2)
+    hands[0].beating.cancel()
+    hands[1].beating.cancel()
+    await world.until(lambda: deaths(world) == [dead_too], within_s=10)
+
+
+@in_world
+async def test_workers_of_one_partition_are_examined_with_one_probe(world: World) -> None:
+    here = partition(world, "w0")
+    hands = [Hand(world, name) for name in names(world, lambda p: p == here, 2)]
+    hands += [Hand(world, name) for name in names(world, lambda p: p != here, 6)]
+    await route(world)
+    await world.sleep(2)
+    before = probes(world, here)
+    for hand in hands[:2]:
+        hand.beating.cancel()
+    await world.until(lambda: len(deaths(world)) == 2)
+    assert probes(world, here) - before == 1
+
+
+@in_world
+async def test_silence_is_measured_in_the_log_and_not_by_a_clock_that_is_fast(
+    world: World,
+) -> None:
+    workers = [Hand(world, f"w{n}") for n in range(2)]
+    await route(world, clock=Fast(world))
+    for worker in workers:
+        worker.beating.cancel()
+    for _ in range(20):
+        await world.sleep(3)  # for this router they are silent for 6 seconds
+        for worker in workers:
+            worker.beat()
+    assert deaths(world) == []
+
+
+@in_world
+async def test_a_worker_that_was_silent_before_the_router_came_gets_time(world: World) -> None:
+    workers = [Hand(world, f"w{n}") for n in range(2)]
+    await world.sleep(1)
+    for worker in workers:
+        worker.beating.cancel()
+    await world.sleep(60)  # as after an outage of everything
+    await route(world)
+    await world.sleep(3)
+    assert deaths(world) == []
+    await world.until(lambda: len(deaths(world)) == 2, within_s=10)
+
+
+@in_world
+async def test_the_card_of_a_lost_worker_is_removed_by_whoever_lives(world: World) -> None:
+    """The router that declared it lost died before it wrote the tombstone."""
+    worker = Hand(world)
+    Hand(world, "w2")
+    await route(world)
+    worker.beating.cancel()
+    lost = Lost(worker=worker.name, epoch=worker.epoch, by="r0")
+    world.append(KV_EVENTS, partition(world, worker.name), lost, key=worker.name)
+    await world.until(lambda: bool(tombstones(world)), within_s=30)
+    await world.sleep(10)
+    assert tombstones(world) == [Tombstone(key="worker/w1", epoch=worker.epoch)]
