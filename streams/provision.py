@@ -105,15 +105,27 @@ async def describe(
 async def check_partitions(log: Log, lanes: int) -> None:
     """Make sure that this process and the deployment mean the same topics; asked at every start.
 
-    Raises TopicsDiffer, which says what to do, and BrokerUnavailable.
+    The Deployment record counts where there is one, else the table. Raises TopicsDiffer, which
+    says what to do, and BrokerUnavailable.
     """
-    for name, expected in expected_partitions(lanes).items():
-        _check_count(name, await log.partitions(name), expected)
-    if (made := await deployment(log)) is not None and made.lanes != lanes:
-        raise TopicsDiffer(
-            f"this deployment was created with {made.lanes} lanes, this process expects {lanes}: "
-            f"set KVLANE_LANES={made.lanes}"
-        )
+    expected = expected_partitions(lanes)
+    found = {name: await log.partitions(name) for name in expected}
+    if (made := await deployment(log)) is not None:
+        if made.lanes != lanes:
+            raise TopicsDiffer(
+                f"this deployment was created with {made.lanes} lanes, this process expects "
+                f"{lanes}: set KVLANE_LANES={made.lanes}"
+            )
+        for name, count in made.partitions.items():
+            if found.get(name, count) != count:
+                raise TopicsDiffer(
+                    f"topic {name} has {found[name]} partitions and was created with {count}: keys "
+                    "lie elsewhere now, so its records are not found. Delete the topics and create "
+                    "them anew, or use another prefix (KVLANE_TOPIC_PREFIX)"
+                )
+        expected |= made.partitions
+    for name, count in found.items():
+        _check_count(name, count, expected[name])
 
 
 async def deployment(log: Log) -> Deployment | None:

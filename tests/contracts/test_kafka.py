@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from streams import provision
@@ -231,6 +231,26 @@ class TestTopics:
             await create(empty, lanes=LANES, replication=99, min_insync=1)
 
     async def test_created_deployment_passes_the_check(self, full: KafkaLog) -> None:
+        await check_partitions(full, LANES)
+
+    async def test_partitions_that_were_added_to_a_topic_are_told(
+        self, full: KafkaLog, admin: AIOKafkaAdminClient
+    ) -> None:
+        await admin.create_partitions({full.prefix + REQUESTS: NewPartitions(LANES + 1)})
+        await until_described(full, lambda states: states[REQUESTS].partitions == LANES + 1)
+        later = KafkaLog(full.connection, full.prefix)
+        await later.start()
+        try:
+            with pytest.raises(TopicsDiffer, match="was created with"):
+                await check_partitions(later, LANES)
+        finally:
+            await later.close()
+
+    async def test_topics_of_an_older_table_pass_the_check(
+        self, full: KafkaLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        wider = tuple(t if t.name != PROMPTS else t._replace(partitions=4) for t in TOPICS)
+        monkeypatch.setattr(provision, "TOPICS", wider)
         await check_partitions(full, LANES)
 
     async def test_deployment_is_on_record(self, full: KafkaLog) -> None:
