@@ -27,6 +27,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from streams.connection import Connection, SaslMechanism, SecurityProtocol
 from streams.ids import Seal
+from streams.topics import BY_NAME, RESPONSES
 
 if TYPE_CHECKING:
     from indexer.keys import KeySecret
@@ -35,6 +36,9 @@ PREFIX = "KVLANE_"
 _MASK = "********"
 _SECRETS = ("sasl_password", "ssl_keypassword", "hash_secret", "stream_secret")
 """Each has a twin NAME_file."""
+_LONGEST_LIFETIME_S = (BY_NAME[RESPONSES].retention_ms or 0) / 2000
+"""Below half the retention of the answers, what a reader was shown of a request is still there when
+the request changes hands at its end."""
 
 
 class SettingsError(ValueError):
@@ -313,6 +317,11 @@ class Settings(BaseSettings):
             yield _exceeds(self, "deadline_s", "max_lifetime_s")
         if self.max_lifetime_s > self.dedup_window_s:
             yield _exceeds(self, "max_lifetime_s", "dedup_window_s")
+        if self.max_lifetime_s >= _LONGEST_LIFETIME_S:
+            yield (
+                f"KVLANE_MAX_LIFETIME_S={self.max_lifetime_s:g} is not less than half the "
+                f"retention of the responses: it must be below {_LONGEST_LIFETIME_S:g}"
+            )
         if 2 * self.heartbeat_s > self.worker_timeout_s:
             yield (
                 f"KVLANE_WORKER_TIMEOUT_S={self.worker_timeout_s:g} is less than two heartbeats: "

@@ -131,6 +131,8 @@ TOPICS: tuple[Topic, ...] = (
     ),
 )  # fmt: skip
 
+BY_NAME = {topic.name: topic for topic in TOPICS}
+
 
 def partition_of(key: bytes, partitions: int) -> int:
     """The partition of a key: murmur2 with the sign bit cleared, as the Java client does it."""
