@@ -2,8 +2,8 @@
 
 Every background task of a process is spawned here. One that ends with an error ends the process
 (crash-only: an orchestrator starts it again, and the log has everything it needs to know); none
-can die unseen. `serve` turns a process into the FastStream application that `faststream run`
-starts.
+can die unseen. `live` is the order of a life, `serve` makes of a process the FastStream application
+that `faststream run` starts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from streams.clock import Clock, SystemClock
+from streams.errors import StreamError
 from streams.ports import Log
 
 if TYPE_CHECKING:
     from faststream import FastStream
-    from faststream.kafka import KafkaBroker
 
     from app.settings import Settings
 
@@ -51,7 +51,11 @@ class Lifetime:
         """End the process with this error; only the first one counts."""
         future = self._failed()
         if not future.done():
-            log.error("%s fails: %r", self.name, error, exc_info=error)
+            if isinstance(error, StreamError):  # its class says what the operator must do
+                advice = " ".join((type(error).__doc__ or "").split())
+                log.error("%s fails: %r: %s", self.name, error, advice)
+            else:
+                log.error("%s fails: %r", self.name, error, exc_info=error)
             future.set_result(error)
 
     async def failure(self) -> BaseException:
@@ -98,67 +102,93 @@ class Process(Protocol):
         """End in good order, within the grace of the settings. Called at most once, after start."""
 
 
-P = TypeVar("P", bound=Process)
+async def live(
+    life: Lifetime,
+    start: Callable[[], Coroutine[Any, Any, None]],
+    stop: Callable[[], Coroutine[Any, Any, None]],
+    asked: asyncio.Event,
+) -> None:
+    """The whole life of a process: start, go on until `asked` is set or something fails, stop.
+
+    An error in any task ends it at once, in the middle of the start or the stop too; being asked
+    breaks a start off. `stop` is called only for what has started. No task is left when this
+    returns. Raises the error.
+    """
+    failing = asyncio.ensure_future(life.failure())
+    halt = (failing, asyncio.ensure_future(asked.wait()))
+    log.info("%s starts", life.name)
+    try:
+        starting = life.spawn("start", start())
+        await asyncio.wait((starting, *halt), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and not starting.cancelled() and life.failed is None:
+            log.info("%s is ready", life.name)
+            await asyncio.wait(halt, return_when=asyncio.FIRST_COMPLETED)
+            if life.failed is None:
+                log.info("%s stops", life.name)
+                stopping = life.spawn("stop", stop())
+                await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in halt:
+            task.cancel()
+        await life.end()
+    if life.failed is not None:
+        raise life.failed
 
 
-def serve(
-    name: str,
-    build: Callable[[Log, Settings, Lifetime], P],
-    subscribe: Callable[[P, KafkaBroker], None] | None = None,
-) -> FastStream:
+def serve(name: str, build: Callable[[Log, Settings, Lifetime], Process]) -> FastStream:
     """The FastStream application of one process, configured from the environment.
 
-    Kafka is reached with the settings' connection; SIGTERM and SIGINT stop the process in good
-    order; a failed task stops it with an error, so that `faststream run` exits with a code ≠ 0.
-    A process with FastStream subscribers adds them to the broker in `subscribe`, before it starts.
+    SIGTERM and SIGINT stop the process in good order, or break its start off; an error ends it
+    with a code ≠ 0. FastStream runs the process and describes the public topics; whatever the
+    process reads and writes goes through its own connection to Kafka.
     """
     from faststream import FastStream
-    from faststream.kafka import KafkaBroker
 
     from app.logs import configure
     from app.settings import Settings
+    from streams.asyncapi import DOCUMENT, public_topics
     from streams.kafka.log import KafkaLog
+    from streams.provision import check_partitions
 
     settings = Settings()
     configure(settings)
     connection = settings.connection(name)
 
-    @asynccontextmanager
-    async def lifespan() -> AsyncIterator[None]:
+    async def whole_life(asked: asyncio.Event) -> None:
         life = Lifetime(name)
         kafka = KafkaLog(connection, prefix=settings.topic_prefix)
         process = build(kafka, settings, life)
-        if subscribe is not None:
-            subscribe(process, broker)
-        try:
+
+        async def start() -> None:
             await kafka.start()
+            await check_partitions(kafka, settings.lanes)
             await process.start()
             gc.collect()
             gc.freeze()  # else a collection walks all modules now and then: 50 ms without the loop
-            watch = asyncio.create_task(_exit_on_failure(life, app), name=f"{name}/watch")
-            try:
-                yield
-            finally:
-                watch.cancel()
-                if life.failed is None:
-                    await process.stop()
+
+        try:
+            await live(life, start, process.stop, asked)
         finally:
-            await life.end()
             await kafka.close()
-        if life.failed is not None:
-            raise life.failed
 
-    options: dict[str, Any] = connection.faststream_options()
-    broker = KafkaBroker(
-        **options,
-        allow_auto_create_topics=False,  # it would make them with one partition
-        apply_types=False,
-        log_level=logging.DEBUG,  # the default writes two lines a record
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[None]:
+        asked = asyncio.Event()
+        living = asyncio.create_task(whole_life(asked), name=name)
+        living.add_done_callback(lambda _: app.exit())
+        try:
+            yield
+        finally:
+            asked.set()
+            try:
+                await living
+            except StreamError as e:  # it was logged, and says what to do
+                raise SystemExit(1) from e
+
+    app = FastStream(
+        public_topics(connection.servers, settings.topic_prefix),
+        lifespan=lifespan,
+        specification=DOCUMENT,
+        logger=None,  # it would tell of a start that has only begun
     )
-    app = FastStream(broker, lifespan=lifespan)
     return app
-
-
-async def _exit_on_failure(life: Lifetime, app: FastStream) -> None:
-    await life.failure()
-    app.exit()

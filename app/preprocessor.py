@@ -30,7 +30,6 @@ from streams.topics import PROMPTS, REGISTRY, REQUESTS, lane_of
 
 if TYPE_CHECKING:
     from faststream import FastStream
-    from faststream.kafka import KafkaBroker, KafkaMessage
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +37,10 @@ GROUP = "preprocessor"
 POLL_S = 1.0
 BATCH = 200
 """Prompts handled together: the most that is read again after a crash."""
-EMPTY_POLL_MS = 10
-"""FastStream sleeps this long after an empty poll: what an idle system adds to a prompt."""
 
 
 class Preprocessor:
-    """One preprocessor; any number of them share the prompts.
-
-    Reads as a member of its group, unless `subscribe` has made FastStream read for it.
-    """
+    """One preprocessor; any number of them share the prompts."""
 
     def __init__(self, log: Log, settings: Settings, life: Lifetime) -> None:
         self._log = log
@@ -55,7 +49,6 @@ class Preprocessor:
         self._outbox = Outbox(log, life.clock)
         self._letters = DeadLetters(self._outbox, keep_prompts=settings.keep_prompts)
         self._models = Models()
-        self._subscribed = False
         self._reading: asyncio.Task[Any] | None = None
         self._owned: set[int] = set()
         self._done: dict[int, int] = {}
@@ -68,37 +61,13 @@ class Preprocessor:
         known = asyncio.Event()
         self._life.spawn("registry", self._follow_registry(end, known))
         await known.wait()
-        if not self._subscribed:
-            self._reading = self._life.spawn("prompts", self._read_as_member())
+        self._reading = self._life.spawn("prompts", self._read())
 
     async def stop(self) -> None:
         """Stop reading; what was not committed is read again by another preprocessor."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
-
-    def subscribe(self, broker: KafkaBroker) -> None:
-        """Let FastStream read the prompts; to be called before either is started."""
-        from faststream import AckPolicy
-
-        self._subscribed = True
-
-        async def as_it_came(message: KafkaMessage) -> KafkaMessage:
-            return message
-
-        subscriber = broker.subscriber(
-            f"{self._settings.topic_prefix}{PROMPTS}",
-            group_id=f"{self._settings.topic_prefix}{GROUP}",
-            auto_offset_reset="earliest",
-            session_timeout_ms=self._settings.session_timeout_ms,
-            batch=True,
-            max_records=BATCH,
-            batch_timeout_ms=EMPTY_POLL_MS,
-            ack_policy=AckPolicy.MANUAL,
-            decoder=as_it_came,
-            no_reply=True,
-        )
-        subscriber(self._on_batch)
 
     async def handle(self, records: Iterable[Record]) -> None:
         """Publish what these prompts ask for; returns when all of it is acknowledged.
@@ -127,20 +96,6 @@ class Preprocessor:
                 refusal = Refused(id=record.id, code="too_large", message=str(e))
                 await self._outbox.persist(REQUESTS, record.id, refusal, lane)
 
-    async def _on_batch(self, message: KafkaMessage) -> None:
-        """FastStream logs an error of its handlers and reads on, and a later acknowledgement would
-        cover what failed. So a failure ends the process, and nothing is acknowledged after it."""
-        if self._life.failed is not None:
-            return
-        try:
-            await self.handle(message.raw_message)
-        except Exception as e:
-            self._life.fail(e)
-            raise
-        await message.ack()
-
-    # --- without FastStream: the log in memory, and everything in one process --------------------
-
     def assigned(self, starts: Mapping[int, int]) -> None:
         """Partitions of `prompts` are ours: they need no preparation."""
         self._owned |= starts.keys()
@@ -153,7 +108,7 @@ class Preprocessor:
         for partition in partitions:
             self._done.pop(partition, None)
 
-    async def _read_as_member(self) -> None:
+    async def _read(self) -> None:
         self._member = self._log.member(PROMPTS, GROUP, self)
         try:
             while True:
@@ -197,5 +152,5 @@ class Preprocessor:
 
 def __getattr__(name: str) -> FastStream:
     if name == "app":
-        return serve("preprocessor", Preprocessor, Preprocessor.subscribe)
+        return serve("preprocessor", Preprocessor)
     raise AttributeError(name)

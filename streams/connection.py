@@ -1,6 +1,6 @@
 """How to reach Kafka: addresses, TLS, SASL. One value for every client of a process.
 
-Owns the translation into the options of aiokafka and of FastStream. Opens no connection, and never
+Owns the translation into the options of aiokafka. Opens no connection, and never
 shows a secret: neither password is in `repr`.
 """
 
@@ -16,8 +16,6 @@ from aiokafka.helpers import create_ssl_context
 
 if TYPE_CHECKING:
     from ssl import SSLContext
-
-    from faststream.security import BaseSecurity
 
 SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
@@ -92,41 +90,6 @@ class Connection:
                 options["sasl_plain_username"] = self.sasl_username
                 options["sasl_plain_password"] = self.sasl_password
         return options
-
-    def faststream_options(self) -> dict[str, object]:
-        """The keyword arguments that make a FastStream `KafkaBroker` reach the same cluster.
-
-        More than `faststream_security`: FastStream takes the OAUTHBEARER token apart from its
-        security object, and several servers as a list only. Raises as `client_options` does.
-        """
-        options: dict[str, object] = {
-            "bootstrap_servers": self.servers,
-            "client_id": self.client_id,
-            "request_timeout_ms": self.request_timeout_ms,
-            "security": self.faststream_security(),
-        }
-        if self.uses_sasl and self.sasl_mechanism == "OAUTHBEARER":
-            options["sasl_oauth_token_provider"] = self._token_file()
-        return options
-
-    def faststream_security(self) -> BaseSecurity:
-        """TLS and SASL as FastStream's security object. Raises as `client_options` does."""
-        from faststream import security  # half a second, and only process files need it
-
-        context = self._ssl_context() if self.uses_tls else None
-        if not self.uses_sasl:
-            return security.BaseSecurity(ssl_context=context)
-        if self.sasl_mechanism == "OAUTHBEARER":
-            return security.SASLOAuthBearer(ssl_context=context)
-        with_password = {
-            "PLAIN": security.SASLPlaintext,
-            "SCRAM-SHA-256": security.SASLScram256,
-            "SCRAM-SHA-512": security.SASLScram512,
-        }
-        assert self.sasl_mechanism is not None, "SASL without a mechanism"
-        return with_password[self.sasl_mechanism](
-            self.sasl_username, self.sasl_password, ssl_context=context
-        )
 
     def _ssl_context(self) -> SSLContext:
         context: SSLContext = create_ssl_context(

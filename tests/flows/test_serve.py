@@ -1,0 +1,178 @@
+"""Processes as `faststream run` starts them: how they end while they start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from app.settings import Settings
+from streams import provision
+from streams.brokers.local import Broker
+from streams.clock import SystemClock
+from streams.kafka.log import KafkaLog
+from tests.leftovers import delete_topics
+
+LANES = 2
+ENDS_WITHIN_S = 10.0
+"""A process that is told to end must not wait for a broker."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+BROKEN = """
+import asyncio
+from app.lifetime import serve
+
+class Broken:
+    def __init__(self, log, settings, life):
+        self.life = life
+
+    async def start(self):
+        self.life.spawn("work", self.work())
+        print("START UNDER WAY", flush=True)
+        await asyncio.get_running_loop().create_future()
+
+    async def work(self):
+        {work}
+
+    async def stop(self):
+        print("STOPPED", flush=True)
+
+app = serve("broken", Broken)
+"""
+
+Run = Callable[..., "Process"]
+
+
+class Process:
+    """One process under `faststream run`."""
+
+    def __init__(self, app: str, folder: Path, environment: Mapping[str, str]) -> None:
+        self.output = folder / "output.log"
+        with self.output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "faststream", "run", app, "--app-dir", str(folder)],
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.getcwd(), **environment},
+            )  # fmt: skip
+
+    async def says(self, text: str) -> None:
+        async with asyncio.timeout(60):
+            while text not in self.text:
+                assert self._process.poll() is None, self.text
+                await SystemClock().sleep(0.05)
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self._process.send_signal(number)
+
+    async def code(self, within_s: float = ENDS_WITHIN_S) -> int:
+        return await asyncio.to_thread(self._process.wait, within_s)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    started: list[Process] = []
+
+    def start(app: str, **environment: str) -> Process:
+        started.append(Process(app, tmp_path, environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An address that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+async def deployment(kafka: Broker, topic_prefix: str) -> AsyncIterator[dict[str, str]]:
+    """What the environment says of a deployment with LANES lanes."""
+    settings = Settings(bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix)
+    log = KafkaLog(settings.connection("test"), prefix=topic_prefix)
+    await log.start()
+    await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+    await log.close()
+    yield {
+        "KVLANE_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+        "KVLANE_TOPIC_PREFIX": topic_prefix,
+        "KVLANE_LANES": str(LANES),
+    }
+    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+
+
+async def test_a_broker_that_is_not_there_is_an_error(run: Run) -> None:
+    process = run("app.router:app", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1")
+    assert await process.code(60) == 1
+    assert "KVLANE_BOOTSTRAP_SERVERS" in process.text
+    assert "Traceback" not in process.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_a_process_that_waits_for_a_broker(
+    run: Run, silent: str, number: signal.Signals
+) -> None:
+    process = run(
+        "app.router:app", KVLANE_BOOTSTRAP_SERVERS=silent, KVLANE_REQUEST_TIMEOUT_MS="60000"
+    )
+    await process.says("router starts")
+    process.terminate(number)
+    assert await process.code() == 0
+
+
+async def test_a_signal_ends_a_start_that_takes_its_time(
+    run: Run, deployment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN.format(work="pass"))
+    process = run("broken:app", **deployment)
+    await process.says("START UNDER WAY")
+    process.terminate()
+    assert await process.code() == 0
+    assert "STOPPED" not in process.text
+
+
+async def test_an_error_in_the_background_ends_a_start(
+    run: Run, deployment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN.format(work="raise ZeroDivisionError"))
+    process = run("broken:app", **deployment)
+    assert await process.code(60) == 1
+    assert "ZeroDivisionError" in process.text
+
+
+async def test_a_process_with_other_lanes_does_not_start(
+    run: Run, deployment: dict[str, str]
+) -> None:
+    process = run("app.preprocessor:app", **deployment | {"KVLANE_LANES": str(LANES + 1)})
+    assert await process.code(60) == 1
+    assert f"set KVLANE_LANES={LANES}" in process.text
+    assert "Traceback" not in process.text
+
+
+async def test_a_process_that_is_ready_stops_in_good_order(
+    run: Run, deployment: dict[str, str]
+) -> None:
+    process = run("app.router:app", **deployment)
+    await process.says("router is ready")
+    process.terminate()
+    assert await process.code() == 0
+    assert "router stops" in process.text

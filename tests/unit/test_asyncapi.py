@@ -1,0 +1,51 @@
+"""What is told to clients about the topics that they use."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from faststream import FastStream
+
+from streams.asyncapi import DOCUMENT, public_topics
+from streams.prompt import Prompt
+from streams.records import Chunk, End, Fence
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:faststream")
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    app = FastStream(public_topics(["kafka:9092"], "mine."), specification=DOCUMENT)
+    told: dict[str, Any] = json.loads(app.schema.to_specification().to_json())
+    return told
+
+
+def test_both_topics_are_told_by_the_names_that_the_broker_knows(document: dict[str, Any]) -> None:
+    addresses = {name: channel["address"] for name, channel in document["channels"].items()}
+    assert addresses == {"prompts": "mine.prompts", "responses": "mine.responses"}
+
+
+def test_a_prompt_is_told_field_by_field(document: dict[str, Any]) -> None:
+    told = document["components"]["schemas"]["Prompt"]
+    assert set(told["properties"]) == set(Prompt.model_fields)
+
+
+@pytest.mark.parametrize("record", [Chunk, Fence, End])
+def test_an_answer_is_told_field_by_field(
+    document: dict[str, Any], record: type[Chunk | Fence | End]
+) -> None:
+    kinds = document["components"]["schemas"]["responses:Message:Payload"]["anyOf"]
+    told = next(kind for kind in kinds if kind["title"] == record.__name__)
+    fields = {f.encode_name for f in msgspec.structs.fields(record)}
+    assert set(told["properties"]) == fields | {"t"}
+    assert told["properties"]["t"] == {"enum": [record.__name__]}
+    assert "$ref" not in json.dumps(told)
+
+
+async def test_the_description_opens_no_connection() -> None:
+    broker = public_topics(["127.0.0.1:1"], "mine.")
+    await broker.start()
+    await broker.stop()
