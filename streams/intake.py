@@ -6,8 +6,9 @@ claim, and the lane's owner says `done` when a record's effect is acknowledged. 
 is the low-water mark: the lowest offset that is not done. So after any crash or move, the next
 owner gets every record whose effect might be missing, and some whose effect stands already.
 
-Records that cannot be read, or are of no type that the topic's table names, go to dead-letters
-and are done when the letter is acknowledged; a lane never stops for one.
+Records that cannot be read, are of no type that the topic's table names, or are refused by the
+lane they lie in, go to dead-letters and are done when the letter is acknowledged; a lane never
+stops for one.
 
 Never here: a bound on what is handed on and not done. Records are passed on as soon as they are
 polled, since a Cancel must not wait behind a full lane; how many requests may be held, and what
@@ -107,7 +108,10 @@ class Lanes(Protocol):
         """A lane is owned from now on. Nothing is read before `Intake.resume(claim)`."""
 
     def received(self, claim: Claim, fact: Fact) -> None:
-        """The next record of a lane. `claim.done(fact.offset)` is due for each one, at any time."""
+        """The next record of a lane. `claim.done(fact.offset)` is due for each one, at any time.
+
+        Raises RecordError for one that must not be taken: it goes to dead-letters with that reason.
+        """
 
     def closed(self, claim: Claim) -> None:
         """The lane is owned no more: what is not done there is handed to the next owner."""
@@ -239,10 +243,9 @@ class Intake:
             claim.take(record.offset)
             try:
                 fact = Fact(record.offset, record.timestamp, self._read(record))
+                self._lanes.received(claim, fact)
             except RecordError as e:
                 letters.append(_Letter(claim, record, str(e)))
-            else:
-                self._lanes.received(claim, fact)
         if letters:
             self.undecodable += len(letters)
             log.warning(

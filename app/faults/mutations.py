@@ -24,7 +24,7 @@ from app.serving import chunks, registration, runs
 from streams import intake, outbox, transcript
 from streams.codecs import decode
 from streams.errors import AppendFailed, BrokerUnavailable, RecordTooLarge
-from streams.ports import Appended
+from streams.ports import Appended, Partition
 from streams.records import Cancel, Chunk, EndCode, Fence, Fencing, Finished, Started
 from streams.topics import RESPONSES
 
@@ -193,6 +193,8 @@ def _ended_before_end() -> Iterator[Replacement]:
 
 def _no_barrier_on_take_over() -> Iterator[Replacement]:
     async def begin(self: Any) -> None:
+        lane = Partition(RESPONSES, self.claim.partition)
+        self._context.responses_ends[lane.partition] = await self._context.end_of(lane)
         self.serving = True
         self._context.resume(self.claim)
         self.check_all()

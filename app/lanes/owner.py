@@ -23,10 +23,11 @@ from app.lanes.context import RouterContext
 from app.lanes.procedures import TOKEN_BYTES, CalledOff, Procedures, Remainder, blames_request
 from app.routing.load import OPEN, LedgerRecord, RunId, Story
 from app.routing.obligations import Finish, Restart, Verify, due
-from streams.errors import StreamError
+from streams.errors import RecordError, StreamError
 from streams.intake import Claim
+from streams.ports import Partition
 from streams.records import Cancel, Fact, Origin, Refused, Request, RunProgress
-from streams.topics import REQUESTS
+from streams.topics import REQUESTS, RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +52,18 @@ class LaneOwner:
     # --- from outside ----------------------------------------------------------------------------
 
     def received(self, fact: Fact) -> None:
-        """A record of `requests` arrived in this lane."""
+        """A record of `requests` arrived in this lane.
+
+        Raises RecordError when it belongs in another one: its worker would write its story there,
+        and its reader look for it there, so here it could only be run in vain, again and again.
+        """
         record = fact.record
-        if not isinstance(record, Request | Cancel | Refused):
-            self.claim.done(fact.offset)
-            return
+        assert isinstance(record, Request | Cancel | Refused), "the intake lets no other types pass"
+        if (lane := lane_of(record.id, self._context.partitions[REQUESTS])) != self._lane:
+            raise RecordError(
+                f"{record.id!r} belongs in lane {lane}, not in {self._lane}: "
+                "its producer does not partition keys by murmur2"
+            )
         job = self._jobs.get(record.id)
         if job is None:
             self._start(record.id, partial(self._take, fact), fact)
@@ -149,10 +157,12 @@ class LaneOwner:
 
     async def _begin(self) -> None:
         """Serve only when the ledger, as it was after the assignment, has been read."""
+        s = self._context
         await self._do.read_ledger()
-        await self._context.fleet_follower.wait_caught_up()
+        await s.fleet_follower.wait_caught_up()
+        s.responses_ends[self._lane] = await s.end_of(Partition(RESPONSES, self._lane))
         self.serving = True
-        self._context.resume(self.claim)
+        s.resume(self.claim)
         self.check_all()
 
     def _start(self, request_id: str, work: Work, fact: Fact | None = None) -> None:
@@ -222,7 +232,7 @@ class LaneOwner:
             await self._do.end(request.id, "deadline", "its deadline passed before it was read")
         else:
             origin = Origin(topic=REQUESTS, partition=self._lane, offset=fact.offset)
-            start = s.responses_ends.get(self._lane, 0)
+            start = s.responses_ends[self._lane]
             await self._do.assign(Remainder(request, 0, origin, start, deadline_ms))
 
     async def _cancel(self, cancel: Cancel) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
+from app.router import Router
 from streams.records import (
     Assigned,
     Assignment,
@@ -14,8 +19,9 @@ from streams.topics import (
     LEDGER,
     REQUESTS,
     RESPONSES,
+    lane_of,
 )
-from tests.routers import PROMPT, Hand, read, route, some, write
+from tests.routers import PROMPT, Hand, chunk, read, route, some, write
 from tests.worlds import World, in_world
 
 
@@ -123,3 +129,18 @@ async def test_a_refusal_without_a_decision_does_not_make_an_id_known(world: Wor
     write(world, REQUESTS, PROMPT)
     await route(world)
     assert await some(world, lambda: worker.told(Assignment))
+
+
+@in_world
+async def test_an_answer_is_looked_for_from_where_its_lane_ended_when_it_was_taken_over(
+    world: World,
+) -> None:
+    Hand(world)
+    for n in range(10):
+        world.append(RESPONSES, lane_of("a", world.lanes), chunk(n), key="other")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "_follow_response_ends", lambda _: asyncio.sleep(1000))
+        await route(world)
+    write(world, REQUESTS, PROMPT)
+    (decision,) = await some(world, lambda: read(world, LEDGER, Assigned))
+    assert decision.responses_from == 10

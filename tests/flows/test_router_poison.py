@@ -18,10 +18,11 @@ from streams.records import (
     Ended,
     Finished,
     Origin,
+    Refused,
     Request,
     Started,
 )
-from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.routers import PROMPT, Hand, read, route, some, write
 from tests.worlds import World, in_world, play
 
@@ -159,3 +160,21 @@ async def test_a_request_that_is_gone_from_the_log_ends_as_lost(world: World) ->
     worker.finish(run, "broken")
     (end,) = await some(world, lambda: read(world, RESPONSES, End))
     assert end.code == "lost"
+
+
+@in_world
+async def test_records_in_a_wrong_lane_are_put_aside_and_never_run(world: World) -> None:
+    worker = Hand(world)
+    router = await route(world)
+    wrong = 1 - lane_of("a", world.lanes)
+    for record in (PROMPT, Cancel(id="a"), Refused(id="a", code="invalid")):
+        offset = world.append(REQUESTS, wrong, record, key="a")
+    letters = await some(world, lambda: world.everywhere(DEAD_LETTERS), 3)
+    reasons = {dict(letter.headers)["reason"] for letter in letters}
+    assert len(reasons) == 1
+    assert f"belongs in lane {1 - wrong}".encode() in reasons.pop()
+    group = world.broker.group(REQUESTS, "router")
+    await world.until(lambda: group.committed.get(wrong) == offset + 1)
+    assert worker.told(Assignment) == []
+    assert read(world, RESPONSES, End) == []
+    assert router._life.failed is None
