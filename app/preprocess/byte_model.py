@@ -25,6 +25,10 @@ _VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)], frozenset())
 class Model(Protocol):
     """A model that requests can be made for, and whose answers can be read."""
 
+    @property
+    def card(self) -> ModelCard:
+        """What it is."""
+
     async def prepare(self, asked: Asked) -> Prepared:
         """The requests for a body. Raises InvalidPrompt, Overloaded, BadModel."""
 
@@ -36,7 +40,7 @@ class ByteModel:
     """A model that reads bytes. Without a limit its engine decides when an answer ends."""
 
     def __init__(self, name: str = "", context_length: int | None = None) -> None:
-        self._card = ModelCard(name=name, context_length=context_length)
+        self.card = ModelCard(name=name, context_length=context_length)
 
     def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
         """As `Model.text_stream`. Markers have no text."""
@@ -54,7 +58,7 @@ class ByteModel:
             prompts, tokens = _tokens(asked)
         except UnicodeEncodeError:
             raise InvalidPrompt(asked.field, "has lone surrogates: that is no text") from None
-        requests = asked.requests(tokens, self._card)
+        requests = asked.requests(tokens, self.card)
         if asked.body.limit()[1] is None:
             requests = tuple(map(_unlimited, requests))
         texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)

@@ -7,25 +7,61 @@ import random
 from typing import Any, TypeVar
 
 from app.lifetime import Lifetime
+from app.preprocess.artifacts import Artifacts
 from app.preprocess.byte_level import render_chat
+from app.preprocess.loaded import publish as publish_model
+from app.preprocess.modelfolder import DEMO
+from app.preprocess.pool import Inline
+from app.preprocess.tokenizer import Tokenizer
 from app.preprocessor import Preprocessor
 from app.settings import Settings
-from streams.codecs import AnyRecord, decode, pack_tokens
+from streams.codecs import AnyRecord, decode, pack_tokens, unpack_tokens
 from streams.memory.broker import Fate
 from streams.ports import Entry
-from streams.records import Cancel, EngineConfig, Refused, Request, WorkerCard
+from streams.records import (
+    Artifact,
+    Cancel,
+    EngineConfig,
+    ModelCard,
+    Refused,
+    Request,
+    WorkerCard,
+)
 from streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS, lane_of, partition_of
 from tests.worlds import World, in_world
 
 R = TypeVar("R", bound=AnyRecord)
+TOKENIZER = Tokenizer((DEMO / "tokenizer.json").read_bytes(), Inline())
 
 
-async def begin(world: World, name: str = "p1", **over: Any) -> tuple[Preprocessor, Lifetime]:
-    settings = Settings(**({"worker_id": "-", "router_id": "-"} | over))
+async def begin(
+    world: World, name: str = "p1", *, models: bool = True, **over: Any
+) -> tuple[Preprocessor, Lifetime]:
+    """A preprocessor; `models`: of a deployment that serves a model of bytes."""
+    if models and not world.everywhere(REGISTRY):
+        serve(world, "m")
+    nowhere = {"worker_id": "-", "router_id": "-", "cache_dir": "/dev/null/cache"}
     life = Lifetime(name, world.clock, random.Random(1))
-    preprocessor = Preprocessor(await world.connect(name), settings, life)
+    preprocessor = Preprocessor(
+        await world.connect(name), Settings(**(nowhere | over)), life, Inline()
+    )
     await preprocessor.start()
     return preprocessor, life
+
+
+def serve(world: World, model: str, context: int | None = None) -> None:
+    config = EngineConfig(model=model, context_length=context)
+    card = WorkerCard(id=f"w-{model}", slot=0, model=model, config=config)
+    world.append(REGISTRY, 0, card, key=f"worker/{card.id}")
+
+
+async def serve_demo(world: World, name: str = "demo", context: int = 512) -> ModelCard:
+    """The demo model, with its files in the log."""
+    artifacts = Artifacts(await world.connect("publisher"), world.clock, Inline(), None)
+    card = await publish_model(name, DEMO, artifacts, context_length=context)
+    world.append(REGISTRY, 0, card, key=f"model/{name}")
+    serve(world, name, context)
+    return card
 
 
 def publish(world: World, key: bytes | None, value: bytes | None) -> None:
@@ -102,13 +138,92 @@ async def test_dead_letters_hide_what_was_written_unless_asked_to_keep_it(world:
 
 @in_world
 async def test_the_context_of_the_served_model_is_known_from_the_start(world: World) -> None:
-    config = EngineConfig(model="m", context_length=10)
-    card = WorkerCard(id="w", slot=0, model="m", config=config)
-    world.append(REGISTRY, 0, card, key="worker/w")
+    serve(world, "m", 10)
     await begin(world)
     ask(world, "a", "x" * 20)
     await world.until(lambda: bool(asked(world, Refused)))
-    assert "context of 10 tokens" in asked(world, Refused)[0].message
+    assert "has 22 tokens" in asked(world, Refused)[0].message
+    assert "model's 10" in asked(world, Refused)[0].message
+
+
+@in_world
+async def test_prompts_are_rendered_and_tokenised_as_their_model_does_it(world: World) -> None:
+    card = await serve_demo(world)
+    await begin(world)
+    ask(world, "a", "how are you?")
+    await world.until(lambda: bool(asked(world, Request)))
+    (request,) = asked(world, Request)
+    tokens = unpack_tokens(request.token_ids)
+    text = TOKENIZER.decode(tokens, skip_special=False)
+    assert text == "<|user|>how are you?<|end|><|assistant|>"
+    assert (request.model, request.mdc_sum) == ("demo", card.checksum)
+    assert request.stop.max_tokens == 512 - len(tokens)
+    assert request.eos_token_ids == card.eos_token_ids
+
+
+@in_world
+async def test_each_model_prepares_its_own_prompts(world: World) -> None:
+    await serve_demo(world)
+    serve(world, "bytes")
+    await begin(world)
+    for model in ("demo", "bytes", "other", ""):
+        body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        prompt = {"id": f"for {model}", "body": body}
+        publish(world, prompt["id"].encode(), json.dumps(prompt).encode())  # type: ignore[attr-defined]
+    await world.until(lambda: len(world.everywhere(REQUESTS)) == 4)
+    tokens = {r.model: list(unpack_tokens(r.token_ids)) for r in asked(world, Request)}
+    assert tokens["bytes"] == render_chat([("user", "hello")])
+    assert TOKENIZER.decode(tokens["demo"]) == "hello"
+    refused = {r.id: r.message for r in asked(world, Refused)}
+    assert refused["for other"].startswith("body.model: there is no such model")
+    assert refused["for "].startswith("body.model: is needed")
+
+
+@in_world
+async def test_prompts_wait_until_there_is_a_model(world: World) -> None:
+    await begin(world, models=False)
+    ask(world, "a")
+    await world.sleep(20)
+    assert not world.everywhere(REQUESTS)
+    await serve_demo(world)
+    await world.until(lambda: bool(asked(world, Request)))
+    assert asked(world, Request)[0].model == "demo"
+
+
+@in_world
+async def test_a_model_that_comes_later_is_known(world: World) -> None:
+    await begin(world)
+    await serve_demo(world)
+    await world.sleep(1)
+    ask(world, "a", body={"model": "demo", "messages": [{"role": "user", "content": "x"}]})
+    await world.until(lambda: bool(asked(world, Request)))
+
+
+@in_world
+async def test_a_model_without_its_files_is_refused_and_others_go_on(world: World) -> None:
+    missing = ModelCard(name="broken", tokenizer=Artifact(sha256="0" * 64, size=9), checksum="x")
+    world.append(REGISTRY, 0, missing, key="model/broken")
+    serve(world, "m")
+    await begin(world)
+    for model in ("broken", "m"):
+        ask(world, model, body={"model": model, "prompt": "x"}, kind="completion")
+    await world.until(lambda: len(world.everywhere(REQUESTS)) == 2)
+    (refused,) = asked(world, Refused)
+    assert (refused.id, refused.code) == ("broken", "internal")
+
+
+@in_world
+async def test_files_that_cannot_be_read_in_an_outage_are_waited_for(world: World) -> None:
+    await serve_demo(world)
+    preprocessor, life = await begin(world)
+    world.faults.unanswered.add("offsets")
+    preprocessor._loader._loads.clear()
+    ask(world, "a")
+    await world.sleep(60)
+    assert life.failed is None
+    assert not world.everywhere(REQUESTS)
+    world.faults.unanswered.clear()
+    await world.until(lambda: bool(asked(world, Request)))
 
 
 @in_world

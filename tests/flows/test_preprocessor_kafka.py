@@ -6,21 +6,26 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from faststream import FastStream
 
 from app import preprocessor
+from app.preprocess.artifacts import Artifacts
+from app.preprocess.loaded import publish
+from app.preprocess.modelfolder import DEMO
+from app.preprocess.pool import Inline
 from app.preprocessor import Preprocessor
 from app.settings import Settings
 from streams import provision
 from streams.brokers.local import Broker
 from streams.clock import SystemClock
-from streams.codecs import AnyRecord, decode
+from streams.codecs import AnyRecord, decode, encode
 from streams.kafka.log import KafkaLog
 from streams.ports import Entry, Partition, Record
 from streams.records import Refused, Request
-from streams.topics import DEAD_LETTERS, PROMPTS, REQUESTS
+from streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS
 from tests.leftovers import delete_topics
 
 LANES = 2
@@ -36,14 +41,19 @@ pytestmark = [
 
 @pytest.fixture
 async def log(
-    kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
+    kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> AsyncIterator[KafkaLog]:
+    """A deployment whose only model is the one of the demo."""
+    monkeypatch.setenv("KVLANE_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
     monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
     monkeypatch.setenv("KVLANE_LANES", str(LANES))
     log = KafkaLog(Settings().connection("test"), prefix=topic_prefix)
     await log.start()
     await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+    artifacts = Artifacts(log, SystemClock(), Inline(), None)
+    card = await publish("demo", DEMO, artifacts, context_length=512)
+    await log.append(REGISTRY, encode(card, "model/demo"))
     yield log
     await log.close()
     await delete_topics(kafka.bootstrap_servers, topic_prefix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,29 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.preprocess.byte_level import ASSISTANT, USER, render_chat
-from app.preprocess.models import Models
-from app.preprocess.prompts import Unreadable, read
+from app.preprocess.byte_model import ByteModel, Model
+from app.preprocess.errors import BadModel
+from app.preprocess.prompts import Find, Question, Unreadable, answered, read
 from streams.codecs import encode, unpack_tokens
-from streams.records import (
-    Cancel,
-    EngineConfig,
-    Fact,
-    Refused,
-    Request,
-    SamplingOptions,
-    StopConditions,
-    Tombstone,
-    WorkerCard,
-)
+from streams.records import Cancel, Refused, Request, SamplingOptions, StopConditions
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
+Answer = Request | Cancel | Refused | Unreadable
 
-def ask(
-    kind: str = "chat", body: Any = None, models: Models | None = None, **over: Any
-) -> Request | Cancel | Refused | Unreadable:
+
+def served(context: int | None = None, name: str = "m") -> Find:
+    """Whatever model is asked for is this one."""
+
+    async def find(_: str) -> Model:
+        return ByteModel(name, context)
+
+    return find
+
+
+def said(key: bytes | None, value: bytes | None, find: Find) -> Answer:
+    question = read(key, value, 1234)
+    if isinstance(question, Question):
+        return asyncio.run(answered(question, find, 60.0))
+    return question
+
+
+def ask(kind: str = "chat", body: Any = None, find: Find | None = None, **over: Any) -> Answer:
     fields = {"id": "a", "kind": kind, "body": CHAT if body is None else body} | over
-    return read(b"a", json.dumps(fields).encode(), 1234, models or Models(), 60.0)
+    return said(b"a", json.dumps(fields).encode(), find or served())
 
 
 def tokens_of(asked: object) -> list[int]:
@@ -44,14 +52,6 @@ def refusal_of(asked: object) -> str:
     assert isinstance(asked, Refused), asked
     assert (asked.id, asked.code) == ("a", "invalid")
     return asked.message
-
-
-def served(**contexts: int) -> Models:
-    models = Models()
-    for offset, (model, context) in enumerate(contexts.items()):
-        config = EngineConfig(model=model, context_length=context)
-        models.apply(Fact(offset, 0, WorkerCard(id=model, slot=0, model=model, config=config)))
-    return models
 
 
 def test_a_chat_is_rendered_and_its_options_are_kept() -> None:
@@ -77,7 +77,7 @@ def test_a_prompt_without_a_deadline_gets_the_default() -> None:
 def test_content_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     asked = ask(body={"messages": [{"role": "user", "content": parts}]})
-    assert tokens_of(asked) == render_chat([("user", "ab")])
+    assert tokens_of(asked) == render_chat([("user", "a\nb")])
 
 
 def test_the_newer_name_of_the_limit_wins() -> None:
@@ -106,7 +106,7 @@ def test_a_cancel_needs_no_body() -> None:
         ("chat", {}, "body.messages: "),
         ("chat", {"messages": "hi"}, "body.messages: "),
         ("chat", {"messages": [{"role": "user"}]}, "body.messages.0.content: "),
-        ("chat", {"messages": [{"role": "wizard", "content": "x"}]}, "body.messages.0.role: "),
+        ("chat", {"messages": [{"role": 5, "content": "x"}]}, "body.messages.0.role: "),
         ("chat", {"messages": [{"role": "user", "content": ""}]}, "body.messages: "),
         ("chat", {"messages": [{"role": "user", "content": 5}]}, "body.messages.0.content"),
         (
@@ -121,9 +121,10 @@ def test_a_cancel_needs_no_body() -> None:
         ("chat", CHAT | {"temperature": 3}, "body.temperature: "),
         ("chat", CHAT | {"model": 5}, "body.model: "),
         ("chat", CHAT | {"n": 2}, "body.n: "),
-        ("chat", CHAT | {"stop": ["\n"]}, "body.stop: "),
+        ("chat", CHAT | {"stop": 5}, "body.stop"),
+        ("chat", CHAT | {"stream_options": {}}, "body.stream_options: "),
         ("completion", {"prompt": ""}, "body.prompt"),
-        ("completion", {"prompt": ["a", "b"]}, "body.prompt"),
+        ("completion", {"prompt": ["a", "b"]}, "body.prompt: "),
         ("tokens", {"token_ids": []}, "body.token_ids: "),
         ("tokens", {"token_ids": [-1]}, "body.token_ids.0: "),
         ("tokens", {"token_ids": [2**32]}, "body.token_ids.0: "),
@@ -137,7 +138,7 @@ def test_a_wrong_field_is_named(kind: str, body: Any, named: str) -> None:
 
 
 def test_a_refusal_does_not_repeat_what_was_given() -> None:
-    message = refusal_of(ask(body={"messages": [{"role": "secret-role", "content": "secret"}]}))
+    message = refusal_of(ask(body={"messages": [{"role": ["secret-role"], "content": "secret"}]}))
     assert "secret" not in message
 
 
@@ -152,56 +153,58 @@ def test_a_deadline_beyond_the_longest_is_refused() -> None:
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
-    message = refusal_of(ask("tokens", {"token_ids": [1] * 9}, served(m=9)))
-    assert "9 prompt tokens" in message
-    assert "context of 9 tokens" in message
+    message = refusal_of(ask("tokens", {"token_ids": [1] * 9}, served(9)))
+    assert message.startswith("body.token_ids: ")
+    assert "9 tokens" in message
+    assert "none of the model's 9" in message
 
 
 def test_an_answer_beyond_the_context_is_refused() -> None:
-    message = refusal_of(ask("tokens", {"token_ids": [1] * 5, "max_tokens": 5}, served(m=9)))
-    assert "5 for the answer" in message
-    assert tokens_of(ask("tokens", {"token_ids": [1] * 5, "max_tokens": 4}, served(m=9)))
+    message = refusal_of(ask("tokens", {"token_ids": [1] * 5, "max_tokens": 5}, served(9)))
+    assert message.startswith("body.max_tokens: 5 tokens after a prompt of 5")
+    assert tokens_of(ask("tokens", {"token_ids": [1] * 5, "max_tokens": 4}, served(9)))
 
 
-def test_only_the_models_own_context_counts() -> None:
-    models = served(small=5, large=100)
-    body = {"token_ids": [1] * 50}
-    assert tokens_of(ask("tokens", body | {"model": "large"}, models))
-    assert refusal_of(ask("tokens", body | {"model": "small"}, models))
-    assert tokens_of(ask("tokens", body | {"model": "unknown"}, models))  # it may come up yet
+def test_a_request_names_its_model_though_the_prompt_did_not() -> None:
+    asked = ask(find=served(name="only"))
+    assert isinstance(asked, Request)
+    assert asked.model == "only"
 
 
-def test_a_model_goes_with_its_last_worker() -> None:
-    models = served(m=5)
-    models.apply(Fact(9, 0, Tombstone(key="worker/m", epoch=8)))
-    assert models.context_length("m") is None
+def test_stop_strings_are_kept() -> None:
+    asked = ask(body=CHAT | {"stop": "\n"})
+    assert isinstance(asked, Request)
+    assert asked.stop.stop == ("\n",)
 
 
-def test_the_tombstone_of_an_older_life_means_nothing() -> None:
-    models = Models()
-    config = EngineConfig(model="m", context_length=5)
-    models.apply(Fact(8, 0, WorkerCard(id="w", slot=0, model="m", config=config, epoch=7)))
-    models.apply(Fact(9, 0, Tombstone(key="worker/w", epoch=3)))
-    assert models.context_length("m") == 5
+@pytest.mark.parametrize("error", [BadModel("no tokenizer"), TimeoutError()])
+def test_a_model_that_cannot_be_used_is_no_fault_of_the_prompt(error: Exception) -> None:
+    async def find(_: str) -> Model:
+        raise error
+
+    asked = ask(find=find)
+    assert isinstance(asked, Refused)
+    assert asked.code == "internal"
+    assert asked.message.startswith("body.model: ")
 
 
 @pytest.mark.parametrize(
     "value", [b"", None, b"{", b"hello", b"\xff\xfe", b'{"id":"\xff"}', b"[]", b"5", b"[" * 10**5]
 )
 def test_what_is_no_json_object_is_answered_to_the_key(value: bytes | None) -> None:
-    asked = read(b"key", value, 0, Models(), 60.0)
+    asked = said(b"key", value, served())
     assert isinstance(asked, Refused)
     assert (asked.id, asked.code) == ("key", "invalid")
 
 
 @pytest.mark.parametrize("key", [None, b"", b"\xff", b"x" * 201])
 def test_without_any_id_it_is_unreadable(key: bytes | None) -> None:
-    assert isinstance(read(key, b"{}", 0, Models(), 60.0), Unreadable)
-    assert isinstance(read(key, b'{"id": 5}', 0, Models(), 60.0), Unreadable)
+    assert isinstance(said(key, b"{}", served()), Unreadable)
+    assert isinstance(said(key, b'{"id": 5}', served()), Unreadable)
 
 
 def test_the_id_in_the_prompt_is_answered_before_the_key() -> None:
-    asked = read(b"key", b'{"id":"mine","kind":5}', 0, Models(), 60.0)
+    asked = said(b"key", b'{"id":"mine","kind":5}', served())
     assert isinstance(asked, Refused)
     assert asked.id == "mine"
 
@@ -238,6 +241,6 @@ FIELDS = st.fixed_dictionaries(
 
 @given(value=st.binary(max_size=60) | FIELDS.map(lambda f: json.dumps(f).encode()))
 def test_whatever_comes_is_answered_and_can_be_sent(value: bytes) -> None:
-    asked = read(b"key", value, 0, Models(), 60.0)
+    asked = said(b"key", value, served(50))
     assert not isinstance(asked, Unreadable)
     encode(asked, asked.id)

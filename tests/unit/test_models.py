@@ -1,0 +1,77 @@
+"""Which model a prompt means, by the records of the registry."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.preprocess.errors import InvalidPrompt
+from app.preprocess.models import Models
+from app.routing.fleet import Fleet
+from streams.ports import Partition
+from streams.records import Artifact, EngineConfig, Fact, Inner, ModelCard, Tombstone, WorkerCard
+from streams.topics import REGISTRY
+
+FILE = Artifact(sha256="0" * 64, size=1)
+
+
+def worker(name: str, model: str, context: int | None = None) -> WorkerCard:
+    config = EngineConfig(model=model, context_length=context)
+    return WorkerCard(id=name, slot=0, model=model, config=config)
+
+
+def models(*records: Inner) -> Models:
+    fleet = Fleet()
+    facts = [Fact(offset, 0, record) for offset, record in enumerate(records)]
+    fleet.apply(Partition(REGISTRY, 0), facts, len(facts))
+    return Models(fleet)
+
+
+def test_only_the_models_own_workers_count() -> None:
+    known = models(worker("a", "small", 5), worker("b", "large", 100), worker("c", "large", 90))
+    assert known.find("chat", "small").context_length == 5
+    assert known.find("chat", "large").context_length == 90
+
+
+def test_a_model_of_bytes_goes_with_its_last_worker() -> None:
+    known = models(worker("a", "m", 5), Tombstone(key="worker/a", epoch=0))
+    assert not known.cards()
+
+
+def test_the_tombstone_of_an_older_life_means_nothing() -> None:
+    known = models(worker("x", "other"), worker("a", "m", 5), Tombstone(key="worker/a", epoch=0))
+    assert known.find("chat", "m").context_length == 5
+
+
+def test_a_model_with_files_stays_when_its_workers_leave() -> None:
+    card = ModelCard(name="m", tokenizer=FILE, context_length=7)
+    known = models(card, worker("a", "m", 5), Tombstone(key="worker/a", epoch=1))
+    assert known.find("chat", "m") == card
+    assert list(known.with_files()) == [card]
+
+
+def test_a_card_without_a_context_has_that_of_its_workers() -> None:
+    known = models(ModelCard(name="m", tokenizer=FILE), worker("a", "m", 5))
+    assert known.find("chat", "m").context_length == 5
+
+
+def test_no_name_means_the_only_model() -> None:
+    assert models(worker("a", "m"), worker("b", "m")).find("chat", "").name == "m"
+    with pytest.raises(InvalidPrompt, match="model: is needed, there are several: m, n"):
+        models(worker("a", "m"), worker("b", "n")).find("chat", "")
+
+
+def test_an_unknown_name_is_told_the_known_ones() -> None:
+    with pytest.raises(InvalidPrompt, match="model: there is no such model: m"):
+        models(worker("a", "m")).find("chat", "n")
+
+
+def test_a_long_list_of_names_is_cut() -> None:
+    known = models(*(worker(f"w{n}", f"m{n}") for n in range(9)))
+    with pytest.raises(InvalidPrompt, match=r"m0, m1, m2, m3, m4, …$"):
+        known.find("chat", "x")
+
+
+def test_a_model_is_asked_for_what_it_does() -> None:
+    known = models(ModelCard(name="m", kind="embedding"))
+    with pytest.raises(InvalidPrompt, match="model: it is for embedding requests"):
+        known.find("chat", "m")
