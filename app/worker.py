@@ -35,6 +35,7 @@ from streams.clock import BrokerClock
 from streams.codecs import decode
 from streams.errors import AppendFailed, RecordError, StreamError
 from streams.outbox import Outbox
+from streams.patience import until_answered
 from streams.ports import Log, Partition, Record
 from streams.records import (
     Assignment,
@@ -172,8 +173,8 @@ class Worker:
             waiting=self._settings.worker_queue,
             remember_s=self._settings.max_lifetime_s,
         )
-        self._slot_offset = (await self._log.end_offsets(ASSIGNMENTS, [slot]))[slot]
-        registry_from = (await self._log.end_offsets(REGISTRY, [0]))[0]
+        self._slot_offset = await self._end_of(self._slot)
+        registry_from = await self._end_of(Partition(REGISTRY, 0))
         card = WorkerCard(
             id=self.id,
             slot=slot,
@@ -187,6 +188,12 @@ class Worker:
             self._life.spawn("heartbeats", self._keep_beating()),
             self._life.spawn("slot", self._read_slot(self._slot_offset)),
         ]
+
+    async def _end_of(self, source: Partition) -> int:
+        ends = await until_answered(
+            self._clock, lambda: self._log.end_offsets(source.topic, [source.partition])
+        )
+        return ends[source.partition]
 
     async def _begin_life(self, until: float | None = None) -> None:
         """Raises AppendFailed past `until`."""

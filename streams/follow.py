@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 from streams.barriers import Barriers
 from streams.clock import BrokerClock, Clock
 from streams.codecs import decode
-from streams.errors import BrokerUnavailable, LogClosed, Malformed, PositionLost
+from streams.errors import LogClosed, Malformed, PositionLost
+from streams.patience import until_answered
 from streams.ports import Log, Partition, Reader, Record
 from streams.records import Fact
 
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 RECORDS_PER_POLL = 500
 """Decoded and applied without a pause, at 2-5 microseconds each: the loop is held for 1-3 ms."""
-UNAVAILABLE_PAUSE_S = 1.0
 
 
 class Fold(Protocol):
@@ -143,8 +143,8 @@ class Follower:
         reason: Exception = LogClosed(f"following for {self._fold.name} was stopped")
         reader = self._log.reader()
         try:
-            await self._available(self._find_sources)
-            await self._available(lambda: self._place(self.sources))
+            await until_answered(self._clock, self._find_sources)
+            await until_answered(self._clock, lambda: self._place(self.sources))
             self._assign(reader)
             while True:
                 await self._advance(reader)
@@ -193,15 +193,6 @@ class Follower:
                     start = min(max(start, await self._start(source)), end)
                 fold.apply(source, (), start)
         self._behind |= ends
-
-    async def _available(self, question: Callable[[], Awaitable[None]]) -> None:
-        """Ask until a broker answers: an outage must not cost a replay from the beginning."""
-        while True:
-            try:
-                return await question()
-            except BrokerUnavailable as e:
-                log.warning("%s waits for the broker: %s", self._fold.name, e)
-                await self._clock.sleep(UNAVAILABLE_PAUSE_S)
 
     async def _offsets(
         self,
@@ -286,5 +277,5 @@ class Follower:
         self.rebuilt += 1
         self.caught_up = False
         self._fold.forget(source)
-        await self._available(lambda: self._place((source,)))
+        await until_answered(self._clock, lambda: self._place((source,)))
         self._assign(reader)

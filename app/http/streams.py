@@ -21,6 +21,7 @@ from app.settings import Settings
 from streams.errors import BrokerUnavailable, StreamError
 from streams.ids import RequestIds, is_sealed
 from streams.outbox import Outbox
+from streams.patience import until_answered
 from streams.ports import Log
 from streams.records import Cancel, Request
 from streams.replies import Replies
@@ -58,12 +59,13 @@ class Streams:
         """Nothing new is taken."""
 
     async def start(self) -> None:
-        """Begin to read the lanes of this gateway's share. Raises BrokerUnavailable."""
+        """Begin to read the lanes of this gateway's share."""
         self._lanes = await self._log.partitions(RESPONSES)
         self._replies = Replies(self._log, self._clock, self._lanes)
         self._replies.start()
         self._life.spawn("replies", self._replies.watch())
-        await self._replies.keep(lane for lane in range(self._lanes) if self._reads(lane))
+        lanes = [lane for lane in range(self._lanes) if self._reads(lane)]
+        await until_answered(self._clock, lambda: self._replies.keep(lanes))
 
     async def idle(self, within_s: float) -> bool:
         """Wait until nothing is under way; False when something still is after that time."""

@@ -41,6 +41,16 @@ async def test_a_failure_after_the_first_token_is_an_event_and_the_last_one(worl
 
 
 @in_world
+async def test_an_outage_delays_the_start_and_does_not_end_it(world: World) -> None:
+    world.faults.unanswered = {"offsets"}
+    opening = world.spawn(House.open(world))
+    await world.sleep(30.0)
+    assert not opening.done()
+    world.faults.unanswered = set()
+    await opening
+
+
+@in_world
 async def test_silence_is_filled_and_opens_the_stream(world: World) -> None:
     house = await House.open(world)
     await house.listed()

@@ -89,6 +89,17 @@ async def test_a_card_that_was_sent_twice_still_gives_one_epoch(world: World) ->
 
 
 @in_world
+async def test_an_outage_delays_the_start_and_does_not_end_it(world: World) -> None:
+    desk = Desk(world)
+    world.faults.unanswered = {"offsets"}
+    starting = world.spawn(desk.start())
+    await world.sleep(30.0)
+    assert not starting.done()
+    world.faults.unanswered = set()
+    await starting
+
+
+@in_world
 async def test_an_engine_that_fails_to_start_is_cleaned_up(world: World) -> None:
     class Failing(Scripted):
         async def start(self, worker_id: str) -> EngineConfig:

@@ -1,0 +1,39 @@
+"""Questions are repeated while no broker answers, and for no other reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from streams.errors import BrokerUnavailable, TopicsDiffer
+from streams.patience import until_answered
+from tests.worlds import World, in_world
+
+
+@in_world
+async def test_a_question_is_asked_until_it_is_answered(world: World) -> None:
+    log = await world.connect()
+    world.faults.unanswered = {"offsets"}
+    asking = world.spawn(until_answered(world.clock, lambda: log.end_offsets("ledger", [0])))
+    await world.sleep(60.0)
+    world.faults.unanswered = set()
+    assert await asking == {0: 0}
+    assert 10 < len(world.faults.asked) < 100, "with pauses in between"
+
+
+@in_world
+async def test_a_wrong_question_is_not_repeated(world: World) -> None:
+    log = await world.connect()
+    with pytest.raises(TopicsDiffer):
+        await until_answered(world.clock, lambda: log.end_offsets("ledger", [99]))
+
+
+@in_world
+async def test_the_caller_has_the_deadline(world: World) -> None:
+    async def ask() -> None:
+        raise BrokerUnavailable("gone")
+
+    asking = world.spawn(until_answered(world.clock, ask))
+    await world.sleep(10.0)
+    asking.cancel()
+    await world.sleep(0.0)
+    assert asking.cancelled()
