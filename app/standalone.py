@@ -1,4 +1,4 @@
-"""Everything in one process: a router, a preprocessor and workers on one connection to the log.
+"""Everything in one process: workers, a router, a preprocessor and a gateway on one connection.
 
 For one machine, for trying things out, and for tests. The parts know nothing of each other; they
 meet on the topics, exactly as separate processes do.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from app import worker
+from app.gateway import Gateway
 from app.lifetime import Lifetime, Process, serve
 from app.preprocessor import Preprocessor
 from app.router import Router
@@ -23,10 +24,12 @@ class Standalone:
     """A `Process` made of processes; `workers` says how many workers it runs."""
 
     def __init__(self, log: Log, settings: Settings, life: Lifetime, workers: int = 1) -> None:
+        self.gateway = Gateway(log, settings, life)
         self._parts: list[Process] = [
             *(_worker(log, settings, life, n) for n in range(1, workers + 1)),
             Router(log, settings, life),
             Preprocessor(log, settings, life),
+            self.gateway,
         ]
         self._started: list[Process] = []
 

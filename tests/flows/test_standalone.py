@@ -1,0 +1,195 @@
+"""Everything in one process, on the log in memory and on a real Kafka: what comes in is answered.
+
+In real time, since a gateway listens on a socket.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from app.engine.choice import speaker_of
+from app.engine.continuation import Due, due
+from app.lifetime import Lifetime
+from app.preprocess import openai
+from app.preprocess.loaded import LoadedModel, of_files
+from app.preprocess.modelfolder import DEMO, card_of, read_folder
+from app.preprocess.pool import Inline
+from app.settings import Settings
+from app.standalone import Standalone
+from indexer.events import Columns
+from indexer.events import decode as events_of
+from indexer.hashing import local_hashes
+from indexer.keys import prompt_keys
+from indexer.reference import Holder, ReferenceIndex
+from streams import provision
+from streams.client import Client
+from streams.clock import SystemClock
+from streams.codecs import decode, unpack_tokens
+from streams.kafka.log import KafkaLog
+from streams.memory.broker import MemoryBroker
+from streams.ports import Log, Partition
+from streams.prompt import Prompt
+from streams.records import Artifact, Blocks, Request
+from streams.topics import KV_EVENTS
+from tests.leftovers import delete_topics
+
+LANES = 4
+CONTEXT = 4096
+WAIT_S = 40.0
+FILES = read_folder(DEMO)
+SPEAKER = speaker_of(FILES)
+STORY = "The river rose in the night, and everybody went to look at it. " * 12
+SYSTEM = {"role": "system", "content": STORY}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [SYSTEM, {"role": "user", "content": text}]} | more
+
+
+class Deployed(NamedTuple):
+    """A deployment, a client of it, and the model it serves."""
+
+    log: Log
+    settings: Settings
+    client: Client
+    url: str
+    model: LoadedModel
+
+    async def request(self, body: dict[str, Any]) -> Request:
+        return (await self.model.prepare(openai.read("chat", body))).requests[0]
+
+    async def due(self, body: dict[str, Any]) -> Due:
+        request = await self.request(body)
+        return due(request, SPEAKER, self.model.text_stream(request))
+
+    async def index(self) -> ReferenceIndex:
+        """What somebody knows who reads kv-events now."""
+        index = ReferenceIndex()
+        count = await self.log.partitions(KV_EVENTS)
+        sources = {Partition(KV_EVENTS, p): 0 for p in range(count)}
+        ends = await self.log.end_offsets(KV_EVENTS, range(count))
+        reader = self.log.reader()
+        reader.assign(sources)
+        while any(reader.position(s) < ends[s.partition] for s in sources):
+            for source, records in (await reader.poll(0.2)).items():
+                for record in map(decode, records):
+                    if isinstance(record, Blocks):
+                        told = Columns(
+                            record.kinds, record.tiers, record.positions, record.counts, record.keys
+                        )
+                        holder = Holder(record.worker, record.rank)
+                        events = events_of(told)
+                        index.apply(
+                            source.partition, holder, record.epoch, record.first_event_id, events
+                        )
+        await reader.close()
+        return index
+
+
+@pytest.fixture(params=["memory", "kafka"])
+async def deployed(
+    request: pytest.FixtureRequest, topic_prefix: str, tmp_path: Path
+) -> AsyncIterator[Deployed]:
+    servers = request.getfixturevalue("kafka").bootstrap_servers if request.param == "kafka" else ""
+    settings = Settings(
+        bootstrap_servers=servers,
+        topic_prefix=topic_prefix,
+        lanes=LANES,
+        worker_id="w",
+        router_id="r",
+        cache_dir=tmp_path,
+        http_port=0,
+        context_length=CONTEXT,
+        engine_speedup=20,
+        heartbeat_s=0.2,
+        debug=True,
+    )
+    life = Lifetime("standalone", rng=random.Random(1))
+    log: Log
+    if servers:
+        log = KafkaLog(settings.connection("standalone"), prefix=topic_prefix)
+    else:
+        log = MemoryBroker(SystemClock(), lanes=LANES).connect("standalone")
+    await log.start()
+    if isinstance(log, KafkaLog):
+        await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+    everything = Standalone(log, settings, life, workers=2)
+    await everything.start()
+    nothing = Artifact(sha256="", size=0)
+    card = card_of("demo", FILES, nothing, None, context_length=CONTEXT)
+    model = await of_files(card, FILES, Inline(), life.clock)
+    async with Client(log, life.clock) as client:
+        yield Deployed(log, settings, client, everything.gateway.url, model)
+    await everything.stop()
+    assert life.failed is None
+    await life.end()
+    await log.close()
+    if servers:
+        await delete_topics(servers, topic_prefix)
+
+
+async def test_a_prompt_is_answered_as_the_engine_must_say_it(deployed: Deployed) -> None:
+    body = chat("What did they see?", max_tokens=60)
+    prompt = Prompt(id=deployed.client.new_request_id(), body=body)
+    await deployed.client.publish(prompt)
+    answer = await deployed.client.result(prompt.id, WAIT_S)
+    expected = await deployed.due(body)
+    assert (answer.text, answer.tokens) == (expected.text, expected.token_ids)
+    assert answer.finish_reason == expected.finish_reason
+    assert answer.text
+
+
+async def test_the_log_tells_which_worker_holds_a_prompt_that_was_served(
+    deployed: Deployed,
+) -> None:
+    body = chat("And then?", max_tokens=20)
+    prompt = Prompt(id=deployed.client.new_request_id(), body=body)
+    await deployed.client.publish(prompt)
+    await deployed.client.result(prompt.id, WAIT_S)
+    request = await deployed.request(body)
+    tokens = unpack_tokens(request.token_ids)
+    size = deployed.settings.block_size
+    keys = prompt_keys(local_hashes(tokens, size), deployed.settings.key_secret())
+    clock = SystemClock()
+    until = clock.now() + WAIT_S
+    while not (held := (await deployed.index()).match(keys.tolist())):
+        assert clock.now() < until
+    (overlap,) = held.values()
+    assert overlap.device == len(tokens) // size > 5
+
+
+async def test_the_gateway_and_the_topics_give_one_answer(deployed: Deployed) -> None:
+    body = chat("Once more?", max_tokens=40, stop=["the "])
+    prompt = Prompt(id=deployed.client.new_request_id(), body=body)
+    await deployed.client.publish(prompt)
+    answer = await deployed.client.result(prompt.id, WAIT_S)
+    async with httpx.AsyncClient(base_url=deployed.url, timeout=WAIT_S) as http:
+        told = (await http.post("/v1/chat/completions", json=body)).json()
+    assert told["choices"][0]["message"]["content"] == answer.text
+    assert told["choices"][0]["finish_reason"] == answer.finish_reason
+    assert answer.usage is not None
+    assert told["usage"]["prompt_tokens"] == answer.usage.prompt_tokens
+
+
+async def test_a_wrong_prompt_is_answered_with_the_name_of_its_field(deployed: Deployed) -> None:
+    for number, (body, named) in enumerate(
+        [
+            ({"messages": []}, "body.messages"),
+            (chat("x", temperature="hot"), "body.temperature"),
+            (chat("x") | {"model": "nobody"}, "body.model"),
+            (chat("word " * CONTEXT), f"model's {CONTEXT}"),
+        ]
+    ):
+        prompt = Prompt(id=f"wrong-{number}", body=body)
+        await deployed.client.publish(prompt)
+        answer = await deployed.client.result(prompt.id, WAIT_S)
+        assert answer.code == "invalid"
+        assert named in answer.message
