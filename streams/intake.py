@@ -8,7 +8,8 @@ owner gets every record whose effect might be missing, and some whose effect sta
 
 Records that cannot be read, are of no type that the topic's table names, or are refused by the
 lane they lie in, go to dead-letters and are done when the letter is acknowledged; a lane never
-stops for one.
+stops for one. Whoever sent what cannot be read may wait for an answer: where its key can be that of
+a request, the lane gets a `Refused` in its place, and must be done with that, too.
 
 Never here: a bound on what is handed on and not done. Records are passed on as soon as they are
 polled, since a Cancel must not wait behind a full lane; how many requests may be held, and what
@@ -25,11 +26,11 @@ from typing import NamedTuple, Protocol
 
 from streams.clock import BrokerClock, Clock
 from streams.codecs import AnyRecord, decode
-from streams.deadletters import DeadLetters
-from streams.errors import AppendFailed, LogClosed, OwnershipLost, RecordError
+from streams.deadletters import LONGEST_REASON, DeadLetters
+from streams.errors import AppendFailed, LogClosed, Malformed, OwnershipLost, RecordError
 from streams.outbox import Outbox
 from streams.ports import Log, Member, Record
-from streams.records import Fact
+from streams.records import LONGEST_ID, Fact, Refused
 from streams.topics import TOPICS
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Claim:
         "_delivered",
         "_moved",
         "_undone",
+        "_unwritten",
         "committed",
         "lost",
         "partition",
@@ -70,13 +72,14 @@ class Claim:
         self.committed = start  # what the group knows
         self._delivered: deque[int] = deque()  # in offset order; its head is undone or about to go
         self._undone: set[int] = set()
+        self._unwritten: set[int] = set()  # whose dead letters are on their way
         self._moved = moved
 
     @property
     def low_water(self) -> int:
         """The lowest offset that was handed on and is not done; without one, the position."""
-        delivered = self._delivered
-        while delivered and delivered[0] not in self._undone:
+        delivered, undone, unwritten = self._delivered, self._undone, self._unwritten
+        while delivered and delivered[0] not in undone and delivered[0] not in unwritten:
             delivered.popleft()
         return delivered[0] if delivered else self.position
 
@@ -99,6 +102,16 @@ class Claim:
         self._delivered.append(offset)
         self._undone.add(offset)
         self.position = offset + 1
+
+    def owe_letter(self, offset: int) -> None:
+        """Intake only: besides, this record is not done before its dead letter is written."""
+        self._unwritten.add(offset)
+
+    def letter_written(self, offset: int) -> None:
+        """Intake only: it is."""
+        self._unwritten.discard(offset)
+        if self._moved is not None and not self.lost:
+            self._moved.set()
 
 
 class Lanes(Protocol):
@@ -246,6 +259,9 @@ class Intake:
                 self._lanes.received(claim, fact)
             except RecordError as e:
                 letters.append(_Letter(claim, record, str(e)))
+                claim.owe_letter(record.offset)
+                if not self._refuse(claim, record, e):
+                    claim.done(record.offset)
         if letters:
             self.undecodable += len(letters)
             log.warning(
@@ -262,6 +278,23 @@ class Intake:
             raise RecordError(f"a {name} does not belong on {self._topic}")
         return decoded
 
+    def _refuse(self, claim: Claim, record: Record, error: RecordError) -> bool:
+        """Let the lane tell the sender of a record what is wrong with it; false if it need not.
+
+        Of a type that is not known yet nobody can tell whether it was a request at all.
+        """
+        if not isinstance(error, Malformed) or Refused.__name__ not in self._types:
+            return False
+        try:
+            name = (record.key or b"").decode()
+            if not 0 < len(name) <= LONGEST_ID:
+                return False
+            refusal = Refused(id=name, code="invalid", message=str(error)[:LONGEST_REASON])
+            self._lanes.received(claim, Fact(record.offset, record.timestamp, refusal))
+        except (UnicodeDecodeError, RecordError):
+            return False
+        return True
+
     async def _letter_loop(self) -> None:
         while True:
             letters = [await self._letters.get()]
@@ -274,7 +307,7 @@ class Intake:
 
     async def _bury(self, letter: _Letter) -> None:
         await self._dead_letters.persist(self._topic, letter.record, letter.reason)
-        letter.claim.done(letter.record.offset)
+        letter.claim.letter_written(letter.record.offset)
 
     # --- committing ---
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from streams.codecs import TYPE
 from streams.ports import Entry
+from streams.records import LONGEST_ID
 
 
 class Prompt(BaseModel):
@@ -19,7 +20,9 @@ class Prompt(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    id: str = Field(min_length=1, max_length=200, description="request id and idempotency key")
+    id: str = Field(
+        min_length=1, max_length=LONGEST_ID, description="request id and idempotency key"
+    )
     kind: Literal["chat", "completion", "tokens", "cancel"] = Field(
         default="chat", description="how to read `body`"
     )

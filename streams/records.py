@@ -44,6 +44,8 @@ EndCode = Literal[
 """Why a router ended a request; stop and length: the answer was whole, its last Chunk lost."""
 WorkerState = Literal["ready", "draining", "unhealthy"]
 Role = Literal["aggregated", "prefill", "decode"]
+LONGEST_ID = 200
+"""Of a request's id, in characters: it is a record key, and part of every line about it."""
 Json = bytes
 """A JSON value of whatever form, in UTF-8: passed on as it came, read by its receiver only."""
 

@@ -59,6 +59,23 @@ def test_a_deadline_that_is_no_time_is_refused(deadline_s: float) -> None:
     play(scenario, lanes=1)
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_request_whose_bytes_cannot_be_read_is_refused_once(copies: int) -> None:
+    async def scenario(world: World) -> None:
+        worker = Hand(world)
+        unreadable = Entry(b"a", b"\xc1", (("t", b"Request"),))
+        world.append_raw(REQUESTS, 0, *[unreadable] * copies)
+        router = await route(world)
+        await some(world, lambda: read(world, LEDGER, Ended))
+        await assert_serves(world, router, worker)
+        (end,) = read(world, RESPONSES, End)
+        assert end.code == "invalid"
+        assert "not a Request" in end.message
+        assert len(world.everywhere(DEAD_LETTERS)) == copies
+
+    play(scenario, lanes=1)
+
+
 @in_world
 async def test_tokens_that_are_no_whole_numbers_are_refused(world: World) -> None:
     worker = Hand(world)

@@ -13,7 +13,7 @@ from streams.errors import LogClosed, OwnershipLost, TopicsDiffer
 from streams.intake import LETTERS_QUEUED, Claim, Intake
 from streams.memory.broker import Fate, MemoryLog
 from streams.ports import Entry
-from streams.records import Cancel, Fact, Heartbeat, Request, Tombstone
+from streams.records import Cancel, Fact, Heartbeat, Refused, Request, Tombstone
 from streams.topics import DEAD_LETTERS, REQUESTS
 from tests.worlds import World, in_world
 
@@ -58,6 +58,9 @@ class Owner:
         assert self.intake is not None
         for claim in self.claims.values():
             self.intake.resume(claim)
+
+    def ids(self) -> list[str]:
+        return [fact.record.id for _, fact in self.facts if isinstance(fact.record, Request)]
 
     def offsets(self, partition: int = 0) -> list[int]:
         return [fact.offset for p, fact in self.facts if p == partition]
@@ -475,7 +478,7 @@ def test_a_record_that_cannot_be_read_is_put_aside_and_the_lane_goes_on(poison: 
         world.append(REQUESTS, 0, *requests("after"))
         router = await (await a_router(world, at_once=True)).received(2)
         await world.sleep(1)
-        assert router.owner.offsets() == [0, 2]
+        assert router.owner.ids() == ["before", "after"]
         (letter,) = world.everywhere(DEAD_LETTERS)
         assert letter.key == poison.key
         assert dict(letter.headers)["origin_offset"] == b"1"
@@ -483,6 +486,60 @@ def test_a_record_that_cannot_be_read_is_put_aside_and_the_lane_goes_on(poison: 
         assert router.intake.undecodable == 1
 
     in_world(scenario)()
+
+
+@pytest.mark.parametrize("poison", [MALFORMED, UNTYPED], ids=["malformed", "untyped"])
+def test_whoever_sent_what_cannot_be_read_is_refused_by_its_key(poison: Entry) -> None:
+    async def scenario(world: World) -> None:
+        world.append_raw(REQUESTS, 0, poison)
+        router = await (await a_router(world, at_once=True)).received(1)
+        ((_, fact),) = router.owner.facts
+        assert isinstance(fact.record, Refused)
+        assert (fact.offset, fact.record.id, fact.record.code) == (0, "k", "invalid")
+        assert fact.record.message
+
+    in_world(scenario)()
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        OF_A_NEWER_VERSION,  # what it means is not known: it may be no request at all
+        OF_ANOTHER_TOPIC,
+        TOMBSTONE,
+        NO_KEY_NO_VALUE,
+        MALFORMED._replace(key=None),
+        MALFORMED._replace(key=b""),
+        MALFORMED._replace(key=b"\xff"),
+        MALFORMED._replace(key=b"k" * 201),
+    ],
+    ids=["newer", "misplaced", "tombstone", "nothing", "no key", "empty", "no text", "too long"],
+)
+def test_what_names_no_request_is_only_put_aside(poison: Entry) -> None:
+    async def scenario(world: World) -> None:
+        world.append_raw(REQUESTS, 0, poison)
+        router = await a_router(world, at_once=True)
+        await world.until(lambda: committed(world) == {0: 1})
+        assert router.owner.facts == []
+        assert len(world.everywhere(DEAD_LETTERS)) == 1
+
+    in_world(scenario)()
+
+
+@in_world
+async def test_a_refusal_is_done_when_the_lane_says_so_and_the_letter_is_written(
+    world: World,
+) -> None:
+    world.append_raw(REQUESTS, 0, MALFORMED)
+    router = await (await a_router(world)).owns(0, 1)
+    router.owner.resume_all()
+    await router.received(1)
+    await world.until(lambda: len(world.everywhere(DEAD_LETTERS)) == 1)
+    await world.sleep(5)
+    assert committed(world) == {}
+    router.owner.claims[0].done(0)
+    await world.sleep(0.21)
+    assert committed(world) == {0: 1}
 
 
 @in_world
@@ -497,7 +554,7 @@ async def test_nothing_is_committed_past_a_letter_that_is_not_acknowledged(world
     await world.sleep(5)
     assert len(world.everywhere(DEAD_LETTERS)) == 1
     assert committed(world) == {0: 2}
-    assert router.owner.offsets() == [1]
+    assert router.owner.ids() == ["after"]
 
 
 @in_world
