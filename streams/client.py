@@ -258,4 +258,5 @@ def _from(piece: Chunk, token: int) -> Chunk | None:
         chars=piece.chars,
         finish_reason=piece.finish_reason,
         usage=piece.usage,
+        stop_reason=piece.stop_reason,
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from streams.codecs import decode
 from streams.errors import Malformed, UnknownType
 from streams.ports import Record
-from streams.records import Chunk, End, Fence
+from streams.records import Chunk, End, Fence, LogProb
 from streams.transcript import Transcript
 
 PIECES = 256
@@ -191,4 +191,15 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         chars=last.chars,
         finish_reason=last.finish_reason,
         usage=next((c.usage for c in reversed(chunks) if c.usage is not None), None),
+        stop_reason=last.stop_reason,
+        log_probs=_log_probs(chunks),
+    )
+
+
+def _log_probs(chunks: Sequence[Chunk]) -> tuple[tuple[LogProb, ...], ...] | None:
+    """One entry for each token, or None where nobody asked for any."""
+    if all(chunk.log_probs is None for chunk in chunks):
+        return None
+    return tuple(
+        entry for chunk in chunks for entry in chunk.log_probs or ((),) * len(chunk.token_ids)
     )

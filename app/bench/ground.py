@@ -136,6 +136,11 @@ class Ground:
         await self.outbox.persist(REGISTRY, f"worker/{name}", card)
         return card
 
+    def end(self, child: Child) -> None:
+        """End one of the children."""
+        self._children.remove(child)
+        child.stop()
+
     def stop(self) -> None:
         """End all children, the last one first."""
         while self._children:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,8 @@ app = typer.Typer(no_args_is_help=True, help="Measure and stress kvlane on this 
 Run = Callable[[Callable[[str], None], Callable[[float], None]], Coroutine[Any, Any, "Report"]]
 """A benchmark: says lines, tells of the shares of it that are done, and reports."""
 
+TABLE_WIDTH = 160
+"""Of tables in files and pipes, in characters."""
 QUICK_SEEDS = 200
 FULL_SEEDS = 5000
 
@@ -80,6 +83,34 @@ def hop(*, full: Full = False, json: Json = None) -> None:
     _measure("hop", lambda said, progress: run(Settings(), form, said, progress), json)
 
 
+@app.command()
+def tokens(*, full: Full = False, json: Json = None) -> None:
+    """Worker to client: the CPU time of a token, and how late it comes, on a real Kafka.
+
+    100 streams, 5000 tokens a second, 1 and 8 tokens a step, beside a bare server of the same
+    events. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from app.bench.tokens import FULL, QUICK
+    from app.bench.tokens import tokens as run
+
+    form = FULL if full else QUICK
+    _measure("tokens", lambda said, progress: run(Settings(), form, said, progress), json)
+
+
+@app.command()
+def gateway(*, full: Full = False, json: Json = None) -> None:
+    """HTTP in: requests a second, and what prompts of 100 to 100000 tokens do to other streams.
+
+    Beside a bare FastAPI server that is sent the same bodies. Uses KVLANE_BOOTSTRAP_SERVERS if
+    set, else starts a broker.
+    """
+    from app.bench.gateway import FULL, QUICK
+    from app.bench.gateway import gateway as run
+
+    form = FULL if full else QUICK
+    _measure("gateway", lambda said, progress: run(Settings(), form, said, progress), json)
+
+
 @app.command(name="all")
 def every(
     *,
@@ -88,7 +119,7 @@ def every(
     ] = False,
 ) -> None:
     """Every benchmark there is, one after the other. Exit code 1 if one misses its bar."""
-    for form in (hop,):
+    for form in (hop, tokens, gateway):
         form(full=full)
     if not _faults(FULL_SEEDS if full else QUICK_SEEDS, 0, 0, None):
         raise typer.Exit(1)
@@ -96,7 +127,7 @@ def every(
 
 def _measure(name: str, run: Run, json: Path | None) -> bool:
     """Run one benchmark behind a progress bar; whether all its bars are met."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     with Progress(
         TextColumn(name), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), console=console
     ) as progress:

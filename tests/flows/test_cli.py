@@ -23,7 +23,8 @@ from streams.topics import PROMPTS, RESPONSES, lane_of
 COMMANDS = [
     [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"],
     ["topics"], ["topics", "create"], ["topics", "describe"], ["bench"],
-    ["bench", "faults"], ["bench", "all"],
+    ["bench", "faults"], ["bench", "hop"], ["bench", "tokens"], ["bench", "gateway"],
+    ["bench", "all"],
 ]  # fmt: skip
 
 

@@ -3,12 +3,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from streams.codecs import encode
 from streams.errors import LogClosed
 from streams.memory.partition import MemoryRecord
 from streams.ports import Entry
-from streams.records import Chunk, End, Usage
+from streams.records import Chunk, End, LogProb, Usage
 from streams.reply import PIECES, Reply, joined
 
 
@@ -166,6 +167,8 @@ async def test_at_most_so_many_pieces_wait(pieces: int) -> None:
 def test_joined_chunks_begin_with_the_first_and_are_otherwise_the_last() -> None:
     usage = Usage(prompt_tokens=3)
     parts = [chunk(4, "a"), chunk(5, "b", usage=usage), chunk(6, "c", "stop")]
+    parts[1] = replace(parts[1], log_probs=((LogProb(5, -0.5),),))
+    parts[2] = replace(parts[2], log_probs=((LogProb(6, -0.25),),), stop_reason=6)
     assert joined(parts) == Chunk(
         id="job-17",
         attempt=0,
@@ -177,4 +180,6 @@ def test_joined_chunks_begin_with_the_first_and_are_otherwise_the_last() -> None
         chars=7,
         finish_reason="stop",
         usage=usage,
+        stop_reason=6,
+        log_probs=((), (LogProb(5, -0.5),), (LogProb(6, -0.25),)),
     )
