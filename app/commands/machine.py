@@ -25,13 +25,17 @@ def demo(
     *,
     broker: Broker = "auto",
 ) -> None:
-    """See it work: a broker, a router, three workers, real requests, and a worker that is killed.
+    """See it work: chats, prompts, a production trace under two policies, a worker that is killed.
 
-    Starts everything on this machine, asks your prompts, replays 50 requests of a production
-    trace, kills a worker in mid stream, compares every text with what the engine must say, and
-    leaves nothing behind. Exit code 1 if any text differs.
+    Starts a broker and every process on this machine, chats through OpenAI's package, publishes
+    prompts to Kafka, plays 300 requests of a production trace by KV cache and in turn, kills a
+    worker in mid stream, compares every text with what the engine must say, and leaves nothing
+    behind. About a minute. Exit code 1 if any text differs.
     """
-    from app.demo.command import demo as run
+    try:
+        from app.demo.command import demo as run
+    except ModuleNotFoundError as e:
+        raise typer.BadParameter(f"the demo needs {e.name}: pip install 'kvlane[demo]'") from e
 
     console = Console()
     if not prompts and sys.stdin.isatty():
@@ -48,7 +52,7 @@ def up(
     ] = 0,
     broker: Broker = "auto",
 ) -> None:
-    """Run a small deployment until Ctrl-C: a broker, a router, a preprocessor and workers.
+    """Run a small deployment until Ctrl-C: a broker, one of each process, and workers.
 
     With KVLANE_BOOTSTRAP_SERVERS set it uses that Kafka and starts only the rest.
     """

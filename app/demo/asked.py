@@ -1,67 +1,69 @@
 """Requests as their client sees them: what was asked, what came when, and whether it is right.
 
-Owns the measured figures of a demo. Where a request ran is read from the ledger, by `Placements`.
+`Judge` says what an answer must be, before anything is asked and without asking any worker: the
+simulated engine speaks by a function of the prompt alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from app.engine.echo import echo_answer
-from app.preprocess.byte_level import decode as text_of
-from streams.codecs import decode
-from streams.errors import RecordError
-from streams.ports import Log, Partition
-from streams.prompt import Prompt
-from streams.records import Assigned, Chunk, End
-from streams.topics import LEDGER
+from app.engine.choice import speaker_of
+from app.engine.continuation import Due, due
+from app.preprocess.loaded import of_files
+from app.preprocess.modelfolder import DEMO, card_of, read_folder
+from app.preprocess.openai import Kind, read
+from app.preprocess.pool import Inline
+from app.settings import Settings
+from streams.clock import Clock
+from streams.records import Artifact, Chunk, End
+
+NOT_STORED = Artifact("", 0)
 
 
 @dataclass
 class Asked:
     """One request. Times are of the demo's clock, in seconds."""
 
-    prompt: Prompt
-    token_ids: Sequence[int]
-    max_tokens: int | None
-    at: float = 0.0
+    id: str
+    due: Due
+    prompt_tokens: int
+    at: float
     times: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
     text: str = ""
+    tokens: list[int] | None = None
+    """Token ids, for clients that see them."""
     ended: str = ""
 
     def receive(self, piece: Chunk | End, now: float) -> None:
-        """A visible piece of the answer came."""
+        """A visible piece of the answer came from the log."""
         if isinstance(piece, End):
             self.ended = piece.code
             return
-        if piece.token_ids:
+        self.tokens = [*(self.tokens or ()), *piece.token_ids]
+        self.hear(piece.text, piece.finish_reason, now)
+
+    def hear(self, text: str, finish_reason: str | None, now: float) -> None:
+        """Some text came, or the end."""
+        if text:
             self.times.append(now)
-        self.tokens += piece.token_ids
-        self.text += piece.text
-        self.ended = piece.finish_reason or self.ended
-
-    @property
-    def id(self) -> str:
-        """Its request id."""
-        return self.prompt.id
-
-    @property
-    def from_trace(self) -> bool:
-        """Whether it is one of the trace's."""
-        return self.prompt.kind == "tokens"
+        self.text += text
+        self.ended = finish_reason or self.ended
 
     @property
     def is_right(self) -> bool:
-        """Whether tokens and text are exactly those the engine gives without any failure."""
-        answer = echo_answer(self.token_ids, self.max_tokens)
-        whole = self.ended == ("stop" if self.max_tokens is None else "length")
-        return whole and self.tokens == answer and self.text == text_of(answer)
+        """Whether it is exactly the answer that is due, whatever died on the way."""
+        return (
+            self.text == self.due.text
+            and self.ended == self.due.finish_reason
+            and self.tokens in (None, list(self.due.token_ids))
+        )
 
     @property
     def ttft_s(self) -> float:
-        """From publishing to the first token; infinite without one."""
+        """From asking to the first text; infinite without any."""
         return self.times[0] - self.at if self.times else float("inf")
 
     @property
@@ -71,42 +73,46 @@ class Asked:
         return max((b - a for a, b in zip(moments, self.times, strict=False)), default=0.0)
 
 
+class Judge:
+    """Knows what the demo's model answers to anything."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._files = read_folder(DEMO)
+        self._speaker = speaker_of(self._files)
+
+    async def open(self) -> None:
+        """Load the model's tokenizer and template."""
+        card = card_of(
+            self._settings.model,
+            self._files,
+            NOT_STORED,
+            NOT_STORED,
+            context_length=self._settings.context_length,
+        )
+        self._model = await of_files(card, self._files, Inline(), self._clock)
+
+    @property
+    def vocabulary(self) -> Sequence[int]:
+        """Tokens that are ordinary text."""
+        special = 16  # the demo's model has its special tokens at the beginning
+        return range(special, self._model.tokenizer.vocabulary_size)
+
+    async def asked(self, request_id: str, kind: Kind, body: Mapping[str, Any]) -> Asked:
+        """A request that is about to be made, with the answer that is due."""
+        prepared = await self._model.prepare(read(kind, body))
+        request = prepared.requests[0]
+        answer = due(
+            request,
+            self._speaker,
+            self._model.text_stream(request),
+            self._settings.context_length,
+        )
+        return Asked(request_id, answer, len(request.token_ids) // 4, self._clock.now())
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
-
-
-class Placements:
-    """Which workers each request was given to, from the ledger, in the order of its attempts."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-        self._workers: dict[str, list[str]] = {}
-
-    def of(self, request_id: str) -> list[str]:
-        """The workers of a request so far."""
-        return self._workers.get(request_id, [])
-
-    async def beginning(self) -> dict[Partition, int]:
-        """Where to begin: the ends of the ledger now."""
-        lanes = range(await self._log.partitions(LEDGER))
-        ends = await self._log.end_offsets(LEDGER, lanes)
-        return {Partition(LEDGER, lane): end for lane, end in ends.items()}
-
-    async def follow(self, positions: dict[Partition, int]) -> None:
-        """Read on until cancelled."""
-        reader = self._log.reader()
-        reader.assign(positions)
-        try:
-            while True:
-                for records in (await reader.poll(1.0)).values():
-                    for record in records:
-                        try:
-                            told = decode(record)
-                        except RecordError:
-                            continue
-                        if isinstance(told, Assigned):
-                            self._workers.setdefault(told.id, []).append(told.worker)
-        finally:
-            await reader.close()

@@ -1,4 +1,4 @@
-"""`kvlane demo` and `kvlane up`: a broker, a router, a preprocessor and workers on this machine.
+"""`kvlane demo` and `kvlane up`: a broker and every process of a deployment on this machine.
 
 Chooses the broker and how long everything stays. What the demo shows is `story.py`'s, what is set
 up for it `stage.py`'s.
@@ -15,23 +15,29 @@ from rich.console import Console
 
 from app import worker
 from app.demo.parts import Build, DemoFailed
-from app.demo.stage import stage
+from app.demo.stage import free_port, stage
 from app.demo.story import Story
+from app.gateway import Gateway
+
+# TMP from app.indexer import Indexer
+from app.lifetime import Lifetime
 from app.preprocessor import Preprocessor
 from app.router import Router
 from app.settings import Settings
 from streams.brokers.local import Broker, Kind, obtain
 from streams.clock import SystemClock
 
-WORKERS = 3
-CONTEXT_LENGTH = 131_072
-"""The longest prompt of the trace has 87 169 tokens."""
+WORKERS = 4
+CONTEXT_LENGTH = 16_384
+"""The trace has prompts of up to 12 000 tokens."""
 CHECK_S = 1.0
 
 BUILDS: dict[str, Build] = {
     "worker": worker.build,
     "router": Router,
+    # TMP "indexer": Indexer,
     "preprocessor": Preprocessor,
+    "gateway": Gateway,
 }
 
 BrokerKind = Literal["auto"] | Kind
@@ -72,16 +78,18 @@ def _broker(settings: Settings, console: Console, kind: BrokerKind, port: int = 
 async def _demo(
     settings: Settings, prompts: Sequence[str], console: Console, broker: Broker
 ) -> bool:
-    clock = SystemClock()
-    changes: dict[str, Any] = {"context_length": CONTEXT_LENGTH}
+    life = Lifetime("demo", SystemClock())
+    changes: dict[str, Any] = {"http_port": free_port(), "context_length": CONTEXT_LENGTH}
     if broker.kind == "env":  # somebody's cluster: stay out of the way of what is there
         changes["topic_prefix"] = f"{settings.topic_prefix}demo."
-    async with stage(settings, broker, clock, workers=WORKERS, changes=changes, builds=BUILDS) as (
-        log,
-        fleet,
-        _,
-    ):
-        return await Story(log, fleet, clock, console, WORKERS).tell(prompts)
+    async with stage(
+        settings, broker, life.clock, workers=WORKERS, changes=changes, builds=BUILDS
+    ) as on:
+        try:
+            story = Story(on.log, on.parts, on.settings, life, console, WORKERS)
+            return await story.tell(prompts)
+        finally:
+            await life.end()
 
 
 async def _up(settings: Settings, console: Console, broker: Broker, workers: int) -> None:
@@ -90,18 +98,20 @@ async def _up(settings: Settings, console: Console, broker: Broker, workers: int
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     async with stage(settings, broker, clock, workers=workers, changes={}, builds=BUILDS) as on:
-        await on.fleet.start()
+        await on.parts.start()
         console.print(
-            f"a router, a preprocessor and {workers} workers are starting; topics are "
-            f"{on.settings.topic_prefix}*\n\n"
+            f"a gateway, a preprocessor, a router and {workers} workers are starting; "
+            f"topics are {on.settings.topic_prefix}*\n\n"
             f"  export KVLANE_BOOTSTRAP_SERVERS={broker.bootstrap_servers}\n"
             "  kvlane publish --follow 'Hello'\n\n"
+            f"  export OPENAI_BASE_URL=http://{on.settings.http_host}:{on.settings.http_port}/v1 "
+            f"OPENAI_API_KEY=none   # the model is {on.settings.model!r}\n\n"
             "Ctrl-C ends everything.",
             highlight=False,
             markup=False,
         )
         while not ended.is_set():
-            on.fleet.check()
+            on.parts.check()
             broker.check()
             await asyncio.wait([asyncio.create_task(ended.wait())], timeout=CHECK_S)
         console.print("stopping", style="dim")

@@ -1,4 +1,4 @@
-"""A small deployment on this machine: a router, a preprocessor and workers, for demos and trials.
+"""A small deployment on this machine: one of each process and some workers, for demos and trials.
 
 `ProcessParts` runs each part as `faststream run app.NAME:app`, the way a deployment does;
 `MemoryParts` runs them in this process, on the log in memory. Both can kill a part in the hard way.
@@ -7,14 +7,15 @@ Owns the parts' lives; asks nothing of them and reads no topic.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from app.lifetime import Lifetime, Process
 from app.settings import Settings, variable
@@ -26,33 +27,38 @@ from streams.ports import Log
 STOP_S = 20.0
 """What the parts get to stop in good order before they are killed, in seconds."""
 TAIL_LINES = 15
+NONE: Mapping[str, str] = {}
+OTHERS = ("router", "preprocessor", "gateway")
 
 
 class DemoFailed(Exception):
-    """A part of the fleet ended by itself; the message has its last lines."""
+    """A part ended by itself, or does not do its work; the message has its last lines."""
 
 
 class Part(NamedTuple):
-    """One part: its name in the fleet and the process file it runs."""
+    """One part: its name and the process file it runs."""
 
     name: str
     kind: str
 
 
 def parts_of(workers: int) -> list[Part]:
-    """A router, a preprocessor and that many workers."""
+    """That many workers, and one of each other process."""
     names = [Part(f"worker-{n}", "worker") for n in range(1, workers + 1)]
-    return [*names, Part("router-1", "router"), Part("preprocessor-1", "preprocessor")]
+    return [*names, *(Part(f"{kind}-1", kind) for kind in OTHERS)]
 
 
 class Parts(Protocol):
-    """What a demo does with a fleet."""
+    """What a demo does with them."""
 
     async def start(self) -> None:
         """Start all parts."""
 
     async def kill(self, name: str) -> None:
         """End a part as kill -9 does."""
+
+    async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
+        """End all parts of these kinds in good order; start new ones with changed settings."""
 
     def check(self) -> None:
         """Raise DemoFailed when a part ended that was not killed."""
@@ -85,6 +91,14 @@ class ProcessParts:
         process.send_signal(signal.SIGKILL)
         process.wait()
 
+    async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
+        """See `Parts`."""
+        parts = [part for part in self._parts if part.kind in kinds]
+        await self._end({part.name for part in parts})
+        changed = {variable(name): str(value) for name, value in changes.items()}
+        for part in parts:
+            self._running[part.name] = self._launch(part, changed)
+
     def check(self) -> None:
         """See `Parts`."""
         for name, process in self._running.items():
@@ -100,29 +114,30 @@ class ProcessParts:
 
     async def stop(self) -> None:
         """SIGTERM to all; SIGKILL to those that are still there after STOP_S."""
-        for process in self._running.values():
+        await self._end(set(self._running))
+
+    async def _end(self, names: set[str]) -> None:
+        ending = [self._running.pop(name) for name in names if name in self._running]
+        for process in ending:
             if process.poll() is None:
                 process.terminate()
         deadline = self._clock.now() + STOP_S
-        while any(p.poll() is None for p in self._running.values()):
-            if self._clock.now() > deadline:
-                break
+        while any(p.poll() is None for p in ending) and self._clock.now() < deadline:
             await self._clock.sleep(0.05)
-        for process in self._running.values():
+        for process in ending:
             process.kill()
             process.wait()
-        self._running.clear()
 
-    def _launch(self, part: Part) -> subprocess.Popen[bytes]:
+    def _launch(self, part: Part, changed: Mapping[str, str] = NONE) -> subprocess.Popen[bytes]:
         names = {variable("worker_id"): part.name, variable("router_id"): part.name}
-        with self._output(part.name).open("wb") as output:
+        with self._output(part.name).open("ab") as output:
             return subprocess.Popen(  # noqa: S603 - our own interpreter
                 [
                     *(sys.executable, "-X", self._guard.mark),  # -X: Python ignores what it does
                     *("-m", "faststream", "run"),  # not know, and the watchdog finds it there
                     f"app.{part.kind}:app",
                 ],
-                env={**os.environ, **self._environment, **names},
+                env={**os.environ, **self._environment, **changed, **names},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -157,20 +172,22 @@ class MemoryParts:
 
     async def start(self) -> None:
         """Start the parts one after the other; returns when all are ready."""
-        for name, kind in self._parts:
-            log = self._broker.connect(name)
-            life = Lifetime(name, self._broker.clock, random.Random(self._rng.random()))
-            settings = self._settings.model_copy(update={"worker_id": name, "router_id": name})
-            process = self._builds[kind](log, settings, life)
-            self._running[name] = log, life, process
-            await log.start()
-            await process.start()
+        for part in self._parts:
+            await self._launch(part, {})
 
     async def kill(self, name: str) -> None:
         """Cut its connection in the middle of whatever it does, and end its tasks."""
         log, life, _ = self._running.pop(name)
         log.cut()
         await life.end()
+
+    async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
+        """See `Parts`."""
+        parts = [part for part in self._parts if part.kind in kinds]
+        ending = [self._running.pop(part.name) for part in parts if part.name in self._running]
+        await asyncio.gather(*(_ended(*running) for running in ending))
+        for part in parts:
+            await self._launch(part, changes)
 
     def check(self) -> None:
         """See `Parts`."""
@@ -181,10 +198,26 @@ class MemoryParts:
     async def stop(self) -> None:
         """Stop the parts in reverse; workers drain last."""
         while self._running:
-            _, (log, life, process) = self._running.popitem()
-            try:
-                if life.failed is None:
-                    await process.stop()
-            finally:
-                await life.end()
-                await log.close()
+            _, running = self._running.popitem()
+            await _ended(*running)
+
+    async def _launch(self, part: Part, changes: Mapping[str, Any]) -> None:
+        name = part.name
+        log = self._broker.connect(name)
+        life = Lifetime(name, self._broker.clock, random.Random(self._rng.random()))
+        settings = self._settings.model_copy(
+            update={"worker_id": name, "router_id": name, **changes}
+        )
+        process = self._builds[part.kind](log, settings, life)
+        self._running[name] = log, life, process
+        await log.start()
+        await process.start()
+
+
+async def _ended(log: MemoryLog, life: Lifetime, process: Process) -> None:
+    try:
+        if life.failed is None:
+            await process.stop()
+    finally:
+        await life.end()
+        await log.close()

@@ -1,12 +1,13 @@
-"""A deployment on one machine, for as long as somebody looks: connection, topics, fleet.
+"""A deployment on one machine, for as long as somebody looks: connection, topics, parts.
 
-Owns what is set up around a fleet and that nothing is left of it.
+Owns what is set up around them and that nothing is left of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -23,11 +24,17 @@ from streams.ports import Log
 
 
 class Stage(NamedTuple):
-    """A started connection to a log that has its topics, and a fleet that is not started yet."""
+    """A started connection to a log that has its topics, and parts that are not started yet."""
 
     log: Log
-    fleet: Parts
+    parts: Parts
     settings: Settings
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager
@@ -42,23 +49,23 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     """Set up on a broker that runs; everything but the broker is gone afterwards.
 
-    `changes` to the settings hold for the parts too. `builds` are for a fleet in this process.
+    `changes` to the settings hold for the parts too. `builds` are for parts in this process.
     Raises BrokerUnavailable, TopicsDiffer.
     """
     changes = {**changes, "bootstrap_servers": broker.bootstrap_servers}
     settings = settings.model_copy(update=changes)
     log: Log
-    fleet: Parts
+    parts: Parts
     with contextlib.ExitStack() as cleanup:
         if broker.kind == "memory":
             memory = MemoryBroker(clock, lanes=settings.lanes)
-            fleet = MemoryParts(parts_of(workers), builds, settings, memory, random.Random())
+            parts = MemoryParts(parts_of(workers), builds, settings, memory, random.Random())
             log = memory.connect("stage")
         else:
             guard = Guard()
             cleanup.callback(guard.close)
             environment = {variable(name): str(value) for name, value in changes.items()}
-            fleet = ProcessParts(parts_of(workers), environment, guard, clock)
+            parts = ProcessParts(parts_of(workers), environment, guard, clock)
             log = KafkaLog(settings.connection("stage"), prefix=settings.topic_prefix)
         try:
             await log.start()
@@ -69,7 +76,7 @@ async def stage(
                     replication=settings.replication,
                     min_insync=settings.min_insync,
                 )
-            yield Stage(log, fleet, settings)
+            yield Stage(log, parts, settings)
         finally:
-            await fleet.stop()
+            await parts.stop()
             await log.close()

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from app.demo.asked import Asked, percentile
+from app.demo.asked import Asked, Judge, percentile
 from app.demo.trace import BLOCK_TOKENS, shipped_slice, tokens_of
-from app.engine.echo import echo_answer
-from app.preprocess.byte_level import decode, render_chat
-from streams.prompt import Prompt
+from app.engine.continuation import Due
+from app.settings import Settings
+from streams.clock import SystemClock
 from streams.records import Chunk, End, FinishReason
 
-TOKENS = render_chat([("user", "né")])
+BODY = list("né".encode())
+DUE = Due(tuple(BODY), "né", "stop")
 
 
 def asked(
-    *pieces: tuple[list[int], str], reason: FinishReason | None = "stop", limit: int | None = None
+    *pieces: tuple[list[int], str], reason: FinishReason | None = "stop", due: Due = DUE
 ) -> Asked:
-    one = Asked(Prompt(id="a"), TOKENS, limit, at=1.0)
+    one = Asked("a", due, prompt_tokens=4, at=1.0)
     for n, (tokens, text) in enumerate(pieces):
         last = reason if n == len(pieces) - 1 else None
         chunk = Chunk(
@@ -26,9 +27,6 @@ def asked(
         )  # fmt: skip
         one.receive(chunk, 2.0 + n)
     return one
-
-
-BODY = list("né".encode())
 
 
 def test_the_engines_answer_is_right() -> None:
@@ -44,16 +42,11 @@ def test_the_engines_answer_is_right() -> None:
         asked((BODY, "ne")),  # another text
         asked((BODY, "né"), reason=None),  # no end
         asked((BODY, "né"), reason="length"),  # an end for another reason
-        asked((BODY, "né"), limit=4),  # shorter than asked for
+        asked((BODY, "né"), due=Due((*BODY, 110), "nén", "stop")),  # shorter than due
     ],
 )
 def test_anything_else_is_wrong(wrong: Asked) -> None:
     assert not wrong.is_right
-
-
-def test_a_limit_ends_as_length() -> None:
-    answer = echo_answer(TOKENS, 5)
-    assert asked((answer, decode(answer)), reason="length", limit=5).is_right
 
 
 def test_an_end_by_a_router_is_wrong() -> None:
@@ -63,10 +56,18 @@ def test_an_end_by_a_router_is_wrong() -> None:
     assert one.ended == "deadline"
 
 
-def test_times_count_from_publishing() -> None:
+def test_a_client_that_sees_no_tokens_is_judged_by_its_text() -> None:
+    one = Asked("a", DUE, prompt_tokens=4, at=1.0)
+    one.hear("n", None, 2.0)
+    assert not one.is_right
+    one.hear("é", "stop", 3.0)
+    assert one.is_right
+
+
+def test_times_count_from_asking() -> None:
     one = asked((BODY[:1], "n"), (BODY[1:], "é"))
     assert (one.ttft_s, one.longest_silence_s) == (1.0, 1.0)
-    one.receive(Chunk(id="a", attempt=0, run="1", seq=2, index=3, token_ids=(1,)), 9.0)
+    one.hear("!", None, 9.0)
     assert one.longest_silence_s == 6.0
 
 
@@ -77,16 +78,37 @@ def test_percentiles_are_values_that_occurred(share: float, value: int) -> None:
     assert percentile(list(range(100, 0, -1)), share) == value
 
 
+async def test_the_judge_knows_answers_beforehand_and_tells_prompts_apart() -> None:
+    judge = Judge(Settings(), SystemClock())
+    await judge.open()
+
+    async def due(text: str) -> Due:
+        body = {"messages": [{"role": "user", "content": text}]}
+        return (await judge.asked("a", "chat", body)).due
+
+    assert await due("hello") == await due("hello")
+    assert (await due("hello")).text != (await due("hallo")).text
+
+
+async def test_limits_of_the_body_are_limits_of_the_answer() -> None:
+    judge = Judge(Settings(), SystemClock())
+    await judge.open()
+    body = {"token_ids": [100, 200, 300], "max_tokens": 3, "ignore_eos": True}
+    one = await judge.asked("a", "tokens", body)
+    assert (len(one.due.token_ids), one.due.finish_reason) == (3, "length")
+    assert one.prompt_tokens == 3
+
+
 def test_the_trace_keeps_what_prompts_have_in_common() -> None:
-    trace = shipped_slice()
-    assert len(trace) == 50
+    trace = shipped_slice(range(16, 4096))
+    assert len(trace) == 300
     assert [r.arrival_s for r in trace] == sorted(r.arrival_s for r in trace)
     first, second = trace[0].token_ids, trace[1].token_ids
     assert first[:BLOCK_TOKENS] == second[:BLOCK_TOKENS]
     assert first[BLOCK_TOKENS : 2 * BLOCK_TOKENS] != second[BLOCK_TOKENS : 2 * BLOCK_TOKENS]
 
 
-def test_trace_tokens_are_printable_and_of_the_length_asked_for() -> None:
-    tokens = tokens_of([7, 8], 600)
-    assert len(tokens) == 601  # and the marker that ends the turn
-    assert bytes(tokens[:-1]).decode().isprintable()
+def test_trace_tokens_are_of_the_vocabulary_and_the_length_asked_for() -> None:
+    tokens = tokens_of([7, 8], 600, range(16, 4096))
+    assert len(tokens) == 600
+    assert set(tokens) <= set(range(16, 4096))
