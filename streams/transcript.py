@@ -27,6 +27,10 @@ class Transcript:
     """What a reader has seen of one request. Feed it the records of that request only.
 
     With `keep=False` tokens and text are counted, not kept: for readers that pass them on.
+
+    With `until_attempt` it is what a reader had seen when that attempt began: from the first Fence
+    of it, or of a higher one, on (`closed`) nothing counts. However many routers fence an attempt,
+    all of them continue from the same token.
     """
 
     __slots__ = (
@@ -34,8 +38,10 @@ class Transcript:
         "_next",
         "_parts",
         "_run",
+        "_until",
         "attempt",
         "chars",
+        "closed",
         "end",
         "finish_reason",
         "holes",
@@ -47,7 +53,9 @@ class Transcript:
         "usage",
     )
 
-    def __init__(self, request_id: str = "", *, keep: bool = True) -> None:
+    def __init__(
+        self, request_id: str = "", *, keep: bool = True, until_attempt: int | None = None
+    ) -> None:
         self.request_id = request_id
         self.attempt = 0
         """The attempt that is shown now; it stays what it was at the end."""
@@ -64,11 +72,13 @@ class Transcript:
         """Runs that lost a Chunk; not 0 means that a writer broke its promise."""
         self.skipped = 0
         """Chunks that were not shown, for whatever reason."""
+        self.closed = False
         self._keep = keep
+        self._until = until_attempt
         self._parts: list[str] = []
         self._run: str | None = None
         self._next: int | None = 0
-        """The `seq` that will be shown; None when the run has a hole or the request is over."""
+        """The `seq` that will be shown; None when no Chunk of this attempt will be any more."""
 
     @property
     def text(self) -> str:
@@ -110,10 +120,12 @@ class Transcript:
         return record
 
     def _turn(self, record: Chunk | Fence | End) -> End | None:
-        if self.over:
+        if self.over or self.closed:
             return None
         if type(record) is Fence:
-            if record.attempt > self.attempt:
+            if self._until is not None and record.attempt >= self._until:
+                self.closed, self._next = True, None
+            elif record.attempt > self.attempt:
                 self.attempt, self._run, self._next = record.attempt, None, 0
         elif type(record) is End:
             self.end = record
@@ -129,15 +141,10 @@ class Transcript:
 
 
 def gather(records: Iterable[Chunk | Fence | End], before_attempt: int) -> Transcript:
-    """What a reader had seen of a request when `before_attempt` began.
-
-    Reads one request's records, in log order, to the first Fence of that attempt or of a higher
-    one. Later ones do not count, however many routers have fenced the same attempt: so all of them
-    continue from the same token.
-    """
-    transcript = Transcript()
+    """What a reader had seen of a request, of these records of it, when an attempt began."""
+    transcript = Transcript(until_attempt=before_attempt)
     for record in records:
-        if type(record) is Fence and record.attempt >= before_attempt:
+        if transcript.closed:
             break
         transcript.feed(record)
     return transcript

@@ -22,7 +22,6 @@ from app.lanes import owner, procedures, scan
 from app.routing import load, obligations
 from app.serving import chunks, registration, runs
 from streams import intake, outbox, transcript
-from streams.codecs import decode
 from streams.errors import AppendFailed, BrokerUnavailable, RecordTooLarge
 from streams.ports import Appended, Partition
 from streams.records import Cancel, Chunk, EndCode, Fence, Fencing, Finished, Started
@@ -223,13 +222,11 @@ def _started_is_not_knowledge() -> Iterator[Replacement]:
 
 
 def _gather_past_the_first_fence() -> Iterator[Replacement]:
-    def show(record: Any, questions: list[Any]) -> None:
-        shown = decode(record)
-        for question in questions:
-            if record.offset >= question.start and isinstance(shown, Chunk):
-                question.transcript.feed(shown)
+    class Everything(transcript.Transcript):
+        def feed(self, record: Any) -> Any:
+            return super().feed(record) if isinstance(record, Chunk) else None
 
-    yield scan, "_show", show
+    yield scan, "Transcript", Everything
 
 
 # --- workers -------------------------------------------------------------------------------------

@@ -1,15 +1,18 @@
 """Looking things up in the log: what a reader was shown of a request, and the request itself.
 
 Needed when a request changes hands. Many change hands at once when a worker dies, so all questions
-that are waiting are answered by one pass over their lanes. Nothing is kept between passes.
+about a partition that wait together are answered by one pass over it. Questions that come during a
+pass wait for its end; other partitions are read beside it, so that one that cannot be read keeps
+only its own questions from their answers. Nothing is kept between passes, and a question whose
+asker has gone is dropped; how long one waits is the asker's own matter.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from streams import codecs
 from streams.errors import Malformed, PositionLost, RecordError
@@ -18,30 +21,30 @@ from streams.records import Chunk, End, Fence, Origin, Request
 from streams.topics import RESPONSES
 from streams.transcript import Transcript
 
-POLL_S = 1.0
+POLL_S = 0.25
+"""How long a question about another partition waits at most for its pass to begin."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Question:
-    """What was request `id` shown before `attempt`, on offsets [start, stop) of a lane?"""
+    """What stands in a partition on [start, stop)? Records go to `feed`, the end to `answer`."""
 
-    id: str
-    attempt: int
     start: int
     stop: int
-    answer: asyncio.Future[Transcript]
-    transcript: Transcript = field(default_factory=Transcript)
-    fenced: bool = False
+    feed: Callable[[Record], None]
+    answer: asyncio.Future[None]
+    key: bytes | None = None
+    """Of the records that are asked for; None: of any."""
 
 
 class Scanner:
     """Answers questions about the log from one reader. `run` must be running."""
 
     def __init__(self, log: Log) -> None:
-        self._scanner, self._fetcher = log.reader(), log.reader()
-        self._questions: dict[int, list[_Question]] = defaultdict(list)
+        self._reader = log.reader()
+        self._passes: dict[Partition, _Pass] = {}
+        self._queued: dict[Partition, list[_Question]] = defaultdict(list)
         self._asked = asyncio.Event()
-        self._fetching = asyncio.Lock()
 
     async def shown(
         self, lane: int, request_id: str, attempt: int, start: int, stop: int
@@ -51,85 +54,130 @@ class Scanner:
         `start` is at or before its first Chunk, `stop` behind a Fence of that attempt.
         Raises PositionLost when records between them are no longer kept.
         """
-        answer: asyncio.Future[Transcript] = asyncio.get_running_loop().create_future()
-        self._questions[lane].append(_Question(request_id, attempt, start, stop, answer))
-        self._asked.set()
-        return await answer
+        transcript = Transcript(request_id, until_attempt=attempt)
+
+        def feed(record: Record) -> None:
+            try:
+                shown = codecs.decode(record)
+            except RecordError:  # readers skip what they cannot read
+                return
+            if isinstance(shown, Chunk | Fence | End):
+                transcript.feed(shown)
+
+        source = Partition(RESPONSES, lane)
+        await self._ask(source, start, stop, feed, request_id.encode())
+        return transcript
 
     async def fetch(self, origin: Origin) -> Request:
-        """The Request at its origin. Raises PositionLost when it is no longer kept."""
+        """The Request at its origin.
+
+        Raises PositionLost when it is no longer kept, RecordError when it is no Request.
+        """
+        found: list[Record] = []
         source = Partition(origin.topic, origin.partition)
-        async with self._fetching:
-            self._fetcher.assign({source: origin.offset})
-            while not (batches := await self._fetcher.poll(POLL_S, max_records=1)):
-                pass
-        record = batches[source][0]
-        if record.offset != origin.offset:
-            raise PositionLost(origin.topic, origin.partition, origin.offset, record.offset)
-        request = codecs.decode(record)
+        await self._ask(source, origin.offset, origin.offset + 1, found.append)
+        if not found:
+            raise PositionLost(*source, origin.offset, origin.offset + 1)
+        request = codecs.decode(found[0])
         if not isinstance(request, Request):
             raise Malformed(f"{origin} is no Request")
         return request
 
     async def run(self) -> None:
-        """Answer questions until cancelled."""
+        """Answer questions until cancelled. Raises what the reader does."""
         try:
             while True:
-                await self._asked.wait()
                 self._asked.clear()
-                pending, self._questions = self._questions, defaultdict(list)
-                while pending:
-                    await self._pass(pending)
+                if self._turn():
+                    self._reader.assign({source: p.position for source, p in self._passes.items()})
+                if self._passes:
+                    await self._advance()
+                else:
+                    await self._asked.wait()
         finally:
-            await self._scanner.close()
-            await self._fetcher.close()
+            await self._reader.close()
 
-    async def _pass(self, pending: dict[int, list[_Question]]) -> None:
-        """Read the lanes of all questions until each has its answer or a lane is lost."""
-        starts = {Partition(RESPONSES, k): min(q.start for q in qs) for k, qs in pending.items()}
-        self._scanner.assign(starts)
+    async def _ask(
+        self,
+        source: Partition,
+        start: int,
+        stop: int,
+        feed: Callable[[Record], None],
+        key: bytes | None = None,
+    ) -> None:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queued[source].append(_Question(start, stop, feed, answer, key))
+        self._asked.set()
+        await answer  # cancelling it answers it, too: `_turn` drops the question
+
+    def _turn(self) -> bool:
+        """End passes without questions, begin those that are asked for; whether there were any."""
+        over = [source for source, p in self._passes.items() if p.is_over()]
+        for source in over:
+            del self._passes[source]
+        free = self._queued.keys() - self._passes.keys()
+        begun = False
+        for source in sorted(free):
+            if questions := [q for q in self._queued.pop(source) if not q.answer.done()]:
+                self._passes[source] = _Pass(questions)
+                begun = True
+        return begun or bool(over)
+
+    async def _advance(self) -> None:
         try:
-            while pending:
-                for source, records in (await self._scanner.poll(POLL_S)).items():
-                    _read(pending, source.partition, records)
+            batches = await self._reader.poll(POLL_S)
         except PositionLost as e:
-            for question in pending.pop(e.partition, []):
-                if not question.answer.done():
-                    question.answer.set_exception(e)
+            source = Partition(e.topic, e.partition)
+            self._passes[source].lose(e)
+            self._reader.assign({source: p.position for source, p in self._passes.items()})
+            return
+        for source, records in batches.items():
+            self._passes[source].read(records)
+        for source, p in self._passes.items():
+            p.reach(self._reader.position(source))  # its last offsets may be gone from the log
 
 
-def _read(pending: dict[int, list[_Question]], lane: int, records: Sequence[Record]) -> None:
-    """Show the records to the lane's questions; drop the lane when all of them are answered."""
-    questions = pending.get(lane)
-    if questions is None:
-        return
-    by_key: dict[bytes, list[_Question]] = defaultdict(list)
-    for question in questions:
-        by_key[question.id.encode()].append(question)
-    for record in records:
-        asked = by_key.get(record.key or b"")
-        if asked:
-            _show(record, asked)
-    position = records[-1].offset + 1
-    for question in questions:
-        if position >= question.stop and not question.answer.done():
-            question.answer.set_result(question.transcript)
-    pending[lane] = [q for q in questions if not q.answer.done()]
-    if not pending[lane]:
-        del pending[lane]
+class _Pass:
+    """One reading of a partition, from the first to the last offset that is asked for."""
 
+    def __init__(self, questions: Sequence[_Question]) -> None:
+        self.position = min(q.start for q in questions)
+        self._questions = list(questions)
+        self._by_key: dict[bytes, list[_Question]] = defaultdict(list)
+        self._by_offset: dict[int, list[_Question]] = defaultdict(list)
+        for question in questions:
+            if question.key is not None:
+                self._by_key[question.key].append(question)
+            else:
+                for offset in range(question.start, question.stop):
+                    self._by_offset[offset].append(question)
 
-def _show(record: Record, questions: list[_Question]) -> None:
-    try:
-        shown = codecs.decode(record)
-    except RecordError:  # readers skip what they cannot read
-        return
-    if not isinstance(shown, Chunk | Fence | End):
-        return
-    for question in questions:
-        if record.offset < question.start or question.fenced:
-            continue
-        if isinstance(shown, Fence) and shown.attempt >= question.attempt:
-            question.fenced = True
-        else:
-            question.transcript.feed(shown)
+    def is_over(self) -> bool:
+        """Whether nobody waits for it any more."""
+        self._questions = [q for q in self._questions if not q.answer.done()]
+        return not self._questions
+
+    def read(self, records: Sequence[Record]) -> None:
+        """Show the next records to those who asked for them."""
+        for record in records:
+            for question in self._by_key.get(record.key or b"", ()):
+                if question.start <= record.offset < question.stop:
+                    question.feed(record)
+            for question in self._by_offset.get(record.offset, ()):
+                question.feed(record)
+        self.reach(records[-1].offset + 1)
+
+    def reach(self, position: int) -> None:
+        """Everything below this was read, or is gone from the end of the log."""
+        self.position = max(self.position, position)
+        for question in self._questions:
+            if question.stop <= position and not question.answer.done():
+                question.answer.set_result(None)
+
+    def lose(self, lost: PositionLost) -> None:
+        """The log begins later than this was to be read from: who asked for that gets no answer."""
+        gone = [q for q in self._questions if q.start < lost.start]
+        for question in gone or self._questions:
+            if not question.answer.done():
+                question.answer.set_exception(lost)
+        self.position = max(self.position, lost.start)
