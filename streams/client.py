@@ -16,15 +16,16 @@ It never ends the log it was given, and never reads more of `responses` than the
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 from streams.clock import Clock
 from streams.codecs import encode
-from streams.errors import BrokerUnavailable, LogClosed
+from streams.errors import LogClosed
 from streams.ids import RequestIds, new_request_id
 from streams.outbox import Outbox
+from streams.patience import until_answered
 from streams.ports import Entry, Log
 from streams.prompt import Prompt, encode_prompt
 from streams.records import Chunk, End, Request, Usage
@@ -34,8 +35,6 @@ from streams.topics import PROMPTS, REQUESTS, RESPONSES
 
 __all__ = ["Answer", "Client", "new_request_id"]
 
-T = TypeVar("T")
-
 PUBLISH_TIMEOUT_S = 30.0
 """Long enough to outlast the election of a new leader several times."""
 STREAM_TIMEOUT_S = 660.0
@@ -43,7 +42,6 @@ STREAM_TIMEOUT_S = 660.0
 UNCLAIMED = 1000
 """Replies that were published here and that nobody listens to yet. Beyond that the oldest are let
 go: listening to one of those reads its lane again, so nothing is lost by it."""
-RETRY_S = 0.2
 
 
 class Answer(NamedTuple):
@@ -212,7 +210,9 @@ class Client:
         replies = self._listening()
         if request_id in self._unclaimed:
             return
-        reply = await self._answered(lambda: replies.from_now(request_id), deadline)
+        reply = await until_answered(
+            self._clock, lambda: replies.from_now(request_id), until=deadline
+        )
         if request_id in self._unclaimed:  # published twice at the same time
             replies.leave(reply)
             return
@@ -225,17 +225,9 @@ class Client:
         replies = self._listening()
         if request_id in self._unclaimed:
             return self._unclaimed.pop(request_id)
-        return await self._answered(lambda: replies.from_beginning(request_id), deadline)
-
-    async def _answered(self, question: Callable[[], Awaitable[T]], deadline: float) -> T:
-        """Ask until the broker answers. Raises BrokerUnavailable past the deadline."""
-        while True:
-            try:
-                return await question()
-            except BrokerUnavailable:
-                if self._clock.now() + RETRY_S >= deadline:
-                    raise
-                await self._clock.sleep(RETRY_S)
+        return await until_answered(
+            self._clock, lambda: replies.from_beginning(request_id), until=deadline
+        )
 
     def _listening(self) -> Replies:
         if self._replies is None:

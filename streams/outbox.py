@@ -11,20 +11,12 @@ since it returns only when its record stands.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from streams.clock import BrokerClock, Clock
 from streams.codecs import AnyRecord, encode
-from streams.errors import AppendFailed
+from streams.patience import until_answered
 from streams.ports import Appended, Entry, Log
-
-log = logging.getLogger(__name__)
-
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 1.0
-"""Pauses double between the two. A failed append has waited for its own deadline (seconds) before,
-so the repeats of many processes are spread without jitter."""
 
 
 class Outbox:
@@ -84,17 +76,9 @@ class Outbox:
         until: float | None = None,
     ) -> Appended:
         """As `persist`, for an entry that is encoded already."""
-        pause_s = FIRST_PAUSE_S
-        while True:
-            try:
-                return await self.send_entry(topic, entry, partition)
-            except AppendFailed as e:
-                left_s = None if until is None else until - self._clock.now()
-                if left_s is not None and left_s <= 0:
-                    raise
-                log.warning("append to %s failed, repeating: %s", topic, e)
-                await self._clock.sleep(pause_s if left_s is None else min(pause_s, left_s))
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return await until_answered(
+            self._clock, lambda: self.send_entry(topic, entry, partition), until=until
+        )
 
     def _observed(self, appended: Appended) -> Appended:
         if self._broker_clock is not None:

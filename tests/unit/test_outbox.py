@@ -11,7 +11,8 @@ from streams.clock import BrokerClock
 from streams.codecs import decode
 from streams.errors import AppendFailed, LogClosed, RecordTooLarge
 from streams.memory.broker import Fate
-from streams.outbox import LONGEST_PAUSE_S, Outbox
+from streams.outbox import Outbox
+from streams.patience import LONGEST_PAUSE_S
 from streams.records import Cancel, Fencing, Request
 from streams.topics import LEDGER, REQUESTS
 from tests.worlds import World, in_world, play

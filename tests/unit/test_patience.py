@@ -21,6 +21,19 @@ async def test_a_question_is_asked_until_it_is_answered(world: World) -> None:
 
 
 @in_world
+async def test_pauses_grow_and_end_with_the_time_that_is_given(world: World) -> None:
+    asked: list[float] = []
+
+    async def ask() -> None:
+        asked.append(round(world.clock.now(), 3))
+        raise BrokerUnavailable("gone")
+
+    with pytest.raises(BrokerUnavailable):
+        await until_answered(world.clock, ask, until=world.clock.now() + 3.0)
+    assert asked == [0.0, 0.05, 0.15, 0.35, 0.75, 1.55, 2.55, 3.0]
+
+
+@in_world
 async def test_a_wrong_question_is_not_repeated(world: World) -> None:
     log = await world.connect()
     with pytest.raises(TopicsDiffer):
