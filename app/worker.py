@@ -158,7 +158,8 @@ class Worker:
             self._settings.key_secret(),
         )
         if self._offer is not None:
-            self._model = await self._offer.publish(model, config, self._outbox)
+            until = self._clock.now() + REGISTER_S
+            self._model = await self._offer.publish(model, config, self._outbox, until)
         return config
 
     def _heard_of_blocks(self, events: Sequence[EngineEvent]) -> None:

@@ -27,10 +27,12 @@ class Offer:
         self._artifacts = Artifacts(log, life.clock, self._pool, settings.cache_dir / "artifacts")
         self._files = files
 
-    async def publish(self, name: str, config: EngineConfig, outbox: Outbox) -> LoadedModel:
+    async def publish(
+        self, name: str, config: EngineConfig, outbox: Outbox, until: float
+    ) -> LoadedModel:
         """Put files and card into the log; the model, ready to read answers.
 
-        Raises BadModel, BrokerUnavailable, and AppendFailed when the card cannot be written.
+        Raises BadModel, BrokerUnavailable, and AppendFailed past `until`.
         """
         card = await loaded.publish_files(
             name,
@@ -39,5 +41,5 @@ class Offer:
             context_length=config.context_length,
             block_size=config.kv_cache_block_size,
         )
-        await outbox.persist(REGISTRY, f"model/{name}", card)
+        await outbox.persist(REGISTRY, f"model/{name}", card, until=until)
         return await loaded.of_files(card, self._files, self._pool, self._clock)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+import pytest
+
 from app.engine.contract import (
     EngineDead,
     EngineError,
@@ -15,8 +17,10 @@ from app.engine.contract import (
 from app.engine.echo import EchoEngine, echo_answer
 from app.preprocess.byte_level import decode as text_of
 from app.serving.chunks import PENDING_TOKENS
+from app.serving.registration import REGISTER_S
 from app.worker import NameTaken
 from streams.codecs import decode, pack_tokens
+from streams.errors import AppendFailed
 from streams.memory.broker import Fate
 from streams.ports import Entry
 from streams.records import (
@@ -661,6 +665,47 @@ async def test_its_own_lost_drops_the_runs_without_a_word_and_begins_a_new_epoch
     assert desk.beats()[-1].running == ()
     desk.assign("c")
     assert (await desk.finished("c")).epoch == desk.epoch
+
+
+@in_world
+async def test_a_new_epoch_is_begun_however_long_the_broker_is_away(world: World) -> None:
+    desk = Desk(world)
+    await desk.start()
+    old = desk.epoch
+    world.faults.next_fates(REGISTRY, *[Fate.LOST] * 5000)
+    desk.tell(Lost(worker="w", epoch=old))
+    await world.sleep(10 * REGISTER_S)
+    assert desk.worker.epoch is None
+    assert desk.life.failed is None
+    world.faults.fates.clear()
+    await world.until(lambda: desk.worker.epoch not in (None, old))
+    desk.assign()
+    assert (await desk.finished()).epoch == desk.epoch
+
+
+@in_world
+async def test_a_card_is_written_again_however_long_the_broker_is_away(world: World) -> None:
+    desk = Desk(world)
+    world.append(REGISTRY, 0, Tombstone(key="worker/x"), key="worker/x")
+    await desk.start()
+    world.append(REGISTRY, 0, Tombstone(key="worker/w", epoch=0), key="worker/w")
+    world.faults.next_fates(REGISTRY, *[Fate.LOST] * 500)
+    await world.sleep(3 * REGISTER_S)
+    assert desk.life.failed is None
+    world.faults.fates.clear()
+    await world.sleep(5)
+    assert isinstance(decode(world.records(REGISTRY, 0)[-1]), WorkerCard)
+
+
+@in_world
+async def test_a_worker_that_cannot_register_at_its_start_gives_up(world: World) -> None:
+    world.faults.next_fates(REGISTRY, *[Fate.LOST] * 500)
+    engine = Scripted(world)
+    began = world.clock.now()
+    with pytest.raises(AppendFailed):
+        await Desk(world).start(engine)
+    assert world.clock.now() - began >= REGISTER_S
+    assert engine.calls == ["start", "cleanup"]
 
 
 @in_world

@@ -1,0 +1,96 @@
+"""Where a worker ends an answer, and what of it can be seen: stops, ends of text, resumed runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.engine.contract import EngineOutput, usage
+from streams.codecs import pack_tokens
+from streams.records import LogProb, Request, StopConditions
+from tests.desks import PROMPT, Desk, Scripted, visible
+from tests.worlds import World, in_world
+
+
+def said(text: str) -> list[EngineOutput]:
+    return [EngineOutput.token(byte) for byte in text.encode()]
+
+
+async def answer(
+    world: World, *script: EngineOutput | float, **asked: Any
+) -> tuple[Desk, Scripted]:
+    """A worker that has answered request a, and its engine."""
+    desk, engine = Desk(world), Scripted(world, *script)
+    await desk.start(engine)
+    over = {name: asked.pop(name) for name in ("attempt", "taken", "taken_chars") if name in asked}
+    request = Request(id="a", token_ids=pack_tokens(PROMPT), **asked)
+    desk.assign(request=request, **over)
+    await desk.finished()
+    return desk, engine
+
+
+@in_world
+async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_is_left(
+    world: World,
+) -> None:
+    stop = StopConditions(stop=("END",), max_tokens=50)
+    desk, engine = await answer(world, *said("one EN two END three"), 1000.0, stop=stop)
+    seen, last = visible(desk.chunks()), desk.chunks()[-1]
+    assert seen.text == "one EN two "
+    assert bytes(seen.tokens) == b"one EN two END"
+    assert (last.finish_reason, last.stop_reason) == ("stop", "END")
+    assert engine.left
+    assert last.usage == usage(len(PROMPT), 14)
+
+
+@in_world
+async def test_what_may_begin_a_stop_string_is_kept_back(world: World) -> None:
+    stop = StopConditions(stop=("END",), max_tokens=50)
+    desk, _ = await answer(world, *said("x EN"), 1.0, *said("x"), EngineOutput.stop(), stop=stop)
+    texts = [chunk.text for chunk in desk.chunks()]
+    assert not any(text.endswith(("E", "EN")) for text in texts)
+    assert "".join(texts) == "x ENx"
+
+
+@in_world
+async def test_a_stop_string_across_a_fence_is_found_once(world: World) -> None:
+    stop = StopConditions(stop=("END",), max_tokens=50)
+    taken = pack_tokens([*b"one E"])
+    desk, _ = await answer(
+        world, *said("ND two"), 1000.0, stop=stop, attempt=1, taken=taken, taken_chars=4
+    )
+    seen = desk.chunks()
+    assert "".join(chunk.text for chunk in seen) == ""
+    assert (seen[-1].chars, seen[-1].stop_reason) == (4, "END")
+
+
+@in_world
+async def test_a_stop_string_in_what_is_out_already_ends_it_at_once(world: World) -> None:
+    stop = StopConditions(stop=("END",), max_tokens=50)
+    taken = pack_tokens([*b"one END"])
+    desk, engine = await answer(world, stop=stop, attempt=1, taken=taken, taken_chars=4)
+    (last,) = desk.chunks()
+    assert (last.token_ids, last.text, last.finish_reason) == ((), "", "stop")
+    assert not engine.requests
+
+
+@in_world
+async def test_an_end_of_text_shows_nothing_and_is_no_reason(world: World) -> None:
+    desk, _ = await answer(world, *said("ab\0cd"), 1000.0, eos_token_ids=(0,))
+    last = desk.chunks()[-1]
+    assert visible(desk.chunks()).text == "ab"
+    assert (last.finish_reason, last.stop_reason) == ("stop", None)
+    assert visible(desk.chunks()).tokens[-1] == 0
+
+
+@in_world
+async def test_log_probabilities_travel_with_their_tokens(world: World) -> None:
+    likely = [(LogProb(65 + n, -0.5), LogProb(66, -1.0)) for n in range(4)]
+    outputs = [
+        EngineOutput(token_ids=(65, 66), log_probs=tuple(likely[:2])),
+        EngineOutput(token_ids=(67, 68), log_probs=tuple(likely[2:])),
+    ]
+    stop = StopConditions(stop=("C",), max_tokens=9)
+    desk, _ = await answer(world, outputs[0], 1.0, outputs[1], 1000.0, stop=stop)
+    first, last = desk.chunks()
+    assert first.log_probs == tuple(likely[:2])
+    assert last.log_probs == (likely[2],), "what lies behind the end is not told"
