@@ -1,11 +1,12 @@
-"""The router process: follows the ledger and the fleet, owns lanes, answers for what is in them.
+"""The router process: follows what the logs say, owns lanes, answers for what is in them.
 
 This file wires; what an owner does stands in `lane.py`, what is owed in `routing/obligations.py`,
 where a request goes in `routing/plan.py`, who is dead in `deaths.py`.
 
     requests ──group──► Intake ──► LaneOwner ──► ledger, assignments, responses (Fence, End)
     ledger ───────────► Load  ┐
-    registry, kv-events ► Fleet ┴─► what is due, who may work
+    registry, kv-events ► Fleet ┼─► what is due, who may work, who holds the prompt
+    kv-events ────────► Index ┘
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from app.lanes.owner import LaneOwner
 from app.lanes.scan import Scanner
 from app.lifetime import Lifetime, serve
 from app.routing.fleet import Fleet
+from app.routing.index import Index
 from app.routing.load import Load
 from app.settings import Settings
 from streams.clock import BrokerClock
@@ -30,7 +32,7 @@ from streams.follow import Follower
 from streams.intake import Claim, Intake
 from streams.outbox import Outbox
 from streams.ports import Log, Partition
-from streams.records import Fact, Heartbeat
+from streams.records import Blocks, Fact, Heartbeat, Probe
 from streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
@@ -72,6 +74,8 @@ class Router:
         self._owners: dict[int, LaneOwner] = {}
         self._fleet = Fleet()
         self._load = Load(int(settings.dedup_window_s * 1000))
+        self._secret = settings.key_secret()
+        self._index = Index(self._secret.fingerprint)
         self._name = name or settings.router_id or f"{socket.gethostname()}-{os.getpid()}"
         self._intake = Intake(
             log, REQUESTS, GROUP, self, life.clock, broker_clock=self._broker_clock
@@ -88,6 +92,7 @@ class Router:
             self._log, self._fleet, [REGISTRY, KV_EVENTS], clock, broker_clock=self._broker_clock,
             on_applied=self._fleet_applied,
         )  # fmt: skip
+        index_follower = Follower(self._log, self._index, [KV_EVENTS], clock)
         self._context = RouterContext(
             name=self._name,
             log=self._log,
@@ -100,6 +105,8 @@ class Router:
             load_follower=load_follower,
             fleet=self._fleet,
             fleet_follower=fleet_follower,
+            index=self._index,
+            secret=self._secret,
             partitions={
                 t: await self._log.partitions(t) for t in (REQUESTS, ASSIGNMENTS, KV_EVENTS)
             },
@@ -109,9 +116,11 @@ class Router:
         self._deaths = DeathWatch(self._context)
         life.spawn("load", load_follower.run())
         life.spawn("fleet", fleet_follower.run())
+        life.spawn("index", index_follower.run())
         life.spawn("scanner", self._context.scanner.run())
         await load_follower.wait_caught_up()
         await fleet_follower.wait_caught_up()
+        await index_follower.wait_caught_up()
         life.spawn("deaths", self._deaths.run())
         life.spawn("response ends", self._follow_response_ends())
         life.spawn("tick", self._tick())
@@ -151,7 +160,10 @@ class Router:
     def _fleet_applied(self, _: Partition, facts: Sequence[Fact]) -> None:
         context = self._context
         deaths_or_cards = False
-        for fact in facts:
+        news = [fact for fact in facts if not isinstance(fact.record, Blocks | Probe)]
+        if not news:
+            return
+        for fact in news:
             beat = fact.record
             context.places.told(fact)
             if not isinstance(beat, Heartbeat):

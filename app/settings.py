@@ -172,6 +172,27 @@ class Settings(BaseSettings):
         4096, ge=0, description="requests a router keeps waiting before it refuses more"
     )
 
+    policy: Literal[
+        "dynamo",
+        "least_loaded",
+        "round_robin",
+        "random",
+        "power_of_two",
+        "session_hash",
+        "direct",
+    ] = Field("dynamo", description="how a worker is chosen among those that may take a request")
+    overlap_score_credit: float = Field(
+        1.0,
+        ge=0,
+        description="policy dynamo: what a cached block of the prompt is worth, in blocks",
+    )
+    prefill_load_scale: float = Field(
+        1.0, ge=0, description="policy dynamo: what a block of prefill costs, in blocks of decode"
+    )
+    router_temperature: float = Field(
+        0.0, ge=0, description="policy dynamo: 0 takes the least cost, more spreads the requests"
+    )
+
     # Gateway
     http_host: str = Field("127.0.0.1", min_length=1, description="address the gateway listens on")
     http_port: int = Field(

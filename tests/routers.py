@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from app.lifetime import Lifetime
 from app.router import Router
 from app.settings import Settings
+from indexer.events import CLEARED, Event, Kind
+from indexer.events import encode as encode_events
+from indexer.hashing import local_hashes
+from indexer.keys import prompt_keys
 from streams.clock import Clock
 from streams.codecs import AnyRecord, decode, pack_tokens
 from streams.records import (
     Assignment,
+    Blocks,
     Chunk,
     EngineConfig,
     Finished,
@@ -41,12 +46,15 @@ PROMPT = Request(id="a", model="demo", token_ids=pack_tokens([7, 8, 9]), deadlin
 class Hand:
     """A worker that says what the test says; it only beats by itself."""
 
-    def __init__(self, world: World, name: str = "w1", model: str = "demo") -> None:
+    def __init__(
+        self, world: World, name: str = "w1", model: str = "demo", block_size: int | None = None
+    ) -> None:
         self.world, self.name = world, name
         self.running: list[RunProgress] = []
         self.slot_offset = 0
         self.state: WorkerState = "ready"
-        card = {"id": name, "slot": 0, "model": model, "config": EngineConfig(model=model)}
+        config = EngineConfig(model=model, kv_cache_block_size=block_size)
+        card = {"id": name, "slot": 0, "model": model, "config": config}
         self.epoch = world.append(REGISTRY, 0, WorkerCard(**card), key=f"worker/{name}")
         world.append(REGISTRY, 0, WorkerCard(**card, epoch=self.epoch), key=f"worker/{name}")
         self.beating = world.spawn(self._beat())
@@ -62,6 +70,17 @@ class Hand:
             state=self.state, running=tuple(self.running),
         )  # fmt: skip
         self.world.append(KV_EVENTS, self._partition(KV_EVENTS), beat, key=self.name)
+
+    def holds(self, tokens: Sequence[int], block_size: int, first_event_id: int = 0) -> None:
+        """Say that the blocks of these tokens are in the cache."""
+        secret = Settings(_env_file=None).key_secret()
+        keys = prompt_keys(local_hashes(tokens, block_size), secret).tolist()
+        columns = encode_events([CLEARED, Event(Kind.STORED, keys=tuple(keys))])
+        blocks = Blocks(
+            worker=self.name, epoch=self.epoch, first_event_id=first_event_id,
+            hash_fingerprint=secret.fingerprint, **columns._asdict(),
+        )  # fmt: skip
+        self.world.append(KV_EVENTS, self._partition(KV_EVENTS), blocks, key=self.name)
 
     def _partition(self, topic: str) -> int:
         return partition_of(self.name.encode(), self.world.broker.partitions[topic])

@@ -32,7 +32,7 @@ from streams.topics import DEAD_LETTERS, LEDGER, REGISTRY, REQUESTS, RESPONSES, 
 from streams.transcript import Transcript
 
 STEADY = {
-    "router": {"load", "fleet", "scanner", "deaths", "response ends", "tick", "intake"},
+    "router": {"load", "fleet", "index", "scanner", "deaths", "response ends", "tick", "intake"},
     "worker": {"engine", "registry", "heartbeats", "slot"},
 }
 OF_THE_WORLD = (AppendFailed, BrokerUnavailable, EngineDead, NameTaken)

@@ -1,12 +1,11 @@
 """What the parts of one router share: its view of the world, and its ways to act on it.
 
-The view is the two folds plus the overlay, i.e. this router's own decisions that it has not yet
+The view is the three folds plus the overlay, i.e. this router's own decisions that it has not yet
 read back from the ledger. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +15,13 @@ from app.lanes.places import Places
 from app.lanes.scan import Scanner
 from app.lifetime import Lifetime
 from app.routing.fleet import Fleet
-from app.routing.load import Burden, Load, RunId
+from app.routing.index import Index
+from app.routing.load import Burden, Burdens, Load, RunId
 from app.routing.obligations import Patience
+from app.routing.plan import Tuning
+from app.routing.policies import DynamoWeights
 from app.settings import Settings
+from indexer.keys import KeySecret
 from streams.clock import BrokerClock
 from streams.errors import BrokerUnavailable
 from streams.follow import Follower
@@ -38,6 +41,16 @@ class FoldStopped(Exception):
     """
 
 
+def tuning_of(settings: Settings) -> Tuning:
+    """The policy that the settings ask for."""
+    weights = DynamoWeights(
+        overlap_score_credit=settings.overlap_score_credit,
+        prefill_load_scale=settings.prefill_load_scale,
+        temperature=settings.router_temperature,
+    )
+    return Tuning(settings.policy, weights)
+
+
 @dataclass
 class RouterContext:
     """One per router process."""
@@ -53,6 +66,8 @@ class RouterContext:
     load_follower: Follower
     fleet: Fleet
     fleet_follower: Follower
+    index: Index
+    secret: KeySecret
     partitions: dict[str, int]
     """Partition counts of the topics this router addresses by key."""
     resume: Callable[[Claim], None]
@@ -64,13 +79,12 @@ class RouterContext:
     responses_ends: dict[int, int] = field(default_factory=dict)
     """Ends of the response lanes as of a moment ago: where a new request's answer begins, or
     before it. A lower bound is enough, it only makes a later scan longer."""
-    _undelivered: Counter[tuple[str, int]] = field(default_factory=Counter)
-    _undelivered_tokens: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _undelivered: Burdens = field(default_factory=Burdens)
 
     def __post_init__(self) -> None:
         self.places = Places(
-            self.fleet, self.load, self.burden, self.broker_clock,
-            self.worker_timeout_ms, self.settings.held_requests,
+            self.fleet, self.load, self.index, self._undelivered, tuning_of(self.settings),
+            self.broker_clock, self.worker_timeout_ms, self.settings.held_requests,
         )  # fmt: skip
 
     @property
@@ -83,27 +97,14 @@ class RouterContext:
         """How many requests wait in this router; bounded by `settings.held_requests`."""
         return len(self.places.waiting)
 
-    def burden(self, worker: str, epoch: int) -> Burden:
-        """Open runs and prompt tokens of a worker: by the ledger, and decided here since."""
-        key = (worker, epoch)
-        told = self.load.burdens.of(worker, epoch)
-        return Burden(
-            told.runs + self._undelivered[key], told.tokens + self._undelivered_tokens[key]
-        )
-
     @contextmanager
-    def overlay(self, run: RunId, tokens: int) -> Iterator[None]:
+    def overlay(self, run: RunId, rank: int, burden: Burden) -> Iterator[None]:
         """Count a decision at once, until it is read back (or given up)."""
-        key = (run.worker, run.epoch)
-        self._undelivered[key] += 1
-        self._undelivered_tokens[key] += tokens
+        self._undelivered.add(run, rank, burden)
         try:
             yield
         finally:
-            self._undelivered[key] -= 1
-            self._undelivered_tokens[key] -= tokens
-            if not self._undelivered[key]:
-                del self._undelivered[key], self._undelivered_tokens[key]
+            self._undelivered.remove(run, rank, burden)
 
     async def end_of(self, source: Partition) -> int:
         """The next offset of a partition; asks until the broker answers."""

@@ -13,15 +13,18 @@ Never here: what a request's wait is worth, and its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from app.bell import Bell
-from app.routing import plan
+from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
-from app.routing.load import Burden, Load
+from app.routing.index import Index
+from app.routing.load import Burdens, Load
+from app.routing.plan import Chosen, Plan, Tuning, View, plan
+from app.routing.prompt import Prompt
 from streams.clock import BrokerClock
-from streams.records import Fact, Finished, ModelCard, Request, Started, WorkerCard
+from streams.records import Fact, Finished, ModelCard, Started, WorkerCard
 
 TRY_AGAIN_MS = 1_000
 """How long a refusal is taken at its word."""
@@ -43,15 +46,17 @@ class _Limit:
 class Places:
     """One per router.
 
-    `burden` is what lies on a worker by the ledger and by this router's own decisions since;
-    `worker_timeout_ms` is the silence after which nothing is sent to one.
+    `own` are the burdens of this router's decisions that the ledger has not told it yet;
+    `worker_timeout_ms` is the silence after which nothing is sent to a worker.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         load: Load,
-        burden: Callable[[str, int], Burden],
+        index: Index,
+        own: Burdens,
+        tuning: Tuning,
         broker_clock: BrokerClock,
         worker_timeout_ms: int,
         bound: int,
@@ -60,10 +65,13 @@ class Places:
         """Lanes and ids of the requests that wait: held, or backing off after a refusal."""
         self._fleet = fleet
         self._load = load
-        self._burden = burden
+        self._index = index
+        self._own = own
+        self._tuning = tuning
+        self._pools = Pools(fleet, worker_timeout_ms)
         self._broker_clock = broker_clock
-        self._timeout_ms = worker_timeout_ms
         self._bound = bound
+        self._dispatched = 0
         self._limits: dict[tuple[str, int], _Limit] = {}
         self._models: dict[str, None] = {}
         self._changed = Bell()
@@ -75,15 +83,26 @@ class Places:
         """Whether one more would be too many to wait."""
         return len(self.waiting) >= self._bound
 
-    def find(self, request: Request, excluded: Collection[str], seed: int) -> plan.Choice | None:
-        """Where a request may go now; None when it has to wait."""
+    def find(self, prompt: Prompt, excluded: Collection[str], seed: int) -> Plan:
+        """Where a request goes now, or why it has to wait, or cannot go anywhere."""
         now_ms = self._broker_clock.now_ms()
-        workers = plan.eligible(request, self._fleet, now_ms, self._timeout_ms, excluded)
-        roomy = [w for w in workers if self._has_room(w[0], w[1].epoch, now_ms)]
-        choice = plan.choose(roomy, self._burden, seed)
-        if choice is not None:
-            self._wake_one(choice.worker)
-        return choice
+        view = View(self._fleet, self._pools, self._index, self._load.burdens, self._own, now_ms)
+        planned = plan(
+            prompt,
+            view,
+            self._tuning,
+            seed=seed,
+            turn=self._dispatched,
+            excluded=excluded,
+            full=[key for key in self._limits if not self._has_room(*key, now_ms)],
+        )
+        if isinstance(planned, Chosen):
+            self._wake_one(planned.place.worker)
+        return planned
+
+    def dispatched(self) -> None:
+        """A decision is being carried out: the next one in turn is the next worker's."""
+        self._dispatched += 1
 
     def is_served(self, model: str) -> bool:
         """Whether a worker that is not dead serves this model; any worker serves ""."""
@@ -106,7 +125,8 @@ class Places:
         if limit is None:
             return True
         one_more = now_ms - limit.at_ms >= TRY_AGAIN_MS
-        return self._burden(worker, epoch).runs < limit.runs + one_more
+        burden = self._load.burdens.of(worker, epoch).plus(self._own.of(worker, epoch))
+        return burden.runs < limit.runs + one_more
 
     # --- waiting ---------------------------------------------------------------------------------
 

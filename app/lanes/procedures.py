@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from app.lanes.context import FoldStopped, RouterContext
-from app.routing import plan
 from app.routing.load import OPEN, RunId
 from app.routing.obligations import Restart, RestartReason, is_listed
+from app.routing.plan import Chosen, Hold, Refuse
+from app.routing.prompt import Prompt
 from streams.codecs import pack_tokens
 from streams.errors import AppendFailed, PositionLost, RecordError, RecordTooLarge, StreamError
 from streams.ports import Appended, Partition
@@ -158,9 +159,9 @@ class Procedures:
             await self.end(request.id, code, usage=usage)
             return
         choice = await self._hold(rest)
-        if isinstance(choice, str):
-            again_s = RETRY_AFTER_S if choice == "queue_full" else None
-            await self.end(request.id, choice, NO_PLACE[choice], retry_after_s=again_s)
+        if isinstance(choice, Refuse):
+            again_s = RETRY_AFTER_S if choice.code == "queue_full" else None
+            await self.end(request.id, choice.code, choice.message, retry_after_s=again_s)
             return
         now = s.load.story(self._lane, request.id)
         # A worker's refusal without our Assigned does not make an id known: it still wants one.
@@ -171,7 +172,7 @@ class Procedures:
         ):
             await self._dispatch(rest, choice)
 
-    async def _hold(self, rest: Remainder) -> plan.Choice | EndCode:
+    async def _hold(self, rest: Remainder) -> Chosen | Refuse:
         """Wait for a worker with room, no longer than the deadline; or say why that ends here.
 
         One that has not begun is refused rather than kept waiting when too many wait already. One
@@ -179,23 +180,25 @@ class Procedures:
         """
         s, request = self._context, rest.request
         seed = s.life.rng.getrandbits(32)
-        place = (self._lane, request.id)
+        prompt = Prompt(request, s.secret, pack_tokens(rest.taken))
+        place, why = (self._lane, request.id), ""
         try:
             while s.broker_clock.now_ms() <= rest.deadline_ms:
-                choice = s.places.find(request, rest.excluded, seed)
-                if choice is not None:
-                    return choice
+                planned = s.places.find(prompt, rest.excluded, seed)
+                if not isinstance(planned, Hold):
+                    return planned
+                why = planned.reason
                 if place not in s.places.waiting:
                     if not s.places.may_be_served(request.model):
-                        return "model_not_found"
+                        return _no_place("model_not_found")
                     if s.places.is_crowded and not rest.has_begun:
-                        return "queue_full"
+                        return _no_place("queue_full", why)
                     s.places.waiting.add(place)
                 with self._interruptible(request.id):
                     await s.places.change(request.model)
         finally:
             s.places.waiting.discard(place)
-        return "deadline" if s.places.is_served(request.model) else "no_workers"
+        return _no_place("deadline" if s.places.is_served(request.model) else "no_workers", why)
 
     @contextmanager
     def _interruptible(self, request_id: str) -> Iterator[None]:
@@ -208,29 +211,33 @@ class Procedures:
         finally:
             self.interruptible.discard(request_id)
 
-    async def _dispatch(self, rest: Remainder, choice: plan.Choice) -> None:
+    async def _dispatch(self, rest: Remainder, choice: Chosen) -> None:
         """Write the decision to the ledger and the work to the worker's slot, together.
 
         No transaction: a decision without work is found as not started, work without a decision
         announces itself by Started. Ends when this router has read its own decision.
         """
         s, request = self._context, rest.request
-        run = RunId(rest.attempt, "aggregated", choice.worker, choice.epoch)
+        worker, epoch, rank = choice.place
+        run = RunId(rest.attempt, "aggregated", worker, epoch)
         assigned = Assigned(
             id=request.id, attempt=run.attempt, phase=run.phase, worker=run.worker, epoch=run.epoch,
             origin=rest.origin, responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
-            base_tokens=len(rest.taken), prompt_tokens=rest.prompt_tokens,
-            policy=plan.POLICY, candidates=choice.candidates, router=s.name,
+            rank=rank, base_tokens=len(rest.taken), prompt_tokens=rest.prompt_tokens,
+            policy=choice.policy, params=choice.params, seed=choice.seed,
+            block_size=choice.block_size, cached_tokens_predicted=choice.cached_tokens,
+            prefill_tokens=choice.prefill_tokens, candidates=choice.candidates, router=s.name,
         )  # fmt: skip
         assignment = Assignment(
-            worker=run.worker, epoch=run.epoch, attempt=run.attempt, phase=run.phase,
+            worker=run.worker, epoch=run.epoch, rank=rank, attempt=run.attempt, phase=run.phase,
             request=request, origin=rest.origin,
             responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
             budget_s=(rest.deadline_ms - s.broker_clock.now_ms()) / 1000,
             taken=pack_tokens(rest.taken), taken_chars=rest.chars,
         )  # fmt: skip
         decision: asyncio.Task[Appended] | None = None
-        with s.overlay(run, rest.prompt_tokens):
+        s.places.dispatched()
+        with s.overlay(run, rank, choice.burden):
             try:
                 async with asyncio.TaskGroup() as sends:
                     decision = sends.create_task(
@@ -324,6 +331,10 @@ class Procedures:
         is_lost = self._context.fleet.is_lost
         runs = story.open_runs() if story is not None else []
         return [run for run in runs if not is_lost(run.worker, run.epoch)]
+
+
+def _no_place(code: EndCode, why: str = "") -> Refuse:
+    return Refuse(code, f"{NO_PLACE[code]}: {why}" if why else NO_PLACE[code])
 
 
 def _met(rest: Remainder) -> EndCode | None:

@@ -13,9 +13,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from app.routing.fleet import Fleet, FleetWorker
-from app.routing.policies import Place, place
+from app.routing.policies import Place
+from indexer.reference import Holder
 from indexer.xxh3 import xxh3
-from streams.records import Hints, Phase, Request, Role
+from streams.records import EndCode, Hints, Phase, Request, Role
 
 BLOCK_SIZE = 16
 """In which costs are counted for models whose workers name no block size."""
@@ -30,15 +31,17 @@ _ROLES: dict[Phase, frozenset[Role]] = {
 
 
 class Row(NamedTuple):
-    """A place in a pool. `number`: the worker's, as `number_of`.
+    """A place in a pool. `number` and `ranks`: the worker's; see `number_of`.
 
-    `shows_blocks`: its cache is known by blocks of the pool's size.
+    `shows_blocks`: what its cache holds is known, by blocks of the pool's size.
     """
 
     place: Place
+    holder: Holder
     number: str
     taints: frozenset[str]
     shows_blocks: bool
+    ranks: int
 
 
 class Pool(NamedTuple):
@@ -56,10 +59,10 @@ class Pool(NamedTuple):
 
 
 class NoPlace(NamedTuple):
-    """Nobody may take it. `rule`: the one that left nobody; `for_good`: no use in waiting."""
+    """Nobody may take it. With a `code` the request ends with it, since waiting is of no use."""
 
-    rule: str
-    for_good: bool = False
+    reason: str
+    code: EndCode | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -128,24 +131,31 @@ def _rows(worker: str, member: FleetWorker, block_size: int) -> list[Row]:
     taints = frozenset(card.taints)
     return [
         Row(
-            place(worker, member.epoch, rank), number, taints,
-            card.config.kv_cache_block_size == block_size,
+            Place(worker, member.epoch, rank), Holder(worker, rank), number, taints,
+            card.config.kv_cache_block_size == block_size, card.ranks,
         )
         for rank in range(card.ranks)
     ]  # fmt: skip
 
 
 def eligible(
-    request: Request, phase: Phase, pool: Pool, fleet: Fleet, excluded: Collection[str] = ()
+    request: Request,
+    phase: Phase,
+    pool: Pool,
+    fleet: Fleet,
+    *,
+    excluded: Collection[str] = (),
+    full: Collection[tuple[str, int]] = (),
 ) -> Sequence[Row] | NoPlace:
     """The places that may take a phase of a request, or why there is none.
 
-    Workers in `excluded`, on which it failed before, count as long as there is no other one.
+    Workers in `excluded`, on which it failed before, count as long as there is no other one; those
+    in `full`, named with their epochs, do not.
     """
     hints = request.hints
     pin = pin_of(hints, phase)
-    if pin is not None and (fault := _unpinnable(request, phase, pin, fleet)):
-        return NoPlace(f"the pinned worker {pin} {fault}", for_good=True)
+    if pin is not None and (fault := _unpinnable(request, phase, pin, fleet)) is not None:
+        return fault
     rows: Sequence[Row] = pool.rows
     if not rows:
         return NoPlace("no worker is ready")
@@ -154,8 +164,10 @@ def eligible(
         if not rows:
             return NoPlace(rule)
     if excluded:
-        return [row for row in rows if row.place.worker not in excluded] or rows
-    return rows
+        rows = [row for row in rows if row.place.worker not in excluded] or rows
+    if full:
+        rows = [row for row in rows if row.place[:2] not in full]
+    return rows or NoPlace("all workers are full")
 
 
 def pin_of(hints: Hints, phase: Phase) -> str | None:
@@ -186,21 +198,23 @@ def _rank(hints: Hints, phase: Phase) -> int | None:
     return hints.prefill_dp_rank if phase == "prefill" else hints.dp_rank
 
 
-def _unpinnable(request: Request, phase: Phase, pin: str, fleet: Fleet) -> str:
-    """Why no waiting will make the pin possible; empty if it may."""
-    hints = request.hints
+def _unpinnable(request: Request, phase: Phase, pin: str, fleet: Fleet) -> NoPlace | None:
+    """Why no waiting will make the pin possible."""
+    hints, rank = request.hints, _rank(request.hints, phase) or 0
     names = [worker for worker in fleet.members if pin in (worker, number_of(worker))]
     if not names:
-        return "is gone"
+        return NoPlace(f"the pinned worker {pin} is gone", "no_workers")
     name, card = names[0], fleet.members[names[0]].card
+    fault = ""
     if hints.allowed_worker_ids and not {name, number_of(name)} & {*hints.allowed_worker_ids}:
-        return "is not among allowed_worker_ids"
-    if request.model not in ("", card.model):
-        return f"does not serve {request.model}"
-    if card.role not in _ROLES[phase]:
-        return f"only does {card.role}"
-    rank = _rank(hints, phase) or 0
-    return f"has no rank {rank}" if rank >= card.ranks else ""
+        fault = "is not among allowed_worker_ids"
+    elif request.model not in ("", card.model):
+        fault = f"does not serve {request.model}"
+    elif card.role not in _ROLES[phase]:
+        fault = f"only does {card.role}"
+    elif rank >= card.ranks:
+        fault = f"has no rank {rank}"
+    return NoPlace(f"the pinned worker {pin} {fault}", "invalid") if fault else None
 
 
 def _is_called(row: Row, names: Collection[str]) -> bool:

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from app.routing.policies import Place
 from streams.ports import Partition
 from streams.records import (
     Assigned,
@@ -160,32 +161,43 @@ NOTHING = Burden()
 
 
 class Burdens:
-    """Burdens by (worker, epoch, rank), kept up to date run by run."""
+    """Burdens by worker and epoch, and by rank, kept up to date run by run."""
 
     def __init__(self) -> None:
-        self._by_rank: dict[tuple[str, int, int], Burden] = {}
+        self._by_epoch: dict[tuple[str, int], Burden] = {}
+        self._by_rank: dict[Place, Burden] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_rank)
 
-    def of(self, worker: str, epoch: int, rank: int = 0) -> Burden:
-        """What lies on one rank of an epoch of a worker."""
-        return self._by_rank.get((worker, epoch, rank), NOTHING)
+    def of(self, worker: str, epoch: int) -> Burden:
+        """What lies on an epoch of a worker, over all ranks."""
+        return self._by_epoch.get((worker, epoch), NOTHING)
+
+    def at(self, places: Iterable[Place]) -> list[Burden]:
+        """What lies on each of these places."""
+        by_rank = self._by_rank
+        return [by_rank.get(place, NOTHING) for place in places]
 
     def add(self, run: RunId, rank: int, burden: Burden) -> None:
         """Count something in."""
-        self._put((run.worker, run.epoch, rank), burden)
+        _put(self._by_epoch, (run.worker, run.epoch), burden)
+        _put(self._by_rank, Place(run.worker, run.epoch, rank), burden)
 
     def remove(self, run: RunId, rank: int, burden: Burden) -> None:
         """Count something out that was counted in."""
-        self._put((run.worker, run.epoch, rank), NOTHING.less(burden))
+        self.add(run, rank, NOTHING.less(burden))
 
-    def _put(self, key: tuple[str, int, int], more: Burden) -> None:
-        total = self._by_rank.get(key, NOTHING).plus(more)
-        if total == NOTHING:
-            self._by_rank.pop(key, None)
-        else:
-            self._by_rank[key] = total
+
+K = TypeVar("K")
+
+
+def _put(burdens: dict[K, Burden], key: K, more: Burden) -> None:
+    total = burdens.get(key, NOTHING).plus(more)
+    if total == NOTHING:
+        burdens.pop(key, None)
+    else:
+        burdens[key] = total
 
 
 class LaneStories:

@@ -1,71 +1,285 @@
-"""Which worker a request goes to: eligibility first, then the policy.
+"""Where a request goes: who may take it, what each would cost, which one it is.
 
-Pure: a choice is a function of its arguments. The policy is `least_loaded`: fewest open prompt
-tokens, then fewest open runs, ties broken at random by the request's own seed.
+`plan` is a function of its arguments: the view that the folds and this router's own undelivered
+decisions give, the settings, and the request's own seed. Its result says with what inputs it was
+decided, so that `replan` comes to the same from the record in the ledger alone.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
-from app.routing.fleet import Fleet, FleetWorker
-from app.routing.load import Burden
-from streams.records import Candidate, Request
-
-POLICY = "least_loaded"
+from app.routing.eligibility import NoPlace, Pools, Row, eligible, pin_of
+from app.routing.fleet import Fleet
+from app.routing.index import Index
+from app.routing.load import Burden, Burdens
+from app.routing.policies import (
+    NEVER,
+    POLICIES,
+    Ask,
+    Costs,
+    DynamoWeights,
+    Options,
+    Place,
+    pick,
+    span,
+)
+from app.routing.prompt import Prompt
+from indexer.reference import Holder, Overlap
+from streams.records import Assigned, Candidate, EndCode, Phase, Request, RouterConfigOverride
 
 RECORDED = 16
-"""How many candidates a decision records: the best ones; the chosen one is the first."""
+"""How many candidates a decision records: the best ones, and the chosen one if it is none."""
+
+_NO_OVERLAP = Overlap()
 
 
-class Choice(NamedTuple):
-    """Where a request goes, and among whom it was decided."""
+class View(NamedTuple):
+    """What is known when a request is planned. `told`: burdens by the ledger, `own`: those of
+    decisions that were taken here and not read back. `now_ms`: broker time.
+    """
 
-    worker: str
-    epoch: int
+    fleet: Fleet
+    pools: Pools
+    caches: Index
+    told: Burdens
+    own: Burdens
+    now_ms: int
+
+
+class Tuning(NamedTuple):
+    """The policy of a deployment, and its settings."""
+
+    policy: str = "dynamo"
+    weights: DynamoWeights = DynamoWeights()
+
+
+class Chosen(NamedTuple):
+    """The decision. `prefill_tokens`: what it adds to the prefill of its place; with the other
+    fields, all that was not in the request and went into the costs.
+    """
+
+    place: Place
+    tokens: int
+    cached_tokens: int
+    prefill_tokens: int
+    block_size: int
+    policy: str
+    params: dict[str, float]
+    seed: int
     candidates: tuple[Candidate, ...]
 
+    @property
+    def burden(self) -> Burden:
+        """What it adds to the load of its place until it is read back."""
+        return Burden(1, self.tokens, self.prefill_tokens)
 
-def eligible(
-    request: Request, fleet: Fleet, now_ms: int, timeout_ms: int, excluded: Collection[str]
-) -> list[tuple[str, FleetWorker]]:
-    """The workers that may take the request, by name.
 
-    Workers on which it failed before are excluded as long as there is another one.
+class Hold(NamedTuple):
+    """Nobody may take it now; somebody may later."""
+
+    reason: str
+
+
+class Refuse(NamedTuple):
+    """It asks for what cannot be."""
+
+    code: EndCode
+    message: str
+
+
+Plan: TypeAlias = Chosen | Hold | Refuse
+
+
+def plan(
+    prompt: Prompt,
+    view: View,
+    tuning: Tuning,
+    *,
+    seed: int,
+    phase: Phase = "aggregated",
+    turn: int = 0,
+    excluded: Collection[str] = (),
+    full: Collection[tuple[str, int]] = (),
+) -> Plan:
+    """Decide about a phase of a request.
+
+    `turn`: how many requests this router has dispatched; `excluded`: workers on which it failed;
+    `full`: those that take no more, with their epochs.
     """
-    served = [
-        (worker, member)
-        for worker, member in sorted(fleet.members.items())
-        if (not request.model or member.card.model == request.model)
-        and (not request.hints.allowed_worker_ids or worker in request.hints.allowed_worker_ids)
-        and (request.hints.backend_instance_id in (None, worker))
-        and fleet.is_routable(worker, now_ms, timeout_ms)
-    ]
-    return [x for x in served if x[0] not in excluded] or served
+    request = prompt.request
+    if tuning.policy == "direct":
+        phase = "decode" if phase == "aggregated" else phase
+        if pin_of(request.hints, phase) is None:
+            return Refuse("invalid", "policy direct needs decode_worker_id or backend_instance_id")
+    pool = view.pools.pool(request.model, phase, view.now_ms)
+    rows = eligible(request, phase, pool, view.fleet, excluded=excluded, full=full)
+    if isinstance(rows, NoPlace):
+        return Refuse(rows.code, rows.reason) if rows.code else Hold(rows.reason)
+    overlaps = view.caches.overlaps(prompt.keys(pool.block_size))
+    options = _options(request, rows, view, overlaps)
+    weights = _overridden(tuning.weights, request.router_config_override)
+    session = request.hints.session_control
+    ask = Ask(
+        id=request.id, prompt_tokens=prompt.tokens, block_size=pool.block_size, seed=seed,
+        turn=turn, session=session.session_id if session else "",
+        least_prefill_tokens=min(options.prefill_tokens),
+    )  # fmt: skip
+    costs = POLICIES[tuning.policy](ask, options, weights)
+    params = _params(tuning.policy, ask, weights, costs, request.router_config_override)
+    chosen = pick(costs, options.places, seed, _noise(params))
+    assert chosen is not None, "a policy considers some option"
+    held = sum(column[chosen] for column in options[1:4]) * pool.block_size
+    cached = min(held, prompt.tokens)
+    tracked = params.get("track_prefill_tokens", 1.0)
+    return Chosen(
+        place=options.places[chosen],
+        tokens=prompt.tokens,
+        cached_tokens=cached,
+        prefill_tokens=prompt.tokens - cached if tracked else 0,
+        block_size=pool.block_size,
+        policy=tuning.policy,
+        params=params,
+        seed=seed,
+        candidates=_candidates(options, costs, chosen),
+    )
 
 
-def choose(
-    workers: list[tuple[str, FleetWorker]], burden: Callable[[str, int], Burden], seed: int
-) -> Choice | None:
-    """The least loaded of the eligible workers; None when there is none.
+def replan(decision: Assigned, session: str = "") -> Place | None:
+    """The place by the inputs that a decision records; None where it records none.
 
-    `burden(worker, epoch)` is what lies on a worker: what the ledger says plus what this router
-    has decided and not read back.
+    `session`: the request's, which only session_hash looks at. A turn is recorded as the cost that
+    it led to, since it depends on places that need not be recorded.
     """
-    draw = random.Random(seed)
-    candidates = []
-    for worker, member in workers:
-        open_runs, open_tokens, _ = burden(worker, member.epoch)
-        candidates.append(
-            (open_tokens, open_runs, draw.random(),
-             Candidate(worker=worker, epoch=member.epoch, cost=float(open_tokens),
-                       open_runs=open_runs, open_tokens=open_tokens))
-        )  # fmt: skip
+    candidates = decision.candidates
     if not candidates:
         return None
-    candidates.sort(key=lambda c: c[:3])
-    best = candidates[0][-1]
-    recorded = tuple(c[-1] for c in candidates[:RECORDED])
-    return Choice(best.worker, best.epoch, recorded)
+    options = Options(
+        [Place(c.worker, c.epoch, c.rank) for c in candidates],
+        overlap_blocks=[c.overlap_blocks for c in candidates],
+        host_blocks=[c.host_blocks for c in candidates],
+        disk_blocks=[c.disk_blocks for c in candidates],
+        prefill_tokens=[c.prefill_tokens for c in candidates],
+        open_tokens=[c.open_tokens for c in candidates],
+        open_runs=[c.open_runs for c in candidates],
+        taint_weights=[c.taint_weight for c in candidates],
+    )
+    params = decision.params
+    ask = Ask(
+        id=decision.id, prompt_tokens=decision.prompt_tokens + decision.base_tokens,
+        block_size=decision.block_size, seed=decision.seed, session=session,
+        least_prefill_tokens=int(params.get("least_prefill_tokens", 0)),
+    )  # fmt: skip
+    if decision.policy == "round_robin":
+        costs: Costs = [c.cost for c in candidates]
+    else:
+        names = DynamoWeights._fields
+        weights = DynamoWeights(**{name: params[name] for name in names if name in params})
+        costs = POLICIES[decision.policy](ask, options, weights)
+    chosen = pick(costs, options.places, decision.seed, _noise(params))
+    return None if chosen is None else options.places[chosen]
+
+
+def _options(
+    request: Request, rows: Sequence[Row], view: View, overlaps: Mapping[Holder, Overlap]
+) -> Options:
+    places = [row.place for row in rows]
+    burdens = view.told.at(places)
+    if view.own:
+        burdens = [a.plus(b) for a, b in zip(burdens, view.own.at(places), strict=True)]
+    open_runs, tokens, prefill_tokens = zip(*burdens, strict=True)
+    beats = view.fleet.beats
+    none: Sequence[int] = [0] * len(rows)
+    device, host, disk = none, none, none
+    if overlaps:
+        held = [
+            overlaps.get(row.holder, _NO_OVERLAP) if row.shows_blocks else _NO_OVERLAP
+            for row in rows
+        ]
+        device, host, disk, _ = zip(*held, strict=True)
+    return Options(
+        places=places,
+        overlap_blocks=device,
+        host_blocks=host,
+        disk_blocks=disk,
+        prefill_tokens=prefill_tokens,
+        open_tokens=[
+            prompts + beats[row.holder.worker].output_tokens // row.ranks
+            for prompts, row in zip(tokens, rows, strict=True)
+        ],
+        open_runs=open_runs,
+        taint_weights=_taint_weights(request, rows),
+    )
+
+
+def _taint_weights(request: Request, rows: Sequence[Row]) -> Sequence[float]:
+    constraints = request.hints.routing_constraints
+    if constraints is None or not constraints.preferred_taints:
+        return [0.0] * len(rows)
+    preferred = constraints.preferred_taints
+    return [
+        sum(weight for taint, weight in preferred.items() if taint in row.taints) for row in rows
+    ]
+
+
+def _overridden(weights: DynamoWeights, override: RouterConfigOverride | None) -> DynamoWeights:
+    if override is None:
+        return weights
+    asked = {
+        "overlap_score_credit": override.overlap_score_credit,
+        "prefill_load_scale": override.prefill_load_scale,
+        "temperature": override.router_temperature,
+    }
+    return weights._replace(**{name: x for name, x in asked.items() if x is not None})
+
+
+def _params(
+    policy: str,
+    ask: Ask,
+    weights: DynamoWeights,
+    costs: Costs,
+    override: RouterConfigOverride | None,
+) -> dict[str, float]:
+    """The settings in force, as they are recorded, those of the request that only inform, too."""
+    params: dict[str, float] = {}
+    if policy == "dynamo":
+        params |= weights._asdict()
+        if weights.overlap_decay:
+            params["least_prefill_tokens"] = ask.least_prefill_tokens
+        if weights.temperature:
+            params["span"] = span(costs)
+    if override is not None:
+        for name in ("assume_kv_reuse", "track_prefill_tokens", "shared_cache_multiplier"):
+            if (value := getattr(override, name)) is not None:
+                params[name] = float(value)
+    return params
+
+
+def _noise(params: Mapping[str, float]) -> float:
+    return params.get("temperature", 0.0) * params.get("span", 0.0)
+
+
+def _candidates(options: Options, costs: Costs, chosen: int) -> tuple[Candidate, ...]:
+    """The best options that were considered, and the chosen one."""
+    best = sorted(range(len(costs)), key=costs.__getitem__)[:RECORDED]
+    if chosen not in best:
+        best.append(chosen)
+    return tuple(_candidate(options, i, costs[i]) for i in best if costs[i] != NEVER)
+
+
+def _candidate(options: Options, i: int, cost: float) -> Candidate:
+    at = options.places[i]
+    return Candidate(
+        worker=at.worker,
+        epoch=at.epoch,
+        rank=at.rank,
+        cost=float(cost),
+        open_runs=options.open_runs[i],
+        open_tokens=options.open_tokens[i],
+        overlap_blocks=options.overlap_blocks[i],
+        host_blocks=options.host_blocks[i],
+        disk_blocks=options.disk_blocks[i],
+        prefill_tokens=options.prefill_tokens[i],
+        taint_weight=options.taint_weights[i],
+    )

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -34,12 +35,11 @@ _RUN_SHARE = 2.0**-20
 
 
 class Place(NamedTuple):
-    """A rank of one life of a worker. `tag`: a u64 of worker and rank, for draws."""
+    """A rank of one life of a worker."""
 
     worker: str
     epoch: int
-    rank: int
-    tag: int
+    rank: int = 0
 
 
 class Options(NamedTuple):
@@ -93,16 +93,16 @@ Costs = Sequence[float]
 Policy = Callable[[Ask, Options, DynamoWeights], Costs]
 
 
-def place(worker: str, epoch: int, rank: int = 0) -> Place:
-    """A place with its tag. The same for every epoch, so that sessions come back."""
-    digest = blake2b(f"{worker}\0{rank}".encode(), digest_size=8).digest()
-    return Place(worker, epoch, rank, int.from_bytes(digest, "little"))
-
-
 def draws(seed: int, places: Sequence[Place]) -> list[int]:
-    """A number below 2^64 for each place, as if drawn at random: SplitMix64 of seed and tag."""
+    """A number below 2^64 for each place, as if drawn at random; epochs make no difference."""
     start = _mixed(seed & _M64)
-    return [_mixed(start ^ each.tag) for each in places]
+    return [_mixed(start ^ _tag(each.worker, each.rank)) for each in places]
+
+
+@lru_cache(maxsize=1 << 14)
+def _tag(worker: str, rank: int) -> int:
+    digest = blake2b(f"{worker}\0{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _mixed(x: int) -> int:
@@ -119,21 +119,17 @@ def dynamo(ask: Ask, options: Options, weights: DynamoWeights) -> Costs:
     of this request. A preferred taint multiplies the cost by exp(-tanh(Σ weights)).
     Source: the KV router documentation of NVIDIA Dynamo.
     """
-    credit, scale, host_weight, disk_weight, per_run, overlap_decay, _ = weights
-    prompt, size, least = ask.prompt_tokens, ask.block_size, ask.least_prefill_tokens
-    decay = overlap_decay / max(prompt, 1)
+    prompt, size = ask.prompt_tokens, ask.block_size
+    scale, per_run = weights.prefill_load_scale, weights.active_request_weight
     costs = [
-        scale
-        * max(
-            (prefill + prompt) / size
-            - credit * device / (1 + decay * (prefill - least))
-            - host_weight * host
-            - disk_weight * disk,
-            0.0,
+        scale * max((prefill + prompt) / size - credit, 0.0) - (-tokens // size) + per_run * runs
+        for credit, prefill, tokens, runs in zip(
+            _credits(ask, options, weights),
+            options.prefill_tokens,
+            options.open_tokens,
+            options.open_runs,
+            strict=True,
         )
-        + -(-tokens // size)
-        + per_run * runs
-        for device, host, disk, prefill, tokens, runs in zip(*options[1:7], strict=True)
     ]
     if any(options.taint_weights):
         return [
@@ -141,6 +137,23 @@ def dynamo(ask: Ask, options: Options, weights: DynamoWeights) -> Costs:
             for cost, weight in zip(costs, options.taint_weights, strict=True)
         ]
     return costs
+
+
+def _credits(ask: Ask, options: Options, weights: DynamoWeights) -> Sequence[float]:
+    """The blocks of the prompt that each option need not compute, as far as they count."""
+    device = [weights.overlap_score_credit * blocks for blocks in options.overlap_blocks]
+    if weights.overlap_decay:
+        decay, least = weights.overlap_decay / max(ask.prompt_tokens, 1), ask.least_prefill_tokens
+        device = [
+            credit / (1 + decay * (prefill - least))
+            for credit, prefill in zip(device, options.prefill_tokens, strict=True)
+        ]
+    if not any(options.host_blocks) and not any(options.disk_blocks):
+        return device
+    return [
+        credit + weights.host_weight * host + weights.disk_weight * disk
+        for credit, host, disk in zip(device, options.host_blocks, options.disk_blocks, strict=True)
+    ]
 
 
 def least_loaded(_: Ask, options: Options, __: DynamoWeights) -> Costs:

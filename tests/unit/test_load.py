@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.routing.load import Burden, Load, RunId
+from app.routing.policies import Place
 from streams.ports import Partition
 from streams.records import (
     Assigned,
@@ -57,6 +58,11 @@ def folded(*records: Any, step_ms: int = 10, load: Load | None = None) -> Load:
 def states(load: Load, name: str = "a") -> dict[RunId, str]:
     story = load.story(3, name)
     return {} if story is None else {k: run.state for k, run in story.runs.items()}
+
+
+def on(load: Load, worker: str = "w1", rank: int = 0) -> Burden:
+    (burden,) = load.burdens.at([Place(worker, 10, rank)])
+    return burden
 
 
 def ended(load: Load, name: str = "a") -> str:
@@ -140,18 +146,18 @@ def test_burdens_follow_the_runs() -> None:
 def test_prefill_weighs_until_it_is_done_and_as_much_as_was_predicted() -> None:
     load = folded(assigned(prompt_tokens=100, base_tokens=20, prefill_tokens=70, rank=1))
     folded(started(prompt_tokens=100), load=load)
-    assert load.burdens.of("w1", 10, 1) == Burden(1, 120, 70)
-    assert load.burdens.of("w1", 10, 0) == Burden()
+    assert on(load, rank=1) == Burden(1, 120, 70)
+    assert on(load) == Burden()
     folded(prefilled(), load=load)
-    assert load.burdens.of("w1", 10, 1) == Burden(1, 120, 0)
+    assert on(load, rank=1) == Burden(1, 120, 0)
 
 
 def test_a_started_alone_weighs_its_whole_prompt_until_its_decision_is_read() -> None:
     load = folded(started(prompt_tokens=100))
-    assert load.burdens.of("w1", 10) == Burden(1, 100, 100)
+    assert on(load) == Burden(1, 100, 100)
     folded(assigned(prompt_tokens=100, prefill_tokens=30, rank=1), load=load)
-    assert load.burdens.of("w1", 10) == Burden()
-    assert load.burdens.of("w1", 10, 1) == Burden(1, 100, 30)
+    assert on(load) == Burden()
+    assert on(load, rank=1) == Burden(1, 100, 30)
 
 
 def test_prefill_that_was_handed_off_is_not_the_end_of_its_request() -> None:
@@ -230,7 +236,10 @@ def test_burdens_are_the_sum_over_open_runs(records: list[Any]) -> None:
         ]
         waiting = [run.prefill_tokens for run in runs if run.state != "prefilled"]
         expected = Burden(len(runs), sum(run.tokens for run in runs), sum(waiting))
-        assert load.burdens.of(worker, 10, rank) == expected
+        assert on(load, worker, rank) == expected
+    for worker in ("w1", "w2"):
+        both = on(load, worker, 0).plus(on(load, worker, 1))
+        assert load.burdens.of(worker, 10) == both
 
 
 @given(st.lists(RECORDS, max_size=30), st.integers(0, 30))

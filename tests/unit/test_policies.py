@@ -16,9 +16,9 @@ from app.routing.policies import (
     Ask,
     DynamoWeights,
     Options,
+    Place,
     dynamo,
     pick,
-    place,
     power_of_two,
     round_robin,
     session_hash,
@@ -32,7 +32,7 @@ DEFAULTS = DynamoWeights()
 def options(*rows: dict[str, Any], names: str = "w{}") -> Options:
     """The places w0, w1, …; what a row does not say is 0."""
     columns = {name: [row.get(name, 0) for row in rows] for name in Options._fields[1:]}
-    return Options([place(names.format(n), 1) for n in range(len(rows))], **columns)
+    return Options([Place(names.format(n), 1) for n in range(len(rows))], **columns)
 
 
 def worker(chosen: int | None, among: Options) -> str:
@@ -107,7 +107,7 @@ def test_a_session_stays_when_another_worker_leaves_and_when_its_own_comes_back(
         chosen = pick(session_hash(ask, five, DEFAULTS), five.places, 0)
         assert chosen is not None
         left = [p for i, p in enumerate(five.places) if i != (chosen + 1) % 5]
-        again = [place(p.worker, 7) for p in left]
+        again = [Place(p.worker, 7) for p in left]
         four = options({}, {}, {}, {})._replace(places=again)
         assert worker(pick(session_hash(ask, four, DEFAULTS), again, 0), four) == f"w{chosen}"
 
