@@ -12,13 +12,25 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from app.faults.node import Kind, Node
 from app.faults.vtime import PROCESS
-from app.faults.world import RESTART_S, Node, World
+from app.faults.world import BROKERS, RESTART_S, World
 from app.router import Router
 from app.worker import Worker
 from streams.ports import Partition
-from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
+from streams.topics import (
+    ASSIGNMENTS,
+    KV_EVENTS,
+    LEDGER,
+    PROMPTS,
+    REGISTRY,
+    REQUESTS,
+    RESPONSES,
+)
 
+EDGE: tuple[Kind, ...] = ("preprocessor", "gateway")
+INTERRUPTED = 0.1
+"""How often a gateway is struck when it has told its client a piece of an answer."""
 TEMPERS = (0.0, 0.3, 1.0, 1.0, 5.0)
 
 
@@ -39,9 +51,13 @@ class Chaos:
             (0.4, self._usurp),
             (0.2, self._cut),
             (0.3, self._outage),
+            (0.5, self._depose),
             (0.3, self._poison),
+            (1.5, self._kill_edge),
+            (0.7, self._pause_edge),
         ]
         world.broker.on_append = self._lie_in_wait
+        world.on_told = self._interrupt
         # Each seed has a temper: some deeds are left out, some come in swarms, so that rare ones
         # meet. Without it all seeds would be alike.
         self._deeds = [(weight * rng.choice(TEMPERS), deed) for weight, deed in deeds]
@@ -65,6 +81,7 @@ class Chaos:
         world.broker.available = True
         world.calm.set()
         world.broker.on_append = None
+        world.on_told = None
         for node in world.living():
             world.resume(node)
 
@@ -76,7 +93,12 @@ class Chaos:
             node = next((n for n in self._world.living() if n.label == label), None)
             self._rng.choice((self._kill, self._pause, self._evict_of))(node)
 
-    def _victim(self, kind: str) -> Node | None:
+    def _interrupt(self, gateway: Node) -> None:
+        """Strike a gateway in the middle of an answer."""
+        if self._rng.random() < INTERRUPTED:
+            self._rng.choice((self._kill, self._pause))(gateway)
+
+    def _victim(self, kind: Kind) -> Node | None:
         nodes = [n for n in self._world.living() if n.kind == kind]
         return self._rng.choice(nodes) if nodes else None
 
@@ -91,6 +113,15 @@ class Chaos:
             self._world.kill(node)
             self._world.reboot_later(node, self._rng.expovariate(1 / RESTART_S))
 
+    def _kill_edge(self) -> None:
+        self._kill(self._victim(self._rng.choice(EDGE)))
+
+    def _pause_edge(self) -> None:
+        self._pause(self._victim(self._rng.choice(EDGE)))
+
+    def _depose(self) -> None:
+        self._world.depose(self._rng.randrange(BROKERS))
+
     def _pause_router(self) -> None:
         self._pause(self._victim("router"))
 
@@ -104,7 +135,7 @@ class Chaos:
             self._world.later(pause_s, self._world.resume, node)
 
     def _terminate(self) -> None:
-        if (node := self._victim(self._rng.choice(("router", "worker")))) is not None:
+        if (node := self._victim(self._rng.choice(("router", "worker", *EDGE)))) is not None:
             self._world.terminate(node)
 
     def _accuse(self) -> None:
@@ -121,14 +152,17 @@ class Chaos:
             self._world.within(accuser, "accusation", declaring)
 
     def _evict(self) -> None:
-        self._evict_of(self._victim("router"))
+        self._evict_of(self._victim(self._rng.choice(("router", "router", "preprocessor"))))
 
     def _evict_of(self, node: Node | None) -> None:
         """The group's coordinator gives up a member that lives and does not know it."""
-        group = self._world.broker.group(REQUESTS, "router")
-        for member in [m for m in group.members if node and m.startswith(f"{node.label}-")]:
-            self._world.history.happened(f"the group gives up {member}")
-            group.evict(member)
+        for group in (
+            self._world.broker.group(REQUESTS, "router"),
+            self._world.broker.group(PROMPTS, "preprocessor"),
+        ):
+            for member in [m for m in group.members if node and m.startswith(f"{node.label}-")]:
+                self._world.history.happened(f"the group gives up {member}")
+                group.evict(member)
 
     def _usurp(self) -> None:
         """A worker is started under the name of one that runs."""

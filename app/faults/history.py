@@ -62,7 +62,7 @@ class History:
                 text, subject = _describe(source, first + i, timestamp_ms, entry)
                 if text and about in ("", subject):
                     place = f"{source.topic}[{source.partition}]@{first + i}"
-                    yield f"{now:9.3f}  {who:<12} {place} {text}"
+                    yield f"{now:9.3f}  {who or 'late':<12} {place} {text}"
 
 
 def _describe(source: Partition, offset: int, timestamp_ms: int, entry: Entry) -> tuple[str, str]:

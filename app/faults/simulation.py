@@ -16,15 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from app.faults.asking import Asking
+from app.faults.calling import Calling
 from app.faults.chaos import Chaos
 from app.faults.history import History
 from app.faults.invariants import problems, restless
+from app.faults.shape import Shape
 from app.faults.vtime import Deadlock, OutOfSteps, VirtualLoop, run
-from app.faults.world import Shape, World
+from app.faults.world import World
 
 DRAIN_S = 120.0
 """A session time-out, a death, a few attempts one after the other and all their back-offs."""
-MAX_STEPS = 20_000
+MAX_STEPS = 60_000
 """Callbacks of one seed; a clean one needs a few thousand, with this many something spins."""
 
 
@@ -72,22 +74,20 @@ def simulate(seed: int, *, take_overs: bool = False) -> Verdict:
 
 
 async def _play(world: World) -> list[str]:
-    asking = Asking(world)
+    asking, calling = Asking(world), Calling(world)
     chaos = Chaos(world)
-    for number in range(world.shape.routers):
-        world.boot("router", f"router-{number}")
-    for number in range(world.shape.workers):
-        world.boot("worker", f"worker-{number}")
+    world.populate()
     publishing = asking.start()
+    calling.start()
     await chaos.rage()
     chaos.rest()
     await publishing
     until = world.loop.time() + DRAIN_S
     while world.loop.time() < until:
         await world.clock.sleep(1.0)
-        if not restless(world) and not problems(world, asking):
+        if not restless(world) and not problems(world, asking, calling):
             return []
-    return problems(world, asking)
+    return problems(world, asking, calling)
 
 
 @contextmanager

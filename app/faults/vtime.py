@@ -186,23 +186,27 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class VirtualClock:
-    """A process's clock in virtual time; wall clocks of different processes may differ."""
+    """A process's clock in virtual time: `ahead_ms` of others, and going `rate` times as fast.
 
-    def __init__(self, loop: VirtualLoop, ahead_ms: int = 0) -> None:
+    Time-outs of asyncio itself follow the loop's time, not this clock.
+    """
+
+    def __init__(self, loop: VirtualLoop, ahead_ms: int = 0, rate: float = 1.0) -> None:
         self._loop = loop
         self._ahead_ms = ahead_ms
+        self._rate = rate
 
     def now(self) -> float:
-        """Virtual seconds."""
-        return self._loop._now
+        """Seconds of this clock since the loop was made."""
+        return self._loop._now * self._rate
 
     def wall_ms(self) -> int:
         """Milliseconds since 1970 as this process believes."""
-        return START_MS + self._ahead_ms + int(self._loop._now * 1000)
+        return START_MS + self._ahead_ms + int(self.now() * 1000)
 
     async def sleep(self, seconds: float) -> None:
-        """Let virtual time pass."""
-        await asyncio.sleep(seconds)
+        """Let time pass."""
+        await asyncio.sleep(seconds / self._rate)
 
 
 def process_context(name: str) -> Context:

@@ -1,4 +1,4 @@
-"""The broker's bad weather, drawn from a seed: latencies, lost and doubled appends, no answers.
+"""The broker's bad weather, drawn from a seed: latencies, lost, doubled and late appends, silence.
 
 Owns how often what goes wrong between a client and the broker. `clear` ends it: from then on the
 network is quick and nothing is lost.
@@ -21,6 +21,10 @@ class Climate(NamedTuple):
     lost: float = 0.02
     unreported: float = 0.02
     twice: float = 0.02
+    late: float = 0.015
+    overtaken: float = 0.015
+    latest_s: float = 3.0
+    """How long what was given up may still be on its way."""
     unanswered: float = 0.03
     slow: float = 0.08
     """How often an operation takes long, up to `longest_s`; otherwise it takes milliseconds."""
@@ -30,7 +34,12 @@ class Climate(NamedTuple):
     """How often a poll takes long, as `slow`: readers then know less than they could."""
 
 
-CALM = Climate(lost=0.0, unreported=0.0, twice=0.0, unanswered=0.0, slow=0.0, usual_s=0.0, lag=0.0)
+CALM = Climate(
+    lost=0.0, unreported=0.0, twice=0.0, late=0.0, overtaken=0.0, latest_s=0.0, unanswered=0.0,
+    slow=0.0, usual_s=0.0, lag=0.0,
+)  # fmt: skip
+DEPARTED = 0.5
+"""Of the appends on their way when a process is killed, how many have left it."""
 
 
 class Weather(Faults):
@@ -64,15 +73,25 @@ class Weather(Faults):
 
     def fate(self, client: str, topic: str, partition: int) -> Fate:
         """The fate of one append."""
-        climate = self.climate
-        draw = self._random()
-        if draw < climate.lost:
-            return Fate.LOST
-        if draw < climate.lost + climate.unreported:
-            return Fate.UNREPORTED
-        if draw < climate.lost + climate.unreported + climate.twice:
-            return Fate.TWICE
+        draw, climate = self._random(), self.climate
+        for fate, likely in (
+            (Fate.LOST, climate.lost),
+            (Fate.UNREPORTED, climate.unreported),
+            (Fate.TWICE, climate.twice),
+            (Fate.LATE, climate.late),
+            (Fate.OVERTAKEN, climate.overtaken),
+        ):
+            if (draw := draw - likely) < 0:
+                return fate
         return Fate.KEPT
+
+    def late_s(self, client: str) -> float:
+        """Anything up to the latest."""
+        return self._random() * self.climate.latest_s
+
+    def departed(self, client: str) -> bool:
+        """As a coin falls."""
+        return self._random() < DEPARTED
 
     def answered(self, client: str, operation: Operation) -> bool:
         """Polls always come back, empty at worst."""

@@ -35,6 +35,7 @@ class Line:
         self._last: _Sending | None = None
 
     async def send(self, entries: tuple[Entry, ...]) -> Appended:
+        """Append these, behind whatever was sent before. Raises AppendFailed."""
         client, broker = self._client, self._client.broker
         sending = _Sending(entries)
         self._under_way.append(sending)

@@ -59,10 +59,13 @@ def test_report_tells_the_story_of_one_request() -> None:
 
 def test_faults_really_happen() -> None:
     """The seeds above would prove little if the weather were fine."""
-    stories = "\n".join(simulate(seed).report() for seed in range(20))
+    stories = "\n".join(simulate(seed).report() for seed in range(40))
     for deed in (
-        "is killed", "is paused", "accuses", "the group gives up", "is asked to stop",
-        "the broker is down", "unreadable", "is cut below", "NameTaken", "EngineDead",
-        "Fencing", "End id=", "worker_full", "reason=broken", "reason=lost", "Cancel id=",
+        "router-0#1 is killed", "worker-0#1 is killed", "preprocessor-0#1 is killed",
+        "gateway-0#1 is killed", "is paused", "accuses", "the group gives up", "is asked to stop",
+        "the broker is down", "is deposed", "late ", "unreadable", "is cut below",
+        "NameTaken", "EngineDead", "Fencing", "End id=", "worker_full", "queue_full",
+        "reason=broken", "reason=lost", "Cancel id=", "Refused id=", "model=second",
+        "code=invalid", "lost its connection", "GET /v1/streams",
     ):  # fmt: skip
         assert deed in stories, deed
