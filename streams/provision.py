@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
+from streams.clock import SystemClock
 from streams.codecs import decode, encode
 from streams.errors import BrokerUnavailable, PositionLost, RecordError, TopicsDiffer
 from streams.kafka.client import REFUSALS, RETRY_S, denied
 from streams.kafka.log import KafkaLog
 from streams.ports import Log, Partition
 from streams.records import Deployment
+from streams.stretch import stretch
 from streams.topics import LANES, REGISTRY, TOPICS, Topic
 
 DEPLOYMENT = "deployment"
@@ -133,23 +135,18 @@ async def deployment(log: Log) -> Deployment | None:
     registry = Partition(REGISTRY, 0)
     end = (await log.end_offsets(REGISTRY, [0]))[0]
     start = (await log.start_offsets(REGISTRY, [0]))[0]
+    records = stretch(log, SystemClock(), registry, start, end, timeout_s=_DEADLINE_S)
     found = None
-    reader = log.reader()
     try:
-        reader.assign({registry: start})
-        async with asyncio.timeout(_DEADLINE_S):
-            while reader.position(registry) < end:
-                for record in (await reader.poll(0.2)).get(registry, ()):
-                    if record.key != DEPLOYMENT.encode():
-                        continue
+        async with aclosing(records):
+            async for record in records:
+                if record.key == DEPLOYMENT.encode():
                     decoded = decode(record)
                     found = decoded if isinstance(decoded, Deployment) else None
     except (TimeoutError, PositionLost) as e:
         raise BrokerUnavailable(f"the registry cannot be read: {e!r}") from e
     except RecordError as e:
         raise TopicsDiffer(f"the deployment was made by another version: {e}") from e
-    finally:
-        await reader.close()
     return found
 
 

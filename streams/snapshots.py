@@ -26,6 +26,7 @@ from streams.errors import PositionLost, RecordError
 from streams.outbox import Outbox
 from streams.ports import Entry, Log, Partition, Record
 from streams.records import SnapshotPointer, Tombstone
+from streams.stretch import stretch
 from streams.topics import REGISTRY, SNAPSHOTS
 
 if TYPE_CHECKING:
@@ -219,22 +220,16 @@ class Snapshots:
         self, source: Partition, position: int, end: int, at_once: int
     ) -> AsyncGenerator[Record, None]:
         """The records of a partition from `position` to `end`. Raises _UnusableError."""
-        deadline = self._clock.now() + self._load_timeout_s
-        reader = self._log.reader()
+        timeout_s = self._load_timeout_s
+        records = stretch(
+            self._log, self._clock, source, position, end, timeout_s=timeout_s, at_once=at_once
+        )
         try:
-            reader.assign({source: position})
-            while position < end:
-                for record in (await reader.poll(1.0, at_once)).get(source, ()):
-                    if record.offset < end:
-                        yield record
-                position = reader.position(source)
-                if self._clock.now() > deadline:
-                    raise _UnusableError(f"reading it took longer than {self._load_timeout_s} s")
-                await self._clock.sleep(0)
-        except PositionLost as e:
+            async with aclosing(records):
+                async for record in records:
+                    yield record
+        except (PositionLost, TimeoutError) as e:
             raise _UnusableError(str(e)) from e
-        finally:
-            await reader.close()
 
 
 def pointer_key(fold: str, source: Partition) -> str:

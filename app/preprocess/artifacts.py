@@ -26,6 +26,7 @@ from streams.errors import PositionLost
 from streams.outbox import Outbox
 from streams.ports import Entry, Log, Partition, Record
 from streams.records import Artifact
+from streams.stretch import stretch
 from streams.topics import ARTIFACTS, partition_of
 
 log = logging.getLogger(__name__)
@@ -123,22 +124,16 @@ class Artifacts:
         """What the partition holds up to its end of now. Raises ArtifactUnavailable."""
         start = (await self._log.start_offsets(ARTIFACTS, [source.partition]))[source.partition]
         end = (await self._log.end_offsets(ARTIFACTS, [source.partition]))[source.partition]
-        deadline = self._clock.now() + self._timeout_s
-        reader = self._log.reader()
+        timeout_s = self._timeout_s
+        records = stretch(
+            self._log, self._clock, source, start, end, timeout_s=timeout_s, at_once=8
+        )
         try:
-            reader.assign({source: start})
-            while reader.position(source) < end:
-                for record in (await reader.poll(1.0, 8)).get(source, ()):
-                    if record.offset < end:
-                        yield record
-                if self._clock.now() > deadline:
-                    raise ArtifactUnavailable(
-                        f"{artifact.sha256}: reading took longer than {self._timeout_s:g} s"
-                    )
-        except PositionLost as e:
+            async with aclosing(records):
+                async for record in records:
+                    yield record
+        except (PositionLost, TimeoutError) as e:
             raise ArtifactUnavailable(f"{artifact.sha256}: {e}") from e
-        finally:
-            await reader.close()
 
     # --- the folder ---
 
