@@ -4,7 +4,7 @@ SHELL := bash
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: help setup lock demo check format test test-vllm bench bench-full clean
+.PHONY: help setup lock demo check format test test-vllm bench bench-full asyncapi clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ bench: setup  ## Quick form of every benchmark
 
 bench-full: setup  ## Long form of every benchmark
 	@$(BIN)/kvlane bench all --full $(ARGS)
+
+asyncapi: setup  ## Write deploy/asyncapi.yaml from the types of the records
+	@env -i PATH="$$PATH" HOME="$$HOME" $(BIN)/kvlane asyncapi > deploy/asyncapi.yaml
 
 clean:  ## Remove caches and build output; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis htmlcov

@@ -77,6 +77,21 @@ app.add_typer(bench.app, name="bench")
 
 
 @app.command()
+def asyncapi() -> None:
+    """Print what clients need to know of `prompts` and `responses`, as AsyncAPI in YAML.
+
+    With the topic prefix and the servers of this environment. The form of the records is in
+    `deploy/asyncapi.yaml`, too: `make asyncapi` writes it.
+    """
+    from app.settings import Settings
+    from streams.asyncapi import document
+
+    settings = Settings()
+    servers = settings.bootstrap_servers or "localhost:9092"
+    typer.echo(document(servers.split(","), settings.topic_prefix), nl=False)
+
+
+@app.command()
 def settings() -> None:
     """Show every setting: its variable, value, default and meaning. Secrets are masked."""
     from app.settings import settings_command

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
+from faststream import FastStream
 from faststream.kafka import KafkaBroker
 from faststream.specification import AsyncAPI
 from pydantic import WithJsonSchema
@@ -20,12 +21,13 @@ from streams.prompt import Prompt
 from streams.records import Chunk, End, Fence
 from streams.topics import PROMPTS, RESPONSES
 
-DOCUMENT = AsyncAPI(
-    title="kvlane",
-    description="Prompts in, streams of answers out. Both topics are keyed by the request id. "
+_TOLD = {
+    "title": "kvlane",
+    "description": "Prompts in, streams of answers out. Both topics are keyed by the request id. "
     "The rule by which a stream is read stands in streams/transcript.py, with test vectors in "
     "streams/vectors.",
-)
+}
+DOCUMENT = AsyncAPI(**_TOLD)
 
 
 class Description(KafkaBroker):
@@ -53,6 +55,13 @@ def public_topics(servers: Sequence[str], prefix: str) -> Description:
         schema=Annotated[Any, WithJsonSchema(_schema(Chunk | Fence | End))],
     )
     return broker
+
+
+def document(servers: Sequence[str], prefix: str) -> str:
+    """The whole document, in YAML; the same text for the same arguments."""
+    app = FastStream(public_topics(servers, prefix), specification=AsyncAPI(**_TOLD))
+    text: str = app.schema.to_specification().to_yaml()
+    return text
 
 
 def _schema(types: Any) -> dict[str, Any]:

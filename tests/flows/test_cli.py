@@ -21,7 +21,7 @@ from streams.records import Chunk, End
 from streams.topics import PROMPTS, RESPONSES, lane_of
 
 COMMANDS = [
-    [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"],
+    [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"], ["asyncapi"],
     ["topics"], ["topics", "create"], ["topics", "describe"], ["bench"],
     ["bench", "faults"], ["bench", "hop"], ["bench", "tokens"], ["bench", "gateway"],
     ["bench", "all"],

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from faststream import FastStream
+from jsonschema import Draft202012Validator
 
 from streams.asyncapi import DOCUMENT, public_topics
+from streams.asyncapi import document as written
 from streams.prompt import Prompt
 from streams.records import Chunk, End, Fence
 
@@ -49,3 +52,22 @@ async def test_the_description_opens_no_connection() -> None:
     broker = public_topics(["127.0.0.1:1"], "mine.")
     await broker.start()
     await broker.stop()
+
+
+def test_the_committed_document_is_what_the_code_says() -> None:
+    file = Path(__file__).parents[2] / "deploy/asyncapi.yaml"
+    assert file.read_text("utf-8") == written(["localhost:9092"], "kvlane."), "make asyncapi"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"t": "Chunk", "id": "a", "attempt": "0", "run": "1", "seq": 0, "index": 0},
+        {"t": "Chunk", "id": "a", "attempt": 0, "run": 1, "seq": 0, "index": 0},
+        {"t": "End", "id": "a"},
+        {"t": "Poem", "id": "a", "attempt": 0},
+    ],
+)
+def test_what_is_no_answer_is_not_told(document: dict[str, Any], wrong: dict[str, Any]) -> None:
+    schema = Draft202012Validator(document["components"]["schemas"]["responses:Message:Payload"])
+    assert not schema.is_valid(wrong)

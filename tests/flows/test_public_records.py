@@ -1,0 +1,70 @@
+"""What travels on the public topics, held against what clients are told of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from app.lifetime import Lifetime
+from app.preprocessor import Preprocessor
+from streams.client import Client
+from streams.prompt import Prompt
+from streams.topics import PROMPTS, RESPONSES
+from tests.gateways import House, settings_of
+from tests.worlds import World, play
+
+DOCUMENT = Path(__file__).parents[2] / "deploy/asyncapi.yaml"
+
+
+@pytest.fixture(scope="module")
+def schemas() -> dict[str, Any]:
+    told: dict[str, Any] = yaml.safe_load(DOCUMENT.read_text("utf-8"))["components"]["schemas"]
+    return told
+
+
+async def traffic(world: World, said: dict[str, list[Any]]) -> None:
+    """Prompts of every kind, a worker that dies, an end by a router; `said` gets all records."""
+    house = await House.open(world)
+    life = Lifetime("p1", world.clock, random.Random("p1"))
+    await Preprocessor(await world.connect("p1"), settings_of(), life).start()
+    await house.staff(worker_timeout_s=3)
+    async with Client(await world.connect("client"), world.clock, random.Random(1)) as client:
+        messages = [{"role": "user", "content": "x" * 200}]
+        ids = [
+            await client.publish(Prompt(id=client.new_request_id(), **fields))
+            for fields in (
+                {"body": {"model": "demo", "messages": messages, "stop": ["é"]}, "tenant": "acme"},
+                {"kind": "completion", "body": {"prompt": "grüße"}, "deadline_s": 60},
+                {"kind": "tokens", "body": {"token_ids": [1, 2, 3], "max_tokens": 3}},
+                {"body": {"messages": []}},
+            )
+        ]
+        await world.until(lambda: len(world.everywhere(RESPONSES)) > 3)
+        await client.cancel(ids[0])
+        asked = house.chat("y" * 100, stream=True)
+        await world.until(lambda: len(asked.text) > 5)
+        await house.kill("w1")
+        await house.hire("w2")
+        await asked.done()
+        for request_id in ids:
+            await client.result(request_id)
+    for topic in (PROMPTS, RESPONSES):
+        said[topic] = [json.loads(r.value or b"") for r in world.everywhere(topic)]
+
+
+def test_every_record_of_a_flow_is_as_clients_are_told(schemas: dict[str, Any]) -> None:
+    kinds = set()
+    said: dict[str, list[Any]] = {}
+    play(lambda world: traffic(world, said))
+    for topic, name in ((PROMPTS, "Prompt"), (RESPONSES, "responses:Message:Payload")):
+        schema = Draft202012Validator(schemas[name])
+        for record in said[topic]:
+            schema.validate(record)
+            kinds.add(record.get("t") or record.get("kind", "chat"))
+    assert kinds == {"chat", "completion", "tokens", "cancel", "Chunk", "Fence", "End"}
