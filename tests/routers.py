@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from streams.records import (
     EngineConfig,
     Finished,
     Heartbeat,
+    Origin,
     Request,
     RunProgress,
     Started,
@@ -149,6 +151,11 @@ async def route(world: World, name: str = "r1", clock: Clock | None = None, **ov
     router = Router(await world.connect(name), settings, life)
     await router.start()
     return router
+
+
+async def never_read(_: Origin) -> Request:
+    """Instead of a look-up: nothing comes back."""
+    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
 async def some(world: World, question: Callable[[], list[R]], count: int = 1) -> list[R]:

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from app.lanes.context import FoldStopped, RouterContext
-from app.routing.load import OPEN, RunId
+from app.lanes.resumption import end_of_answer, obstacle
+from app.routing.load import OPEN, RunId, Story
 from app.routing.obligations import Restart, RestartReason, is_listed
 from app.routing.plan import Chosen, Hold, Refuse
 from app.routing.prompt import Prompt
@@ -36,6 +37,7 @@ from streams.records import (
     Usage,
 )
 from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
+from streams.transcript import Transcript
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,10 @@ TOKEN_BYTES = 4
 RETRY_AFTER_S = 1.0
 """When a client that was refused may come again: by then about as many have found a place as a
 worker ends in a second."""
+
+LOOK_UP_S = 10.0
+"""Time to read back what readers were shown, also when the deadline is near or past: a lane's
+answers of ten minutes are a million records, which is a few seconds."""
 
 NO_PLACE: Mapping[EndCode, str] = {
     "model_not_found": "no worker of this deployment serves the model",
@@ -76,6 +82,13 @@ class Remainder(NamedTuple):
     def prompt_tokens(self) -> int:
         """Length of the prompt, in tokens."""
         return len(self.request.token_ids) // TOKEN_BYTES
+
+
+class Found(NamedTuple):
+    """What the log holds of a request that changes hands; no request when none is needed."""
+
+    shown: Transcript
+    request: Request | None
 
 
 class CalledOff(Exception):
@@ -133,31 +146,57 @@ class Procedures:
         if story.attempt > attempt or story.runs:
             return
         await self.cancel_runs(request_id, old_runs, action.reason)
+        stop = fenced.offset + 1
         try:
-            shown = await s.scanner.shown(
-                self._lane, request_id, attempt, story.responses_from, fenced.offset + 1
-            )
-            if shown.over:
-                await self._write_ended(request_id, "seen")
-            elif story.failures >= s.settings.max_attempts:
-                await self.end(request_id, "attempts", f"failed on {story.failures} workers")
-            else:
-                request = await s.scanner.fetch(story.origin)
-                rest = Remainder(
-                    request, attempt, story.origin, story.responses_from, story.deadline_ms,
-                    frozenset(story.failed_workers), shown.tokens, shown.chars,
-                )  # fmt: skip
-                await self.assign(rest)
+            with self._interruptible(request_id):
+                async with asyncio.timeout(self._look_up_s(story)):
+                    found = await self._look_up(request_id, attempt, story, stop)
         except PositionLost as e:
             await self.end(request_id, "lost", f"cannot continue: {e}")
+        except TimeoutError:
+            await self.end(request_id, "lost", "cannot continue: the log could not be read in time")
+        else:
+            await self._continue(request_id, attempt, story, found)
+
+    async def _look_up(self, request_id: str, attempt: int, story: Story, stop: int) -> Found:
+        """What is in the log of a request that changes hands. Raises PositionLost, RecordError."""
+        scanner = self._context.scanner
+        shown = await scanner.shown(self._lane, request_id, attempt, story.responses_from, stop)
+        if shown.over or story.failures >= self._context.settings.max_attempts:
+            return Found(shown, None)
+        assert story.origin is not None
+        return Found(shown, await scanner.fetch(story.origin))
+
+    def _look_up_s(self, story: Story) -> float:
+        """How long that may take: what is left of the request's time, but time enough to read."""
+        left_ms = story.deadline_ms - self._context.broker_clock.now_ms()
+        return max(LOOK_UP_S, left_ms / 1000)
+
+    async def _continue(self, request_id: str, attempt: int, story: Story, found: Found) -> None:
+        """Assign what is left of the request to a worker, or end it if nothing can be."""
+        shown, request = found
+        if shown.over:
+            await self._write_ended(request_id, "seen")
+            return
+        if request is None:
+            await self.end(request_id, "attempts", f"failed on {story.failures} workers")
+            return
+        assert story.origin is not None
+        rest = Remainder(
+            request, attempt, story.origin, story.responses_from, story.deadline_ms,
+            frozenset(story.failed_workers), shown.tokens, shown.chars,
+        )  # fmt: skip
+        if code := end_of_answer(request, shown.tokens):
+            usage = Usage(prompt_tokens=rest.prompt_tokens, completion_tokens=len(rest.taken))
+            await self.end(request_id, code, usage=usage)
+        elif why := obstacle(request, shown):
+            await self.end(request_id, "lost", f"cannot continue: {why}")
+        else:
+            await self.assign(rest)
 
     async def assign(self, rest: Remainder) -> None:
         """Hold a request until a worker can take it, then dispatch it; or end it."""
         s, request = self._context, rest.request
-        if rest.attempt and (code := _met(rest)):
-            usage = Usage(prompt_tokens=rest.prompt_tokens, completion_tokens=len(rest.taken))
-            await self.end(request.id, code, usage=usage)
-            return
         choice = await self._hold(rest)
         if isinstance(choice, Refuse):
             again_s = RETRY_AFTER_S if choice.code == "queue_full" else None
@@ -202,7 +241,7 @@ class Procedures:
 
     @contextmanager
     def _interruptible(self, request_id: str) -> Iterator[None]:
-        """Around every wait for a worker: nothing in it is half done, and a Cancel ends it."""
+        """Around every wait for workers and look-up: nothing is half done, and a Cancel ends it."""
         if self._is_called_off(request_id):
             raise CalledOff(request_id)
         self.interruptible.add(request_id)
@@ -335,9 +374,3 @@ class Procedures:
 
 def _no_place(code: EndCode, why: str = "") -> Refuse:
     return Refuse(code, f"{NO_PLACE[code]}: {why}" if why else NO_PLACE[code])
-
-
-def _met(rest: Remainder) -> EndCode | None:
-    """The end code when the tokens already out fulfil the request: only its last Chunk was lost."""
-    limit = rest.request.stop.max_tokens
-    return "length" if limit is not None and len(rest.taken) >= limit else None

@@ -17,7 +17,7 @@ from streams.topics import (
     RESPONSES,
     lane_of,
 )
-from tests.routers import PROMPT, Hand, read, route, some, write
+from tests.routers import PROMPT, Hand, never_read, read, route, some, write
 from tests.worlds import World, in_world
 
 
@@ -112,6 +112,21 @@ async def test_a_cancel_that_comes_before_the_wait_for_a_heartbeat_begins(world:
     write(world, REQUESTS, Cancel(id="a"))
     world.faults.slow.clear()
     await world.until(lambda: bool(read(world, RESPONSES, End)), within_s=8)
+    assert [e.code for e in read(world, RESPONSES, End)] == ["cancelled"]
+
+
+@in_world
+async def test_a_cancel_does_not_wait_for_a_log_that_cannot_be_read(world: World) -> None:
+    worker = Hand(world)
+    router = await route(world)
+    write(world, REQUESTS, PROMPT)
+    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    router._context.scanner.fetch = never_read  # type: ignore[method-assign]
+    worker.finish(run, "broken")
+    await some(world, lambda: read(world, RESPONSES, Fence))
+    await world.sleep(1)
+    write(world, REQUESTS, Cancel(id="a"))
+    await world.until(lambda: bool(read(world, RESPONSES, End)), within_s=1)
     assert [e.code for e in read(world, RESPONSES, End)] == ["cancelled"]
 
 

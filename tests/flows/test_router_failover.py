@@ -15,9 +15,11 @@ from streams.records import (
     Ended,
     Fence,
     Fencing,
+    GuidedDecoding,
     Lost,
     Request,
     RunProgress,
+    SamplingOptions,
     StopConditions,
     Tombstone,
     Usage,
@@ -29,7 +31,7 @@ from streams.topics import (
     REQUESTS,
     RESPONSES,
 )
-from tests.routers import PROMPT, Hand, chunk, read, route, some, write
+from tests.routers import PROMPT, Hand, chunk, never_read, read, route, some, write
 from tests.worlds import World, in_world
 
 
@@ -213,3 +215,49 @@ async def test_routers_that_have_read_the_same_hold_the_same(world: World) -> No
         assert len({r._load.position(source) for r in routers}) == 1
         assert len({r._load.state_hash(source) for r in routers}) == 1
     assert all(not r._context._undelivered for r in routers)
+
+
+@in_world
+async def test_an_answer_that_had_reached_its_end_of_text_ends_as_stop(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    write(world, REQUESTS, Request(id="a", model="demo", eos_token_ids=(8,)))
+    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    write(world, RESPONSES, chunk(0, 7, 8))
+    worker.finish(run, "broken")
+    (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    assert end.code == "stop"
+    assert len(worker.told(Assignment)) == 1
+
+
+@in_world
+async def test_an_answer_of_a_prescribed_form_is_not_continued_in_its_middle(
+    world: World,
+) -> None:
+    worker = Hand(world)
+    await route(world)
+    guided = SamplingOptions(guided_decoding=GuidedDecoding(regex="a*"))
+    write(world, REQUESTS, Request(id="a", model="demo", sampling=guided))
+    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    worker.finish(run, "broken")
+    run = worker.start((await some(world, lambda: worker.told(Assignment), 2))[1])
+    write(world, RESPONSES, chunk(0, 7, attempt=1))
+    worker.finish(run, "broken")
+    (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    assert end.code == "lost"
+    assert "form" in end.message
+
+
+@in_world
+async def test_a_request_that_cannot_be_read_back_in_its_time_is_lost(world: World) -> None:
+    worker = Hand(world)
+    router = await route(world)
+    write(world, REQUESTS, PROMPT)
+    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    router._context.scanner.fetch = never_read  # type: ignore[method-assign]
+    worker.finish(run, "broken")
+    await world.sleep(95)
+    assert read(world, RESPONSES, End) == []
+    (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    assert end.code == "lost"
+    assert "could not be read" in end.message
