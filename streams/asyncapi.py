@@ -21,13 +21,17 @@ from streams.prompt import Prompt
 from streams.records import Chunk, End, Fence
 from streams.topics import PROMPTS, RESPONSES
 
-_TOLD = {
-    "title": "kvlane",
-    "description": "Prompts in, streams of answers out. Both topics are keyed by the request id. "
-    "The rule by which a stream is read stands in streams/transcript.py, with test vectors in "
-    "streams/vectors.",
-}
-DOCUMENT = AsyncAPI(**_TOLD)
+
+def _specification() -> AsyncAPI:
+    return AsyncAPI(
+        title="kvlane",
+        description="Prompts in, streams of answers out. Both topics are keyed by the request id. "
+        "The rule by which a stream is read stands in streams/transcript.py, with test vectors in "
+        "streams/vectors.",
+    )
+
+
+DOCUMENT = _specification()
 
 
 class Description(KafkaBroker):
@@ -59,7 +63,7 @@ def public_topics(servers: Sequence[str], prefix: str) -> Description:
 
 def document(servers: Sequence[str], prefix: str) -> str:
     """The whole document, in YAML; the same text for the same arguments."""
-    app = FastStream(public_topics(servers, prefix), specification=AsyncAPI(**_TOLD))
+    app = FastStream(public_topics(servers, prefix), specification=_specification())
     text: str = app.schema.to_specification().to_yaml()
     return text
 
