@@ -214,7 +214,6 @@ class Worker:
         runs, self._runs = self._runs, None
         if runs is not None:
             runs.drop()
-            self._cache_events.end()
         return runs is not None
 
     def _renew(self, why: str) -> None:

@@ -192,6 +192,19 @@ async def test_a_new_epoch_says_again_what_the_cache_holds(desk: Cached) -> None
 
 
 @with_cache
+async def test_only_the_newest_epoch_is_told_of(desk: Cached) -> None:
+    for _ in range(3):
+        await desk.ask(1)
+        old = desk.epoch
+        desk.lose()
+        await desk.world.until(lambda old=old: desk.worker.epoch not in (None, old))  # type: ignore[misc]
+    for prompt in range(12):
+        desk.world.faults.next_fates(KV_EVENTS, Fate.LOST, Fate.KEPT, Fate.LOST)
+        await desk.ask(prompt)
+    await desk.settle()  # two writers would overtake each other, and leave a gap
+
+
+@with_cache
 async def test_what_happens_between_two_epochs_is_not_forgotten(desk: Cached) -> None:
     await desk.ask(1)
     desk.assign("a", prompt=range(40), max_tokens=40)
