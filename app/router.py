@@ -1,7 +1,7 @@
 """The router process: follows what the logs say, owns lanes, answers for what is in them.
 
-This file wires; what an owner does stands in `lane.py`, what is owed in `routing/obligations.py`,
-where a request goes in `routing/plan.py`, who is dead in `deaths.py`.
+This file wires. What an owner does stands in `lanes/owner.py`, who is dead in `lanes/deaths.py`;
+what is owed in `routing/obligations.py`, where a request goes in `routing/plan.py`.
 
     requests ──group──► Intake ──► LaneOwner ──► ledger, assignments, responses (Fence, End)
     ledger ───────────► Load  ┐
@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from app.lanes.context import RouterContext
@@ -32,7 +33,7 @@ from streams.follow import Follower
 from streams.intake import Claim, Intake
 from streams.outbox import Outbox
 from streams.ports import Log, Partition
-from streams.records import Blocks, Fact, Heartbeat, Probe
+from streams.records import Fact, Heartbeat
 from streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
@@ -51,14 +52,22 @@ log = logging.getLogger(__name__)
 GROUP = "router"
 
 TICK_S = 0.25
-"""How often every unfinished request is looked at without an event: bounds how late a back-off,
-a deadline or a missing start is noticed. Looking at one costs a microsecond or two."""
+"""How often every unfinished request is looked at without an event: bounds how late the end of a
+back-off, a deadline, or a run that is missing is noticed. Looking at one costs a microsecond or
+two."""
 
 ENDS_S = 1.0
 """How often the ends of the response lanes are fetched (see `RouterContext.responses_ends`)."""
 
-LEDGER_MARGIN_MS = 60_000
-"""Added to how far back the ledger is read: our clock may differ from the broker's."""
+BEATS_BACK = 4
+"""Time-outs of workers for which heartbeats are read when a router starts."""
+
+CLOCKS_DIFFER_MS = 60_000
+"""Added to how far back a topic is read: our clock may differ from the broker's."""
+
+LANES_REMEMBERED = 65_536
+"""Ids whose lane is kept at hand: hashing one takes 23 us, and every open run is in every heartbeat
+of its worker."""
 
 
 class Router:
@@ -77,9 +86,11 @@ class Router:
         self._secret = settings.key_secret()
         self._index = Index(self._secret.fingerprint)
         self._name = name or settings.router_id or f"{socket.gethostname()}-{os.getpid()}"
+        self._fleet_version = self._fleet.version
         self._intake = Intake(
-            log, REQUESTS, GROUP, self, life.clock, broker_clock=self._broker_clock
-        )
+            log, REQUESTS, GROUP, self, life.clock, broker_clock=self._broker_clock,
+            keep_prompts=settings.keep_prompts,
+        )  # fmt: skip
 
     async def start(self) -> None:
         """Read the folds up to now, then join the group; returns when both is done."""
@@ -90,7 +101,7 @@ class Router:
         )  # fmt: skip
         fleet_follower = Follower(
             self._log, self._fleet, [REGISTRY, KV_EVENTS], clock, broker_clock=self._broker_clock,
-            on_applied=self._fleet_applied,
+            start=self._fleet_start, on_applied=self._fleet_applied,
         )  # fmt: skip
         index_follower = Follower(self._log, self._index, [KV_EVENTS], clock)
         self._context = RouterContext(
@@ -113,6 +124,7 @@ class Router:
             resume=self._intake.resume,
         )
         self._lanes = self._context.partitions[REQUESTS]
+        self._lane_of = lru_cache(LANES_REMEMBERED)(partial(lane_of, lanes=self._lanes))
         self._deaths = DeathWatch(self._context)
         life.spawn("load", load_follower.run())
         life.spawn("fleet", fleet_follower.run())
@@ -158,31 +170,27 @@ class Router:
                 owner.read_back(fact)
 
     def _fleet_applied(self, _: Partition, facts: Sequence[Fact]) -> None:
-        context = self._context
-        deaths_or_cards = False
-        news = [fact for fact in facts if not isinstance(fact.record, Blocks | Probe)]
-        if not news:
-            return
-        for fact in news:
-            beat = fact.record
+        context, is_news = self._context, self._context.fleet_follower.caught_up
+        for fact in facts:
             context.places.told(fact)
+            beat = fact.record
             if not isinstance(beat, Heartbeat):
-                deaths_or_cards = True
-            elif self._fleet.is_lost(beat.worker, beat.epoch):
-                if context.fleet_follower.caught_up:
-                    self._life.spawn("tell again", self._deaths.tell_again(beat.worker, beat.epoch))
-            else:
+                continue
+            context.heard.ring()
+            if not self._fleet.is_lost(beat.worker, beat.epoch):
                 self._reconcile(beat)
-        context.places.fleet_changed()
-        context.heard.ring()
-        if deaths_or_cards:
+            elif is_news:
+                self._life.spawn("tell again", self._deaths.tell_again(beat.worker, beat.epoch))
+        if self._fleet_version != self._fleet.version:
+            self._fleet_version = self._fleet.version
+            context.places.fleet_changed()
             for owner in self._owners.values():
                 owner.check_all()
 
     def _reconcile(self, beat: Heartbeat) -> None:
         """Compare what a worker says it runs with what the ledger says, in the lanes we own."""
         for run in beat.running:
-            owner = self._owners.get(lane_of(run.id, self._lanes))
+            owner = self._owners.get(self._lane_of(run.id))
             if owner is not None:
                 owner.reported(beat.worker, beat.epoch, run)
 
@@ -202,9 +210,23 @@ class Router:
             await self._life.clock.sleep(ENDS_S)
 
     async def _ledger_start(self, source: Partition) -> int:
-        """Where the ledger is read from: no request lives longer than max_lifetime_s."""
-        back_ms = int(2 * self._settings.max_lifetime_s * 1000) + LEDGER_MARGIN_MS
-        since_ms = self._life.clock.wall_ms() - back_ms
+        """No request lives longer than its lifetime, and no id is recognised beyond the window."""
+        s = self._settings
+        return await self._offset_before(source, max(2 * s.max_lifetime_s, s.dedup_window_s))
+
+    async def _fleet_start(self, source: Partition) -> int:
+        """The registry from its start; heartbeats from a few time-outs ago.
+
+        Who lives has sent one since. A death before that is in the registry, as a tombstone or a
+        newer card; if the router that wrote it died before the tombstone, the card belongs to a
+        worker that is silent, gets no work for it, and is declared lost again by the death watch.
+        """
+        if source.topic == REGISTRY:
+            return 0
+        return await self._offset_before(source, BEATS_BACK * self._settings.worker_timeout_s)
+
+    async def _offset_before(self, source: Partition, seconds: float) -> int:
+        since_ms = self._life.clock.wall_ms() - int(seconds * 1000) - CLOCKS_DIFFER_MS
         return await self._log.offset_at(source.topic, source.partition, max(0, since_ms))
 
 

@@ -24,7 +24,7 @@ from app.routing.load import Burdens, Load
 from app.routing.plan import Chosen, Plan, Tuning, View, plan
 from app.routing.prompt import Prompt
 from streams.clock import BrokerClock
-from streams.records import Fact, Finished, ModelCard, Started, WorkerCard
+from streams.records import Fact, Finished, Heartbeat, ModelCard, Started, WorkerCard
 
 TRY_AGAIN_MS = 1_000
 """How long a refusal is taken at its word."""
@@ -70,10 +70,12 @@ class Places:
         self._tuning = tuning
         self._pools = Pools(fleet, worker_timeout_ms)
         self._broker_clock = broker_clock
+        self._timeout_ms = worker_timeout_ms
         self._bound = bound
         self._dispatched = 0
         self._limits: dict[tuple[str, int], _Limit] = {}
         self._models: dict[str, None] = {}
+        self._heard_ms: dict[str, int] = {}
         self._changed = Bell()
 
     # --- questions -------------------------------------------------------------------------------
@@ -139,6 +141,8 @@ class Places:
         lost = [key for key in self._limits if self._fleet.is_lost(*key)]
         for key in lost:
             del self._limits[key]
+        for worker in self._heard_ms.keys() - self._fleet.members.keys():
+            del self._heard_ms[worker]
         self._changed.ring()
 
     def _wake_one(self, worker: str) -> None:
@@ -159,6 +163,11 @@ class Places:
                 limit = self._limits.get((worker, epoch))
                 if limit is not None:
                     limit.runs = max(limit.runs, self._load.burdens.of(worker, epoch).runs)
+            case Heartbeat(worker=worker):
+                before_ms = self._heard_ms.get(worker, 0)
+                self._heard_ms[worker] = fact.timestamp_ms
+                if fact.timestamp_ms - before_ms > self._timeout_ms:
+                    self._changed.ring()  # nothing was sent to it while it was silent
             case WorkerCard(model=model) | ModelCard(name=model):
                 self._models[model] = None
                 while len(self._models) > REMEMBERED:
