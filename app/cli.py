@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from app.commands import bench, machine, requests, topics
+from app.commands import audit, bench, machine, requests, topics
 
 
 class _Commands(TyperGroup):
@@ -72,6 +72,8 @@ app.command()(machine.up)
 app.command()(requests.publish)
 app.command()(requests.follow)
 app.command()(requests.cancel)
+app.command()(audit.explain)
+app.command()(audit.replay)
 app.add_typer(topics.app, name="topics")
 app.add_typer(bench.app, name="bench")
 
@@ -108,13 +110,16 @@ def main() -> None:
 
 
 def _is_for_people(error: Exception) -> bool:
+    from app.audit.moments import BadMoment
     from app.bench.ground import BenchFailed
     from app.demo.parts import DemoFailed
     from app.publishing import BadPrompt
     from app.settings import SettingsError
     from streams.errors import StreamError
 
-    expected = (StreamError, SettingsError, DemoFailed, BenchFailed, BadPrompt, TimeoutError)
+    expected = (
+        StreamError, SettingsError, DemoFailed, BenchFailed, BadMoment, BadPrompt, TimeoutError,
+    )  # fmt: skip
     return isinstance(error, expected)
 
 

@@ -22,6 +22,7 @@ from streams.topics import PROMPTS, RESPONSES, lane_of
 
 COMMANDS = [
     [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"], ["asyncapi"],
+    ["explain"], ["replay"],
     ["topics"], ["topics", "create"], ["topics", "describe"], ["bench"],
     ["bench", "faults"], ["bench", "hop"], ["bench", "tokens"], ["bench", "gateway"],
     ["bench", "all"],

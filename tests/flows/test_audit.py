@@ -1,0 +1,283 @@
+"""What the log tells afterwards: folds built again, and the story of a request."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from app import publishing
+from app.audit.explain import explain
+from app.audit.replay import FoldName, replay
+from app.cli import app
+from app.lifetime import Lifetime
+from app.router import Router
+from streams.clock import SystemClock
+from streams.codecs import encode, pack_tokens
+from streams.errors import UnknownType
+from streams.memory.broker import MemoryBroker, MemoryLog
+from streams.ports import Entry, Partition
+from streams.records import (
+    Assigned,
+    Candidate,
+    Chunk,
+    Ended,
+    Fence,
+    Fencing,
+    Finished,
+    Origin,
+    Request,
+    Started,
+    Usage,
+)
+from streams.topics import KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
+from tests.gateways import House, settings_of
+from tests.worlds import World, in_world
+
+FOLDS: tuple[tuple[FoldName, str], ...] = (("load", "_load"), ("fleet", "_fleet"))
+
+
+async def with_a_death(world: World) -> House:
+    """A world in which a worker died in the middle of an answer."""
+    house = await House.open(world)
+    await house.staff(worker_timeout_s=3)
+    answer = house.chat("x" * 200, stream=True)
+    await world.until(lambda: len(answer.text) > 20)
+    await house.kill("w1")
+    await house.hire("w2")
+    await answer.done()
+    return house
+
+
+@in_world
+async def test_a_fold_that_is_built_again_is_the_routers(world: World) -> None:
+    await with_a_death(world)
+    life = Lifetime("r2", world.clock, random.Random("r2"))
+    router = Router(await world.connect("r2"), settings_of(), life)
+    await router.start()
+    await world.sleep(3)
+    log = await world.connect("audit")
+    for name, attribute in FOLDS:
+        fold = getattr(router, attribute)
+        positions = {}
+        for topic in (LEDGER,) if name == "load" else (REGISTRY, KV_EVENTS):
+            for number in range(await log.partitions(topic)):
+                source = Partition(topic, number)
+                positions[source] = fold.position(source)
+        again = await replay(log, settings_of(), world.clock, name, positions)
+        told = {Partition(s.topic, s.partition): s.state_hash for s in again.partitions}
+        assert told == {source: fold.state_hash(source) for source in positions}
+    await router.stop()
+    await life.end()
+
+
+@in_world
+async def test_a_fold_stops_where_it_is_told_to(world: World) -> None:
+    house = await House.open(world)
+    await house.staff()
+    await house.chat("hello").done()
+    first = house.requests()[0]
+    lane = lane_of(first.id, world.lanes)
+    await world.sleep(1)  # its end is told before it is in the ledger
+    before_ms = world.clock.wall_ms()
+    await world.sleep(1)
+    await house.chat("hello").done()
+    log = await world.connect("audit")
+    args = (log, settings_of(), world.clock, "load")
+    open_one = await replay(*args, {Partition(LEDGER, lane): 1})
+    assert open_one.summary["unfinished requests"] == 1
+    by_time = await replay(*args, before_ms)
+    assert sum(by_time.summary["ended requests by code"].values()) == 1
+    whole = await replay(*args)
+    assert sum(whole.summary["ended requests by code"].values()) == 2
+    assert len({open_one.state_hash, by_time.state_hash, whole.state_hash}) == 3
+    assert (await replay(*args)) == whole
+
+
+@in_world
+async def test_progress_reaches_the_end_and_broken_records_are_counted(world: World) -> None:
+    world.broker.append(LEDGER, 1, [Entry(b"a", b"\xff", (("t", b"Ended"),))])
+    world.append(LEDGER, 1, Ended(id="a", code="lost"), key="a")
+    heard: list[tuple[int, int]] = []
+    log = await world.connect("audit")
+    again = await replay(
+        log, settings_of(), world.clock, "load", progress=lambda *both: heard.append(both)
+    )
+    assert (again.partitions[1].records, again.partitions[1].malformed) == (2, 1)
+    assert heard[-1] == (2, 2)
+
+
+@in_world
+async def test_a_record_of_a_newer_version_is_not_left_out(world: World) -> None:
+    world.broker.append(LEDGER, 0, [Entry(b"a", b"\x80", (("t", b"Poem"),))])
+    with pytest.raises(UnknownType):
+        await replay(await world.connect("audit"), settings_of(), world.clock, "load")
+
+
+@in_world
+async def test_the_story_of_a_request_has_its_move_to_another_worker(world: World) -> None:
+    house = await with_a_death(world)
+    (request,) = house.requests()
+    story = await explain(await world.connect("audit"), world.clock, request.id)
+    names = [step.name for step in story.steps]
+    assert names[:3] == ["Request", "Assigned", "Started"]
+    fencing = names.index("Fencing")
+    assert names.index("Shown") < fencing < names.index("Fence")
+    assert names[fencing:].index("Assigned") > 0
+    moved = story.steps[fencing]
+    assert moved.fields["attempt"] == 1
+    assert moved.fields["reason"]
+    workers = [step.fields["worker"] for step in story.steps if step.name == "Assigned"]
+    assert workers == ["w1", "w2"]
+    shown = [step.fields["tokens"] for step in story.steps if step.name == "Shown"]
+    assert len(shown) == 2
+    assert sum(shown) == 200
+    assert story.ending == "stop"
+
+
+@in_world
+async def test_the_words_of_a_prompt_are_not_in_its_story(world: World) -> None:
+    house = await House.open(world)
+    await house.staff()
+    await house.chat("sesame").done()
+    (request,) = house.requests()
+    story = await explain(await world.connect("audit"), world.clock, request.id)
+    assert story.steps[0].fields["prompt_tokens"] == len(request.token_ids) // 4
+    assert "sesame" not in str(story)
+
+
+@in_world
+async def test_nothing_is_told_of_an_id_that_was_never_there(world: World) -> None:
+    world.append(LEDGER, lane_of("job-17", 2), Ended(id="other", code="lost"), key="other")
+    story = await explain(await world.connect("audit"), world.clock, "job-17")
+    assert (story.steps, story.ending) == ([], "")
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+class Ticking(SystemClock):
+    """A millisecond passes with every look at it, so that records come one after the other."""
+
+    def __init__(self) -> None:
+        self._ms = super().wall_ms()
+
+    def wall_ms(self) -> int:
+        self._ms += 1
+        return self._ms
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
+    broker = MemoryBroker(Ticking(), lanes=4)
+
+    @asynccontextmanager
+    async def kafka(settings: object, name: str) -> AsyncIterator[MemoryLog]:
+        log = broker.connect(name)
+        await log.start()
+        yield log
+        await log.close()
+
+    monkeypatch.setattr(publishing, "kafka", kafka)
+    return broker
+
+
+def kvlane(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def tell(broker: MemoryBroker) -> None:
+    """The story of job-17, as records."""
+    lane = lane_of("job-17", 4)
+    origin = Origin(topic="requests", partition=lane, offset=0)
+    run = {"id": "job-17", "phase": "aggregated", "epoch": 3}
+    due = {"origin": origin, "responses_from": 0, "deadline_ms": 99}
+
+    def append(topic: str, record: object) -> None:
+        broker.append(topic, lane, [encode(record, "job-17")])  # type: ignore[arg-type]
+
+    append(REQUESTS, Request(id="job-17", model="demo", token_ids=pack_tokens([1, 2, 3])))
+    append(
+        LEDGER,
+        Assigned(
+            **run, attempt=0, worker="w1", **due, policy="kv", router="r[9]", prompt_tokens=3,
+            params={"temperature": 0.5},
+            candidates=(
+                Candidate(worker="w2", epoch=4, cost=2.5, overlap_blocks=7),
+                Candidate(worker="w1", epoch=3, cost=1.25),
+            ),
+        ),
+    )  # fmt: skip
+    append(LEDGER, Started(**run, attempt=0, worker="w1", run=5, **due))
+    chunk = Chunk(id="job-17", attempt=0, run="5", seq=0, index=0, token_ids=(7, 8), text="ab")
+    append(RESPONSES, chunk)
+    append(LEDGER, Fencing(id="job-17", attempt=1, reason="lost"))
+    append(RESPONSES, Fence(id="job-17", attempt=1))
+    append(LEDGER, Assigned(**run, attempt=1, worker="w2", **due))
+    usage = Usage(prompt_tokens=3, completion_tokens=3)
+    last = Chunk(
+        id="job-17", attempt=1, run="6", seq=0, index=2, token_ids=(9,), text="c",
+        finish_reason="length", usage=usage,
+    )  # fmt: skip
+    append(RESPONSES, last)
+    append(LEDGER, Finished(**run, attempt=1, worker="w2", code="length", output_tokens=1))
+
+
+def test_a_story_is_told_with_every_input_of_a_decision(memory: MemoryBroker) -> None:
+    tell(memory)
+    shown = kvlane("explain", "job-17")
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    heads = [line.split()[2] for line in lines if line.startswith("+")]
+    assert heads == [
+        "Request", "Assigned", "Started", "Shown", "Fencing", "Fence", "Assigned", "Shown",
+        "Finished",
+    ]  # fmt: skip
+    (columns,) = (line.split() for line in lines if "overlap_blocks" in line)
+    assert columns[:4] == ["worker", "epoch", "rank", "cost"]
+    rows = [line.split() for line in lines if "1.25" in line or "2.5" in line]
+    assert rows[0][:5] == ["*", "w1", "3", "0", "1.25"], "the cheapest first, the chosen one marked"
+    assert rows[1][:4] == ["w2", "4", "0", "2.5"]
+    assert rows[1][columns.index("overlap_blocks")] == "7"
+    assert "router r[9]" in shown.stdout
+    assert "temperature 0.5" in shown.stdout
+    assert "reason lost" in shown.stdout
+    assert lines[-1] == "ended: length"
+
+
+def test_an_unknown_id_says_what_may_be_wrong(memory: MemoryBroker) -> None:
+    shown = kvlane("explain", "job-18")
+    assert shown.exit_code == 1
+    assert "nothing is known of job-18" in shown.stdout
+
+
+def test_a_fold_is_shown_and_written(memory: MemoryBroker, tmp_path: Path) -> None:
+    tell(memory)
+    file = tmp_path / "load.json"
+    shown = kvlane("replay", "--fold", "load", "--json", str(file))
+    assert shown.exit_code == 0, shown.output
+    told = json.loads(file.read_bytes())
+    lane = lane_of("job-17", 4)
+    assert told["partitions"][lane]["records"] == 5
+    assert told["partitions"][lane]["position"] == 5
+    assert told["summary"]["ended requests by code"] == {"length": 1}
+    assert told["state_hash"] in shown.stdout
+    assert f"ledger/{lane}" in shown.stdout
+    assert "3 partitions without records" in shown.stdout
+    for fold in ("fleet", "index"):
+        assert kvlane("replay", "--fold", fold).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "at", ["yesterday", "ledger/3", "ledger/99:5", "registry/0:1", "-5 apples"]
+)
+def test_a_moment_that_is_none_is_explained(memory: MemoryBroker, at: str) -> None:
+    shown = kvlane("replay", "--fold", "load", "--at", at)
+    assert shown.exit_code == 1
+    assert "error:" in shown.output
+    assert "Traceback" not in shown.output

@@ -1,0 +1,89 @@
+"""`kvlane replay` and `kvlane explain` against a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from app.cli import app
+from app.settings import Settings
+from streams import provision
+from streams.brokers.local import Broker
+from streams.clock import SystemClock
+from streams.kafka.log import KafkaLog
+from streams.outbox import Outbox
+from streams.records import Assigned, Candidate, Chunk, Ended, Finished, Origin, Request
+from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from tests.leftovers import delete_topics
+
+LANES = 4
+IDS = [f"job-{n}" for n in range(20)]
+
+
+async def tell(settings: Settings) -> None:
+    """The stories of all ids."""
+    log = KafkaLog(settings.connection("test"), prefix=settings.topic_prefix)
+    await log.start()
+    await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+    outbox = Outbox(log, SystemClock())
+    for request_id in IDS:
+        origin = Origin(topic=REQUESTS, partition=lane_of(request_id, LANES), offset=0)
+        run = {"id": request_id, "attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": 1}
+        assigned = Assigned(
+            **run, origin=origin, responses_from=0, deadline_ms=1,
+            candidates=(Candidate(worker="w1", epoch=1, cost=0.5),),
+        )  # fmt: skip
+        chunk = Chunk(
+            id=request_id, attempt=0, run="1", seq=0, index=0, token_ids=(1, 2), text="ab",
+            finish_reason="stop",
+        )  # fmt: skip
+        for topic, record in (
+            (REQUESTS, Request(id=request_id)),
+            (LEDGER, assigned),
+            (RESPONSES, chunk),
+            (LEDGER, Finished(**run, code="stop", output_tokens=2)),
+        ):
+            await outbox.persist(topic, request_id, record)
+    await outbox.persist(LEDGER, "lost", Ended(id="lost", code="lost"))
+    await log.close()
+
+
+@pytest.mark.timeout(120)
+async def test_the_log_of_a_real_broker_tells_what_was(
+    kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
+    monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
+    monkeypatch.setenv("KVLANE_LANES", str(LANES))
+    try:
+        await tell(Settings())
+        results = []
+        for name in ("one", "two"):
+            file = tmp_path / name
+            shown = await kvlane("replay", "--fold", "load", "--json", str(file))
+            assert "20" in shown
+            results.append(json.loads(file.read_bytes()))
+        assert results[0] == results[1]
+        assert results[0]["summary"]["ended requests by code"] == {"stop": 20, "lost": 1}
+        assert sum(p["records"] for p in results[0]["partitions"]) == 41
+        none = await kvlane("replay", "--fold", "load", "--at", "-1h")
+        assert "ended requests by code" in none
+        assert "stop" not in none
+        story = await kvlane("explain", "job-7")
+        assert [line.split()[2] for line in story.splitlines() if line.startswith("+")] == [
+            "Request", "Assigned", "Shown", "Finished",
+        ]  # fmt: skip
+        assert story.splitlines()[-1] == "ended: stop"
+    finally:
+        await delete_topics(kafka.bootstrap_servers, topic_prefix)
+
+
+async def kvlane(*arguments: str) -> str:
+    """What a command shows; it has an event loop of its own, so not in this thread."""
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout

@@ -1,0 +1,38 @@
+"""How people name a moment of the log."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.audit.moments import BadMoment, clock_time, moment
+from streams.ports import Partition
+
+NOW_MS = 1_763_707_200_000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("-15m", NOW_MS - 900_000),
+        ("-1.5h", NOW_MS - 5_400_000),
+        ("-2d", NOW_MS - 172_800_000),
+        ("1763707200000", NOW_MS),
+        ("2025-11-21T06:40:00Z", NOW_MS),
+        ("2025-11-21 06:40", NOW_MS),
+        ("2025-11-21T07:40:00+01:00", NOW_MS),
+        ("ledger/3:1200", {Partition("ledger", 3): 1200}),
+        ("kv-events/0:7, ledger/3=9", {Partition("kv-events", 0): 7, Partition("ledger", 3): 9}),
+    ],
+)
+def test_a_moment_is_a_time_or_offsets(text: str, expected: object) -> None:
+    assert moment(text, NOW_MS) == expected
+
+
+@pytest.mark.parametrize("text", ["", "now", "-15", "15m", "ledger/x:1", "ledger/3:-1", "a/b", "/"])
+def test_anything_else_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(BadMoment, match="ledger/3:1200"):
+        moment(text, NOW_MS)
+
+
+def test_a_time_is_shown_in_utc() -> None:
+    assert clock_time(NOW_MS + 7) == "2025-11-21 06:40:00.007"
