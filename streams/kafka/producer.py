@@ -10,6 +10,9 @@ client does:
   one that was called later and acknowledged.
 - A wait ends at its deadline, though the client itself never gives a batch up: what was queued by
   then may still be appended afterwards. The same is true of a caller that is cancelled.
+
+An append of 8 records on each of 32 partitions takes 41 us of CPU, 32 of them the client's; each
+record more takes 1 us.
 """
 
 from __future__ import annotations
@@ -55,13 +58,15 @@ _HARMLESS = (*_OVERSIZE, *REFUSALS)
 
 _Sent = asyncio.Future[RecordMetadata]
 _Put = Callable[[AIOKafkaProducer], Awaitable[_Sent]]
+_Queued = tuple[AIOKafkaProducer, _Sent]
 
 
 class _Waiter(NamedTuple):
-    """Who waits for an acknowledgement, and how many bytes wait with him."""
+    """Who waits for an acknowledgement, how many bytes wait with him, and until when."""
 
     future: asyncio.Future[RecordMetadata]
     size: int
+    deadline: float
 
 
 class Producer:
@@ -75,6 +80,7 @@ class Producer:
         time left to append.
         """
         self.patience_s = 3 * request_timeout_s
+        self._look_every_s = request_timeout_s / 10
         self._grace_s = request_timeout_s
         self._options = dict(options)
         self._producer: AIOKafkaProducer | None = None
@@ -83,6 +89,7 @@ class Producer:
         self._sent: dict[_Sent, _Waiter] = {}
         self._queued_bytes = 0
         self._heard_at = 0.0
+        self._look_at_deadlines: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -111,14 +118,14 @@ class Producer:
 
         async def put(producer: AIOKafkaProducer) -> _Sent:
             batch = producer.create_batch()
-            for entry in entries:
-                place = batch.append(
-                    timestamp=None, key=entry.key, value=entry.value, headers=list(entry.headers)
+            append = batch.append
+            for key, value, headers in entries:
+                append(timestamp=None, key=key, value=value, headers=list(headers))
+            # A full batch takes nothing more, but its first record whatever its size.
+            if batch.record_count() < len(entries) or batch.size() > MAX_BATCH_BYTES:
+                raise RecordTooLarge(
+                    f"{_name(to)}: {len(entries)} entries exceed {MAX_BATCH_BYTES} bytes"
                 )
-                if place is None or batch.size() > MAX_BATCH_BYTES:
-                    raise RecordTooLarge(
-                        f"{_name(to)}: {len(entries)} entries exceed {MAX_BATCH_BYTES} bytes"
-                    )
             batch.close()  # else single appends would be put into it
             sent: _Sent = await producer.send_batch(batch, to.topic, partition=to.partition)
             return sent
@@ -128,6 +135,8 @@ class Producer:
     async def close(self) -> None:
         """Wait for what is queued, at most for one request time-out, and disconnect. Idempotent."""
         self._closed = True
+        if self._look_at_deadlines is not None:
+            self._look_at_deadlines.cancel()
         producer, self._producer = self._producer, None
         if producer is not None:
             flushing = asyncio.create_task(producer.flush())
@@ -147,9 +156,9 @@ class Producer:
     async def _deliver(self, to: TopicPartition, size: int, put: _Put) -> Appended:
         if self._queued_bytes + size > MAX_QUEUED_BYTES and self._queued_bytes:
             raise AppendFailed(f"{_name(to)}: {self._queued_bytes} bytes wait for the broker")
+        deadline = asyncio.get_running_loop().time() + self.patience_s
         try:
-            async with asyncio.timeout(self.patience_s):
-                sent = await (await self._queue(to, size, put))
+            sent = await (await self._queue(to, size, put, deadline))
         except TimeoutError as e:
             self._lose_patience()
             raise AppendFailed(f"{_name(to)}: no acknowledgement in {self.patience_s:g} s") from e
@@ -159,7 +168,7 @@ class Producer:
             raise AppendFailed(f"{_name(to)}: appended, but nobody knows where any more")
         return Appended(sent.partition, sent.offset, sent.timestamp)
 
-    async def _queue(self, to: TopicPartition, size: int, put: _Put) -> _Sent:
+    async def _queue(self, to: TopicPartition, size: int, put: _Put, deadline: float) -> _Sent:
         """Queue one entry or batch in its turn; the future is done with its acknowledgement.
 
         It is not the client's own future: that one must be heard to its end even when the caller
@@ -167,47 +176,82 @@ class Producer:
         """
         self._queued_bytes += size
         try:
-            async with self._turns[to]:
-                producer, sent = await self._put(to, put)
+            turn = self._turns[to]
+            if turn.locked():
+                async with asyncio.timeout_at(deadline):
+                    await turn.acquire()
+            else:
+                await turn.acquire()
+            try:
+                producer, sent = await self._put(to, put, deadline)
+            finally:
+                turn.release()
         except BaseException:
             self._queued_bytes -= size
             raise
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), size)
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(loop.create_future(), size, deadline)
         self._sent[sent] = waiter
         sent.add_done_callback(partial(self._settle, producer))
+        if self._look_at_deadlines is None:
+            self._look_at_deadlines = loop.call_later(self._look_every_s, self._give_up_waiting)
         return waiter.future
 
-    async def _put(self, to: TopicPartition, put: _Put) -> tuple[AIOKafkaProducer, _Sent]:
-        """Hand it to the client, as soon as the client has room and knows the partition.
+    async def _put(self, to: TopicPartition, put: _Put, deadline: float) -> _Queued:
+        """Hand it to the client as soon as there is one, with room, that knows the partition."""
+        # Nearly always the first try is the last. It goes without a deadline, which would cost as
+        # much as all the rest here (5 of 11 us): to a partition that it knows, the client waits for
+        # room only, one request time-out at most.
+        producer = self._producer
+        if producer is not None and producer.client.cluster.leader_for_partition(to) is not None:
+            queued = await self._try(producer, to, put)
+            if queued is not None:
+                return queued
+        async with asyncio.timeout_at(deadline):
+            while True:
+                queued = await self._try(await self.ready(), to, put)
+                if queued is not None:
+                    return queued
+                await asyncio.sleep(RETRY_S)
+
+    async def _try(
+        self, producer: AIOKafkaProducer, to: TopicPartition, put: _Put
+    ) -> _Queued | None:
+        """Hand it to the client; None when it had no room, or did not know the partition.
 
         That the partition exists is the caller's word. The client looks for it when it is first
         written to, and after every change in the cluster, and finds nothing while no broker or
-        none that has heard of it answers. The caller has the deadline.
+        none that has heard of it answers.
         """
-        while True:
-            producer = await self.ready()
-            try:
-                sent = await put(producer)
-            except KafkaTimeoutError:
-                continue  # the client waits for room one request time-out long
-            except UnknownTopicOrPartitionError:
-                await asyncio.sleep(RETRY_S)
-                continue
-            except (AssertionError, ValueError):  # how the client says "unrecognized partition"
-                if to.partition in (producer.client.cluster.partitions_for_topic(to.topic) or ()):
-                    raise
-                await producer.client.force_metadata_update()
-                await asyncio.sleep(RETRY_S)
-                continue
-            except _HARMLESS:
+        try:
+            sent = await put(producer)
+        except (KafkaTimeoutError, UnknownTopicOrPartitionError):
+            return None
+        except (AssertionError, ValueError):  # how the client says "unrecognized partition"
+            if to.partition in (producer.client.cluster.partitions_for_topic(to.topic) or ()):
                 raise
-            except KafkaError as e:
-                self._replace(producer, e)
-                raise
-            self._check_open()
-            if producer is not self._producer:
-                raise KafkaError("the producer was replaced")
-            return producer, sent
+            producer.client.force_metadata_update()
+            return None
+        except _HARMLESS:
+            raise
+        except KafkaError as e:
+            self._replace(producer, e)
+            raise
+        self._check_open()
+        if producer is not self._producer:
+            raise KafkaError("the producer was replaced")
+        return producer, sent
+
+    def _give_up_waiting(self) -> None:
+        """End the waits whose deadline has passed. One timer for all of them, a little late."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for waiter in self._sent.values():
+            if waiter.deadline <= now and not waiter.future.done():
+                waiter.future.set_exception(TimeoutError())
+        self._look_at_deadlines = (
+            loop.call_later(self._look_every_s, self._give_up_waiting) if self._sent else None
+        )
 
     def _settle(self, producer: AIOKafkaProducer, sent: _Sent) -> None:
         error = KafkaError("cancelled") if sent.cancelled() else sent.exception()

@@ -47,7 +47,10 @@ class Client:
         self.given = asyncio.Event()
         self.raises: list[Exception] = []
         self.known: set[int] = {LANE.partition, OTHER.partition}
-        cluster = SimpleNamespace(partitions_for_topic=lambda _: self.known)
+        cluster = SimpleNamespace(
+            partitions_for_topic=lambda _: self.known,
+            leader_for_partition=lambda tp: 1 if tp.partition in self.known else None,
+        )
         self.client = SimpleNamespace(
             close=self._close, cluster=cluster, force_metadata_update=self._learn
         )
@@ -64,7 +67,7 @@ class Client:
     async def _close(self) -> None:
         self.stopped = True
 
-    async def _learn(self) -> None:
+    def _learn(self) -> None:
         self.known = {LANE.partition, OTHER.partition}
 
     async def flush(self) -> None:
@@ -208,6 +211,19 @@ async def test_a_broken_promise_of_ours_is_not_an_outage(producer: Producer) -> 
     Client.made[0].raises = [AssertionError("Need at least one: key or value")]
     with pytest.raises(AssertionError):
         await producer.append(LANE, entry(b"a"))
+
+
+async def test_append_that_waits_for_room_is_not_overtaken(producer: Producer) -> None:
+    await producer.ready()
+    Client.made[0].raises = [KafkaTimeoutError()] * 2
+    tasks = [await appending(producer, b"a"), await appending(producer, b"b")]
+    await asyncio.wait_for(Client.made[0].given.wait(), 5)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [sent.value for sent in Client.made[0].sent] == [b"a", b"b"]
+    for number, task in enumerate(tasks):
+        Client.made[0].acknowledge(number)
+        assert (await task).offset == number
 
 
 async def test_silence_replaces_the_client(producer: Producer) -> None:
