@@ -194,9 +194,14 @@ class Settings(BaseSettings):
     )
 
     # Gateway
-    http_host: str = Field("127.0.0.1", min_length=1, description="address the gateway listens on")
+    http_host: str = Field(
+        "127.0.0.1", min_length=1, description="address a gateway or indexer listens on"
+    )
     http_port: int = Field(
         8000, ge=0, le=65535, description="port the gateway listens on; 0 takes any free one"
+    )
+    indexer_port: int = Field(
+        8090, ge=0, le=65535, description="port an indexer listens on; 0 takes any free one"
     )
     http_body_bytes: int = Field(
         8 * 1024 * 1024, ge=1024, description="largest body of a request over HTTP, in bytes"

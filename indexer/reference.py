@@ -59,6 +59,13 @@ class Overlap(NamedTuple):
         return sum(self)
 
 
+class Holding(NamedTuple):
+    """Keys that a cache holds, over all tiers; `complete` as in `ReferenceIndex.is_complete`."""
+
+    blocks: int
+    complete: bool
+
+
 @dataclass
 class Counters:
     """What was not taken as it came; since the process began, no part of the state."""
@@ -157,6 +164,19 @@ class ReferenceIndex:
             if depth:
                 found[holder] = Overlap(*parts)
         return found
+
+    def holdings(self) -> dict[Holder, Holding]:
+        """How much each cache holds."""
+        return {holder: Holding(rank.blocks, rank.complete) for holder, rank in self._ranks()}
+
+    def entries(self, holder: Holder, tier: Tier) -> dict[int, int]:
+        """The keys in one tier of a cache, with their positions; a copy."""
+        return {
+            key: position
+            for known, rank in self._ranks()
+            if known == holder
+            for key, position in rank.tiers[tier].items()
+        }
 
     def is_complete(self, holder: Holder) -> bool:
         """Whether all that a cache holds was announced in what was read of the log."""

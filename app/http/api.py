@@ -40,15 +40,20 @@ def build(parts: Parts) -> FastAPI:
         ("GET", "/metrics", plain.metrics, "Figures for Prometheus"),
     ):
         api.add_api_route(path, handler, methods=[method], summary=meaning, description=meaning)
-    api.add_exception_handler(ApiError, _api_error)
+    answer_errors(api)
     for kind in (InvalidPrompt, Overloaded, BadModel):
         api.add_exception_handler(kind, _preprocess_error)
-    api.add_exception_handler(HTTPException, _http_error)
-    api.add_exception_handler(ClientDisconnect, _left)
-    api.add_exception_handler(Exception, _unforeseen)
     api.add_middleware(Front, metrics=parts.metrics)
     api.openapi = described(api)  # type: ignore[method-assign]
     return api
+
+
+def answer_errors(api: FastAPI) -> None:
+    """Let every error of an application leave in OpenAI's form."""
+    api.add_exception_handler(ApiError, _api_error)
+    api.add_exception_handler(HTTPException, _http_error)
+    api.add_exception_handler(ClientDisconnect, _left)
+    api.add_exception_handler(Exception, _unforeseen)
 
 
 class Plain:

@@ -8,7 +8,7 @@ requests. What a request itself asks for is looked at each time, mostly nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -107,7 +107,7 @@ class Pools:
         }
         heard = {w: fleet.beats[w].at_ms for w in serving if w in fleet.beats}
         routable = [w for w in serving if fleet.is_routable(w, now_ms, timeout_ms)]
-        size = self._block_size(model, [serving[w] for w in routable])
+        size = block_size_of(fleet, model, (serving[w] for w in routable))
         rows = [row for w in routable for row in _rows(w, serving[w], size)]
         return Pool(
             rows=tuple(rows),
@@ -117,13 +117,14 @@ class Pools:
             silent=tuple((w, at) for w, at in heard.items() if now_ms - at > timeout_ms),
         )
 
-    def _block_size(self, model: str, members: Sequence[FleetWorker]) -> int:
-        """The model's, else that of most workers."""
-        card = self._fleet.models.get(model)
-        if card is not None and card.block_size:
-            return card.block_size
-        sizes = Counter(size for m in members if (size := m.card.config.kv_cache_block_size))
-        return min(sizes, key=lambda size: (-sizes[size], size), default=BLOCK_SIZE)
+
+def block_size_of(fleet: Fleet, model: str, members: Iterable[FleetWorker]) -> int:
+    """The block size of a model's prompts: by its card, else that of most of these workers."""
+    card = fleet.models.get(model)
+    if card is not None and card.block_size:
+        return card.block_size
+    sizes = Counter(size for m in members if (size := m.card.config.kv_cache_block_size))
+    return min(sizes, key=lambda size: (-sizes[size], size), default=BLOCK_SIZE)
 
 
 def _rows(worker: str, member: FleetWorker, block_size: int) -> list[Row]:

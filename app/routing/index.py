@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import msgspec
 
 from app.routing.signs import Signs
-from indexer.events import Columns, MalformedColumns, decode
-from indexer.reference import Holder, Overlap, ReferenceIndex
+from indexer.events import Columns, MalformedColumns, Tier, decode
+from indexer.reference import Holder, Holding, Overlap, ReferenceIndex
 from streams.ports import Partition
 from streams.records import Blocks, Fact, Heartbeat, Lost
 
@@ -54,6 +54,14 @@ class Index:
     def overlaps(self, keys: Sequence[int]) -> dict[Holder, Overlap]:
         """The leading blocks of a prompt in each cache that holds any, by its keys."""
         return self.blocks.match(keys) if keys else {}
+
+    def holdings(self) -> dict[Holder, Holding]:
+        """How much each cache holds."""
+        return self.blocks.holdings()
+
+    def entries(self, holder: Holder, tier: Tier) -> dict[int, int]:
+        """The keys in one tier of a cache, with their positions; a copy."""
+        return self.blocks.entries(holder, tier)
 
     @property
     def foreign_workers(self) -> tuple[str, ...]:

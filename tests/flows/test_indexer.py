@@ -1,0 +1,197 @@
+"""The indexer on the log in memory: what it answers about what workers said."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from app.indexer import Indexer
+from app.lifetime import Lifetime
+from app.routing.eligibility import number_of
+from indexer.hashing import local_hashes
+from streams.records import Lost, ModelCard, Tombstone
+from streams.topics import KV_EVENTS, REGISTRY, partition_of
+from tests.exchange import Exchange
+from tests.gateways import settings_of
+from tests.routers import Hand
+from tests.worlds import World, in_world, play
+
+SIZE = 16
+TOKENS = list(range(10 * SIZE + 3))
+
+
+async def opened(world: World, **over: Any) -> Indexer:
+    life = Lifetime("i1", world.clock, random.Random("i1"))
+    indexer = Indexer(await world.connect("i1"), settings_of(**over), life)
+    await indexer.open()
+    return indexer
+
+
+async def call(indexer: Indexer, method: str, path: str, body: Any = None) -> Exchange:
+    exchange = Exchange(indexer.http, method, path, body)
+    await exchange.done()
+    return exchange
+
+
+async def asked(indexer: Indexer, path: str = "/query", **body: Any) -> dict[str, Any]:
+    exchange = await call(indexer, "POST", path, body)
+    assert exchange.status == 200, exchange.content
+    told: dict[str, Any] = exchange.json
+    return told
+
+
+def holders(told: dict[str, Any]) -> dict[str, int]:
+    return {holder["worker"]: holder["blocks"] for holder in told["holders"]}
+
+
+@in_world
+async def test_holders_of_a_prompt_are_told_by_tokens_best_first(world: World) -> None:
+    for name, blocks in (("w1", 3), ("w2", 10), ("w3", 0)):
+        Hand(world, name, block_size=SIZE).holds(TOKENS[: blocks * SIZE], SIZE)
+    told = await asked(await opened(world), token_ids=TOKENS, model="demo")
+    assert (told["block_size"], told["blocks"]) == (SIZE, 10)
+    assert [(h["worker"], h["blocks"], h["device"], h["host"]) for h in told["holders"]] == [
+        ("w2", 10, 10, 0), ("w1", 3, 3, 0),
+    ]  # fmt: skip
+
+
+@in_world
+async def test_hashes_signed_or_not_answer_as_tokens_do(world: World) -> None:
+    Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
+    indexer = await opened(world)
+    hashes = local_hashes(TOKENS, SIZE)
+    for told in (hashes.tolist(), hashes.astype("i8").tolist()):
+        by_hash = await asked(indexer, "/query_by_hash", block_hashes=told, model="demo")
+        assert by_hash == await asked(indexer, token_ids=TOKENS, model="demo")
+
+
+@in_world
+async def test_models_salts_and_adapters_are_kept_apart(world: World) -> None:
+    Hand(world, "w1", block_size=SIZE).holds(TOKENS, SIZE)
+    Hand(world, "w2", "big", block_size=SIZE).holds(TOKENS, SIZE)
+    indexer = await opened(world)
+    assert holders(await asked(indexer, token_ids=TOKENS)) == {"w1": 10, "w2": 10}
+    assert holders(await asked(indexer, token_ids=TOKENS, model="big")) == {"w2": 10}
+    for more in ({"cache_salt": "tenant"}, {"lora_name": "adapter"}):
+        assert holders(await asked(indexer, token_ids=TOKENS, **more)) == {}
+
+
+@in_world
+async def test_the_block_size_is_that_of_the_models_card(world: World) -> None:
+    Hand(world, block_size=SIZE)
+    world.append(REGISTRY, 0, ModelCard(name="demo", block_size=32), key="model/demo")
+    told = await asked(await opened(world), token_ids=TOKENS, model="demo")
+    assert (told["block_size"], told["blocks"]) == (32, 5)
+
+
+@in_world
+async def test_answers_follow_the_log(world: World) -> None:
+    worker = Hand(world, block_size=SIZE)
+    indexer = await opened(world)
+    assert holders(await asked(indexer, token_ids=TOKENS)) == {}
+    worker.holds(TOKENS, SIZE)
+    await world.sleep(0.1)
+    assert holders(await asked(indexer, token_ids=TOKENS)) == {"w1": 10}
+    partition = partition_of(b"w1", world.broker.partitions[KV_EVENTS])
+    world.append(KV_EVENTS, partition, Lost(worker="w1", epoch=worker.epoch), key="w1")
+    await world.sleep(0.1)
+    assert holders(await asked(indexer, token_ids=TOKENS)) == {}
+
+
+@in_world
+async def test_workers_are_listed_with_what_is_known_of_their_caches(world: World) -> None:
+    for name in ("w1", "w2", "gone"):
+        Hand(world, name, block_size=SIZE)
+    told = Hand(world, "w3", block_size=SIZE)
+    told.holds(TOKENS, SIZE)
+    world.append(REGISTRY, 0, Tombstone(key="worker/gone"), key="worker/gone")
+    listed = (await call(await opened(world), "GET", "/workers")).json["workers"]
+    assert [worker["worker"] for worker in listed] == ["w1", "w2", "w3"]
+    assert listed[2] == {
+        "worker": "w3", "number": number_of("w3"), "epoch": told.epoch, "model": "demo",
+        "block_size": SIZE, "known": True,
+        "ranks": [{"rank": 0, "blocks": 10, "complete": True}],
+    }  # fmt: skip
+    assert listed[0]["ranks"] == [{"rank": 0, "blocks": 0, "complete": False}]
+
+
+@in_world
+async def test_keys_of_another_secret_show_wherever_one_looks(world: World) -> None:
+    Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
+    indexer = await opened(world, hash_secret="another")
+    assert holders(await asked(indexer, token_ids=TOKENS)) == {}
+    listed = (await call(indexer, "GET", "/workers")).json["workers"]
+    assert [worker["known"] for worker in listed] == [False]
+    page = (await call(indexer, "GET", "/metrics")).content.decode()
+    assert "kvlane_index_foreign_records 1.0" in page
+
+
+@in_world
+async def test_a_dump_has_every_key_of_every_cache(world: World) -> None:
+    for name, blocks in (("w1", 3), ("w2", 10)):
+        Hand(world, name, block_size=SIZE).holds(TOKENS[: blocks * SIZE], SIZE)
+    lines = (await call(await opened(world), "GET", "/dump")).content.splitlines()
+    first, second = (json.loads(line) for line in lines)
+    assert (first["worker"], first["rank"], first["tier"]) == ("w1", 0, "device")
+    assert second["keys"][:3] == first["keys"]
+    assert second["positions"] == list(range(10))
+    assert all(isinstance(key, str) for key in first["keys"])
+
+
+@in_world
+async def test_health_and_metrics(world: World) -> None:
+    Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
+    indexer = await opened(world)
+    assert (await call(indexer, "GET", "/livez")).json == {"alive": True}
+    ready = (await call(indexer, "GET", "/readyz")).json
+    assert ready == {"ready": True, "index_read": True, "fleet_read": True}
+    page = (await call(indexer, "GET", "/metrics")).content.decode()
+    assert "kvlane_index_blocks 10.0" in page
+    assert 'kvlane_fold_caught_up{fold="index"} 1.0' in page
+
+
+@in_world
+async def test_it_is_not_ready_before_the_log_is_read(world: World) -> None:
+    life = Lifetime("i1", world.clock, random.Random("i1"))
+    indexer = Indexer(await world.connect("i1"), settings_of(), life)
+    exchange = await call(indexer, "GET", "/readyz")
+    assert exchange.status == 503
+    assert exchange.json["ready"] is False
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/query", b"no json", "malformed"),
+        ("/query", {"token_ids": [-1]}, "token_ids"),
+        ("/query", {"token_ids": [2**32]}, "token_ids"),
+        ("/query", {"model": "demo"}, "token_ids"),
+        ("/query", {"token_ids": [], "salt": "x"}, "salt"),
+        ("/query_by_hash", {"block_hashes": ["1"]}, "block_hashes"),
+        ("/query_by_hash", {"block_hashes": [2**64]}, "64"),
+        ("/query_by_hash", {"block_hashes": [-(2**63) - 1]}, "64"),
+    ],
+)
+def test_what_is_no_question_is_refused_with_the_reason(path: str, body: Any, words: str) -> None:
+    async def scenario(world: World) -> None:
+        exchange = await call(await opened(world), "POST", path, body)
+        assert exchange.status == 400, exchange.content
+        assert words in exchange.error["message"]
+
+    play(scenario)
+
+
+@in_world
+async def test_a_body_that_is_too_large_is_not_read(world: World) -> None:
+    indexer = await opened(world, http_body_bytes=1024)
+    assert (await call(indexer, "POST", "/query", {"token_ids": TOKENS * 10})).status == 413
+
+
+@in_world
+async def test_unknown_urls_are_answered_in_the_same_form(world: World) -> None:
+    exchange = await call(await opened(world), "GET", "/nowhere")
+    assert exchange.status == 404
+    assert exchange.error["code"] == "unknown_url"
