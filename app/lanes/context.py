@@ -14,9 +14,10 @@ from app.bell import Bell
 from app.lanes.places import Places
 from app.lanes.scan import Scanner
 from app.lifetime import Lifetime
+from app.routing.burdens import Burden, Burdens
 from app.routing.fleet import Fleet
 from app.routing.index import Index
-from app.routing.load import Burden, Burdens, Load, RunId
+from app.routing.load import Load, RunId
 from app.routing.obligations import Patience
 from app.routing.plan import Tuning
 from app.routing.policies import DynamoWeights
@@ -100,11 +101,11 @@ class RouterContext:
     @contextmanager
     def overlay(self, run: RunId, rank: int, burden: Burden) -> Iterator[None]:
         """Count a decision at once, until it is read back (or given up)."""
-        self._undelivered.add(run, rank, burden)
+        self._undelivered.add(run.place(rank), burden)
         try:
             yield
         finally:
-            self._undelivered.remove(run, rank, burden)
+            self._undelivered.remove(run.place(rank), burden)
 
     async def end_of(self, source: Partition) -> int:
         """The next offset of a partition; asks until the broker answers."""

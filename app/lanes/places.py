@@ -17,10 +17,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from app.bell import Bell
+from app.routing.burdens import Burdens
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
 from app.routing.index import Index
-from app.routing.load import Burdens, Load
+from app.routing.load import Load
 from app.routing.plan import Chosen, Plan, Tuning, View, plan
 from app.routing.prompt import Prompt
 from streams.clock import BrokerClock

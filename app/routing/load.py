@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import msgspec
 
+from app.routing.burdens import NOTHING, Burden, Burdens
 from app.routing.policies import Place
 from streams.ports import Partition
 from streams.records import (
@@ -62,6 +63,10 @@ class RunId(NamedTuple):
     worker: str
     epoch: int
 
+    def place(self, rank: int) -> Place:
+        """Where it is, with the rank, which two runs do not differ in alone."""
+        return Place(self.worker, self.epoch, rank)
+
 
 @dataclass(slots=True)
 class KnownRun:
@@ -80,7 +85,7 @@ class KnownRun:
     def burden(self) -> Burden:
         """What it adds to its worker's rank now."""
         if self.state not in OPEN:
-            return Burden()
+            return NOTHING
         return Burden(1, self.tokens, 0 if self.state == "prefilled" else self.prefill_tokens)
 
 
@@ -127,77 +132,6 @@ class Outcome(NamedTuple):
     code: str
     attempt: int
     last_ms: int
-
-
-class Burden(NamedTuple):
-    """What open runs add up to, on one rank of one epoch of a worker.
-
-    `tokens` of prompts, and of answers when they began; `prefill_tokens` are those of them that
-    are neither computed nor expected in the cache.
-    """
-
-    runs: int = 0
-    tokens: int = 0
-    prefill_tokens: int = 0
-
-    def plus(self, other: Burden) -> Burden:
-        """Both together."""
-        return Burden(
-            self.runs + other.runs,
-            self.tokens + other.tokens,
-            self.prefill_tokens + other.prefill_tokens,
-        )
-
-    def less(self, other: Burden) -> Burden:
-        """This without the other."""
-        return Burden(
-            self.runs - other.runs,
-            self.tokens - other.tokens,
-            self.prefill_tokens - other.prefill_tokens,
-        )
-
-
-NOTHING = Burden()
-
-
-class Burdens:
-    """Burdens by worker and epoch, and by rank, kept up to date run by run."""
-
-    def __init__(self) -> None:
-        self._by_epoch: dict[tuple[str, int], Burden] = {}
-        self._by_rank: dict[Place, Burden] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._by_rank)
-
-    def of(self, worker: str, epoch: int) -> Burden:
-        """What lies on an epoch of a worker, over all ranks."""
-        return self._by_epoch.get((worker, epoch), NOTHING)
-
-    def at(self, places: Iterable[Place]) -> list[Burden]:
-        """What lies on each of these places."""
-        by_rank = self._by_rank
-        return [by_rank.get(place, NOTHING) for place in places]
-
-    def add(self, run: RunId, rank: int, burden: Burden) -> None:
-        """Count something in."""
-        _put(self._by_epoch, (run.worker, run.epoch), burden)
-        _put(self._by_rank, Place(run.worker, run.epoch, rank), burden)
-
-    def remove(self, run: RunId, rank: int, burden: Burden) -> None:
-        """Count something out that was counted in."""
-        self.add(run, rank, NOTHING.less(burden))
-
-
-K = TypeVar("K")
-
-
-def _put(burdens: dict[K, Burden], key: K, more: Burden) -> None:
-    total = burdens.get(key, NOTHING).plus(more)
-    if total == NOTHING:
-        burdens.pop(key, None)
-    else:
-        burdens[key] = total
 
 
 class LaneStories:
@@ -328,14 +262,14 @@ def _fold_run(
         if isinstance(record, Started):
             run.tokens = run.prefill_tokens = record.prompt_tokens
     else:
-        burdens.remove(run_id, run.rank, run.burden)
+        burdens.remove(run_id.place(run.rank), run.burden)
     if isinstance(record, Assigned):  # it knows better than the Started that may have overtaken it
         run.tokens = record.prompt_tokens + record.base_tokens
         run.rank, run.prefill_tokens = record.rank, record.prefill_tokens
     state = _next_state(run.state, record)
     if state != run.state:
         run.state, run.since_ms = state, at_ms
-    burdens.add(run_id, run.rank, run.burden)
+    burdens.add(run_id.place(run.rank), run.burden)
 
 
 def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Finished) -> RunState:
@@ -350,7 +284,7 @@ def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Fini
 
 def _clear_runs(story: Story, burdens: Burdens) -> None:
     for run_id, run in story.runs.items():
-        burdens.remove(run_id, run.rank, run.burden)
+        burdens.remove(run_id.place(run.rank), run.burden)
     story.runs.clear()
 
 
@@ -432,7 +366,7 @@ class Load:
             for attempt, phase, worker, epoch, state, since_ms, *numbers in t.runs:
                 run_id = RunId(attempt, phase, worker, epoch)
                 run = story.runs[run_id] = KnownRun(state, since_ms, *numbers)
-                self.burdens.add(run_id, run.rank, run.burden)
+                self.burdens.add(run_id.place(run.rank), run.burden)
             lane.stories[t.id] = story
             lane.file(t.id, story)
         lane.outcomes = {i: Outcome(code, n, at_ms) for i, code, n, at_ms in told.outcomes}

@@ -14,10 +14,12 @@ action is still due for the next owner. Acting twice is harmless by the reader's
     an open run on a lost epoch                                     Restart, next attempt
     a run assigned long ago and not started                         Verify
     a run started, but not in its worker's later heartbeat          Verify
+    a prefill handed off, and no decode assigned                    nothing but the deadline
     otherwise (running well, or ended by the worker)                nothing
 
 Cancel is not in the table: a Cancel stays uncommitted in `requests` until its Ended is written, so
-the log itself brings it to the next owner.
+the log itself brings it to the next owner. Nobody dispatches decodes yet; until somebody does, a
+prefill that was handed off is neither the end of its request nor a failure.
 """
 
 from __future__ import annotations

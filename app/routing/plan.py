@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from app.routing.burdens import Burden, Burdens
 from app.routing.eligibility import NoPlace, Pools, Row, eligible, pin_of
 from app.routing.fleet import Fleet
 from app.routing.index import Index
-from app.routing.load import Burden, Burdens
 from app.routing.policies import (
     NEVER,
     POLICIES,
@@ -31,6 +31,9 @@ from streams.records import Assigned, Candidate, EndCode, Phase, Request, Router
 
 RECORDED = 16
 """How many candidates a decision records: the best ones, and the chosen one if it is none."""
+
+LARGEST_WEIGHT = 1e6
+"""Of what a request may set: costs stay finite, so that there is always a least one."""
 
 _NO_OVERLAP = Overlap()
 
@@ -113,6 +116,8 @@ def plan(
         phase = "decode" if phase == "aggregated" else phase
         if pin_of(request.hints, phase) is None:
             return Refuse("invalid", "policy direct needs decode_worker_id or backend_instance_id")
+    if fault := _faulty_numbers(request):
+        return Refuse("invalid", f"{fault} must be a number up to {LARGEST_WEIGHT:g}")
     pool = view.pools.pool(request.model, phase, view.now_ms)
     rows = eligible(request, phase, pool, view.fleet, excluded=excluded, full=full)
     if isinstance(rows, NoPlace):
@@ -221,6 +226,21 @@ def _taint_weights(request: Request, rows: Sequence[Row]) -> Sequence[float]:
     return [
         sum(weight for taint, weight in preferred.items() if taint in row.taints) for row in rows
     ]
+
+
+def _faulty_numbers(request: Request) -> str:
+    """The name of a number in the request with which costs cannot be compared; mostly empty."""
+    override, constraints = request.router_config_override, request.hints.routing_constraints
+    if override is not None:
+        for name in ("overlap_score_credit", "prefill_load_scale", "router_temperature"):
+            value = getattr(override, name)
+            if value is not None and not 0 <= value <= LARGEST_WEIGHT:  # nor is it NaN
+                return name
+    if constraints is not None:
+        for taint, weight in constraints.preferred_taints.items():
+            if not abs(weight) <= LARGEST_WEIGHT:
+                return f"the weight of preferred taint {taint}"
+    return ""
 
 
 def _overridden(weights: DynamoWeights, override: RouterConfigOverride | None) -> DynamoWeights:

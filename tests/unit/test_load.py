@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.load import Burden, Load, RunId
+from app.routing.burdens import Burden
+from app.routing.load import Load, RunId
 from app.routing.policies import Place
 from streams.ports import Partition
 from streams.records import (

@@ -93,6 +93,13 @@ def test_an_open_run_on_a_lost_epoch_is_restarted(state: RunState) -> None:
     assert owed(story({RUN: state}), fleet(lost=True)) == Restart(1, "lost")
 
 
+def test_a_handed_off_prefill_is_neither_restarted_nor_the_end() -> None:
+    told = story({RunId(0, "prefill", "w1", 7): "handed_off"})
+    assert not told.over
+    assert owed(told, fleet(lost=True, listed=False, beat_ms=50_000), 59_000) is None
+    assert owed(told, now_ms=60_001) == Finish("deadline")
+
+
 def test_each_run_keeps_its_own_obligation() -> None:
     assert owed(story({RUN: "broken", TWIN: "started"})) == Restart(1, "broken")
     assert owed(story({TWIN: "started", RUN: "broken"})) == Restart(1, "broken")

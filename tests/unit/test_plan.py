@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.routing.burdens import Burden, Burdens
 from app.routing.eligibility import Pools, number_of
 from app.routing.fleet import Fleet
 from app.routing.index import Index
-from app.routing.load import Burden, Burdens, RunId
 from app.routing.plan import RECORDED, Chosen, Hold, Plan, Refuse, Tuning, View, plan, replan
 from app.routing.policies import POLICIES, DynamoWeights, Place
 from app.routing.prompt import Prompt
@@ -85,8 +85,7 @@ class Stage:
                           hash_fingerprint=SECRET.fingerprint, **columns._asdict()))  # fmt: skip
 
     def burden(self, name: str, tokens: int, prefill: int = 0, rank: int = 0) -> None:
-        run = RunId(0, "aggregated", name, self.epochs[name])
-        self.told.add(run, rank, Burden(1, tokens, prefill))
+        self.told.add(Place(name, self.epochs[name], rank), Burden(1, tokens, prefill))
 
     def plan(
         self, tuning: Tuning | str = "dynamo", seed: int = 1, now_ms: int = NOW_MS,
@@ -284,8 +283,7 @@ def test_decisions_of_this_router_count_before_they_are_read_back(stage: Stage) 
     stage.worker("w1")
     stage.worker("w2")
     first = stage.chosen()
-    run = RunId(0, "aggregated", first.place.worker, first.place.epoch)
-    stage.own.add(run, first.place.rank, first.burden)
+    stage.own.add(first.place, first.burden)
     assert stage.chosen().place.worker != first.place.worker
 
 
@@ -358,6 +356,27 @@ def test_a_request_overrides_the_weights_for_itself_and_they_are_recorded(stage:
     assert decision.prefill_tokens == 0, "not tracked"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e7, -1.0])
+@pytest.mark.parametrize(
+    "name", ["overlap_score_credit", "prefill_load_scale", "router_temperature"]
+)
+def test_overrides_that_no_cost_can_be_made_of_are_refused(
+    stage: Stage, name: str, value: float
+) -> None:
+    stage.worker("w1")
+    override = RouterConfigOverride(**{name: value})
+    refused = stage.plan(request=Request(id="a", model="m", router_config_override=override))
+    assert isinstance(refused, Refuse)
+    assert refused.code == "invalid"
+    assert name in refused.message
+
+
+def test_weights_of_taints_that_no_cost_can_be_made_of_are_refused(stage: Stage) -> None:
+    stage.worker("w1")
+    wanted = RoutingConstraints(preferred_taints={"fast": float("nan")})
+    assert isinstance(stage.ask(routing_constraints=wanted), Refuse)
+
+
 def test_temperature_spreads_what_costs_decide_alone(stage: Stage) -> None:
     stage.holds(stage.worker("w1"), 10)
     stage.worker("w2")
@@ -403,8 +422,10 @@ def test_the_best_candidates_are_recorded_and_the_chosen_one(stage: Stage) -> No
     ),
     st.integers(0, 2**32 - 1),
     st.builds(
-        DynamoWeights, overlap_score_credit=st.floats(0, 2),
-        overlap_decay=st.sampled_from([0, 0.7]), temperature=st.sampled_from([0, 0.3, 5]),
+        DynamoWeights, overlap_score_credit=st.floats(0, 2), prefill_load_scale=st.floats(0, 64),
+        host_weight=st.just(0.75), disk_weight=st.just(0.25),
+        active_request_weight=st.floats(0, 2), overlap_decay=st.sampled_from([0, 0.7]),
+        temperature=st.sampled_from([0, 0.3, 5]),
     ),
     st.integers(0, 100),
 )  # fmt: skip

@@ -1,0 +1,83 @@
+"""What lies on workers: sums over open runs, kept up to date run by run.
+
+Owns the sums and nothing else: which runs are open is `load.py`'s, and what a router has decided
+and not read back is `app/lanes/context.py`'s; both use these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
+
+from app.routing.policies import Place
+
+
+class Burden(NamedTuple):
+    """What open runs add up to, on one rank of one epoch of a worker.
+
+    `tokens` of prompts, and of answers when they began; `prefill_tokens` are those of them that
+    are neither computed nor expected in the cache.
+    """
+
+    runs: int = 0
+    tokens: int = 0
+    prefill_tokens: int = 0
+
+    def plus(self, other: Burden) -> Burden:
+        """Both together."""
+        return Burden(
+            self.runs + other.runs,
+            self.tokens + other.tokens,
+            self.prefill_tokens + other.prefill_tokens,
+        )
+
+    def less(self, other: Burden) -> Burden:
+        """This without the other."""
+        return Burden(
+            self.runs - other.runs,
+            self.tokens - other.tokens,
+            self.prefill_tokens - other.prefill_tokens,
+        )
+
+
+NOTHING = Burden()
+
+
+class Burdens:
+    """Burdens by worker and epoch, and by rank, kept up to date run by run."""
+
+    def __init__(self) -> None:
+        self._by_epoch: dict[tuple[str, int], Burden] = {}
+        self._by_rank: dict[Place, Burden] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_rank)
+
+    def of(self, worker: str, epoch: int) -> Burden:
+        """What lies on an epoch of a worker, over all ranks."""
+        return self._by_epoch.get((worker, epoch), NOTHING)
+
+    def at(self, places: Iterable[Place]) -> list[Burden]:
+        """What lies on each of these places."""
+        by_rank = self._by_rank
+        return [by_rank.get(place, NOTHING) for place in places]
+
+    def add(self, place: Place, burden: Burden) -> None:
+        """Count something in."""
+        _put(self._by_epoch, (place.worker, place.epoch), burden)
+        _put(self._by_rank, place, burden)
+
+    def remove(self, place: Place, burden: Burden) -> None:
+        """Count something out that was counted in."""
+        self.add(place, NOTHING.less(burden))
+
+
+K = TypeVar("K")
+
+
+def _put(burdens: dict[K, Burden], key: K, more: Burden) -> None:
+    total = burdens.get(key, NOTHING).plus(more)
+    if total == NOTHING:
+        burdens.pop(key, None)
+    else:
+        burdens[key] = total
