@@ -238,11 +238,17 @@ async def hop(
         )
         echo_log = KafkaLog(echo_settings.connection("bench"), prefix=echo_settings.topic_prefix)
         await echo_log.start()
-        tasks: list[asyncio.Task[None]] = []
+        tasks: list[asyncio.Task[Any]] = []
         try:
             await topics(echo_log, echo_settings)
             sides = await _sides(on, echo_log, echo_settings, tasks)
-            return await _play(sides, form, said, progress)
+            playing = asyncio.create_task(_play(sides, form, said, progress))
+            tasks.append(playing)
+            # What runs beside the play has no end: if it ends, its error is the result.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {playing}:
+                task.result()
+            return playing.result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -252,7 +258,7 @@ async def hop(
 
 
 async def _sides(
-    on: Ground, echo_log: KafkaLog, echo_settings: Settings, tasks: list[asyncio.Task[None]]
+    on: Ground, echo_log: KafkaLog, echo_settings: Settings, tasks: list[asyncio.Task[Any]]
 ) -> list[Side]:
     """Both sides, ready; what runs beside them is added to `tasks`."""
     config = EngineConfig(
