@@ -20,7 +20,7 @@ from app.demo.trace import TraceRequest
 from streams.clock import Clock
 from streams.records import Assigned, Candidate
 
-SPEED = 60.0
+SPEED = 40.0
 """How much faster than in production requests come, to a share of them (see app/data/NOTICE)."""
 
 Ask = Callable[[TraceRequest], Awaitable[Asked]]
@@ -111,9 +111,8 @@ def _why(decision: Assigned) -> str:
     blocks = -(-decision.prompt_tokens // max(decision.block_size, 1))
     lines = [f"{decision.id}, {decision.prompt_tokens} tokens in {blocks} blocks"]
     lines += [
-        f"  {'→' if c is chosen else ' '} {c.worker}  cost {c.cost:7.1f}: holds "
-        f"{c.overlap_blocks:4} of the blocks, {c.prefill_tokens:6} tokens to prefill before, "
-        f"{c.open_runs} requests open"
+        f"  {'→' if c is chosen else ' '} {c.worker}  cost {c.cost:6.0f}: holds "
+        f"{c.overlap_blocks:4} blocks, {c.prefill_tokens:6} tokens before it, {c.open_runs} open"
         for c in (chosen, *others)
     ]
     return "\n".join(lines)
