@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from app.lanes.context import RouterContext
+from app.lanes.endings import Endings
 from app.lanes.procedures import TOKEN_BYTES, CalledOff, Procedures, Remainder, blames_request
 from app.routing.load import OPEN, LedgerRecord, RunId, Story
 from app.routing.obligations import Finish, Restart, Verify, due
@@ -43,7 +44,8 @@ class LaneOwner:
         self.serving = False
         self._context = context
         self._lane = claim.partition
-        self._do = Procedures(context, claim.partition, self._is_called_off)
+        self._ends = Endings(context, claim.partition)
+        self._do = Procedures(context, self._ends, claim.partition, self._is_called_off)
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[str, deque[Fact]] = {}
         self._arrived: dict[str, int] = {}  # offsets of the requests being admitted
@@ -98,25 +100,22 @@ class LaneOwner:
         """Look for an obligation of one request, and start to meet it."""
         if not self.serving or request_id in self._jobs:
             return
-        story = self._context.load.story(self._lane, request_id)
-        if story is None:
-            return
-        s = self._context
-        action = due(request_id, story, s.fleet, s.broker_clock.now_ms(), s.patience)
+        s, action = self._context, None
+        story = s.load.story(self._lane, request_id)
+        if story is not None:
+            action = due(request_id, story, s.fleet, s.broker_clock.now_ms(), s.patience)
         waits, place = s.places.waiting, (self._lane, request_id)
-        if action is None and _backs_off(story):
+        if story is not None and action is None and _backs_off(story):
             waits.add(place)
         else:
             waits.discard(place)
         match action:
-            case Restart() as action:
+            case Restart():
                 self._start(request_id, partial(self._do.restart, request_id, action))
             case Finish(code):
-                self._start(request_id, partial(self._do.end, request_id, code))
+                self._start(request_id, partial(self._ends.end, request_id, code))
             case Verify(run):
-                self._start(
-                    request_id, partial(self._do.verify, request_id, story.deadline_ms, run)
-                )
+                self._start(request_id, partial(self._do.verify, request_id, run))
             case None:
                 pass
 
@@ -139,7 +138,7 @@ class LaneOwner:
         closed = run is not None and run.state not in OPEN
         if story.ended or key.attempt < story.attempt or closed:
             self._context.life.spawn(
-                "cancel run", self._do.cancel_runs(key.id, [run_id], "superseded")
+                "cancel run", self._ends.cancel_runs(key.id, [run_id], "superseded")
             )
 
     def close(self) -> None:
@@ -158,7 +157,7 @@ class LaneOwner:
     async def _begin(self) -> None:
         """Serve only when the ledger, as it was after the assignment, has been read."""
         s = self._context
-        await self._do.read_ledger()
+        await self._ends.read_ledger()
         await s.fleet_follower.wait_caught_up()
         s.responses_ends[self._lane] = await s.end_of(Partition(RESPONSES, self._lane))
         self.serving = True
@@ -183,7 +182,7 @@ class LaneOwner:
             if not blames_request(e):
                 raise
             log.exception("lane %d: %s cannot be handled and is ended", self._lane, request_id)
-            await self._do.end(request_id, "internal", f"the router failed on it: {_name(e)}")
+            await self._ends.end(request_id, "internal", f"the router failed on it: {_name(e)}")
         if fact is not None:
             for offset in (self._arrived.pop(request_id, fact.offset), fact.offset):
                 self.claim.done(offset)
@@ -215,7 +214,7 @@ class LaneOwner:
         elif isinstance(record, Cancel):
             await self._cancel(record)
         elif isinstance(record, Refused) and not self._is_known(record.id):
-            await self._do.end(record.id, record.code, record.message)
+            await self._ends.end(record.id, record.code, record.message)
 
     async def _admit(self, fact: Fact, request: Request) -> None:
         """Assign a request, or end it. A known id is a duplicate and needs nothing."""
@@ -224,12 +223,12 @@ class LaneOwner:
             return
         self._arrived[request.id] = fact.offset
         if objection := _objection(request):
-            await self._do.end(request.id, "invalid", objection)
+            await self._ends.end(request.id, "invalid", objection)
             return
         lifetime_s = min(request.deadline_s, s.settings.max_lifetime_s)
         deadline_ms = fact.timestamp_ms + int(lifetime_s * 1000)
         if s.broker_clock.now_ms() > deadline_ms:
-            await self._do.end(request.id, "deadline", "its deadline passed before it was read")
+            await self._ends.end(request.id, "deadline", "its deadline passed before it was read")
         else:
             origin = Origin(topic=REQUESTS, partition=self._lane, offset=fact.offset)
             start = s.responses_ends[self._lane]
@@ -237,14 +236,14 @@ class LaneOwner:
 
     async def _cancel(self, cancel: Cancel) -> None:
         """End a request that its client no longer wants; a Cancel of an unknown id is nothing."""
-        await self._do.read_ledger()
+        await self._ends.read_ledger()
         story = self._context.load.story(self._lane, cancel.id)
         if story is not None and story.known:
             is_wanted = not story.over
         else:
             is_wanted = cancel.id in self._arrived
         if is_wanted:
-            await self._do.end(cancel.id, "cancelled", cancel.reason)
+            await self._ends.end(cancel.id, "cancelled", cancel.reason)
 
     def _is_known(self, request_id: str) -> bool:
         story = self._context.load.story(self._lane, request_id)

@@ -1,35 +1,35 @@
-"""What is done to one request, step by step: assign, restart, verify, end.
+"""What is done to one request, step by step: assign, restart, verify. How one ends: `endings.py`.
 
 Each procedure is a fixed order of appends and barriers, and that order is the contract: whoever
 dies between two steps leaves a state in which `app/routing/obligations.py` finds the rest. None of
 them decides whether it is due; the lane's owner does (`owner.py`), and runs at most one at a
 time per request.
+
+Every wait of a procedure for something that may never come (a worker with room, a heartbeat, a
+record of long ago) ends with the request's deadline, and at once when its Cancel comes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from app.lanes.context import FoldStopped, RouterContext
+from app.lanes.endings import Endings
 from app.lanes.resumption import end_of_answer, obstacle
 from app.routing.load import OPEN, RunId, Story
 from app.routing.obligations import Restart, RestartReason, is_listed
 from app.routing.plan import Chosen, Hold, Refuse
 from app.routing.prompt import Prompt
 from streams.codecs import pack_tokens
-from streams.errors import AppendFailed, PositionLost, RecordError, RecordTooLarge, StreamError
+from streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
 from streams.ports import Appended, Partition
 from streams.records import (
     Assigned,
     Assignment,
-    CancelRun,
-    End,
     EndCode,
-    Ended,
     Fence,
     Fencing,
     Origin,
@@ -38,8 +38,6 @@ from streams.records import (
 )
 from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
 from streams.transcript import Transcript
-
-log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 4
 RETRY_AFTER_S = 1.0
@@ -117,13 +115,18 @@ class Procedures:
     """
 
     def __init__(
-        self, context: RouterContext, lane: int, is_called_off: Callable[[str], bool]
+        self,
+        context: RouterContext,
+        endings: Endings,
+        lane: int,
+        is_called_off: Callable[[str], bool],
     ) -> None:
         self.interruptible: set[str] = set()
         self._is_called_off = is_called_off
         self._context = context
         self._lane = lane
         self._ledger = Partition(LEDGER, lane)
+        self._ends = endings
 
     async def restart(self, request_id: str, action: Restart) -> None:
         """Move a request to another worker. The order is what makes it safe:
@@ -133,28 +136,27 @@ class Procedures:
         of the rest. Whoever finds the attempt begun or the request ended on the way stops.
         """
         s, attempt = self._context, action.attempt
-        old_runs = self._living_runs(request_id)
+        old_runs = self._ends.living_runs(request_id)
         if action.reason != "resume":
             intent = Fencing(id=request_id, attempt=attempt, reason=action.reason)
             await s.outbox.persist(LEDGER, request_id, intent, self._lane)
         fence = Fence(id=request_id, attempt=attempt, reason=action.reason)
         fenced = await s.outbox.persist(RESPONSES, request_id, fence, self._lane)
-        await self.read_ledger()
+        await self._ends.read_ledger()
         story = s.load.story(self._lane, request_id)
         if story is None or story.origin is None or story.ended:
             return
         if story.attempt > attempt or story.runs:
             return
-        await self.cancel_runs(request_id, old_runs, action.reason)
+        await self._ends.cancel_runs(request_id, old_runs, action.reason)
         stop = fenced.offset + 1
         try:
             with self._interruptible(request_id):
                 async with asyncio.timeout(self._look_up_s(story)):
                     found = await self._look_up(request_id, attempt, story, stop)
-        except PositionLost as e:
-            await self.end(request_id, "lost", f"cannot continue: {e}")
-        except TimeoutError:
-            await self.end(request_id, "lost", "cannot continue: the log could not be read in time")
+        except (PositionLost, TimeoutError) as e:
+            why = str(e) or "the log could not be read in time"
+            await self._ends.end(request_id, "lost", f"cannot continue: {why}")
         else:
             await self._continue(request_id, attempt, story, found)
 
@@ -176,10 +178,10 @@ class Procedures:
         """Assign what is left of the request to a worker, or end it if nothing can be."""
         shown, request = found
         if shown.over:
-            await self._write_ended(request_id, "seen")
+            await self._ends.write_ended(request_id, "seen")
             return
         if request is None:
-            await self.end(request_id, "attempts", f"failed on {story.failures} workers")
+            await self._ends.end(request_id, "attempts", f"failed on {story.failures} workers")
             return
         assert story.origin is not None
         rest = Remainder(
@@ -188,9 +190,9 @@ class Procedures:
         )  # fmt: skip
         if code := end_of_answer(request, shown.tokens):
             usage = Usage(prompt_tokens=rest.prompt_tokens, completion_tokens=len(rest.taken))
-            await self.end(request_id, code, usage=usage)
+            await self._ends.end(request_id, code, usage=usage)
         elif why := obstacle(request, shown):
-            await self.end(request_id, "lost", f"cannot continue: {why}")
+            await self._ends.end(request_id, "lost", f"cannot continue: {why}")
         else:
             await self.assign(rest)
 
@@ -200,7 +202,7 @@ class Procedures:
         choice = await self._hold(rest)
         if isinstance(choice, Refuse):
             again_s = RETRY_AFTER_S if choice.code == "queue_full" else None
-            await self.end(request.id, choice.code, choice.message, retry_after_s=again_s)
+            await self._ends.end(request.id, choice.code, choice.message, retry_after_s=again_s)
             return
         now = s.load.story(self._lane, request.id)
         # A worker's refusal without our Assigned does not make an id known: it still wants one.
@@ -288,88 +290,44 @@ class Procedures:
             if decision is not None:
                 await s.ledger_read(self._ledger, decision.result().offset + 1)
         if decision is None:
-            await self.end(request.id, "too_large", "the request does not fit into one record")
+            await self._ends.end(
+                request.id, "too_large", "the request does not fit into one record"
+            )
 
-    async def end(
-        self,
-        request_id: str,
-        code: EndCode,
-        message: str = "",
-        *,
-        retry_after_s: float | None = None,
-        usage: Usage | None = None,
-    ) -> None:
-        """End a request: End where readers see it, CancelRun to its workers, Ended last of all.
-
-        Ended discharges everything; written first, a router that died after it would leave readers
-        waiting for ever.
-        """
-        runs = self._living_runs(request_id)
-        end = End(
-            id=request_id, code=code, message=message, retry_after_s=retry_after_s, usage=usage
-        )
-        await self._context.outbox.persist(RESPONSES, request_id, end, self._lane)
-        await self.cancel_runs(request_id, runs, code)
-        await self._write_ended(request_id, code)
-
-    async def _write_ended(self, request_id: str, code: EndCode | Literal["seen"]) -> None:
-        s = self._context
-        ended = await s.outbox.persist(
-            LEDGER, request_id, Ended(id=request_id, code=code), self._lane
-        )
-        await s.ledger_read(self._ledger, ended.offset + 1)
-
-    async def cancel_runs(self, request_id: str, runs: Sequence[RunId], reason: str) -> None:
-        """Tell workers to stop runs. One try: a run that goes on is in the next heartbeat again."""
-        for run in runs:
-            cancel = CancelRun(
-                worker=run.worker, epoch=run.epoch, id=request_id, attempt=run.attempt,
-                phase=run.phase, reason=reason,
-            )  # fmt: skip
-            try:
-                await self._context.outbox.send(ASSIGNMENTS, run.worker, cancel)
-            except AppendFailed as e:
-                log.warning("lane %d: CancelRun of %s failed: %s", self._lane, request_id, e)
-
-    async def verify(self, request_id: str, deadline_ms: int, run: RunId) -> None:
+    async def verify(self, request_id: str, run: RunId) -> None:
         """Find out whether a worker has a run that it should have; restart the request if not.
 
         A heartbeat written after now, by a worker that has read its slot to where it ends now,
         lists the run if the worker took it. Finished may have been on its way: the ledger is read
-        to its end before the verdict.
+        to its end before the verdict. Nothing is left to find out once the run is closed, its
+        worker lost or the deadline past.
         """
-        s = self._context
-        read_to = await s.end_of(s.slot_of(run.worker))
-        written_after = await s.end_of(s.events_of(run.worker))
-        while True:
-            beat = s.fleet.beats.get(run.worker)
-            if s.fleet.is_lost(run.worker, run.epoch) or s.broker_clock.now_ms() > deadline_ms:
+        s, worker, epoch = self._context, run.worker, run.epoch
+        read_to = await s.end_of(s.slot_of(worker))
+        written_after = await s.end_of(s.events_of(worker))
+        while (story := self._story_of_open(request_id, run)) is not None:
+            beat = s.fleet.beats.get(worker)
+            if s.fleet.is_lost(worker, epoch) or s.broker_clock.now_ms() > story.deadline_ms:
                 return
-            if beat is not None and beat.epoch == run.epoch and beat.offset >= written_after:
+            if beat is not None and beat.epoch == epoch and beat.offset >= written_after:
                 if is_listed(s.fleet, request_id, run):
                     return
                 if beat.slot_offset >= read_to:
                     break
             with self._interruptible(request_id):
                 await s.heard.wait(timeout_s=1.0)
-        await self.read_ledger()
-        story = s.load.story(self._lane, request_id)
-        now = story.runs.get(run) if story is not None else None
-        if story is not None and now is not None and now.state in OPEN:
-            reason: RestartReason = "not_started" if now.state == "assigned" else "broken"
+        await self._ends.read_ledger()
+        story = self._story_of_open(request_id, run)
+        if story is not None:
+            state = story.runs[run].state
+            reason: RestartReason = "not_started" if state == "assigned" else "broken"
             await self.restart(request_id, Restart(story.attempt + 1, reason))
 
-    async def read_ledger(self) -> None:
-        """Wait until this lane's ledger is read to where it ends now."""
-        end = await self._context.end_of(self._ledger)
-        await self._context.ledger_read(self._ledger, end)
-
-    def _living_runs(self, request_id: str) -> list[RunId]:
-        """The open runs of a request whose workers may still be working."""
+    def _story_of_open(self, request_id: str, run: RunId) -> Story | None:
+        """The story of a request, if this run of it is open."""
         story = self._context.load.story(self._lane, request_id)
-        is_lost = self._context.fleet.is_lost
-        runs = story.open_runs() if story is not None else []
-        return [run for run in runs if not is_lost(run.worker, run.epoch)]
+        known = story.runs.get(run) if story is not None else None
+        return story if known is not None and known.state in OPEN else None
 
 
 def _no_place(code: EndCode, why: str = "") -> Refuse:

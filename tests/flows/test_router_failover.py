@@ -153,6 +153,21 @@ async def test_a_run_that_its_worker_forgot_is_restarted(world: World) -> None:
 
 
 @in_world
+async def test_a_run_that_is_looked_for_and_turns_out_broken_is_restarted(world: World) -> None:
+    worker, other = Hand(world), Hand(world, "w2")
+    other.state = "draining"
+    await route(world)
+    write(world, REQUESTS, PROMPT)
+    (assignment,) = await some(world, lambda: worker.told(Assignment))
+    await world.sleep(10)  # it does not read its slot, and the router waits for it to do so
+    run = {"id": "a", "attempt": 0, "phase": "aggregated", "worker": "w1"}
+    other.state = "ready"
+    worker.finish(run | {"epoch": worker.epoch}, "broken")
+    (again,) = await some(world, lambda: other.told(Assignment))
+    assert again.attempt == assignment.attempt + 1
+
+
+@in_world
 async def test_a_superseded_run_that_goes_on_is_cancelled_and_an_unknown_one_is_not(
     world: World,
 ) -> None:
