@@ -8,8 +8,11 @@ Those who speak HTTP stand in `calling.py`.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from app.engine.echo import echo_answer
 from app.faults.shape import MODELS
@@ -95,15 +98,18 @@ class Asking:
             deadline_s=deadline_s,
             stop=StopConditions(max_tokens=max_tokens),
         )
-        question = Question(
-            request, echo_answer(prompt, max_tokens), cancelled, rng.random() < 0.06
-        )
+        refused = rng.random() < 0.06
+        nonsense = not prompted and rng.random() < 0.04
+        if nonsense:
+            request, refused = _nonsense(rng, request), True
+        question = Question(request, echo_answer(prompt, max_tokens), cancelled, refused)
         self.questions[request_id] = question
         if prompted:
             topic, asked = PROMPTS, _prompt(question, text, prompt)
             cancel = encode_prompt(Prompt(id=request_id, kind="cancel"))
         else:
-            record = Refused(id=request_id, code="invalid") if question.refused else request
+            turned_down = refused and not nonsense
+            record = Refused(id=request_id, code="invalid") if turned_down else request
             topic, asked = REQUESTS, entry_of(record, request_id)
             cancel = entry_of(Cancel(id=request_id, reason="of the client"), request_id)
         self._publish_at(at, request_id, topic, asked)
@@ -137,6 +143,17 @@ class Asking:
             last[publication.id] = asyncio.create_task(publishing)
         await asyncio.gather(*last.values())
         await log.close()
+
+
+def _nonsense(rng: random.Random, request: Request) -> Request:
+    """A request that can be read, and that no worker can run."""
+    broken: tuple[dict[str, Any], ...] = (
+        {"deadline_s": math.nan},
+        {"deadline_s": -math.inf},
+        {"deadline_s": -1.0},
+        {"token_ids": b"abc"},
+    )
+    return replace(request, **rng.choice(broken))
 
 
 def _prompt(question: Question, text: str, tokens: list[int]) -> Entry:

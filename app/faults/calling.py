@@ -71,6 +71,7 @@ class Call:
                     await self._try(self._rng.choice(up))
                 except Gone:
                     self._world.history.happened(f"{self.name} lost its connection")
+                    self._patience_s *= 2  # else it may ask for more than all workers can do
             await clock.sleep(PAUSE_S * self._rng.random())
 
     async def _try(self, gateway: Node) -> None:

@@ -17,7 +17,9 @@ from app.faults.vtime import PROCESS
 from app.faults.world import BROKERS, RESTART_S, World
 from app.router import Router
 from app.worker import Worker
+from streams.codecs import encode
 from streams.ports import Partition
+from streams.records import Lost
 from streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
@@ -181,11 +183,17 @@ class Chaos:
             world.truncate(Partition(topic, partition), rng.randint(log.start + 1, end))
 
     def _poison(self) -> None:
-        """Somebody writes what nobody can read."""
+        """Somebody writes what nobody can read, or what does not belong there."""
         world, rng = self._world, self._rng
         topic = rng.choice((REQUESTS, LEDGER, RESPONSES, ASSIGNMENTS, KV_EVENTS, REGISTRY))
         kind = rng.choice((b"Request", b"Assigned", b"Chunk", b"Heartbeat", b"WorkerCard"))
-        world.poison(Partition(topic, rng.randrange(world.broker.partitions[topic])), kind)
+        source = Partition(topic, rng.randrange(world.broker.partitions[topic]))
+        if topic == REQUESTS and rng.random() < 0.5:
+            # A fold would stop at a type it does not know; intake has people look at it.
+            value = encode(Lost(worker="worker-0", epoch=0), "-").value or b""
+            world.poison(source, rng.choice((b"Future", b"Lost")), value)
+        else:
+            world.poison(source, kind)
 
     def _outage(self) -> None:
         """The broker is away for a while."""

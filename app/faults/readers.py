@@ -104,8 +104,8 @@ def _misheard(call: Call, seen: Transcript, causes: _Causes) -> Iterator[str]:
     if call.outcome == "left":
         if not seen.text.startswith(call.text):
             yield f"heard: {call.name} {call.text!r}, {call.id} shows {seen.text!r}"
-    elif call.outcome == "stream_not_found" and causes.are_cut(call.id):
-        pass
+    elif call.outcome in ("stream_not_found", "lost") and causes.are_cut(call.id):
+        pass  # whoever came later could not read what others had read
     elif call.outcome != _code(seen) or not _told(call, seen):
         yield (
             f"heard: {call.name} {call.text!r} and {call.outcome}, "
