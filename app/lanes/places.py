@@ -30,8 +30,9 @@ from streams.records import Fact, Finished, Heartbeat, ModelCard, Started, Worke
 TRY_AGAIN_MS = 1_000
 """How long a refusal is taken at its word."""
 LOOK_S = 1.0
-"""How often a waiting request looks for a place without being woken; bounds what a wake-up costs
-that went to a request which could not use it."""
+LOOKERS = 1000
+"""How often a waiting request looks for a place without being woken, since a wake-up may have gone
+to one that could not use it; and beyond how many each looks less often. A look takes some 60 us."""
 REMEMBERED = 10_000
 """Names of models that were served once; more than any registry has."""
 
@@ -135,7 +136,7 @@ class Places:
 
     async def change(self, model: str) -> None:
         """Wait until there may be a place for a request of this model."""
-        await self._changed.wait(LOOK_S, model)
+        await self._changed.wait(LOOK_S * max(1, len(self.waiting) / LOOKERS), model)
 
     def fleet_changed(self) -> None:
         """Other workers may be eligible now: everybody looks."""
