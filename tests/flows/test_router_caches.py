@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import random
+
+from app.engine.simulated import SimulatedEngine
+from app.lifetime import Lifetime
 from app.routing.plan import replan
+from app.settings import Settings
+from app.worker import Worker
 from streams.codecs import pack_tokens
-from streams.records import Assigned, Assignment, End, Hints, PrefillDone, Request
+from streams.records import (
+    Assigned,
+    Assignment,
+    End,
+    Finished,
+    Hints,
+    PrefillDone,
+    Request,
+    StopConditions,
+)
 from streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.routers import Hand, read, route, some, write
 from tests.worlds import World, in_world
@@ -90,3 +105,32 @@ async def test_a_router_that_starts_knows_what_was_cached_before(world: World) -
     ask(world, "a")
     await route(world)
     assert (await decision(world, "a")).worker == "w3"
+
+
+async def serve(world: World, name: str) -> None:
+    life = Lifetime(name, world.clock, random.Random(name))
+    engine = SimulatedEngine(world.clock, model="demo")
+    settings = Settings(_env_file=None, worker_id=name, router_id="-")
+    await Worker(await world.connect(name), settings, life, engine).start()
+
+
+@in_world
+async def test_what_engines_cache_is_predicted_to_the_block(world: World) -> None:
+    """Workers with engines: what a router expects to be cached is what the engine finds cached."""
+    for n in range(4):
+        await serve(world, f"w{n}")
+    await route(world)
+    await world.sleep(2.0)
+    stop = StopConditions(max_tokens=3)
+    places = set()
+    for n in range(6):
+        tokens = pack_tokens([*PREFIX, *range(n * 100, n * 100 + 40)])
+        name = f"a{n}"
+        write(world, REQUESTS, Request(id=name, model="demo", token_ids=tokens, stop=stop))
+        (finished,) = await some(world, lambda name=name: read(world, LEDGER, Finished, name))
+        decided = await decision(world, name)
+        assert finished.cached_tokens == decided.cached_tokens_predicted
+        assert decided.cached_tokens_predicted == (len(PREFIX) if n else 0)
+        places.add(decided.worker)
+        await world.sleep(0.1)
+    assert len(places) == 1
