@@ -1,12 +1,14 @@
 """Everything that knows Kafka exists, and its twin in memory.
 
-Where things are, from what is written to who reads it:
+Start with topics.py: what goes where, and who may write it. Where things are, from what is written
+to who reads it:
 
     what is on the log   topics.py    the table: who writes and reads which topic, keys, retention
                          records.py   every record, field by field
                          prompt.py    what a client publishes, as a pydantic model
                          codecs.py    records to bytes and back
                          ids.py       request ids
+                         asyncapi.py  what clients are told of all this
     the log itself       ports.py     Log, Reader, Member: all that the rest of kvlane sees of it
                          kafka/       over a real broker (aiokafka)
                          memory/      in this process, with groups, retention and broker time
@@ -15,9 +17,11 @@ Where things are, from what is written to who reads it:
                          connection.py  addresses, TLS, SASL
                          provision.py   make the topics of a deployment, tell what differs
     writing              outbox.py    send once, or until it is acknowledged
+                         patience.py  wait out an outage
                          deadletters.py  put aside what nobody can read
-    reading              intake.py    a group shares `requests`; nothing is done before it is done
+    reading              intake.py    a group shares `requests`; committed is what is done
                          follow.py    keep a fold up to date, with barriers.py and snapshots.py
+                         stretch.py   read what a partition holds now, once
                          transcript.py   the rule by which a stream is read, once and right
                          replies.py, reply.py   follow the answers of many requests at a time
                          client.py    publish, stream, cancel: what a program needs

@@ -9,12 +9,13 @@
     │   ├── Malformed         bytes that are not what their header says
     │   └── RecordTooLarge    above max.message.bytes
     ├── AppendFailed          no acknowledgement: the record may or may not be in the log
-    ├── PositionLost          a reader's position lies below the log's start
+    ├── PositionLost          a reader's position lies outside of the log
     ├── OwnershipLost         a commit for a partition that this member no longer owns
     └── LogClosed             use after close()
 
-Errors of the Kafka client are translated where they enter (`streams/kafka/log.py`), with the cause
-kept; nothing above `streams` catches a client's own exception.
+Errors of the Kafka client are translated where they enter (`streams/kafka/`, and
+`streams/provision.py` for administration), with the cause kept; nothing else catches a client's own
+exception. What an outage broke off is repeated in one place, `streams/patience.py`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class AppendFailed(StreamError):
 
 
 class PositionLost(StreamError):
-    """The position lies below the log's start: records were deleted before they were read."""
+    """The position lies outside of the log: records were deleted before they were read."""
 
     def __init__(self, topic: str, partition: int, wanted: int, start: int) -> None:
         super().__init__(f"{topic}[{partition}]: wanted offset {wanted}, the log starts at {start}")

@@ -86,7 +86,7 @@ class Reader(Protocol):
     async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
         """The next records; empty after `timeout_s` without any.
 
-        Raises PositionLost when a position lies below the log's start, LogClosed after close().
+        Raises PositionLost when a position lies outside of the log: what it was to read is gone.
         Outages of the broker are waited out: the poll comes back empty.
         """
 

@@ -265,7 +265,8 @@ class RoutingTokens(NamedTuple):
 class Request(Inner, frozen=True):
     """A tokenised request, ready for a worker. `token_ids`: u32, little endian.
 
-    Its JSON form, for exchange with other systems, is that of `app/preprocess/wire.py`.
+    On the topics it is msgpack, like the rest; `app/preprocess/wire.py` turns it into the JSON in
+    which other systems hold it, and back.
     """
 
     id: str

@@ -1,12 +1,16 @@
 """Which topics there are, what lies on them, who writes and who reads them.
 
-This table is the one source for the code, for `kvlane topics create|describe` and for ACLs. Names
-here are short; the deployment's prefix (`KVLANE_TOPIC_PREFIX`, default `kvlane.`) is added where
-the log is opened.
+This table is the one source for the code and for `kvlane topics create|describe|acls`. Names here
+are short; the deployment's prefix (`KVLANE_TOPIC_PREFIX`, default `kvlane.`) is added where the log
+is opened.
 
 `requests`, `ledger` and `responses` have the same number of partitions and the same key: a request
 lives in one *lane*, the same partition of all three, so whoever owns a lane can answer for every
-request in it. Everything else is keyed by the worker or entity that it speaks of.
+request in it. `assignments` and `kv-events` are keyed by the worker that they are for or from.
+
+Writers and readers are roles. A process has the role of its name (`router`, `worker` …); `client`
+is any program that publishes prompts and reads answers, `operator` a person with the command line.
+A client that publishes requests that are tokenised already needs the rights of a gateway.
 """
 
 from __future__ import annotations
@@ -86,17 +90,17 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         REQUESTS, "request id", LANES, _HOUR_MS, "msgpack",
         ("Request", "Cancel", "Refused"),
-        ("gateway", "preprocessor"), ("router",),
+        ("gateway", "preprocessor"), ("router", "operator"),
     ),
     Topic(
         LEDGER, "request id", LANES, 24 * _HOUR_MS, "msgpack",
         ("Assigned", "Started", "PrefillDone", "Finished", "Fencing", "Ended"),
-        ("router", "worker"), ("router",),
+        ("router", "worker"), ("router", "operator"),
     ),
     Topic(
         RESPONSES, "request id", LANES, _HOUR_MS, "JSON",
         ("Chunk", "Fence", "End"),
-        ("worker", "router"), ("gateway", "client", "router"),
+        ("worker", "router"), ("gateway", "client", "router", "operator"),
     ),
     Topic(
         ASSIGNMENTS, "worker id", 64, _HOUR_MS, "msgpack",
@@ -106,13 +110,13 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         KV_EVENTS, "worker id", 32, 24 * _HOUR_MS, "msgpack",
         ("Blocks", "Heartbeat", "Lost", "Probe"),
-        ("worker", "router"), ("router", "indexer"),
+        ("worker", "router"), ("router", "indexer", "operator"),
     ),
     Topic(
         REGISTRY, "entity", 1, None, "msgpack",
-        ("WorkerCard", "ModelCard", "SnapshotPointer", "Deployment"),
+        ("WorkerCard", "ModelCard", "SnapshotPointer", "Deployment", "Tombstone"),
         ("worker", "router", "indexer", "operator"),
-        ("gateway", "preprocessor", "router", "worker", "indexer"),
+        ("gateway", "preprocessor", "router", "worker", "indexer", "operator"),
     ),
     Topic(
         ARTIFACTS, "sha256/part", 4, None, "bytes",
@@ -132,6 +136,38 @@ TOPICS: tuple[Topic, ...] = (
 )  # fmt: skip
 
 BY_NAME = {topic.name: topic for topic in TOPICS}
+
+GROUPS = {PROMPTS: "preprocessor", REQUESTS: "router"}
+"""The consumer group, with the deployment's prefix, that shares a topic; it bears the name of the
+role. Everything else is read without a group."""
+
+
+class Right(NamedTuple):
+    """What one role may do. `name` is that of a topic or group, "" stands for all of them."""
+
+    role: str
+    operation: Literal["All", "Describe", "Read", "Write"]
+    resource: Literal["topic", "group"]
+    name: str
+
+
+def rights() -> list[Right]:
+    """Every right that a deployment needs, role by role; no more than these.
+
+    Each process compares all topics with the deployment when it starts, clients do not.
+    """
+    roles = sorted({role for t in TOPICS for role in (*t.writers, *t.readers)})
+    found = []
+    for role in roles:
+        if role == "operator":
+            found += [Right(role, "All", "topic", ""), Right(role, "All", "group", "")]
+            continue
+        if role != "client":
+            found.append(Right(role, "Describe", "topic", ""))
+        found += [Right(role, "Write", "topic", t.name) for t in TOPICS if role in t.writers]
+        found += [Right(role, "Read", "topic", t.name) for t in TOPICS if role in t.readers]
+        found += [Right(role, "Read", "group", g) for g in GROUPS.values() if g == role]
+    return found
 
 
 def partition_of(key: bytes, partitions: int) -> int:

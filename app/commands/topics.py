@@ -1,4 +1,4 @@
-"""`kvlane topics`: making the topics of a deployment, and telling what differs."""
+"""`kvlane topics`: making the topics of a deployment, telling what differs, and who may do what."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.settings import Settings
+from streams.topics import Right, rights
 
 if TYPE_CHECKING:
     from streams.provision import TopicState
@@ -33,6 +34,30 @@ def describe() -> None:
     """Show every topic and what differs from what it should be. Exit code 1 if anything does."""
     if not asyncio.run(_topics(creating=False)):
         raise typer.Exit(1)
+
+
+@app.command()
+def acls() -> None:
+    """Print the commands that give each role its rights, and no more, for Kafka's own tool.
+
+    The principals are named after the roles (User:router …): put in those of your processes.
+    """
+    settings = Settings()
+    servers = settings.bootstrap_servers or "HOST:PORT"
+    for right in rights():
+        typer.echo(" ".join(_command(right, servers, settings.topic_prefix)))
+
+
+def _command(right: Right, servers: str, prefix: str) -> list[str]:
+    """One command line of kafka-acls.sh."""
+    name = prefix + right.name
+    kind = "literal" if right.name else "prefixed"
+    return [
+        *("kafka-acls.sh", "--bootstrap-server", servers, "--add"),
+        *("--allow-principal", f"User:{right.role}", "--operation", right.operation),
+        *(f"--{right.resource}", name or "'*'"),
+        *("--resource-pattern-type", kind if name else "literal"),
+    ]
 
 
 async def _topics(*, creating: bool) -> bool:

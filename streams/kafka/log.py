@@ -3,8 +3,8 @@
 `KafkaLog` is one process's connection. It adds the prefix of the deployment to the names of topics
 and groups, and translates every error of the client (`streams/errors.py`), with the cause kept.
 
-    kafka_producer.py   appending            kafka_reader.py   reading without a group
-    kafka_member.py     reading in a group   kafka_client.py   what all clients share
+    producer.py   appending            reader.py   reading without a group
+    member.py     reading in a group   client.py   what all clients share
 
 Each reader and member has a consumer of its own, because one consumer asks each broker one thing
 at a time and waits until all of the answer is used. Offsets are asked for through another one that

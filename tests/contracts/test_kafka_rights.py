@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import pytest
 
+from app.commands.topics import _command
 from streams.brokers.choice import LOOPBACK, free_ports
 from streams.brokers.local import java_tool, obtain
 from streams.clock import SystemClock
@@ -19,9 +20,9 @@ from streams.follow import Follower
 from streams.kafka.log import KafkaLog
 from streams.outbox import Outbox
 from streams.ports import Entry, Partition
-from streams.provision import create, describe
+from streams.provision import check_partitions, create, describe
 from streams.records import Fencing
-from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS
+from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS, rights
 from tests.tally import Tally
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -53,7 +54,7 @@ def broker() -> Iterator[Guarded]:
             ",GUARDED:SASL_PLAINTEXT",
             "sasl.enabled.mechanisms": "PLAIN",
             "listener.name.guarded.plain.sasl.jaas.config": "org.apache.kafka.common.security."
-            'plain.PlainLoginModule required user_guest="known";',
+            'plain.PlainLoginModule required user_guest="known" user_preprocessor="known";',
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
             "super.users": "User:ANONYMOUS",
         }
@@ -79,14 +80,14 @@ async def _make_topics(servers: str) -> None:
     await log.close()
 
 
-def as_guest(broker: Guarded, password: str = "known") -> KafkaLog:
+def opened_by(broker: Guarded, name: str, password: str = "known") -> KafkaLog:
     return KafkaLog(
         Connection(
             broker.guarded,
-            "guest",
+            name,
             security_protocol="SASL_PLAINTEXT",
             sasl_mechanism="PLAIN",
-            sasl_username="guest",
+            sasl_username=name,
             sasl_password=password,
             request_timeout_ms=2000,
             session_timeout_ms=3000,
@@ -95,8 +96,8 @@ def as_guest(broker: Guarded, password: str = "known") -> KafkaLog:
 
 
 @asynccontextmanager
-async def guest(broker: Guarded) -> AsyncIterator[KafkaLog]:
-    log = as_guest(broker)
+async def opened(broker: Guarded, name: str) -> AsyncIterator[KafkaLog]:
+    log = opened_by(broker, name)
     await log.start()
     try:
         yield log
@@ -106,7 +107,7 @@ async def guest(broker: Guarded) -> AsyncIterator[KafkaLog]:
 
 async def test_wrong_password_is_named(broker: Guarded) -> None:
     with pytest.raises(Denied, match=r"(?i)authentication failed"):
-        await as_guest(broker, "wrong").start()
+        await opened_by(broker, "guest", "wrong").start()
 
 
 async def test_mechanism_that_the_broker_does_not_take_is_named(broker: Guarded) -> None:
@@ -141,15 +142,21 @@ async def follow(log: KafkaLog) -> None:
     await Follower(log, Tally(), [REGISTRY], SystemClock()).run()
 
 
-class _Owner:
-    def assigned(self, starts: object) -> None:
-        raise AssertionError("a guest is given nothing")
+class Owner:
+    """Resumes nothing; writes down what it is given."""
 
-    revoked = assigned
+    def __init__(self) -> None:
+        self.owned: set[int] = set()
+
+    def assigned(self, starts: Mapping[int, int]) -> None:
+        self.owned |= starts.keys()
+
+    def revoked(self, partitions: frozenset[int]) -> None:
+        self.owned -= partitions
 
 
 async def join(log: KafkaLog) -> None:
-    member = log.member(REQUESTS, "router", _Owner())
+    member = log.member(REQUESTS, "router", Owner())
     while True:
         await member.poll(1.0)
 
@@ -168,12 +175,32 @@ async def describe_topics(log: KafkaLog) -> None:
 async def test_what_a_guest_may_not_do_is_denied_and_not_repeated(
     broker: Guarded, deed: Callable[[KafkaLog], Awaitable[None]]
 ) -> None:
-    async with guest(broker) as log, asyncio.timeout(10):
+    async with opened(broker, "guest") as log, asyncio.timeout(10):
         with pytest.raises(Denied):
             await deed(log)
 
 
+async def test_the_rights_of_the_table_are_enough_for_a_preprocessor(broker: Guarded) -> None:
+    for right in rights():
+        if right.role == "preprocessor":
+            command = _command(right, broker.servers, "kvlane.")[1:]
+            tool = java_tool("org.apache.kafka.tools.AclCommand", *command)
+            await asyncio.to_thread(
+                subprocess.run, tool, check=True, capture_output=True, timeout=60
+            )
+    async with opened(broker, "preprocessor") as log, asyncio.timeout(20):
+        await check_partitions(log, 2)
+        await log.append(REQUESTS, Entry(b"key", b"value"), 0)
+        owner = Owner()
+        member = log.member(PROMPTS, "preprocessor", owner)
+        while not owner.owned:
+            await member.poll(0.5)
+        await member.commit({0: 0})
+        with pytest.raises(Denied):
+            await log.append(LEDGER, Entry(b"key", b"value"), 0)
+
+
 async def test_what_a_guest_may_do_works(broker: Guarded) -> None:
-    async with guest(broker) as log:
+    async with opened(broker, "guest") as log:
         assert await log.end_offsets(LEDGER, [0]) == {0: 0}
         assert await log.append(PROMPTS, Entry(b"key", b"value"), 0)

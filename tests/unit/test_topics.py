@@ -7,12 +7,25 @@ from aiokafka.partitioner import murmur2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app import preprocessor, router
 from streams import codecs, topics
-from streams.topics import LANES, TOPICS, Topic, lane_of, partition_of
+from streams.topics import (
+    BY_NAME,
+    GROUPS,
+    LANES,
+    TOPICS,
+    Right,
+    Topic,
+    lane_of,
+    partition_of,
+    rights,
+)
 
-BY_NAME = {topic.name: topic for topic in TOPICS}
 MAX_LIFETIME_MS = 600_000
-NOT_IN_CODECS = {"Prompt"}  # what clients publish; checked by pydantic in streams/prompt.py
+NOT_IN_CODECS = {
+    "Prompt",  # what clients publish; checked by pydantic in streams/prompt.py
+    "Tombstone",  # a null value
+}
 
 
 def test_names_are_unique_and_short() -> None:
@@ -101,7 +114,7 @@ def test_every_record_type_lies_on_a_topic_and_every_topic_holds_known_types() -
 
 
 def test_clients_get_json_where_they_write_and_read() -> None:
-    public = {t.__name__ for t in codecs._PUBLIC} | NOT_IN_CODECS
+    public = {t.__name__ for t in codecs._PUBLIC} | {"Prompt"}
     for topic in TOPICS:
         assert (topic.format == "JSON") == bool(set(topic.records) & public), topic.name
         if topic.format == "JSON":
@@ -143,3 +156,25 @@ def test_a_request_lies_in_the_lane_of_its_key(request_id: str, lanes: int) -> N
     lane = lane_of(request_id, lanes)
     assert 0 <= lane < lanes
     assert lane == partition_of(request_id.encode(), lanes)
+
+
+def test_nobody_but_operators_may_do_what_the_table_does_not_say() -> None:
+    told = {(r.role, r.operation, r.name) for r in rights() if r.resource == "topic"}
+    for topic in TOPICS:
+        for role in {r.role for r in rights()} - {"operator"}:
+            assert ((role, "Write", topic.name) in told) == (role in topic.writers)
+            assert ((role, "Read", topic.name) in told) == (role in topic.readers)
+    assert {r.role for r in rights() if r.operation == "All"} == {"operator"}
+
+
+def test_a_client_reads_and_writes_what_is_public_and_sees_nothing_else() -> None:
+    assert [r for r in rights() if r.role == "client"] == [
+        Right("client", "Write", "topic", topics.PROMPTS),
+        Right("client", "Read", "topic", topics.RESPONSES),
+    ]
+
+
+def test_groups_are_those_that_processes_join() -> None:
+    assert GROUPS == {topics.PROMPTS: preprocessor.GROUP, topics.REQUESTS: router.GROUP}
+    groups = [(r.role, r.name) for r in rights() if r.resource == "group" and r.name]
+    assert groups == [("preprocessor", "preprocessor"), ("router", "router")]
