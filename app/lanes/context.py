@@ -24,15 +24,12 @@ from app.routing.policies import DynamoWeights
 from app.settings import Settings
 from indexer.keys import KeySecret
 from streams.clock import BrokerClock
-from streams.errors import BrokerUnavailable
 from streams.follow import Follower
 from streams.intake import Claim
 from streams.outbox import Outbox
+from streams.patience import until_answered
 from streams.ports import Log, Partition
 from streams.topics import ASSIGNMENTS, KV_EVENTS, partition_of
-
-RETRY_S = 0.5
-"""Pause before a question is put again to a broker that did not answer."""
 
 
 class FoldStopped(Exception):
@@ -109,13 +106,10 @@ class RouterContext:
 
     async def end_of(self, source: Partition) -> int:
         """The next offset of a partition; asks until the broker answers."""
-        while True:
-            try:
-                return (await self.log.end_offsets(source.topic, [source.partition]))[
-                    source.partition
-                ]
-            except BrokerUnavailable:
-                await self.life.clock.sleep(RETRY_S)
+        ends = await until_answered(
+            self.life.clock, lambda: self.log.end_offsets(source.topic, [source.partition])
+        )
+        return ends[source.partition]
 
     async def ledger_read(self, source: Partition, offset: int) -> None:
         """Wait until everything below `offset` of a lane's ledger is folded. Raises FoldStopped."""
