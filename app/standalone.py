@@ -1,4 +1,4 @@
-"""Everything in one process: workers, a router, a preprocessor and a gateway on one connection.
+"""Everything in one process: workers, router, preprocessor, indexer and gateway, one connection.
 
 For one machine, for trying things out, and for tests. The parts know nothing of each other; they
 meet on the topics, exactly as separate processes do.
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from app import worker
 from app.gateway import Gateway
+from app.indexer import Indexer
 from app.lifetime import Lifetime, Process, serve
 from app.preprocessor import Preprocessor
 from app.router import Router
@@ -24,11 +25,13 @@ class Standalone:
     """A `Process` made of processes; `workers` says how many workers it runs."""
 
     def __init__(self, log: Log, settings: Settings, life: Lifetime, workers: int = 1) -> None:
+        self.indexer = Indexer(log, settings, life)
         self.gateway = Gateway(log, settings, life)
         self._parts: list[Process] = [
             *(_worker(log, settings, life, n) for n in range(1, workers + 1)),
             Router(log, settings, life),
             Preprocessor(log, settings, life),
+            self.indexer,
             self.gateway,
         ]
         self._started: list[Process] = []

@@ -61,6 +61,7 @@ class Deployed(NamedTuple):
     settings: Settings
     client: Client
     url: str
+    indexer: str
     model: LoadedModel
 
     async def request(self, body: dict[str, Any]) -> Request:
@@ -107,6 +108,7 @@ async def deployed(
         router_id="r",
         cache_dir=tmp_path,
         http_port=0,
+        indexer_port=0,
         context_length=CONTEXT,
         engine_speedup=20,
         heartbeat_s=0.2,
@@ -127,7 +129,7 @@ async def deployed(
     card = card_of("demo", FILES, nothing, None, context_length=CONTEXT)
     model = await of_files(card, FILES, Inline(), life.clock)
     async with Client(log, life.clock) as client:
-        yield Deployed(log, settings, client, everything.gateway.url, model)
+        yield Deployed(log, settings, client, everything.gateway.url, everything.indexer.url, model)
     await everything.stop()
     assert life.failed is None
     await life.end()
@@ -164,6 +166,11 @@ async def test_the_log_tells_which_worker_holds_a_prompt_that_was_served(
         assert clock.now() < until
     (overlap,) = held.values()
     assert overlap.device == len(tokens) // size > 5
+    async with httpx.AsyncClient(base_url=deployed.indexer, timeout=WAIT_S) as http:
+        asked = {"model": "demo", "token_ids": list(tokens)}
+        (told,) = (await http.post("/query", json=asked)).json()["holders"]
+    assert Holder(told["worker"], told["rank"]) in held
+    assert told["device"] == overlap.device
 
 
 async def test_the_gateway_and_the_topics_give_one_answer(deployed: Deployed) -> None:
