@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app import worker
-from app.lanes import owner, procedures, scan
-from app.routing import load, obligations
+from app import preprocessor, worker
+from app.http import attachment, streams
+from app.lanes import endings, owner, scan
+from app.routing import eligibility, load, obligations
 from app.serving import chunks, registration, runs
-from streams import intake, outbox, transcript
+from streams import intake, outbox, replies, transcript
+from streams.clock import BrokerClock
 from streams.errors import AppendFailed, BrokerUnavailable, RecordTooLarge
 from streams.ports import Appended, Partition
-from streams.records import Cancel, Chunk, EndCode, Fence, Fencing, Finished, Started
+from streams.records import Cancel, Chunk, EndCode, Ended, Fence, Fencing, Finished, Started
 from streams.topics import RESPONSES
 
 Replacement = tuple[object, str, Any]
@@ -181,13 +183,13 @@ def _finished_once() -> Iterator[Replacement]:
 
 
 def _ended_before_end() -> Iterator[Replacement]:
-    original = procedures.Procedures.end
+    original = endings.Endings.end
 
     async def end(self: Any, request_id: str, code: EndCode, *more: Any, **options: Any) -> None:
-        await self._write_ended(request_id, code)
+        await self.write_ended(request_id, code)
         await original(self, request_id, code, *more, **options)
 
-    yield procedures.Procedures, "end", end
+    yield endings.Endings, "end", end
 
 
 def _no_barrier_on_take_over() -> Iterator[Replacement]:
@@ -217,6 +219,18 @@ def _started_is_not_knowledge() -> Iterator[Replacement]:
         original(story, record, *more)
         if unknown and isinstance(record, Started):
             story.origin = None
+
+    yield load, "_fold", fold
+
+
+def _late_records_open_old_attempts() -> Iterator[Replacement]:
+    original = load._fold
+
+    def fold(story: load.Story, record: Any, at_ms: int, burdens: Any) -> None:
+        original(story, record, at_ms, burdens)
+        old = not isinstance(record, Ended | Fencing) and record.attempt < story.attempt
+        if old and not story.ended:
+            load._fold_run(story, record, at_ms, burdens)
 
     yield load, "_fold", fold
 
@@ -274,8 +288,8 @@ def _last_words_when_lost() -> Iterator[Replacement]:
 def _card_before_slot_position() -> Iterator[Replacement]:
     begin = worker.Worker._begin_life
 
-    async def begin_life(self: Any) -> None:
-        await begin(self)
+    async def begin_life(self: Any, until: float | None = None) -> None:
+        await begin(self, until)
         if not self._loops:  # the first life: the slot is not read yet
             slot = self._slot.partition
             ends = await self._log.end_offsets(self._slot.topic, [slot])
@@ -287,13 +301,65 @@ def _card_before_slot_position() -> Iterator[Replacement]:
 def _epoch_used_again() -> Iterator[Replacement]:
     original = registration.Registration.begin
 
-    async def begin(self: Any) -> int:
+    async def begin(self: Any, until: float | None = None) -> int:
         if self.card.epoch is None:
-            return await original(self)
-        await self.rewrite()
+            return await original(self, until)
+        await self.rewrite(until)
         return self.epoch  # type: ignore[no-any-return]
 
     yield registration.Registration, "begin", begin
+
+
+# --- time and outages ----------------------------------------------------------------------------
+
+
+def _own_clock() -> Iterator[Replacement]:
+    def now_ms(self: Any) -> int:
+        return self._clock.wall_ms()  # type: ignore[no-any-return]
+
+    yield BrokerClock, "now_ms", now_ms
+
+
+def _ask_once() -> Iterator[Replacement]:
+    async def ask(_: Any, question: Any, *__: Any, **___: Any) -> Any:
+        return await question()
+
+    for asker in (worker, streams):
+        yield asker, "until_answered", ask
+
+
+# --- the edge ------------------------------------------------------------------------------------
+
+
+def _commit_prompts_early() -> Iterator[Replacement]:
+    original = preprocessor.Preprocessor.handle
+
+    async def handle(self: Any, records: Any) -> None:
+        self._life.spawn("handling", original(self, list(records)))
+
+    yield preprocessor.Preprocessor, "handle", handle
+
+
+def _answers_from_their_beginning() -> Iterator[Replacement]:
+    yield attachment, "_position", lambda _: 0
+
+
+def _answers_from_now_on() -> Iterator[Replacement]:
+    yield replies.Replies, "from_beginning", replies.Replies.from_now
+
+
+def _any_model() -> Iterator[Replacement]:
+    make = eligibility.Pools._make
+
+    def pool(self: Any, _: str, *more: Any) -> Any:
+        return make(self, "", *more)
+
+    yield eligibility.Pools, "_make", pool
+
+
+def _no_objections() -> Iterator[Replacement]:
+    yield owner, "_objection", lambda _: ""
+    yield owner, "blames_request", lambda _: False
 
 
 # --- readers -------------------------------------------------------------------------------------
@@ -359,6 +425,7 @@ MUTATIONS: dict[str, Mutation] = {
             Cover("no-barrier", "as for newest-run: one decision has one responses_from"),
             take_overs=True,
         ),
+        Mutation("old-attempts", "nothing opens below an attempt", _late_records_open_old_attempts),
         Mutation("past-fence", "gathering to the first Fence", _gather_past_the_first_fence),
         Mutation("finished-early", "Finished after the last ack", _finished_before_the_last_ack),
         Mutation("go-on", "fail-stop after a lost Chunk", _go_on_after_a_lost_chunk),
@@ -371,5 +438,12 @@ MUTATIONS: dict[str, Mutation] = {
         ),
         Mutation("same-epoch", "a new epoch for each life", _epoch_used_again),
         Mutation("zombies", "skipping Chunks of lower attempts", _zombies_are_believed),
+        Mutation("own-clock", "broker time for deadlines and deaths", _own_clock),
+        Mutation("ask-once", "asking until a broker answers", _ask_once),
+        Mutation("prompts-early", "prompts committed when published", _commit_prompts_early),
+        Mutation("from-start", "going on from a position", _answers_from_their_beginning),
+        Mutation("from-now", "attaching from the beginning", _answers_from_now_on),
+        Mutation("any-model", "workers of the model only", _any_model),
+        Mutation("no-objections", "objecting to what nobody can run", _no_objections),
     )
 }
