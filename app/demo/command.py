@@ -20,6 +20,7 @@ from app.demo.story import Story
 from app.gateway import Gateway
 
 # TMP from app.indexer import Indexer
+from app.indexer import Indexer
 from app.lifetime import Lifetime
 from app.preprocessor import Preprocessor
 from app.router import Router
@@ -30,11 +31,15 @@ from streams.clock import SystemClock
 WORKERS = 4
 CONTEXT_LENGTH = 16_384
 """The trace has prompts of up to 12 000 tokens."""
+PREFILL_LOAD_SCALE = 4.0
+"""Answers are short here, so prompts left to compute say more of a worker's load than those that
+are held: with 1, the default, its cost sends many requests away from their caches."""
 CHECK_S = 1.0
 
 BUILDS: dict[str, Build] = {
     "worker": worker.build,
     "router": Router,
+    "indexer": Indexer,
     # TMP "indexer": Indexer,
     "preprocessor": Preprocessor,
     "gateway": Gateway,
@@ -79,7 +84,12 @@ async def _demo(
     settings: Settings, prompts: Sequence[str], console: Console, broker: Broker
 ) -> bool:
     life = Lifetime("demo", SystemClock())
-    changes: dict[str, Any] = {"http_port": free_port(), "context_length": CONTEXT_LENGTH}
+    changes: dict[str, Any] = {
+        "http_port": free_port(),
+        "indexer_port": free_port(),
+        "context_length": CONTEXT_LENGTH,
+        "prefill_load_scale": PREFILL_LOAD_SCALE,
+    }
     if broker.kind == "env":  # somebody's cluster: stay out of the way of what is there
         changes["topic_prefix"] = f"{settings.topic_prefix}demo."
     async with stage(
@@ -100,7 +110,7 @@ async def _up(settings: Settings, console: Console, broker: Broker, workers: int
     async with stage(settings, broker, clock, workers=workers, changes={}, builds=BUILDS) as on:
         await on.parts.start()
         console.print(
-            f"a gateway, a preprocessor, a router and {workers} workers are starting; "
+            f"a gateway, a preprocessor, a router, an indexer and {workers} workers are starting; "
             f"topics are {on.settings.topic_prefix}*\n\n"
             f"  export KVLANE_BOOTSTRAP_SERVERS={broker.bootstrap_servers}\n"
             "  kvlane publish --follow 'Hello'\n\n"

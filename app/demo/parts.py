@@ -28,7 +28,7 @@ STOP_S = 20.0
 """What the parts get to stop in good order before they are killed, in seconds."""
 TAIL_LINES = 15
 NONE: Mapping[str, str] = {}
-OTHERS = ("router", "preprocessor", "gateway")
+OTHERS = ("router", "indexer", "preprocessor", "gateway")
 
 
 class DemoFailed(Exception):

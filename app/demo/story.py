@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import httpx
 import openai
 from rich.console import Console
 from rich.markup import escape
@@ -111,7 +112,7 @@ class Story:
                     raise DemoFailed(f"the gateway knows no model after {READY_S:g} s") from None
             await self._clock.sleep(0.1)
         self._console.print(
-            f"a gateway, a preprocessor, a router and {self._workers} workers are up, "
+            f"a gateway, a preprocessor, a router, an indexer and {self._workers} workers are up, "
             f"{self._clock.now() - self._began:.1f} s after their start\n",
             style="dim",
         )
@@ -160,6 +161,7 @@ class Story:
         )
         args = (self._decisions, self._clock, self._console)
         kv_aware = await comparing.play("KV-aware", trace, self._ask_trace, *args)
+        await self._show_caches()
         since = self._crew.now()
         await self._parts.restart({"worker", "router"}, {"policy": "round_robin"})
         await self._wait_for_crew(since)
@@ -170,6 +172,14 @@ class Story:
         self._console.print("\nwhy three of them went where they went (KV-aware):")
         for line in comparing.telling(kv_aware, self._decisions):
             self._console.print(line, highlight=False, markup=False, style="dim")
+
+    async def _show_caches(self) -> None:
+        """What the indexer knows of the caches, as anybody may ask it."""
+        url = f"http://{self._settings.http_host}:{self._settings.indexer_port}/workers"
+        async with httpx.AsyncClient(timeout=ANSWER_S) as http:
+            workers = (await http.get(url)).raise_for_status().json()["workers"]
+        held = ", ".join(f"{w['worker']} {sum(r['blocks'] for r in w['ranks'])}" for w in workers)
+        self._console.print(f"blocks in the caches, by the indexer: {held}", style="dim")
 
     async def _pull_the_plug(self) -> None:
         """A long answer; when it is well under way, its worker dies."""

@@ -45,6 +45,7 @@ def check_story(shown: str) -> None:
     assert re.search(r"round robin +\d+\.\d% +\d+ ms", shown)
     assert re.search(r"KV-aware +\d+\.\d% +\d+ ms", shown)
     assert re.search(r"→ worker-\d +cost", shown)
+    assert re.search(r"by the indexer: worker-1 \d+, worker-2 \d+", shown)
     assert "kill -9 worker-" in shown
     assert re.search(r"the answer is complete: worker-\d, then worker-\d", shown)
     right = re.search(r"(\d+) of (\d+) texts are exactly what the engine says", shown)
