@@ -13,11 +13,13 @@ import random
 from collections.abc import Callable
 
 from app.faults.node import Kind, Node
+from app.faults.shape import COMMITS
 from app.faults.vtime import PROCESS
 from app.faults.world import BROKERS, RESTART_S, World
 from app.router import Router
 from app.worker import Worker
 from streams.codecs import encode
+from streams.memory.faults import Operation
 from streams.ports import Partition
 from streams.records import Lost
 from streams.topics import (
@@ -60,6 +62,7 @@ class Chaos:
         ]
         world.broker.on_append = self._lie_in_wait
         world.on_told = self._interrupt
+        world.weather.on_answer = self._lie_in_wait_for_commits
         # Each seed has a temper: some deeds are left out, some come in swarms, so that rare ones
         # meet. Without it all seeds would be alike.
         self._deeds = [(weight * rng.choice(TEMPERS), deed) for weight, deed in deeds]
@@ -84,14 +87,22 @@ class Chaos:
         world.calm.set()
         world.broker.on_append = None
         world.on_told = None
+        world.weather.on_answer = None
         for node in world.living():
             world.resume(node)
 
+    def _lie_in_wait_for_commits(self, client: str, operation: Operation) -> None:
+        """Strike whoever has committed: what was done then will never be done again."""
+        if operation == "commit":
+            self._strike(client, COMMITS)
+
     def _lie_in_wait(self, topic: str) -> None:
         """Strike a process whose record stands and that has not heard of it yet."""
+        self._strike(PROCESS.get(), topic)
+
+    def _strike(self, label: str, what: str) -> None:
         shape = self._world.shape
-        if topic in shape.ambushed and self._rng.random() < shape.ambush:
-            label = PROCESS.get()
+        if what in shape.ambushed and self._rng.random() < shape.ambush:
             node = next((n for n in self._world.living() if n.label == label), None)
             self._rng.choice((self._kill, self._pause, self._evict_of))(node)
 

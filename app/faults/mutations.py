@@ -291,9 +291,7 @@ def _card_before_slot_position() -> Iterator[Replacement]:
     async def begin_life(self: Any, until: float | None = None) -> None:
         await begin(self, until)
         if not self._loops:  # the first life: the slot is not read yet
-            slot = self._slot.partition
-            ends = await self._log.end_offsets(self._slot.topic, [slot])
-            self._slot_offset = ends[slot]
+            self._slot_offset = await self._end_of(self._slot)
 
     yield worker.Worker, "_begin_life", begin_life
 

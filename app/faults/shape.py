@@ -27,8 +27,9 @@ ROOMY = Settings.model_construct(
 )
 CRAMPED = ROOMY.model_copy(update={"held_requests": 1, "worker_queue": 0})
 
-AMBUSHED = (LEDGER, RESPONSES, ASSIGNMENTS, REGISTRY, REQUESTS)
-"""Topics on which the order of appends matters."""
+COMMITS = "commits"
+AMBUSHED = (LEDGER, RESPONSES, ASSIGNMENTS, REGISTRY, REQUESTS, COMMITS)
+"""Topics on which the order of appends matters, and commits."""
 
 CLIMATES = (
     Climate(),

@@ -9,6 +9,7 @@ network is quick and nothing is lost.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 from streams.memory.broker import Fate, Faults
@@ -48,6 +49,8 @@ class Weather(Faults):
     def __init__(self, rng: random.Random, climate: Climate) -> None:
         self._random = rng.random
         self.climate = climate
+        self.on_answer: Callable[[str, Operation], None] | None = None
+        """Called when an operation has had its effect and its client does not know yet."""
 
     def clear(self) -> None:
         """Nothing goes wrong any more."""
@@ -65,6 +68,8 @@ class Weather(Faults):
 
     def answer_s(self, client: str, operation: Operation) -> float:
         """Acknowledgements are late as often as requests."""
+        if self.on_answer is not None:
+            self.on_answer(client, operation)
         climate = self.climate
         draw = self._random()
         if draw < climate.slow:
