@@ -16,12 +16,13 @@ from app.faults.node import Kind, Node
 from app.faults.shape import COMMITS
 from app.faults.vtime import PROCESS
 from app.faults.world import BROKERS, RESTART_S, World
+from app.preprocess.byte_level import ASSISTANT
 from app.router import Router
 from app.worker import Worker
-from streams.codecs import encode
+from streams.codecs import encode, pack_tokens
 from streams.memory.faults import Operation
 from streams.ports import Partition
-from streams.records import Lost
+from streams.records import Lost, Request
 from streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
@@ -30,6 +31,7 @@ from streams.topics import (
     REGISTRY,
     REQUESTS,
     RESPONSES,
+    lane_of,
 )
 
 EDGE: tuple[Kind, ...] = ("preprocessor", "gateway")
@@ -199,12 +201,23 @@ class Chaos:
         topic = rng.choice((REQUESTS, LEDGER, RESPONSES, ASSIGNMENTS, KV_EVENTS, REGISTRY))
         kind = rng.choice((b"Request", b"Assigned", b"Chunk", b"Heartbeat", b"WorkerCard"))
         source = Partition(topic, rng.randrange(world.broker.partitions[topic]))
-        if topic == REQUESTS and rng.random() < 0.5:
+        if topic == REQUESTS and rng.random() < 0.3:
+            self._misplace()
+        elif topic == REQUESTS and rng.random() < 0.5:
             # A fold would stop at a type it does not know; intake has people look at it.
             value = encode(Lost(worker="worker-0", epoch=0), "-").value or b""
             world.poison(source, rng.choice((b"Future", b"Lost")), value)
         else:
             world.poison(source, kind)
+
+    def _misplace(self) -> None:
+        """A client of another partitioner: its request is in a lane where nobody looks for it."""
+        world = self._world
+        stray = world.next_poison()
+        lanes = [n for n in range(world.shape.lanes) if n != lane_of(stray, world.shape.lanes)]
+        if lanes:
+            value = encode(Request(id=stray, token_ids=pack_tokens([ASSISTANT])), stray).value
+            world.poison(Partition(REQUESTS, self._rng.choice(lanes)), b"Request", value or b"")
 
     def _outage(self) -> None:
         """The broker is away for a while."""

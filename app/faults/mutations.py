@@ -24,7 +24,7 @@ from app.routing import eligibility, load, obligations
 from app.serving import chunks, registration, runs
 from streams import intake, outbox, replies, transcript
 from streams.clock import BrokerClock
-from streams.errors import AppendFailed, BrokerUnavailable, RecordTooLarge
+from streams.errors import AppendFailed, BrokerUnavailable, RecordError, RecordTooLarge
 from streams.ports import Appended, Partition
 from streams.records import Cancel, Chunk, EndCode, Ended, Fence, Fencing, Finished, Started
 from streams.topics import RESPONSES
@@ -355,6 +355,18 @@ def _any_model() -> Iterator[Replacement]:
     yield eligibility.Pools, "_make", pool
 
 
+def _any_lane() -> Iterator[Replacement]:
+    received = owner.LaneOwner.received
+
+    def take(self: Any, fact: Any) -> None:
+        try:
+            received(self, fact)
+        except RecordError:
+            self.claim.done(fact.offset)
+
+    yield owner.LaneOwner, "received", take
+
+
 def _no_objections() -> Iterator[Replacement]:
     yield owner, "_objection", lambda _: ""
     yield owner, "blames_request", lambda _: False
@@ -442,6 +454,7 @@ MUTATIONS: dict[str, Mutation] = {
         Mutation("from-start", "going on from a position", _answers_from_their_beginning),
         Mutation("from-now", "attaching from the beginning", _answers_from_now_on),
         Mutation("any-model", "workers of the model only", _any_model),
+        Mutation("any-lane", "letters about records of other lanes", _any_lane),
         Mutation("no-objections", "objecting to what nobody can run", _no_objections),
     )
 }

@@ -62,6 +62,8 @@ def _called(world: World, asking: Asking) -> dict[str, Question]:
     for lane in range(world.shape.lanes):
         for raw in world.lane(REQUESTS, lane):
             record = decoded(raw)
+            if raw.key in world.poisoned:
+                continue
             if isinstance(record, Request) and record.id not in asking.questions:
                 requests[record.id] = record
             elif isinstance(record, Cancel):

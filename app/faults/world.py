@@ -186,9 +186,13 @@ class World:
         self.broker.delete_records(source.topic, source.partition, before)
         self.history.happened(f"{source.topic}[{source.partition}] is cut below {before}")
 
+    def next_poison(self) -> str:
+        """The key of the next poison."""
+        return f"poison-{len(self.poisoned)}"
+
     def poison(self, source: Partition, kind: bytes, value: bytes = b"\xc1 no record") -> None:
         """Append bytes that are no record there, under the header of one."""
-        key = b"poison-%d" % len(self.poisoned)
+        key = self.next_poison().encode()
         self.poisoned[key] = source
         process_context("stranger").run(
             self.broker.append, *source, [Entry(key, value, (("t", kind),))]

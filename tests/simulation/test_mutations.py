@@ -39,6 +39,7 @@ FOUND_BY = {
     "prompts-early": (66, 108, 131),
     "from-start": (1, 10, 43),
     "from-now": (1, 10, 43),
+    "any-lane": (63, 152),
     "any-model": (0, 1, 5),
     "no-objections": (8, 12, 31),
 }
