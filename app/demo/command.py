@@ -34,6 +34,8 @@ CONTEXT_LENGTH = 16_384
 PREFILL_LOAD_SCALE = 4.0
 """Answers are short here, so prompts left to compute say more of a worker's load than those that
 are held: with 1, the default, its cost sends many requests away from their caches."""
+HEARTBEAT_S = 0.5
+"""A worker that stops gives routers two heartbeats to notice."""
 CHECK_S = 1.0
 
 BUILDS: dict[str, Build] = {
@@ -89,6 +91,7 @@ async def _demo(
         "indexer_port": free_port(),
         "context_length": CONTEXT_LENGTH,
         "prefill_load_scale": PREFILL_LOAD_SCALE,
+        "heartbeat_s": HEARTBEAT_S,
     }
     if broker.kind == "env":  # somebody's cluster: stay out of the way of what is there
         changes["topic_prefix"] = f"{settings.topic_prefix}demo."

@@ -20,7 +20,7 @@ from app.demo.trace import TraceRequest
 from streams.clock import Clock
 from streams.records import Assigned, Candidate
 
-SPEED = 40.0
+SPEED = 60.0
 """How much faster than in production requests come, to a share of them (see app/data/NOTICE)."""
 
 Ask = Callable[[TraceRequest], Awaitable[Asked]]
