@@ -23,7 +23,7 @@ from streams.intake import Claim, Intake
 from streams.kafka.log import KafkaLog
 from streams.outbox import Outbox
 from streams.ports import Appended, Batches, Entry, Member, Ownership
-from streams.records import Ended, Fact, Request
+from streams.records import Ended, Fact, Refused, Request
 from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS
 
 GROUP = "intake"
@@ -166,7 +166,7 @@ class Lanes:
         pass
 
     async def _answer(self, claim: Claim, fact: Fact) -> None:
-        assert isinstance(fact.record, Request)
+        assert isinstance(fact.record, Request | Refused)
         await asyncio.sleep(0.1 * (3 - fact.offset % 4) + 0.2 * (fact.offset // 4 % 3))
         ended = Ended(id=fact.record.id, code="seen")
         await self._outbox.persist(LEDGER, fact.record.id, ended, claim.partition)
