@@ -172,7 +172,8 @@ class _Causes:
             "deadline": question.hurried,
             "no_workers": question.hurried,
             "attempts": len(self._failed[request_id]) >= settings.max_attempts,
-            "lost": self.are_cut(request_id),
+            # Past its deadline, a request is given up when the log cannot be read at once.
+            "lost": self.are_cut(request_id) or question.hurried,
             "invalid": question.refused or not question.served,
             "model_not_found": not question.served,
             "queue_full": self._world.shape.cramped,

@@ -126,9 +126,11 @@ class LaneOwner:
                 self.check(request_id)
 
     def reported(self, worker: str, epoch: int, key: RunProgress) -> None:
-        """A heartbeat lists a run of this lane: cancel it when the ledger says it is superseded.
+        """A heartbeat lists a run of this lane: cancel it when readers do not see it any more.
 
-        Runs of ids that the ledger does not know are left alone: their Assigned may still come.
+        A Fencing alone does not make it so: before the Fence stands, the last word of a cancelled
+        run would be the end of its request. A run of the new attempt shows that it does. Runs of
+        ids that the ledger does not know are left alone: their Assigned may still come.
         """
         story = self._context.load.story(self._lane, key.id)
         if not self.serving or story is None or not story.known:
@@ -136,7 +138,8 @@ class LaneOwner:
         run_id = RunId(key.attempt, key.phase, worker, epoch)
         run = story.runs.get(run_id)
         closed = run is not None and run.state not in OPEN
-        if story.ended or key.attempt < story.attempt or closed:
+        fenced = bool(story.runs) or self._do.fenced.get(key.id) == story.attempt
+        if story.ended or closed or (key.attempt < story.attempt and fenced):
             self._context.life.spawn(
                 "cancel run", self._ends.cancel_runs(key.id, [run_id], "superseded")
             )

@@ -111,7 +111,8 @@ class Procedures:
 
     `interruptible`: the ids whose procedure waits for what may never come. Cancelling its task is
     how such a wait ends, also for a Cancel. `is_called_off` tells whether one is here already; then
-    no such wait begins, and CalledOff is raised.
+    no such wait begins, and CalledOff is raised. `fenced`: the attempts whose Fence stands, of the
+    requests that are being restarted.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Procedures:
         is_called_off: Callable[[str], bool],
     ) -> None:
         self.interruptible: set[str] = set()
+        self.fenced: dict[str, int] = {}
         self._is_called_off = is_called_off
         self._context = context
         self._lane = lane
@@ -142,14 +144,21 @@ class Procedures:
             await s.outbox.persist(LEDGER, request_id, intent, self._lane)
         fence = Fence(id=request_id, attempt=attempt, reason=action.reason)
         fenced = await s.outbox.persist(RESPONSES, request_id, fence, self._lane)
-        await self._ends.read_ledger()
-        story = s.load.story(self._lane, request_id)
-        if story is None or story.origin is None or story.ended:
-            return
-        if story.attempt > attempt or story.runs:
-            return
-        await self._ends.cancel_runs(request_id, old_runs, action.reason)
-        stop = fenced.offset + 1
+        self.fenced[request_id] = attempt
+        try:
+            await self._ends.read_ledger()
+            story = s.load.story(self._lane, request_id)
+            if story is None or story.origin is None or story.ended:
+                return
+            if story.attempt > attempt or story.runs:
+                return
+            await self._ends.cancel_runs(request_id, old_runs, action.reason)
+            await self._go_on(request_id, attempt, story, fenced.offset + 1)
+        finally:
+            self.fenced.pop(request_id, None)
+
+    async def _go_on(self, request_id: str, attempt: int, story: Story, stop: int) -> None:
+        """Find out what is left of a fenced request, and have it done. `stop`: behind the Fence."""
         try:
             with self._interruptible(request_id):
                 async with asyncio.timeout(self._look_up_s(story)):

@@ -187,6 +187,40 @@ async def test_a_superseded_run_that_goes_on_is_cancelled_and_an_unknown_one_is_
 
 
 @in_world
+async def test_a_run_is_not_cancelled_before_its_fence_stands(world: World) -> None:
+    """Its last word would be the end of a request that nobody cancelled."""
+    worker = Hand(world)
+    await route(world)
+    write(world, REQUESTS, PROMPT)
+    (assignment,) = await some(world, lambda: worker.told(Assignment))
+    worker.start(assignment)
+    world.faults.next_fates(RESPONSES, *[Fate.LOST] * 1000)
+    write(world, LEDGER, Fencing(id="a", attempt=1, reason="broken"))
+    await world.sleep(10.0)
+    assert not read(world, RESPONSES, Fence)
+    assert not worker.told(CancelRun)
+    world.faults.fates.clear()
+    cancels = await some(world, lambda: worker.told(CancelRun))
+    assert {(c.id, c.attempt) for c in cancels} == {("a", 0)}
+    assert read(world, RESPONSES, Fence)
+
+
+@in_world
+async def test_a_fenced_run_is_cancelled_while_its_request_waits_for_a_place(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    write(world, REQUESTS, PROMPT)
+    (assignment,) = await some(world, lambda: worker.told(Assignment))
+    worker.start(assignment)
+    worker.state = "draining"  # goes on with what it has, takes nothing
+    await world.sleep(2.0)
+    write(world, LEDGER, Fencing(id="a", attempt=1, reason="broken"))
+    cancels = await some(world, lambda: worker.told(CancelRun), 2)
+    assert {(c.id, c.attempt) for c in cancels} == {("a", 0)}
+    assert len(worker.told(Assignment)) == 1
+
+
+@in_world
 async def test_another_router_takes_over_where_the_first_one_died(world: World) -> None:
     """Between Assigned and Assignment: only the ledger knows of the decision."""
     worker = Hand(world)
