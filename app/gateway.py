@@ -62,7 +62,8 @@ class Gateway:
         fleet = Fleet()
         self._served = served = Served(fleet)
         self._registry = Follower(log, fleet, [REGISTRY], life.clock, on_applied=self._applied)
-        self._threads = Threads()
+        # As many prompts may wait as answers be under way: their bodies are bounded already.
+        self._threads = Threads(waiting=settings.http_streams)
         pool = pool or self._threads
         artifacts = Artifacts(log, life.clock, pool, settings.cache_dir / "artifacts")
         self._library = Library(served, Loader(artifacts, pool, life))
