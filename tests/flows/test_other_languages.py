@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 
-from streams.brokers.local import Broker, java_tool
+from streams.brokers.local import Broker
 from streams.codecs import encode
 from streams.connection import Connection
 from streams.kafka.log import KafkaLog
@@ -23,10 +22,9 @@ from streams.prompt import Prompt
 from streams.provision import create
 from streams.records import Chunk, End, Fence
 from streams.topics import PROMPTS, REQUESTS, RESPONSES, lane_of, partition_of
-from streams.transcript import Transcript
+from tests.java import java_publishes, java_reads, shown, tool
 
 LANES = 8
-TOOL_TIMEOUT_S = 50.0
 WAIT_S = 30.0
 KEYS = [f"job-{n}" for n in range(40)] + ["018f2d3c-0000-7000-8000-000000000001", "grüße", "请求"]
 
@@ -40,47 +38,6 @@ async def log(kafka: Broker, topic_prefix: str) -> AsyncIterator[KafkaLog]:
     await create(log, lanes=LANES, replication=1, min_insync=1)
     yield log
     await log.close()
-
-
-async def tool(command: Sequence[str], given: str = "") -> str:
-    """What the tool prints."""
-    done = await asyncio.to_thread(
-        subprocess.run,
-        command,
-        input=given.encode(),
-        capture_output=True,
-        timeout=TOOL_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode()
-
-
-async def java_publishes(kafka: Broker, topic: str, lines: Mapping[str, str]) -> None:
-    """Records by key, each with its JSON; the console producer's defaults choose partitions."""
-    command = java_tool(
-        "org.apache.kafka.tools.ConsoleProducer",
-        *("--bootstrap-server", kafka.bootstrap_servers, "--topic", topic),
-        *("--reader-property", "parse.key=true", "--reader-property", "key.separator=|"),
-    )
-    await tool(command, "".join(f"{key}|{value}\n" for key, value in lines.items()))
-
-
-async def java_reads(kafka: Broker, topic: str, partition: int, n: int) -> list[tuple[str, str]]:
-    """Keys and values of the first `n` records of a partition."""
-    command = java_tool(
-        "org.apache.kafka.tools.consumer.ConsoleConsumer",
-        *("--bootstrap-server", kafka.bootstrap_servers, "--topic", topic),
-        *("--partition", str(partition), "--offset", "earliest"),
-        *("--max-messages", str(n), "--timeout-ms", "30000"),
-        *("--formatter-property", "print.key=true", "--formatter-property", "key.separator=|"),
-    )
-    return pairs(await tool(command))
-
-
-def pairs(output: str) -> list[tuple[str, str]]:
-    found = [line.partition("|") for line in output.splitlines()]
-    return [(key, value) for key, _, value in found]
 
 
 async def everything(log: KafkaLog, topic: str, n: int) -> list[Record]:
@@ -133,16 +90,6 @@ def reply(request_id: str) -> list[Chunk | Fence | End]:
         part(request_id, 1, "22", 1, 5, " 😀", "stop"),
         End(id=request_id, code="cancelled"),
     ]
-
-
-def shown(values: Sequence[str]) -> Transcript:
-    """The rule over JSON as it was printed, with nothing but the field `t` to tell the types."""
-    types = {"Chunk": Chunk, "Fence": Fence, "End": End}
-    transcript = Transcript()
-    for value in values:
-        fields = json.loads(value)
-        transcript.feed(types[fields.pop("t")](**fields))
-    return transcript
 
 
 async def test_java_puts_every_key_where_we_look_for_it(

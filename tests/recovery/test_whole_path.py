@@ -1,0 +1,306 @@
+"""The whole path as its users walk it: every part a process, a real broker, OpenAI's own client.
+
+Whatever is killed or stopped, every answer is exactly what the engine says, told once. All tests
+share one deployment; each finds it whole and leaves it to the next as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from app.demo.asked import Asked
+from app.demo.stage import free_port
+from app.preprocess.openai import Kind
+from app.settings import Settings
+from streams import provision
+from streams.brokers.local import Broker
+from streams.codecs import decode
+from streams.kafka.log import KafkaLog
+from streams.ports import Partition
+from streams.records import Chunk, End, Fence
+from streams.topics import PROMPTS, RESPONSES, lane_of
+from streams.transcript import Transcript
+from tests.deployments import Deployment, Part
+from tests.java import java_publishes, java_reads, shown
+from tests.leftovers import delete_topics
+from tests.users import ANSWER_S, CLOCK, Listener, Users
+
+LANES = 8
+GRACE_S = 30.0
+"""Several times what the longest answer takes."""
+STOP_S = GRACE_S + 10
+"""The grace, and what a stopping process takes for its notice and its last words."""
+ROUTERS = ("router-1", "router-2")
+GATEWAYS = ("gateway-1", "gateway-2")
+STREAMS, WHOLES = 200, 40
+TOKENS = 60
+PACE_S = 0.1
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+class Ground(NamedTuple):
+    """The processes, and how to reach them."""
+
+    deployment: Deployment
+    settings: Settings
+    urls: tuple[str, ...]
+    """Of the gateways."""
+
+
+async def set_up(settings: Settings) -> None:
+    log = KafkaLog(settings.connection("test"), prefix=settings.topic_prefix)
+    await log.start()
+    await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+    await log.close()
+
+
+@pytest.fixture(scope="module")
+def ground(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    prefix = f"whole{random.randbytes(4).hex()}."
+    common: dict[str, Any] = {
+        "bootstrap_servers": kafka.bootstrap_servers,
+        "topic_prefix": prefix,
+        "lanes": LANES,
+        "cache_dir": tmp_path_factory.mktemp("cache"),
+        "heartbeat_s": 0.4,
+        "worker_timeout_s": 2,
+        "session_timeout_ms": 2000,
+        "drain_grace_s": GRACE_S,
+        "max_attempts": 10,  # on a busy machine a worker that lives may count as dead
+        "engine_speedup": 0.1,
+        "debug": True,
+    }
+    ports = [free_port() for _ in GATEWAYS]
+    parts = [
+        Part("worker-1", "worker"),
+        Part("worker-2", "worker"),
+        Part("worker-3", "worker", {"drain_grace_s": 1}),  # less than most answers take
+        *(Part(name, "router") for name in ROUTERS),
+        Part("preprocessor-1", "preprocessor"),
+        Part("indexer-1", "indexer", {"indexer_port": free_port()}),
+        *(
+            Part(name, "gateway", {"http_port": port, "gateways": 2, "gateway_number": number})
+            for number, (name, port) in enumerate(zip(GATEWAYS, ports, strict=True))
+        ),
+    ]
+    settings = Settings(**common)
+    asyncio.run(set_up(settings))
+    deployment = Deployment(parts, common)
+    try:
+        yield Ground(deployment, settings, tuple(f"http://127.0.0.1:{port}" for port in ports))
+        asyncio.run(deployment.terminate(deployment.running, STOP_S))
+    finally:
+        deployment.close()
+        asyncio.run(delete_topics(kafka.bootstrap_servers, prefix))
+
+
+@pytest.fixture
+async def users(ground: Ground) -> AsyncIterator[Users]:
+    """Everything runs, whatever the test before has left."""
+    deployment, settings = ground.deployment, ground.settings
+    deployment.start(*deployment.names - deployment.running)
+    await deployment.ready(*deployment.names)
+    log = KafkaLog(settings.connection("users"), prefix=settings.topic_prefix)
+    await log.start()
+    users = Users(log, settings, ground.urls)
+    await users.judge.open()
+    await users.served()
+    try:
+        async with users.client:
+            yield users
+        deployment.check()
+    finally:
+        for client in users.openai:
+            await client.close()
+        await log.close()
+
+
+# --- what is asked, and the account of it ---------------------------------------------------------
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
+
+
+def completion(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "demo", "prompt": text, **more}
+
+
+def question(number: int) -> tuple[Kind, dict[str, Any]]:
+    """Chats and completions in turn; every fourth is as long as the model likes."""
+    limits: dict[str, Any] = {"max_tokens": TOKENS + number % 7}
+    if number % 4 != 3:
+        limits["ignore_eos"] = True
+    ask = completion if number % 2 else chat
+    return ("completion" if number % 2 else "chat"), ask(f"Tell me about lane {number}.", **limits)
+
+
+async def ends(log: KafkaLog) -> dict[Partition, int]:
+    found = await log.end_offsets(RESPONSES, range(LANES))
+    return {Partition(RESPONSES, lane): end for lane, end in found.items()}
+
+
+async def transcripts(log: KafkaLog) -> dict[str, Transcript]:
+    """What somebody sees of every request who reads the responses now, from the beginning."""
+    seen: dict[str, Transcript] = {}
+    until = await ends(log)
+    reader = log.reader()
+    reader.assign(dict.fromkeys(until, 0))
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            while any(reader.position(source) < end for source, end in until.items()):
+                for records in (await reader.poll(0.2)).values():
+                    for record in map(decode, records):
+                        assert isinstance(record, Chunk | Fence | End)
+                        seen.setdefault(record.id, Transcript(record.id)).feed(record)
+    finally:
+        await reader.close()
+    return seen
+
+
+async def check(users: Users, asked: list[Asked]) -> dict[str, Transcript]:
+    """Every answer is right for the one who asked, and for one who reads it afterwards."""
+    wrong = [(a.id, a.ended, len(a.text), len(a.due.text)) for a in asked if not a.is_right]
+    assert not wrong, f"{len(wrong)} of {len(asked)}: {wrong[:5]}"
+    seen = await transcripts(users.log)
+    told = {a.id: seen[a.id] for a in asked if a.id}
+    for a in asked:
+        if a.id:
+            assert (told[a.id].text, told[a.id].holes) == (a.due.text, 0)
+            assert tuple(told[a.id].tokens) == a.due.token_ids
+    return told
+
+
+async def until(condition: Callable[[], bool], deployment: Deployment) -> None:
+    deadline = CLOCK.now() + ANSWER_S
+    while not condition():
+        deployment.check()
+        assert CLOCK.now() < deadline, "it never came true"
+        await CLOCK.sleep(0.01)
+
+
+async def first_fence(log: KafkaLog, sources: dict[Partition, int]) -> None:
+    """Wait until a router has begun to give requests to other workers."""
+    reader = log.reader()
+    reader.assign(sources)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            while True:
+                for records in (await reader.poll(0.2)).values():
+                    if any(isinstance(decode(record), Fence) for record in records):
+                        return
+    finally:
+        await reader.close()
+
+
+async def test_answers_are_right_although_a_worker_and_all_routers_are_killed(
+    ground: Ground, users: Users
+) -> None:
+    deployment = ground.deployment
+    questions = [question(number) for number in range(STREAMS + WHOLES)]
+    asked = [await users.judge.asked("", *each) for each in questions]
+    async with asyncio.TaskGroup() as group:
+        for number, (kind, body) in enumerate(questions):
+            tell = users.stream if number < STREAMS else users.whole
+            group.create_task(tell(number // 2 % 2, kind, body, asked[number]))
+        await until(lambda: all(a.times or a.ended for a in asked[:STREAMS]), deployment)
+        sources = await ends(users.log)
+        deployment.kill("worker-1")
+        await first_fence(users.log, sources)
+        deployment.kill(*ROUTERS)
+        deployment.start("worker-1", *ROUTERS)
+    told = await check(users, asked)
+    assert any(t.attempt for t in told.values()), "nothing ran on the worker that was killed"
+
+
+async def test_published_prompts_are_answered_although_every_router_is_killed(
+    ground: Ground, users: Users
+) -> None:
+    deployment = ground.deployment
+    async with asyncio.TaskGroup() as group:
+
+        async def publish() -> None:
+            for _ in range(20):
+                number = len(users.published)
+                group.create_task(users.read(await users.publish(*question(number))))
+
+        await publish()
+        for name in (*ROUTERS, "preprocessor-1"):
+            deployment.kill(name)
+            await publish()
+            deployment.start(name)
+            await publish()
+            await deployment.ready(name)
+    told = await check(users, users.published)
+    assert len(told) == 140
+
+
+async def test_streams_go_on_at_another_gateway_when_theirs_is_killed(
+    ground: Ground, users: Users
+) -> None:
+    questions = [question(2 * number)[1] for number in range(40)]  # chats
+    listeners = [Listener(await users.judge.asked("", "chat", body)) for body in questions]
+    first, second = (httpx.AsyncClient(base_url=url, timeout=ANSWER_S) for url in ground.urls)
+    async with first, second, asyncio.TaskGroup() as group:
+        listening = [
+            group.create_task(listener.ask(first, body))
+            for listener, body in zip(listeners, questions, strict=True)
+        ]
+        await until(
+            lambda: all(each.asked.times or each.asked.ended for each in listeners),
+            ground.deployment,
+        )
+        ground.deployment.kill("gateway-1")
+        await asyncio.wait(listening)
+        broken = [each for each in listeners if each.breaks]
+        assert broken, "all streams were over before"
+        for listener in broken:
+            group.create_task(listener.go_on(second))
+    await check(users, [listener.asked for listener in listeners])
+
+
+@pytest.mark.parametrize(
+    "name", ["worker-1", "worker-3", "router-1", "preprocessor-1", "indexer-1", "gateway-1"]
+)
+async def test_a_part_that_is_stopped_under_load_ends_in_order_and_loses_nothing(
+    name: str, ground: Ground, users: Users
+) -> None:
+    deployment = ground.deployment
+    questions = [question(number) for number in range(60)]
+    asked = [await users.judge.asked("", *each) for each in questions]
+    async with asyncio.TaskGroup() as group:
+        for number, (kind, body) in enumerate(questions):
+            group.create_task(users.stream(number // 2 % 2, kind, body, asked[number]))
+        await until(lambda: all(a.times or a.ended for a in asked), deployment)
+        stopping = group.create_task(deployment.terminate([name], STOP_S))
+        while not stopping.done():
+            number = len(users.published)
+            group.create_task(users.read(await users.publish(*question(number))))
+            await CLOCK.sleep(PACE_S)
+        deployment.start(name)
+    await check(users, asked + users.published)
+
+
+async def test_a_java_program_asks_and_reads_the_answer_by_its_key(
+    kafka: Broker, ground: Ground, users: Users
+) -> None:
+    prefix = ground.settings.topic_prefix
+    body = chat("grüße", max_tokens=20)
+    asked = await users.judge.asked("job-17", "chat", body)
+    prompt = json.dumps({"id": asked.id, "body": body}, ensure_ascii=False)
+    await java_publishes(kafka, prefix + PROMPTS, {asked.id: prompt})
+    await users.read(asked)  # so that the whole answer is there
+    lane = lane_of(asked.id, LANES)
+    count = (await users.log.end_offsets(RESPONSES, [lane]))[lane]
+    printed = await java_reads(kafka, prefix + RESPONSES, lane, count)
+    answer = shown([value for key, value in printed if key == asked.id])
+    assert (answer.text, answer.finish_reason) == (asked.due.text, asked.due.finish_reason)
+    assert asked.is_right
