@@ -153,8 +153,6 @@ def _show_replayed(result: Replayed, console: Console) -> None:
         rows = value.items() if isinstance(value, dict) else [("", _said(value))]
         for number, (key, item) in enumerate(rows or [("", "none")]):
             summary.add_row(name if number == 0 else "", escape(f"{key}  {item}".strip()))
-        if not rows:
-            summary.add_row(name, "none")
     console.print(summary, highlight=False)
 
 
