@@ -30,6 +30,9 @@ EPOCH = "epoch"
 AnyRecord = records.Inner | records.Public
 R = TypeVar("R", bound=AnyRecord)
 
+TOKEN_BYTES = 4
+"""Size of a packed token."""
+
 _INNER: tuple[type[records.Inner], ...] = (
     records.Request,
     records.Cancel,
@@ -113,6 +116,11 @@ def _tombstone(record: Record) -> records.Tombstone:
         raise Malformed(f"tombstone: {e}") from e
 
 
+def token_count(packed: bytes) -> int:
+    """How many tokens pack_tokens made this of."""
+    return len(packed) // TOKEN_BYTES
+
+
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Token ids as u32, little endian. Raises OverflowError for ids outside u32."""
     column = array("I", token_ids)
@@ -123,7 +131,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 def unpack_tokens(data: bytes) -> Sequence[int]:
     """The inverse of pack_tokens. Raises Malformed when the length is no multiple of 4."""
-    if len(data) % 4:
+    if len(data) % TOKEN_BYTES:
         raise Malformed(f"token ids of {len(data)} bytes: not a multiple of 4")
     column = array("I")
     column.frombytes(data)

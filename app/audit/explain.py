@@ -13,7 +13,7 @@ import msgspec
 
 from app.audit.stretch import Progress, stretch
 from streams.clock import Clock
-from streams.codecs import decode
+from streams.codecs import decode, token_count
 from streams.errors import Malformed
 from streams.ids import issued_ms
 from streams.ports import Log, Partition
@@ -22,7 +22,6 @@ from streams.replies import CLOCK_MARGIN_MS
 from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 from streams.transcript import Transcript
 
-TOKEN_BYTES = 4
 _PRIVATE = frozenset({
     "token_ids", "text", "log_probs", "agent_context", "extra_args", "multi_modal_data",
     "prompt_embeds", "prefill_result", "handoff", "cache_salt", "mm_routing_info",
@@ -119,7 +118,7 @@ def fields_of(record: Any) -> dict[str, Any]:
         if field.name in _PLACE or field.name == "candidates" or value == field.default:
             continue
         if isinstance(record, Request) and field.name == "token_ids":
-            told["prompt_tokens"] = len(value) // TOKEN_BYTES
+            told["prompt_tokens"] = token_count(value)
         elif field.name not in _PRIVATE:
             told[field.name] = _plain(value)
     return {name: value for name, value in told.items() if value not in ({}, [], ())}

@@ -24,7 +24,7 @@ from app.bench.report import Bar, Report
 from app.bench.samples import percentile, spread
 from app.settings import Settings
 from streams.clock import SystemClock
-from streams.codecs import decode, encode, pack_tokens, type_of
+from streams.codecs import decode, encode, pack_tokens, token_count, type_of
 from streams.ids import RequestIds
 from streams.kafka.log import KafkaLog
 from streams.outbox import Outbox
@@ -196,7 +196,7 @@ class Workers:
         }
         started = Started(
             **named, origin=said.origin, responses_from=said.responses_from,
-            deadline_ms=said.deadline_ms, prompt_tokens=len(said.request.token_ids) // 4,
+            deadline_ms=said.deadline_ms, prompt_tokens=token_count(said.request.token_ids),
         )  # fmt: skip
         return started, Finished(**named, code="stop", output_tokens=1)
 

@@ -18,6 +18,7 @@ from app.preprocess.openai import Kind, read
 from app.preprocess.pool import Inline
 from app.settings import Settings
 from streams.clock import Clock
+from streams.codecs import token_count
 from streams.records import Artifact, Chunk, End
 
 NOT_STORED = Artifact("", 0)
@@ -109,7 +110,7 @@ class Judge:
             self._model.text_stream(request),
             self._settings.context_length,
         )
-        return Asked(request_id, answer, len(request.token_ids) // 4, self._clock.now())
+        return Asked(request_id, answer, token_count(request.token_ids), self._clock.now())
 
 
 def percentile(values: Sequence[float], share: float) -> float:

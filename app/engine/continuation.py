@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from app.engine.echo import turn_of
 from app.preprocess.stops import TextStream
-from streams.codecs import pack_tokens, unpack_tokens
+from streams.codecs import TOKEN_BYTES, pack_tokens, unpack_tokens
 from streams.records import FinishReason, Request
 
 Continuation = Callable[[Sequence[int], int | None], Iterator[int]]
@@ -28,7 +28,6 @@ Continuation = Callable[[Sequence[int], int | None], Iterator[int]]
 
 SENTENCES = 4
 """After one in so many sentences an answer ends."""
-TOKEN_BYTES = 4
 
 
 class Due(NamedTuple):

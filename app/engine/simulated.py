@@ -31,6 +31,7 @@ from app.engine.simulated_run import MEDIUM, SimulatedRun
 from app.engine.step import admit, cancel, clear, step
 from indexer.engine_events import AllCleared, BlocksRemoved, EngineEvent
 from streams.clock import Clock
+from streams.codecs import token_count
 from streams.records import EngineConfig, EngineFigures, Request
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 LATE_S = 1.0
 """How far the engine may lag behind its own times and still catch up, in seconds."""
 SHAPE = Shape(block_size=16, blocks=16_384)
-TOKEN_BYTES = 4
 
 
 class SimulatedEngine(Engine):
@@ -131,7 +131,7 @@ class SimulatedEngine(Engine):
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
         """The continuation's tokens, as the steps make them."""
-        prompt_tokens = len(request.token_ids) // TOKEN_BYTES
+        prompt_tokens = token_count(request.token_ids)
         room = self._context_length - prompt_tokens
         wanted = request.stop.max_tokens
         limit = room if wanted is None else min(wanted, room)

@@ -18,8 +18,8 @@ from app.http.errors import invalid
 from app.http.joined import attaching
 from app.http.parts import MARGIN_S, Parts
 from app.http.telling import Manner, Telling
-from app.preprocess.prompts import LONGEST_ID
 from streams.ids import issued_ms
+from streams.records import LONGEST_ID
 
 _FORMS: dict[str, Kind] = {"chat": "chat", "completion": "completion"}
 _SWITCHES = {"true": True, "1": True, "false": False, "0": False}

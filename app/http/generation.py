@@ -20,11 +20,11 @@ from app.preprocess import openai
 from app.preprocess.loaded import Prepared
 from app.preprocess.openai import Asked
 from streams import records
+from streams.codecs import token_count
 from streams.ids import issued_ms
 
 DETACH = "x-kvlane-detach"
 """Header: with the value true, a request runs on when its client leaves."""
-TOKEN_BYTES = 4
 
 
 class Generation:
@@ -74,7 +74,7 @@ class Generation:
         for number, (request, text) in enumerate(zip(*prepared, strict=True)):
             if asked.echo and text is None:
                 raise invalid(f"echo: the prompt at {number} is no text", "echo")
-            tokens = len(request.token_ids) // TOKEN_BYTES
+            tokens = token_count(request.token_ids)
             self._parts.metrics.prompt_tokens.observe(tokens)
             before = text if asked.echo and text is not None else ""
             choices += [

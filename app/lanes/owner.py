@@ -21,9 +21,10 @@ from typing import Any
 
 from app.lanes.context import RouterContext
 from app.lanes.endings import Endings
-from app.lanes.procedures import TOKEN_BYTES, CalledOff, Procedures, Remainder, blames_request
+from app.lanes.procedures import CalledOff, Procedures, Remainder, blames_request
 from app.routing.load import OPEN, LedgerRecord, RunId, Story
 from app.routing.obligations import Finish, Restart, Verify, due
+from streams.codecs import TOKEN_BYTES
 from streams.errors import RecordError, StreamError
 from streams.intake import Claim
 from streams.ports import Partition

@@ -23,7 +23,7 @@ from app.routing.load import OPEN, RunId, Story
 from app.routing.obligations import Restart, RestartReason, is_listed
 from app.routing.plan import Chosen, Hold, Refuse
 from app.routing.prompt import Prompt
-from streams.codecs import pack_tokens
+from streams.codecs import pack_tokens, token_count
 from streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
 from streams.ports import Appended, Partition
 from streams.records import (
@@ -39,7 +39,6 @@ from streams.records import (
 from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
 from streams.transcript import Transcript
 
-TOKEN_BYTES = 4
 RETRY_AFTER_S = 1.0
 """When a client that was refused may come again: by then about as many have found a place as a
 worker ends in a second."""
@@ -79,7 +78,7 @@ class Remainder(NamedTuple):
     @property
     def prompt_tokens(self) -> int:
         """Length of the prompt, in tokens."""
-        return len(self.request.token_ids) // TOKEN_BYTES
+        return token_count(self.request.token_ids)
 
 
 class Found(NamedTuple):

@@ -19,9 +19,7 @@ from app.preprocess.byte_model import Model
 from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded, invalid
 from app.preprocess.openai import Asked
 from streams.prompt import Prompt
-from streams.records import Cancel, Refused, Request
-
-LONGEST_ID = 200
+from streams.records import LONGEST_ID, Cancel, Refused, Request
 
 Find = Callable[[str], Awaitable[Model]]
 """The model of a name; raises InvalidPrompt, BadModel, TimeoutError."""

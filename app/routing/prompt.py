@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from indexer.hashing import local_hashes
 from indexer.keys import KeySecret, prompt_keys
+from streams.codecs import token_count
 from streams.records import BlockExtraInfo, Request
-
-TOKEN_BYTES = 4
 
 
 class Prompt:
@@ -18,7 +17,7 @@ class Prompt:
 
     def __init__(self, request: Request, secret: KeySecret, taken: bytes = b"") -> None:
         self.request = request
-        self.tokens = (len(request.token_ids) + len(taken)) // TOKEN_BYTES
+        self.tokens = token_count(request.token_ids) + token_count(taken)
         self._secret = secret
         self._taken = taken
         self._keys: dict[int, list[int]] = {}

@@ -31,7 +31,7 @@ from app.lifetime import Lifetime
 from app.preprocess.byte_model import Model
 from app.preprocess.stops import TextStream
 from app.serving.chunks import ChunkStream, ChunkWriters, Last, StreamBroken
-from streams.codecs import unpack_tokens
+from streams.codecs import token_count, unpack_tokens
 from streams.errors import AppendFailed
 from streams.outbox import Outbox
 from streams.records import (
@@ -46,8 +46,6 @@ from streams.records import (
 from streams.topics import LEDGER
 
 log = logging.getLogger(__name__)
-
-TOKEN_BYTES = 4
 
 _CODES: dict[FinishReason, RunCode] = {
     "stop": "stop",
@@ -124,7 +122,7 @@ def continuation(request: Request, taken: bytes) -> Request:
     """
     if not taken:
         return request
-    count = len(taken) // TOKEN_BYTES
+    count = token_count(taken)
     stop, sampling = request.stop, request.sampling
     left = None if stop.max_tokens is None else max(stop.max_tokens - count, 0)
     stop = replace(stop, max_tokens=left, min_tokens=max(stop.min_tokens - count, 0))
@@ -164,7 +162,7 @@ class Executor:
             run.key.id,
             run.key.attempt,
             str(run.number),
-            index=len(assignment.taken) // TOKEN_BYTES,
+            index=token_count(assignment.taken),
             chars=assignment.taken_chars,
         )
         announced = self._life.spawn(f"announce {run.key.id}", self._announce(run, stream))
@@ -191,7 +189,7 @@ class Executor:
             id=request_id, attempt=attempt, phase=phase, worker=self._worker, epoch=self._epoch,
             run=run.number, origin=assignment.origin, responses_from=assignment.responses_from,
             deadline_ms=assignment.deadline_ms,
-            prompt_tokens=len(assignment.request.token_ids) // TOKEN_BYTES,
+            prompt_tokens=token_count(assignment.request.token_ids),
         )  # fmt: skip
         try:
             await self._outbox.persist(LEDGER, request_id, started, until=run.deadline)
@@ -245,7 +243,7 @@ class Executor:
                 raise
             ended = EngineOutput.error(str(e))
         run.state = "closing"
-        prompt_tokens = len(assignment.request.token_ids) // TOKEN_BYTES
+        prompt_tokens = token_count(assignment.request.token_ids)
         counts = usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=len(taken) + run.tokens,

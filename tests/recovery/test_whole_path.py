@@ -40,7 +40,7 @@ STOP_S = GRACE_S + 10
 ROUTERS = ("router-1", "router-2")
 GATEWAYS = ("gateway-1", "gateway-2")
 STREAMS, WHOLES = 200, 40
-TOKENS = 60
+TOKENS = 30
 PACE_S = 0.1
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -75,7 +75,7 @@ def ground(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "session_timeout_ms": 2000,
         "drain_grace_s": GRACE_S,
         "max_attempts": 10,  # on a busy machine a worker that lives may count as dead
-        "engine_speedup": 0.1,
+        "engine_speedup": 0.05,
         "debug": True,
     }
     ports = [free_port() for _ in GATEWAYS]
@@ -211,8 +211,9 @@ async def test_answers_are_right_although_a_worker_and_all_routers_are_killed(
         for number, (kind, body) in enumerate(questions):
             tell = users.stream if number < STREAMS else users.whole
             group.create_task(tell(number // 2 % 2, kind, body, asked[number]))
-        await until(lambda: all(a.times or a.ended for a in asked[:STREAMS]), deployment)
+        await until(lambda: sum(bool(a.times) for a in asked) >= STREAMS // 2, deployment)
         sources = await ends(users.log)
+        print("ZZ", sum(bool(a.times) for a in asked), sum(bool(a.ended) for a in asked))
         deployment.kill("worker-1")
         await first_fence(users.log, sources)
         deployment.kill(*ROUTERS)

@@ -18,7 +18,15 @@ from pydantic import ValidationError
 
 from streams import codecs
 from streams import records as r
-from streams.codecs import AnyRecord, decode, encode, pack_tokens, type_of, unpack_tokens
+from streams.codecs import (
+    AnyRecord,
+    decode,
+    encode,
+    pack_tokens,
+    token_count,
+    type_of,
+    unpack_tokens,
+)
 from streams.errors import Malformed, UnknownType
 from streams.memory.partition import MemoryRecord
 from streams.ports import Entry
@@ -823,7 +831,9 @@ def test_what_is_written_is_read(kind: type[AnyRecord], data: st.DataObject) -> 
 
 @given(st.lists(st.integers(0, 2**32 - 1)))
 def test_packed_tokens_are_unpacked(token_ids: list[int]) -> None:
-    assert list(unpack_tokens(pack_tokens(token_ids))) == token_ids
+    packed = pack_tokens(token_ids)
+    assert list(unpack_tokens(packed)) == token_ids
+    assert token_count(packed) == len(token_ids)
 
 
 def test_tokens_are_packed_as_u32_little_endian() -> None:
