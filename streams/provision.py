@@ -133,16 +133,17 @@ async def check_partitions(log: Log, lanes: int) -> None:
 async def deployment(log: Log) -> Deployment | None:
     """The Deployment record, None before there is one. Raises BrokerUnavailable."""
     registry = Partition(REGISTRY, 0)
-    end = (await log.end_offsets(REGISTRY, [0]))[0]
-    start = (await log.start_offsets(REGISTRY, [0]))[0]
-    records = stretch(log, SystemClock(), registry, start, end, timeout_s=_DEADLINE_S)
+    ends = {registry: (await log.end_offsets(REGISTRY, [0]))[0]}
+    starts = {registry: (await log.start_offsets(REGISTRY, [0]))[0]}
+    pieces = stretch(log, SystemClock(), starts, ends, timeout_s=_DEADLINE_S)
     found = None
     try:
-        async with aclosing(records):
-            async for record in records:
-                if record.key == DEPLOYMENT.encode():
-                    decoded = decode(record)
-                    found = decoded if isinstance(decoded, Deployment) else None
+        async with aclosing(pieces):
+            async for piece in pieces:
+                for record in piece.records:
+                    if record.key == DEPLOYMENT.encode():
+                        decoded = decode(record)
+                        found = decoded if isinstance(decoded, Deployment) else None
     except (TimeoutError, PositionLost) as e:
         raise BrokerUnavailable(f"the registry cannot be read: {e!r}") from e
     except RecordError as e:

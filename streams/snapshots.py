@@ -220,14 +220,13 @@ class Snapshots:
         self, source: Partition, position: int, end: int, at_once: int
     ) -> AsyncGenerator[Record, None]:
         """The records of a partition from `position` to `end`. Raises _UnusableError."""
-        timeout_s = self._load_timeout_s
-        records = stretch(
-            self._log, self._clock, source, position, end, timeout_s=timeout_s, at_once=at_once
-        )
+        timeout_s, starts, ends = self._load_timeout_s, {source: position}, {source: end}
+        pieces = stretch(self._log, self._clock, starts, ends, timeout_s=timeout_s, at_once=at_once)
         try:
-            async with aclosing(records):
-                async for record in records:
-                    yield record
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    for record in piece.records:
+                        yield record
         except (PositionLost, TimeoutError) as e:
             raise _UnusableError(str(e)) from e
 

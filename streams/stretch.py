@@ -1,46 +1,78 @@
-"""Reading a stretch of one partition once: what it holds now, from an offset to another.
+"""Reading a stretch of the log once: what partitions hold now, from an offset to another.
 
-For questions that are asked now and then (a snapshot, a file, a record of the registry). Whoever
+For questions that are asked now and then (a snapshot, a file, the story of a request). Whoever
 wants to know what is appended later follows the log (`streams/follow.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from streams.clock import Clock
+from streams.errors import BrokerUnavailable
 from streams.ports import Log, Partition, Record
 
 POLL_S = 1.0
+SILENCE_S = 30.0
+"""So long without anything new, and the broker counts as unavailable."""
+
+Progress = Callable[[int, int], None]
+"""Hears how many of how many offsets are read."""
+
+
+class Piece(NamedTuple):
+    """The next records of a partition, none where there is a gap, and the offset after them."""
+
+    source: Partition
+    records: Sequence[Record]
+    position: int
 
 
 async def stretch(
     log: Log,
     clock: Clock,
-    source: Partition,
-    start: int,
-    end: int,
+    starts: Mapping[Partition, int],
+    ends: Mapping[Partition, int],
     *,
-    timeout_s: float,
+    timeout_s: float | None = None,
     at_once: int = 500,
-) -> AsyncGenerator[Record, None]:
-    """The records of a partition from `start` to before `end`, as far as they are kept.
+    progress: Progress = lambda _done, _total: None,
+) -> AsyncGenerator[Piece, None]:
+    """Each partition of `starts` from there to before its end, in order, as far as it is kept.
 
     Other tasks run after every `at_once` records. Close it (`aclosing`) when leaving it early.
-    Raises TimeoutError, PositionLost, and what a reader's poll raises.
+    Raises PositionLost; TimeoutError when all of it takes longer than `timeout_s`; without that
+    limit BrokerUnavailable when nothing comes for SILENCE_S.
     """
-    deadline = clock.now() + timeout_s
+    left = {source: start for source, start in starts.items() if start < ends[source]}
+    total, done = sum(ends[source] - start for source, start in left.items()), 0
+    progress(done, total)
+    until = clock.now() + (timeout_s or SILENCE_S)
     reader = log.reader()
     try:
-        reader.assign({source: start})
-        while reader.position(source) < end:
-            for record in (await reader.poll(POLL_S, at_once)).get(source, ()):
-                if record.offset < end:
-                    yield record
-            if clock.now() > deadline:
+        reader.assign(left)
+        while left:
+            batches = await reader.poll(POLL_S, at_once)
+            for source, before in list(left.items()):
+                position = min(reader.position(source), ends[source])
+                if position > before:
+                    records = [r for r in batches.get(source, ()) if r.offset < position]
+                    yield Piece(source, records, position)
+                    done += position - before
+                    left[source] = position
+                    if timeout_s is None:
+                        until = clock.now() + SILENCE_S
+                if position == ends[source]:
+                    del left[source]
+            progress(done, total)
+            if left and clock.now() > until:
+                if timeout_s is None:
+                    raise BrokerUnavailable(f"nothing came for {SILENCE_S:g} s")
+                source = next(iter(left))
                 raise TimeoutError(
-                    f"{source.topic}[{source.partition}]: reading to {end} took longer than "
-                    f"{timeout_s:g} s"
+                    f"{source.topic}[{source.partition}]: reading to {ends[source]} took longer "
+                    f"than {timeout_s:g} s"
                 )
             await clock.sleep(0)
     finally:

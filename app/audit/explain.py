@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.audit.stretch import Progress, stretch
 from streams.clock import Clock
 from streams.codecs import decode, token_count
 from streams.errors import Malformed
@@ -19,6 +18,7 @@ from streams.ids import issued_ms
 from streams.ports import Log, Partition
 from streams.records import Assigned, Candidate, Chunk, End, Fact, Fence, Request
 from streams.replies import CLOCK_MARGIN_MS
+from streams.stretch import Progress, stretch
 from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 from streams.transcript import Transcript
 
@@ -70,7 +70,7 @@ async def explain(
         starts[source] = min(await _start(log, source, request_id), ends[source])
     found: dict[Partition, list[Fact]] = {source: [] for source in sources}
     key = request_id.encode()
-    async for source, records, _ in stretch(log, clock, starts, ends, progress):
+    async for source, records, _ in stretch(log, clock, starts, ends, progress=progress):
         for record in records:
             if record.key == key:
                 try:

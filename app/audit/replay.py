@@ -14,7 +14,6 @@ from typing import Any, Literal
 import msgspec
 
 from app.audit.moments import check_known
-from app.audit.stretch import Progress, stretch
 from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.routing.load import OPEN, LaneStories, Load
@@ -26,6 +25,7 @@ from streams.errors import Malformed
 from streams.follow import Fold
 from streams.ports import Log, Partition, Record
 from streams.records import Blocks, Fact
+from streams.stretch import Progress, stretch
 from streams.topics import KV_EVENTS, LEDGER, REGISTRY
 
 FoldName = Literal["load", "fleet", "index"]
@@ -34,8 +34,6 @@ SOURCES: dict[FoldName, tuple[str, ...]] = {
     "fleet": (REGISTRY, KV_EVENTS),
     "index": (KV_EVENTS,),
 }
-SLICE = 500
-"""Records that are applied without a pause, as a follower does it."""
 
 
 class PartitionState(msgspec.Struct, frozen=True):
@@ -90,15 +88,12 @@ async def replay(
     holders: set[Holder] = set()
     for source in sources:
         fold.apply(source, (), starts[source])
-    async for source, came, position in stretch(log, clock, starts, ends, progress):
-        for first in range(0, len(came), SLICE):
-            some = came[first : first + SLICE]
-            facts, bad = _facts(some)
-            holders |= {Holder(r.worker, r.rank) for _, _, r in facts if isinstance(r, Blocks)}
-            records[source] += len(some)
-            malformed[source] += bad
-            fold.apply(source, facts, some[-1].offset + 1)
-        fold.apply(source, (), position)
+    async for source, some, position in stretch(log, clock, starts, ends, progress=progress):
+        facts, bad = _facts(some)
+        holders |= {Holder(r.worker, r.rank) for _, _, r in facts if isinstance(r, Blocks)}
+        records[source] += len(some)
+        malformed[source] += bad
+        fold.apply(source, facts, position)
     states = [
         PartitionState(
             *source, starts[source], ends[source], records[source], malformed[source],

@@ -125,13 +125,14 @@ class Artifacts:
         start = (await self._log.start_offsets(ARTIFACTS, [source.partition]))[source.partition]
         end = (await self._log.end_offsets(ARTIFACTS, [source.partition]))[source.partition]
         timeout_s = self._timeout_s
-        records = stretch(
-            self._log, self._clock, source, start, end, timeout_s=timeout_s, at_once=8
+        pieces = stretch(
+            self._log, self._clock, {source: start}, {source: end}, timeout_s=timeout_s, at_once=8
         )
         try:
-            async with aclosing(records):
-                async for record in records:
-                    yield record
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    for record in piece.records:
+                        yield record
         except (PositionLost, TimeoutError) as e:
             raise ArtifactUnavailable(f"{artifact.sha256}: {e}") from e
 

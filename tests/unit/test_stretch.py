@@ -6,11 +6,11 @@ from contextlib import aclosing
 
 import pytest
 
-from streams.errors import PositionLost
+from streams.errors import BrokerUnavailable, PositionLost
 from streams.memory.broker import MemoryLog
 from streams.ports import Partition
 from streams.records import Ended
-from streams.stretch import stretch
+from streams.stretch import SILENCE_S, stretch
 from streams.topics import LEDGER
 from tests.worlds import World, in_world
 
@@ -21,9 +21,10 @@ HOUR_S = 3600.0
 async def offsets(
     world: World, log: MemoryLog, start: int, end: int, at_once: int = 3
 ) -> list[int]:
-    records = stretch(log, world.clock, LANE, start, end, timeout_s=60.0, at_once=at_once)
-    async with aclosing(records):
-        return [record.offset async for record in records]
+    starts, ends = {LANE: start}, {LANE: end}
+    pieces = stretch(log, world.clock, starts, ends, timeout_s=60.0, at_once=at_once)
+    async with aclosing(pieces):
+        return [record.offset async for piece in pieces for record in piece.records]
 
 
 def fill(world: World, count: int) -> None:
@@ -68,9 +69,45 @@ async def test_records_that_are_gone_are_told(world: World) -> None:
 async def test_nothing_is_left_behind_by_who_leaves_early(world: World) -> None:
     fill(world, 20)
     log = await world.connect()
-    records = stretch(log, world.clock, LANE, 0, 20, timeout_s=60.0, at_once=3)
-    async with aclosing(records):
-        async for record in records:
-            assert record.offset == 0
+    pieces = stretch(log, world.clock, {LANE: 0}, {LANE: 20}, at_once=3)
+    async with aclosing(pieces):
+        async for piece in pieces:
+            assert piece.records[0].offset == 0
             break
     assert not log._users
+
+
+@in_world
+async def test_several_partitions_are_read_to_their_ends_and_progress_is_told(world: World) -> None:
+    fill(world, 5)
+    world.append(LEDGER, 1, *(Ended(id=f"r{n}", code="seen") for n in range(4)))
+    other, heard = Partition(LEDGER, 1), list[tuple[int, int]]()
+    starts, ends = {LANE: 1, other: 0}, {LANE: 5, other: 3}
+    read: dict[Partition, list[int]] = {LANE: [], other: []}
+    async for source, records, position in stretch(
+        await world.connect(), world.clock, starts, ends, at_once=2,
+        progress=lambda done, total: heard.append((done, total)),
+    ):  # fmt: skip
+        read[source] += [record.offset for record in records]
+        assert position == read[source][-1] + 1
+    assert read == {LANE: [1, 2, 3, 4], other: [0, 1, 2]}
+    assert (heard[0], heard[-1]) == ((0, 7), (7, 7))
+    assert heard == sorted(heard)
+
+
+@in_world
+async def test_without_a_limit_only_silence_ends_a_stretch(world: World) -> None:
+    fill(world, 20)
+    log = await world.connect()
+    world.faults.slow["poll"] = 20.0
+    reached = []
+
+    async def read() -> None:
+        async for piece in stretch(log, world.clock, {LANE: 0}, {LANE: 20}, at_once=5):
+            reached.append(piece.position)
+            world.broker.available = piece.position < 15
+
+    with pytest.raises(BrokerUnavailable, match="nothing came"):
+        await read()
+    assert reached == [5, 10, 15]
+    assert world.clock.now() > 3 * 20.0 + SILENCE_S
