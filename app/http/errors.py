@@ -18,6 +18,7 @@ from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded
 from streams.errors import (
     AppendFailed,
     BrokerUnavailable,
+    Denied,
     LogClosed,
     PositionLost,
     RecordTooLarge,
@@ -138,6 +139,12 @@ def of_error(error: Exception) -> ApiError:
             "the log takes no requests at the moment",
             code="log_unavailable",
             retry_after_s=RETRY_AFTER_S,
+        )
+    if isinstance(error, Denied):  # what was refused is for those who run it to read
+        return ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the log refuses this gateway: its credentials or rights have to be changed",
+            code="log_denied",
         )
     return ApiError(
         HTTPStatus.INTERNAL_SERVER_ERROR,

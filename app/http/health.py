@@ -7,7 +7,7 @@ from typing import Any
 
 from app.http.streams import Streams
 from app.lifetime import Lifetime
-from streams.errors import StreamError
+from streams.errors import BrokerUnavailable
 from streams.follow import Follower
 from streams.ports import Log
 from streams.topics import RESPONSES
@@ -34,12 +34,15 @@ class Health:
         self._answered_at = life.clock.now()
 
     async def probe(self) -> None:
-        """Ask the log for a sign of life again and again, until cancelled."""
+        """Ask the log for a sign of life again and again, until cancelled.
+
+        Raises what asking again cannot cure, such as Denied.
+        """
         while True:
             try:
                 await self._log.end_offsets(RESPONSES, [0])
                 self._answered_at = self._life.clock.now()
-            except StreamError as e:
+            except BrokerUnavailable as e:
                 log.warning("the log does not answer: %s", e)
             await self._life.clock.sleep(PROBE_S)
 

@@ -10,6 +10,7 @@ import pytest
 from app.http.joined import FIND_S
 from app.http.parts import MARGIN_S
 from app.http.telling import KEEP_ALIVE_S
+from streams.errors import Denied
 from streams.ids import new_request_id
 from streams.memory.broker import Fate
 from streams.records import Chunk, Fence
@@ -546,6 +547,19 @@ async def test_a_gateway_whose_reader_fails_fails_as_a_whole(world: World) -> No
     house = await House.open(world)
     await house.gateway.parts.streams._replies._readers[0].close()
     await world.until(lambda: house.life.failed is not None)
+    assert (await house.ask("GET", "/livez").done()).status == 503
+
+
+@in_world
+async def test_a_gateway_that_the_log_refuses_ends(world: World) -> None:
+    house = await House.open(world)
+
+    async def refuse(*_: object) -> dict[int, int]:
+        raise Denied("no right to describe responses")
+
+    house.gateway.parts.health._log.end_offsets = refuse
+    await world.until(lambda: house.life.failed is not None)
+    assert isinstance(house.life.failed, Denied)
     assert (await house.ask("GET", "/livez").done()).status == 503
 
 

@@ -12,6 +12,7 @@ from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded
 from streams.errors import (
     AppendFailed,
     BrokerUnavailable,
+    Denied,
     LogClosed,
     PositionLost,
     RecordTooLarge,
@@ -119,6 +120,7 @@ def test_the_type_follows_the_status(status: int, kind: str) -> None:
         (LogClosed("x"), 503),
         (BrokerUnavailable("x"), 503),
         (AppendFailed("x"), 503),
+        (Denied("secret"), 503),
         (UnknownType("x"), 500),
         (ValueError("secret"), 500),
     ],
