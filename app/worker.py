@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.engine.choice import chosen
@@ -175,7 +175,8 @@ class Worker:
             remember_s=self._settings.max_lifetime_s,
         )
         self._slot_offset = await self._end_of(self._slot)
-        registry_from = await self._end_of(Partition(REGISTRY, 0))
+        registry = Partition(REGISTRY, 0)
+        registry_from = await self._end_of(registry)
         card = WorkerCard(
             id=self.id,
             slot=slot,
@@ -185,9 +186,9 @@ class Worker:
         self._registration = Registration(self._outbox, self._life, card)
         await self._begin_life(self._clock.now() + REGISTER_S)
         self._loops = [
-            self._life.spawn("registry", self._watch_registry(registry_from)),
+            self._life.spawn("registry", self._follow(registry, registry_from, self._consider)),
             self._life.spawn("heartbeats", self._keep_beating()),
-            self._life.spawn("slot", self._read_slot(self._slot_offset)),
+            self._life.spawn("slot", self._follow(self._slot, self._slot_offset, self._receive)),
         ]
 
     async def _end_of(self, source: Partition) -> int:
@@ -231,18 +232,20 @@ class Worker:
 
     # --- loops -----------------------------------------------------------------------------------
 
-    async def _read_slot(self, position: int) -> None:
+    async def _follow(
+        self, source: Partition, position: int, take: Callable[[Record], Awaitable[None]]
+    ) -> None:
         reader = self._log.reader()
-        reader.assign({self._slot: position})
+        reader.assign({source: position})
         try:
             while True:
                 for records in (await reader.poll(POLL_S)).values():
                     for record in records:
-                        self._receive(record)
+                        await take(record)
         finally:
             await reader.close()
 
-    def _receive(self, record: Record) -> None:
+    async def _receive(self, record: Record) -> None:
         """One record of the slot; the heartbeat's offset moves with the state it describes."""
         self._broker_clock.observe(record.timestamp)
         self._slot_offset = record.offset + 1
@@ -266,18 +269,8 @@ class Worker:
         else:
             self._renew(f"{order.by or 'a router'} heard nothing of it for {order.silent_ms} ms")
 
-    async def _watch_registry(self, position: int) -> None:
-        reader = self._log.reader()
-        reader.assign({Partition(REGISTRY, 0): position})
-        try:
-            while True:
-                for records in (await reader.poll(POLL_S)).values():
-                    for record in records:
-                        await self._consider(record)
-        finally:
-            await reader.close()
-
     async def _consider(self, record: Record) -> None:
+        """One record of the registry. Raises NameTaken."""
         try:
             fact = Fact(record.offset, record.timestamp, decode(record))
         except RecordError:
