@@ -1,7 +1,8 @@
 """The router process: follows what the logs say, owns lanes, answers for what is in them.
 
-This file wires. What an owner does stands in `lanes/owner.py`, who is dead in `lanes/deaths.py`;
-what is owed in `routing/obligations.py`, where a request goes in `routing/plan.py`.
+This file wires. What an owner does stands in `app/lanes/owner.py`, who is dead in
+`app/lanes/deaths.py`; what is owed in `app/routing/obligations.py`, where a request goes in
+`app/routing/plan.py`.
 
     requests ──group──► Intake ──► LaneOwner ──► ledger, assignments, responses (Fence, End)
     ledger ───────────► Load  ┐
