@@ -21,17 +21,16 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from streams.clock import Clock
-from streams.codecs import encode
 from streams.errors import LogClosed
 from streams.ids import RequestIds, new_request_id
 from streams.outbox import Outbox
 from streams.patience import until_answered
-from streams.ports import Entry, Log
+from streams.ports import Log
 from streams.prompt import Prompt, encode_prompt
-from streams.records import Chunk, End, Request, Usage
+from streams.records import Chunk, End, Usage
 from streams.replies import Replies
 from streams.reply import Reply
-from streams.topics import PROMPTS, REQUESTS, RESPONSES
+from streams.topics import PROMPTS, RESPONSES
 
 __all__ = ["Answer", "Client", "new_request_id"]
 
@@ -112,18 +111,12 @@ class Client:
         Raises AppendFailed or BrokerUnavailable past the time-out: it may be in the log all the
         same, and publishing it again is harmless. RecordTooLarge, and what ended the listening.
         """
-        entry = encode_prompt(prompt)
-        return await self._publish(PROMPTS, prompt.id, entry, timeout_s, listen=listen)
-
-    async def publish_request(
-        self, request: Request, *, listen: bool = True, timeout_s: float = PUBLISH_TIMEOUT_S
-    ) -> str:
-        """Publish a request that is tokenised already, past the preprocessor; as `publish`.
-
-        Needs the right to write `requests`, as gateways have it.
-        """
-        entry = encode(request, request.id)
-        return await self._publish(REQUESTS, request.id, entry, timeout_s, listen=listen)
+        deadline = self._clock.now() + timeout_s
+        if listen:  # first, so that no part of the reply can be missed
+            await self._listen(prompt.id, deadline)
+        # A failure leaves the reply listened to: what was not acknowledged may be answered.
+        await self._outbox.persist_entry(PROMPTS, encode_prompt(prompt), until=deadline)
+        return prompt.id
 
     async def cancel(self, request_id: str, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
         """Ask for the end of a request; its stream ends with `cancelled`, or as it was about to.
@@ -194,17 +187,6 @@ class Client:
             if piece.finish_reason is not None:
                 return Answer("".join(text), tuple(tokens), piece.finish_reason, usage=usage)
         raise AssertionError("a stream ends with its last piece or with an error")
-
-    async def _publish(
-        self, topic: str, request_id: str, entry: Entry, timeout_s: float, *, listen: bool
-    ) -> str:
-        """Listen first, so that no part of the reply can be missed."""
-        deadline = self._clock.now() + timeout_s
-        if listen:
-            await self._listen(request_id, deadline)
-        # A failure leaves the reply listened to: what was not acknowledged may be answered.
-        await self._outbox.persist_entry(topic, entry, until=deadline)
-        return request_id
 
     async def _listen(self, request_id: str, deadline: float) -> None:
         replies = self._listening()

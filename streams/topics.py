@@ -49,11 +49,6 @@ class Topic(NamedTuple):
     writers: tuple[str, ...]
     readers: tuple[str, ...]
 
-    @property
-    def compacted(self) -> bool:
-        """Whether the last record of each key is kept for ever."""
-        return self.retention_ms is None
-
     def config(self, min_insync: int) -> dict[str, str]:
         """Broker settings of the topic.
 

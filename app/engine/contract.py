@@ -20,7 +20,6 @@ Life of an engine: constructed, `start`, any number of concurrent `generate`, `d
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
@@ -113,21 +112,17 @@ class GenerateContext:
 
     def __init__(self, request_id: str, on_first_token: Callable[[], None] | None = None) -> None:
         self.request_id = request_id
-        self._stop = asyncio.Event()
+        self._stopped = False
         self._on_first_token = on_first_token
 
     @property
     def stopped(self) -> bool:
         """Whether the request is no longer wanted."""
-        return self._stop.is_set()
+        return self._stopped
 
     def cancel(self) -> None:
         """The request is no longer wanted. Idempotent."""
-        self._stop.set()
-
-    async def wait_stopped(self) -> None:
-        """Return when the request is no longer wanted; for engines that wait inside an output."""
-        await self._stop.wait()
+        self._stopped = True
 
     def notify_first_token(self) -> None:
         """The first token exists; only the first call counts.

@@ -9,10 +9,8 @@ that says so. A kind that was asked for by name is used, or fails with the reaso
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from streams.brokers.choice import Broker, GivenBroker, Kind, MemoryBroker, Report
 from streams.brokers.docker import DockerBroker
@@ -30,10 +28,7 @@ __all__ = [
     "jars",
     "java_tool",
     "obtain",
-    "run_until_interrupted",
 ]
-
-_CHECK_INTERVAL_S = 1.0
 
 
 @overload
@@ -99,30 +94,3 @@ def _one_container(brokers: int, *, full_jit: bool, report: Report) -> DockerBro
     if brokers > 1:
         raise BrokerUnavailable("a cluster runs in local JVMs only")
     return DockerBroker(full_jit=full_jit, report=report)
-
-
-def run_until_interrupted(broker: Broker, report: Report) -> None:
-    """Run the broker until SIGINT or SIGTERM comes, then stop it. In the main thread only.
-
-    Raises BrokerUnavailable when it ends by itself.
-    """
-    interrupted = threading.Event()
-
-    def interrupt(_signal: int, _frame: Any) -> None:
-        interrupted.set()
-
-    asked_by = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, interrupt) for number in asked_by}
-    try:
-        with broker:
-            report(broker.description)
-            report(f"bootstrap servers: {broker.bootstrap_servers}")
-            report("Ctrl-C ends it and deletes its data")
-            while not interrupted.wait(_CHECK_INTERVAL_S):
-                broker.check()
-            for number, handler in before.items():
-                signal.signal(number, handler)  # a second Ctrl-C does not wait
-            report("stopping")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

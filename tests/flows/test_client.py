@@ -8,17 +8,16 @@ from contextlib import aclosing
 import pytest
 
 from streams.client import Answer
-from streams.codecs import decode
 from streams.errors import (
     AppendFailed,
     RecordTooLarge,
 )
 from streams.memory.broker import Fate
 from streams.prompt import Prompt
-from streams.records import Chunk, End, Fence, Request, Usage
+from streams.records import Chunk, End, Fence, Usage
 from streams.replies import LINGER_S
 from streams.reply import PIECES
-from streams.topics import PROMPTS, REQUESTS, RESPONSES, lane_of
+from streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.listening import Worker, connect, publish, read, text
 from tests.worlds import World, in_world
 
@@ -33,15 +32,6 @@ async def test_a_prompt_lies_on_the_log_when_publish_returns(world: World) -> No
     (record,) = world.records(PROMPTS, key="job-17")
     assert record.key == b"job-17"
     assert Prompt.model_validate_json(record.value or b"") == prompt
-
-
-@in_world
-async def test_a_tokenised_request_goes_past_the_preprocessor(world: World) -> None:
-    client = await connect(world)
-    request = Request(id="job-17", token_ids=b"h\0\0\0")
-    assert await client.publish_request(request) == "job-17"
-    (record,) = world.records(REQUESTS, key="job-17")
-    assert decode(record) == request
 
 
 @in_world

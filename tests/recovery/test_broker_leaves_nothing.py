@@ -239,24 +239,6 @@ def test_taken_port_is_named() -> None:
         broker.start()
 
 
-def test_broker_runs_until_it_is_interrupted() -> None:
-    program = """
-from streams.brokers.local import obtain, run_until_interrupted
-say = lambda line: print(line, flush=True)
-run_until_interrupted(obtain("jvm", report=say), say)
-print("ended")
-"""
-    with owner(program) as process:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        servers = next(line for line in lines if line.startswith("bootstrap servers: "))
-        assert listening(servers.split()[-1])
-        process.terminate()
-        assert [line.strip() for line in lines][-2:] == ["stopping", "ended"]
-        assert process.wait(DEADLINE_S) == 0
-    assert not listening(servers.split()[-1])
-
-
 @pytest.fixture
 def maven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Puts a script in Maven's place, and an empty cache in that of the user's."""
