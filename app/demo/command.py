@@ -36,6 +36,8 @@ PREFILL_LOAD_SCALE = 4.0
 are held: with 1, the default, its cost sends many requests away from their caches."""
 HEARTBEAT_S = 0.5
 """A worker that stops gives routers two heartbeats to notice."""
+DRAIN_GRACE_S = 2.0
+"""When the demo ends its parts, nobody waits for an answer any more."""
 CHECK_S = 1.0
 
 BUILDS: dict[str, Build] = {
@@ -92,6 +94,7 @@ async def _demo(
         "context_length": CONTEXT_LENGTH,
         "prefill_load_scale": PREFILL_LOAD_SCALE,
         "heartbeat_s": HEARTBEAT_S,
+        "drain_grace_s": DRAIN_GRACE_S,
     }
     if broker.kind == "env":  # somebody's cluster: stay out of the way of what is there
         changes["topic_prefix"] = f"{settings.topic_prefix}demo."

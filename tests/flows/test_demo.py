@@ -109,7 +109,7 @@ def test_the_demo_in_memory_loses_nothing() -> None:
 
 def test_ctrl_c_ends_the_demo_in_memory_at_once() -> None:
     with running("demo", "--broker", "memory") as process:
-        read_until(process, "kill -9")
+        read_until(process, "production trace")
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
 
