@@ -74,6 +74,8 @@ def running(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]
         [*KVLANE, *arguments],
         env=environment(PYTHONUNBUFFERED="1", **variables), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        # What runs in the background of a shell ignores Ctrl-C, and its children with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         yield process
