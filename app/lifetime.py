@@ -146,7 +146,7 @@ def serve(name: str, build: Callable[[Log, Settings, Lifetime], Process]) -> Fas
 
     from app.logs import configure
     from app.settings import Settings
-    from streams.asyncapi import DOCUMENT, public_topics
+    from streams.asyncapi import public_topics, specification
     from streams.kafka.log import KafkaLog
     from streams.provision import check_partitions
 
@@ -188,7 +188,7 @@ def serve(name: str, build: Callable[[Log, Settings, Lifetime], Process]) -> Fas
     app = FastStream(
         public_topics(connection.servers, settings.topic_prefix),
         lifespan=lifespan,
-        specification=DOCUMENT,
+        specification=specification(),
         logger=None,  # it would tell of a start that has only begun
     )
     return app

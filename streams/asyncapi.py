@@ -22,16 +22,14 @@ from streams.records import Chunk, End, Fence
 from streams.topics import PROMPTS, RESPONSES
 
 
-def _specification() -> AsyncAPI:
+def specification() -> AsyncAPI:
+    """What the document says of the deployment as a whole; of one application each."""
     return AsyncAPI(
         title="kvlane",
         description="Prompts in, streams of answers out. Both topics are keyed by the request id. "
         "The rule by which a stream is read stands in streams/transcript.py, with test vectors in "
         "streams/vectors.",
     )
-
-
-DOCUMENT = _specification()
 
 
 class Description(KafkaBroker):
@@ -63,7 +61,7 @@ def public_topics(servers: Sequence[str], prefix: str) -> Description:
 
 def document(servers: Sequence[str], prefix: str) -> str:
     """The whole document, in YAML; the same text for the same arguments."""
-    app = FastStream(public_topics(servers, prefix), specification=_specification())
+    app = FastStream(public_topics(servers, prefix), specification=specification())
     text: str = app.schema.to_specification().to_yaml()
     return text
 

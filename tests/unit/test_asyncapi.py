@@ -11,8 +11,8 @@ import pytest
 from faststream import FastStream
 from jsonschema import Draft202012Validator
 
-from streams.asyncapi import DOCUMENT, public_topics
 from streams.asyncapi import document as written
+from streams.asyncapi import public_topics, specification
 from streams.prompt import Prompt
 from streams.records import Chunk, End, Fence
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:faststream")
 
 @pytest.fixture
 def document() -> dict[str, Any]:
-    app = FastStream(public_topics(["kafka:9092"], "mine."), specification=DOCUMENT)
+    app = FastStream(public_topics(["kafka:9092"], "mine."), specification=specification())
     told: dict[str, Any] = json.loads(app.schema.to_specification().to_json())
     return told
 
