@@ -7,9 +7,9 @@ stored, computes its key, and remembers the engine's hash for what continues or 
 engine may store a block several times and removes it as often: references are counted, and only the
 first and the last change anything for others. Many engine hashes can stand for one key.
 
-The *mirror* is all keys with a reference: what the index ends up with when it has applied every
-batch. It can be announced again at any time, with or without `cleared` before it; what changes in
-the meantime goes out in between, in order. One bridge serves one rank of one worker. Owns no queue
+The *mirror* (`indexer/mirror.py`) is what the index ends up with when it has applied every batch.
+It can be announced again at any time, with or without `cleared` before it; what changes in the
+meantime goes out in between, in order. One bridge serves one rank of one worker. Owns no queue
 to the log and no clock: its owner feeds it, asks when a batch is due, and takes it.
 
 Overload: when more than `max_pending` blocks wait to be taken, they are dropped, and the mirror is
@@ -19,8 +19,9 @@ announced from `cleared` on instead. It never costs more than the cache holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from indexer.engine_events import (
@@ -35,7 +36,8 @@ from indexer.engine_events import (
 )
 from indexer.events import Event, Kind, Tier
 from indexer.hashing import BASE_SEED, local_hashes
-from indexer.keys import KeySecret, keys_of, prefix_sums
+from indexer.keys import KeySecret, prefix_sums
+from indexer.mirror import ROOT, Mirror
 
 PROMPT_BLOCKS = 128
 """Blocks that make a batch due at once; fewer wait for company."""
@@ -67,49 +69,32 @@ class Counters:
     """Tokens that do not fill the blocks, or another block size than the model's."""
     unknown_removed: int = 0
     overflows: int = 0
+    gaps: int = 0
+    """How often events of the engine were lost."""
 
 
-@dataclass(slots=True)
-class _Block:
-    """A block under its engine's name. `total` is the sum behind its key, for what continues it."""
-
-    total: int
-    key: int
-    position: int
-    lora_name: str
-    cache_salt: str
-    copies: list[int] = field(default_factory=lambda: [0] * len(Tier))
-    """References by tier."""
-
-
-@dataclass(slots=True)
-class _Held:
-    """A key in a tier of the mirror."""
-
-    position: int
-    references: int = 0
-
-
-@dataclass(slots=True)
 class _Row:
     """An event that may still grow."""
 
-    kind: Kind
-    tier: Tier
-    position: int
-    keys: list[int]
+    __slots__ = ("keys", "kind", "position", "tier")
+
+    def __init__(self, kind: Kind, tier: Tier, position: int, keys: list[int]) -> None:
+        self.kind = kind
+        self.tier = tier
+        self.position = position
+        self.keys = keys
 
     def takes(self, kind: Kind, tier: Tier, position: int) -> bool:
         """Whether one more key goes into this row."""
-        if (kind, tier) != (self.kind, self.tier):
+        if kind is not self.kind or tier is not self.tier:
             return False
-        return kind == Kind.REMOVED or position == self.position + len(self.keys)
+        return kind is Kind.REMOVED or position == self.position + len(self.keys)
 
     def first(self, keys: int) -> Event:
         """Cut off its first keys as an event."""
         taken, self.keys = self.keys[:keys], self.keys[keys:]
         event = Event(self.kind, self.tier, self.position, tuple(taken))
-        self.position += len(taken) if self.kind == Kind.STORED else 0
+        self.position += len(taken) if self.kind is Kind.STORED else 0
         return event
 
 
@@ -132,39 +117,46 @@ class Bridge:
         self._seed = seed
         self._max_pending = max_pending
         self._other_groups: set[int] = set()
-        self._blocks: dict[tuple[int, EngineHash], _Block] = {}
-        self._mirror: list[dict[int, _Held]] = [{} for _ in Tier]
+        self._forget_all()
         self._pending: deque[_Row] = deque()
         self._pending_blocks = 0
         self._pending_since = 0.0
-        self._to_announce: deque[tuple[Tier, int]] = deque()
 
     @property
     def held(self) -> int:
         """Keys in the mirror, over all tiers."""
-        return sum(len(tier) for tier in self._mirror)
+        return self._mirror.blocks
 
     @property
-    def to_announce(self) -> int:
-        """Keys whose announcement was asked for and has not been put among the pending ones."""
-        return len(self._to_announce)
+    def announcing(self) -> bool:
+        """Whether `announce` has to be followed by more of `announce_some`."""
+        return self._mirror.announcing
 
     def feed(self, events: Iterable[EngineEvent], now: float) -> None:
         """Take events of the engine, in its order. `now`: seconds on a clock that never goes back.
 
         Never raises for what an engine may say: it is counted.
         """
+        idle = not self._pending
         for event in events:
             if isinstance(event, BlocksStored):
-                self._store(event, now)
+                self._store(event)
             elif isinstance(event, BlocksRemoved):
-                self._remove(event, now)
+                self._remove(event)
             else:
                 assert isinstance(event, AllCleared)
-                self._clear(now)
+                self._forget_all()
+                self.announce(now, clear=True)
+        if idle:
+            self._pending_since = now
         if self._pending_blocks > self._max_pending:
             self.counters.overflows += 1
             self.announce(now, clear=True)
+
+    def lost(self, now: float) -> None:
+        """Events of the engine are lost for good: begin anew from what is known."""
+        self.counters.gaps += 1
+        self.announce(now, clear=True)
 
     def due_at(self) -> float | None:
         """When a batch is to be taken: None for not at all, in the past for at once."""
@@ -198,39 +190,39 @@ class Bridge:
     def announce(self, now: float, *, clear: bool) -> None:
         """Prepare to announce the whole mirror again, piece by piece with `announce_some`.
 
-        With `clear`, what is pending is dropped and `cleared` takes its place; call it so when
-        events of the engine were lost, too.
+        With `clear`, what is pending is dropped and `cleared` takes its place.
         """
         if clear:
             self._pending.clear()
             self._pending_blocks = 0
-            self._put(Kind.CLEARED, Tier.DEVICE, 0, [], now)
-        self._to_announce = deque((tier, key) for tier in Tier for key in self._mirror[tier])
+            self._pending_since = now
+            self._put(Kind.CLEARED, Tier.DEVICE, 0, [])
+        self._mirror.announce(clear=clear)
 
     def announce_some(self, blocks: int, now: float) -> None:
         """Put up to so many announcements among the pending events; gone blocks count, too."""
-        for _ in range(min(blocks, len(self._to_announce))):
-            tier, key = self._to_announce.popleft()
-            held = self._mirror[tier].get(key)
-            if held is not None:
-                self._put(Kind.STORED, tier, held.position, [key], now)
+        if not self._pending:
+            self._pending_since = now
+        self._mirror.announce_some(blocks)
 
     # --- what engines say ------------------------------------------------------------------------
 
-    def _store(self, event: BlocksStored, now: float) -> None:
+    def _store(self, event: BlocksStored) -> None:
         if not self._accepts(event):
             return
-        parent = None
+        tiers = self._names.setdefault(event.group, [{} for _ in Tier])
+        before, position, lora_name, cache_salt = 0, 0, event.lora_name, event.cache_salt
         if event.parent is not None:
-            parent = self._blocks.get((event.group, event.parent))
-            if parent is None:
+            known = [names[event.parent] for names in tiers if event.parent in names]
+            if not known:
                 self.counters.orphans += 1
-                if not self._to_announce:
-                    self.announce(now, clear=False)
+                if not self.announcing:
+                    self._mirror.announce(clear=False)
                 return
-        lora_name = event.lora_name or (parent.lora_name if parent else "")
-        cache_salt = event.cache_salt or (parent.cache_salt if parent else "")
-        position = parent.position + 1 if parent else 0
+            before = known[0]
+            _, position, inherited_name, inherited_salt = self._mirror.facts(before)
+            position += 1
+            lora_name, cache_salt = lora_name or inherited_name, cache_salt or inherited_salt
         try:
             local = local_hashes(
                 event.token_ids, self._block_size, lora_name=lora_name, cache_salt=cache_salt,
@@ -239,16 +231,26 @@ class Bridge:
         except (ValueError, OverflowError):  # numbers that are no tokens, or no hashes
             self.counters.malformed += 1
             return
-        before = parent.total if parent else 0
-        sums = prefix_sums(local, self._secret, position=position, before=before)
-        pairs = zip(event.block_hashes, sums.tolist(), keys_of(sums).tolist(), strict=True)
+        sums = prefix_sums(local, self._secret, position=position, before=before).tolist()
+        befores = [before if position else ROOT, *sums[:-1]]
+        facts = list(
+            zip(befores, range(position, position + len(sums)), repeat(lora_name),
+                repeat(cache_salt), strict=False)
+        )  # fmt: skip
         tier = tier_of(event.medium)
-        for index, (engine_hash, total, key) in enumerate(pairs):
-            block = self._blocks.setdefault(
-                (event.group, engine_hash),
-                _Block(total, key, position + index, lora_name, cache_salt),
-            )
-            self._refer(block, tier, now)
+        names = tiers[tier]
+        new = set(event.block_hashes)
+        if len(new) == len(sums) and names.keys().isdisjoint(new):
+            names.update(zip(event.block_hashes, sums, strict=True))
+            self._mirror.add(tier, sums, facts)
+            return
+        for name, total, fact in zip(event.block_hashes, sums, facts, strict=True):
+            if name in names:
+                copies = (event.group, tier, name)
+                self._copies[copies] = self._copies.get(copies, 1) + 1
+            else:
+                names[name] = total
+                self._mirror.add(tier, [total], [fact])
 
     def _accepts(self, event: BlocksStored) -> bool:
         blocks = len(event.block_hashes)
@@ -266,43 +268,34 @@ class Bridge:
             return True
         return False
 
-    def _refer(self, block: _Block, tier: Tier, now: float) -> None:
-        block.copies[tier] += 1
-        held = self._mirror[tier].setdefault(block.key, _Held(block.position))
-        held.references += 1
-        if held.references == 1:
-            self._put(Kind.STORED, tier, held.position, [block.key], now)
-
-    def _remove(self, event: BlocksRemoved, now: float) -> None:
+    def _remove(self, event: BlocksRemoved) -> None:
         if event.group in self._other_groups or is_remote(event):
             self.counters.other_caches += 1
             return
         tier = tier_of(event.medium)
-        for engine_hash in event.block_hashes:
-            block = self._blocks.get((event.group, engine_hash))
-            if block is None or not block.copies[tier]:
+        tiers = self._names.get(event.group)
+        names = tiers[tier] if tiers else {}
+        for name in event.block_hashes:
+            if name not in names:
                 self.counters.unknown_removed += 1
-                continue
-            block.copies[tier] -= 1
-            if not any(block.copies):
-                del self._blocks[event.group, engine_hash]
-            held = self._mirror[tier][block.key]
-            held.references -= 1
-            if not held.references:
-                del self._mirror[tier][block.key]
-                self._put(Kind.REMOVED, tier, 0, [block.key], now)
+            elif (copies := self._copies.get((event.group, tier, name), 1)) == 1:
+                self._mirror.remove(tier, names.pop(name))
+            elif copies == 2:
+                del self._copies[event.group, tier, name]
+            else:
+                self._copies[event.group, tier, name] = copies - 1
 
-    def _clear(self, now: float) -> None:
-        self._blocks.clear()
-        for tier in self._mirror:
-            tier.clear()
-        self.announce(now, clear=True)
+    def _forget_all(self) -> None:
+        self._mirror = Mirror(self._put)
+        self._names: dict[int, list[dict[EngineHash, int]]] = {}
+        """The sum of each block by group, tier, and its engine's name for it."""
+        self._copies: dict[tuple[int, Tier, EngineHash], int] = {}
+        """How many the engine has of a block under one name, where it is more than one."""
 
-    def _put(self, kind: Kind, tier: Tier, position: int, keys: list[int], now: float) -> None:
+    def _put(self, kind: Kind, tier: Tier, position: int, sums: Sequence[int]) -> None:
         """Append to the pending events, to the last row if it takes one more key."""
-        if not self._pending:
-            self._pending_since = now
-        self._pending_blocks += len(keys)
+        self._pending_blocks += len(sums)
+        keys = [total or 1 for total in sums]  # as `indexer.keys.keys_of`
         if self._pending and self._pending[-1].takes(kind, tier, position):
             self._pending[-1].keys += keys
         else:

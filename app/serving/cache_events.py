@@ -107,7 +107,7 @@ class CacheEvents:
             if now >= again_at:
                 bridge.announce(now, clear=False)
                 again_at = now + self._again_s
-            if bridge.to_announce and now >= next_piece_at:
+            if bridge.announcing and now >= next_piece_at:
                 bridge.announce_some(PIECE_BLOCKS, now)
                 next_piece_at = now + PIECE_S
             due_at = bridge.due_at()
@@ -119,7 +119,7 @@ class CacheEvents:
             ends = [again_at, now + IDLE_S]
             if due_at is not None:
                 ends.append(due_at)
-            if bridge.to_announce:
+            if bridge.announcing:
                 ends.append(next_piece_at)
             await self._changed.wait(min(ends) - now)
 

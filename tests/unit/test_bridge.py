@@ -80,8 +80,8 @@ def test_multimodal_objects_are_part_of_the_key() -> None:
 def test_removed_blocks_are_named_by_their_keys() -> None:
     bridge = bridge_after(WHOLE)
     bridge.take()
-    bridge.feed([BlocksRemoved([b"d", b"b"])], 0.0)
-    assert events_of(bridge) == (Event(Kind.REMOVED, Tier.DEVICE, 0, (KEYS[3], KEYS[1])),)
+    bridge.feed([BlocksRemoved([b"d", b"c"])], 0.0)
+    assert events_of(bridge) == (Event(Kind.REMOVED, Tier.DEVICE, 0, (KEYS[3], KEYS[2])),)
 
 
 def test_media_are_tiers_of_their_own() -> None:
@@ -149,6 +149,93 @@ def test_nothing_can_be_continued_after_a_clear() -> None:
     assert bridge.counters.orphans == 1
 
 
+# --- holes ---------------------------------------------------------------------------------------
+
+
+def test_what_continues_a_removed_block_goes_with_it_the_last_one_first() -> None:
+    bridge = bridge_after(WHOLE)
+    bridge.take()
+    bridge.feed([BlocksRemoved([b"b"])], 0.0)
+    assert events_of(bridge) == (Event(Kind.REMOVED, keys=(KEYS[3], KEYS[2], KEYS[1])),)
+    assert bridge.held == 3, "the engine holds it still"
+
+
+def test_removing_what_is_hidden_already_says_nothing() -> None:
+    bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]))
+    bridge.take()
+    bridge.feed([BlocksRemoved([b"c", b"d"])], 0.0)
+    assert (bridge.take(), bridge.held) == (None, 1)
+
+
+def test_a_filled_hole_shows_what_was_behind_it() -> None:
+    bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]))
+    bridge.take()
+    bridge.feed([stored([b"b"], PROMPT[2:4], parent=b"a")], 0.0)
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 1, KEYS[1:]),)
+
+
+def test_a_hole_can_be_filled_under_another_hash() -> None:
+    bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]))
+    bridge.take()
+    bridge.feed([stored([1, 2], PROMPT[:4])], 0.0)
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 1, KEYS[1:]),)
+
+
+def test_a_hole_behind_a_hole_stays_one() -> None:
+    bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]), BlocksRemoved([b"c"]))
+    bridge.take()
+    bridge.feed([stored([b"b"], PROMPT[2:4], parent=b"a")], 0.0)
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 1, KEYS[1:2]),)
+
+
+def test_what_is_stored_behind_a_hole_stays_hidden() -> None:
+    bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]))
+    bridge.take()
+    bridge.feed([stored([b"e"], [9, 9], parent=b"d")], 0.0)
+    assert (bridge.take(), bridge.counters.orphans) == (None, 0)
+
+
+def test_blocks_that_only_continue_another_tier_stay_hidden() -> None:
+    host = stored([b"a"], PROMPT[:2], medium="CPU")
+    bridge = bridge_after(host, stored([b"b"], PROMPT[2:4], parent=b"a"))
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.HOST, 0, KEYS[:1]),)
+    bridge.feed([stored([b"a"], PROMPT[:2])], 0.0)
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 0, KEYS[:2]),)
+
+
+def test_holes_of_lower_tiers_hide_nothing() -> None:
+    bridge = bridge_after(WHOLE._replace(medium="CPU"))
+    bridge.take()
+    bridge.feed([BlocksRemoved([b"b"], medium="CPU")], 0.0)
+    assert events_of(bridge) == (Event(Kind.REMOVED, Tier.HOST, 0, KEYS[1:2]),)
+
+
+def test_all_branches_behind_a_hole_come_and_go_with_it() -> None:
+    bridge = bridge_after(WHOLE, stored([b"x"], [9, 9], parent=b"b"), BlocksRemoved([b"b"]))
+    bridge.take()
+    bridge.feed([stored([b"b"], PROMPT[2:4], parent=b"a")], 0.0)
+    told = [key for event in events_of(bridge) for key in event.keys]
+    assert set(told) == {*KEYS[1:], *keys([*PROMPT[:4], 9, 9])[1:]}
+    assert told[0] == KEYS[1]
+
+
+def test_what_is_hidden_is_not_announced_again() -> None:
+    bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]))
+    bridge.take()
+    bridge.announce(0.0, clear=False)
+    bridge.announce_some(100, 0.0)
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 0, KEYS[:1]),)
+
+
+def test_what_continues_a_block_that_is_not_announced_yet_waits_for_it() -> None:
+    bridge = bridge_after(WHOLE)
+    bridge.announce(0.0, clear=True)
+    bridge.feed([stored([b"e"], [9, 9], parent=b"d")], 0.0)
+    assert events_of(bridge) == (CLEARED,)
+    bridge.announce_some(100, 0.0)
+    assert [event.keys for event in events_of(bridge)] == [keys([*PROMPT, 9, 9])]
+
+
 # --- what is not passed on -----------------------------------------------------------------------
 
 
@@ -156,7 +243,7 @@ def test_a_block_whose_parent_is_unknown_is_refused_and_the_mirror_announced() -
     bridge = bridge_after(WHOLE)
     bridge.take()
     bridge.feed([stored([9], [9, 9], parent=b"never")], 0.0)
-    assert (bridge.counters.orphans, bridge.to_announce) == (1, 4)
+    assert (bridge.counters.orphans, bridge.announcing) == (1, True)
     assert bridge.take() is None
 
 
@@ -251,11 +338,11 @@ def test_event_ids_follow_one_another() -> None:
 
 
 def test_a_batch_is_cut_where_it_is_full() -> None:
-    bridge = bridge_after(WHOLE, BlocksRemoved([b"a"]))
+    bridge = bridge_after(WHOLE, BlocksRemoved([b"d"]))
     assert bridge.take(3) == Batch(0, (Event(Kind.STORED, Tier.DEVICE, 0, KEYS[:3]),))
     assert bridge.take(3) == Batch(
         1,
-        (Event(Kind.STORED, Tier.DEVICE, 3, KEYS[3:]), Event(Kind.REMOVED, keys=KEYS[:1])),
+        (Event(Kind.STORED, Tier.DEVICE, 3, KEYS[3:]), Event(Kind.REMOVED, keys=KEYS[3:])),
     )
     assert bridge.take(3) is None
 
@@ -311,8 +398,8 @@ def test_too_much_pending_is_replaced_by_the_mirror() -> None:
 def test_after_too_much_a_little_is_passed_on_again() -> None:
     bridge = Bridge(SIZE, SECRET, max_pending=3)
     bridge.feed([WHOLE], 0.0)
-    bridge.feed([BlocksRemoved([b"d"])], 0.0)
-    assert [event.kind for event in events_of(bridge)] == [Kind.CLEARED, Kind.REMOVED]
+    bridge.feed([stored([b"x"], [9, 9])], 0.0)
+    assert [event.kind for event in events_of(bridge)] == [Kind.CLEARED, Kind.STORED]
     assert bridge.counters.overflows == 1
 
 
@@ -321,7 +408,17 @@ def test_an_announcement_under_way_is_not_begun_anew_for_every_orphan() -> None:
     bridge = bridge_after(WHOLE, orphan)
     bridge.announce_some(3, 0.0)
     bridge.feed([orphan], 0.0)
-    assert bridge.to_announce == 1
+    bridge.announce_some(1, 0.0)
+    assert not bridge.announcing
+
+
+def test_after_lost_events_everything_known_is_announced_from_cleared_on() -> None:
+    bridge = bridge_after(WHOLE)
+    bridge.take()
+    bridge.lost(0.0)
+    bridge.announce_some(100, 0.0)
+    assert events_of(bridge) == (CLEARED, Event(Kind.STORED, Tier.DEVICE, 0, KEYS))
+    assert bridge.counters.gaps == 1
 
 
 def test_an_epoch_begins_with_cleared_and_id_0() -> None:
@@ -329,4 +426,5 @@ def test_an_epoch_begins_with_cleared_and_id_0() -> None:
     bridge.take()
     bridge.begin_epoch(0.0)
     assert bridge.take() == Batch(0, (CLEARED,))
-    assert bridge.to_announce == 4
+    bridge.announce_some(4, 0.0)
+    assert [event.keys for event in events_of(bridge)] == [KEYS]

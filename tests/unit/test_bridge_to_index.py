@@ -1,22 +1,23 @@
-"""Whatever an engine does, and however batches are cut: an index ends up with what it holds."""
+"""Whatever an engine does, and however batches are cut: an index ends up with what it holds.
+
+In the device tier that is the part that can be reached: blocks with a hole before them match no
+prompt, and the bridge does not announce them.
+"""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from itertools import product
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.bridge import BATCH_BLOCKS, Bridge
-from indexer.engine_events import (
-    AllCleared,
-    BlocksRemoved,
-    BlocksStored,
-    EngineEvent,
-    EngineHash,
-)
-from indexer.events import decode, encode
+from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent, EngineHash
+from indexer.events import Tier, decode, encode
 from indexer.hashing import local_hashes
 from indexer.keys import derive, prompt_keys
 from indexer.reference import Holder, Overlap, ReferenceIndex
@@ -24,32 +25,51 @@ from indexer.reference import Holder, Overlap, ReferenceIndex
 SIZE = 2
 SECRET = derive(b"s")
 HOLDER = Holder("w", 0)
-PROMPTS = ([0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1])
+BLOCKS = 4
+MEDIA = ("", "CPU")
+
+Prefix = tuple[int, ...]
+"""One number a block."""
+
+PROMPTS = list(product((0, 1), repeat=BLOCKS))
+
+
+def tokens_of(prefix: Prefix) -> list[int]:
+    return [token for block in prefix for token in (block,) * SIZE]
+
+
+def keys_of(prefix: Prefix) -> list[int]:
+    keys: list[int] = prompt_keys(local_hashes(tokens_of(prefix), SIZE), SECRET).tolist()
+    return keys
+
+
+KEYS = {prompt[:n]: keys_of(prompt[:n])[-1] for prompt in PROMPTS for n in range(1, BLOCKS + 1)}
+BEFORE = {key: KEYS.get(prefix[:-1]) for prefix, key in KEYS.items()}
 
 
 class PlainEngine:
     """An engine that stores physical copies under hashes of its own, and remembers which."""
 
     def __init__(self) -> None:
-        self.copies: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self.copies: Counter[tuple[Prefix, int, str]] = Counter()
+        """By prefix, number of the hash (a prefix may have several), and medium."""
 
-    def hash(self, prefix: tuple[int, ...]) -> EngineHash:
-        return repr(prefix).encode()
+    def hash(self, prefix: Prefix, alias: int) -> EngineHash:
+        return repr((prefix, alias)).encode()
 
-    def store(self, prefix: tuple[int, ...], start: int, medium: str) -> EngineEvent | None:
+    def store(self, prefix: Prefix, start: int, alias: int, medium: str) -> EngineEvent | None:
         """Store blocks `start` and later of a prefix; nothing if their parent is not there."""
-        parent = prefix[: start * SIZE]
-        if start and not any(self.copies[parent, m] for m in ("", "CPU")):
+        parent = prefix[:start]
+        aliases = {a for p, a, _ in +self.copies if p == parent}
+        if len(prefix) <= start or (start and not aliases):
             return None
-        ends = range((start + 1) * SIZE, len(prefix) + 1, SIZE)
-        if not ends:
-            return None
+        ends = range(start + 1, len(prefix) + 1)
         for end in ends:
-            self.copies[prefix[:end], medium] += 1
+            self.copies[prefix[:end], alias, medium] += 1
         return BlocksStored(
-            [self.hash(prefix[:end]) for end in ends],
-            self.hash(parent) if start else None,
-            list(prefix[start * SIZE :]),
+            [self.hash(prefix[:end], alias) for end in ends],
+            self.hash(parent, max(aliases)) if start else None,
+            tokens_of(prefix[start:]),
             SIZE,
             medium,
         )
@@ -58,21 +78,27 @@ class PlainEngine:
         held = sorted(+self.copies)
         if not held:
             return None
-        prefix, medium = held[which % len(held)]
-        self.copies[prefix, medium] -= 1
-        return BlocksRemoved([self.hash(prefix)], medium)
+        prefix, alias, medium = held[which % len(held)]
+        self.copies[prefix, alias, medium] -= 1
+        return BlocksRemoved([self.hash(prefix, alias)], medium)
 
     def clear(self) -> EngineEvent:
         self.copies.clear()
         return AllCleared()
 
-    def overlap(self, prompt: list[int]) -> Overlap:
+    def held(self, medium: str) -> set[Prefix]:
+        return {p for p, _, m in +self.copies if m == medium}
+
+    def reachable(self) -> set[Prefix]:
+        """What the device tier holds with everything before it."""
+        held = self.held("")
+        return {p for p in held if all(p[:n] in held for n in range(1, len(p)))}
+
+    def overlap(self, prompt: Prefix) -> Overlap:
         depth, parts = 0, []
-        for medium in ("", "CPU"):
+        for held in map(self.held, MEDIA):
             start = depth
-            while depth * SIZE < len(prompt):
-                if not self.copies[tuple(prompt[: (depth + 1) * SIZE]), medium]:
-                    break
+            while depth < len(prompt) and prompt[: depth + 1] in held:
                 depth += 1
             parts.append(depth - start)
         return Overlap(*parts)
@@ -91,8 +117,8 @@ class Chain:
         if event is not None:
             self.bridge.feed([event], 0.0)
 
-    def store(self, prefix: tuple[int, ...], start: int, medium: str) -> None:
-        self.feed(self.engine.store(prefix, start, medium))
+    def store(self, prefix: Prefix, start: int, alias: int, medium: str) -> None:
+        self.feed(self.engine.store(prefix, start, alias, medium))
 
     def remove(self, which: int) -> None:
         self.feed(self.engine.remove(which))
@@ -105,6 +131,8 @@ class Chain:
         if batch is not None:
             events = decode(encode(batch.events))
             self.index.apply(0, HOLDER, self.number, batch.first_event_id, events)
+            held = self.index.entries(HOLDER, Tier.DEVICE)
+            assert all(BEFORE[key] is None or BEFORE[key] in held for key in held), "a hole"
         return batch is not None
 
     def announce(self, clear: bool) -> None:
@@ -117,28 +145,40 @@ class Chain:
         self.number += 1
         self.bridge.begin_epoch(0.0)
 
-    def settle(self) -> None:
-        while self.bridge.to_announce:
+    def settle(self, blocks: int) -> None:
+        while self.bridge.announcing:
             self.announce_some(3)
-        while self.take(BATCH_BLOCKS):
+        while self.take(blocks):
             pass
+        for prompt in PROMPTS:
+            found = self.index.match(keys_of(prompt)).get(HOLDER, Overlap())
+            assert found == self.engine.overlap(prompt)
+        told = [self.engine.reachable(), self.engine.held("CPU")]
+        for tier, prefixes in zip(Tier, told, strict=False):
+            expected = {KEYS[prefix]: len(prefix) - 1 for prefix in prefixes}
+            assert self.index.entries(HOLDER, tier) == expected
+        assert self.bridge.held == sum(len(self.engine.held(medium)) for medium in MEDIA)
+        counters = self.index.counters
+        assert counters.gaps == counters.repeated_events == 0
 
 
-prefixes = st.lists(st.integers(0, 1), min_size=1, max_size=3).map(
-    lambda blocks: tuple(token for block in blocks for token in (block, block))
-)
+prefixes = st.lists(st.integers(0, 1), min_size=1, max_size=BLOCKS).map(tuple)
 commands: st.SearchStrategy[list[tuple[Any, ...]]] = st.lists(
     st.one_of(
-        st.tuples(st.just("store"), prefixes, st.integers(0, 2), st.sampled_from(["", "CPU"])),
+        st.tuples(
+            st.just("store"), prefixes, st.integers(0, BLOCKS - 1), st.integers(0, 1),
+            st.sampled_from(MEDIA),
+        ),
         st.tuples(st.just("remove"), st.integers(0, 50)),
         st.tuples(st.just("clear")),
         st.tuples(st.just("take"), st.integers(1, 5)),
         st.tuples(st.just("announce"), st.booleans()),
         st.tuples(st.just("announce_some"), st.integers(0, 3)),
         st.tuples(st.just("epoch")),
+        st.tuples(st.just("settle"), st.integers(1, 5)),
     ),
     max_size=40,
-)
+)  # fmt: skip
 
 
 @settings(deadline=None, max_examples=300)
@@ -149,11 +189,36 @@ def test_an_index_ends_up_with_what_the_engine_holds(
     chain = Chain(max_pending)
     for command, *arguments in script:
         getattr(chain, command)(*arguments)
-    chain.settle()
-    for prompt in PROMPTS:
-        keys = prompt_keys(local_hashes(prompt, SIZE), SECRET).tolist()
-        found = chain.index.match(keys).get(HOLDER, Overlap())
-        assert found == chain.engine.overlap(prompt)
-    assert chain.index.blocks(HOLDER) == chain.bridge.held == len(+chain.engine.copies)
-    counters = chain.index.counters
-    assert counters.gaps == counters.repeated_events == 0
+    chain.settle(BATCH_BLOCKS)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_long_life_leaves_nothing_behind(seed: int) -> None:
+    rng = random.Random(seed)
+    chain = Chain(max_pending=rng.choice([3, 20, 1000]))
+    seldom = ["clear", "epoch", "announce", "settle"]
+    for _ in range(1500):
+        match rng.choice(["store", "store", "remove", "remove", "take", "announce_some", "seldom"]):
+            case "store":
+                prefix = tuple(rng.choice((0, 1)) for _ in range(rng.randint(1, BLOCKS)))
+                start = rng.randrange(len(prefix))
+                chain.store(prefix, start, rng.randrange(2), rng.choice(("", "", "CPU")))
+            case "remove":
+                chain.remove(rng.randrange(100))
+            case "take":
+                chain.take(rng.randint(1, 5))
+            case "announce_some":
+                chain.announce_some(rng.randint(0, 3))
+            case _:
+                match rng.choice(seldom) if rng.random() < 0.2 else "":
+                    case "clear":
+                        chain.clear()
+                    case "epoch":
+                        chain.epoch()
+                    case "announce":
+                        chain.announce(rng.random() < 0.5)
+                    case "settle":
+                        chain.settle(rng.randint(1, 5))
+    chain.settle(BATCH_BLOCKS)
+    chain.feed(chain.engine.clear())
+    chain.settle(BATCH_BLOCKS)
