@@ -98,7 +98,7 @@ class Gateway:
         await self._registry.wait_caught_up()
         self._library.refresh()
         self._life.spawn("probe", self._health.probe())
-        self._life.spawn("loop delay", self._metrics.watch_loop(self._life.clock))
+        self._life.spawn("loop delay", self._metrics.loop_delay.watch(self._life.clock))
 
     def _applied(self, source: Partition, facts: Sequence[Fact]) -> None:
         """Records of the registry were folded."""

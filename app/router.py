@@ -35,6 +35,7 @@ from streams.intake import Claim, Intake
 from streams.outbox import Outbox
 from streams.ports import Log, Partition
 from streams.records import Fact, Heartbeat
+from streams.snapshots import Snapshots
 from streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
@@ -104,7 +105,9 @@ class Router:
             self._log, self._fleet, [REGISTRY, KV_EVENTS], clock, broker_clock=self._broker_clock,
             start=self._fleet_start, on_applied=self._fleet_applied,
         )  # fmt: skip
-        index_follower = Follower(self._log, self._index, [KV_EVENTS], clock)
+        index_follower = Follower(
+            self._log, self._index, [KV_EVENTS], clock, snapshots=Snapshots(self._log, clock)
+        )
         self._context = RouterContext(
             name=self._name,
             log=self._log,

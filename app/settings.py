@@ -203,6 +203,11 @@ class Settings(BaseSettings):
     indexer_port: int = Field(
         8090, ge=0, le=65535, description="port an indexer listens on; 0 takes any free one"
     )
+    snapshot_every_s: float = Field(
+        300,
+        gt=0,
+        description="time after which an indexer writes a new snapshot of the caches, in seconds",
+    )
     http_body_bytes: int = Field(
         8 * 1024 * 1024, ge=1024, description="largest body of a request over HTTP, in bytes"
     )

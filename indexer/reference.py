@@ -68,8 +68,9 @@ class Holding(NamedTuple):
 
 @dataclass
 class Counters:
-    """What was not taken as it came; since the process began, no part of the state."""
+    """What became of what came; since the process began, no part of the state."""
 
+    applied_events: int = 0
     stale_events: int = 0
     repeated_events: int = 0
     gaps: int = 0
@@ -126,6 +127,7 @@ class ReferenceIndex:
         assert rank.next_event_id is not None
         repeated = min(rank.next_event_id - first_event_id, len(events))
         self.counters.repeated_events += repeated
+        self.counters.applied_events += len(events) - repeated
         for event in events[repeated:]:
             self._take(rank, event)
             rank.next_event_id += 1

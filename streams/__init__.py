@@ -21,6 +21,7 @@ to who reads it:
                          deadletters.py  put aside what nobody can read
     reading              intake.py    a group shares `requests`; committed is what is done
                          follow.py    keep a fold up to date, with barriers.py and snapshots.py
+                         duty.py      who writes the snapshots, and when
                          stretch.py   read what partitions hold now, once
                          transcript.py   the rule by which a stream is read, once and right
                          replies.py, reply.py   follow the answers of many requests at a time

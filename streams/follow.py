@@ -15,8 +15,10 @@ Never here: deciding anything, committing anything, belonging to a group, or wri
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from streams.barriers import Barriers
@@ -100,6 +102,7 @@ class Follower:
         self._snapshots = snapshots
         self._on_applied = on_applied
         self._barriers = Barriers()
+        self._applying = asyncio.Lock()
         self._behind: dict[Partition, int] = {}  # the ends that are still to be reached
         self._followed: frozenset[Partition] = frozenset()
         self.sources: tuple[Partition, ...] = ()
@@ -127,13 +130,26 @@ class Follower:
         if position is None or position < offset:
             await self._barriers.wait(source, offset)
 
-    async def lag(self) -> dict[Partition, int]:
-        """Offsets between each position and the end of its partition now.
+    def positions(self) -> dict[Partition, int]:
+        """The next offset of each partition that has one."""
+        found = {source: self._fold.position(source) for source in self.sources}
+        return {source: at for source, at in found.items() if at is not None}
 
-        Raises BrokerUnavailable.
-        """
-        ends = await self._offsets(self.sources, self._log.end_offsets)
-        return {s: max(0, end - (self._fold.position(s) or 0)) for s, end in ends.items()}
+    async def ends(self) -> dict[Partition, int]:
+        """Where the partitions end now. Raises BrokerUnavailable."""
+        return await self._offsets(self.sources, self._log.end_offsets)
+
+    @asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """While this is held, nothing is applied: a thread may read state and position."""
+        async with self._applying:
+            yield
+
+    @property
+    def left(self) -> int:
+        """How many offsets are still to be read until `caught_up`."""
+        position = self._fold.position
+        return sum(max(0, end - (position(s) or 0)) for s, end in self._behind.items())
 
     async def run(self) -> None:
         """Restore, replay, then follow the log until cancelled; once.
@@ -173,9 +189,9 @@ class Follower:
         """Give the fold a position in each partition that the log can serve; note the ends."""
         fold = self._fold
         if self._snapshots is not None:
-            for source in sources:
-                if fold.position(source) is None:
-                    await self._snapshots.load(fold, source)
+            new = [source for source in sources if fold.position(source) is None]
+            if new:
+                await self._snapshots.load(fold, *new)
         starts = await self._offsets(sources, self._log.start_offsets)
         ends = await self._offsets(sources, self._log.end_offsets)
         for source in sources:
@@ -223,14 +239,15 @@ class Follower:
         except PositionLost as e:
             await self._rebuild(reader, e)
             return
-        for source, records in batches.items():
-            self._apply(source, records)
-        for source in dict.fromkeys((*self._behind, *self._barriers.waited_for)):
-            if source not in self._followed:
-                continue
-            # Its last offsets may be gone from the log: no record will ever carry us over them.
-            if (position := reader.position(source)) > (self._fold.position(source) or 0):
-                self._take(source, (), position)
+        async with self._applying:
+            for source, records in batches.items():
+                self._apply(source, records)
+            for source in dict.fromkeys((*self._behind, *self._barriers.waited_for)):
+                if source not in self._followed:
+                    continue
+                # Its last offsets may be gone from the log: no record will carry us over them.
+                if (position := reader.position(source)) > (self._fold.position(source) or 0):
+                    self._take(source, (), position)
         await self._clock.sleep(0)
 
     def _apply(self, source: Partition, records: Sequence[Record]) -> None:
@@ -276,6 +293,7 @@ class Follower:
         source = Partition(lost.topic, lost.partition)
         self.rebuilt += 1
         self.caught_up = False
-        self._fold.forget(source)
-        await until_answered(self._clock, lambda: self._place((source,)))
+        async with self._applying:
+            self._fold.forget(source)
+            await until_answered(self._clock, lambda: self._place((source,)))
         self._assign(reader)

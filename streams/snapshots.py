@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import zstandard
@@ -63,6 +63,41 @@ class Cover(msgspec.Struct, frozen=True, kw_only=True):
     state_hash: str
 
 
+class Taken(NamedTuple):
+    """What a fold knew from one partition, at one position."""
+
+    cover: Cover
+    data: bytes
+
+
+class Pointed(NamedTuple):
+    """A pointer that was read, and when it was appended (broker ms)."""
+
+    pointer: SnapshotPointer
+    written_ms: int
+
+
+def take(fold: Fold, source: Partition) -> Taken:
+    """State, hash and position of a partition, in one step: nothing may be applied meanwhile.
+
+    Raises ValueError when the fold has no position there.
+    """
+    position = fold.position(source)
+    if position is None:
+        raise ValueError(f"{fold.name} has no state of {source.topic}[{source.partition}]")
+    data = fold.snapshot(source)
+    cover = Cover(
+        format=FORMAT,
+        fold=fold.name,
+        topic=source.topic,
+        partition=source.partition,
+        position=position,
+        size=len(data),
+        state_hash=fold.state_hash(source),
+    )
+    return Taken(cover, data)
+
+
 class Snapshots:
     """Writes and reads snapshots over one log. Remembers the pointers that it has read."""
 
@@ -71,69 +106,81 @@ class Snapshots:
         self._clock = clock
         self._outbox = Outbox(log, clock)
         self._load_timeout_s = load_timeout_s
-        self._pointers: dict[str, list[SnapshotPointer]] = {}  # oldest first
+        self._pointers: dict[str, list[Pointed]] = {}  # oldest first
         self._pointers_read_to = 0
         self._reading_pointers = asyncio.Lock()
 
     async def save(self, fold: Fold, source: Partition) -> SnapshotPointer:
-        """Write a snapshot of what `fold` knows from one partition, now.
+        """Write a snapshot of what `fold` knows from one partition, now. Raises as `take`."""
+        pointer = await self.write(take(fold, source))
+        assert pointer is not None
+        return pointer
 
-        The state and its position are taken before anything is waited for. Appends are repeated
-        until acknowledged. Raises ValueError when the fold has no position there.
+    async def write(
+        self, taken: Taken, is_wanted: Callable[[], bool] = lambda: True
+    ) -> SnapshotPointer | None:
+        """Write a snapshot; None, and nothing points at it, once it is not wanted any more.
+
+        Appends are repeated until acknowledged.
         """
-        position = fold.position(source)
-        if position is None:
-            raise ValueError(f"{fold.name} has no state of {source.topic}[{source.partition}]")
-        data = fold.snapshot(source)
-        cover = Cover(
-            format=FORMAT,
-            fold=fold.name,
-            topic=source.topic,
-            partition=source.partition,
-            position=position,
-            size=len(data),
-            state_hash=fold.state_hash(source),
-        )
+        cover, data = taken
+        source = Partition(cover.topic, cover.partition)
         checksum = await self._checksum(cover, data)
         partition = source.partition % await self._log.partitions(SNAPSHOTS)
         first, parts = -1, 0
         for part in _parts(cover, data):
-            entry = _entry(fold.name, source, checksum, parts, part)
+            if not is_wanted():
+                return None
+            entry = _entry(cover.fold, source, checksum, parts, part)
             appended = await self._outbox.persist_entry(SNAPSHOTS, entry, partition)
             first, parts = (first if parts else appended.offset), parts + 1
+        if not is_wanted():
+            return None
         pointer = SnapshotPointer(
-            fold=fold.name,
+            fold=cover.fold,
             partition=source.partition,
-            position=position,
+            position=cover.position,
             first_part=first,
             parts=parts,
             checksum=checksum,
             state_hash=cover.state_hash,
             format=FORMAT,
         )
-        await self._outbox.persist(REGISTRY, pointer_key(fold.name, source), pointer)
+        await self._outbox.persist(REGISTRY, pointer_key(cover.fold, source), pointer)
         return pointer
 
-    async def load(self, fold: Fold, source: Partition) -> bool:
-        """Restore the newest whole snapshot of a partition; False, and no state, without one.
+    async def load(self, fold: Fold, *sources: Partition) -> frozenset[Partition]:
+        """Restore the newest whole snapshot of each partition.
 
-        Raises BrokerUnavailable.
+        Returns those that were; the fold has no state of the others. Raises BrokerUnavailable.
         """
+        await self.refresh()
+        loaded = set()
+        for source in sources:
+            for pointer, _ in reversed(self._pointers.get(pointer_key(fold.name, source), ())):
+                try:
+                    await self._restore(fold, source, pointer)
+                except _UnusableError as e:
+                    log.warning(
+                        "snapshot of %s, %s[%d], at %d is not used: %s",
+                        fold.name, *source, pointer.position, e,
+                    )  # fmt: skip
+                    continue
+                loaded.add(source)
+                break
+        return frozenset(loaded)
+
+    async def refresh(self) -> None:
+        """Read the pointers that were added since the last time. Raises BrokerUnavailable."""
         try:
             await self._read_pointers()
         except _UnusableError as e:
             log.warning("the registry could not be read for snapshots: %s", e)
-        for pointer in reversed(self._pointers.get(pointer_key(fold.name, source), ())):
-            try:
-                await self._restore(fold, source, pointer)
-            except _UnusableError as e:
-                log.warning(
-                    "snapshot of %s, %s[%d], at %d is not used: %s",
-                    fold.name, *source, pointer.position, e,
-                )  # fmt: skip
-                continue
-            return True
-        return False
+
+    def newest(self, fold: str, source: Partition) -> Pointed | None:
+        """The newest pointer of a partition that was read, whether its snapshot is whole or not."""
+        known = self._pointers.get(pointer_key(fold, source))
+        return known[-1] if known else None
 
     # --- writing ---
 
@@ -168,7 +215,7 @@ class Snapshots:
             self._pointers.pop(pointer.key, None)
         elif isinstance(pointer, SnapshotPointer) and record.key is not None:
             known = self._pointers.setdefault(record.key.decode(errors="replace"), [])
-            known.append(pointer)
+            known.append(Pointed(pointer, record.timestamp))
             del known[:-POINTERS_KEPT]
 
     async def _restore(self, fold: Fold, source: Partition, pointer: SnapshotPointer) -> None:

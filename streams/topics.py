@@ -132,9 +132,10 @@ TOPICS: tuple[Topic, ...] = (
 
 BY_NAME = {topic.name: topic for topic in TOPICS}
 
-GROUPS = {PROMPTS: "preprocessor", REQUESTS: "router"}
+GROUPS = {PROMPTS: "preprocessor", REQUESTS: "router", KV_EVENTS: "indexer"}
 """The consumer group, with the deployment's prefix, that shares a topic; it bears the name of the
-role. Everything else is read without a group."""
+role. Indexers share the duty of writing snapshots so; what they read, like everything else, is read
+without a group."""
 
 
 class Right(NamedTuple):

@@ -8,27 +8,28 @@ decimals in answers, for readers without 64 bits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from app.http.api import answer_errors
 from app.http.errors import ApiError
 from app.http.front import Bodies
+from app.http.index_metrics import IndexMetrics
 from app.routing.eligibility import block_size_of, number_of
 from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.routing.prompt import Prompt
 from indexer.events import Tier
 from indexer.keys import KeySecret, prompt_keys
+from streams.clock import Clock
 from streams.codecs import pack_tokens
 from streams.follow import Follower
 from streams.records import Hints
@@ -66,7 +67,9 @@ class Lookup:
         index: Index,
         fleet: Fleet,
         secret: KeySecret,
-        followers: dict[str, Follower],
+        followers: Mapping[str, Follower],
+        metrics: IndexMetrics,
+        clock: Clock,
         body_bytes: int,
         is_alive: Callable[[], bool],
     ) -> None:
@@ -74,9 +77,10 @@ class Lookup:
         self._fleet = fleet
         self._secret = secret
         self._followers = followers
+        self._metrics = metrics
+        self._clock = clock
         self._bodies = Bodies(body_bytes)
         self._is_alive = is_alive
-        self._metrics = _metrics(index, followers)
 
     def build(self) -> FastAPI:
         """The application."""
@@ -97,16 +101,20 @@ class Lookup:
     async def query(self, request: Request) -> Response:
         """Blocks by worker, rank and tier, of a prompt's tokens."""
         asked = await self._read(request, Query)
+        began = self._clock.now()
         prompt = Asked(
             id="", token_ids=pack_tokens(asked.token_ids), cache_salt=asked.cache_salt,
             hints=Hints(lora_name=asked.lora_name),
         )  # fmt: skip
         size = self._block_size(asked.model)
-        return self._found(asked.model, size, Prompt(prompt, self._secret).keys(size))
+        answer = self._found(asked.model, size, Prompt(prompt, self._secret).keys(size))
+        self._metrics.query_s.labels("query").observe(self._clock.now() - began)
+        return answer
 
     async def query_by_hash(self, request: Request) -> Response:
         """Blocks by worker, rank and tier, of a prompt's local hashes."""
         asked = await self._read(request, HashQuery)
+        began = self._clock.now()
         if any(not -(2**63) <= each <= M64 for each in asked.block_hashes):
             raise ApiError(
                 HTTPStatus.BAD_REQUEST, "hashes are numbers of 64 bits",
@@ -114,7 +122,9 @@ class Lookup:
             )  # fmt: skip
         local = np.array([each & M64 for each in asked.block_hashes], np.uint64)
         keys = prompt_keys(local, self._secret).tolist()
-        return self._found(asked.model, self._block_size(asked.model), keys)
+        answer = self._found(asked.model, self._block_size(asked.model), keys)
+        self._metrics.query_s.labels("query_by_hash").observe(self._clock.now() - began)
+        return answer
 
     async def workers(self) -> Response:
         """The workers that live, and how much each of their caches is known to hold."""
@@ -166,12 +176,13 @@ class Lookup:
     async def readyz(self) -> Response:
         """Whether answers are those of the log as it was at the start, or later."""
         read = {f"{name}_read": follower.caught_up for name, follower in self._followers.items()}
-        return _judged("ready", is_good=all(read.values()), **read)
+        left = {f"{name}_left": follower.left for name, follower in self._followers.items()}
+        return _judged("ready", is_good=all(read.values()), **read, **left)
 
     async def metrics(self) -> Response:
         """For Prometheus."""
         headers = {"content-type": CONTENT_TYPE_LATEST}
-        return Response(generate_latest(self._metrics), headers=headers)
+        return Response(await self._metrics.page(), headers=headers)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -200,31 +211,7 @@ class Lookup:
         return _json({"block_size": block_size, "blocks": len(keys), "holders": holders})
 
 
-def _metrics(index: Index, followers: dict[str, Follower]) -> CollectorRegistry:
-    registry = CollectorRegistry()
-
-    def gauge(name: str, meaning: str, value: Callable[[], float]) -> None:
-        Gauge(name, meaning, registry=registry).set_function(value)
-
-    counters = index.blocks.counters
-    gauge("kvlane_index_blocks", "Blocks in all caches and tiers",
-          lambda: sum(held.blocks for held in index.holdings().values()))  # fmt: skip
-    gauge("kvlane_index_foreign_records", "Records under another hash secret; must stay 0",
-          lambda: index.skipped.foreign)  # fmt: skip
-    gauge("kvlane_index_malformed_records", "Records with columns that no events give",
-          lambda: index.skipped.malformed)  # fmt: skip
-    gauge("kvlane_index_gaps", "Caches dropped because events were missing",
-          lambda: counters.gaps)  # fmt: skip
-    caught_up = Gauge(
-        "kvlane_fold_caught_up", "Whether a fold has read its topics to where they ended",
-        ["fold"], registry=registry,
-    )  # fmt: skip
-    for name, follower in followers.items():
-        caught_up.labels(name).set_function(partial(getattr, follower, "caught_up"))
-    return registry
-
-
-def _judged(name: str, *, is_good: bool, **more: bool) -> Response:
+def _judged(name: str, *, is_good: bool, **more: bool | int) -> Response:
     status = HTTPStatus.OK if is_good else HTTPStatus.SERVICE_UNAVAILABLE
     return _json({name: is_good} | more, status)
 

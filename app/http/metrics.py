@@ -61,10 +61,7 @@ class Metrics:
         self.output_tokens = Histogram(
             "kvlane_output_tokens", "Tokens of an answer", buckets=_TOKENS, registry=registry
         )
-        self.loop_delay = Histogram(
-            "kvlane_event_loop_delay_seconds", "How late the event loop ran a timer",
-            buckets=_DELAYS, registry=registry,
-        )  # fmt: skip
+        self.loop_delay = LoopDelay(registry)
         self.holes = Counter(
             "kvlane_holes", "Runs that lost a Chunk; must stay 0", registry=registry
         )
@@ -98,12 +95,22 @@ class Metrics:
         """A request begins."""
         self.prompt_tokens.observe(prompt_tokens)
 
-    async def watch_loop(self, clock: Clock) -> None:
-        """Measure how late timers are, until cancelled."""
+
+class LoopDelay:
+    """How late the event loop runs timers: whatever holds it up holds up everybody."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._histogram = Histogram(
+            "kvlane_event_loop_delay_seconds", "How late the event loop ran a timer",
+            buckets=_DELAYS, registry=registry,
+        )  # fmt: skip
+
+    async def watch(self, clock: Clock) -> None:
+        """Measure, until cancelled."""
         while True:
             due = clock.now() + DELAY_EVERY_S
             await clock.sleep(DELAY_EVERY_S)
-            self.loop_delay.observe(max(0.0, clock.now() - due))
+            self._histogram.observe(max(0.0, clock.now() - due))
 
 
 class Pace:

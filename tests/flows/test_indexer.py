@@ -10,10 +10,11 @@ import pytest
 
 from app.indexer import Indexer
 from app.lifetime import Lifetime
+from app.preprocess.pool import Inline
 from app.routing.eligibility import number_of
 from indexer.hashing import local_hashes
 from streams.records import Lost, ModelCard, Tombstone
-from streams.topics import KV_EVENTS, REGISTRY, partition_of
+from streams.topics import BY_NAME, KV_EVENTS, REGISTRY, partition_of
 from tests.exchange import Exchange
 from tests.gateways import settings_of
 from tests.routers import Hand
@@ -21,11 +22,12 @@ from tests.worlds import World, in_world, play
 
 SIZE = 16
 TOKENS = list(range(10 * SIZE + 3))
+PARTITION = partition_of(b"w1", BY_NAME[KV_EVENTS].partitions)
 
 
 async def opened(world: World, **over: Any) -> Indexer:
     life = Lifetime("i1", world.clock, random.Random("i1"))
-    indexer = Indexer(await world.connect("i1"), settings_of(**over), life)
+    indexer = Indexer(await world.connect("i1"), settings_of(**over), life, Inline())
     await indexer.open()
     return indexer
 
@@ -41,6 +43,12 @@ async def asked(indexer: Indexer, path: str = "/query", **body: Any) -> dict[str
     assert exchange.status == 200, exchange.content
     told: dict[str, Any] = exchange.json
     return told
+
+
+async def metrics(indexer: Indexer) -> dict[str, float]:
+    page = (await call(indexer, "GET", "/metrics")).content.decode()
+    lines = [line.rpartition(" ") for line in page.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
 
 
 def holders(told: dict[str, Any]) -> dict[str, int]:
@@ -125,8 +133,8 @@ async def test_keys_of_another_secret_show_wherever_one_looks(world: World) -> N
     assert holders(await asked(indexer, token_ids=TOKENS)) == {}
     listed = (await call(indexer, "GET", "/workers")).json["workers"]
     assert [worker["known"] for worker in listed] == [False]
-    page = (await call(indexer, "GET", "/metrics")).content.decode()
-    assert "kvlane_index_foreign_records 1.0" in page
+    page = await metrics(indexer)
+    assert page['kvlane_index_skipped_records_total{reason="foreign"}'] == 1
 
 
 @in_world
@@ -147,16 +155,59 @@ async def test_health_and_metrics(world: World) -> None:
     indexer = await opened(world)
     assert (await call(indexer, "GET", "/livez")).json == {"alive": True}
     ready = (await call(indexer, "GET", "/readyz")).json
-    assert ready == {"ready": True, "index_read": True, "fleet_read": True}
-    page = (await call(indexer, "GET", "/metrics")).content.decode()
-    assert "kvlane_index_blocks 10.0" in page
-    assert 'kvlane_fold_caught_up{fold="index"} 1.0' in page
+    assert ready == {
+        "ready": True, "index_read": True, "fleet_read": True, "index_left": 0, "fleet_left": 0,
+    }  # fmt: skip
+    page = await metrics(indexer)
+    assert page["kvlane_index_blocks"] == page['kvlane_index_worker_blocks{rank="0",worker="w1"}']
+    assert page["kvlane_index_blocks"] == 10
+    assert page['kvlane_index_worker_complete{rank="0",worker="w1"}'] == 1
+    assert page['kvlane_index_events_total{outcome="applied"}'] == 2
+    assert page['kvlane_fold_caught_up{fold="index"}'] == 1
+    of = f'{{fold="index",partition="{PARTITION}",topic="kv-events"}}'
+    assert page[f"kvlane_fold_position{of}"] == len(world.records(KV_EVENTS, PARTITION))
+    assert page[f"kvlane_fold_state_hash{of}"] > 0
+
+
+@in_world
+async def test_metrics_are_there_before_there_is_anything_to_tell(world: World) -> None:
+    page = await metrics(await opened(world))
+    for name in (
+        "kvlane_index_blocks", 'kvlane_index_events_total{outcome="stale"}',
+        'kvlane_index_skipped_records_total{reason="foreign"}',
+        "kvlane_index_refused_blocks_total", "kvlane_index_gaps_total",
+        'kvlane_fold_lag_records{fold="index",partition="0",topic="kv-events"}',
+        'kvlane_fold_malformed_records_total{fold="fleet"}', "kvlane_snapshots_total",
+        'kvlane_query_seconds_count{endpoint="query"}',
+    ):  # fmt: skip
+        assert page[name] == 0, name
+
+
+@in_world
+async def test_metrics_tell_how_far_it_is_behind_and_count_answers(world: World) -> None:
+    indexer = await opened(world)
+    await asked(indexer, token_ids=TOKENS)
+    async with indexer._followers["index"].still():
+        world.append(KV_EVENTS, PARTITION, *[Lost(worker="w1", epoch=1)] * 7, key="w1")
+        page = await metrics(indexer)
+    of = f'{{fold="index",partition="{PARTITION}",topic="kv-events"}}'
+    assert page[f"kvlane_fold_lag_records{of}"] == 7
+    assert page['kvlane_query_seconds_count{endpoint="query"}'] == 1
+
+
+@in_world
+async def test_metrics_are_told_while_no_broker_answers(world: World) -> None:
+    Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
+    indexer = await opened(world)
+    world.broker.available = False
+    page = await metrics(indexer)
+    assert page["kvlane_index_blocks"] == 10
 
 
 @in_world
 async def test_it_is_not_ready_before_the_log_is_read(world: World) -> None:
     life = Lifetime("i1", world.clock, random.Random("i1"))
-    indexer = Indexer(await world.connect("i1"), settings_of(), life)
+    indexer = Indexer(await world.connect("i1"), settings_of(), life, Inline())
     exchange = await call(indexer, "GET", "/readyz")
     assert exchange.status == 503
     assert exchange.json["ready"] is False

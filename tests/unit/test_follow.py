@@ -214,11 +214,35 @@ def test_a_poll_that_never_waits_lets_others_run(monkeypatch: pytest.MonkeyPatch
 
 
 @in_world
-async def test_lag_is_what_lies_between_a_position_and_the_end(world: World) -> None:
+async def test_positions_and_ends_tell_how_far_it_is(world: World) -> None:
     copy = await (await a_copy(world)).caught_up()
     await copy.stop()
     world.append(LEDGER, 1, *many(4))
-    assert await copy.follower.lag() == {LANE_0: 0, LANE_1: 4}
+    assert copy.follower.positions() == {LANE_0: 0, LANE_1: 0}
+    assert await copy.follower.ends() == {LANE_0: 0, LANE_1: 4}
+
+
+@in_world
+async def test_it_tells_how_much_is_left_to_be_read(world: World) -> None:
+    world.append(LEDGER, 0, *many(3 * RECORDS_PER_POLL))
+    copy = await a_copy(world)
+    left = set()
+    while not copy.follower.caught_up:
+        await asyncio.sleep(0)
+        left.add(copy.follower.left)
+    assert left >= {3 * RECORDS_PER_POLL, 2 * RECORDS_PER_POLL, RECORDS_PER_POLL}
+    assert copy.follower.left == 0
+
+
+@in_world
+async def test_nothing_is_applied_while_it_is_held_still(world: World) -> None:
+    copy = await (await a_copy(world)).caught_up()
+    async with copy.follower.still():
+        world.append(LEDGER, 0, *many(3))
+        await world.sleep(10)
+        assert copy.fold.offsets(LANE_0) == []
+    await asyncio.wait_for(copy.follower.wait_for(LANE_0, 3), 5)
+    assert copy.fold.offsets(LANE_0) == [0, 1, 2]
 
 
 @in_world

@@ -7,7 +7,7 @@ from aiokafka.partitioner import murmur2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import preprocessor, router
+from app import indexer, preprocessor, router
 from streams import codecs, topics
 from streams.topics import (
     BY_NAME,
@@ -176,6 +176,10 @@ def test_a_client_reads_and_writes_what_is_public_and_sees_nothing_else() -> Non
 
 
 def test_groups_are_those_that_processes_join() -> None:
-    assert GROUPS == {topics.PROMPTS: preprocessor.GROUP, topics.REQUESTS: router.GROUP}
+    assert GROUPS == {
+        topics.PROMPTS: preprocessor.GROUP,
+        topics.REQUESTS: router.GROUP,
+        topics.KV_EVENTS: indexer.GROUP,
+    }
     groups = [(r.role, r.name) for r in rights() if r.resource == "group" and r.name]
-    assert groups == [("preprocessor", "preprocessor"), ("router", "router")]
+    assert groups == [(role, role) for role in ("indexer", "preprocessor", "router")]
