@@ -1,25 +1,155 @@
-"""How kernels are compiled: the two decorators under which numba takes every function of ours.
+"""How kernels are compiled, and where their machine code is kept.
 
 Kernels take arrays and integers, return integers or nothing, run without the interpreter's lock,
-and never raise: the classes around them check what goes in. Importing this module imports numba.
+and never raise: the classes around them check what goes in. `kernel` and `inlined` are the only
+decorators under which numba takes functions of ours. Importing this module imports numba, so
+processes without kernels do not (0.2-0.4 s).
+
+The machine code is kept in the first of these folders that can be used: `KVLANE_KERNEL_CACHE`, the
+virtual environment, `~/.cache/kvlane`. In it, a folder each for what the code depends on: the
+sources, Python, numba, the processor. (Numba itself would notice neither a changed function that
+was inlined from another file nor a restored file time.) `indexer/warm.py` fills it beforehand. A
+process that finds its folder read-only works on a copy of its own; one that finds none compiles.
 """
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from numba import njit
+import numba
+from llvmlite import binding
+
+log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
+MODULES = ("hash_kernels",)
+"""All modules with kernels. Those whose kernels have no signatures give a `warm_up()` that calls
+each of them as it will be called."""
+VARIABLE = "KVLANE_KERNEL_CACHE"
+COMPLETE = "complete"
+"""A file that stands in a folder when all kernels do."""
+_IMPORTED = re.compile(r"^(?:from indexer\.(\w+) import|from indexer import (\w+))", re.MULTILINE)
+
+
+def sources() -> list[Path]:
+    """The files with kernels, and all files of ours that these import."""
+    folder = Path(__file__).parent
+    found: set[str] = set()
+    missing = {"kernels", *MODULES}
+    while missing:
+        found |= missing
+        texts = [(folder / f"{name}.py").read_text() for name in missing]
+        missing = {a or b for text in texts for a, b in _IMPORTED.findall(text)} - found
+    return [folder / f"{name}.py" for name in sorted(found)]
+
+
+def dependencies() -> str:
+    """Sixteen hex digits that change with whatever the machine code depends on."""
+    parts = [
+        sys.implementation.cache_tag or "", platform.machine(), numba.__version__,
+        binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(),
+        *(path.read_text() for path in sources()),
+    ]  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def roots() -> list[Path]:
+    """Where machine code may be kept, best first."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        return [Path(chosen)]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvlane")
+    in_environment = sys.prefix != sys.base_prefix
+    return [Path(sys.prefix, "var", "kvlane"), home] if in_environment else [home]
+
+
+def settle(candidates: list[Path]) -> Path | None:
+    """The first folder that is complete or can be written; None if none can.
+
+    Numba wants to write where it reads, so what is complete and read-only is copied.
+    """
+    for folder in candidates:
+        if is_writable(folder):
+            return folder
+        if (folder / COMPLETE).is_file():
+            copy = _private()
+            return copy and Path(shutil.copytree(folder, copy, dirs_exist_ok=True))
+    log.warning(
+        "no folder for machine code can be written: not %s; so the kernels are compiled at every "
+        "start. %s names another folder", ", ".join(map(str, candidates)), VARIABLE,
+    )  # fmt: skip
+    return _private()
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+def _private() -> Path | None:
+    """A folder that ends with this process; None where not even that can be made."""
+    try:
+        folder = tempfile.mkdtemp(prefix="kvlane-kernels-")
+    except OSError:
+        return None
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+FOLDER = settle([root / dependencies() for root in roots()])
+if FOLDER is not None:
+    numba.config.CACHE_DIR = str(FOLDER)
+
+
+def is_complete() -> bool:
+    """Whether all kernels are there in machine code."""
+    return FOLDER is not None and (FOLDER / COMPLETE).is_file()
+
+
+def announce() -> None:
+    """Say that compiling begins, once: this process will do nothing else for a while."""
+    global _announced  # noqa: PLW0603
+    if not (_announced or is_complete()):
+        _announced = True
+        log.warning(
+            "compiling the index kernels for this processor: up to 10 s, once. `make setup` or "
+            "`python -m indexer.warm` do it beforehand"
+        )
+
+
+_announced = False
 
 
 def kernel(*signatures: Any) -> Callable[[F], F]:
-    """Compile for these numba signatures where the function is defined; without any, as called."""
-    compiled = njit(list(signatures) or None, nogil=True, cache=True, error_model="numpy")
+    """Compile for these numba signatures, and no others, where the function is defined.
+
+    Without any: for whatever it is called with, when it is called. Read-only arrays are another
+    type than others, unless a signature takes both.
+    """
+    if signatures:
+        announce()
+    compiled = numba.njit(
+        list(signatures) or None, nogil=True, cache=FOLDER is not None, error_model="numpy"
+    )
     return cast("Callable[[F], F]", compiled)
 
 
 def inlined(function: F) -> F:
     """A scalar function that disappears in the kernels which use it."""
-    return cast("F", njit(forceinline=True, error_model="numpy")(function))
+    return cast("F", numba.njit(forceinline=True, error_model="numpy")(function))

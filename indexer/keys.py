@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from indexer.hash_kernels import running_sums
 from indexer.xxh3 import M64
 
 LOOPBACK_SECRET = b"kvlane on loopback"
@@ -62,17 +63,15 @@ def prefix_sums(
 
     A continuation takes the sum, not the key, of what it continues: they differ where it is 0.
     """
-    positions = np.arange(position, position + len(local), dtype=np.uint64)
-    mixed = (local ^ (positions * np.uint64(secret.step) + np.uint64(secret.start))) * np.uint64(
-        secret.first
-    )
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(secret.second)
-    return np.cumsum(mixed, dtype=np.uint64) + np.uint64(before & M64)
+    sums = np.empty(len(local), np.uint64)
+    constants = secret.start, secret.step, secret.first, secret.second
+    running_sums(np.ascontiguousarray(local), position, before & M64, *constants, sums)
+    return sums
 
 
 def keys_of(sums: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The keys of sums: 0 means an empty place in the index, so 1 stands for it."""
-    return np.where(sums == 0, np.uint64(1), sums)
+    return np.maximum(sums, np.uint64(1))
 
 
 def prompt_keys(local: NDArray[np.uint64], secret: KeySecret) -> NDArray[np.uint64]:

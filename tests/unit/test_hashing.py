@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer.hash_kernels import hash_rows
 from indexer.hashing import (
-    FEW_ROWS,
     block_seed,
     hash_blocks,
     local_hashes,
@@ -19,7 +21,7 @@ from indexer.hashing import (
     sequence_hashes,
     token_column,
 )
-from indexer.xxh3 import xxh3, xxh3_rows
+from indexer.xxh3 import xxh3
 
 TOKENS = list(range(12))
 LOCAL = [9143094415614847814, 12124091508212882195, 1088361764653601668]
@@ -48,14 +50,48 @@ def test_every_length_up_to_the_second_block_of_stripes_agrees(seed: int) -> Non
         assert xxh3(data[:length], seed) == xxhash.xxh3_64_intdigest(data[:length], seed), length
 
 
-@pytest.mark.parametrize("words", [1, 2, 3, 4, 5, 8, 16, 32, 33, 60, 61, 64, 128, 256, 257, 512])
-@given(seed=seeds, start=st.integers(0, 2**32 - 1))
-def test_rows_hash_as_their_bytes_do(words: int, seed: int, start: int) -> None:
-    rows = (np.arange(3 * words, dtype=np.uint64) * 2654435761 + start).astype("<u4")
-    rows = rows.reshape(3, words)
-    assert xxh3_rows(rows, seed).tolist() == [
-        xxhash.xxh3_64_intdigest(row.tobytes(), seed) for row in rows
+WORDS = [*range(1, 70), 127, 128, 129, 255, 256, 257, 271, 272, 273, 511, 512, 513, 600]
+"""Rows around every border of the format: of length classes, of stripes, of blocks of stripes."""
+
+
+def rows_hashed(
+    tokens: np.ndarray[Any, np.dtype[np.uint32]], size: int, stride: int, rows: int, seed: int
+) -> list[int]:
+    hashes = np.empty(rows, np.uint64)
+    hash_rows(tokens, size, stride, seed, hashes)
+    return hashes.tolist()
+
+
+def rows_expected(
+    tokens: np.ndarray[Any, np.dtype[np.uint32]], size: int, stride: int, rows: int, seed: int
+) -> list[int]:
+    return [
+        xxhash.xxh3_64_intdigest(tokens[stride * i :][:size].tobytes(), seed) for i in range(rows)
     ]
+
+
+@pytest.mark.parametrize("seed", [0, 1337, 2**63, 2**64 - 1])
+def test_rows_of_every_length_hash_as_the_reference_implementation_does(seed: int) -> None:
+    tokens = (np.arange(3 * WORDS[-1], dtype=np.uint64) * 2654435761).astype("<u4")
+    for size in WORDS:
+        for rows in (0, 1, 2, 3):
+            expected = rows_expected(tokens, size, size, rows, seed)
+            assert rows_hashed(tokens, size, size, rows, seed) == expected, (size, rows)
+
+
+@given(size=st.integers(1, 300), data=st.data(), seed=seeds)
+def test_rows_of_any_words_hash_as_the_reference_implementation_does(
+    size: int, data: st.DataObject, seed: int
+) -> None:
+    tokens = np.frombuffer(data.draw(st.binary(min_size=4 * size, max_size=4 * size)), "<u4")
+    assert rows_hashed(tokens, size, size, 1, seed) == rows_expected(tokens, size, size, 1, seed)
+
+
+@pytest.mark.parametrize("size", [5, 17, 33, 65, 129, 300])
+def test_rows_may_overlap(size: int) -> None:
+    tokens = (np.arange(4 * size, dtype=np.uint64) * 2654435761).astype("<u4")
+    expected = rows_expected(tokens, size, size - 1, 4, 1337)
+    assert rows_hashed(tokens, size, size - 1, 4, 1337) == expected
 
 
 # --- published vectors ---------------------------------------------------------------------------
@@ -104,14 +140,35 @@ def test_vectors_with_multimodal_objects(objects: list[int], first: int) -> None
 # --- rules ---------------------------------------------------------------------------------------
 
 
-def test_blocks_agree_with_the_formula_however_many_there_are() -> None:
-    for blocks in (1, FEW_ROWS, FEW_ROWS + 1, 40):
-        tokens = [i * 7919 % 2**32 for i in range(16 * blocks)]
-        expected = [
-            xxhash.xxh3_64_intdigest(np.array(tokens[16 * i : 16 * i + 16], "<u4").tobytes(), 1337)
-            for i in range(blocks)
-        ]
-        assert local_hashes(tokens, 16).tolist() == expected
+@given(
+    tokens=st.lists(st.integers(0, 2**32 - 1), max_size=300),
+    size=st.sampled_from([1, 3, 4, 16, 32, 64, 128]),
+    lora_name=st.sampled_from(["", "adapter-ä"]),
+    cache_salt=st.sampled_from(["", "tenant-a"]),
+    objects=st.lists(st.none() | st.sets(st.integers(0, 2**64 - 1), max_size=3), max_size=4),
+    eagle=st.booleans(),
+    seed=seeds,
+)
+def test_local_hashes_agree_with_the_formula(
+    tokens: list[int], size: int, lora_name: str, cache_salt: str,
+    objects: list[set[int] | None], eagle: bool, seed: int,
+) -> None:  # fmt: skip
+    salted = seed
+    if lora_name:
+        salted += xxhash.xxh3_64_intdigest(lora_name.encode(), 0)
+    if cache_salt:
+        salted += xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
+    expected = []
+    for i in range(max(len(tokens) - eagle, 0) // size):
+        data = np.array(tokens[size * i :][: size + eagle], "<u4").tobytes()
+        held = objects[i] if i < len(objects) else None
+        data += np.array(sorted(held or ()), "<u8").tobytes()
+        expected.append(xxhash.xxh3_64_intdigest(data, salted % 2**64))
+    found = local_hashes(
+        tokens, size, lora_name=lora_name, cache_salt=cache_salt, mm_hashes=objects, eagle=eagle,
+        seed=seed,
+    )  # fmt: skip
+    assert found.tolist() == expected
 
 
 @given(local=st.lists(st.integers(0, 2**64 - 1), max_size=6), seed=seeds)
@@ -184,6 +241,11 @@ def test_an_empty_identifier_has_no_hash() -> None:
         np.array(TOKENS, ">u4"),
         np.array(TOKENS, "<u4").tobytes(),
         memoryview(np.array(TOKENS, "<u4").tobytes()),
+        memoryview(b"?" + np.array(TOKENS, "<u4").tobytes())[1:],
+        bytearray(np.array(TOKENS, "<u4").tobytes()),
+        np.repeat(np.array(TOKENS, "<u4"), 2)[::2],
+        range(12),
+        deque(TOKENS),
     ],
     ids=lambda tokens: type(tokens).__name__,
 )
@@ -196,7 +258,20 @@ def test_the_largest_token_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [[-1], [2**32], [1.5], np.zeros((2, 2), np.int64), b"abc"], ids=repr
+    "tokens",
+    [
+        [-1],
+        [2**32],
+        [1.5],
+        ["a"],
+        [[1, 2], [3, 4]],
+        np.zeros((2, 2), np.int64),
+        np.array([-1]),
+        np.array([2**32]),
+        np.array([1.5]),
+        b"abc",
+    ],
+    ids=repr,
 )
 def test_what_are_no_tokens_is_refused(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="token ids"):
