@@ -19,7 +19,7 @@ announced from `cleared` on instead. It never costs more than the cache holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from indexer.engine_events import (
 from indexer.events import Event, Kind, Tier
 from indexer.hashing import BASE_SEED, local_hashes
 from indexer.keys import KeySecret, prefix_sums
-from indexer.mirror import ROOT, Mirror
+from indexer.mirror import REMOVED, ROOT, Mirror
 
 PROMPT_BLOCKS = 128
 """Blocks that make a batch due at once; fewer wait for company."""
@@ -88,13 +88,13 @@ class _Row:
         """Whether one more key goes into this row."""
         if kind is not self.kind or tier is not self.tier:
             return False
-        return kind is Kind.REMOVED or position == self.position + len(self.keys)
+        return kind is REMOVED or position == self.position + len(self.keys)
 
     def first(self, keys: int) -> Event:
         """Cut off its first keys as an event."""
         taken, self.keys = self.keys[:keys], self.keys[keys:]
         event = Event(self.kind, self.tier, self.position, tuple(taken))
-        self.position += len(taken) if self.kind is Kind.STORED else 0
+        self.position += len(taken) if self.kind is not REMOVED else 0
         return event
 
 
@@ -213,14 +213,14 @@ class Bridge:
         tiers = self._names.setdefault(event.group, [{} for _ in Tier])
         before, position, lora_name, cache_salt = 0, 0, event.lora_name, event.cache_salt
         if event.parent is not None:
-            known = [names[event.parent] for names in tiers if event.parent in names]
-            if not known:
+            lies_in = next((t for t in Tier if event.parent in tiers[t]), None)
+            if lies_in is None:
                 self.counters.orphans += 1
                 if not self.announcing:
                     self._mirror.announce(clear=False)
                 return
-            before = known[0]
-            _, position, inherited_name, inherited_salt = self._mirror.facts(before)
+            before = tiers[lies_in][event.parent]
+            _, position, inherited_name, inherited_salt = self._mirror.facts(lies_in, before)
             position += 1
             lora_name, cache_salt = lora_name or inherited_name, cache_salt or inherited_salt
         try:
@@ -278,12 +278,12 @@ class Bridge:
         for name in event.block_hashes:
             if name not in names:
                 self.counters.unknown_removed += 1
-            elif (copies := self._copies.get((event.group, tier, name), 1)) == 1:
-                self._mirror.remove(tier, names.pop(name))
-            elif copies == 2:
-                del self._copies[event.group, tier, name]
-            else:
-                self._copies[event.group, tier, name] = copies - 1
+                continue
+            if self._copies and (copies := self._copies.pop((event.group, tier, name), 1)) > 1:
+                if copies > 2:
+                    self._copies[event.group, tier, name] = copies - 1
+                continue
+            self._mirror.remove(tier, names.pop(name))
 
     def _forget_all(self) -> None:
         self._mirror = Mirror(self._put)
@@ -292,11 +292,11 @@ class Bridge:
         self._copies: dict[tuple[int, Tier, EngineHash], int] = {}
         """How many the engine has of a block under one name, where it is more than one."""
 
-    def _put(self, kind: Kind, tier: Tier, position: int, sums: Sequence[int]) -> None:
+    def _put(self, kind: Kind, tier: Tier, position: int, sums: list[int]) -> None:
         """Append to the pending events, to the last row if it takes one more key."""
-        self._pending_blocks += len(sums)
-        keys = [total or 1 for total in sums]  # as `indexer.keys.keys_of`
+        keys = [total or 1 for total in sums] if 0 in sums else sums  # see `indexer.keys.keys_of`
+        self._pending_blocks += len(keys)
         if self._pending and self._pending[-1].takes(kind, tier, position):
             self._pending[-1].keys += keys
         else:
-            self._pending.append(_Row(kind, tier, position, keys))
+            self._pending.append(_Row(kind, tier, position, keys.copy()))

@@ -69,12 +69,13 @@ EngineEvent: TypeAlias = BlocksStored | BlocksRemoved | AllCleared
 
 def tier_of(medium: str) -> Tier:
     """The tier of a medium, by the names engines use; unknown ones are far away."""
-    return _TIERS.get(medium.upper(), Tier.EXTERNAL)
+    tier = _TIERS.get(medium)
+    return _TIERS.get(medium.upper(), Tier.EXTERNAL) if tier is None else tier
 
 
 def is_remote(event: BlocksStored | BlocksRemoved) -> bool:
     """Whether the blocks are in a cache of somebody else."""
-    return event.locality.upper() == "REMOTE"
+    return bool(event.locality) and event.locality.upper() == "REMOTE"
 
 
 def concerns_prefixes(event: BlocksStored) -> bool:

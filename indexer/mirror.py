@@ -10,13 +10,14 @@ filled. Blocks are told parents first and taken back children first, one by one,
 not matter where a batch of them is cut. Lower tiers are told as they are: they continue prefixes
 of nearer tiers, and a hole in one of them says nothing.
 
-Plain dicts of integers: a million blocks cost the garbage collector nothing. Owns no time, no
+Dicts of integers and flat tuples, no objects: the garbage collector walks 400 000 blocks in 7 ms
+so, and took 117 ms for objects, with nothing else running on the event loop. Owns no time, no
 batches and no engine's names; see `indexer/bridge.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -28,9 +29,11 @@ ROOT = -1
 Facts: TypeAlias = tuple[int, int, str, str]
 """Of a block: the sum before it, its position, its adapter's name and its salt."""
 
-
-Put: TypeAlias = Callable[[Kind, Tier, int, Sequence[int]], None]
+Put: TypeAlias = Callable[[Kind, Tier, int, list[int]], None]
 """Told of changes in their order, like events (`indexer/events.py`), but of sums."""
+
+# Members of an enum are slow to look up, and these are needed for every block.
+STORED, REMOVED, DEVICE = Kind.STORED, Kind.REMOVED, Tier.DEVICE
 
 
 class Mirror:
@@ -38,12 +41,13 @@ class Mirror:
 
     def __init__(self, put: Put) -> None:
         self._put = put
-        self._held: list[dict[int, int]] = [{} for _ in Tier]
-        """For each tier, how many names the engine has for a block in it."""
-        self._facts: dict[int, Facts] = {}
-        """Of all blocks in any tier."""
-        self._children = _Children()
-        """Blocks of the device tier, told or not, by what they continue, held or not."""
+        self._held: list[dict[int, Facts]] = [{} for _ in Tier]
+        """The blocks of each tier."""
+        self._names: dict[tuple[Tier, int], int] = {}
+        """How many names the engine has for a block in a tier, where it is more than one."""
+        self._children: dict[int, int | set[int]] = {}
+        """Blocks of the device tier, told or not, by what they continue, held or not. Nearly
+        always it is one, so only forks cost a set."""
         self._told = {ROOT}
         """Blocks of the device tier that whoever listens believes to be there."""
         self._waiting: list[list[int]] = [[] for _ in Tier]
@@ -60,41 +64,40 @@ class Mirror:
         """Whether an announcement has begun and not ended."""
         return any(self._waiting)
 
-    def facts(self, total: int) -> Facts:
-        """Of a block that a tier holds."""
-        return self._facts[total]
+    def facts(self, tier: Tier, total: int) -> Facts:
+        """Of a block that the tier holds."""
+        return self._held[tier][total]
 
-    def add(self, tier: Tier, sums: Sequence[int], facts: Sequence[Facts]) -> None:
+    def add(self, tier: Tier, sums: list[int], facts: list[Facts]) -> None:
         """The engine has one more name, in this tier, for each of some consecutive blocks."""
         held = self._held[tier]
-        waited_for = tier is Tier.DEVICE and not self._children.have_none(sums)
+        waited_for = tier is DEVICE and not self._children.keys().isdisjoint(sums)
         if not waited_for and held.keys().isdisjoint(sums):
             self._begin(tier, sums, facts)
             return
         for total, fact in zip(sums, facts, strict=True):
             if total in held:
-                held[total] += 1
+                self._names[tier, total] = self._names.get((tier, total), 1) + 1
             else:
                 self._begin(tier, [total], [fact])
 
     def remove(self, tier: Tier, total: int) -> None:
-        """The engine has one name less for a block of this tier."""
-        held = self._held[tier]
-        if held[total] > 1:
-            held[total] -= 1
+        """The engine has one name less for a block that the tier holds."""
+        if self._names and (names := self._names.pop((tier, total), 1)) > 1:
+            if names > 2:
+                self._names[tier, total] = names - 1
             return
-        del held[total]
-        if tier is not Tier.DEVICE:
-            self._put(Kind.REMOVED, tier, 0, [total])
+        before = self._held[tier].pop(total)[0]
+        if tier is not DEVICE:
+            self._put(REMOVED, tier, 0, [total])
+            return
+        siblings = self._children[before]
+        if isinstance(siblings, set) and len(siblings) > 1:
+            siblings.remove(total)
         else:
-            self._children.remove(self._facts[total][0], total)
-            if total in self._told:
-                self._hide(total)
-        for other in self._held:
-            if total in other:
-                break
-        else:
-            del self._facts[total]
+            del self._children[before]
+        if total in self._told:
+            self._hide(total)
 
     def announce(self, *, clear: bool) -> None:
         """Begin to tell everything again; with `clear`, to somebody who believes nothing any more.
@@ -103,8 +106,10 @@ class Mirror:
         """
         if clear:
             self._told = {ROOT}
-        self._waiting = [list(reversed(held)) for held in self._held]
-        self._waiting[Tier.DEVICE] = list(self._children.of(ROOT))
+        for tier, held in zip(Tier, self._held, strict=True):
+            self._waiting[tier] = (
+                list(self._children_of(ROOT)) if tier is DEVICE else list(reversed(held))
+            )
 
     def announce_some(self, blocks: int) -> None:
         """Go on telling, at most so many blocks; those that are gone by now count, too."""
@@ -113,86 +118,63 @@ class Mirror:
 
     # --- the device tier -------------------------------------------------------------------------
 
-    def _begin(self, tier: Tier, sums: Sequence[int], facts: Sequence[Facts]) -> None:
+    def _begin(self, tier: Tier, sums: list[int], facts: list[Facts]) -> None:
         """The tier has got consecutive blocks; only the last one may have been waited for."""
         held = self._held[tier]
-        held.update(dict.fromkeys(sums, 1))
-        self._facts.update(zip(sums, facts, strict=True))
+        held.update(zip(sums, facts, strict=True))
         before, position, *_ = facts[0]
-        if tier is not Tier.DEVICE:
-            self._put(Kind.STORED, tier, position, sums)
+        if tier is not DEVICE:
+            self._put(STORED, tier, position, sums)
             return
-        self._children.add(before, sums[0])
-        self._children.add_chain(sums)
+        siblings = self._children.get(before)
+        if siblings is None:
+            self._children[before] = sums[0]
+        elif isinstance(siblings, set):
+            siblings.add(sums[0])
+        else:
+            self._children[before] = {siblings, sums[0]}
+        self._children.update(pairwise(sums))
         if before in self._told:
             self._told.update(sums)
-            self._put(Kind.STORED, tier, position, sums)
-            self._announce(tier, list(self._children.of(sums[-1])), len(held))
+            self._put(STORED, tier, position, sums)
+            self._announce(tier, list(self._children_of(sums[-1])), len(held))
 
     def _announce(self, tier: Tier, waiting: list[int], blocks: int) -> int:
         """Tell at most so many of what waits, the last one first; returns how many may follow."""
-        held, told, device = self._held[tier], self._told, tier is Tier.DEVICE
+        held, told = self._held[tier], self._told
+        start, run = 0, list[int]()
         while waiting and blocks:
             blocks -= 1
             total = waiting.pop()
             if total not in held:
                 continue
-            before, position, *_ = self._facts[total]
-            if device:
+            before, position, *_ = held[total]
+            if tier is DEVICE:
                 if before not in told:
                     continue
                 told.add(total)
-                waiting += self._children.of(total)
-            self._put(Kind.STORED, tier, position, [total])
+                waiting += self._children_of(total)
+            if position != start + len(run):
+                if run:
+                    self._put(STORED, tier, start, run)
+                start, run = position, []
+            run.append(total)
+        if run:
+            self._put(STORED, tier, start, run)
         return blocks
 
     def _hide(self, total: int) -> None:
         """Take a block back with all that continues it."""
         gone = [total]
-        for block in gone:  # which grows
-            gone += [child for child in self._children.of(block) if child in self._told]
-        gone.reverse()
+        if total in self._children:
+            for block in gone:  # which grows
+                gone += [child for child in self._children_of(block) if child in self._told]
+            gone.reverse()
         self._told.difference_update(gone)
-        self._put(Kind.REMOVED, Tier.DEVICE, 0, gone)
+        self._put(REMOVED, DEVICE, 0, gone)
 
-
-class _Children:
-    """The children of blocks. Nearly all have one, so only forks cost a set."""
-
-    def __init__(self) -> None:
-        self._only: dict[int, int] = {}
-        self._forks: dict[int, set[int]] = {}
-
-    def of(self, parent: int) -> Collection[int]:
-        fork = self._forks.get(parent)
-        if fork is not None:
-            return fork
-        only = self._only.get(parent)
-        return () if only is None else (only,)
-
-    def have_none(self, parents: Iterable[int]) -> bool:
-        return self._only.keys().isdisjoint(parents) and self._forks.keys().isdisjoint(parents)
-
-    def add(self, parent: int, child: int) -> None:
-        """A child that the parent has not."""
-        fork = self._forks.get(parent)
-        if fork is not None:
-            fork.add(child)
-        elif parent in self._only:
-            self._forks[parent] = {self._only.pop(parent), child}
-        else:
-            self._only[parent] = child
-
-    def add_chain(self, sums: Sequence[int]) -> None:
-        """Each one is the only child of the one before it."""
-        self._only.update(pairwise(sums))
-
-    def remove(self, parent: int, child: int) -> None:
-        """A child that the parent has."""
-        fork = self._forks.get(parent)
-        if fork is None:
-            del self._only[parent]
-            return
-        fork.remove(child)
-        if not fork:
-            del self._forks[parent]
+    def _children_of(self, parent: int) -> Collection[int]:
+        children = self._children.get(parent)
+        if children is None:
+            return ()
+        return children if isinstance(children, set) else (children,)
