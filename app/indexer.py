@@ -22,6 +22,7 @@ from app.preprocess.pool import Pool, Threads
 from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.settings import Settings
+from indexer.warm import compile_all
 from streams.clock import BrokerClock
 from streams.duty import SnapshotDuty
 from streams.follow import Follower
@@ -76,6 +77,7 @@ class Indexer:
 
     async def start(self) -> None:
         """Listen at once, so that `/readyz` can tell how far it is; return when all is read."""
+        compile_all()
         settings = self._settings
         self._server = Server(self.http, settings.http_host, settings.indexer_port, self._life)
         await self._server.start()

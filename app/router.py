@@ -28,6 +28,7 @@ from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.routing.load import Load
 from app.settings import Settings
+from indexer.warm import compile_all
 from streams.clock import BrokerClock
 from streams.errors import BrokerUnavailable
 from streams.follow import Follower
@@ -96,6 +97,7 @@ class Router:
 
     async def start(self) -> None:
         """Read the folds up to now, then join the group; returns when both is done."""
+        compile_all()
         life, clock = self._life, self._life.clock
         load_follower = Follower(
             self._log, self._load, [LEDGER], clock, broker_clock=self._broker_clock,

@@ -122,14 +122,21 @@ def is_complete() -> bool:
     return FOLDER is not None and (FOLDER / COMPLETE).is_file()
 
 
+def set_complete() -> None:
+    """Tell later processes that nothing is left to compile."""
+    if FOLDER is not None:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        (FOLDER / COMPLETE).touch()
+
+
 def announce() -> None:
     """Say that compiling begins, once: this process will do nothing else for a while."""
     global _announced  # noqa: PLW0603
     if not (_announced or is_complete()):
         _announced = True
         log.warning(
-            "compiling the index kernels for this processor: up to 10 s, once. `make setup` or "
-            "`python -m indexer.warm` do it beforehand"
+            "compiling the index kernels for this processor: up to 10 s, once "
+            "(`make setup`, or `python -m indexer.warm`)"
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import shutil
 import sys
-import time
 from functools import cache
 
 from indexer import kernels
@@ -28,13 +27,12 @@ def compile_all() -> None:
         warm_up = getattr(module, "warm_up", None)
         if warm_up is not None:
             warm_up()
-    if kernels.FOLDER is not None:
-        (kernels.FOLDER / kernels.COMPLETE).touch()
+    kernels.set_complete()
 
 
 def drop_old() -> None:
     """Keep only the newest folders beside ours."""
-    if kernels.FOLDER is not None:
+    if kernels.FOLDER is not None and kernels.FOLDER.is_dir():
         beside = [path for path in kernels.FOLDER.parent.iterdir() if path.is_dir()]
         beside.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         for path in beside[FOLDERS_KEPT:]:
@@ -45,10 +43,9 @@ def main() -> None:
     """Fill the cache, and say what was done."""
     if kernels.is_complete():
         return
-    started = time.monotonic()
     compile_all()
     drop_old()
-    sys.stdout.write(f"compiled in {time.monotonic() - started:.1f} s into {kernels.FOLDER}\n")
+    sys.stdout.write(f"compiled into {kernels.FOLDER}\n")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ def test_pure_module_loads_no_event_loop_no_kafka_and_no_pydantic(module: str) -
     assert loaded_by(f"import {module}").isdisjoint(IMPURE)
 
 
+@pytest.mark.parametrize("module", ["app.cli", "app.gateway", "app.preprocessor"])
+def test_what_has_no_kernels_loads_no_compiler(module: str) -> None:
+    assert "numba" not in loaded_by(f"import {module}")
+
+
 def test_app_loads_nothing_until_asked() -> None:
     before = loaded_by("")
     assert loaded_by("import app") - before == {"app"}

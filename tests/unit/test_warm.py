@@ -1,0 +1,181 @@
+"""Machine code of kernels: compiled once, kept where it can be, never when it is needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from indexer import kernels, warm
+
+ROOT = Path(__file__).resolve().parents[2]
+HASH = "from indexer.hashing import local_hashes; print(local_hashes(range(12), 4)[0])"
+STATS = """
+import sys
+from indexer.warm import compile_all
+compile_all()
+found = {
+    id(each): each for name, module in list(sys.modules.items()) if name.startswith("indexer.")
+    for each in vars(module).values() if hasattr(each, "stats")
+}
+kept = [each for each in found.values() if each.targetoptions.get("nogil")]
+print(sum(sum(each.stats.cache_misses.values()) for each in kept))
+print(sum(sum(each.stats.cache_hits.values()) for each in kept))
+print(sum(len(each.signatures) for each in kept))
+"""
+
+
+def output_of(code: str, **environment: str) -> tuple[list[str], str]:
+    """The lines on stdout, and stderr, of a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.split(), done.stderr
+
+
+def test_the_second_process_compiles_nothing() -> None:
+    output_of(STATS)
+    (misses, hits, compiled), said = output_of(STATS)
+    assert int(misses) == 0
+    assert int(hits) == int(compiled) > 0
+    assert said == ""
+
+
+def test_kernels_work_and_say_so_where_no_folder_can_be_written(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    (first,), said = output_of(HASH, KVLANE_KERNEL_CACHE=str(in_the_way / "below"))
+    assert first == "9143094415614847814"
+    assert str(in_the_way) in said
+    assert "KVLANE_KERNEL_CACHE" in said
+    assert "compiling the index kernels" in said
+
+
+def test_a_process_leaves_no_folder_of_its_own_behind(tmp_path: Path) -> None:
+    output_of(HASH, KVLANE_KERNEL_CACHE="/dev/null/below", TMPDIR=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kernels_work_where_nothing_can_be_written_at_all() -> None:
+    nowhere = "import tempfile; tempfile.mkdtemp = lambda **_: open('/dev/null/below');"
+    (first,), _ = output_of(nowhere + HASH, KVLANE_KERNEL_CACHE="/dev/null/below")
+    assert first == "9143094415614847814"
+
+
+# --- where the code is kept ----------------------------------------------------------------------
+
+
+def test_the_first_folder_that_can_be_written_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert kernels.settle([tmp_path / "file" / "a", tmp_path / "b"]) == tmp_path / "b"
+
+
+def test_a_complete_folder_that_is_read_only_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "is_writable", lambda _: False)
+    (tmp_path / kernels.COMPLETE).touch()
+    (tmp_path / "code").write_bytes(b"machine code")
+    copy = kernels.settle([tmp_path / "missing", tmp_path])
+    assert copy is not None
+    assert copy != tmp_path
+    assert (copy / "code").read_bytes() == b"machine code"
+
+
+def test_the_setting_names_the_only_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "/somewhere")
+    assert kernels.roots() == [Path("/somewhere")]
+
+
+def test_the_environment_comes_before_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.setattr(sys, "prefix", "/environment")
+    assert kernels.roots() == [Path("/environment/var/kvlane"), Path("/caches/kvlane")]
+
+
+def test_without_an_environment_the_code_goes_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    assert kernels.roots() == [Path("/home/somebody/.cache/kvlane")]
+
+
+# --- what it depends on --------------------------------------------------------------------------
+
+
+def test_another_processor_has_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = kernels.dependencies()
+    monkeypatch.setattr(kernels.binding, "get_host_cpu_name", lambda: "another")
+    assert kernels.dependencies() != here
+
+
+def test_changed_sources_have_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = tmp_path / "xxh3.py"
+    changed.write_text("P32_1 = 0\n")
+    here, files = kernels.dependencies(), kernels.sources()
+    others = [changed if each.name == changed.name else each for each in files]
+    monkeypatch.setattr(kernels, "sources", lambda: others)
+    assert kernels.dependencies() != here
+
+
+def test_files_that_kernels_take_from_are_sources() -> None:
+    names = {path.name for path in kernels.sources()}
+    assert {"hash_kernels.py", "kernels.py", "lanes.py", "xxh3.py"} <= names
+
+
+def test_every_file_with_kernels_is_known() -> None:
+    known = set(kernels.sources())
+    with_kernels = {
+        path
+        for path in ROOT.joinpath("indexer").glob("*.py")
+        if re.search(r"^@kernel", path.read_text(), re.MULTILINE)
+    }
+    assert with_kernels - known == set()
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def test_compiling_is_announced_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels, "_announced", False)
+    monkeypatch.setattr(kernels, "is_complete", lambda: False)
+    monkeypatch.setattr(logging.getLogger("indexer"), "propagate", True)
+    kernels.announce()
+    kernels.announce()
+    assert [line.startswith("compiling") for line in caplog.messages] == [True]
+
+
+def test_nothing_is_announced_when_all_is_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels, "_announced", False)
+    monkeypatch.setattr(kernels, "is_complete", lambda: True)
+    monkeypatch.setattr(logging.getLogger("indexer"), "propagate", True)
+    kernels.announce()
+    assert caplog.messages == []
+
+
+def test_old_folders_go_and_ours_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age in range(warm.FOLDERS_KEPT + 2):
+        (tmp_path / str(age)).mkdir()
+        os.utime(tmp_path / str(age), (10_000 - age,) * 2)
+    ours = tmp_path / "0"
+    monkeypatch.setattr(kernels, "FOLDER", ours)
+    warm.drop_old()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {str(age) for age in range(warm.FOLDERS_KEPT)}
