@@ -20,7 +20,7 @@ from functools import partial
 from streams.clock import BrokerClock, Clock
 from streams.errors import BrokerUnavailable, LogClosed
 from streams.follow import Fold, Follower
-from streams.ports import Log, Partition
+from streams.ports import Log, Member, Partition
 from streams.snapshots import Snapshots, Taken, take
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,9 @@ class SnapshotDuty:
         offload: Offload,
         every_s: float,
     ) -> None:
-        self._member = log.member(topic, group, self)
+        self._log = log
         self._topic = topic
+        self._group = group
         self._fold = fold
         self._follower = follower
         self._snapshots = snapshots
@@ -69,6 +70,7 @@ class SnapshotDuty:
         self._broker_clock = broker_clock
         self._offload = offload
         self._every_s = every_s
+        self._member: Member | None = None
         self._closing = False
         self.owned: frozenset[int] = frozenset()
         self.written = 0
@@ -77,9 +79,10 @@ class SnapshotDuty:
 
     async def belong(self) -> None:
         """Be a member of the group, until cancelled or closed. Raises what polling raises."""
+        self._member = member = self._log.member(self._topic, self._group, self)
         try:
             while True:
-                await self._member.poll(POLL_S)  # never a record: no partition is resumed
+                await member.poll(POLL_S)  # never a record: no partition is resumed
         except LogClosed:
             if not self._closing:
                 raise
@@ -102,7 +105,8 @@ class SnapshotDuty:
         """Leave the group, so that others take over at once. Idempotent."""
         self._closing = True
         self.owned = frozenset()
-        await self._member.close()
+        if self._member is not None:
+            await self._member.close()
 
     def age_s(self, partition: int) -> float | None:
         """How old the newest snapshot is that was heard of; None without one."""

@@ -78,7 +78,8 @@ class Follower:
 
     `on_applied` is called after each step, on the event loop; it must not block. `caught_up` is
     true from reaching the ends seen at the start on, except while a partition is built again.
-    `applied`, `malformed` and `rebuilt` count records, records and partitions.
+    `applied` and `malformed` count records; `rebuilt` partitions that were built again, `restored`
+    those that came from snapshots.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Follower:
         self.applied = 0
         self.malformed = 0
         self.rebuilt = 0
+        self.restored = 0
 
     async def wait_caught_up(self) -> None:
         """Wait for `caught_up`; the caller sets the deadline. Raises what ended the follower."""
@@ -191,7 +193,7 @@ class Follower:
         if self._snapshots is not None:
             new = [source for source in sources if fold.position(source) is None]
             if new:
-                await self._snapshots.load(fold, *new)
+                self.restored += len(await self._snapshots.load(fold, *new))
         starts = await self._offsets(sources, self._log.start_offsets)
         ends = await self._offsets(sources, self._log.end_offsets)
         for source in sources:
@@ -284,7 +286,10 @@ class Follower:
             del self._behind[source]
         if not self._behind and not self.caught_up:
             self.caught_up = True
-            log.info("%s caught up", self._fold.name)
+            log.info(
+                "%s caught up: %d records read, %d partitions from snapshots",
+                self._fold.name, self.applied, self.restored,
+            )  # fmt: skip
             self._barriers.reach(None, 1)
         self._barriers.reach(source, position)
 

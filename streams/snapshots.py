@@ -200,11 +200,12 @@ class Snapshots:
             start = (await self._log.start_offsets(REGISTRY, [0]))[0]
             start = max(start, self._pointers_read_to)
             end = (await self._log.end_offsets(REGISTRY, [0]))[0]
-            async with aclosing(self._read(registry, start, end, 500)) as records:
-                async for record in records:
-                    self._note(record)
-                    self._pointers_read_to = record.offset + 1
-            self._pointers_read_to = max(start, end)
+            if start < end:
+                async with aclosing(self._read(registry, start, end, 500)) as records:
+                    async for record in records:
+                        self._note(record)
+                        self._pointers_read_to = record.offset + 1
+                self._pointers_read_to = end
 
     def _note(self, record: Record) -> None:
         try:

@@ -111,6 +111,25 @@ def gateway(*, full: Full = False, json: Json = None) -> None:
     _measure("gateway", lambda said, progress: run(Settings(), form, said, progress), json)
 
 
+@app.command()
+def rebuild(
+    *,
+    blocks: Annotated[int, typer.Option(help="How many blocks.", min=64_000)] = 2_300_000,
+    full: Full = False,
+    json: Json = None,
+) -> None:
+    """A cold router, until it is ready: with many blocks, no worker alive, on a real Kafka.
+
+    From snapshots and the tail, and from the log alone, beside a start with empty topics. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from app.bench.rebuild import Form
+    from app.bench.rebuild import rebuild as run
+
+    form = Form(blocks, rounds=5 if full else 2)
+    _measure("rebuild", lambda said, progress: run(Settings(), form, said, progress), json)
+
+
 @app.command(name="all")
 def every(
     *,
@@ -119,7 +138,7 @@ def every(
     ] = False,
 ) -> None:
     """Every benchmark there is, one after the other. Exit code 1 if one misses its bar."""
-    for form in (hop, tokens, gateway):
+    for form in (hop, tokens, gateway, rebuild):
         form(full=full)
     if not _faults(FULL_SEEDS if full else QUICK_SEEDS, 0, 0, None):
         raise typer.Exit(1)

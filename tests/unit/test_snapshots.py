@@ -18,7 +18,7 @@ from streams.memory.broker import Fate
 from streams.memory.partition import MemoryRecord
 from streams.ports import Entry, Partition
 from streams.records import Ended, Fact, ModelCard, SnapshotPointer, Tombstone
-from streams.snapshots import SLICE_BYTES, Snapshots, pointer_key
+from streams.snapshots import SLICE_BYTES, Snapshots, pointer_key, take
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
 from tests.tally import Tally
 from tests.worlds import World, in_world
@@ -179,6 +179,37 @@ async def test_writing_and_reading_a_large_one_lets_others_run(world: World) -> 
     turns = 0
     assert await store.load(Blob(), LANE_0)
     assert turns >= 3
+
+
+@in_world
+async def test_what_was_read_of_the_registry_is_not_read_again(world: World) -> None:
+    await (await snapshots(world)).save(a_tally(3), LANE_0)
+    log = await world.connect("late")
+    store, opened = Snapshots(log, world.clock), log.reader
+    readers = []
+    log.reader = lambda: readers.append(opened()) or readers[-1]  # type: ignore[func-returns-value,method-assign]
+    for _ in range(3):
+        await store.refresh()
+    assert len(readers) == 1
+    assert store.newest("tally", LANE_0) is not None
+
+
+@in_world
+async def test_one_that_is_not_wanted_any_more_is_broken_off(world: World) -> None:
+    store, left = await snapshots(world), [True, True, False]
+    taken = take(Blob(noise(2_500_000), 1), LANE_0)
+    assert await store.write(taken, lambda: left.pop(0)) is None
+    assert len(parts(world)) == 2
+    assert not world.records(REGISTRY, 0)
+
+
+@in_world
+async def test_several_are_loaded_together(world: World) -> None:
+    store, loaded = await snapshots(world), Tally()
+    await store.save(a_tally(3, LANE_0), LANE_0)
+    await store.save(a_tally(5, LANE_1), LANE_1)
+    assert await store.load(loaded, LANE_0, LANE_1, Partition(LEDGER, 2)) == {LANE_0, LANE_1}
+    assert (loaded.position(LANE_0), loaded.position(LANE_1)) == (3, 5)
 
 
 @in_world
