@@ -13,7 +13,8 @@ meantime goes out in between, in order. One bridge serves one rank of one worker
 to the log and no clock: its owner feeds it, asks when a batch is due, and takes it.
 
 Overload: when more than `max_pending` blocks wait to be taken, they are dropped, and the mirror is
-announced from `cleared` on instead. It never costs more than the cache holds.
+announced from `cleared` on instead. It never costs more than the cache holds. The same is done when
+the engine's own events were lost on their way here: what they said is not known, all else is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from indexer.engine_events import (
     BlocksStored,
     EngineEvent,
     EngineHash,
+    EventsLost,
     concerns_prefixes,
     is_remote,
     tier_of,
@@ -143,20 +145,18 @@ class Bridge:
                 self._store(event)
             elif isinstance(event, BlocksRemoved):
                 self._remove(event)
-            else:
-                assert isinstance(event, AllCleared)
+            elif isinstance(event, AllCleared):
                 self._forget_all()
+                self.announce(now, clear=True)
+            else:
+                assert isinstance(event, EventsLost)
+                self.counters.gaps += 1
                 self.announce(now, clear=True)
         if idle:
             self._pending_since = now
         if self._pending_blocks > self._max_pending:
             self.counters.overflows += 1
             self.announce(now, clear=True)
-
-    def lost(self, now: float) -> None:
-        """Events of the engine are lost for good: begin anew from what is known."""
-        self.counters.gaps += 1
-        self.announce(now, clear=True)
 
     def due_at(self) -> float | None:
         """When a batch is to be taken: None for not at all, in the past for at once."""

@@ -8,6 +8,7 @@ these events into canonical ones.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from indexer.events import Tier
@@ -60,11 +61,17 @@ class BlocksRemoved(NamedTuple):
     locality: str = ""
 
 
-class AllCleared(NamedTuple):
+@dataclass(frozen=True, slots=True)  # a tuple without fields is false, and equals all others
+class AllCleared:
     """The cache was emptied."""
 
 
-EngineEvent: TypeAlias = BlocksStored | BlocksRemoved | AllCleared
+@dataclass(frozen=True, slots=True)
+class EventsLost:
+    """Events that came before what follows are lost for good; said by who reads them."""
+
+
+EngineEvent: TypeAlias = BlocksStored | BlocksRemoved | AllCleared | EventsLost
 
 
 def tier_of(medium: str) -> Tier:

@@ -75,7 +75,7 @@ class CacheEvents:
         return "" if wrong is None else f"the engine has blocks of {wrong} tokens, its card not"
 
     def feed(self, events: Sequence[EngineEvent]) -> None:
-        """The engine's listener. Returns at once; 2 µs a block, 40 µs at least."""
+        """The engine's listener. Returns at once: 1 µs a block that is stored, 2 µs if removed."""
         self.bridge.feed(events, self._life.clock.now())
         self._changed.ring()
 

@@ -11,6 +11,7 @@ from indexer.engine_events import (
     BlocksStored,
     EngineEvent,
     EngineHash,
+    EventsLost,
     tier_of,
 )
 from indexer.events import CLEARED, Event, Kind, Tier
@@ -415,7 +416,7 @@ def test_an_announcement_under_way_is_not_begun_anew_for_every_orphan() -> None:
 def test_after_lost_events_everything_known_is_announced_from_cleared_on() -> None:
     bridge = bridge_after(WHOLE)
     bridge.take()
-    bridge.lost(0.0)
+    bridge.feed([EventsLost()], 0.0)
     bridge.announce_some(100, 0.0)
     assert events_of(bridge) == (CLEARED, Event(Kind.STORED, Tier.DEVICE, 0, KEYS))
     assert bridge.counters.gaps == 1
