@@ -1,0 +1,396 @@
+"""Cache events in vLLM's wire formats, as it sends them and as something broken might."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.kv_events import END, EngineBatch, Numbers, Unread, read, recovered
+from indexer.bridge import Bridge
+from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent, EventsLost
+from indexer.hashing import local_hashes, multimodal_hash
+from indexer.keys import derive, prompt_keys
+from indexer.reference import Holder, ReferenceIndex
+
+SECRET = derive(b"s")
+HOLDER = Holder("w", 0)
+IMAGE = "0123456789abcdef" * 4
+STORED: dict[str, Any] = {
+    "type": "BlockStored",
+    "block_hashes": [7],
+    "parent_block_hash": None,
+    "token_ids": [1, 2],
+    "block_size": 2,
+}
+
+
+class Step(NamedTuple):
+    """A prompt that a real engine served, and the messages it sent about it."""
+
+    name: str
+    prompt: list[int]
+    output: list[int]
+    cached_tokens: int
+    cache_salt: str
+    lora_name: str
+    messages: list[list[bytes]]
+
+
+def number(n: int) -> bytes:
+    return n.to_bytes(8, "big", signed=True)
+
+
+@cache
+def recording() -> tuple[Step, ...]:
+    path = Path(__file__).parents[1] / "recordings" / "vllm_cache_events.json"
+    return tuple(
+        Step(
+            step["step"], step["prompt"], step["output"], step["cached_tokens"],
+            step["cache_salt"], step["lora_name"],
+            [
+                [f["topic"].encode(), number(f["sequence"]), bytes.fromhex(f["payload"])]
+                for f in step["frames"]
+            ],
+        )
+        for step in json.loads(path.read_text())["steps"]
+    )  # fmt: skip
+
+
+MESSAGES = [message for step in recording() for message in step.messages]
+SIZE = 32
+
+
+def message(*events: Any, n: int = 0, rank: int | None = 0) -> list[bytes]:
+    return [b"topic", number(n), msgspec.msgpack.encode([1.5, events, rank])]
+
+
+def events_in(*events: Any, unread: Unread | None = None) -> tuple[EngineEvent, ...]:
+    batch = read(message(*events), unread or Unread())
+    assert batch is not None
+    return batch.events
+
+
+def stored(**more: Any) -> BlocksStored:
+    (event,) = events_in(STORED | more)
+    assert isinstance(event, BlocksStored)
+    return event
+
+
+# --- a real engine, end to end -------------------------------------------------------------------
+
+
+class Followed:
+    """A real engine's messages behind a bridge and an index."""
+
+    def __init__(self) -> None:
+        self.unread = Unread()
+        self.bridge = Bridge(SIZE, SECRET)
+        self.index = ReferenceIndex()
+
+    def hear(self, step: Step) -> None:
+        for frames in step.messages:
+            batch = read(frames, self.unread)
+            assert batch is not None
+            self.bridge.feed(batch.events, 0.0)
+        while taken := self.bridge.take():
+            self.index.apply(0, HOLDER, 1, taken.first_event_id, taken.events)
+
+    def depth(self, step: Step, tokens: list[int]) -> int:
+        local = local_hashes(tokens, SIZE, lora_name=step.lora_name, cache_salt=step.cache_salt)
+        found = self.index.match(prompt_keys(local, SECRET).tolist())
+        return found[HOLDER].device if HOLDER in found else 0
+
+
+@pytest.mark.parametrize("last", range(len(recording())), ids=[s.name for s in recording()])
+def test_a_prompt_that_was_served_is_found_by_its_tokens(last: int) -> None:
+    followed = Followed()
+    for step in recording()[: last + 1]:
+        followed.hear(step)
+    served = recording()[last]
+    assert followed.depth(served, served.prompt) == len(served.prompt) // SIZE
+    assert followed.unread == Unread()
+    counters = followed.bridge.counters
+    assert counters.orphans == counters.malformed == counters.unknown_removed == 0
+
+
+@pytest.mark.parametrize("next_", range(1, len(recording())), ids=[s.name for s in recording()[1:]])
+def test_what_is_found_is_what_the_engine_had_cached(next_: int) -> None:
+    followed = Followed()
+    for step in recording()[:next_]:
+        followed.hear(step)
+    asked = recording()[next_]
+    # The engine computes a prompt's last token even when it has its block.
+    depth = followed.depth(asked, asked.prompt[:-1])
+    assert depth * SIZE == asked.cached_tokens or asked.name == "after_reset"
+
+
+def test_blocks_of_an_answer_are_found_too() -> None:
+    followed = Followed()
+    first = recording()[0]
+    followed.hear(first)
+    assert followed.depth(first, first.prompt + first.output) == 3
+
+
+def test_what_the_engine_evicted_or_cleared_is_gone() -> None:
+    followed = Followed()
+    for step in recording():
+        followed.hear(step)
+    *before, last = recording()
+    gone = [step for step in before if step.prompt != last.prompt]
+    assert {followed.depth(step, step.prompt) for step in gone} == {0}
+    assert followed.bridge.held == 1
+
+
+def test_prompts_of_other_tenants_and_adapters_are_not_found() -> None:
+    followed = Followed()
+    steps = {step.name: step for step in recording()}
+    followed.hear(steps["cache_salt"])
+    followed.hear(steps["lora"])
+    tokens = steps["lora"].prompt
+    assert followed.depth(steps["cache_salt"], tokens) == 2
+    assert followed.depth(steps["lora"], tokens) == 2
+    assert followed.depth(steps["lora_salt_session"], tokens) == 0
+    assert followed.depth(steps["root_plus_decode_block"], tokens) == 0
+
+
+def test_real_batches_are_numbered_one_after_the_other() -> None:
+    numbers = Numbers()
+    for frames in MESSAGES:
+        batch = read(frames, Unread())
+        assert batch is not None
+        assert numbers.follow(batch.number) == (False, range(batch.number, batch.number))
+    assert numbers.expected == len(MESSAGES) == 14
+
+
+# --- shapes --------------------------------------------------------------------------------------
+
+
+def test_a_message_has_a_number_and_a_rank() -> None:
+    assert read(message(n=2**40, rank=3), Unread()) == EngineBatch(2**40, 3, ())
+    assert read(message(rank=None), Unread()) == EngineBatch(0, 0, ())
+
+
+def test_a_message_without_a_rank_is_of_the_first_one() -> None:
+    frames = [b"", number(4), msgspec.msgpack.encode([1.5, []])]
+    assert read(frames, Unread()) == EngineBatch(4)
+
+
+def test_events_are_maps_or_arrays() -> None:
+    row = ["BlockStored", [7], 5, [1, 2], 2, None, "CPU", "ada", [["ada"]], "and", "more"]
+    expected = BlocksStored([7], 5, [1, 2], 2, "CPU", "ada")
+    assert events_in(row, ["BlockRemoved", [7], "CPU"], ["AllBlocksCleared"]) == (
+        expected, BlocksRemoved([7], "CPU"), AllCleared(),
+    )  # fmt: skip
+    as_map = STORED | {"parent_block_hash": 5, "medium": "CPU", "lora_name": "ada"}
+    removed = {"type": "BlockRemoved", "block_hashes": [7], "medium": "CPU"}
+    assert events_in(as_map, removed, {"type": "AllBlocksCleared"}) == (
+        expected, BlocksRemoved([7], "CPU"), AllCleared(),
+    )  # fmt: skip
+
+
+def test_rows_of_the_oldest_engines_are_short() -> None:
+    assert events_in(["BlockStored", [7], None, [1, 2], 2], ["BlockRemoved", [7]]) == (
+        BlocksStored([7], None, [1, 2], 2), BlocksRemoved([7]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("block_hash", [0, -(2**63), 2**64 - 1, b"x" * 32])
+def test_hashes_are_of_any_form(block_hash: int | bytes) -> None:
+    event = stored(block_hashes=[block_hash], parent_block_hash=block_hash)
+    assert (event.block_hashes, event.parent) == ([block_hash], block_hash)
+    removed = {"type": "BlockRemoved", "block_hashes": [block_hash]}
+    assert events_in(removed) == (BlocksRemoved([block_hash]),)
+
+
+def test_group_kind_and_locality_are_read() -> None:
+    event = stored(group_idx=2, kv_cache_spec_kind="mla_attention", locality="REMOTE")
+    assert (event.group, event.kind, event.locality) == (2, "mla_attention", "REMOTE")
+    removed = {"type": "BlockRemoved", "block_hashes": [1], "group_idx": 2, "locality": "REMOTE"}
+    assert events_in(removed) == (BlocksRemoved([1], "", 2, "REMOTE"),)
+
+
+def test_fields_and_events_that_are_not_known_are_skipped() -> None:
+    unread = Unread()
+    news = STORED | {"lookahead_token_ids": [1], "ownership": {"a": 1}}
+    found = events_in({"type": "Moved", "x": 1}, ["Moved", 1], news, 5, unread=unread)
+    assert found == (BlocksStored([7], None, [1, 2], 2),)
+    assert unread == Unread(unknown=3)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"block_hashes": "x"},
+        {"block_hashes": [[1]]},
+        {"block_hashes": [1.5]},
+        {"token_ids": [1, "a"]},
+        {"token_ids": None},
+        {"block_size": None},
+        {"extra_keys": 5},
+        {"group_idx": "x"},
+        {"parent_block_hash": {}},
+    ],
+)
+def test_an_event_of_another_shape_is_counted_and_the_others_are_read(
+    broken: dict[str, Any],
+) -> None:
+    unread = Unread()
+    cleared = {"type": "AllBlocksCleared"}
+    assert events_in(STORED | broken, cleared, unread=unread) == (AllCleared(),)
+    assert unread == Unread(events=1)
+
+
+# --- what else is in a block ---------------------------------------------------------------------
+
+
+def of_prompt(*extra: Any, **more: Any) -> BlocksStored:
+    """A prompt's first blocks."""
+    return stored(extra_keys=[*extra], **more)
+
+
+def test_the_salt_is_in_the_first_block_of_a_prompt() -> None:
+    assert of_prompt(["tenant"], None).cache_salt == "tenant"
+    assert of_prompt([IMAGE]).cache_salt == IMAGE, "a salt may look like a digest"
+
+
+def test_the_adapter_is_not_taken_for_a_salt() -> None:
+    event = of_prompt(["ada"], ["ada"], lora_name="ada", lora_id=1)
+    assert (event.lora_name, event.cache_salt, event.mm_hashes) == ("ada", "", None)
+    event = of_prompt(["ada", "ada"], ["ada"], lora_name="ada", lora_id=1)
+    assert (event.lora_name, event.cache_salt, event.mm_hashes) == ("ada", "ada", None)
+
+
+def test_an_adapter_without_a_name_is_not_the_bare_model() -> None:
+    event = of_prompt([1], lora_id=1)
+    assert (event.lora_name, event.cache_salt, event.mm_hashes) == ("adapter 1", "", None)
+
+
+def test_multimodal_objects_come_with_their_offsets() -> None:
+    event = of_prompt(["ada", [IMAGE, 0], ["b", 4], "salt"], [[IMAGE, -2]], None, lora_name="ada")
+    image, other = multimodal_hash(IMAGE), multimodal_hash("b")
+    assert event.mm_hashes == [{image, other}, {image}, set()]
+    assert event.cache_salt == "salt"
+
+
+def test_older_engines_name_multimodal_objects_without_an_offset() -> None:
+    event = of_prompt([IMAGE], parent_block_hash=3)
+    assert (event.cache_salt, event.mm_hashes) == ("", [{multimodal_hash(IMAGE)}])
+
+
+def test_embeddings_make_a_block_that_no_tokens_match() -> None:
+    event = of_prompt([b"d" * 32], parent_block_hash=3)
+    assert event.mm_hashes is not None
+    assert event.mm_hashes != of_prompt([b"e" * 32], parent_block_hash=3).mm_hashes
+    assert len(event.mm_hashes[0] or ()) == 1
+
+
+# --- what is broken ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"topic", b"123", MESSAGES[0][2]],
+        [b"topic", number(-2), MESSAGES[0][2]],
+        [b"topic", number(0), b""],
+        [b"topic", number(0), MESSAGES[0][2][:-1]],
+        [b"topic", number(0), b"\x91" * 5000],
+        [b"topic", number(0), msgspec.msgpack.encode({"a": 1})],
+        [b"topic", number(0), msgspec.msgpack.encode([1.0, "x"])],
+    ],
+)
+def test_what_is_no_batch_is_counted(frames: list[bytes]) -> None:
+    unread = Unread()
+    assert read(frames, unread) is None
+    assert unread == Unread(messages=1)
+
+
+@given(
+    which=st.sampled_from(MESSAGES),
+    edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=6),
+    noise=st.binary(max_size=40),
+)
+def test_nothing_that_is_sent_raises(
+    which: list[bytes], edits: list[tuple[int, int]], noise: bytes
+) -> None:
+    payload = bytearray(which[2])
+    for at, value in edits:
+        payload[at % len(payload)] = value
+    bridge, unread = Bridge(SIZE, SECRET), Unread()
+    for sent in (bytes(payload), noise, bytes(payload) + noise):
+        batch = read([b"", which[1], sent], unread)
+        if batch is not None:
+            bridge.feed(batch.events, 0.0)
+
+
+# --- numbers and replay --------------------------------------------------------------------------
+
+
+def test_a_gap_names_what_is_missing() -> None:
+    numbers = Numbers()
+    assert numbers.follow(0) == (False, range(0))
+    assert numbers.follow(3) == (False, range(1, 3))
+    assert numbers.follow(4) == (False, range(4, 4))
+
+
+def test_who_comes_late_misses_the_beginning() -> None:
+    assert Numbers().follow(5) == (False, range(5))
+
+
+def test_smaller_numbers_are_of_an_engine_that_began_anew() -> None:
+    numbers = Numbers()
+    numbers.follow(0)
+    numbers.follow(1)
+    assert numbers.follow(1) == (True, range(1))
+    assert numbers.follow(2) == (False, range(2, 2))
+
+
+def test_replies_to_a_replay_are_read_with_or_without_a_topic() -> None:
+    topic, count, payload = MESSAGES[0]
+    live = read(MESSAGES[0], Unread())
+    assert read([b"", topic, count, payload], Unread()) == live
+    assert read([b"", count, payload], Unread()) == live
+    assert read([b"", b"", b"\xff" * 8, b""], Unread()) == EngineBatch(END)
+    assert read([b"", b"\xff" * 8, b""], Unread()) == EngineBatch(END)
+
+
+def batch(n: int) -> EngineBatch:
+    return EngineBatch(n, 0, (BlocksRemoved([n]),))
+
+
+def test_a_replay_fills_a_gap() -> None:
+    replay = [batch(n) for n in (2, 1, 3, 4)] + [EngineBatch(END)]
+    assert recovered(range(1, 4), replay) == (
+        BlocksRemoved([1]), BlocksRemoved([2]), BlocksRemoved([3]),
+    )  # fmt: skip
+    assert recovered(range(4, 4), []) == ()
+
+
+def test_a_replay_that_lacks_a_part_says_so() -> None:
+    assert recovered(range(1, 4), [batch(1), batch(3)]) == (
+        EventsLost(), BlocksRemoved([1]), BlocksRemoved([3]),
+    )  # fmt: skip
+    assert recovered(range(10**12), []) == (EventsLost(),)
+
+
+def test_a_gap_that_was_filled_leaves_no_trace() -> None:
+    whole, gappy = Bridge(SIZE, SECRET), Bridge(SIZE, SECRET)
+    batches = [found for frames in MESSAGES if (found := read(frames, Unread()))]
+    numbers = Numbers()
+    for found in batches:
+        whole.feed(found.events, 0.0)
+    for found in [*batches[:2], *batches[9:]]:
+        step = numbers.follow(found.number)
+        gappy.feed(recovered(step.missing, batches), 0.0)
+        gappy.feed(found.events, 0.0)
+    assert gappy.take() == whole.take()
+    assert gappy.counters == whole.counters
