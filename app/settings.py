@@ -85,6 +85,11 @@ class Settings(BaseSettings):
         default_factory=lambda: Path.home() / ".cache" / "kvlane",
         description="folder for what is fetched once: broker files, tokenizers",
     )
+    kernel_cache: Path | None = Field(
+        None,
+        description="where the machine code of the index's kernels is kept; empty: in the virtual "
+        "environment, else in ~/.cache/kvlane/kernels",
+    )
 
     # What the topics look like; all processes of a deployment agree on these
     topic_prefix: str = Field(

@@ -3,13 +3,14 @@
 Kernels take arrays and integers, return integers or nothing, run without the interpreter's lock,
 and never raise: the classes around them check what goes in. `kernel` and `inlined` are the only
 decorators under which numba takes functions of ours. Importing this module imports numba, so
-processes without kernels do not (0.2-0.4 s).
+processes without kernels do not (0.3 s).
 
 The machine code is kept in the first of these folders that can be used: `KVLANE_KERNEL_CACHE`, the
-virtual environment, `~/.cache/kvlane`. In it, a folder each for what the code depends on: the
-sources, Python, numba, the processor. (Numba itself would notice neither a changed function that
-was inlined from another file nor a restored file time.) `indexer/warm.py` fills it beforehand. A
-process that finds its folder read-only works on a copy of its own; one that finds none compiles.
+virtual environment, `~/.cache/kvlane/kernels`. In it is a folder for each state of what the code
+depends on: sources, Python, numba, processor. (Numba itself would notice neither a change of what
+was inlined from another file nor a file whose time was restored.) `indexer/warm.py` fills it
+beforehand. A process that finds it read-only works on a copy of its own; one that finds no folder
+compiles.
 """
 
 from __future__ import annotations
@@ -64,14 +65,20 @@ def dependencies() -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+def is_name(name: str) -> bool:
+    """Whether a folder of this name is one of ours."""
+    return re.fullmatch("[0-9a-f]{16}", name) is not None
+
+
 def roots() -> list[Path]:
     """Where machine code may be kept, best first."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
         return [Path(chosen)]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvlane")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = Path(caches, "kvlane", "kernels")
     in_environment = sys.prefix != sys.base_prefix
-    return [Path(sys.prefix, "var", "kvlane"), home] if in_environment else [home]
+    return [Path(sys.prefix, "var", "kvlane-kernels"), home] if in_environment else [home]
 
 
 def settle(candidates: list[Path]) -> Path | None:

@@ -31,9 +31,9 @@ def compile_all() -> None:
 
 
 def drop_old() -> None:
-    """Keep only the newest folders beside ours."""
+    """Keep only the newest folders beside ours, and what others have put there."""
     if kernels.FOLDER is not None and kernels.FOLDER.is_dir():
-        beside = [path for path in kernels.FOLDER.parent.iterdir() if path.is_dir()]
+        beside = [path for path in kernels.FOLDER.parent.iterdir() if kernels.is_name(path.name)]
         beside.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         for path in beside[FOLDERS_KEPT:]:
             shutil.rmtree(path, ignore_errors=True)

@@ -102,7 +102,10 @@ def test_the_environment_comes_before_the_home(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     monkeypatch.setattr(sys, "prefix", "/environment")
-    assert kernels.roots() == [Path("/environment/var/kvlane"), Path("/caches/kvlane")]
+    assert kernels.roots() == [
+        Path("/environment/var/kvlane-kernels"),
+        Path("/caches/kvlane/kernels"),
+    ]
 
 
 def test_without_an_environment_the_code_goes_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +113,7 @@ def test_without_an_environment_the_code_goes_home(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
-    assert kernels.roots() == [Path("/home/somebody/.cache/kvlane")]
+    assert kernels.roots() == [Path("/home/somebody/.cache/kvlane/kernels")]
 
 
 # --- what it depends on --------------------------------------------------------------------------
@@ -171,11 +174,19 @@ def test_nothing_is_announced_when_all_is_there(
 
 
 def test_old_folders_go_and_ours_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for age in range(warm.FOLDERS_KEPT + 2):
-        (tmp_path / str(age)).mkdir()
-        os.utime(tmp_path / str(age), (10_000 - age,) * 2)
-    ours = tmp_path / "0"
-    monkeypatch.setattr(kernels, "FOLDER", ours)
+    folders = [tmp_path / f"{age:016x}" for age in range(warm.FOLDERS_KEPT + 2)]
+    for age, folder in enumerate(folders):
+        folder.mkdir()
+        os.utime(folder, (10_000 - age,) * 2)
+    monkeypatch.setattr(kernels, "FOLDER", folders[0])
     warm.drop_old()
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {str(age) for age in range(warm.FOLDERS_KEPT)}
+    assert sorted(tmp_path.iterdir()) == folders[: warm.FOLDERS_KEPT]
+
+
+def test_folders_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in range(warm.FOLDERS_KEPT + 2):
+        (tmp_path / f"models-{name}").mkdir()
+    monkeypatch.setattr(kernels, "FOLDER", tmp_path / kernels.dependencies())
+    kernels.set_complete()
+    warm.drop_old()
+    assert len(list(tmp_path.iterdir())) == warm.FOLDERS_KEPT + 3
