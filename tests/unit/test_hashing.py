@@ -12,6 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.bench.index_hashing import hashing_times
 from indexer.hash_kernels import hash_rows
 from indexer.hashing import (
     block_seed,
@@ -282,3 +283,12 @@ def test_what_are_no_tokens_is_refused(tokens: list[int]) -> None:
 def test_a_block_size_below_one_is_refused(block_size: int) -> None:
     with pytest.raises(ValueError, match="block size"):
         hash_blocks(TOKENS, block_size)
+
+
+# --- the bench -----------------------------------------------------------------------------------
+
+
+def test_the_bench_times_every_block_size() -> None:
+    times = hashing_times(repeats=1)
+    assert set(times.local) == set(times.listed) == {16, 32, 64, 128}
+    assert min(*times.local.values(), *times.listed.values(), times.chain, times.sums) > 0
