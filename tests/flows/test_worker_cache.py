@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -12,14 +13,23 @@ from app.engine.continuation import Speaker
 from app.engine.contract import BlocksListener
 from app.engine.simulated import SimulatedEngine
 from app.engine.validator import ValidatedEngine
-from app.serving.cache_events import AGAIN_PER_RETENTION
+from app.serving import cache_events
+from app.serving.cache_events import AGAIN_PER_RETENTION, PIECE_S
 from app.settings import Settings
-from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent, EngineHash
+from indexer.engine_events import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineEvent,
+    EngineHash,
+    EventsLost,
+)
 from indexer.events import Columns
 from indexer.events import decode as events_of
 from indexer.hashing import local_hashes
 from indexer.keys import prompt_keys
-from indexer.reference import Holder, ReferenceIndex
+from indexer.lives import Holder
+from indexer.reference import ReferenceIndex
 from streams.codecs import decode, pack_tokens
 from streams.memory.broker import Fate
 from streams.records import Blocks, Heartbeat, Lost, PrefillDone
@@ -297,6 +307,82 @@ async def test_all_of_it_is_said_again_before_the_log_forgets_it(desk: Cached) -
     await desk.world.sleep(DAY_S / AGAIN_PER_RETENTION + 1)
     assert not desk.differences(desk.index(forgotten))
     assert not desk.differences()
+
+
+def test_workers_that_start_together_do_not_announce_together() -> None:
+    told_at = []
+
+    async def scenario(world: World, seed: int) -> None:
+        desk = Cached(world)
+        await desk.begin(seed)
+        await desk.ask(1)
+        await desk.settle()
+        begun, records = world.broker.now_ms(), len(desk.said(KV_EVENTS, Blocks))
+        await world.sleep(DAY_S / AGAIN_PER_RETENTION)
+        number = partition_of(b"w", world.broker.partitions[KV_EVENTS])
+        blocks = [r for r in world.records(KV_EVENTS, number) if isinstance(decode(r), Blocks)]
+        told_at.append((blocks[records].timestamp - begun) / 1000)
+
+    for seed in (1, 2):
+        play(lambda world, seed=seed: scenario(world, seed))  # type: ignore[misc]
+    assert abs(told_at[0] - told_at[1]) > 60
+    assert min(told_at) > DAY_S / AGAIN_PER_RETENTION / 2 - 60
+
+
+@with_cache
+async def test_an_announcement_is_spread_and_holds_up_nothing(desk: Cached) -> None:
+    await desk.ask(1, 2, 3)
+    await desk.settle()
+    number = partition_of(b"w", desk.world.broker.partitions[KV_EVENTS])
+    before = len(desk.world.records(KV_EVENTS, number))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_events, "PIECE_BLOCKS", 2)
+        desk.worker._heard_of_blocks([EventsLost()])
+        await desk.world.sleep(3.5 * PIECE_S)
+        desk.worker._heard_of_blocks([BlocksStored([1], None, [7] * SIZE, SIZE)])
+        await desk.world.sleep(1)
+    told = [
+        (raw.timestamp, record)
+        for raw in desk.world.records(KV_EVENTS, number)[before:]
+        if isinstance(record := decode(raw), Blocks)
+    ]
+    (new,) = prompt_keys(local_hashes([7] * SIZE, SIZE), SECRET).tolist()
+    with_new = [at for at, record in told if new.to_bytes(8, "little") in record.keys]
+    assert with_new[0] < told[-1][0] - 2 * PIECE_S * 1000, "in between"
+    pieces = [at for at, record in told if at not in with_new]
+    assert len(pieces) > 5
+    assert all(len(record.keys) <= 2 * 8 for _, record in told)
+    assert all(b - a >= PIECE_S * 1000 - 1 for a, b in pairwise(pieces))
+
+
+@with_cache
+async def test_more_than_may_wait_is_replaced_by_what_the_cache_holds(desk: Cached) -> None:
+    await desk.ask(1)
+    await desk.settle()
+    bridge = desk.worker._cache_events.bridge
+    bridge._max_pending = 8
+    desk.world.faults.next_fates(KV_EVENTS, *[Fate.LOST] * 1000)
+    for n in range(2, 14):
+        await desk.ask(n)
+    assert bridge._pending_blocks < 24
+    desk.world.faults.fates.clear()
+    await desk.settle()
+    assert bridge.counters.overflows
+    assert desk.index().is_complete(HOLDER)
+
+
+@with_cache
+async def test_lost_events_of_the_engine_are_followed_by_all_that_is_known(desk: Cached) -> None:
+    await desk.ask(1, 2)
+    await desk.settle()
+    number = partition_of(b"w", desk.world.broker.partitions[KV_EVENTS])
+    before = desk.world.records(KV_EVENTS, number)[-1].offset + 1
+    desk.worker._heard_of_blocks([EventsLost()])
+    await desk.world.sleep(1)
+    anew = desk.index(before)
+    assert anew.is_complete(HOLDER), "it begins with cleared"
+    assert not desk.differences(anew)
+    await desk.settle()
 
 
 @with_cache
