@@ -151,7 +151,7 @@ def upto_240(tokens: Words, at: Word, size: Word, seed: Word) -> Word:
     return from_129(tokens, at, size, seed)
 
 
-@inlined
+@kernel(RESULTS(types.uint64), allocates=True)
 def seeded_secret(seed: Word) -> Column:
     """The secret as long rows use it, 24 u64, and twice eight more, as it reads from bytes on.
 
@@ -190,7 +190,7 @@ def longer(tokens: Words, at: Word, size: Word, keys: Column) -> Word:
     return avalanche(total)
 
 
-@kernel(types.void(TOKENS, types.uint64, types.uint64, types.uint64, RESULTS))
+@kernel(types.void(TOKENS, types.uint64, types.uint64, types.uint64, RESULTS), allocates=True)
 def hash_rows(tokens: Words, size: Word, stride: Word, seed: Word, out: Column) -> None:
     """XXH3-64 of rows of `size` words, the i-th of which begins at word i · stride."""
     rows = u64(len(out))

@@ -30,6 +30,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite import binding
+from numba.core import event
 
 log = logging.getLogger(__name__)
 
@@ -136,34 +137,51 @@ def set_complete() -> None:
         (FOLDER / COMPLETE).touch()
 
 
-def announce() -> None:
-    """Say that compiling begins, once: this process will do nothing else for a while."""
-    global _announced  # noqa: PLW0603
-    if not (_announced or is_complete()):
-        _announced = True
-        log.warning(
-            "compiling the index kernels for this processor: up to 10 s, once "
-            "(`make setup`, or `python -m indexer.warm`)"
-        )
+class Announcer(event.Listener):  # type: ignore[misc]
+    """Says that compiling begins, once: this process will do little else for a while."""
+
+    def on_start(self, begun: Any) -> None:
+        """Numba begins to compile something, which may not be ours."""
+        if begun.data["dispatcher"].py_func.__module__.startswith("indexer."):
+            self.close()
+            log.warning(
+                "compiling the index kernels for this processor: up to 10 s, once "
+                "(`make setup`, or `python -m indexer.warm`)"
+            )
+
+    def on_end(self, ended: Any) -> None:
+        """Nothing to say."""
+
+    def open(self) -> None:
+        """Begin to listen."""
+        event.register("numba:compile", self)
+
+    def close(self) -> None:
+        """Listen no longer."""
+        event.unregister("numba:compile", self)
 
 
-_announced = False
+Announcer().open()
 
 
-def kernel(*signatures: Any) -> Callable[[F], F]:
+def kernel(*signatures: Any, allocates: bool = False) -> Callable[[F], F]:
     """Compile for these numba signatures, and no others, where the function is defined.
 
     Without any: for whatever it is called with, when it is called. Read-only arrays are another
     type than others, unless a signature takes both.
+
+    Only what `allocates` counts references, two locked instructions for each array of each call: a
+    match of 64 blocks took 2.1 us with them and takes 0.7 without. What does not must make no
+    arrays (no np.empty, no assignment to a slice; views are fine), and what does must not get
+    arrays as results from what does not.
     """
-    if signatures:
-        announce()
     compiled = numba.njit(
-        list(signatures) or None, nogil=True, cache=FOLDER is not None, error_model="numpy"
-    )
+        list(signatures) or None, nogil=True, cache=FOLDER is not None, error_model="numpy",
+        _nrt=allocates,
+    )  # fmt: skip
     return cast("Callable[[F], F]", compiled)
 
 
 def inlined(function: F) -> F:
     """A scalar function that disappears in the kernels which use it."""
-    return cast("F", numba.njit(forceinline=True, error_model="numpy")(function))
+    return cast("F", numba.njit(forceinline=True, error_model="numpy", _nrt=False)(function))

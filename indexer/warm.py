@@ -21,7 +21,6 @@ FOLDERS_KEPT = 4
 @cache
 def compile_all() -> None:
     """Load every kernel, or compile it. Does nothing the second time."""
-    kernels.announce()
     for name in kernels.MODULES:
         module = importlib.import_module(f"indexer.{name}")
         warm_up = getattr(module, "warm_up", None)

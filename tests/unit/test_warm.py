@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import subprocess
@@ -152,25 +151,19 @@ def test_every_file_with_kernels_is_known() -> None:
 # --- what is said --------------------------------------------------------------------------------
 
 
-def test_compiling_is_announced_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(kernels, "_announced", False)
-    monkeypatch.setattr(kernels, "is_complete", lambda: False)
-    monkeypatch.setattr(logging.getLogger("indexer"), "propagate", True)
-    kernels.announce()
-    kernels.announce()
-    assert [line.startswith("compiling") for line in caplog.messages] == [True]
+def test_compiling_is_announced_once(tmp_path: Path) -> None:
+    _, said = output_of(HASH, KVLANE_KERNEL_CACHE=str(tmp_path))
+    assert said.count("compiling") == 1
+    _, said = output_of(HASH, KVLANE_KERNEL_CACHE=str(tmp_path))
+    assert said == ""
 
 
-def test_nothing_is_announced_when_all_is_there(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(kernels, "_announced", False)
-    monkeypatch.setattr(kernels, "is_complete", lambda: True)
-    monkeypatch.setattr(logging.getLogger("indexer"), "propagate", True)
-    kernels.announce()
-    assert caplog.messages == []
+def test_what_others_compile_is_not_announced(tmp_path: Path) -> None:
+    others = "import indexer.kernels, numba; numba.njit(lambda: 1)()"
+    assert output_of(others, KVLANE_KERNEL_CACHE=str(tmp_path)) == ([], "")
+
+
+# --- housekeeping --------------------------------------------------------------------------------
 
 
 def test_old_folders_go_and_ours_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
