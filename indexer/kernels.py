@@ -35,13 +35,13 @@ from numba.core import event
 log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
-MODULES = ("hash_kernels",)
+MODULES = ("hash_kernels", "index")
 """All modules with kernels. Those whose kernels have no signatures give a `warm_up()` that calls
 each of them as it will be called."""
 VARIABLE = "KVLANE_KERNEL_CACHE"
 COMPLETE = "complete"
 """A file that stands in a folder when all kernels do."""
-_IMPORTED = re.compile(r"^(?:from indexer\.(\w+) import|from indexer import (\w+))", re.MULTILINE)
+_IMPORTED = re.compile(r"^from indexer(?:\.(\w+))? import (.+)", re.MULTILINE)
 
 
 def sources() -> list[Path]:
@@ -52,7 +52,9 @@ def sources() -> list[Path]:
     while missing:
         found |= missing
         texts = [(folder / f"{name}.py").read_text() for name in missing]
-        missing = {a or b for text in texts for a, b in _IMPORTED.findall(text)} - found
+        imported = [line for text in texts for line in _IMPORTED.findall(text)]
+        words = [word for a, b in imported for word in re.findall(r"\w+", a or b)]
+        missing = set(words) - found
     return [folder / f"{name}.py" for name in sorted(found)]
 
 
@@ -140,10 +142,13 @@ def set_complete() -> None:
 class Announcer(event.Listener):  # type: ignore[misc]
     """Says that compiling begins, once: this process will do little else for a while."""
 
+    said = False
+
     def on_start(self, begun: Any) -> None:
         """Numba begins to compile something, which may not be ours."""
-        if begun.data["dispatcher"].py_func.__module__.startswith("indexer."):
-            self.close()
+        ours = begun.data["dispatcher"].py_func.__module__.startswith("indexer.")
+        if ours and not self.said:
+            self.said = True
             log.warning(
                 "compiling the index kernels for this processor: up to 10 s, once "
                 "(`make setup`, or `python -m indexer.warm`)"
@@ -152,16 +157,8 @@ class Announcer(event.Listener):  # type: ignore[misc]
     def on_end(self, ended: Any) -> None:
         """Nothing to say."""
 
-    def open(self) -> None:
-        """Begin to listen."""
-        event.register("numba:compile", self)
 
-    def close(self) -> None:
-        """Listen no longer."""
-        event.unregister("numba:compile", self)
-
-
-Announcer().open()
+event.register("numba:compile", Announcer())
 
 
 def kernel(*signatures: Any, allocates: bool = False) -> Callable[[F], F]:
