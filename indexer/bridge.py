@@ -299,4 +299,4 @@ class Bridge:
         if self._pending and self._pending[-1].takes(kind, tier, position):
             self._pending[-1].keys += keys
         else:
-            self._pending.append(_Row(kind, tier, position, keys.copy()))
+            self._pending.append(_Row(kind, tier, position, keys))

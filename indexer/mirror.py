@@ -30,7 +30,8 @@ Facts: TypeAlias = tuple[int, int, str, str]
 """Of a block: the sum before it, its position, its adapter's name and its salt."""
 
 Put: TypeAlias = Callable[[Kind, Tier, int, list[int]], None]
-"""Told of changes in their order, like events (`indexer/events.py`), but of sums."""
+"""Told of changes in their order, like events (`indexer/events.py`), but of sums. The list is
+given away."""
 
 # Members of an enum are slow to look up, and these are needed for every block.
 STORED, REMOVED, DEVICE = Kind.STORED, Kind.REMOVED, Tier.DEVICE

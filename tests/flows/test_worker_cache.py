@@ -303,9 +303,10 @@ async def test_all_of_it_is_said_again_before_the_log_forgets_it(desk: Cached) -
     await desk.ask(1, 2)
     await desk.settle()
     number = partition_of(b"w", desk.world.broker.partitions[KV_EVENTS])
-    forgotten = desk.world.records(KV_EVENTS, number)[-1].offset + 1
-    await desk.world.sleep(DAY_S / AGAIN_PER_RETENTION + 1)
-    assert not desk.differences(desk.index(forgotten))
+    for _ in range(2):
+        forgotten = desk.world.records(KV_EVENTS, number)[-1].offset + 1
+        await desk.world.sleep(DAY_S / AGAIN_PER_RETENTION + 1)
+        assert not desk.differences(desk.index(forgotten))
     assert not desk.differences()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from indexer.bridge import PATIENCE_S, PROMPT_BLOCKS, Batch, Bridge
@@ -134,6 +135,26 @@ def test_a_block_can_be_continued_while_any_tier_has_it() -> None:
     assert bridge.counters.orphans == 0
 
 
+def test_a_hash_that_stands_twice_in_one_event_is_two_copies() -> None:
+    twice = stored([1, 2, 1], PROMPT[:6])
+    bridge = bridge_after(twice, BlocksRemoved([1]), BlocksRemoved([2]))
+    assert bridge.held == 1
+    bridge.feed([BlocksRemoved([1])], 0.0)
+    assert (bridge.held, bridge.counters.unknown_removed) == (0, 0)
+
+
+def test_the_sum_0_has_the_key_1_and_is_continued_as_a_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    local = np.array([SECRET.start, 5], np.uint64)
+    parts = iter([local[:1], local[1:]])
+    monkeypatch.setattr("indexer.bridge.local_hashes", lambda *_, **__: next(parts))
+    bridge = bridge_after(stored([1], [0, 0]), stored([2], [0, 0], parent=1))
+    expected = tuple(prompt_keys(local, SECRET).tolist())
+    assert expected[0] == 1
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 0, expected),)
+
+
 def test_removing_what_was_never_stored_is_counted() -> None:
     bridge = bridge_after(WHOLE, BlocksRemoved([b"x"]), BlocksRemoved([b"a"], medium="CPU"))
     assert bridge.counters.unknown_removed == 2
@@ -209,6 +230,15 @@ def test_holes_of_lower_tiers_hide_nothing() -> None:
     bridge.take()
     bridge.feed([BlocksRemoved([b"b"], medium="CPU")], 0.0)
     assert events_of(bridge) == (Event(Kind.REMOVED, Tier.HOST, 0, KEYS[1:2]),)
+
+
+def test_only_what_was_announced_is_taken_back() -> None:
+    bridge = bridge_after(WHOLE)
+    bridge.announce(0.0, clear=True)
+    bridge.announce_some(3, 0.0)
+    bridge.take()
+    bridge.feed([BlocksRemoved([b"b"])], 0.0)
+    assert events_of(bridge) == (Event(Kind.REMOVED, keys=(KEYS[2], KEYS[1])),)
 
 
 def test_all_branches_behind_a_hole_come_and_go_with_it() -> None:
@@ -364,6 +394,14 @@ def test_the_wait_begins_anew_after_a_batch_was_taken() -> None:
     bridge = bridge_after(stored([*many], [t for n in many for t in (n, n)]))
     bridge.take()
     bridge.feed([BlocksRemoved([5])], 9.0)
+    assert bridge.due_at() == 9.0 + PATIENCE_S
+
+
+def test_announcements_wait_for_company_as_others_do() -> None:
+    bridge = bridge_after(WHOLE)
+    bridge.take()
+    bridge.announce(0.0, clear=False)
+    bridge.announce_some(1, 9.0)
     assert bridge.due_at() == 9.0 + PATIENCE_S
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -20,7 +21,8 @@ from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, Engin
 from indexer.events import Tier, decode, encode
 from indexer.hashing import local_hashes
 from indexer.keys import derive, prompt_keys
-from indexer.reference import Holder, Overlap, ReferenceIndex
+from indexer.lives import Holder, Overlap
+from indexer.reference import ReferenceIndex
 
 SIZE = 2
 SECRET = derive(b"s")
@@ -166,7 +168,7 @@ prefixes = st.lists(st.integers(0, 1), min_size=1, max_size=BLOCKS).map(tuple)
 commands: st.SearchStrategy[list[tuple[Any, ...]]] = st.lists(
     st.one_of(
         st.tuples(
-            st.just("store"), prefixes, st.integers(0, BLOCKS - 1), st.integers(0, 1),
+            st.just("store"), prefixes, st.integers(0, BLOCKS - 1), st.integers(0, 2),
             st.sampled_from(MEDIA),
         ),
         st.tuples(st.just("remove"), st.integers(0, 50)),
@@ -192,33 +194,39 @@ def test_an_index_ends_up_with_what_the_engine_holds(
     chain.settle(BATCH_BLOCKS)
 
 
+def moves_of(chain: Chain, rng: random.Random) -> list[Callable[[], object]]:
+    """What may happen next, as often as it is likely."""
+
+    def store() -> None:
+        prefix = tuple(rng.randrange(2) for _ in range(rng.randint(1, BLOCKS)))
+        start = rng.randrange(len(prefix))
+        chain.store(prefix, start, rng.randrange(3), rng.choice(("", "", "CPU")))
+
+    return [
+        *[store] * 40,
+        *[lambda: chain.remove(rng.randrange(100))] * 40,
+        *[lambda: chain.take(rng.randint(1, 5))] * 20,
+        *[lambda: chain.announce_some(rng.randint(0, 3))] * 20,
+        lambda: chain.announce(rng.random() < 0.5),
+        lambda: chain.settle(rng.randint(1, 5)),
+        chain.clear,
+        chain.epoch,
+    ]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_long_life_leaves_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
     chain = Chain(max_pending=rng.choice([3, 20, 1000]))
-    seldom = ["clear", "epoch", "announce", "settle"]
-    for _ in range(1500):
-        match rng.choice(["store", "store", "remove", "remove", "take", "announce_some", "seldom"]):
-            case "store":
-                prefix = tuple(rng.choice((0, 1)) for _ in range(rng.randint(1, BLOCKS)))
-                start = rng.randrange(len(prefix))
-                chain.store(prefix, start, rng.randrange(2), rng.choice(("", "", "CPU")))
-            case "remove":
-                chain.remove(rng.randrange(100))
-            case "take":
-                chain.take(rng.randint(1, 5))
-            case "announce_some":
-                chain.announce_some(rng.randint(0, 3))
-            case _:
-                match rng.choice(seldom) if rng.random() < 0.2 else "":
-                    case "clear":
-                        chain.clear()
-                    case "epoch":
-                        chain.epoch()
-                    case "announce":
-                        chain.announce(rng.random() < 0.5)
-                    case "settle":
-                        chain.settle(rng.randint(1, 5))
+    moves = moves_of(chain, rng)
+    for _ in range(2000):
+        rng.choice(moves)()
     chain.settle(BATCH_BLOCKS)
-    chain.feed(chain.engine.clear())
+    while +chain.engine.copies:
+        chain.remove(rng.randrange(100))
     chain.settle(BATCH_BLOCKS)
+    bare = Bridge(SIZE, SECRET)
+    for part in ("_held", "_names", "_children", "_told", "_waiting"):
+        assert getattr(chain.bridge._mirror, part) == getattr(bare._mirror, part)
+    assert not chain.bridge._copies
+    assert not any(names for tiers in chain.bridge._names.values() for names in tiers)

@@ -201,6 +201,11 @@ def test_rows_of_the_oldest_engines_are_short() -> None:
     )  # fmt: skip
 
 
+def test_events_may_have_many_fields() -> None:
+    many = {f"field {n}": n for n in range(20)}
+    assert stored(**many) == stored()
+
+
 @pytest.mark.parametrize("block_hash", [0, -(2**63), 2**64 - 1, b"x" * 32])
 def test_hashes_are_of_any_form(block_hash: int | bytes) -> None:
     event = stored(block_hashes=[block_hash], parent_block_hash=block_hash)
@@ -282,6 +287,8 @@ def test_multimodal_objects_come_with_their_offsets() -> None:
 def test_older_engines_name_multimodal_objects_without_an_offset() -> None:
     event = of_prompt([IMAGE], parent_block_hash=3)
     assert (event.cache_salt, event.mm_hashes) == ("", [{multimodal_hash(IMAGE)}])
+    event = of_prompt([IMAGE, "salt"])
+    assert (event.cache_salt, event.mm_hashes) == ("salt", [{multimodal_hash(IMAGE)}])
 
 
 def test_embeddings_make_a_block_that_no_tokens_match() -> None:
