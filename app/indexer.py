@@ -44,8 +44,8 @@ class Indexer:
         self, log: Log, settings: Settings, life: Lifetime, pool: Pool | None = None
     ) -> None:
         """`pool`: for reading the state of a snapshot."""
-        secret, clock = settings.key_secret(), life.clock
-        index, fleet = Index(secret.fingerprint), Fleet()
+        clock = life.clock
+        index, fleet = Index(settings.key_secret()), Fleet()
         self._settings = settings
         self._life = life
         self._threads = Threads(threads=1)
@@ -63,7 +63,7 @@ class Indexer:
         )  # fmt: skip
         self._metrics = IndexMetrics(index, self._followers, self._duty)
         lookup = Lookup(
-            index, fleet, secret, self._followers, self._metrics, clock, settings.http_body_bytes,
+            index, fleet, self._followers, self._metrics, clock, settings.http_body_bytes,
             is_alive=lambda: life.failed is None,
         )  # fmt: skip
         self.http: FastAPI = lookup.build()

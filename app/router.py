@@ -86,8 +86,7 @@ class Router:
         self._owners: dict[int, LaneOwner] = {}
         self._fleet = Fleet()
         self._load = Load(int(settings.dedup_window_s * 1000))
-        self._secret = settings.key_secret()
-        self._index = Index(self._secret.fingerprint)
+        self._index = Index(settings.key_secret())
         self._name = name or settings.router_id or f"{socket.gethostname()}-{os.getpid()}"
         self._fleet_version = self._fleet.version
         self._intake = Intake(
@@ -123,7 +122,6 @@ class Router:
             fleet=self._fleet,
             fleet_follower=fleet_follower,
             index=self._index,
-            secret=self._secret,
             partitions={
                 t: await self._log.partitions(t) for t in (REQUESTS, ASSIGNMENTS, KV_EVENTS)
             },

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+
+from indexer.kernels import kernel
 
 LARGEST_POSITION = 2**32 - 1
 
@@ -50,6 +54,7 @@ class Event(NamedTuple):
 
 
 CLEARED = Event(Kind.CLEARED)
+LAST_KIND, LAST_TIER = int(max(Kind)), int(max(Tier))
 
 
 class Columns(NamedTuple):
@@ -78,34 +83,76 @@ def encode(events: Iterable[Event]) -> Columns:
     )
 
 
-def decode(columns: Columns) -> list[Event]:
-    """The inverse of `encode`. Raises MalformedColumns."""
+class Rows(NamedTuple):
+    """Columns as arrays, read-only views of the bytes; one element for each event, but for `keys`.
+
+    `kinds`, `tiers`: u8 (n). `positions`, `counts`: u32 (n). `keys`: u64, of all rows end to end.
+    """
+
+    kinds: NDArray[np.uint8]
+    tiers: NDArray[np.uint8]
+    positions: NDArray[np.uint32]
+    counts: NDArray[np.uint32]
+    keys: NDArray[np.uint64]
+
+
+def rows_of(columns: Columns) -> Rows:
+    """The rows, checked. Raises MalformedColumns."""
     rows = len(columns.kinds)
     lengths = (len(columns.tiers), len(columns.positions), len(columns.counts))
     if lengths != (rows, 4 * rows, 4 * rows) or len(columns.keys) % 8:
         raise MalformedColumns(f"columns of {lengths} bytes for {rows} rows")
-    counts = np.frombuffer(columns.counts, "<u4").tolist()
-    keys = np.frombuffer(columns.keys, "<u8").tolist()
-    if sum(counts) != len(keys):
-        raise MalformedColumns(f"{len(keys)} keys where {sum(counts)} are counted")
-    if 0 in keys:
-        raise MalformedColumns("0 is no key")
-    positions = np.frombuffer(columns.positions, "<u4").tolist()
-    events = []
-    start = 0
-    for kind, tier, position, count in zip(
-        columns.kinds, columns.tiers, positions, counts, strict=True
-    ):
-        events.append(_event(kind, tier, position, tuple(keys[start : start + count])))
+    found = Rows(
+        np.frombuffer(columns.kinds, np.uint8), np.frombuffer(columns.tiers, np.uint8),
+        np.frombuffer(columns.positions, "<u4"), np.frombuffer(columns.counts, "<u4"),
+        np.frombuffer(columns.keys, "<u8"),
+    )  # fmt: skip
+    fault = _first_fault(found)
+    if fault != SOUND:
+        raise MalformedColumns(f"{rows} rows with {len(found.keys)} keys: {FAULTS[fault]}")
+    return found
+
+
+SOUND, BAD_KEY, BAD_KIND, BAD_CLEARED, BAD_POSITION, BAD_COUNT = range(6)
+FAULTS = (
+    "",
+    "0 is no key",
+    "a kind or a tier that is none",
+    "cleared, with keys",
+    "positions beyond the largest one",
+    "another number of keys than is counted",
+)
+
+
+@kernel()
+def _first_fault(rows: Rows) -> int:
+    """What is wrong, if anything is."""
+    start = np.int64(0)
+    for row in range(len(rows.kinds)):
+        count, position = np.int64(rows.counts[row]), np.int64(rows.positions[row])
+        if rows.kinds[row] > LAST_KIND or rows.tiers[row] > LAST_TIER:
+            return BAD_KIND
+        if rows.kinds[row] == LAST_KIND and count:
+            return BAD_CLEARED
+        if position + count - 1 > LARGEST_POSITION:
+            return BAD_POSITION
         start += count
-    return events
+    if start != len(rows.keys):
+        return BAD_COUNT
+    zeros = 0
+    for key in rows.keys:
+        zeros += key == 0
+    return BAD_KEY if zeros else SOUND
 
 
-def _event(kind: int, tier: int, position: int, keys: tuple[int, ...]) -> Event:
-    if kind > max(Kind) or tier > max(Tier):
-        raise MalformedColumns(f"kind {kind}, tier {tier}")
-    if kind == Kind.CLEARED and keys:
-        raise MalformedColumns("cleared, with keys")
-    if position + len(keys) - 1 > LARGEST_POSITION:
-        raise MalformedColumns(f"{len(keys)} keys from position {position}")
-    return Event(Kind(kind), Tier(tier), position, keys)
+def decode(columns: Columns) -> list[Event]:
+    """The inverse of `encode`. Raises MalformedColumns."""
+    rows = rows_of(columns)
+    counts, keys = rows.counts.tolist(), rows.keys.tolist()
+    ends = list(accumulate(counts))
+    return [
+        Event(Kind(kind), Tier(tier), position, tuple(keys[end - count : end]))
+        for kind, tier, position, count, end in zip(
+            columns.kinds, columns.tiers, rows.positions.tolist(), counts, ends, strict=True
+        )
+    ]

@@ -35,7 +35,7 @@ from numba.core import event
 log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
-MODULES = ("hash_kernels",)
+MODULES = ("hash_kernels", "index")
 """All modules with kernels. Those whose kernels have no signatures give a `warm_up()` that calls
 each of them as it will be called."""
 VARIABLE = "KVLANE_KERNEL_CACHE"

@@ -18,7 +18,7 @@ from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.routing.load import OPEN, LaneStories, Load
 from app.settings import Settings
-from indexer.reference import Holder
+from indexer.lives import Holder
 from streams.clock import Clock
 from streams.codecs import decode
 from streams.errors import Malformed
@@ -118,7 +118,7 @@ async def _offsets(ask: Any, sources: Iterable[Partition]) -> dict[Partition, in
 def _fold(name: FoldName, settings: Settings) -> Fold:
     if name == "load":
         return Load(int(settings.dedup_window_s * 1000))
-    return Fleet() if name == "fleet" else Index(settings.key_secret().fingerprint)
+    return Fleet() if name == "fleet" else Index(settings.key_secret())
 
 
 def _facts(records: Iterable[Record]) -> tuple[list[Fact], int]:

@@ -8,13 +8,14 @@ decimals in answers, for readers without 64 bits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from fastapi import FastAPI
+from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -28,7 +29,6 @@ from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.routing.prompt import Prompt
 from indexer.events import Tier
-from indexer.keys import KeySecret, prompt_keys
 from streams.clock import Clock
 from streams.codecs import pack_tokens
 from streams.follow import Follower
@@ -66,7 +66,6 @@ class Lookup:
         self,
         index: Index,
         fleet: Fleet,
-        secret: KeySecret,
         followers: Mapping[str, Follower],
         metrics: IndexMetrics,
         clock: Clock,
@@ -75,7 +74,6 @@ class Lookup:
     ) -> None:
         self._index = index
         self._fleet = fleet
-        self._secret = secret
         self._followers = followers
         self._metrics = metrics
         self._clock = clock
@@ -107,7 +105,7 @@ class Lookup:
             hints=Hints(lora_name=asked.lora_name),
         )  # fmt: skip
         size = self._block_size(asked.model)
-        answer = self._found(asked.model, size, Prompt(prompt, self._secret).keys(size))
+        answer = self._found(asked.model, size, Prompt(prompt).local(size))
         self._metrics.query_s.labels("query").observe(self._clock.now() - began)
         return answer
 
@@ -121,8 +119,7 @@ class Lookup:
                 code="invalid_request", param="block_hashes",
             )  # fmt: skip
         local = np.array([each & M64 for each in asked.block_hashes], np.uint64)
-        keys = prompt_keys(local, self._secret).tolist()
-        answer = self._found(asked.model, self._block_size(asked.model), keys)
+        answer = self._found(asked.model, self._block_size(asked.model), local)
         self._metrics.query_s.labels("query_by_hash").observe(self._clock.now() - began)
         return answer
 
@@ -199,16 +196,16 @@ class Lookup:
     def _block_size(self, model: str) -> int:
         return block_size_of(self._fleet, model, self._members(model))
 
-    def _found(self, model: str, block_size: int, keys: Sequence[int]) -> Response:
+    def _found(self, model: str, block_size: int, local: NDArray[np.uint64]) -> Response:
         serving = {m.card.id for m in self._members(model)}
-        overlaps = self._index.overlaps(keys)
+        overlaps = self._index.overlaps(local)
         found: Iterable[Any] = (
             {"worker": holder.worker, "rank": holder.rank, "blocks": held.blocks, **held._asdict()}
             for holder, held in overlaps.items()
             if not model or holder.worker in serving
         )
         holders = sorted(found, key=lambda each: (-each["blocks"], each["worker"], each["rank"]))
-        return _json({"block_size": block_size, "blocks": len(keys), "holders": holders})
+        return _json({"block_size": block_size, "blocks": len(local), "holders": holders})
 
 
 def _judged(name: str, *, is_good: bool, **more: bool | int) -> Response:

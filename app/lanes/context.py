@@ -22,7 +22,6 @@ from app.routing.obligations import Patience
 from app.routing.plan import Tuning
 from app.routing.policies import DynamoWeights
 from app.settings import Settings
-from indexer.keys import KeySecret
 from streams.clock import BrokerClock
 from streams.follow import Follower
 from streams.intake import Claim
@@ -65,7 +64,6 @@ class RouterContext:
     fleet: Fleet
     fleet_follower: Follower
     index: Index
-    secret: KeySecret
     partitions: dict[str, int]
     """Partition counts of the topics this router addresses by key."""
     resume: Callable[[Claim], None]

@@ -229,7 +229,7 @@ class Procedures:
         """
         s, request = self._context, rest.request
         seed = s.life.rng.getrandbits(32)
-        prompt = Prompt(request, s.secret, pack_tokens(rest.taken))
+        prompt = Prompt(request, pack_tokens(rest.taken))
         place, why = (self._lane, request.id), ""
         try:
             while s.broker_clock.now_ms() <= rest.deadline_ms:

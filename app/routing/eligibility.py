@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from app.routing.fleet import Fleet, FleetWorker
 from app.routing.policies import Place
-from indexer.reference import Holder
+from indexer.lives import Holder
 from indexer.xxh3 import xxh3
 from streams.records import EndCode, Hints, Phase, Request, Role
 

@@ -1,9 +1,9 @@
 """Index: the fold of the cache events. Which rank of which worker holds which block, in which tier.
 
-Decodes what records carry and passes it on to the index proper (`indexer/reference.py`, where the
-rules are). Records that say nothing to us are counted and skipped: columns that no events give, and
-keys made with another secret. The latter means that a process was configured wrongly; its worker
-seems to hold nothing, and all of its requests are computed from new, so it is said loudly.
+Passes what records carry on to the index proper (`indexer/index.py`; the rules are in
+`indexer/lives.py`). Records that say nothing to us are counted and skipped: columns that no events
+give, and keys made with another secret. The latter means that a process was configured wrongly; its
+worker seems to hold nothing, and all of its requests are computed from new, so it is said loudly.
 
 A worker that leaves says no more; what it held is dropped a day later, as Fleet forgets it.
 """
@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from app.routing.signs import Signs
-from indexer.events import Columns, MalformedColumns, Tier, decode
-from indexer.reference import Holder, Holding, Overlap, ReferenceIndex
+from indexer.events import Columns, MalformedColumns, Tier
+from indexer.index import Index as BlockIndex
+from indexer.keys import KeySecret
+from indexer.lives import Holder, Holding, Overlap
 from streams.ports import Partition
 from streams.records import Blocks, Fact, Heartbeat, Lost
 
@@ -42,18 +46,18 @@ class Index:
 
     name = "index"
 
-    def __init__(self, fingerprint: str) -> None:
-        """`fingerprint`: that of the secret behind the keys (`KeySecret`)."""
+    def __init__(self, secret: KeySecret) -> None:
+        """`secret`: the one behind the keys of all workers."""
         self.skipped = Skipped()
-        self.blocks = ReferenceIndex(fingerprint=fingerprint)
-        self._fingerprint = fingerprint
+        self.blocks = BlockIndex(secret)
+        self._fingerprint = secret.fingerprint
         self._foreign: dict[str, int] = {}
         self._signs: dict[Partition, Signs] = {}
         self._positions: dict[Partition, int] = {}
 
-    def overlaps(self, keys: Sequence[int]) -> dict[Holder, Overlap]:
-        """The leading blocks of a prompt in each cache that holds any, by its keys."""
-        return self.blocks.match(keys) if keys else {}
+    def overlaps(self, local: NDArray[np.uint64]) -> dict[Holder, Overlap]:
+        """The leading blocks of a prompt in each cache that holds any, by its local hashes."""
+        return self.blocks.match(local)
 
     def holdings(self) -> dict[Holder, Holding]:
         """How much each cache holds."""
@@ -96,14 +100,14 @@ class Index:
             self._complain(record)
             return
         columns = Columns(record.kinds, record.tiers, record.positions, record.counts, record.keys)
+        holder = Holder(record.worker, record.rank)
         try:
-            events = decode(columns)
+            self.blocks.apply(
+                source.partition, holder, record.epoch, record.first_event_id, columns
+            )
         except MalformedColumns as e:
             self.skipped.malformed += 1
             log.warning("blocks of %s skipped: %s", record.worker, e)
-            return
-        holder = Holder(record.worker, record.rank)
-        self.blocks.apply(source.partition, holder, record.epoch, record.first_event_id, events)
 
     def _complain(self, record: Blocks) -> None:
         self.skipped.foreign += 1

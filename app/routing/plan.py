@@ -26,7 +26,7 @@ from app.routing.policies import (
     span,
 )
 from app.routing.prompt import Prompt
-from indexer.reference import Holder, Overlap
+from indexer.lives import Holder, Overlap
 from streams.records import Assigned, Candidate, EndCode, Phase, Request, RouterConfigOverride
 
 RECORDED = 16
@@ -122,7 +122,7 @@ def plan(
     rows = eligible(request, phase, pool, view.fleet, excluded=excluded, full=full)
     if isinstance(rows, NoPlace):
         return Refuse(rows.code, rows.reason) if rows.code else Hold(rows.reason)
-    overlaps = view.caches.overlaps(prompt.keys(pool.block_size))
+    overlaps = view.caches.overlaps(prompt.local(pool.block_size))
     options = _options(request, rows, view, overlaps)
     weights = _overridden(tuning.weights, request.router_config_override)
     session = request.hints.session_control

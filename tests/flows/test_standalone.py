@@ -26,7 +26,8 @@ from indexer.events import Columns
 from indexer.events import decode as events_of
 from indexer.hashing import local_hashes
 from indexer.keys import prompt_keys
-from indexer.reference import Holder, ReferenceIndex
+from indexer.lives import Holder
+from indexer.reference import ReferenceIndex
 from streams import provision
 from streams.client import Client
 from streams.clock import SystemClock

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from app.routing.index import Index
 from app.routing.signs import KEPT_MS
 from indexer.events import CLEARED, Event, Kind, Tier, encode
-from indexer.reference import Holder, Overlap
+from indexer.lives import Holder, Overlap
 from streams.ports import Partition
 from streams.records import Blocks, Fact, Heartbeat, Lost, Probe
+from tests.indexes import SECRET, local_of
 
 EVENTS = Partition("kv-events", 5)
-OURS = "ours"
+OURS, THEIRS = (SECRET._replace(fingerprint=name) for name in ("ours", "theirs"))
 
 
 def blocks(*events: Event, worker: str = "w1", epoch: int = 7, at: int = 0, **over: Any) -> Blocks:
-    fields = {"hash_fingerprint": OURS, **encode(events)._asdict()} | over
+    fields = {"hash_fingerprint": OURS.fingerprint, **encode(events)._asdict()} | over
     return Blocks(worker=worker, epoch=epoch, first_event_id=at, **fields)
 
 
@@ -42,7 +43,9 @@ def folded(*records: Any, fold: Index | None = None, at_ms: int = 1000) -> Index
 
 
 def held(fold: Index, *keys: int) -> dict[tuple[str, int], int]:
-    return {tuple(holder): overlap.blocks for holder, overlap in fold.overlaps(keys).items()}
+    return {
+        tuple(holder): overlap.blocks for holder, overlap in fold.overlaps(local_of(keys)).items()
+    }
 
 
 def test_overlaps_are_the_leading_blocks_of_each_rank() -> None:
@@ -56,7 +59,7 @@ def test_overlaps_are_the_leading_blocks_of_each_rank() -> None:
 
 def test_tiers_continue_each_other() -> None:
     fold = folded(blocks(stored(1, 2), stored(3, position=2, tier=Tier.HOST)))
-    assert fold.overlaps([1, 2, 3, 4]) == {Holder("w1", 0): Overlap(2, 1)}
+    assert fold.overlaps(local_of([1, 2, 3, 4])) == {Holder("w1", 0): Overlap(2, 1)}
 
 
 def test_removed_blocks_and_those_behind_them_no_longer_count() -> None:
@@ -125,12 +128,12 @@ def test_a_snapshot_restores_the_same_state_at_any_point(records: list[Any], at:
     second.restore(EVENTS, first.snapshot(EVENTS), first.position(EVENTS) or 0)
     folded(*records[at:], fold=second)
     assert second.state_hash(EVENTS) == straight.state_hash(EVENTS)
-    assert second.overlaps([1, 2, 3]) == straight.overlaps([1, 2, 3])
+    assert held(second, 1, 2, 3) == held(straight, 1, 2, 3)
 
 
 def test_a_snapshot_under_another_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="secret"):
-        Index("theirs").restore(EVENTS, folded(blocks(stored(1))).snapshot(EVENTS), 1)
+        Index(THEIRS).restore(EVENTS, folded(blocks(stored(1))).snapshot(EVENTS), 1)
     with pytest.raises(ValueError, match=r"truncated|decode"):
         Index(OURS).restore(EVENTS, b"", 1)
 

@@ -16,7 +16,7 @@ from app.routing.plan import RECORDED, Chosen, Hold, Plan, Refuse, Tuning, View,
 from app.routing.policies import POLICIES, DynamoWeights, Place
 from app.routing.prompt import Prompt
 from indexer.events import Event, Kind, Tier, encode
-from indexer.keys import derive
+from indexer.keys import derive, prompt_keys
 from streams.codecs import pack_tokens
 from streams.ports import Partition
 from streams.records import (
@@ -48,7 +48,7 @@ class Stage:
     """A view that a test sets up worker by worker; a worker's epoch is its number."""
 
     def __init__(self) -> None:
-        self.fleet, self.index = Fleet(), Index(SECRET.fingerprint)
+        self.fleet, self.index = Fleet(), Index(SECRET)
         self.told, self.own = Burdens(), Burdens()
         self.pools = Pools(self.fleet, TIMEOUT_MS)
         self.fleet.apply(REGISTRY, [], 100)
@@ -79,7 +79,8 @@ class Stage:
         self, name: str, blocks: int, tier: Tier = Tier.DEVICE, rank: int = 0, **over: Any
     ) -> None:
         """The worker has the first blocks of the prompt."""
-        keys = Prompt(Request(id="-", token_ids=TOKENS, **over), SECRET).keys(16)[:blocks]
+        local = Prompt(Request(id="-", token_ids=TOKENS, **over)).local(16)[:blocks]
+        keys = prompt_keys(local, SECRET).tolist()
         columns = encode([Event(Kind.STORED, tier, 0, tuple(keys))])
         self.event(Blocks(worker=name, epoch=self.epochs[name], first_event_id=0, rank=rank,
                           hash_fingerprint=SECRET.fingerprint, **columns._asdict()))  # fmt: skip
@@ -94,7 +95,7 @@ class Stage:
         view = View(self.fleet, self.pools, self.index, self.told, self.own, now_ms)
         tuning = Tuning(tuning) if isinstance(tuning, str) else tuning
         request = request or Request(id="a", model="m", token_ids=TOKENS)
-        return plan(Prompt(request, SECRET), view, tuning, seed=seed, **over)
+        return plan(Prompt(request), view, tuning, seed=seed, **over)
 
     def chosen(self, *args: Any, **over: Any) -> Chosen:
         planned = self.plan(*args, **over)

@@ -10,7 +10,7 @@ import pytest
 from app.routing.prompt import Prompt
 from indexer.bridge import Bridge
 from indexer.engine_events import BlocksStored
-from indexer.keys import derive
+from indexer.keys import derive, prompt_keys
 from streams.codecs import pack_tokens
 from streams.records import BlockExtraInfo, Hints, MmObject, MmRoutingInfo, Request
 
@@ -21,7 +21,9 @@ SIZE = 4
 
 def keys(taken: bytes = b"", **over: Any) -> list[int]:
     fields = {"id": "a", "token_ids": pack_tokens(TOKENS)} | over
-    return Prompt(Request(**fields), SECRET, taken).keys(SIZE)
+    local = Prompt(Request(**fields), taken).local(SIZE)
+    found: list[int] = prompt_keys(local, SECRET).tolist()
+    return found
 
 
 def published(tokens: list[int], **over: Any) -> list[int]:
@@ -54,7 +56,7 @@ def test_salt_and_adapter_separate_prompts(asked: dict[str, Any], stored: dict[s
 
 def test_tokens_that_are_out_belong_to_what_is_computed() -> None:
     assert keys(pack_tokens([7, 8])) == published([*TOKENS, 7, 8])
-    assert Prompt(Request(id="a", token_ids=pack_tokens([1])), SECRET, pack_tokens([2])).tokens == 2
+    assert Prompt(Request(id="a", token_ids=pack_tokens([1])), pack_tokens([2])).tokens == 2
 
 
 def test_routing_tokens_and_what_is_in_their_blocks_stand_in_for_the_prompt() -> None:
@@ -67,13 +69,14 @@ def test_routing_tokens_and_what_is_in_their_blocks_stand_in_for_the_prompt() ->
 
 def test_what_cannot_be_hashed_overlaps_with_nothing() -> None:
     assert keys(prompt_embeds="AAAA") == []
+    assert keys(pack_tokens(TOKENS), token_ids=b"") == []
     assert keys(token_ids=b"abc") == []
     image = BlockExtraInfo(mm_objects=(MmObject(mm_hash=2**64),))
     info = MmRoutingInfo(routing_token_ids=pack_tokens(TOKENS), block_mm_infos=(image,))
     assert keys(mm_routing_info=info) == []
 
 
-def test_keys_are_made_once_for_each_block_size() -> None:
-    prompt = Prompt(Request(id="a", token_ids=np.arange(64, dtype="<u4").tobytes()), SECRET)
-    assert prompt.keys(16) is prompt.keys(16)
-    assert len(prompt.keys(8)) == 8
+def test_hashes_are_made_once_for_each_block_size() -> None:
+    prompt = Prompt(Request(id="a", token_ids=np.arange(64, dtype="<u4").tobytes()))
+    assert prompt.local(16) is prompt.local(16)
+    assert len(prompt.local(8)) == 8

@@ -25,7 +25,8 @@ from indexer.bridge import Bridge
 from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent
 from indexer.hashing import local_hashes
 from indexer.keys import derive, prompt_keys
-from indexer.reference import Holder, Overlap, ReferenceIndex
+from indexer.lives import Holder, Overlap
+from indexer.reference import ReferenceIndex
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens
 from streams.records import EngineConfig, Hints, Request, StopConditions, Usage

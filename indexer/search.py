@@ -1,0 +1,433 @@
+"""How much of a prompt each cache holds: from the hashes of its blocks to depths, by column.
+
+A prompt is seen as *runs* of blocks with equal sets of holders. Where every cache that holds a
+block holds all blocks before it (*closed*, see `indexer/index.py`), sets only get smaller along a
+prompt; two blocks with equal sets then have that set everywhere in between, and a search finds the
+few places where sets change without looking at the blocks in between: some positions are probed at
+once, then some in each gap between unequal neighbours, until no gap is left. A probe costs a miss
+of the cache, 150-220 ns, but probes made at once cost little more than one of them. Without that
+promise all blocks are scanned, at 8-10 ns each.
+
+Keys are sums over the blocks before (`indexer/keys.py`). A search needs them at few positions: one
+pass computes the sums of whole groups, and the keys of a group only when one of them is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.hash_kernels import addend
+from indexer.kernels import inlined, kernel
+from indexer.memory import load_acquire, trailing_zeros
+from indexer.sets import GENERATION, NOTHING, ONE, Sets, has
+from indexer.table import SET_MASK, U32, Table, expect, held_by
+
+GROUP = 64
+"""Blocks of a group: at 64 both the pass over the sums and the filling of a group stay short."""
+GROUP_SHIFT = 6
+FAN = 9
+"""Probes made at once in a gap. A round costs about one miss; 9 need 3 rounds for 1000 blocks."""
+FEW = 24
+"""Prompts of up to so many blocks are scanned: their probes are all made at once then, too."""
+AHEAD = 20
+"""Blocks that are being loaded while a scan looks at one."""
+RETRY = -1
+UNSEEN = np.uint64(1 << 63)
+"""No set."""
+NO_SLOT = np.uint64(1)
+"""What key 0 is replaced by: an empty slot looks like 0."""
+
+
+class Mixing(NamedTuple):
+    """The constants of the keys, each a u64; see `KeySecret`."""
+
+    start: np.uint64
+    step: np.uint64
+    first: np.uint64
+    second: np.uint64
+
+
+class Scratch(NamedTuple):
+    """Memory for one search at a time, of up to n blocks and c columns.
+
+    `keys`: u64 (n rounded up to a group). `sums`: u64 (groups + 1), the sum before each group.
+    `filled`: u8 (groups), whether its keys are there. `points`, `spare`: u64 (n + 2), positions
+    with their sets, `position << 32 | set`. `out`: u64 (c), `column << 32 | depth`. `row`: u64
+    (words).
+    """
+
+    keys: NDArray[np.uint64]
+    sums: NDArray[np.uint64]
+    filled: NDArray[np.uint8]
+    points: NDArray[np.uint64]
+    spare: NDArray[np.uint64]
+    out: NDArray[np.uint64]
+    row: NDArray[np.uint64]
+
+
+def new_scratch(blocks: int, columns: int) -> Scratch:
+    """Room for prompts of so many blocks."""
+    groups = blocks // GROUP + 1
+    return Scratch(
+        np.zeros(groups * GROUP, np.uint64), np.zeros(groups + 1, np.uint64),
+        np.zeros(groups, np.uint8), np.zeros(blocks + 2, np.uint64),
+        np.zeros(blocks + 2, np.uint64), np.zeros(columns, np.uint64),
+        np.zeros(columns // 64, np.uint64),
+    )  # fmt: skip
+
+
+@kernel()
+def match(
+    table: Table,
+    sets: Sets,
+    alive: NDArray[np.uint64],
+    mixing: Mixing,
+    local: NDArray[np.uint64],
+    is_closed: bool,
+    scratch: Scratch,
+) -> int:
+    """How many leading blocks each live column holds, into `scratch.out`; how many columns do.
+
+    `local`: u64, the hashes of the blocks; at least one. `alive`: u64 (words), the columns that
+    count. RETRY when sets were recycled meanwhile.
+    """
+    generation = load_acquire(sets.state, GENERATION)
+    if is_closed and len(local) > FEW:
+        points, runs, end = search(table, mixing, local, scratch)
+    else:
+        points, runs, end = scan(table, mixing, local, scratch)
+    count = depths(sets, alive, points, runs, end, scratch)
+    return count if load_acquire(sets.state, GENERATION) == generation else RETRY
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+@inlined
+def key_at(mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch, position: int) -> np.uint64:
+    """The key of the prefix up to a block whose group's sum is known."""
+    group = position >> GROUP_SHIFT
+    if not scratch.filled[group]:
+        fill(mixing, local, scratch, group)
+    return scratch.keys[position]
+
+
+@kernel()
+def fill(mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch, group: int) -> None:
+    """Compute the keys of a group, whose sum is known, and the sum of the next one."""
+    total = scratch.sums[group]
+    for position in range(group << GROUP_SHIFT, min((group + 1) << GROUP_SHIFT, len(local))):
+        total += addend(
+            local[position], position, mixing.start, mixing.step, mixing.first, mixing.second
+        )
+        scratch.keys[position] = total if total != NOTHING else NO_SLOT
+    scratch.sums[group + 1] = total
+    scratch.filled[group] = 1
+
+
+@kernel()
+def group_sum(mixing: Mixing, local: NDArray[np.uint64], start: int) -> np.uint64:
+    """What a whole group adds; the compiler makes vectors of this loop: 0.7 ns a block."""
+    total = NOTHING
+    for i in range(GROUP):
+        position = start + i
+        total += addend(
+            local[position], position, mixing.start, mixing.step, mixing.first, mixing.second
+        )
+    return total
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@inlined
+def point(position: int, number: np.uint64) -> np.uint64:
+    """A position with its set."""
+    return (np.uint64(position) << U32) | number
+
+
+@inlined
+def position_of(packed: np.uint64) -> int:
+    """The position of a point."""
+    return np.int64(packed >> U32)
+
+
+@kernel()
+def scan(
+    table: Table, mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch
+) -> tuple[NDArray[np.uint64], int, int]:
+    """The first points of all runs up to a block that nobody holds, their number, that block."""
+    blocks, runs, last = len(local), 0, NOTHING
+    scratch.sums[0] = NOTHING
+    fill(mixing, local, scratch, 0)
+    for position in range(min(AHEAD, blocks)):
+        expect(table, scratch.keys[position])
+    for position in range(blocks):
+        coming = position + AHEAD
+        if coming < blocks:
+            if coming & (GROUP - 1) == 0:
+                fill(mixing, local, scratch, coming >> GROUP_SHIFT)
+            expect(table, scratch.keys[coming])
+        number = held_by(table, scratch.keys[position])
+        if number != last:
+            if number == NOTHING:
+                return scratch.points, runs, position
+            scratch.points[runs] = point(position, number)
+            runs += 1
+            last = number
+        elif number == NOTHING:
+            return scratch.points, 0, 0
+    return scratch.points, runs, blocks
+
+
+@kernel()
+def search(
+    table: Table, mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch
+) -> tuple[NDArray[np.uint64], int, int]:
+    """As `scan`, of a prompt whose holders are closed."""
+    blocks = len(local)
+    if not begin(table, mixing, local, scratch):
+        return scratch.points, 0, 0
+    points, spare = scratch.points, scratch.spare
+    spread = min(blocks - 2, FAN + 1)
+    for k in range(spread + 2):
+        expect(table, key_at(mixing, local, scratch, between(0, blocks - 1, k, spread)))
+    count = 0
+    for k in range(spread + 2):
+        position = between(0, blocks - 1, k, spread)
+        number = held_by(table, scratch.keys[position])
+        count = emit(points, count, position, number)
+        if number == NOTHING:
+            break
+    while expect_gaps(table, mixing, local, scratch, points, count):
+        count = probe_gaps(table, scratch, points, count, spare)
+        points, spare = spare, points
+    return first_points(points, count, blocks)
+
+
+@inlined
+def begin(table: Table, mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch) -> bool:
+    """Sum up the groups; False, early, when nobody holds the first block."""
+    groups = (len(local) + GROUP - 1) >> GROUP_SHIFT
+    scratch.sums[0] = NOTHING
+    fill(mixing, local, scratch, 0)
+    expect(table, scratch.keys[0])
+    total = NOTHING
+    if groups > 1:
+        total = group_sum(mixing, local, 0)
+    if held_by(table, scratch.keys[0]) == NOTHING:
+        return False
+    for group in range(1, groups):
+        scratch.filled[group] = 0
+        scratch.sums[group] = total
+        if (group + 1) << GROUP_SHIFT <= len(local):
+            total += group_sum(mixing, local, group << GROUP_SHIFT)
+    return True
+
+
+@inlined
+def between(low: int, high: int, k: int, spread: int) -> int:
+    """The k-th of `spread` places that divide a gap evenly; 0 and spread + 1 are its ends."""
+    return low + ((high - low) * k) // (spread + 1)
+
+
+@inlined
+def emit(points: NDArray[np.uint64], count: int, position: int, number: np.uint64) -> int:
+    """Append a point; of equal neighbours only the first and the last are kept."""
+    if (
+        count >= 2
+        and points[count - 1] & SET_MASK == number
+        and points[count - 2] & SET_MASK == number
+    ):
+        points[count - 1] = point(position, number)
+        return count
+    points[count] = point(position, number)
+    return count + 1
+
+
+@inlined
+def gap(points: NDArray[np.uint64], k: int) -> int:
+    """Blocks between a point and the next one where something has changed; 0 where not."""
+    low, high = points[k], points[k + 1]
+    if low & SET_MASK == high & SET_MASK:
+        return 0
+    return position_of(high) - position_of(low) - 1
+
+
+@kernel()
+def expect_gaps(
+    table: Table,
+    mixing: Mixing,
+    local: NDArray[np.uint64],
+    scratch: Scratch,
+    points: NDArray[np.uint64],
+    count: int,
+) -> bool:
+    """Begin to load what the next round will look at; False when no gap is left."""
+    is_any = False
+    for k in range(count - 1):
+        inside = gap(points, k)
+        if inside > 0:
+            is_any = True
+            low, spread = position_of(points[k]), min(inside, FAN)
+            for i in range(1, spread + 1):
+                position = between(low, low + inside + 1, i, spread)
+                expect(table, key_at(mixing, local, scratch, position))
+    return is_any
+
+
+@kernel()
+def probe_gaps(
+    table: Table,
+    scratch: Scratch,
+    points: NDArray[np.uint64],
+    count: int,
+    out: NDArray[np.uint64],
+) -> int:
+    """Another round: the points with those in the gaps between them; up to a free block."""
+    size = 0
+    for k in range(count):
+        low, number = position_of(points[k]), points[k] & SET_MASK
+        size = emit(out, size, low, number)
+        if number == NOTHING or k + 1 == count:
+            break
+        inside = gap(points, k)
+        spread = min(inside, FAN)
+        for i in range(1, spread + 1):
+            position = between(low, low + inside + 1, i, spread)
+            number = held_by(table, scratch.keys[position])
+            size = emit(out, size, position, number)
+            if number == NOTHING:
+                return size
+    return size
+
+
+@inlined
+def first_points(
+    points: NDArray[np.uint64], count: int, blocks: int
+) -> tuple[NDArray[np.uint64], int, int]:
+    """Keep of each run its first point, in place; their number, and where the last one ends."""
+    runs, last = 0, NOTHING
+    for k in range(count):
+        number = points[k] & SET_MASK
+        if number == NOTHING:
+            return points, runs, position_of(points[k])
+        if number != last:
+            points[runs] = points[k]
+            runs += 1
+            last = number
+    return points, runs, blocks
+
+
+# --- depths ---------------------------------------------------------------------------------------
+
+
+@kernel()
+def depths(
+    sets: Sets,
+    alive: NDArray[np.uint64],
+    points: NDArray[np.uint64],
+    runs: int,
+    end: int,
+    scratch: Scratch,
+) -> int:
+    """Where each live column that holds the first block ends, into `scratch.out`."""
+    count = 0
+    if runs == 0:
+        return count
+    if not _is_known(sets, points[0]):
+        return RETRY
+    at = np.int64(points[0] & SET_MASK) * sets.words
+    for word in range(sets.words):
+        scratch.row[word] = sets.rows[at + word] & alive[word]
+    for run in range(1, runs):
+        if not _is_known(sets, points[run]):
+            return RETRY
+        at = np.int64(points[run] & SET_MASK) * sets.words
+        for word in range(sets.words):
+            still = scratch.row[word] & sets.rows[at + word]
+            gone = scratch.row[word] ^ still
+            scratch.row[word] = still
+            count = _list(gone, word, position_of(points[run]), scratch.out, count)
+    for word in range(sets.words):
+        count = _list(scratch.row[word], word, end, scratch.out, count)
+    return count
+
+
+@inlined
+def _is_known(sets: Sets, packed: np.uint64) -> bool:
+    """Whether a set was there when the search began: rows move when they need more room."""
+    return np.int64(packed & SET_MASK) < len(sets.references)
+
+
+@inlined
+def _list(bits: np.uint64, word: int, depth: int, out: NDArray[np.uint64], count: int) -> int:
+    """Append the columns of a word with their depth."""
+    while bits != NOTHING:
+        out[count] = (np.uint64(64 * word + trailing_zeros(bits)) << U32) | np.uint64(depth)
+        count += 1
+        bits &= bits - ONE
+    return count
+
+
+@kernel()
+def deepen(
+    table: Table,
+    sets: Sets,
+    alive: NDArray[np.uint64],
+    mixing: Mixing,
+    local: NDArray[np.uint64],
+    depth: NDArray[np.int64],
+    scratch: Scratch,
+) -> int:
+    """Go on in a lower tier from where each live column's depth ends, in place.
+
+    `depth`: i64 by column. Tiers below the first are not closed: each block is looked at. RETRY,
+    with depths that say nothing, when sets were recycled meanwhile; else 0.
+    """
+    generation = load_acquire(sets.state, GENERATION)
+    runs = all_runs(table, mixing, local, scratch)
+    for run in range(runs):
+        if not _is_known(sets, scratch.points[run]):
+            return RETRY
+    for word in range(sets.words):
+        bits = alive[word]
+        while bits != NOTHING:
+            column = 64 * word + trailing_zeros(bits)
+            bits &= bits - ONE
+            depth[column] = reached(sets, column, depth[column], scratch.points, runs)
+    return 0 if load_acquire(sets.state, GENERATION) == generation else RETRY
+
+
+@kernel()
+def all_runs(table: Table, mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch) -> int:
+    """The runs of the whole prompt, blocks that nobody holds among them, and a point at its end."""
+    blocks, runs, last = len(local), 0, UNSEEN
+    scratch.sums[0] = NOTHING
+    for group in range((blocks + GROUP - 1) >> GROUP_SHIFT):
+        fill(mixing, local, scratch, group)
+    for position in range(blocks):
+        if position + AHEAD < blocks:
+            expect(table, scratch.keys[position + AHEAD])
+        number = held_by(table, scratch.keys[position])
+        if number != last:
+            scratch.points[runs] = point(position, number)
+            runs += 1
+            last = number
+    scratch.points[runs] = point(blocks, NOTHING)
+    return runs
+
+
+@inlined
+def reached(sets: Sets, column: int, depth: int, points: NDArray[np.uint64], runs: int) -> int:
+    """The first block from `depth` on that the column does not hold."""
+    for run in range(runs):
+        following = position_of(points[run + 1])
+        if following > depth:
+            if not has(sets, np.int64(points[run] & SET_MASK), column):
+                break
+            depth = following
+    return depth

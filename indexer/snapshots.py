@@ -1,0 +1,102 @@
+"""The bytes of a partition's blocks: what the index writes and reads to start without the log.
+
+    magic | u32 length of the header | header, JSON | for each tier: rows, keys, positions, numbers
+
+All little endian. The header has the fingerprint of the keys' secret, the workers with their ranks
+(`Lives.described`), and for each tier its blocks and sets. The n-th rank of the header is column n
+of the rows. 16 bytes a block, whatever the number of its holders.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"kvlane blocks 2\n"
+WORD_BITS = 64
+
+
+class Part(NamedTuple):
+    """A tier's blocks, u64, u32, u32 (n); `numbers` name rows of bits, u64 (sets, words)."""
+
+    keys: NDArray[np.uint64]
+    positions: NDArray[np.uint32]
+    numbers: NDArray[np.uint32]
+    rows: NDArray[np.uint64]
+
+
+def encode(fingerprint: str, workers: dict[str, Any], tiers: Sequence[Part]) -> bytes:
+    """The bytes of these blocks."""
+    header = {
+        "fingerprint": fingerprint,
+        "workers": workers,
+        "tiers": [(len(part.keys), *part.rows.shape) for part in tiers],
+    }
+    head = json.dumps(header).encode()
+    pieces = [MAGIC, len(head).to_bytes(4, "little"), head]
+    for part in tiers:
+        pieces += [part.rows.tobytes(), part.keys.tobytes()]
+        pieces += [part.positions.tobytes(), part.numbers.tobytes()]
+    return b"".join(pieces)
+
+
+def decode(data: bytes, fingerprint: str, tiers: int) -> tuple[dict[str, Any], list[Part]]:
+    """The inverse: workers and blocks. Raises ValueError for anything else."""
+    start = len(MAGIC) + 4
+    if data[: len(MAGIC)] != MAGIC or len(data) < start:
+        raise ValueError("not a snapshot of blocks")
+    end = start + int.from_bytes(data[len(MAGIC) : start], "little")
+    header = json.loads(data[start:end])
+    if header["fingerprint"] != fingerprint:
+        raise ValueError("a snapshot under another hash secret")
+    sizes = header["tiers"]
+    expected = end + sum(16 * blocks + 8 * sets * words for blocks, sets, words in sizes)
+    if len(sizes) != tiers or len(data) != expected:
+        raise ValueError(f"{len(data)} bytes where the header says {expected}")
+    parts = []
+    for blocks, sets, words in sizes:
+        rows, end = _array(data, "<u8", sets * words, end)
+        keys, end = _array(data, "<u8", blocks, end)
+        positions, end = _array(data, "<u4", blocks, end)
+        numbers, end = _array(data, "<u4", blocks, end)
+        if blocks and (not keys.all() or int(numbers.max()) >= sets):
+            raise ValueError("blocks without a key or a set")
+        parts.append(Part(keys, positions, numbers, rows.reshape(sets, words)))
+    return header["workers"], parts
+
+
+def _array(data: bytes, dtype: str, count: int, start: int) -> tuple[NDArray[Any], int]:
+    """An aligned copy: what kernels are compiled for."""
+    found = np.frombuffer(data, dtype, count, start).copy()
+    return found, start + found.nbytes
+
+
+def compact(numbers: NDArray[np.uint32], sets: int) -> tuple[NDArray[np.uint32], NDArray[np.intp]]:
+    """The same numbers, counted from 0 over those that occur, and which ones occur."""
+    present = np.flatnonzero(np.bincount(numbers, minlength=sets))
+    renumbered = np.zeros(sets, np.uint32)
+    renumbered[present] = np.arange(len(present), dtype=np.uint32)
+    return renumbered[numbers], present
+
+
+def gather(rows: NDArray[np.uint64], columns: Sequence[int]) -> NDArray[np.uint64]:
+    """Rows of just these columns, in this order; negative ones are empty."""
+    gathered = np.zeros((len(rows), max(-(-len(columns) // WORD_BITS), 1)), np.uint64)
+    for to, column in enumerate(columns):
+        if column >= 0:
+            bits = (rows[:, column // WORD_BITS] >> np.uint64(column % WORD_BITS)) & np.uint64(1)
+            gathered[:, to // WORD_BITS] |= bits << np.uint64(to % WORD_BITS)
+    return gathered
+
+
+def scatter(rows: NDArray[np.uint64], columns: Sequence[int], words: int) -> NDArray[np.uint64]:
+    """The inverse of `gather`, into rows of so many words."""
+    scattered = np.zeros((len(rows), words), np.uint64)
+    for start, column in enumerate(columns):
+        bits = (rows[:, start // WORD_BITS] >> np.uint64(start % WORD_BITS)) & np.uint64(1)
+        scattered[:, column // WORD_BITS] |= bits << np.uint64(column % WORD_BITS)
+    return scattered
