@@ -20,7 +20,8 @@ to who reads it:
                          patience.py  wait out an outage
                          deadletters.py  put aside what nobody can read
     reading              intake.py    a group shares `requests`; committed is what is done
-                         follow.py    keep a fold up to date, with barriers.py and snapshots.py
+                         follow.py    keep a fold up to date, with barriers.py
+                         snapshots.py  begin without the whole log; parts.py, of what they are made
                          duty.py      who writes the snapshots, and when
                          stretch.py   read what partitions hold now, once
                          transcript.py   the rule by which a stream is read, once and right

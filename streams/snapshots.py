@@ -12,19 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import zstandard
 
 from streams.clock import Clock
-from streams.codecs import TYPE, decode
+from streams.codecs import decode
 from streams.errors import PositionLost, RecordError
 from streams.outbox import Outbox
-from streams.ports import Entry, Log, Partition, Record
+from streams.parts import (
+    FORMAT,
+    Cover,
+    Pieces,
+    UnusableError,
+    cover_bytes,
+    entry_of,
+    parts_of,
+    place_of,
+    slices_of,
+)
+from streams.ports import Log, Partition, Record
 from streams.records import SnapshotPointer, Tombstone
 from streams.stretch import stretch
 from streams.topics import REGISTRY, SNAPSHOTS
@@ -34,33 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-SLICE_BYTES = 1_000_000
-"""Of the fold's bytes, before compression: a part stays below 1 MiB even where zstd gains nothing.
-One slice is hashed or compressed in 2-5 ms; the loop runs in between."""
-LEVEL = 3
 POINTERS_KEPT = 3
 """Pointers remembered for each partition of a fold: the newest, and what to fall back to."""
-
-_PART = b"SnapshotPart"
-_SNAPSHOT = "snapshot"  # header: the checksum, which tells the parts of two snapshots apart
-_NUMBER = "part"  # header: from 0
-
-
-class _UnusableError(Exception):
-    """A snapshot that cannot be used. Never leaves this module: the log is read instead."""
-
-
-class Cover(msgspec.Struct, frozen=True, kw_only=True):
-    """Part 0 of a snapshot: what it is of. `size` is that of the fold's bytes."""
-
-    format: int
-    fold: str
-    topic: str
-    partition: int
-    position: int
-    size: int
-    state_hash: str
 
 
 class Taken(NamedTuple):
@@ -128,10 +113,10 @@ class Snapshots:
         checksum = await self._checksum(cover, data)
         partition = source.partition % await self._log.partitions(SNAPSHOTS)
         first, parts = -1, 0
-        for part in _parts(cover, data):
+        for part in parts_of(cover, data):
             if not is_wanted():
                 return None
-            entry = _entry(cover.fold, source, checksum, parts, part)
+            entry = entry_of(cover.fold, source, checksum, parts, part)
             appended = await self._outbox.persist_entry(SNAPSHOTS, entry, partition)
             first, parts = (first if parts else appended.offset), parts + 1
         if not is_wanted():
@@ -155,26 +140,22 @@ class Snapshots:
         Returns those that were; the fold has no state of the others. Raises BrokerUnavailable.
         """
         await self.refresh()
-        loaded = set()
-        for source in sources:
-            for pointer, _ in reversed(self._pointers.get(pointer_key(fold.name, source), ())):
-                try:
-                    await self._restore(fold, source, pointer)
-                except _UnusableError as e:
-                    log.warning(
-                        "snapshot of %s, %s[%d], at %d is not used: %s",
-                        fold.name, *source, pointer.position, e,
-                    )  # fmt: skip
-                    continue
-                loaded.add(source)
-                break
+        loaded: set[Partition] = set()
+        for age in range(POINTERS_KEPT):
+            wanted: dict[Partition, SnapshotPointer] = {}
+            for source in sources:
+                known = self._pointers.get(pointer_key(fold.name, source), ())
+                if source not in loaded and age < len(known):
+                    wanted[source] = known[-1 - age].pointer
+            if wanted:
+                loaded |= await self._restore_all(fold, wanted)
         return frozenset(loaded)
 
     async def refresh(self) -> None:
         """Read the pointers that were added since the last time. Raises BrokerUnavailable."""
         try:
             await self._read_pointers()
-        except _UnusableError as e:
+        except UnusableError as e:
             log.warning("the registry could not be read for snapshots: %s", e)
 
     def newest(self, fold: str, source: Partition) -> Pointed | None:
@@ -185,8 +166,8 @@ class Snapshots:
     # --- writing ---
 
     async def _checksum(self, cover: Cover, data: bytes) -> str:
-        digest = sha256(_encode(cover))
-        for part in _slices(data):
+        digest = sha256(cover_bytes(cover))
+        for part in slices_of(data):
             digest.update(part)
             await self._clock.sleep(0)
         return digest.hexdigest()
@@ -201,7 +182,7 @@ class Snapshots:
             start = max(start, self._pointers_read_to)
             end = (await self._log.end_offsets(REGISTRY, [0]))[0]
             if start < end:
-                async with aclosing(self._read(registry, start, end, 500)) as records:
+                async with aclosing(self._read({registry: start}, {registry: end}, 500)) as records:
                     async for record in records:
                         self._note(record)
                         self._pointers_read_to = record.offset + 1
@@ -219,56 +200,62 @@ class Snapshots:
             known.append(Pointed(pointer, record.timestamp))
             del known[:-POINTERS_KEPT]
 
-    async def _restore(self, fold: Fold, source: Partition, pointer: SnapshotPointer) -> None:
-        """Raises _UnusableError; the fold has no state of this partition then."""
-        if pointer.format != FORMAT:
-            raise _UnusableError(f"its format is {pointer.format}")
-        cover, data = await self._assemble(source, pointer)
-        expected = (FORMAT, fold.name, *source, pointer.position)
-        found = (cover.format, cover.fold, cover.topic, cover.partition, cover.position)
-        if found != expected:
-            raise _UnusableError(f"it is of {found}")
-        try:
-            fold.restore(source, data, pointer.position)
-        except (ValueError, msgspec.MsgspecError) as e:
-            fold.forget(source)
-            raise _UnusableError(f"the fold cannot read it: {e}") from e
-        if fold.state_hash(source) != pointer.state_hash:
-            fold.forget(source)
-            raise _UnusableError("the restored state has another hash")
+    async def _restore_all(
+        self, fold: Fold, wanted: Mapping[Partition, SnapshotPointer]
+    ) -> set[Partition]:
+        """The partitions that could be restored; the fold has no state of the others."""
+        restored = set()
+        pieces = {source: Pieces(pointer) for source, pointer in wanted.items()}
+        async with aclosing(self._collect(pieces)) as collected:
+            async for source in collected:
+                whole = pieces.pop(source)  # it holds all of the bytes
+                try:
+                    _restore(fold, source, whole)
+                    restored.add(source)
+                except UnusableError as e:
+                    log.warning(
+                        "snapshot of %s, %s[%d], at %d is not used: %s",
+                        fold.name, *source, whole.pointer.position, e,
+                    )  # fmt: skip
+        return restored
 
-    async def _assemble(self, source: Partition, pointer: SnapshotPointer) -> tuple[Cover, bytes]:
-        partition = source.partition % await self._log.partitions(SNAPSHOTS)
-        end = (await self._log.end_offsets(SNAPSHOTS, [partition]))[partition]
-        cover: Cover | None = None
-        data = bytearray()
-        digest = sha256()
-        expected = 0  # a part may stand twice, or beside those of another snapshot
-        snapshots = Partition(SNAPSHOTS, partition)
-        async with aclosing(self._read(snapshots, pointer.first_part, end, 8)) as records:
-            async for record in records:
-                if _place(record) != (pointer.checksum, expected) or record.value is None:
-                    continue
-                part = record.value if expected == 0 else _decompress(record.value)
-                digest.update(part)
-                if expected == 0:
-                    cover = _decode(part)
-                else:
-                    data += part
-                expected += 1
-                if expected == pointer.parts:
-                    break
-        if cover is None or expected != pointer.parts:
-            raise _UnusableError(f"{expected} of {pointer.parts} parts are there")
-        if digest.hexdigest() != pointer.checksum or len(data) != cover.size:
-            raise _UnusableError("its checksum differs")
-        return cover, bytes(data)
+    async def _collect(self, pieces: Mapping[Partition, Pieces]) -> AsyncGenerator[Partition, None]:
+        """Read snapshots together; each partition as soon as there is no more to read of it.
+
+        Those of one partition of `snapshots` mostly follow each other there, and a reader of their
+        own for each would take longer than reading.
+        """
+        count = await self._log.partitions(SNAPSHOTS)
+        kept = await self._log.start_offsets(SNAPSHOTS, range(count))
+        ends = await self._log.end_offsets(SNAPSHOTS, range(count))
+        starts: dict[Partition, int] = {}
+        for source, its in pieces.items():
+            number = source.partition % count
+            first = max(its.pointer.first_part, kept[number])
+            place = Partition(SNAPSHOTS, number)
+            starts[place] = min(first, starts.get(place, first))
+        left = {its.pointer.checksum: source for source, its in pieces.items()}
+        try:
+            records = self._read(starts, {p: ends[p.partition] for p in starts}, 8)
+            async with aclosing(records):
+                async for record in records:
+                    checksum, number = place_of(record) or ("", 0)
+                    of = left.get(checksum)
+                    if of is not None and pieces[of].take(number, record.value):
+                        del left[checksum]
+                        yield of
+                        if not left:
+                            return
+        except UnusableError as e:
+            log.warning("snapshots could not be read: %s", e)
+        for of in left.values():
+            yield of
 
     async def _read(
-        self, source: Partition, position: int, end: int, at_once: int
+        self, starts: Mapping[Partition, int], ends: Mapping[Partition, int], at_once: int
     ) -> AsyncGenerator[Record, None]:
-        """The records of a partition from `position` to `end`. Raises _UnusableError."""
-        timeout_s, starts, ends = self._load_timeout_s, {source: position}, {source: end}
+        """The records of partitions from a start to an end each. Raises UnusableError."""
+        timeout_s = self._load_timeout_s
         pieces = stretch(self._log, self._clock, starts, ends, timeout_s=timeout_s, at_once=at_once)
         try:
             async with aclosing(pieces):
@@ -276,56 +263,29 @@ class Snapshots:
                     for record in piece.records:
                         yield record
         except (PositionLost, TimeoutError) as e:
-            raise _UnusableError(str(e)) from e
+            raise UnusableError(str(e)) from e
+
+
+def _restore(fold: Fold, source: Partition, pieces: Pieces) -> None:
+    """Raises UnusableError; the fold has no state of this partition then."""
+    pointer = pieces.pointer
+    if pointer.format != FORMAT:
+        raise UnusableError(f"its format is {pointer.format}")
+    cover, data = pieces.whole()
+    expected = (FORMAT, fold.name, *source, pointer.position)
+    found = (cover.format, cover.fold, cover.topic, cover.partition, cover.position)
+    if found != expected:
+        raise UnusableError(f"it is of {found}")
+    try:
+        fold.restore(source, data, pointer.position)
+    except (ValueError, msgspec.MsgspecError) as e:
+        fold.forget(source)
+        raise UnusableError(f"the fold cannot read it: {e}") from e
+    if fold.state_hash(source) != pointer.state_hash:
+        fold.forget(source)
+        raise UnusableError("the restored state has another hash")
 
 
 def pointer_key(fold: str, source: Partition) -> str:
     """The registry key of a snapshot."""
     return f"snapshot/{fold}/{source.partition}"
-
-
-def _entry(fold: str, source: Partition, checksum: str, number: int, part: bytes) -> Entry:
-    headers = ((TYPE, _PART), (_SNAPSHOT, checksum.encode()), (_NUMBER, b"%d" % number))
-    return Entry(f"{fold}/{source.partition}/{number}".encode(), part, headers)
-
-
-def _place(record: Record) -> tuple[str, int] | None:
-    """Checksum and number in the headers of a part; None for any other record."""
-    headers = dict(record.headers)
-    try:
-        return headers[_SNAPSHOT].decode(), int(headers[_NUMBER])
-    except (KeyError, ValueError):
-        return None
-
-
-def _parts(cover: Cover, data: bytes) -> Iterator[bytes]:
-    yield _encode(cover)
-    compressor = zstandard.ZstdCompressor(level=LEVEL)
-    for part in _slices(data):
-        yield compressor.compress(part)
-
-
-def _slices(data: bytes) -> Iterator[memoryview]:
-    view = memoryview(data)
-    for start in range(0, len(data), SLICE_BYTES):
-        yield view[start : start + SLICE_BYTES]
-
-
-def _encode(cover: Cover) -> bytes:
-    return msgspec.msgpack.encode(cover)
-
-
-def _decode(data: bytes) -> Cover:
-    try:
-        return msgspec.msgpack.decode(data, type=Cover)
-    except msgspec.MsgspecError as e:
-        raise _UnusableError(f"its cover: {e}") from e
-
-
-def _decompress(data: bytes) -> bytes:
-    try:
-        if zstandard.frame_content_size(data) > SLICE_BYTES:  # it would be allocated at once
-            raise _UnusableError("a part says that it is larger than a slice")
-        return zstandard.ZstdDecompressor().decompress(data, max_output_size=SLICE_BYTES)
-    except zstandard.ZstdError as e:
-        raise _UnusableError(f"a part does not decompress: {e}") from e

@@ -16,9 +16,10 @@ from streams.codecs import decode, encode
 from streams.follow import Follower
 from streams.memory.broker import Fate
 from streams.memory.partition import MemoryRecord
+from streams.parts import SLICE_BYTES
 from streams.ports import Entry, Partition
 from streams.records import Ended, Fact, ModelCard, SnapshotPointer, Tombstone
-from streams.snapshots import SLICE_BYTES, Snapshots, pointer_key, take
+from streams.snapshots import Snapshots, pointer_key, take
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
 from tests.tally import Tally
 from tests.worlds import World, in_world
