@@ -275,6 +275,7 @@ class Bridge:
         tier = tier_of(event.medium)
         tiers = self._names.get(event.group)
         names = tiers[tier] if tiers else {}
+        gone = []
         for name in event.block_hashes:
             if name not in names:
                 self.counters.unknown_removed += 1
@@ -283,7 +284,8 @@ class Bridge:
                 if copies > 2:
                     self._copies[event.group, tier, name] = copies - 1
                 continue
-            self._mirror.remove(tier, names.pop(name))
+            gone.append(names.pop(name))
+        self._mirror.remove(tier, gone)
 
     def _forget_all(self) -> None:
         self._mirror = Mirror(self._put)

@@ -82,23 +82,27 @@ class Mirror:
             else:
                 self._begin(tier, [total], [fact])
 
-    def remove(self, tier: Tier, total: int) -> None:
-        """The engine has one name less for a block that the tier holds."""
-        if self._names and (names := self._names.pop((tier, total), 1)) > 1:
-            if names > 2:
-                self._names[tier, total] = names - 1
-            return
-        before = self._held[tier].pop(total)[0]
-        if tier is not DEVICE:
-            self._put(REMOVED, tier, 0, [total])
-            return
-        siblings = self._children[before]
-        if isinstance(siblings, set) and len(siblings) > 1:
-            siblings.remove(total)
-        else:
-            del self._children[before]
-        if total in self._told:
-            self._hide(total)
+    def remove(self, tier: Tier, sums: list[int]) -> None:
+        """The engine has one name less for each of these blocks, which the tier holds."""
+        held, gone = self._held[tier], list[int]()
+        for total in sums:
+            if self._names and (names := self._names.pop((tier, total), 1)) > 1:
+                if names > 2:
+                    self._names[tier, total] = names - 1
+                continue
+            before = held.pop(total)[0]
+            if tier is not DEVICE:
+                gone.append(total)
+                continue
+            siblings = self._children[before]
+            if isinstance(siblings, set) and len(siblings) > 1:
+                siblings.remove(total)
+            else:
+                del self._children[before]
+            if total in self._told:
+                self._hide(total, gone)
+        if gone:
+            self._put(REMOVED, tier, 0, gone)
 
     def announce(self, *, clear: bool) -> None:
         """Begin to tell everything again; with `clear`, to somebody who believes nothing any more.
@@ -164,15 +168,17 @@ class Mirror:
             self._put(STORED, tier, start, run)
         return blocks
 
-    def _hide(self, total: int) -> None:
-        """Take a block back with all that continues it."""
-        gone = [total]
-        if total in self._children:
-            for block in gone:  # which grows
-                gone += [child for child in self._children_of(block) if child in self._told]
-            gone.reverse()
-        self._told.difference_update(gone)
-        self._put(REMOVED, DEVICE, 0, gone)
+    def _hide(self, total: int, gone: list[int]) -> None:
+        """Take a block back with all that continues it; they are appended to what is gone."""
+        if total not in self._children:
+            self._told.remove(total)
+            gone.append(total)
+            return
+        behind = [total]
+        for block in behind:  # which grows
+            behind += [child for child in self._children_of(block) if child in self._told]
+        self._told.difference_update(behind)
+        gone += reversed(behind)
 
     def _children_of(self, parent: int) -> Collection[int]:
         children = self._children.get(parent)

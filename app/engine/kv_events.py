@@ -100,8 +100,12 @@ def read(frames: Sequence[bytes], unread: Unread) -> EngineBatch | None:
     except _UNREADABLE:
         unread.messages += 1
         return None
-    events = tuple(event for raw in message.events if (event := _event(raw, unread)) is not None)
-    return EngineBatch(number, message.data_parallel_rank or 0, events)
+    events: list[EngineEvent] = []
+    for raw in message.events:
+        event = _event(raw, unread)
+        if event is not None and not (events and _joins(events[-1], event)):
+            events.append(event)
+    return EngineBatch(number, message.data_parallel_rank or 0, tuple(events))
 
 
 # --- shapes ----------------------------------------------------------------------------------
@@ -203,10 +207,22 @@ def _type_of(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[Any]) -> str:
 
 
 def _removed(event: _Removed) -> BlocksRemoved:
-    removed = BlocksRemoved(event.block_hashes, event.medium or "")
     if not isinstance(event, _RemovedMap):
-        return removed
-    return removed._replace(group=event.group_idx or 0, locality=event.locality or "")
+        return BlocksRemoved(event.block_hashes, event.medium or "")
+    return BlocksRemoved(
+        event.block_hashes, event.medium or "", event.group_idx or 0, event.locality or ""
+    )
+
+
+def _joins(last: EngineEvent, event: EngineEvent) -> bool:
+    """Put a removal to the one before it: engines evict one block an event, hundreds in a row."""
+    if not isinstance(event, BlocksRemoved) or not isinstance(last, BlocksRemoved):
+        return False
+    if event[1:] != last[1:]:
+        return False
+    assert isinstance(last.block_hashes, list)
+    last.block_hashes.extend(event.block_hashes)
+    return True
 
 
 def _stored(event: _Stored) -> BlocksStored:

@@ -201,6 +201,15 @@ def test_rows_of_the_oldest_engines_are_short() -> None:
     )  # fmt: skip
 
 
+def test_removals_in_a_row_are_one_event() -> None:
+    row = ["BlockRemoved", [1]], ["BlockRemoved", [2, 3]]
+    assert events_in(*row) == (BlocksRemoved([1, 2, 3]),)
+    other = {"type": "BlockRemoved", "block_hashes": [4], "group_idx": 1}
+    assert events_in(row[0], other, row[1]) == (
+        BlocksRemoved([1]), BlocksRemoved([4], group=1), BlocksRemoved([2, 3]),
+    )  # fmt: skip
+
+
 def test_events_may_have_many_fields() -> None:
     many = {f"field {n}": n for n in range(20)}
     assert stored(**many) == stored()
