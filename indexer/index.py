@@ -334,6 +334,9 @@ class Index:
             table = self._views[tier].table
             if needs_room(table, blocks):
                 self._views[tier] = View(grown(table, blocks), view.sets)
+        growing = self._views[tier].table
+        if growing.is_growing and GROW_STEPS * blocks > growing.slots.size // 2:
+            self._finish_growth(tier)  # the smaller table would overflow
         roomy = with_room(view.sets, sets, len(self.owners))
         if roomy is not view.sets:
             self._views[tier] = View(self._views[tier].table, roomy)

@@ -132,6 +132,15 @@ def test_cleared_empties_every_tier_of_its_rank_only(log: Log) -> None:
     assert log.index.match(PROMPT) == {Holder("one", 1): Overlap(device=1)}
 
 
+@pytest.mark.parametrize("count", [700, 1500, 8192])
+def test_one_event_may_bring_more_blocks_than_all_before(log: Log, count: int) -> None:
+    keys = [n * 0x9E3779B97F4A7C15 % 2**64 for n in range(1, 301 + count)]
+    log.add(stored(*keys[:300]))
+    log.add(stored(*keys[300:], at=300))
+    assert log.index.blocks(ONE) == 300 + count
+    assert log.index.counters.refused_blocks == 0
+
+
 def test_blocks_beyond_the_bound_are_refused_and_counted() -> None:
     log = Log(make(max_blocks=3))
     log.add(stored(11, 12), stored(13, 14, at=2, tier=Tier.HOST), stored(11))
