@@ -4,7 +4,7 @@ SHELL := bash
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: help setup lock demo check format test test-vllm bench bench-full asyncapi clean
+.PHONY: help setup lock demo check format test test-vllm peers bench bench-full asyncapi clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test: check  ## check, then every test that this machine can run
 
 test-vllm: setup  ## Tests with the real vLLM on a CPU
 	@echo "test-vllm: there are no vLLM tests yet, so nothing was run"
+
+peers:  ## Build what the index is measured against (needs cargo): kvlane bench index --peers
+	@tests/peers/build.sh
 
 bench: setup  ## Quick form of every benchmark
 	@$(BIN)/kvlane bench all $(ARGS)

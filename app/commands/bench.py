@@ -130,6 +130,43 @@ def rebuild(
     _measure("rebuild", lambda said, progress: run(Settings(), form, said, progress), json)
 
 
+@app.command()
+def index(
+    *,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Beside Dynamo's index in Rust; built with cargo, once.")
+    ] = False,
+    pauses: Annotated[
+        bool, typer.Option("--pauses", help="Only: how long readers wait while the index changes.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="The long form, or the quick one.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Requests to replay; without, copies of those in app/data.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """The index: matches, changes, tokens to scores, a trace, memory, records.
+
+    With --peers beside the Rust crate of Dynamo in the same process, on the same data, answers
+    compared. Throughput is CPU time; latencies are taken where the code runs.
+    """
+    from app.bench.index import FULL, QUICK
+    from app.bench.index import index as run
+    from app.bench.index import pauses as run_pauses
+
+    form = FULL if full else QUICK
+    if pauses:
+        _measure("index pauses", lambda _, progress: run_pauses(progress), json)
+    else:
+        _measure(
+            "index",
+            lambda said, progress: run(form, said, progress, peers=peers, trace=trace),
+            json,
+        )
+
+
 @app.command(name="all")
 def every(
     *,
@@ -140,6 +177,7 @@ def every(
     """Every benchmark there is, one after the other. Exit code 1 if one misses its bar."""
     for form in (hop, tokens, gateway, rebuild):
         form(full=full)
+    index(full=full, peers=True)
     if not _faults(FULL_SEEDS if full else QUICK_SEEDS, 0, 0, None):
         raise typer.Exit(1)
 

@@ -1,0 +1,155 @@
+"""What has no peer: records from bytes into the index, calls from Python, pauses of readers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Self
+
+import numpy as np
+
+from app.bench.index_figures import Figure, Samples
+from app.bench.index_work import SECRET, Column, Sequences, Where, prompts, sequences
+from indexer.events import CLEARED, Columns, Kind
+from indexer.events import encode as columns_of
+from indexer.index import Index
+from indexer.lives import Holder
+from streams import codecs
+from streams.memory.partition import MemoryRecord
+from streams.records import Blocks
+from streams.topics import KV_EVENTS
+
+M = 1_000_000
+RECORD_ROUNDS = 3
+RECORD_WORKERS = 64
+PAUSE_MS = 2.0
+PAUSE_PROMPT_BLOCKS = 1024
+IDLE_S = 2.0
+
+
+def records(sizes: Iterable[int], blocks: int = M) -> Iterator[Figure]:
+    """From the bytes of kv-events records to the state after them; CPU time, growth included."""
+    for size in sizes:
+        written = list(_records(size, blocks))
+        rates = []
+        for _ in range(RECORD_ROUNDS):
+            index, began = Index(SECRET), time.thread_time()
+            for record in written:
+                _apply(index, record)
+            rates.append(blocks / (time.thread_time() - began) / 1e6)
+        where = Where(size, RECORD_WORKERS, blocks)
+        yield _alone("records", where, "M blocks/s", Samples(float(np.median(rates)), min(rates)))
+
+
+def calls(queries: dict[int, int], pairs: int = M, workers: int = 64) -> Iterator[Figure]:
+    """A match as the router calls it: from an array of hashes to overlaps by cache."""
+    for depth, count in queries.items():
+        cached = sequences(Where(depth, workers, pairs))
+        index = filled(cached)
+        took = []
+        for query in prompts(cached, cached.some(count))["full hit"]:
+            began = time.perf_counter()
+            index.match(query)
+            took.append(1e6 * (time.perf_counter() - began))
+        samples = Samples(*(float(p) for p in np.percentile(took, (50, 99))))
+        yield _alone("match, called from Python", Where(depth, workers, pairs), "us", samples)
+
+
+class Pauses:
+    """One thread looks up prompts, again and again, while another one changes the index."""
+
+    def __init__(self, index: Index, query: Column) -> None:
+        self._index = index
+        self._query = query
+        self._stopped = threading.Event()
+        self._ends: list[float] = []
+        self._thread = threading.Thread(target=self._read)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def samples(self) -> Samples:
+        """From the end of one match to the end of the next, in ms: p99.9, and the longest."""
+        gaps = [1e3 * (end - start) for start, end in pairwise(self._ends)]
+        return Samples(float(np.percentile(gaps, 99.9)), max(gaps))
+
+    def _read(self) -> None:
+        while not self._stopped.is_set():
+            self._index.match(self._query)
+            self._ends.append(time.perf_counter())
+
+
+def reader_pauses(pairs: int) -> Iterator[Figure]:
+    """The longest that a reader waits: beside nothing, beside growth, beside a sweep.
+
+    The first is what the machine does to a thread that nobody disturbs.
+    """
+    where = Where(PAUSE_PROMPT_BLOCKS, 64, pairs)
+    cached = sequences(where)
+    start = filled(cached, stop=64)
+    query = cached.local[0].copy()
+    with Pauses(start, query) as reader:
+        time.sleep(IDLE_S)
+    yield _alone("pause, idle", where, "ms", reader.samples())
+    with Pauses(start, query) as reader:
+        _fill(start, cached, 64, cached.count)
+    yield _alone("pause, growth", where, "ms", reader.samples())
+    with Pauses(start, query) as reader:
+        for worker in range(1, where.workers):
+            start.lose(0, str(worker), 1)
+        start.tidy()
+    yield _alone("pause, sweep", where, "ms", reader.samples())
+
+
+def filled(cached: Sequences, stop: int | None = None) -> Index:
+    """An index that holds them, or the first of them."""
+    index = Index(SECRET)
+    for worker in range(cached.workers):
+        index.apply(0, Holder(str(worker), 0), 1, 0, columns_of([CLEARED]))
+    _fill(index, cached, 0, cached.count if stop is None else stop)
+    return index
+
+
+def _fill(index: Index, cached: Sequences, start: int, stop: int) -> None:
+    for number in range(start, stop):
+        worker = number % cached.workers
+        event_id = 1 + number // cached.workers
+        index.apply(0, Holder(str(worker), 0), 1, event_id, _stored(cached.keys[number]))
+
+
+def _stored(keys: Column) -> Columns:
+    """One event, of the first blocks of a prompt."""
+    counts = np.array([len(keys)], "<u4").tobytes()
+    return Columns(bytes([Kind.STORED]), bytes(1), bytes(4), counts, keys.tobytes())
+
+
+def _records(size: int, blocks: int) -> Iterator[MemoryRecord]:
+    """One event of so many blocks each, for all workers in turn."""
+    cached = sequences(Where(size, RECORD_WORKERS, blocks))
+    for number, keys in enumerate(cached.keys):
+        worker, event_id = f"worker-{number % RECORD_WORKERS}", number // RECORD_WORKERS
+        record = Blocks(
+            worker=worker, epoch=1, first_event_id=event_id, hash_fingerprint=SECRET.fingerprint,
+            **_stored(keys)._asdict(),
+        )  # fmt: skip
+        entry = codecs.encode(record, worker)
+        yield MemoryRecord(KV_EVENTS, 0, number, 0, entry.key, entry.value, entry.headers)
+
+
+def _apply(index: Index, record: MemoryRecord) -> None:
+    said = codecs.decode(record)
+    assert isinstance(said, Blocks)
+    columns = Columns(said.kinds, said.tiers, said.positions, said.counts, said.keys)
+    holder = Holder(said.worker, said.rank)
+    index.apply(record.partition, holder, said.epoch, said.first_event_id, columns)
+
+
+def _alone(measure: str, where: Where, unit: str, samples: Samples) -> Figure:
+    return Figure(measure, where, unit, samples, None, "", None)

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Build what `kvlane bench index --peers` measures kvlane's index against, into build/peers:
+# Dynamo's Rust crate as a shared library (needs cargo), and its Python wheel in an environment of its own.
+#   tests/peers/build.sh [library|wheel]...    default: both        JOBS=N: compilers at a time
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+OUT=$(cd ../.. && pwd)/build/peers
+
+library() {
+  command -v cargo >/dev/null || {
+    echo "peers: cargo is missing; see https://rustup.rs or: apt-get install cargo" >&2
+    return 1
+  }
+  cargo build --release --locked --quiet --jobs "${JOBS:-1}" --target-dir "$OUT/cargo"
+  cp "$OUT/cargo/release/libpeers.so" "$OUT/"
+}
+
+# Not into .venv: the wheel does not take the pydantic that kvlane has.
+wheel() {
+  "${PYTHON:-python3}" -m venv --clear "$OUT/wheel"
+  "$OUT/wheel/bin/python" -m pip install --quiet --disable-pip-version-check \
+    ai-dynamo-runtime==1.6.1 numpy
+}
+
+mkdir -p "$OUT"
+for part in "${@:-library wheel}"; do
+  for name in $part; do "$name"; done
+done
