@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import urllib.request
 from collections.abc import Callable
-from math import inf
 from typing import Any, NamedTuple
 
 from app.bench.ground import BenchFailed, Child, Ground, Said, ground
 from app.bench.report import Bar, Report
-from app.bench.samples import histogram_quantile, percentile, spread
+from app.bench.samples import histogram_quantile, loop_delays, percentile, spread
 from app.bench.sockets import Caller, free_port, listen, listening, request_of
 from app.preprocess.artifacts import Artifacts
 from app.preprocess.loaded import publish
@@ -44,7 +42,6 @@ TEXTS = {100: 256, 4_000: 64, 100_000: 8}
 tokenised again, as in the turns of a chat."""
 DELAY_MS = 20.0
 WARM_S = 3.0
-_BUCKET = re.compile(r'^kvlane_event_loop_delay_seconds_bucket{le="([^"]+)"} (\S+)$', re.MULTILINE)
 
 
 class Form(NamedTuple):
@@ -187,8 +184,7 @@ class Bench:
         self._child.check()
         url = f"http://127.0.0.1:{self._ports['gateway']}/metrics"
         page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())
-        found = _BUCKET.findall(page.decode())
-        return {inf if bound == "+Inf" else float(bound): float(count) for bound, count in found}
+        return loop_delays(page.decode())
 
     def report(self) -> Report:
         """All of it."""

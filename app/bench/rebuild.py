@@ -23,7 +23,7 @@ import numpy as np
 
 from app.bench.ground import BenchFailed, Child, Ground, Said, ground, topics
 from app.bench.report import Bar, Report
-from app.bench.samples import spread
+from app.bench.samples import histogram_quantile, loop_delays, spread
 from app.bench.sockets import free_port
 from app.settings import Settings
 from indexer.events import CLEARED, Event, Kind, encode
@@ -189,6 +189,8 @@ async def rebuild(
         step = 1 / (3 * form.rounds + 6)
         empty = f"{on.settings.topic_prefix}empty."
         await _make_topics(on, empty)
+        await starts.router("empty topics", topic_prefix=empty)
+        starts.all.clear()  # it warmed the machine's caches up, and compiled what had to be
         await _fill(workers, form.blocks, lambda share: progress(2 * step * share))
         for _ in range(form.rounds):  # both in turn: what else the machine does hits both
             await starts.router("empty topics", topic_prefix=empty)
@@ -196,8 +198,10 @@ async def rebuild(
             progress(2 * step)
         live, port = await starts.indexer("the log alone")
         progress(step)
-        written = await _snapshots_written(on, port)
-        said(f"{written} snapshots written")
+        written, delay_s = await _snapshots_written(on, port)
+        said(
+            f"{written} snapshots written, while the event loop was {1000 * delay_s:g} ms late, p99"
+        )
         progress(step)
         await _fill(workers, int(form.blocks * TAIL), lambda share: progress(step * share))
         for _ in range(form.rounds):
@@ -226,15 +230,19 @@ async def _fill(workers: Workers, blocks: int, progress: Callable[[float], None]
         progress(some / blocks)
 
 
-async def _snapshots_written(on: Ground, port: int) -> int:
-    """Wait until every partition with records has a snapshot; how many there are."""
-    deadline = on.clock.now() + READY_S
+async def _snapshots_written(on: Ground, port: int) -> tuple[int, float]:
+    """Wait until every partition with records has a snapshot.
+
+    How many there are, and an upper bound of the event loop's delay meanwhile, p99, in seconds.
+    """
+    deadline, before = on.clock.now() + READY_S, loop_delays(await _page(port))
     while True:
         page = await _page(port)
         filled = sum(float(at) > 0 for _, at in _POSITION.findall(page))
         written = page.count("\nkvlane_snapshot_age_seconds{")
         if written >= filled:
-            return written
+            counts = [(bound, n - before[bound]) for bound, n in loop_delays(page).items()]
+            return written, histogram_quantile(counts, 0.99)
         if on.clock.now() > deadline:
             raise BenchFailed(f"{written} of {filled} snapshots were written in {READY_S:g} s")
         await on.clock.sleep(0.5)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
+
+_DELAY = re.compile(r'^kvlane_event_loop_delay_seconds_bucket{le="([^"]+)"} (\S+)$', re.MULTILINE)
 
 
 class Spread(NamedTuple):
@@ -41,3 +44,8 @@ def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> 
     if not total:
         return float("nan")
     return next(bound for bound, count in buckets if count >= share * total)
+
+
+def loop_delays(page: str) -> dict[float, float]:
+    """Cumulative counts by upper bound in seconds: the event loop's delays in a page of metrics."""
+    return {float(bound): float(count) for bound, count in _DELAY.findall(page)}

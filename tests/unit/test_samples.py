@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from app.bench.samples import histogram_quantile, percentile, spread
+from app.bench.samples import histogram_quantile, loop_delays, percentile, spread
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 2), (0.75, 3), (0.76, 4), (1, 4)])
@@ -30,3 +30,13 @@ def test_a_quantile_of_a_histogram_is_the_bound_that_holds_it() -> None:
     assert histogram_quantile(buckets, 0.9) == 0.01
     assert histogram_quantile(buckets, 0.99) == 0.05
     assert histogram_quantile([(0.01, 1), (math.inf, 2)], 0.99) == math.inf
+
+
+def test_the_event_loops_delays_are_read_off_a_page_of_metrics() -> None:
+    page = (
+        "# TYPE kvlane_event_loop_delay_seconds histogram\n"
+        'kvlane_event_loop_delay_seconds_bucket{le="0.001"} 3.0\n'
+        'kvlane_event_loop_delay_seconds_bucket{le="+Inf"} 4.0\n'
+        "kvlane_event_loop_delay_seconds_count 4.0\n"
+    )
+    assert loop_delays(page) == {0.001: 3.0, float("inf"): 4.0}
