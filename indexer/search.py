@@ -9,7 +9,7 @@ of the cache, 150-220 ns, but probes made at once cost little more than one of t
 promise all blocks are scanned, at 8-10 ns each.
 
 Keys are sums over the blocks before (`indexer/keys.py`). A search needs them at few positions: one
-pass computes the sums of whole groups, and the keys of a group only when one of them is asked for.
+pass computes the sums of whole groups, and a key is then the sum of a part of its group.
 """
 
 from __future__ import annotations
@@ -53,15 +53,13 @@ class Mixing(NamedTuple):
 class Scratch(NamedTuple):
     """Memory for one search at a time, of up to n blocks and c columns.
 
-    `keys`: u64 (n rounded up to a group). `sums`: u64 (groups + 1), the sum before each group.
-    `filled`: u8 (groups), whether its keys are there. `points`, `spare`: u64 (n + 2), positions
-    with their sets, `position << 32 | set`. `out`: u64 (c), `column << 32 | depth`. `row`: u64
-    (words).
+    `totals`: u64 (n), the sum up to each block, where it was asked for. `sums`: u64 (groups + 1),
+    the sum before each group. `points`, `spare`: u64 (n + 2), positions with their sets,
+    `position << 32 | set`. `out`: u64 (c), `column << 32 | depth`. `row`: u64 (words).
     """
 
-    keys: NDArray[np.uint64]
+    totals: NDArray[np.uint64]
     sums: NDArray[np.uint64]
-    filled: NDArray[np.uint8]
     points: NDArray[np.uint64]
     spare: NDArray[np.uint64]
     out: NDArray[np.uint64]
@@ -70,13 +68,8 @@ class Scratch(NamedTuple):
 
 def new_scratch(blocks: int, columns: int) -> Scratch:
     """Room for prompts of so many blocks."""
-    groups = blocks // GROUP + 1
-    return Scratch(
-        np.zeros(groups * GROUP, np.uint64), np.zeros(groups + 1, np.uint64),
-        np.zeros(groups, np.uint8), np.zeros(blocks + 2, np.uint64),
-        np.zeros(blocks + 2, np.uint64), np.zeros(columns, np.uint64),
-        np.zeros(columns // 64, np.uint64),
-    )  # fmt: skip
+    sizes = blocks, blocks // GROUP + 2, blocks + 2, blocks + 2, columns, columns // 64
+    return Scratch(*(np.zeros(size, np.uint64) for size in sizes))
 
 
 @kernel()
@@ -107,37 +100,50 @@ def match(
 
 
 @inlined
-def key_at(mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch, position: int) -> np.uint64:
-    """The key of the prefix up to a block whose group's sum is known."""
-    group = position >> GROUP_SHIFT
-    if not scratch.filled[group]:
-        fill(mixing, local, scratch, group)
-    return scratch.keys[position]
+def key_at(scratch: Scratch, position: int) -> np.uint64:
+    """The key of the prefix up to a block whose total is known."""
+    total = scratch.totals[position]
+    return total if total != NOTHING else NO_SLOT
+
+
+@inlined
+def added(mixing: Mixing, local: NDArray[np.uint64], start: int, end: int) -> np.uint64:
+    """What these blocks add: 0.25 ns each, as the compiler makes vectors of a loop over a slice."""
+    part, total = local[start:end], NOTHING
+    for i in range(len(part)):
+        total += addend(part[i], start + i, mixing.start, mixing.step, mixing.first, mixing.second)
+    return total
+
+
+@inlined
+def find_total(
+    mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch, position: int, known: int
+) -> None:
+    """Compute the total of a block, from the start of its group or a block whose total is known."""
+    if position < GROUP:
+        return  # the first group is always filled
+    start = position & ~(GROUP - 1)
+    if known >= start:
+        total = scratch.totals[known] + added(mixing, local, known + 1, position + 1)
+    else:
+        before = scratch.sums[position >> GROUP_SHIFT]
+        total = before + added(mixing, local, start, position + 1)
+    scratch.totals[position] = total
 
 
 @kernel()
 def fill(mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch, group: int) -> None:
-    """Compute the keys of a group, whose sum is known, and the sum of the next one."""
-    total = scratch.sums[group]
-    for position in range(group << GROUP_SHIFT, min((group + 1) << GROUP_SHIFT, len(local))):
-        total += addend(
-            local[position], position, mixing.start, mixing.step, mixing.first, mixing.second
+    """Compute the totals of a group, whose sum is known, and the sum of the next one."""
+    start, end = group << GROUP_SHIFT, min((group + 1) << GROUP_SHIFT, len(local))
+    part, totals, total = local[start:end], scratch.totals[start:end], scratch.sums[group]
+    for i in range(len(part)):  # by itself, so that it is done in vectors: 0.7 instead of 1.1 ns
+        totals[i] = addend(
+            part[i], start + i, mixing.start, mixing.step, mixing.first, mixing.second
         )
-        scratch.keys[position] = total if total != NOTHING else NO_SLOT
+    for i in range(len(part)):
+        total += totals[i]
+        totals[i] = total
     scratch.sums[group + 1] = total
-    scratch.filled[group] = 1
-
-
-@kernel()
-def group_sum(mixing: Mixing, local: NDArray[np.uint64], start: int) -> np.uint64:
-    """What a whole group adds; the compiler makes vectors of this loop: 0.7 ns a block."""
-    total = NOTHING
-    for i in range(GROUP):
-        position = start + i
-        total += addend(
-            local[position], position, mixing.start, mixing.step, mixing.first, mixing.second
-        )
-    return total
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -164,14 +170,14 @@ def scan(
     scratch.sums[0] = NOTHING
     fill(mixing, local, scratch, 0)
     for position in range(min(AHEAD, blocks)):
-        expect(table, scratch.keys[position])
+        expect(table, key_at(scratch, position))
     for position in range(blocks):
         coming = position + AHEAD
         if coming < blocks:
             if coming & (GROUP - 1) == 0:
                 fill(mixing, local, scratch, coming >> GROUP_SHIFT)
-            expect(table, scratch.keys[coming])
-        number = held_by(table, scratch.keys[position])
+            expect(table, key_at(scratch, coming))
+        number = held_by(table, key_at(scratch, position))
         if number != last:
             if number == NOTHING:
                 return scratch.points, runs, position
@@ -193,12 +199,16 @@ def search(
         return scratch.points, 0, 0
     points, spare = scratch.points, scratch.spare
     spread = min(blocks - 2, FAN + 1)
-    for k in range(spread + 2):
-        expect(table, key_at(mixing, local, scratch, between(0, blocks - 1, k, spread)))
+    stride, known = stride_of(blocks - 1, spread), 0
+    for k in range(1, spread + 2):
+        position = place_at(0, k, stride)
+        find_total(mixing, local, scratch, position, known)
+        expect(table, key_at(scratch, position))
+        known = position
     count = 0
     for k in range(spread + 2):
-        position = between(0, blocks - 1, k, spread)
-        number = held_by(table, scratch.keys[position])
+        position = place_at(0, k, stride)
+        number = held_by(table, key_at(scratch, position))
         count = emit(points, count, position, number)
         if number == NOTHING:
             break
@@ -214,24 +224,27 @@ def begin(table: Table, mixing: Mixing, local: NDArray[np.uint64], scratch: Scra
     groups = (len(local) + GROUP - 1) >> GROUP_SHIFT
     scratch.sums[0] = NOTHING
     fill(mixing, local, scratch, 0)
-    expect(table, scratch.keys[0])
-    total = NOTHING
-    if groups > 1:
-        total = group_sum(mixing, local, 0)
-    if held_by(table, scratch.keys[0]) == NOTHING:
+    expect(table, key_at(scratch, 0))
+    if groups == 1:
+        return True  # nothing to sum up: the first block is looked at with the others
+    if held_by(table, key_at(scratch, 0)) == NOTHING:
         return False
-    for group in range(1, groups):
-        scratch.filled[group] = 0
-        scratch.sums[group] = total
-        if (group + 1) << GROUP_SHIFT <= len(local):
-            total += group_sum(mixing, local, group << GROUP_SHIFT)
+    for group in range(1, groups - 1):
+        start = group << GROUP_SHIFT
+        scratch.sums[group + 1] = scratch.sums[group] + added(mixing, local, start, start + GROUP)
     return True
 
 
 @inlined
-def between(low: int, high: int, k: int, spread: int) -> int:
-    """The k-th of `spread` places that divide a gap evenly; 0 and spread + 1 are its ends."""
-    return low + ((high - low) * k) // (spread + 1)
+def stride_of(blocks: int, spread: int) -> np.uint64:
+    """How far apart `spread` places stand that divide so many blocks evenly, times 2^32."""
+    return ((np.uint64(blocks) << U32) + np.uint64(spread)) // np.uint64(spread + 1)
+
+
+@inlined
+def place_at(low: int, k: int, stride: np.uint64) -> int:
+    """The k-th of these places; with 0 and spread + 1, the ends. Divisions would take longer."""
+    return low + np.int64((np.uint64(k) * stride) >> U32)
 
 
 @inlined
@@ -273,9 +286,12 @@ def expect_gaps(
         if inside > 0:
             is_any = True
             low, spread = position_of(points[k]), min(inside, FAN)
+            stride, known = stride_of(inside + 1, spread), low
             for i in range(1, spread + 1):
-                position = between(low, low + inside + 1, i, spread)
-                expect(table, key_at(mixing, local, scratch, position))
+                position = place_at(low, i, stride)
+                find_total(mixing, local, scratch, position, known)
+                expect(table, key_at(scratch, position))
+                known = position
     return is_any
 
 
@@ -296,9 +312,10 @@ def probe_gaps(
             break
         inside = gap(points, k)
         spread = min(inside, FAN)
+        stride = stride_of(inside + 1, spread)
         for i in range(1, spread + 1):
-            position = between(low, low + inside + 1, i, spread)
-            number = held_by(table, scratch.keys[position])
+            position = place_at(low, i, stride)
+            number = held_by(table, key_at(scratch, position))
             size = emit(out, size, position, number)
             if number == NOTHING:
                 return size
@@ -411,8 +428,8 @@ def all_runs(table: Table, mixing: Mixing, local: NDArray[np.uint64], scratch: S
         fill(mixing, local, scratch, group)
     for position in range(blocks):
         if position + AHEAD < blocks:
-            expect(table, scratch.keys[position + AHEAD])
-        number = held_by(table, scratch.keys[position])
+            expect(table, key_at(scratch, position + AHEAD))
+        number = held_by(table, key_at(scratch, position))
         if number != last:
             scratch.points[runs] = point(position, number)
             runs += 1
