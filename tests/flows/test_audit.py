@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from app import publishing
 from app.audit.explain import explain
-from app.audit.replay import FoldName, replay
+from app.audit.replay import SOURCES, FoldName, replay
 from app.cli import app
 from app.lifetime import Lifetime
 from app.router import Router
@@ -35,11 +35,14 @@ from streams.records import (
     Started,
     Usage,
 )
-from streams.topics import KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
+from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES, lane_of, partition_of
 from tests.gateways import House, settings_of
+from tests.routers import Hand
 from tests.worlds import World, in_world
 
-FOLDS: tuple[tuple[FoldName, str], ...] = (("load", "_load"), ("fleet", "_fleet"))
+FOLDS: tuple[tuple[FoldName, str], ...] = (
+    ("load", "_load"), ("fleet", "_fleet"), ("index", "_index"),
+)  # fmt: skip
 
 
 async def with_a_death(world: World) -> House:
@@ -65,7 +68,7 @@ async def test_a_fold_that_is_built_again_is_the_routers(world: World) -> None:
     for name, attribute in FOLDS:
         fold = getattr(router, attribute)
         positions = {}
-        for topic in (LEDGER,) if name == "load" else (REGISTRY, KV_EVENTS):
+        for topic in SOURCES[name]:
             for number in range(await log.partitions(topic)):
                 source = Partition(topic, number)
                 positions[source] = fold.position(source)
@@ -97,6 +100,26 @@ async def test_a_fold_stops_where_it_is_told_to(world: World) -> None:
     assert sum(whole.summary["ended requests by code"].values()) == 2
     assert len({open_one.state_hash, by_time.state_hash, whole.state_hash}) == 3
     assert (await replay(*args)) == whole
+
+
+@in_world
+async def test_what_caches_held_at_some_time_is_told(world: World) -> None:
+    worker = Hand(world)
+    worker.holds(list(range(10 * 16)), 16)
+    await world.sleep(10)
+    before_ms = world.clock.wall_ms()
+    await world.sleep(10)
+    worker.holds(list(range(30 * 16)), 16, first_event_id=2)
+    args = (await world.connect("audit"), settings_of(), world.clock, "index")
+    then, now = await replay(*args, before_ms), await replay(*args)
+    assert then.summary["blocks by worker and rank"] == {"w1/0": 10}
+    assert now.summary["blocks by worker and rank"] == {"w1/0": 30}
+    partition = partition_of(b"w1", world.broker.partitions[KV_EVENTS])
+    by_offset = await replay(
+        *args, {Partition(KV_EVENTS, partition): then.partitions[partition].position}
+    )
+    assert by_offset.partitions[partition] == then.partitions[partition]
+    assert then.state_hash != now.state_hash
 
 
 @in_world
