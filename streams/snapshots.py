@@ -17,8 +17,6 @@ from contextlib import aclosing
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from streams.clock import Clock
 from streams.codecs import decode
 from streams.errors import PositionLost, RecordError
@@ -278,9 +276,9 @@ def _restore(fold: Fold, source: Partition, pieces: Pieces) -> None:
         raise UnusableError(f"it is of {found}")
     try:
         fold.restore(source, data, pointer.position)
-    except (ValueError, msgspec.MsgspecError) as e:
+    except Exception as e:  # the log is still there, whatever is wrong with these bytes
         fold.forget(source)
-        raise UnusableError(f"the fold cannot read it: {e}") from e
+        raise UnusableError(f"the fold cannot read it: {e!r}") from e
     if fold.state_hash(source) != pointer.state_hash:
         fold.forget(source)
         raise UnusableError("the restored state has another hash")

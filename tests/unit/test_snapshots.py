@@ -450,17 +450,21 @@ async def test_one_of_another_topic_is_not_used(world: World) -> None:
     assert not await (await snapshots(world)).load(Blob(), Partition(REGISTRY, 0))
 
 
-@in_world
-async def test_one_that_the_fold_refuses_leaves_nothing_behind(world: World) -> None:
+@pytest.mark.parametrize("error", [ValueError("another version"), KeyError("a field")])
+def test_one_that_the_fold_cannot_read_leaves_nothing_behind(error: Exception) -> None:
     class Refusing(Blob):
         def restore(self, source: Partition, data: bytes, position: int) -> None:
             super().restore(source, data[:1], position)
-            raise ValueError("written by another version")
+            raise error
 
-    await (await snapshots(world)).save(Blob(b"xyz", 1), LANE_0)
-    loaded = Refusing()
-    assert not await (await snapshots(world)).load(loaded, LANE_0)
-    assert (loaded.data, loaded.at) == (b"", None)
+    @in_world
+    async def scenario(world: World) -> None:
+        await (await snapshots(world)).save(Blob(b"xyz", 1), LANE_0)
+        loaded = Refusing()
+        assert not await (await snapshots(world)).load(loaded, LANE_0)
+        assert (loaded.data, loaded.at) == (b"", None)
+
+    scenario()
 
 
 @in_world
