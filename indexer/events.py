@@ -54,6 +54,7 @@ class Event(NamedTuple):
 
 
 CLEARED = Event(Kind.CLEARED)
+U32, U64 = np.dtype("<u4"), np.dtype("<u8")
 LAST_KIND, LAST_TIER = int(max(Kind)), int(max(Tier))
 
 
@@ -102,15 +103,15 @@ def rows_of(columns: Columns) -> Rows:
     lengths = (len(columns.tiers), len(columns.positions), len(columns.counts))
     if lengths != (rows, 4 * rows, 4 * rows) or len(columns.keys) % 8:
         raise MalformedColumns(f"columns of {lengths} bytes for {rows} rows")
-    found = Rows(
+    found = (
         np.frombuffer(columns.kinds, np.uint8), np.frombuffer(columns.tiers, np.uint8),
-        np.frombuffer(columns.positions, "<u4"), np.frombuffer(columns.counts, "<u4"),
-        np.frombuffer(columns.keys, "<u8"),
+        np.frombuffer(columns.positions, U32), np.frombuffer(columns.counts, U32),
+        np.frombuffer(columns.keys, U64),
     )  # fmt: skip
-    fault = _first_fault(found)
+    fault = _first_fault(*found)
     if fault != SOUND:
-        raise MalformedColumns(f"{rows} rows with {len(found.keys)} keys: {FAULTS[fault]}")
-    return found
+        raise MalformedColumns(f"{rows} rows with {len(found[-1])} keys: {FAULTS[fault]}")
+    return Rows(*found)
 
 
 SOUND, BAD_KEY, BAD_KIND, BAD_CLEARED, BAD_POSITION, BAD_COUNT = range(6)
@@ -125,22 +126,28 @@ FAULTS = (
 
 
 @kernel()
-def _first_fault(rows: Rows) -> int:
-    """What is wrong, if anything is."""
-    start = np.int64(0)
-    for row in range(len(rows.kinds)):
-        count, position = np.int64(rows.counts[row]), np.int64(rows.positions[row])
-        if rows.kinds[row] > LAST_KIND or rows.tiers[row] > LAST_TIER:
+def _first_fault(
+    kinds: NDArray[np.uint8],
+    tiers: NDArray[np.uint8],
+    positions: NDArray[np.uint32],
+    counts: NDArray[np.uint32],
+    keys: NDArray[np.uint64],
+) -> int:
+    """What is wrong with rows, if anything is."""
+    total = np.int64(0)
+    for row in range(len(kinds)):
+        count, position = np.int64(counts[row]), np.int64(positions[row])
+        if kinds[row] > LAST_KIND or tiers[row] > LAST_TIER:
             return BAD_KIND
-        if rows.kinds[row] == LAST_KIND and count:
+        if kinds[row] == LAST_KIND and count:
             return BAD_CLEARED
         if position + count - 1 > LARGEST_POSITION:
             return BAD_POSITION
-        start += count
-    if start != len(rows.keys):
+        total += count
+    if total != len(keys):
         return BAD_COUNT
     zeros = 0
-    for key in rows.keys:
+    for key in keys:
         zeros += key == 0
     return BAD_KEY if zeros else SOUND
 

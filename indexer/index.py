@@ -33,11 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer import snapshots
-from indexer.changes import ACCOUNT_WORDS, BLOCKS, DIGEST, REFUSED, apply_rows, dump, load, sweep
+from indexer.changes import ACCOUNT_WORDS, BLOCKS, DIGEST, REFUSED, dump, load, sweep
+from indexer.entries import Parts, apply_rows, deepen, match
 from indexer.events import CLEARED, Columns, Event, Kind, Rows, Tier, encode, rows_of
 from indexer.keys import LOOPBACK_SECRET, KeySecret, derive
 from indexer.lives import Counters, Holder, Holding, Lives, Overlap, Rank
-from indexer.search import FEW, RETRY, Mixing, Scratch, deepen, match, new_scratch
+from indexer.search import FEW, RETRY, Scratch, new_scratch
 from indexer.sets import GENERATION, WORD_BITS, Sets, new_sets, with_room
 from indexer.table import Table, grow, grown, needs_room, new_table, settled
 from indexer.xxh3 import M64, xxh3
@@ -66,11 +67,13 @@ class Depths(NamedTuple):
     depths: NDArray[np.int64]
 
 
-class View(NamedTuple):
-    """A tier's arrays, as a reader takes them."""
+class View:
+    """A tier's arrays, as a reader takes them; also as plain tuples, for kernels."""
 
-    table: Table
-    sets: Sets
+    def __init__(self, table: Table, sets: Sets) -> None:
+        self.table = table
+        self.sets = sets
+        self.parts: tuple[Parts, Parts] = tuple(table), tuple(sets)
 
 
 class _Cache(Rank):
@@ -80,12 +83,12 @@ class _Cache(Rank):
         self.index = index
         self.holder = holder
         self.column = _NO_COLUMN
-        self.tags = [np.uint64(cache_tag(holder, tier)) for tier in Tier]
+        self.tags = np.array([cache_tag(holder, tier) for tier in Tier], np.uint64)
         self.accounts = np.zeros((len(Tier), ACCOUNT_WORDS), np.uint64)
 
     @property
     def blocks(self) -> int:
-        return int(self.accounts[:, BLOCKS].sum())
+        return sum(self.accounts[:, BLOCKS].tolist())
 
     def clear(self) -> None:
         self.index.retire(self)
@@ -96,9 +99,7 @@ class Index:
 
     def __init__(self, secret: KeySecret, *, max_blocks: int = MAX_BLOCKS) -> None:
         self._fingerprint = secret.fingerprint
-        self._mixing = Mixing(
-            *(np.uint64(n) for n in (secret.start, secret.step, secret.first, secret.second))
-        )
+        self._mixing = np.array([secret.start, secret.step, secret.first, secret.second], np.uint64)
         self._max_blocks = max_blocks
         self._lives = Lives(lambda _partition, holder: _Cache(self, holder))
         self._views = [View(new_table(), new_sets()) for _ in Tier]
@@ -157,14 +158,14 @@ class Index:
     def _change(self, cache: _Cache, tier: Tier, rows: Rows) -> None:
         column, keys = self._column(cache), len(rows.keys)
         self._make_room(tier, keys, keys)
-        account = cache.accounts[tier]
-        limit = self._max_blocks - cache.blocks + int(account[BLOCKS])
-        table, sets = self._views[tier]
-        apply_rows(table, sets, column, cache.tags[tier], rows, limit, account)
-        if account[REFUSED]:
-            self.counters.refused_blocks += int(account[REFUSED])
-            account[REFUSED], cache.overflowed = 0, True
-        if table.is_growing:
+        accounts = cache.accounts
+        limit = self._max_blocks - cache.blocks + int(accounts[tier, BLOCKS])
+        view = self._views[tier]
+        apply_rows(*view.parts, column, int(tier), cache.tags, tuple(rows), limit, accounts)
+        if accounts[tier, REFUSED]:
+            self.counters.refused_blocks += int(accounts[tier, REFUSED])
+            accounts[tier, REFUSED], cache.overflowed = 0, True
+        if view.table.is_growing:
             self._grow(tier, max(GROW_STEPS * keys, LEAST_STEPS))
         elif self._leaving or self._retired:
             self._sweep(max(SWEEP_STEPS * keys, LEAST_STEPS))
@@ -192,21 +193,19 @@ class Index:
 
     def _depths(self, local: NDArray[np.uint64]) -> Depths | None:
         alive, views = self._alive, tuple(self._views)
-        table, sets = views[Tier.DEVICE]
-        lower = [view for view in views[Tier.HOST :] if view.table.used]
         if not len(local):
             return Depths(np.empty(0, np.int64), np.empty((0, len(Tier)), np.int64))
-        scratch = self._scratch(len(local), max(view.sets.columns for view in views))
-        count = match(table, sets, alive, self._mixing, local, not self._open, scratch)
+        scratch = self._scratch(len(local), WORD_BITS * len(alive))
+        parts = views[Tier.DEVICE].parts
+        count = match(*parts, alive, self._mixing, local, not self._open, tuple(scratch))
         if count == RETRY:
             return None
-        packed = scratch.out[:count]
-        columns, depth = (packed >> np.uint64(32)).view(np.int64), (packed & np.uint64(M64 >> 32))
-        parts = np.zeros((count, len(Tier)), np.int64)
-        parts[:, Tier.DEVICE] = depth
-        if not lower:
-            return Depths(columns, parts)
-        return self._below(views, alive, local, scratch, columns, parts[:, Tier.DEVICE])
+        packed = scratch.out[:count].view(np.int64)
+        columns, depths = packed >> 32, np.zeros((count, len(Tier)), np.int64)
+        depths[:, 0] = packed & 0xFFFFFFFF
+        if any(view.table.used for view in views[1:]):
+            return self._below(views, alive, local, scratch, columns, depths[:, 0])
+        return Depths(columns, depths)
 
     def _below(
         self,
@@ -222,9 +221,11 @@ class Index:
         reached[1, columns] = device
         for tier in list(Tier)[Tier.HOST :]:
             reached[tier + 1] = reached[tier]
-            table, sets = views[tier]
-            if table.used:
-                got = deepen(table, sets, alive, self._mixing, local, reached[tier + 1], scratch)
+            if views[tier].table.used:
+                got = deepen(
+                    *views[tier].parts, alive, self._mixing, local, reached[tier + 1],
+                    tuple(scratch),
+                )  # fmt: skip
                 if got == RETRY:
                     return None
         found = np.flatnonzero(reached[-1])
@@ -360,7 +361,7 @@ class Index:
         for tier in Tier:
             if self._swept_to[tier] and not self._views[tier].table.is_growing:
                 self._make_sets_room(tier, steps)
-                table, sets = self._views[tier]
+                table, sets = self._views[tier].table, self._views[tier].sets
                 leaving = self._bits(self._leaving, sets.words)
                 self._swept_to[tier] = sweep(table, sets, leaving, self._swept_to[tier], steps)
         if not any(self._swept_to):
@@ -370,8 +371,8 @@ class Index:
             self._leaving = []
 
     def _make_sets_room(self, tier: Tier, sets: int) -> None:
-        table, known = self._views[tier]
-        self._views[tier] = View(table, with_room(known, sets, len(self.owners)))
+        view = self._views[tier]
+        self._views[tier] = View(view.table, with_room(view.sets, sets, len(self.owners)))
 
     def _bits(self, columns: Iterable[int], words: int) -> NDArray[np.uint64]:
         bits = np.zeros(max(words, len(self._alive)), np.uint64)
@@ -416,7 +417,7 @@ class Index:
             return
         self._make_room(tier, len(part.keys), len(part.keys))
         self._finish_growth(tier)
-        table, sets = self._views[tier]
+        table, sets = self._views[tier].table, self._views[tier].sets
         tags = np.zeros(sets.columns, np.uint64)
         accounts = np.zeros((sets.columns, ACCOUNT_WORDS), np.uint64)
         tags[columns] = [cache.tags[tier] for cache in caches]
@@ -430,7 +431,7 @@ class Index:
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint32]]:
         """Keys, positions and sets of what these columns hold."""
         self._finish_growth(tier)
-        table, sets = self._views[tier]
+        table, sets = self._views[tier].table, self._views[tier].sets
         most = table.used
         keys, positions = np.empty(most, np.uint64), np.empty(most, np.uint32)
         numbers = np.empty(most, np.uint32)
