@@ -20,7 +20,7 @@ from app.bench.ground import Said
 from app.bench.index_alone import PAUSE_MS, calls, reader_pauses, records
 from app.bench.index_figures import OURS, Aim, Figure, bars
 from app.bench.index_memory import bytes_a_pair
-from app.bench.index_rounds import MISS_US, Answers, Course, Effort, replay, token_scores
+from app.bench.index_rounds import MISS_US, Answers, Course, Effort, close, replay, token_scores
 from app.bench.index_sides import CRATE, Crate, NoPeer, Peer, Side, Structure, load
 from app.bench.index_timing import Kernels, Reference, ticks_per_us, warm_up
 from app.bench.index_work import Sequences, Setting, Where, replayed, sequences
@@ -138,17 +138,17 @@ class Bench:
             self._tokens,
             *((lambda setting=setting: self._replay(setting)) for setting in self._form.settings),
             self._memory,
+            lambda: records(RECORD_BLOCKS),
+            lambda: calls(self._form.effort.queries, self._answers, peers=self._crate is not None),
         ]
         figures: list[Figure] = []
         for part in parts:
             figures += part()
-            progress(0.95 / len(parts))
-        alone = [*records(RECORD_BLOCKS), *calls(self._form.effort.queries)]
-        progress(0.05)
+            progress(1 / len(parts))
         return Report(
             "index",
-            [*(figure.row() for figure in figures), *(figure.row() for figure in alone)],
-            [*self._bars(figures), *(_record_bar(f) for f in alone if f.measure == "records")],
+            [figure.row() for figure in figures],
+            self._bars(figures),
             {**machine(), "load": os.getloadavg()[0], "peer": CRATE if self._crate else None},
         )
 
@@ -161,15 +161,17 @@ class Bench:
         return sides
 
     def _course(self, where: Where) -> Iterator[Figure]:
-        sides = self._sides(where)
-        cached = sequences(where, self._chained)
-        yield from Course(cached, sides, self._form.effort, self._per_us, self._answers).measures()
-        _close(sides)
+        course = Course(
+            sequences(where, self._chained), lambda: self._sides(where), self._form.effort,
+            self._per_us, self._answers,
+        )  # fmt: skip
+        yield from course.measures()
 
     def _held_against_the_reference(self) -> Iterator[Figure]:
-        sides: dict[str, Side] = {OURS: Kernels(SMALL.workers), "reference": Reference()}
-        effort = Effort({SMALL.blocks: 100}, rounds=1)
-        course = Course(sequences(SMALL), sides, effort, self._per_us, self._answers)
+        course = Course(
+            sequences(SMALL), lambda: {OURS: Kernels(SMALL.workers), "reference": Reference()},
+            Effort({SMALL.blocks: 100}, rounds=1), self._per_us, self._answers,
+        )  # fmt: skip
         for _ in course.measures():
             pass
         yield from ()
@@ -189,17 +191,17 @@ class Bench:
             self._answers.compare(sides.values(), own.local[:20])
             if self._crate:
                 theirs = self._crate.local_hashes(prompts[0], form.block_size)
-                self._answers.hold(local[0], theirs)
+                self._answers.hold(local[0].tolist(), theirs.tolist())
             aim = Aim(form.least)
             where_own = where._replace(blocks=own.depth)
             yield token_scores(prompts, form.block_size, sides, self._per_us, where_own, aim)
-            _close(sides)
+            close(sides)
 
     def _replay(self, setting: Setting) -> Iterator[Figure]:
         batch = replayed(self._trace, setting, self._chained)
         sides = self._sides(Where(0, setting.workers, 0))
         yield from replay(batch, sides, setting.workers, self._per_us, self._answers)
-        _close(sides)
+        close(sides)
 
     def _memory(self) -> Iterator[Figure]:
         where = Where(64, 64, LARGE)
@@ -215,6 +217,7 @@ class Bench:
             *bars(f for f in figures if f.measure not in ("match, miss", "memory")),
             Bar("match, miss", misses, "us", f"<= {MISS_US:g}", misses <= MISS_US),
             Bar("memory", memory, "B a pair", f"<= {BYTES_A_PAIR:g}", memory <= BYTES_A_PAIR),
+            *(_record_bar(f) for f in figures if f.measure == "records"),
         ]  # fmt: skip
 
 
@@ -222,8 +225,3 @@ def _record_bar(figure: Figure) -> Bar:
     value = figure.ours.middle
     name = f"records of {figure.where.blocks} blocks"
     return Bar(name, value, "M blocks/s", f">= {RECORDS_PER_S:g}", value >= RECORDS_PER_S)
-
-
-def _close(sides: dict[str, Side]) -> None:
-    for side in sides.values():
-        side.close()

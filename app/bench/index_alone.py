@@ -1,17 +1,27 @@
-"""What has no peer: records from bytes into the index, calls from Python, pauses of readers."""
+"""What the class around the kernels costs: records from bytes, calls from Python, waiting readers.
+
+The only peer here is Dynamo's Python wheel, for calls. It runs in an environment of its own
+(`tests/peers/build.sh wheel`), because it does not take the packages that kvlane has.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from app.bench.index_figures import Figure, Samples
-from app.bench.index_work import SECRET, Column, Sequences, Where, prompts, sequences
+from app.bench.index_figures import OURS, Aim, Figure, Samples, figure
+from app.bench.index_rounds import Answers
+from app.bench.index_sides import LIBRARY, SCRIPT
+from app.bench.index_work import SECRET, Column, Sequences, Where, sequences
 from indexer.events import CLEARED, Columns, Kind
 from indexer.events import encode as columns_of
 from indexer.index import Index
@@ -22,6 +32,9 @@ from streams.records import Blocks
 from streams.topics import KV_EVENTS
 
 M = 1_000_000
+WHEEL = LIBRARY.parent / "wheel" / "bin" / "python"
+WHEEL_TIMEOUT_S = 120.0
+CALL_PAIRS, CALL_WORKERS = 200_000, 64
 RECORD_ROUNDS = 3
 RECORD_WORKERS = 64
 PAUSE_MS = 2.0
@@ -43,18 +56,54 @@ def records(sizes: Iterable[int], blocks: int = M) -> Iterator[Figure]:
         yield _alone("records", where, "M blocks/s", Samples(float(np.median(rates)), min(rates)))
 
 
-def calls(queries: dict[int, int], pairs: int = M, workers: int = 64) -> Iterator[Figure]:
-    """A match as the router calls it: from an array of hashes to overlaps by cache."""
+def calls(queries: dict[int, int], answers: Answers, *, peers: bool) -> Iterator[Figure]:
+    """A match as Python calls it: to arrays, as the router reads them, and to overlaps by cache."""
     for depth, count in queries.items():
-        cached = sequences(Where(depth, workers, pairs))
-        index = filled(cached)
-        took = []
-        for query in prompts(cached, cached.some(count))["full hit"]:
-            began = time.perf_counter()
-            index.match(query)
-            took.append(1e6 * (time.perf_counter() - began))
-        samples = Samples(*(float(p) for p in np.percentile(took, (50, 99))))
-        yield _alone("match, called from Python", Where(depth, workers, pairs), "us", samples)
+        where = Where(depth, CALL_WORKERS, CALL_PAIRS)
+        cached = sequences(where)
+        index, asked = filled(cached), cached.some(count)
+        asked_for = cached.local[asked]
+        samples = {OURS: _times(index.depths, asked_for)}
+        if peers and WHEEL.exists():
+            took, scores = _wheel(cached, asked)
+            samples["wheel"] = _samples(took)
+            for query, theirs in zip(asked_for, scores, strict=True):
+                ours = {int(h.worker): o.blocks for h, o in index.match(query).items()}
+                answers.hold(sorted(ours.items()), theirs)
+        yield figure("call", where, "us", samples, Aim(5.0) if peers else None)
+        yield _alone("call, overlaps", where, "us", _times(index.match, asked_for))
+
+
+def _times(call: Callable[[Column], object], queries: Column) -> Samples:
+    """Of a call for each row, in microseconds."""
+    took = []
+    for query in queries:
+        began = time.perf_counter()
+        call(query)
+        took.append(1e6 * (time.perf_counter() - began))
+    return _samples(took)
+
+
+def _samples(took: list[float]) -> Samples:
+    return Samples(*(float(p) for p in np.percentile(took, (50, 99))))
+
+
+def _wheel(
+    cached: Sequences, asked: NDArray[np.intp]
+) -> tuple[list[float], list[list[tuple[int, int]]]]:
+    """Microseconds of each call, and what it found."""
+    with tempfile.NamedTemporaryFile(suffix=".npz") as file:
+        np.savez(file, local=cached.local, chain=cached.chain, workers=cached.workers, asked=asked)
+        file.flush()
+        done = subprocess.run(  # noqa: S603 - a script of this repository
+            [str(WHEEL), str(SCRIPT.with_name("wheel.py")), file.name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=WHEEL_TIMEOUT_S,
+        )
+    found = json.loads(done.stdout)
+    return found["us"], [[(worker, held) for worker, held in row] for row in found["scores"]]
 
 
 class Pauses:

@@ -114,7 +114,9 @@ def throughput(
     return figure(measure, where, "M blocks/s", samples, aim)
 
 
-def figure(measure: str, where: Where, unit: str, samples: dict[str, Samples], aim: Aim) -> Figure:
+def figure(
+    measure: str, where: Where, unit: str, samples: dict[str, Samples], aim: Aim | None
+) -> Figure:
     """From samples by side, of which there is at least ours."""
     peers = {side: own for side, own in samples.items() if side != OURS}
     best = min if unit in LESS_IS_BETTER else max

@@ -202,6 +202,7 @@ class Kernels:
 
     def close(self) -> None:
         """See `Side`."""
+        del self._state
 
     def _answer(self, query: Column) -> Answer:
         state = self._state

@@ -16,10 +16,20 @@ def machine() -> dict[str, Any]:
     """What it ran on."""
     return {
         "cpus": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     }
+
+
+def _processor() -> str:
+    """Its name, where the system tells; at least its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 class Bar(msgspec.Struct, frozen=True):

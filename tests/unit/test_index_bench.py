@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from app.bench.index_alone import filled, records
 from app.bench.index_figures import OURS, Aim, Figure, Samples, bars, latency, throughput
 from app.bench.index_rounds import Answers, Course, Effort, replay
 from app.bench.index_sides import Crate, NoPeer, Peer, Side, Structure, load
@@ -28,6 +29,7 @@ from app.bench.index_work import (
 )
 from indexer.hashing import local_hashes, sequence_hashes
 from indexer.keys import LOOPBACK_SECRET, derive, prompt_keys
+from indexer.lives import Holder
 
 SMALL = Where(64, 4, 4_000)
 TRACE = Path(__file__).resolve().parents[2] / "app" / "data" / "conversation_300.jsonl"
@@ -162,7 +164,8 @@ def crate() -> Crate:
 def agree(sides: dict[str, Side], cached: Sequences) -> Answers:
     answers = Answers()
     effort = Effort({cached.depth: 20}, rounds=1)
-    for _ in Course(cached, sides, effort, ticks_per_us(), answers).measures():
+    course = Course(cached, lambda: sides, effort, ticks_per_us(), answers)
+    for _ in course.measures():
         pass
     return answers
 
@@ -196,7 +199,6 @@ def test_the_peer_answers_as_the_reference(crate: Crate, structure: Structure) -
     cached = sequences(SMALL, crate.chained)
     peer = Peer(crate, structure, 4)
     answers = agree({OURS: Reference(), peer.name: peer}, cached)
-    peer.close()
     assert answers.compared > 100
     assert answers.differing == 0
 
@@ -217,6 +219,24 @@ def test_the_peer_hashes_blocks_as_we_do(crate: Crate, block_size: int) -> None:
     local = crate.local_hashes(tokens, block_size)
     assert np.array_equal(local, local_hashes(tokens, block_size))
     assert np.array_equal(crate.chained(local[None, :])[0], sequence_hashes(local))
+
+
+# --- the class around the kernels -----------------------------------------------------------------
+
+
+def test_a_filled_index_holds_every_sequence(cached: Sequences) -> None:
+    index = filled(cached)
+    assert sum(holding.blocks for holding in index.holdings().values()) == cached.pairs
+    assert index.counters.refused_blocks == 0
+    for number in range(20):
+        overlap = index.match(cached.local[number])[Holder(str(number % 4), 0)]
+        assert overlap.blocks == cached.depth
+
+
+def test_records_are_measured_by_their_size() -> None:
+    measured = list(records([16, 64], blocks=2000))
+    assert [one.where.blocks for one in measured] == [16, 64]
+    assert all(one.ours.middle > 0 for one in measured)
 
 
 # --- figures -------------------------------------------------------------------------------------
