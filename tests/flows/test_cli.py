@@ -25,7 +25,7 @@ COMMANDS = [
     ["explain"], ["replay"],
     ["topics"], ["topics", "create"], ["topics", "describe"], ["bench"],
     ["bench", "faults"], ["bench", "hop"], ["bench", "tokens"], ["bench", "gateway"],
-    ["bench", "rebuild"], ["bench", "all"],
+    ["bench", "rebuild"], ["bench", "index"], ["bench", "all"],
 ]  # fmt: skip
 
 
