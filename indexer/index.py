@@ -104,8 +104,8 @@ class Index:
         self._lives = Lives(lambda _partition, holder: _Cache(self, holder))
         self._views = [View(new_table(), new_sets()) for _ in Tier]
         self._alive = np.zeros(1, np.uint64)
-        self.owners: list[Holder | None] = []
-        """The cache of each column; None for columns that are retired or free."""
+        self.owners: list[Holder] = []
+        """The cache of each column, or the last one it was of. Another list with every new cache."""
         self._free_columns: list[int] = []
         self._retired: list[int] = []
         self._leaving: list[int] = []
@@ -157,7 +157,7 @@ class Index:
 
     def _change(self, cache: _Cache, tier: Tier, rows: Rows) -> None:
         column, keys = self._column(cache), len(rows.keys)
-        self._make_room(tier, keys, keys)
+        self._make_room(tier, keys)
         accounts = cache.accounts
         limit = self._max_blocks - cache.blocks + int(accounts[tier, BLOCKS])
         view = self._views[tier]
@@ -174,12 +174,14 @@ class Index:
 
     def match(self, local: NDArray[np.uint64]) -> dict[Holder, Overlap]:
         """The overlap of a prompt, by its local hashes, with every cache that holds its start."""
-        owners = self.owners
-        columns, parts = self.depths(local)
+        while True:
+            owners = self.owners
+            columns, parts = self.depths(local)
+            if owners is self.owners:  # else a column may have been given to another cache
+                break
         return {
-            holder: Overlap(*depths)
+            owners[column]: Overlap(*depths)
             for column, depths in zip(columns.tolist(), parts.tolist(), strict=True)
-            if (holder := owners[column]) is not None
         }
 
     def depths(self, local: NDArray[np.uint64]) -> Depths:
@@ -192,7 +194,8 @@ class Index:
                 return found
 
     def _depths(self, local: NDArray[np.uint64]) -> Depths | None:
-        alive, views = self._alive, tuple(self._views)
+        views = tuple(self._views)
+        alive = self._alive  # later than the views: it has a word for each of theirs
         if not len(local):
             return Depths(np.empty(0, np.int64), np.empty((0, len(Tier)), np.int64))
         scratch = self._scratch(len(local), WORD_BITS * len(alive))
@@ -285,14 +288,14 @@ class Index:
     def _column(self, cache: _Cache) -> int:
         if cache.column == _NO_COLUMN:
             owners = self.owners.copy()  # readers may still look at the old one
-            if not self._free_columns:
-                self._free_columns.append(len(owners))
-                owners.append(None)
-            cache.column = self._free_columns.pop()
-            owners[cache.column] = cache.holder
-            words = -(-len(owners) // WORD_BITS)
-            if words > len(self._alive):
-                self._alive = np.append(self._alive, np.zeros(words, np.uint64))
+            if self._free_columns:
+                cache.column = self._free_columns.pop()
+                owners[cache.column] = cache.holder
+            else:
+                cache.column = len(owners)
+                owners.append(cache.holder)
+            if len(owners) > WORD_BITS * len(self._alive):
+                self._alive = np.append(self._alive, np.zeros_like(self._alive))
             self.owners = owners
             self._alive[cache.column // WORD_BITS] |= _bit(cache.column)
         return cache.column
@@ -327,8 +330,8 @@ class Index:
         while self._leaving or self._retired:
             self._sweep(LONGEST_STEP)
 
-    def _make_room(self, tier: Tier, blocks: int, sets: int) -> None:
-        """Room for so many blocks and sets more."""
+    def _make_room(self, tier: Tier, blocks: int, rows: int = 1) -> None:
+        """Room for so many blocks more, and for each set joined or left by so many rows."""
         view = self._views[tier]
         if needs_room(view.table, blocks):
             self._finish_growth(tier)
@@ -338,9 +341,7 @@ class Index:
         growing = self._views[tier].table
         if growing.is_growing and GROW_STEPS * blocks > growing.slots.size // 2:
             self._finish_growth(tier)  # the smaller table would overflow
-        roomy = with_room(view.sets, sets, len(self.owners))
-        if roomy is not view.sets:
-            self._views[tier] = View(self._views[tier].table, roomy)
+        self._make_sets_room(tier, min(blocks, (view.sets.used + 1) * rows))
 
     def _grow(self, tier: Tier, steps: int) -> None:
         view = self._views[tier]
@@ -360,7 +361,7 @@ class Index:
             self._swept_to = [len(view.table.slots) // 2 for view in self._views]
         for tier in Tier:
             if self._swept_to[tier] and not self._views[tier].table.is_growing:
-                self._make_sets_room(tier, steps)
+                self._make_sets_room(tier, self._views[tier].sets.used)
                 table, sets = self._views[tier].table, self._views[tier].sets
                 leaving = self._bits(self._leaving, sets.words)
                 self._swept_to[tier] = sweep(table, sets, leaving, self._swept_to[tier], steps)
@@ -370,9 +371,11 @@ class Index:
             self._free_columns += self._leaving
             self._leaving = []
 
-    def _make_sets_room(self, tier: Tier, sets: int) -> None:
+    def _make_sets_room(self, tier: Tier, more: int) -> None:
         view = self._views[tier]
-        self._views[tier] = View(view.table, with_room(view.sets, sets, len(self.owners)))
+        sets = with_room(view.sets, more, len(self.owners))
+        if sets is not view.sets:
+            self._views[tier] = View(view.table, sets)
 
     def _bits(self, columns: Iterable[int], words: int) -> NDArray[np.uint64]:
         bits = np.zeros(max(words, len(self._alive)), np.uint64)
@@ -415,7 +418,7 @@ class Index:
     ) -> None:
         if not len(part.keys):
             return
-        self._make_room(tier, len(part.keys), len(part.keys))
+        self._make_room(tier, len(part.keys), len(part.rows))
         self._finish_growth(tier)
         table, sets = self._views[tier].table, self._views[tier].sets
         tags = np.zeros(sets.columns, np.uint64)

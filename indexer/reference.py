@@ -122,12 +122,12 @@ class ReferenceIndex:
 
     def state_hash(self, partition: int) -> int:
         """A u64 that is equal for equal contents, in whatever order they came."""
-        return M64 & sum(
-            digest(cache_tag(holder, tier), key)
-            for holder, rank in self._lives.of(partition)
-            for tier in Tier
-            for key in rank.tiers[tier]
-        )
+        total = 0
+        for holder, rank in self._lives.of(partition):
+            for tier in Tier:
+                tag = cache_tag(holder, tier)
+                total += sum(digest(tag, key) for key in rank.tiers[tier])
+        return total & M64
 
     # --- snapshots -------------------------------------------------------------------------------
 
