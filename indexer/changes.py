@@ -49,6 +49,13 @@ def digest(tag: np.uint64, key: np.uint64) -> np.uint64:
     return mixed ^ (mixed >> SHIFT_2)
 
 
+@inlined
+def expect_first(table: Table, keys: NDArray[np.uint64]) -> None:
+    """Begin to load the slots of the first blocks: one after the other, each would be waited for."""
+    for i in range(min(AHEAD, len(keys))):
+        expect(table, keys[i])
+
+
 @kernel()
 def apply_rows(
     table: Table,
@@ -90,6 +97,7 @@ def store(
     """The cache holds these blocks, which follow one another from a position on."""
     before, after, moved, joins = UNSEEN, EMPTY, 0, False
     held, total = np.int64(account[BLOCKS]), account[DIGEST]
+    expect_first(table, keys)
     for i in range(len(keys)):
         if i + AHEAD < len(keys):
             expect(table, keys[i + AHEAD])
@@ -128,6 +136,7 @@ def remove(
     """The cache holds these blocks no more; what it does not hold is passed over."""
     before, after, moved, leaves = UNSEEN, EMPTY, 0, False
     held, total = account[BLOCKS], account[DIGEST]
+    expect_first(table, keys)
     for i in range(len(keys)):
         if i + AHEAD < len(keys):
             expect(table, keys[i + AHEAD])
@@ -260,6 +269,7 @@ def load(
     u64 (columns, words of an account). The caller has made room, as for `apply_rows`.
     """
     before, row, after, moved = UNSEEN, UNSEEN, EMPTY, 0
+    expect_first(table, keys)
     for i in range(len(keys)):
         if i + AHEAD < len(keys):
             expect(table, keys[i + AHEAD])
