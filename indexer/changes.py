@@ -51,7 +51,7 @@ def digest(tag: np.uint64, key: np.uint64) -> np.uint64:
 
 @inlined
 def expect_first(table: Table, keys: NDArray[np.uint64]) -> None:
-    """Begin to load the slots of the first blocks: one after the other, each would be waited for."""
+    """Begin to load the slots of the first blocks: else each of them would be waited for."""
     for i in range(min(AHEAD, len(keys))):
         expect(table, keys[i])
 

@@ -222,17 +222,10 @@ def chain(local: Column, seed: Word, out: Column) -> None:
 
 
 @inlined
-def addend(
-    local: Word,
-    position: Word,
-    start: Word,
-    step: Word,
-    first: Word,
-    second: Word,
-) -> Word:
-    """What the block at a position adds to the sums; the other four are of the `KeySecret`."""
-    mixed = (local ^ (start + u64(position) * step)) * first
-    return (mixed ^ (mixed >> HALF)) * second
+def mixed(flipped: Word, first: Word, second: Word) -> Word:
+    """What a block adds to the sums: its local hash, xored with its position's f, is M's input."""
+    product = flipped * first
+    return (product ^ (product >> HALF)) * second
 
 
 @kernel(types.void(HASHES, *(types.uint64,) * 6, RESULTS))
@@ -247,7 +240,8 @@ def running_sums(
     out: Column,
 ) -> None:
     """Sums of addends up to each block; the first stands at `position`, after the sum `before`."""
-    total = before
+    total, flip = before, start + position * step
     for i in range(len(local)):
-        total += addend(local[i], position + u64(i), start, step, first, second)
+        total += mixed(local[i] ^ flip, first, second)
+        flip += step
         out[i] = total

@@ -105,7 +105,7 @@ class Index:
         self._views = [View(new_table(), new_sets()) for _ in Tier]
         self._alive = np.zeros(1, np.uint64)
         self.owners: list[Holder] = []
-        """The cache of each column, or the last one it was of. Another list with every new cache."""
+        """The cache of each column, or the last one it was of. Another list for every new cache."""
         self._free_columns: list[int] = []
         self._retired: list[int] = []
         self._leaving: list[int] = []
