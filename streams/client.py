@@ -143,7 +143,7 @@ class Client:
         BrokerUnavailable, LogClosed.
         """
         deadline = self._clock.now() + timeout_s
-        reply = await self._claim(request_id, deadline)
+        reply = await self._claim(request_id, deadline, begun=from_token > 0)
         received = 0
         try:
             while True:
@@ -202,13 +202,15 @@ class Client:
         while len(self._unclaimed) > UNCLAIMED:
             replies.leave(self._unclaimed.pop(next(iter(self._unclaimed))))
 
-    async def _claim(self, request_id: str, deadline: float) -> Reply:
+    async def _claim(self, request_id: str, deadline: float, *, begun: bool) -> Reply:
         """The reply that awaits its listener since it was published, or a new one from the log."""
         replies = self._listening()
         if request_id in self._unclaimed:
             return self._unclaimed.pop(request_id)
         return await until_answered(
-            self._clock, lambda: replies.from_beginning(request_id), until=deadline
+            self._clock,
+            lambda: replies.from_beginning(request_id, begun=begun),
+            until=deadline,
         )
 
     def _listening(self) -> Replies:

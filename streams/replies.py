@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from streams.clock import Clock
 from streams.errors import LogClosed, PositionLost
 from streams.ids import issued_ms
 from streams.ports import Log, Partition, Reader, Record
-from streams.reply import Reply
+from streams.reply import NEVER, Reply
 from streams.topics import RESPONSES, lane_of
 
 POLL_S = 0.5
@@ -32,12 +33,21 @@ CLOCK_MARGIN_MS = 300_000
 lane more takes a fraction of a second."""
 
 
+class Stretch(NamedTuple):
+    """Offsets of one lane: where to look for a request, the oldest one kept, and the end."""
+
+    start: int
+    oldest: int
+    end: int
+
+
 class Lane:
     """One partition of `responses` as one reader sees it."""
 
     def __init__(self, position: int, now: float) -> None:
         self.position = position
         self.replies: dict[bytes, list[Reply]] = {}
+        self._due: dict[Reply, None] = {}
         self.idle_since = now
         self.kept = False
         """Whether it is read on however long nothing is awaited in it."""
@@ -45,14 +55,22 @@ class Lane:
     def add(self, reply: Reply) -> None:
         """Feed this reply, too."""
         self.replies.setdefault(reply.key, []).append(reply)
+        if reply.due < NEVER and not reply.begun:
+            self._due[reply] = None
 
     def remove(self, reply: Reply) -> None:
         """Feed it no more; ignored when it is not here."""
+        self._due.pop(reply, None)
         awaiting = self.replies.get(reply.key, [])
         if reply in awaiting:
             awaiting.remove(reply)
             if not awaiting:
                 del self.replies[reply.key]
+
+    def clear(self) -> None:
+        """Feed nobody any more."""
+        self.replies.clear()
+        self._due.clear()
 
     def take(self, records: Sequence[Record]) -> list[Reply]:
         """Feed records in offset order; the replies that changed."""
@@ -64,6 +82,16 @@ class Lane:
                     changed[reply] = None
         self.position = records[-1].offset + 1
         return list(changed)
+
+    def missing(self) -> list[Reply]:
+        """Replies of which nothing came, although the lane was read beyond where something stood.
+
+        Looks at those only of which nothing has come so far: that is asked after every poll.
+        """
+        if not self._due:
+            return []
+        self._due = {reply: None for reply in self._due if not reply.begun}
+        return [reply for reply in self._due if reply.due <= self.position]
 
     def all(self) -> list[Reply]:
         """Everything that is awaited here."""
@@ -128,6 +156,10 @@ class Tail:
             if (lane := self.lanes.get(name.partition)) is not None
             for reply in lane.take(records)
         ]
+
+    def missing(self) -> list[tuple[int, Reply]]:
+        """Replies that the log has lost, as far as it was read, and their lanes."""
+        return [(n, reply) for n, lane in self.lanes.items() for reply in lane.missing()]
 
     def _go_back(self) -> None:
         if not self._back:
@@ -229,16 +261,19 @@ class Replies:
         lane.add(reply)
         return reply
 
-    async def from_beginning(self, request_id: str) -> Reply:
-        """A reply from the request's first record on, if the log still has it.
+    async def from_beginning(self, request_id: str, *, begun: bool = False) -> Reply:
+        """A reply from the request's first record on; it fails with PositionLost if that is gone.
+
+        `begun`: something of it was visible before, so that a log without it has lost it. Who does
+        not know that awaits a request of which nothing is left as one that has not begun.
 
         Raises BrokerUnavailable, or what ended the reading.
         """
         self._check()
         number = lane_of(request_id, self._lanes)
-        start, oldest = await self._beginning(request_id, number)
+        start, oldest, end = await self._beginning(request_id, number)
         lane = await self._open(number)
-        reply = Reply(request_id, start)
+        reply = Reply(request_id, start, end if begun else NEVER)
         self._attached[reply] = oldest
         if start >= lane.position:
             lane.add(reply)
@@ -249,10 +284,13 @@ class Replies:
     def leave(self, reply: Reply) -> None:
         """Nobody awaits this reply any more. Idempotent."""
         number = lane_of(reply.request_id, self._lanes)
-        self._live.remove(number, reply)
-        self._history.remove(number, reply)
+        self._take_out(number, reply)
         self._attached.pop(reply, None)
         reply.rest()
+
+    def _take_out(self, number: int, reply: Reply) -> None:
+        self._live.remove(number, reply)
+        self._history.remove(number, reply)
 
     async def _open(self, number: int) -> Lane:
         """The live lane; nothing that is appended from now on is missed in it."""
@@ -262,19 +300,20 @@ class Replies:
         self._check()
         return self._live.lanes.get(number) or self._live.open(number, end)
 
-    async def _beginning(self, request_id: str, number: int) -> tuple[int, int]:
-        """An offset at or before a request's first record, and the oldest one of its lane.
+    async def _beginning(self, request_id: str, number: int) -> Stretch:
+        """Where a request's first record is to be looked for.
 
         An id without a time, or with one that the lane has not come to, gives the oldest: there is
         little to read in a lane that nothing was written to for minutes.
         """
         oldest = (await self._log.start_offsets(RESPONSES, [number]))[number]
+        end = (await self._log.end_offsets(RESPONSES, [number]))[number]
         if (drawn_ms := issued_ms(request_id)) is not None:
             wanted_ms = max(0, drawn_ms - CLOCK_MARGIN_MS)
             start = await self._log.offset_at(RESPONSES, number, wanted_ms)
-            if start < (await self._log.end_offsets(RESPONSES, [number]))[number]:
-                return max(start, oldest), oldest
-        return oldest, oldest
+            if start < end:
+                return Stretch(max(start, oldest), oldest, end)
+        return Stretch(oldest, oldest, end)
 
     async def _run(self, tail: Tail) -> None:
         """Feed replies until cancelled; an error that waiting does not cure fails all of them."""
@@ -285,6 +324,8 @@ class Replies:
                         self.leave(reply)
                     elif reply.headless and reply in self._attached:
                         self._seek_beginning(number, reply)
+                for number, reply in tail.missing():
+                    self._seek_beginning(number, reply)
                 if tail is self._history:
                     self._hand_over()
         except Exception as e:
@@ -295,9 +336,8 @@ class Replies:
         """The time in the id was wrong, or the beginning is not in the log any more."""
         oldest = self._attached[reply]
         if reply.start > oldest:
-            self.leave(reply)
+            self._take_out(number, reply)
             reply.restart(oldest)
-            self._attached[reply] = oldest
             self._history.read_from(number, oldest, reply)
         elif oldest > 0:
             reply.fail(PositionLost(RESPONSES, number, oldest - 1, oldest))
@@ -310,7 +350,7 @@ class Replies:
             if lane.position >= live.position:
                 for reply in lane.all():
                     live.add(reply)
-                lane.replies.clear()
+                lane.clear()
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error

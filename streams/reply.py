@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence
 
@@ -22,6 +23,9 @@ PIECES = 256
 fewer and larger pieces; it delays no other, and what waits is at most one whole answer."""
 
 
+NEVER = sys.maxsize
+"""An offset that no partition comes to."""
+
 _VISIBLE = (Chunk, Fence, End)
 
 
@@ -32,13 +36,17 @@ class Reply:
     everything else of the last: they are made for showing, not for a `Transcript`.
     """
 
-    def __init__(self, request_id: str, start: int = 0) -> None:
+    def __init__(self, request_id: str, start: int = 0, due: int = NEVER) -> None:
         self.request_id = request_id
         self.key = request_id.encode()
         self.start = start
+        self.due = due
+        """Something of it was visible below this offset, as is known from elsewhere."""
         self.malformed = 0
         self._next = start
-        self._begun = False
+        self.begun = False
+        """Something of it has become visible."""
+        self._unfenced = False
         self._transcript = Transcript(request_id, keep=False)
         self._pieces: deque[Chunk | End] = deque()
         self._error: Exception | None = None
@@ -53,8 +61,11 @@ class Reply:
 
     @property
     def headless(self) -> bool:
-        """A Chunk came that does not fit, and nothing was visible before it."""
-        return self._transcript.holes > 0 and not self._begun
+        """A Chunk came that is not the first of the request, and nothing was visible before it.
+
+        One of an attempt that no Fence began is not: its Fence stands before it in the log.
+        """
+        return not self.begun and (self._transcript.holes > 0 or self._unfenced)
 
     @property
     def holes(self) -> int:
@@ -68,8 +79,9 @@ class Reply:
 
     def restart(self, start: int) -> None:
         """Begin again at an earlier offset. Only while nothing was visible."""
-        assert not self._begun, "what was shown cannot be taken back"
+        assert not self.begun, "what was shown cannot be taken back"
         self.start = self._next = start
+        self._unfenced = False
         self._transcript = Transcript(self.request_id, keep=False)
 
     def feed(self, record: Record) -> None:
@@ -90,6 +102,8 @@ class Reply:
             return
         if (piece := self._transcript.feed(decoded)) is not None:
             self._put(piece)
+        elif type(decoded) is Chunk and decoded.attempt > self._transcript.attempt:
+            self._unfenced = True
 
     def fail(self, error: Exception) -> None:
         """What is visible can still be taken; then `next` raises the error."""
@@ -128,7 +142,7 @@ class Reply:
             assert len(chunks) == len(self._pieces), "nothing follows an End"
             self._pieces = deque([joined(chunks)])
         self._pieces.append(piece)
-        self._begun = True
+        self.begun = True
         self._wake()
 
     async def _awaited(self, timeout_s: float | None) -> None:

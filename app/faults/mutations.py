@@ -343,7 +343,10 @@ def _answers_from_their_beginning() -> Iterator[Replacement]:
 
 
 def _answers_from_now_on() -> Iterator[Replacement]:
-    yield replies.Replies, "from_beginning", replies.Replies.from_now
+    async def attach(self: Any, request_id: str, **_: Any) -> Any:
+        return await self.from_now(request_id)
+
+    yield replies.Replies, "from_beginning", attach
 
 
 def _any_model() -> Iterator[Replacement]:

@@ -46,7 +46,7 @@ class Attachment:
         # It may wait in a queue without a word; an id without a time says nothing about that.
         may_begin = issued is not None and now_ms - issued < lifetime_s * 1000
         choice = Choice(keep=not (stream := _switch(request, "stream", default=True)))
-        choice.begun = from_token > 0
+        choice.begun = begun = from_token > 0
         manner = Manner(
             heading=Heading(_form(request), request_id, "", (issued or now_ms) // 1000),
             ids=[quote(request_id, safe="")],  # it may hold anything, also what ends a header
@@ -55,7 +55,7 @@ class Attachment:
             attached=True,
             from_token=from_token,
         )
-        joining = attaching(parts.streams, request_id, may_begin=may_begin)
+        joining = attaching(parts.streams, request_id, begun=begun, may_begin=may_begin)
         clock = parts.life.clock
         return Telling(manner, [choice], joining, clock, parts.metrics, lifetime_s, clock.now())
 

@@ -135,15 +135,16 @@ async def asking(
 
 @asynccontextmanager
 async def attaching(
-    streams: Streams, request_id: str, *, may_begin: bool
+    streams: Streams, request_id: str, *, begun: bool, may_begin: bool
 ) -> AsyncGenerator[Joined, None]:
     """Read the reply of a request from its beginning; it runs on in any case.
 
-    `may_begin`: it may be there although nothing of it is. Raises ApiError.
+    `begun`: some of it was told before. `may_begin`: it may be there although nothing of it is.
+    Raises ApiError.
     """
     streams.enter(1)
     try:
-        joined = Joined([await streams.attach(request_id)], run_on=True)
+        joined = Joined([await streams.attach(request_id, begun=begun)], run_on=True)
         try:
             if not await _has_begun(joined) and not may_begin:
                 raise unknown_stream()

@@ -160,11 +160,14 @@ class Streams:
             raise
         return replies
 
-    async def attach(self, request_id: str) -> Reply:
-        """The reply of any request, from its beginning. Raises ApiError."""
+    async def attach(self, request_id: str, *, begun: bool) -> Reply:
+        """The reply of any request, from its beginning. Raises ApiError.
+
+        `begun`: whoever asks has some of it already; it fails when the log has nothing of it.
+        """
         try:
             async with asyncio.timeout(PUBLISH_S):
-                return await self._replies.from_beginning(request_id)
+                return await self._replies.from_beginning(request_id, begun=begun)
         except (StreamError, TimeoutError) as e:
             raise _failure(e) or e from e
 

@@ -90,6 +90,11 @@ def backlog(world: World, lane: int, records: int = 7000) -> None:
     world.faults.slow["poll"] = 0.3
 
 
+async def id_of_a_clock_that_is_ahead(world: World) -> str:
+    ahead = VirtualClock(world.clock._loop, ahead_ms=2 * CLOCK_MARGIN_MS)
+    return Client(await world.connect("ahead"), ahead).new_request_id()
+
+
 def test_an_attached_stream_goes_on_when_the_live_reader_has_left_its_lane_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,7 +125,7 @@ async def test_a_stream_that_is_left_before_it_was_read_leaves_nothing_behind(wo
     backlog(world, lane)
     first = await replies.from_beginning("job-17")
     await world.until(lambda: replies._history.lanes[lane].position > 0)
-    second = await replies.from_beginning("job-17")
+    second = await replies.from_beginning("job-17", begun=True)
     replies.leave(second)
     await world.until(lambda: not replies._history.lanes)
     assert replies._live.all() == [first]
@@ -192,8 +197,7 @@ async def test_a_listener_that_has_everything_is_told_of_the_end_only(world: Wor
 
 @in_world
 async def test_an_id_from_a_clock_that_is_ahead_is_found_all_the_same(world: World) -> None:
-    ahead = VirtualClock(world.clock._loop, ahead_ms=2 * CLOCK_MARGIN_MS)
-    request_id = Client(await world.connect("ahead"), ahead).new_request_id()
+    request_id = await id_of_a_clock_that_is_ahead(world)
     worker = Worker(world, request_id)
     worker.write("he")
     await world.sleep(1.2 * CLOCK_MARGIN_MS / 1000)
@@ -210,8 +214,7 @@ async def test_an_id_from_a_clock_that_is_ahead_is_found_all_the_same(world: Wor
 async def test_a_finished_stream_of_a_clock_that_is_ahead_is_found_in_a_quiet_lane(
     world: World,
 ) -> None:
-    ahead = VirtualClock(world.clock._loop, ahead_ms=2 * CLOCK_MARGIN_MS)
-    request_id = Client(await world.connect("ahead"), ahead).new_request_id()
+    request_id = await id_of_a_clock_that_is_ahead(world)
     Worker(world, request_id).write("hello", "stop")
     client = await connect(world)
     assert (await client.result(request_id, timeout_s=5)).text == "hello"
@@ -226,6 +229,106 @@ async def test_a_stream_whose_beginning_was_deleted_says_so(world: World) -> Non
     client = await connect(world)
     with pytest.raises(PositionLost):
         await read(client, "job-17")
+
+
+@in_world
+async def test_a_stream_whose_last_fence_was_deleted_says_so(world: World) -> None:
+    worker = Worker(world, "job-17")
+    worker.write("he")
+    worker.append(Fence(id="job-17", attempt=1))
+    Worker(world, "job-17", attempt=1, index=2).write("llo", "stop")
+    world.broker.delete_records(RESPONSES, lane_of("job-17", world.lanes), 2)
+    client = await connect(world)
+    with pytest.raises(PositionLost):
+        await read(client, "job-17")
+
+
+@in_world
+async def test_a_stream_that_went_on_elsewhere_is_found_though_its_clock_is_ahead(
+    world: World,
+) -> None:
+    request_id = await id_of_a_clock_that_is_ahead(world)
+    worker = Worker(world, request_id)
+    worker.write("he")
+    worker.append(Fence(id=request_id, attempt=1))
+    await world.sleep(1.2 * CLOCK_MARGIN_MS / 1000)
+    Worker(world, request_id, attempt=1, index=2).write("llo", "stop")
+    client = await connect(world)
+    assert (await client.result(request_id, timeout_s=5)).text == "hello"
+
+
+@pytest.mark.parametrize("others", [0, 1, 7000])
+def test_who_has_some_of_a_stream_is_told_when_nothing_of_it_is_left(others: int) -> None:
+    @in_world
+    async def scenario(world: World) -> None:
+        client = await connect(world)
+        worker = Worker(world, client.new_request_id())
+        worker.write("he")
+        worker.write("llo", "stop")
+        lane = lane_of(worker.id, world.lanes)
+        world.broker.delete_records(RESPONSES, lane, 2)
+        backlog(world, lane, others)
+        with pytest.raises(PositionLost):
+            await read(client, worker.id, from_token=2)
+
+    scenario()
+
+
+@in_world
+async def test_who_has_nothing_of_a_stream_awaits_its_beginning_in_a_cut_lane(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, client.new_request_id())
+    lane = lane_of(worker.id, world.lanes)
+    backlog(world, lane, 3)
+    world.broker.delete_records(RESPONSES, lane, 2)
+    reading = world.spawn(read(client, worker.id))
+    await world.sleep(60)
+    worker.write("hello", "stop")
+    assert text(await reading) == "hello"
+
+
+@in_world
+async def test_what_was_not_read_yet_is_not_taken_for_deleted(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, "job-17")
+    lane = lane_of("job-17", world.lanes)
+    backlog(world, lane)
+    world.broker.delete_records(RESPONSES, lane, 2)
+    worker.write("he")
+    first = world.spawn(read(client, "job-17", from_token=2))
+    await world.sleep(0.1)
+    second = world.spawn(read(client, "job-17", from_token=2))
+    await world.sleep(10)
+    worker.write("llo", "stop")
+    assert text(await first) == text(await second) == "llo"
+
+
+@in_world
+async def test_who_has_some_of_a_stream_finds_it_though_its_clock_is_ahead(world: World) -> None:
+    request_id = await id_of_a_clock_that_is_ahead(world)
+    Worker(world, request_id).write("hello", "stop")
+    await world.sleep(1.2 * CLOCK_MARGIN_MS / 1000)
+    backlog(world, lane_of(request_id, world.lanes), 1)
+    client = await connect(world)
+    (piece,) = await read(client, request_id, from_token=5)
+    assert isinstance(piece, Chunk)
+    assert piece.finish_reason == "stop"
+
+
+@in_world
+async def test_who_has_some_of_a_stream_is_told_it_is_gone_though_its_clock_is_ahead(
+    world: World,
+) -> None:
+    request_id = await id_of_a_clock_that_is_ahead(world)
+    Worker(world, request_id).write("hello", "stop")
+    lane = lane_of(request_id, world.lanes)
+    backlog(world, lane, 2)
+    world.broker.delete_records(RESPONSES, lane, 1)
+    await world.sleep(1.2 * CLOCK_MARGIN_MS / 1000)
+    backlog(world, lane, 1)
+    client = await connect(world)
+    with pytest.raises(PositionLost):
+        await read(client, request_id, from_token=2)
 
 
 @in_world

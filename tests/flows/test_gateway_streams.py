@@ -364,6 +364,31 @@ async def test_a_stream_whose_beginning_is_gone_is_not_found(world: World) -> No
     assert (answer.status, answer.error["code"]) == (404, "stream_not_found")
 
 
+@in_world
+async def test_a_stream_of_which_nothing_is_left_is_not_found_by_who_has_some(world: World) -> None:
+    house = await House.open(world)
+    await house.staff()
+    answer = await house.chat("hello", stream=True).done()
+    url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
+    for lane in range(world.lanes):
+        world.broker.delete_records(RESPONSES, lane, len(world.records(RESPONSES, lane)))
+    again = await house.ask("GET", url, headers={"last-event-id": "2"}).done()
+    assert (again.status, again.error["code"]) == (404, "stream_not_found")
+
+
+@in_world
+async def test_a_stream_that_cannot_be_read_for_a_while_is_not_lost(world: World) -> None:
+    house = await House.open(world)
+    await house.staff()
+    answer = await house.chat("hello", stream=True).done()
+    await house.life.end()
+    other = await House.open(world, "g2")
+    world.faults.slow["poll"] = 2 * FIND_S
+    url = f"/v1/streams/{answer.headers['x-kvlane-id']}?from=2"
+    again = await other.ask("GET", url).done()
+    assert (again.status, again.text) == (200, "llo")
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [

@@ -9,7 +9,7 @@ from streams.codecs import encode
 from streams.errors import LogClosed
 from streams.memory.partition import MemoryRecord
 from streams.ports import Entry
-from streams.records import Chunk, End, LogProb, Usage
+from streams.records import Chunk, End, Fence, LogProb, Usage
 from streams.reply import PIECES, Reply, joined
 
 
@@ -34,7 +34,7 @@ def at(offset: int, entry: Entry) -> MemoryRecord:
     return MemoryRecord("responses", 0, offset, 0, *entry)
 
 
-def feed(reply: Reply, *records: Chunk | End, offset: int = 0) -> None:
+def feed(reply: Reply, *records: Chunk | Fence | End, offset: int = 0) -> None:
     for number, record in enumerate(records):
         reply.feed(at(offset + number, encode(record, "job-17")))
 
@@ -140,6 +140,20 @@ def test_a_reply_without_its_beginning_is_headless() -> None:
 def test_a_hole_after_visible_text_is_not_headless() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(0), chunk(3))
+    assert not reply.headless
+
+
+def test_a_reply_whose_fence_was_not_read_is_headless() -> None:
+    reply = Reply("job-17")
+    feed(reply, replace(chunk(0), attempt=1, index=2))
+    assert reply.headless
+    reply.restart(0)
+    assert not reply.headless
+
+
+def test_what_a_worker_that_was_given_up_still_writes_makes_no_reply_headless() -> None:
+    reply = Reply("job-17")
+    feed(reply, Fence(id="job-17", attempt=1), chunk(0))
     assert not reply.headless
 
 
