@@ -80,9 +80,13 @@ class Chosen(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Nobody may take it now; somebody may later."""
+    """Nobody may take it now; somebody may later, by what is known at `wake_at_ms` if not before.
+
+    `wake_at_ms`: time of the broker; None where only news can help.
+    """
 
     reason: str
+    wake_at_ms: int | None = None
 
 
 class Refuse(NamedTuple):

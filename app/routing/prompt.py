@@ -23,6 +23,16 @@ class Prompt:
         self._taken = taken
         self._local: dict[int, NDArray[np.uint64]] = {}
 
+    @classmethod
+    def hashed(
+        cls, request: Request, tokens: int, local: NDArray[np.uint64], block_size: int
+    ) -> Prompt:
+        """A prompt of which nothing is left but its length and its hashes, as in a trace."""
+        prompt = cls(request)
+        prompt.tokens = tokens
+        prompt._local[block_size] = local
+        return prompt
+
     def local(self, block_size: int) -> NDArray[np.uint64]:
         """The local hashes of its whole blocks; none for what cannot be hashed."""
         local = self._local.get(block_size)
