@@ -16,8 +16,25 @@ from numpy.typing import NDArray
 from indexer.events import Kind, Rows
 from indexer.kernels import inlined, kernel
 from indexer.memory import load_pair, trailing_zeros
-from indexer.sets import EMPTY, NOTHING, ONE, Sets, has, numbered, refer, release, toggled
+from indexer.sets import (
+    COUNT,
+    EMPTY,
+    FREE,
+    NOTHING,
+    ONE,
+    RETIRED,
+    WORD_BITS,
+    Sets,
+    has,
+    numbered,
+    refer,
+    release,
+    toggled,
+)
 from indexer.table import (
+    CAPACITY,
+    LOAD,
+    NEXT_CAPACITY,
     SET_MASK,
     U32,
     USED,
@@ -32,6 +49,8 @@ from indexer.table import (
 BLOCKS, DIGEST, REFUSED, ACCOUNT_WORDS = range(4)
 """Places in an account, u64: blocks held, the sum of their digests, blocks that had no room."""
 
+GROW_STEPS = 16
+"""Slots copied for each key that is stored while a table grows: done long before it is full."""
 AHEAD = 12
 """Blocks whose slots are being loaded. From 8 to 16 it makes no difference; 4 lost a third."""
 
@@ -47,6 +66,22 @@ def digest(tag: np.uint64, key: np.uint64) -> np.uint64:
     mixed = (key ^ tag) * MIX_1
     mixed = (mixed ^ (mixed >> SHIFT_1)) * MIX_2
     return mixed ^ (mixed >> SHIFT_2)
+
+
+@inlined
+def is_roomy(table: Table, sets: Sets, column: int, keys: int) -> bool:
+    """Whether there is room for the column and so many blocks; a growing table may need more time.
+
+    One column more or less gives each set another one at most.
+    """
+    if table.state[USED] + keys > LOAD * table.state[NEXT_CAPACITY]:
+        return False
+    is_growing = table.state[CAPACITY] != table.state[NEXT_CAPACITY]
+    if is_growing and GROW_STEPS * keys > table.state[CAPACITY]:
+        return False
+    used = sets.state[COUNT] - sets.state[FREE] - sets.state[RETIRED]
+    has_rows = len(sets.references) >= used + min(keys, used)
+    return has_rows and column < WORD_BITS * sets.words
 
 
 @inlined

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer import changes, search
+from indexer.changes import BLOCKS, REFUSED
 from indexer.events import Rows
 from indexer.kernels import inlined, kernel
 from indexer.search import Mixing, Scratch
@@ -22,6 +23,7 @@ Words: TypeAlias = NDArray[np.uint64]
 Numbers: TypeAlias = NDArray[np.int64]
 Parts: TypeAlias = tuple[Any, ...]
 """The fields of a named tuple, in order."""
+NO_ROOM = -1
 
 
 @inlined
@@ -52,12 +54,24 @@ def apply_rows(
     tier: int,
     tags: Words,
     rows: Parts,
-    limit: int,
+    most: int,
     accounts: Words,
-) -> None:
-    """As `changes.apply_rows`; `tags` (tiers) and `accounts` (tiers, words) are the cache's."""
+) -> int:
+    """As `changes.apply_rows`; how many blocks were refused, or NO_ROOM, with nothing done.
+
+    `tags` (tiers) and `accounts` (tiers, words) are the cache's, `most` what it may hold in all.
+    """
     named = Rows(rows[0], rows[1], rows[2], rows[3], rows[4])
-    changes.apply_rows(_table(table), _sets(sets), column, tags[tier], named, limit, accounts[tier])
+    if not changes.is_roomy(_table(table), _sets(sets), column, len(named.keys)):
+        return NO_ROOM
+    for other in range(len(accounts)):
+        if other != tier:
+            most -= np.int64(accounts[other, BLOCKS])
+    account = accounts[tier]
+    changes.apply_rows(_table(table), _sets(sets), column, tags[tier], named, most, account)
+    refused = np.int64(account[REFUSED])
+    account[REFUSED] = 0
+    return refused
 
 
 @kernel()

@@ -33,20 +33,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer import snapshots
-from indexer.changes import ACCOUNT_WORDS, BLOCKS, DIGEST, REFUSED, dump, load, sweep
-from indexer.entries import Parts, apply_rows, deepen, match
+from indexer.changes import ACCOUNT_WORDS, BLOCKS, DIGEST, GROW_STEPS, dump, load, sweep
+from indexer.entries import NO_ROOM, Parts, apply_rows, deepen, match
 from indexer.events import CLEARED, Columns, Event, Kind, Rows, Tier, encode, rows_of
 from indexer.keys import LOOPBACK_SECRET, KeySecret, derive
 from indexer.lives import Counters, Holder, Holding, Lives, Overlap, Rank
 from indexer.search import FEW, RETRY, Scratch, new_scratch
 from indexer.sets import GENERATION, WORD_BITS, Sets, new_sets, with_room
-from indexer.table import Table, grow, grown, needs_room, new_table, settled
+from indexer.table import CAPACITY, Table, grow, grown, needs_room, new_table, settled
 from indexer.xxh3 import M64, xxh3
 
 MAX_BLOCKS = 1 << 24
 
-GROW_STEPS = 16
-"""Slots copied for each key that is stored while a table grows: done long before it is full."""
 SWEEP_STEPS = 4
 LEAST_STEPS = 1 << 14
 """Slots copied or swept with any change: 30-60 microseconds."""
@@ -111,6 +109,8 @@ class Index:
         self._leaving: list[int] = []
         """Columns of the sweep that is under way."""
         self._swept_to = [0] * len(Tier)
+        self._is_tiered = False
+        """Whether there was ever a block below the device tier."""
         self._open: set[int] = set()
         """Columns that may not be closed."""
         self._local = threading.local()
@@ -156,16 +156,19 @@ class Index:
         self._lives.drop(partition, worker)
 
     def _change(self, cache: _Cache, tier: Tier, rows: Rows) -> None:
-        column, keys = self._column(cache), len(rows.keys)
-        self._make_room(tier, keys)
-        accounts = cache.accounts
-        limit = self._max_blocks - cache.blocks + int(accounts[tier, BLOCKS])
-        view = self._views[tier]
-        apply_rows(*view.parts, column, int(tier), cache.tags, tuple(rows), limit, accounts)
-        if accounts[tier, REFUSED]:
-            self.counters.refused_blocks += int(accounts[tier, REFUSED])
-            accounts[tier, REFUSED], cache.overflowed = 0, True
-        if view.table.is_growing:
+        keys, column = len(rows.keys), self._column(cache)
+        to: Parts = column, int(tier), cache.tags, tuple(rows), self._max_blocks, cache.accounts
+        refused = apply_rows(*self._views[tier].parts, *to)
+        if refused == NO_ROOM:
+            self._make_room(tier, keys)
+            refused = apply_rows(*self._views[tier].parts, *to)
+            assert refused != NO_ROOM, "room was made"
+        if refused:
+            self.counters.refused_blocks += refused
+            cache.overflowed = True
+        if tier != Tier.DEVICE:
+            self._is_tiered = True
+        if self._views[tier].table.is_growing:
             self._grow(tier, max(GROW_STEPS * keys, LEAST_STEPS))
         elif self._leaving or self._retired:
             self._sweep(max(SWEEP_STEPS * keys, LEAST_STEPS))
@@ -206,7 +209,7 @@ class Index:
         packed = scratch.out[:count].view(np.int64)
         columns, depths = packed >> 32, np.zeros((count, len(Tier)), np.int64)
         depths[:, 0] = packed & 0xFFFFFFFF
-        if any(view.table.used for view in views[1:]):
+        if self._is_tiered:
             return self._below(views, alive, local, scratch, columns, depths[:, 0])
         return Depths(columns, depths)
 
@@ -311,7 +314,7 @@ class Index:
         cache.column = _NO_COLUMN
         cache.accounts[:] = 0
         if len(self._retired) > RETIRED_LIMIT:
-            self.tidy()
+            self.tidy_up()
 
     def _note(self, cache: _Cache) -> None:
         """Keep in mind whether a cache is closed."""
@@ -323,12 +326,22 @@ class Index:
 
     # --- upkeep ----------------------------------------------------------------------------------
 
-    def tidy(self) -> None:
-        """Finish all that was put off. Takes 3-10 ns for each slot of the tables."""
-        for tier in Tier:
-            self._finish_growth(tier)
-        while self._leaving or self._retired:
-            self._sweep(LONGEST_STEP)
+    def tidy(self, steps: int = LONGEST_STEP) -> bool:
+        """Go on with growing and sweeping, so many slots of them; whether there is more to do.
+
+        Changes do so by themselves, as much as they have to.
+        """
+        growing = [tier for tier in Tier if self._views[tier].table.is_growing]
+        for tier in growing:
+            self._grow(tier, steps)
+        if not growing and (self._leaving or self._retired):
+            self._sweep(steps)
+        return bool(growing or self._leaving or self._retired)
+
+    def tidy_up(self) -> None:
+        """Go on to the end: 3-10 ns for each slot."""
+        while self.tidy():
+            pass
 
     def _make_room(self, tier: Tier, blocks: int, rows: int = 1) -> None:
         """Room for so many blocks more, and for each set joined or left by so many rows."""
@@ -339,7 +352,7 @@ class Index:
             if needs_room(table, blocks):
                 self._views[tier] = View(grown(table, blocks), view.sets)
         growing = self._views[tier].table
-        if growing.is_growing and GROW_STEPS * blocks > growing.slots.size // 2:
+        if growing.is_growing and GROW_STEPS * blocks > growing.state[CAPACITY]:
             self._finish_growth(tier)  # the smaller table would overflow
         self._make_sets_room(tier, min(blocks, (view.sets.used + 1) * rows))
 
@@ -418,6 +431,7 @@ class Index:
     ) -> None:
         if not len(part.keys):
             return
+        self._is_tiered |= tier != Tier.DEVICE
         self._make_room(tier, len(part.keys), len(part.rows))
         self._finish_growth(tier)
         table, sets = self._views[tier].table, self._views[tier].sets
@@ -496,5 +510,5 @@ def warm_up() -> None:
     many = tuple(range(1, 1 << 10))
     index.apply(0, one, 1, len(events) + 1, encode([Event(Kind.STORED, keys=many)]))
     index.lose(0, other.worker, 1)
-    index.tidy()
+    index.tidy_up()
     index.restore(0, index.snapshot(0))

@@ -39,6 +39,8 @@ RECORD_ROUNDS = 3
 RECORD_WORKERS = 64
 PAUSE_MS = 2.0
 PAUSE_PROMPT_BLOCKS = 1024
+STEP = 1 << 14
+"""Slots that are swept at once: as with a small record."""
 IDLE_S = 2.0
 
 
@@ -153,7 +155,8 @@ def reader_pauses(pairs: int) -> Iterator[Figure]:
     with Pauses(start, query) as reader:
         for worker in range(1, where.workers):
             start.lose(0, str(worker), 1)
-        start.tidy()
+        while start.tidy(STEP):
+            time.sleep(0)  # as between two records
     yield _alone("pause, sweep", where, "ms", reader.samples())
 
 

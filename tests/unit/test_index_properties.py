@@ -119,7 +119,7 @@ def test_random_logs_leave_both_indexes_equal(seed: int, tiers: int) -> None:
             both.fast.restore(partition, data)
             both.plain.restore(partition, plain)
         else:
-            both.fast.tidy()
+            both.fast.tidy(rng.choice([1 << 8, 1 << 20]))
         asked = rng.sample(trees.prompts, min(4, len(trees.prompts)))
         both.check_answers([*asked, trees.prompt(rng.randint(1, blocks))])
         if step % 10 == 9:
