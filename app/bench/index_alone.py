@@ -116,6 +116,7 @@ class Pauses:
         self._query = query
         self._stopped = threading.Event()
         self._ends: list[float] = []
+        self._cpu_s: list[float] = []
         self._thread = threading.Thread(target=self._read)
 
     def __enter__(self) -> Self:
@@ -128,19 +129,29 @@ class Pauses:
 
     def samples(self) -> Samples:
         """From the end of one match to the end of the next, in ms: p99.9, and the longest."""
-        gaps = [1e3 * (end - start) for start, end in pairwise(self._ends)]
-        return Samples(float(np.percentile(gaps, 99.9)), max(gaps))
+        return _extremes(self._ends)
+
+    def cpu_samples(self) -> Samples:
+        """The same of the reader's own processor time: what waiting for a processor is not in."""
+        return _extremes(self._cpu_s)
 
     def _read(self) -> None:
         while not self._stopped.is_set():
             self._index.match(self._query)
             self._ends.append(time.perf_counter())
+            self._cpu_s.append(time.thread_time())
+
+
+def _extremes(times_s: list[float]) -> Samples:
+    gaps = [1e3 * (end - start) for start, end in pairwise(times_s)]
+    return Samples(float(np.percentile(gaps, 99.9)), max(gaps))
 
 
 def reader_pauses(pairs: int) -> Iterator[Figure]:
     """The longest that a reader waits: beside nothing, beside growth, beside a sweep.
 
-    The first is what the machine does to a thread that nobody disturbs.
+    The first is what the machine does to a thread that nobody disturbs: other processes, and the
+    interpreter, which lets a thread wait up to 5 ms for another one.
     """
     where = Where(PAUSE_PROMPT_BLOCKS, 64, pairs)
     cached = sequences(where)
@@ -149,15 +160,18 @@ def reader_pauses(pairs: int) -> Iterator[Figure]:
     with Pauses(start, query) as reader:
         time.sleep(IDLE_S)
     yield _alone("pause, idle", where, "ms", reader.samples())
+    yield _alone("pause, idle, CPU", where, "ms", reader.cpu_samples())
     with Pauses(start, query) as reader:
         _fill(start, cached, 64, cached.count)
     yield _alone("pause, growth", where, "ms", reader.samples())
+    yield _alone("pause, growth, CPU", where, "ms", reader.cpu_samples())
     with Pauses(start, query) as reader:
         for worker in range(1, where.workers):
             start.lose(0, str(worker), 1)
         while start.tidy(STEP):
             time.sleep(0)  # as between two records
     yield _alone("pause, sweep", where, "ms", reader.samples())
+    yield _alone("pause, sweep, CPU", where, "ms", reader.cpu_samples())
 
 
 def filled(cached: Sequences, stop: int | None = None) -> Index:
