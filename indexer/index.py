@@ -85,8 +85,8 @@ class _Cache(Rank):
         self.accounts = np.zeros((len(Tier), ACCOUNT_WORDS), np.uint64)
 
     @property
-    def blocks(self) -> int:
-        return sum(self.accounts[:, BLOCKS].tolist())
+    def tier_blocks(self) -> tuple[int, ...]:
+        return tuple(self.accounts[:, BLOCKS].tolist())
 
     def clear(self) -> None:
         self.index.retire(self)
@@ -248,7 +248,7 @@ class Index:
 
     def holdings(self) -> dict[Holder, Holding]:
         """How much each cache holds."""
-        return {holder: Holding(cache.blocks, cache.complete) for holder, cache in self._lives}
+        return {holder: Holding(cache.tier_blocks, cache.complete) for holder, cache in self._lives}
 
     def entries(self, holder: Holder, tier: Tier) -> dict[int, int]:
         """The keys in one tier of a cache, with their positions, by which they are sorted."""

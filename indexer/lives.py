@@ -45,10 +45,15 @@ class Overlap(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """Keys that a cache holds, over all tiers; `complete` as in `Rank`."""
+    """Keys that a cache holds in each tier; `complete` as in `Rank`."""
 
-    blocks: int
+    tiers: tuple[int, ...]
     complete: bool
+
+    @property
+    def blocks(self) -> int:
+        """Those of all tiers together."""
+        return sum(self.tiers)
 
 
 @dataclass
@@ -72,9 +77,14 @@ class Rank:
     """Whether blocks were refused since it was cleared, so that some are missing in between."""
 
     @property
+    def tier_blocks(self) -> tuple[int, ...]:
+        """Keys it holds in each tier."""
+        raise NotImplementedError
+
+    @property
     def blocks(self) -> int:
         """Keys it holds, over all tiers."""
-        raise NotImplementedError
+        return sum(self.tier_blocks)
 
     def clear(self) -> None:
         """Drop all blocks."""

@@ -38,8 +38,8 @@ class _Rank(Rank):
             tier.clear()
 
     @property
-    def blocks(self) -> int:
-        return sum(len(tier) for tier in self.tiers)
+    def tier_blocks(self) -> tuple[int, ...]:
+        return tuple(len(tier) for tier in self.tiers)
 
 
 class ReferenceIndex:
@@ -103,7 +103,7 @@ class ReferenceIndex:
 
     def holdings(self) -> dict[Holder, Holding]:
         """How much each cache holds."""
-        return {holder: Holding(rank.blocks, rank.complete) for holder, rank in self._lives}
+        return {holder: Holding(rank.tier_blocks, rank.complete) for holder, rank in self._lives}
 
     def entries(self, holder: Holder, tier: Tier) -> dict[int, int]:
         """The keys in one tier of a cache, with their positions; a copy."""

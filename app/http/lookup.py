@@ -29,6 +29,7 @@ from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.routing.prompt import Prompt
 from indexer.events import Tier
+from indexer.lives import Holding
 from streams.clock import Clock
 from streams.codecs import pack_tokens
 from streams.follow import Follower
@@ -37,6 +38,7 @@ from streams.records import Request as Asked
 
 JSON = "application/json"
 M64 = 2**64 - 1
+NOTHING = Holding((0,) * len(Tier), complete=False)
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
@@ -128,7 +130,9 @@ class Lookup:
         holdings = {(h.worker, h.rank): told for h, told in self._index.holdings().items()}
         told = []
         for worker, member in sorted(self._fleet.living()):
-            ranks = [(rank, holdings.get((worker, rank))) for rank in range(member.card.ranks)]
+            ranks = [
+                (rank, holdings.get((worker, rank), NOTHING)) for rank in range(member.card.ranks)
+            ]
             told.append(
                 {
                     "worker": worker,
@@ -138,8 +142,8 @@ class Lookup:
                     "block_size": member.card.config.kv_cache_block_size,
                     "known": worker not in self._index.foreign_workers,
                     "ranks": [
-                        {"rank": rank, "blocks": held.blocks if held else 0,
-                         "complete": held.complete if held else False}
+                        {"rank": rank, "blocks": held.blocks, "complete": held.complete}
+                        | {tier.name.lower(): blocks for tier, blocks in zip(Tier, held.tiers, strict=True)}
                         for rank, held in ranks
                     ],
                 }
