@@ -38,7 +38,8 @@ from streams.records import Request as Asked
 
 JSON = "application/json"
 M64 = 2**64 - 1
-NOTHING = Holding((0,) * len(Tier), complete=False)
+TIERS = [tier.name.lower() for tier in Tier]
+NOTHING = Holding((0,) * len(TIERS), complete=False)
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
@@ -143,7 +144,7 @@ class Lookup:
                     "known": worker not in self._index.foreign_workers,
                     "ranks": [
                         {"rank": rank, "blocks": held.blocks, "complete": held.complete}
-                        | {tier.name.lower(): blocks for tier, blocks in zip(Tier, held.tiers, strict=True)}
+                        | dict(zip(TIERS, held.tiers, strict=True))
                         for rank, held in ranks
                     ],
                 }
