@@ -16,7 +16,6 @@ from numba.np.arrayobj import make_array
 LANES = 8
 _I32, _I64, _I128 = ir.IntType(32), ir.IntType(64), ir.IntType(128)
 _VECTOR = ir.VectorType(_I64, LANES)
-_PAIRS_SWAPPED = ir.Constant(ir.VectorType(_I32, LANES), [_I32(i ^ 1) for i in range(LANES)])
 
 
 class Lanes(types.Type):  # type: ignore[misc]
@@ -37,6 +36,17 @@ lanes = Lanes()
 
 def _constant(value: int) -> Any:
     return ir.Constant(_VECTOR, [_I64(value)] * LANES)
+
+
+def _order(*numbers: int) -> Any:
+    """Which lanes a shuffle takes, of two values; the second's begin at 8."""
+    return ir.Constant(ir.VectorType(_I32, LANES), [_I32(number) for number in numbers])
+
+
+_FIRSTS = _order(0, 0, 0, 0, 0, 0, 0, 0)
+_SWAPPED = _order(1, 0, 3, 2, 5, 4, 7, 6)
+_LEFT, _RIGHT = _order(0, 8, 2, 10, 4, 12, 6, 14), _order(1, 9, 3, 11, 5, 13, 7, 15)
+_PAIRS, _NEXT_PAIRS = _order(0, 1, 4, 5, 8, 9, 12, 13), _order(2, 3, 6, 7, 10, 11, 14, 15)
 
 
 def _folded(builder: Any, a: Any, b: Any) -> Any:
@@ -76,9 +86,39 @@ def load_lanes(_typing: Any, array: Any, _index: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def store_lanes(_typing: Any, array: Any, _index: Any, _a: Any) -> Any:
+    """Write 64 bytes of an array of u64, from an element on; unchecked, too."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = make_array(signature.args[0])(context, builder, args[0]).data
+        place = cgutils.gep_inbounds(builder, data, args[1])
+        builder.store(args[2], builder.bitcast(place, _VECTOR.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.uint64, lanes), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def everywhere(_typing: Any, _a: Any) -> Any:
+    """A u64 in every lane."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), args[0], _I32(0))
+        return builder.shuffle_vector(first, first, _FIRSTS)
+
+    return lanes(types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def added(_typing: Any, _a: Any, _b: Any) -> Any:
     """Sums, lane by lane."""
     return lanes(lanes, lanes), lambda _context, builder, _signature, args: builder.add(*args)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiplied(_typing: Any, _a: Any, _b: Any) -> Any:
+    """Products, lane by lane."""
+    return lanes(lanes, lanes), lambda _context, builder, _signature, args: builder.mul(*args)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -88,11 +128,17 @@ def xored(_typing: Any, _a: Any, _b: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def shifted_right(_typing: Any, _a: Any, _bits: Any) -> Any:
+    """Each lane shifted to the right, by what its lane of the second says."""
+    return lanes(lanes, lanes), lambda _context, builder, _signature, args: builder.lshr(*args)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def swapped(_typing: Any, _a: Any) -> Any:
     """Neighbours in each other's places: 1, 0, 3, 2, 5, 4, 7, 6."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.shuffle_vector(args[0], args[0], _PAIRS_SWAPPED)
+        return builder.shuffle_vector(args[0], args[0], _SWAPPED)
 
     return lanes(lanes), generate
 
@@ -109,20 +155,6 @@ def halves_multiplied(_typing: Any, _a: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def scrambled(_typing: Any, _a: Any, _key: Any, _factor: Any) -> Any:
-    """Each lane xored with its own upper 17 bits and its key, times the factor."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        value, key, factor = args
-        mixed = builder.xor(builder.xor(value, builder.lshr(value, _constant(47))), key)
-        first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), factor, _I32(0))
-        everywhere = ir.Constant(ir.VectorType(_I32, LANES), [_I32(0)] * LANES)
-        return builder.mul(mixed, builder.shuffle_vector(first, first, everywhere))
-
-    return lanes(lanes, lanes, types.uint64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def pairs_folded(_typing: Any, _a: Any) -> Any:
     """The sum over lanes 0 and 1, 2 and 3, ... of `folded`."""
 
@@ -134,3 +166,36 @@ def pairs_folded(_typing: Any, _a: Any) -> Any:
         return total
 
     return types.uint64(lanes), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def neighbours_folded(_typing: Any, _a: Any, _b: Any) -> Any:
+    """`folded` of neighbours: the first's lanes 0 and 1, the second's, the first's 2 and 3, ...
+
+    High halves of products are made of products of 32-bit halves, which vector units do have.
+    """
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        a, b = builder.shuffle_vector(*args, _LEFT), builder.shuffle_vector(*args, _RIGHT)
+        mask, half = _constant((1 << 32) - 1), _constant(32)
+        a_low, a_high = builder.and_(a, mask), builder.lshr(a, half)
+        b_low, b_high = builder.and_(b, mask), builder.lshr(b, half)
+        cross = builder.mul(a_high, b_low)
+        middle = builder.add(builder.mul(a_low, b_high), builder.and_(cross, mask))
+        middle = builder.add(middle, builder.lshr(builder.mul(a_low, b_low), half))
+        high = builder.add(builder.mul(a_high, b_high), builder.lshr(cross, half))
+        high = builder.add(high, builder.lshr(middle, half))
+        return builder.xor(high, builder.mul(a, b))
+
+    return lanes(lanes, lanes), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pairs_added(_typing: Any, _a: Any, _b: Any) -> Any:
+    """Pairs and their next pairs: sums of lanes 0 and 2, 1 and 3, 4 and 6, 5 and 7; of both."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        pairs = builder.shuffle_vector(*args, _PAIRS)
+        return builder.add(pairs, builder.shuffle_vector(*args, _NEXT_PAIRS))
+
+    return lanes(lanes, lanes), generate

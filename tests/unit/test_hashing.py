@@ -80,6 +80,24 @@ def test_rows_of_every_length_hash_as_the_reference_implementation_does(seed: in
             assert rows_hashed(tokens, size, size, rows, seed) == expected, (size, rows)
 
 
+@pytest.mark.parametrize("seed", [0, 1337, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("stride", [0, 15, 16, 21])
+def test_any_number_of_rows_of_16_tokens_hashes_as_the_reference_implementation_does(
+    stride: int, seed: int
+) -> None:
+    tokens = (np.arange(21 * 21, dtype=np.uint64) * 2654435761).astype("<u4")
+    for rows in range(21):
+        expected = rows_expected(tokens, 16, stride, rows, seed)
+        assert rows_hashed(tokens, 16, stride, rows, seed) == expected, rows
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**16, 2**31, 2**32 - 1])
+def test_rows_of_extreme_tokens_hash_as_the_reference_implementation_does(value: int) -> None:
+    tokens = np.full(160, value, "<u4")
+    for seed in (0, 1337, 2**64 - 1):
+        assert rows_hashed(tokens, 16, 16, 10, seed) == rows_expected(tokens, 16, 16, 10, seed)
+
+
 @given(size=st.integers(1, 300), data=st.data(), seed=seeds)
 def test_rows_of_any_words_hash_as_the_reference_implementation_does(
     size: int, data: st.DataObject, seed: int
