@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from app.demo.asked import Asked, Judge, percentile
-from app.demo.trace import BLOCK_TOKENS, shipped_slice, tokens_of
+from app.demo.trace import shipped_slice, tokens_of
 from app.engine.continuation import Due
 from app.settings import Settings
+from app.trace import CHUNK_TOKENS
 from streams.clock import SystemClock
 from streams.records import Chunk, End, FinishReason
 
@@ -104,8 +105,8 @@ def test_the_trace_keeps_what_prompts_have_in_common() -> None:
     assert len(trace) == 300
     assert [r.arrival_s for r in trace] == sorted(r.arrival_s for r in trace)
     first, second = trace[0].token_ids, trace[1].token_ids
-    assert first[:BLOCK_TOKENS] == second[:BLOCK_TOKENS]
-    assert first[BLOCK_TOKENS : 2 * BLOCK_TOKENS] != second[BLOCK_TOKENS : 2 * BLOCK_TOKENS]
+    assert first[:CHUNK_TOKENS] == second[:CHUNK_TOKENS]
+    assert first[CHUNK_TOKENS : 2 * CHUNK_TOKENS] != second[CHUNK_TOKENS : 2 * CHUNK_TOKENS]
 
 
 def test_trace_tokens_are_of_the_vocabulary_and_the_length_asked_for() -> None:

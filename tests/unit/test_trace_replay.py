@@ -1,0 +1,216 @@
+"""Traces against simulated fleets: figures that were worked out by hand, and what always holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.batch import Curves, Shape
+from app.routing.plan import Hold, Plan, Refuse, Tuning, plan
+from app.simulation import replay as module
+from app.simulation import worker
+from app.simulation.figures import figures
+from app.simulation.replay import Life, SimulationFailed, replay
+from app.simulation.traffic import Pace, arrivals, traced
+from app.trace import TraceRow
+
+# A step takes 10 ms and a hundredth of one a new token, and 4 ms more if anybody decodes.
+SIMPLE = Shape(512, 64, curves=Curves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 0.0, 4.0)))
+RECORDED = Pace()
+POLICIES = ("dynamo", "round_robin", "random", "least_loaded", "power_of_two", "session_hash")
+
+
+def row(at_ms: float, tokens: int, output: int, first: int = 0) -> TraceRow:
+    return TraceRow(at_ms, tokens, output, list(range(first, first - (-tokens // 512))))
+
+
+def played(
+    rows: list[TraceRow], workers: int = 1, policy: str = "dynamo", seed: int = 0,
+    shape: Shape = SIMPLE, pace: Pace = RECORDED,
+) -> list[Life]:  # fmt: skip
+    coming = arrivals(rows, traced(rows), pace, seed)
+    return replay(coming, workers, shape, Tuning(policy), seed)
+
+
+def told(lives: list[Life]) -> list[tuple[Any, ...]]:
+    return [
+        (x.id, x.worker, x.sent_ms, x.first_token_ms, x.last_token_ms, x.cached_tokens)
+        for x in lives
+    ]
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+def test_a_lone_request_takes_its_prefill_and_a_step_a_token() -> None:
+    (life,) = played([row(100, 1000, 3)])
+    assert life.first_token_ms == pytest.approx(100 + 20)
+    assert life.last_token_ms == pytest.approx(100 + 20 + 2 * 4)
+
+
+def test_two_requests_share_steps_and_the_cached_beginning() -> None:
+    lives = played([row(0, 1000, 3), row(5, 1000, 3)])
+    # The second waits for the step that the first is in (20), finds 512 tokens, computes 488 in a
+    # step that decodes as well (10 + 4.88 + 4), and decodes twice beside or after the first.
+    assert [x.first_token_ms for x in lives] == pytest.approx([20, 38.88])
+    assert [x.last_token_ms for x in lives] == pytest.approx([42.88, 46.88])
+    found = figures(lives)
+    assert found.requests == 2
+    assert found.reuse == 512 / 2000
+    assert found.ttft_mean == pytest.approx((20 + 33.88) / 2)
+    assert found.ttft_p50 == pytest.approx((20 + 33.88) / 2)
+    assert found.ttft_p99 == pytest.approx(20 + 0.99 * 13.88)
+    assert found.itl_mean == pytest.approx((22.88 + 8) / 4)
+    assert found.e2e_mean == pytest.approx((42.88 + 41.88) / 2)
+
+
+def test_round_robin_goes_in_turn_and_same_moments_share_a_step() -> None:
+    lives = played([row(0, 100, 1, 10 * i) for i in range(5)], workers=2, policy="round_robin")
+    assert [x.worker for x in lives] == [f"worker-{i}" for i in (0, 1, 0, 1, 0)]
+    assert [x.first_token_ms for x in lives] == pytest.approx([13, 12, 13, 12, 13])
+
+
+def test_workers_stand_in_the_order_of_their_numbers() -> None:
+    lives = played([row(0, 100, 1, i) for i in range(11)], workers=11, policy="round_robin")
+    assert [int(x.worker.removeprefix("worker-")) for x in lives] == list(range(11))
+
+
+def test_a_request_goes_where_its_beginning_is_cached() -> None:
+    rows = [row(0, 5000, 1), row(0, 5000, 1, 100), row(5000, 5100, 1, 100), row(9000, 5200, 1)]
+    one, two, again_two, again_one = played(rows, workers=2)
+    assert one.worker != two.worker
+    assert (again_two.worker, again_one.worker) == (two.worker, one.worker)
+    assert (again_two.cached_tokens, again_one.cached_tokens) == (9 * 512, 9 * 512)
+
+
+def test_what_was_evicted_is_not_counted_on() -> None:
+    small = SIMPLE._replace(blocks=10)
+    rows = [row(0, 5000, 1), row(5000, 5000, 1, 100), row(9000, 5000, 1)]
+    assert [x.cached_tokens for x in played(rows, shape=small)] == [0, 0, 0]
+
+
+def test_a_session_stays_where_it_is() -> None:
+    rows = [TraceRow(1000.0 * i, 1024, 1, [0, 1 + i % 3]) for i in range(30)]  # three conversations
+    lives = played(rows, workers=8, policy="session_hash")
+    assert [x.worker for x in lives[3:]] == [x.worker for x in lives[:-3]]
+
+
+def test_speed_brings_arrivals_together_and_leaves_engines_as_they_are() -> None:
+    (life,) = played([row(1000, 1000, 3)], pace=Pace(speed=4))
+    assert (life.arrived_ms, life.last_token_ms) == (250, pytest.approx(278))
+
+
+def test_jitter_puts_off_arrivals_by_less_than_it_says_and_by_the_seed() -> None:
+    rows = [row(0, 100, 1, i) for i in range(50)]
+    lives = played(rows, pace=Pace(speed=2, jitter_s=3))
+    times = [x.arrived_ms for x in lives]
+    assert times == sorted(times)
+    assert 0 <= times[0] < times[-1] < 1500
+    assert [x.arrived_ms for x in played(rows, pace=Pace(2, 3), seed=1)] != times
+
+
+# --- always --------------------------------------------------------------------------------------
+
+ROWS = st.lists(
+    st.builds(
+        row,
+        at_ms=st.integers(0, 2000),
+        tokens=st.integers(1, 6000),
+        output=st.integers(0, 300),
+        first=st.sampled_from([0, 0, 100, 200]),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@given(
+    ROWS, st.sampled_from(POLICIES), st.integers(1, 4), st.integers(0, 3), st.sampled_from([0, 2])
+)
+def test_every_request_comes_to_its_end_the_same_way_every_time(
+    rows: list[TraceRow], policy: str, workers: int, seed: int, jitter_s: float
+) -> None:
+    shape = SIMPLE._replace(blocks=20, max_sequences=4)
+
+    def play() -> list[Life]:
+        return played(rows, workers, policy, seed, shape, Pace(1.0, jitter_s))
+
+    lives = play()
+    assert sorted(x.id for x in lives) == [f"{i:06}" for i in range(len(rows))]
+    for life in lives:
+        assert (
+            life.arrived_ms <= life.sent_ms < life.first_token_ms <= life.last_token_ms < math.inf
+        )
+        assert 0 <= life.cached_tokens < life.request.prompt.tokens
+    assert told(play()) == told(lives)
+
+
+@given(ROWS, st.sampled_from(POLICIES))
+def test_taking_quiet_steps_together_changes_nothing(rows: list[TraceRow], policy: str) -> None:
+    together = told(played(rows, 2, policy))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "FEW", 10**9)
+        assert told(played(rows, 2, policy)) == together
+
+
+# --- holding -------------------------------------------------------------------------------------
+
+
+def holding(
+    monkeypatch: pytest.MonkeyPatch, until: Callable[[str, Any], Hold | Refuse | None]
+) -> None:
+    """Requests go where they would, but first `until` is asked, with the id and the view."""
+
+    def planned(prompt: Any, view: Any, tuning: Any, **about: Any) -> Plan:
+        return until(prompt.request.id, view) or plan(prompt, view, tuning, **about)
+
+    monkeypatch.setattr(module, "plan", planned)
+
+
+def test_a_held_request_is_looked_at_again_when_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding(monkeypatch, lambda _, view: Hold("later", 70) if view.now_ms < 70 else None)
+    (life,) = played([row(0, 1000, 1)])
+    assert (life.sent_ms, life.first_token_ms) == (70, pytest.approx(90))
+
+
+def test_a_held_request_is_looked_at_when_another_gets_a_token_and_joins_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def until(name: str, view: Any) -> Hold | None:
+        busy = view.told.of("worker-0", 0).prefill_tokens
+        return Hold("busy") if name == "000001" and busy else None
+
+    holding(monkeypatch, until)
+    _, held = played([row(0, 1000, 9), row(0, 1000, 9, 100)])
+    assert held.sent_ms == pytest.approx(20)
+    assert held.first_token_ms == pytest.approx(20 + 20 + 4)
+
+
+def test_a_time_that_has_come_already_does_not_stop_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holding(monkeypatch, lambda _, view: Hold("now", 0) if view.now_ms < 5 else None)
+    (life,) = played([row(0, 1000, 1)])
+    assert life.sent_ms == 5
+
+
+def test_requests_that_are_held_for_ever_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding(monkeypatch, lambda *_: Hold("never"))
+    with pytest.raises(SimulationFailed, match="2 requests are held for ever"):
+        played([row(0, 100, 1), row(1, 100, 1)])
+
+
+def test_a_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding(monkeypatch, lambda *_: Refuse("invalid", "because"))
+    with pytest.raises(SimulationFailed, match="000000 is refused: because"):
+        played([row(0, 100, 1)])
+
+
+def test_a_request_that_no_cache_can_hold_is_reported() -> None:
+    with pytest.raises(SimulationFailed, match="000000 fits no worker"):
+        played([row(0, 64 * 512, 2)])
