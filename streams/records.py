@@ -367,7 +367,11 @@ class Origin(Inner, frozen=True):
 
 
 class Candidate(Inner, frozen=True):
-    """A worker that was considered, with the inputs of its cost, so that it can be recomputed."""
+    """A worker that was considered, with the inputs of its cost, so that it can be recomputed.
+
+    What policy predictive adds is explained at `Spot` and `Pace` (app/routing/paces.py). Without a
+    `curve` it is the published one.
+    """
 
     worker: str
     epoch: int
@@ -380,6 +384,14 @@ class Candidate(Inner, frozen=True):
     disk_blocks: int = 0
     prefill_tokens: int = 0
     taint_weight: float = 0.0
+    prompt_tokens: int = 0
+    prefill_runs: int = 0
+    busy_ms: float = 0.0
+    ahead_ms: tuple[float, ...] = ()
+    slowness: float = 1.0
+    chunk_tokens: int = 0
+    capacity_tokens: int = 0
+    curve: tuple[float, ...] = ()
 
 
 class Assigned(Inner, frozen=True):
@@ -387,6 +399,8 @@ class Assigned(Inner, frozen=True):
 
     `prefill_tokens`: what it adds to the worker's prefill until it is done. `params`: the settings
     of the policy that were in force. `candidates`: the best ones, and the chosen one.
+    `held_ms`: how long the request had waited in the router, `ttft_ms_predicted`: what was expected
+    from here to its first token; both by policy predictive only.
     """
 
     id: str
@@ -408,6 +422,8 @@ class Assigned(Inner, frozen=True):
     prefill_tokens: int = 0
     block_size: int = 0
     params: dict[str, float] = {}
+    held_ms: int = 0
+    ttft_ms_predicted: float = 0.0
 
 
 class Started(Inner, frozen=True):
@@ -645,7 +661,10 @@ class Probe(Inner, frozen=True):
 
 
 class EngineConfig(Inner, frozen=True):
-    """What an engine says about itself; None means: not advertised."""
+    """What an engine says about itself; None means: not advertised.
+
+    `curve`: how long its steps take, see `numbers` in app/engine/curves.py.
+    """
 
     model: str
     served_model_name: str | None = None
@@ -656,6 +675,7 @@ class EngineConfig(Inner, frozen=True):
     max_num_batched_tokens: int | None = None
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
+    curve: tuple[float, ...] | None = None
 
 
 class WorkerCard(Inner, frozen=True):

@@ -9,35 +9,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from app.engine.block_cache import BlockCache
+from app.engine.curves import Curves
 
 WAITING, PREFILL, DECODE, OVER = range(4)
 """The phases of a sequence."""
 
 NEVER = -1
-
-
-class Curves(NamedTuple):
-    """Times of a step in ms, as quadratics of the load, highest power first.
-
-    The default is the published profile of NVIDIA Dynamo's mock engine.
-    """
-
-    prefill: tuple[float, float, float] = (4.209989e-7, 1.518344e-2, 16.50142)
-    """Of the number of new prompt tokens; 0 without any."""
-    decode: tuple[float, float, float] = (-25.74, 54.01, 5.74)
-    """Of the used share of the capacity, from 0 to 1."""
-    decode_floor: float = 1.0
-
-    def prefill_ms(self, tokens: int) -> float:
-        """Time to compute `tokens` prompt tokens in one step."""
-        a, b, c = self.prefill
-        return (a * tokens + b) * tokens + c if tokens else 0.0
-
-    def decode_ms(self, usage: float) -> float:
-        """Time of a token for each sequence in decode, at this usage of the capacity."""
-        a, b, c = self.decode
-        u = min(usage, 1.0)
-        return max((a * u + b) * u + c, self.decode_floor)
 
 
 class Shape(NamedTuple):

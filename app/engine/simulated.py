@@ -125,6 +125,7 @@ class SimulatedEngine(Engine):
             total_kv_blocks=self._shape.blocks,
             max_num_seqs=self._shape.max_sequences,
             max_num_batched_tokens=self._shape.max_batched_tokens,
+            curve=self._shape.curves.numbers(self._speedup),
         )
 
     async def generate(

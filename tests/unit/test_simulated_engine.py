@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.engine.batch import Curves, Shape
+from app.engine.batch import Shape
 from app.engine.continuation import Speaker, echo
 from app.engine.contract import EngineDead, EngineError, EngineOutput, GenerateContext
+from app.engine.curves import Curves
 from app.engine.echo import echo_answer
 from app.engine.simulated import SimulatedEngine
 from app.engine.validator import ValidatedEngine
@@ -439,6 +440,7 @@ def test_it_says_what_it_is() -> None:
             total_kv_blocks=32,
             max_num_seqs=4,
             max_num_batched_tokens=64,
+            curve=CURVES.numbers(),
         )
         await engine.cleanup()
 

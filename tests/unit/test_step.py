@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.engine.batch import Chunk, Curves, EngineState, Sequence, Shape, Step
+from app.engine.batch import Chunk, EngineState, Sequence, Shape, Step
+from app.engine.curves import Curves
 from app.engine.step import admit, cancel, clear, step, tokens_of
 
 CURVES = Curves()

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.batch import OVER, Curves, EngineState, Sequence, Shape, Step
+from app.engine.batch import OVER, EngineState, Sequence, Shape, Step
+from app.engine.curves import Curves
 from app.engine.step import admit, cancel, step
 from tests.plain_engine import PlainEngine, PlainSequence, PlainStep
 
