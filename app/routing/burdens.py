@@ -16,12 +16,15 @@ class Burden(NamedTuple):
     """What open runs add up to, on one rank of one epoch of a worker.
 
     `tokens` of prompts, and of answers when they began; `prefill_tokens` are those of them that
-    are neither computed nor expected in the cache.
+    are neither computed nor expected in the cache. `prefill_runs` are the runs without a first
+    token yet, `prefill_since_ms` the sum of the times (of the broker) at which they came there.
     """
 
     runs: int = 0
     tokens: int = 0
     prefill_tokens: int = 0
+    prefill_runs: int = 0
+    prefill_since_ms: int = 0
 
     def plus(self, other: Burden) -> Burden:
         """Both together."""
@@ -29,6 +32,8 @@ class Burden(NamedTuple):
             self.runs + other.runs,
             self.tokens + other.tokens,
             self.prefill_tokens + other.prefill_tokens,
+            self.prefill_runs + other.prefill_runs,
+            self.prefill_since_ms + other.prefill_since_ms,
         )
 
     def less(self, other: Burden) -> Burden:
@@ -37,6 +42,8 @@ class Burden(NamedTuple):
             self.runs - other.runs,
             self.tokens - other.tokens,
             self.prefill_tokens - other.prefill_tokens,
+            self.prefill_runs - other.prefill_runs,
+            self.prefill_since_ms - other.prefill_since_ms,
         )
 
 
@@ -49,6 +56,7 @@ class Burdens:
     def __init__(self) -> None:
         self._by_epoch: dict[tuple[str, int], Burden] = {}
         self._by_rank: dict[Place, Burden] = {}
+        self._prefilled_ms: dict[Place, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_rank)
@@ -62,14 +70,25 @@ class Burdens:
         by_rank = self._by_rank
         return [by_rank.get(place, NOTHING) for place in places]
 
+    def prefilled_ms(self, place: Place) -> int:
+        """When a run there had its first token last, of those since it was idle; 0 for none."""
+        return self._prefilled_ms.get(place, 0)
+
     def add(self, place: Place, burden: Burden) -> None:
         """Count something in."""
         _put(self._by_epoch, (place.worker, place.epoch), burden)
         _put(self._by_rank, place, burden)
+        if place not in self._by_rank:
+            self._prefilled_ms.pop(place, None)
 
     def remove(self, place: Place, burden: Burden) -> None:
         """Count something out that was counted in."""
         self.add(place, NOTHING.less(burden))
+
+    def prefilled(self, place: Place, at_ms: int) -> None:
+        """A run there had its first token; of several such times the last one counts."""
+        if place in self._by_rank:
+            self._prefilled_ms[place] = max(at_ms, self.prefilled_ms(place))
 
 
 K = TypeVar("K")

@@ -86,7 +86,9 @@ class KnownRun:
         """What it adds to its worker's rank now."""
         if self.state not in OPEN:
             return NOTHING
-        return Burden(1, self.tokens, 0 if self.state == "prefilled" else self.prefill_tokens)
+        if self.state == "prefilled":
+            return Burden(1, self.tokens)
+        return Burden(1, self.tokens, self.prefill_tokens, 1, self.since_ms)
 
 
 @dataclass(slots=True)
@@ -270,6 +272,8 @@ def _fold_run(
     if state != run.state:
         run.state, run.since_ms = state, at_ms
     burdens.add(run_id.place(run.rank), run.burden)
+    if run.state == "prefilled":
+        burdens.prefilled(run_id.place(run.rank), run.since_ms)
 
 
 def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Finished) -> RunState:
@@ -367,6 +371,8 @@ class Load:
                 run_id = RunId(attempt, phase, worker, epoch)
                 run = story.runs[run_id] = KnownRun(state, since_ms, *numbers)
                 self.burdens.add(run_id.place(run.rank), run.burden)
+                if run.state == "prefilled":
+                    self.burdens.prefilled(run_id.place(run.rank), run.since_ms)
             lane.stories[t.id] = story
             lane.file(t.id, story)
         lane.outcomes = {i: Outcome(code, n, at_ms) for i, code, n, at_ms in told.outcomes}

@@ -138,7 +138,8 @@ def test_a_failed_worker_is_remembered() -> None:
 
 def test_burdens_follow_the_runs() -> None:
     load = folded(assigned(), assigned("b"), started("b"))
-    assert load.burdens.of("w1", 10) == Burden(runs=2, tokens=10)
+    both = load.burdens.of("w1", 10)
+    assert (both.runs, both.tokens, both.prefill_runs) == (2, 10, 2)
     folded(finished(), Fencing(id="b", attempt=1, reason="lost"), load=load)
     assert load.burdens.of("w1", 10) == Burden(0, 0)
     assert not load.burdens
@@ -147,18 +148,31 @@ def test_burdens_follow_the_runs() -> None:
 def test_prefill_weighs_until_it_is_done_and_as_much_as_was_predicted() -> None:
     load = folded(assigned(prompt_tokens=100, base_tokens=20, prefill_tokens=70, rank=1))
     folded(started(prompt_tokens=100), load=load)
-    assert on(load, rank=1) == Burden(1, 120, 70)
+    assert on(load, rank=1) == Burden(1, 120, 70, 1, 1010)
     assert on(load) == Burden()
     folded(prefilled(), load=load)
-    assert on(load, rank=1) == Burden(1, 120, 0)
+    assert on(load, rank=1) == Burden(1, 120)
+
+
+def test_the_last_first_token_on_a_place_is_remembered_until_it_is_idle() -> None:
+    place = Place("w1", 10, 0)
+    load = folded(assigned(), assigned("b"), prefilled())
+    assert load.burdens.prefilled_ms(place) == 1020
+    folded(prefilled("b"), finished(), load=load)
+    assert load.burdens.prefilled_ms(place) == 1030
+    second = Load(dedup_window_ms=1_200_000)
+    second.restore(LANE, load.snapshot(LANE), load.position(LANE) or 0)
+    assert second.burdens.prefilled_ms(place) == 1030
+    folded(finished(name="b"), load=load)
+    assert load.burdens.prefilled_ms(place) == 0
 
 
 def test_a_started_alone_weighs_its_whole_prompt_until_its_decision_is_read() -> None:
     load = folded(started(prompt_tokens=100))
-    assert on(load) == Burden(1, 100, 100)
+    assert on(load) == Burden(1, 100, 100, 1, 1000)
     folded(assigned(prompt_tokens=100, prefill_tokens=30, rank=1), load=load)
     assert on(load) == Burden()
-    assert on(load, rank=1) == Burden(1, 100, 30)
+    assert on(load, rank=1) == Burden(1, 100, 30, 1, 1000)
 
 
 def test_prefill_that_was_handed_off_is_not_the_end_of_its_request() -> None:
@@ -235,8 +249,11 @@ def test_burdens_are_the_sum_over_open_runs(records: list[Any]) -> None:
             for k in story.open_runs()
             if k.worker == worker and story.runs[k].rank == rank
         ]
-        waiting = [run.prefill_tokens for run in runs if run.state != "prefilled"]
-        expected = Burden(len(runs), sum(run.tokens for run in runs), sum(waiting))
+        waiting = [run for run in runs if run.state != "prefilled"]
+        expected = Burden(
+            len(runs), sum(run.tokens for run in runs), sum(run.prefill_tokens for run in waiting),
+            len(waiting), sum(run.since_ms for run in waiting),
+        )  # fmt: skip
         assert on(load, worker, rank) == expected
     for worker in ("w1", "w2"):
         both = on(load, worker, 0).plus(on(load, worker, 1))
