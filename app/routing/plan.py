@@ -7,13 +7,19 @@ decided, so that `replan` comes to the same from the record in the ledger alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
+from msgspec.structs import replace
+
+from app.routing import predictive
 from app.routing.burdens import Burden, Burdens
 from app.routing.eligibility import NoPlace, Pools, Row, eligible, pin_of
 from app.routing.fleet import Fleet
 from app.routing.index import Index
+from app.routing.paces import OUTPUT_TOKENS, PUBLISHED, Spot, pace_of, spot_of
 from app.routing.policies import (
     NEVER,
     POLICIES,
@@ -25,6 +31,7 @@ from app.routing.policies import (
     pick,
     span,
 )
+from app.routing.predictive import PredictiveWeights
 from app.routing.prompt import Prompt
 from indexer.lives import Holder, Overlap
 from streams.records import Assigned, Candidate, EndCode, Phase, Request, RouterConfigOverride
@@ -36,11 +43,16 @@ LARGEST_WEIGHT = 1e6
 """Of what a request may set: costs stay finite, so that there is always a least one."""
 
 _NO_OVERLAP = Overlap()
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class View(NamedTuple):
     """What is known when a request is planned. `told`: burdens by the ledger, `own`: those of
     decisions that were taken here and not read back. `now_ms`: broker time.
+
+    Of the rest only policy predictive knows. `output_tokens`: the mean answer's; `slowness`: of
+    workers, see `Pace`. `ahead_ms`: the prefill, computed alone, of each request that is held here,
+    came before the one in question, and is planned for a place.
     """
 
     fleet: Fleet
@@ -49,6 +61,9 @@ class View(NamedTuple):
     told: Burdens
     own: Burdens
     now_ms: int
+    output_tokens: float = OUTPUT_TOKENS
+    slowness: Mapping[str, float] = _NOTHING
+    ahead_ms: Mapping[Place, Sequence[float]] = _NOTHING
 
 
 class Tuning(NamedTuple):
@@ -56,11 +71,24 @@ class Tuning(NamedTuple):
 
     policy: str = "dynamo"
     weights: DynamoWeights = DynamoWeights()
+    predictive: PredictiveWeights = PredictiveWeights()
+
+
+class Planned(NamedTuple):
+    """Where a request is to go. `prefill_ms`: its own there, computed alone.
+
+    `until_ms`: when it is held no longer, whatever is there.
+    """
+
+    place: Place
+    prefill_ms: float
+    until_ms: int
 
 
 class Chosen(NamedTuple):
     """The decision. `prefill_tokens`: what it adds to the prefill of its place; with the other
-    fields, all that was not in the request and went into the costs.
+    fields, all that was not in the request and went into the costs. `at_ms`: when it was taken;
+    `ttft_ms` is what policy predictive expects from then to the first token.
     """
 
     place: Place
@@ -72,21 +100,27 @@ class Chosen(NamedTuple):
     params: dict[str, float]
     seed: int
     candidates: tuple[Candidate, ...]
+    at_ms: int = 0
+    ttft_ms: float = 0.0
+    planned: Planned | None = None
 
     @property
     def burden(self) -> Burden:
         """What it adds to the load of its place until it is read back."""
-        return Burden(1, self.tokens, self.prefill_tokens)
+        return Burden(1, self.tokens, self.prefill_tokens, 1, self.at_ms)
 
 
 class Hold(NamedTuple):
-    """Nobody may take it now; somebody may later, by what is known at `wake_at_ms` if not before.
+    """Nobody may take it now, or it had better wait; somebody may later, by what is known at
+    `wake_at_ms` if not before.
 
-    `wake_at_ms`: time of the broker; None where only news can help.
+    `wake_at_ms`: time of the broker; None where only news can help. Looking again earlier or later
+    is never wrong. `planned` is what policy predictive has in mind for it.
     """
 
     reason: str
     wake_at_ms: int | None = None
+    planned: Planned | None = None
 
 
 class Refuse(NamedTuple):
@@ -109,11 +143,14 @@ def plan(
     turn: int = 0,
     excluded: Collection[str] = (),
     full: Collection[tuple[str, int]] = (),
+    since_ms: float | None = None,
+    deadline_ms: float | None = None,
 ) -> Plan:
     """Decide about a phase of a request.
 
     `turn`: how many requests this router has dispatched; `excluded`: workers on which it failed;
-    `full`: those that take no more, with their epochs.
+    `full`: those that take no more, with their epochs. `since_ms`: when it was planned first, if
+    that was before; `deadline_ms`: when its time is up.
     """
     request = prompt.request
     if tuning.policy == "direct":
@@ -135,10 +172,25 @@ def plan(
         turn=turn, session=session.session_id if session else "",
         least_prefill_tokens=min(options.prefill_tokens),
     )  # fmt: skip
-    costs = POLICIES[tuning.policy](ask, options, weights)
-    params = _params(tuning.policy, ask, weights, costs, request.router_config_override)
+    if tuning.policy == "predictive":
+        options = options._replace(spots=_spots(options, rows, view))
+        ask = _predicted(ask, request, options, view)
+    costs = _costs(tuning.policy, ask, options, weights, tuning.predictive)
+    params = _params(tuning, ask, weights, costs, request.router_config_override)
     chosen = pick(costs, options.places, seed, _noise(params))
     assert chosen is not None, "a policy considers some option"
+    planned, ttft_ms = None, 0.0
+    if tuning.policy == "predictive":
+        terms = predictive.terms(ask, options, chosen, tuning.predictive.decode_weight)
+        since_ms, ttft_ms = view.now_ms if since_ms is None else since_ms, terms.ttft_ms
+        until_ms = since_ms + tuning.predictive.max_hold_ms
+        if deadline_ms is not None:
+            until_ms = min(until_ms, deadline_ms - ttft_ms)
+        alone_ms = predictive.prefill_alone_ms(ask, options, chosen)
+        planned = Planned(options.places[chosen], alone_ms, math.floor(until_ms))
+        left_ms = min(predictive.hold_ms(ask, options, chosen), planned.until_ms - view.now_ms)
+        if left_ms > 0:
+            return Hold("its worker is busy", view.now_ms + math.ceil(left_ms), planned)
     held = sum(column[chosen] for column in options[1:4]) * pool.block_size
     cached = min(held, prompt.tokens)
     tracked = params.get("track_prefill_tokens", 1.0)
@@ -152,6 +204,9 @@ def plan(
         params=params,
         seed=seed,
         candidates=_candidates(options, costs, chosen),
+        at_ms=view.now_ms,
+        ttft_ms=ttft_ms,
+        planned=planned,
     )
 
 
@@ -173,21 +228,67 @@ def replan(decision: Assigned, session: str = "") -> Place | None:
         open_tokens=[c.open_tokens for c in candidates],
         open_runs=[c.open_runs for c in candidates],
         taint_weights=[c.taint_weight for c in candidates],
+        spots=[spot_of(c) for c in candidates] if decision.policy == "predictive" else (),
     )
     params = decision.params
     ask = Ask(
         id=decision.id, prompt_tokens=decision.prompt_tokens + decision.base_tokens,
         block_size=decision.block_size, seed=decision.seed, session=session,
         least_prefill_tokens=int(params.get("least_prefill_tokens", 0)),
+        output_tokens=params.get("output_tokens", 0.0),
+        mean_output_tokens=params.get("mean_output_tokens", 0.0),
+        most_held_tokens=params.get("most_held_tokens", 0.0),
     )  # fmt: skip
     if decision.policy == "round_robin":
         costs: Costs = [c.cost for c in candidates]
     else:
-        names = DynamoWeights._fields
+        names, more = DynamoWeights._fields, PredictiveWeights._fields
         weights = DynamoWeights(**{name: params[name] for name in names if name in params})
-        costs = POLICIES[decision.policy](ask, options, weights)
+        predicting = PredictiveWeights(**{name: params[name] for name in more if name in params})
+        costs = _costs(decision.policy, ask, options, weights, predicting)
     chosen = pick(costs, options.places, decision.seed, _noise(params))
     return None if chosen is None else options.places[chosen]
+
+
+def _costs(
+    policy: str,
+    ask: Ask,
+    options: Options,
+    weights: DynamoWeights,
+    predicting: PredictiveWeights,
+) -> Costs:
+    if policy == "predictive":
+        return predictive.costs(ask, options, predicting)
+    return POLICIES[policy](ask, options, weights)
+
+
+def _predicted(ask: Ask, request: Request, options: Options, view: View) -> Ask:
+    """The request with what is expected of it."""
+    expected: float | None = request.hints.expected_output_tokens
+    expected = view.output_tokens if expected is None else max(expected, 1)
+    limit = request.stop.max_tokens
+    return ask._replace(
+        output_tokens=float(expected if limit is None else min(expected, max(limit, 1))),
+        mean_output_tokens=view.output_tokens,
+        most_held_tokens=predictive.most_held(ask, options),
+    )
+
+
+def _spots(options: Options, rows: Sequence[Row], view: View) -> list[Spot]:
+    members, slowness, now_ms = view.fleet.members, view.slowness, view.now_ms
+    spots = []
+    for row, told, own in zip(
+        rows, view.told.at(options.places), view.own.at(options.places), strict=True
+    ):
+        runs, busy_ms = told.prefill_runs + own.prefill_runs, 0.0
+        if runs:  # at those that are there now, since the last one before them was done
+            since_ms = (told.prefill_since_ms + own.prefill_since_ms) / runs
+            busy_ms = max(now_ms - max(since_ms, view.told.prefilled_ms(row.place)), 0.0)
+        worker = row.place.worker
+        pace = pace_of(members[worker].card.config, slowness.get(worker, 1.0))
+        ahead_ms = tuple(view.ahead_ms.get(row.place, ()))
+        spots.append(Spot(pace, told.tokens + own.tokens, runs, busy_ms, ahead_ms))
+    return spots
 
 
 def _options(
@@ -197,7 +298,7 @@ def _options(
     burdens = view.told.at(places)
     if view.own:
         burdens = [a.plus(b) for a, b in zip(burdens, view.own.at(places), strict=True)]
-    open_runs, tokens, prefill_tokens = zip(*burdens, strict=True)
+    open_runs, tokens, prefill_tokens, *_ = zip(*burdens, strict=True)
     beats = view.fleet.beats
     none: Sequence[int] = [0] * len(rows)
     device, host, disk = none, none, none
@@ -259,7 +360,7 @@ def _overridden(weights: DynamoWeights, override: RouterConfigOverride | None) -
 
 
 def _params(
-    policy: str,
+    tuning: Tuning,
     ask: Ask,
     weights: DynamoWeights,
     costs: Costs,
@@ -267,7 +368,11 @@ def _params(
 ) -> dict[str, float]:
     """The settings in force, as they are recorded, those of the request that only inform, too."""
     params: dict[str, float] = {}
-    if policy == "dynamo":
+    if tuning.policy == "predictive":
+        params |= tuning.predictive._asdict()
+        for name in ("output_tokens", "mean_output_tokens", "most_held_tokens"):
+            params[name] = getattr(ask, name)
+    if tuning.policy == "dynamo":
         params |= weights._asdict()
         if weights.overlap_decay:
             params["least_prefill_tokens"] = ask.least_prefill_tokens
@@ -294,7 +399,8 @@ def _candidates(options: Options, costs: Costs, chosen: int) -> tuple[Candidate,
 
 def _candidate(options: Options, i: int, cost: float) -> Candidate:
     at = options.places[i]
-    return Candidate(
+    spot = options.spots[i] if options.spots else None
+    candidate = Candidate(
         worker=at.worker,
         epoch=at.epoch,
         rank=at.rank,
@@ -306,4 +412,18 @@ def _candidate(options: Options, i: int, cost: float) -> Candidate:
         disk_blocks=options.disk_blocks[i],
         prefill_tokens=options.prefill_tokens[i],
         taint_weight=options.taint_weights[i],
+    )
+    if spot is None:
+        return candidate
+    pace = spot.pace
+    return replace(
+        candidate,
+        prompt_tokens=spot.prompt_tokens,
+        prefill_runs=spot.prefill_runs,
+        busy_ms=spot.busy_ms,
+        ahead_ms=spot.ahead_ms,
+        slowness=pace.slowness,
+        chunk_tokens=pace.chunk_tokens,
+        capacity_tokens=pace.capacity_tokens,
+        curve=() if pace.curves == PUBLISHED else pace.curves.numbers(),
     )

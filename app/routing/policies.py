@@ -14,6 +14,7 @@ be recomputed from the places that were recorded, however many others there were
     random         at random
     power_of_two   the less loaded of two drawn at random
     session_hash   always the same place for a session (else for the request id) while it lives
+    predictive     the least cost in predicted milliseconds (`predictive.py`)
     direct         where the request says; one that does not say is refused before it comes here
 """
 
@@ -24,6 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
+
+from app.routing.paces import Spot
 
 NEVER = math.inf
 """Cost of an option that the policy does not consider."""
@@ -48,7 +51,8 @@ class Options(NamedTuple):
     `overlap_blocks`: leading blocks of the prompt that a place holds on the device; `host_blocks`
     and `disk_blocks` are those it could load. `prefill_tokens`: prompt tokens of its open runs that
     are still to be computed. `open_tokens`: prompt and output tokens of its open runs.
-    `taint_weights`: the sum of the weights of those preferred taints that it has.
+    `taint_weights`: the sum of the weights of those preferred taints that it has. `spots`: what
+    policy predictive looks at besides, empty for others.
     """
 
     places: Sequence[Place]
@@ -59,13 +63,15 @@ class Options(NamedTuple):
     open_tokens: Sequence[int]
     open_runs: Sequence[int]
     taint_weights: Sequence[float]
+    spots: Sequence[Spot] = ()
 
 
 class Ask(NamedTuple):
     """What a policy may know of a request. `prompt_tokens`: all that is to be computed or loaded.
 
     `turn`: how many requests this router has dispatched, for policies that go in turn.
-    `least_prefill_tokens`: the least of all options.
+    `least_prefill_tokens`: the least of all options. `output_tokens`: how long its answer is
+    expected to be, `mean_output_tokens`: others. `most_held_tokens`: of its prompt, where most are.
     """
 
     id: str
@@ -75,6 +81,9 @@ class Ask(NamedTuple):
     turn: int = 0
     session: str = ""
     least_prefill_tokens: int = 0
+    output_tokens: float = 0.0
+    mean_output_tokens: float = 0.0
+    most_held_tokens: float = 0.0
 
 
 class DynamoWeights(NamedTuple):

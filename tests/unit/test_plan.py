@@ -8,27 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.burdens import Burden, Burdens
-from app.routing.eligibility import Pools, number_of
-from app.routing.fleet import Fleet
-from app.routing.index import Index
-from app.routing.plan import RECORDED, Chosen, Hold, Plan, Refuse, Tuning, View, plan, replan
+from app.routing.burdens import Burden
+from app.routing.eligibility import number_of
+from app.routing.plan import RECORDED, Chosen, Hold, Plan, Refuse, Tuning, replan
 from app.routing.policies import POLICIES, DynamoWeights, Place
-from app.routing.prompt import Prompt
-from indexer.events import Event, Kind, Tier, encode
-from indexer.keys import derive, prompt_keys
-from streams.codecs import pack_tokens
-from streams.ports import Partition
+from indexer.events import Tier
 from streams.records import (
-    Assigned,
-    Blocks,
     EngineConfig,
-    Fact,
-    Heartbeat,
     Hints,
     Lost,
     ModelCard,
-    Origin,
     Request,
     RouterConfigOverride,
     RoutingConstraints,
@@ -36,94 +25,12 @@ from streams.records import (
     SessionControl,
     WorkerCard,
 )
-
-NOW_MS = 2000
-TIMEOUT_MS = 5000
-SECRET = derive(b"test")
-REGISTRY, EVENTS = Partition("registry", 0), Partition("kv-events", 0)
-TOKENS = pack_tokens(list(range(160)))  # ten blocks of 16
-
-
-class Stage:
-    """A view that a test sets up worker by worker; a worker's epoch is its number."""
-
-    def __init__(self) -> None:
-        self.fleet, self.index = Fleet(), Index(SECRET)
-        self.told, self.own = Burdens(), Burdens()
-        self.pools = Pools(self.fleet, TIMEOUT_MS)
-        self.fleet.apply(REGISTRY, [], 100)
-        self.epochs: dict[str, int] = {}
-
-    def worker(self, name: str, block_size: int = 16, **over: Any) -> str:
-        epoch = self.epochs[name] = len(self.epochs)
-        config = EngineConfig(model="m", kv_cache_block_size=block_size)
-        card = {"id": name, "slot": 0, "model": "m", "config": config, "epoch": epoch}
-        self.registry(WorkerCard(**(card | over)))
-        self.beat(name)
-        return name
-
-    def registry(self, record: Any) -> None:
-        position = self.fleet.position(REGISTRY) or 0
-        self.fleet.apply(REGISTRY, [Fact(position, 0, record)], position + 1)
-
-    def event(self, record: Any, at_ms: int = 1500) -> None:
-        for fold in (self.fleet, self.index):
-            position = fold.position(EVENTS) or 0
-            fold.apply(EVENTS, [Fact(position, at_ms, record)], position + 1)
-
-    def beat(self, name: str, at_ms: int = 1500, **over: Any) -> None:
-        fields = {"worker": name, "epoch": self.epochs[name], "slot_offset": 0} | over
-        self.event(Heartbeat(**fields), at_ms)
-
-    def holds(
-        self, name: str, blocks: int, tier: Tier = Tier.DEVICE, rank: int = 0, **over: Any
-    ) -> None:
-        """The worker has the first blocks of the prompt."""
-        local = Prompt(Request(id="-", token_ids=TOKENS, **over)).local(16)[:blocks]
-        keys = prompt_keys(local, SECRET).tolist()
-        columns = encode([Event(Kind.STORED, tier, 0, tuple(keys))])
-        self.event(Blocks(worker=name, epoch=self.epochs[name], first_event_id=0, rank=rank,
-                          hash_fingerprint=SECRET.fingerprint, **columns._asdict()))  # fmt: skip
-
-    def burden(self, name: str, tokens: int, prefill: int = 0, rank: int = 0) -> None:
-        self.told.add(Place(name, self.epochs[name], rank), Burden(1, tokens, prefill))
-
-    def plan(
-        self, tuning: Tuning | str = "dynamo", seed: int = 1, now_ms: int = NOW_MS,
-        request: Request | None = None, **over: Any,
-    ) -> Plan:  # fmt: skip
-        view = View(self.fleet, self.pools, self.index, self.told, self.own, now_ms)
-        tuning = Tuning(tuning) if isinstance(tuning, str) else tuning
-        request = request or Request(id="a", model="m", token_ids=TOKENS)
-        return plan(Prompt(request), view, tuning, seed=seed, **over)
-
-    def chosen(self, *args: Any, **over: Any) -> Chosen:
-        planned = self.plan(*args, **over)
-        assert isinstance(planned, Chosen), planned
-        return planned
-
-    def ask(self, **over: Any) -> Plan:
-        """Plan a request with these hints."""
-        request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(**over))
-        return self.plan(request=request)
+from tests.stages import NOW_MS, TIMEOUT_MS, TOKENS, Stage, recorded
 
 
 @pytest.fixture
 def stage() -> Stage:
     return Stage()
-
-
-def recorded(decision: Chosen, **over: Any) -> Assigned:
-    """What the ledger gets of a decision."""
-    worker, epoch, rank = decision.place
-    fields = {"origin": Origin(topic="requests", partition=0, offset=0), "responses_from": 0}
-    fields |= {"id": "a", "attempt": 0, "phase": "aggregated", "deadline_ms": 0}
-    fields |= {"candidates": decision.candidates}
-    return Assigned(
-        worker=worker, epoch=epoch, rank=rank, prompt_tokens=decision.tokens,
-        policy=decision.policy, params=decision.params, seed=decision.seed,
-        block_size=decision.block_size, **(fields | over),
-    )  # fmt: skip
 
 
 # Who may take it
@@ -267,7 +174,7 @@ def test_the_documented_example_is_decided_as_documented(stage: Stage) -> None:
     assert decision.place.worker == "w5"
     assert [(c.worker, c.cost) for c in decision.candidates] == [("w5", 10), ("w8", 11), ("w2", 18)]
     assert (decision.cached_tokens, decision.prefill_tokens) == (80, 80)
-    assert decision.burden == Burden(1, 160, 80)
+    assert decision.burden == Burden(1, 160, 80, 1, NOW_MS)
 
 
 def test_a_holder_that_is_overloaded_is_passed_by(stage: Stage) -> None:

@@ -1,0 +1,201 @@
+"""How fast places are, and what lies before a request there in time; learned from the ledger.
+
+A prior is on a worker's card (`EngineConfig.curve`), else it is the published curve. What a worker
+really takes is measured by the first tokens of runs that found nothing before them, and becomes one
+factor on its curve. A median of few ratios: no single wait, however long, changes it much.
+
+Owns the figures. What follows from them is `predictive.py`'s. Reads no clock: times are in records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple, TypeVar
+
+from app.engine.curves import Curves, curves_of
+from streams.records import (
+    Assigned,
+    Candidate,
+    EngineConfig,
+    Fact,
+    Finished,
+    PrefillDone,
+    RunKey,
+)
+
+CHUNK_TOKENS = 8192
+"""Prompt tokens of a step, of engines that do not say."""
+OUTPUT_TOKENS = 200.0
+"""Length of an answer before one was seen, which counts as `OUTPUT_WEIGHT` of them."""
+OUTPUT_WEIGHT = 50
+OUTPUT_MEMORY = 2000
+"""Answers that the mean length is about: of a fleet that answers 20 a second, the last minutes."""
+RATIOS = 32
+FIRST_RATIOS = 4
+"""Runs that a factor is the median of, and how many runs at the pace of its curve a worker is
+credited with in advance: as many others have to say something else before they are believed."""
+REMEMBERED = 10_000
+"""Workers, and runs without a first token yet, that are remembered; the oldest are forgotten."""
+
+PUBLISHED = Curves()
+
+
+class Pace(NamedTuple):
+    """How fast a place is. `slowness`: how many times slower than its curves it has been.
+
+    `chunk_tokens`: prompt tokens that a step takes at most. `capacity_tokens`: what its cache
+    holds, 0 if that is not known.
+    """
+
+    curves: Curves = PUBLISHED
+    slowness: float = 1.0
+    chunk_tokens: int = CHUNK_TOKENS
+    capacity_tokens: int = 0
+
+    def prefill_ms(self, tokens: float, decode_ms: float = 0.0) -> float:
+        """Time for prompt tokens in as many steps as they need, each with a step of decode."""
+        whole, rest = divmod(tokens, self.chunk_tokens)
+        time_ms = whole * (self.slowness * self.curves.prefill_ms(self.chunk_tokens) + decode_ms)
+        if rest:
+            time_ms += self.slowness * self.curves.prefill_ms(rest) + decode_ms
+        return time_ms
+
+    def decode_ms(self, tokens: float) -> float:
+        """Time of a step with so many tokens in the cache."""
+        usage = tokens / self.capacity_tokens if self.capacity_tokens else 0.0
+        return self.slowness * self.curves.decode_ms(usage)
+
+
+class Spot(NamedTuple):
+    """What stands before a request at a place, in time.
+
+    `prompt_tokens`: of the open runs. `prefill_runs`: those of them without a first token,
+    `busy_ms`: for how long the place has been at their prompts. `ahead_ms`: prefill, computed
+    alone, of each request that waits in this router, came earlier, and is to go there.
+    """
+
+    pace: Pace
+    prompt_tokens: int = 0
+    prefill_runs: int = 0
+    busy_ms: float = 0.0
+    ahead_ms: tuple[float, ...] = ()
+
+
+def pace_of(config: EngineConfig, slowness: float = 1.0) -> Pace:
+    """The pace of an engine by its card, and by what was learned of it."""
+    blocks, size = config.total_kv_blocks or 0, config.kv_cache_block_size or 0
+    return Pace(
+        (curves_of(config.curve) if config.curve else None) or PUBLISHED,
+        slowness,
+        max(config.max_num_batched_tokens or CHUNK_TOKENS, 1),
+        max(blocks * size, 0),
+    )
+
+
+def spot_of(candidate: Candidate) -> Spot:
+    """What a decision records of a place."""
+    curves = (curves_of(candidate.curve) if candidate.curve else None) or PUBLISHED
+    pace = Pace(
+        curves, candidate.slowness, candidate.chunk_tokens or CHUNK_TOKENS,
+        candidate.capacity_tokens,
+    )  # fmt: skip
+    return Spot(
+        pace, candidate.prompt_tokens, candidate.prefill_runs, candidate.busy_ms,
+        candidate.ahead_ms,
+    )  # fmt: skip
+
+
+class Slowness:
+    """A factor learned from ratios of measured to expected times: the median of the last ones.
+
+    The upper median of an even number: who errs, errs on the slow side, which costs less.
+    """
+
+    def __init__(self) -> None:
+        self._ratios = deque([1.0] * FIRST_RATIOS, maxlen=RATIOS)
+        self.value = 1.0
+
+    def observe(self, ratio: float) -> None:
+        """One more run; a ratio that is not a positive number says nothing."""
+        if math.isfinite(ratio) and ratio > 0:
+            self._ratios.append(ratio)
+            self.value = sorted(self._ratios)[len(self._ratios) // 2]
+
+
+class _Begun(NamedTuple):
+    """A run that found no prefill before it: its length, its place, and a step of decode there."""
+
+    worker: str
+    tokens: int
+    pace: Pace
+    decode_ms: float
+
+
+class Paces:
+    """What the ledger has told about times so far.
+
+    `slowness` by worker, over all its lives: a worker that starts again has the same hardware.
+    `output_tokens`: mean length of an answer.
+    """
+
+    def __init__(self) -> None:
+        self.slowness: dict[str, float] = {}
+        self.output_tokens = OUTPUT_TOKENS
+        self._answers = OUTPUT_WEIGHT
+        self._learned: dict[str, Slowness] = {}
+        self._begun: dict[RunKey, _Begun] = {}
+
+    def told(self, fact: Fact) -> None:
+        """A record of the ledger; others change nothing."""
+        record = fact.record
+        if isinstance(record, Assigned):
+            self._begin(record)
+        elif isinstance(record, PrefillDone):
+            self._measure(record)
+        elif isinstance(record, Finished):
+            self._begun.pop(RunKey(record.id, record.attempt, record.phase), None)
+            if record.code in ("stop", "length"):
+                self._answers = min(self._answers + 1, OUTPUT_MEMORY)
+                self.output_tokens += (record.output_tokens - self.output_tokens) / self._answers
+
+    def _begin(self, decision: Assigned) -> None:
+        place = (decision.worker, decision.epoch, decision.rank)
+        for each in decision.candidates:
+            if (each.worker, each.epoch, each.rank) == place:
+                break
+        else:
+            return
+        if decision.policy != "predictive" or each.prefill_runs:
+            return
+        spot = spot_of(each)
+        tokens = each.prompt_tokens + each.open_runs * self.output_tokens / 2
+        self._begun[RunKey(decision.id, decision.attempt, decision.phase)] = _Begun(
+            decision.worker,
+            decision.prompt_tokens + decision.base_tokens,
+            spot.pace._replace(slowness=1.0),
+            spot.pace.decode_ms(tokens) if each.open_runs else 0.0,
+        )
+        _bound(self._begun)
+
+    def _measure(self, done: PrefillDone) -> None:
+        begun = self._begun.pop(RunKey(done.id, done.attempt, done.phase), None)
+        if begun is None or begun.worker != done.worker:
+            return
+        tokens = max(begun.tokens - done.cached_tokens, 1)
+        expected_ms = begun.pace.prefill_ms(tokens, begun.decode_ms) + begun.decode_ms / 2
+        if expected_ms > 0:
+            learned = self._learned.setdefault(done.worker, Slowness())
+            learned.observe(done.prefill_ms / expected_ms)
+            self.slowness[done.worker] = learned.value
+            _bound(self._learned)
+            _bound(self.slowness)
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def _bound(remembered: dict[K, V]) -> None:
+    while len(remembered) > REMEMBERED:
+        del remembered[next(iter(remembered))]

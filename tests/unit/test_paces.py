@@ -1,0 +1,148 @@
+"""How fast places are: a prior from their cards, and what first tokens teach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.curves import Curves, curves_of
+from app.routing.paces import (
+    FIRST_RATIOS,
+    RATIOS,
+    REMEMBERED,
+    Pace,
+    Paces,
+    Slowness,
+    pace_of,
+)
+from streams.records import (
+    Assigned,
+    Candidate,
+    EngineConfig,
+    Fact,
+    Finished,
+    Origin,
+    PrefillDone,
+)
+
+RUN: dict[str, Any] = {"attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": 3}
+
+
+def assigned(name: str = "a", policy: str = "predictive", **over: Any) -> Assigned:
+    candidates = tuple(
+        Candidate(worker=worker, epoch=3, **(over if worker == "w1" else {"prefill_runs": 9}))
+        for worker in ("w0", "w1")
+    )
+    return Assigned(
+        id=name, origin=Origin(topic="requests", partition=0, offset=0), responses_from=0,
+        deadline_ms=0, prompt_tokens=900, base_tokens=100, policy=policy, candidates=candidates,
+        **RUN,
+    )  # fmt: skip
+
+
+def prefilled(took_ms: float, name: str = "a", **over: Any) -> PrefillDone:
+    return PrefillDone(id=name, run=1, prefill_ms=took_ms, **(RUN | over))
+
+
+def finished(output_tokens: int, code: Any = "stop", name: str = "a") -> Finished:
+    return Finished(id=name, code=code, output_tokens=output_tokens, **RUN)
+
+
+def tell(paces: Paces, *records: Any) -> Paces:
+    for record in records:
+        paces.told(Fact(0, 0, record))
+    return paces
+
+
+def test_without_an_observation_the_curve_is_believed() -> None:
+    assert Slowness().value == 1.0
+
+
+def test_a_few_observations_say_otherwise_and_a_single_one_does_not() -> None:
+    slowness = Slowness()
+    slowness.observe(50.0)
+    assert slowness.value == 1.0
+    for _ in range(FIRST_RATIOS - 1):
+        slowness.observe(3.0)
+    assert slowness.value == 3.0, "of as many on both sides the slower one"
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_no_ratio_teaches_nothing(ratio: float) -> None:
+    slowness = Slowness()
+    for _ in range(RATIOS):
+        slowness.observe(ratio)
+    assert slowness.value == 1.0
+
+
+@given(st.floats(0.01, 100), st.lists(st.floats(0.001, 1e6), max_size=RATIOS // 2 - 1))
+def test_a_minority_however_wrong_changes_nothing(truth: float, wrong: list[float]) -> None:
+    slowness = Slowness()
+    for ratio in [truth] * RATIOS + wrong:
+        slowness.observe(ratio)
+    assert slowness.value == truth
+
+
+def test_what_a_worker_takes_for_uncached_tokens_is_learned() -> None:
+    paces = Paces()
+    expected_ms = Curves().prefill_ms(600)
+    for n in range(RATIOS):
+        name = f"r{n}"
+        tell(paces, assigned(name), prefilled(2.5 * expected_ms, name, cached_tokens=400))
+    assert paces.slowness == {"w1": pytest.approx(2.5)}
+
+
+def test_a_step_of_decode_beside_it_is_not_held_against_a_worker() -> None:
+    paces = Paces()
+    step_ms = Curves().decode_ms(0)
+    for n in range(RATIOS):
+        name, took_ms = f"r{n}", Curves().prefill_ms(1000) + 1.5 * step_ms
+        tell(paces, assigned(name, open_runs=2, prompt_tokens=50), prefilled(took_ms, name))
+    assert paces.slowness == {"w1": pytest.approx(1.0)}
+
+
+def test_runs_that_waited_for_others_teach_nothing() -> None:
+    paces = tell(Paces(), assigned(prefill_runs=1), prefilled(900.0))
+    tell(paces, assigned("b", policy="dynamo"), prefilled(900.0, "b"))
+    tell(paces, assigned("c"), prefilled(900.0, "c", worker="w0"))
+    tell(paces, assigned("d"), finished(5, name="d"), prefilled(900.0, "d"))
+    tell(paces, prefilled(900.0, "unknown"))
+    assert paces.slowness == {}
+
+
+def test_the_mean_answer_moves_from_a_first_guess_to_what_is_seen() -> None:
+    paces = Paces()
+    assert paces.output_tokens == 200
+    tell(paces, finished(200 + 51))
+    assert paces.output_tokens == pytest.approx(201)
+    tell(paces, finished(0, "broken"), finished(0, "cancelled"), finished(0, "worker_full"))
+    assert paces.output_tokens == pytest.approx(201), "those did not come to their end"
+    tell(paces, *[finished(60, "length")] * 30_000)
+    assert paces.output_tokens == pytest.approx(60, abs=0.1)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    paces = tell(Paces(), *[assigned(f"r{n}") for n in range(REMEMBERED + 5)])
+    assert len(paces._begun) == REMEMBERED
+
+
+def test_a_card_gives_the_pace_and_what_it_does_not_say_is_the_published_one() -> None:
+    assert pace_of(EngineConfig(model="m")) == Pace()
+    curve = Curves((0.0, 1.0, 2.0), (3.0, 4.0, 5.0), 6.0)
+    config = EngineConfig(
+        model="m", kv_cache_block_size=16, total_kv_blocks=100, max_num_batched_tokens=512,
+        curve=curve.numbers(),
+    )  # fmt: skip
+    assert pace_of(config, 1.5) == Pace(curve, 1.5, 512, 1600)
+    broken = EngineConfig(model="m", max_num_batched_tokens=-5, total_kv_blocks=-1, curve=())
+    assert pace_of(broken).chunk_tokens == 1
+
+
+def test_numbers_are_curves_and_back() -> None:
+    assert curves_of(Curves().numbers()) == Curves()
+    twice = curves_of(Curves().numbers(speedup=2.0))
+    assert twice is not None
+    assert twice.prefill_ms(1000) == pytest.approx(Curves().prefill_ms(1000) / 2)

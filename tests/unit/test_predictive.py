@@ -1,0 +1,366 @@
+"""Policy predictive: each term by hand, when a request is held, and what holds for all of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.curves import Curves
+from app.routing.burdens import Burden
+from app.routing.paces import Pace, Spot
+from app.routing.plan import Chosen, Hold, Tuning, replan
+from app.routing.policies import Ask, Options, Place
+from app.routing.predictive import (
+    PredictiveWeights,
+    Terms,
+    costs,
+    hold_ms,
+    most_held,
+    prefill_alone_ms,
+    terms,
+)
+from streams.codecs import pack_tokens
+from streams.records import Hints, Request, RoutingConstraints, StopConditions
+from tests.stages import NOW_MS, TOKENS, Stage, recorded
+
+CURVES = Curves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 10.0, 5.0))
+"""A step takes 10 ms and 0.01 ms a prompt token; of decode 5 ms, and 10 ms more in a full cache."""
+PACE = Pace(CURVES, chunk_tokens=1000, capacity_tokens=10_000)
+ASK = Ask(
+    id="a", prompt_tokens=500, block_size=10, seed=0, output_tokens=200, mean_output_tokens=100
+)
+LAMBDA = 0.01
+
+
+def options(*rows: dict[str, Any]) -> Options:
+    """Places w0, w1, …; what a row does not say is 0."""
+    columns = {name: [row.get(name, 0) for row in rows] for name in Options._fields[1:-1]}
+    spots = [
+        Spot(row.get("pace", PACE), **{n: row[n] for n in Spot._fields[1:] if n in row})
+        for row in rows
+    ]
+    return Options([Place(f"w{n}", n) for n in range(len(rows))], **columns, spots=spots)
+
+
+def one(row: dict[str, Any], ask: Ask = ASK) -> Terms:
+    return terms(ask, options(row), 0, LAMBDA)
+
+
+def test_an_idle_place_costs_its_prefill_and_the_decode_to_come() -> None:
+    # 500 tokens: 10 + 5. Half of its answer on, 600 tokens are cached: a step takes 5.6.
+    assert one({}) == pytest.approx(Terms(0, 15, 0, 0, 200 * 5.6, 0))
+    assert one({}).cost_ms(LAMBDA) == pytest.approx(15 + 11.2)
+
+
+def test_a_place_in_decode_costs_the_rest_of_a_step_and_slows_the_others() -> None:
+    # 900 tokens of two prompts and half an answer of 100 each: 1000 tokens, a step takes 6.
+    # Later it is 1000 + 500 + 100 tokens: 6.6.
+    found = one({"open_runs": 2, "prompt_tokens": 900})
+    assert found == pytest.approx(Terms(3, 15 + 6, 2 * 15, 2 * 50 * 0.6, 200 * 6.6, 0))
+    assert found.ttft_ms == pytest.approx(24)
+    assert found.cost_ms(LAMBDA) == pytest.approx(24 + 0.01 * (30 + 60 + 1320))
+
+
+@pytest.mark.parametrize(
+    ("busy_ms", "wait_ms"),
+    [
+        (0, 47),  # 1000 tokens: 20 + 6; 500: 15 + 6
+        (7, 40),
+        (46, 3),  # no less than half a step
+        (9000, 3),
+    ],
+)
+def test_prefill_that_was_begun_before_is_waited_for(busy_ms: float, wait_ms: float) -> None:
+    row = {
+        "open_runs": 2, "prompt_tokens": 900, "prefill_runs": 1, "prefill_tokens": 1500,
+        "busy_ms": busy_ms,
+    }  # fmt: skip
+    assert one(row).wait_ms == pytest.approx(wait_ms)
+
+
+def test_a_full_cache_is_waited_for() -> None:
+    # 9500 tokens are cached, a step takes 14.5; 500 and an answer of 100 are 100 too many.
+    wait_ms = 14.5 / 2 + 100 / 9500 * 100 * 1.5 * 14.5
+    assert one({"open_runs": 2, "prompt_tokens": 9400}).wait_ms == pytest.approx(wait_ms)
+    unknown = PACE._replace(capacity_tokens=0)
+    found = one({"open_runs": 2, "prompt_tokens": 9400, "pace": unknown})
+    assert found.wait_ms == 2.5, "a place that does not say what it holds is never full"
+
+
+def test_those_planned_before_go_first_if_they_are_shorter_and_last_if_not() -> None:
+    # Own prefill is 15: behind 5, before 20, which then waits for ours at the weight of decode.
+    assert one({"ahead_ms": (20.0, 5.0)}).wait_ms == pytest.approx(15 + 0.2 + 5 + 0.15)
+
+
+def test_what_is_cached_elsewhere_and_computed_here_is_paid_for() -> None:
+    both = options({"overlap_blocks": 30}, {"overlap_blocks": 10})
+    ask = ASK._replace(most_held_tokens=most_held(ASK, both))
+    # 200 tokens more than there, at 20 ms for a full chunk of 1000.
+    assert terms(ask, both, 1, LAMBDA).replication_ms == pytest.approx(4)
+    assert terms(ask, both, 1, LAMBDA).prefill_ms == pytest.approx(14)
+    assert terms(ask, both, 0, LAMBDA).replication_ms == 0
+
+
+def test_blocks_in_other_tiers_are_worth_what_loading_them_saves() -> None:
+    row = {"overlap_blocks": 10, "host_blocks": 20, "disk_blocks": 20}
+    assert one(row).prefill_ms == pytest.approx(10 + 0.01 * (500 - 100 - 150 - 50))
+
+
+def test_a_prompt_that_is_cached_whole_still_computes_a_token() -> None:
+    assert one({"overlap_blocks": 80}).prefill_ms == pytest.approx(10.01)
+
+
+def test_a_long_prompt_is_computed_in_chunks_with_a_step_of_decode_each() -> None:
+    ask = ASK._replace(prompt_tokens=2500)
+    assert one({}, ask).prefill_ms == pytest.approx(20 + 20 + 15)
+    found = one({"open_runs": 2, "prompt_tokens": 900}, ask)
+    assert found.prefill_ms == pytest.approx(26 + 26 + 21)
+    assert found.stall_ms == pytest.approx(2 * 55)
+
+
+def test_a_slower_place_takes_longer_for_everything() -> None:
+    row = {"open_runs": 2, "prompt_tokens": 900, "overlap_blocks": 10, "prefill_runs": 1,
+           "prefill_tokens": 1500}  # fmt: skip
+    ask = ASK._replace(most_held_tokens=300)
+    fast, slow = one(row, ask), one(row | {"pace": PACE._replace(slowness=3.0)}, ask)
+    assert slow == pytest.approx([3 * term for term in fast])
+
+
+def test_preferred_taints_make_a_place_cheaper() -> None:
+    plain, liked = costs(ASK, options({}, {"taint_weights": 1.0}), PredictiveWeights())
+    assert liked == pytest.approx(plain * math.exp(-math.tanh(1.0)))
+
+
+# Holding
+
+
+PENDING = {"open_runs": 1, "prompt_tokens": 3000, "prefill_runs": 1, "prefill_tokens": 3000}
+LONG = ASK._replace(prompt_tokens=2500)
+
+
+@pytest.mark.parametrize(
+    ("ask", "row", "left_ms"),
+    [
+        (LONG, {}, 0),
+        (LONG, {"open_runs": 1, "prompt_tokens": 3000}, 0),  # in decode: a prefill starts at once
+        # 3000 tokens: three chunks of 20, each with a step of 5 + 10 · 3050 / 10000 beside it
+        (LONG, PENDING, 3 * 28.05),
+        (LONG, PENDING | {"busy_ms": 80.0}, 3 * 28.05 - 80),
+        (LONG, PENDING | {"busy_ms": 84.1}, 0.5),
+        (LONG, PENDING | {"busy_ms": 84.2}, 0),
+        # So short that a step of its own costs more (10 + 8.05 = 0.01 · 1805): it shares one.
+        (LONG._replace(prompt_tokens=1805), PENDING, 0),
+        (LONG._replace(prompt_tokens=1806), PENDING, 3 * 28.05),
+        # 7400 + 2500 + 200 tokens do not fit: somebody has to end first.
+        (LONG, {"open_runs": 1, "prompt_tokens": 7400}, math.inf),
+        (LONG, {"open_runs": 1, "prompt_tokens": 7300}, 0),
+        (LONG._replace(prompt_tokens=9900), {}, 0),  # it never fits better than alone
+    ],
+)
+def test_a_request_is_held_until_its_place_is_free(
+    ask: Ask, row: dict[str, Any], left_ms: float
+) -> None:
+    assert hold_ms(ask, options(row), 0) == pytest.approx(left_ms)
+
+
+def test_what_a_prefill_takes_alone_counts_what_is_cached() -> None:
+    assert prefill_alone_ms(ASK, options({"overlap_blocks": 20}), 0) == pytest.approx(13)
+
+
+# As a part of `plan`
+
+
+PREDICTIVE = Tuning("predictive")
+BIG = Request(id="big", model="m", token_ids=pack_tokens(list(range(4000))))
+ENGINE = {"total_kv_blocks": 4096, "max_num_batched_tokens": 8192}
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def held(stage: Stage, **over: Any) -> Hold:
+    planned = stage.plan(PREDICTIVE, **({"request": BIG} | over))
+    assert isinstance(planned, Hold), planned
+    return planned
+
+
+def test_a_busy_worker_is_waited_for_and_told_when_to_look_again(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.burden("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
+    hold = held(stage)
+    assert hold.planned is not None
+    assert hold.planned.place == Place("w1", 0)
+    # 4000 tokens by the published curve, beside a step of decode at an empty cache; 10 ms are over
+    alone_ms = 4.209989e-7 * 4000**2 + 1.518344e-2 * 4000 + 16.50142
+    assert hold.planned.prefill_ms == pytest.approx(alone_ms)
+    assert hold.wake_at_ms == math.ceil(NOW_MS + alone_ms + 5.74 - 10)
+
+
+def test_the_first_token_of_who_is_there_frees_the_worker_at_once(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.burden("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
+    held(stage)
+    place = Place("w1", 0)
+    stage.told.remove(place, Burden(1, 4000, 4000, 1, NOW_MS - 10))
+    stage.told.add(place, Burden(1, 4000))
+    assert isinstance(stage.plan(PREDICTIVE, request=BIG), Chosen)
+
+
+def test_the_wait_counts_from_the_last_first_token(stage: Stage) -> None:
+    stage.worker("w1")
+    for _ in range(2):
+        stage.burden("w1", 4000, prefill=4000, since_ms=NOW_MS - 500)
+    assert isinstance(stage.plan(PREDICTIVE, request=BIG), Chosen), "long over by the curve"
+    stage.told.prefilled(Place("w1", 0), NOW_MS - 30)
+    decision = held(stage)
+    assert decision.wake_at_ms is not None
+    assert NOW_MS < decision.wake_at_ms < NOW_MS + 200
+
+
+def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(stage: Stage) -> None:
+    stage.worker("w1")
+    first = stage.chosen(PREDICTIVE, request=BIG)
+    stage.own.add(first.place, first.burden)
+    assert held(stage).planned is not None
+
+
+def test_nobody_is_held_beyond_the_longest_hold_nor_so_long_that_its_deadline_is_missed(
+    stage: Stage,
+) -> None:
+    stage.worker("w1", engine={"total_kv_blocks": 300})  # 4800 tokens: full
+    stage.burden("w1", 4000)
+    assert held(stage).wake_at_ms == NOW_MS + 10_000
+    assert held(stage, since_ms=NOW_MS - 9_990).wake_at_ms == NOW_MS + 10
+    assert isinstance(stage.plan(PREDICTIVE, request=BIG, since_ms=NOW_MS - 10_000), Chosen)
+    hold = held(stage, deadline_ms=NOW_MS + 60_000)
+    assert hold.wake_at_ms == NOW_MS + 10_000
+    soon = stage.plan(PREDICTIVE, request=BIG, deadline_ms=NOW_MS + 50)
+    assert isinstance(soon, Chosen), "there is no time to wait in"
+
+
+def test_a_worker_goes_by_its_own_curve_and_by_what_was_learned_of_it(stage: Stage) -> None:
+    stage.worker("w1", engine={"curve": CURVES.numbers(speedup=2.0)})
+    stage.worker("w2", engine={"curve": CURVES.numbers()})
+    assert stage.chosen(PREDICTIVE).place.worker == "w1"
+    known = {"slowness": {"w1": 4.0}}
+    decision = stage.chosen(PREDICTIVE, known=known)
+    assert decision.place.worker == "w2"
+    assert {c.worker: c.slowness for c in decision.candidates} == {"w1": 4.0, "w2": 1.0}
+    assert {c.curve for c in decision.candidates} == {CURVES.numbers(2.0), CURVES.numbers()}
+
+
+@pytest.mark.parametrize("curve", [(1.0,), (math.nan,) * 7, (-1.0,) * 7, (math.inf,) * 7])
+def test_a_curve_that_cannot_be_true_is_not_believed(
+    stage: Stage, curve: tuple[float, ...]
+) -> None:
+    stage.worker("w1", engine={"curve": curve})
+    assert stage.chosen(PREDICTIVE).candidates[0].curve == (), "the published one"
+
+
+def test_those_who_came_before_keep_their_place(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker("w2")
+    at = Place("w1", 0)
+    assert stage.chosen(PREDICTIVE, known={"ahead_ms": {at: [90.0]}}).place.worker == "w2"
+
+
+def test_the_answer_is_expected_to_be_as_long_as_the_request_says(stage: Stage) -> None:
+    stage.worker("w1")
+
+    def expected(**over: Any) -> float:
+        request = Request(id="a", model="m", token_ids=TOKENS, **over)
+        return stage.chosen(PREDICTIVE, request=request).params["output_tokens"]
+
+    assert expected() == 200
+    assert expected(hints=Hints(expected_output_tokens=70)) == 70
+    assert expected(stop=StopConditions(max_tokens=30)) == 30
+    assert expected(stop=StopConditions(max_tokens=0)) == 1
+    assert stage.chosen(PREDICTIVE, known={"output_tokens": 90.0}).params["output_tokens"] == 90
+
+
+def test_preferred_taints_count(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker("w2", taints=("fast",))
+    wanted = RoutingConstraints(preferred_taints={"fast": 0.1})
+    request = Request(id="a", model="m", hints=Hints(routing_constraints=wanted))
+    assert stage.chosen(PREDICTIVE, request=request).place.worker == "w2"
+
+
+WORKERS = st.lists(
+    st.fixed_dictionaries({
+        "tokens": st.integers(0, 9000), "prefill": st.integers(0, 9000),
+        "since_ms": st.none() | st.integers(NOW_MS - 900, NOW_MS), "blocks": st.integers(0, 10),
+        "slowness": st.floats(0.1, 10), "ahead": st.lists(st.floats(0, 500), max_size=3),
+        "engine": st.sampled_from([{}, ENGINE, ENGINE | {"curve": CURVES.numbers()}]),
+    }),
+    min_size=1, max_size=20,
+)  # fmt: skip
+
+
+def told(workers: list[dict[str, Any]]) -> tuple[Stage, dict[str, Any]]:
+    """A stage with these workers, and what else is known of them."""
+    stage = Stage()
+    known: dict[str, Any] = {"slowness": {}, "ahead_ms": {}}
+    for n, each in enumerate(workers):
+        name = stage.worker(f"w{n}", engine=each["engine"])
+        if each["tokens"]:
+            stage.burden(name, each["tokens"], each["prefill"], since_ms=each["since_ms"])
+        if each["blocks"]:
+            stage.holds(name, each["blocks"])
+        known["slowness"][name] = each["slowness"]
+        known["ahead_ms"][Place(name, n)] = each["ahead"]
+    return stage, known
+
+
+@given(WORKERS, st.integers(0, 2**32 - 1))
+def test_a_decision_is_a_function_of_its_inputs_and_recomputed_from_its_record(
+    workers: list[dict[str, Any]], seed: int
+) -> None:
+    stage, known = told(workers)
+    over: dict[str, Any] = {"seed": seed, "known": known, "since_ms": NOW_MS - 10_000}
+    decision = stage.chosen(PREDICTIVE, **over)
+    assert decision == stage.chosen(PREDICTIVE, **over)
+    assert replan(recorded(decision)) == decision.place
+    assert all(math.isfinite(c.cost) and c.cost > 0 for c in decision.candidates)
+
+
+@given(WORKERS, st.floats(0, 20_000), st.floats(-500, 20_000))
+def test_a_hold_has_an_end(workers: list[dict[str, Any]], waited_ms: float, left_ms: float) -> None:
+    stage, known = told(workers)
+    since_ms, deadline_ms = NOW_MS - waited_ms, NOW_MS + left_ms
+    planned = stage.plan(
+        PREDICTIVE, request=BIG, known=known, since_ms=since_ms, deadline_ms=deadline_ms
+    )
+    if isinstance(planned, Hold):
+        assert planned.wake_at_ms is not None
+        assert NOW_MS < planned.wake_at_ms <= min(since_ms + 10_000, deadline_ms)
+    else:
+        assert isinstance(planned, Chosen)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 900)), min_size=2, max_size=12),
+    st.integers(0, 99),
+)
+def test_without_caches_it_is_the_least_load_in_predicted_milliseconds(
+    loads: list[tuple[int, int]], seed: int
+) -> None:
+    stage = Stage()
+    for n, (thousands, ago_ms) in enumerate(loads):
+        stage.worker(f"w{n}")
+        tokens = 1000 * thousands
+        stage.burden(f"w{n}", 20_000, prefill=tokens, since_ms=NOW_MS - ago_ms)
+    known = {"slowness": {}}
+    decision = stage.chosen(PREDICTIVE, seed=seed, since_ms=0, known=known)
+
+    def left_ms(load: tuple[int, int]) -> float:
+        return max(Pace().prefill_ms(1000 * load[0], 5.74) - load[1], 5.74 / 2)
+
+    place = int(decision.place.worker[1:])
+    assert left_ms(loads[place]) == min(map(left_ms, loads))
