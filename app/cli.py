@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from app.commands import audit, bench, machine, requests, topics
+from app.commands import audit, bench, machine, requests, simulate, topics
 
 
 class _Commands(TyperGroup):
@@ -74,6 +74,7 @@ app.command()(requests.follow)
 app.command()(requests.cancel)
 app.command()(audit.explain)
 app.command()(audit.replay)
+app.command()(simulate.simulate)
 app.add_typer(topics.app, name="topics")
 app.add_typer(bench.app, name="bench")
 
@@ -115,10 +116,12 @@ def _is_for_people(error: Exception) -> bool:
     from app.demo.parts import DemoFailed
     from app.publishing import BadPrompt
     from app.settings import SettingsError
+    from app.trace import BadTrace
     from streams.errors import StreamError
 
     expected = (
-        StreamError, SettingsError, DemoFailed, BenchFailed, BadMoment, BadPrompt, TimeoutError,
+        StreamError, SettingsError, DemoFailed, BenchFailed, BadMoment, BadPrompt, BadTrace,
+        TimeoutError,
     )  # fmt: skip
     return isinstance(error, expected)
 

@@ -11,6 +11,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+_PARTS = " / "
+"""Between figures that share a column."""
+
 
 def machine() -> dict[str, Any]:
     """What it ran on."""
@@ -53,8 +56,9 @@ class Report(msgspec.Struct, frozen=True):
     def show(self, console: Console) -> None:
         """The rows, then the bars."""
         table = Table(box=None, pad_edge=False)
-        for name in self.rows[0] if self.rows else ():
-            table.add_column(name, no_wrap=True)
+        for name, value in self.rows[0].items() if self.rows else ():
+            parts = f" {_PARTS.join(value)}" if isinstance(value, dict) else ""
+            table.add_column(name + parts, no_wrap=True)
         for row in self.rows:
             table.add_row(*(_shown(v) for v in row.values()))
         console.print(table, highlight=False)
@@ -70,4 +74,8 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def _shown(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, dict):
+        return _PARTS.join(map(_shown, value.values()))
+    if isinstance(value, float):
+        return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+    return str(value)

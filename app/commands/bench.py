@@ -167,6 +167,27 @@ def index(
         )
 
 
+@app.command()
+def simulate(
+    *,
+    trace: Annotated[
+        Path | None, typer.Option(help="The whole conversation trace of Mooncake.")
+    ] = None,
+    full: Full = False,
+    json: Json = None,
+) -> None:
+    """A production trace on four simulated fleets: all policies, beside published figures.
+
+    Round robin shows that the simulation is right. Quick: one seed, arrivals as recorded; --full:
+    five, also with arrivals spread out, and Dynamo's cost at five settings.
+    """
+    from app.bench.simulate import FULL, QUICK
+    from app.bench.simulate import simulate as run
+
+    form = FULL if full else QUICK
+    _measure("simulate", lambda said, progress: run(form, trace, said, progress), json)
+
+
 @app.command(name="all")
 def every(
     *,
@@ -178,6 +199,7 @@ def every(
     for form in (hop, tokens, gateway, rebuild):
         form(full=full)
     index(full=full, peers=True)
+    simulate(full=full)
     if not _faults(FULL_SEEDS if full else QUICK_SEEDS, 0, 0, None):
         raise typer.Exit(1)
 

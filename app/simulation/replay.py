@@ -27,10 +27,11 @@ from app.routing.plan import Chosen, Hold, Refuse, Tuning, plan
 from app.simulation.knowledge import HEARTBEAT_MS, Knowledge
 from app.simulation.traffic import Arrival, Traced
 from app.simulation.worker import NEVER, Worker
+from app.trace import BadTrace
 
 
 class SimulationFailed(Exception):
-    """The trace cannot be played on this fleet, or a policy left requests behind."""
+    """A policy left requests behind, or refused one; no figures come of that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +77,7 @@ class Replay:
     with any more says nothing."""
 
     def run(self) -> list[Life]:
-        """Play all of it. Raises SimulationFailed."""
+        """Play all of it; raises as `replay`."""
         while True:
             came = len(self.lives)
             arrival = self.arrivals[came].at_ms if came < len(self.arrivals) else NEVER
@@ -180,7 +181,7 @@ class Replay:
         try:
             worker.admit(sequence, now_ms)
         except ValueError as e:
-            raise SimulationFailed(f"request {life.id} fits no worker: {e}") from e
+            raise BadTrace(f"request {life.id} fits no worker: {e}") from e
         self.knowledge.decided(life.id, decision, now_ms)
         if worker.ends_at_ms != before:  # it was in quiet steps, and now is in the present one
             heappush(self._ends, (worker.ends_at_ms, worker.epoch))
@@ -205,7 +206,8 @@ def replay(
 ) -> list[Life]:
     """Play a trace on so many equal workers, empty at first; the lives in the order of arrival.
 
-    A function of its arguments. Raises SimulationFailed.
+    A function of its arguments. Raises BadTrace for a request that no cache can hold, and
+    SimulationFailed.
     """
     digits = len(str(workers - 1))
     fleet = [Worker(f"worker-{number:0{digits}}", number, shape) for number in range(workers)]

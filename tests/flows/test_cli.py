@@ -22,10 +22,10 @@ from streams.topics import PROMPTS, RESPONSES, lane_of
 
 COMMANDS = [
     [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"], ["asyncapi"],
-    ["explain"], ["replay"],
+    ["explain"], ["replay"], ["simulate"],
     ["topics"], ["topics", "create"], ["topics", "describe"], ["bench"],
     ["bench", "faults"], ["bench", "hop"], ["bench", "tokens"], ["bench", "gateway"],
-    ["bench", "rebuild"], ["bench", "index"], ["bench", "all"],
+    ["bench", "rebuild"], ["bench", "index"], ["bench", "simulate"], ["bench", "all"],
 ]  # fmt: skip
 
 
@@ -253,3 +253,30 @@ def test_bench_faults_reports_in_both_forms(tmp_path: Path) -> None:
     assert report["rows"][0]["seeds"] == 2
     assert report["bars"][0]["met"] is True
     assert report["machine"]["cpus"]
+
+
+def test_simulate_shows_a_row_for_each_policy_and_seed(tmp_path: Path) -> None:
+    file = tmp_path / "simulate.json"
+    asked = ("--policy", "dynamo:16,round_robin", "--workers", "2", "--speed", "4", "--seeds", "2")
+    result = kvlane("simulate", *asked, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert "ttft_ms mean / p50 / p99" in result.stdout
+    rows = json.loads(file.read_text())["rows"]
+    assert [(r["policy"], r["seed"]) for r in rows] == [
+        ("dynamo:16", 0), ("dynamo:16", 1), ("round_robin", 0), ("round_robin", 1),
+    ]  # fmt: skip
+    assert all((r["workers"], r["speed"], r["requests"]) == (2, 4.0, 300) for r in rows)
+    assert rows[0]["ttft_ms"]["mean"] < rows[2]["ttft_ms"]["mean"]
+    assert rows[2]["e2e_ms"] == rows[3]["e2e_ms"]
+
+
+def test_simulate_names_what_it_cannot_play(tmp_path: Path) -> None:
+    unknown = kvlane("simulate", "--policy", "best")
+    assert unknown.exit_code == 2
+    assert "round_robin" in unknown.stderr
+    absent = kvlane("simulate", "--trace", str(tmp_path / "absent"))
+    assert absent.exit_code == 1
+    assert absent.stderr.startswith("error: ")
+    small = kvlane("simulate", "--blocks", "4")
+    assert small.exit_code == 1
+    assert "fits no worker" in small.stderr

@@ -17,7 +17,7 @@ from app.simulation import worker
 from app.simulation.figures import figures
 from app.simulation.replay import Life, SimulationFailed, replay
 from app.simulation.traffic import Pace, arrivals, traced
-from app.trace import TraceRow
+from app.trace import BadTrace, TraceRow
 
 # A step takes 10 ms and a hundredth of one a new token, and 4 ms more if anybody decodes.
 SIMPLE = Shape(512, 64, curves=Curves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 0.0, 4.0)))
@@ -212,5 +212,5 @@ def test_a_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_request_that_no_cache_can_hold_is_reported() -> None:
-    with pytest.raises(SimulationFailed, match="000000 fits no worker"):
+    with pytest.raises(BadTrace, match="000000 fits no worker"):
         played([row(0, 64 * 512, 2)])

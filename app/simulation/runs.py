@@ -1,0 +1,89 @@
+"""Runs that people ask for: a policy by its name, on a fleet, at a pace; and their rows.
+
+A row is what tables and files show of a run, with the units in its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from app.engine.batch import Shape
+from app.routing.plan import Tuning
+from app.routing.policies import POLICIES, DynamoWeights
+from app.simulation.figures import Figures, figures
+from app.simulation.replay import replay
+from app.simulation.traffic import Pace, Traced, arrivals, traced
+from app.trace import CHUNK_TOKENS, TraceRow
+
+BLOCKS = 2048
+"""A million tokens in the cache of a worker, as in the published set-ups."""
+LARGEST_SCALE = 1e6
+_UNPINNED = ", ".join(name for name in POLICIES if name != "direct")
+
+
+class BadPolicy(Exception):
+    """No policy that can be simulated; the message says which there are."""
+
+
+class Run(NamedTuple):
+    """One replay. `policy` as for `tuning_of`, `blocks`: what each worker's cache holds."""
+
+    policy: str
+    workers: int
+    pace: Pace = Pace()
+    seed: int = 0
+    blocks: int = BLOCKS
+
+
+class Trace:
+    """The requests of a trace, prepared once for any number of runs."""
+
+    def __init__(self, rows: Sequence[TraceRow]) -> None:
+        self.rows = rows
+        self.requests: list[Traced] = traced(rows)
+
+    @property
+    def seconds(self) -> float:
+        """From its first to its last arrival, as recorded."""
+        return (self.rows[-1].timestamp - self.rows[0].timestamp) / 1000
+
+
+def tuning_of(policy: str) -> Tuning:
+    """`round_robin`, ..., `dynamo`, or `dynamo:64` with a prefill_load_scale. Raises BadPolicy."""
+    name, _, scale = policy.partition(":")
+    if name not in POLICIES or name == "direct":
+        raise BadPolicy(f"policy {name!r}: one of {_UNPINNED}")
+    if not scale:
+        return Tuning(name)
+    try:
+        weights = DynamoWeights(prefill_load_scale=float(scale))
+    except ValueError:
+        weights = None
+    if name != "dynamo" or weights is None or not 0 <= weights.prefill_load_scale <= LARGEST_SCALE:
+        raise BadPolicy(f"policy {policy!r}: dynamo alone takes a number, its prefill_load_scale")
+    return Tuning(name, weights)
+
+
+def played(trace: Trace, run: Run, progress: Callable[[int], None] = lambda _: None) -> Figures:
+    """Do a run; `progress` hears how many more requests have come. Raises as `replay`."""
+    coming = arrivals(trace.rows, trace.requests, run.pace, run.seed)
+    shape = Shape(CHUNK_TOKENS, run.blocks)
+    return figures(replay(coming, run.workers, shape, tuning_of(run.policy), run.seed, progress))
+
+
+def row(run: Run, found: Figures, wall_s: float) -> dict[str, Any]:
+    """A run as it is shown."""
+    return {
+        "policy": run.policy,
+        "seed": run.seed,
+        "workers": run.workers,
+        "speed": run.pace.speed,
+        "jitter_s": run.pace.jitter_s,
+        "requests": found.requests,
+        "reuse": found.reuse,
+        "ttft_ms": {"mean": found.ttft_mean, "p50": found.ttft_p50, "p99": found.ttft_p99},
+        "itl_ms": {"mean": found.itl_mean},
+        "e2e_ms": {"mean": found.e2e_mean, "p99": found.e2e_p99},
+        "wall_s": wall_s,
+    }
