@@ -58,6 +58,7 @@ class Knowledge:
         config = EngineConfig(
             model=MODEL, kv_cache_block_size=shape.block_size, total_kv_blocks=shape.blocks,
             max_num_seqs=shape.max_sequences, max_num_batched_tokens=shape.max_batched_tokens,
+            curve=shape.curves.numbers(),
         )  # fmt: skip
         for worker in workers:
             card = WorkerCard(
