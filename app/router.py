@@ -168,6 +168,7 @@ class Router:
         owner = self._owners.get(source.partition)
         is_news = self._context.load_follower.caught_up
         for fact in facts:
+            self._context.places.learn(fact)
             if is_news:
                 self._context.places.told(fact)
             if owner is not None:

@@ -179,6 +179,7 @@ class Settings(BaseSettings):
 
     policy: Literal[
         "dynamo",
+        "predictive",
         "least_loaded",
         "round_robin",
         "random",
@@ -196,6 +197,17 @@ class Settings(BaseSettings):
     )
     router_temperature: float = Field(
         0.0, ge=0, description="policy dynamo: 0 takes the least cost, more spreads the requests"
+    )
+    decode_weight: float = Field(
+        0.01,
+        ge=0,
+        description="policy predictive: what a millisecond of decode, summed over requests, is "
+        "worth in milliseconds to a first token",
+    )
+    max_hold_s: float = Field(
+        10,
+        ge=0,
+        description="policy predictive: how long a request is held for a busy worker, in seconds",
     )
 
     # Gateway

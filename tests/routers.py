@@ -49,13 +49,18 @@ class Hand:
     """A worker that says what the test says; it only beats by itself."""
 
     def __init__(
-        self, world: World, name: str = "w1", model: str = "demo", block_size: int | None = None
+        self,
+        world: World,
+        name: str = "w1",
+        model: str = "demo",
+        block_size: int | None = None,
+        **engine: Any,
     ) -> None:
         self.world, self.name = world, name
         self.running: list[RunProgress] = []
         self.slot_offset = 0
         self.state: WorkerState = "ready"
-        config = EngineConfig(model=model, kv_cache_block_size=block_size)
+        config = EngineConfig(model=model, kv_cache_block_size=block_size, **engine)
         card = {"id": name, "slot": 0, "model": model, "config": config}
         self.epoch = world.append(REGISTRY, 0, WorkerCard(**card), key=f"worker/{name}")
         world.append(REGISTRY, 0, WorkerCard(**card, epoch=self.epoch), key=f"worker/{name}")

@@ -21,6 +21,7 @@ from app.routing.load import Load, RunId
 from app.routing.obligations import Patience
 from app.routing.plan import Tuning
 from app.routing.policies import DynamoWeights
+from app.routing.predictive import PredictiveWeights
 from app.settings import Settings
 from streams.clock import BrokerClock
 from streams.follow import Follower
@@ -45,7 +46,8 @@ def tuning_of(settings: Settings) -> Tuning:
         prefill_load_scale=settings.prefill_load_scale,
         temperature=settings.router_temperature,
     )
-    return Tuning(settings.policy, weights)
+    predicting = PredictiveWeights(settings.decode_weight, settings.max_hold_s * 1000)
+    return Tuning(settings.policy, weights, predicting)
 
 
 @dataclass

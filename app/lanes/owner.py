@@ -21,6 +21,7 @@ from typing import Any
 
 from app.lanes.context import RouterContext
 from app.lanes.endings import Endings
+from app.lanes.places import Key
 from app.lanes.procedures import CalledOff, Procedures, Remainder, blames_request
 from app.routing.load import OPEN, LedgerRecord, RunId, Story
 from app.routing.obligations import Finish, Restart, Verify, due
@@ -105,11 +106,11 @@ class LaneOwner:
         story = s.load.story(self._lane, request_id)
         if story is not None:
             action = due(request_id, story, s.fleet, s.broker_clock.now_ms(), s.patience)
-        waits, place = s.places.waiting, (self._lane, request_id)
+        waits, key = s.places.waiting, Key(self._lane, request_id)
         if story is not None and action is None and _backs_off(story):
-            waits.add(place)
+            waits.add(key)
         else:
-            waits.discard(place)
+            waits.discard(key)
         match action:
             case Restart():
                 self._start(request_id, partial(self._do.restart, request_id, action))
@@ -154,7 +155,7 @@ class LaneOwner:
         self._jobs.clear()
         self._waiting.clear()
         waits = self._context.places.waiting
-        waits -= {place for place in waits if place[0] == self._lane}
+        waits -= {key for key in waits if key.lane == self._lane}
 
     # --- jobs ------------------------------------------------------------------------------------
 

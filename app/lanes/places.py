@@ -8,6 +8,10 @@ Requests wait here instead of being sent to and fro, and their number is bounded
 that one more has to be refused. A freed place wakes one of them, the one that has waited longest;
 whoever finds a place wakes the next, since there may be more. Every second each looks for itself.
 
+A request that policy predictive holds for a place looks again when that is predicted free. Of those
+planned for one place only the next in turn does; the others are woken one by one as it goes. What
+the log says about a worker wakes those planned for it, and everybody while they are few.
+
 Never here: what a request's wait is worth, and its end.
 """
 
@@ -15,17 +19,28 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.bell import Bell
 from app.routing.burdens import Burdens
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
+from app.routing.held import Held
 from app.routing.index import Index
 from app.routing.load import Load
-from app.routing.plan import Chosen, Plan, Tuning, View, plan
+from app.routing.paces import Paces
+from app.routing.plan import Chosen, Hold, Plan, Planned, Tuning, View, plan
 from app.routing.prompt import Prompt
 from streams.clock import BrokerClock
-from streams.records import Fact, Finished, Heartbeat, ModelCard, Started, WorkerCard
+from streams.records import (
+    Fact,
+    Finished,
+    Heartbeat,
+    ModelCard,
+    PrefillDone,
+    Started,
+    WorkerCard,
+)
 
 TRY_AGAIN_MS = 1_000
 """How long a refusal is taken at its word."""
@@ -33,8 +48,34 @@ LOOK_S = 1.0
 LOOKERS = 1000
 """How often a waiting request looks for a place without being woken, since a wake-up may have gone
 to one that could not use it; and beyond how many each looks less often. A look takes some 60 us."""
+WOKEN = 16
+"""How many held requests one record wakes at most: planning them takes a few milliseconds."""
+SHORTEST_S = 0.001
+"""The broker's time, by which is planned, is in milliseconds."""
 REMEMBERED = 10_000
 """Names of models that were served once; more than any registry has."""
+
+
+class Key(NamedTuple):
+    """Which request: its lane and its id."""
+
+    lane: int
+    id: str
+
+
+class Wanted(NamedTuple):
+    """A request that looks for a place. `number`: its place in the order of arrival here.
+
+    `excluded`: workers on which it failed. Times are the broker's.
+    """
+
+    key: Key
+    number: int
+    prompt: Prompt
+    seed: int
+    since_ms: int
+    deadline_ms: int
+    excluded: Collection[str]
 
 
 @dataclass(slots=True)
@@ -63,8 +104,8 @@ class Places:
         worker_timeout_ms: int,
         bound: int,
     ) -> None:
-        self.waiting: set[tuple[int, str]] = set()
-        """Lanes and ids of the requests that wait: held, or backing off after a refusal."""
+        self.waiting: set[Key] = set()
+        """The requests that wait: held, or backing off after a refusal."""
         self._fleet = fleet
         self._load = load
         self._index = index
@@ -79,6 +120,11 @@ class Places:
         self._models: dict[str, None] = {}
         self._heard_ms: dict[str, int] = {}
         self._changed = Bell()
+        self._paces = Paces()
+        self._wanted = 0
+        self._held = Held[Key]()
+        self._bells: dict[Key, Bell] = {}
+        """Of those that are held for a place."""
 
     # --- questions -------------------------------------------------------------------------------
 
@@ -87,19 +133,36 @@ class Places:
         """Whether one more would be too many to wait."""
         return len(self.waiting) >= self._bound
 
-    def find(self, prompt: Prompt, excluded: Collection[str], seed: int) -> Plan:
+    def wanted(
+        self, key: Key, prompt: Prompt, seed: int, deadline_ms: int, excluded: Collection[str]
+    ) -> Wanted:
+        """A request begins to look for a place; `left` tells that it does so no more."""
+        self._wanted += 1
+        now_ms = self._broker_clock.now_ms()
+        return Wanted(key, self._wanted, prompt, seed, now_ms, deadline_ms, excluded)
+
+    def find(self, wanted: Wanted) -> Plan:
         """Where a request goes now, or why it has to wait, or cannot go anywhere."""
         now_ms = self._broker_clock.now_ms()
         view = View(self._fleet, self._pools, self._index, self._load.burdens, self._own, now_ms)
+        if self._tuning.policy == "predictive":
+            view = view._replace(
+                output_tokens=self._paces.output_tokens,
+                slowness=self._paces.slowness,
+                ahead_ms=self._held.ahead_ms(wanted.number),
+            )
         planned = plan(
-            prompt,
+            wanted.prompt,
             view,
             self._tuning,
-            seed=seed,
+            seed=wanted.seed,
             turn=self._dispatched,
-            excluded=excluded,
+            excluded=wanted.excluded,
             full=[key for key in self._limits if not self._has_room(*key, now_ms)],
+            since_ms=wanted.since_ms,
+            deadline_ms=wanted.deadline_ms,
         )
+        self._intend(wanted, planned.planned if isinstance(planned, Hold) else None)
         if isinstance(planned, Chosen):
             self._wake_one(planned.place.worker)
         return planned
@@ -134,9 +197,53 @@ class Places:
 
     # --- waiting ---------------------------------------------------------------------------------
 
-    async def change(self, model: str) -> None:
-        """Wait until there may be a place for a request of this model."""
-        await self._changed.wait(LOOK_S * max(1, len(self.waiting) / LOOKERS), model)
+    async def change(self, wanted: Wanted, hold: Hold) -> None:
+        """Wait until there may be a place for a held request."""
+        key, model = wanted.key, wanted.prompt.request.model
+        look_s = LOOK_S * max(1, len(self.waiting) / LOOKERS)
+        if hold.planned is None:
+            await self._changed.wait(look_s, model)
+            return
+        ends_ms = hold.planned.until_ms
+        if hold.wake_at_ms is not None and self._held.first(hold.planned.place) == key:
+            ends_ms = hold.wake_at_ms
+        left_s = (ends_ms - self._broker_clock.now_ms()) / 1000
+        bell = self._bells[key] = Bell()
+        try:
+            await bell.wait(max(SHORTEST_S, min(left_s, look_s)))
+        finally:
+            del self._bells[key]
+
+    def left(self, wanted: Wanted) -> None:
+        """A request looks for a place no more: it has one, or gave up."""
+        self.waiting.discard(wanted.key)
+        self._intend(wanted, None)
+
+    def _intend(self, wanted: Wanted, planned: Planned | None) -> None:
+        """Note which place a request is held for, if any, and wake who has another turn for it."""
+        held, key = self._held, wanted.key
+        places = [place for place in (held.place(key), planned and planned.place) if place]
+        before = {place: held.first(place) for place in places}
+        if planned is None:
+            held.drop(key)
+        else:
+            held.hold(key, wanted.number, wanted.since_ms, planned)
+        for place, first in before.items():
+            if (now_first := held.first(place)) != first:
+                self._ring(now_first)
+                self._ring(first)
+
+    def _ring(self, key: Key | None) -> None:
+        bell = self._bells.get(key) if key is not None else None
+        if bell is not None:
+            bell.ring()
+
+    def _wake_held(self, worker: str) -> None:
+        """Something changed on a worker: those planned for it look again, in turn."""
+        few = len(self._held) <= WOKEN
+        places = None if few else [at for at in self._held.places() if at.worker == worker]
+        for key in self._held.in_turn(places)[:WOKEN]:
+            self._ring(key)
 
     def fleet_changed(self) -> None:
         """Other workers may be eligible now: everybody looks."""
@@ -145,7 +252,12 @@ class Places:
             del self._limits[key]
         for worker in self._heard_ms.keys() - self._fleet.members.keys():
             del self._heard_ms[worker]
+        self._ring_all()
+
+    def _ring_all(self) -> None:
         self._changed.ring()
+        for bell in self._bells.values():
+            bell.ring()
 
     def _wake_one(self, worker: str) -> None:
         member = self._fleet.members.get(worker)
@@ -154,13 +266,20 @@ class Places:
 
     # --- what the log says -----------------------------------------------------------------------
 
+    def learn(self, fact: Fact) -> None:
+        """A record of the ledger was folded, however old."""
+        self._paces.told(fact)
+
     def told(self, fact: Fact) -> None:
-        """A record of the ledger or of the fleet was folded."""
+        """A new record of the ledger or of the fleet was folded."""
         match fact.record:
             case Finished(worker=worker, epoch=epoch, code="worker_full"):
                 self._refused((worker, epoch), fact.timestamp_ms)
             case Finished(worker=worker):
                 self._wake_one(worker)
+                self._wake_held(worker)
+            case PrefillDone(worker=worker):
+                self._wake_held(worker)
             case Started(worker=worker, epoch=epoch):
                 limit = self._limits.get((worker, epoch))
                 if limit is not None:
@@ -169,7 +288,7 @@ class Places:
                 before_ms = self._heard_ms.get(worker, 0)
                 self._heard_ms[worker] = fact.timestamp_ms
                 if fact.timestamp_ms - before_ms > self._timeout_ms:
-                    self._changed.ring()  # nothing was sent to it while it was silent
+                    self._ring_all()  # nothing was sent to it while it was silent
             case WorkerCard(model=model) | ModelCard(name=model):
                 self._models[model] = None
                 while len(self._models) > REMEMBERED:

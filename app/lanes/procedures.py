@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from app.lanes.context import FoldStopped, RouterContext
 from app.lanes.endings import Endings
+from app.lanes.places import Key
 from app.lanes.resumption import end_of_answer, obstacle
 from app.routing.load import OPEN, RunId, Story
 from app.routing.obligations import Restart, RestartReason, is_listed
@@ -229,24 +230,25 @@ class Procedures:
         """
         s, request = self._context, rest.request
         seed = s.life.rng.getrandbits(32)
-        prompt = Prompt(request, pack_tokens(rest.taken))
-        place, why = (self._lane, request.id), ""
+        prompt, why = Prompt(request, pack_tokens(rest.taken)), ""
+        key = Key(self._lane, request.id)
+        wanted = s.places.wanted(key, prompt, seed, rest.deadline_ms, rest.excluded)
         try:
             while s.broker_clock.now_ms() <= rest.deadline_ms:
-                planned = s.places.find(prompt, rest.excluded, seed)
+                planned = s.places.find(wanted)
                 if not isinstance(planned, Hold):
                     return planned
                 why = planned.reason
-                if place not in s.places.waiting:
+                if key not in s.places.waiting:
                     if not s.places.may_be_served(request.model):
                         return _no_place("model_not_found")
                     if s.places.is_crowded and not rest.has_begun:
                         return _no_place("queue_full", why)
-                    s.places.waiting.add(place)
+                    s.places.waiting.add(key)
                 with self._interruptible(request.id):
-                    await s.places.change(request.model)
+                    await s.places.change(wanted, planned)
         finally:
-            s.places.waiting.discard(place)
+            s.places.left(wanted)
         return _no_place("deadline" if s.places.is_served(request.model) else "no_workers", why)
 
     @contextmanager
@@ -276,6 +278,7 @@ class Procedures:
             policy=choice.policy, params=choice.params, seed=choice.seed,
             block_size=choice.block_size, cached_tokens_predicted=choice.cached_tokens,
             prefill_tokens=choice.prefill_tokens, candidates=choice.candidates, router=s.name,
+            held_ms=choice.outlook.held_ms, ttft_ms_predicted=choice.outlook.ttft_ms,
         )  # fmt: skip
         assignment = Assignment(
             worker=run.worker, epoch=run.epoch, rank=rank, attempt=run.attempt, phase=run.phase,

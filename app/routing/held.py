@@ -51,17 +51,15 @@ class Held(Generic[K]):
         entry = self._entries[key] = Entry(number, since_ms, planned)
         self._by_place.setdefault(planned.place, {})[key] = entry
 
-    def drop(self, key: K) -> Place | None:
-        """Forget a request; for which place it was planned, None if it was not."""
+    def drop(self, key: K) -> None:
+        """Forget a request, if it is known."""
         entry = self._entries.pop(key, None)
         if entry is None:
-            return None
-        place = entry.planned.place
-        there = self._by_place[place]
+            return
+        there = self._by_place[entry.planned.place]
         del there[key]
         if not there:
-            del self._by_place[place]
-        return place
+            del self._by_place[entry.planned.place]
 
     def ahead_ms(self, number: int) -> Mapping[Place, list[float]]:
         """By place, the prefill of each request that is planned for it and came before this one."""
@@ -71,6 +69,11 @@ class Held(Generic[K]):
             if earlier:
                 ahead[place] = earlier
         return ahead
+
+    def place(self, key: K) -> Place | None:
+        """For which place a request is planned."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.planned.place
 
     def places(self) -> Iterator[Place]:
         """All for which somebody is planned."""

@@ -85,10 +85,20 @@ class Planned(NamedTuple):
     until_ms: int
 
 
+class Outlook(NamedTuple):
+    """What policy predictive expects. `left_ms`: for how long the request is better held, from now;
+    `held_ms`: how long it was, `ttft_ms`: time to its first token if it goes now.
+    """
+
+    planned: Planned | None = None
+    left_ms: int = 0
+    held_ms: int = 0
+    ttft_ms: float = 0.0
+
+
 class Chosen(NamedTuple):
     """The decision. `prefill_tokens`: what it adds to the prefill of its place; with the other
-    fields, all that was not in the request and went into the costs. `at_ms`: when it was taken;
-    `ttft_ms` is what policy predictive expects from then to the first token.
+    fields, all that was not in the request and went into the costs. `at_ms`: when it was taken.
     """
 
     place: Place
@@ -101,8 +111,7 @@ class Chosen(NamedTuple):
     seed: int
     candidates: tuple[Candidate, ...]
     at_ms: int = 0
-    ttft_ms: float = 0.0
-    planned: Planned | None = None
+    outlook: Outlook = Outlook()
 
     @property
     def burden(self) -> Burden:
@@ -179,18 +188,12 @@ def plan(
     params = _params(tuning, ask, weights, costs, request.router_config_override)
     chosen = pick(costs, options.places, seed, _noise(params))
     assert chosen is not None, "a policy considers some option"
-    planned, ttft_ms = None, 0.0
+    outlook = Outlook()
     if tuning.policy == "predictive":
-        terms = predictive.terms(ask, options, chosen, tuning.predictive.decode_weight)
-        since_ms, ttft_ms = view.now_ms if since_ms is None else since_ms, terms.ttft_ms
-        until_ms = since_ms + tuning.predictive.max_hold_ms
-        if deadline_ms is not None:
-            until_ms = min(until_ms, deadline_ms - ttft_ms)
-        alone_ms = predictive.prefill_alone_ms(ask, options, chosen)
-        planned = Planned(options.places[chosen], alone_ms, math.floor(until_ms))
-        left_ms = min(predictive.hold_ms(ask, options, chosen), planned.until_ms - view.now_ms)
-        if left_ms > 0:
-            return Hold("its worker is busy", view.now_ms + math.ceil(left_ms), planned)
+        since_ms = view.now_ms if since_ms is None else since_ms
+        outlook = _outlook(ask, options, chosen, view.now_ms, tuning, since_ms, deadline_ms)
+        if outlook.left_ms > 0:
+            return Hold("its worker is busy", view.now_ms + outlook.left_ms, outlook.planned)
     held = sum(column[chosen] for column in options[1:4]) * pool.block_size
     cached = min(held, prompt.tokens)
     tracked = params.get("track_prefill_tokens", 1.0)
@@ -205,8 +208,7 @@ def plan(
         seed=seed,
         candidates=_candidates(options, costs, chosen),
         at_ms=view.now_ms,
-        ttft_ms=ttft_ms,
-        planned=planned,
+        outlook=outlook,
     )
 
 
@@ -260,6 +262,25 @@ def _costs(
     if policy == "predictive":
         return predictive.costs(ask, options, predicting)
     return POLICIES[policy](ask, options, weights)
+
+
+def _outlook(
+    ask: Ask,
+    options: Options,
+    chosen: int,
+    now_ms: int,
+    tuning: Tuning,
+    since_ms: float,
+    deadline_ms: float | None,
+) -> Outlook:
+    terms = predictive.terms(ask, options, chosen, tuning.predictive.decode_weight)
+    until_ms = since_ms + tuning.predictive.max_hold_ms
+    if deadline_ms is not None:
+        until_ms = min(until_ms, deadline_ms - terms.prefill_ms)
+    alone_ms = predictive.prefill_alone_ms(ask, options, chosen)
+    planned = Planned(options.places[chosen], alone_ms, math.floor(until_ms))
+    left_ms = min(predictive.hold_ms(ask, options, chosen), planned.until_ms - now_ms)
+    return Outlook(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), terms.ttft_ms)
 
 
 def _predicted(ask: Ask, request: Request, options: Options, view: View) -> Ask:

@@ -52,9 +52,11 @@ def test_a_new_plan_takes_the_place_of_the_old_one() -> None:
     held.hold("a", 0, 0, planned(W2, 5.0))
     assert held.ahead_ms(1) == {W2: [5.0]}
     assert list(held.places()) == [W2]
-    assert held.drop("a") == W2
-    assert held.drop("a") is None
+    assert held.place("a") == W2
+    held.drop("a")
+    held.drop("a")
     assert (len(held), held.in_turn(), list(held.places())) == (0, [], [])
+    assert held.place("a") is None
 
 
 @given(

@@ -1,0 +1,217 @@
+"""Policy predictive in a router: who is held, when he goes, and that nobody is forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.engine.curves import Curves
+from app.router import Router
+from streams.codecs import pack_tokens
+from streams.records import Assigned, Assignment, Cancel, End, PrefillDone, Request
+from streams.topics import LEDGER, REQUESTS, RESPONSES
+from tests.routers import Hand, read, route, some, write
+from tests.worlds import World, in_world
+
+CURVES = Curves(prefill=(0.0, 0.1, 100.0), decode=(0.0, 0.0, 0.0), decode_floor=0.0)
+"""A step takes 100 ms and 0.1 ms a token; so 4000 tokens are half a second."""
+SLOW = {"curve": CURVES.numbers(), "max_num_batched_tokens": 65_536}
+
+
+def ask(world: World, name: str, tokens: int, **over: Any) -> None:
+    fields = {
+        "id": name,
+        "model": "demo",
+        "deadline_s": 100,
+        "token_ids": pack_tokens([7] * tokens),
+    }
+    write(world, REQUESTS, Request(**(fields | over)))
+
+
+def prefilled(world: World, hand: Hand, name: str) -> None:
+    done = PrefillDone(
+        id=name, attempt=0, phase="aggregated", worker=hand.name, epoch=hand.epoch, run=1
+    )
+    write(world, LEDGER, done)
+
+
+async def compute(world: World, hand: Hand) -> None:
+    """Do what comes, one prompt after the other, and say when each is computed."""
+    done = 0
+    while True:
+        for assignment in hand.told(Assignment)[done:]:
+            done += 1
+            await world.sleep(0.1 + 0.0001 * len(assignment.request.token_ids) / 4)
+            prefilled(world, hand, assignment.request.id)
+        await world.sleep(0.001)
+
+
+def taken(*hands: Hand) -> list[str]:
+    return [a.request.id for hand in hands for a in hand.told(Assignment)]
+
+
+def count_finds(router: Router) -> list[Any]:
+    found: list[Any] = []
+    find = router._context.places.find
+
+    def counted(wanted: Any) -> Any:
+        found.append(wanted)
+        return find(wanted)
+
+    router._context.places.find = counted  # type: ignore[method-assign]
+    return found
+
+
+@in_world
+async def test_a_request_goes_when_its_worker_is_predicted_free(world: World) -> None:
+    hand = Hand(world, **SLOW)
+    await route(world, policy="predictive")
+    ask(world, "a", 4000)
+    await some(world, lambda: hand.told(Assignment))
+    ask(world, "b", 4000)
+    await world.sleep(0.4)
+    assert taken(hand) == ["a"]
+    await world.sleep(0.15)
+    assert taken(hand) == ["a", "b"], "nothing was heard from the worker, only time passed"
+    (decision,) = read(world, LEDGER, Assigned, "b")
+    assert decision.policy == "predictive"
+    assert 400 < decision.held_ms < 600
+    assert decision.ttft_ms_predicted == pytest.approx(500)
+    assert decision.candidates[0].prefill_runs == 1
+
+
+@in_world
+async def test_the_first_token_of_the_one_before_lets_it_go_at_once(world: World) -> None:
+    hand = Hand(world, **SLOW)
+    await route(world, policy="predictive")
+    ask(world, "a", 4000)
+    await some(world, lambda: hand.told(Assignment))
+    ask(world, "b", 4000)
+    await world.sleep(0.1)
+    prefilled(world, hand, "a")
+    await world.sleep(0.02)
+    assert taken(hand) == ["a", "b"]
+
+
+@in_world
+async def test_the_shortest_goes_first_and_each_when_the_one_before_is_done(world: World) -> None:
+    hand = Hand(world, **SLOW)
+    world.spawn(compute(world, hand))
+    await route(world, policy="predictive")
+    ask(world, "a", 4000)
+    await some(world, lambda: hand.told(Assignment))
+    for name, tokens in (("long", 9000), ("short", 3000), ("middle", 6000)):
+        ask(world, name, tokens)
+        await world.sleep(0.01)
+    before, went = world.clock.now(), dict[str, float]()
+    while len(went) < 4:
+        await world.sleep(0.01)
+        for name in taken(hand):
+            went.setdefault(name, world.clock.now() - before)
+    assert list(went) == ["a", "short", "middle", "long"]
+    assert went["short"] == pytest.approx(0.47, abs=0.05)
+    assert went["middle"] - went["short"] == pytest.approx(0.4, abs=0.05)
+    assert went["long"] - went["middle"] == pytest.approx(0.7, abs=0.05)
+
+
+@in_world
+async def test_who_is_held_goes_to_a_worker_that_comes(world: World) -> None:
+    hand = Hand(world, **SLOW)
+    await route(world, policy="predictive")
+    ask(world, "a", 60_000)
+    await some(world, lambda: hand.told(Assignment))
+    ask(world, "b", 60_000)
+    await world.sleep(1)
+    other = Hand(world, "w2", **SLOW)
+    await world.sleep(0.1)
+    assert taken(other) == ["b"]
+
+
+@in_world
+async def test_the_longest_hold_is_kept_though_the_cache_stays_full(world: World) -> None:
+    hand = Hand(world, block_size=16, total_kv_blocks=100, **SLOW)  # 1600 tokens
+    await route(world, policy="predictive", max_hold_s=3)
+    ask(world, "a", 1200)
+    await some(world, lambda: hand.told(Assignment))
+    prefilled(world, hand, "a")
+    for n in range(5):
+        ask(world, f"b{n}", 1000 + n)
+    await world.sleep(2.9)
+    assert taken(hand) == ["a"]
+    await world.sleep(0.2)
+    assert sorted(taken(hand)) == ["a", *[f"b{n}" for n in range(5)]]
+
+
+@in_world
+async def test_nobody_is_held_so_long_that_no_time_is_left(world: World) -> None:
+    hand = Hand(world, block_size=16, total_kv_blocks=100, **SLOW)
+    await route(world, policy="predictive")
+    ask(world, "a", 1200)
+    await some(world, lambda: hand.told(Assignment))
+    prefilled(world, hand, "a")
+    ask(world, "b", 1000, deadline_s=2)
+    await world.sleep(1.9)
+    assert taken(hand) == ["a", "b"]
+    assert read(world, RESPONSES, End, "b") == []
+
+
+@in_world
+async def test_the_next_in_turn_follows_when_the_first_is_cancelled(world: World) -> None:
+    hand = Hand(world, **SLOW)
+    router = await route(world, policy="predictive")
+    ask(world, "a", 4000)
+    await some(world, lambda: hand.told(Assignment))
+    ask(world, "short", 3000)
+    ask(world, "long", 6000)
+    await world.sleep(0.1)
+    write(world, REQUESTS, Cancel(id="short"))
+    await world.sleep(0.5)
+    assert taken(hand) == ["a", "long"]
+    assert router._context.holding == 0
+    assert len(router._context.places._held) == 0
+
+
+@in_world
+async def test_a_lane_that_is_lost_takes_those_held_in_it_along(world: World) -> None:
+    hand = Hand(world, **SLOW)
+    router = await route(world, policy="predictive")
+    ask(world, "a", 60_000)
+    await some(world, lambda: hand.told(Assignment))
+    for n in range(5):
+        ask(world, f"b{n}", 60_000)
+    await world.sleep(0.1)
+    places = router._context.places
+    assert len(places._held) == 5
+    await router.stop()
+    await world.sleep(0.1)
+    assert (len(places._held), len(places.waiting), len(places._bells)) == (0, 0, 0)
+
+
+@in_world
+async def test_waiting_for_a_busy_worker_takes_few_looks(world: World) -> None:
+    hand = Hand(world, **SLOW)
+    router = await route(world, policy="predictive")
+    ask(world, "a", 60_000)
+    await some(world, lambda: hand.told(Assignment))
+    found = count_finds(router)
+    for n in range(40):
+        ask(world, f"b{n:02}", 60_000 - n)
+    await world.sleep(5)
+    assert taken(hand) == ["a"]
+    assert len(found) <= 40 * (2 + 5), "two when it comes and its order is found, one each second"
+
+
+@in_world
+async def test_many_that_arrive_together_all_get_their_turn(world: World) -> None:
+    hands = [Hand(world, f"w{n}", **SLOW) for n in range(3)]
+    router = await route(world, policy="predictive")
+    found = count_finds(router)
+    for hand in hands:
+        world.spawn(compute(world, hand))
+    for n in range(60):
+        ask(world, f"b{n:02}", 2000 + 100 * (n % 7))
+    await world.until(lambda: len(taken(*hands)) == 60, within_s=60)
+    assert all(len(taken(hand)) >= 15 for hand in hands)
+    assert len(found) <= 60 * 20, "each token wakes sixteen at most"
+    assert len(router._context.places._held) == 0
