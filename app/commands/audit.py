@@ -178,10 +178,16 @@ def _show_story(story: Explained, console: Console) -> None:
 
 
 def _candidates(step: Step) -> Table:
-    """One row for each candidate, the chosen one marked; a column for each input there is."""
+    """One row for each candidate, the chosen one marked; a column for each input that any has."""
     from app.audit.explain import is_chosen
 
-    fields = [field.name for field in msgspec.structs.fields(step.candidates[0])]
+    fields = [
+        field.name
+        for field in msgspec.structs.fields(step.candidates[0])
+        if field.required
+        or field.name in ("rank", "cost")
+        or any(getattr(candidate, field.name) != field.default for candidate in step.candidates)
+    ]
     table = _table("", *fields)
     for candidate in sorted(step.candidates, key=lambda c: c.cost):
         chosen = is_chosen(candidate, step.fields)

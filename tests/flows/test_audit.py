@@ -231,7 +231,7 @@ def tell(broker: MemoryBroker) -> None:
             **run, attempt=0, worker="w1", **due, policy="kv", router="r[9]", prompt_tokens=3,
             params={"temperature": 0.5},
             candidates=(
-                Candidate(worker="w2", epoch=4, cost=2.5, overlap_blocks=7),
+                Candidate(worker="w2", epoch=4, cost=2.5, overlap_blocks=7, busy_ms=12.5),
                 Candidate(worker="w1", epoch=3, cost=1.25),
             ),
         ),
@@ -267,6 +267,8 @@ def test_a_story_is_told_with_every_input_of_a_decision(memory: MemoryBroker) ->
     assert rows[0][:5] == ["*", "w1", "3", "0", "1.25"], "the cheapest first, the chosen one marked"
     assert rows[1][:4] == ["w2", "4", "0", "2.5"]
     assert rows[1][columns.index("overlap_blocks")] == "7"
+    assert rows[1][columns.index("busy_ms")] == "12.5"
+    assert "disk_blocks" not in columns, "which nobody has"
     assert "router r[9]" in shown.stdout
     assert "temperature 0.5" in shown.stdout
     assert "reason lost" in shown.stdout
