@@ -17,7 +17,7 @@ Never here: what a request's wait is worth, and its end.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,8 +48,6 @@ LOOK_S = 1.0
 LOOKERS = 1000
 """How often a waiting request looks for a place without being woken, since a wake-up may have gone
 to one that could not use it; and beyond how many each looks less often. A look takes some 60 us."""
-WOKEN = 16
-"""How many held requests one record wakes at most: planning them takes a few milliseconds."""
 SHORTEST_S = 0.001
 """The broker's time, by which is planned, is in milliseconds."""
 REMEMBERED = 10_000
@@ -220,30 +218,13 @@ class Places:
         self._intend(wanted, None)
 
     def _intend(self, wanted: Wanted, planned: Planned | None) -> None:
-        """Note which place a request is held for, if any, and wake who has another turn for it."""
-        held, key = self._held, wanted.key
-        places = [place for place in (held.place(key), planned and planned.place) if place]
-        before = {place: held.first(place) for place in places}
-        if planned is None:
-            held.drop(key)
-        else:
-            held.hold(key, wanted.number, wanted.since_ms, planned)
-        for place, first in before.items():
-            if (now_first := held.first(place)) != first:
-                self._ring(now_first)
-                self._ring(first)
+        self._ring(self._held.intend(wanted.key, wanted.number, wanted.since_ms, planned))
 
-    def _ring(self, key: Key | None) -> None:
-        bell = self._bells.get(key) if key is not None else None
-        if bell is not None:
-            bell.ring()
-
-    def _wake_held(self, worker: str) -> None:
-        """Something changed on a worker: those planned for it look again, in turn."""
-        few = len(self._held) <= WOKEN
-        places = None if few else [at for at in self._held.places() if at.worker == worker]
-        for key in self._held.in_turn(places)[:WOKEN]:
-            self._ring(key)
+    def _ring(self, keys: Iterable[Key]) -> None:
+        """Have these look again, in this order, as far as they wait."""
+        for key in keys:
+            if (bell := self._bells.get(key)) is not None:
+                bell.ring()
 
     def fleet_changed(self) -> None:
         """Other workers may be eligible now: everybody looks."""
@@ -256,8 +237,7 @@ class Places:
 
     def _ring_all(self) -> None:
         self._changed.ring()
-        for bell in self._bells.values():
-            bell.ring()
+        self._ring(self._held.in_turn())
 
     def _wake_one(self, worker: str) -> None:
         member = self._fleet.members.get(worker)
@@ -277,9 +257,9 @@ class Places:
                 self._refused((worker, epoch), fact.timestamp_ms)
             case Finished(worker=worker):
                 self._wake_one(worker)
-                self._wake_held(worker)
+                self._ring(self._held.woken(worker))
             case PrefillDone(worker=worker):
-                self._wake_held(worker)
+                self._ring(self._held.woken(worker))
             case Started(worker=worker, epoch=epoch):
                 limit = self._limits.get((worker, epoch))
                 if limit is not None:

@@ -10,7 +10,7 @@ Never here: whether a request may go, which is `plan.py`'s to say, and any clock
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from app.routing.plan import Planned
@@ -18,6 +18,9 @@ from app.routing.policies import Place
 
 AGEING = 0.05
 """With it a request that has waited for a second goes before one that is 50 ms shorter."""
+
+WOKEN = 16
+"""How many requests one piece of news wakes at most: planning them takes a few milliseconds."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -44,6 +47,32 @@ class Held(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def intend(self, key: K, number: int, since_ms: float, planned: Planned | None) -> Sequence[K]:
+        """Note for which place a request is held, if any; who has another turn for it now.
+
+        These have to look again: who is first now, and who was.
+        """
+        before = self._entries.get(key)
+        if before is None and planned is None:
+            return ()
+        places = [each.place for each in (before and before.planned, planned) if each]
+        firsts = {place: self.first(place) for place in places}
+        if planned is None:
+            self.drop(key)
+        else:
+            self.hold(key, number, since_ms, planned)
+        woken: list[K] = []
+        for place, first in firsts.items():
+            if (now_first := self.first(place)) != first:
+                woken += [each for each in (now_first, first) if each not in (None, key)]
+        return woken
+
+    def woken(self, worker: str) -> Sequence[K]:
+        """Who looks again after news of a worker, in turn: those planned for it; all, if few."""
+        few = len(self._entries) <= WOKEN
+        places = None if few else [place for place in self._by_place if place.worker == worker]
+        return self.in_turn(places)[:WOKEN]
 
     def hold(self, key: K, number: int, since_ms: float, planned: Planned) -> None:
         """Plan a request for a place, whatever was planned before."""

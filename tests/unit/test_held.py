@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.held import Held
+from app.routing.held import WOKEN, Held
 from app.routing.plan import Planned
 from app.routing.policies import Place
 
@@ -57,6 +57,29 @@ def test_a_new_plan_takes_the_place_of_the_old_one() -> None:
     held.drop("a")
     assert (len(held), held.in_turn(), list(held.places())) == (0, [], [])
     assert held.place("a") is None
+
+
+def test_who_has_another_turn_than_before_looks_again() -> None:
+    held = Held[str]()
+    assert held.intend("a", 0, 0, planned(W1, 50.0)) == []
+    assert held.intend("b", 1, 0, planned(W1, 60.0)) == [], "behind, so nothing changes for a"
+    assert held.intend("c", 2, 0, planned(W1, 40.0)) == ["a"], "no longer first"
+    assert held.intend("c", 2, 0, planned(W1, 45.0)) == []
+    assert held.intend("c", 2, 0, planned(W2, 45.0)) == ["a"], "first again"
+    assert held.intend("a", 0, 0, None) == ["b"]
+    assert list(held.intend("unknown", 3, 0, None)) == []
+    assert held.intend("b", 1, 0, None) == []
+
+
+def test_news_of_a_worker_wake_those_planned_for_it_and_everybody_while_they_are_few() -> None:
+    held = Held[int]()
+    for n in range(WOKEN):
+        held.hold(n, n, 0, planned(W2, float(WOKEN - n)))
+    assert held.woken("w1") == list(reversed(range(WOKEN)))
+    held.hold(99, 99, 0, planned(W1, 1.0))
+    assert held.woken("w1") == [99]
+    held.hold(98, 98, 0, planned(W2, 0.0))
+    assert held.woken("w2") == [98, *reversed(range(1, WOKEN))]
 
 
 @given(
