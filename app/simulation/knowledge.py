@@ -14,7 +14,9 @@ from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.routing.load import Load
+from app.routing.paces import Paces
 from app.routing.plan import Chosen, View
+from app.routing.policies import Place
 from app.simulation.traffic import SECRET
 from app.simulation.worker import Worker
 from indexer.events import CLEARED, Event, Kind, Tier, encode
@@ -50,6 +52,7 @@ class Knowledge:
         self.load = Load(_KEPT_MS)
         self.fleet = Fleet()
         self.index = Index(SECRET)
+        self.paces = Paces()
         self._pools = Pools(self.fleet, TIMEOUT_MS)
         self._own = Burdens()
         self._keys = keys
@@ -67,10 +70,11 @@ class Knowledge:
             self._tell(self.fleet, REGISTRY, card, 0.0)
             self._tell_blocks(worker, [CLEARED], 0.0)
 
-    def view(self, now_ms: float) -> View:
-        """For `plan`; right until something is told."""
+    def view(self, now_ms: float, ahead_ms: Mapping[Place, Sequence[float]]) -> View:
+        """For `plan`, right until something is told. `ahead_ms`: see `View`."""
         return View(
-            self.fleet, self._pools, self.index, self.load.burdens, self._own, int(now_ms)
+            self.fleet, self._pools, self.index, self.load.burdens, self._own, int(now_ms),
+            self.paces.output_tokens, self.paces.slowness, ahead_ms,
         )  # fmt: skip
 
     def decided(self, request_id: str, decision: Chosen, now_ms: float) -> None:
@@ -135,4 +139,7 @@ class Knowledge:
     ) -> None:
         offset = self._positions.get(source, 0)
         self._positions[source] = offset + 1
-        fold.apply(source, [Fact(offset, int(now_ms), record)], offset + 1)
+        fact = Fact(offset, int(now_ms), record)
+        fold.apply(source, [fact], offset + 1)
+        if fold is self.load:
+            self.paces.told(fact)

@@ -7,9 +7,6 @@
 Decisions are `app/routing/plan.py`'s and steps `app/engine/step.py`'s, so a figure from here speaks
 of what is shipped. No Kafka, no event loop, no clock: a decision is taken and arrives in no time.
 
-A request that `plan` holds waits, and is planned again, in the order of arrival, whenever a request
-gets its first or last token, another one comes, or the time comes that was given with it.
-
 At one moment: steps end first, one worker after the other; what is sent to a worker then, or by
 arrivals of the same moment together, counts in the step that it begins next.
 """
@@ -23,27 +20,26 @@ from random import Random
 
 from app.engine.batch import Sequence as Modelled
 from app.engine.batch import Shape, Step
-from app.routing.plan import Chosen, Hold, Refuse, Tuning, plan
+from app.routing.plan import Chosen, Tuning
 from app.simulation.knowledge import HEARTBEAT_MS, Knowledge
+from app.simulation.router import Router, SimulationFailed
 from app.simulation.traffic import Arrival, Traced
 from app.simulation.worker import NEVER, Worker
 from app.trace import BadTrace
 
-
-class SimulationFailed(Exception):
-    """A policy left requests behind, or refused one; no figures come of that."""
+PATIENCE_MS = 60_000.0
+"""Beyond it, a request that is held while all workers are idle is held for ever."""
 
 
 @dataclass(slots=True, eq=False)
 class Life:
     """What became of a request; times in ms since the beginning, NEVER before they are known.
 
-    `seed`: that of its decision. `cached_tokens`: of its prompt, when it was admitted first.
+    `cached_tokens`: of its prompt, when it was admitted first.
     """
 
     request: Traced
     arrived_ms: float
-    seed: int
     worker: str = ""
     sent_ms: float = NEVER
     first_token_ms: float = NEVER
@@ -61,17 +57,15 @@ class Replay:
     """One run of a trace. `progress` hears how many more requests have come."""
 
     workers: list[Worker]
+    router: Router
     knowledge: Knowledge
-    tuning: Tuning
     arrivals: Sequence[Arrival]
     rng: Random
     progress: Callable[[int], None] = lambda _: None
     lives: list[Life] = field(default_factory=list)
-    _waiting: dict[str, Life] = field(default_factory=dict)
-    """In the order of arrival."""
-    _wake_ms: float = NEVER
     _beat_ms: float = 0.0
-    _sent: int = 0
+    _moved_ms: float = 0.0
+    """When a request came, or a step ended, last."""
     _ends: list[tuple[float, int]] = field(default_factory=list)
     """A heap of ends of steps with the worker's number; an entry that its worker does not agree
     with any more says nothing."""
@@ -82,9 +76,12 @@ class Replay:
             came = len(self.lives)
             arrival = self.arrivals[came].at_ms if came < len(self.arrivals) else NEVER
             end = self._ends[0][0] if self._ends else NEVER
-            news = min(arrival, self._wake_ms)
+            news = min(arrival, self.router.wake_ms)
             if end == news == NEVER:
-                break
+                return self.lives
+            if end == arrival == NEVER and news > self._moved_ms + PATIENCE_MS:
+                held = len(self.router.waiting)
+                raise SimulationFailed(f"{held} requests are held for ever, though nobody works")
             if self._beat_ms <= min(end, news):
                 self._beat()
             elif end <= news:
@@ -92,12 +89,6 @@ class Replay:
             else:
                 self._arrive(news)
                 self._look(news)
-        if self._waiting:
-            raise SimulationFailed(
-                f"{len(self._waiting)} requests are held for ever, the first is "
-                f"{next(iter(self._waiting))}"
-            )
-        return self.lives
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -108,24 +99,25 @@ class Replay:
 
     def _arrive(self, now_ms: float) -> None:
         """Take in all requests that come now."""
-        came = len(self.lives)
-        for at_ms, request in self.arrivals[came : came + len(self.workers) * 1000]:
-            if at_ms > now_ms:
-                break
-            life = Life(request, at_ms, self.rng.getrandbits(32))
-            self.lives.append(life)
-            self._waiting[life.id] = life
-        self.progress(len(self.lives) - came)
+        came = number = len(self.lives)
+        while number < len(self.arrivals) and self.arrivals[number].at_ms <= now_ms:
+            self._moved_ms, request = self.arrivals[number]
+            self.lives.append(Life(request, self._moved_ms))
+            self.router.arrive(request.prompt, number, self.rng.getrandbits(32), now_ms)
+            number += 1
+        self.progress(number - came)
 
     def _end_step(self) -> None:
         now_ms, number = heappop(self._ends)
         worker = self.workers[number]
         if worker.ends_at_ms != now_ms:
             return
+        self._moved_ms = now_ms
         done = worker.end()
         if done is not None:
             self.knowledge.cache_changed(worker, done, now_ms)
-            if self._note(worker, done, now_ms) and self._waiting:
+            if self._note(worker, done, now_ms) and self.router.waiting:
+                self.router.hear(worker.name)
                 self._look(now_ms)
         self._begin(worker, now_ms)
 
@@ -147,32 +139,18 @@ class Replay:
         return news
 
     def _look(self, now_ms: float) -> None:
-        """Plan everybody who waits, in the order of arrival."""
-        self._wake_ms = NEVER
+        """Let the router decide what it can, and idle workers begin."""
         idle: dict[int, Worker] = {}
-        for life in list(self._waiting.values()):
-            planned = plan(
-                life.request.prompt, self.knowledge.view(now_ms), self.tuning,
-                seed=life.seed, turn=self._sent,
-            )  # fmt: skip
-            match planned:
-                case Chosen():
-                    worker = self._send(life, planned, now_ms)
-                    if worker.ends_at_ms == NEVER:
-                        idle[worker.epoch] = worker
-                case Hold(wake_at_ms=wake_ms):
-                    if wake_ms is not None:  # a time that has come already is the next millisecond
-                        self._wake_ms = min(self._wake_ms, max(wake_ms, int(now_ms) + 1))
-                case Refuse(message=message):
-                    raise SimulationFailed(f"request {life.id} is refused: {message}")
+        for number, decision in self.router.look(now_ms):
+            worker = self._send(self.lives[number], decision, now_ms)
+            if worker.ends_at_ms == NEVER:
+                idle[worker.epoch] = worker
         for worker in idle.values():
             self._begin(worker, now_ms)
 
     # --- what they lead to -----------------------------------------------------------------------
 
     def _send(self, life: Life, decision: Chosen, now_ms: float) -> Worker:
-        del self._waiting[life.id]
-        self._sent += 1
         worker = self.workers[decision.place.epoch]
         life.worker, life.sent_ms = worker.name, now_ms
         request = life.request
@@ -217,7 +195,8 @@ def replay(
         for chunk, key in zip(arrival.request.chunks, arrival.request.keys, strict=True)
     }
     knowledge = Knowledge(fleet, shape, keys)
-    return Replay(fleet, knowledge, tuning, arrivals, Random(seed), progress).run()
+    router = Router(knowledge, tuning)
+    return Replay(fleet, router, knowledge, arrivals, Random(seed), progress).run()
 
 
 def _life_of(sequence: Modelled) -> Life:

@@ -19,7 +19,8 @@ from app.trace import CHUNK_TOKENS, TraceRow
 BLOCKS = 2048
 """A million tokens in the cache of a worker, as in the published set-ups."""
 LARGEST_SCALE = 1e6
-_UNPINNED = ", ".join(name for name in POLICIES if name != "direct")
+NAMES = ("predictive", *(name for name in POLICIES if name != "direct"))
+"""All but those that send a request where it says."""
 
 
 class BadPolicy(Exception):
@@ -50,10 +51,10 @@ class Trace:
 
 
 def tuning_of(policy: str) -> Tuning:
-    """`round_robin`, ..., `dynamo`, or `dynamo:64` with a prefill_load_scale. Raises BadPolicy."""
+    """The policy of a name, or `dynamo:64` for one with a prefill_load_scale. Raises BadPolicy."""
     name, _, scale = policy.partition(":")
-    if name not in POLICIES or name == "direct":
-        raise BadPolicy(f"policy {name!r}: one of {_UNPINNED}")
+    if name not in NAMES:
+        raise BadPolicy(f"policy {name!r}: one of {', '.join(NAMES)}")
     if not scale:
         return Tuning(name)
     try:

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from app.engine.batch import Curves, Shape
 from app.routing.plan import Hold, Plan, Refuse, Tuning, plan
-from app.simulation import replay as module
-from app.simulation import worker
+from app.simulation import router, worker
 from app.simulation.figures import figures
-from app.simulation.replay import Life, SimulationFailed, replay
+from app.simulation.replay import Life, replay
+from app.simulation.router import SimulationFailed
+from app.simulation.runs import NAMES
 from app.simulation.traffic import Pace, arrivals, traced
 from app.trace import BadTrace, TraceRow
 
 # A step takes 10 ms and a hundredth of one a new token, and 4 ms more if anybody decodes.
 SIMPLE = Shape(512, 64, curves=Curves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 0.0, 4.0)))
 RECORDED = Pace()
-POLICIES = ("dynamo", "round_robin", "random", "least_loaded", "power_of_two", "session_hash")
 
 
 def row(at_ms: float, tokens: int, output: int, first: int = 0) -> TraceRow:
@@ -129,9 +129,7 @@ ROWS = st.lists(
 )
 
 
-@given(
-    ROWS, st.sampled_from(POLICIES), st.integers(1, 4), st.integers(0, 3), st.sampled_from([0, 2])
-)
+@given(ROWS, st.sampled_from(NAMES), st.integers(1, 4), st.integers(0, 3), st.sampled_from([0, 2]))
 def test_every_request_comes_to_its_end_the_same_way_every_time(
     rows: list[TraceRow], policy: str, workers: int, seed: int, jitter_s: float
 ) -> None:
@@ -150,7 +148,7 @@ def test_every_request_comes_to_its_end_the_same_way_every_time(
     assert told(play()) == told(lives)
 
 
-@given(ROWS, st.sampled_from(POLICIES))
+@given(ROWS, st.sampled_from(NAMES))
 def test_taking_quiet_steps_together_changes_nothing(rows: list[TraceRow], policy: str) -> None:
     together = told(played(rows, 2, policy))
     with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +167,7 @@ def holding(
     def planned(prompt: Any, view: Any, tuning: Any, **about: Any) -> Plan:
         return until(prompt.request.id, view) or plan(prompt, view, tuning, **about)
 
-    monkeypatch.setattr(module, "plan", planned)
+    monkeypatch.setattr(router, "plan", planned)
 
 
 def test_a_held_request_is_looked_at_again_when_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +201,15 @@ def test_requests_that_are_held_for_ever_are_reported(monkeypatch: pytest.Monkey
     holding(monkeypatch, lambda *_: Hold("never"))
     with pytest.raises(SimulationFailed, match="2 requests are held for ever"):
         played([row(0, 100, 1), row(1, 100, 1)])
+
+
+def test_policy_predictive_holds_the_longer_of_two_and_none_for_ever() -> None:
+    rows = [row(0, 8000, 1), row(1, 8000, 1, 100), row(2, 3000, 1, 200)]
+    lives = played(rows, policy="predictive")
+    first, long, short = lives
+    assert first.sent_ms == 0
+    assert first.sent_ms < short.sent_ms < long.sent_ms
+    assert short.sent_ms == pytest.approx(first.first_token_ms, abs=1)
 
 
 def test_a_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
