@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from app.routing.fleet import Fleet, FleetWorker
+from app.routing.paces import Pace, pace_of
 from app.routing.policies import Place
 from indexer.lives import Holder
 from indexer.xxh3 import xxh3
@@ -33,7 +34,8 @@ _ROLES: dict[Phase, frozenset[Role]] = {
 class Row(NamedTuple):
     """A place in a pool. `number` and `ranks`: the worker's; see `number_of`.
 
-    `shows_blocks`: what its cache holds is known, by blocks of the pool's size.
+    `shows_blocks`: what its cache holds is known, by blocks of the pool's size. `pace`: by its
+    card.
     """
 
     place: Place
@@ -42,6 +44,7 @@ class Row(NamedTuple):
     taints: frozenset[str]
     shows_blocks: bool
     ranks: int
+    pace: Pace
 
 
 class Pool(NamedTuple):
@@ -128,12 +131,12 @@ def block_size_of(fleet: Fleet, model: str, members: Iterable[FleetWorker]) -> i
 
 
 def _rows(worker: str, member: FleetWorker, block_size: int) -> list[Row]:
-    card, number = member.card, number_of(worker)
+    card, number, pace = member.card, number_of(worker), pace_of(member.card.config)
     taints = frozenset(card.taints)
     return [
         Row(
             Place(worker, member.epoch, rank), Holder(worker, rank), number, taints,
-            card.config.kv_cache_block_size == block_size, card.ranks,
+            card.config.kv_cache_block_size == block_size, card.ranks, pace,
         )
         for rank in range(card.ranks)
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from app.engine.curves import Curves, curves_of
@@ -82,12 +83,19 @@ class Spot(NamedTuple):
     ahead_ms: tuple[float, ...] = ()
 
 
-def pace_of(config: EngineConfig, slowness: float = 1.0) -> Pace:
-    """The pace of an engine by its card, and by what was learned of it."""
+@lru_cache(maxsize=1024)
+def _believed(numbers: tuple[float, ...]) -> Curves:
+    """The curves that somebody tells, equal ones as one object; the published ones for nonsense."""
+    curves = curves_of(numbers) if numbers else None
+    return PUBLISHED if curves is None or curves == PUBLISHED else curves
+
+
+def pace_of(config: EngineConfig) -> Pace:
+    """The pace of an engine by its card."""
     blocks, size = config.total_kv_blocks or 0, config.kv_cache_block_size or 0
     return Pace(
-        (curves_of(config.curve) if config.curve else None) or PUBLISHED,
-        slowness,
+        _believed(config.curve or ()),
+        1.0,
         max(config.max_num_batched_tokens or CHUNK_TOKENS, 1),
         max(blocks * size, 0),
     )
@@ -95,9 +103,8 @@ def pace_of(config: EngineConfig, slowness: float = 1.0) -> Pace:
 
 def spot_of(candidate: Candidate) -> Spot:
     """What a decision records of a place."""
-    curves = (curves_of(candidate.curve) if candidate.curve else None) or PUBLISHED
     pace = Pace(
-        curves, candidate.slowness, candidate.chunk_tokens or CHUNK_TOKENS,
+        _believed(candidate.curve), candidate.slowness, candidate.chunk_tokens or CHUNK_TOKENS,
         candidate.capacity_tokens,
     )  # fmt: skip
     return Spot(

@@ -19,7 +19,7 @@ from app.routing.burdens import Burden, Burdens
 from app.routing.eligibility import NoPlace, Pools, Row, eligible, pin_of
 from app.routing.fleet import Fleet
 from app.routing.index import Index
-from app.routing.paces import OUTPUT_TOKENS, PUBLISHED, Spot, pace_of, spot_of
+from app.routing.paces import OUTPUT_TOKENS, PUBLISHED, Spot, spot_of
 from app.routing.policies import (
     NEVER,
     POLICIES,
@@ -31,7 +31,7 @@ from app.routing.policies import (
     pick,
     span,
 )
-from app.routing.predictive import PredictiveWeights
+from app.routing.predictive import Prediction, PredictiveWeights
 from app.routing.prompt import Prompt
 from indexer.lives import Holder, Overlap
 from streams.records import Assigned, Candidate, EndCode, Phase, Request, RouterConfigOverride
@@ -181,17 +181,24 @@ def plan(
         turn=turn, session=session.session_id if session else "",
         least_prefill_tokens=min(options.prefill_tokens),
     )  # fmt: skip
+    prediction: Prediction | None = None
     if tuning.policy == "predictive":
         options = options._replace(spots=_spots(options, rows, view))
         ask = _predicted(ask, request, options, view)
-    costs = _costs(tuning.policy, ask, options, weights, tuning.predictive)
+        prediction = predictive.predict(ask, options, tuning.predictive)
+        costs: Costs = predictive.costs(options, prediction, tuning.predictive)
+    else:
+        costs = POLICIES[tuning.policy](ask, options, weights)
     params = _params(tuning, ask, weights, costs, request.router_config_override)
     chosen = pick(costs, options.places, seed, _noise(params))
     assert chosen is not None, "a policy considers some option"
     outlook = Outlook()
-    if tuning.policy == "predictive":
+    if prediction is not None:
         since_ms = view.now_ms if since_ms is None else since_ms
-        outlook = _outlook(ask, options, chosen, view.now_ms, tuning, since_ms, deadline_ms)
+        until_ms = since_ms + tuning.predictive.max_hold_ms
+        outlook = _outlook(
+            prediction, options, chosen, view.now_ms, since_ms, until_ms, deadline_ms
+        )
         if outlook.left_ms > 0:
             return Hold("its worker is busy", view.now_ms + outlook.left_ms, outlook.planned)
     held = sum(column[chosen] for column in options[1:4]) * pool.block_size
@@ -243,44 +250,36 @@ def replan(decision: Assigned, session: str = "") -> Place | None:
     )  # fmt: skip
     if decision.policy == "round_robin":
         costs: Costs = [c.cost for c in candidates]
+    elif decision.policy == "predictive":
+        known = {name: params[name] for name in PredictiveWeights._fields if name in params}
+        predicting = PredictiveWeights(**known)
+        prediction = predictive.predict(ask, options, predicting)
+        costs = predictive.costs(options, prediction, predicting)
     else:
-        names, more = DynamoWeights._fields, PredictiveWeights._fields
+        names = DynamoWeights._fields
         weights = DynamoWeights(**{name: params[name] for name in names if name in params})
-        predicting = PredictiveWeights(**{name: params[name] for name in more if name in params})
-        costs = _costs(decision.policy, ask, options, weights, predicting)
+        costs = POLICIES[decision.policy](ask, options, weights)
     chosen = pick(costs, options.places, decision.seed, _noise(params))
     return None if chosen is None else options.places[chosen]
 
 
-def _costs(
-    policy: str,
-    ask: Ask,
-    options: Options,
-    weights: DynamoWeights,
-    predicting: PredictiveWeights,
-) -> Costs:
-    if policy == "predictive":
-        return predictive.costs(ask, options, predicting)
-    return POLICIES[policy](ask, options, weights)
-
-
 def _outlook(
-    ask: Ask,
+    prediction: Prediction,
     options: Options,
     chosen: int,
     now_ms: int,
-    tuning: Tuning,
     since_ms: float,
+    until_ms: float,
     deadline_ms: float | None,
 ) -> Outlook:
-    terms = predictive.terms(ask, options, chosen, tuning.predictive.decode_weight)
-    until_ms = since_ms + tuning.predictive.max_hold_ms
+    terms = prediction.terms
     if deadline_ms is not None:
-        until_ms = min(until_ms, deadline_ms - terms.prefill_ms)
-    alone_ms = predictive.prefill_alone_ms(ask, options, chosen)
+        until_ms = min(until_ms, deadline_ms - float(terms.prefill_ms[chosen]))
+    alone_ms = float(prediction.alone_ms[chosen])
     planned = Planned(options.places[chosen], alone_ms, math.floor(until_ms))
-    left_ms = min(predictive.hold_ms(ask, options, chosen), planned.until_ms - now_ms)
-    return Outlook(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), terms.ttft_ms)
+    left_ms = min(float(prediction.hold_ms[chosen]), planned.until_ms - now_ms)
+    ttft_ms = float(terms.ttft_ms[chosen])
+    return Outlook(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), ttft_ms)
 
 
 def _predicted(ask: Ask, request: Request, options: Options, view: View) -> Ask:
@@ -291,12 +290,12 @@ def _predicted(ask: Ask, request: Request, options: Options, view: View) -> Ask:
     return ask._replace(
         output_tokens=float(expected if limit is None else min(expected, max(limit, 1))),
         mean_output_tokens=view.output_tokens,
-        most_held_tokens=predictive.most_held(ask, options),
+        most_held_tokens=float(predictive.held_tokens(ask, options).max()),
     )
 
 
 def _spots(options: Options, rows: Sequence[Row], view: View) -> list[Spot]:
-    members, slowness, now_ms = view.fleet.members, view.slowness, view.now_ms
+    slowness, now_ms = view.slowness, view.now_ms
     spots = []
     for row, told, own in zip(
         rows, view.told.at(options.places), view.own.at(options.places), strict=True
@@ -305,8 +304,9 @@ def _spots(options: Options, rows: Sequence[Row], view: View) -> list[Spot]:
         if runs:  # at those that are there now, since the last one before them was done
             since_ms = (told.prefill_since_ms + own.prefill_since_ms) / runs
             busy_ms = max(now_ms - max(since_ms, view.told.prefilled_ms(row.place)), 0.0)
-        worker = row.place.worker
-        pace = pace_of(members[worker].card.config, slowness.get(worker, 1.0))
+        pace, factor = row.pace, slowness.get(row.place.worker, 1.0)
+        if factor != 1.0:
+            pace = pace._replace(slowness=factor)
         ahead_ms = tuple(view.ahead_ms.get(row.place, ()))
         spots.append(Spot(pace, told.tokens + own.tokens, runs, busy_ms, ahead_ms))
     return spots

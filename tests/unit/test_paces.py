@@ -136,7 +136,7 @@ def test_a_card_gives_the_pace_and_what_it_does_not_say_is_the_published_one() -
         model="m", kv_cache_block_size=16, total_kv_blocks=100, max_num_batched_tokens=512,
         curve=curve.numbers(),
     )  # fmt: skip
-    assert pace_of(config, 1.5) == Pace(curve, 1.5, 512, 1600)
+    assert pace_of(config) == Pace(curve, 1.0, 512, 1600)
     broken = EngineConfig(model="m", max_num_batched_tokens=-5, total_kv_blocks=-1, curve=())
     assert pace_of(broken).chunk_tokens == 1
 

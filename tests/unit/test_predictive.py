@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -15,13 +15,11 @@ from app.routing.paces import Pace, Spot
 from app.routing.plan import Chosen, Hold, Tuning, replan
 from app.routing.policies import Ask, Options, Place
 from app.routing.predictive import (
+    Prediction,
     PredictiveWeights,
-    Terms,
     costs,
-    hold_ms,
-    most_held,
-    prefill_alone_ms,
-    terms,
+    held_tokens,
+    predict,
 )
 from streams.codecs import pack_tokens
 from streams.records import Hints, Request, RoutingConstraints, StopConditions
@@ -46,23 +44,42 @@ def options(*rows: dict[str, Any]) -> Options:
     return Options([Place(f"w{n}", n) for n in range(len(rows))], **columns, spots=spots)
 
 
+class Terms(NamedTuple):
+    """Those of one option."""
+
+    wait_ms: float
+    prefill_ms: float
+    stall_ms: float
+    slower_ms: float
+    decode_ms: float
+    replication_ms: float
+
+
+def predicted(*rows: dict[str, Any], ask: Ask = ASK) -> Prediction:
+    return predict(ask, options(*rows), PredictiveWeights(LAMBDA))
+
+
 def one(row: dict[str, Any], ask: Ask = ASK) -> Terms:
-    return terms(ask, options(row), 0, LAMBDA)
+    return Terms(*[float(column[0]) for column in predicted(row, ask=ask).terms])
+
+
+def cost(row: dict[str, Any]) -> float:
+    return float(predicted(row).terms.cost_ms(LAMBDA)[0])
 
 
 def test_an_idle_place_costs_its_prefill_and_the_decode_to_come() -> None:
     # 500 tokens: 10 + 5. Half of its answer on, 600 tokens are cached: a step takes 5.6.
     assert one({}) == pytest.approx(Terms(0, 15, 0, 0, 200 * 5.6, 0))
-    assert one({}).cost_ms(LAMBDA) == pytest.approx(15 + 11.2)
+    assert cost({}) == pytest.approx(15 + 11.2)
 
 
 def test_a_place_in_decode_costs_the_rest_of_a_step_and_slows_the_others() -> None:
     # 900 tokens of two prompts and half an answer of 100 each: 1000 tokens, a step takes 6.
     # Later it is 1000 + 500 + 100 tokens: 6.6.
-    found = one({"open_runs": 2, "prompt_tokens": 900})
-    assert found == pytest.approx(Terms(3, 15 + 6, 2 * 15, 2 * 50 * 0.6, 200 * 6.6, 0))
-    assert found.ttft_ms == pytest.approx(24)
-    assert found.cost_ms(LAMBDA) == pytest.approx(24 + 0.01 * (30 + 60 + 1320))
+    row = {"open_runs": 2, "prompt_tokens": 900}
+    assert one(row) == pytest.approx(Terms(3, 15 + 6, 2 * 15, 2 * 50 * 0.6, 200 * 6.6, 0))
+    assert predicted(row).terms.ttft_ms == pytest.approx(24)
+    assert cost(row) == pytest.approx(24 + 0.01 * (30 + 60 + 1320))
 
 
 @pytest.mark.parametrize(
@@ -97,12 +114,12 @@ def test_those_planned_before_go_first_if_they_are_shorter_and_last_if_not() -> 
 
 
 def test_what_is_cached_elsewhere_and_computed_here_is_paid_for() -> None:
-    both = options({"overlap_blocks": 30}, {"overlap_blocks": 10})
-    ask = ASK._replace(most_held_tokens=most_held(ASK, both))
-    # 200 tokens more than there, at 20 ms for a full chunk of 1000.
-    assert terms(ask, both, 1, LAMBDA).replication_ms == pytest.approx(4)
-    assert terms(ask, both, 1, LAMBDA).prefill_ms == pytest.approx(14)
-    assert terms(ask, both, 0, LAMBDA).replication_ms == 0
+    both = {"overlap_blocks": 30}, {"overlap_blocks": 10}
+    ask = ASK._replace(most_held_tokens=float(held_tokens(ASK, options(*both)).max()))
+    terms = predicted(*both, ask=ask).terms
+    # The second has 200 tokens less, at 20 ms for a full chunk of 1000.
+    assert terms.replication_ms == pytest.approx([0, 4])
+    assert terms.prefill_ms == pytest.approx([12, 14])
 
 
 def test_blocks_in_other_tiers_are_worth_what_loading_them_saves() -> None:
@@ -131,7 +148,8 @@ def test_a_slower_place_takes_longer_for_everything() -> None:
 
 
 def test_preferred_taints_make_a_place_cheaper() -> None:
-    plain, liked = costs(ASK, options({}, {"taint_weights": 1.0}), PredictiveWeights())
+    both = {}, {"taint_weights": 1.0}
+    plain, liked = costs(options(*both), predicted(*both), PredictiveWeights())
     assert liked == pytest.approx(plain * math.exp(-math.tanh(1.0)))
 
 
@@ -150,7 +168,6 @@ LONG = ASK._replace(prompt_tokens=2500)
         # 3000 tokens: three chunks of 20, each with a step of 5 + 10 · 3050 / 10000 beside it
         (LONG, PENDING, 3 * 28.05),
         (LONG, PENDING | {"busy_ms": 80.0}, 3 * 28.05 - 80),
-        (LONG, PENDING | {"busy_ms": 84.1}, 0.5),
         (LONG, PENDING | {"busy_ms": 84.2}, 0),
         # So short that a step of its own costs more (10 + 8.05 = 0.01 · 1805): it shares one.
         (LONG._replace(prompt_tokens=1805), PENDING, 0),
@@ -164,11 +181,37 @@ LONG = ASK._replace(prompt_tokens=2500)
 def test_a_request_is_held_until_its_place_is_free(
     ask: Ask, row: dict[str, Any], left_ms: float
 ) -> None:
-    assert hold_ms(ask, options(row), 0) == pytest.approx(left_ms)
+    assert predicted(row, ask=ask).hold_ms == pytest.approx(left_ms)
 
 
 def test_what_a_prefill_takes_alone_counts_what_is_cached() -> None:
-    assert prefill_alone_ms(ASK, options({"overlap_blocks": 20}), 0) == pytest.approx(13)
+    row = {"overlap_blocks": 20, "open_runs": 3, "prompt_tokens": 5000}
+    assert predicted(row).alone_ms == pytest.approx(13)
+
+
+SPOTS = st.fixed_dictionaries({
+    "pace": st.builds(
+        Pace, st.sampled_from([CURVES, Curves()]), st.floats(0.1, 10),
+        st.sampled_from([512, 8192]), st.sampled_from([0, 10_000, 300_000]),
+    ),
+    "open_runs": st.integers(1, 50), "prompt_tokens": st.integers(0, 90_000),
+    "prefill_tokens": st.integers(0, 90_000), "prefill_runs": st.integers(0, 3),
+    "busy_ms": st.floats(0, 900), "overlap_blocks": st.integers(0, 60),
+})  # fmt: skip
+
+
+@given(st.lists(SPOTS, min_size=1, max_size=9))
+def test_an_option_is_worth_the_same_to_the_bit_among_others_as_alone(
+    rows: list[dict[str, Any]],
+) -> None:
+    together = predicted(*rows)
+    for i, row in enumerate(rows):
+        alone = predicted(row)
+        assert [column[i] for column in together.terms] == [column[0] for column in alone.terms]
+        assert together.hold_ms[i] == alone.hold_ms[0]
+        pace, tokens = row["pace"], max(500 - 10 * row["overlap_blocks"], 1)
+        step_ms = pace.decode_ms(row["prompt_tokens"] + row["open_runs"] * 50)
+        assert together.terms.prefill_ms[i] == pytest.approx(pace.prefill_ms(tokens, step_ms))
 
 
 # As a part of `plan`
