@@ -25,9 +25,9 @@ from app.bench.index_sides import CRATE, Crate, NoPeer, Peer, Side, Structure, l
 from app.bench.index_timing import Kernels, Reference, ticks_per_us, warm_up
 from app.bench.index_work import Sequences, Setting, Where, replayed, sequences
 from app.bench.report import Bar, Report, machine
+from app.trace import SHIPPED
 from indexer.hashing import local_hashes
 
-TRACE = Path(__file__).resolve().parents[1] / "data" / "conversation_300.jsonl"
 BYTES_A_PAIR = 36.0
 RECORD_BLOCKS = (128, 1024, 8192)
 RECORDS_PER_S = 10.0
@@ -102,7 +102,7 @@ async def index(
             crate = load(said)
         except NoPeer as e:
             said(f"not compared with {CRATE}: {e}")
-    return Bench(form, crate, trace or TRACE).report(progress)
+    return Bench(form, crate, trace or SHIPPED).report(progress)
 
 
 async def pauses(progress: Callable[[float], None]) -> Report:

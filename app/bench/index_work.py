@@ -8,7 +8,6 @@ compute what its events bring along. Pure; nothing is measured here.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from app.trace import read_trace
 from indexer.keys import LOOPBACK_SECRET, derive, prompt_keys
 
 STORED, REMOVED, MATCH = range(3)
@@ -236,7 +236,7 @@ def replayed(trace: Path, setting: Setting, chained: Chained | None = None) -> B
     """Queries and events, interleaved, of a fleet that serves a trace.
 
     Each worker is an LRU of chunks; a request goes where most of it is cached, unless that worker
-    has had too many lately. `trace`: lines of JSON with `timestamp` and `hash_ids`.
+    has had too many lately. `trace`: see `app/trace.py`.
     """
     steps = _steps(_requests(trace, setting.requests), setting)
     rows = np.zeros(len(steps), OPERATION)
@@ -269,13 +269,10 @@ def replayed(trace: Path, setting: Setting, chained: Chained | None = None) -> B
 
 def _requests(trace: Path, least: int) -> list[list[int]]:
     """The chunks of each request, those of the copies in turn; every copy has chunks of its own."""
-    lines = [json.loads(line) for line in trace.read_text("utf-8").splitlines()]
-    lines.sort(key=lambda line: line["timestamp"])
-    copies = -(-least // len(lines))
+    rows = read_trace(trace)
+    copies = -(-least // len(rows))
     return [
-        [chunk * copies + copy for chunk in line["hash_ids"]]
-        for line in lines
-        for copy in range(copies)
+        [chunk * copies + copy for chunk in row.hash_ids] for row in rows for copy in range(copies)
     ]
 
 

@@ -144,7 +144,8 @@ def test_a_trace_has_a_match_for_each_request_and_evictions(trace: Batch) -> Non
 
 def test_a_short_trace_is_served_in_copies_that_share_nothing(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    file.write_text(json.dumps({"timestamp": 0, "hash_ids": [1, 2]}))
+    row = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
+    file.write_text(json.dumps(row))
     batch = replayed(file, Setting(workers=1, chunks=100, requests=3))
     assert np.count_nonzero(batch.rows["kind"] == STORED) == 3
     assert len(np.unique(batch.keys)) == 3 * 64
