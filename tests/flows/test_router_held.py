@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from streams.codecs import pack_tokens
 from streams.records import Assigned, Assignment, Cancel, End, PrefillDone, Request
 from streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.routers import Hand, read, route, some, write
-from tests.worlds import World, in_world
+from tests.worlds import World, in_world, play
 
 CURVES = Curves(prefill=(0.0, 0.1, 100.0), decode=(0.0, 0.0, 0.0), decode_floor=0.0)
 """A step takes 100 ms and 0.1 ms a token; so 4000 tokens are half a second."""
@@ -215,3 +216,36 @@ async def test_many_that_arrive_together_all_get_their_turn(world: World) -> Non
     assert all(len(taken(hand)) >= 15 for hand in hands)
     assert len(found) <= 60 * 20, "each token wakes sixteen at most"
     assert len(router._context.places._held) == 0
+
+
+async def stir(world: World, router: Router) -> None:
+    """Let everybody look again, all the time."""
+    while True:
+        router._context.places._ring_all()
+        await world.sleep(0.003)
+
+
+def test_looking_more_often_changes_nothing_but_the_number_of_looks() -> None:
+    """With one worker; among several a request may change its mind as often as it looks."""
+    histories: dict[bool, list[tuple[str, float]]] = {False: [], True: []}
+
+    async def scenario(world: World, restless: bool) -> None:
+        hand = Hand(world, **SLOW)
+        world.spawn(compute(world, hand))
+        router = await route(world, policy="predictive")
+        if restless:
+            world.spawn(stir(world, router))
+        for n in range(12):
+            ask(world, f"{n:02}", 2000 + 700 * (n * 5 % 12))
+        went = histories[restless]
+        while len(went) < 12:
+            known = {request for request, _ in went}
+            now = world.clock.now()
+            went += [(request, now) for request in taken(hand) if request not in known]
+            await world.sleep(0.001)
+
+    for restless in (False, True):
+        play(partial(scenario, restless=restless))
+    calm, stirred = histories[False], histories[True]
+    assert [request for request, _ in calm] == [request for request, _ in stirred]
+    assert [at for _, at in calm] == pytest.approx([at for _, at in stirred], abs=0.02)

@@ -9,7 +9,12 @@ import sys
 
 import pytest
 
+from app.engine.curves import Curves
+from app.faults import shape
 from app.faults.simulation import simulate
+from app.lanes.places import Places, Wanted
+from app.routing import paces
+from app.routing.plan import Hold
 
 SEEDS = 100
 AT_ONCE = 10
@@ -20,6 +25,27 @@ def test_every_request_ends_once_and_right(first: int) -> None:
     for seed in range(first, first + AT_ONCE):
         verdict = simulate(seed)
         assert not verdict.problems, verdict.report()
+
+
+def test_requests_that_routers_hold_end_once_and_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts here are short: only engines that are very slow keep anybody waiting."""
+    slow = Curves(prefill=(0.0, 60.0, 0.0), decode=(0.0, 0.0, 5.0))
+    monkeypatch.setattr(paces, "_believed", lambda _: slow)
+    for name in ("ROOMY", "CRAMPED"):
+        held = {"policy": "predictive", "max_hold_s": 4.0}
+        monkeypatch.setattr(shape, name, getattr(shape, name).model_copy(update=held))
+    holds = []
+    change = Places.change
+
+    async def counted(self: Places, wanted: Wanted, hold: Hold) -> None:
+        holds.append(hold.planned is not None)
+        await change(self, wanted, hold)
+
+    monkeypatch.setattr(Places, "change", counted)
+    for seed in range(20):
+        verdict = simulate(seed)
+        assert not verdict.problems, verdict.report()
+    assert sum(holds) > 100
 
 
 def test_seed_replays_exactly() -> None:
