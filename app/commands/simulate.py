@@ -31,7 +31,7 @@ def simulate(
     policy: Annotated[
         str,
         typer.Option(help="One or more, joined by commas; dynamo:64 sets its prefill_load_scale."),
-    ] = "dynamo,round_robin",
+    ] = "predictive,dynamo,round_robin",
     seeds: Annotated[int, typer.Option(help="Runs of each policy.", min=1)] = 1,
     blocks: Annotated[
         int, typer.Option(help="Blocks of 512 tokens in the cache of a worker.", min=1)
@@ -47,7 +47,7 @@ def simulate(
 
     Examples:
 
-    - `kvlane simulate --policy dynamo,dynamo:32,round_robin --workers 4`
+    - `kvlane simulate --policy predictive,dynamo:32 --workers 4`
 
     - `kvlane simulate --trace conversation_trace.jsonl --workers 16 --speed 8 --jitter 3 --seeds 5`
     """
