@@ -71,7 +71,7 @@ class Replay:
     with any more says nothing."""
 
     def run(self) -> list[Life]:
-        """Play all of it; raises as `replay`."""
+        """Play all of it; the lives in the order of arrival. Raises as `prepared` says."""
         while True:
             came = len(self.lives)
             arrival = self.arrivals[came].at_ms if came < len(self.arrivals) else NEVER
@@ -174,18 +174,18 @@ class Replay:
             heappush(self._ends, (worker.ends_at_ms, worker.epoch))
 
 
-def replay(
+def prepared(
     arrivals: Sequence[Arrival],
     workers: int,
     shape: Shape,
     tuning: Tuning,
     seed: int,
     progress: Callable[[int], None] = lambda _: None,
-) -> list[Life]:
-    """Play a trace on so many equal workers, empty at first; the lives in the order of arrival.
+) -> Replay:
+    """A trace before so many equal workers, empty at first.
 
-    A function of its arguments. Raises BadTrace for a request that no cache can hold, and
-    SimulationFailed.
+    What comes of it is a function of the arguments. `run` raises BadTrace for a request that no
+    cache can hold, and SimulationFailed.
     """
     digits = len(str(workers - 1))
     fleet = [Worker(f"worker-{number:0{digits}}", number, shape) for number in range(workers)]
@@ -196,7 +196,7 @@ def replay(
     }
     knowledge = Knowledge(fleet, shape, keys)
     router = Router(knowledge, tuning)
-    return Replay(fleet, router, knowledge, arrivals, Random(seed), progress).run()
+    return Replay(fleet, router, knowledge, arrivals, Random(seed), progress)
 
 
 def _life_of(sequence: Modelled) -> Life:

@@ -12,7 +12,7 @@ from app.engine.batch import Shape
 from app.routing.plan import Tuning
 from app.routing.policies import POLICIES, DynamoWeights
 from app.simulation.figures import Figures, figures
-from app.simulation.replay import replay
+from app.simulation.replay import prepared
 from app.simulation.traffic import Pace, Traced, arrivals, traced
 from app.trace import CHUNK_TOKENS, TraceRow
 
@@ -67,10 +67,11 @@ def tuning_of(policy: str) -> Tuning:
 
 
 def played(trace: Trace, run: Run, progress: Callable[[int], None] = lambda _: None) -> Figures:
-    """Do a run; `progress` hears how many more requests have come. Raises as `replay`."""
+    """Do a run; `progress` hears how many more requests have come. Raises as `prepared` says."""
     coming = arrivals(trace.rows, trace.requests, run.pace, run.seed)
     shape = Shape(CHUNK_TOKENS, run.blocks)
-    return figures(replay(coming, run.workers, shape, tuning_of(run.policy), run.seed, progress))
+    tuning = tuning_of(run.policy)
+    return figures(prepared(coming, run.workers, shape, tuning, run.seed, progress).run())
 
 
 def row(run: Run, found: Figures, wall_s: float) -> dict[str, Any]:

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.batch import Curves, Shape
+from app.engine.batch import Curves, Sequence, Shape
 from app.routing.plan import Hold, Plan, Refuse, Tuning, plan
 from app.simulation import router, worker
 from app.simulation.figures import figures
-from app.simulation.replay import Life, replay
+from app.simulation.replay import Life, prepared
 from app.simulation.router import SimulationFailed
 from app.simulation.runs import NAMES
 from app.simulation.traffic import Pace, arrivals, traced
+from app.simulation.worker import Worker
 from app.trace import BadTrace, TraceRow
+from indexer.lives import Holder, Overlap
 
 # A step takes 10 ms and a hundredth of one a new token, and 4 ms more if anybody decodes.
 SIMPLE = Shape(512, 64, curves=Curves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 0.0, 4.0)))
@@ -34,7 +36,7 @@ def played(
     shape: Shape = SIMPLE, pace: Pace = RECORDED,
 ) -> list[Life]:  # fmt: skip
     coming = arrivals(rows, traced(rows), pace, seed)
-    return replay(coming, workers, shape, Tuning(policy), seed)
+    return prepared(coming, workers, shape, Tuning(policy), seed).run()
 
 
 def told(lives: list[Life]) -> list[tuple[Any, ...]]:
@@ -154,6 +156,61 @@ def test_taking_quiet_steps_together_changes_nothing(rows: list[TraceRow], polic
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "FEW", 10**9)
         assert told(played(rows, 2, policy)) == together
+
+
+@given(ROWS, st.sampled_from(NAMES))
+def test_in_the_end_the_router_knows_what_the_caches_hold(
+    rows: list[TraceRow], policy: str
+) -> None:
+    requests = traced(rows)
+    played_out = prepared(
+        arrivals(rows, requests, RECORDED, 0), 2, SIMPLE._replace(blocks=14), Tuning(policy), 0
+    )
+    played_out.run()
+    for request in requests:
+        known = played_out.knowledge.index.overlaps(request.prompt.local(512))
+        for each in played_out.workers:
+            held = each.state.cache.match(request.chunks, len(request.chunks)).blocks
+            assert known.get(Holder(each.name, 0), Overlap()).device == held
+    assert not played_out.knowledge.load.burdens
+
+
+# --- a worker ------------------------------------------------------------------------------------
+
+
+def decoding(output: int) -> Worker:
+    """A worker with one request, from its first token at 11 ms on; each one more takes 4."""
+    alone = Worker("alone", 0, SIMPLE)
+    alone.admit(Sequence("first", 100, output), 0.0)
+    alone.begin(0.0)
+    assert alone.ends_at_ms == 11
+    alone.end()
+    alone.begin(11.0)
+    return alone
+
+
+@pytest.mark.parametrize(("at_ms", "joins_ms"), [(11.5, 15), (14.9, 15), (15, 19), (18, 19)])
+def test_who_comes_in_quiet_steps_waits_for_the_end_of_one(at_ms: float, joins_ms: float) -> None:
+    alone = decoding(100)
+    assert alone.ends_at_ms > 100
+    alone.admit(Sequence("second", 100, 1), at_ms)
+    assert alone.ends_at_ms == joins_ms
+    alone.end()
+    alone.begin(joins_ms)
+    assert alone.ends_at_ms == joins_ms + 11 + 4
+
+
+@pytest.mark.parametrize("output", [3, 100])
+@pytest.mark.parametrize(("at_ms", "tokens"), [(11, 1), (14.9, 1)])
+def test_tokens_of_the_step_under_way_are_not_there_yet(
+    output: int, at_ms: float, tokens: int
+) -> None:
+    assert decoding(output).output_tokens(at_ms) == tokens
+
+
+def test_tokens_are_there_when_their_quiet_step_is_over() -> None:
+    alone = decoding(100)
+    assert [alone.output_tokens(at_ms) for at_ms in (15.1, 18.9, 19.1)] == [2, 2, 3]
 
 
 # --- holding -------------------------------------------------------------------------------------
