@@ -103,8 +103,7 @@ def apply_rows(
 ) -> None:
     """Take in rows of one tier, all of them stored or removed.
 
-    The cache may have `limit` blocks in this tier. The caller has made room: in the table for all
-    keys, in the sets for one more each.
+    The cache may have `limit` blocks in this tier. The caller has made room (`is_roomy`).
     """
     start = 0
     for row in range(len(rows.kinds)):
@@ -260,20 +259,21 @@ def _settle(sets: Sets, before: int, after: int, moved: int) -> None:
 
 @kernel()
 def dump(
-    table: Table,
+    slots: NDArray[np.uint64],
+    start: int,
     sets: Sets,
     chosen: NDArray[np.uint64],
     keys: NDArray[np.uint64],
     positions: NDArray[np.uint32],
     numbers: NDArray[np.uint32],
 ) -> int:
-    """Copy out the blocks that any of the chosen columns holds; how many they are.
+    """Copy out the blocks from a slot on that any of the chosen columns holds; how many they are.
 
-    The outputs have room for all blocks. Not while the table grows.
+    The outputs have room for all of them.
     """
     size, before, wanted = 0, UNSEEN, False
-    for at in range(table.slots.size // 2):
-        key, value = load_pair(table.slots, 2 * at)
+    for at in range(start, slots.size // 2):
+        key, value = load_pair(slots, 2 * at)
         if key == NOTHING:
             continue
         number = np.int64(value & SET_MASK)
@@ -295,13 +295,16 @@ def load(
     positions: NDArray[np.uint32],
     numbers: NDArray[np.uint32],
     rows: NDArray[np.uint64],
+    fresh: NDArray[np.uint64],
     tags: NDArray[np.uint64],
     accounts: NDArray[np.uint64],
-) -> None:
-    """The inverse of `dump`: add blocks with sets of columns that hold nothing yet.
+) -> bool:
+    """The inverse of `dump`: add blocks with sets of `fresh` columns, which hold nothing yet.
 
-    `numbers`: for each block its row in `rows`, u64 (n, words). `tags`: u64 by column. `accounts`:
-    u64 (columns, words of an account). The caller has made room, as for `apply_rows`.
+    `numbers`: for each block its row in `rows`, u64 (n, words), of at least one of these columns.
+    `tags`: u64 by column. `accounts`: u64 (columns, words of an account). The caller has made room:
+    for all blocks, and for each known set joined with each row. False, in the middle, for a block
+    that stands twice or finds no slot, as in no dump.
     """
     before, row, after, moved = UNSEEN, UNSEEN, EMPTY, 0
     expect_first(table, keys)
@@ -314,13 +317,28 @@ def load(
         if number != before or np.int64(numbers[i]) != row:
             _settle(sets, before, after, moved)
             before, row, moved = number, np.int64(numbers[i]), 0
+            if not _is_apart(sets, number, fresh):
+                return False
             after = numbered(sets, _joined(sets, number, rows[row]))
+        if number == EMPTY and not has_room(table, slot):
+            _settle(sets, before, after, moved)
+            return False
         put(table, slot, key, (np.uint64(positions[i]) << U32) | np.uint64(after))
         if number == EMPTY:
             table.state[USED] += 1
         moved += 1
         _enter(rows[row], key, tags, accounts)
     _settle(sets, before, after, moved)
+    return True
+
+
+@inlined
+def _is_apart(sets: Sets, number: int, row: NDArray[np.uint64]) -> bool:
+    """Whether none of the columns is in the set."""
+    for word in range(sets.words):
+        if sets.rows[number * sets.words + word] & row[word] != NOTHING:
+            return False
+    return True
 
 
 @inlined

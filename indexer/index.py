@@ -17,8 +17,9 @@ announce blocks so (`bridge.py`), and no event is ever missed unnoticed. For a c
 not begin at a `cleared`, or that had blocks refused, it is not known; while there is such a cache,
 every block of a prompt is looked at.
 
-One writer, any number of readers in other threads: readers take the arrays of a tier as one tuple,
-run without the interpreter's lock, and try again when sets were recycled under them. Each cache has
+One writer, and any number of threads that call `match` or `depths` beside it: these take the arrays
+of a tier as one tuple, run without the interpreter's lock, and look again when sets were recycled
+under them. All else is for the writer's thread, or while it does nothing. Each cache has
 `max_blocks` at most; positions are kept for people, answers do not depend on them.
 """
 
@@ -40,7 +41,7 @@ from indexer.keys import LOOPBACK_SECRET, KeySecret, derive
 from indexer.lives import Counters, Holder, Holding, Lives, Overlap, Rank
 from indexer.search import FEW, RETRY, Scratch, new_scratch
 from indexer.sets import GENERATION, WORD_BITS, Sets, new_sets, with_room
-from indexer.table import CAPACITY, Table, grow, grown, needs_room, new_table, settled
+from indexer.table import CAPACITY, FRONTIER, Table, grow, grown, needs_room, new_table, settled
 from indexer.xxh3 import M64, xxh3
 
 MAX_BLOCKS = 1 << 24
@@ -99,7 +100,7 @@ class Index:
         self._fingerprint = secret.fingerprint
         self._mixing = np.array([secret.start, secret.step, secret.first, secret.second], np.uint64)
         self._max_blocks = max_blocks
-        self._lives = Lives(lambda _partition, holder: _Cache(self, holder))
+        self._lives = Lives(lambda holder: _Cache(self, holder))
         self._views = [View(new_table(), new_sets()) for _ in Tier]
         self._alive = np.zeros(1, np.uint64)
         self.owners: list[Holder] = []
@@ -138,6 +139,7 @@ class Index:
             else:
                 self._change(cache, tier, part)
         self._note(cache)
+        self.tidy(max(SWEEP_STEPS * len(rows.keys), LEAST_STEPS))
 
     def heard(self, partition: int, holder: Holder, epoch: int, last_event_id: int) -> None:
         """A heartbeat says how far events have gone: a tail that is missing is a gap, too."""
@@ -157,6 +159,9 @@ class Index:
 
     def _change(self, cache: _Cache, tier: Tier, rows: Rows) -> None:
         keys, column = len(rows.keys), self._column(cache)
+        self._is_tiered |= tier != Tier.DEVICE
+        if keys > self._max_blocks - cache.blocks:
+            self._open.add(column)  # before readers see what is there without what was refused
         to: Parts = column, int(tier), cache.tags, tuple(rows), self._max_blocks, cache.accounts
         refused = apply_rows(*self._views[tier].parts, *to)
         if refused == NO_ROOM:
@@ -166,12 +171,8 @@ class Index:
         if refused:
             self.counters.refused_blocks += refused
             cache.overflowed = True
-        if tier != Tier.DEVICE:
-            self._is_tiered = True
         if self._views[tier].table.is_growing:
-            self._grow(tier, max(GROW_STEPS * keys, LEAST_STEPS))
-        elif self._leaving or self._retired:
-            self._sweep(max(SWEEP_STEPS * keys, LEAST_STEPS))
+            self._grow(tier, GROW_STEPS * keys)
 
     # --- what prompts ask ------------------------------------------------------------------------
 
@@ -209,9 +210,11 @@ class Index:
         packed = scratch.out[:count].view(np.int64)
         columns, depths = packed >> 32, np.zeros((count, len(Tier)), np.int64)
         depths[:, 0] = packed & 0xFFFFFFFF
+        found: Depths | None = Depths(columns, depths)
         if self._is_tiered:
-            return self._below(views, alive, local, scratch, columns, depths[:, 0])
-        return Depths(columns, depths)
+            found = self._below(views, alive, local, scratch, columns, depths[:, 0])
+        # What the writer does to its newer arrays, the older ones do not tell.
+        return found if tuple(self._views) == views else None
 
     def _below(
         self,
@@ -280,11 +283,13 @@ class Index:
     @property
     def nbytes(self) -> int:
         """Memory of the tables and the sets; what is touched of it may be less."""
-        return sum(
-            array.nbytes
+        arrays = [
+            array
             for view in self._views
             for array in (view.table.slots, view.sets.rows, view.sets.buckets)
-        )
+        ]
+        arrays += [view.table.larger for view in self._views if view.table.is_growing]
+        return sum(array.nbytes for array in arrays)
 
     # --- columns ---------------------------------------------------------------------------------
 
@@ -297,6 +302,7 @@ class Index:
             else:
                 cache.column = len(owners)
                 owners.append(cache.holder)
+            self._note(cache)
             if len(owners) > WORD_BITS * len(self._alive):
                 self._alive = np.append(self._alive, np.zeros_like(self._alive))
             self.owners = owners
@@ -331,9 +337,9 @@ class Index:
 
         Changes do so by themselves, as much as they have to.
         """
-        growing = [tier for tier in Tier if self._views[tier].table.is_growing]
+        growing = [tier for tier, view in enumerate(self._views) if view.table.is_growing]
         for tier in growing:
-            self._grow(tier, steps)
+            self._grow(Tier(tier), steps)
         if not growing and (self._leaving or self._retired):
             self._sweep(steps)
         return bool(growing or self._leaving or self._retired)
@@ -413,24 +419,30 @@ class Index:
         return snapshots.encode(self._fingerprint, self._lives.described(partition), tiers)
 
     def restore(self, partition: int, data: bytes) -> None:
-        """The inverse of `snapshot`. Raises ValueError for data of another kind or secret."""
-        described, parts = snapshots.decode(data, self._fingerprint, tiers=len(Tier))
-        caches = self._lives.restored(partition, described)
-        for part in parts:
-            if part.rows.shape[1] * WORD_BITS < len(caches) and len(part.keys):
-                self._lives.forget(partition)
-                raise ValueError("sets of fewer caches than there are")
+        """The inverse of `snapshot`.
+
+        Raises ValueError for data of another kind or secret, or that no index wrote; then what came
+        from the partition is as it was, or forgotten.
+        """
+        try:
+            described, parts = snapshots.decode(data, self._fingerprint, tiers=len(Tier))
+            caches = self._lives.restored(partition, described)
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as e:
+            raise ValueError(f"a snapshot of what no index holds: {e!r}") from e
         columns = [self._column(cache) for cache in caches]
         for tier, part in zip(Tier, parts, strict=True):
-            self._load(tier, caches, columns, part)
-        for cache in caches:
-            self._note(cache)
+            if not self._load(tier, caches, columns, part):
+                self._lives.forget(partition)
+                raise ValueError("a snapshot of what no index holds")
 
     def _load(
         self, tier: Tier, caches: list[_Cache], columns: list[int], part: snapshots.Part
-    ) -> None:
+    ) -> bool:
+        """Add a tier's blocks; False, in the middle, for what no dump has."""
         if not len(part.keys):
-            return
+            return True
+        if part.rows.shape[1] * WORD_BITS < len(caches):
+            return False
         self._is_tiered |= tier != Tier.DEVICE
         self._make_room(tier, len(part.keys), len(part.rows))
         self._finish_growth(tier)
@@ -439,53 +451,54 @@ class Index:
         accounts = np.zeros((sets.columns, ACCOUNT_WORDS), np.uint64)
         tags[columns] = [cache.tags[tier] for cache in caches]
         rows = snapshots.scatter(part.rows, columns, sets.words)
-        load(table, sets, part.keys, part.positions, part.numbers, rows, tags, accounts)
+        if not rows.any(axis=1).all():
+            return False
+        is_sound = load(
+            table, sets, part.keys, part.positions, part.numbers, rows,
+            self._bits(columns, sets.words), tags, accounts,
+        )  # fmt: skip
         for cache in caches:
             cache.accounts[tier] = accounts[cache.column]
+        return bool(is_sound)
 
     def _dump(
         self, tier: Tier, columns: Iterable[int]
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint32]]:
-        """Keys, positions and sets of what these columns hold."""
-        self._finish_growth(tier)
+        """Keys, positions and sets of what these columns hold; of a growing table, in both."""
         table, sets = self._views[tier].table, self._views[tier].sets
-        most = table.used
+        chosen, most = self._bits(columns, sets.words), table.used
         keys, positions = np.empty(most, np.uint64), np.empty(most, np.uint32)
-        numbers = np.empty(most, np.uint32)
-        chosen = self._bits(columns, sets.words)
-        size = dump(table, sets, chosen, keys, positions, numbers)
+        numbers, size = np.empty(most, np.uint32), 0
+        parts = [(table.larger, 0)]
+        if table.is_growing:
+            parts.append((table.slots, int(table.state[FRONTIER])))
+        for slots, start in parts:
+            out = keys[size:], positions[size:], numbers[size:]
+            size += dump(slots, start, sets, chosen, *out)
         return keys[:size], positions[:size], numbers[:size]
 
 
 def _parts(columns: Columns, rows: Rows, skipped: int) -> Iterable[tuple[Tier | None, Rows]]:
     """Rows of one tier each, in order; None for a cleared one."""
-    kinds, tiers = columns.kinds, columns.tiers
-    count = len(kinds) - skipped
-    if not count:
+    kinds, tiers = columns.kinds[skipped:], columns.tiers[skipped:]
+    if not kinds:
         return
-    if tiers.count(tiers[skipped], skipped) == count and Kind.CLEARED not in kinds[skipped:]:
-        yield Tier(tiers[skipped]), _slice(rows, skipped, len(kinds))
+    is_plain = tiers.count(tiers[0]) == len(tiers) and Kind.CLEARED not in kinds
+    if is_plain and not skipped:
+        yield Tier(tiers[0]), rows
         return
+    keys = np.append(0, np.cumsum(rows.counts, dtype=np.int64))  # before each row
     at = skipped
     for tier, group in groupby(
         None if kind == Kind.CLEARED else Tier(tier)
-        for kind, tier in zip(kinds[skipped:], tiers[skipped:], strict=True)
+        for kind, tier in zip(kinds, tiers, strict=True)
     ):
         until = at + sum(1 for _ in group)
-        yield tier, _slice(rows, at, until)
+        yield tier, Rows(
+            rows.kinds[at:until], rows.tiers[at:until], rows.positions[at:until],
+            rows.counts[at:until], rows.keys[keys[at] : keys[until]],
+        )  # fmt: skip
         at = until
-
-
-def _slice(rows: Rows, start: int, end: int) -> Rows:
-    """Some of the rows, with their keys."""
-    if start == 0 and end == len(rows.kinds):
-        return rows
-    first = int(rows.counts[:start].sum(dtype=np.int64))
-    keys = int(rows.counts[start:end].sum(dtype=np.int64))
-    return Rows(
-        rows.kinds[start:end], rows.tiers[start:end], rows.positions[start:end],
-        rows.counts[start:end], rows.keys[first : first + keys],
-    )  # fmt: skip
 
 
 def _bit(column: int) -> np.uint64:

@@ -104,7 +104,7 @@ class _Worker(Generic[R]):
 class Lives(Generic[R]):
     """Workers by partition. `begin` makes the rank of a holder, without blocks."""
 
-    def __init__(self, begin: Callable[[int, Holder], R]) -> None:
+    def __init__(self, begin: Callable[[Holder], R]) -> None:
         self.counters = Counters()
         self._begin = begin
         self._partitions: dict[int, dict[str, _Worker[R]]] = {}
@@ -184,14 +184,18 @@ class Lives(Generic[R]):
         }
 
     def restored(self, partition: int, described: dict[str, Any]) -> list[R]:
-        """The inverse, in the place of what is there: the ranks in order, without blocks."""
+        """The inverse, in the place of what is there: the ranks in order, without blocks.
+
+        Raises ValueError for what `described` never gives, with nothing changed.
+        """
+        _check(described)
         self.forget(partition)
         workers = self._partitions[partition] = {}
         ranks = []
         for worker, said in described.items():
             known = workers[worker] = _Worker[R](said["epoch"], said["lost"])
             for number, following, complete, overflowed in said["ranks"]:
-                rank = known.ranks[number] = self._begin(partition, Holder(worker, number))
+                rank = known.ranks[number] = self._begin(Holder(worker, number))
                 rank.next_event_id, rank.complete = following, complete
                 rank.overflowed = overflowed
                 ranks.append(rank)
@@ -210,10 +214,36 @@ class Lives(Generic[R]):
             return None
         rank = known.ranks.get(holder.rank)
         if rank is None:
-            rank = known.ranks[holder.rank] = self._begin(partition, holder)
+            rank = known.ranks[holder.rank] = self._begin(holder)
         return rank
 
     def _end(self, known: _Worker[R] | None) -> None:
         if known is not None:
             for rank in known.ranks.values():
                 rank.clear()
+
+
+def _check(described: Any) -> None:
+    """Raise ValueError for what no index tells of its workers."""
+    if not isinstance(described, dict):
+        raise ValueError("workers that are none")  # noqa: TRY004 - of bytes
+    for worker, said in described.items():
+        worker.encode()  # a name that is no text
+        if not isinstance(said, dict) or said.keys() != {"epoch", "lost", "ranks"}:
+            raise ValueError(f"worker {worker!r} that is none")
+        _check_number(said["epoch"], "epoch")
+        numbers = set()
+        for number, following, complete, overflowed in said["ranks"]:
+            _check_number(number, "rank")
+            if following is not None:
+                _check_number(following, "event id", least=-1 << 63)
+            if not (isinstance(complete, bool) and isinstance(overflowed, bool)):
+                raise ValueError("a rank that is none")  # noqa: TRY004 - of bytes
+            numbers.add(number)
+        if len(numbers) != len(said["ranks"]):
+            raise ValueError(f"worker {worker!r} with a rank twice")
+
+
+def _check_number(value: Any, name: str, least: int = 0) -> None:
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise ValueError(f"{name} {value!r}")

@@ -4,17 +4,19 @@ numba knows arrays but not the machine below them. These few intrinsics add what
 and safe by, and nothing else in the project uses raw memory. All of them take an array and an index
 into it, unchecked, as C would.
 
-A *pair* is two neighbouring u64, 16 bytes aligned at 16: one instruction on x86-64 with AVX and on
-ARMv8.4, so that a reader sees both halves of the same write.
+A *pair* is two neighbouring u64, 16 bytes aligned at 16. Written and read in one instruction, which
+processors with AVX and from ARMv8.4 on do as a whole, it is never seen half.
 """
 
 from __future__ import annotations
 
 import mmap
+import platform
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -27,6 +29,12 @@ SMALL = 1 << 16
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _PAIR = ir.VectorType(_I64, 2)
+_LOAD = {
+    "x86_64": ("movdqa ($1), $0", "=x,r,~{memory}"),
+    "aarch64": ("ldr ${0:q}, [$1]", "=w,r,~{memory}"),
+}.get(platform.machine())
+"""One load of a pair in the processor's own words, and what it needs."""
+binding.initialize_native_asmparser()
 
 
 def zeros(words: int, dtype: Any = np.uint64) -> NDArray[Any]:
@@ -38,7 +46,8 @@ def zeros(words: int, dtype: Any = np.uint64) -> NDArray[Any]:
     if size < SMALL or not hasattr(mmap, "MADV_HUGEPAGE"):
         return _aligned(np.zeros(size + 16, np.uint8), 16, size).view(dtype)
     area = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        area.madvise(mmap.MADV_HUGEPAGE)
     return _aligned(np.frombuffer(area, np.uint8), HUGE_PAGE, size).view(dtype)
 
 
@@ -75,6 +84,27 @@ def load_pair(_: Any, array: Any, index: Any) -> Any:
         place = builder.bitcast(_pointer(context, builder, signature, args), _PAIR.as_pointer())
         pair = builder.load(place)
         pair.align = 16
+        halves = [builder.extract_element(pair, _I32(half)) for half in (0, 1)]
+        return context.make_tuple(builder, signature.return_type, halves)
+
+    return types.UniTuple(types.uint64, 2)(array, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def read_pair(_: Any, array: Any, index: Any) -> Any:
+    """As `load_pair`, for readers beside a writer: surely in one instruction.
+
+    The compiler may make two loads of one, or load again later; of an instruction it cannot.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.bitcast(_pointer(context, builder, signature, args), _PAIR.as_pointer())
+        if _LOAD is None:
+            pair = builder.load(place)
+            pair.align = 16
+        else:
+            of = ir.FunctionType(_PAIR, [_PAIR.as_pointer()])
+            pair = builder.asm(of, *_LOAD, [place], side_effect=True)
         halves = [builder.extract_element(pair, _I32(half)) for half in (0, 1)]
         return context.make_tuple(builder, signature.return_type, halves)
 
@@ -120,10 +150,13 @@ def store_release(_: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fence(_: Any) -> Any:
-    """What was written before is seen by whoever sees what is written after."""
+    """What is read and written before stays before what is read and written after, but for one.
+
+    Only a write before may be seen after a read. No instruction on x86-64, but for the compiler.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("release")
+        builder.fence("acq_rel")
         return context.get_dummy_value()
 
     return types.void(), generate

@@ -48,7 +48,7 @@ class ReferenceIndex:
     def __init__(self, *, fingerprint: str = "", max_blocks: int = MAX_BLOCKS) -> None:
         self._fingerprint = fingerprint
         self._max_blocks = max_blocks
-        self._lives = Lives(lambda _partition, _holder: _Rank())
+        self._lives = Lives(lambda _holder: _Rank())
 
     @property
     def counters(self) -> Counters:

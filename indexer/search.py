@@ -8,6 +8,14 @@ once, then some in each gap between unequal neighbours, until no gap is left. A 
 of the cache, 150-220 ns, but probes made at once cost little more than one of them. Without that
 promise all blocks are scanned, at 8-10 ns each.
 
+For example, of 1000 blocks the first 256 are held by A and B, the others by A alone. The first
+round looks at block 0, at the last block of 15 groups of 64, and at block 999: AB AB AB AB A … A.
+One gap is left, between blocks 255 and 319, whose 63 places are divided by 6; then a gap of 9 is
+looked through. Two runs come out: AB from 0 on, A from 256 on, up to 1000.
+
+Columns that were retired but not swept do not disturb this. They are masked out of the result; for
+the others sets still only get smaller, and equal sets still have equal live columns.
+
 Keys are sums over the blocks before (`indexer/keys.py`). A search needs them at few positions: one
 pass computes the sums of whole groups, and a key is then the sum of a part of its group.
 """
@@ -21,7 +29,7 @@ from numpy.typing import NDArray
 
 from indexer.hash_kernels import mixed
 from indexer.kernels import inlined, kernel
-from indexer.memory import load_acquire, trailing_zeros
+from indexer.memory import fence, load_acquire, trailing_zeros
 from indexer.sets import GENERATION, NOTHING, ONE, Sets, has
 from indexer.table import SET_MASK, U32, Table, expect, held_by
 
@@ -97,6 +105,7 @@ def match(
     else:
         points, runs, end = scan(table, mixing, local, scratch)
     count = depths(sets, alive, points, runs, end, scratch)
+    fence()
     return count if load_acquire(sets.state, GENERATION) == generation else RETRY
 
 
@@ -467,6 +476,7 @@ def deepen(
             column = 64 * word + trailing_zeros(bits)
             bits &= bits - ONE
             depth[column] = reached(sets, column, depth[column], scratch.points, runs)
+    fence()
     return 0 if load_acquire(sets.state, GENERATION) == generation else RETRY
 
 

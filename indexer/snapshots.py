@@ -54,6 +54,8 @@ def decode(data: bytes, fingerprint: str, tiers: int) -> tuple[dict[str, Any], l
     if header["fingerprint"] != fingerprint:
         raise ValueError("a snapshot under another hash secret")
     sizes = header["tiers"]
+    if not all(type(n) is int and 0 <= n < 1 << 40 for size in sizes for n in size):
+        raise ValueError(f"a snapshot with tiers of {sizes}")
     expected = end + sum(16 * blocks + 8 * sets * words for blocks, sets, words in sizes)
     if len(sizes) != tiers or len(data) != expected:
         raise ValueError(f"{len(data)} bytes where the header says {expected}")
@@ -86,8 +88,9 @@ def compact(numbers: NDArray[np.uint32], sets: int) -> tuple[NDArray[np.uint32],
 def gather(rows: NDArray[np.uint64], columns: Sequence[int]) -> NDArray[np.uint64]:
     """Rows of just these columns, in this order; negative ones are empty."""
     gathered = np.zeros((len(rows), max(-(-len(columns) // WORD_BITS), 1)), np.uint64)
+    known = rows.shape[1] * WORD_BITS  # a tier knows no columns that came after its last change
     for to, column in enumerate(columns):
-        if column >= 0:
+        if 0 <= column < known:
             bits = (rows[:, column // WORD_BITS] >> np.uint64(column % WORD_BITS)) & np.uint64(1)
             gathered[:, to // WORD_BITS] |= bits << np.uint64(to % WORD_BITS)
     return gathered

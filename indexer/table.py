@@ -25,9 +25,11 @@ from numpy.typing import NDArray
 
 from indexer.kernels import inlined, kernel
 from indexer.memory import (
+    fence,
     load_acquire,
     load_pair,
     prefetch,
+    read_pair,
     store_pair,
     store_release,
     zeros,
@@ -136,12 +138,13 @@ def held_by(table: Table, key: np.uint64) -> np.uint64:
         slots, at = table.slots, home(key, state[CAPACITY])
         if at < load_acquire(state, FRONTIER):
             slots, at = table.larger, home(key, state[NEXT_CAPACITY])
-        found, value = load_pair(slots, 2 * at)
+        found, value = read_pair(slots, 2 * at)
         while found != key and found != NOTHING:
             at += 1
-            found, value = load_pair(slots, 2 * at)
+            found, value = read_pair(slots, 2 * at)
         if found == key:
             return value & SET_MASK
+        fence()
         if version & 1 == 0 and load_acquire(state, VERSION) == version:
             return NOTHING
 
@@ -201,6 +204,7 @@ def take_out(table: Table, slot: int) -> None:
     if slot >= NEXT:
         slots, capacity, hole = table.larger, state[NEXT_CAPACITY], slot - NEXT
     store_release(state, VERSION, state[VERSION] + 1)
+    fence()
     at = hole + 1
     key, value = load_pair(slots, 2 * at)
     while key != NOTHING:
@@ -230,7 +234,10 @@ def grow(table: Table, steps: int) -> bool:
         key, value = load_pair(table.slots, 2 * at)
         if key != NOTHING:
             slot, _ = probe(table.larger, home(key, state[NEXT_CAPACITY]), key)
-            store_pair(table.larger, 2 * slot, key, value)
+            if has_room(table, slot + NEXT):
+                store_pair(table.larger, 2 * slot, key, value)
+            else:  # thousands of keys with one home: no random ones, and the block is lost
+                state[USED] -= 1
         elif at >= until:
             break
         at += 1

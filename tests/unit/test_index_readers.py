@@ -5,11 +5,17 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
+import indexer.index
 from indexer.events import CLEARED, Event, Kind, Tier
+from indexer.kernels import kernel
 from indexer.lives import Holder, Overlap
+from indexer.memory import load_acquire, store_release
+from indexer.table import USED, Table, held_by, new_table, place, put, take_out
 from tests.indexes import FastIndex, ScanningIndex, local_of
 
 STEADY = [Holder(f"steady-{n}", 0) for n in range(3)]
@@ -92,3 +98,83 @@ def test_readers_beside_a_writer_see_what_does_not_change_unchanged(kind: type[F
     while index.tidy(1 << 10):
         pass
     assert index.entries(STEADY[0], Tier.DEVICE).keys() == set(prompt)
+
+
+def test_a_reader_that_took_its_arrays_before_they_grew_looks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index, prompt = steady_index(FastIndex, random.Random(1))
+    keys = [random.Random(1000 + n).randrange(1, 1 << 64) for n in range(140)]
+    ids = dict.fromkeys(range(9), 0)
+
+    def add(number: int, *stored: int) -> None:
+        """One more bit of every number up to 140: a set each."""
+        events = [CLEARED, Event(Kind.STORED, keys=stored)]
+        index.apply(0, Holder(f"bit-{number}", 0), 1, ids[number], events)
+        ids[number] += len(events)
+
+    for bit in range(8):
+        add(bit, *(key for n, key in enumerate(keys, 1) if n >> bit & 1))
+    rows, original = len(index._views[Tier.DEVICE].sets.references), indexer.index.match
+
+    def late(*args: Any) -> int:
+        """The writer was quicker than this reader."""
+        if not ids[8]:
+            add(8, *prompt, *keys[:130])
+        return original(*args)
+
+    monkeypatch.setattr(indexer.index, "match", late)
+    columns, found = index.depths(local_of(prompt))
+    assert len(index._views[Tier.DEVICE].sets.references) > rows
+    assert sorted(found[:, 0].tolist()) == [200, 300, 600, 600]
+    assert len(columns) == 4
+
+
+@kernel()
+def churn(table: Table, steady: Any, others: Any, present: Any, rounds: int) -> None:
+    """Store and remove blocks around some that are there while `present` is odd."""
+    for _ in range(rounds):
+        for key in others:
+            slot, _ = place(table, key)
+            put(table, slot, key, np.uint64(5))
+            table.state[USED] += 1
+        for key in steady:
+            slot, _ = place(table, key)
+            put(table, slot, key, np.uint64(7))
+            table.state[USED] += 1
+        store_release(present, 0, present[0] + 1)
+        for key in others:
+            take_out(table, place(table, key)[0])
+        store_release(present, 0, present[0] + 1)
+        for key in steady:
+            take_out(table, place(table, key)[0])
+
+
+@kernel()
+def look(table: Table, steady: Any, present: Any, seen: Any, rounds: int) -> None:
+    """Count lookups of what is there, and those that found nothing, or another block's set."""
+    for _ in range(rounds):
+        for key in steady:
+            before = load_acquire(present, 0)
+            if before & 1:
+                number = held_by(table, key)
+                if load_acquire(present, 0) == before:
+                    seen[0] += 1
+                    seen[1] += number == np.uint64(0)
+                    seen[2] += number not in (np.uint64(0), np.uint64(7))
+
+
+def test_blocks_that_are_moved_for_others_are_found_as_they_are() -> None:
+    keys = np.arange(1 << 63, (1 << 63) + 300, dtype=np.uint64)
+    np.random.default_rng(1).shuffle(keys)  # all have one home, so that removals move many
+    steady, others = keys[:100].copy(), keys[100:].copy()
+    table, present, seen = new_table(4000), np.zeros(1, np.int64), np.zeros(3, np.int64)
+    churn(table, steady, others, present, 1)
+    look(table, steady, present, seen, 1)
+    writer = threading.Thread(target=churn, args=(table, steady, others, present, 4000))
+    writer.start()
+    while writer.is_alive():
+        look(table, steady, present, seen, 50)
+    writer.join()
+    assert seen[0] > 0, "the threads did not meet"
+    assert seen[1:].tolist() == [0, 0]
