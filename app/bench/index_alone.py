@@ -6,6 +6,7 @@ The only peer here is Dynamo's Python wheel, for calls. It runs in an environmen
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import tempfile
@@ -157,6 +158,8 @@ def reader_pauses(pairs: int) -> Iterator[Figure]:
     cached = sequences(where)
     start = filled(cached, stop=64)
     query = cached.local[0].copy()
+    gc.collect()
+    gc.freeze()  # as every process does when it has started (app/lifetime.py)
     with Pauses(start, query) as reader:
         time.sleep(IDLE_S)
     yield _alone("pause, idle", where, "ms", reader.samples())
