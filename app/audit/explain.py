@@ -28,6 +28,8 @@ _PRIVATE = frozenset({
 })  # fmt: skip
 """Fields that may hold what a prompt or an answer says, or are megabytes."""
 _PLACE = frozenset({"id", "t"})
+_ENDS = frozenset({"Finished", "Ended"})
+"""On the ledger when the last chunk is in the log, not before."""
 
 
 class Step(NamedTuple):
@@ -79,17 +81,28 @@ async def explain(
                     continue
                 found[source].append(fact)
     requests, ledger, responses = (found[source] for source in sources)
-    steps = [_step(Partition(REQUESTS, lane), fact) for fact in requests]
-    steps += [_step(Partition(LEDGER, lane), fact) for fact in ledger]
+    asked = [_step(Partition(REQUESTS, lane), fact) for fact in requests]
+    decided = [_step(Partition(LEDGER, lane), fact) for fact in ledger]
     readers = _Readers(Partition(RESPONSES, lane))
     for fact in responses:
         readers.take(fact)
     readers.close()
-    # Of the same millisecond: what was asked, what was decided, what was shown.
-    order = {topic: number for number, topic in enumerate((REQUESTS, LEDGER, RESPONSES))}
-    steps += readers.steps
-    steps.sort(key=lambda step: (step.at_ms, order[step.source.topic], step.offset))
-    return Explained(request_id, lane, steps, readers.ending)
+    return Explained(request_id, lane, _in_order(asked, decided, readers.steps), readers.ending)
+
+
+def _in_order(*topics: list[Step]) -> list[Step]:
+    """The steps of all topics by the broker's clock, those of each one as they stand in the log.
+
+    Of the same millisecond: what was asked, decided, shown, and that it was over, as it is done.
+    """
+    ranked = []
+    for number, steps in enumerate(topics):
+        latest = (0, 0)
+        for step in steps:
+            rank = len(topics) if step.name in _ENDS else number
+            latest = max(latest, (step.at_ms, rank))
+            ranked.append((latest, step))
+    return [step for _, step in sorted(ranked, key=lambda each: each[0])]
 
 
 async def _start(log: Log, source: Partition, request_id: str) -> int:

@@ -1,0 +1,44 @@
+"""The order of a story whose steps stand in three partitions."""
+
+from __future__ import annotations
+
+import random
+
+from app.audit.explain import Step, _in_order
+from streams.ports import Partition
+from streams.topics import LEDGER, REQUESTS, RESPONSES
+
+
+def steps(topic: str, *named: tuple[int, str]) -> list[Step]:
+    source = Partition(topic, 0)
+    return [Step(at_ms, source, offset, name, {}) for offset, (at_ms, name) in enumerate(named)]
+
+
+def names(*topics: list[Step]) -> list[str]:
+    return [step.name for step in _in_order(*topics)]
+
+
+def test_what_happened_in_one_millisecond_is_told_as_it_is_done() -> None:
+    asked, shown = steps(REQUESTS, (5, "Request")), steps(RESPONSES, (5, "Shown"))
+    decided = steps(LEDGER, (5, "Assigned"), (5, "Started"), (5, "Finished"), (5, "Ended"))
+    assert names(asked, decided, shown) == [
+        "Request", "Assigned", "Started", "Shown", "Finished", "Ended",
+    ]  # fmt: skip
+
+
+def test_a_partition_keeps_its_order_whatever_the_clock_says() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        kinds = ["Assigned", "Started", "Finished", "Fencing", "Ended"]
+        ledger = steps(LEDGER, *((rng.randrange(3), rng.choice(kinds)) for _ in range(8)))
+        shown = steps(RESPONSES, *((rng.randrange(3), "Shown") for _ in range(4)))
+        told = _in_order([], ledger, shown)
+        assert [step for step in told if step.source.topic == LEDGER] == ledger
+        assert [step for step in told if step.source.topic == RESPONSES] == shown
+
+
+def test_a_run_after_the_end_of_another_one_stays_behind_it() -> None:
+    decided = steps(LEDGER, (5, "Finished"), (5, "Assigned"), (6, "Started"))
+    assert names([], decided, steps(RESPONSES, (5, "Shown"), (6, "Shown"))) == [
+        "Shown", "Finished", "Assigned", "Started", "Shown",
+    ]  # fmt: skip
