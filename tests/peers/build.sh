@@ -11,7 +11,13 @@ library() {
     echo "peers: cargo is missing; see https://rustup.rs or: apt-get install cargo" >&2
     return 1
   }
-  cargo build --release --locked --quiet --jobs "${JOBS:-1}" --target-dir "$OUT/cargo"
+  # pins.lock names no registry; a lock that cargo makes itself says what it calls the one it asks.
+  local crate="$OUT/crate" registry
+  rm -rf "$crate" && mkdir -p "$crate" && cp -r Cargo.toml src "$crate"
+  (cd "$crate" && cargo generate-lockfile --quiet)
+  registry=$(grep -m1 -o 'registry+[^"]*' "$crate/Cargo.lock")
+  sed "s|\"registry\"|\"$registry\"|" pins.lock > "$crate/Cargo.lock"
+  (cd "$crate" && cargo build --release --locked --quiet --jobs "${JOBS:-1}" --target-dir "$OUT/cargo")
   cp "$OUT/cargo/release/libpeers.so" "$OUT/"
 }
 
