@@ -23,6 +23,7 @@ from app.gateway import Gateway
 from app.router import Router
 from app.routing.load import Load
 from app.worker import NameTaken
+from streams.errors import BrokerUnavailable
 from streams.ports import Partition
 from streams.records import Fact
 from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS
@@ -136,10 +137,13 @@ def _busy(world: World) -> Iterator[str]:
 def _failed(world: World) -> Iterator[str]:
     """Whatever ends a process costs its work and the time until an orchestrator starts it again.
 
-    So nothing may but a dead engine, and a newer process that has taken the name.
+    So nothing may but a dead engine, a newer process that has taken the name, and a broker that
+    does not answer when the process starts.
     """
     for node, error in world.failures:
         names = [n.name for n in world.nodes if n is not node]
         if isinstance(error, EngineDead) or (isinstance(error, NameTaken) and node.name in names):
+            continue
+        if isinstance(error, BrokerUnavailable) and not node.was_connected:
             continue
         yield f"failure: {node.label} ended with {error!r}"

@@ -40,6 +40,8 @@ class Node:
         self.name = name
         self.label = label
         self.state: State = "starting"
+        self.was_connected = False
+        """Whether a broker has ever answered it."""
         self.clock = VirtualClock(
             world.loop, rng.randint(-SKEW_MS, SKEW_MS), 1 + rng.uniform(-DRIFT, DRIFT)
         )
@@ -82,6 +84,7 @@ class Node:
     async def _live(self) -> None:
         try:
             await self.log.start()
+            self.was_connected = True
             await live(self.life, self._start, self._end, self._asked)
         except Exception as e:  # noqa: BLE001 - it is judged by the invariants
             self.life.fail(e)

@@ -6,15 +6,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from app.engine.curves import Curves
 from app.faults import shape
+from app.faults.invariants import _failed
 from app.faults.simulation import simulate
 from app.lanes.places import Places, Wanted
 from app.routing import paces
 from app.routing.plan import Hold
+from streams.errors import BrokerUnavailable
 
 SEEDS = 100
 AT_ONCE = 10
@@ -95,3 +99,10 @@ def test_faults_really_happen() -> None:
         "code=invalid", "lost its connection", "GET /v1/streams",
     ):  # fmt: skip
         assert deed in stories, deed
+
+
+@pytest.mark.parametrize("was_connected", [False, True])
+def test_only_a_process_that_never_reached_its_broker_may_end_for_it(was_connected: bool) -> None:
+    node: Any = SimpleNamespace(label="r1#1", name="r1", was_connected=was_connected)
+    world: Any = SimpleNamespace(failures=[(node, BrokerUnavailable("down"))], nodes=[node])
+    assert bool(list(_failed(world))) == was_connected
