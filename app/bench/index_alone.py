@@ -45,6 +45,8 @@ the writer has woken up, who then gets it once in 5 ms only: minutes instead of 
 STEP = 1 << 14
 """Slots that are swept at once: as with a small record."""
 IDLE_S = 2.0
+PAUSE_ROUNDS = 5
+"""What the index does, it does in every round; what the machine does to a thread, in some."""
 
 
 def records(sizes: Iterable[int], blocks: int = M) -> Iterator[Figure]:
@@ -130,13 +132,12 @@ class Pauses:
         self._stopped.set()
         self._thread.join()
 
-    def samples(self) -> Samples:
-        """How long a match takes, in ms: p99.9, and the longest."""
-        return _extremes(self._took_s)
+    def longest_ms(self) -> tuple[float, float]:
+        """The longest match: as it passed, and of it the reader's own processor time.
 
-    def cpu_samples(self) -> Samples:
-        """The same of the reader's own processor time: what waiting for a processor is not in."""
-        return _extremes(self._cpu_s)
+        What waiting for a processor, or for the interpreter's lock, is not in the latter.
+        """
+        return 1e3 * max(self._took_s), 1e3 * max(self._cpu_s)
 
     def _read(self) -> None:
         while not self._stopped.is_set():
@@ -147,37 +148,47 @@ class Pauses:
             time.sleep(BETWEEN_S)
 
 
-def _extremes(took_s: list[float]) -> Samples:
-    return Samples(1e3 * float(np.percentile(took_s, 99.9)), 1e3 * max(took_s))
-
-
-def reader_pauses(pairs: int) -> Iterator[Figure]:
+def reader_pauses(pairs: int, progress: Callable[[float], None]) -> list[Figure]:
     """The longest that a reader waits: beside nothing, beside growth, beside a sweep.
 
-    The first is what the machine does to a thread that nobody disturbs: other processes, and the
-    interpreter, which lets a thread wait up to 5 ms for another one.
+    Of several rounds the median, and the longest of all. The first row is what the machine does to
+    a thread that nobody disturbs: other processes, and the interpreter, which lets a thread wait up
+    to 5 ms for another one.
     """
     where = Where(PAUSE_PROMPT_BLOCKS, 64, pairs)
     cached = sequences(where)
-    start = filled(cached, stop=64)
+    longest: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(PAUSE_ROUNDS):
+        for beside, reader in _pauses_of_a_round(cached):
+            longest.setdefault(beside, []).append(reader.longest_ms())
+            progress(1 / (3 * PAUSE_ROUNDS))
+    figures = []
+    for beside, rounds in longest.items():
+        for kind, each in zip(("", ", CPU"), zip(*rounds, strict=True), strict=True):
+            samples = Samples(float(np.median(each)), max(each))
+            figures.append(_alone(f"pause, {beside}{kind}", where, "ms", samples))
+    return figures
+
+
+def _pauses_of_a_round(cached: Sequences) -> Iterator[tuple[str, Pauses]]:
+    index = filled(cached, stop=64)
     query = cached.local[0].copy()
+    index.match(query)  # its first call loads the kernel, and the arrays that a thread keeps
     gc.collect()
     gc.freeze()  # as every process does when it has started (app/lifetime.py)
-    with Pauses(start, query) as reader:
+    with Pauses(index, query) as reader:
         time.sleep(IDLE_S)
-    yield _alone("pause, idle", where, "ms", reader.samples())
-    yield _alone("pause, idle, CPU", where, "ms", reader.cpu_samples())
-    with Pauses(start, query) as reader:
-        _fill(start, cached, 64, cached.count)
-    yield _alone("pause, growth", where, "ms", reader.samples())
-    yield _alone("pause, growth, CPU", where, "ms", reader.cpu_samples())
-    with Pauses(start, query) as reader:
-        for worker in range(1, where.workers):
-            start.lose(0, str(worker), 1)
-        while start.tidy(STEP):
+    yield "idle", reader
+    with Pauses(index, query) as reader:
+        _fill(index, cached, 64, cached.count)
+    yield "growth", reader
+    with Pauses(index, query) as reader:
+        for worker in range(1, cached.workers):
+            index.lose(0, str(worker), 1)
+        while index.tidy(STEP):
             time.sleep(0)  # as between two records
-    yield _alone("pause, sweep", where, "ms", reader.samples())
-    yield _alone("pause, sweep, CPU", where, "ms", reader.cpu_samples())
+    yield "sweep", reader
+    gc.unfreeze()
 
 
 def filled(cached: Sequences, stop: int | None = None) -> Index:
