@@ -142,6 +142,17 @@ class Refuse(NamedTuple):
 Plan: TypeAlias = Chosen | Hold | Refuse
 
 
+class Recalled(NamedTuple):
+    """What a recorded decision was made of: its candidates, in their order, and their costs.
+
+    `prediction`: of policy predictive.
+    """
+
+    options: Options
+    costs: Costs
+    prediction: Prediction | None = None
+
+
 def plan(
     prompt: Prompt,
     view: View,
@@ -225,6 +236,16 @@ def replan(decision: Assigned, session: str = "") -> Place | None:
     `session`: the request's, which only session_hash looks at. A turn is recorded as the cost that
     it led to, since it depends on places that need not be recorded.
     """
+    recalled = recall(decision, session)
+    if recalled is None:
+        return None
+    places = recalled.options.places
+    chosen = pick(recalled.costs, places, decision.seed, _noise(decision.params))
+    return None if chosen is None else places[chosen]
+
+
+def recall(decision: Assigned, session: str = "") -> Recalled | None:
+    """The costs by the inputs that a decision records, and what they are made of; see `replan`."""
     candidates = decision.candidates
     if not candidates:
         return None
@@ -249,18 +270,15 @@ def replan(decision: Assigned, session: str = "") -> Place | None:
         most_held_tokens=params.get("most_held_tokens", 0.0),
     )  # fmt: skip
     if decision.policy == "round_robin":
-        costs: Costs = [c.cost for c in candidates]
-    elif decision.policy == "predictive":
+        return Recalled(options, [c.cost for c in candidates])
+    if decision.policy == "predictive":
         known = {name: params[name] for name in PredictiveWeights._fields if name in params}
         predicting = PredictiveWeights(**known)
         prediction = predictive.predict(ask, options, predicting)
-        costs = predictive.costs(options, prediction, predicting)
-    else:
-        names = DynamoWeights._fields
-        weights = DynamoWeights(**{name: params[name] for name in names if name in params})
-        costs = POLICIES[decision.policy](ask, options, weights)
-    chosen = pick(costs, options.places, decision.seed, _noise(params))
-    return None if chosen is None else options.places[chosen]
+        return Recalled(options, predictive.costs(options, prediction, predicting), prediction)
+    names = DynamoWeights._fields
+    weights = DynamoWeights(**{name: params[name] for name in names if name in params})
+    return Recalled(options, POLICIES[decision.policy](ask, options, weights))
 
 
 def _outlook(
