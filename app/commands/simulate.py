@@ -36,6 +36,24 @@ def simulate(
     blocks: Annotated[
         int, typer.Option(help="Blocks of 512 tokens in the cache of a worker.", min=1)
     ] = 2048,
+    routers: Annotated[
+        int, typer.Option(help="How many routers share the requests.", min=1, max=256)
+    ] = 1,
+    lag_ms: Annotated[
+        float, typer.Option(help="Until routers read what is on the ledger.", min=0.0)
+    ] = 0.0,
+    hop_ms: Annotated[
+        float, typer.Option(help="From a decision until its worker has the request.", min=0.0)
+    ] = 0.0,
+    notice_ms: Annotated[
+        float, typer.Option(help="Until routers read what happened on a worker.", min=0.0)
+    ] = 0.0,
+    learn_curves: Annotated[
+        bool, typer.Option("--learn-curves", help="Do not tell routers how fast engines are.")
+    ] = False,
+    slowness: Annotated[
+        float, typer.Option(help="How many times longer engines take.", min=0.01, max=100.0)
+    ] = 1.0,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the result to this file as well.")
     ] = None,
@@ -53,6 +71,8 @@ def simulate(
     """
     from app.bench.report import Report
     from app.bench.simulate import timed
+    from app.engine.curves import Curves, curves_of
+    from app.simulation.conditions import Conditions
     from app.simulation.runs import BadPolicy, Run, Trace, row, tuning_of
     from app.simulation.traffic import Pace
     from app.trace import SHIPPED, read_trace
@@ -66,7 +86,13 @@ def simulate(
         raise typer.BadParameter(str(e)) from e
     requests = Trace(read_trace(trace or SHIPPED))
     compile_all()
-    pace = Pace(speed, jitter)
+    like = Run(
+        "", workers, Pace(speed, jitter), blocks=blocks,
+        conditions=Conditions(
+            hop_ms, notice_ms, routers, lag_ms, tells_curves=not learn_curves
+        ),
+        curves=curves_of(Curves().numbers(1 / slowness)) or Curves(),
+    )  # fmt: skip
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     rows = []
     with Progress(
@@ -76,7 +102,7 @@ def simulate(
         bar = progress.add_task("", total=len(policies) * seeds * len(requests.rows))
         for each, seed in product(policies, range(seeds)):
             progress.update(bar, description=each)
-            run = Run(each, workers, pace, seed, blocks)
+            run = like._replace(policy=each, seed=seed)
             rows.append(row(*timed(requests, run, lambda n: progress.advance(bar, n))))
     report = Report("simulate", rows, [])
     report.show(console)

@@ -1,7 +1,9 @@
-"""What a router knows of the simulated fleet: the folds that it has, told by the same records.
+"""What routers know of the simulated fleet: the folds that they have, told by the same records.
 
-Nothing is late here: what happens is read at once. Heartbeats come once in `HEARTBEAT_MS`, as from
-real workers, so the tokens that are being made are known as of the last one.
+All routers read the same records equally late, so they share their folds (`Folds`, `Books`), and
+differ in what each has decided and not yet read back (`Knowledge`). Heartbeats come once in
+`HEARTBEAT_MS`, as from real workers, so the tokens that are being made are known as of the last
+one.
 """
 
 from __future__ import annotations
@@ -44,24 +46,30 @@ _KEPT_MS = 60_000
 """How long ended requests are remembered; no id comes twice here."""
 _ORIGIN = Origin(topic="requests", partition=0, offset=0)
 
+Told = Assigned | PrefillDone | Finished
 
-class Knowledge:
-    """See the module. `keys`: that of each chunk in the index."""
 
-    def __init__(self, workers: Sequence[Worker], shape: Shape, keys: Mapping[int, int]) -> None:
-        self.load = Load(_KEPT_MS)
+class Folds:
+    """Workers and their caches. `keys`: that of each chunk in the index."""
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        shape: Shape,
+        keys: Mapping[int, int],
+        *,
+        tells_curves: bool,
+    ) -> None:
         self.fleet = Fleet()
         self.index = Index(SECRET)
-        self.paces = Paces()
-        self._pools = Pools(self.fleet, TIMEOUT_MS)
-        self._own = Burdens()
+        self.pools = Pools(self.fleet, TIMEOUT_MS)
         self._keys = keys
         self._positions: dict[Partition, int] = {}
         self._event_ids = dict.fromkeys([worker.epoch for worker in workers], 0)
         config = EngineConfig(
             model=MODEL, kv_cache_block_size=shape.block_size, total_kv_blocks=shape.blocks,
             max_num_seqs=shape.max_sequences, max_num_batched_tokens=shape.max_batched_tokens,
-            curve=shape.curves.numbers(),
+            curve=shape.curves.numbers() if tells_curves else None,
         )  # fmt: skip
         for worker in workers:
             card = WorkerCard(
@@ -69,40 +77,6 @@ class Knowledge:
             )
             self._tell(self.fleet, REGISTRY, card, 0.0)
             self._tell_blocks(worker, [CLEARED], 0.0)
-
-    def view(self, now_ms: float, ahead_ms: Mapping[Place, Sequence[float]]) -> View:
-        """For `plan`, right until something is told. `ahead_ms`: see `View`."""
-        return View(
-            self.fleet, self._pools, self.index, self.load.burdens, self._own, int(now_ms),
-            self.paces.output_tokens, self.paces.slowness, ahead_ms,
-        )  # fmt: skip
-
-    def decided(self, request_id: str, decision: Chosen, now_ms: float) -> None:
-        """A request was sent to a worker."""
-        worker, epoch, rank = decision.place
-        self._tell(self.load, LEDGER, Assigned(
-            id=request_id, attempt=0, phase="aggregated", worker=worker, epoch=epoch, rank=rank,
-            origin=_ORIGIN, responses_from=0, deadline_ms=0, prompt_tokens=decision.tokens,
-            policy=decision.policy, params=decision.params, seed=decision.seed,
-            block_size=decision.block_size, cached_tokens_predicted=decision.cached_tokens,
-            prefill_tokens=decision.prefill_tokens, candidates=decision.candidates,
-        ), now_ms)  # fmt: skip
-
-    def prefilled(
-        self, request_id: str, worker: Worker, cached_tokens: int, prefill_ms: float, now_ms: float
-    ) -> None:
-        """A request got its first token, so long after it was sent."""
-        self._tell(self.load, LEDGER, PrefillDone(
-            id=request_id, attempt=0, phase="aggregated", worker=worker.name, epoch=worker.epoch,
-            run=0, cached_tokens=cached_tokens, ttft_ms=prefill_ms, prefill_ms=prefill_ms,
-        ), now_ms)  # fmt: skip
-
-    def finished(self, request_id: str, worker: Worker, output_tokens: int, now_ms: float) -> None:
-        """A request got its last token."""
-        self._tell(self.load, LEDGER, Finished(
-            id=request_id, attempt=0, phase="aggregated", worker=worker.name, epoch=worker.epoch,
-            code="length", output_tokens=output_tokens,
-        ), now_ms)  # fmt: skip
 
     def beat(self, worker: Worker, now_ms: float) -> None:
         """A heartbeat; all its runs stand in one, since only their sum is looked at."""
@@ -112,8 +86,8 @@ class Knowledge:
             worker=worker.name, epoch=worker.epoch, slot_offset=0, running=(runs,)
         ), now_ms)  # fmt: skip
 
-    def cache_changed(self, worker: Worker, done: Step, now_ms: float) -> None:
-        """What a step evicted and computed is known when it ends."""
+    def cache_changed(self, worker: Worker, done: Step, at_ms: float) -> None:
+        """What a step evicted and computed, by its end."""
         keys, events = self._keys, []
         if done.removed:
             gone = tuple([keys[chunk] for chunk in done.removed])
@@ -122,9 +96,9 @@ class Knowledge:
             stored = tuple([keys[chunk] for chunk in sequence.identities[start:end]])
             events.append(Event(Kind.STORED, Tier.DEVICE, start, stored))
         if events:
-            self._tell_blocks(worker, events, now_ms)
+            self._tell_blocks(worker, events, at_ms)
 
-    def _tell_blocks(self, worker: Worker, events: Sequence[Event], now_ms: float) -> None:
+    def _tell_blocks(self, worker: Worker, events: Sequence[Event], at_ms: float) -> None:
         first = self._event_ids[worker.epoch]
         self._event_ids[worker.epoch] = first + len(events)
         columns = encode(events)
@@ -132,14 +106,72 @@ class Knowledge:
             worker=worker.name, epoch=worker.epoch, first_event_id=first,
             hash_fingerprint=SECRET.fingerprint, kinds=columns.kinds, tiers=columns.tiers,
             positions=columns.positions, counts=columns.counts, keys=columns.keys,
-        ), now_ms)  # fmt: skip
+        ), at_ms)  # fmt: skip
 
-    def _tell(
-        self, fold: Load | Fleet | Index, source: Partition, record: Inner, now_ms: float
-    ) -> None:
+    def _tell(self, fold: Fleet | Index, source: Partition, record: Inner, at_ms: float) -> None:
         offset = self._positions.get(source, 0)
         self._positions[source] = offset + 1
-        fact = Fact(offset, int(now_ms), record)
-        fold.apply(source, [fact], offset + 1)
-        if fold is self.load:
-            self.paces.told(fact)
+        fold.apply(source, [Fact(offset, int(at_ms), record)], offset + 1)
+
+
+class Books:
+    """The ledger, as far as it was read."""
+
+    def __init__(self) -> None:
+        self.load = Load(_KEPT_MS)
+        self.paces = Paces()
+        self._position = 0
+
+    def told(self, record: Told, at_ms: float) -> None:
+        """A record is read that was written at a time."""
+        fact = Fact(self._position, int(at_ms), record)
+        self._position += 1
+        self.load.apply(LEDGER, [fact], self._position)
+        self.paces.told(fact)
+
+
+class Knowledge:
+    """What one router knows. `own`: its decisions that `books` do not tell yet."""
+
+    def __init__(self, folds: Folds, books: Books) -> None:
+        self.folds = folds
+        self.books = books
+        self.own = Burdens()
+
+    def view(self, now_ms: float, ahead_ms: Mapping[Place, Sequence[float]]) -> View:
+        """For `plan`, right until something is told. `ahead_ms`: see `View`."""
+        folds, books = self.folds, self.books
+        return View(
+            folds.fleet, folds.pools, folds.index, books.load.burdens, self.own, int(now_ms),
+            books.paces.output_tokens, books.paces.slowness, ahead_ms,
+        )  # fmt: skip
+
+
+def assigned(request_id: str, decision: Chosen) -> Assigned:
+    """The record that a request was sent to a worker."""
+    worker, epoch, rank = decision.place
+    return Assigned(
+        id=request_id, attempt=0, phase="aggregated", worker=worker, epoch=epoch, rank=rank,
+        origin=_ORIGIN, responses_from=0, deadline_ms=0, prompt_tokens=decision.tokens,
+        policy=decision.policy, params=decision.params, seed=decision.seed,
+        block_size=decision.block_size, cached_tokens_predicted=decision.cached_tokens,
+        prefill_tokens=decision.prefill_tokens, candidates=decision.candidates,
+    )  # fmt: skip
+
+
+def prefilled(
+    request_id: str, worker: Worker, cached_tokens: int, prefill_ms: float
+) -> PrefillDone:
+    """The record of a first token, so long after its worker had the request."""
+    return PrefillDone(
+        id=request_id, attempt=0, phase="aggregated", worker=worker.name, epoch=worker.epoch,
+        run=0, cached_tokens=cached_tokens, ttft_ms=prefill_ms, prefill_ms=prefill_ms,
+    )  # fmt: skip
+
+
+def finished(request_id: str, worker: Worker, output_tokens: int) -> Finished:
+    """The record of a last token."""
+    return Finished(
+        id=request_id, attempt=0, phase="aggregated", worker=worker.name, epoch=worker.epoch,
+        code="length", output_tokens=output_tokens,
+    )  # fmt: skip

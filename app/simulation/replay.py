@@ -5,23 +5,37 @@
                    └──────────── looked at again ◄──────────┴──────────────┘
 
 Decisions are `app/routing/plan.py`'s and steps `app/engine/step.py`'s, so a figure from here speaks
-of what is shipped. No Kafka, no event loop, no clock: a decision is taken and arrives in no time.
+of what is shipped. No Kafka, no event loop, no clock: nothing takes time but what `Conditions` say.
 
-At one moment: steps end first, one worker after the other; what is sent to a worker then, or by
-arrivals of the same moment together, counts in the step that it begins next.
+At one moment: steps end first, one worker after the other; then routers read and look, one after
+the other; what is sent to a worker then, or by arrivals of the same moment together, counts in the
+step that it begins next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from random import Random
+from typing import NamedTuple
+from zlib import crc32
 
 from app.engine.batch import Sequence as Modelled
 from app.engine.batch import Shape, Step
 from app.routing.plan import Chosen, Tuning
-from app.simulation.knowledge import HEARTBEAT_MS, Knowledge
+from app.simulation.conditions import ORDINARY, Conditions
+from app.simulation.knowledge import (
+    HEARTBEAT_MS,
+    Books,
+    Folds,
+    Knowledge,
+    Told,
+    assigned,
+    finished,
+    prefilled,
+)
 from app.simulation.router import Router, SimulationFailed
 from app.simulation.traffic import Arrival, Traced
 from app.simulation.worker import NEVER, Worker
@@ -35,11 +49,13 @@ PATIENCE_MS = 60_000.0
 class Life:
     """What became of a request; times in ms since the beginning, NEVER before they are known.
 
-    `cached_tokens`: of its prompt, when it was admitted first.
+    `router`: the number of the one that it came to. `cached_tokens`: of its prompt, when it was
+    admitted first.
     """
 
     request: Traced
     arrived_ms: float
+    router: int = 0
     worker: str = ""
     sent_ms: float = NEVER
     first_token_ms: float = NEVER
@@ -52,13 +68,21 @@ class Life:
         return self.request.prompt.request.id
 
 
+class Seat(NamedTuple):
+    """A router, and what it knows."""
+
+    router: Router
+    knowledge: Knowledge
+
+
 @dataclass(slots=True)
 class Replay:
     """One run of a trace. `progress` hears how many more requests have come."""
 
     workers: list[Worker]
-    router: Router
-    knowledge: Knowledge
+    seats: list[Seat]
+    folds: Folds
+    conditions: Conditions
     arrivals: Sequence[Arrival]
     rng: Random
     progress: Callable[[int], None] = lambda _: None
@@ -69,6 +93,13 @@ class Replay:
     _ends: list[tuple[float, int]] = field(default_factory=list)
     """A heap of ends of steps with the worker's number; an entry that its worker does not agree
     with any more says nothing."""
+    _under_way: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    """A heap of what happens later, when, and its place among what happens then."""
+    _put_off: int = 0
+    _heard: dict[str, None] = field(default_factory=dict)
+    """Workers of which routers have read something that they have not looked at yet."""
+    _idle: dict[int, Worker] = field(default_factory=dict)
+    """Workers that begin a step as soon as everybody has been sent who is sent now."""
 
     def run(self) -> list[Life]:
         """Play all of it; the lives in the order of arrival. Raises as `prepared` says."""
@@ -76,11 +107,13 @@ class Replay:
             came = len(self.lives)
             arrival = self.arrivals[came].at_ms if came < len(self.arrivals) else NEVER
             end = self._ends[0][0] if self._ends else NEVER
-            news = min(arrival, self.router.wake_ms)
+            later = self._under_way[0][0] if self._under_way else NEVER
+            wake = min([seat.router.wake_ms for seat in self.seats])
+            news = min(arrival, later, wake)
             if end == news == NEVER:
                 return self.lives
-            if end == arrival == NEVER and news > self._moved_ms + PATIENCE_MS:
-                held = len(self.router.waiting)
+            if end == arrival == later == NEVER and wake > self._moved_ms + PATIENCE_MS:
+                held = sum(len(seat.router.waiting) for seat in self.seats)
                 raise SimulationFailed(f"{held} requests are held for ever, though nobody works")
             if self._beat_ms <= min(end, news):
                 self._beat()
@@ -88,13 +121,14 @@ class Replay:
                 self._end_step()
             else:
                 self._arrive(news)
+                self._catch_up(news)
                 self._look(news)
 
     # --- events ----------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         for worker in self.workers:
-            self.knowledge.beat(worker, self._beat_ms)
+            self.folds.beat(worker, self._beat_ms)
         self._beat_ms += HEARTBEAT_MS
 
     def _arrive(self, now_ms: float) -> None:
@@ -102,10 +136,19 @@ class Replay:
         came = number = len(self.lives)
         while number < len(self.arrivals) and self.arrivals[number].at_ms <= now_ms:
             self._moved_ms, request = self.arrivals[number]
-            self.lives.append(Life(request, self._moved_ms))
-            self.router.arrive(request.prompt, number, self.rng.getrandbits(32), now_ms)
+            life = Life(request, self._moved_ms)
+            life.router = crc32(life.id.encode()) % len(self.seats)
+            self.lives.append(life)
+            router = self.seats[life.router].router
+            router.arrive(request.prompt, number, self.rng.getrandbits(32), now_ms)
             number += 1
         self.progress(number - came)
+
+    def _catch_up(self, now_ms: float) -> None:
+        """Let everything happen that was put off until now."""
+        while self._under_way and self._under_way[0][0] <= now_ms:
+            self._moved_ms = now_ms
+            heappop(self._under_way)[2]()
 
     def _end_step(self) -> None:
         now_ms, number = heappop(self._ends)
@@ -115,44 +158,62 @@ class Replay:
         self._moved_ms = now_ms
         done = worker.end()
         if done is not None:
-            self.knowledge.cache_changed(worker, done, now_ms)
-            if self._note(worker, done, now_ms) and self.router.waiting:
-                self.router.hear(worker.name)
+            self._put(
+                now_ms, self._telling_ms, partial(self.folds.cache_changed, worker, done, now_ms)
+            )
+            self._note(worker, done, now_ms)
+            if self._heard:
                 self._look(now_ms)
         self._begin(worker, now_ms)
 
-    def _note(self, worker: Worker, done: Step, now_ms: float) -> bool:
-        """Note first and last tokens; whether there are any."""
-        news = False
+    def _note(self, worker: Worker, done: Step, now_ms: float) -> None:
+        """Note first and last tokens."""
         for sequence, _, is_last in done.chunks:
             life = _life_of(sequence)
             if is_last and life.first_token_ms == NEVER:
-                news = True
                 life.first_token_ms, life.cached_tokens = now_ms, sequence.cached_tokens
-                took_ms = now_ms - life.sent_ms
-                self.knowledge.prefilled(life.id, worker, life.cached_tokens, took_ms, now_ms)
+                took_ms = now_ms - life.sent_ms - self.conditions.hop_ms
+                self._tell(life, prefilled(life.id, worker, life.cached_tokens, took_ms), now_ms)
         for sequence in done.finished:
             life = _life_of(sequence)
-            news = True
             life.last_token_ms = now_ms
-            self.knowledge.finished(life.id, worker, life.request.output_tokens, now_ms)
-        return news
+            self._tell(life, finished(life.id, worker, life.request.output_tokens), now_ms)
 
     def _look(self, now_ms: float) -> None:
-        """Let the router decide what it can, and idle workers begin."""
-        idle: dict[int, Worker] = {}
-        for number, decision in self.router.look(now_ms):
-            worker = self._send(self.lives[number], decision, now_ms)
-            if worker.ends_at_ms == NEVER:
-                idle[worker.epoch] = worker
-        for worker in idle.values():
+        """Let the routers decide what they can, and idle workers begin."""
+        for seat in self.seats:
+            if seat.router.waiting:
+                for name in self._heard:
+                    seat.router.hear(name)
+                for number, decision in seat.router.look(now_ms):
+                    self._send(self.lives[number], decision, now_ms)
+        self._heard.clear()
+        for worker in self._idle.values():
             self._begin(worker, now_ms)
+        self._idle.clear()
 
     # --- what they lead to -----------------------------------------------------------------------
 
-    def _send(self, life: Life, decision: Chosen, now_ms: float) -> Worker:
+    def _send(self, life: Life, decision: Chosen, now_ms: float) -> None:
+        """A decision counts at once where it was taken, and elsewhere once it is read."""
         worker = self.workers[decision.place.epoch]
         life.worker, life.sent_ms = worker.name, now_ms
+        self._put(now_ms, self.conditions.hop_ms, partial(self._admit, life, worker))
+        knowledge = self.seats[life.router].knowledge
+        record = assigned(life.id, decision)
+        if not self.conditions.lag_ms:
+            knowledge.books.told(record, now_ms)
+            return
+        knowledge.own.add(decision.place, decision.burden)
+
+        def read() -> None:
+            knowledge.own.remove(decision.place, decision.burden)
+            knowledge.books.told(record, now_ms)
+
+        self._put(now_ms, self.conditions.lag_ms, read)
+
+    def _admit(self, life: Life, worker: Worker) -> None:
+        now_ms = life.sent_ms + self.conditions.hop_ms
         request = life.request
         sequence = Modelled(life, request.prompt.tokens, request.output_tokens, request.chunks)
         before = worker.ends_at_ms
@@ -160,10 +221,32 @@ class Replay:
             worker.admit(sequence, now_ms)
         except ValueError as e:
             raise BadTrace(f"request {life.id} fits no worker: {e}") from e
-        self.knowledge.decided(life.id, decision, now_ms)
-        if worker.ends_at_ms != before:  # it was in quiet steps, and now is in the present one
+        if before == NEVER:
+            self._idle[worker.epoch] = worker
+        elif worker.ends_at_ms != before:  # it was in quiet steps, and now is in the present one
             heappush(self._ends, (worker.ends_at_ms, worker.epoch))
-        return worker
+
+    def _tell(self, life: Life, record: Told, now_ms: float) -> None:
+        """A worker writes something; who reads it looks."""
+        books = self.seats[life.router].knowledge.books
+
+        def read() -> None:
+            books.told(record, now_ms)
+            self._heard[record.worker] = None
+
+        self._put(now_ms, self._telling_ms, read)
+
+    @property
+    def _telling_ms(self) -> float:
+        return self.conditions.notice_ms + self.conditions.lag_ms
+
+    def _put(self, now_ms: float, delay_ms: float, happen: Callable[[], None]) -> None:
+        """Let something happen: now, or so much later."""
+        if delay_ms <= 0:
+            happen()
+        else:
+            self._put_off += 1
+            heappush(self._under_way, (now_ms + delay_ms, self._put_off, happen))
 
     def _begin(self, worker: Worker, now_ms: float) -> None:
         """Let a worker that is not in a step begin one, if it has work."""
@@ -181,6 +264,7 @@ def prepared(
     tuning: Tuning,
     seed: int,
     progress: Callable[[int], None] = lambda _: None,
+    conditions: Conditions = ORDINARY,
 ) -> Replay:
     """A trace before so many equal workers, empty at first.
 
@@ -194,9 +278,13 @@ def prepared(
         for arrival in arrivals
         for chunk, key in zip(arrival.request.chunks, arrival.request.keys, strict=True)
     }
-    knowledge = Knowledge(fleet, shape, keys)
-    router = Router(knowledge, tuning)
-    return Replay(fleet, router, knowledge, arrivals, Random(seed), progress)
+    folds = Folds(fleet, shape, keys, tells_curves=conditions.tells_curves)
+    books = Books()
+    seats = []
+    for _ in range(conditions.routers):
+        knowledge = Knowledge(folds, books if conditions.shares_ledger else Books())
+        seats.append(Seat(Router(knowledge, tuning), knowledge))
+    return Replay(fleet, seats, folds, conditions, arrivals, Random(seed), progress)
 
 
 def _life_of(sequence: Modelled) -> Life:

@@ -5,14 +5,16 @@ A row is what tables and files show of a run, with the units in its names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from app.engine.batch import Shape
+from app.engine.curves import Curves
 from app.routing.plan import Tuning
 from app.routing.policies import POLICIES, DynamoWeights
+from app.simulation.conditions import ORDINARY, Conditions
 from app.simulation.figures import Figures, figures
-from app.simulation.replay import prepared
+from app.simulation.replay import Life, prepared
 from app.simulation.traffic import Pace, Traced, arrivals, traced
 from app.trace import CHUNK_TOKENS, TraceRow
 
@@ -28,13 +30,19 @@ class BadPolicy(Exception):
 
 
 class Run(NamedTuple):
-    """One replay. `policy` as for `tuning_of`, `blocks`: what each worker's cache holds."""
+    """One replay. `policy` as for `tuning_of`, `blocks`: what each worker's cache holds.
+
+    `curves`: those of all engines. `warm`: how many requests come first that no figure counts.
+    """
 
     policy: str
     workers: int
     pace: Pace = Pace()
     seed: int = 0
     blocks: int = BLOCKS
+    conditions: Conditions = ORDINARY
+    curves: Curves = Curves()
+    warm: int = 0
 
 
 class Trace:
@@ -66,12 +74,21 @@ def tuning_of(policy: str) -> Tuning:
     return Tuning(name, weights)
 
 
-def played(trace: Trace, run: Run, progress: Callable[[int], None] = lambda _: None) -> Figures:
-    """Do a run; `progress` hears how many more requests have come. Raises as `prepared` says."""
+def lived(trace: Trace, run: Run, progress: Callable[[int], None] = lambda _: None) -> list[Life]:
+    """Do a run: what became of each request that counts, in the order of arrival.
+
+    `progress` hears how many more requests have come. Raises as `prepared` says.
+    """
     coming = arrivals(trace.rows, trace.requests, run.pace, run.seed)
-    shape = Shape(CHUNK_TOKENS, run.blocks)
+    shape = Shape(CHUNK_TOKENS, run.blocks, curves=run.curves)
     tuning = tuning_of(run.policy)
-    return figures(prepared(coming, run.workers, shape, tuning, run.seed, progress).run())
+    replay = prepared(coming, run.workers, shape, tuning, run.seed, progress, run.conditions)
+    return replay.run()[run.warm :]
+
+
+def played(trace: Trace, run: Run, progress: Callable[[int], None] = lambda _: None) -> Figures:
+    """The figures of a run, done as `lived` does it."""
+    return figures(lived(trace, run, progress))
 
 
 def row(run: Run, found: Figures, wall_s: float) -> dict[str, Any]:
@@ -82,6 +99,7 @@ def row(run: Run, found: Figures, wall_s: float) -> dict[str, Any]:
         "workers": run.workers,
         "speed": run.pace.speed,
         "jitter_s": run.pace.jitter_s,
+        "conditions": ", ".join(_circumstances(run)),
         "requests": found.requests,
         "reuse": found.reuse,
         "ttft_ms": {"mean": found.ttft_mean, "p50": found.ttft_p50, "p99": found.ttft_p99},
@@ -89,3 +107,27 @@ def row(run: Run, found: Figures, wall_s: float) -> dict[str, Any]:
         "e2e_ms": {"mean": found.e2e_mean, "p99": found.e2e_p99},
         "wall_s": wall_s,
     }
+
+
+def _circumstances(run: Run) -> Iterator[str]:
+    """What is not as it is mostly, in words."""
+    usual, there = Run("", 0), run.conditions
+    if run.blocks != usual.blocks:
+        yield f"{run.blocks} blocks"
+    if there.routers > 1:
+        yield f"{there.routers} routers"
+        if not there.shares_ledger:
+            yield "apart"
+    if there.lag_ms:
+        yield f"lag {there.lag_ms:g} ms"
+    if there.hop_ms:
+        yield f"hop {there.hop_ms:g} ms"
+    if there.notice_ms:
+        yield f"notices {there.notice_ms:g} ms"
+    if run.curves != usual.curves:
+        a, b, c = run.curves.prefill
+        yield f"prefill {a:.3g} n^2 + {b:.3g} n + {c:.3g} ms"
+    if not there.tells_curves:
+        yield "curves unknown"
+    if run.warm:
+        yield f"after {run.warm}"

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from app.engine.batch import Curves, Sequence, Shape
 from app.routing.plan import Hold, Plan, Refuse, Tuning, plan
 from app.simulation import router, worker
+from app.simulation.conditions import Conditions
 from app.simulation.figures import figures
-from app.simulation.replay import Life, prepared
+from app.simulation.replay import Life, Replay, prepared
 from app.simulation.router import SimulationFailed
 from app.simulation.runs import NAMES
 from app.simulation.traffic import Pace, arrivals, traced
@@ -168,11 +169,11 @@ def test_in_the_end_the_router_knows_what_the_caches_hold(
     )
     played_out.run()
     for request in requests:
-        known = played_out.knowledge.index.overlaps(request.prompt.local(512))
+        known = played_out.folds.index.overlaps(request.prompt.local(512))
         for each in played_out.workers:
             held = each.state.cache.match(request.chunks, len(request.chunks)).blocks
             assert known.get(Holder(each.name, 0), Overlap()).device == held
-    assert not played_out.knowledge.load.burdens
+    assert not any(seat.knowledge.books.load.burdens for seat in played_out.seats)
 
 
 # --- a worker ------------------------------------------------------------------------------------
@@ -269,6 +270,13 @@ def test_policy_predictive_holds_the_longer_of_two_and_none_for_ever() -> None:
     assert short.sent_ms == pytest.approx(first.first_token_ms, abs=1)
 
 
+def test_under_policy_predictive_the_shortest_of_those_that_come_together_goes_first() -> None:
+    rows = [row(0, 8000, 1), row(0, 3000, 1, 100), row(0, 5000, 1, 200)]
+    long, short, middle = played(rows, policy="predictive")
+    assert short.sent_ms == 0
+    assert short.sent_ms < middle.sent_ms < long.sent_ms
+
+
 def test_a_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, lambda *_: Refuse("invalid", "because"))
     with pytest.raises(SimulationFailed, match="000000 is refused: because"):
@@ -278,3 +286,120 @@ def test_a_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_that_no_cache_can_hold_is_reported() -> None:
     with pytest.raises(BadTrace, match="000000 fits no worker"):
         played([row(0, 64 * 512, 2)])
+
+
+# --- what takes time -----------------------------------------------------------------------------
+
+
+def under(
+    conditions: Conditions, rows: list[TraceRow], workers: int = 1, policy: str = "dynamo"
+) -> list[Life]:
+    coming = arrivals(rows, traced(rows), RECORDED, 0)
+    return prepared(
+        coming, workers, SIMPLE, Tuning(policy), 0, conditions=conditions
+    ).run()  # fmt: skip
+
+
+def test_a_hop_comes_before_the_prefill_and_is_no_part_of_what_a_worker_measures() -> None:
+    rows = [row(0, 1000, 1), row(100, 1000, 1, 100)]
+    one, two = under(Conditions(hop_ms=3), rows)
+    assert (one.sent_ms, one.first_token_ms) == (0, pytest.approx(23))
+    assert (two.sent_ms, two.first_token_ms) == (100, pytest.approx(123))
+
+
+def test_requests_that_hop_together_share_a_step() -> None:
+    lives = under(Conditions(hop_ms=3), [row(0, 1000, 1), row(0, 1000, 1, 100)])
+    assert [x.first_token_ms for x in lives] == pytest.approx([33, 33])
+
+
+def test_a_request_that_is_held_for_news_goes_when_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def until(name: str, view: Any) -> Hold | None:
+        busy = view.told.of("worker-0", 0).prefill_tokens
+        return Hold("busy") if name == "000001" and busy else None
+
+    holding(monkeypatch, until)
+    rows = [row(0, 1000, 9), row(0, 1000, 9, 100)]
+    _, held = under(Conditions(notice_ms=7), rows)
+    assert held.sent_ms == pytest.approx(27)
+
+
+def test_what_a_late_record_says_happened_when_it_happened() -> None:
+    rows = [row(0, 1000, 1), row(500, 1000, 1)]
+    coming = arrivals(rows, traced(rows), RECORDED, 0)
+    late = prepared(coming, 1, SIMPLE, Tuning("dynamo"), 0, conditions=Conditions(notice_ms=100))
+    seen = []
+    late.seats[0].knowledge.books.told = lambda record, at_ms: seen.append(  # type: ignore[method-assign]
+        (type(record).__name__, at_ms)
+    )
+    late.run()
+    assert seen[:3] == [("Assigned", 0), ("PrefillDone", 20), ("Finished", 20)]
+
+
+def workers_of(conditions: Conditions, gap_ms: float) -> list[str]:
+    """Where eight requests go that come one by one, to two workers."""
+    rows = [row(gap_ms * i, 5000, 1, 100 * i) for i in range(8)]
+    return [x.worker for x in under(conditions, rows, 2, "least_loaded")]
+
+
+def test_a_router_counts_its_own_decisions_at_once() -> None:
+    late = workers_of(Conditions(lag_ms=50), 1.0)
+    assert late == workers_of(Conditions(), 1.0)
+    assert len(set(late[:2])) == 2
+
+
+def test_it_counts_those_of_others_when_it_reads_them() -> None:
+    rows = [row(i, 5000, 1, 100 * i) for i in range(30)]
+    late = under(Conditions(routers=2, lag_ms=1000), rows, 2, "least_loaded")
+    assert {x.router for x in late} == {0, 1}
+    for number in (0, 1):  # each divides its own as if it were alone
+        own = [x.worker for x in late if x.router == number]
+        counts = {worker: own.count(worker) for worker in own}
+        assert max(counts.values()) - min(counts.values()) <= 1
+    alone = under(Conditions(routers=2), rows, 2, "least_loaded")
+    assert [x.worker for x in alone] == [
+        x.worker for x in under(Conditions(), rows, 2, "least_loaded")
+    ]
+
+
+def test_routers_that_read_nothing_of_each_other_know_of_their_own_requests_alone() -> None:
+    apart = Conditions(routers=2, shares_ledger=False)
+    coming = arrivals(rows := [row(i, 100, 1) for i in range(20)], traced(rows), RECORDED, 0)
+    replay = prepared(coming, 2, SIMPLE, Tuning("dynamo"), 0, conditions=apart)
+    heard: list[set[str]] = [set(), set()]
+    for seat, own in zip(replay.seats, heard, strict=True):
+        seat.knowledge.books.told = lambda record, _, own=own: own.add(record.id)  # type: ignore[misc]
+    lives = replay.run()
+    assert heard == [{x.id for x in lives if x.router == n} for n in (0, 1)]
+
+
+CONDITIONS = st.builds(
+    Conditions,
+    hop_ms=st.sampled_from([0, 1]),
+    notice_ms=st.sampled_from([0, 5, 300]),
+    routers=st.integers(1, 3),
+    lag_ms=st.sampled_from([0, 5]),
+    shares_ledger=st.booleans(),
+    tells_curves=st.booleans(),
+)
+
+
+@given(ROWS, st.sampled_from(NAMES), CONDITIONS)
+def test_late_or_not_every_request_ends_and_no_load_remains(
+    rows: list[TraceRow], policy: str, conditions: Conditions
+) -> None:
+    shape = SIMPLE._replace(blocks=20, max_sequences=4)
+
+    def play() -> Replay:
+        coming = arrivals(rows, traced(rows), RECORDED, 0)
+        return prepared(coming, 2, shape, Tuning(policy), 0, conditions=conditions)
+
+    once, again = play(), play()
+    lives = once.run()
+    assert len(lives) == len(rows)
+    assert all(x.sent_ms + conditions.hop_ms < x.first_token_ms < math.inf for x in lives)
+    assert told(again.run()) == told(lives)
+    for seat in once.seats:
+        assert not seat.knowledge.own
+        assert not seat.knowledge.books.load.burdens
