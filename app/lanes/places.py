@@ -8,16 +8,18 @@ Requests wait here instead of being sent to and fro, and their number is bounded
 that one more has to be refused. A freed place wakes one of them, the one that has waited longest;
 whoever finds a place wakes the next, since there may be more. Every second each looks for itself.
 
-A request that policy predictive holds for a place looks again when that is predicted free. Of those
-planned for one place only the next in turn does; the others are woken one by one as it goes. What
-the log says about a worker wakes those planned for it, and everybody while they are few.
+A request that policy predictive holds for a place looks again when that is predicted free; see
+`app/routing/held.py`, also for whom the log wakes. Those who look in one turn of the event loop,
+such as the requests of one poll, are planned together before one of them goes.
 
 Never here: what a request's wait is worth, and its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,11 +27,12 @@ from app.bell import Bell
 from app.routing.burdens import Burdens
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
-from app.routing.held import Held
+from app.routing.held import Held, LinedUp
+from app.routing.held import Wanted as WantedBy
 from app.routing.index import Index
 from app.routing.load import Load
 from app.routing.paces import Paces
-from app.routing.plan import Chosen, Hold, Plan, Planned, Tuning, View, plan
+from app.routing.plan import Chosen, Hold, Plan, Planned, Tuning, View, intention, plan
 from app.routing.prompt import Prompt
 from streams.clock import BrokerClock
 from streams.records import (
@@ -41,6 +44,8 @@ from streams.records import (
     Started,
     WorkerCard,
 )
+
+log = logging.getLogger(__name__)
 
 TRY_AGAIN_MS = 1_000
 """How long a refusal is taken at its word."""
@@ -61,19 +66,14 @@ class Key(NamedTuple):
     id: str
 
 
-class Wanted(NamedTuple):
-    """A request that looks for a place. `number`: its place in the order of arrival here.
+Wanted = WantedBy[Key]
 
-    `excluded`: workers on which it failed. Times are the broker's.
-    """
 
-    key: Key
-    number: int
-    prompt: Prompt
-    seed: int
-    since_ms: int
-    deadline_ms: int
-    excluded: Collection[str]
+class _Looking(NamedTuple):
+    """A request that looks in this turn of the event loop, and the signal that it is its turn."""
+
+    wanted: Wanted
+    turn: asyncio.Future[None]
 
 
 @dataclass(slots=True)
@@ -123,6 +123,7 @@ class Places:
         self._held = Held[Key]()
         self._bells: dict[Key, Bell] = {}
         """Of those that are held for a place."""
+        self._looking: dict[Key, _Looking] = {}
 
     # --- questions -------------------------------------------------------------------------------
 
@@ -139,17 +140,54 @@ class Places:
         now_ms = self._broker_clock.now_ms()
         return Wanted(key, self._wanted, prompt, seed, now_ms, deadline_ms, excluded)
 
-    def find(self, wanted: Wanted) -> Plan:
-        """Where a request goes now, or why it has to wait, or cannot go anywhere."""
+    async def find(self, wanted: Wanted) -> Plan:
+        """Where a request goes now, or why it has to wait, or cannot go anywhere.
+
+        A place is free for as long as nothing is awaited after this.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._looking:
+            loop.call_soon(self._begin_turns)
+        turn: asyncio.Future[None] = loop.create_future()
+        self._looking[wanted.key] = _Looking(wanted, turn)
+        try:
+            await turn
+        finally:
+            self._looking.pop(wanted.key, None)
+        planned = self._plan(wanted)
+        self._intend(wanted, planned.planned if isinstance(planned, Hold) else None)
+        if isinstance(planned, Chosen):
+            self._wake_one(planned.place.worker)
+        return planned
+
+    def _begin_turns(self) -> None:
+        """Line up all who look now, and give each his turn: the loop wakes them in that order."""
+        looking, self._looking = self._looking, {}
+        lined_up = self._lined_up([each.wanted for each in looking.values()])
+        for key in lined_up.order:
+            if not looking[key].turn.done():
+                looking[key].turn.set_result(None)
+        self._ring(lined_up.woken)
+
+    def _lined_up(self, wanted: Sequence[Wanted]) -> LinedUp[Key]:
+        if self._tuning.holds:
+            try:
+                return self._held.line_up(wanted, lambda each: intention(self._plan(each)))
+            except Exception:
+                # One of them cannot be planned, and says so itself when it is its turn.
+                log.exception("%d requests that look for a worker are not lined up", len(wanted))
+        return self._held.line_up(wanted, None)
+
+    def _plan(self, wanted: Wanted) -> Plan:
         now_ms = self._broker_clock.now_ms()
         view = View(self._fleet, self._pools, self._index, self._load.burdens, self._own, now_ms)
-        if self._tuning.policy == "predictive":
+        if self._tuning.holds:
             view = view._replace(
                 output_tokens=self._paces.output_tokens,
                 slowness=self._paces.slowness,
                 ahead_ms=self._held.ahead_ms(wanted.number),
             )
-        planned = plan(
+        return plan(
             wanted.prompt,
             view,
             self._tuning,
@@ -160,10 +198,6 @@ class Places:
             since_ms=wanted.since_ms,
             deadline_ms=wanted.deadline_ms,
         )
-        self._intend(wanted, planned.planned if isinstance(planned, Hold) else None)
-        if isinstance(planned, Chosen):
-            self._wake_one(planned.place.worker)
-        return planned
 
     def dispatched(self) -> None:
         """A decision is being carried out: the next one in turn is the next worker's."""
@@ -202,10 +236,9 @@ class Places:
         if hold.planned is None:
             await self._changed.wait(look_s, model)
             return
-        ends_ms = hold.planned.until_ms
-        if hold.wake_at_ms is not None and self._held.first(hold.planned.place) == key:
-            ends_ms = hold.wake_at_ms
-        left_s = (ends_ms - self._broker_clock.now_ms()) / 1000
+        ends_ms, left_s = self._held.looks_ms(key, hold), look_s
+        if ends_ms is not None:
+            left_s = (ends_ms - self._broker_clock.now_ms()) / 1000
         bell = self._bells[key] = Bell()
         try:
             await bell.wait(max(SHORTEST_S, min(left_s, look_s)))
@@ -218,7 +251,7 @@ class Places:
         self._intend(wanted, None)
 
     def _intend(self, wanted: Wanted, planned: Planned | None) -> None:
-        self._ring(self._held.intend(wanted.key, wanted.number, wanted.since_ms, planned))
+        self._ring(self._held.intend(wanted, planned))
 
     def _ring(self, keys: Iterable[Key]) -> None:
         """Have these look again, in this order, as far as they wait."""

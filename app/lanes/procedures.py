@@ -235,7 +235,7 @@ class Procedures:
         wanted = s.places.wanted(key, prompt, seed, rest.deadline_ms, rest.excluded)
         try:
             while s.broker_clock.now_ms() <= rest.deadline_ms:
-                planned = s.places.find(wanted)
+                planned = await s.places.find(wanted)
                 if not isinstance(planned, Hold):
                     return planned
                 why = planned.reason

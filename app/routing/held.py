@@ -5,16 +5,20 @@ before it have in mind (`ahead_ms`), so that two do not count on the same gap. S
 shortest prefill first (`in_turn`), which makes the mean wait the least; each millisecond of waiting
 makes a request `AGEING` milliseconds shorter in this order, so that none is overtaken for ever.
 
+So those who look for a place at one moment are all planned before one of them goes (`line_up`): of
+requests that come together the shortest would else wait behind whoever was read first.
+
 Never here: whether a request may go, which is `plan.py`'s to say, and any clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from app.routing.plan import Planned
+from app.routing.plan import Hold, Planned
 from app.routing.policies import Place
+from app.routing.prompt import Prompt
 
 AGEING = 0.05
 """With it a request that has waited for a second goes before one that is 50 ms shorter."""
@@ -23,6 +27,28 @@ WOKEN = 16
 """How many requests one piece of news wakes at most: planning them takes a few milliseconds."""
 
 K = TypeVar("K", bound=Hashable)
+
+
+class Wanted(NamedTuple, Generic[K]):
+    """A request that looks for a place. `number`: its place in the order of arrival here.
+
+    `excluded`: workers on which it failed. Times are the broker's.
+    """
+
+    key: K
+    number: int
+    prompt: Prompt
+    seed: int
+    since_ms: int
+    deadline_ms: float | None = None
+    excluded: Collection[str] = ()
+
+
+class LinedUp(NamedTuple, Generic[K]):
+    """Who goes in which order, and who has another turn for it and looks next."""
+
+    order: Sequence[K]
+    woken: Sequence[K]
 
 
 class Entry(NamedTuple):
@@ -48,11 +74,33 @@ class Held(Generic[K]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def intend(self, key: K, number: int, since_ms: float, planned: Planned | None) -> Sequence[K]:
+    def line_up(
+        self, looking: Iterable[Wanted[K]], intention: Callable[[Wanted[K]], Planned | None] | None
+    ) -> LinedUp[K]:
+        """Plan those who look at one moment, in the order of their arrival; none of them goes yet.
+
+        They go in the order that comes of it, each where it is best then: one that went before may
+        have taken the place. `intention` is where one would go or wait by what is known now; None
+        with policies that hold nobody: then they go in the order of their arrival.
+        """
+        looking = sorted(looking, key=lambda wanted: wanted.number)
+        woken: dict[K, None] = {}
+        if intention is not None and len(looking) > 1:
+            for wanted in looking:
+                woken |= dict.fromkeys(self.intend(wanted, intention(wanted)))
+        keys = [wanted.key for wanted in looking]
+        for key in keys:
+            woken.pop(key, None)
+        order = sorted((key for key in keys if key in self._entries), key=self._order)
+        order += [key for key in keys if key not in self._entries]
+        return LinedUp(order, list(woken))
+
+    def intend(self, wanted: Wanted[K], planned: Planned | None) -> Sequence[K]:
         """Note for which place a request is held, if any; who has another turn for it now.
 
         These have to look again: who is first now, and who was.
         """
+        key = wanted.key
         before = self._entries.get(key)
         if before is None and planned is None:
             return ()
@@ -61,12 +109,22 @@ class Held(Generic[K]):
         if planned is None:
             self.drop(key)
         else:
-            self.hold(key, number, since_ms, planned)
+            self.hold(key, wanted.number, wanted.since_ms, planned)
         woken: list[K] = []
         for place, first in firsts.items():
             if (now_first := self.first(place)) != first:
                 woken += [each for each in (now_first, first) if each not in (None, key)]
         return woken
+
+    def looks_ms(self, key: K, hold: Hold) -> int | None:
+        """When a held request looks again by itself; None: only at news, and now and then.
+
+        Of those planned for one place the next in turn does when that is predicted free. The others
+        follow one by one as it goes.
+        """
+        if hold.planned is not None and self.first(hold.planned.place) != key:
+            return hold.planned.until_ms
+        return hold.wake_at_ms
 
     def woken(self, worker: str) -> Sequence[K]:
         """Who looks again after news of a worker, in turn: those planned for it; all, if few."""
@@ -111,15 +169,15 @@ class Held(Generic[K]):
     def first(self, place: Place) -> K | None:
         """Who goes to a place next."""
         there = self._by_place.get(place)
-        return None if there is None else min(there, key=lambda key: _order(there[key]))
+        return None if there is None else min(there, key=self._order)
 
     def in_turn(self, places: Iterable[Place] | None = None) -> list[K]:
         """Who is planned for these places, or for any, in the order in which they go."""
-        entries = self._entries
+        keys: Iterable[K] = self._entries
         if places is not None:
-            entries = {k: e for at in places for k, e in self._by_place.get(at, {}).items()}
-        return sorted(entries, key=lambda key: _order(entries[key]))
+            keys = [key for place in places for key in self._by_place.get(place, ())]
+        return sorted(keys, key=self._order)
 
-
-def _order(entry: Entry) -> tuple[float, int]:
-    return entry.turn, entry.number
+    def _order(self, key: K) -> tuple[float, int]:
+        entry = self._entries[key]
+        return entry.turn, entry.number

@@ -73,6 +73,11 @@ class Tuning(NamedTuple):
     weights: DynamoWeights = DynamoWeights()
     predictive: PredictiveWeights = PredictiveWeights()
 
+    @property
+    def holds(self) -> bool:
+        """Whether requests are held for a place, and so planned before they go."""
+        return self.policy == "predictive"
+
 
 class Planned(NamedTuple):
     """Where a request is to go. `prefill_ms`: its own there, computed alone.
@@ -140,6 +145,13 @@ class Refuse(NamedTuple):
 
 
 Plan: TypeAlias = Chosen | Hold | Refuse
+
+
+def intention(planned: Plan) -> Planned | None:
+    """What policy predictive has in mind for a request, whether it may go now or is held."""
+    if isinstance(planned, Chosen):
+        return planned.outlook.planned
+    return planned.planned if isinstance(planned, Hold) else None
 
 
 class Recalled(NamedTuple):

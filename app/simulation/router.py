@@ -1,9 +1,9 @@
 """The router of a simulated fleet: who waits, when each looks for a place, and what `plan` says.
 
 A request looks when it comes. One that is held looks again when the time comes that `plan` gave
-with that, when news come of workers, and at least once in `LOOK_MS`. Of those that are planned for
-one place (`app/routing/held.py`) the next in turn looks when that is predicted free; as it goes, or
-plans otherwise, who is next then looks. All as in a real router, where nothing takes no time.
+with that, when news come of workers, and at least once in `LOOK_MS`. Those who look at one moment
+are planned together before one of them goes (`app/routing/held.py`). All as in a real router, where
+nothing takes no time.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NamedTuple
 
-from app.routing.held import Held
-from app.routing.plan import Chosen, Hold, Planned, Refuse, Tuning, plan
+from app.routing.held import Held, Wanted
+from app.routing.plan import Chosen, Hold, Planned, Refuse, Tuning, intention, plan
 from app.routing.prompt import Prompt
 from app.simulation.knowledge import Knowledge
 from app.simulation.worker import NEVER
@@ -26,25 +25,16 @@ class SimulationFailed(Exception):
     """A policy left requests behind, or refused one; no figures come of that."""
 
 
-class Wanted(NamedTuple):
-    """A request that looks for a place. `number`: its place in the order of arrival, from 0."""
-
-    number: int
-    prompt: Prompt
-    seed: int
-    since_ms: int
-
-
 @dataclass(slots=True)
 class Router:
     """See the module. Requests are known by their numbers."""
 
     knowledge: Knowledge
     tuning: Tuning
-    waiting: dict[int, Wanted] = field(default_factory=dict)
+    waiting: dict[int, Wanted[int]] = field(default_factory=dict)
     """In the order of arrival."""
     _due: dict[int, None] = field(default_factory=dict)
-    """Who looks now, in this order."""
+    """Who looks now."""
     _held: Held[int] = field(default_factory=Held)
     _alarms: list[tuple[float, int]] = field(default_factory=list)
     """A heap of times and who looks then; only the entry in `_alarm_ms` counts."""
@@ -63,7 +53,7 @@ class Router:
 
     def arrive(self, prompt: Prompt, number: int, seed: int, now_ms: float) -> None:
         """A request comes."""
-        self.waiting[number] = Wanted(number, prompt, seed, int(now_ms))
+        self.waiting[number] = Wanted(number, number, prompt, seed, int(now_ms))
         self._due[number] = None
 
     def hear(self, worker: str) -> None:
@@ -80,21 +70,27 @@ class Router:
             self._due[self._alarms[0][1]] = None
             del self._alarm_ms[self._alarms[0][1]]
         while self._due:
-            number = next(iter(self._due))
-            del self._due[number]
-            if number not in self.waiting:
-                continue
-            planned = self._plan(self.waiting[number], now_ms)
-            if isinstance(planned, Hold):
-                self._hold(number, planned, now_ms)
-            else:
-                self._intend(number, None)
-                del self.waiting[number]
-                self._alarm_ms.pop(number, None)
-                self._sent += 1
-                yield number, planned
+            due, self._due = self._due, {}
+            looking = [self.waiting[number] for number in due if number in self.waiting]
+            lined_up = self._held.line_up(
+                looking,
+                (lambda wanted: intention(self._plan(wanted, now_ms)))
+                if self.tuning.holds
+                else None,
+            )
+            self._due |= dict.fromkeys(lined_up.woken)
+            for number in lined_up.order:
+                planned = self._plan(self.waiting[number], now_ms)
+                if isinstance(planned, Hold):
+                    self._hold(number, planned, now_ms)
+                else:
+                    self._intend(number, None)
+                    del self.waiting[number]
+                    self._alarm_ms.pop(number, None)
+                    self._sent += 1
+                    yield number, planned
 
-    def _plan(self, wanted: Wanted, now_ms: float) -> Chosen | Hold:
+    def _plan(self, wanted: Wanted[int], now_ms: float) -> Chosen | Hold:
         ahead_ms = self._held.ahead_ms(wanted.number)
         planned = plan(
             wanted.prompt, self.knowledge.view(now_ms, ahead_ms), self.tuning,
@@ -109,14 +105,11 @@ class Router:
     def _hold(self, number: int, hold: Hold, now_ms: float) -> None:
         """Let a request wait, and note when it looks again; never at once."""
         self._intend(number, hold.planned)
-        at_ms = hold.wake_at_ms
-        if hold.planned is not None and self._held.first(hold.planned.place) != number:
-            at_ms = hold.planned.until_ms
+        at_ms = self._held.looks_ms(number, hold)
         soon, late = int(now_ms) + 1.0, now_ms + LOOK_MS
         self._alarm_ms[number] = alarm = late if at_ms is None else min(max(at_ms, soon), late)
         heappush(self._alarms, (alarm, number))
 
     def _intend(self, number: int, planned: Planned | None) -> None:
         """Note for which place a request is held, if any; who has another turn then looks."""
-        since_ms = self.waiting[number].since_ms
-        self._due |= dict.fromkeys(self._held.intend(number, number, since_ms, planned))
+        self._due |= dict.fromkeys(self._held.intend(self.waiting[number], planned))

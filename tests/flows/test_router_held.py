@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from app.engine.curves import Curves
+from app.lanes import places
 from app.router import Router
+from app.routing.plan import plan
 from streams.codecs import pack_tokens
 from streams.records import Assigned, Assignment, Cancel, End, PrefillDone, Request
 from streams.topics import LEDGER, REQUESTS, RESPONSES
@@ -114,6 +116,39 @@ async def test_the_shortest_goes_first_and_each_when_the_one_before_is_done(worl
     assert went["short"] == pytest.approx(0.47, abs=0.05)
     assert went["middle"] - went["short"] == pytest.approx(0.4, abs=0.05)
     assert went["long"] - went["middle"] == pytest.approx(0.7, abs=0.05)
+
+
+@in_world
+async def test_of_requests_that_come_together_the_shortest_goes_first(world: World) -> None:
+    hand = Hand(world, **SLOW)
+    world.spawn(compute(world, hand))
+    await route(world, policy="predictive")
+    await world.sleep(1)
+    for name, tokens in (("long", 9000), ("short", 3000), ("middle", 6000)):
+        ask(world, name, tokens)
+    await world.until(lambda: len(taken(hand)) == 3, within_s=5)
+    assert taken(hand) == ["short", "middle", "long"]
+
+
+@in_world
+async def test_one_that_cannot_be_planned_does_not_keep_those_that_came_with_it(
+    world: World,
+) -> None:
+    hand = Hand(world, **SLOW)
+    await route(world, policy="predictive")
+    await world.sleep(1)
+
+    def broken(prompt: Any, *args: Any, **over: Any) -> Any:
+        if prompt.request.id == "poison":
+            raise ArithmeticError("nobody thought of it")
+        return plan(prompt, *args, **over)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "plan", broken)
+        for name in ("a", "poison", "b"):
+            ask(world, name, 100)
+        await world.until(lambda: sorted(taken(hand)) == ["a", "b"], within_s=1)
+        await world.until(lambda: bool(read(world, RESPONSES, End, "poison")), within_s=1)
 
 
 @in_world

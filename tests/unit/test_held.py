@@ -5,15 +5,21 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.held import WOKEN, Held
-from app.routing.plan import Planned
+from app.routing.held import WOKEN, Held, Wanted
+from app.routing.plan import Hold, Planned
 from app.routing.policies import Place
+from app.routing.prompt import Prompt
+from streams.records import Request
 
 W1, W2 = Place("w1", 1), Place("w2", 2)
 
 
 def planned(place: Place, prefill_ms: float) -> Planned:
     return Planned(place, prefill_ms, until_ms=10_000)
+
+
+def wanted(key: str, number: int = 0) -> Wanted[str]:
+    return Wanted(key, number, Prompt(Request(id=key)), seed=0, since_ms=0)
 
 
 def test_the_shortest_goes_first() -> None:
@@ -61,14 +67,63 @@ def test_a_new_plan_takes_the_place_of_the_old_one() -> None:
 
 def test_who_has_another_turn_than_before_looks_again() -> None:
     held = Held[str]()
-    assert held.intend("a", 0, 0, planned(W1, 50.0)) == []
-    assert held.intend("b", 1, 0, planned(W1, 60.0)) == [], "behind, so nothing changes for a"
-    assert held.intend("c", 2, 0, planned(W1, 40.0)) == ["a"], "no longer first"
-    assert held.intend("c", 2, 0, planned(W1, 45.0)) == []
-    assert held.intend("c", 2, 0, planned(W2, 45.0)) == ["a"], "first again"
-    assert held.intend("a", 0, 0, None) == ["b"]
-    assert list(held.intend("unknown", 3, 0, None)) == []
-    assert held.intend("b", 1, 0, None) == []
+    a, b, c = (wanted(key, number) for number, key in enumerate("abc"))
+    assert held.intend(a, planned(W1, 50.0)) == []
+    assert held.intend(b, planned(W1, 60.0)) == [], "behind, so nothing changes for a"
+    assert held.intend(c, planned(W1, 40.0)) == ["a"], "no longer first"
+    assert held.intend(c, planned(W1, 45.0)) == []
+    assert held.intend(c, planned(W2, 45.0)) == ["a"], "first again"
+    assert held.intend(a, None) == ["b"]
+    assert list(held.intend(wanted("unknown", 3), None)) == []
+    assert held.intend(b, None) == []
+
+
+def test_who_looks_at_one_moment_is_planned_by_arrival_and_goes_the_shortest_first() -> None:
+    held, seen = Held[str](), dict[str, list[float]]()
+
+    def intention(each: Wanted[str]) -> Planned | None:
+        seen[each.key] = held.ahead_ms(each.number).get(W1, [])
+        lengths = {"long": 90.0, "short": 10.0, "middle": 40.0}
+        return planned(W1, lengths[each.key]) if each.key in lengths else None
+
+    coming = [wanted(key, n) for n, key in enumerate(["long", "any", "short", "middle", "all"])]
+    lined_up = held.line_up(reversed(coming), intention)
+    assert lined_up.order == ["short", "middle", "long", "any", "all"]
+    assert (seen["long"], seen["any"]) == ([], [90.0])
+    assert seen["short"] == [90.0]
+    assert seen["middle"] == [90.0, 10.0]
+
+
+def test_those_who_do_not_look_are_woken_when_their_turn_changes() -> None:
+    held = Held[str]()
+    for number, (key, length) in enumerate([("first", 10.0), ("second", 20.0), ("third", 30.0)]):
+        held.hold(key, number, 0, planned(W1, length))
+    lined_up = held.line_up(
+        [wanted("first", 0), wanted("new", 9)],
+        lambda each: planned(W2 if each.key == "first" else W1, 40.0),
+    )
+    assert (lined_up.order, lined_up.woken) == (["first", "new"], ["second"])
+
+
+def test_one_who_looks_alone_and_those_of_other_policies_are_not_planned_twice() -> None:
+    held, asked = Held[str](), list[str]()
+
+    def intention(each: Wanted[str]) -> Planned | None:
+        asked.append(each.key)
+        return None
+
+    assert held.line_up([wanted("a")], intention).order == ["a"]
+    assert held.line_up([wanted("b", 1), wanted("a")], None).order == ["a", "b"]
+    assert asked == []
+
+
+def test_the_next_in_turn_looks_by_itself_and_others_when_they_are_held_no_longer() -> None:
+    held = Held[str]()
+    held.hold("a", 0, 0, planned(W1, 10.0))
+    held.hold("b", 1, 0, planned(W1, 20.0))
+    assert held.looks_ms("a", Hold("busy", 70, planned(W1, 10.0))) == 70
+    assert held.looks_ms("b", Hold("busy", 70, planned(W1, 20.0))) == 10_000
+    assert held.looks_ms("c", Hold("full", 80)) == 80
 
 
 def test_news_of_a_worker_wake_those_planned_for_it_and_everybody_while_they_are_few() -> None:
