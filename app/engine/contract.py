@@ -14,24 +14,43 @@ Life of an engine: constructed, `start`, any number of concurrent `generate`, `d
 4. What a stream holds (a slot, a handle) is released in its own `finally`: a consumer may leave at
    any output. `abort` is for telling others early, and called on an explicit cancel only.
 5. `cleanup` runs once, also after a failed `start`, and is safe on a half-built engine; a second
-   call does nothing.
+   call does nothing. It does not run when `start` never was called: a constructor takes nothing
+   that must be given back.
 6. An engine with a block size tells its cache events, in order, to the listener it was given.
+7. A probe (`Request.is_probe`) may carry token ids and nothing else. It is answered here, by this
+   engine alone, and leaves out whatever has to be agreed on with others.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from indexer.engine_events import EngineEvent
-from streams.records import EngineConfig, EngineFigures, FinishReason, LogProb, Request, Usage
-
-BlocksListener = Callable[[Sequence[EngineEvent]], None]
-"""Told of cache events on the event loop, between two steps; must not block."""
+from streams.records import (
+    EngineConfig,
+    EngineFigures,
+    FinishReason,
+    Json,
+    LogProb,
+    Request,
+    Usage,
+)
 
 U32_MAX = 2**32 - 1
+
+
+class BlocksListener(Protocol):
+    """Told of cache events on the event loop, between two steps; must not block.
+
+    `rank`: whose cache it is, of an engine that has several.
+    """
+
+    def __call__(self, events: Sequence[EngineEvent], rank: int = 0, /) -> None:
+        """These happened, in this order."""
 
 
 class EngineError(Exception):
@@ -40,6 +59,16 @@ class EngineError(Exception):
     def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
         self.retryable = retryable
+
+
+class InvalidRequest(EngineError):
+    """The request asks for what this engine cannot do, or makes no sense to it; names the field.
+
+    No worker beside an engine of this kind will succeed with it: it ends with an error.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
 
 
 class EngineDead(EngineError):
@@ -54,7 +83,8 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
 
     `usage` counts this execution only: its prompt, with tokens of earlier attempts in it, and what
     it generated. It is optional, and of use on the first output, for its cached tokens, and on the
-    last. `stop_reason` and `log_probs` are those of `streams.records.Chunk`.
+    last. `stop_reason` and `log_probs` are those of `streams.records.Chunk`. `transfer` is what a
+    prefill hands to decode: the engine's own, on the last output.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -63,6 +93,7 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     message: str = ""
     stop_reason: int | str | None = None
     log_probs: tuple[tuple[LogProb, ...], ...] | None = None
+    transfer: Json | None = None
 
     @staticmethod
     def token(token_id: int) -> EngineOutput:
@@ -150,8 +181,11 @@ class Engine(ABC):
         """Get ready to generate and say what this engine is.
 
         `worker_id` is opaque, unique in the fleet and stable for this life of the process. What
-        the config leaves None is not advertised: without a block size no cache-aware routing,
-        without max_num_seqs no local admission.
+        the config leaves None is not advertised. Without `served_model_name` the model is served
+        as `model`; without a block size requests are not routed by cache, without `total_kv_blocks`
+        its use is not bounded, without `context_length` the model's own counts, without
+        `max_num_seqs` the worker's setting, without a `curve` the published one; without bootstrap
+        host and port, which come together, prefill is over before decode begins.
         """
 
     @abstractmethod

@@ -33,6 +33,7 @@ class ValidatedEngine(Engine):
         self._starts = 0
         self._ready = False
         self._cleaned = False
+        self._drained = False
 
     def listen(self, listener: BlocksListener) -> None:
         """Pass the listener on, before the start."""
@@ -49,6 +50,10 @@ class ValidatedEngine(Engine):
         self._starts += 1
         config = await self._engine.start(worker_id)
         _rule(bool(config.model), "the config names a model")
+        _rule(
+            all(number is None or number > 0 for number in _numbers(config)),
+            "what is advertised in numbers is above 0; None says nothing",
+        )
         _rule(
             (config.bootstrap_host is None) == (config.bootstrap_port is None),
             "bootstrap host and port are given both or not at all",
@@ -82,6 +87,8 @@ class ValidatedEngine(Engine):
     async def drain(self) -> None:
         """Drain it, before cleanup."""
         _rule(not self._cleaned, "drain comes before cleanup")
+        _rule(not self._drained, "drain is called once")
+        self._drained = True
         await self._engine.drain()
 
     async def cleanup(self) -> None:
@@ -113,14 +120,37 @@ class _StreamCheck:
             counts = output.usage
             fit = max(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
             _rule(fit <= U32_MAX, "usage saturates at u32")
+        _rule(
+            output.transfer is None or output.finish_reason is not None,
+            "what is handed to decode comes with the terminal output",
+        )
         if output.finish_reason is not None:
             self.ended = True
+            _rule(
+                output.finish_reason != "cancelled" or self._context.stopped,
+                "cancelled is the end of a stopped context only; raise EngineError otherwise",
+            )
+            _rule(
+                output.finish_reason != "error" or output.message,
+                "an output that ends with an error says which",
+            )
         elif self._context.stopped:
             _rule(
                 self._since_stop < OUTPUTS_AFTER_STOP,
                 "a stream polls context.stopped between outputs and ends with cancelled",
             )
             self._since_stop += 1
+
+
+def _numbers(config: EngineConfig) -> tuple[int | None, ...]:
+    return (
+        config.context_length,
+        config.kv_cache_block_size,
+        config.total_kv_blocks,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.bootstrap_port,
+    )
 
 
 def _rule(kept: object, rule: str) -> None:

@@ -108,6 +108,23 @@ async def test_ending_with_cancelled_after_a_cancel_is_right() -> None:
     assert await run(outputs(*items), context) == items
 
 
+async def test_cancelling_what_nobody_stopped_is_named() -> None:
+    with pytest.raises(ContractBroken, match="a stopped context only"):
+        await run(outputs(EngineOutput.cancelled()))
+
+
+async def test_an_error_that_does_not_say_which_is_named() -> None:
+    with pytest.raises(ContractBroken, match="says which"):
+        await run(outputs(EngineOutput.error("")))
+
+
+async def test_what_is_handed_to_decode_comes_last() -> None:
+    early, late = EngineOutput(transfer=b"{}"), EngineOutput(transfer=b"{}", finish_reason="stop")
+    assert await run(outputs(late)) == [late]
+    with pytest.raises(ContractBroken, match="handed to decode"):
+        await run(outputs(early, late))
+
+
 async def test_usage_beyond_u32_is_named() -> None:
     counts = Usage(prompt_tokens=U32_MAX + 1)
     with pytest.raises(ContractBroken, match="usage saturates"):
@@ -131,9 +148,27 @@ async def test_generating_before_start_is_named() -> None:
 
 
 async def test_half_a_bootstrap_address_is_named() -> None:
-    engine = ValidatedEngine(Scripted(config=EngineConfig(model="m", bootstrap_host="h")))
-    with pytest.raises(ContractBroken, match="both or not at all"):
+    for half in ({"bootstrap_host": "h"}, {"bootstrap_port": 7}):
+        engine = ValidatedEngine(Scripted(config=EngineConfig(model="m", **half)))
+        with pytest.raises(ContractBroken, match="both or not at all"):
+            await engine.start("w")
+    whole = EngineConfig(model="m", bootstrap_host="h", bootstrap_port=7)
+    assert await ValidatedEngine(Scripted(config=whole)).start("w") == whole
+
+
+@pytest.mark.parametrize("field", ["context_length", "kv_cache_block_size", "max_num_seqs"])
+async def test_a_number_that_says_nothing_is_named(field: str) -> None:
+    engine = ValidatedEngine(Scripted(config=EngineConfig(model="m", **{field: 0})))
+    with pytest.raises(ContractBroken, match="above 0"):
         await engine.start("w")
+
+
+async def test_a_second_drain_is_named() -> None:
+    engine = ValidatedEngine(Scripted())
+    await engine.start("w")
+    await engine.drain()
+    with pytest.raises(ContractBroken, match="drain is called once"):
+        await engine.drain()
 
 
 async def test_a_second_cleanup_is_named_and_idempotence_is_exercised() -> None:
