@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from app.settings import Settings, variable
 from streams import provision
-from streams.brokers.local import obtain
+from streams.brokers.local import Broker, obtain
 from streams.brokers.watchdog import Guard
 from streams.clock import Clock, SystemClock
 from streams.kafka.log import KafkaLog
@@ -48,6 +49,11 @@ class Child:
         self._output = output
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
     def cpu_s(self) -> float:
         """The CPU time it has used, all threads, in seconds; Linux counts it in 10 ms.
 
@@ -61,6 +67,15 @@ class Child:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
+    def rss_bytes(self) -> int:
+        """The memory it has in use now; 0 where /proc does not tell, or when it has ended."""
+        try:
+            pages = Path(f"/proc/{self._process.pid}/statm").read_text("ascii").split()
+        except OSError:
+            return 0
+        return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else 0
+
+    @property
     def output(self) -> str:
         """Everything that it wrote."""
         return self._output.read_text("utf-8", errors="replace")
@@ -71,9 +86,32 @@ class Child:
             tail = "\n".join(self.output.splitlines()[-TAIL_LINES:])
             raise BenchFailed(f"{self.name} ended with status {status}:\n{tail}")
 
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP: it does nothing any more, and its connections stay open."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """SIGTERM, without waiting."""
+        self._process.terminate()
+
+    @property
+    def status(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.poll()
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL."""
         self._process.terminate()
+        self.resume()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -84,13 +122,21 @@ class Child:
 class Ground:
     """A broker, a connection to it, and the processes of one benchmark."""
 
-    def __init__(self, settings: Settings, guard: Guard, log: KafkaLog, clock: Clock) -> None:
+    def __init__(
+        self, settings: Settings, guard: Guard, log: KafkaLog, clock: Clock, broker: Broker
+    ) -> None:
         self.settings = settings
         self.log = log
+        self.broker = broker
         self.clock = clock
         self.outbox = Outbox(log, clock)
         self._guard = guard
         self._children: list[Child] = []
+
+    @property
+    def logs(self) -> Path:
+        """Where the children write, until all is over."""
+        return self._guard.directory
 
     def launch(self, name: str, *arguments: str, **changes: object) -> Child:
         """Start `python -m ARGUMENTS`; `changes` to the settings hold for it alone."""
@@ -98,6 +144,8 @@ class Ground:
             "bootstrap_servers": self.settings.bootstrap_servers,
             "topic_prefix": self.settings.topic_prefix,
             "lanes": self.settings.lanes,
+            "replication": self.settings.replication,
+            "min_insync": self.settings.min_insync,
             **changes,
         }
         environment = {variable(key): str(value) for key, value in values.items()}
@@ -141,6 +189,10 @@ class Ground:
         self._children.remove(child)
         child.stop()
 
+    def gone(self, child: Child) -> None:
+        """One of the children has ended, as it should."""
+        self._children.remove(child)
+
     def stop(self) -> None:
         """End all children, the last one first."""
         while self._children:
@@ -148,17 +200,21 @@ class Ground:
 
 
 @asynccontextmanager
-async def ground(settings: Settings, said: Said) -> AsyncIterator[Ground]:
+async def ground(settings: Settings, said: Said, *, brokers: int = 0) -> AsyncIterator[Ground]:
     """Set it all up; nothing but the topics of a broker that was given is left afterwards.
 
+    With `brokers` there are so many of our own, to be hurt, with a copy of everything on each.
     Raises BrokerUnavailable where no broker can be had.
     """
     clock = SystemClock()
-    given = settings.bootstrap_servers
+    given = "" if brokers else settings.bootstrap_servers
     broker = await asyncio.to_thread(
-        lambda: obtain("env" if given else "jvm", bootstrap_servers=given, full_jit=True,
-                       report=said)
+        lambda: obtain("env" if given else "jvm", bootstrap_servers=given, brokers=brokers or 1,
+                       full_jit=True, report=said)
     )  # fmt: skip
+    if brokers:
+        copies = {"replication": brokers, "min_insync": max(1, brokers - 1)}
+        settings = settings.model_copy(update=copies)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(broker.stop)
         guard = Guard()
@@ -172,7 +228,7 @@ async def ground(settings: Settings, said: Said) -> AsyncIterator[Ground]:
         )
         log = KafkaLog(settings.connection("bench"), prefix=settings.topic_prefix)
         await log.start()
-        on = Ground(settings, guard, log, clock)
+        on = Ground(settings, guard, log, clock, broker)
         try:
             await topics(log, settings)
             yield on

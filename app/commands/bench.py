@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -34,6 +35,8 @@ TABLE_WIDTH = 160
 """Of tables in files and pipes, in characters."""
 QUICK_SEEDS = 200
 FULL_SEEDS = 5000
+QUICK_KILLS = 10
+FULL_KILLS = 1000
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file as well.")]
 Full = Annotated[bool, typer.Option("--full", help="The long form, not the quick one.")]
@@ -188,6 +191,47 @@ def simulate(
     _measure("simulate", lambda said, progress: run(form, trace, said, progress), json)
 
 
+@app.command()
+def chaos(
+    *,
+    kills: Annotated[int, typer.Option(help="How many kills and stops.", min=1)] = 10,
+    seed: Annotated[int, typer.Option(help="Of the order in which parts are hit.")] = 1,
+    only: Annotated[str, typer.Option(help="Kinds of hits, with commas between them.")] = "",
+    rate: Annotated[float, typer.Option(help="Requests a second.", min=0.1)] = 4.0,
+    tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 60,
+    workers: Annotated[int, typer.Option(help="How many workers.", min=3)] = 6,
+    minutes: Annotated[float, typer.Option(help="Stop after so long.")] = float("inf"),
+    resume: Annotated[
+        Path | None, typer.Option(help="The log of all rounds: read first, then appended to.")
+    ] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep in this folder what the processes wrote.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the gaps into this file.")] = None,
+    json: Json = None,
+) -> None:
+    """Kill and stop real processes under load: nothing lost, nothing twice, on a real Kafka.
+
+    OpenAI's own client asks, goes on at another gateway when its own dies, and compares every text
+    with what the engine must say. Without --only every process is hit, by kill -9, SIGSTOP and
+    SIGTERM; with broker or broker-pause, one of three brokers. Long runs can be made of several,
+    with --resume. Exit code 1 if a bar is missed.
+    """
+    from app.bench.chaos import OF_PARTS
+    from app.bench.strikes import KINDS
+
+    kinds = tuple(filter(None, only.split(","))) or OF_PARTS
+    if unknown := set(kinds) - set(KINDS):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: one of {', '.join(KINDS)}")
+    _can_draw(plot)
+    form = {
+        "seed": seed, "kinds": kinds, "rate": rate, "tokens": tokens, "workers": workers,
+        "limit_s": 60 * minutes,
+    }  # fmt: skip
+    if not _chaos(kills, form, json, resume, logs, plot):
+        raise typer.Exit(1)
+
+
 @app.command(name="all")
 def every(
     *,
@@ -200,8 +244,15 @@ def every(
         form(full=full)
     index(full=full, peers=True)
     simulate(full=full)
-    if not _faults(FULL_SEEDS if full else QUICK_SEEDS, 0, 0, None):
+    met = _chaos(FULL_KILLS if full else QUICK_KILLS)
+    if not _faults(FULL_SEEDS if full else QUICK_SEEDS, 0, 0, None) or not met:
         raise typer.Exit(1)
+
+
+def _can_draw(plot: Path | None) -> None:
+    """Say before the work, and not after it, that a picture is not to be had."""
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'kvlane[plot]'")
 
 
 def _measure(name: str, run: Run, json: Path | None) -> bool:
@@ -221,6 +272,29 @@ def _measure(name: str, run: Run, json: Path | None) -> bool:
     if json is not None:
         report.write(json)
     return all(b.met for b in report.bars)
+
+
+def _chaos(
+    kills: int,
+    form: dict[str, Any] | None = None,
+    json: Path | None = None,
+    resume: Path | None = None,
+    logs: Path | None = None,
+    plot: Path | None = None,
+) -> bool:
+    from app.bench.chaos import Form, chaos, read
+    from app.bench.drawing import draw_chaos
+
+    lines: list[dict[str, Any]] = read(resume)
+
+    def run(said: Callable[[str], None], progress: Callable[[float], None]) -> Any:
+        what = Form(kills, **form or {})
+        return chaos(Settings(), what, said, progress, lines, log=resume, logs=logs)
+
+    met = _measure("chaos", run, json)
+    if plot is not None:
+        draw_chaos(lines, plot)
+    return met
 
 
 def _faults(seeds: int, first: int, jobs: int, json: Path | None, without: str = "") -> bool:

@@ -1,0 +1,46 @@
+"""Results as pictures. Owns colours and axes; figures come from elsewhere.
+
+matplotlib is needed for this alone, and loaded when something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+WIDTH_IN, ROW_IN = 9.0, 0.5
+"""Inches."""
+
+
+def draw_chaos(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """The gaps of all streams by what was hit, each a dot, on a logarithmic axis.
+
+    `lines` are the rounds of a log; the ending of `file` says the format.
+    """
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        for kind, gaps_ms in line.get("gaps_ms", {}).items():
+            found.setdefault(kind, []).extend(gap / 1000 for gap in gaps_ms)
+    kinds = sorted(found)
+    figure, axes = _axes(1, 1 + ROW_IN * max(1, len(kinds)))
+    (ax,) = axes
+    for place, kind in enumerate(kinds):
+        gaps = found[kind]
+        spread = [place + 0.3 * ((n * 0.618) % 1 - 0.5) for n in range(len(gaps))]
+        ax.plot(gaps, spread, ".", markersize=4, alpha=0.4)
+    ax.set_yticks(range(len(kinds)), [f"{kind} ({len(found[kind])})" for kind in kinds])
+    ax.set_xscale("log")
+    ax.set_xlabel("longest silence of a running stream, seconds")
+    kills = sum(len(line.get("strikes", ())) for line in lines)
+    ax.set_title(f"{kills} kills and stops")
+    ax.grid(axis="x", alpha=0.3)
+    figure.savefig(file, dpi=120)
+
+
+def _axes(rows: int, height_in: float) -> tuple[Any, Sequence[Any]]:
+    """A figure with so many diagrams below each other."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return figure, list(figure.subplots(rows, 1, squeeze=False)[:, 0])

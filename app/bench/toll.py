@@ -1,0 +1,239 @@
+"""What the strikes of a round cost those who asked: pure functions of what was heard and when.
+
+A silence is blamed on a strike when the stream depended on what was hit: a worker that ran it, the
+gateway that told it, or what all streams depend on. One that depended on several is counted apart,
+as `several at once`; one that depended on none, as `none of these`: what the machine itself does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from app.bench.crowd import Talk
+from app.bench.report import Bar, Report
+from app.bench.samples import percentile
+from app.bench.strikes import BROKER, BROKER_PAUSE, ROLLING, Hit
+from app.bench.witness import Death, Story
+
+REACH_S = 10.0
+"""For so long after it, a silence can be the doing of a strike."""
+RECENT_S = 20.0
+"""A worker that is declared lost so long after it was hit was rightly so."""
+SEVERAL, NOBODY = "several at once", "none of these"
+_OF_ALL = frozenset({"router", "router-pause", BROKER, BROKER_PAUSE, ROLLING})
+ROUTERS = ("router", "router-pause")
+WORKER_BEYOND_S, ROUTER_GAP_S, ASSIGNED_S, STALL_S = 2.0, 1.0, 8.0, 10.0
+
+
+def silence_s(moments: Sequence[float], start: float, end: float) -> float:
+    """The longest time between two moments that meets [start, end]; 0 when none does."""
+    return max((b - a for a, b in pairwise(moments) if b > start and a < end), default=0.0)
+
+
+def blamed(talk: Talk, story: Story | None, hits: Iterable[Hit]) -> set[Hit]:
+    """The hits of a round that this stream depended on, when they came."""
+
+    def depends(hit: Hit) -> bool:
+        part = hit.kind.partition("-")[0]
+        if part == "worker":
+            return story is not None and story.worker_at(hit.at) == hit.victim
+        if part == "gateway":
+            return talk.gateway_at(hit.at) == hit.victim
+        return hit.kind in _OF_ALL
+
+    return {hit for hit in hits if depends(hit)}
+
+
+def gaps(
+    hits: Sequence[Hit], talks: Iterable[Talk], stories: Mapping[str, Story]
+) -> dict[str, list[float]]:
+    """The longest silence of each stream that ran when the round began, in seconds, by its cause.
+
+    A stream runs from its first text on. Those that several kinds of hits held up count apart.
+    """
+    found: dict[str, list[float]] = {}
+    if not hits:
+        return found
+    start = min(hit.at for hit in hits)
+    end = max(hit.ready_at for hit in hits) if hits[0].kind == ROLLING else start + REACH_S
+    for talk in talks:
+        times = talk.asked.times
+        if not times or times[0] >= start or times[-1] <= start:
+            continue
+        causes = {hit.kind for hit in blamed(talk, stories.get(talk.asked.id), hits)}
+        if not causes:
+            cause = NOBODY
+        else:
+            cause = next(iter(causes)) if len(causes) == 1 else SEVERAL
+        found.setdefault(cause, []).append(silence_s(times, start, end))
+    return found
+
+
+def assignment_s(hits: Sequence[Hit], stories: Iterable[Story]) -> float:
+    """The longest wait of any new request for its assignment, from a router's end on, in seconds.
+
+    -1 without a hit on routers; infinite for one that was never assigned and has not ended.
+    """
+    start = min((hit.at for hit in hits if hit.kind in ROUTERS), default=None)
+    if start is None:
+        return -1.0
+    waits = [0.0]
+    for story in stories:
+        if story.asked_at is None or not start - 0.5 <= story.asked_at <= start + REACH_S:
+            continue
+        if story.assigned:
+            waits.append(story.assigned[0][0] - max(story.asked_at, start))
+        elif not story.transcript.over:
+            waits.append(float("inf"))
+    return max(waits)
+
+
+def false_deaths(deaths: Iterable[Death], hits: Sequence[Hit]) -> list[Death]:
+    """Workers that were declared lost although nothing had been done to them."""
+    return [
+        death
+        for death in deaths
+        if not any(
+            hit.victim == death.worker and hit.at <= death.at <= hit.ready_at + RECENT_S
+            for hit in hits
+        )
+    ]
+
+
+def row_of(
+    number: int,
+    hits: Sequence[Hit],
+    talks: Sequence[Talk],
+    stories: Mapping[str, Story],
+    deaths: Sequence[Death],
+) -> dict[str, Any]:
+    """A round as a line of the log. Milliseconds, and seconds from the first strike on."""
+    start = min((hit.at for hit in hits), default=0.0)
+    wait_s = assignment_s(hits, stories.values())
+    return {
+        "round": number,
+        "strikes": [
+            {"kind": hit.kind, "victim": hit.victim, "ready_s": round(hit.ready_at - hit.at, 2)}
+            for hit in hits
+        ],
+        "gaps_ms": {
+            cause: [round(1000 * gap) for gap in sorted(found)]
+            for cause, found in gaps(hits, talks, stories).items()
+        },
+        "assigned_ms": None if wait_s < 0 else round(1000 * min(wait_s, 1e6)),
+        "false_deaths": [
+            {"worker": d.worker, "after_s": round(d.at - start, 2), "silent_ms": d.silent_ms}
+            for d in deaths
+        ],
+    }
+
+
+def account(talks: Sequence[Talk], stories: Mapping[str, Story]) -> dict[str, Any]:
+    """Requests that are over, as a part of a line of the log."""
+    bad = [
+        {
+            "id": talk.asked.id, "verdict": verdict, "ended": talk.asked.ended,
+            "told": len(talk.asked.text), "due": len(talk.asked.due.text),
+            "breaks": talk.breaks, "gateways": [name for _, name in talk.gateways],
+        }
+        for talk in talks if (verdict := _verdict(talk, stories.get(talk.asked.id))) != "right"
+    ]  # fmt: skip
+    own = [stories[talk.asked.id] for talk in talks if talk.asked.id in stories]
+    return {
+        "asked": len(talks),
+        "bad": bad,
+        "broken": sum(talk.breaks > 0 for talk in talks),
+        "refused": sum(talk.refusals for talk in talks),
+        "failed_over": sum(story.transcript.attempt > 0 for story in own),
+    }
+
+
+def _verdict(talk: Talk, story: Story | None) -> str:
+    """What the client was told, and what anybody reads from the log: both must be right."""
+    if talk.verdict != "right" or story is None:
+        return talk.verdict
+    seen = story.transcript
+    return "right" if seen.text == talk.asked.due.text and not seen.holes else "wrong"
+
+
+def report(lines: Sequence[Mapping[str, Any]], worker_timeout_s: float) -> Report:
+    """All rounds of a log, added up."""
+    kinds: dict[str, dict[str, list[float]]] = {}
+    for line in lines:
+        for strike in line.get("strikes", ()):
+            own = kinds.setdefault(strike["kind"], {"ready": [], "gaps": [], "assigned": []})
+            own["ready"].append(strike["ready_s"])
+        for cause, found in line.get("gaps_ms", {}).items():
+            own = kinds.setdefault(cause, {"ready": [], "gaps": [], "assigned": []})
+            own["gaps"] += found
+        hit = {strike["kind"] for strike in line.get("strikes", ())} & set(ROUTERS)
+        if line.get("assigned_ms") is not None and len(hit) == 1:
+            kinds[next(iter(hit))]["assigned"].append(line["assigned_ms"])
+    rows = [_row(kind, own) for kind, own in sorted(kinds.items(), key=lambda k: _place(k[0]))]
+    return Report("chaos", rows, [*_verdicts(lines), *_bars(kinds, lines, worker_timeout_s)])
+
+
+def _place(kind: str) -> tuple[bool, str]:
+    return kind in (SEVERAL, NOBODY), kind
+
+
+def _row(kind: str, own: Mapping[str, list[float]]) -> dict[str, Any]:
+    gaps_ms, assigned = own["gaps"], own["assigned"]
+    return {
+        "hit": kind,
+        "times": len(own["ready"]),
+        "streams that ran": len(gaps_ms),
+        "gap ms": {
+            "p50": percentile(gaps_ms, 0.5),
+            "p99": percentile(gaps_ms, 0.99),
+            "max": max(gaps_ms, default=float("nan")),
+        },
+        "longest wait for assignment ms": {
+            "p50": percentile(assigned, 0.5),
+            "max": max(assigned, default=float("nan")),
+        },
+        "well again s, p50": percentile(own["ready"], 0.5),
+    }
+
+
+def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Bar]:
+    bad = [b["verdict"] for line in lines for b in line.get("bad", ())]
+    asked = sum(line.get("asked", 0) for line in lines)
+    kills = sum(len(line.get("strikes", ())) for line in lines)
+    unended = sum(line.get("unended", 0) for line in lines)
+    named = ("lost", "twice", "wrong")
+    bars = [Bar("kills and stops", kills, "", "", met=True), Bar("asked", asked, "", "", met=True)]
+    bars += [Bar(name, bad.count(name), "texts", "0", name not in bad) for name in named]
+    bars.append(Bar("requests on the log without an end", unended, "", "0", not unended))
+    return bars
+
+
+def _bars(
+    kinds: Mapping[str, Mapping[str, list[float]]],
+    lines: Sequence[Mapping[str, Any]],
+    worker_timeout_s: float,
+) -> list[Bar]:
+    bars = []
+    limits = {
+        "worker": worker_timeout_s + WORKER_BEYOND_S,
+        "worker-pause": worker_timeout_s + WORKER_BEYOND_S,
+        "router": ROUTER_GAP_S,
+        "router-pause": ROUTER_GAP_S,
+        BROKER: STALL_S,
+        BROKER_PAUSE: STALL_S,
+    }
+    for kind, limit_s in limits.items():
+        if kind in kinds and (found := kinds[kind]["gaps"]):
+            gap_s = max(found) / 1000
+            name = f"longest gap of a running stream, {kind}"
+            bars.append(Bar(name, gap_s, "s", f"<= {limit_s:g}", gap_s <= limit_s))
+    for kind in ROUTERS:
+        if kind in kinds and (waits := kinds[kind]["assigned"]):
+            wait_s = max(waits) / 1000
+            name = f"longest wait of a new request for its assignment, {kind}"
+            bars.append(Bar(name, wait_s, "s", f"<= {ASSIGNED_S:g}", wait_s <= ASSIGNED_S))
+    false = sum(len(line.get("false_deaths", ())) for line in lines)
+    bars.append(Bar("workers declared lost that were not hit", false, "", "0", not false))
+    return bars

@@ -1,0 +1,134 @@
+"""What kills cost, reckoned from what was heard and when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from app.bench import toll
+from app.bench.crowd import Talk
+from app.bench.strikes import KINDS, ROLLING, Hit, drawn
+from app.bench.witness import Death, Story
+from app.demo.asked import Asked
+from app.engine.continuation import Due
+
+PARTS = {
+    "gateway": ["gateway-1", "gateway-2"],
+    "router": ["router-1", "router-2"],
+    "worker": [f"worker-{n}" for n in range(1, 7)],
+    "indexer": ["indexer-1"],
+    "preprocessor": ["preprocessor-1", "preprocessor-2"],
+}
+
+
+def talk(
+    request_id: str = "a", times: Sequence[float] = (), text: str = "abc", due: str = "abc",
+    gateway: str = "gateway-1",
+) -> Talk:  # fmt: skip
+    asked = Asked(request_id, Due((), due, "stop"), 1, 0.0, list(times), text, ended="stop")
+    return Talk(asked, 0, gateways=[(0.0, gateway)], over_at=100.0)
+
+
+def story(request_id: str = "a", worker: str = "worker-1", at: float = 0.0) -> Story:
+    found = Story(request_id)
+    found.assigned.append((at, worker))
+    found.asked_at = at
+    return found
+
+
+def hit(kind: str, victim: str, at: float = 10.0, ready_at: float = 13.0) -> Hit:
+    return Hit(kind, victim, at, ready_at)
+
+
+def test_a_gap_counts_when_it_meets_the_time_of_the_hit() -> None:
+    moments = [1.0, 2.0, 9.0, 15.0, 16.0, 40.0]
+    assert toll.silence_s(moments, 10.0, 20.0) == 24.0
+    assert toll.silence_s(moments, 10.0, 15.5) == 6.0
+    assert toll.silence_s(moments, 50.0, 60.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("hits", "cause"),
+    [
+        ([hit("worker", "worker-1")], "worker"),
+        ([hit("worker", "worker-2")], toll.NOBODY),
+        ([hit("worker-pause", "worker-1")], "worker-pause"),
+        ([hit("gateway", "gateway-1")], "gateway"),
+        ([hit("gateway", "gateway-2"), hit("worker", "worker-1")], "worker"),
+        ([hit("gateway", "gateway-1"), hit("worker", "worker-1")], toll.SEVERAL),
+        ([hit("router", "router-2"), hit("worker", "worker-2")], "router"),
+        ([hit("router", "router-2"), hit("worker", "worker-1")], toll.SEVERAL),
+        ([hit("indexer", "indexer-1")], toll.NOBODY),
+    ],
+)
+def test_a_gap_is_blamed_on_what_its_stream_depended_on(hits: list[Hit], cause: str) -> None:
+    found = toll.gaps(hits, [talk(times=[9.0, 9.9, 15.0])], {"a": story()})
+    assert found == {cause: [pytest.approx(5.1)]}
+
+
+@pytest.mark.parametrize("times", [[], [11.0, 12.0], [1.0, 2.0]])
+def test_streams_that_did_not_run_when_it_was_hit_have_no_gap(times: list[float]) -> None:
+    assert toll.gaps([hit("router", "router-1")], [talk(times=times)], {}) == {}
+
+
+def test_new_requests_wait_for_their_assignment_from_the_routers_end_on() -> None:
+    before, after, other = story("b"), story("c", at=12.0), story("d", at=14.0)
+    before.asked_at, before.assigned = 9.8, [(16.0, "worker-1")]
+    after.assigned = [(17.0, "worker-1")]
+    stories = [before, after, other]
+    assert toll.assignment_s([hit("router", "router-1")], stories) == 6.0
+    assert toll.assignment_s([hit("worker", "worker-1")], stories) == -1
+    other.assigned.clear()
+    assert toll.assignment_s([hit("router", "router-1")], stories) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("text", "repeated", "verdict"),
+    [("abc", 0, "right"), ("ab", 0, "lost"), ("abcc", 0, "twice"), ("abc", 1, "twice"),
+     ("axc", 0, "wrong"), ("", 0, "lost")],
+)  # fmt: skip
+def test_verdicts_of_texts(text: str, repeated: int, verdict: str) -> None:
+    found = talk(text=text)
+    found.repeated = repeated
+    assert found.verdict == verdict
+
+
+def test_a_text_counts_as_right_only_when_the_log_says_the_same() -> None:
+    told = toll.account([talk()], {"a": story()})
+    assert [bad["verdict"] for bad in told["bad"]] == ["wrong"]
+
+
+def test_only_workers_that_were_hit_may_be_declared_lost() -> None:
+    deaths = [Death(17.0, "worker-1", 5000), Death(17.0, "worker-2", 5000)]
+    assert toll.false_deaths(deaths, [hit("worker", "worker-1")]) == deaths[1:]
+
+
+def test_bars_name_the_kind_that_missed_them() -> None:
+    line = toll.row_of(
+        0, [hit("router", "router-1")], [talk(times=[9.0, 9.9, 11.2])], {"a": story()}, []
+    )
+    report = toll.report([line | toll.account([], {})], 5.0)
+    missed = [bar.name for bar in report.bars if not bar.met]
+    assert missed == ["longest gap of a running stream, router"]
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_rounds_are_drawn_from_their_number_and_leave_a_deployment_that_can_work(
+    number: int,
+) -> None:
+    strikes = drawn(7, number, KINDS, PARTS, 3)
+    assert strikes == drawn(7, number, KINDS, PARTS, 3)
+    assert strikes
+    assert len({s.victim for s in strikes}) == len(strikes)
+    if strikes[0].kind != ROLLING:
+        kinds = [s.kind for s in strikes]
+        assert kinds.count("worker") <= 2
+        assert sum(k.startswith(("router", "broker")) for k in kinds) <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_can_be_asked_for_alone(kind: str) -> None:
+    numbers = random.Random(kind).sample(range(100), 5)
+    assert all({s.kind for s in drawn(1, n, (kind,), PARTS, 3)} == {kind} for n in numbers)
