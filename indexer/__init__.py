@@ -10,8 +10,10 @@ In every router and indexer:
     events     canonical events, and the columns they travel in
     index      the index: follows events, answers prompts; begin here
       lives      which events count: epochs, ids, gaps
+      store      the blocks of a tier, and room for more
       changes    events to changes of the table           search    prompts to depths by cache
       table      from a key to a set of caches            sets      each set of caches once
+      prefixes   keys along a prompt, where they are asked for
       entries    the kernels that Python calls            snapshots its bytes
     reference  the same in dicts, slow and obvious: what the index is held against
 

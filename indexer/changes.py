@@ -51,11 +51,11 @@ BLOCKS, DIGEST, REFUSED, ACCOUNT_WORDS = range(4)
 
 GROW_STEPS = 16
 """Slots copied for each key that is stored while a table grows: done long before it is full."""
-AHEAD = 12
+WRITE_AHEAD = 12
 """Blocks whose slots are being loaded. From 8 to 16 it makes no difference; 4 lost a third."""
 
 STORED = np.uint8(Kind.STORED)
-UNSEEN = -1
+UNKNOWN = -1
 MIX_1, MIX_2 = np.uint64(0x9E3779B185EBCA87), np.uint64(0x165667919E3779F9)
 SHIFT_1, SHIFT_2 = np.uint64(29), np.uint64(32)
 
@@ -87,7 +87,7 @@ def is_roomy(table: Table, sets: Sets, column: int, keys: int) -> bool:
 @inlined
 def expect_first(table: Table, keys: NDArray[np.uint64]) -> None:
     """Begin to load the slots of the first blocks: else each of them would be waited for."""
-    for i in range(min(AHEAD, len(keys))):
+    for i in range(min(WRITE_AHEAD, len(keys))):
         expect(table, keys[i])
 
 
@@ -108,88 +108,59 @@ def apply_rows(
     start = 0
     for row in range(len(rows.kinds)):
         end = start + np.int64(rows.counts[row])
-        keys = rows.keys[start:end]
-        if rows.kinds[row] == STORED:
-            position = np.int64(rows.positions[row])
-            store(table, sets, column, tag, keys, position, limit, account)
-        else:
-            remove(table, sets, column, tag, keys, account)
+        joins, position = rows.kinds[row] == STORED, np.int64(rows.positions[row])
+        change(table, sets, column, joins, tag, rows.keys[start:end], position, limit, account)
         start = end
 
 
 @kernel()
-def store(
+def change(
     table: Table,
     sets: Sets,
     column: int,
+    joins: bool,
     tag: np.uint64,
     keys: NDArray[np.uint64],
     position: int,
     limit: int,
     account: NDArray[np.uint64],
 ) -> None:
-    """The cache holds these blocks, which follow one another from a position on."""
-    before, after, moved, joins = UNSEEN, EMPTY, 0, False
+    """The cache holds these blocks from now on, or, if it does not join, no more.
+
+    They follow one another from a position on. What is so already is passed over.
+    """
+    before, after, moved, moves = UNKNOWN, EMPTY, 0, False
     held, total = np.int64(account[BLOCKS]), account[DIGEST]
     expect_first(table, keys)
     for i in range(len(keys)):
-        if i + AHEAD < len(keys):
-            expect(table, keys[i + AHEAD])
+        if i + WRITE_AHEAD < len(keys):
+            expect(table, keys[i + WRITE_AHEAD])
         key = keys[i]
         slot, value = place(table, key)
         number = np.int64(value & SET_MASK)
         if number != before:
             _settle(sets, before, after, moved)
             before, moved = number, 0
-            joins = not has(sets, number, column)
-            after = toggled(sets, number, column) if joins else EMPTY
-        if not joins:
+            moves = has(sets, number, column) != joins
+            after = toggled(sets, number, column) if moves else EMPTY
+        if not moves:
             continue
-        if held >= limit or (number == EMPTY and not has_room(table, slot)):
-            account[REFUSED] += ONE
-            continue
-        put(table, slot, key, (np.uint64(position + i) << U32) | np.uint64(after))
-        if number == EMPTY:
-            table.state[USED] += 1
+        if joins:
+            if held >= limit or (number == EMPTY and not has_room(table, slot)):
+                account[REFUSED] += ONE
+                continue
+            put(table, slot, key, (np.uint64(position + i) << U32) | np.uint64(after))
+            if number == EMPTY:
+                table.state[USED] += 1
+            held += 1
+            total += digest(tag, key)
+        else:
+            _rewrite(table, slot, key, value, after)
+            held -= 1
+            total -= digest(tag, key)
         moved += 1
-        held += 1
-        total += digest(tag, key)
     _settle(sets, before, after, moved)
     account[BLOCKS], account[DIGEST] = np.uint64(held), total
-
-
-@kernel()
-def remove(
-    table: Table,
-    sets: Sets,
-    column: int,
-    tag: np.uint64,
-    keys: NDArray[np.uint64],
-    account: NDArray[np.uint64],
-) -> None:
-    """The cache holds these blocks no more; what it does not hold is passed over."""
-    before, after, moved, leaves = UNSEEN, EMPTY, 0, False
-    held, total = account[BLOCKS], account[DIGEST]
-    expect_first(table, keys)
-    for i in range(len(keys)):
-        if i + AHEAD < len(keys):
-            expect(table, keys[i + AHEAD])
-        key = keys[i]
-        slot, value = place(table, key)
-        number = np.int64(value & SET_MASK)
-        if number != before:
-            _settle(sets, before, after, moved)
-            before, moved = number, 0
-            leaves = has(sets, number, column)
-            after = toggled(sets, number, column) if leaves else EMPTY
-        if not leaves:
-            continue
-        _rewrite(table, slot, key, value, after)
-        moved += 1
-        held -= ONE
-        total -= digest(tag, key)
-    _settle(sets, before, after, moved)
-    account[BLOCKS], account[DIGEST] = held, total
 
 
 @kernel()
@@ -199,7 +170,7 @@ def sweep(table: Table, sets: Sets, leaving: NDArray[np.uint64], at: int, steps:
     `leaving`: u64 (words), the columns. From the last slot to the first, because removals move
     blocks towards the first: nothing is moved out of the way. Not while the table grows.
     """
-    before, after, moved, leaves = UNSEEN, EMPTY, 0, False
+    before, after, moved, leaves = UNKNOWN, EMPTY, 0, False
     until = max(at - steps, 0)
     while at > until:
         at -= 1
@@ -228,9 +199,9 @@ def _without(sets: Sets, number: int, leaving: NDArray[np.uint64]) -> tuple[np.u
         gone = bits & leaving[word]
         sets.wanted[word] = bits ^ gone
         leaves |= gone != NOTHING
-        for bit in range(64):
+        for bit in range(WORD_BITS):
             if (gone >> np.uint64(bit)) & ONE != NOTHING:
-                hashed ^= sets.marks[64 * word + bit]
+                hashed ^= sets.marks[WORD_BITS * word + bit]
     return hashed, leaves
 
 
@@ -247,7 +218,7 @@ def _rewrite(table: Table, slot: int, key: np.uint64, value: np.uint64, after: i
 def _settle(sets: Sets, before: int, after: int, moved: int) -> None:
     """So many blocks went from one set to another; what nobody refers to, goes."""
     refer(sets, after, moved)
-    if before != UNSEEN:
+    if before != UNKNOWN:
         if moved:
             release(sets, before, moved)
         elif after != EMPTY and sets.references[after] == 0:
@@ -271,7 +242,7 @@ def dump(
 
     The outputs have room for all of them.
     """
-    size, before, wanted = 0, UNSEEN, False
+    size, before, wanted = 0, UNKNOWN, False
     for at in range(start, slots.size // 2):
         key, value = load_pair(slots, 2 * at)
         if key == NOTHING:
@@ -306,11 +277,11 @@ def load(
     for all blocks, and for each known set joined with each row. False, in the middle, for a block
     that stands twice or finds no slot, as in no dump.
     """
-    before, row, after, moved = UNSEEN, UNSEEN, EMPTY, 0
+    before, row, after, moved = UNKNOWN, UNKNOWN, EMPTY, 0
     expect_first(table, keys)
     for i in range(len(keys)):
-        if i + AHEAD < len(keys):
-            expect(table, keys[i + AHEAD])
+        if i + WRITE_AHEAD < len(keys):
+            expect(table, keys[i + WRITE_AHEAD])
         key = keys[i]
         slot, value = place(table, key)
         number = np.int64(value & SET_MASK)
@@ -349,9 +320,9 @@ def _joined(sets: Sets, number: int, row: NDArray[np.uint64]) -> np.uint64:
         bits = sets.rows[number * sets.words + word]
         come = row[word] & ~bits
         sets.wanted[word] = bits | come
-        for bit in range(64):
+        for bit in range(WORD_BITS):
             if (come >> np.uint64(bit)) & ONE != NOTHING:
-                hashed ^= sets.marks[64 * word + bit]
+                hashed ^= sets.marks[WORD_BITS * word + bit]
     return hashed
 
 
@@ -366,7 +337,7 @@ def _enter(
     for word in range(len(row)):
         bits = row[word]
         while bits != NOTHING:
-            column = 64 * word + trailing_zeros(bits)
+            column = WORD_BITS * word + trailing_zeros(bits)
             bits &= bits - ONE
             accounts[column, BLOCKS] += ONE
             accounts[column, DIGEST] += digest(tags[column], key)

@@ -15,7 +15,7 @@ from indexer import changes, search
 from indexer.changes import BLOCKS, REFUSED
 from indexer.events import Rows
 from indexer.kernels import inlined, kernel
-from indexer.search import Mixing, Scratch
+from indexer.prefixes import Mixing, Scratch
 from indexer.sets import Sets
 from indexer.table import Table
 

@@ -2,8 +2,8 @@
 
 How a block is stored. Its key (`keys.py`) has one slot in the table of its tier (`table.py`), which
 names the set of the caches that hold it (`sets.py`); a cache is a *column* of those sets. `stored`
-and `removed` rows move blocks from one set to another (`changes.py`). What events count is decided
-before, in `lives.py`.
+and `removed` rows move blocks from one set to another (`changes.py`). Table and sets of a tier have
+a `Store` that keeps room in them (`store.py`). What events count is decided before, in `lives.py`.
 
 How it is found. `match` gets the hashes of a prompt's blocks, looks where along the prompt the set
 of holders changes, and reads every cache's depth off those few places (`search.py`).
@@ -34,15 +34,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer import snapshots
-from indexer.changes import ACCOUNT_WORDS, BLOCKS, DIGEST, GROW_STEPS, dump, load, sweep
-from indexer.entries import NO_ROOM, Parts, apply_rows, deepen, match
+from indexer.changes import ACCOUNT_WORDS, BLOCKS, DIGEST
+from indexer.entries import deepen, match
 from indexer.events import CLEARED, Columns, Event, Kind, Rows, Tier, encode, rows_of
 from indexer.keys import LOOPBACK_SECRET, KeySecret, derive
-from indexer.lives import Counters, Holder, Holding, Lives, Overlap, Rank
-from indexer.search import FEW, RETRY, Scratch, new_scratch
-from indexer.sets import GENERATION, WORD_BITS, Sets, new_sets, with_room
-from indexer.table import CAPACITY, FRONTIER, Table, grow, grown, needs_room, new_table, settled
-from indexer.xxh3 import M64, xxh3
+from indexer.lives import Follower, Holder, Overlap, Rank, cache_tag
+from indexer.prefixes import Scratch, new_scratch
+from indexer.search import FEW, RETRY
+from indexer.sets import WORD_BITS
+from indexer.store import LONGEST_STEP, View, new_stores
+from indexer.xxh3 import M64
 
 MAX_BLOCKS = 1 << 24
 
@@ -51,7 +52,6 @@ LEAST_STEPS = 1 << 14
 """Slots copied or swept with any change: 30-60 microseconds."""
 RETIRED_LIMIT = 4096
 """Retired columns at which sweeping is no longer put off."""
-LONGEST_STEP = 1 << 20
 
 _NO_COLUMN = -1
 
@@ -64,15 +64,6 @@ class Depths(NamedTuple):
 
     columns: NDArray[np.int64]
     depths: NDArray[np.int64]
-
-
-class View:
-    """A tier's arrays, as a reader takes them; also as plain tuples, for kernels."""
-
-    def __init__(self, table: Table, sets: Sets) -> None:
-        self.table = table
-        self.sets = sets
-        self.parts: tuple[Parts, Parts] = tuple(table), tuple(sets)
 
 
 class _Cache(Rank):
@@ -93,15 +84,21 @@ class _Cache(Rank):
         self.index.retire(self)
 
 
-class Index:
-    """See the module. Raises nothing for what a log may hold but MalformedColumns."""
+class Index(Follower[_Cache]):
+    """See the module. Raises nothing for what a log may hold but MalformedColumns.
 
-    def __init__(self, secret: KeySecret, *, max_blocks: int = MAX_BLOCKS) -> None:
+    `max_blocks`: of one cache. `scans`: look at every block, as if no cache were closed.
+    """
+
+    def __init__(
+        self, secret: KeySecret, *, max_blocks: int = MAX_BLOCKS, scans: bool = False
+    ) -> None:
+        super().__init__(lambda holder: _Cache(self, holder))
         self._fingerprint = secret.fingerprint
         self._mixing = np.array([secret.start, secret.step, secret.first, secret.second], np.uint64)
         self._max_blocks = max_blocks
-        self._lives = Lives(lambda holder: _Cache(self, holder))
-        self._views = [View(new_table(), new_sets()) for _ in Tier]
+        self._scans = scans
+        self._views, self._stores = new_stores(len(Tier))
         self._alive = np.zeros(1, np.uint64)
         self.owners: list[Holder] = []
         """The cache of each column, or the last one it was of. Another list for every new cache."""
@@ -109,7 +106,6 @@ class Index:
         self._retired: list[int] = []
         self._leaving: list[int] = []
         """Columns of the sweep that is under way."""
-        self._swept_to = [0] * len(Tier)
         self._is_tiered = False
         """Whether there was ever a block below the device tier."""
         self._open: set[int] = set()
@@ -117,11 +113,6 @@ class Index:
         self._local = threading.local()
 
     # --- what events do --------------------------------------------------------------------------
-
-    @property
-    def counters(self) -> Counters:
-        """What was not taken as it came."""
-        return self._lives.counters
 
     def apply(
         self, partition: int, holder: Holder, epoch: int, first_event_id: int, columns: Columns
@@ -141,38 +132,18 @@ class Index:
         self._note(cache)
         self.tidy(max(SWEEP_STEPS * len(rows.keys), LEAST_STEPS))
 
-    def heard(self, partition: int, holder: Holder, epoch: int, last_event_id: int) -> None:
-        """A heartbeat says how far events have gone: a tail that is missing is a gap, too."""
-        self._lives.heard(partition, holder, epoch, last_event_id + 1)
-
-    def lose(self, partition: int, worker: str, epoch: int) -> None:
-        """An epoch of a worker is over."""
-        self._lives.lose(partition, worker, epoch)
-
-    def forget(self, partition: int) -> None:
-        """Drop all that came from a partition."""
-        self._lives.forget(partition)
-
-    def drop(self, partition: int, worker: str) -> None:
-        """Forget a worker, as if nothing had come from it."""
-        self._lives.drop(partition, worker)
-
     def _change(self, cache: _Cache, tier: Tier, rows: Rows) -> None:
         keys, column = len(rows.keys), self._column(cache)
         self._is_tiered |= tier != Tier.DEVICE
         if keys > self._max_blocks - cache.blocks:
             self._open.add(column)  # before readers see what is there without what was refused
-        to: Parts = column, int(tier), cache.tags, tuple(rows), self._max_blocks, cache.accounts
-        refused = apply_rows(*self._views[tier].parts, *to)
-        if refused == NO_ROOM:
-            self._make_room(tier, keys)
-            refused = apply_rows(*self._views[tier].parts, *to)
-            assert refused != NO_ROOM, "room was made"
+        accounts = cache.accounts
+        refused = self._stores[tier].apply(
+            column, cache.tags, rows, self._max_blocks, accounts, len(self.owners)
+        )
         if refused:
             self.counters.refused_blocks += refused
             cache.overflowed = True
-        if self._views[tier].table.is_growing:
-            self._grow(tier, GROW_STEPS * keys)
 
     # --- what prompts ask ------------------------------------------------------------------------
 
@@ -204,7 +175,9 @@ class Index:
             return Depths(np.empty(0, np.int64), np.empty((0, len(Tier)), np.int64))
         scratch = self._scratch(len(local), WORD_BITS * len(alive))
         parts = views[Tier.DEVICE].parts
-        count = match(*parts, alive, self._mixing, local, not self._open, tuple(scratch))
+        count = match(
+            *parts, alive, self._mixing, local, not (self._open or self._scans), tuple(scratch)
+        )
         if count == RETRY:
             return None
         packed = scratch.out[:count].view(np.int64)
@@ -249,28 +222,14 @@ class Index:
 
     # --- what people ask -------------------------------------------------------------------------
 
-    def holdings(self) -> dict[Holder, Holding]:
-        """How much each cache holds."""
-        return {holder: Holding(cache.tier_blocks, cache.complete) for holder, cache in self._lives}
-
     def entries(self, holder: Holder, tier: Tier) -> dict[int, int]:
         """The keys in one tier of a cache, with their positions, by which they are sorted."""
         cache = self._lives.find(holder)
         if cache is None or cache.column == _NO_COLUMN:
             return {}
-        keys, positions, _ = self._dump(tier, [cache.column])
+        keys, positions, _ = self._stores[tier].dump([cache.column])
         order = np.argsort(positions, kind="stable")
         return dict(zip(keys[order].tolist(), positions[order].tolist(), strict=True))
-
-    def is_complete(self, holder: Holder) -> bool:
-        """Whether all that a cache holds was announced in what was read of the log."""
-        cache = self._lives.find(holder)
-        return cache is not None and cache.complete
-
-    def blocks(self, holder: Holder) -> int:
-        """Keys that a cache holds, over all tiers."""
-        cache = self._lives.find(holder)
-        return cache.blocks if cache else 0
 
     def state_hash(self, partition: int) -> int:
         """A u64 that is equal for equal contents, in whatever order they came."""
@@ -283,13 +242,7 @@ class Index:
     @property
     def nbytes(self) -> int:
         """Memory of the tables and the sets; what is touched of it may be less."""
-        arrays = [
-            array
-            for view in self._views
-            for array in (view.table.slots, view.sets.rows, view.sets.buckets)
-        ]
-        arrays += [view.table.larger for view in self._views if view.table.is_growing]
-        return sum(array.nbytes for array in arrays)
+        return sum(store.nbytes for store in self._stores)
 
     # --- columns ---------------------------------------------------------------------------------
 
@@ -337,11 +290,13 @@ class Index:
 
         Changes do so by themselves, as much as they have to.
         """
-        growing = [tier for tier, view in enumerate(self._views) if view.table.is_growing]
-        for tier in growing:
-            self._grow(Tier(tier), steps)
+        growing = [store for store in self._stores if store.is_growing]
+        for store in growing:
+            store.grow(steps)
         if not growing and (self._leaving or self._retired):
             self._sweep(steps)
+        for store in self._stores:
+            store.let_go()
         return bool(growing or self._leaving or self._retired)
 
     def tidy_up(self) -> None:
@@ -349,58 +304,19 @@ class Index:
         while self.tidy():
             pass
 
-    def _make_room(self, tier: Tier, blocks: int, rows: int = 1) -> None:
-        """Room for so many blocks more, and for each set joined or left by so many rows."""
-        view = self._views[tier]
-        if needs_room(view.table, blocks):
-            self._finish_growth(tier)
-            table = self._views[tier].table
-            if needs_room(table, blocks):
-                self._views[tier] = View(grown(table, blocks), view.sets)
-        growing = self._views[tier].table
-        if growing.is_growing and GROW_STEPS * blocks > growing.state[CAPACITY]:
-            self._finish_growth(tier)  # the smaller table would overflow
-        self._make_sets_room(tier, min(blocks, (view.sets.used + 1) * rows))
-
-    def _grow(self, tier: Tier, steps: int) -> None:
-        view = self._views[tier]
-        if grow(view.table, steps):
-            self._views[tier] = View(settled(view.table), view.sets)
-            if self._leaving:
-                self._swept_to[tier] = len(self._views[tier].table.slots) // 2
-
-    def _finish_growth(self, tier: Tier) -> None:
-        while self._views[tier].table.is_growing:
-            self._grow(tier, LONGEST_STEP)
-
     def _sweep(self, steps: int) -> None:
         """Go on taking retired columns out of the tables, where they do not grow just now."""
         if not self._leaving:
             self._leaving, self._retired = self._retired, []
-            self._swept_to = [len(view.table.slots) // 2 for view in self._views]
-        for tier in Tier:
-            if self._swept_to[tier] and not self._views[tier].table.is_growing:
-                self._make_sets_room(tier, self._views[tier].sets.used)
-                table, sets = self._views[tier].table, self._views[tier].sets
-                leaving = self._bits(self._leaving, sets.words)
-                self._swept_to[tier] = sweep(table, sets, leaving, self._swept_to[tier], steps)
-        if not any(self._swept_to):
-            for view in self._views:
-                view.sets.state[GENERATION] += 1  # what readers have in hand are the old columns
+            for store in self._stores:
+                store.begin_sweep()
+        for store in self._stores:
+            store.sweep(self._leaving, steps, len(self.owners))
+        if all(store.is_swept for store in self._stores):
+            for store in self._stores:
+                store.renew()
             self._free_columns += self._leaving
             self._leaving = []
-
-    def _make_sets_room(self, tier: Tier, more: int) -> None:
-        view = self._views[tier]
-        sets = with_room(view.sets, more, len(self.owners))
-        if sets is not view.sets:
-            self._views[tier] = View(view.table, sets)
-
-    def _bits(self, columns: Iterable[int], words: int) -> NDArray[np.uint64]:
-        bits = np.zeros(max(words, len(self._alive)), np.uint64)
-        for column in columns:
-            bits[column // WORD_BITS] |= _bit(column)
-        return bits
 
     # --- snapshots -------------------------------------------------------------------------------
 
@@ -409,13 +325,7 @@ class Index:
         caches = [cache for _, cache in self._lives.of(partition)]
         columns = [cache.column for cache in caches]
         held = [column for column in columns if column != _NO_COLUMN]
-        tiers = []
-        for tier in Tier:
-            keys, positions, numbers = self._dump(tier, held)
-            sets = self._views[tier].sets
-            numbers, present = snapshots.compact(numbers, len(sets.references))
-            rows = sets.rows.reshape(-1, sets.words)[present]
-            tiers.append(snapshots.Part(keys, positions, numbers, snapshots.gather(rows, columns)))
+        tiers = [store.part(columns, held) for store in self._stores]
         return snapshots.encode(self._fingerprint, self._lives.described(partition), tiers)
 
     def restore(self, partition: int, data: bytes) -> None:
@@ -444,38 +354,11 @@ class Index:
         if part.rows.shape[1] * WORD_BITS < len(caches):
             return False
         self._is_tiered |= tier != Tier.DEVICE
-        self._make_room(tier, len(part.keys), len(part.rows))
-        self._finish_growth(tier)
-        table, sets = self._views[tier].table, self._views[tier].sets
-        tags = np.zeros(sets.columns, np.uint64)
-        accounts = np.zeros((sets.columns, ACCOUNT_WORDS), np.uint64)
-        tags[columns] = [cache.tags[tier] for cache in caches]
-        rows = snapshots.scatter(part.rows, columns, sets.words)
-        if not rows.any(axis=1).all():
-            return False
-        is_sound = load(
-            table, sets, part.keys, part.positions, part.numbers, rows,
-            self._bits(columns, sets.words), tags, accounts,
-        )  # fmt: skip
+        tags = [cache.tags[tier] for cache in caches]
+        accounts, is_sound = self._stores[tier].load(part, len(self.owners), columns, tags)
         for cache in caches:
             cache.accounts[tier] = accounts[cache.column]
-        return bool(is_sound)
-
-    def _dump(
-        self, tier: Tier, columns: Iterable[int]
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint32]]:
-        """Keys, positions and sets of what these columns hold; of a growing table, in both."""
-        table, sets = self._views[tier].table, self._views[tier].sets
-        chosen, most = self._bits(columns, sets.words), table.used
-        keys, positions = np.empty(most, np.uint64), np.empty(most, np.uint32)
-        numbers, size = np.empty(most, np.uint32), 0
-        parts = [(table.larger, 0)]
-        if table.is_growing:
-            parts.append((table.slots, int(table.state[FRONTIER])))
-        for slots, start in parts:
-            out = keys[size:], positions[size:], numbers[size:]
-            size += dump(slots, start, sets, chosen, *out)
-        return keys[:size], positions[:size], numbers[:size]
+        return is_sound
 
 
 def _parts(columns: Columns, rows: Rows, skipped: int) -> Iterable[tuple[Tier | None, Rows]]:
@@ -503,11 +386,6 @@ def _parts(columns: Columns, rows: Rows, skipped: int) -> Iterable[tuple[Tier | 
 
 def _bit(column: int) -> np.uint64:
     return np.uint64(1 << (column % WORD_BITS))
-
-
-def cache_tag(holder: Holder, tier: Tier) -> int:
-    """What tells one tier of one cache from all others in digests: a u64."""
-    return xxh3(holder.worker.encode(), holder.rank * len(Tier) + tier)
 
 
 def warm_up() -> None:

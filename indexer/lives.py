@@ -13,7 +13,8 @@ in a table). All state belongs to the partition that a record came from:
 - *cleared* leaves a rank without blocks, in all tiers. From then on the rank is complete: all it
   has was announced in what was read. A gap, or a start in the middle, makes it incomplete.
 
-Knows no blocks: a `Rank` of each index holds those.
+Knows no blocks: a `Rank` of each index holds those, and what an index says of its ranks without
+looking at blocks, `Follower` says for both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
+
+from indexer.events import Tier
+from indexer.xxh3 import xxh3
 
 
 class Holder(NamedTuple):
@@ -221,6 +225,53 @@ class Lives(Generic[R]):
         if known is not None:
             for rank in known.ranks.values():
                 rank.clear()
+
+
+class Follower(Generic[R]):
+    """What both indexes have in common: lives that are told of, and asked about."""
+
+    def __init__(self, begin: Callable[[Holder], R]) -> None:
+        self._lives = Lives(begin)
+
+    @property
+    def counters(self) -> Counters:
+        """What was not taken as it came."""
+        return self._lives.counters
+
+    def heard(self, partition: int, holder: Holder, epoch: int, last_event_id: int) -> None:
+        """A heartbeat says how far events have gone: a tail that is missing is a gap, too."""
+        self._lives.heard(partition, holder, epoch, last_event_id + 1)
+
+    def lose(self, partition: int, worker: str, epoch: int) -> None:
+        """An epoch of a worker is over."""
+        self._lives.lose(partition, worker, epoch)
+
+    def forget(self, partition: int) -> None:
+        """Drop all that came from a partition."""
+        self._lives.forget(partition)
+
+    def drop(self, partition: int, worker: str) -> None:
+        """Forget a worker, as if nothing had come from it."""
+        self._lives.drop(partition, worker)
+
+    def holdings(self) -> dict[Holder, Holding]:
+        """How much each cache holds."""
+        return {holder: Holding(rank.tier_blocks, rank.complete) for holder, rank in self._lives}
+
+    def is_complete(self, holder: Holder) -> bool:
+        """Whether all that a cache holds was announced in what was read of the log."""
+        rank = self._lives.find(holder)
+        return rank is not None and rank.complete
+
+    def blocks(self, holder: Holder) -> int:
+        """Keys that a cache holds, over all tiers."""
+        rank = self._lives.find(holder)
+        return rank.blocks if rank else 0
+
+
+def cache_tag(holder: Holder, tier: Tier) -> int:
+    """What tells one tier of one cache from all others in digests: a u64."""
+    return xxh3(holder.worker.encode(), holder.rank * len(Tier) + tier)
 
 
 def _check(described: Any) -> None:

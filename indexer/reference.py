@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from indexer.events import Event, Kind, Tier
-from indexer.lives import Counters, Holder, Holding, Lives, Overlap, Rank
-from indexer.xxh3 import M64, MIX_1, P64_1, xxh3
+from indexer.lives import Follower, Holder, Overlap, Rank, cache_tag
+from indexer.xxh3 import M64, MIX_1, P64_1
 
 MAGIC = b"kvlane blocks 1\n"
 MAX_BLOCKS = 1 << 24
@@ -42,18 +42,13 @@ class _Rank(Rank):
         return tuple(len(tier) for tier in self.tiers)
 
 
-class ReferenceIndex:
+class ReferenceIndex(Follower[_Rank]):
     """See the module. `fingerprint`: that of the secret behind the keys, for snapshots."""
 
     def __init__(self, *, fingerprint: str = "", max_blocks: int = MAX_BLOCKS) -> None:
+        super().__init__(lambda _holder: _Rank())
         self._fingerprint = fingerprint
         self._max_blocks = max_blocks
-        self._lives = Lives(lambda _holder: _Rank())
-
-    @property
-    def counters(self) -> Counters:
-        """What was not taken as it came."""
-        return self._lives.counters
 
     def apply(
         self,
@@ -71,22 +66,6 @@ class ReferenceIndex:
         for event in events[self._lives.news(rank, first_event_id, len(events)) :]:
             self._take(rank, event)
 
-    def heard(self, partition: int, holder: Holder, epoch: int, last_event_id: int) -> None:
-        """A heartbeat says how far events have gone: a tail that is missing is a gap, too."""
-        self._lives.heard(partition, holder, epoch, last_event_id + 1)
-
-    def lose(self, partition: int, worker: str, epoch: int) -> None:
-        """An epoch of a worker is over."""
-        self._lives.lose(partition, worker, epoch)
-
-    def forget(self, partition: int) -> None:
-        """Drop all that came from a partition."""
-        self._lives.forget(partition)
-
-    def drop(self, partition: int, worker: str) -> None:
-        """Forget a worker, as if nothing had come from it."""
-        self._lives.drop(partition, worker)
-
     def match(self, keys: Sequence[int]) -> dict[Holder, Overlap]:
         """The overlap of a prompt, by its keys, with every cache that holds its first block."""
         found = {}
@@ -101,24 +80,10 @@ class ReferenceIndex:
                 found[holder] = Overlap(*parts)
         return found
 
-    def holdings(self) -> dict[Holder, Holding]:
-        """How much each cache holds."""
-        return {holder: Holding(rank.tier_blocks, rank.complete) for holder, rank in self._lives}
-
     def entries(self, holder: Holder, tier: Tier) -> dict[int, int]:
         """The keys in one tier of a cache, with their positions; a copy."""
         rank = self._lives.find(holder)
         return dict(rank.tiers[tier]) if rank else {}
-
-    def is_complete(self, holder: Holder) -> bool:
-        """Whether all that a cache holds was announced in what was read of the log."""
-        rank = self._lives.find(holder)
-        return rank is not None and rank.complete
-
-    def blocks(self, holder: Holder) -> int:
-        """Keys that a cache holds, over all tiers."""
-        rank = self._lives.find(holder)
-        return rank.blocks if rank else 0
 
     def state_hash(self, partition: int) -> int:
         """A u64 that is equal for equal contents, in whatever order they came."""
@@ -176,11 +141,6 @@ class ReferenceIndex:
                 rank.overflowed = True
             else:
                 tier.setdefault(key, event.position + index)
-
-
-def cache_tag(holder: Holder, tier: Tier) -> int:
-    """What tells one tier of one cache from all others in digests: a u64."""
-    return xxh3(holder.worker.encode(), holder.rank * len(Tier) + tier)
 
 
 def digest(tag: int, key: int) -> int:

@@ -15,27 +15,28 @@ looked through. Two runs come out: AB from 0 on, A from 256 on, up to 1000.
 
 Columns that were retired but not swept do not disturb this. They are masked out of the result; for
 the others sets still only get smaller, and equal sets still have equal live columns.
-
-Keys are sums over the blocks before (`indexer/keys.py`). A search needs them at few positions: one
-pass computes the sums of whole groups, and a key is then the sum of a part of its group.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.hash_kernels import mixed
 from indexer.kernels import inlined, kernel
 from indexer.memory import fence, load_acquire, trailing_zeros
-from indexer.sets import GENERATION, NOTHING, ONE, Sets, has
+from indexer.prefixes import (
+    GROUP,
+    GROUP_SHIFT,
+    Mixing,
+    Scratch,
+    added,
+    fill,
+    find_total,
+    key_at,
+)
+from indexer.sets import GENERATION, NOTHING, ONE, WORD_BITS, Sets, has
 from indexer.table import SET_MASK, U32, Table, expect, held_by
 
-GROUP = 64
-"""Blocks of a group: at 64 both the pass over the sums and the filling of a group stay short."""
-GROUP_SHIFT = 6
 SOON = 16
 """Groups that are summed up while the first block is loaded; of longer prompts none, since most
 prompts are new to everybody."""
@@ -44,44 +45,11 @@ FIRST_FAN, FAN = 15, 6
 tenth of that; prompts of 1000 blocks take 3 rounds so, of 8000 blocks 4."""
 FEW = 24
 """Prompts of up to so many blocks are scanned: their probes are all made at once then, too."""
-AHEAD = 20
+SCAN_AHEAD = 20
 """Blocks that are being loaded while a scan looks at one."""
 RETRY = -1
-UNSEEN = np.uint64(1 << 63)
-"""No set."""
-NO_SLOT = np.uint64(1)
-"""What key 0 is replaced by: an empty slot looks like 0."""
-
-
-class Mixing(NamedTuple):
-    """The constants of the keys, each a u64; see `KeySecret`."""
-
-    start: np.uint64
-    step: np.uint64
-    first: np.uint64
-    second: np.uint64
-
-
-class Scratch(NamedTuple):
-    """Memory for one search at a time, of up to n blocks and c columns.
-
-    `totals`: u64 (n), the sum up to each block, where it was asked for. `sums`: u64 (groups + 1),
-    the sum before each group. `points`, `spare`: u64 (n + 2), positions with their sets,
-    `position << 32 | set`. `out`: u64 (c), `column << 32 | depth`. `row`: u64 (words).
-    """
-
-    totals: NDArray[np.uint64]
-    sums: NDArray[np.uint64]
-    points: NDArray[np.uint64]
-    spare: NDArray[np.uint64]
-    out: NDArray[np.uint64]
-    row: NDArray[np.uint64]
-
-
-def new_scratch(blocks: int, columns: int) -> Scratch:
-    """Room for prompts of so many blocks."""
-    sizes = blocks, blocks // GROUP + 2, blocks + 2, blocks + 2, columns, columns // 64
-    return Scratch(*(np.zeros(size, np.uint64) for size in sizes))
+NO_SET = np.uint64(1 << 63)
+"""The number of no set at all."""
 
 
 @kernel()
@@ -109,62 +77,6 @@ def match(
     return count if load_acquire(sets.state, GENERATION) == generation else RETRY
 
 
-# --- keys -----------------------------------------------------------------------------------------
-
-
-@inlined
-def key_at(scratch: Scratch, position: int) -> np.uint64:
-    """The key of the prefix up to a block whose total is known."""
-    total = scratch.totals[position]
-    return total if total != NOTHING else NO_SLOT
-
-
-@inlined
-def added(mixing: Mixing, local: NDArray[np.uint64], start: int, end: int) -> np.uint64:
-    """What these blocks add: 0.2 ns each, as the compiler makes vectors of a loop over a slice."""
-    part, total = local[start:end], NOTHING
-    flip = mixing.start + np.uint64(start) * mixing.step
-    for i in range(len(part)):
-        total += mixed(part[i] ^ flip, mixing.first, mixing.second)
-        flip += mixing.step
-    return total
-
-
-@inlined
-def find_total(
-    mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch, position: int, known: int
-) -> None:
-    """Compute the total of a block: free for the last one of a group.
-
-    For others from a block before it whose total is known, or from the start of the group.
-    """
-    if position < GROUP:
-        return  # the first group is always filled
-    group, start = (position + 1) >> GROUP_SHIFT, position & ~(GROUP - 1)
-    if known >= start:
-        total = scratch.totals[known] + added(mixing, local, known + 1, position + 1)
-    elif group << GROUP_SHIFT == position + 1:
-        total = scratch.sums[group]
-    else:
-        total = scratch.sums[group] + added(mixing, local, start, position + 1)
-    scratch.totals[position] = total
-
-
-@kernel()
-def fill(mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch, group: int) -> None:
-    """Compute the totals of a group, whose sum is known, and the sum of the next one."""
-    start, end = group << GROUP_SHIFT, min((group + 1) << GROUP_SHIFT, len(local))
-    part, totals, total = local[start:end], scratch.totals[start:end], scratch.sums[group]
-    flip = mixing.start + np.uint64(start) * mixing.step
-    for i in range(len(part)):  # by itself, so that it is done in vectors: 0.7 instead of 1.1 ns
-        totals[i] = mixed(part[i] ^ flip, mixing.first, mixing.second)
-        flip += mixing.step
-    for i in range(len(part)):
-        total += totals[i]
-        totals[i] = total
-    scratch.sums[group + 1] = total
-
-
 # --- runs -----------------------------------------------------------------------------------------
 
 
@@ -188,10 +100,10 @@ def scan(
     blocks, runs, last = len(local), 0, NOTHING
     scratch.sums[0] = NOTHING
     fill(mixing, local, scratch, 0)
-    for position in range(min(AHEAD, blocks)):
+    for position in range(min(SCAN_AHEAD, blocks)):
         expect(table, key_at(scratch, position))
     for position in range(blocks):
-        coming = position + AHEAD
+        coming = position + SCAN_AHEAD
         if coming < blocks:
             if coming & (GROUP - 1) == 0:
                 fill(mixing, local, scratch, coming >> GROUP_SHIFT)
@@ -444,7 +356,7 @@ def _is_known(sets: Sets, packed: np.uint64) -> bool:
 def _list(bits: np.uint64, word: int, depth: int, out: NDArray[np.uint64], count: int) -> int:
     """Append the columns of a word with their depth."""
     while bits != NOTHING:
-        out[count] = (np.uint64(64 * word + trailing_zeros(bits)) << U32) | np.uint64(depth)
+        out[count] = (np.uint64(WORD_BITS * word + trailing_zeros(bits)) << U32) | np.uint64(depth)
         count += 1
         bits &= bits - ONE
     return count
@@ -473,7 +385,7 @@ def deepen(
     for word in range(sets.words):
         bits = alive[word]
         while bits != NOTHING:
-            column = 64 * word + trailing_zeros(bits)
+            column = WORD_BITS * word + trailing_zeros(bits)
             bits &= bits - ONE
             depth[column] = reached(sets, column, depth[column], scratch.points, runs)
     fence()
@@ -483,13 +395,13 @@ def deepen(
 @kernel()
 def all_runs(table: Table, mixing: Mixing, local: NDArray[np.uint64], scratch: Scratch) -> int:
     """The runs of the whole prompt, blocks that nobody holds among them, and a point at its end."""
-    blocks, runs, last = len(local), 0, UNSEEN
+    blocks, runs, last = len(local), 0, NO_SET
     scratch.sums[0] = NOTHING
     for group in range((blocks + GROUP - 1) >> GROUP_SHIFT):
         fill(mixing, local, scratch, group)
     for position in range(blocks):
-        if position + AHEAD < blocks:
-            expect(table, key_at(scratch, position + AHEAD))
+        if position + SCAN_AHEAD < blocks:
+            expect(table, key_at(scratch, position + SCAN_AHEAD))
         number = held_by(table, key_at(scratch, position))
         if number != last:
             scratch.points[runs] = point(position, number)

@@ -17,6 +17,7 @@ for boards: one xor for a column that joins or leaves.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -106,6 +107,16 @@ def with_room(sets: Sets, more: int, columns: int) -> Sets:
     _refill(larger, known[known != EMPTY])
     sets.state[GENERATION] += 1
     return larger
+
+
+def bits_of(columns: Iterable[int], words: int) -> NDArray[np.uint64]:
+    """A set as a row of bits, u64 (words, or as many as it takes)."""
+    bits = [0] * words
+    for column in columns:
+        word = column // WORD_BITS
+        bits += [0] * (word + 1 - len(bits))
+        bits[word] |= 1 << (column % WORD_BITS)
+    return np.array(bits, np.uint64)
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from indexer.sets import WORD_BITS
+
 MAGIC = b"kvlane blocks 2\n"
-WORD_BITS = 64
 
 
 class Part(NamedTuple):

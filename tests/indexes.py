@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexer.events import Event, encode
-from indexer.index import Index, _Cache
+from indexer.index import Index
 from indexer.keys import LOOPBACK_SECRET, KeySecret, derive
 from indexer.lives import Holder, Overlap
 
@@ -31,21 +32,25 @@ def local_of(keys: Sequence[int], secret: KeySecret = SECRET) -> NDArray[np.uint
 class FastIndex(Index):
     """See the module."""
 
-    def __init__(self, *, max_blocks: int = 1 << 24, fingerprint: str = "") -> None:
-        super().__init__(SECRET._replace(fingerprint=fingerprint), max_blocks=max_blocks)
+    def __init__(
+        self, *, max_blocks: int = 1 << 24, fingerprint: str = "", scans: bool = False
+    ) -> None:
+        secret = SECRET._replace(fingerprint=fingerprint)
+        super().__init__(secret, max_blocks=max_blocks, scans=scans)
 
-    def apply(
+    def apply(  # type: ignore[override]
         self, partition: int, holder: Holder, epoch: int, first: int, events: Sequence[Event]
     ) -> None:
         super().apply(partition, holder, epoch, first, encode(events))
 
-    def match(self, keys: Sequence[int]) -> dict[Holder, Overlap]:
+    def match(  # type: ignore[override]
+        self, keys: Sequence[int]
+    ) -> dict[Holder, Overlap]:
         return super().match(local_of(keys))
 
 
 class ScanningIndex(FastIndex):
     """The same where no cache is believed to be closed: logs may have holes of any kind."""
 
-    def _note(self, cache: _Cache) -> None:
-        if cache.column >= 0:
-            self._open.add(cache.column)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, scans=True)

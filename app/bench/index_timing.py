@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 
 from app.bench.index_sides import Answer, Tokens
 from app.bench.index_work import MATCH, SECRET, STORED, Batch, Column, Where, sequences
-from indexer.changes import ACCOUNT_WORDS, remove, store
+from indexer.changes import ACCOUNT_WORDS, change
 from indexer.events import Event, Kind, Tier
 from indexer.hash_kernels import hash_rows
 from indexer.hashing import BASE_SEED, local_hashes
 from indexer.kernels import inlined, kernel
 from indexer.keys import prompt_keys
 from indexer.lives import Holder
+from indexer.prefixes import Mixing, Scratch, new_scratch
 from indexer.reference import ReferenceIndex
-from indexer.search import RETRY, Mixing, Scratch, match, new_scratch
-from indexer.sets import COUNT, FREE, RETIRED, Sets, new_sets, with_room
+from indexer.search import RETRY, match
+from indexer.sets import COUNT, FREE, RETIRED, WORD_BITS, Sets, new_sets, with_room
 from indexer.table import (
     LOAD,
     NEXT_CAPACITY,
@@ -147,11 +148,9 @@ def operate(
             ticks[at] = ticks_now() - began
         elif not has_room(state, blocks):
             break
-        elif rows[at, KIND] == np.uint64(STORED):
-            position: Any = np.int64(rows[at, POSITION])
-            store(table, sets, worker, tags[worker], span, position, UNLIMITED, account)
         else:
-            remove(table, sets, worker, tags[worker], span, account)
+            joins, position = rows[at, KIND] == np.uint64(STORED), np.int64(rows[at, POSITION])
+            change(table, sets, worker, joins, tags[worker], span, position, UNLIMITED, account)
         at += 1
     ticks[len(rows)] += ticks_now() - entered
     return at
@@ -173,8 +172,8 @@ class Kernels:
     name = "ours"
 
     def __init__(self, workers: int) -> None:
-        words = -(-workers // 64)
-        columns = 64 * words
+        words = -(-workers // WORD_BITS)
+        columns = WORD_BITS * words
         self._state = State(
             new_table(), new_sets(words), np.full(words, ~np.uint64(0)),
             Mixing(*(np.uint64(part) for part in SECRET[:4])), new_scratch(LONGEST, columns),

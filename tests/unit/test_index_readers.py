@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,29 @@ def test_a_reader_that_took_its_arrays_before_they_grew_looks_again(
     assert len(index._views[Tier.DEVICE].sets.references) > rows
     assert sorted(found[:, 0].tolist()) == [200, 300, 600, 600]
     assert len(columns) == 4
+
+
+def test_the_writer_frees_old_arrays_not_the_reader_who_lets_go_of_them_last() -> None:
+    index, rng = FastIndex(), random.Random(1)
+    reader = index._views[Tier.DEVICE]
+    slots = weakref.ref(reader.table.slots)
+    keys = tuple(rng.randrange(1, 1 << 64) for _ in range(100_000))
+    index.apply(0, STEADY[0], 1, 0, [CLEARED, Event(Kind.STORED, keys=keys)])
+    index.tidy_up()
+    assert index._views[Tier.DEVICE] is not reader
+    del reader
+    assert slots() is not None
+    index.tidy()
+    assert slots() is None
+
+
+def test_arrays_that_nobody_reads_are_freed_with_the_next_change() -> None:
+    index, rng = FastIndex(), random.Random(1)
+    slots = weakref.ref(index._views[Tier.DEVICE].table.slots)
+    keys = tuple(rng.randrange(1, 1 << 64) for _ in range(100_000))
+    index.apply(0, STEADY[0], 1, 0, [CLEARED, Event(Kind.STORED, keys=keys)])
+    index.tidy_up()
+    assert slots() is None
 
 
 @kernel()
