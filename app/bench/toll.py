@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.bench.crowd import Talk
 from app.bench.report import Bar, Report
@@ -18,18 +18,25 @@ from app.bench.strikes import BROKER, BROKER_PAUSE, ROLLING, Hit
 from app.bench.witness import Death, Story
 
 REACH_S = 10.0
-"""For so long after it, a silence can be the doing of a strike."""
+"""Rounds follow each other after so long at least."""
+BEFORE_S, AFTER_S = 1.0, 8.0
+"""A silence can be a round's doing when it began so long before its first strike or after it: the
+last text came a little before, and what begins later may be the next round's."""
 RECENT_S = 20.0
 """A worker that is declared lost so long after it was hit was rightly so."""
+SHOWN = 3
+"""How many of the longest gaps of a round are told of in its line."""
 SEVERAL, NOBODY = "several at once", "none of these"
 _OF_ALL = frozenset({"router", "router-pause", BROKER, BROKER_PAUSE, ROLLING})
 ROUTERS = ("router", "router-pause")
 WORKER_BEYOND_S, ROUTER_GAP_S, ASSIGNED_S, STALL_S = 2.0, 1.0, 8.0, 10.0
 
 
-def silence_s(moments: Sequence[float], start: float, end: float) -> float:
-    """The longest time between two moments that meets [start, end]; 0 when none does."""
-    return max((b - a for a, b in pairwise(moments) if b > start and a < end), default=0.0)
+def silence(moments: Sequence[float], start: float, end: float) -> tuple[float, float]:
+    """The longest time between two moments that began in [start, end], and when it did."""
+    return max(
+        ((b - a, a) for a, b in pairwise(moments) if start <= a <= end), default=(0.0, start)
+    )
 
 
 def blamed(talk: Talk, story: Story | None, hits: Iterable[Hit]) -> set[Hit]:
@@ -46,18 +53,25 @@ def blamed(talk: Talk, story: Story | None, hits: Iterable[Hit]) -> set[Hit]:
     return {hit for hit in hits if depends(hit)}
 
 
-def gaps(
-    hits: Sequence[Hit], talks: Iterable[Talk], stories: Mapping[str, Story]
-) -> dict[str, list[float]]:
-    """The longest silence of each stream that ran when the round began, in seconds, by its cause.
+class Gap(NamedTuple):
+    """The longest silence of a stream in a round, by its cause: `seconds` from `at` on."""
+
+    cause: str
+    seconds: float
+    at: float
+    talk: Talk
+
+
+def gaps(hits: Sequence[Hit], talks: Iterable[Talk], stories: Mapping[str, Story]) -> list[Gap]:
+    """The longest silence of each stream that ran when the round began.
 
     A stream runs from its first text on. Those that several kinds of hits held up count apart.
     """
-    found: dict[str, list[float]] = {}
+    found: list[Gap] = []
     if not hits:
         return found
     start = min(hit.at for hit in hits)
-    end = max(hit.ready_at for hit in hits) if hits[0].kind == ROLLING else start + REACH_S
+    end = max(hit.ready_at for hit in hits) if hits[0].kind == ROLLING else start + AFTER_S
     for talk in talks:
         times = talk.asked.times
         if not times or times[0] >= start or times[-1] <= start:
@@ -67,8 +81,8 @@ def gaps(
             cause = NOBODY
         else:
             cause = next(iter(causes)) if len(causes) == 1 else SEVERAL
-        found.setdefault(cause, []).append(silence_s(times, start, end))
-    return found
+        found.append(Gap(cause, *silence(times, start - BEFORE_S, end), talk))
+    return sorted(found, key=lambda gap: gap.seconds)
 
 
 def assignment_s(hits: Sequence[Hit], stories: Iterable[Story]) -> float:
@@ -112,22 +126,35 @@ def row_of(
     """A round as a line of the log. Milliseconds, and seconds from the first strike on."""
     start = min((hit.at for hit in hits), default=0.0)
     wait_s = assignment_s(hits, stories.values())
+    found = gaps(hits, talks, stories)
+    by_cause: dict[str, list[int]] = {}
+    for gap in found:
+        by_cause.setdefault(gap.cause, []).append(round(1000 * gap.seconds))
     return {
         "round": number,
         "strikes": [
             {"kind": hit.kind, "victim": hit.victim, "ready_s": round(hit.ready_at - hit.at, 2)}
             for hit in hits
         ],
-        "gaps_ms": {
-            cause: [round(1000 * gap) for gap in sorted(found)]
-            for cause, found in gaps(hits, talks, stories).items()
-        },
+        "gaps_ms": by_cause,
+        "longest": [_told(gap, start, stories.get(gap.talk.asked.id)) for gap in found[-SHOWN:]],
         "assigned_ms": None if wait_s < 0 else round(1000 * min(wait_s, 1e6)),
         "false_deaths": [
             {"worker": d.worker, "after_s": round(d.at - start, 2), "silent_ms": d.silent_ms}
             for d in deaths
         ],
     }
+
+
+def _told(gap: Gap, start: float, story: Story | None) -> dict[str, Any]:
+    """A gap, for those who ask what it was."""
+    talk = gap.talk
+    return {
+        "id": talk.asked.id, "cause": gap.cause, "gap_ms": round(1000 * gap.seconds),
+        "from_s": round(gap.at - start, 2), "breaks": talk.breaks,
+        "gateways": [name for _, name in talk.gateways],
+        "workers": [worker for _, worker in story.assigned] if story else [],
+    }  # fmt: skip
 
 
 def account(talks: Sequence[Talk], stories: Mapping[str, Story]) -> dict[str, Any]:

@@ -42,11 +42,19 @@ def hit(kind: str, victim: str, at: float = 10.0, ready_at: float = 13.0) -> Hit
     return Hit(kind, victim, at, ready_at)
 
 
-def test_a_gap_counts_when_it_meets_the_time_of_the_hit() -> None:
+def test_a_gap_counts_when_it_began_in_time() -> None:
     moments = [1.0, 2.0, 9.0, 15.0, 16.0, 40.0]
-    assert toll.silence_s(moments, 10.0, 20.0) == 24.0
-    assert toll.silence_s(moments, 10.0, 15.5) == 6.0
-    assert toll.silence_s(moments, 50.0, 60.0) == 0.0
+    assert toll.silence(moments, 1.0, 20.0) == (24.0, 16.0)
+    assert toll.silence(moments, 1.0, 15.5) == (7.0, 2.0)
+    assert toll.silence(moments, 3.0, 15.5) == (6.0, 9.0)
+    assert toll.silence(moments, 50.0, 60.0) == (0.0, 50.0)
+
+
+def test_a_gap_is_of_one_round_only() -> None:
+    first, second = [hit("router", "router-1")], [hit("worker", "worker-1", 20.0, 23.0)]
+    one, stories = talk(times=[9.0, 19.9, 26.0]), {"a": story()}
+    assert [gap.seconds for gap in toll.gaps(first, [one], stories)] == [pytest.approx(10.9)]
+    assert [gap.seconds for gap in toll.gaps(second, [one], stories)] == [pytest.approx(6.1)]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +72,13 @@ def test_a_gap_counts_when_it_meets_the_time_of_the_hit() -> None:
     ],
 )
 def test_a_gap_is_blamed_on_what_its_stream_depended_on(hits: list[Hit], cause: str) -> None:
-    found = toll.gaps(hits, [talk(times=[9.0, 9.9, 15.0])], {"a": story()})
-    assert found == {cause: [pytest.approx(5.1)]}
+    (gap,) = toll.gaps(hits, [talk(times=[9.0, 9.9, 15.0])], {"a": story()})
+    assert (gap.cause, gap.seconds) == (cause, pytest.approx(5.1))
 
 
 @pytest.mark.parametrize("times", [[], [11.0, 12.0], [1.0, 2.0]])
 def test_streams_that_did_not_run_when_it_was_hit_have_no_gap(times: list[float]) -> None:
-    assert toll.gaps([hit("router", "router-1")], [talk(times=times)], {}) == {}
+    assert toll.gaps([hit("router", "router-1")], [talk(times=times)], {}) == []
 
 
 def test_new_requests_wait_for_their_assignment_from_the_routers_end_on() -> None:
