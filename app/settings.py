@@ -149,6 +149,24 @@ class Settings(BaseSettings):
         ge=0,
         description="time a stopping worker or gateway gives its running requests, in seconds",
     )
+    canary_idle_s: float = Field(
+        10, gt=0, description="time without a request after which an engine is probed, in seconds"
+    )
+    canary_answer_s: float = Field(
+        3, gt=0, description="time an engine has to answer a probe, in seconds"
+    )
+    engine_stall_s: float = Field(
+        30,
+        gt=0,
+        description="time without a step, while requests run, after which they are moved to other "
+        "workers, in seconds",
+    )
+    engine_dead_s: float = Field(
+        60,
+        gt=0,
+        description="time without an answer to any probe after which a worker ends, to be started "
+        "anew, in seconds",
+    )
     engine: Literal["simulated", "echo"] = Field(
         "simulated",
         description="what generates: simulated behaves as a GPU would and says sentences in the "

@@ -8,8 +8,12 @@ The order of the start is what makes an epoch safe: the slot's end is taken befo
 written, so no assignment of this epoch can lie before it; cache events of the last life are cleared
 before the first heartbeat makes the worker routable.
 
+An engine that does not answer makes the worker unhealthy until it does; one that is dead ends the
+process, which says so first and hands on what it had.
+
 Wires and keeps time. Runs are `app/serving/runs.py`'s, cards `app/serving/registration.py`'s,
-cache events `app/serving/cache_events.py`'s; which engine it is `app/engine/choice.py`'s.
+cache events `app/serving/cache_events.py`'s; which engine it is `app/engine/choice.py`'s, whether
+it works `app/serving/watch.py`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.engine.choice import chosen
-from app.engine.contract import Engine
+from app.engine.contract import Engine, EngineDead
 from app.lifetime import Lifetime, serve
 from app.preprocess.byte_model import ByteModel, Model
 from app.serving.cache_events import CacheEvents
@@ -29,6 +33,7 @@ from app.serving.execution import Executor
 from app.serving.offer import Offer
 from app.serving.registration import REGISTER_S, Registration, judge
 from app.serving.runs import Limits, Runs
+from app.serving.watch import EngineWatch, Patience
 from app.settings import Settings
 from indexer.engine_events import EngineEvent
 from streams.clock import BrokerClock
@@ -90,6 +95,8 @@ class Worker:
         self._broker_clock = BrokerClock(life.clock)
         self._outbox = Outbox(log, life.clock, self._broker_clock)
         self._state: WorkerState = "ready"
+        self._dying = ""
+        """Why this process ends by itself; "" while it does not."""
         self._runs: Runs | None = None
         self._slot = Partition(ASSIGNMENTS, 0)
         self._slot_offset = 0
@@ -113,6 +120,7 @@ class Worker:
     async def stop(self) -> None:
         """Leave in good order: announce it, finish or break off what runs, say goodbye."""
         self._state = "draining"
+        await _cancelled(self._watching)
         await self._beat()
         await self._clock.sleep(NOTICE_BEATS * self._settings.heartbeat_s)
         if self._runs is not None:
@@ -131,7 +139,7 @@ class Worker:
         """Hand new work back, let the old end within the grace, break off the rest."""
         runs.hand_back()
         if not await runs.idle(self._clock.now() + self._settings.drain_grace_s):
-            runs.break_off()
+            runs.break_off("the worker stopped")
             await runs.idle(self._clock.now() + FAREWELL_S)
 
     async def _within(self, what: str, duty: Coroutine[Any, Any, None]) -> None:
@@ -177,6 +185,11 @@ class Worker:
         self._slot_offset = await self._end_of(self._slot)
         registry = Partition(REGISTRY, 0)
         registry_from = await self._end_of(registry)
+        s = self._settings
+        patience = Patience(s.canary_idle_s, s.canary_answer_s, s.engine_stall_s, s.engine_dead_s)
+        self._watch = EngineWatch(
+            self._engine, self._life, patience, self._engine_quiet_s, self._engine_judged
+        )
         card = WorkerCard(
             id=self.id,
             slot=slot,
@@ -190,6 +203,7 @@ class Worker:
             self._life.spawn("heartbeats", self._keep_beating()),
             self._life.spawn("slot", self._follow(self._slot, self._slot_offset, self._receive)),
         ]
+        self._watching = self._life.spawn("engine watch", self._keep_watch())
 
     async def _end_of(self, source: Partition) -> int:
         ends = await until_answered(
@@ -205,8 +219,11 @@ class Worker:
             self._life, self._outbox, self._engine, self._chunks, self._model, self.id, epoch
         )
         self._runs = Runs(
-            executor, self._life, self._outbox, self._broker_clock, self._limits, self.id, epoch
-        )
+            executor, self._life, self._outbox, self._broker_clock, self._limits, self.id, epoch,
+            self._engine_died,
+        )  # fmt: skip
+        if self._watch.complaint or self._dying:
+            self._runs.hand_back()
         log.info("worker %s serves slot %d as epoch %d", self.id, self._slot.partition, epoch)
         await self._beat()
 
@@ -222,6 +239,47 @@ class Worker:
         if self._lose():
             log.warning("worker %s: epoch %d is lost: %s", self.id, self._registration.epoch, why)
             self._loops.append(self._life.spawn("renew", self._begin_life()))
+
+    # --- the engine's health ---------------------------------------------------------------------
+
+    async def _keep_watch(self) -> None:
+        try:
+            await self._watch.run()
+        except EngineDead as e:
+            self._engine_died(e)
+
+    def _engine_quiet_s(self) -> float | None:
+        return self._runs.quiet_s() if self._runs is not None else None
+
+    def _engine_judged(self, stalls: bool) -> None:  # noqa: FBT001 - the watch's callback
+        """The watch thinks otherwise of the engine than before."""
+        runs = self._runs
+        if runs is not None and not self._dying:
+            runs.hand_back(back=bool(self._watch.complaint))
+            if stalls:
+                runs.break_off(f"the engine stalls: {self._watch.complaint}")
+        self._life.spawn("judgement", self._beat())
+
+    def _engine_died(self, error: EngineDead) -> None:
+        """The engine will never generate again: say so, and end the process with an error."""
+        if not self._dying:
+            self._dying = f"the engine is dead: {error}"
+            self._life.spawn("death", self._die(error))
+
+    async def _die(self, error: EngineDead) -> None:
+        """The heartbeat first, so that nobody sends more; then what runs is handed on."""
+        runs = self._runs
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                if runs is not None:
+                    runs.hand_back()
+                await self._beat()
+                if runs is not None:
+                    runs.break_off(self._dying)
+                    await runs.idle(self._clock.now() + FAREWELL_S)
+        except TimeoutError:
+            log.warning("worker %s could not say all of its last words", self.id)
+        self._life.fail(error)
 
     async def _hold_engine(self) -> None:
         """Whatever ends this process in order or in failure, the engine is cleaned up once."""
@@ -273,8 +331,9 @@ class Worker:
         """One record of the registry. Raises NameTaken."""
         try:
             fact = Fact(record.offset, record.timestamp, decode(record))
-        except RecordError:
-            return  # somebody else's, of a newer version or broken
+        except RecordError as e:  # somebody else's, of a newer version or broken
+            log.debug("registry %d is skipped: %s", record.offset, e)
+            return
         registration = self._registration
         match judge(fact, registration.card, registration.written_at):
             case "rewrite" if self._runs is not None:  # between two lives it is written anyway
@@ -301,9 +360,10 @@ class Worker:
         runs = self._runs
         if runs is None:
             return
-        state, reason = self._state, ""
-        if state == "ready" and self._cache_events.complaint:
-            state, reason = "unhealthy", self._cache_events.complaint
+        state = self._state
+        reason = self._dying or self._watch.complaint or self._cache_events.complaint
+        if reason and (state == "ready" or self._dying):
+            state = "unhealthy"
         heartbeat = Heartbeat(
             worker=self.id,
             epoch=runs.epoch,

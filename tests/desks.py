@@ -161,6 +161,9 @@ class Scripted(Engine):
     async def generate(
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
+        if request.is_probe:
+            yield EngineOutput.stop().with_tokens([65])
+            return
         self.requests.append(request)
         try:
             for item in self.script:

@@ -30,10 +30,12 @@ from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS
 
 STEADY = {
     "router": {"load", "fleet", "index", "scanner", "deaths", "response ends", "tick", "intake"},
-    "worker": {"engine", "registry", "heartbeats", "slot"},
+    "worker": {"engine", "engine watch", "registry", "heartbeats", "slot"},
     "preprocessor": {"registry", "prompts"},
     "gateway": {"replies", "registry", "probe", "loop delay"},
 }
+PASSING = {"probe", "judgement"}
+"""Tasks of a worker that come and go as long as it lives: it asks its engine how it is."""
 
 
 def problems(world: World, asking: Asking, calling: Calling) -> list[str]:
@@ -121,7 +123,7 @@ def _busy(world: World) -> Iterator[str]:
         if world.present[node.name] is not node:
             yield f"stray: {node.label} lives beside {world.present[node.name].label}"
         tasks = {task.get_name().partition("/")[2] for task in node.life._tasks}
-        if more := tasks - STEADY[node.kind]:
+        if more := tasks - STEADY[node.kind] - PASSING:
             yield f"task: {node.label} still has {sorted(more)}"
         if fewer := STEADY[node.kind] - tasks:
             yield f"missing: {node.label} has no task {sorted(fewer)}"

@@ -18,6 +18,7 @@ from app.engine.contract import (
     EngineOutput,
     GenerateContext,
 )
+from app.serving.watch import PROBE
 from streams.clock import Clock
 from streams.records import EngineConfig, EngineFigures, Request
 
@@ -26,7 +27,7 @@ FAILS, DIES, CRASHES, REFUSES = 0.01, 0.003, 0.003, 0.002
 
 
 class UnevenEngine(Engine):
-    """Stumbles by its seed until `calm` is set; `running` counts its open streams."""
+    """Stumbles by its seed until `calm` is set; `running` counts streams, probes left out."""
 
     def __init__(
         self, engine: Engine, clock: Clock, rng: random.Random, calm: asyncio.Event
@@ -55,14 +56,14 @@ class UnevenEngine(Engine):
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
         """The stream of the engine inside, unevenly."""
-        self.running += 1
+        self.running += not request.is_probe
         try:
             async with aclosing(self._engine.generate(request, context)) as outputs:
                 async for output in outputs:
                     await self._stumble(context.request_id)
                     yield output
         finally:
-            self.running -= 1
+            self.running -= not request.is_probe
 
     async def cleanup(self) -> None:
         """As the engine inside."""
@@ -78,7 +79,7 @@ class UnevenEngine(Engine):
             raise EngineError("the engine has failed", retryable=True)
         if (draw := draw - CRASHES) < 0:
             raise ZeroDivisionError("a mistake in the engine")
-        if (draw := draw - REFUSES) < 0:
+        if (draw := draw - REFUSES) < 0 and request_id != PROBE.id:
             self.refused.add(request_id)
             raise EngineError("no engine will ever do this", retryable=False)
         if draw < STALLS:

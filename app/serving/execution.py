@@ -83,6 +83,8 @@ class Run:
     cached_tokens: int = 0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    heard_at: float | None = None
+    """Since when it waits for the engine's next word; None while it does not."""
     stream: ChunkStream | None = None
     task: asyncio.Task[None] | None = None
     stopped_as: Outcome | None = None
@@ -266,11 +268,18 @@ class Executor:
             return _ended(text, EngineOutput.stop())
         if request.stop.max_tokens == 0:
             return EngineOutput.length()
-        async with aclosing(self._engine.generate(request, run.context)) as outputs:
-            async for output in outputs:
-                over = await self._pass_on(run, stream, text, output)
-                if over or output.finish_reason is not None:
-                    return _ended(text, output)
+        clock = self._life.clock
+        run.heard_at = clock.now()
+        try:
+            async with aclosing(self._engine.generate(request, run.context)) as outputs:
+                async for output in outputs:
+                    run.heard_at = None  # what the log keeps waiting is not the engine's silence
+                    over = await self._pass_on(run, stream, text, output)
+                    if over or output.finish_reason is not None:
+                        return _ended(text, output)
+                    run.heard_at = clock.now()
+        finally:
+            run.heard_at = None
         raise EngineError("the engine ended its answer without a finish reason", retryable=True)
 
     async def _pass_on(

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from app.bell import Bell
-from app.engine.contract import GenerateContext
+from app.engine.contract import EngineDead, GenerateContext
 from app.lifetime import Lifetime
 from app.serving.execution import Executor, Outcome, Run
 from streams.clock import BrokerClock
@@ -56,8 +57,11 @@ class Runs:
         limits: Limits,
         worker: str,
         epoch: int,
+        on_dead: Callable[[EngineDead], None],
     ) -> None:
+        """`on_dead` is told when a run finds the engine dead, after the run was reported."""
         self.epoch = epoch
+        self._on_dead = on_dead
         self._executor = executor
         self._life = life
         self._outbox = outbox
@@ -70,6 +74,7 @@ class Runs:
         self._known: OrderedDict[RunKey, float] = OrderedDict()
         """When each run key was accepted, in that order."""
         self._hands_back = False
+        self._served_at = life.clock.now()
         self._changed = Bell()
 
     @property
@@ -130,15 +135,20 @@ class Runs:
         for run in [r for r in self._open.values() if r.deadline <= now]:
             self._stop(run, Outcome("expired"))
 
-    def hand_back(self) -> None:
-        """From now on refuse every Assignment."""
-        self._hands_back = True
+    def hand_back(self, *, back: bool = True) -> None:
+        """From now on refuse every Assignment, or take them again."""
+        self._hands_back = back
 
-    def break_off(self) -> None:
+    def break_off(self, why: str) -> None:
         """Stop everything that has not ended; it is reported as broken, without a finish reason."""
         self._hands_back = True
         for run in list(self._open.values()):
-            self._stop(run, Outcome("broken", message="the worker stopped"))
+            self._stop(run, Outcome("broken", message=why))
+
+    def quiet_s(self) -> float | None:
+        """For how long the engine has said nothing to any run; None when none waits for it."""
+        heard = [run.heard_at for run in self._open.values() if run.heard_at is not None]
+        return self._life.clock.now() - max(*heard, self._served_at) if heard else None
 
     def drop(self) -> None:
         """Forget all runs without another word: this epoch is dead to everybody."""
@@ -162,7 +172,7 @@ class Runs:
         if run.deadline <= run.accepted_at:
             self._close(run, Outcome("expired", message="its time was up before it could start"))
         elif self._hands_back:
-            self._close(run, Outcome("worker_full", retryable=True, message="stopping"))
+            self._close(run, Outcome("worker_full", retryable=True, message="it takes nothing new"))
         elif self._running < self._limits.running:
             self._start(run)
         elif len(self._waiting) < self._limits.waiting:
@@ -199,6 +209,7 @@ class Runs:
     async def _serve(self, run: Run) -> None:
         outcome = await self._executor.execute(run)
         self._running -= 1
+        self._served_at = self._life.clock.now()
         if self._waiting:
             self._start(self._waiting.popleft())
         await self._report(run, outcome)
@@ -229,4 +240,4 @@ class Runs:
         self._open.pop(run.key, None)
         self._changed.ring()
         if outcome.fatal is not None:
-            self._life.fail(outcome.fatal)
+            self._on_dead(outcome.fatal)

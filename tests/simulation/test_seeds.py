@@ -94,8 +94,8 @@ def test_faults_really_happen() -> None:
         "router-0#1 is killed", "worker-0#1 is killed", "preprocessor-0#1 is killed",
         "gateway-0#1 is killed", "is paused", "accuses", "the group gives up", "is asked to stop",
         "the broker is down", "is deposed", "late ", "unreadable", "is cut below",
-        "NameTaken", "EngineDead", "Fencing", "End id=", "worker_full", "queue_full",
-        "reason=broken", "reason=lost", "Cancel id=", "Refused id=", "model=second",
+        "NameTaken", "EngineDead", "the engine stalls", "Fencing", "End id=", "worker_full",
+        "queue_full", "reason=broken", "reason=lost", "Cancel id=", "Refused id=", "model=second",
         "code=invalid", "lost its connection", "GET /v1/streams",
     ):  # fmt: skip
         assert deed in stories, deed
