@@ -167,10 +167,10 @@ class Settings(BaseSettings):
         description="time without an answer to any probe after which a worker ends, to be started "
         "anew, in seconds",
     )
-    engine: Literal["simulated", "echo"] = Field(
+    engine: Literal["simulated", "echo", "vllm"] = Field(
         "simulated",
         description="what generates: simulated behaves as a GPU would and says sentences in the "
-        "tokens of the model, echo has no model and repeats what it is told",
+        "tokens of the model, echo has no model and repeats what it is told, vllm is the real one",
     )
     engine_speedup: float = Field(
         1, gt=0, description="how many times faster than its GPU the simulated engine is"
@@ -183,6 +183,42 @@ class Settings(BaseSettings):
     )
     echo_itl_ms: float = Field(
         20, ge=0, description="time the echo engine takes for one token, in milliseconds"
+    )
+
+    engine_args: dict[str, Any] = Field(
+        {},
+        description="engine vllm: arguments of its AsyncEngineArgs, as a JSON object, such as "
+        '{"tensor_parallel_size": 2}',
+    )
+    adapters: dict[str, Path] = Field(
+        {},
+        description="adapters (LoRA) that the engine loads at its start, as a JSON object of names "
+        "and folders; the engines simulated and echo read no folder",
+    )
+
+    taints: str = Field(
+        "",
+        description="what requests can ask for by name, separated by commas, such as "
+        "gpu=h200,topology/zone=a",
+    )
+    max_loras: int = Field(
+        0,
+        ge=0,
+        description="engines simulated and echo: adapters that are loaded when they are asked for, "
+        "beside those of KVLANE_ADAPTERS",
+    )
+    busy_cache: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="part of its cache in use, 0 to 1, above which a worker gets no new requests; "
+        "empty: no bound",
+    )
+    busy_prefill_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="prompt tokens still to be computed above which a worker gets no new requests; "
+        "empty: no bound",
     )
 
     # Router
@@ -228,9 +264,30 @@ class Settings(BaseSettings):
         description="policy predictive: how long a request is held for a busy worker, in seconds",
     )
 
+    session_slack: float = Field(
+        1.0,
+        ge=0,
+        description="how many times the work of its own prompt a request's session is worth: when "
+        "its worker costs more than that above the best one, it goes there instead",
+    )
+    track_output_blocks: bool = Field(
+        True,
+        description="whether tokens of answers under way count as load, less and less towards "
+        "their expected length",
+    )
+    router_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port a router answers /livez, /readyz and /metrics on; 0 takes any free one; "
+        "empty: none",
+    )
+
     # Gateway
     http_host: str = Field(
-        "127.0.0.1", min_length=1, description="address a gateway or indexer listens on"
+        "127.0.0.1",
+        min_length=1,
+        description="address a gateway, router or indexer listens on",
     )
     http_port: int = Field(
         8000, ge=0, le=65535, description="port the gateway listens on; 0 takes any free one"
@@ -445,6 +502,11 @@ class Settings(BaseSettings):
                 f"KVLANE_SASL_MECHANISM={self.sasl_mechanism} needs KVLANE_SASL_USERNAME and "
                 "KVLANE_SASL_PASSWORD (or KVLANE_SASL_PASSWORD_FILE)"
             )
+
+    @property
+    def taint_names(self) -> tuple[str, ...]:
+        """The taints of a worker, one by one."""
+        return tuple(name.strip() for name in self.taints.split(",") if name.strip())
 
     def seal(self) -> Seal:
         """What binds the ids of a gateway's streams to tenants; the same at all gateways.

@@ -23,6 +23,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from app.engine.choice import chosen
 from app.engine.contract import Engine, EngineDead
 from app.lifetime import Lifetime, serve
@@ -127,7 +129,8 @@ class Worker:
             await self._finish(self._runs)
         await _cancelled(*self._loops)
         self._lose()
-        self._cache_events.end()
+        for events in self._cache_events:
+            events.end()
         await self._within("drain", self._engine.drain())
         await _cancelled(self._engine_held)
         try:
@@ -155,23 +158,27 @@ class Worker:
     async def _start_engine(self) -> EngineConfig:
         """Start the engine with its listener, and put its model's files where others find them."""
         self._engine.listen(self._heard_of_blocks)
-        config = await self._engine.start(self.id)
+        config = _with_adapters(await self._engine.start(self.id), self._settings)
         model = config.served_model_name or config.model
-        self._cache_events = CacheEvents(
-            self._outbox,
-            self._life,
-            self.id,
-            model,
-            config.kv_cache_block_size or 0,
-            self._settings.key_secret(),
-        )
+        self._cache_events = [
+            CacheEvents(
+                self._outbox,
+                self._life,
+                self.id,
+                model,
+                config.kv_cache_block_size or 0,
+                self._settings.key_secret(),
+                rank,
+            )
+            for rank in range(config.data_parallel_size or 1)
+        ]
         if self._offer is not None:
             until = self._clock.now() + REGISTER_S
             self._model = await self._offer.publish(model, config, self._outbox, until)
         return config
 
-    def _heard_of_blocks(self, events: Sequence[EngineEvent]) -> None:
-        self._cache_events.feed(events)
+    def _heard_of_blocks(self, events: Sequence[EngineEvent], rank: int = 0) -> None:
+        self._cache_events[rank].feed(events)
 
     async def _enter(self, config: EngineConfig) -> None:
         slot = partition_of(self.id.encode(), await self._log.partitions(ASSIGNMENTS))
@@ -195,6 +202,10 @@ class Worker:
             slot=slot,
             model=config.served_model_name or config.model,
             config=config,
+            ranks=config.data_parallel_size or 1,
+            taints=self._settings.taint_names,
+            busy_cache=self._settings.busy_cache,
+            busy_prefill_tokens=self._settings.busy_prefill_tokens,
         )
         self._registration = Registration(self._outbox, self._life, card)
         await self._begin_life(self._clock.now() + REGISTER_S)
@@ -214,7 +225,8 @@ class Worker:
     async def _begin_life(self, until: float | None = None) -> None:
         """Raises AppendFailed past `until`."""
         epoch = await self._registration.begin(until)
-        await self._cache_events.begin(epoch, until)
+        for events in self._cache_events:
+            await events.begin(epoch, until)
         executor = Executor(
             self._life, self._outbox, self._engine, self._chunks, self._model, self.id, epoch
         )
@@ -361,7 +373,8 @@ class Worker:
         if runs is None:
             return
         state = self._state
-        reason = self._dying or self._watch.complaint or self._cache_events.complaint
+        of_caches = (events.complaint for events in self._cache_events)
+        reason = self._dying or self._watch.complaint or next(filter(None, of_caches), "")
         if reason and (state == "ready" or self._dying):
             state = "unhealthy"
         heartbeat = Heartbeat(
@@ -372,7 +385,7 @@ class Worker:
             reason=reason,
             running=runs.progress(),
             waiting=runs.waiting,
-            last_event_ids=(self._cache_events.last_event_id,),
+            last_event_ids=tuple(events.last_event_id for events in self._cache_events),
             engine=self._engine.figures(),
         )
         try:
@@ -385,6 +398,13 @@ async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _with_adapters(config: EngineConfig, settings: Settings) -> EngineConfig:
+    """What an engine says of itself; the adapters by the settings, if it says nothing of them."""
+    if config.lora_names is not None or not (settings.adapters or settings.max_loras):
+        return config
+    return replace(config, lora_names=tuple(settings.adapters), max_loras=settings.max_loras)
 
 
 def build(log: Log, settings: Settings, life: Lifetime) -> Worker:

@@ -40,6 +40,11 @@ EndCode = Literal[
     "stop",
     "length",
     "model_not_found",
+    "none_eligible",
+    "all_busy",
+    "pinned_gone",
+    "pinned_busy",
+    "pin_not_allowed",
 ]
 """Why a router ended a request; stop and length: the answer was whole, its last Chunk lost."""
 WorkerState = Literal["ready", "draining", "unhealthy"]
@@ -394,6 +399,20 @@ class Candidate(Inner, frozen=True):
     curve: tuple[float, ...] = ()
 
 
+class SessionUse(Inner, frozen=True):
+    """That a session's request went somewhere. `timeout_s`: idle time after which it is forgotten.
+
+    `closes`: the session is over with this. `bound_*`: where it was before, if that counted.
+    """
+
+    id: str
+    timeout_s: int = 300
+    closes: bool = False
+    bound_worker: str = ""
+    bound_epoch: int = 0
+    bound_rank: int = 0
+
+
 class Assigned(Inner, frozen=True):
     """The decision: this run of the request goes to this worker.
 
@@ -424,6 +443,8 @@ class Assigned(Inner, frozen=True):
     params: dict[str, float] = {}
     held_ms: int = 0
     ttft_ms_predicted: float = 0.0
+    session: SessionUse | None = None
+    lora_name: str = ""
 
 
 class Started(Inner, frozen=True):
@@ -517,6 +538,7 @@ class Chunk(Public, frozen=True, tag="Chunk"):
     answer, over all attempts; `chars` is the length of the whole text after this Chunk.
     `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
     `log_probs`: for each token, if they were asked for, first its own and then the likeliest ones.
+    `invalid`: what is wrong with the request, where that is why it ends with an error.
     """
 
     id: str
@@ -531,6 +553,7 @@ class Chunk(Public, frozen=True, tag="Chunk"):
     usage: Usage | None = None
     stop_reason: int | str | None = None
     log_probs: tuple[tuple[LogProb, ...], ...] | None = None
+    invalid: str = ""
 
 
 class Fence(Public, frozen=True, tag="Fence"):
@@ -541,6 +564,14 @@ class Fence(Public, frozen=True, tag="Fence"):
     reason: str = ""
 
 
+class Placed(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """Where a request would go that only asks for that, and its tokens. Part of an End."""
+
+    worker_id: str
+    dp_rank: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
 class End(Public, frozen=True, tag="End"):
     """A router ended the request with an EndCode; no last Chunk will come."""
 
@@ -549,6 +580,7 @@ class End(Public, frozen=True, tag="End"):
     message: str = ""
     retry_after_s: float | None = None
     usage: Usage | None = None
+    placed: Placed | None = None
 
 
 # --- assignments: one partition per slot; what a worker is told ----------------------------------
@@ -615,12 +647,13 @@ class Blocks(Inner, frozen=True):
 
 
 class RunProgress(Inner, frozen=True):
-    """An open run, as its worker sees it."""
+    """An open run, as its worker sees it. `expected_output_tokens`: by its request, 0 if unsaid."""
 
     id: str
     attempt: int
     phase: Phase
     output_tokens: int = 0
+    expected_output_tokens: int = 0
 
 
 class EngineFigures(Inner, frozen=True):
@@ -663,7 +696,9 @@ class Probe(Inner, frozen=True):
 class EngineConfig(Inner, frozen=True):
     """What an engine says about itself; None means: not advertised.
 
-    `curve`: how long its steps take, see `numbers` in app/engine/curves.py.
+    `curve`: how long its steps take, see `numbers` in app/engine/curves.py. `lora_names`: adapters
+    that it has, `max_loras`: how many it can load besides, at a time. `data_parallel_size`: its
+    ranks, each with a cache of its own; None is one.
     """
 
     model: str
@@ -676,6 +711,9 @@ class EngineConfig(Inner, frozen=True):
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     curve: tuple[float, ...] | None = None
+    lora_names: tuple[str, ...] | None = None
+    max_loras: int | None = None
+    data_parallel_size: int | None = None
 
 
 class WorkerCard(Inner, frozen=True):
@@ -683,7 +721,8 @@ class WorkerCard(Inner, frozen=True):
 
     The first card of a life has no epoch: the offset it gets *is* the epoch, unique and rising.
     Every later card of that life repeats it. `life` is random: it tells processes of one name
-    apart.
+    apart. With more than `busy_cache` of its cache in use (0 to 1), or with `busy_prefill_tokens`
+    of prompts still to be computed on a rank, it is to get no new work; None: no such bound.
     """
 
     id: str
@@ -696,6 +735,8 @@ class WorkerCard(Inner, frozen=True):
     taints: tuple[str, ...] = ()
     versions: dict[str, str] = {}
     life: str = ""
+    busy_cache: float | None = None
+    busy_prefill_tokens: int | None = None
 
 
 class Artifact(Inner, frozen=True):

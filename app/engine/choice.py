@@ -1,7 +1,7 @@
 """Which engine a worker has, by the settings, and the files of its model.
 
 The simulated engine serves the model of a folder and says readable sentences in its tokens; the
-echo engine has no model: its tokens are bytes, and it says what it was told.
+echo engine has no model: its tokens are bytes, and it says what it was told. vLLM is the real one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Chosen(NamedTuple):
 
 def chosen(settings: Settings, clock: Clock) -> Chosen:
     """The engine of the settings. Raises BadModel when its model's folder cannot be used."""
-    choice = _echo(settings, clock) if settings.engine == "echo" else _simulated(settings, clock)
+    choose = {"echo": _echo, "simulated": _simulated, "vllm": _vllm}[settings.engine]
+    choice = choose(settings, clock)
     return choice._replace(engine=ValidatedEngine(choice.engine)) if settings.debug else choice
 
 
@@ -50,6 +51,25 @@ def _echo(settings: Settings, clock: Clock) -> Chosen:
         max_num_seqs=settings.max_num_seqs,
     )
     return Chosen(engine, None)
+
+
+def _vllm(settings: Settings, clock: Clock) -> Chosen:
+    """A folder is served as it is, a name is fetched from where vLLM would get it, too."""
+    from app.engine.vllm.engine import Limits, VllmEngine
+    from app.engine.vllm.source import folder_of
+
+    folder = settings.model_path or folder_of(settings.model)
+    given = settings.model_fields_set
+    limits = {"context_length", "max_num_seqs", "block_size"} & given
+    engine = VllmEngine(
+        clock,
+        str(settings.model_path or settings.model),
+        model=settings.model,
+        limits=Limits(**{name: getattr(settings, name) for name in limits}),
+        adapters=settings.adapters,
+        arguments=settings.engine_args,
+    )
+    return Chosen(engine, read_folder(folder))
 
 
 def _simulated(settings: Settings, clock: Clock) -> Chosen:

@@ -93,6 +93,15 @@ _ENDS = {
     "deadline": _Meaning(HTTPStatus.REQUEST_TIMEOUT, "the request took longer than it may"),
     "cancelled": _Meaning(CLIENT_LEFT, "the request was cancelled"),
     "no_workers": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "no worker can take it", retry=True),
+    "none_eligible": _Meaning(
+        HTTPStatus.SERVICE_UNAVAILABLE, "no worker has what it asks for", retry=True
+    ),
+    "all_busy": _Meaning(OVERLOADED, "all workers have enough to do", retry=True),
+    "pinned_gone": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "the pinned worker is gone"),
+    "pinned_busy": _Meaning(
+        HTTPStatus.SERVICE_UNAVAILABLE, "the pinned worker cannot take it", retry=True
+    ),
+    "pin_not_allowed": _Meaning(HTTPStatus.BAD_REQUEST, "the pinned worker is not allowed"),
     "model_not_found": _Meaning(HTTPStatus.NOT_FOUND, "no worker serves this model"),
     "queue_full": _Meaning(OVERLOADED, "too many requests wait", retry=True),
     "attempts": _Meaning(HTTPStatus.INTERNAL_SERVER_ERROR, "it failed on several workers"),
@@ -117,6 +126,8 @@ def failure_of(piece: Chunk | End) -> ApiError | None:
             code=piece.code,
             retry_after_s=retry_after_s,
         )
+    if piece.finish_reason == "error" and piece.invalid:
+        return ApiError(HTTPStatus.BAD_REQUEST, piece.invalid, code="invalid")
     if piece.finish_reason == "error":
         return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine failed", code="error")
     if piece.finish_reason == "cancelled":

@@ -10,7 +10,7 @@ Each epoch begins with `cleared`, before the first heartbeat makes the worker ro
 announces what the cache holds by then. All of it is announced again every quarter of the topic's
 retention, piece by piece, so that the records that are kept always say everything.
 
-Knows one rank. Not here: heartbeats, which repeat `last_event_id`.
+Of one rank. Not here: heartbeats, which repeat `last_event_id`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IDLE_S = 3600.0
 
 
 class CacheEvents:
-    """The cache events of one worker, over all its epochs.
+    """The cache events of one rank of a worker, over all its epochs.
 
     `block_size` is the model's; 0 for an engine that tells nothing of its cache: then there is
     nothing but the `cleared` of each epoch.
@@ -51,6 +51,7 @@ class CacheEvents:
         model: str,
         block_size: int,
         secret: KeySecret,
+        rank: int = 0,
     ) -> None:
         self.bridge = Bridge(block_size, secret)
         self.last_event_id = -1
@@ -59,6 +60,7 @@ class CacheEvents:
         self._life = life
         self._worker = worker
         self._model = model
+        self._rank = rank
         self._tells = block_size > 0
         self._fingerprint = secret.fingerprint
         self._epoch = -1
@@ -129,6 +131,7 @@ class CacheEvents:
             worker=self._worker,
             epoch=self._epoch,
             first_event_id=batch.first_event_id,
+            rank=self._rank,
             model=self._model,
             hash_fingerprint=self._fingerprint,
             **columns._asdict(),

@@ -48,6 +48,7 @@ class Last(NamedTuple):
     finish_reason: FinishReason
     usage: Usage | None
     stop_reason: int | str | None = None
+    invalid: str = ""
 
 
 class ChunkStream:
@@ -135,6 +136,7 @@ class ChunkStream:
             usage=last.usage if last else None,
             stop_reason=last.stop_reason if last else None,
             log_probs=tuple(self._log_probs) or None,
+            invalid=last.invalid if last else "",
         )
         self._seq += 1
         self._index += len(self._tokens)

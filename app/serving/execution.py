@@ -25,6 +25,7 @@ from app.engine.contract import (
     EngineError,
     EngineOutput,
     GenerateContext,
+    InvalidRequest,
     usage,
 )
 from app.lifetime import Lifetime
@@ -46,6 +47,9 @@ from streams.records import (
 from streams.topics import LEDGER
 
 log = logging.getLogger(__name__)
+
+LONGEST_REASON = 1000
+"""Of what is wrong with a request, in characters; engines may quote from it at any length."""
 
 _CODES: dict[FinishReason, RunCode] = {
     "stop": "stop",
@@ -81,6 +85,8 @@ class Run:
     """When it was given to the engine."""
     tokens: int = 0
     cached_tokens: int = 0
+    handoff: bytes = b""
+    """What a prefill hands to decode, from its engine."""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     heard_at: float | None = None
@@ -204,7 +210,7 @@ class Executor:
         done = PrefillDone(
             id=request_id, attempt=attempt, phase=phase, worker=self._worker, epoch=self._epoch,
             run=run.number, cached_tokens=run.cached_tokens, ttft_ms=run.ttft_ms,
-            prefill_ms=run.prefill_ms,
+            prefill_ms=run.prefill_ms, handoff=run.handoff,
         )  # fmt: skip
         try:
             await self._outbox.send(LEDGER, request_id, done)
@@ -237,6 +243,7 @@ class Executor:
         assignment = run.assignment
         taken = unpack_tokens(assignment.taken)
         text = self._model.text_stream(assignment.request, taken)
+        invalid = ""
         run.started_at = self._life.clock.now()
         try:
             ended = await self._generate(run, stream, text)
@@ -244,6 +251,7 @@ class Executor:
             if e.retryable:
                 raise
             ended = EngineOutput.error(str(e))
+            invalid = str(e)[:LONGEST_REASON] if isinstance(e, InvalidRequest) else ""
         run.state = "closing"
         prompt_tokens = token_count(assignment.request.token_ids)
         counts = usage(
@@ -254,7 +262,7 @@ class Executor:
         )
         reason = ended.finish_reason
         assert reason is not None
-        await stream.finish(Last(reason, counts, ended.stop_reason), text.end())
+        await stream.finish(Last(reason, counts, ended.stop_reason, invalid), text.end())
         return Outcome(_CODES[reason], message=ended.message)
 
     async def _generate(self, run: Run, stream: ChunkStream, text: TextStream) -> EngineOutput:
@@ -264,6 +272,8 @@ class Executor:
         Leaving its stream tells it so.
         """
         request = continuation(run.assignment.request, run.assignment.taken)
+        if (rank := run.assignment.rank) != (request.hints.dp_rank or 0):
+            request = replace(request, hints=replace(request.hints, dp_rank=rank))
         if text.ended is not None:
             return _ended(text, EngineOutput.stop())
         if request.stop.max_tokens == 0:
@@ -288,6 +298,8 @@ class Executor:
         """Send what an output brings; whether that ended the answer."""
         if output.usage is not None:
             run.cached_tokens = output.usage.cached_tokens
+        if output.transfer is not None:
+            run.handoff = output.transfer
         if not output.token_ids:
             return False
         piece = text.feed(output.token_ids)

@@ -360,7 +360,7 @@ async def test_an_announcement_is_spread_and_holds_up_nothing(desk: Cached) -> N
 async def test_more_than_may_wait_is_replaced_by_what_the_cache_holds(desk: Cached) -> None:
     await desk.ask(1)
     await desk.settle()
-    bridge = desk.worker._cache_events.bridge
+    bridge = desk.worker._cache_events[0].bridge
     bridge._max_pending = 8
     desk.world.faults.next_fates(KV_EVENTS, *[Fate.LOST] * 1000)
     for n in range(2, 14):
