@@ -15,10 +15,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from fastapi import FastAPI
+
+from app.http.api import answer_errors
+from app.http.probes import Probes
+from app.http.server import Server
 from app.lanes.context import RouterContext
 from app.lanes.deaths import DeathWatch
 from app.lanes.owner import LaneOwner
@@ -89,6 +94,7 @@ class Router:
         self._index = Index(settings.key_secret())
         self._name = name or settings.router_id or f"{socket.gethostname()}-{os.getpid()}"
         self._fleet_version = self._fleet.version
+        self._server: Server | None = None
         self._intake = Intake(
             log, REQUESTS, GROUP, self, life.clock, broker_clock=self._broker_clock,
             keep_prompts=settings.keep_prompts,
@@ -127,6 +133,15 @@ class Router:
             },
             resume=self._intake.resume,
         )
+        followers = {
+            fold.name: follower
+            for fold, follower in (
+                (self._load, load_follower),
+                (self._fleet, fleet_follower),
+                (self._index, index_follower),
+            )
+        }
+        await self._listen(followers)
         self._lanes = self._context.partitions[REQUESTS]
         self._lane_of = lru_cache(LANES_REMEMBERED)(partial(lane_of, lanes=self._lanes))
         self._deaths = DeathWatch(self._context)
@@ -147,6 +162,21 @@ class Router:
         for owner in self._owners.values():
             owner.close()
         await self._intake.close()
+        if self._server is not None:
+            await self._server.stop()
+
+    async def _listen(self, followers: Mapping[str, Follower]) -> None:
+        """Answer probes from now on, so that `/readyz` can tell how far the start is."""
+        context, life, settings = self._context, self._life, self._settings
+        metrics = context.metrics
+        metrics.watch(context.places, followers, self._index)
+        self.http = FastAPI(title="kvlane router", docs_url=None, redoc_url=None, openapi_url=None)
+        Probes(followers, metrics.page, lambda: life.failed is None).add_to(self.http)
+        answer_errors(self.http)
+        life.spawn("loop delay", metrics.loop_delay.watch(life.clock))
+        if settings.router_port is not None:
+            self._server = Server(self.http, settings.http_host, settings.router_port, life)
+            await self._server.start()
 
     # --- Lanes: called by the intake -------------------------------------------------------------
 

@@ -371,11 +371,15 @@ class Origin(Inner, frozen=True):
     offset: int
 
 
-class Candidate(Inner, frozen=True):
+class Candidate(Inner, frozen=True, kw_only=False):
     """A worker that was considered, with the inputs of its cost, so that it can be recomputed.
 
-    What policy predictive adds is explained at `Spot` and `Pace` (app/routing/paces.py). Without a
-    `curve` it is the published one.
+    From `prompt_tokens` on it is what policy predictive looks at. `prompt_tokens`: of the open runs.
+    `prefill_runs`: those of them without a first token, `busy_ms`: for how long the worker has been
+    at their prompts. `ahead_ms`: prefill, computed alone, of each request that waited in the router,
+    came earlier, and was to go there. Then its pace, see `Pace` (app/routing/paces.py); without a
+    `curve` it is the published one. `later_ms`: by how much later than others the router counted on
+    it.
     """
 
     worker: str
@@ -397,6 +401,7 @@ class Candidate(Inner, frozen=True):
     chunk_tokens: int = 0
     capacity_tokens: int = 0
     curve: tuple[float, ...] = ()
+    later_ms: float = 0.0
 
 
 class SessionUse(Inner, frozen=True):

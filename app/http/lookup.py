@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 from fastapi import FastAPI
 from numpy.typing import NDArray
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -24,6 +23,7 @@ from app.http.api import answer_errors
 from app.http.errors import ApiError
 from app.http.front import Bodies
 from app.http.index_metrics import IndexMetrics
+from app.http.probes import JSON, Probes
 from app.routing.eligibility import block_size_of, number_of
 from app.routing.fleet import Fleet
 from app.routing.index import Index
@@ -36,7 +36,6 @@ from streams.follow import Follower
 from streams.records import Hints
 from streams.records import Request as Asked
 
-JSON = "application/json"
 M64 = 2**64 - 1
 TIERS = [tier.name.lower() for tier in Tier]
 NOTHING = Holding((0,) * len(TIERS), complete=False)
@@ -77,11 +76,10 @@ class Lookup:
     ) -> None:
         self._index = index
         self._fleet = fleet
-        self._followers = followers
         self._metrics = metrics
         self._clock = clock
         self._bodies = Bodies(body_bytes)
-        self._is_alive = is_alive
+        self._probes = Probes(followers, metrics.page, is_alive)
 
     def build(self) -> FastAPI:
         """The application."""
@@ -91,11 +89,9 @@ class Lookup:
             ("POST", "/query_by_hash", self.query_by_hash),
             ("GET", "/workers", self.workers),
             ("GET", "/dump", self.dump),
-            ("GET", "/livez", self.livez),
-            ("GET", "/readyz", self.readyz),
-            ("GET", "/metrics", self.metrics),
         ):
             api.add_api_route(path, handler, methods=[method])
+        self._probes.add_to(api)
         answer_errors(api)
         return api
 
@@ -171,21 +167,6 @@ class Lookup:
                 yield msgspec.json.encode(line) + b"\n"
                 await asyncio.sleep(0)
 
-    async def livez(self) -> Response:
-        """Whether this process is worth keeping."""
-        return _judged("alive", is_good=self._is_alive())
-
-    async def readyz(self) -> Response:
-        """Whether answers are those of the log as it was at the start, or later."""
-        read = {f"{name}_read": follower.caught_up for name, follower in self._followers.items()}
-        left = {f"{name}_left": follower.left for name, follower in self._followers.items()}
-        return _judged("ready", is_good=all(read.values()), **read, **left)
-
-    async def metrics(self) -> Response:
-        """For Prometheus."""
-        headers = {"content-type": CONTENT_TYPE_LATEST}
-        return Response(await self._metrics.page(), headers=headers)
-
     # --- parts -----------------------------------------------------------------------------------
 
     async def _read(self, request: Request, kind: type[B]) -> B:
@@ -211,11 +192,6 @@ class Lookup:
         )
         holders = sorted(found, key=lambda each: (-each["blocks"], each["worker"], each["rank"]))
         return _json({"block_size": block_size, "blocks": len(local), "holders": holders})
-
-
-def _judged(name: str, *, is_good: bool, **more: bool | int) -> Response:
-    status = HTTPStatus.OK if is_good else HTTPStatus.SERVICE_UNAVAILABLE
-    return _json({name: is_good} | more, status)
 
 
 def _json(told: object, status: int = HTTPStatus.OK) -> Response:

@@ -19,11 +19,11 @@ ENDPOINTS = ("chat", "completion", "streams", "other")
 _STATUSES = (200, 400, 404, 408, 413, 499, 500, 503, 529)
 OUTCOMES = (
     "stop", "length", "content_filter", "left", "cancelled", "deadline", "no_workers",
-    "queue_full", "error",
+    "none_eligible", "all_busy", "pinned_gone", "pinned_busy", "queue_full", "error",
 )  # fmt: skip
 
-_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 500)
-_TOKENS = (1, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 500)
+TOKENS = (1, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 _DELAYS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 DELAY_EVERY_S = 0.05
@@ -49,17 +49,17 @@ class Metrics:
         )
         self.ttft = Histogram(
             "kvlane_ttft_seconds", "From the request to its first token",
-            buckets=_SECONDS, registry=registry,
+            buckets=SECONDS, registry=registry,
         )  # fmt: skip
         self.itl = Histogram(
             "kvlane_itl_seconds", "From token to token, mean of an answer",
-            buckets=_SECONDS, registry=registry,
+            buckets=SECONDS, registry=registry,
         )  # fmt: skip
         self.prompt_tokens = Histogram(
-            "kvlane_prompt_tokens", "Tokens of a prompt", buckets=_TOKENS, registry=registry
+            "kvlane_prompt_tokens", "Tokens of a prompt", buckets=TOKENS, registry=registry
         )
         self.output_tokens = Histogram(
-            "kvlane_output_tokens", "Tokens of an answer", buckets=_TOKENS, registry=registry
+            "kvlane_output_tokens", "Tokens of an answer", buckets=TOKENS, registry=registry
         )
         self.loop_delay = LoopDelay(registry)
         self.holes = Counter(

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from app.bell import Bell
+from app.http.router_metrics import RouterMetrics
 from app.lanes.places import Places
 from app.lanes.scan import Scanner
 from app.lifetime import Lifetime
@@ -47,7 +48,7 @@ def tuning_of(settings: Settings) -> Tuning:
         temperature=settings.router_temperature,
     )
     predicting = PredictiveWeights(settings.decode_weight, settings.max_hold_s * 1000)
-    return Tuning(settings.policy, weights, predicting)
+    return Tuning(settings.policy, weights, predicting, settings.session_slack)
 
 
 @dataclass
@@ -71,6 +72,7 @@ class RouterContext:
     resume: Callable[[Claim], None]
     """Tells the intake that a lane may be read."""
     patience: Patience = field(default_factory=Patience)
+    metrics: RouterMetrics = field(default_factory=RouterMetrics)
     heard: Bell = field(default_factory=Bell)
     """Rung when heartbeats were read."""
     places: Places = field(init=False)
@@ -83,6 +85,7 @@ class RouterContext:
         self.places = Places(
             self.fleet, self.load, self.index, self._undelivered, tuning_of(self.settings),
             self.broker_clock, self.worker_timeout_ms, self.settings.held_requests,
+            counts_output=self.settings.track_output_blocks,
         )  # fmt: skip
 
     @property
@@ -96,13 +99,13 @@ class RouterContext:
         return len(self.places.waiting)
 
     @contextmanager
-    def overlay(self, run: RunId, rank: int, burden: Burden) -> Iterator[None]:
+    def overlay(self, run: RunId, rank: int, burden: Burden, adapter: str = "") -> Iterator[None]:
         """Count a decision at once, until it is read back (or given up)."""
-        self._undelivered.add(run.place(rank), burden)
+        self._undelivered.add(run.place(rank), burden, adapter)
         try:
             yield
         finally:
-            self._undelivered.remove(run.place(rank), burden)
+            self._undelivered.remove(run.place(rank), burden, adapter)
 
     async def end_of(self, source: Partition) -> int:
         """The next offset of a partition; asks until the broker answers."""

@@ -14,7 +14,7 @@ from app.lanes.context import RouterContext
 from app.routing.load import RunId
 from streams.errors import AppendFailed
 from streams.ports import Partition
-from streams.records import CancelRun, End, EndCode, Ended, Usage
+from streams.records import CancelRun, End, EndCode, Ended, Placed, Usage
 from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class Endings:
         *,
         retry_after_s: float | None = None,
         usage: Usage | None = None,
+        placed: Placed | None = None,
     ) -> None:
         """End a request: End where readers see it, CancelRun to its workers, Ended last of all.
 
@@ -44,11 +45,13 @@ class Endings:
         """
         runs = self.living_runs(request_id)
         end = End(
-            id=request_id, code=code, message=message, retry_after_s=retry_after_s, usage=usage
-        )
+            id=request_id, code=code, message=message, retry_after_s=retry_after_s, usage=usage,
+            placed=placed,
+        )  # fmt: skip
         await self._context.outbox.persist(RESPONSES, request_id, end, self._lane)
         await self.cancel_runs(request_id, runs, code)
         await self.write_ended(request_id, code)
+        self._context.metrics.ended(code)
 
     async def write_ended(self, request_id: str, code: EndCode | Literal["seen"]) -> None:
         """Discharge a request; `seen`: its readers have seen its end already."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from app.routing.index import Index
 from app.routing.load import Load
 from app.routing.paces import Paces
 from app.routing.plan import Chosen, Hold, Plan, Planned, Tuning, View, intention, plan
+from app.routing.policies import Place
 from app.routing.prompt import Prompt
 from streams.clock import BrokerClock
 from streams.records import (
@@ -101,6 +102,8 @@ class Places:
         broker_clock: BrokerClock,
         worker_timeout_ms: int,
         bound: int,
+        *,
+        counts_output: bool = True,
     ) -> None:
         self.waiting: set[Key] = set()
         """The requests that wait: held, or backing off after a refusal."""
@@ -113,6 +116,7 @@ class Places:
         self._broker_clock = broker_clock
         self._timeout_ms = worker_timeout_ms
         self._bound = bound
+        self._counts_output = counts_output
         self._dispatched = 0
         self._limits: dict[tuple[str, int], _Limit] = {}
         self._models: dict[str, None] = {}
@@ -124,6 +128,8 @@ class Places:
         self._bells: dict[Key, Bell] = {}
         """Of those that are held for a place."""
         self._looking: dict[Key, _Looking] = {}
+        self._uncached: dict[Key, int] = {}
+        """Of those that wait, the tokens of their prompts that no cache had."""
 
     # --- questions -------------------------------------------------------------------------------
 
@@ -178,25 +184,39 @@ class Places:
                 log.exception("%d requests that look for a worker are not lined up", len(wanted))
         return self._held.line_up(wanted, None)
 
-    def _plan(self, wanted: Wanted) -> Plan:
+    def look(self, wanted: Wanted) -> Plan:
+        """Where a request would go now; nobody else hears of it, and it is held for no place."""
+        unheld = self._tuning.predictive._replace(max_hold_ms=0.0)
+        return self._plan(wanted, self._tuning._replace(predictive=unheld))
+
+    def _plan(self, wanted: Wanted, tuning: Tuning | None = None) -> Plan:
+        tuning = tuning or self._tuning
         now_ms = self._broker_clock.now_ms()
-        view = View(self._fleet, self._pools, self._index, self._load.burdens, self._own, now_ms)
-        if self._tuning.holds:
+        view = View(
+            self._fleet, self._pools, self._index, self._load.burdens, self._own, now_ms,
+            counts_output=self._counts_output,
+        )  # fmt: skip
+        if tuning.holds:
             view = view._replace(
                 output_tokens=self._paces.output_tokens,
                 slowness=self._paces.slowness,
-                ahead_ms=self._held.ahead_ms(wanted.number),
+                ahead=self._held.ahead(wanted.number),
             )
+        session = wanted.prompt.request.hints.session_control
+        bound: Place | None = None
+        if session is not None and session.action != "open":
+            bound = self._load.sessions.bound(session.session_id, "aggregated", now_ms)
         return plan(
             wanted.prompt,
             view,
-            self._tuning,
+            tuning,
             seed=wanted.seed,
             turn=self._dispatched,
             excluded=wanted.excluded,
             full=[key for key in self._limits if not self._has_room(*key, now_ms)],
             since_ms=wanted.since_ms,
             deadline_ms=wanted.deadline_ms,
+            bound=bound,
         )
 
     def dispatched(self) -> None:
@@ -227,6 +247,23 @@ class Places:
         burden = self._load.burdens.of(worker, epoch).plus(self._own.of(worker, epoch))
         return burden.runs < limit.runs + one_more
 
+    # --- figures ---------------------------------------------------------------------------------
+
+    @property
+    def waiting_requests(self) -> int:
+        """How many wait."""
+        return len(self.waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of their prompts that no cache had when they began to."""
+        return sum(self._uncached.values())
+
+    @property
+    def slowness(self) -> Mapping[str, float]:
+        """By worker, how many times slower than its curve it has been."""
+        return self._paces.slowness
+
     # --- waiting ---------------------------------------------------------------------------------
 
     async def change(self, wanted: Wanted, hold: Hold) -> None:
@@ -245,9 +282,19 @@ class Places:
         finally:
             del self._bells[key]
 
+    def begin_waiting(self, wanted: Wanted) -> None:
+        """A request finds no place at once."""
+        prompt, model = wanted.prompt, wanted.prompt.request.model
+        self.waiting.add(wanted.key)
+        size = self._pools.pool(model, "aggregated", self._broker_clock.now_ms()).block_size
+        held = self._index.overlaps(prompt.local(size)).values()
+        cached = max((overlap.device for overlap in held), default=0) * size
+        self._uncached[wanted.key] = max(prompt.tokens - cached, 0)
+
     def left(self, wanted: Wanted) -> None:
         """A request looks for a place no more: it has one, or gave up."""
         self.waiting.discard(wanted.key)
+        self._uncached.pop(wanted.key, None)
         self._intend(wanted, None)
 
     def _intend(self, wanted: Wanted, planned: Planned | None) -> None:

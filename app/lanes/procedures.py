@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from app.lanes.context import FoldStopped, RouterContext
 from app.lanes.endings import Endings
 from app.lanes.places import Key
@@ -23,8 +25,9 @@ from app.lanes.resumption import end_of_answer, obstacle
 from app.routing.load import OPEN, RunId, Story
 from app.routing.obligations import Restart, RestartReason, is_listed
 from app.routing.plan import Chosen, Hold, Refuse
+from app.routing.policies import Place
 from app.routing.prompt import Prompt
-from streams.codecs import pack_tokens, token_count
+from streams.codecs import pack_tokens, token_count, unpack_tokens
 from streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
 from streams.ports import Appended, Partition
 from streams.records import (
@@ -34,7 +37,9 @@ from streams.records import (
     Fence,
     Fencing,
     Origin,
+    Placed,
     Request,
+    SessionUse,
     Usage,
 )
 from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
@@ -53,8 +58,17 @@ NO_PLACE: Mapping[EndCode, str] = {
     "queue_full": "too many requests wait for a worker",
     "deadline": "no worker could take it in time",
     "no_workers": "no worker of its model appeared in time",
+    "none_eligible": "no worker has what it asks for",
+    "all_busy": "all workers that it may go to had enough to do",
+    "pinned_busy": "the worker that it names could not take it",
 }
 """Why a request gets no worker."""
+
+COME_AGAIN: frozenset[EndCode] = frozenset({"queue_full", "all_busy", "pinned_busy"})
+"""Ends that are over soon."""
+
+QUERY = "query_instance_id"
+"""Annotation, with any value: a request that asks where it would go, and goes nowhere."""
 
 
 class Remainder(NamedTuple):
@@ -91,6 +105,11 @@ class Found(NamedTuple):
 
 class CalledOff(Exception):
     """A Cancel of the request is here: whatever is waited for is not wanted any more."""
+
+
+def is_query(request: Request) -> bool:
+    """Whether a request only asks where it would go."""
+    return bool(request.annotations) and request.annotation_value(QUERY) is not None
 
 
 def blames_request(error: Exception) -> bool:
@@ -208,10 +227,14 @@ class Procedures:
     async def assign(self, rest: Remainder) -> None:
         """Hold a request until a worker can take it, then dispatch it; or end it."""
         s, request = self._context, rest.request
+        began_at = s.life.clock.now()
         choice = await self._hold(rest)
         if isinstance(choice, Refuse):
-            again_s = RETRY_AFTER_S if choice.code == "queue_full" else None
+            again_s = RETRY_AFTER_S if choice.code in COME_AGAIN else None
             await self._ends.end(request.id, choice.code, choice.message, retry_after_s=again_s)
+            return
+        if is_query(request):
+            await self._tell(rest, choice)
             return
         now = s.load.story(self._lane, request.id)
         # A worker's refusal without our Assigned does not make an id known: it still wants one.
@@ -220,6 +243,8 @@ class Procedures:
             or not now.known
             or not (now.ended or now.attempt > rest.attempt or now.runs)
         ):
+            waited_s = s.life.clock.now() - began_at
+            s.metrics.dispatched(rest.attempt, Prompt(request), choice, waited_s)
             await self._dispatch(rest, choice)
 
     async def _hold(self, rest: Remainder) -> Chosen | Refuse:
@@ -230,26 +255,49 @@ class Procedures:
         """
         s, request = self._context, rest.request
         seed = s.life.rng.getrandbits(32)
-        prompt, why = Prompt(request, pack_tokens(rest.taken)), ""
+        prompt = Prompt(request, pack_tokens(rest.taken))
+        held = Hold("")
         key = Key(self._lane, request.id)
         wanted = s.places.wanted(key, prompt, seed, rest.deadline_ms, rest.excluded)
         try:
             while s.broker_clock.now_ms() <= rest.deadline_ms:
-                planned = await s.places.find(wanted)
+                query = is_query(request)
+                planned = s.places.look(wanted) if query else await s.places.find(wanted)
                 if not isinstance(planned, Hold):
                     return planned
-                why = planned.reason
+                held = planned
+                if held.is_hopeless and not rest.has_begun:
+                    return _no_place(held.code, held.reason)
                 if key not in s.places.waiting:
                     if not s.places.may_be_served(request.model):
                         return _no_place("model_not_found")
                     if s.places.is_crowded and not rest.has_begun:
-                        return _no_place("queue_full", why)
-                    s.places.waiting.add(key)
+                        return _no_place("queue_full", held.reason)
+                    s.places.begin_waiting(wanted)
                 with self._interruptible(request.id):
                     await s.places.change(wanted, planned)
         finally:
             s.places.left(wanted)
-        return _no_place("deadline" if s.places.is_served(request.model) else "no_workers", why)
+        if not s.places.is_served(request.model):
+            return _no_place("no_workers", held.reason)
+        code: EndCode = "deadline" if held.code == "no_workers" else held.code
+        return _no_place(code, held.reason)
+
+    async def _tell(self, rest: Remainder, choice: Chosen) -> None:
+        """Answer where a request would go. It is in no load, no session and no cache."""
+        s, request = self._context, rest.request
+        s.metrics.planned(Prompt(request), choice)
+        placed = Placed(
+            worker_id=choice.place.worker,
+            dp_rank=choice.place.rank,
+            token_ids=tuple(unpack_tokens(request.token_ids)),
+        )
+        usage = Usage(prompt_tokens=rest.prompt_tokens, cached_tokens=choice.cached_tokens)
+        try:
+            await self._ends.end(request.id, "stop", usage=usage, placed=placed)
+        except RecordTooLarge:
+            message = "the tokens do not fit into one record"
+            await self._ends.end(request.id, "too_large", message)
 
     @contextmanager
     def _interruptible(self, request_id: str) -> Iterator[None]:
@@ -270,6 +318,7 @@ class Procedures:
         """
         s, request = self._context, rest.request
         worker, epoch, rank = choice.place
+        adapter = request.hints.lora_name or ""
         run = RunId(rest.attempt, "aggregated", worker, epoch)
         assigned = Assigned(
             id=request.id, attempt=run.attempt, phase=run.phase, worker=run.worker, epoch=run.epoch,
@@ -279,17 +328,18 @@ class Procedures:
             block_size=choice.block_size, cached_tokens_predicted=choice.cached_tokens,
             prefill_tokens=choice.prefill_tokens, candidates=choice.candidates, router=s.name,
             held_ms=choice.outlook.held_ms, ttft_ms_predicted=choice.outlook.ttft_ms,
+            session=_session_use(request, choice), lora_name=adapter,
         )  # fmt: skip
         assignment = Assignment(
             worker=run.worker, epoch=run.epoch, rank=rank, attempt=run.attempt, phase=run.phase,
-            request=request, origin=rest.origin,
+            request=_with_rank(request, rank), origin=rest.origin,
             responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
             budget_s=(rest.deadline_ms - s.broker_clock.now_ms()) / 1000,
             taken=pack_tokens(rest.taken), taken_chars=rest.chars,
         )  # fmt: skip
         decision: asyncio.Task[Appended] | None = None
         s.places.dispatched()
-        with s.overlay(run, rank, choice.burden):
+        with s.overlay(run, rank, choice.burden, adapter):
             try:
                 async with asyncio.TaskGroup() as sends:
                     decision = sends.create_task(
@@ -339,6 +389,24 @@ class Procedures:
         story = self._context.load.story(self._lane, request_id)
         known = story.runs.get(run) if story is not None else None
         return story if known is not None and known.state in OPEN else None
+
+
+def _with_rank(request: Request, rank: int) -> Request:
+    """The request as its worker gets it: with the rank that was chosen."""
+    if rank == (request.hints.dp_rank or 0):
+        return request
+    return replace(request, hints=replace(request.hints, dp_rank=rank))
+
+
+def _session_use(request: Request, choice: Chosen) -> SessionUse | None:
+    control = request.hints.session_control
+    if control is None:
+        return None
+    bound = choice.bound or Place("", 0)
+    return SessionUse(
+        id=control.session_id, timeout_s=control.timeout, closes=control.action == "close",
+        bound_worker=bound.worker, bound_epoch=bound.epoch, bound_rank=bound.rank,
+    )  # fmt: skip
 
 
 def _no_place(code: EndCode, why: str = "") -> Refuse:

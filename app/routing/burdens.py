@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
+from app.routing.changes import Changes
 from app.routing.policies import Place
 
 
@@ -51,12 +52,17 @@ NOTHING = Burden()
 
 
 class Burdens:
-    """Burdens by worker and epoch, and by rank, kept up to date run by run."""
+    """Burdens by worker and epoch, and by rank, kept up to date run by run.
+
+    `changes`: of ranks, for boards that keep them in columns.
+    """
 
     def __init__(self) -> None:
+        self.changes = Changes[Place]()
         self._by_epoch: dict[tuple[str, int], Burden] = {}
         self._by_rank: dict[Place, Burden] = {}
         self._prefilled_ms: dict[Place, int] = {}
+        self._by_adapter: dict[str, dict[Place, int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_rank)
@@ -70,25 +76,46 @@ class Burdens:
         by_rank = self._by_rank
         return [by_rank.get(place, NOTHING) for place in places]
 
+    def there(self, place: Place) -> Burden:
+        """What lies on a place."""
+        return self._by_rank.get(place, NOTHING)
+
     def prefilled_ms(self, place: Place) -> int:
         """When a run there had its first token last, of those since it was idle; 0 for none."""
         return self._prefilled_ms.get(place, 0)
 
-    def add(self, place: Place, burden: Burden) -> None:
-        """Count something in."""
+    def adapter_runs(self, adapter: str) -> int:
+        """Open runs of an adapter, over all places."""
+        return sum(self._by_adapter.get(adapter, {}).values())
+
+    def adapters_at(self, place: Place) -> dict[str, int]:
+        """Open runs of each adapter at a place."""
+        return {name: runs[place] for name, runs in self._by_adapter.items() if place in runs}
+
+    def add(self, place: Place, burden: Burden, adapter: str = "") -> None:
+        """Count something in, of requests for an adapter."""
+        if adapter and burden.runs:
+            runs = self._by_adapter.setdefault(adapter, {})
+            runs[place] = runs.get(place, 0) + burden.runs
+            if not runs[place]:
+                del runs[place]
+            if not runs:
+                del self._by_adapter[adapter]
         _put(self._by_epoch, (place.worker, place.epoch), burden)
         _put(self._by_rank, place, burden)
+        self.changes.note(place)
         if place not in self._by_rank:
             self._prefilled_ms.pop(place, None)
 
-    def remove(self, place: Place, burden: Burden) -> None:
+    def remove(self, place: Place, burden: Burden, adapter: str = "") -> None:
         """Count something out that was counted in."""
-        self.add(place, NOTHING.less(burden))
+        self.add(place, NOTHING.less(burden), adapter)
 
     def prefilled(self, place: Place, at_ms: int) -> None:
         """A run there had its first token; of several such times the last one counts."""
         if place in self._by_rank:
             self._prefilled_ms[place] = max(at_ms, self.prefilled_ms(place))
+            self.changes.note(place)
 
 
 K = TypeVar("K")

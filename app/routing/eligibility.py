@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from app.routing.adapters import homes_of, is_served
+from app.routing.board import Board
+from app.routing.burdens import Burdens
 from app.routing.fleet import Fleet, FleetWorker
 from app.routing.paces import Pace, pace_of
 from app.routing.policies import Place
 from indexer.lives import Holder
 from indexer.xxh3 import xxh3
-from streams.records import EndCode, Hints, Phase, Request, Role
+from streams.records import EndCode, Hints, Phase, Request, Role, WorkerCard
 
 BLOCK_SIZE = 16
 """In which costs are counted for models whose workers name no block size."""
@@ -34,8 +37,8 @@ _ROLES: dict[Phase, frozenset[Role]] = {
 class Row(NamedTuple):
     """A place in a pool. `number` and `ranks`: the worker's; see `number_of`.
 
-    `shows_blocks`: what its cache holds is known, by blocks of the pool's size. `pace`: by its
-    card.
+    `shows_blocks`: what its cache holds is known, by blocks of the pool's size. `pace` and `card`:
+    what it says of itself.
     """
 
     place: Place
@@ -45,13 +48,16 @@ class Row(NamedTuple):
     shows_blocks: bool
     ranks: int
     pace: Pace
+    card: WorkerCard
 
 
 class Pool(NamedTuple):
     """The places for a phase of requests for one model, by name and rank; its prompts' block size.
+    `board`: the same in columns.
 
     Right for one version of the fleet, until one of the workers has been silent for too long
-    (`until_ms`), or one of the `silent` ones was heard again.
+    (`until_ms`), or one of the `silent` ones was heard again. `bounded`: some of them are to get
+    nothing more while they are busy.
     """
 
     rows: tuple[Row, ...]
@@ -59,13 +65,20 @@ class Pool(NamedTuple):
     version: int
     until_ms: int
     silent: tuple[tuple[str, int], ...]
+    board: Board
+    bounded: bool = False
 
 
 class NoPlace(NamedTuple):
-    """Nobody may take it. With a `code` the request ends with it, since waiting is of no use."""
+    """Nobody may take it. `code`: what the request ends with if nothing changes in its time.
+
+    `hope`: `wait` that it changes as workers come, end or are heard again; `news`: no worker there
+    is could ever take it, but another one might come; `none`: it asks for what cannot be.
+    """
 
     reason: str
-    code: EndCode | None = None
+    code: EndCode
+    hope: Literal["wait", "news", "none"] = "wait"
 
 
 @lru_cache(maxsize=4096)
@@ -118,6 +131,8 @@ class Pools:
             version=fleet.version,
             until_ms=min((heard[w] for w in routable), default=now_ms) + timeout_ms,
             silent=tuple((w, at) for w, at in heard.items() if now_ms - at > timeout_ms),
+            board=Board(rows),
+            bounded=any(_is_bounded(row.card) for row in rows),
         )
 
 
@@ -136,7 +151,7 @@ def _rows(worker: str, member: FleetWorker, block_size: int) -> list[Row]:
     return [
         Row(
             Place(worker, member.epoch, rank), Holder(worker, rank), number, taints,
-            card.config.kv_cache_block_size == block_size, card.ranks, pace,
+            card.config.kv_cache_block_size == block_size, card.ranks, pace, card,
         )
         for rank in range(card.ranks)
     ]  # fmt: skip
@@ -150,11 +165,14 @@ def eligible(
     *,
     excluded: Collection[str] = (),
     full: Collection[tuple[str, int]] = (),
+    burdens: Sequence[Burdens] = (),
 ) -> Sequence[Row] | NoPlace:
     """The places that may take a phase of a request, or why there is none.
 
     Workers in `excluded`, on which it failed before, count as long as there is no other one; those
-    in `full`, named with their epochs, do not.
+    in `full`, named with their epochs, do not. `burdens`: what lies on places, all together.
+
+    A request that asks for nothing gets the rows of the pool as they are.
     """
     hints = request.hints
     pin = pin_of(hints, phase)
@@ -162,16 +180,26 @@ def eligible(
         return fault
     rows: Sequence[Row] = pool.rows
     if not rows:
-        return NoPlace("no worker is ready")
-    for rule, passes in _rules(hints, phase, pin):
-        rows = [row for row in rows if passes(row)]
+        return NoPlace("no worker is ready", "no_workers")
+    for rule in _rules(hints, phase, pin):
+        rows = [row for row in rows if rule.passes(row)]
         if not rows:
-            return NoPlace(rule)
+            return _left_nobody(rule, request, phase, pin, fleet)
     if excluded:
         rows = [row for row in rows if row.place.worker not in excluded] or rows
     if full:
         rows = [row for row in rows if row.place[:2] not in full]
-    return rows or NoPlace("all workers are full")
+    if pool.bounded:
+        rows = [row for row in rows if not _is_busy(row, fleet, burdens)]
+    if hints.lora_name:
+        rows = _with_adapter(hints.lora_name, rows, pool, burdens)
+    return rows or _all_busy(pin, full)
+
+
+def _all_busy(pin: str | None, full: Collection[tuple[str, int]]) -> NoPlace:
+    if pin is not None:
+        return NoPlace(f"the pinned worker {pin} is busy", "pinned_busy")
+    return NoPlace("all workers are full" if full else "all workers are busy", "all_busy")
 
 
 def pin_of(hints: Hints, phase: Phase) -> str | None:
@@ -180,22 +208,77 @@ def pin_of(hints: Hints, phase: Phase) -> str | None:
     return own if own is not None else hints.backend_instance_id
 
 
-Rule = tuple[str, Callable[[Row], bool]]
+class Rule(NamedTuple):
+    """What is asked of a place beyond being in the pool, with what is wrong if none does it."""
+
+    wrong: str
+    passes: Callable[[Row], bool]
 
 
 def _rules(hints: Hints, phase: Phase, pin: str | None) -> Iterator[Rule]:
-    """What is asked of a place beyond being in the pool, each with what is wrong if none does."""
     rank = _rank(hints, phase)
     if pin is not None:
-        yield f"the pinned worker {pin} is not ready", lambda row: _is_called(row, (pin,))
+        yield Rule(f"the pinned worker {pin} is not ready", lambda row: _is_called(row, (pin,)))
         rank = rank or 0
     if rank is not None:
-        yield f"no ready worker has rank {rank}", lambda row: row.place.rank == rank
+        yield Rule(f"no ready worker has rank {rank}", lambda row: row.place.rank == rank)
     if allowed := hints.allowed_worker_ids:
-        yield "none of allowed_worker_ids is ready", lambda row: _is_called(row, allowed)
+        yield Rule("none of allowed_worker_ids is ready", lambda row: _is_called(row, allowed))
     if (asked := hints.routing_constraints) is not None and asked.required_taints:
         required = frozenset(asked.required_taints)
-        yield "no ready worker has all required_taints", lambda row: required <= row.taints
+        yield Rule("no ready worker has all required_taints", lambda row: required <= row.taints)
+    if adapter := hints.lora_name:
+        yield Rule(
+            "no ready worker serves the adapter of lora_name",
+            lambda row: is_served(row.card.config, adapter),
+        )
+
+
+def _left_nobody(
+    rule: Rule, request: Request, phase: Phase, pin: str | None, fleet: Fleet
+) -> NoPlace:
+    """What becomes of a request when a rule leaves nobody that is ready."""
+    if pin is not None and rule.wrong.startswith("the pinned"):
+        return NoPlace(rule.wrong, "pinned_busy")
+    alive = (
+        row
+        for worker, member in fleet.living()
+        if request.model in ("", member.card.model) and member.card.role in _ROLES[phase]
+        for row in _rows(worker, member, 0)
+    )
+    all_rules = list(_rules(request.hints, phase, pin))
+    hope = any(all(each.passes(row) for each in all_rules) for row in alive)
+    return NoPlace(rule.wrong, "none_eligible", "wait" if hope else "news")
+
+
+def _is_bounded(card: WorkerCard) -> bool:
+    return card.busy_cache is not None or card.busy_prefill_tokens is not None
+
+
+def _is_busy(row: Row, fleet: Fleet, burdens: Sequence[Burdens]) -> bool:
+    """Whether a worker has more to do than its card allows."""
+    card, beat = row.card, fleet.beats.get(row.place.worker)
+    if card.busy_cache is not None and beat is not None and beat.cache_usage > card.busy_cache:
+        return True
+    if card.busy_prefill_tokens is None:
+        return False
+    waiting = sum(each.at((row.place,))[0].prefill_tokens for each in burdens)
+    return waiting > card.busy_prefill_tokens
+
+
+def _with_adapter(
+    adapter: str, rows: Sequence[Row], pool: Pool, burdens: Sequence[Burdens]
+) -> Sequence[Row]:
+    """The places where an adapter is, or is to be loaded.
+
+    The order of loading is over all of the pool, so that a request's own wishes and a worker that
+    is full for a moment do not change where others go; who cannot take it is passed by.
+    """
+    configs = {row.place.worker: row.card.config for row in pool.rows}
+    avoided = frozenset(configs) - {row.place.worker for row in rows}
+    open_runs = sum(each.adapter_runs(adapter) for each in burdens)
+    homes = homes_of(adapter, configs, open_runs, avoided)
+    return [row for row in rows if row.place.worker in homes]
 
 
 def _rank(hints: Hints, phase: Phase) -> int | None:
@@ -205,20 +288,21 @@ def _rank(hints: Hints, phase: Phase) -> int | None:
 def _unpinnable(request: Request, phase: Phase, pin: str, fleet: Fleet) -> NoPlace | None:
     """Why no waiting will make the pin possible."""
     hints, rank = request.hints, _rank(request.hints, phase) or 0
-    names = [worker for worker in fleet.members if pin in (worker, number_of(worker))]
+    names = [worker for worker, _ in fleet.living() if pin in (worker, number_of(worker))]
     if not names:
-        return NoPlace(f"the pinned worker {pin} is gone", "no_workers")
+        return NoPlace(f"the pinned worker {pin} is gone", "pinned_gone", "none")
     name, card = names[0], fleet.members[names[0]].card
-    fault = ""
     if hints.allowed_worker_ids and not {name, number_of(name)} & {*hints.allowed_worker_ids}:
-        fault = "is not among allowed_worker_ids"
-    elif request.model not in ("", card.model):
+        reason = f"the pinned worker {pin} is not among allowed_worker_ids"
+        return NoPlace(reason, "pin_not_allowed", "none")
+    fault = ""
+    if request.model not in ("", card.model):
         fault = f"does not serve {request.model}"
     elif card.role not in _ROLES[phase]:
         fault = f"only does {card.role}"
     elif rank >= card.ranks:
         fault = f"has no rank {rank}"
-    return NoPlace(f"the pinned worker {pin} {fault}", "invalid") if fault else None
+    return NoPlace(f"the pinned worker {pin} {fault}", "invalid", "none") if fault else None
 
 
 def _is_called(row: Row, names: Collection[str]) -> bool:

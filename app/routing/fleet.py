@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from app.routing.changes import Changes
 from app.routing.signs import Signs
 from streams.ports import Partition
 from streams.records import (
@@ -57,13 +58,16 @@ class Beat(NamedTuple):
     state: WorkerState
     running: dict[RunKey, int]
     output_tokens: int = 0
-    """Of all these runs together."""
+    """Of all these runs together, as far as they count: see `_counted`."""
+    cache_usage: float = 0.0
+    """Part of the engine's cache that its runs hold, 0 to 1; 0 if it does not say."""
 
 
 class Fleet:
     """Cards, heartbeats and deaths; a `Fold` (streams/follow.py) over registry and kv-events.
 
-    `version` moves when another set of workers may be routable for another reason than silence.
+    `version` moves when another set of workers may be routable for another reason than silence;
+    `beaten`: workers whose last heartbeat is another.
     """
 
     name = "fleet"
@@ -73,6 +77,7 @@ class Fleet:
         self.beats: dict[str, Beat] = {}
         self.models: dict[str, ModelCard] = {}
         self.version = 0
+        self.beaten = Changes[str]()
         self._lost: dict[str, int] = {}  # worker → its highest lost epoch
         self._heard: dict[int, Signs] = {}  # by kv partition: who has a beat or a death from there
         self._buried: dict[str, int] = {}  # worker → epoch up to which its cards count no more
@@ -168,8 +173,9 @@ class Fleet:
         running = {RunKey(r.id, r.attempt, r.phase): r.output_tokens for r in beat.running}
         self.beats[beat.worker] = Beat(
             source.partition, fact.offset, fact.timestamp_ms,
-            beat.epoch, beat.slot_offset, beat.state, running, sum(running.values()),
+            beat.epoch, beat.slot_offset, beat.state, running, _counted(beat), _usage(beat),
         )  # fmt: skip
+        self.beaten.note(beat.worker)
         if known is None or (known.epoch, known.state) != (beat.epoch, beat.state):
             self.version += 1
         self._note(source, fact, beat.worker)
@@ -185,6 +191,7 @@ class Fleet:
             self._forget_signs(forgotten)
 
     def _forget_signs(self, worker: str) -> None:
+        self.beaten.note(worker)
         self.beats.pop(worker, None)
         self._lost.pop(worker, None)
 
@@ -222,7 +229,9 @@ class Fleet:
             return _Sign(worker, heard_ms, lost)
         running = [(*key, tokens) for key, tokens in sorted(beat.running.items())]
         where = (beat.offset, beat.at_ms, beat.epoch, beat.slot_offset)
-        return _Sign(worker, heard_ms, lost, where, beat.state, running)
+        return _Sign(
+            worker, heard_ms, lost, where, beat.state, running, beat.output_tokens, beat.cache_usage
+        )
 
     def restore(self, source: Partition, data: bytes, position: int) -> None:
         """The inverse of `snapshot`, at a position. Raises msgspec.DecodeError on other bytes."""
@@ -247,11 +256,12 @@ class Fleet:
         if sign.lost >= 0:
             self._lost[sign.worker] = sign.lost
         if sign.where is not None:
+            self.beaten.note(sign.worker)
             offset, at_ms, epoch, slot_offset = sign.where
             running = {RunKey(i, attempt, phase): n for i, attempt, phase, n in sign.running}
             self.beats[sign.worker] = Beat(
                 partition, offset, at_ms, epoch, slot_offset, sign.state, running,
-                sum(running.values()),
+                sign.output_tokens, sign.cache_usage,
             )  # fmt: skip
 
     def state_hash(self, source: Partition) -> str:
@@ -274,3 +284,22 @@ class _Sign(msgspec.Struct):
     where: tuple[int, int, int, int] | None = None
     state: WorkerState = "ready"
     running: list[tuple[str, int, Phase, int]] = []
+    output_tokens: int = 0
+    cache_usage: float = 0.0
+
+
+def _counted(beat: Heartbeat) -> int:
+    """Output tokens as load: of an answer whose length is expected, those that come to its end
+    count less and less, since they will be gone soon."""
+    total = 0.0
+    for run in beat.running:
+        expected, done = run.expected_output_tokens, run.output_tokens
+        total += done * max(0.0, 1.0 - done / expected) if expected else done
+    return int(total)
+
+
+def _usage(beat: Heartbeat) -> float:
+    figures = beat.engine
+    if figures is None or not figures.kv_total_blocks:
+        return 0.0
+    return figures.kv_used_blocks / figures.kv_total_blocks

@@ -27,6 +27,7 @@ import msgspec
 
 from app.routing.burdens import NOTHING, Burden, Burdens
 from app.routing.policies import Place
+from app.routing.sessions import Binding, Key, Sessions
 from streams.ports import Partition
 from streams.records import (
     Assigned,
@@ -80,6 +81,7 @@ class KnownRun:
     tokens: int = 0
     rank: int = 0
     prefill_tokens: int = 0
+    lora_name: str = ""
 
     @property
     def burden(self) -> Burden:
@@ -264,14 +266,16 @@ def _fold_run(
         if isinstance(record, Started):
             run.tokens = run.prefill_tokens = record.prompt_tokens
     else:
-        burdens.remove(run_id.place(run.rank), run.burden)
+        burdens.remove(run_id.place(run.rank), run.burden, run.lora_name)
     if isinstance(record, Assigned):  # it knows better than the Started that may have overtaken it
-        run.tokens = record.prompt_tokens + record.base_tokens
+        booked = record.policy != "direct"  # who chooses the workers keeps the books there
+        run.tokens = (record.prompt_tokens + record.base_tokens) * booked
         run.rank, run.prefill_tokens = record.rank, record.prefill_tokens
+        run.lora_name = record.lora_name
     state = _next_state(run.state, record)
     if state != run.state:
         run.state, run.since_ms = state, at_ms
-    burdens.add(run_id.place(run.rank), run.burden)
+    burdens.add(run_id.place(run.rank), run.burden, run.lora_name)
     if run.state == "prefilled":
         burdens.prefilled(run_id.place(run.rank), run.since_ms)
 
@@ -288,7 +292,7 @@ def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Fini
 
 def _clear_runs(story: Story, burdens: Burdens) -> None:
     for run_id, run in story.runs.items():
-        burdens.remove(run_id.place(run.rank), run.burden)
+        burdens.remove(run_id.place(run.rank), run.burden, run.lora_name)
     story.runs.clear()
 
 
@@ -297,7 +301,7 @@ class _Told(msgspec.Struct):
 
     id: str
     attempt: int
-    runs: list[tuple[int, Phase, str, int, RunState, int, int, int, int]]
+    runs: list[tuple[int, Phase, str, int, RunState, int, int, int, int, str]]
     ended: str
     origin: Origin | None
     responses_from: int
@@ -313,6 +317,7 @@ class _Lane(msgspec.Struct):
 
     stories: list[_Told]
     outcomes: list[tuple[str, str, int, int]]
+    sessions: list[tuple[Key, Binding]] = []
 
 
 class Load:
@@ -324,6 +329,7 @@ class Load:
         self._window_ms = dedup_window_ms
         self._lanes: dict[int, LaneStories] = {}
         self.burdens = Burdens()
+        self.sessions = Sessions(dedup_window_ms)
 
     def lane(self, number: int) -> LaneStories:
         """The lane of a ledger partition; empty at position 0 before anything was read."""
@@ -338,6 +344,8 @@ class Load:
         lane = self._lanes.setdefault(source.partition, self.lane(source.partition))
         for fact in facts:
             lane.apply(fact, self.burdens)
+            if isinstance(fact.record, Assigned):
+                self.sessions.apply(source.partition, fact.record, fact.timestamp_ms)
         lane.position = position
 
     def position(self, source: Partition) -> int | None:
@@ -350,12 +358,14 @@ class Load:
         lane = self._lanes.pop(source.partition, None)
         if lane is not None:
             lane.drop(self.burdens)
+        self.sessions.forget(source.partition)
 
     def snapshot(self, source: Partition) -> bytes:
         """The partition's stories as bytes; equal stories give equal bytes."""
         lane = self.lane(source.partition)
         outcomes = [(request_id, *outcome) for request_id, outcome in lane.outcomes.items()]
-        return msgspec.msgpack.encode(_Lane(list(_tell(lane)), outcomes))
+        sessions = self.sessions.told(source.partition)
+        return msgspec.msgpack.encode(_Lane(list(_tell(lane)), outcomes, sessions))
 
     def restore(self, source: Partition, data: bytes, position: int) -> None:
         """The inverse of `snapshot`, at a position. Raises msgspec.DecodeError on other bytes."""
@@ -367,15 +377,16 @@ class Load:
                 t.attempt, {}, t.ended, t.origin, t.responses_from, t.deadline_ms,
                 t.failures, t.fulls, set(t.failed_workers), t.last_ms,
             )  # fmt: skip
-            for attempt, phase, worker, epoch, state, since_ms, *numbers in t.runs:
-                run_id = RunId(attempt, phase, worker, epoch)
-                run = story.runs[run_id] = KnownRun(state, since_ms, *numbers)
-                self.burdens.add(run_id.place(run.rank), run.burden)
+            for told_run in t.runs:
+                run_id = RunId(*told_run[:4])
+                run = story.runs[run_id] = KnownRun(*told_run[4:])
+                self.burdens.add(run_id.place(run.rank), run.burden, run.lora_name)
                 if run.state == "prefilled":
                     self.burdens.prefilled(run_id.place(run.rank), run.since_ms)
             lane.stories[t.id] = story
             lane.file(t.id, story)
         lane.outcomes = {i: Outcome(code, n, at_ms) for i, code, n, at_ms in told.outcomes}
+        self.sessions.restore(source.partition, told.sessions)
         lane.position = position
 
     def state_hash(self, source: Partition) -> str:
@@ -387,7 +398,15 @@ def _tell(lane: LaneStories) -> Iterator[_Told]:
     for request_id in sorted(lane.stories):
         s = lane.stories[request_id]
         runs = [
-            (*run_id, run.state, run.since_ms, run.tokens, run.rank, run.prefill_tokens)
+            (
+                *run_id,
+                run.state,
+                run.since_ms,
+                run.tokens,
+                run.rank,
+                run.prefill_tokens,
+                run.lora_name,
+            )
             for run_id, run in sorted(s.runs.items())
         ]
         yield _Told(

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from msgspec.structs import replace
+import numpy as np
 
-from app.routing import predictive
+from app.routing import kernels, predictive
+from app.routing.board import NOTHING, Board, Sources
 from app.routing.burdens import Burden, Burdens
-from app.routing.eligibility import NoPlace, Pools, Row, eligible, pin_of
+from app.routing.eligibility import NoPlace, Pool, Pools, Row, eligible, pin_of
 from app.routing.fleet import Fleet
 from app.routing.index import Index
-from app.routing.paces import OUTPUT_TOKENS, PUBLISHED, Spot, spot_of
+from app.routing.paces import OUTPUT_TOKENS
 from app.routing.policies import (
-    NEVER,
     POLICIES,
     Ask,
     Costs,
@@ -30,53 +29,16 @@ from app.routing.policies import (
     Place,
     pick,
     span,
+    tags_of,
 )
 from app.routing.predictive import Prediction, PredictiveWeights
 from app.routing.prompt import Prompt
-from indexer.lives import Holder, Overlap
+from app.routing.recorded import candidates_of, options_of
+from app.routing.sessions import allowance, kept
 from streams.records import Assigned, Candidate, EndCode, Phase, Request, RouterConfigOverride
-
-RECORDED = 16
-"""How many candidates a decision records: the best ones, and the chosen one if it is none."""
 
 LARGEST_WEIGHT = 1e6
 """Of what a request may set: costs stay finite, so that there is always a least one."""
-
-_NO_OVERLAP = Overlap()
-_NOTHING: Mapping[Any, Any] = MappingProxyType({})
-
-
-class View(NamedTuple):
-    """What is known when a request is planned. `told`: burdens by the ledger, `own`: those of
-    decisions that were taken here and not read back. `now_ms`: broker time.
-
-    Of the rest only policy predictive knows. `output_tokens`: the mean answer's; `slowness`: of
-    workers, see `Pace`. `ahead_ms`: the prefill, computed alone, of each request that is held here,
-    came before the one in question, and is planned for a place.
-    """
-
-    fleet: Fleet
-    pools: Pools
-    caches: Index
-    told: Burdens
-    own: Burdens
-    now_ms: int
-    output_tokens: float = OUTPUT_TOKENS
-    slowness: Mapping[str, float] = _NOTHING
-    ahead_ms: Mapping[Place, Sequence[float]] = _NOTHING
-
-
-class Tuning(NamedTuple):
-    """The policy of a deployment, and its settings."""
-
-    policy: str = "dynamo"
-    weights: DynamoWeights = DynamoWeights()
-    predictive: PredictiveWeights = PredictiveWeights()
-
-    @property
-    def holds(self) -> bool:
-        """Whether requests are held for a place, and so planned before they go."""
-        return self.policy == "predictive"
 
 
 class Planned(NamedTuple):
@@ -88,6 +50,43 @@ class Planned(NamedTuple):
     place: Place
     prefill_ms: float
     until_ms: int
+
+
+class View(NamedTuple):
+    """What is known when a request is planned. `told`: burdens by the ledger, `own`: those of
+    decisions that were taken here and not read back. `now_ms`: broker time.
+
+    Of the rest only policy predictive knows. `output_tokens`: the mean answer's; `slowness`: of
+    workers, see `Pace`. `ahead`: for which places the requests are planned that are held here and
+    came before the one in question, in that order. `later_ms`: see `Sources`. `counts_output`:
+    whether tokens of answers that are under way count as load.
+    """
+
+    fleet: Fleet
+    pools: Pools
+    caches: Index
+    told: Burdens
+    own: Burdens
+    now_ms: int
+    output_tokens: float = OUTPUT_TOKENS
+    slowness: Mapping[str, float] = NOTHING
+    ahead: Sequence[Planned] = ()
+    counts_output: bool = True
+    later_ms: Mapping[str, float] = NOTHING
+
+
+class Tuning(NamedTuple):
+    """The policy of a deployment, and its settings. `session_slack`: see `allowance`."""
+
+    policy: str = "dynamo"
+    weights: DynamoWeights = DynamoWeights()
+    predictive: PredictiveWeights = PredictiveWeights()
+    session_slack: float = 1.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether requests are held for a place, and so planned before they go."""
+        return self.policy == "predictive"
 
 
 class Outlook(NamedTuple):
@@ -104,6 +103,7 @@ class Outlook(NamedTuple):
 class Chosen(NamedTuple):
     """The decision. `prefill_tokens`: what it adds to the prefill of its place; with the other
     fields, all that was not in the request and went into the costs. `at_ms`: when it was taken.
+    `bound`: where the session of the request was at home, if that counted.
     """
 
     place: Place
@@ -117,11 +117,19 @@ class Chosen(NamedTuple):
     candidates: tuple[Candidate, ...]
     at_ms: int = 0
     outlook: Outlook = Outlook()
+    bound: Place | None = None
+
+    @property
+    def overlap_blocks(self) -> int:
+        """Blocks of the prompt that its place has, in whatever tier."""
+        each = next((c for c in self.candidates if (c.worker, c.rank) == self.place[::2]), None)
+        return each.overlap_blocks + each.host_blocks + each.disk_blocks if each else 0
 
     @property
     def burden(self) -> Burden:
         """What it adds to the load of its place until it is read back."""
-        return Burden(1, self.tokens, self.prefill_tokens, 1, self.at_ms)
+        booked = self.policy != "direct"  # who chooses the workers keeps the books there
+        return Burden(1, self.tokens * booked, self.prefill_tokens, 1, self.at_ms)
 
 
 class Hold(NamedTuple):
@@ -129,12 +137,15 @@ class Hold(NamedTuple):
     `wake_at_ms` if not before.
 
     `wake_at_ms`: time of the broker; None where only news can help. Looking again earlier or later
-    is never wrong. `planned` is what policy predictive has in mind for it.
+    is never wrong. `planned` is what policy predictive has in mind for it. `code`: what the request
+    ends with if its time is up before. `is_hopeless`: only a worker that is yet to come can help.
     """
 
     reason: str
     wake_at_ms: int | None = None
     planned: Planned | None = None
+    code: EndCode = "deadline"
+    is_hopeless: bool = False
 
 
 class Refuse(NamedTuple):
@@ -177,12 +188,13 @@ def plan(
     full: Collection[tuple[str, int]] = (),
     since_ms: float | None = None,
     deadline_ms: float | None = None,
+    bound: Place | None = None,
 ) -> Plan:
     """Decide about a phase of a request.
 
     `turn`: how many requests this router has dispatched; `excluded`: workers on which it failed;
     `full`: those that take no more, with their epochs. `since_ms`: when it was planned first, if
-    that was before; `deadline_ms`: when its time is up.
+    that was before; `deadline_ms`: when its time is up. `bound`: where its session is at home.
     """
     request = prompt.request
     if tuning.policy == "direct":
@@ -192,29 +204,36 @@ def plan(
     if fault := _faulty_numbers(request):
         return Refuse("invalid", f"{fault} must be a number up to {LARGEST_WEIGHT:g}")
     pool = view.pools.pool(request.model, phase, view.now_ms)
-    rows = eligible(request, phase, pool, view.fleet, excluded=excluded, full=full)
-    if isinstance(rows, NoPlace):
-        return Refuse(rows.code, rows.reason) if rows.code else Hold(rows.reason)
-    overlaps = view.caches.overlaps(prompt.local(pool.block_size))
-    options = _options(request, rows, view, overlaps)
-    weights = _overridden(tuning.weights, request.router_config_override)
-    session = request.hints.session_control
-    ask = Ask(
-        id=request.id, prompt_tokens=prompt.tokens, block_size=pool.block_size, seed=seed,
-        turn=turn, session=session.session_id if session else "",
-        least_prefill_tokens=min(options.prefill_tokens),
+    rows = eligible(
+        request, phase, pool, view.fleet,
+        excluded=excluded, full=full, burdens=(view.told, view.own),
     )  # fmt: skip
+    if isinstance(rows, NoPlace):
+        return _without_place(rows)
+    options = _options(request, pool, rows, view, prompt)
+    weights = _overridden(tuning.weights, request.router_config_override)
+    ask = _ask(prompt, pool.block_size, seed, turn)
     prediction: Prediction | None = None
     if tuning.policy == "predictive":
-        options = options._replace(spots=_spots(options, rows, view))
-        ask = _predicted(ask, request, options, view)
-        prediction = predictive.predict(ask, options, tuning.predictive)
-        costs: Costs = predictive.costs(options, prediction, tuning.predictive)
+        held = predictive.held_tokens(ask, options)
+        ask = _predicted(ask, request, view)._replace(most_held_tokens=float(held.max()))
+        prediction = predictive.predict(ask, options, tuning.predictive, held)
+        costs: Costs = prediction.costs
     else:
+        if weights.overlap_decay:
+            least = int(options.spots[:, kernels.PREFILL_TOKENS].min())
+            ask = ask._replace(least_prefill_tokens=least)
         costs = POLICIES[tuning.policy](ask, options, weights)
     params = _params(tuning, ask, weights, costs, request.router_config_override)
-    chosen = pick(costs, options.places, seed, _noise(params))
+    chosen = pick(costs, options.tags, seed, _noise(params))
     assert chosen is not None, "a policy considers some option"
+    if bound is not None and bound in options.places:
+        at = options.places.index(bound)
+        slack = tuning.session_slack * allowance(tuning.policy, ask, weights, rows[at].pace)
+        params["session_allowance"] = slack
+        chosen = kept(at, chosen, costs, slack)
+    else:
+        bound = None
     outlook = Outlook()
     if prediction is not None:
         since_ms = view.now_ms if since_ms is None else since_ms
@@ -224,22 +243,29 @@ def plan(
         )
         if outlook.left_ms > 0:
             return Hold("its worker is busy", view.now_ms + outlook.left_ms, outlook.planned)
-    held = sum(column[chosen] for column in options[1:4]) * pool.block_size
-    cached = min(held, prompt.tokens)
-    tracked = params.get("track_prefill_tokens", 1.0)
+    cached = min(int(options.blocks[chosen].sum()) * pool.block_size, prompt.tokens)
+    tracked, reuse = (params.get(name, 1.0) for name in ("track_prefill_tokens", "assume_kv_reuse"))
+    tracked = tracked and tuning.policy != "direct"
     return Chosen(
         place=options.places[chosen],
         tokens=prompt.tokens,
         cached_tokens=cached,
-        prefill_tokens=prompt.tokens - cached if tracked else 0,
+        prefill_tokens=(prompt.tokens - cached if reuse else prompt.tokens) if tracked else 0,
         block_size=pool.block_size,
         policy=tuning.policy,
         params=params,
         seed=seed,
-        candidates=_candidates(options, costs, chosen),
+        candidates=candidates_of(options, costs, chosen, is_timed=prediction is not None),
         at_ms=view.now_ms,
         outlook=outlook,
+        bound=bound,
     )
+
+
+def _without_place(found: NoPlace) -> Hold | Refuse:
+    if found.hope == "none":
+        return Refuse(found.code, found.reason)
+    return Hold(found.reason, code=found.code, is_hopeless=found.hope == "news")
 
 
 def replan(decision: Assigned, session: str = "") -> Place | None:
@@ -252,8 +278,16 @@ def replan(decision: Assigned, session: str = "") -> Place | None:
     if recalled is None:
         return None
     places = recalled.options.places
-    chosen = pick(recalled.costs, places, decision.seed, _noise(decision.params))
-    return None if chosen is None else places[chosen]
+    noise = _noise(decision.params)
+    chosen = pick(recalled.costs, recalled.options.tags, decision.seed, noise)
+    if chosen is None:
+        return None
+    use, slack = decision.session, decision.params.get("session_allowance")
+    if use is not None and slack is not None:
+        bound = Place(use.bound_worker, use.bound_epoch, use.bound_rank)
+        if bound in places:
+            chosen = kept(places.index(bound), chosen, recalled.costs, slack)
+    return places[chosen]
 
 
 def recall(decision: Assigned, session: str = "") -> Recalled | None:
@@ -261,17 +295,7 @@ def recall(decision: Assigned, session: str = "") -> Recalled | None:
     candidates = decision.candidates
     if not candidates:
         return None
-    options = Options(
-        [Place(c.worker, c.epoch, c.rank) for c in candidates],
-        overlap_blocks=[c.overlap_blocks for c in candidates],
-        host_blocks=[c.host_blocks for c in candidates],
-        disk_blocks=[c.disk_blocks for c in candidates],
-        prefill_tokens=[c.prefill_tokens for c in candidates],
-        open_tokens=[c.open_tokens for c in candidates],
-        open_runs=[c.open_runs for c in candidates],
-        taint_weights=[c.taint_weight for c in candidates],
-        spots=[spot_of(c) for c in candidates] if decision.policy == "predictive" else (),
-    )
+    options = options_of(candidates)
     params = decision.params
     ask = Ask(
         id=decision.id, prompt_tokens=decision.prompt_tokens + decision.base_tokens,
@@ -280,14 +304,16 @@ def recall(decision: Assigned, session: str = "") -> Recalled | None:
         output_tokens=params.get("output_tokens", 0.0),
         mean_output_tokens=params.get("mean_output_tokens", 0.0),
         most_held_tokens=params.get("most_held_tokens", 0.0),
+        ttft_target_ms=params.get("ttft_target_ms", math.inf),
+        itl_target_ms=params.get("itl_target_ms", math.inf),
     )  # fmt: skip
     if decision.policy == "round_robin":
-        return Recalled(options, [c.cost for c in candidates])
+        return Recalled(options, np.array([c.cost for c in candidates]))
     if decision.policy == "predictive":
         known = {name: params[name] for name in PredictiveWeights._fields if name in params}
         predicting = PredictiveWeights(**known)
         prediction = predictive.predict(ask, options, predicting)
-        return Recalled(options, predictive.costs(options, prediction, predicting), prediction)
+        return Recalled(options, prediction.costs, prediction)
     names = DynamoWeights._fields
     weights = DynamoWeights(**{name: params[name] for name in names if name in params})
     return Recalled(options, POLICIES[decision.policy](ask, options, weights))
@@ -302,86 +328,73 @@ def _outlook(
     until_ms: float,
     deadline_ms: float | None,
 ) -> Outlook:
-    terms = prediction.terms
+    found: list[float] = prediction.found[chosen].tolist()
     if deadline_ms is not None:
-        until_ms = min(until_ms, deadline_ms - float(terms.prefill_ms[chosen]))
-    alone_ms = float(prediction.alone_ms[chosen])
-    planned = Planned(options.places[chosen], alone_ms, math.floor(until_ms))
-    left_ms = min(float(prediction.hold_ms[chosen]), planned.until_ms - now_ms)
-    ttft_ms = float(terms.ttft_ms[chosen])
+        until_ms = min(until_ms, deadline_ms - found[kernels.PREFILL])
+    planned = Planned(options.places[chosen], found[kernels.ALONE], math.floor(until_ms))
+    left_ms = min(found[kernels.HOLD], planned.until_ms - now_ms)
+    ttft_ms = found[kernels.WAIT] + found[kernels.PREFILL]
     return Outlook(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), ttft_ms)
 
 
-def _predicted(ask: Ask, request: Request, options: Options, view: View) -> Ask:
-    """The request with what is expected of it."""
-    expected: float | None = request.hints.expected_output_tokens
+def _ask(prompt: Prompt, block_size: int, seed: int, turn: int) -> Ask:
+    request = prompt.request
+    session = request.hints.session_control
+    return Ask(
+        request.id, prompt.tokens, block_size, seed, turn, session.session_id if session else ""
+    )
+
+
+def _predicted(ask: Ask, request: Request, view: View) -> Ask:
+    """The request with what is expected of it, and what it asks for."""
+    hints, limit = request.hints, request.stop.max_tokens
+    expected: float | None = hints.expected_output_tokens
     expected = view.output_tokens if expected is None else max(expected, 1)
-    limit = request.stop.max_tokens
     return ask._replace(
         output_tokens=float(expected if limit is None else min(expected, max(limit, 1))),
         mean_output_tokens=view.output_tokens,
-        most_held_tokens=float(predictive.held_tokens(ask, options).max()),
+        ttft_target_ms=math.inf if hints.ttft_target is None else hints.ttft_target,
+        itl_target_ms=math.inf if hints.itl_target is None else hints.itl_target,
     )
-
-
-def _spots(options: Options, rows: Sequence[Row], view: View) -> list[Spot]:
-    slowness, now_ms = view.slowness, view.now_ms
-    spots = []
-    for row, told, own in zip(
-        rows, view.told.at(options.places), view.own.at(options.places), strict=True
-    ):
-        runs, busy_ms = told.prefill_runs + own.prefill_runs, 0.0
-        if runs:  # at those that are there now, since the last one before them was done
-            since_ms = (told.prefill_since_ms + own.prefill_since_ms) / runs
-            busy_ms = max(now_ms - max(since_ms, view.told.prefilled_ms(row.place)), 0.0)
-        pace, factor = row.pace, slowness.get(row.place.worker, 1.0)
-        if factor != 1.0:
-            pace = pace._replace(slowness=factor)
-        ahead_ms = tuple(view.ahead_ms.get(row.place, ()))
-        spots.append(Spot(pace, told.tokens + own.tokens, runs, busy_ms, ahead_ms))
-    return spots
 
 
 def _options(
-    request: Request, rows: Sequence[Row], view: View, overlaps: Mapping[Holder, Overlap]
+    request: Request, pool: Pool, rows: Sequence[Row], view: View, prompt: Prompt
 ) -> Options:
+    board = _board(pool, view)
+    blocks = board.blocks(view.caches, prompt.local(pool.block_size))
+    at = board.rows_at([planned.place for planned in view.ahead])
+    ms = np.array([planned.prefill_ms for planned in view.ahead], np.float64)
+    taints = _taint_weights(request, rows)
+    if rows is pool.rows:
+        return Options(board.places, board.tags, board.spots, blocks, taints, at, ms)
     places = [row.place for row in rows]
-    burdens = view.told.at(places)
-    if view.own:
-        burdens = [a.plus(b) for a, b in zip(burdens, view.own.at(places), strict=True)]
-    open_runs, tokens, prefill_tokens, *_ = zip(*burdens, strict=True)
-    beats = view.fleet.beats
-    none: Sequence[int] = [0] * len(rows)
-    device, host, disk = none, none, none
-    if overlaps:
-        held = [
-            overlaps.get(row.holder, _NO_OVERLAP) if row.shows_blocks else _NO_OVERLAP
-            for row in rows
-        ]
-        device, host, disk, _ = zip(*held, strict=True)
+    few = board.rows_at(places)
+    position = np.full(len(board.places) + 1, -1)  # the last one is for places of other pools
+    position[few] = np.arange(len(few))
     return Options(
-        places=places,
-        overlap_blocks=device,
-        host_blocks=host,
-        disk_blocks=disk,
-        prefill_tokens=prefill_tokens,
-        open_tokens=[
-            prompts + beats[row.holder.worker].output_tokens // row.ranks
-            for prompts, row in zip(tokens, rows, strict=True)
-        ],
-        open_runs=open_runs,
-        taint_weights=_taint_weights(request, rows),
+        places, board.tags[few], board.spots[few], blocks[few], taints, position[at], ms
     )
 
 
-def _taint_weights(request: Request, rows: Sequence[Row]) -> Sequence[float]:
+def _board(pool: Pool, view: View) -> Board:
+    """The pool in columns, as of now."""
+    sources = Sources(
+        view.told, view.own, view.fleet.beats, view.fleet.beaten, view.counts_output,
+        view.slowness, view.later_ms,
+    )  # fmt: skip
+    pool.board.refresh(sources, view.now_ms)
+    return pool.board
+
+
+def _taint_weights(request: Request, rows: Sequence[Row]) -> kernels.Floats | None:
     constraints = request.hints.routing_constraints
     if constraints is None or not constraints.preferred_taints:
-        return [0.0] * len(rows)
+        return None
     preferred = constraints.preferred_taints
-    return [
+    return np.array([
         sum(weight for taint, weight in preferred.items() if taint in row.taints) for row in rows
-    ]
+    ], np.float64)  # fmt: skip
 
 
 def _faulty_numbers(request: Request) -> str:
@@ -423,6 +436,9 @@ def _params(
         params |= tuning.predictive._asdict()
         for name in ("output_tokens", "mean_output_tokens", "most_held_tokens"):
             params[name] = getattr(ask, name)
+        for name in ("ttft_target_ms", "itl_target_ms"):
+            if (target := getattr(ask, name)) < math.inf:
+                params[name] = target
     if tuning.policy == "dynamo":
         params |= weights._asdict()
         if weights.overlap_decay:
@@ -438,43 +454,3 @@ def _params(
 
 def _noise(params: Mapping[str, float]) -> float:
     return params.get("temperature", 0.0) * params.get("span", 0.0)
-
-
-def _candidates(options: Options, costs: Costs, chosen: int) -> tuple[Candidate, ...]:
-    """The best options that were considered, and the chosen one."""
-    best = sorted(range(len(costs)), key=costs.__getitem__)[:RECORDED]
-    if chosen not in best:
-        best.append(chosen)
-    return tuple(_candidate(options, i, costs[i]) for i in best if costs[i] != NEVER)
-
-
-def _candidate(options: Options, i: int, cost: float) -> Candidate:
-    at = options.places[i]
-    spot = options.spots[i] if options.spots else None
-    candidate = Candidate(
-        worker=at.worker,
-        epoch=at.epoch,
-        rank=at.rank,
-        cost=float(cost),
-        open_runs=options.open_runs[i],
-        open_tokens=options.open_tokens[i],
-        overlap_blocks=options.overlap_blocks[i],
-        host_blocks=options.host_blocks[i],
-        disk_blocks=options.disk_blocks[i],
-        prefill_tokens=options.prefill_tokens[i],
-        taint_weight=options.taint_weights[i],
-    )
-    if spot is None:
-        return candidate
-    pace = spot.pace
-    return replace(
-        candidate,
-        prompt_tokens=spot.prompt_tokens,
-        prefill_runs=spot.prefill_runs,
-        busy_ms=spot.busy_ms,
-        ahead_ms=spot.ahead_ms,
-        slowness=pace.slowness,
-        chunk_tokens=pace.chunk_tokens,
-        capacity_tokens=pace.capacity_tokens,
-        curve=() if pace.curves == PUBLISHED else pace.curves.numbers(),
-    )

@@ -33,6 +33,13 @@ class Prompt:
         prompt._local[block_size] = local
         return prompt
 
+    def hit_rate(self, overlap_blocks: int, block_size: int) -> float | None:
+        """Part of the blocks that overlap is found by, 0 to 1; a block that is not full counts as
+        one. None for a request without any."""
+        tokens = token_count(self.request.routing_tokens().token_ids)
+        blocks = -(-tokens // block_size)
+        return overlap_blocks / blocks if blocks else None
+
     def local(self, block_size: int) -> NDArray[np.uint64]:
         """The local hashes of its whole blocks; none for what cannot be hashed."""
         local = self._local.get(block_size)

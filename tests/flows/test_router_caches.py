@@ -92,7 +92,7 @@ async def test_an_unreachable_pin_is_refused_by_name(world: World) -> None:
     pinned = Request(id="a", model="demo", hints=Hints(backend_instance_id="w9"), deadline_s=100)
     write(world, REQUESTS, pinned)
     (end,) = await some(world, lambda: read(world, RESPONSES, End))
-    assert end.code == "no_workers"
+    assert end.code == "pinned_gone"
     assert "w9 is gone" in end.message
 
 

@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.routing.adapters import order_of
 from app.routing.burdens import Burden
-from app.routing.eligibility import number_of
+from app.routing.eligibility import eligible, number_of
 from app.routing.plan import RECORDED, Chosen, Hold, Plan, Refuse, Tuning, replan
 from app.routing.policies import POLICIES, DynamoWeights, Place
+from app.routing.prompt import Prompt
 from indexer.events import Tier
+from streams.codecs import pack_tokens
 from streams.records import (
     EngineConfig,
+    EngineFigures,
     Hints,
     Lost,
     ModelCard,
@@ -23,9 +27,15 @@ from streams.records import (
     RoutingConstraints,
     RunProgress,
     SessionControl,
+    SessionUse,
     WorkerCard,
 )
 from tests.stages import NOW_MS, TIMEOUT_MS, TOKENS, Stage, recorded
+
+
+def hopeless(reason: str) -> Hold:
+    """No worker that lives could ever take it."""
+    return Hold(reason, code="none_eligible", is_hopeless=True)
 
 
 @pytest.fixture
@@ -51,7 +61,7 @@ def test_workers_of_other_models_dead_silent_draining_and_unfinished_ones_get_no
 def test_a_worker_is_taken_again_as_soon_as_it_is_heard_of(stage: Stage) -> None:
     stage.worker("w1")
     assert isinstance(stage.plan(now_ms=1500 + TIMEOUT_MS), Chosen)
-    assert stage.plan(now_ms=1501 + TIMEOUT_MS) == Hold("no worker is ready")
+    assert stage.plan(now_ms=1501 + TIMEOUT_MS) == Hold("no worker is ready", code="no_workers")
     stage.beat("w1", at_ms=8000)
     assert isinstance(stage.plan(now_ms=8000), Chosen)
 
@@ -98,10 +108,10 @@ def test_no_eligible_place_is_missed_and_no_other_is_taken(
 @pytest.mark.parametrize(
     ("hints", "outcome"),
     [
-        ({"backend_instance_id": "w9"}, Refuse("no_workers", "the pinned worker w9 is gone")),
+        ({"backend_instance_id": "w9"}, Refuse("pinned_gone", "the pinned worker w9 is gone")),
         (
             {"backend_instance_id": "w1", "allowed_worker_ids": ("w2",)},
-            Refuse("invalid", "the pinned worker w1 is not among allowed_worker_ids"),
+            Refuse("pin_not_allowed", "the pinned worker w1 is not among allowed_worker_ids"),
         ),
         (
             {"backend_instance_id": "w1", "dp_rank": 1},
@@ -115,13 +125,21 @@ def test_no_eligible_place_is_missed_and_no_other_is_taken(
             {"backend_instance_id": "p1"},
             Refuse("invalid", "the pinned worker p1 only does prefill"),
         ),
-        ({"backend_instance_id": "w2"}, Hold("the pinned worker w2 is not ready")),
-        ({"dp_rank": 3}, Hold("no ready worker has rank 3")),
-        ({"allowed_worker_ids": ("w9",)}, Hold("none of allowed_worker_ids is ready")),
+        (
+            {"backend_instance_id": "w2"},
+            Hold("the pinned worker w2 is not ready", code="pinned_busy"),
+        ),
+        ({"dp_rank": 3}, hopeless("no ready worker has rank 3")),
+        ({"allowed_worker_ids": ("w9",)}, hopeless("none of allowed_worker_ids is ready")),
+        (
+            {"allowed_worker_ids": ("w2",)},
+            Hold("none of allowed_worker_ids is ready", code="none_eligible"),
+        ),
         (
             {"routing_constraints": RoutingConstraints(required_taints=("z",))},
-            Hold("no ready worker has all required_taints"),
+            hopeless("no ready worker has all required_taints"),
         ),
+        ({"lora_name": "l"}, hopeless("no ready worker serves the adapter of lora_name")),
     ],
 )
 def test_the_rule_that_leaves_nobody_is_named(
@@ -146,7 +164,7 @@ def test_full_workers_take_nothing(stage: Stage) -> None:
     stage.worker("w1")
     stage.worker("w2")
     assert stage.chosen(full={("w1", 0)}).place.worker == "w2"
-    assert stage.plan(full={("w1", 0), ("w2", 1)}) == Hold("all workers are full")
+    assert stage.plan(full={("w1", 0), ("w2", 1)}) == Hold("all workers are full", code="all_busy")
     assert len(stage.chosen(full={("w1", 7)}).candidates) == 2, "another life of it"
 
 
@@ -161,6 +179,193 @@ def test_direct_goes_where_the_request_says(stage: Stage) -> None:
     assert isinstance(refused, Refuse)
     assert "decode_worker_id" in refused.message
     assert "backend_instance_id" in refused.message
+
+
+def test_busy_workers_take_nothing(stage: Stage) -> None:
+    stage.worker("w1", busy_cache=0.9, busy_prefill_tokens=100)
+    stage.worker("w2", busy_cache=0.5)
+    assert len(stage.chosen().candidates) == 2
+    stage.beat("w2", engine=EngineFigures(kv_used_blocks=51, kv_total_blocks=100))
+    assert [c.worker for c in stage.chosen().candidates] == ["w1"]
+    stage.burden("w1", 101, prefill=101)
+    assert stage.plan() == Hold("all workers are busy", code="all_busy")
+    pinned = stage.ask(backend_instance_id="w2")
+    assert pinned == Hold("the pinned worker w2 is busy", code="pinned_busy")
+
+
+def test_a_bound_of_prefill_is_of_one_rank(stage: Stage) -> None:
+    stage.worker("w1", ranks=2, busy_prefill_tokens=100)
+    stage.burden("w1", 101, prefill=101, rank=0)
+    assert stage.chosen().place.rank == 1
+
+
+def test_own_decisions_make_workers_busy_before_they_are_read_back(stage: Stage) -> None:
+    stage.worker("w1", busy_prefill_tokens=100)
+    decision = stage.chosen()
+    stage.own.add(decision.place, decision.burden)
+    assert stage.plan() == Hold("all workers are busy", code="all_busy")
+
+
+def test_a_request_that_asks_for_nothing_gets_the_rows_of_the_pool_untouched(stage: Stage) -> None:
+    stage.worker("w1")
+    pool = stage.pools.pool("m", "aggregated", NOW_MS)
+    request = Request(id="a", model="m", token_ids=TOKENS)
+    assert eligible(request, "aggregated", pool, stage.fleet) is pool.rows
+
+
+def test_a_pin_to_a_lost_life_is_gone(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker("w2")
+    stage.event(Lost(worker="w1", epoch=stage.epochs["w1"]))
+    refused = stage.ask(backend_instance_id="w1")
+    assert refused == Refuse("pinned_gone", "the pinned worker w1 is gone")
+
+
+@pytest.mark.parametrize(
+    ("phase", "hints", "place"),
+    [
+        ("prefill", {"prefill_worker_id": "p2", "backend_instance_id": "p1"}, ("p2", 0)),
+        ("prefill", {"backend_instance_id": "p1"}, ("p1", 0)),
+        ("prefill", {"prefill_worker_id": "p2", "prefill_dp_rank": 1, "dp_rank": 0}, ("p2", 1)),
+        ("decode", {"decode_worker_id": "d2", "backend_instance_id": "d1"}, ("d2", 0)),
+        ("decode", {"backend_instance_id": "d1"}, ("d1", 0)),
+        ("decode", {"decode_worker_id": "d2", "dp_rank": 1, "prefill_dp_rank": 0}, ("d2", 1)),
+        ("aggregated", {"backend_instance_id": "d1", "decode_worker_id": "d2"}, ("d1", 0)),
+        ("aggregated", {"backend_instance_id": "d1", "prefill_worker_id": "p2"}, ("d1", 0)),
+    ],
+)
+def test_each_phase_has_its_own_pin_and_falls_back(
+    stage: Stage, phase: Any, hints: dict[str, Any], place: tuple[str, int]
+) -> None:
+    for name in ("p1", "p2", "d1", "d2"):
+        stage.worker(name, role="prefill" if name[0] == "p" else "decode", ranks=2)
+    request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(**hints))
+    chosen = stage.chosen(request=request, phase=phase)
+    assert (chosen.place.worker, chosen.place.rank) == place
+
+
+def test_a_pinned_request_is_booked_with_its_overlap(stage: Stage) -> None:
+    stage.holds(stage.worker("w1"), 4)
+    stage.worker("w2")
+    pinned = stage.ask(backend_instance_id="w1")
+    assert isinstance(pinned, Chosen)
+    assert (pinned.overlap_blocks, pinned.cached_tokens, pinned.prefill_tokens) == (4, 64, 96)
+    assert pinned.burden == Burden(1, 160, 96, 1, NOW_MS)
+
+
+def test_direct_books_no_tokens(stage: Stage) -> None:
+    stage.worker("w1")
+    request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(backend_instance_id="w1"))
+    assert stage.chosen("direct", request=request).burden == Burden(1, 0, 0, 1, NOW_MS)
+
+
+def test_no_reuse_books_the_whole_prompt(stage: Stage) -> None:
+    stage.holds(stage.worker("w1"), 10)
+    override = RouterConfigOverride(assume_kv_reuse=False)
+    request = Request(id="a", model="m", token_ids=TOKENS, router_config_override=override)
+    chosen = stage.chosen(request=request)
+    assert (chosen.cached_tokens, chosen.prefill_tokens) == (160, 160)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "overlap", "rate"), [(160, 5, 0.5), (161, 5, 5 / 11), (15, 0, 0.0), (0, 0, None)]
+)
+def test_a_hit_rate_counts_a_block_that_is_not_full_as_one(
+    tokens: int, overlap: int, rate: float | None
+) -> None:
+    prompt = Prompt(Request(id="a", token_ids=pack_tokens([1] * tokens)))
+    assert prompt.hit_rate(overlap, 16) == rate
+
+
+# Adapters
+
+
+def test_an_adapter_is_served_by_those_that_have_it(stage: Stage) -> None:
+    stage.worker("base")
+    stage.worker("w1", engine={"lora_names": ("l",)})
+    asked = stage.ask(lora_name="l")
+    assert isinstance(asked, Chosen)
+    assert [c.worker for c in asked.candidates] == ["w1"]
+
+
+def test_a_new_adapter_has_one_home_and_it_is_the_same_for_all_routers(stage: Stage) -> None:
+    for n in range(4):
+        stage.worker(f"w{n}", engine={"max_loras": 2})
+    homes = set()
+    for n in range(20):
+        asked = stage.ask(lora_name=f"l{n}")
+        assert isinstance(asked, Chosen)
+        assert len(asked.candidates) == 1
+        homes.add(asked.place.worker)
+    assert len(homes) > 1, "adapters are spread"
+
+
+def test_an_adapter_moves_only_with_its_home(stage: Stage) -> None:
+    workers = [stage.worker(f"w{n}", engine={"max_loras": 2}) for n in range(4)]
+    before = {n: order_of(f"l{n}", workers)[0] for n in range(30)}
+    after = {n: order_of(f"l{n}", workers[1:])[0] for n in range(30)}
+    assert {n for n in before if before[n] != after[n]} == {
+        n for n, home in before.items() if home == "w0"
+    }
+
+
+def test_an_adapter_with_many_requests_is_loaded_by_one_more(stage: Stage) -> None:
+    for n in range(4):
+        stage.worker(f"w{n}", engine={"max_loras": 2, "max_num_seqs": 8})
+    first = stage.ask(lora_name="l")
+    assert isinstance(first, Chosen)
+    for _ in range(9):
+        stage.told.add(first.place, Burden(1, 10), "l")
+    asked = stage.ask(lora_name="l")
+    assert isinstance(asked, Chosen)
+    assert len(asked.candidates) == 2
+    other = stage.ask(lora_name="another")
+    assert isinstance(other, Chosen)
+    assert len(other.candidates) == 1, "load is counted by adapter"
+
+
+def test_an_adapters_home_that_is_full_is_passed_by(stage: Stage) -> None:
+    for n in range(3):
+        stage.worker(f"w{n}", engine={"max_loras": 1})
+    request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(lora_name="l"))
+    home = stage.chosen(request=request).place
+    second = stage.chosen(request=request, full={home[:2]}).place
+    assert second.worker == order_of("l", ["w0", "w1", "w2"])[1]
+
+
+# Sessions
+
+
+@pytest.mark.parametrize("policy", ["dynamo", "least_loaded", "round_robin", "random",
+                                    "power_of_two", "predictive"])  # fmt: skip
+def test_a_session_stays_where_it_is_bound(stage: Stage, policy: str) -> None:
+    for n in range(6):
+        stage.worker(f"w{n}")
+    for seed in range(8):
+        decision = stage.chosen(policy, seed=seed, bound=Place("w3", 3))
+        assert decision.place == decision.bound == Place("w3", 3)
+        use = SessionUse(id="s", bound_worker="w3", bound_epoch=3)
+        assert replan(recorded(decision, session=use)) == Place("w3", 3)
+
+
+@pytest.mark.parametrize("policy", ["dynamo", "least_loaded", "predictive"])
+def test_a_session_breaks_when_its_worker_costs_too_much_more(stage: Stage, policy: str) -> None:
+    stage.worker("w0")
+    stage.worker("w1")
+    stage.burden("w0", 2000, prefill=2000, since_ms=NOW_MS)
+    decision = stage.chosen(policy, bound=Place("w0", 0))
+    assert decision.place.worker == "w1"
+    assert replan(recorded(decision, session=SessionUse(id="s", bound_worker="w0"))) == Place(
+        "w1", 1
+    )
+
+
+def test_a_session_is_free_when_the_life_of_its_worker_is_over(stage: Stage) -> None:
+    stage.worker("w0")
+    stage.holds(stage.worker("w1"), 10)
+    assert stage.chosen(bound=Place("w0", 0)).place.worker == "w0"
+    assert stage.chosen(bound=Place("w0", 7)).place.worker == "w1"
+    assert stage.chosen(bound=Place("w0", 7)).bound is None
 
 
 # Which place it is
