@@ -13,8 +13,11 @@ meantime goes out in between, in order. One bridge serves one rank of one worker
 to the log and no clock: its owner feeds it, asks when a batch is due, and takes it.
 
 Overload: when more than `max_pending` blocks wait to be taken, they are dropped, and the mirror is
-announced from `cleared` on instead. It never costs more than the cache holds. The same is done when
-the engine's own events were lost on their way here: what they said is not known, all else is.
+announced from `cleared` on instead. It never costs more than the cache holds.
+
+When events of the engine were lost on their way here, any block may be among those that they
+removed. All are taken back with `cleared`, and only *remembered*: one that the engine continues is
+there, with all that comes before it, and is told again.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from indexer.engine_events import (
 from indexer.events import Event, Kind, Tier
 from indexer.hashing import BASE_SEED, local_hashes
 from indexer.keys import KeySecret, prefix_sums
-from indexer.mirror import REMOVED, ROOT, Mirror
+from indexer.mirror import REMOVED, ROOT, Facts, Mirror
 
 PROMPT_BLOCKS = 128
 """Blocks that make a batch due at once; fewer wait for company."""
@@ -100,6 +103,14 @@ class _Row:
         return event
 
 
+class _Remembered(NamedTuple):
+    """A block that was there when events were lost: its sum, and the name of the one before it."""
+
+    total: int
+    facts: Facts
+    before: EngineHash | None
+
+
 class Bridge:
     """See the module. `block_size` is the model's; `wrong_block_size` another one that was seen."""
 
@@ -151,6 +162,7 @@ class Bridge:
             else:
                 assert isinstance(event, EventsLost)
                 self.counters.gaps += 1
+                self._doubt_all()
                 self.announce(now, clear=True)
         if idle:
             self._pending_since = now
@@ -214,6 +226,8 @@ class Bridge:
         before, position, lora_name, cache_salt = 0, 0, event.lora_name, event.cache_salt
         if event.parent is not None:
             lies_in = next((t for t in Tier if event.parent in tiers[t]), None)
+            if lies_in is None and self._recall(event.group, event.parent):
+                lies_in = Tier.DEVICE
             if lies_in is None:
                 self.counters.orphans += 1
                 if not self.announcing:
@@ -278,7 +292,8 @@ class Bridge:
         gone = []
         for name in event.block_hashes:
             if name not in names:
-                self.counters.unknown_removed += 1
+                if self._remembered.pop((event.group, name), None) is None:
+                    self.counters.unknown_removed += 1
                 continue
             if self._copies and (copies := self._copies.pop((event.group, tier, name), 1)) > 1:
                 if copies > 2:
@@ -293,6 +308,38 @@ class Bridge:
         """The sum of each block by group, tier, and its engine's name for it."""
         self._copies: dict[tuple[int, Tier, EngineHash], int] = {}
         """How many the engine has of a block under one name, where it is more than one."""
+        self._remembered: dict[tuple[int, EngineHash], _Remembered] = {}
+
+    def _doubt_all(self) -> None:
+        """Nothing is known to be there any more; the device's blocks are remembered once."""
+        remembered: dict[tuple[int, EngineHash], _Remembered] = {}
+        for group, tiers in self._names.items():
+            names = tiers[Tier.DEVICE]
+            by_sum = {total: name for name, total in names.items()}
+            for name, total in names.items():
+                facts = self._mirror.facts(Tier.DEVICE, total)
+                remembered[group, name] = _Remembered(total, facts, by_sum.get(facts[0]))
+        self._forget_all()
+        self._remembered = remembered
+
+    def _recall(self, group: int, name: EngineHash) -> bool:
+        """The engine continues this block: it and all before it are there, if they are known."""
+        chain: list[tuple[EngineHash, _Remembered]] = []
+        names = self._names[group][Tier.DEVICE]
+        at: EngineHash | None = name
+        while at is not None and at not in names:
+            block = self._remembered.get((group, at))
+            if block is None:
+                return False
+            chain.append((at, block))
+            at = block.before
+            if at is None and block.facts[0] != ROOT:
+                return False
+        for known, block in reversed(chain):
+            del self._remembered[group, known]
+            names[known] = block.total
+            self._mirror.add(Tier.DEVICE, [block.total], [block.facts])
+        return bool(chain)
 
     def _put(self, kind: Kind, tier: Tier, position: int, sums: list[int]) -> None:
         """Append to the pending events, to the last row if it takes one more key."""

@@ -80,11 +80,15 @@ class Numbers:
 def recovered(missing: range, replay: Iterable[EngineBatch]) -> tuple[EngineEvent, ...]:
     """The events of missing batches in their order, `EventsLost` first if some never came.
 
-    Engines keep a limited past, and some lose parts of it when they answer slowly.
+    Engines keep a limited past, and some lose parts of it when they answer slowly. Then only what
+    came without a gap up to the end counts: what was stored before a gap may be gone since.
     """
     found = {batch.number: batch.events for batch in replay if batch.number in missing}
-    events = tuple(event for number in sorted(found) for event in found[number])
-    return events if len(found) == len(missing) else (EventsLost(), *events)
+    start = missing.stop
+    while start > missing.start and start - 1 in found:
+        start -= 1
+    events = tuple(event for number in range(start, missing.stop) for event in found[number])
+    return events if start == missing.start else (EventsLost(), *events)
 
 
 def read(frames: Sequence[bytes], unread: Unread) -> EngineBatch | None:

@@ -451,13 +451,48 @@ def test_an_announcement_under_way_is_not_begun_anew_for_every_orphan() -> None:
     assert not bridge.announcing
 
 
-def test_after_lost_events_everything_known_is_announced_from_cleared_on() -> None:
+def test_after_lost_events_nothing_is_known_to_be_there() -> None:
     bridge = bridge_after(WHOLE)
     bridge.take()
     bridge.feed([EventsLost()], 0.0)
     bridge.announce_some(100, 0.0)
-    assert events_of(bridge) == (CLEARED, Event(Kind.STORED, Tier.DEVICE, 0, KEYS))
-    assert bridge.counters.gaps == 1
+    assert events_of(bridge) == (CLEARED,)
+    assert (bridge.counters.gaps, bridge.held) == (1, 0)
+
+
+def test_what_the_engine_continues_after_lost_events_is_there_with_all_before_it() -> None:
+    bridge = bridge_after(WHOLE, EventsLost())
+    events_of(bridge)
+    bridge.feed([stored([b"e"], [9, 9], parent=b"c")], 0.0)
+    told = keys([*PROMPT[:6], 9, 9])
+    assert events_of(bridge) == (Event(Kind.STORED, Tier.DEVICE, 0, told),)
+    assert bridge.counters.orphans == 0
+    bridge.feed([BlocksRemoved([b"e"]), BlocksRemoved([b"c"])], 0.0)
+    assert [sorted(event.keys) for event in events_of(bridge)] == [sorted([told[3], told[2]])]
+
+
+def test_a_block_that_was_removed_after_lost_events_is_not_recalled() -> None:
+    bridge = bridge_after(WHOLE, EventsLost(), BlocksRemoved([b"b"]))
+    events_of(bridge)
+    bridge.feed([stored([b"e"], [9, 9], parent=b"c")], 0.0)
+    assert events_of(bridge) == ()
+    assert (bridge.counters.orphans, bridge.counters.unknown_removed) == (1, 0)
+
+
+def test_what_was_in_doubt_twice_is_forgotten() -> None:
+    bridge = bridge_after(WHOLE, EventsLost(), EventsLost())
+    events_of(bridge)
+    bridge.feed([stored([b"e"], [9, 9], parent=b"d")], 0.0)
+    assert bridge.counters.orphans == 1
+
+
+def test_an_adapter_and_a_salt_are_recalled_with_their_blocks() -> None:
+    salted = stored([b"a", b"b"], PROMPT[:4], lora_name="x", cache_salt="t")
+    bridge = bridge_after(salted, EventsLost())
+    events_of(bridge)
+    bridge.feed([stored([b"c"], PROMPT[4:6], parent=b"b")], 0.0)
+    (event,) = events_of(bridge)
+    assert event.keys == keys(PROMPT[:6], lora_name="x", cache_salt="t")
 
 
 def test_an_epoch_begins_with_cleared_and_id_0() -> None:

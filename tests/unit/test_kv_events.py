@@ -392,10 +392,15 @@ def test_a_replay_fills_a_gap() -> None:
 
 
 def test_a_replay_that_lacks_a_part_says_so() -> None:
-    assert recovered(range(1, 4), [batch(1), batch(3)]) == (
-        EventsLost(), BlocksRemoved([1]), BlocksRemoved([3]),
+    assert recovered(range(1, 4), [batch(2), batch(3)]) == (
+        EventsLost(), BlocksRemoved([2]), BlocksRemoved([3]),
     )  # fmt: skip
     assert recovered(range(10**12), []) == (EventsLost(),)
+
+
+def test_what_was_replayed_before_a_gap_does_not_count() -> None:
+    assert recovered(range(1, 4), [batch(1), batch(3)]) == (EventsLost(), BlocksRemoved([3]))
+    assert recovered(range(1, 4), [batch(1), batch(2)]) == (EventsLost(),)
 
 
 def test_a_gap_that_was_filled_leaves_no_trace() -> None:
