@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from app.http import logprobs
+from app.http.logprobs import Likely, Spelling
 from streams.records import Chunk, End, Usage
 
 Kind = Literal["chat", "completion"]
@@ -41,9 +43,16 @@ class Choice:
     With `keep=False` its text is not kept: for answers that are passed on as they come.
     """
 
-    def __init__(self, prompt_tokens: int = 0, *, before: str = "", keep: bool = True) -> None:
+    def __init__(
+        self,
+        prompt_tokens: int = 0,
+        *,
+        before: str = "",
+        keep: bool = True,
+        spelling: Spelling | None = None,
+    ) -> None:
         """`prompt_tokens` counts until the answer says what its prompt had; `before` is told
-        first."""
+        first. `spelling`: of its tokens, if their log probabilities are wanted."""
         self.before = before
         self.tokens = 0
         """How many tokens of it were shown: where a broken connection goes on from."""
@@ -52,6 +61,11 @@ class Choice:
         self._prompt_tokens = prompt_tokens
         self._usage: Usage | None = None
         self._keep = keep
+        self._spelling = spelling
+        self._likely: list[Likely] = []
+        """Of the tokens that are kept; without `keep` those of the last piece."""
+        self._offset = len(before)
+        """Characters of the text before those."""
         self._parts: list[str] = []
 
     @property
@@ -77,6 +91,24 @@ class Choice:
             self.tokens = piece.index + len(piece.token_ids)
             if self._keep:
                 self._parts.append(piece.text)
+            if self._spelling is not None:
+                self._take_likely(piece)
+
+    def logprobs(self, kind: Kind) -> Json | None:
+        """Log probabilities: all there are, or with `keep=False` those of the last piece."""
+        if self._spelling is None or not self._likely:
+            return None
+        if kind == "chat":
+            return logprobs.of_chat(self._likely, self._spelling)
+        return logprobs.of_completion(self._likely, self._spelling, self._offset)
+
+    def _take_likely(self, piece: Chunk) -> None:
+        if not self._keep:
+            self._likely.clear()
+            self._offset = len(self.before) + piece.chars - len(piece.text)
+        if piece.log_probs is not None:
+            told = zip(piece.token_ids, piece.log_probs, strict=True)
+            self._likely += [Likely(token_id, ranked) for token_id, ranked in told]
 
 
 def chunk(
@@ -89,7 +121,8 @@ def chunk(
     text = piece.text if isinstance(piece, Chunk) else ""
     if not choice.begun:
         text = choice.before + text
-    if not text and choice.finish_reason is None:
+    likely = choice.logprobs(heading.kind)
+    if not text and likely is None and choice.finish_reason is None:
         return None
     told: Json = {"index": index}
     if heading.kind == "chat":
@@ -100,7 +133,7 @@ def chunk(
     else:
         told["text"] = text
     choice.begun = True
-    told["logprobs"] = None
+    told["logprobs"] = likely
     told["finish_reason"] = choice.finish_reason
     return _object(heading, _CHUNK_OBJECTS, [told], {"usage": None} if with_usage else {})
 
@@ -123,7 +156,8 @@ class Words:
 
     def encode(self, choice: Choice, piece: Chunk | End) -> bytes | None:
         """A piece that `choice` has taken; None for nothing."""
-        if choice.begun and choice.finish_reason is None and isinstance(piece, Chunk):
+        plain = choice.begun and choice.finish_reason is None and choice.logprobs("chat") is None
+        if plain and isinstance(piece, Chunk):
             return self._before + _encode(piece.text) + self._after if piece.text else None
         told = chunk(self._heading, choice, piece, self._index, with_usage=self._with_usage)
         return None if told is None else _encode(told)
@@ -158,7 +192,11 @@ def _told(kind: Kind, index: int, choice: Choice) -> Json:
     said: Json = {"text": choice.text}
     if kind == "chat":
         said = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-    return {"index": index} | said | {"logprobs": None, "finish_reason": choice.finish_reason}
+    return (
+        {"index": index}
+        | said
+        | {"logprobs": choice.logprobs(kind), "finish_reason": choice.finish_reason}
+    )
 
 
 def _object(heading: Heading, names: dict[Kind, str], choices: list[Json], more: Json) -> Json:

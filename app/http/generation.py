@@ -14,9 +14,11 @@ from app.http.answers import Choice, Heading, Kind
 from app.http.errors import invalid
 from app.http.front import Bodies
 from app.http.joined import asking
+from app.http.logprobs import Spelling
 from app.http.parts import MARGIN_S, Parts
 from app.http.telling import Manner, Telling
 from app.preprocess import openai
+from app.preprocess.byte_model import Model
 from app.preprocess.loaded import Prepared
 from app.preprocess.openai import Asked
 from streams import records
@@ -61,7 +63,7 @@ class Generation:
         )
         return Telling(
             manner,
-            self._choices(asked, prepared),
+            self._choices(asked, prepared, model),
             asking(parts.streams, asks, run_on=request.headers.get(DETACH, "").lower() == "true"),
             parts.life.clock,
             parts.metrics,
@@ -69,8 +71,12 @@ class Generation:
             began_at,
         )
 
-    def _choices(self, asked: Asked, prepared: Prepared) -> list[Choice]:
+    def _choices(self, asked: Asked, prepared: Prepared, model: Model) -> list[Choice]:
         choices = []
+        spelling = None
+        if asked.body.logprobs_wanted() is not None:
+            as_ids = asked.body.return_tokens_as_token_ids
+            spelling = Spelling(model.token_bytes, as_ids=bool(as_ids))
         for number, (request, text) in enumerate(zip(*prepared, strict=True)):
             if asked.echo and text is None:
                 raise invalid(f"echo: the prompt at {number} is no text", "echo")
@@ -78,7 +84,8 @@ class Generation:
             self._parts.metrics.prompt_tokens.observe(tokens)
             before = text if asked.echo and text is not None else ""
             choices += [
-                Choice(tokens, before=before, keep=not asked.stream) for _ in range(asked.n)
+                Choice(tokens, before=before, keep=not asked.stream, spelling=spelling)
+                for _ in range(asked.n)
             ]
         return choices
 

@@ -32,6 +32,9 @@ class Model(Protocol):
     async def prepare(self, asked: Asked) -> Prepared:
         """The requests for a body. Raises InvalidPrompt, Overloaded, BadModel."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself."""
+
     def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
         """What turns the answer to a request into visible text. `taken`: tokens that are out."""
 
@@ -41,6 +44,10 @@ class ByteModel:
 
     def __init__(self, name: str = "", context_length: int | None = None) -> None:
         self.card = ModelCard(name=name, context_length=context_length)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """As `Model.token_bytes`; markers stand for nothing."""
+        return bytes([token_id]) if token_id < 256 else b""
 
     def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
         """As `Model.text_stream`. Markers have no text."""

@@ -58,6 +58,10 @@ class LoadedModel:
         texts = [await self._tokens(t, "input", add_special_tokens=True) for t in body.input]
         return embedding_of(body, texts, self.card)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself."""
+        return self.tokenizer.bytes_of(token_id)
+
     def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
         """What turns the answer to a request into visible text. `taken`: tokens that are out."""
         shown = request.output.skip_special_tokens is False

@@ -106,6 +106,13 @@ class Tokenizer:
             return work()
         return await self._pool.run(work)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token stands for by itself; nothing for an id without one."""
+        if self._vocabulary is not None:
+            pieces = self._vocabulary.pieces
+            return pieces[token_id] if 0 <= token_id < len(pieces) else b""
+        return self.decode([token_id], skip_special=False).encode()
+
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of a whole answer."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
