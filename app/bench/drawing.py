@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from app.bench.overload import Found
 
 WIDTH_IN, ROW_IN = 9.0, 0.5
 """Inches."""
@@ -35,6 +38,31 @@ def draw_chaos(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
     kills = sum(len(line.get("strikes", ())) for line in lines)
     ax.set_title(f"{kills} kills and stops")
     ax.grid(axis="x", alpha=0.3)
+    figure.savefig(file, dpi=120)
+
+
+def draw_overload(found: Found, file: Path) -> None:
+    """Memory of every process, and what became of requests, over time."""
+    figure, (memory, asked) = _axes(2, 8.0)
+    began = min(sample.at for sample in found.samples)
+    parts: dict[str, tuple[list[float], list[float]]] = {}
+    for sample in found.samples:
+        times, sizes = parts.setdefault(sample.part, ([], []))
+        times.append(sample.at - began)
+        sizes.append(sample.rss_bytes / 1024 / 1024)
+    for part, (times, sizes) in sorted(parts.items()):
+        memory.plot(times, sizes, label=part)
+    memory.set_ylabel("memory, MB")
+    memory.set_ylim(bottom=0)
+    memory.legend(fontsize="small", ncols=3)
+    for label, status in (("served: first text", 200), ("refused", 529)):
+        own = [a for a in found.answers if a.status == status]
+        moments = [a.at - began for a in own]
+        asked.plot(moments, [1000 * a.ttft_s for a in own], ".", markersize=3, label=label)
+    asked.set_yscale("log")
+    asked.set_ylabel("milliseconds")
+    asked.set_xlabel("seconds")
+    asked.legend(fontsize="small")
     figure.savefig(file, dpi=120)
 
 

@@ -37,6 +37,7 @@ QUICK_SEEDS = 200
 FULL_SEEDS = 5000
 QUICK_KILLS = 10
 FULL_KILLS = 1000
+FULL_MINUTES = 10.0
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file as well.")]
 Full = Annotated[bool, typer.Option("--full", help="The long form, not the quick one.")]
@@ -232,6 +233,25 @@ def chaos(
         raise typer.Exit(1)
 
 
+@app.command()
+def overload(
+    *,
+    minutes: Annotated[float, typer.Option(help="How long it lasts.", min=0.1)] = 1.0,
+    factor: Annotated[float, typer.Option(help="Times what workers can do.", min=1.1)] = 2.0,
+    full: Full = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory and times into this file.")] = None,
+    json: Json = None,
+) -> None:
+    """More requests than workers can do: refusals, those who are served, memory, on a real Kafka.
+
+    Quick: one minute; --full: ten. Every text is compared with what the engine must say. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a bar is missed.
+    """
+    _can_draw(plot)
+    if not _overload(FULL_MINUTES if full else minutes, factor, json, plot):
+        raise typer.Exit(1)
+
+
 @app.command(name="all")
 def every(
     *,
@@ -245,6 +265,7 @@ def every(
     index(full=full, peers=True)
     simulate(full=full)
     met = _chaos(FULL_KILLS if full else QUICK_KILLS)
+    met = _overload(FULL_MINUTES if full else 1.0) and met
     if not _faults(FULL_SEEDS if full else QUICK_SEEDS, 0, 0, None) or not met:
         raise typer.Exit(1)
 
@@ -294,6 +315,26 @@ def _chaos(
     met = _measure("chaos", run, json)
     if plot is not None:
         draw_chaos(lines, plot)
+    return met
+
+
+def _overload(
+    minutes: float, factor: float = 2.0, json: Path | None = None, plot: Path | None = None
+) -> bool:
+    from app.bench.drawing import draw_overload
+    from app.bench.overload import Form, Found
+    from app.bench.overload import overload as run
+
+    seen: list[Found] = []
+
+    async def measure(said: Callable[[str], None], progress: Callable[[float], None]) -> Report:
+        report, found = await run(Settings(), Form(60 * minutes, factor), said, progress)
+        seen.append(found)
+        return report
+
+    met = _measure("overload", measure, json)
+    if plot is not None:
+        draw_overload(seen[0], plot)
     return met
 
 
