@@ -183,7 +183,12 @@ class Worker:
     async def _enter(self, config: EngineConfig) -> None:
         slot = partition_of(self.id.encode(), await self._log.partitions(ASSIGNMENTS))
         self._slot = Partition(ASSIGNMENTS, slot)
-        self._chunks = ChunkWriters(self._outbox, self._life, await self._log.partitions(RESPONSES))
+        self._chunks = ChunkWriters(
+            self._outbox,
+            self._life,
+            await self._log.partitions(RESPONSES),
+            with_tokens=config.gives_tokens,
+        )
         self._limits = Limits(
             running=config.max_num_seqs or self._settings.max_num_seqs,
             waiting=self._settings.worker_queue,

@@ -703,7 +703,8 @@ class EngineConfig(Inner, frozen=True):
 
     `curve`: how long its steps take, see `numbers` in app/engine/curves.py. `lora_names`: adapters
     that it has, `max_loras`: how many it can load besides, at a time. `data_parallel_size`: its
-    ranks, each with a cache of its own; None is one.
+    ranks, each with a cache of its own; None is one. Without `gives_tokens` it gives text only, and
+    nobody can continue its answers; with `guesses_cache` its cache events are a guess.
     """
 
     model: str
@@ -719,6 +720,8 @@ class EngineConfig(Inner, frozen=True):
     lora_names: tuple[str, ...] | None = None
     max_loras: int | None = None
     data_parallel_size: int | None = None
+    gives_tokens: bool = True
+    guesses_cache: bool = False
 
 
 class WorkerCard(Inner, frozen=True):

@@ -61,6 +61,7 @@ class ChunkStream:
         self._writer = writer
         self._attempt = attempt
         self._run = run
+        self._with_tokens = writer.with_tokens
         self._seq = 0
         self._index = index
         self._chars = chars
@@ -129,7 +130,7 @@ class ChunkStream:
             run=self._run,
             seq=self._seq,
             index=self._index,
-            token_ids=tuple(self._tokens),
+            token_ids=tuple(self._tokens) if self._with_tokens else (),
             text=self._text,
             chars=self._chars,
             finish_reason=last.finish_reason if last else None,
@@ -139,7 +140,7 @@ class ChunkStream:
             invalid=last.invalid if last else "",
         )
         self._seq += 1
-        self._index += len(self._tokens)
+        self._index += len(chunk.token_ids)
         self._tokens.clear()
         self._text = ""
         self._log_probs.clear()
@@ -160,11 +161,20 @@ class ChunkStream:
 
 
 class ChunkWriters:
-    """The writers of all lanes of one worker."""
+    """The writers of all lanes of one worker.
 
-    def __init__(self, outbox: Outbox, life: Lifetime, lanes: int) -> None:
+    Without `with_tokens` Chunks bring text only: their tokens are not the engine's own, and must
+    not be continued from.
+    """
+
+    def __init__(
+        self, outbox: Outbox, life: Lifetime, lanes: int, *, with_tokens: bool = True
+    ) -> None:
+        self.with_tokens = with_tokens
         self._lanes = lanes
-        self._writers = [_LaneWriter(outbox, life, lane) for lane in range(lanes)]
+        self._writers = [
+            _LaneWriter(outbox, life, lane, with_tokens=with_tokens) for lane in range(lanes)
+        ]
 
     def open(
         self, request_id: str, attempt: int, run: str, *, index: int, chars: int
@@ -177,7 +187,8 @@ class ChunkWriters:
 class _LaneWriter:
     """Appends the Chunks of one lane, one batch at a time; streams go in the order of waking."""
 
-    def __init__(self, outbox: Outbox, life: Lifetime, lane: int) -> None:
+    def __init__(self, outbox: Outbox, life: Lifetime, lane: int, *, with_tokens: bool) -> None:
+        self.with_tokens = with_tokens
         self._outbox = outbox
         self._life = life
         self._lane = lane

@@ -272,6 +272,9 @@ class Executor:
         Leaving its stream tells it so.
         """
         request = continuation(run.assignment.request, run.assignment.taken)
+        if run.assignment.taken and not self._chunks.with_tokens:
+            # Readers could not tell where it went on, and nobody could go on from there.
+            raise EngineError("the engine gives no token ids, to go on with others", retryable=True)
         if (rank := run.assignment.rank) != (request.hints.dp_rank or 0):
             request = replace(request, hints=replace(request.hints, dp_rank=rank))
         if text.ended is not None:

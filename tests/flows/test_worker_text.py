@@ -6,7 +6,7 @@ from typing import Any
 
 from app.engine.contract import EngineOutput, usage
 from streams.codecs import pack_tokens
-from streams.records import LogProb, Request, StopConditions
+from streams.records import EngineConfig, LogProb, Request, StopConditions
 from tests.desks import PROMPT, Desk, Scripted, visible
 from tests.worlds import World, in_world
 
@@ -94,3 +94,34 @@ async def test_log_probabilities_travel_with_their_tokens(world: World) -> None:
     first, last = desk.chunks()
     assert first.log_probs == tuple(likely[:2])
     assert last.log_probs == (likely[2],), "what lies behind the end is not told"
+
+
+class TextOnly(Scripted):
+    """Its tokens are made of text: they serve to count, and to find where to stop."""
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        return EngineConfig(model="m", gives_tokens=False)
+
+
+@in_world
+async def test_an_engine_that_gives_text_only_shows_no_tokens_of_its_own_making(
+    world: World,
+) -> None:
+    desk = Desk(world)
+    await desk.start(TextOnly(world, *said("some"), EngineOutput.stop()))
+    desk.assign()
+    finished = await desk.finished()
+    seen = visible(desk.chunks())
+    assert (seen.text, seen.tokens, finished.output_tokens) == ("some", [], 4)
+    assert desk.chunks()[-1].usage == usage(len(PROMPT), 4)
+
+
+@in_world
+async def test_an_engine_that_gives_text_only_continues_no_answer(world: World) -> None:
+    desk, engine = Desk(world), TextOnly(world, *said("some"), EngineOutput.stop())
+    await desk.start(engine)
+    desk.assign(attempt=1, taken=pack_tokens([*b"one "]), taken_chars=4)
+    finished = await desk.finished()
+    assert (finished.code, finished.retryable) == ("error", True)
+    assert not engine.requests
+    assert not desk.chunks()

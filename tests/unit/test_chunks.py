@@ -70,6 +70,19 @@ async def test_a_broken_stream_takes_nothing_more() -> None:
     assert sent.batches == []
 
 
+async def test_tokens_that_are_not_the_engines_own_are_kept_back() -> None:
+    sent, life = Sent(), Lifetime("t")
+    writers = ChunkWriters(cast("Outbox", sent), life, lanes=1, with_tokens=False)
+    stream = writers.open("a", 0, "1", index=0, chars=0)
+    stream.release()
+    await stream.push([1, 2], "ab")
+    await stream.finish(Last("stop", None), "c")
+    chunks = [chunk for batch in sent.batches for chunk in batch]
+    assert "".join(chunk.text for chunk in chunks) == "abc"
+    assert [(chunk.index, chunk.token_ids) for chunk in chunks] == [(0, ())] * len(chunks)
+    assert chunks[-1].chars == 3
+
+
 async def test_an_idle_lane_has_no_task() -> None:
     sent, life = Sent(), Lifetime("t")
     stream = ChunkWriters(cast("Outbox", sent), life, lanes=1).open("a", 0, "1", index=0, chars=0)
