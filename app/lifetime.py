@@ -148,7 +148,7 @@ def serve(name: str, build: Callable[[Log, Settings, Lifetime], Process]) -> Fas
     from app.settings import Settings
     from streams.asyncapi import public_topics, specification
     from streams.kafka.log import KafkaLog
-    from streams.provision import check_partitions
+    from streams.provision import check_partitions, watch
 
     settings = Settings()
     configure(settings)
@@ -162,6 +162,7 @@ def serve(name: str, build: Callable[[Log, Settings, Lifetime], Process]) -> Fas
         async def start() -> None:
             await kafka.start()
             await check_partitions(kafka, settings.lanes)
+            life.spawn("topics", watch(kafka, life.clock))
             await process.start()
             gc.collect()
             gc.freeze()  # else a collection walks all modules now and then: 50 ms without the loop

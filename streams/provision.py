@@ -8,6 +8,7 @@ lives, so a topic that has records keeps it; settings are the operator's to chan
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
-from streams.clock import SystemClock
+from streams.clock import Clock, SystemClock
 from streams.codecs import decode, encode
 from streams.errors import BrokerUnavailable, PositionLost, RecordError, TopicsDiffer
 from streams.kafka.client import REFUSALS, RETRY_S, denied
@@ -24,7 +25,9 @@ from streams.kafka.log import KafkaLog
 from streams.ports import Log, Partition
 from streams.records import Deployment
 from streams.stretch import stretch
-from streams.topics import LANES, REGISTRY, TOPICS, Topic
+from streams.topics import BY_NAME, LANES, REGISTRY, TOPICS, Topic
+
+logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "deployment"
 """Key of the Deployment record."""
@@ -32,6 +35,8 @@ DEPLOYMENT = "deployment"
 REPLICATION = "replication.factor"
 """Name under which `TopicState.differing_configs` reports another number of replicas."""
 
+LOOK_S = 10.0
+"""How often a process looks whether its topics are still there."""
 _DEADLINE_S = 30.0
 
 
@@ -128,6 +133,33 @@ async def check_partitions(log: Log, lanes: int) -> None:
         expected |= made.partitions
     for name, count in found.items():
         _check_count(name, count, expected[name])
+
+
+async def watch(log: KafkaLog, clock: Clock, every_s: float = LOOK_S) -> None:
+    """Look again and again whether the topics are still there, until cancelled.
+
+    Nothing else says so: to a reader, a topic that was deleted is one where nothing comes. Raises
+    TopicsDiffer when one was missing, or had other partitions, twice in a row: a broker that has
+    just come back may not have heard of all of them.
+    """
+    before: dict[str, int] = {}
+    differed: dict[str, int] = {}
+    while True:
+        try:
+            found = {t: n for t, n in (await log.look_again()).items() if t in BY_NAME}
+        except BrokerUnavailable as e:
+            logger.warning("cannot ask which topics there are: %s", e)
+        else:
+            before = before or found
+            differ = {n: found.get(n, 0) for n, count in before.items() if found.get(n, 0) != count}
+            for name in sorted(differ.keys() & differed.keys()):
+                raise TopicsDiffer(
+                    f"topic {log.prefix}{name} had {before[name]} partitions and has "
+                    f"{differ[name]} now: what was in it is lost. `kvlane topics create` makes "
+                    "what is missing, and then processes can start"
+                )
+            differed = differ
+        await clock.sleep(every_s)
 
 
 async def deployment(log: Log) -> Deployment | None:

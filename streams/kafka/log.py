@@ -104,6 +104,13 @@ class KafkaLog:
             asked += 1
         return self._partitions[topic]
 
+    async def look_again(self) -> dict[str, int]:
+        """Which topics there are now, and their partitions, whatever was known of them before.
+
+        Raises BrokerUnavailable, Denied.
+        """
+        return await self._learn_partitions()
+
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
         """Append one entry, and wait for its acknowledgement at most three request time-outs.
 
@@ -203,9 +210,10 @@ class KafkaLog:
         except BrokerUnavailable as e:
             raise AppendFailed(f"{topic}: {e}") from e
 
-    async def _learn_partitions(self) -> None:
+    async def _learn_partitions(self) -> dict[str, int]:
         """Ask for all topics: brokers may create a topic that is asked for by its name."""
         producer = self._open_producer()
+        found: dict[str, int] = {}
         async with self._asking:
             try:
                 async with asyncio.timeout(producer.patience_s):
@@ -217,7 +225,9 @@ class KafkaLog:
             for topic in known.topics():
                 if topic.startswith(self.prefix):
                     count = len(known.partitions_for_topic(topic))
-                    self._partitions[topic.removeprefix(self.prefix)] = count
+                    found[topic.removeprefix(self.prefix)] = count
+            self._partitions |= found
+        return found
 
     async def _all_existing(self, topic: str, partitions: Sequence[int]) -> list[TopicPartition]:
         await self.partitions(topic)

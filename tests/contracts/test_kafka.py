@@ -29,6 +29,7 @@ from streams.provision import (
     create,
     deployment,
     describe,
+    watch,
 )
 from streams.topics import LANES as ANY_LANES
 from streams.topics import MAX_RECORD_BYTES, PROMPTS, REGISTRY, REQUESTS, RESPONSES, TOPICS
@@ -245,6 +246,17 @@ class TestTopics:
                 await check_partitions(later, LANES)
         finally:
             await later.close()
+
+    async def test_a_topic_that_was_deleted_is_noticed_and_named(
+        self, full: KafkaLog, admin: AIOKafkaAdminClient
+    ) -> None:
+        watching = asyncio.create_task(watch(full, SystemClock(), every_s=0.2))
+        await asyncio.sleep(0.5)
+        assert not watching.done()
+        await admin.delete_topics([full.prefix + RESPONSES])
+        with pytest.raises(TopicsDiffer, match=f"{full.prefix}{RESPONSES} had {LANES}"):
+            async with asyncio.timeout(10):
+                await watching
 
     async def test_topics_of_an_older_table_pass_the_check(
         self, full: KafkaLog, monkeypatch: pytest.MonkeyPatch
