@@ -36,9 +36,9 @@ from numba.core import event
 log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
-MODULES = ("hash_kernels", "index")
-"""All modules with kernels. Those whose kernels have no signatures give a `warm_up()` that calls
-each of them as it will be called."""
+MODULES = ("indexer.hash_kernels", "indexer.index", "app.routing.kernels")
+"""All modules with kernels, or that lead to them; by name, since nothing here imports `app`. Those
+whose kernels have no signatures give a `warm_up()` that calls each of them as it will be called."""
 VARIABLE = "KVLANE_KERNEL_CACHE"
 COMPLETE = "complete"
 """A file that stands in a folder when all kernels do."""
@@ -46,17 +46,21 @@ _IMPORTED = re.compile(r"^from indexer(?:\.(\w+))? import (.+)", re.MULTILINE)
 
 
 def sources() -> list[Path]:
-    """The files with kernels, and all files of ours that these import."""
-    folder = Path(__file__).parent
+    """The files with kernels, and all files of the index that these import."""
+    folder = Path(__file__).parents[1]
     found: set[str] = set()
-    missing = {"kernels", *MODULES}
+    missing = {"indexer.kernels", *MODULES}
     while missing:
         found |= missing
-        texts = [(folder / f"{name}.py").read_text() for name in missing]
+        texts = [_file(folder, name).read_text() for name in missing]
         imported = [line for text in texts for line in _IMPORTED.findall(text)]
         words = [word for a, b in imported for word in re.findall(r"\w+", a or b)]
-        missing = set(words) - found
-    return [folder / f"{name}.py" for name in sorted(found)]
+        missing = {f"indexer.{word}" for word in words} - found
+    return [_file(folder, name) for name in sorted(found)]
+
+
+def _file(folder: Path, module: str) -> Path:
+    return folder.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def dependencies() -> str:
@@ -147,11 +151,11 @@ class Announcer(event.Listener):  # type: ignore[misc]
 
     def on_start(self, begun: Any) -> None:
         """Numba begins to compile something, which may not be ours."""
-        ours = begun.data["dispatcher"].py_func.__module__.startswith("indexer.")
+        ours = begun.data["dispatcher"].py_func.__module__.startswith(("indexer.", "app."))
         if ours and not self.said:
             self.said = True
             log.warning(
-                "compiling the index kernels for this processor: up to 10 s, once "
+                "compiling the kernels for this processor: up to 15 s, once "
                 "(`make setup`, or `python -m indexer.warm`)"
             )
 

@@ -22,7 +22,7 @@ FOLDERS_KEPT = 4
 def compile_all() -> None:
     """Load every kernel, or compile it. Does nothing the second time."""
     for name in kernels.MODULES:
-        module = importlib.import_module(f"indexer.{name}")
+        module = importlib.import_module(name)
         warm_up = getattr(module, "warm_up", None)
         if warm_up is not None:
             warm_up()

@@ -1,4 +1,4 @@
-"""Which keys of a state have changed since somebody looked last, for who keeps a copy in columns."""
+"""What of a state has changed since somebody looked last, for who keeps a copy in columns."""
 
 from __future__ import annotations
 

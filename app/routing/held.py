@@ -1,7 +1,7 @@
 """Who is held in a router, and for which place: what was planned last for each request.
 
 Owns the order among them. Planned are they in the order of arrival: a request knows what those
-before it have in mind (`ahead_ms`), so that two do not count on the same gap. Sent are they the
+before it have in mind (`ahead`), so that two do not count on the same gap. Sent are they the
 shortest prefill first (`in_turn`), which makes the mean wait the least; each millisecond of waiting
 makes a request `AGEING` milliseconds shorter in this order, so that none is overtaken for ever.
 
@@ -13,7 +13,7 @@ Never here: whether a request may go, which is `plan.py`'s to say, and any clock
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from app.routing.plan import Hold, Planned
@@ -148,14 +148,11 @@ class Held(Generic[K]):
         if not there:
             del self._by_place[entry.planned.place]
 
-    def ahead_ms(self, number: int) -> Mapping[Place, list[float]]:
-        """By place, the prefill of each request that is planned for it and came before this one."""
-        ahead: dict[Place, list[float]] = {}
-        for place, there in self._by_place.items():
-            earlier = [e.planned.prefill_ms for e in there.values() if e.number < number]
-            if earlier:
-                ahead[place] = earlier
-        return ahead
+    def ahead(self, number: int) -> list[Planned]:
+        """What is planned for those who came before this one, in the order of their arrival."""
+        entries = self._entries.values()
+        earlier = sorted([e for e in entries if e.number < number], key=lambda e: e.number)
+        return [entry.planned for entry in earlier]
 
     def place(self, key: K) -> Place | None:
         """For which place a request is planned."""

@@ -1,4 +1,4 @@
-"""How fast places are, and what lies before a request there in time; learned from the ledger.
+"""How fast places are, learned from the ledger.
 
 A prior is on a worker's card (`EngineConfig.curve`), else it is the published curve. What a worker
 really takes is measured by the first tokens of runs that found nothing before them, and becomes one
@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from app.engine.curves import Curves, curves_of
+from app.routing.changes import Noted
 from streams.records import (
     Assigned,
     Candidate,
@@ -68,21 +69,6 @@ class Pace(NamedTuple):
         return self.slowness * self.curves.decode_ms(usage)
 
 
-class Spot(NamedTuple):
-    """What stands before a request at a place, in time.
-
-    `prompt_tokens`: of the open runs. `prefill_runs`: those of them without a first token,
-    `busy_ms`: for how long the place has been at their prompts. `ahead_ms`: prefill, computed
-    alone, of each request that waits in this router, came earlier, and is to go there.
-    """
-
-    pace: Pace
-    prompt_tokens: int = 0
-    prefill_runs: int = 0
-    busy_ms: float = 0.0
-    ahead_ms: tuple[float, ...] = ()
-
-
 @lru_cache(maxsize=1024)
 def _believed(numbers: tuple[float, ...]) -> Curves:
     """The curves that somebody tells, equal ones as one object; the published ones for nonsense."""
@@ -101,15 +87,11 @@ def pace_of(config: EngineConfig) -> Pace:
     )
 
 
-def spot_of(candidate: Candidate) -> Spot:
-    """What a decision records of a place."""
-    pace = Pace(
+def pace_told(candidate: Candidate) -> Pace:
+    """The pace that a decision records of a place."""
+    return Pace(
         _believed(candidate.curve), candidate.slowness, candidate.chunk_tokens or CHUNK_TOKENS,
         candidate.capacity_tokens,
-    )  # fmt: skip
-    return Spot(
-        pace, candidate.prompt_tokens, candidate.prefill_runs, candidate.busy_ms,
-        candidate.ahead_ms,
     )  # fmt: skip
 
 
@@ -147,7 +129,7 @@ class Paces:
     """
 
     def __init__(self) -> None:
-        self.slowness: dict[str, float] = {}
+        self.slowness = Noted()
         self.output_tokens = OUTPUT_TOKENS
         self._answers = OUTPUT_WEIGHT
         self._learned: dict[str, Slowness] = {}
@@ -175,13 +157,13 @@ class Paces:
             return
         if decision.policy != "predictive" or each.prefill_runs:
             return
-        spot = spot_of(each)
+        pace = pace_told(each)
         tokens = each.prompt_tokens + each.open_runs * self.output_tokens / 2
         self._begun[RunKey(decision.id, decision.attempt, decision.phase)] = _Begun(
             decision.worker,
             decision.prompt_tokens + decision.base_tokens,
-            spot.pace._replace(slowness=1.0),
-            spot.pace.decode_ms(tokens) if each.open_runs else 0.0,
+            pace._replace(slowness=1.0),
+            pace.decode_ms(tokens) if each.open_runs else 0.0,
         )
         _bound(self._begun)
 

@@ -29,16 +29,24 @@ from app.routing.policies import (
     Place,
     pick,
     span,
-    tags_of,
 )
 from app.routing.predictive import Prediction, PredictiveWeights
 from app.routing.prompt import Prompt
 from app.routing.recorded import candidates_of, options_of
 from app.routing.sessions import allowance, kept
-from streams.records import Assigned, Candidate, EndCode, Phase, Request, RouterConfigOverride
+from streams.records import (
+    Assigned,
+    Candidate,
+    EndCode,
+    Phase,
+    Request,
+    RouterConfigOverride,
+    RouterParams,
+)
 
 LARGEST_WEIGHT = 1e6
 """Of what a request may set: costs stay finite, so that there is always a least one."""
+_NO_WISHES = RouterParams()
 
 
 class Planned(NamedTuple):
@@ -347,14 +355,14 @@ def _ask(prompt: Prompt, block_size: int, seed: int, turn: int) -> Ask:
 
 def _predicted(ask: Ask, request: Request, view: View) -> Ask:
     """The request with what is expected of it, and what it asks for."""
-    hints, limit = request.hints, request.stop.max_tokens
-    expected: float | None = hints.expected_output_tokens
+    wishes, limit = request.router or _NO_WISHES, request.stop.max_tokens
+    expected: float | None = request.hints.expected_output_tokens
     expected = view.output_tokens if expected is None else max(expected, 1)
     return ask._replace(
         output_tokens=float(expected if limit is None else min(expected, max(limit, 1))),
         mean_output_tokens=view.output_tokens,
-        ttft_target_ms=math.inf if hints.ttft_target is None else hints.ttft_target,
-        itl_target_ms=math.inf if hints.itl_target is None else hints.itl_target,
+        ttft_target_ms=math.inf if wishes.ttft_target is None else wishes.ttft_target,
+        itl_target_ms=math.inf if wishes.itl_target is None else wishes.itl_target,
     )
 
 
@@ -372,9 +380,7 @@ def _options(
     few = board.rows_at(places)
     position = np.full(len(board.places) + 1, -1)  # the last one is for places of other pools
     position[few] = np.arange(len(few))
-    return Options(
-        places, board.tags[few], board.spots[few], blocks[few], taints, position[at], ms
-    )
+    return Options(places, board.tags[few], board.spots[few], blocks[few], taints, position[at], ms)
 
 
 def _board(pool: Pool, view: View) -> Board:
@@ -436,9 +442,8 @@ def _params(
         params |= tuning.predictive._asdict()
         for name in ("output_tokens", "mean_output_tokens", "most_held_tokens"):
             params[name] = getattr(ask, name)
-        for name in ("ttft_target_ms", "itl_target_ms"):
-            if (target := getattr(ask, name)) < math.inf:
-                params[name] = target
+        targets = {"ttft_target_ms": ask.ttft_target_ms, "itl_target_ms": ask.itl_target_ms}
+        params |= {name: target for name, target in targets.items() if target < math.inf}
     if tuning.policy == "dynamo":
         params |= weights._asdict()
         if weights.overlap_decay:

@@ -24,15 +24,23 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from app.routing.paces import Spot
+import numpy as np
+
+from app.routing import kernels
+from app.routing.kernels import (
+    OPEN_TOKENS,
+    RUNS,
+    Floats,
+    Ints,
+    Words,
+)
 
 NEVER = math.inf
 """Cost of an option that the policy does not consider."""
 
 _M64 = (1 << 64) - 1
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 _RUN_SHARE = 2.0**-20
 """What an open run weighs beside open tokens: less than one of them, for up to a million runs."""
 
@@ -46,24 +54,30 @@ class Place(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The places that may take a request, with everything a policy may look at; equal lengths.
+    """The places that may take a request, with everything a policy may look at; a row each.
 
-    `overlap_blocks`: leading blocks of the prompt that a place holds on the device; `host_blocks`
-    and `disk_blocks` are those it could load. `prefill_tokens`: prompt tokens of its open runs that
-    are still to be computed. `open_tokens`: prompt and output tokens of its open runs.
-    `taint_weights`: the sum of the weights of those preferred taints that it has. `spots`: what
-    policy predictive looks at besides, empty for others.
+    `tags`: see `tags_of`. `spots`: what lies on each and how fast it is, `blocks`: leading blocks
+    of the prompt that it holds on the device, and those it could load from host and disk; see
+    `kernels.py`. `taint_weights`: the sum of the weights of those preferred taints that it has.
+
+    `ahead_at` and `ahead_ms`, of policy predictive: for each request that is held here, came before
+    this one and is planned for one of these, for which one, and its prefill there, alone.
     """
 
     places: Sequence[Place]
-    overlap_blocks: Sequence[int]
-    host_blocks: Sequence[int]
-    disk_blocks: Sequence[int]
-    prefill_tokens: Sequence[int]
-    open_tokens: Sequence[int]
-    open_runs: Sequence[int]
-    taint_weights: Sequence[float]
-    spots: Sequence[Spot] = ()
+    tags: Words
+    spots: Floats
+    blocks: Floats
+    taint_weights: Floats | None = None
+    ahead_at: Ints = np.empty(0, np.int64)
+    ahead_ms: Floats = np.empty(0)
+
+    @property
+    def liking(self) -> Floats:
+        """By what preferred taints multiply costs: exp(-tanh(Σ weights))."""
+        if self.taint_weights is None:
+            return np.ones(len(self.spots))
+        return np.array([math.exp(-math.tanh(w)) for w in self.taint_weights.tolist()])
 
 
 class Ask(NamedTuple):
@@ -72,6 +86,7 @@ class Ask(NamedTuple):
     `turn`: how many requests this router has dispatched, for policies that go in turn.
     `least_prefill_tokens`: the least of all options. `output_tokens`: how long its answer is
     expected to be, `mean_output_tokens`: others. `most_held_tokens`: of its prompt, where most are.
+    Targets: times to its first token, and from token to token, that it asks for.
     """
 
     id: str
@@ -84,6 +99,8 @@ class Ask(NamedTuple):
     output_tokens: float = 0.0
     mean_output_tokens: float = 0.0
     most_held_tokens: float = 0.0
+    ttft_target_ms: float = math.inf
+    itl_target_ms: float = math.inf
 
 
 class DynamoWeights(NamedTuple):
@@ -98,14 +115,13 @@ class DynamoWeights(NamedTuple):
     temperature: float = 0.0
 
 
-Costs = Sequence[float]
+Costs = Floats
 Policy = Callable[[Ask, Options, DynamoWeights], Costs]
 
 
-def draws(seed: int, places: Sequence[Place]) -> list[int]:
-    """A number below 2^64 for each place, as if drawn at random; epochs make no difference."""
-    start = _mixed(seed & _M64)
-    return [_mixed(start ^ _tag(each.worker, each.rank)) for each in places]
+def tags_of(places: Sequence[Place]) -> Words:
+    """What tells places apart in draws; their epochs make no difference."""
+    return np.array([_tag(each.worker, each.rank) for each in places], np.uint64)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -114,10 +130,22 @@ def _tag(worker: str, rank: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _mixed(x: int) -> int:
-    x = ((x ^ (x >> 30)) * _MIX_1) & _M64
-    x = ((x ^ (x >> 27)) * _MIX_2) & _M64
-    return x ^ (x >> 31)
+def draws(seed: int, tags: Words) -> Words:
+    """A number below 2^64 for each place, as if drawn at random."""
+    drawn = np.empty_like(tags)
+    kernels.draw(_word(seed), tags, drawn)
+    return drawn
+
+
+def _word(seed: int) -> Any:
+    """A seed as kernels take it."""
+    return np.uint64(seed & _M64)
+
+
+def _shares(drawn: Words) -> Floats:
+    """Draws as numbers from 0 to 1, without either: 52 bits of them."""
+    shares: Floats = ((drawn >> np.uint64(12)) + 0.5) / 2**52
+    return shares
 
 
 def dynamo(ask: Ask, options: Options, weights: DynamoWeights) -> Costs:
@@ -128,78 +156,48 @@ def dynamo(ask: Ask, options: Options, weights: DynamoWeights) -> Costs:
     of this request. A preferred taint multiplies the cost by exp(-tanh(Σ weights)).
     Source: the KV router documentation of NVIDIA Dynamo.
     """
-    prompt, size = ask.prompt_tokens, ask.block_size
-    scale, per_run = weights.prefill_load_scale, weights.active_request_weight
-    costs = [
-        scale * max((prefill + prompt) / size - credit, 0.0) - (-tokens // size) + per_run * runs
-        for credit, prefill, tokens, runs in zip(
-            _credits(ask, options, weights),
-            options.prefill_tokens,
-            options.open_tokens,
-            options.open_runs,
-            strict=True,
-        )
-    ]
-    if any(options.taint_weights):
-        return [
-            cost * math.exp(-math.tanh(weight))
-            for cost, weight in zip(costs, options.taint_weights, strict=True)
-        ]
-    return costs
-
-
-def _credits(ask: Ask, options: Options, weights: DynamoWeights) -> Sequence[float]:
-    """The blocks of the prompt that each option need not compute, as far as they count."""
-    device = [weights.overlap_score_credit * blocks for blocks in options.overlap_blocks]
-    if weights.overlap_decay:
-        decay, least = weights.overlap_decay / max(ask.prompt_tokens, 1), ask.least_prefill_tokens
-        device = [
-            credit / (1 + decay * (prefill - least))
-            for credit, prefill in zip(device, options.prefill_tokens, strict=True)
-        ]
-    if not any(options.host_blocks) and not any(options.disk_blocks):
-        return device
-    return [
-        credit + weights.host_weight * host + weights.disk_weight * disk
-        for credit, host, disk in zip(device, options.host_blocks, options.disk_blocks, strict=True)
-    ]
+    costs = np.empty(len(options.spots))
+    worth = (weights.overlap_score_credit, weights.host_weight, weights.disk_weight)
+    kernels.dynamo(
+        options.spots, options.blocks, ask.prompt_tokens, ask.block_size,
+        weights.prefill_load_scale, weights.active_request_weight, np.array(worth),
+        weights.overlap_decay / max(ask.prompt_tokens, 1), float(ask.least_prefill_tokens), costs,
+    )  # fmt: skip
+    return costs if options.taint_weights is None else costs * options.liking
 
 
 def least_loaded(_: Ask, options: Options, __: DynamoWeights) -> Costs:
     """Open tokens; a run more counts less than a token."""
-    return [
-        tokens + runs * _RUN_SHARE
-        for tokens, runs in zip(options.open_tokens, options.open_runs, strict=True)
-    ]
+    costs: Costs = options.spots[:, OPEN_TOKENS] + options.spots[:, RUNS] * _RUN_SHARE
+    return costs
 
 
 def round_robin(ask: Ask, options: Options, _: DynamoWeights) -> Costs:
     """How far each option is ahead in the turn, which goes by name and rank."""
     count = len(options.places)
     order = sorted(range(count), key=lambda i: (options.places[i].worker, options.places[i].rank))
-    costs = [0.0] * count
-    for number, i in enumerate(order):
-        costs[i] = float((number - ask.turn) % count)
+    costs = np.empty(count)
+    costs[order] = (np.arange(count) - ask.turn) % count
     return costs
 
 
 def at_random(ask: Ask, options: Options, _: DynamoWeights) -> Costs:
     """A draw for each option."""
-    return draws(ask.seed, options.places)
+    return _shares(draws(ask.seed, options.tags))
 
 
 def power_of_two(ask: Ask, options: Options, weights: DynamoWeights) -> Costs:
     """The load of two options drawn at random; the others are not considered."""
-    drawn = draws(ask.seed, options.places)
-    two = set(sorted(range(len(drawn)), key=drawn.__getitem__)[:2])
-    loads = least_loaded(ask, options, weights)
-    return [load if i in two else NEVER for i, load in enumerate(loads)]
+    two = np.argsort(draws(ask.seed, options.tags), kind="stable")[:2]
+    costs = np.full(len(options.spots), NEVER)
+    costs[two] = least_loaded(ask, options, weights)[two]
+    return costs
 
 
 def session_hash(ask: Ask, options: Options, _: DynamoWeights) -> Costs:
     """Rendezvous hashing: a place that goes takes only its own sessions along."""
     name = blake2b((ask.session or ask.id).encode(), digest_size=8).digest()
-    return draws(int.from_bytes(name, "little"), options.places)
+    return _shares(draws(int.from_bytes(name, "little"), options.tags))
 
 
 POLICIES: Mapping[str, Policy] = {
@@ -215,35 +213,21 @@ POLICIES: Mapping[str, Policy] = {
 
 def span(costs: Costs) -> float:
     """How far apart the costs lie, of the options that are considered."""
-    finite = [cost for cost in costs if cost < NEVER]
-    return max(finite) - min(finite) if finite else 0.0
+    finite = costs[costs < NEVER]
+    return float(finite.max() - finite.min()) if len(finite) else 0.0
 
 
-def pick(costs: Costs, places: Sequence[Place], seed: int, noise: float = 0.0) -> int | None:
+def pick(costs: Costs, tags: Words, seed: int, noise: float = 0.0) -> int | None:
     """The index of the chosen option; None when there is none to consider.
 
     Without noise the least cost, ties by draw. With noise an option is chosen with a probability
     in proportion to exp(-cost / noise): by the least cost after subtracting Gumbel noise of that
     scale, which is the same and needs one draw an option.
     """
-    low = min(costs, default=NEVER)
-    if low == NEVER:
+    if not len(costs):
         return None
     if noise > 0:
-        numbers = draws(seed, places)
-        return min(
-            (i for i, cost in enumerate(costs) if cost < NEVER),
-            key=lambda i: (
-                costs[i] + noise * math.log(-math.log(((numbers[i] >> 12) + 0.5) / 2**52))
-            ),
-        )
-    ties = [i for i, cost in enumerate(costs) if cost == low]
-    if len(ties) == 1:
-        return ties[0]
-    numbers = draws(seed, [places[i] for i in ties])
-    return ties[numbers.index(min(numbers))]
-
-
-def _gumbel(number: int) -> float:
-    """A draw as a value of the Gumbel distribution; 52 bits of it, so that none becomes 0 or 1."""
-    return -math.log(-math.log(((number >> 12) + 0.5) / 2**52))
+        shares = _shares(draws(seed, tags)).tolist()
+        costs = costs + np.array([noise * math.log(-math.log(share)) for share in shares])
+    chosen: int = kernels.least(costs, _word(seed), tags)
+    return chosen if costs[chosen] < NEVER else None

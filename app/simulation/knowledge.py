@@ -17,8 +17,7 @@ from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.routing.load import Load
 from app.routing.paces import Paces
-from app.routing.plan import Chosen, View
-from app.routing.policies import Place
+from app.routing.plan import Chosen, Planned, View
 from app.simulation.traffic import SECRET
 from app.simulation.worker import Worker
 from indexer.events import CLEARED, Event, Kind, Tier, encode
@@ -138,12 +137,12 @@ class Knowledge:
         self.books = books
         self.own = Burdens()
 
-    def view(self, now_ms: float, ahead_ms: Mapping[Place, Sequence[float]]) -> View:
-        """For `plan`, right until something is told. `ahead_ms`: see `View`."""
+    def view(self, now_ms: float, ahead: Sequence[Planned]) -> View:
+        """For `plan`, right until something is told. `ahead`: see `View`."""
         folds, books = self.folds, self.books
         return View(
             folds.fleet, folds.pools, folds.index, books.load.burdens, self.own, int(now_ms),
-            books.paces.output_tokens, books.paces.slowness, ahead_ms,
+            books.paces.output_tokens, books.paces.slowness, ahead,
         )  # fmt: skip
 
 

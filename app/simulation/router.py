@@ -91,9 +91,9 @@ class Router:
                     yield number, planned
 
     def _plan(self, wanted: Wanted[int], now_ms: float) -> Chosen | Hold:
-        ahead_ms = self._held.ahead_ms(wanted.number)
+        ahead = self._held.ahead(wanted.number)
         planned = plan(
-            wanted.prompt, self.knowledge.view(now_ms, ahead_ms), self.tuning,
+            wanted.prompt, self.knowledge.view(now_ms, ahead), self.tuning,
             seed=wanted.seed, turn=self._sent, since_ms=wanted.since_ms,
         )  # fmt: skip
         if isinstance(planned, Refuse):

@@ -47,16 +47,17 @@ def test_one_sees_what_those_before_it_have_in_mind() -> None:
     held.hold("a", 0, 0, planned(W1, 10.0))
     held.hold("b", 1, 0, planned(W2, 20.0))
     held.hold("c", 2, 0, planned(W1, 30.0))
-    assert held.ahead_ms(0) == {}
-    assert held.ahead_ms(2) == {W1: [10.0], W2: [20.0]}
-    assert held.ahead_ms(3) == {W1: [10.0, 30.0], W2: [20.0]}
+    held.hold("b", 1, 0, planned(W2, 20.0))
+    assert held.ahead(0) == []
+    assert held.ahead(2) == [planned(W1, 10.0), planned(W2, 20.0)]
+    assert held.ahead(3) == [planned(W1, 10.0), planned(W2, 20.0), planned(W1, 30.0)]
 
 
 def test_a_new_plan_takes_the_place_of_the_old_one() -> None:
     held = Held[str]()
     held.hold("a", 0, 0, planned(W1, 10.0))
     held.hold("a", 0, 0, planned(W2, 5.0))
-    assert held.ahead_ms(1) == {W2: [5.0]}
+    assert held.ahead(1) == [planned(W2, 5.0)]
     assert list(held.places()) == [W2]
     assert held.place("a") == W2
     held.drop("a")
@@ -82,7 +83,7 @@ def test_who_looks_at_one_moment_is_planned_by_arrival_and_goes_the_shortest_fir
     held, seen = Held[str](), dict[str, list[float]]()
 
     def intention(each: Wanted[str]) -> Planned | None:
-        seen[each.key] = held.ahead_ms(each.number).get(W1, [])
+        seen[each.key] = [other.prefill_ms for other in held.ahead(each.number)]
         lengths = {"long": 90.0, "short": 10.0, "middle": 40.0}
         return planned(W1, lengths[each.key]) if each.key in lengths else None
 
@@ -149,5 +150,5 @@ def test_what_is_ahead_is_what_is_held_of_those_before(
         held.hold(key, key, 0, planned(place, prefill_ms))
         last[key] = (place, prefill_ms)
     assert sorted(held.in_turn()) == sorted(last)
-    found = sorted((p, ms) for p, all_ms in held.ahead_ms(number).items() for ms in all_ms)
-    assert found == sorted(each for key, each in last.items() if key < number)
+    found = [(each.place, each.prefill_ms) for each in held.ahead(number)]
+    assert found == [last[key] for key in sorted(last) if key < number]

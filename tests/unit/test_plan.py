@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from app.routing.adapters import order_of
 from app.routing.burdens import Burden
 from app.routing.eligibility import eligible, number_of
-from app.routing.plan import RECORDED, Chosen, Hold, Plan, Refuse, Tuning, replan
+from app.routing.plan import Chosen, Hold, Plan, Refuse, Tuning, replan
 from app.routing.policies import POLICIES, DynamoWeights, Place
 from app.routing.prompt import Prompt
+from app.routing.recorded import RECORDED
 from indexer.events import Tier
 from streams.codecs import pack_tokens
 from streams.records import (

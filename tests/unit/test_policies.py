@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,10 @@ from app.routing.policies import (
     round_robin,
     session_hash,
     span,
+    tags_of,
 )
+from app.routing.recorded import options_of
+from streams.records import Candidate
 
 ASK = Ask(id="a", prompt_tokens=160, block_size=16, seed=0)
 DEFAULTS = DynamoWeights()
@@ -31,8 +35,7 @@ DEFAULTS = DynamoWeights()
 
 def options(*rows: dict[str, Any], names: str = "w{}") -> Options:
     """The places w0, w1, …; what a row does not say is 0."""
-    columns = {name: [row.get(name, 0) for row in rows] for name in Options._fields[1:]}
-    return Options([Place(names.format(n), 1) for n in range(len(rows))], **columns)
+    return options_of([Candidate(names.format(n), 1, **row) for n, row in enumerate(rows)])
 
 
 def worker(chosen: int | None, among: Options) -> str:
@@ -49,7 +52,7 @@ THREE = options(
 
 
 def test_the_documented_example_costs_what_the_documentation_says() -> None:
-    assert dynamo(ASK, THREE, DEFAULTS) == [18, 10, 11]
+    assert dynamo(ASK, THREE, DEFAULTS).tolist() == [18, 10, 11]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,7 @@ def test_the_documented_example_costs_what_the_documentation_says() -> None:
         ({"prefill_load_scale": 2}, {"overlap_blocks": 8, "open_tokens": 16}, 5),
         ({"active_request_weight": 3}, {"open_runs": 2}, 16),
         ({"overlap_decay": 1}, {"overlap_blocks": 8, "prefill_tokens": 160}, 20 - 8 / 2),
-        ({}, {"taint_weights": 2.0}, 10 * math.exp(-math.tanh(2.0))),
+        ({}, {"taint_weight": 2.0}, 10 * math.exp(-math.tanh(2.0))),
     ],
 )
 def test_each_term_of_the_cost_counts_as_documented(
@@ -75,7 +78,7 @@ def test_each_term_of_the_cost_counts_as_documented(
 def test_the_overlap_decays_with_the_excess_over_the_least_loaded() -> None:
     ask = ASK._replace(least_prefill_tokens=160)
     row = options({"overlap_blocks": 8, "prefill_tokens": 320})
-    assert dynamo(ask, row, DynamoWeights(overlap_decay=1)) == [30 - 8 / 2]
+    assert dynamo(ask, row, DynamoWeights(overlap_decay=1)).tolist() == [30 - 8 / 2]
 
 
 def test_round_robin_goes_in_turn_by_name() -> None:
@@ -84,7 +87,7 @@ def test_round_robin_goes_in_turn_by_name() -> None:
     chosen = []
     for turn in range(6):
         costs = round_robin(ASK._replace(turn=turn), backwards, DEFAULTS)
-        chosen.append(worker(pick(costs, backwards.places, 0), backwards))
+        chosen.append(worker(pick(costs, backwards.tags, 0), backwards))
     assert chosen == ["w0", "w1", "w2"] * 2
 
 
@@ -95,7 +98,7 @@ def test_power_of_two_considers_two_and_takes_the_less_loaded() -> None:
         costs = power_of_two(ASK._replace(seed=seed), five, DEFAULTS)
         two = [i for i, cost in enumerate(costs) if cost < NEVER]
         assert len(two) == 2
-        assert pick(costs, five.places, seed) == min(two)
+        assert pick(costs, five.tags, seed) == min(two)
         drawn.update(two)
     assert all(150 < drawn[i] < 250 for i in range(5))
 
@@ -104,56 +107,56 @@ def test_a_session_stays_when_another_worker_leaves_and_when_its_own_comes_back(
     five = options({}, {}, {}, {}, {})
     for n in range(100):
         ask = ASK._replace(session=f"s{n}")
-        chosen = pick(session_hash(ask, five, DEFAULTS), five.places, 0)
+        chosen = pick(session_hash(ask, five, DEFAULTS), five.tags, 0)
         assert chosen is not None
         left = [p for i, p in enumerate(five.places) if i != (chosen + 1) % 5]
         again = [Place(p.worker, 7) for p in left]
-        four = options({}, {}, {}, {})._replace(places=again)
-        assert worker(pick(session_hash(ask, four, DEFAULTS), again, 0), four) == f"w{chosen}"
+        four = options({}, {}, {}, {})._replace(places=again, tags=tags_of(again))
+        assert worker(pick(session_hash(ask, four, DEFAULTS), four.tags, 0), four) == f"w{chosen}"
 
 
 def test_sessions_spread_over_all_places() -> None:
     five = options({}, {}, {}, {}, {})
     seen = Counter(
-        pick(session_hash(ASK._replace(session=f"s{n}"), five, DEFAULTS), five.places, 0)
+        pick(session_hash(ASK._replace(session=f"s{n}"), five, DEFAULTS), five.tags, 0)
         for n in range(500)
     )
     assert all(60 < seen[i] < 140 for i in range(5))
 
 
 def test_ties_are_drawn_evenly_from_the_seed() -> None:
-    places = options({}, {}, {}, {}).places
-    drawn = Counter(pick([3.0, 3.0, 5.0, 3.0], places, seed) for seed in range(900))
+    tags = options({}, {}, {}, {}).tags
+    drawn = Counter(pick(np.array([3.0, 3.0, 5.0, 3.0]), tags, seed) for seed in range(900))
     assert set(drawn) == {0, 1, 3}
     assert all(240 < n < 360 for n in drawn.values())
 
 
 def test_a_tie_among_many_is_the_same_among_those_that_were_recorded() -> None:
-    places = options(*[{}] * 40).places
+    many = options(*[{}] * 40)
     for seed in range(50):
-        chosen = pick([1.0] * 40, places, seed)
+        chosen = pick(np.ones(40), many.tags, seed)
         assert chosen is not None
-        few = [*places[:3], places[chosen]]
-        assert few[pick([1.0] * 4, few, seed) or 0] == places[chosen]
+        few = [*many.places[:3], many.places[chosen]]
+        assert few[pick(np.ones(4), tags_of(few), seed) or 0] == many.places[chosen]
 
 
 def test_noise_chooses_in_proportion_to_the_softmax_of_the_costs() -> None:
-    places = options({}, {}, {}).places
-    costs = [0.0, 1.0, NEVER]
-    drawn = Counter(pick(costs, places, seed, noise=1.0) for seed in range(4000))
+    tags = options({}, {}, {}).tags
+    costs = np.array([0.0, 1.0, NEVER])
+    drawn = Counter(pick(costs, tags, seed, noise=1.0) for seed in range(4000))
     assert drawn[0] / 4000 == pytest.approx(1 / (1 + math.exp(-1)), abs=0.03)
     assert drawn[2] == 0
     assert span(costs) == 1.0
 
 
 def test_little_noise_hardly_spreads() -> None:
-    places = options({}, {}).places
-    assert {pick([0.0, 1.0], places, seed, noise=0.05) for seed in range(500)} == {0}
+    costs, tags = np.array([0.0, 1.0]), options({}, {}).tags
+    assert {pick(costs, tags, seed, noise=0.05) for seed in range(500)} == {0}
 
 
 def test_nothing_to_consider_is_no_choice() -> None:
     assert pick([], [], 0) is None
-    assert pick([NEVER], options({}).places, 0) is None
+    assert pick(np.array([NEVER]), options({}).tags, 0) is None
 
 
 @given(
@@ -169,7 +172,7 @@ def test_a_choice_is_a_function_of_its_inputs(
 
     def chosen() -> int | None:
         costs = POLICIES[name](ASK._replace(seed=seed), many, DEFAULTS)
-        return pick(costs, many.places, seed, noise)
+        return pick(costs, many.tags, seed, noise)
 
     first = chosen()
     assert first is not None

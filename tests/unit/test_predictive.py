@@ -11,18 +11,13 @@ from hypothesis import strategies as st
 
 from app.engine.curves import Curves
 from app.routing.burdens import Burden
-from app.routing.paces import Pace, Spot
-from app.routing.plan import Chosen, Hold, Tuning, replan
+from app.routing.paces import Pace
+from app.routing.plan import Chosen, Hold, Planned, Tuning, replan
 from app.routing.policies import Ask, Options, Place
-from app.routing.predictive import (
-    Prediction,
-    PredictiveWeights,
-    costs,
-    held_tokens,
-    predict,
-)
+from app.routing.predictive import Prediction, PredictiveWeights, held_tokens, predict
+from app.routing.recorded import options_of
 from streams.codecs import pack_tokens
-from streams.records import Hints, Request, RoutingConstraints, StopConditions
+from streams.records import Candidate, Hints, Request, RoutingConstraints, StopConditions
 from tests.stages import NOW_MS, TOKENS, Stage, recorded
 
 CURVES = Curves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 10.0, 5.0))
@@ -36,12 +31,14 @@ LAMBDA = 0.01
 
 def options(*rows: dict[str, Any]) -> Options:
     """Places w0, w1, …; what a row does not say is 0."""
-    columns = {name: [row.get(name, 0) for row in rows] for name in Options._fields[1:-1]}
-    spots = [
-        Spot(row.get("pace", PACE), **{n: row[n] for n in Spot._fields[1:] if n in row})
-        for row in rows
-    ]
-    return Options([Place(f"w{n}", n) for n in range(len(rows))], **columns, spots=spots)
+    candidates = []
+    for n, row in enumerate(rows):
+        fields = dict(row)
+        pace = fields.pop("pace", PACE)
+        fields |= {"slowness": pace.slowness, "curve": pace.curves.numbers()}
+        fields |= {"chunk_tokens": pace.chunk_tokens, "capacity_tokens": pace.capacity_tokens}
+        candidates.append(Candidate(f"w{n}", n, **fields))
+    return options_of(candidates)
 
 
 class Terms(NamedTuple):
@@ -148,8 +145,8 @@ def test_a_slower_place_takes_longer_for_everything() -> None:
 
 
 def test_preferred_taints_make_a_place_cheaper() -> None:
-    both = {}, {"taint_weights": 1.0}
-    plain, liked = costs(options(*both), predicted(*both), PredictiveWeights())
+    both = {}, {"taint_weight": 1.0}
+    plain, liked = predicted(*both).costs
     assert liked == pytest.approx(plain * math.exp(-math.tanh(1.0)))
 
 
@@ -310,7 +307,7 @@ def test_those_who_came_before_keep_their_place(stage: Stage) -> None:
     stage.worker("w1")
     stage.worker("w2")
     at = Place("w1", 0)
-    assert stage.chosen(PREDICTIVE, known={"ahead_ms": {at: [90.0]}}).place.worker == "w2"
+    assert stage.chosen(PREDICTIVE, known={"ahead": [Planned(at, 90.0, 0)]}).place.worker == "w2"
 
 
 def test_the_answer_is_expected_to_be_as_long_as_the_request_says(stage: Stage) -> None:
@@ -349,7 +346,7 @@ WORKERS = st.lists(
 def told(workers: list[dict[str, Any]]) -> tuple[Stage, dict[str, Any]]:
     """A stage with these workers, and what else is known of them."""
     stage = Stage()
-    known: dict[str, Any] = {"slowness": {}, "ahead_ms": {}}
+    known: dict[str, Any] = {"slowness": {}, "ahead": []}
     for n, each in enumerate(workers):
         name = stage.worker(f"w{n}", engine=each["engine"])
         if each["tokens"]:
@@ -357,7 +354,7 @@ def told(workers: list[dict[str, Any]]) -> tuple[Stage, dict[str, Any]]:
         if each["blocks"]:
             stage.holds(name, each["blocks"])
         known["slowness"][name] = each["slowness"]
-        known["ahead_ms"][Place(name, n)] = each["ahead"]
+        known["ahead"] += [Planned(Place(name, n), ms, 0) for ms in each["ahead"]]
     return stage, known
 
 

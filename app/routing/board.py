@@ -1,0 +1,188 @@
+"""The places of a pool in columns, as policies look at them, kept up to date change by change.
+
+Between two decisions few places change, and only their rows are written again; so a decision among
+many places takes hardly longer than one among few. What stands here is what the folds say and no
+more: a board asks each of them what has changed since it looked last, and reads all of it where
+that is too long ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.routing import kernels
+from app.routing.burdens import Burdens
+from app.routing.changes import Changes, Noted
+from app.routing.index import Index
+from app.routing.kernels import Floats, Ints
+from app.routing.paces import Pace
+from app.routing.policies import Place, tags_of
+from indexer.lives import Holder
+
+NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+class Standing(Protocol):
+    """What is known of a place for good: a row of a pool."""
+
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+
+    @property
+    def holder(self) -> Holder:
+        """Its cache."""
+
+    @property
+    def pace(self) -> Pace:
+        """How fast it is, by its card."""
+
+    @property
+    def ranks(self) -> int:
+        """Of its worker."""
+
+    @property
+    def shows_blocks(self) -> bool:
+        """Whether what its cache holds is known in blocks of the pool."""
+
+
+class Beating(Protocol):
+    """What a board reads of a worker's last heartbeat."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Of answers under way, of all ranks."""
+
+
+class Sources(NamedTuple):
+    """What a board reads. `told` and `own`: burdens. `beats`: heartbeats by worker, `beaten`: their
+    changes, and whether they count. `slowness`: of workers. `later_ms`: by how much later than
+    other routers this one counts on a worker.
+    """
+
+    told: Burdens
+    own: Burdens
+    beats: Mapping[str, Beating]
+    beaten: Changes[str]
+    counts_output: bool = True
+    slowness: Mapping[str, float] = NOTHING
+    later_ms: Mapping[str, float] = NOTHING
+
+
+def pace_columns(pace: Pace) -> tuple[float, ...]:
+    """The part of a spot from SLOWNESS on."""
+    return (pace.slowness, pace.chunk_tokens, pace.capacity_tokens, *pace.curves.numbers())
+
+
+class Board:
+    """One pool's. `places`, `tags` and `spots` are in the order of its rows; see `Options`."""
+
+    def __init__(self, rows: Sequence[Standing]) -> None:
+        self.places = [row.place for row in rows]
+        self.tags = tags_of(self.places)
+        self.spots = np.zeros((len(rows), kernels.SPOT))
+        for spot, row in zip(self.spots, rows, strict=True):
+            spot[kernels.SLOWNESS :] = pace_columns(row.pace)
+        self._ranks = [row.ranks for row in rows]
+        self._outputs = [0] * len(rows)
+        self._row_of = {place: n for n, place in enumerate(self.places)}
+        self._rows_of: dict[str, list[int]] = {}
+        for n, place in enumerate(self.places):
+            self._rows_of.setdefault(place.worker, []).append(n)
+        self._shown = {row.holder: n for n, row in enumerate(rows) if row.shows_blocks}
+        self._read: Sources | None = None
+        self._seen = (-1, -1, -1, -1)
+        """How many changes of each source were seen."""
+        self._owners: Sequence[Holder] = ()
+        self._column_rows: Ints = np.empty(0, np.int64)
+        self._later: Mapping[str, float] = NOTHING
+
+    def rows_at(self, places: Iterable[Place]) -> Ints:
+        """The numbers of their rows; -1 for places of other pools."""
+        row_of = self._row_of
+        return np.array([row_of.get(place, -1) for place in places], np.int64)
+
+    def blocks(self, caches: Index, local: NDArray[np.uint64]) -> Floats:
+        """Leading blocks of a prompt at each place: on the device, the host and the disk."""
+        index, found = caches.blocks, np.empty((len(self.places), 3))
+        while True:
+            owners = index.owners
+            columns, depths = index.depths(local)
+            if owners is index.owners:  # else a column may have been given to another cache
+                break
+        if owners is not self._owners:
+            self._owners = owners
+            self._column_rows = np.array([self._shown.get(o, -1) for o in owners], np.int64)
+        kernels.spread(columns, np.ascontiguousarray(depths), self._column_rows, found)
+        return found
+
+    def refresh(self, sources: Sources, now_ms: int) -> None:
+        """Take in what has changed since the last time, and how the time has passed."""
+        counts = (
+            sources.told.changes.count, sources.own.changes.count, sources.beaten.count,
+            sources.slowness.changes.count if isinstance(sources.slowness, Noted) else -1,
+        )  # fmt: skip
+        if self._read is None or not _same(self._read, sources):
+            self._read_all(sources)
+        elif counts != self._seen or counts[3] < 0:
+            self._read_changes(sources)
+        self._read, self._seen = sources, counts
+        kernels.elapse(self.spots, float(now_ms))
+
+    def _read_all(self, sources: Sources) -> None:
+        self._read_beats(sources, self._rows_of)
+        self._read_slowness(sources, self._rows_of)
+        self._read_burdens(sources, range(len(self.places)))
+        for worker, rows in self._rows_of.items():
+            self.spots[rows, kernels.LATER_MS] = sources.later_ms.get(worker, 0.0)
+
+    def _read_changes(self, sources: Sources) -> None:
+        seen_told, seen_own, seen_beats, seen_slowness = self._seen
+        told = sources.told.changes.since(seen_told)
+        own = sources.own.changes.since(seen_own)
+        beats = sources.beaten.since(seen_beats)
+        rows: dict[int, None] = {}
+        if told is None or own is None or beats is None:
+            self._read_beats(sources, self._rows_of)
+            rows |= dict.fromkeys(range(len(self.places)))
+        else:
+            rows_of, row_of = self._rows_of, self._row_of
+            self._read_beats(sources, beats)
+            rows |= dict.fromkeys([n for worker in beats for n in rows_of.get(worker, ())])
+            rows |= dict.fromkeys([row_of[each] for each in (*told, *own) if each in row_of])
+        self._read_burdens(sources, rows)
+        changed: Iterable[str] | None = None
+        if isinstance(sources.slowness, Noted):
+            changed = sources.slowness.changes.since(seen_slowness)
+        self._read_slowness(sources, self._rows_of if changed is None else changed)
+
+    def _read_beats(self, sources: Sources, workers: Iterable[str]) -> None:
+        for worker in workers:
+            beat = sources.beats.get(worker) if sources.counts_output else None
+            for n in self._rows_of.get(worker, ()):
+                self._outputs[n] = beat.output_tokens // self._ranks[n] if beat else 0
+
+    def _read_slowness(self, sources: Sources, workers: Iterable[str]) -> None:
+        for worker in workers:
+            for n in self._rows_of.get(worker, ()):
+                self.spots[n, kernels.SLOWNESS] = sources.slowness.get(worker, 1.0)
+
+    def _read_burdens(self, sources: Sources, rows: Iterable[int]) -> None:
+        for n in rows:
+            place = self.places[n]
+            all_there = sources.told.there(place).plus(sources.own.there(place))
+            runs, tokens, prefill_tokens, waiting, since_ms = all_there
+            self.spots[n, : kernels.BUSY_MS] = (
+                runs, tokens, tokens + self._outputs[n], prefill_tokens, waiting,
+                since_ms / waiting if waiting else 0.0, sources.told.prefilled_ms(place),
+            )  # fmt: skip
+
+
+def _same(one: Sources, other: Sources) -> bool:
+    """Whether two are the same objects, whatever they hold."""
+    return all(a is b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,246 @@
+"""What a place costs, option by option: the loops of `predictive.py` and of policy dynamo.
+
+The formulas, with what their letters mean, stand in `predictive.py` and `policies.py`. Each number
+is made of its own option's alone, so it is the same to the bit among other options.
+
+`spots`: f64 (options, SPOT), a row a place; counts and tokens are whole numbers. `blocks`: f64
+(options, 3), leading blocks of the prompt by tier. `found`: f64 (options, FOUND), what comes out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.kernels import inlined, kernel
+
+(
+    RUNS, TOKENS, OPEN_TOKENS, PREFILL_TOKENS, PREFILL_RUNS, SINCE_MS, PREFILLED_MS, BUSY_MS,
+    LATER_MS, SLOWNESS, CHUNK, CAPACITY, CURVE,
+) = range(13)  # fmt: skip
+"""Of a spot. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `SINCE_MS`: when the runs without a
+first token came, in the mean; from `CURVE` on the seven numbers of a curve (`Curves.numbers`)."""
+SPOT = CURVE + 7
+WAIT, PREFILL, STALL, SLOWER, DECODE, REPLICATION, ALONE, HOLD, COST = range(9)
+"""Of what is found, in ms; `ALONE` and `HOLD` as in `Prediction`."""
+FOUND = 9
+
+HOST_SHARE, DISK_SHARE = 0.75, 0.25
+"""Of the prefill of a block, what is saved by loading it; as the `dynamo` policy has it."""
+END_WAIT = 1.5
+"""Answers' times until enough of a full cache is free; 1 would be if all had just begun."""
+MISSED_MS = 1e9
+"""What it costs to miss a target of the request: more than anything else, so who misses one comes
+after all who meet them."""
+
+MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+SHIFT_1, SHIFT_2, SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+
+@inlined
+def _step_ms(spot: Floats, tokens: float) -> float:
+    """Prefill in one step, of a place at the pace of its curve."""
+    return (spot[CURVE] * tokens + spot[CURVE + 1]) * tokens + spot[CURVE + 2]
+
+
+@inlined
+def _prefill_ms(spot: Floats, tokens: float, decode_ms: float) -> float:
+    """As `Pace.prefill_ms`."""
+    chunk, slowness = spot[CHUNK], spot[SLOWNESS]
+    whole = np.floor(tokens / chunk)
+    rest = tokens - whole * chunk
+    time_ms = whole * (slowness * _step_ms(spot, chunk) + decode_ms)
+    if rest > 0:
+        time_ms += slowness * _step_ms(spot, rest) + decode_ms
+    return time_ms
+
+
+@inlined
+def _decode_ms(spot: Floats, tokens: float) -> float:
+    """As `Pace.decode_ms`."""
+    usage = 0.0
+    if spot[CAPACITY] > 0:
+        usage = min(tokens / spot[CAPACITY], 1.0)
+    step_ms = (spot[CURVE + 3] * usage + spot[CURVE + 4]) * usage + spot[CURVE + 5]
+    return spot[SLOWNESS] * max(step_ms, spot[CURVE + 6])
+
+
+@kernel()
+def elapse(spots: Floats, now_ms: float) -> None:
+    """Say for how long each place has been at the prompts that are there."""
+    for i in range(len(spots)):
+        spot = spots[i]
+        busy_ms = 0.0
+        if spot[PREFILL_RUNS] > 0:  # since the last one before them was done
+            busy_ms = max(now_ms - max(spot[SINCE_MS], spot[PREFILLED_MS]), 0.0)
+        spot[BUSY_MS] = busy_ms
+
+
+@kernel()
+def spread(columns: Ints, depths: Ints, rows: Ints, blocks: Floats) -> None:
+    """What the index found, by column, to the rows of places; -1 for columns of none of them."""
+    for i in range(len(blocks)):
+        for tier in range(3):
+            blocks[i, tier] = 0.0
+    for n in range(len(columns)):
+        if columns[n] < len(rows):
+            row = rows[columns[n]]
+            if row >= 0:
+                for tier in range(3):
+                    blocks[row, tier] = depths[n, tier]
+
+
+@kernel()
+def hold_tokens(blocks: Floats, block_size: float, prompt_tokens: float, held: Floats) -> float:
+    """Tokens of the prompt that need not be computed, into `held`; the most of them."""
+    most = 0.0
+    for i in range(len(blocks)):
+        worth = blocks[i, 0] + (HOST_SHARE * blocks[i, 1] + DISK_SHARE * blocks[i, 2])
+        held[i] = min(worth * block_size, prompt_tokens)
+        most = max(most, held[i])
+    return most
+
+
+@kernel()
+def predict(
+    spots: Floats,
+    held: Floats,
+    liking: Floats,
+    ahead_at: Ints,
+    ahead_ms: Floats,
+    prompt_tokens: float,
+    output_tokens: float,
+    others: float,
+    most_held: float,
+    weight: float,
+    ttft_target: float,
+    itl_target: float,
+    found: Floats,
+) -> None:
+    """What is expected of a request at each option.
+
+    `ahead_at` and `ahead_ms`: options for which requests before it are planned, and their prefill
+    there, alone; -1 for those that are planned for none of these.
+    """
+    for i in range(len(spots)):
+        found[i, WAIT] = 0.0
+        found[i, ALONE] = _prefill_ms(spots[i], max(prompt_tokens - held[i], 1.0), 0.0)
+    for j in range(len(ahead_at)):
+        i = ahead_at[j]
+        if i >= 0:
+            own_ms, other_ms = found[i, ALONE], ahead_ms[j]
+            found[i, WAIT] += min(own_ms, other_ms) + weight * max(own_ms, other_ms)
+    for i in range(len(spots)):
+        spot = spots[i]
+        runs, prompts, capacity = spot[RUNS], spot[TOKENS], spot[CAPACITY]
+        tokens = max(prompt_tokens - held[i], 1.0)
+        context = prompts + runs * others / 2
+        step_ms = _decode_ms(spot, context) if runs > 0 else 0.0
+        alone_ms, planned_ms = found[i, ALONE], found[i, WAIT]
+        left_ms = 0.0
+        if spot[PREFILL_RUNS] > 0:
+            left_ms = _prefill_ms(spot, spot[PREFILL_TOKENS], step_ms) - spot[BUSY_MS]
+        bounded = runs > 0 and capacity > 0
+        wait_ms = max(left_ms, step_ms / 2)
+        excess = context + prompt_tokens + others - capacity
+        if bounded and excess > 0:
+            wait_ms += excess / max(context, 1.0) * others * END_WAIT * step_ms
+        wait_ms += planned_ms
+        later_ms = _decode_ms(spot, context + prompt_tokens + output_tokens / 2)
+        per_token_ms = _prefill_ms(spot, spot[CHUNK], 0.0) / spot[CHUNK]
+        prefill_ms = _prefill_ms(spot, tokens, step_ms)
+        stall_ms = runs * alone_ms
+        slower_ms = runs * others / 2 * (later_ms - step_ms)
+        decode_ms = output_tokens * later_ms
+        replication_ms = (most_held - held[i]) * per_token_ms
+        ttft_ms = wait_ms + prefill_ms
+        cost_ms = ttft_ms + weight * (stall_ms + slower_ms + decode_ms) + replication_ms
+        cost_ms *= liking[i]
+        if ttft_ms > ttft_target or later_ms > itl_target:
+            cost_ms += MISSED_MS
+        shares = spot[SLOWNESS] * (spot[CURVE + 1] * tokens - spot[CURVE + 2]) <= step_ms
+        hold_ms = left_ms if left_ms > 0 and not shares else 0.0
+        if bounded and prompts + prompt_tokens + output_tokens > capacity:
+            hold_ms = np.inf
+        found[i, WAIT] = wait_ms
+        found[i, PREFILL] = prefill_ms
+        found[i, STALL] = stall_ms
+        found[i, SLOWER] = slower_ms
+        found[i, DECODE] = decode_ms
+        found[i, REPLICATION] = replication_ms
+        found[i, HOLD] = hold_ms
+        found[i, COST] = cost_ms
+
+
+@kernel()
+def dynamo(
+    spots: Floats,
+    blocks: Floats,
+    prompt_tokens: int,
+    block_size: int,
+    scale: float,
+    per_run: float,
+    credits: Floats,
+    decay: float,
+    least_prefill: float,
+    costs: Floats,
+) -> None:
+    """As `policies.dynamo`. `credits`: of a block on the device, the host and the disk."""
+    for i in range(len(spots)):
+        spot = spots[i]
+        device = credits[0] * blocks[i, 0]
+        if decay > 0:
+            device /= 1.0 + decay * (spot[PREFILL_TOKENS] - least_prefill)
+        credit = device + credits[1] * blocks[i, 1] + credits[2] * blocks[i, 2]
+        prefill = (spot[PREFILL_TOKENS] + prompt_tokens) / block_size
+        open_blocks = -(-int(spot[OPEN_TOKENS]) // block_size)
+        costs[i] = scale * max(prefill - credit, 0.0) + open_blocks + per_run * spot[RUNS]
+
+
+@inlined
+def _mixed(x: int) -> int:
+    """SplitMix64."""
+    x = (x ^ (x >> SHIFT_1)) * MIX_1
+    x = (x ^ (x >> SHIFT_2)) * MIX_2
+    return x ^ (x >> SHIFT_3)
+
+
+@kernel()
+def draw(start: int, tags: Words, drawn: Words) -> None:
+    """A number for each tag, as if at random, by a seed."""
+    start = _mixed(start)
+    for i in range(len(tags)):
+        drawn[i] = _mixed(start ^ tags[i])
+
+
+@kernel()
+def least(costs: Floats, start: int, tags: Words) -> int:
+    """The option with the least cost; of equal ones that with the least draw."""
+    at = 0
+    for i in range(1, len(costs)):
+        if costs[i] < costs[at]:
+            at = i
+    start = _mixed(start)
+    for i in range(at + 1, len(costs)):
+        if costs[i] == costs[at] and _mixed(start ^ tags[i]) < _mixed(start ^ tags[at]):
+            at = i
+    return at
+
+
+def warm_up() -> None:
+    """Call every kernel once, with what it will be called with."""
+    spots, blocks, held = np.ones((1, SPOT)), np.zeros((1, 3)), np.zeros(1)
+    found, tags, none = np.zeros((1, FOUND)), np.zeros(1, np.uint64), np.zeros(1, np.int64)
+    elapse(spots, 1.0)
+    spread(none, np.zeros((1, 4), np.int64), none, blocks)
+    hold_tokens(blocks, 16.0, 1.0, held)
+    predict(
+        spots, held, np.ones(1), none, np.zeros(1), 1.0, 1.0, 1.0, 0.0, 0.01, np.inf, np.inf, found
+    )
+    dynamo(spots, blocks, 1, 16, 1.0, 0.0, np.ones(3), 0.0, 0.0, held)
+    draw(np.uint64(0), tags, tags.copy())
+    least(held, np.uint64(0), tags)
