@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from app.commands import audit, bench, machine, requests, simulate, topics
+from app.commands import audit, bench, dead_letters, machine, requests, simulate, topics
 
 
 class _Commands(TyperGroup):
@@ -76,6 +76,7 @@ app.command()(audit.explain)
 app.command()(audit.replay)
 app.command()(simulate.simulate)
 app.add_typer(topics.app, name="topics")
+app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(bench.app, name="bench")
 
 
@@ -114,14 +115,15 @@ def _is_for_people(error: Exception) -> bool:
     from app.audit.moments import BadMoment
     from app.bench.ground import BenchFailed
     from app.demo.parts import DemoFailed
+    from app.letters import BadLetter
     from app.publishing import BadPrompt
     from app.settings import SettingsError
     from app.trace import BadTrace
     from streams.errors import StreamError
 
     expected = (
-        StreamError, SettingsError, DemoFailed, BenchFailed, BadMoment, BadPrompt, BadTrace,
-        TimeoutError,
+        StreamError, SettingsError, DemoFailed, BenchFailed, BadLetter, BadMoment, BadPrompt,
+        BadTrace, TimeoutError,
     )  # fmt: skip
     return isinstance(error, expected)
 

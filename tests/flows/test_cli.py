@@ -23,7 +23,9 @@ from streams.topics import PROMPTS, RESPONSES, lane_of
 COMMANDS = [
     [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"], ["asyncapi"],
     ["explain"], ["replay"], ["simulate"],
-    ["topics"], ["topics", "create"], ["topics", "describe"], ["bench"],
+    ["topics"], ["topics", "create"], ["topics", "describe"],
+    ["dead-letters"], ["dead-letters", "list"], ["dead-letters", "show"], ["dead-letters", "retry"],
+    ["bench"],
     ["bench", "faults"], ["bench", "hop"], ["bench", "tokens"], ["bench", "gateway"],
     ["bench", "rebuild"], ["bench", "index"], ["bench", "simulate"], ["bench", "all"],
 ]  # fmt: skip

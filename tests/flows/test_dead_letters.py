@@ -1,0 +1,295 @@
+"""Dead letters as people see them: listed, looked at, and taken in again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from app import publishing
+from app.cli import app
+from app.letters import BadLetter, find, letters, retry
+from streams.clock import SystemClock
+from streams.codecs import encode
+from streams.deadletters import DeadLetters, Letter
+from streams.memory.broker import MemoryBroker, MemoryLog
+from streams.memory.partition import MemoryRecord
+from streams.outbox import Outbox
+from streams.ports import Entry
+from streams.records import Assigned, Assignment, Ended, Finished, Origin, Refused, Request
+from streams.topics import DEAD_LETTERS, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
+from tests.routers import PROMPT, Hand, chunk, read, route, some, write
+from tests.worlds import World, in_world
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
+    broker = MemoryBroker(SystemClock(), lanes=4)
+
+    @asynccontextmanager
+    async def kafka(settings: object, name: str) -> AsyncIterator[MemoryLog]:
+        log = broker.connect(name)
+        await log.start()
+        yield log
+        await log.close()
+
+    monkeypatch.setattr(publishing, "kafka", kafka)
+    monkeypatch.setenv("COLUMNS", "200")
+    return broker
+
+
+def kvlane(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["dead-letters", *arguments])
+
+
+def put_aside(
+    broker: MemoryBroker,
+    entry: Entry,
+    topic: str = REQUESTS,
+    reason: str = "no",
+    *,
+    kept: bool = False,
+) -> str:
+    """Append a record and its letter, as an intake does; the letter's name."""
+    from streams.deadletters import letter_of
+
+    at = broker.append(topic, 0, [entry])
+    record = MemoryRecord(topic, at.partition, at.offset, at.timestamp_ms, *entry)
+    letter = letter_of(topic, record, reason, 1, keep_value=kept)
+    stands = broker.append(DEAD_LETTERS, 1, [letter])
+    return f"{stands.partition}:{stands.offset}"
+
+
+def request(name: str = "job-7", **over: Any) -> Entry:
+    return encode(Request(id=name, model="demo", token_ids=b"\1\0\0\0", **over), name)
+
+
+def published(broker: MemoryBroker, name: str = "job-7", topic: str = REQUESTS) -> int:
+    lane = lane_of(name, broker.partitions[topic])
+    return sum(r.key == name.encode() for r in broker.records(topic, lane))
+
+
+def test_letters_are_listed_with_their_reasons(memory: MemoryBroker, tmp_path: Path) -> None:
+    put_aside(memory, request(), reason="it belongs in lane 2")
+    put_aside(memory, Entry(b"\xff\n", b"{"), PROMPTS, reason="not a JSON object")
+    shown = kvlane("list", "--json", str(tmp_path / "letters"))
+    assert shown.exit_code == 0
+    assert "it belongs in lane 2" in shown.stdout
+    assert "requests/0:0" in shown.stdout
+    assert "\\xff\\n" in shown.stdout
+    assert "2 dead letters" in shown.stdout
+    told = json.loads((tmp_path / "letters").read_bytes())
+    assert [each["origin_topic"] for each in told] == [REQUESTS, PROMPTS]
+
+
+def test_letters_are_chosen_by_topic_and_reason(memory: MemoryBroker) -> None:
+    put_aside(memory, request(), reason="one")
+    put_aside(memory, request("job-8"), PROMPTS, reason="two")
+    put_aside(memory, request("job-9"), reason="two")
+    assert "1 dead letters" in kvlane("list", "--topic", "requests", "--reason", "two").stdout
+    assert "3 dead letters, the newest 1 are shown" in kvlane("list", "--limit", "1").stdout
+
+
+def test_no_letters_are_no_error(memory: MemoryBroker) -> None:
+    shown = kvlane("list")
+    assert (shown.exit_code, shown.stdout) == (0, "0 dead letters\n")
+
+
+def test_a_letter_that_can_be_read_is_shown_as_a_record(memory: MemoryBroker) -> None:
+    shown = kvlane("show", put_aside(memory, request(tenant="acme"), kept=True))
+    assert "kept in the letter, it can be read" in shown.stdout
+    assert '"tenant": "acme"' in shown.stdout
+
+
+def test_a_redacted_letter_is_read_from_where_it_stood(memory: MemoryBroker) -> None:
+    shown = kvlane("show", put_aside(memory, request(tenant="acme")))
+    assert "read from requests/0:0, it can be read" in shown.stdout
+
+
+def test_a_letter_that_cannot_be_read_is_shown_in_hex(memory: MemoryBroker) -> None:
+    bad = Entry(b"job-7", b"\xc1 not msgpack" * 100, (("t", b"Request"),))
+    shown = kvlane("show", put_aside(memory, bad))
+    assert "still cannot be read" in shown.stdout
+    assert "c1 20 6e 6f 74" in shown.stdout
+    assert "bytes more" in shown.stdout
+
+
+def test_a_letter_whose_content_is_gone_says_what_would_keep_it(memory: MemoryBroker) -> None:
+    name = put_aside(memory, request())
+    memory.delete_records(REQUESTS, 0, 1)
+    shown = kvlane("show", name)
+    assert "KVLANE_KEEP_PROMPTS" in shown.stdout
+    again = kvlane("retry", name)
+    assert again.exit_code == 1
+    assert "KVLANE_KEEP_PROMPTS" in again.stderr
+
+
+def test_another_record_at_the_same_place_is_not_taken_for_it(memory: MemoryBroker) -> None:
+    """The topic was deleted and made anew."""
+    name = put_aside(memory, request())
+    memory.log(REQUESTS, 0).records[0] = (
+        memory.log(REQUESTS, 0).records[0]._replace(value=request("other").value)
+    )
+    assert kvlane("retry", name).exit_code == 1
+
+
+@pytest.mark.parametrize("name", ["7", "a:b", "1:", "99:0", "1:5"])
+def test_a_name_that_is_no_letter_is_explained(memory: MemoryBroker, name: str) -> None:
+    assert kvlane("show", name).exit_code == 1
+    assert "letter" in kvlane("retry", name).stderr
+
+
+def test_a_record_is_published_again_with_its_key_and_headers(memory: MemoryBroker) -> None:
+    key, value, headers = request()
+    entry = Entry(key, value, (*headers, ("traceparent", b"00-1-2-01")))
+    for kept in (True, False):
+        name = put_aside(memory, entry, kept=kept)
+        done = kvlane("retry", name)
+        assert done.exit_code == 0, done.output
+        assert f"{name}: job-7 is published again, requests/" in done.stdout
+        lane = lane_of("job-7", 4)
+        last = memory.records(REQUESTS, lane)[-1]
+        assert (last.key, last.value, last.headers) == entry
+
+
+def test_a_prompt_is_published_again_to_prompts(memory: MemoryBroker) -> None:
+    body = b'{"id":"job-7","body":{"messages":[{"role":"user","content":"hi"}]}}'
+    name = put_aside(memory, Entry(b"job-7", body), PROMPTS)
+    before = published(memory, topic=PROMPTS)
+    assert kvlane("retry", name).exit_code == 0
+    assert published(memory, topic=PROMPTS) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "topic", "why"),
+    [
+        (Entry(b"job-7", b"\xc1", (("t", b"Request"),)), REQUESTS, "still cannot be read"),
+        (Entry(b"job-7", b"", (("t", b"Future"),)), REQUESTS, "upgrade this process"),
+        (Entry(b"job-7", b"{", ()), PROMPTS, "still cannot be read"),
+        (encode(Ended(id="job-7", code="lost"), "job-7"), REQUESTS, "does not belong"),
+        (request("other")._replace(key=b"job-7"), REQUESTS, "its key is"),
+        (request()._replace(key=None), REQUESTS, "its key is"),
+        (encode(Refused(id="w", code="lost"), "w"), LEDGER, "are taken in again"),
+    ],
+)
+def test_what_could_not_help_is_refused(
+    memory: MemoryBroker, entry: Entry, topic: str, why: str
+) -> None:
+    name = put_aside(memory, entry, topic)
+    before = len(memory.records(topic, 0))
+    done = kvlane("retry", name)
+    assert done.exit_code == 1
+    assert why in done.stderr
+    assert len(memory.records(topic, 0)) == before
+
+
+def test_one_that_is_refused_does_not_keep_back_others(memory: MemoryBroker) -> None:
+    bad = put_aside(memory, Entry(b"x", b"\xc1", (("t", b"Request"),)))
+    good = put_aside(memory, request())
+    done = kvlane("retry", bad, good)
+    assert done.exit_code == 1
+    assert "job-7 is published again" in done.stdout
+
+
+def test_an_id_that_has_ended_is_not_asked_again(memory: MemoryBroker) -> None:
+    name = put_aside(memory, request())
+    memory.append(LEDGER, lane_of("job-7", 4), [encode(Ended(id="job-7", code="lost"), "job-7")])
+    done = kvlane("retry", name)
+    assert done.exit_code == 1
+    assert "job-7" in done.stderr
+    assert "has ended (lost)" in done.stderr
+    assert "under another one" in done.stderr
+
+
+def test_an_id_that_is_under_way_is_left_alone(memory: MemoryBroker) -> None:
+    name = put_aside(memory, request())
+    assigned = Assigned(
+        id="job-7", attempt=0, phase="aggregated", worker="w", epoch=1, deadline_ms=1,
+        origin=Origin(topic=REQUESTS, partition=0, offset=0), responses_from=0,
+    )  # fmt: skip
+    memory.append(LEDGER, lane_of("job-7", 4), [encode(assigned, "job-7")])
+    done = kvlane("retry", name)
+    assert done.exit_code == 1
+    assert "under way" in done.stderr
+
+
+# --- with a router -------------------------------------------------------------------------------
+
+
+async def the_letter(world: World) -> Letter:
+    log = await world.connect("people")
+    found: list[Letter] = []
+
+    async def look() -> None:
+        while not found:
+            found.extend((await letters(log, world.clock, 10))[0])
+            await world.sleep(0.1)
+
+    await look()
+    return found[0]
+
+
+@in_world
+async def test_a_request_in_a_wrong_lane_is_answered_after_a_retry(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    wrong = 1 - lane_of("a", world.lanes)
+    world.append(REQUESTS, wrong, PROMPT, key="a")
+    letter = await the_letter(world)
+    assert "belongs in lane" in letter.reason
+    log = await world.connect("people2")
+    assert (await retry(log, world.clock, letter))[0] == "a"
+    (assignment,) = await some(world, lambda: worker.told(Assignment))
+    assert assignment.request == PROMPT
+
+
+@in_world
+async def test_a_letter_that_is_retried_over_and_over_is_run_once(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    world.append(REQUESTS, 1 - lane_of("a", world.lanes), PROMPT, key="a")
+    letter = await the_letter(world)
+    log = await world.connect("people2")
+    await asyncio.gather(*(retry(log, world.clock, letter) for _ in range(3)))
+    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    with pytest.raises(BadLetter, match="under way"):
+        await retry(log, world.clock, letter)
+    write(world, RESPONSES, chunk(0, 7, finish_reason="stop"))
+    worker.finish(run, "stop")
+    await some(world, lambda: read(world, LEDGER, Finished))
+    with pytest.raises(BadLetter, match="answered"):
+        await retry(log, world.clock, letter)
+    await world.sleep(30)
+    assert len(worker.told(Assignment)) == 1
+
+
+@in_world
+async def test_a_request_that_was_refused_as_unreadable_has_ended(world: World) -> None:
+    Hand(world)
+    await route(world)
+    bad = Entry(b"a", b"\xc1", (("t", b"Request"),))
+    world.append_raw(REQUESTS, lane_of("a", world.lanes), bad)
+    await some(world, lambda: read(world, LEDGER, Ended))
+    letter = await the_letter(world)
+    log = await world.connect("people2")
+    with pytest.raises(BadLetter, match="still cannot be read"):
+        await retry(log, world.clock, letter)
+
+
+@in_world
+async def test_a_letter_is_found_by_its_name(world: World) -> None:
+    log = await world.connect("people")
+    record = MemoryRecord(REQUESTS, 3, 41, 0, b"job-7", b"tell me", (("t", b"Request"),))
+    stands = await DeadLetters(Outbox(log, world.clock)).persist(REQUESTS, record, "why", tries=2)
+    letter = await find(log, world.clock, f"{stands.partition}:{stands.offset}")
+    assert (letter.key, letter.type, letter.reason) == (b"job-7", b"Request", "why")
+    assert (letter.origin_topic, letter.origin_partition, letter.origin_offset) == (REQUESTS, 3, 41)
+    assert (letter.tries, letter.value, letter.value_bytes) == (2, None, 7)

@@ -1,0 +1,100 @@
+"""`kvlane dead-letters` against a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from app.cli import app
+from app.settings import Settings
+from streams import provision
+from streams.brokers.local import Broker
+from streams.clock import SystemClock
+from streams.codecs import encode, pack_tokens
+from streams.errors import RecordError
+from streams.intake import Claim, Intake
+from streams.kafka.log import KafkaLog
+from streams.ports import Entry, Partition
+from streams.records import Ended, Fact, Request
+from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, lane_of
+from tests.leftovers import delete_topics
+
+LANES = 4
+STRAY = Request(id="job-7", model="demo", token_ids=pack_tokens([1, 2, 3]))
+HEADERS = (("t", b"Request"), ("traceparent", b"00-1-2-01"))
+
+
+class Strict:
+    """Lanes that take nothing that belongs elsewhere, as routers do."""
+
+    intake: Intake
+
+    def opened(self, claim: Claim) -> None:
+        self.intake.resume(claim)
+
+    def received(self, claim: Claim, fact: Fact) -> None:
+        if lane_of(fact.record.id, LANES) != claim.partition:  # type: ignore[union-attr]
+            raise RecordError("it belongs in another lane")
+        claim.done(fact.offset)
+
+    def closed(self, claim: Claim) -> None:
+        pass
+
+
+async def kvlane(*arguments: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, ["dead-letters", *arguments])
+
+
+async def ends(log: KafkaLog, topic: str) -> Mapping[int, int]:
+    return await log.end_offsets(topic, range(await log.partitions(topic)))
+
+
+@pytest.mark.timeout(120)
+async def test_a_stray_record_is_put_aside_listed_and_taken_in_again(
+    kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
+    monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
+    settings, clock, lanes = Settings(), SystemClock(), Strict()
+    log = KafkaLog(settings.connection("test"), prefix=topic_prefix)
+    await log.start()
+    try:
+        await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+        right = lane_of(STRAY.id, LANES)
+        entry = Entry(*encode(STRAY, STRAY.id)[:2], HEADERS)
+        await log.append(REQUESTS, entry, (right + 1) % LANES)
+        lanes.intake = Intake(log, REQUESTS, "router", lanes, clock)
+        running = asyncio.create_task(lanes.intake.run())
+        while not any((await ends(log, DEAD_LETTERS)).values()):
+            await clock.sleep(0.05)
+        await lanes.intake.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+        listed = await kvlane("list")
+        assert "it belongs in another lane" in listed.stdout
+        name = listed.stdout.splitlines()[1].split()[0]
+        shown = await kvlane("show", name)
+        assert '"model": "demo"' in shown.stdout
+        assert (await kvlane("retry", name)).exit_code == 0
+        assert (await ends(log, REQUESTS))[right] == 1
+        reader = log.reader()
+        reader.assign({Partition(REQUESTS, right): 0})
+        records = []
+        while not records:
+            records = [r for rs in (await reader.poll(1.0)).values() for r in rs]
+        await reader.close()
+        again = records[0]
+        assert (again.key, again.value, tuple(again.headers)) == entry
+
+        await log.append(LEDGER, encode(Ended(id=STRAY.id, code="lost"), STRAY.id))
+        refused = await kvlane("retry", name)
+        assert refused.exit_code == 1
+        assert "has ended (lost)" in refused.stderr
+        assert (await ends(log, REQUESTS))[right] == 1
+    finally:
+        await log.close()
+        await delete_topics(kafka.bootstrap_servers, topic_prefix)
