@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from app.commands import audit, bench, dead_letters, machine, requests, simulate, topics
+from app.commands import (
+    audit, bench, capture, dead_letters, machine, requests, simulate, topics,
+)  # fmt: skip
 
 
 class _Commands(TyperGroup):
@@ -74,6 +76,7 @@ app.command()(requests.follow)
 app.command()(requests.cancel)
 app.command()(audit.explain)
 app.command()(audit.replay)
+app.command()(capture.capture)
 app.command()(simulate.simulate)
 app.add_typer(topics.app, name="topics")
 app.add_typer(dead_letters.app, name="dead-letters")
@@ -114,6 +117,7 @@ def main() -> None:
 def _is_for_people(error: Exception) -> bool:
     from app.audit.moments import BadMoment
     from app.bench.ground import BenchFailed
+    from app.captured import BadCapture
     from app.demo.parts import DemoFailed
     from app.letters import BadLetter
     from app.publishing import BadPrompt
@@ -122,8 +126,8 @@ def _is_for_people(error: Exception) -> bool:
     from streams.errors import StreamError
 
     expected = (
-        StreamError, SettingsError, DemoFailed, BenchFailed, BadLetter, BadMoment, BadPrompt,
-        BadTrace, TimeoutError,
+        StreamError, SettingsError, DemoFailed, BenchFailed, BadCapture, BadLetter, BadMoment,
+        BadPrompt, BadTrace, TimeoutError,
     )  # fmt: skip
     return isinstance(error, expected)
 

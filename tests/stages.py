@@ -110,7 +110,12 @@ def recorded(decision: Chosen, **over: Any) -> Assigned:
     worker, epoch, rank = decision.place
     fields = {"origin": Origin(topic="requests", partition=0, offset=0), "responses_from": 0}
     fields |= {"id": "a", "attempt": 0, "phase": "aggregated", "deadline_ms": 0}
-    fields |= {"candidates": decision.candidates}
+    fields |= {
+        "candidates": decision.candidates,
+        "cached_tokens_predicted": decision.cached_tokens,
+        "prefill_tokens": decision.prefill_tokens,
+        "ttft_ms_predicted": decision.outlook.ttft_ms,
+    }
     return Assigned(
         worker=worker, epoch=epoch, rank=rank, prompt_tokens=decision.tokens,
         policy=decision.policy, params=decision.params, seed=decision.seed,

@@ -7,19 +7,34 @@ Decides nothing, keeps nothing, and never prints what a prompt or an answer says
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 
+from app.audit.moments import LONGEST_MS
+from app.audit.reasons import Reasons, reasons
 from streams.clock import Clock
 from streams.codecs import decode, token_count
 from streams.errors import Malformed
 from streams.ids import issued_ms
-from streams.ports import Log, Partition
-from streams.records import Assigned, Candidate, Chunk, End, Fact, Fence, Request
+from streams.ports import Log, Partition, Record
+from streams.records import (
+    Assigned,
+    Chunk,
+    End,
+    Ended,
+    Fact,
+    Fence,
+    Finished,
+    PrefillDone,
+    Request,
+    RunKey,
+)
 from streams.replies import CLOCK_MARGIN_MS
 from streams.stretch import Progress, stretch
-from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from streams.topics import BY_NAME, LEDGER, REQUESTS, RESPONSES, lane_of
 from streams.transcript import Transcript
 
 _PRIVATE = frozenset({
@@ -32,6 +47,22 @@ _ENDS = frozenset({"Finished", "Ended"})
 """On the ledger when the last chunk is in the log, not before."""
 
 
+class Actual(NamedTuple):
+    """What became of a run, by its engine; None where nothing was said. Times in ms."""
+
+    cached_tokens: int | None = None
+    ttft_ms: float | None = None
+    code: str | None = None
+
+
+class Decision(NamedTuple):
+    """A decision: the record, why it fell so (None without inputs), and what became of it."""
+
+    record: Assigned
+    reasons: Reasons | None
+    actual: Actual
+
+
 class Step(NamedTuple):
     """One thing that happened: when (broker ms), where in the log, what, and its fields."""
 
@@ -40,17 +71,23 @@ class Step(NamedTuple):
     offset: int
     name: str
     fields: dict[str, Any]
-    candidates: tuple[Candidate, ...] = ()
+    decision: Decision | None = None
 
 
 class Explained(NamedTuple):
-    """The story of a request, in the order of the broker's clock. Empty `steps`: unknown id."""
+    """The story of a request, in the order of the broker's clock. Empty `steps`: unknown id.
+
+    `ending`: how it ended for its readers; "" while it has not, or when that is not kept any more.
+    `drawn_ms`: when its id was drawn, if it says so; `is_deleted`: that is longer ago than the
+    ledger is kept.
+    """
 
     request_id: str
     lane: int
     steps: list[Step]
     ending: str
-    """How it ended for its readers; "" while it has not, or when that is not kept any more."""
+    drawn_ms: int | None = None
+    is_deleted: bool = False
 
 
 async def explain(
@@ -59,35 +96,77 @@ async def explain(
     request_id: str,
     progress: Progress = lambda _done, _total: None,
 ) -> Explained:
-    """Read all that the log has of a request. An id with a time in it is found quickly.
+    """Read all that the log has of a request.
+
+    An id with a time in it is found quickly: first what was written in the longest time that a
+    request may take is read, and more only if it was not over then, as after a wait in `prompts`.
 
     Raises BrokerUnavailable, PositionLost, UnknownType.
     """
     lane = lane_of(request_id, await log.partitions(LEDGER))
-    sources = [Partition(topic, lane) for topic in (REQUESTS, LEDGER, RESPONSES)]
-    starts, ends = {}, {}
-    for topic, partition in sources:
-        source = Partition(topic, partition)
-        ends[source] = (await log.end_offsets(topic, [partition]))[partition]
-        starts[source] = min(await _start(log, source, request_id), ends[source])
-    found: dict[Partition, list[Fact]] = {source: [] for source in sources}
-    key = request_id.encode()
-    async for source, records, _ in stretch(log, clock, starts, ends, progress=progress):
-        for record in records:
-            if record.key == key:
-                try:
-                    fact = Fact(record.offset, record.timestamp, decode(record))
-                except Malformed:
-                    continue
-                found[source].append(fact)
-    requests, ledger, responses = (found[source] for source in sources)
-    asked = [_step(Partition(REQUESTS, lane), fact) for fact in requests]
-    decided = [_step(Partition(LEDGER, lane), fact) for fact in ledger]
+    found: dict[str, list[Fact]] = {topic: [] for topic in (REQUESTS, LEDGER, RESPONSES)}
+    drawn_ms = issued_ms(request_id)
+    starts, bounds, ends = await _stretches(log, lane, drawn_ms)
+    for first, last in ((starts, bounds), (bounds, ends)):
+        async for source, records, _ in stretch(log, clock, first, last, progress=progress):
+            found[source.topic] += _of(request_id, records)
+        if found[LEDGER] and _is_last(found[LEDGER][-1].record):
+            break
+    asked, ledger = (found[topic] for topic in (REQUESTS, LEDGER))
     readers = _Readers(Partition(RESPONSES, lane))
-    for fact in responses:
+    for fact in found[RESPONSES]:
         readers.take(fact)
     readers.close()
-    return Explained(request_id, lane, _in_order(asked, decided, readers.steps), readers.ending)
+    steps = _in_order(
+        [_step(Partition(REQUESTS, lane), fact) for fact in asked],
+        _decided(Partition(LEDGER, lane), ledger, asked),
+        readers.steps,
+    )
+    kept_ms = BY_NAME[LEDGER].retention_ms or 0
+    is_deleted = drawn_ms is not None and drawn_ms < clock.wall_ms() - kept_ms
+    return Explained(request_id, lane, steps, readers.ending, drawn_ms, is_deleted)
+
+
+def _is_last(record: Any) -> bool:
+    """Whether nothing is to follow a record of the ledger, but for a late word of another run."""
+    return isinstance(record, Ended) or (
+        isinstance(record, Finished) and record.code in ("stop", "length", "cancelled")
+    )
+
+
+def _of(request_id: str, records: Sequence[Record]) -> Iterator[Fact]:
+    key = request_id.encode()
+    for record in records:
+        if record.key == key:
+            with suppress(Malformed):
+                yield Fact(record.offset, record.timestamp, decode(record))
+
+
+def _decided(source: Partition, ledger: Sequence[Fact], asked: Sequence[Fact]) -> list[Step]:
+    """The steps of the ledger; decisions with their reasons and what became of them."""
+    requests = [fact.record for fact in asked if isinstance(fact.record, Request)]
+    session = None
+    if requests:
+        control = requests[0].hints.session_control
+        session = control.session_id if control else ""
+    actual: dict[tuple[RunKey, str], Actual] = {}
+    for _, _, record in ledger:
+        if isinstance(record, PrefillDone | Finished):
+            run = (RunKey(record.id, record.attempt, record.phase), record.worker)
+            told = actual.get(run, Actual())
+            if record.ttft_ms:
+                told = told._replace(cached_tokens=record.cached_tokens, ttft_ms=record.ttft_ms)
+            code = record.code if isinstance(record, Finished) else told.code
+            actual[run] = told._replace(code=code)
+    steps = []
+    for fact in ledger:
+        step, record = _step(source, fact), fact.record
+        if isinstance(record, Assigned):
+            run = (RunKey(record.id, record.attempt, record.phase), record.worker)
+            decision = Decision(record, reasons(record, session), actual.get(run, Actual()))
+            step = step._replace(decision=decision)
+        steps.append(step)
+    return steps
 
 
 def _in_order(*topics: list[Step]) -> list[Step]:
@@ -105,22 +184,28 @@ def _in_order(*topics: list[Step]) -> list[Step]:
     return [step for _, step in sorted(ranked, key=lambda each: each[0])]
 
 
-async def _start(log: Log, source: Partition, request_id: str) -> int:
-    """Where to begin: a while before its id was drawn, or at the oldest record."""
-    topic, partition = source
-    oldest = (await log.start_offsets(topic, [partition]))[partition]
-    drawn_ms = issued_ms(request_id)
-    if drawn_ms is None:
-        return oldest
-    return max(oldest, await log.offset_at(topic, partition, max(0, drawn_ms - CLOCK_MARGIN_MS)))
+async def _stretches(log: Log, lane: int, drawn_ms: int | None) -> tuple[dict[Partition, int], ...]:
+    """Where to begin, where most requests are over, and the end, of the lane's three topics.
+
+    To begin is a while before the id was drawn, or at the oldest record.
+    """
+    starts, bounds, ends = {}, {}, {}
+    for topic in (REQUESTS, LEDGER, RESPONSES):
+        source = Partition(topic, lane)
+        start = (await log.start_offsets(topic, [lane]))[lane]
+        bound = ends[source] = (await log.end_offsets(topic, [lane]))[lane]
+        if drawn_ms is not None:
+            since_ms, until_ms = drawn_ms - CLOCK_MARGIN_MS, drawn_ms + LONGEST_MS + CLOCK_MARGIN_MS
+            start = max(start, await log.offset_at(topic, lane, max(0, since_ms)))
+            bound = min(bound, await log.offset_at(topic, lane, max(0, until_ms)))
+        starts[source] = min(start, ends[source])
+        bounds[source] = max(bound, starts[source])
+    return starts, bounds, ends
 
 
 def _step(source: Partition, fact: Fact) -> Step:
     record = fact.record
-    candidates = record.candidates if isinstance(record, Assigned) else ()
-    return Step(
-        fact.timestamp_ms, source, fact.offset, type(record).__name__, fields_of(record), candidates
-    )
+    return Step(fact.timestamp_ms, source, fact.offset, type(record).__name__, fields_of(record))
 
 
 def fields_of(record: Any) -> dict[str, Any]:
@@ -184,9 +269,3 @@ class _Readers:
         }
         self.steps.append(Step(first.timestamp_ms, self._source, first.offset, "Shown", fields))
         self._shown.clear()
-
-
-def is_chosen(candidate: Candidate, assigned: dict[str, Any]) -> bool:
-    """Whether this is the worker and rank that a decision was for."""
-    place = (assigned.get("worker"), assigned.get("epoch"), assigned.get("rank", 0))
-    return (candidate.worker, candidate.epoch, candidate.rank) == place

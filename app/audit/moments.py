@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from streams.ports import Partition
+from streams.topics import BY_NAME, RESPONSES
 
+LONGEST_MS = (BY_NAME[RESPONSES].retention_ms or 0) // 2
+"""No request of any deployment lives longer (`Settings.max_lifetime_s`)."""
 _AGO = re.compile(r"^-(\d+(?:\.\d+)?)(s|m|h|d)$")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _OFFSET = re.compile(r"^([a-z-]+)/(\d+)[:=](\d+)$")
@@ -15,6 +19,13 @@ _OFFSET = re.compile(r"^([a-z-]+)/(\d+)[:=](\d+)$")
 
 class BadMoment(Exception):
     """Not a moment; the message says how one looks."""
+
+
+class Period(NamedTuple):
+    """From a time on and before another one, in ms since 1970."""
+
+    from_ms: int
+    to_ms: int
 
 
 def moment(text: str, now_ms: int) -> int | dict[Partition, int]:
@@ -38,6 +49,28 @@ def moment(text: str, now_ms: int) -> int | dict[Partition, int]:
             "milliseconds since 1970, or offsets (ledger/3:1200,ledger/4:980)"
         ) from None
     return int(time.replace(tzinfo=time.tzinfo or UTC).timestamp() * 1000)
+
+
+def period(text: str, now_ms: int) -> Period:
+    """`FROM..TO` or `FROM`, which lasts until now; both as in `moment`. Raises BadMoment."""
+    first, _, last = text.partition("..")
+    return between(first, last, now_ms)
+
+
+def between(first: str, last: str, now_ms: int) -> Period:
+    """From a time to another one, "" for now; never beyond now. Raises BadMoment."""
+    ends = []
+    for said in (first, last):
+        at = moment(said, now_ms) if said else now_ms
+        if not isinstance(at, int):
+            raise BadMoment(f"{said!r} is no time: a period goes from a time to a time, -1h..-5m")
+        ends.append(min(at, now_ms))
+    if ends[0] >= ends[1]:
+        raise BadMoment(
+            f"nothing is between {clock_time(ends[0])} and {clock_time(ends[1])} UTC: "
+            "a period begins before it ends, and before now"
+        )
+    return Period(*ends)
 
 
 def _offset(text: str) -> tuple[Partition, int]:

@@ -20,6 +20,7 @@ from app.router import Router
 from streams.clock import SystemClock
 from streams.codecs import encode, pack_tokens
 from streams.errors import UnknownType
+from streams.ids import new_request_id
 from streams.memory.broker import MemoryBroker, MemoryLog
 from streams.ports import Entry, Partition
 from streams.records import (
@@ -31,6 +32,7 @@ from streams.records import (
     Fencing,
     Finished,
     Origin,
+    PrefillDone,
     Request,
     Started,
     Usage,
@@ -228,15 +230,17 @@ def tell(broker: MemoryBroker) -> None:
     append(
         LEDGER,
         Assigned(
-            **run, attempt=0, worker="w1", **due, policy="kv", router="r[9]", prompt_tokens=3,
-            params={"temperature": 0.5},
+            **run, attempt=0, worker="w1", **due, policy="dynamo", router="r[9]", prompt_tokens=3,
+            prefill_tokens=3, params={"temperature": 0.5}, block_size=2,
             candidates=(
-                Candidate(worker="w2", epoch=4, cost=2.5, overlap_blocks=7, busy_ms=12.5),
-                Candidate(worker="w1", epoch=3, cost=1.25),
+                Candidate(worker="w2", epoch=4, cost=6.5, overlap_blocks=1, open_tokens=12),
+                Candidate(worker="w1", epoch=3, cost=1.5),
             ),
         ),
     )  # fmt: skip
     append(LEDGER, Started(**run, attempt=0, worker="w1", run=5, **due))
+    done = PrefillDone(**run, attempt=0, worker="w1", run=5, cached_tokens=2, ttft_ms=12.5)
+    append(LEDGER, done)
     chunk = Chunk(id="job-17", attempt=0, run="5", seq=0, index=0, token_ids=(7, 8), text="ab")
     append(RESPONSES, chunk)
     append(LEDGER, Fencing(id="job-17", attempt=1, reason="lost"))
@@ -258,27 +262,88 @@ def test_a_story_is_told_with_every_input_of_a_decision(memory: MemoryBroker) ->
     lines = shown.stdout.splitlines()
     heads = [line.split()[2] for line in lines if line.startswith("+")]
     assert heads == [
-        "Request", "Assigned", "Started", "Shown", "Fencing", "Fence", "Assigned", "Shown",
-        "Finished",
+        "Request", "Assigned", "Started", "PrefillDone", "Shown", "Fencing", "Fence", "Assigned",
+        "Shown", "Finished",
     ]  # fmt: skip
-    (columns,) = (line.split() for line in lines if "overlap_blocks" in line)
-    assert columns[:4] == ["worker", "epoch", "rank", "cost"]
-    rows = [line.split() for line in lines if "1.25" in line or "2.5" in line]
-    assert rows[0][:5] == ["*", "w1", "3", "0", "1.25"], "the cheapest first, the chosen one marked"
-    assert rows[1][:4] == ["w2", "4", "0", "2.5"]
-    assert rows[1][columns.index("overlap_blocks")] == "7"
-    assert rows[1][columns.index("busy_ms")] == "12.5"
-    assert "disk_blocks" not in columns, "which nobody has"
-    assert "router r[9]" in shown.stdout
+    assert "the least cost: w2 came next with 5 blocks more, mostly decode" in lines[3]
+    assert lines[3].split()[-6:] == ["0", "tokens", "2", "-", "12.5", "ms"]
+    (columns,) = (line for line in lines if "own prefill" in line)
+    assert "cost blocks" in columns
+    rows = [line.split() for line in lines if line.startswith("  *") or "6.50" in line]
+    assert rows[0][:4] == ["*", "w1", "1.50", "1.50"], "the cheapest first, the chosen one marked"
+    assert rows[1][:4] == ["w2", "6.50", "0.50", "6.00"]
+    assert "  to w1 (epoch 3) by r[9], policy dynamo" in lines
     assert "temperature 0.5" in shown.stdout
     assert "reason lost" in shown.stdout
     assert lines[-1] == "ended: length"
+
+
+def test_all_inputs_are_shown_to_those_who_ask(memory: MemoryBroker) -> None:
+    tell(memory)
+    assert "overlap_blocks" not in kvlane("explain", "job-17").stdout
+    lines = kvlane("explain", "job-17", "--inputs").stdout.splitlines()
+    at = next(n for n, line in enumerate(lines) if "overlap_blocks" in line)
+    columns = lines[at].split()
+    assert lines[at + 2].split()[columns.index("overlap_blocks")] == "1"
+    assert "disk_blocks" not in columns, "which nobody has"
+
+
+def test_a_story_is_written_for_programs(memory: MemoryBroker, tmp_path: Path) -> None:
+    tell(memory)
+    file = tmp_path / "story.json"
+    assert kvlane("explain", "job-17", "--json", str(file)).exit_code == 0
+    story = json.loads(file.read_bytes())
+    decision = next(step for step in story["steps"] if step["name"] == "Assigned")
+    assert decision["actual"] == {"cached_tokens": 2, "ttft_ms": 12.5, "code": None}
+    reasons = decision["reasons"]
+    assert reasons["chosen"]["terms"] == {"own prefill": 1.5, "decode": 0.0}
+    assert reasons["others"][0]["inputs"]["open_tokens"] == 12
+    assert (reasons["lost_by"], reasons["lost_in"]) == (5.0, "decode")
+    assert story["ending"] == "length"
+
+
+def test_a_decision_that_comes_out_otherwise_is_pointed_at(memory: MemoryBroker) -> None:
+    tell(memory)
+    assert "differs" not in kvlane("explain", "job-17").stdout
+    tell_other = Assigned(
+        id="job-19", attempt=0, phase="aggregated", worker="w1", epoch=3, responses_from=0,
+        deadline_ms=9, origin=Origin(topic="requests", partition=0, offset=0), prompt_tokens=4,
+        policy="dynamo", block_size=2, candidates=(Candidate(worker="w1", epoch=3, cost=1.0),),
+    )  # fmt: skip
+    memory.append(LEDGER, lane_of("job-19", 4), [encode(tell_other, "job-19")])
+    shown = kvlane("explain", "job-19").stdout
+    assert "taken again it differs: the cost of w1 is 2.0, and was 1.0" in shown
+    assert "what was asked is not kept any more (1 h)" in shown
 
 
 def test_an_unknown_id_says_what_may_be_wrong(memory: MemoryBroker) -> None:
     shown = kvlane("explain", "job-18")
     assert shown.exit_code == 1
     assert "nothing is known of job-18" in shown.stdout
+    assert "Is the id whole" in shown.stdout
+
+
+def test_an_id_that_is_older_than_the_ledger_is_said_to_be(memory: MemoryBroker) -> None:
+    shown = kvlane("explain", "018bcfe5-6800-7c02-9d41-0123456789ab")
+    assert shown.exit_code == 1
+    assert "it is of 2023-11-14 22:13:20.000 UTC, and what is older than 24 h is" in shown.stdout
+
+
+def test_an_id_of_today_is_said_to_be_wrong(memory: MemoryBroker) -> None:
+    shown = kvlane("explain", new_request_id(SystemClock(), random.Random(1)))
+    assert shown.exit_code == 1
+    assert "Is the id right" in shown.stdout
+
+
+def test_a_request_that_waited_long_before_it_came_is_found(memory: MemoryBroker) -> None:
+    drawn = new_request_id(SystemClock(), random.Random(1))
+    later = int(drawn[:8] + drawn[9:13], 16) - 5 * 3_600_000
+    request_id = f"{later >> 16:08x}-{later & 0xFFFF:04x}{drawn[13:]}"
+    lane = lane_of(request_id, 4)
+    memory.append(REQUESTS, lane, [encode(Request(id=request_id, token_ids=b"1234"), request_id)])
+    shown = kvlane("explain", request_id)
+    assert shown.exit_code == 0, shown.output
+    assert "1 prompt tokens" in shown.stdout
 
 
 def test_a_fold_is_shown_and_written(memory: MemoryBroker, tmp_path: Path) -> None:
@@ -288,8 +353,8 @@ def test_a_fold_is_shown_and_written(memory: MemoryBroker, tmp_path: Path) -> No
     assert shown.exit_code == 0, shown.output
     told = json.loads(file.read_bytes())
     lane = lane_of("job-17", 4)
-    assert told["partitions"][lane]["records"] == 5
-    assert told["partitions"][lane]["position"] == 5
+    assert told["partitions"][lane]["records"] == 6
+    assert told["partitions"][lane]["position"] == 6
     assert told["summary"]["ended requests by code"] == {"length": 1}
     assert told["state_hash"] in shown.stdout
     assert f"ledger/{lane}" in shown.stdout
@@ -306,3 +371,64 @@ def test_a_moment_that_is_none_is_explained(memory: MemoryBroker, at: str) -> No
     assert shown.exit_code == 1
     assert "error:" in shown.output
     assert "Traceback" not in shown.output
+
+
+# --- captures -------------------------------------------------------------------------------------
+
+
+def test_a_period_is_captured_and_its_decisions_taken_again(
+    memory: MemoryBroker, tmp_path: Path
+) -> None:
+    tell(memory)
+    file = tmp_path / "run.jsonl.zst"
+    wrote = kvlane("capture", "--from", "-1h", "--out", str(file))
+    assert wrote.exit_code == 0, wrote.output
+    assert "1 requests, 2 decisions, 1 runs, 0 workers" in wrote.stdout
+    for source in (str(file), "-1h"):
+        shown = kvlane("replay", "--decisions", source)
+        assert shown.exit_code == 0, shown.output
+        assert "2 decisions taken again (dynamo 1, none 1): 1 the same" in shown.stdout
+        assert "1 could not be taken again" in shown.stdout
+
+
+def test_a_decision_that_comes_out_otherwise_fails_the_replay(
+    memory: MemoryBroker, tmp_path: Path
+) -> None:
+    tell(memory)
+    file = tmp_path / "run.jsonl"
+    kvlane("capture", "--from", "-1h", "--out", str(file))
+    file.write_bytes(file.read_bytes().replace(b'"cost":1.5', b'"cost":1.25'))
+    shown = kvlane("replay", "--decisions", str(file), "--json", str(tmp_path / "result"))
+    assert shown.exit_code == 1
+    lane = lane_of("job-17", 4)
+    assert f"the first: job-17 at ledger/{lane}:0: the cost of w1 is 1.5, and was 1.25" in (
+        shown.stdout
+    )
+    assert json.loads((tmp_path / "result").read_bytes())["differ"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("capture", "--from", "-5m", "--to", "-10m", "--out", "x"), "nothing is between"),
+        (("capture", "--from", "ledger/0:1", "--out", "x"), "is no time"),
+        (("capture", "--from", "-5m", "--out", "/absent/x"), "No such file"),
+        (("replay", "--decisions", "absent.jsonl"), "no such file, nor a period"),
+        (("replay", "--decisions", "-5x"), "is no moment"),
+        (("replay",), "one of --fold and --decisions"),
+        (("replay", "--fold", "load", "--decisions", "-1h"), "one of --fold and --decisions"),
+    ],
+)
+def test_what_cannot_be_captured_or_replayed_is_explained(
+    memory: MemoryBroker, arguments: tuple[str, ...], why: str, tmp_path: Path
+) -> None:
+    shown = kvlane(*arguments)
+    assert shown.exit_code in (1, 2)
+    assert why in " ".join(shown.output.split())
+    assert "Traceback" not in shown.output
+
+
+def test_an_empty_period_is_warned_of(memory: MemoryBroker, tmp_path: Path) -> None:
+    shown = kvlane("capture", "--from", "-1h", "--out", str(tmp_path / "x"))
+    assert shown.exit_code == 0
+    assert "nothing was decided in this period" in shown.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.audit.moments import BadMoment, clock_time, moment
+from app.audit.moments import BadMoment, clock_time, moment, period
 from streams.ports import Partition
 
 NOW_MS = 1_763_707_200_000
@@ -36,3 +36,33 @@ def test_anything_else_is_refused_with_an_example(text: str) -> None:
 
 def test_a_time_is_shown_in_utc() -> None:
     assert clock_time(NOW_MS + 7) == "2025-11-21 06:40:00.007"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("-1h..-5m", (NOW_MS - 3_600_000, NOW_MS - 300_000)),
+        ("-1.5h", (NOW_MS - 5_400_000, NOW_MS)),
+        ("2025-11-21T06:30Z..2025-11-21T06:39:59.5Z", (NOW_MS - 600_000, NOW_MS - 500)),
+        ("-1m..2030-01-01", (NOW_MS - 60_000, NOW_MS)),
+    ],
+)
+def test_a_period_goes_from_a_time_to_another_or_to_now(
+    text: str, expected: tuple[int, int]
+) -> None:
+    assert period(text, NOW_MS) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("-5m..-10m", "nothing is between"),
+        ("2030-01-01..", "nothing is between"),
+        ("..-5m", "nothing is between"),
+        ("ledger/0:1..-5m", "is no time"),
+        ("soon..-5m", "is no moment"),
+    ],
+)
+def test_what_is_no_period_is_refused(text: str, why: str) -> None:
+    with pytest.raises(BadMoment, match=why):
+        period(text, NOW_MS)
