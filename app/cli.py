@@ -16,7 +16,14 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from app.commands import (
-    audit, bench, capture, dead_letters, machine, requests, simulate, topics,
+    audit,
+    bench,
+    capture,
+    dead_letters,
+    machine,
+    requests,
+    simulate,
+    topics,
 )  # fmt: skip
 
 
