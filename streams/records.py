@@ -306,6 +306,14 @@ class Request(Inner, frozen=True):
         """Whether exactly this annotation was given."""
         return annotation in self.annotations
 
+    @property
+    def is_query(self) -> bool:
+        """Whether it only asks where it would go, and goes nowhere.
+
+        It has the annotation query_instance_id with a value, whatever that is.
+        """
+        return bool(self.annotations) and self.annotation_value("query_instance_id") is not None
+
     def annotation_value(self, key: str) -> str | None:
         """What follows `key:` in the first annotation that begins so; None without one."""
         prefix = f"{key}:"
@@ -374,12 +382,12 @@ class Origin(Inner, frozen=True):
 class Candidate(Inner, frozen=True, kw_only=False):
     """A worker that was considered, with the inputs of its cost, so that it can be recomputed.
 
-    From `prompt_tokens` on it is what policy predictive looks at. `prompt_tokens`: of the open runs.
-    `prefill_runs`: those of them without a first token, `busy_ms`: for how long the worker has been
-    at their prompts. `ahead_ms`: prefill, computed alone, of each request that waited in the router,
-    came earlier, and was to go there. Then its pace, see `Pace` (app/routing/paces.py); without a
-    `curve` it is the published one. `later_ms`: by how much later than others the router counted on
-    it.
+    From `prompt_tokens` on it is what policy predictive looks at. `prompt_tokens`: of the open
+    runs. `prefill_runs`: those of them without a first token, `busy_ms`: for how long the worker
+    has been at their prompts. `ahead_ms`: prefill, computed alone, of each request that waited in
+    the router, came earlier, and was to go there. Then its pace, see `Pace` (app/routing/paces.py);
+    without a `curve` it is the published one. `later_ms`: by how much later than others the router
+    counted on it.
     """
 
     worker: str

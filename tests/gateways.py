@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from app.engine.contract import Engine
 from app.engine.echo import EchoEngine
 from app.gateway import Gateway
 from app.lifetime import Lifetime
@@ -49,16 +50,24 @@ class House:
 
     async def staff(self, model: str = "demo", **over: Any) -> Worker:
         """A router and a worker; returns when the worker is known here."""
-        world = self.world
-        life = Lifetime("r1", world.clock, random.Random("r1"))
-        await Router(await world.connect("r1"), settings_of(**over), life).start()
+        await self.route(**over)
         return await self.hire("w1", model, **over)
 
-    async def hire(self, name: str, model: str = "demo", **over: Any) -> Worker:
+    async def route(self, name: str = "r1", **over: Any) -> Router:
+        """A router that has started."""
+        life = Lifetime(name, self.world.clock, random.Random(name))
+        router = Router(await self.world.connect(name), settings_of(**over), life)
+        await router.start()
+        return router
+
+    async def hire(
+        self, name: str, model: str = "demo", engine: Engine | None = None, **over: Any
+    ) -> Worker:
         """A worker; returns when it is known here."""
         world = self.world
         life = Lifetime(name, world.clock, random.Random(name))
-        engine = EchoEngine(world.clock, STEP_S, model=model, context_length=CONTEXT)
+        if engine is None:
+            engine = EchoEngine(world.clock, STEP_S, model=model, context_length=CONTEXT)
         log = await world.connect(name)
         worker = Worker(log, settings_of(**over), life, engine, worker_id=name)
         await worker.start()

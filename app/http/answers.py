@@ -14,7 +14,7 @@ import msgspec
 
 from app.http import logprobs
 from app.http.logprobs import Likely, Spelling
-from streams.records import Chunk, End, Usage
+from streams.records import Chunk, End, Placed, Usage
 
 Kind = Literal["chat", "completion"]
 Json = dict[str, Any]
@@ -58,6 +58,8 @@ class Choice:
         """How many tokens of it were shown: where a broken connection goes on from."""
         self.begun = False
         self.finish_reason: str | None = None
+        self.placed: Placed | None = None
+        """Of a request that only asked where it would go."""
         self._prompt_tokens = prompt_tokens
         self._usage: Usage | None = None
         self._keep = keep
@@ -87,6 +89,8 @@ class Choice:
         reason = piece.code if isinstance(piece, End) else piece.finish_reason
         if reason is not None:
             self.finish_reason = _REASONS.get(reason, reason)
+        if isinstance(piece, End):
+            self.placed = piece.placed
         if isinstance(piece, Chunk):
             self.tokens = piece.index + len(piece.token_ids)
             if self._keep:
@@ -135,7 +139,8 @@ def chunk(
     choice.begun = True
     told["logprobs"] = likely
     told["finish_reason"] = choice.finish_reason
-    return _object(heading, _CHUNK_OBJECTS, [told], {"usage": None} if with_usage else {})
+    more: Json = {"usage": None} if with_usage else {}
+    return _object(heading, _CHUNK_OBJECTS, [told], more | _placed([choice]))
 
 
 class Words:
@@ -171,7 +176,7 @@ def last_chunk(heading: Heading, choices: Sequence[Choice], n: int = 1) -> Json:
 def whole(heading: Heading, choices: Sequence[Choice], n: int = 1) -> Json:
     """The answer in one object; all choices have ended."""
     told = [_told(heading.kind, number, choice) for number, choice in enumerate(choices)]
-    return _object(heading, _OBJECTS, told, {"usage": usage(choices, n)})
+    return _object(heading, _OBJECTS, told, {"usage": usage(choices, n)} | _placed(choices))
 
 
 def usage(choices: Sequence[Choice], n: int = 1) -> Json:
@@ -186,6 +191,15 @@ def usage(choices: Sequence[Choice], n: int = 1) -> Json:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in prompts)},
     }
+
+
+def _placed(choices: Sequence[Choice]) -> Json:
+    """Where the request would go, if it only asked for that; it has one choice then."""
+    placed = choices[0].placed
+    if placed is None:
+        return {}
+    where = {"worker_id": placed.worker_id, "dp_rank": placed.dp_rank}
+    return {"nvext": where | {"token_ids": placed.token_ids}}
 
 
 def _told(kind: Kind, index: int, choice: Choice) -> Json:

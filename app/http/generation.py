@@ -52,7 +52,10 @@ class Generation:
             asked = openai.read(kind, fields_of(body), request.headers)
             model = await parts.library.model(kind, asked.model)
             prepared = await model.prepare(asked)
-        parts.streams.check(len(prepared.requests) * asked.n)
+        answers = len(prepared.requests) * asked.n
+        if answers > 1 and prepared.requests[0].is_query:
+            raise invalid("a dry run is about one prompt and one answer", "nvext.annotations")
+        parts.streams.check(answers)
         asks = self._asks(prepared.requests, asked.n)
         manner = Manner(
             heading=Heading(kind, asks[0].id, asked.model, created_s(asks[0].id)),

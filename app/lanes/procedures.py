@@ -67,9 +67,6 @@ NO_PLACE: Mapping[EndCode, str] = {
 COME_AGAIN: frozenset[EndCode] = frozenset({"queue_full", "all_busy", "pinned_busy"})
 """Ends that are over soon."""
 
-QUERY = "query_instance_id"
-"""Annotation, with any value: a request that asks where it would go, and goes nowhere."""
-
 
 class Remainder(NamedTuple):
     """What is left to do of a request: all of it, or what follows the tokens already out."""
@@ -105,11 +102,6 @@ class Found(NamedTuple):
 
 class CalledOff(Exception):
     """A Cancel of the request is here: whatever is waited for is not wanted any more."""
-
-
-def is_query(request: Request) -> bool:
-    """Whether a request only asks where it would go."""
-    return bool(request.annotations) and request.annotation_value(QUERY) is not None
 
 
 def blames_request(error: Exception) -> bool:
@@ -233,7 +225,7 @@ class Procedures:
             again_s = RETRY_AFTER_S if choice.code in COME_AGAIN else None
             await self._ends.end(request.id, choice.code, choice.message, retry_after_s=again_s)
             return
-        if is_query(request):
+        if request.is_query:
             await self._tell(rest, choice)
             return
         now = s.load.story(self._lane, request.id)
@@ -261,8 +253,7 @@ class Procedures:
         wanted = s.places.wanted(key, prompt, seed, rest.deadline_ms, rest.excluded)
         try:
             while s.broker_clock.now_ms() <= rest.deadline_ms:
-                query = is_query(request)
-                planned = s.places.look(wanted) if query else await s.places.find(wanted)
+                planned = s.places.look(wanted) if request.is_query else await s.places.find(wanted)
                 if not isinstance(planned, Hold):
                     return planned
                 held = planned

@@ -6,6 +6,7 @@ ignored, wrong types are refused with the field's name. Makes nothing of them: `
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
@@ -73,6 +74,15 @@ def _json_form(value: Any) -> Any:
     return value
 
 
+def _base64(value: str) -> str:
+    try:
+        base64.b64decode(value, validate=True)
+    except ValueError:
+        raise PydanticCustomError("base64", "must be base64 of a tensor") from None
+    return value
+
+
+Base64 = Annotated[str, Field(min_length=1), AfterValidator(_base64)]
 Prompts = Annotated[list[Any], BeforeValidator(_texts_or_tokens)]
 Inputs = Annotated[Prompts, Field(max_length=MOST_INPUTS), AfterValidator(_not_empty)]
 JsonForm = Annotated[Any, BeforeValidator(_json_form)]
@@ -159,6 +169,7 @@ class Body(BaseModel):
     user: str | None = None
     cache_salt: Text | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    prompt_embeds: Base64 | None = None
     nvext: NvExt | None = None
 
     def limit(self) -> tuple[str, int | None]:

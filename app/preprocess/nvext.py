@@ -15,9 +15,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from app.preprocess.errors import InvalidPrompt
+from streams.codecs import pack_tokens
 from streams.records import (
+    BlockExtraInfo,
     Hints,
     Json,
+    MmObject,
+    MmRoutingInfo,
     RouterConfigOverride,
     RouterParams,
     RoutingConstraints,
@@ -31,6 +35,7 @@ STRICT = ConfigDict(
 
 LONGEST_NAME = 200
 U32 = 2**32 - 1
+U64 = 2**64 - 1
 _I32 = 2**31 - 1
 _UNSET_RANK = U32
 """What some gateways write into x-prefill-dp-rank for "none"."""
@@ -109,6 +114,32 @@ class Override(BaseModel):
     shared_cache_multiplier: float | None = Field(default=None, ge=0, le=1)
 
 
+class MmItem(BaseModel):
+    """An image or the like in a block: hash of its content, token ranges in the block."""
+
+    model_config = STRICT
+
+    mm_hash: int = Field(ge=0, le=U64)
+    offsets: list[Annotated[list[Token], Field(min_length=2, max_length=2)]] = []
+
+
+class MmBlock(BaseModel):
+    """What is in a block besides its tokens."""
+
+    model_config = STRICT
+
+    mm_objects: list[MmItem] = []
+
+
+class MmRouting(BaseModel):
+    """Other tokens for finding overlap, with what each block holds besides them."""
+
+    model_config = STRICT
+
+    routing_token_ids: list[Token] = []
+    block_mm_infos: list[MmBlock | None] = []
+
+
 class NvExt(BaseModel):
     """The object `nvext` of a body."""
 
@@ -135,6 +166,8 @@ class NvExt(BaseModel):
     router: Targets | None = None
     routing_constraints: Constraints | None = None
     router_config_override: Override | None = None
+    extra_args: dict[str, Any] | None = None
+    mm_routing_info: MmRouting | None = None
 
 
 def with_headers(ext: NvExt, headers: Mapping[str, str]) -> NvExt:
@@ -222,4 +255,34 @@ def override_of(ext: NvExt) -> RouterConfigOverride | None:
 
 def context_of(ext: NvExt) -> Json | None:
     """What an agent says of itself, passed on unread."""
-    return None if ext.agent_context is None else msgspec.json.encode(ext.agent_context)
+    return _json(ext.agent_context)
+
+
+def extra_of(ext: NvExt) -> Json | None:
+    """Arguments for the engine, passed on unread."""
+    return _json(ext.extra_args)
+
+
+def mm_routing_of(ext: NvExt) -> MmRoutingInfo | None:
+    """The tokens that overlap is found by instead of the prompt's."""
+    info = ext.mm_routing_info
+    if info is None:
+        return None
+    return MmRoutingInfo(
+        routing_token_ids=pack_tokens(info.routing_token_ids),
+        block_mm_infos=tuple(
+            None
+            if block is None
+            else BlockExtraInfo(
+                mm_objects=tuple(
+                    MmObject(mm_hash=item.mm_hash, offsets=tuple((a, b) for a, b in item.offsets))
+                    for item in block.mm_objects
+                )
+            )
+            for block in info.block_mm_infos
+        ),
+    )
+
+
+def _json(value: dict[str, Any] | None) -> Json | None:
+    return None if value is None else msgspec.json.encode(value)

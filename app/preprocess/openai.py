@@ -32,7 +32,9 @@ from app.preprocess.guided import guided_of
 from app.preprocess.nvext import (
     NvExt,
     context_of,
+    extra_of,
     hints_of,
+    mm_routing_of,
     override_of,
     targets_of,
     with_headers,
@@ -176,6 +178,9 @@ class Asked:
             router_config_override=override_of(ext),
             router=targets_of(ext),
             agent_context=context_of(ext),
+            extra_args=extra_of(ext),
+            mm_routing_info=mm_routing_of(ext),
+            prompt_embeds=body.prompt_embeds,
             mm_processor_kwargs=None
             if body.mm_processor_kwargs is None
             else msgspec.json.encode(body.mm_processor_kwargs),

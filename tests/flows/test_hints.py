@@ -1,0 +1,747 @@
+"""What a request may say about its routing, from HTTP to the ledger: each hint has its effect.
+
+A gateway, a router and workers on the log in memory. A hint that only informs is carried to the
+worker; one that cannot be is refused with the name of its field.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from app.engine.batch import Shape
+from app.engine.contract import Engine
+from app.engine.echo import EchoEngine
+from app.engine.simulated import SimulatedEngine
+from app.routing.eligibility import number_of
+from app.worker import Worker
+from streams.codecs import decode, pack_tokens, unpack_tokens
+from streams.records import Assigned, Assignment, Ended, EngineConfig, Hints, Request
+from streams.topics import ASSIGNMENTS, LEDGER, REQUESTS
+from tests.exchange import Exchange
+from tests.gateways import CONTEXT, STEP_S, House
+from tests.routers import write
+from tests.worlds import World, in_world, play
+
+BLOCK = 16
+PROMPT = list(range(97, 97 + 26)) * 4
+TOKENS = len(PROMPT) + 1
+"""With the one that begins the answer: six whole blocks and nine tokens."""
+
+
+# --- the deployment -------------------------------------------------------------------------------
+
+
+class Ranked(EchoEngine):
+    """An echo with several ranks."""
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        return replace(await super().start(worker_id), data_parallel_size=3)
+
+
+def ranked(world: World) -> Engine:
+    return Ranked(world.clock, STEP_S, model="demo", context_length=CONTEXT)
+
+
+def caching(world: World, **shape: Any) -> Engine:
+    """An engine with a prefix cache, which it tells of."""
+    shape = {"block_size": BLOCK, "blocks": 256} | shape
+    return SimulatedEngine(
+        world.clock, Shape(**shape), model="demo", context_length=CONTEXT, speedup=1000
+    )
+
+
+class Town(House):
+    """A house with the decisions that were made in it."""
+
+    over: dict[str, Any]
+
+    @staticmethod
+    async def found(world: World, workers: Sequence[str] = ("w1", "w2"), **over: Any) -> Town:
+        """Router and workers, all with these settings. Nobody minds an engine that says nothing."""
+        over = {"canary_idle_s": 1e6, "engine_stall_s": 1e6, "engine_dead_s": 1e6} | over
+        town = await Town._of(world, over)
+        await town.route(**over)
+        for name in workers:
+            await town.hire(name, **over)
+        return town
+
+    @staticmethod
+    async def gate(world: World) -> Town:
+        """A gateway alone, which knows of a worker."""
+        town = await Town._of(world, {})
+        await town.listed()
+        return town
+
+    @staticmethod
+    async def _of(world: World, over: dict[str, Any]) -> Town:
+        house = await House.open(world, **over)
+        town = Town(world, house.gateway, house.life)
+        town.over = over
+        return town
+
+    async def hire(self, name: str, *args: Any, **over: Any) -> Worker:
+        """A worker with the settings of the others, and its own."""
+        return await super().hire(name, *args, **(self.over | over))
+
+    def say(
+        self, headers: dict[str, str] | None = None, body: dict[str, Any] | None = None, **ext: Any
+    ) -> Exchange:
+        """Complete a text with this in `nvext`."""
+        fields = {"model": "demo", "prompt": PROMPT, "max_tokens": 4, "nvext": ext} | (body or {})
+        return self.ask("POST", "/v1/completions", fields, headers)
+
+    async def placed(self, **ext: Any) -> Assigned:
+        """The decision about a request that says this, which is answered."""
+        answer = await self.say(**ext).done()
+        assert answer.status == 200, answer.content
+        return self.decision(answer)
+
+    def decision(self, answer: Exchange) -> Assigned:
+        (decision,) = (d for d in self.decisions() if d.id == answer.headers["x-kvlane-id"])
+        return decision
+
+    def decisions(self) -> list[Assigned]:
+        return [r for r in self._all(LEDGER) if isinstance(r, Assigned)]
+
+    def ended(self) -> dict[str, str]:
+        return {r.id: r.code for r in self._all(LEDGER) if isinstance(r, Ended)}
+
+    def assigned(self) -> list[Assignment]:
+        return [r for r in self._all(ASSIGNMENTS) if isinstance(r, Assignment)]
+
+    def given(self, decision: Assigned) -> Request:
+        """The request as its worker got it."""
+        (request,) = (a.request for a in self.assigned() if a.request.id == decision.id)
+        return request
+
+    async def occupy(self, worker: str) -> None:
+        """A request lies on a worker for a long time."""
+        hints = Hints(backend_instance_id=worker)
+        tokens = pack_tokens(PROMPT)
+        hog = Request(id="hog", model="demo", token_ids=tokens, hints=hints, deadline_s=300)
+        write(self.world, REQUESTS, hog)
+        await self.world.until(lambda: "hog" in {d.id for d in self.decisions()})
+
+    def _all(self, topic: str) -> list[Any]:
+        return [decode(r) for r in self.world.everywhere(topic)]
+
+
+# --- wrong values ---------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"backend_instance_id": "a b"}, "backend_instance_id"),
+    ({"prefill_worker_id": -1}, "prefill_worker_id"),
+    ({"decode_worker_id": ["w1"]}, "decode_worker_id"),
+    ({"dp_rank": -1}, "dp_rank"),
+    ({"prefill_dp_rank": "0"}, "prefill_dp_rank"),
+    ({"agent_hints": {"osl": -1}}, "agent_hints.osl"),
+    ({"lora_name": ""}, "lora_name"),
+    ({"agent_hints": {"latency_sensitivity": "high"}}, "agent_hints.latency_sensitivity"),
+    ({"agent_hints": {"priority": 2**31}}, "agent_hints.priority"),
+    ({"agent_hints": {"strict_priority": -1}}, "agent_hints.strict_priority"),
+    ({"allowed_worker_ids": []}, "allowed_worker_ids"),
+    ({"allowed_worker_ids": ["w1", "a b"]}, "allowed_worker_ids.1"),
+    ({"routing_constraints": {"required_taints": "a"}}, "routing_constraints.required_taints"),
+    ({"routing_constraints": {"preferred_taints": {"a": "b"}}},
+     "routing_constraints.preferred_taints.a"),
+    ({"session_control": {"action": "open"}}, "session_control.session_id"),
+    ({"session_control": {"session_id": "s", "action": "hide"}}, "session_control.action"),
+    ({"session_control": {"session_id": "s", "timeout": 0}}, "session_control.timeout"),
+    ({"router": {"ttft_target": 0}}, "router.ttft_target"),
+    ({"router": {"itl_target": "fast"}}, "router.itl_target"),
+    ({"router_config_override": {"overlap_score_credit": -1}},
+     "router_config_override.overlap_score_credit"),
+    ({"router_config_override": {"prefill_load_scale": "x"}},
+     "router_config_override.prefill_load_scale"),
+    ({"router_config_override": {"router_temperature": -0.5}},
+     "router_config_override.router_temperature"),
+    ({"router_config_override": {"assume_kv_reuse": 1}}, "router_config_override.assume_kv_reuse"),
+    ({"router_config_override": {"track_prefill_tokens": "no"}},
+     "router_config_override.track_prefill_tokens"),
+    ({"annotations": "query_instance_id:x"}, "annotations"),
+    ({"agent_context": "me"}, "agent_context"),
+    ({"request_timestamp_ms": "now"}, "request_timestamp_ms"),
+    ({"extra_args": [1]}, "extra_args"),
+    ({"mm_routing_info": {"routing_token_ids": [-1]}}, "mm_routing_info.routing_token_ids.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ext", "field"), WRONG, ids=[field for _, field in WRONG])
+def test_a_wrong_hint_is_refused_by_name(ext: dict[str, Any], field: str) -> None:
+    async def scenario(world: World) -> None:
+        town = await Town.gate(world)
+        answer = await town.say(**ext).done()
+        assert (answer.status, answer.error["param"]) == (400, f"nvext.{field}")
+        assert town.requests() == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"mm_processor_kwargs": 1}, "mm_processor_kwargs"),
+        ({"prompt_embeds": "§"}, "prompt_embeds"),
+    ],
+)
+def test_a_wrong_field_beside_nvext_is_refused_by_name(body: dict[str, Any], field: str) -> None:
+    async def scenario(world: World) -> None:
+        town = await Town.gate(world)
+        answer = await town.say(body=body).done()
+        assert (answer.status, answer.error["param"]) == (400, field)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("x-worker-instance-id", "a b"),
+        ("x-prefill-instance-id", "a/b"),
+        ("x-dp-rank", "one"),
+        ("x-prefill-dp-rank", "-1"),
+        ("x-session-id", "s" * 201),
+    ],
+)
+def test_a_wrong_header_is_refused_by_name(header: str, value: str) -> None:
+    async def scenario(world: World) -> None:
+        town = await Town.gate(world)
+        answer = await town.say({header: value}).done()
+        assert (answer.status, answer.error["param"]) == (400, header)
+
+    play(scenario)
+
+
+# --- pins -----------------------------------------------------------------------------------------
+
+
+@in_world
+async def test_a_pin_decides_by_name_by_number_and_by_header(world: World) -> None:
+    town = await Town.found(world, ("w1", "w2", "w3"))
+    for worker in ("w1", "w2", "w3"):
+        assert (await town.placed(backend_instance_id=worker)).worker == worker
+        number = int(number_of(worker))
+        assert (await town.placed(backend_instance_id=number)).worker == worker
+        answer = await town.say({"x-worker-instance-id": worker}).done()
+        assert town.decision(answer).worker == worker
+
+
+@in_world
+async def test_a_rank_decides_and_a_pin_without_one_means_rank_0(world: World) -> None:
+    town = await Town.found(world, ())
+    await town.hire("w1", engine=ranked(world))
+    assert (await town.placed(dp_rank=2)).rank == 2
+    answer = await town.say({"x-dp-rank": "1"}).done()
+    assert town.decision(answer).rank == 1
+    for _ in range(3):
+        assert (await town.placed(backend_instance_id="w1")).rank == 0
+
+
+@in_world
+async def test_the_rank_that_was_chosen_stands_in_the_request_of_the_worker(world: World) -> None:
+    town = await Town.found(world, ())
+    await town.hire("w1", engine=ranked(world))
+    together = [town.say() for _ in range(3)]
+    for answer in together:
+        await answer.done()
+    ranks = {d.id: d.rank for d in town.decisions()}
+    assert set(ranks.values()) == {0, 1, 2}
+    for assignment in town.assigned():
+        assert assignment.rank == ranks[assignment.request.id]
+        assert (assignment.request.hints.dp_rank or 0) == assignment.rank
+
+
+@in_world
+async def test_policy_direct_goes_by_the_decode_worker_else_by_the_backend(world: World) -> None:
+    town = await Town.found(world, policy="direct")
+    assert (await town.placed(decode_worker_id="w2", backend_instance_id="w1")).worker == "w2"
+    assert (await town.placed(backend_instance_id="w1")).worker == "w1"
+    refused = await town.say().done()
+    assert refused.status == 400
+    assert "decode_worker_id" in refused.error["message"]
+    assert "backend_instance_id" in refused.error["message"]
+
+
+@in_world
+async def test_pins_of_the_phases_do_not_bind_a_whole_request(world: World) -> None:
+    town = await Town.found(world)
+    busy = town.say(backend_instance_id="w1")
+    await world.until(lambda: len(town.decisions()) == 1)
+    decision = await town.placed(prefill_worker_id="w1", decode_worker_id="w1", prefill_dp_rank=7)
+    assert decision.worker == "w2"
+    hints = town.given(decision).hints
+    assert (hints.prefill_worker_id, hints.decode_worker_id) == ("w1", "w1")
+    assert hints.prefill_dp_rank == 7
+    await busy.done()
+
+
+@in_world
+async def test_a_pinned_request_is_booked_with_its_overlap(world: World) -> None:
+    town = await Town.found(world, ())
+    await town.hire("w1", engine=caching(world))
+    await town.hire("w2", engine=caching(world))
+    await town.placed(backend_instance_id="w1")
+    await world.sleep(2)
+    again = await town.placed(backend_instance_id="w1")
+    assert again.cached_tokens_predicted == 6 * BLOCK
+    assert again.prefill_tokens == TOKENS - 6 * BLOCK
+
+
+# --- who is eligible ------------------------------------------------------------------------------
+
+
+@in_world
+async def test_only_allowed_workers_are_considered(world: World) -> None:
+    town = await Town.found(world, ("w1", "w2", "w3"))
+    decision = await town.placed(allowed_worker_ids=["w1", int(number_of("w3"))])
+    assert {c.worker for c in decision.candidates} == {"w1", "w3"}
+
+
+@in_world
+async def test_taints_are_required_and_preferred(world: World) -> None:
+    town = await Town.found(world, ())
+    await town.hire("w1")
+    await town.hire("w2", taints="gpu=h200, topology/zone=a")
+    await town.hire("w3", taints="topology/zone=b")
+    required = await town.placed(routing_constraints={"required_taints": ["topology/zone=a"]})
+    assert [c.worker for c in required.candidates] == ["w2"]
+    preferred = {"preferred_taints": {"topology/zone=b": 1.0, "gpu=h200": 0.5}}
+    decision = await town.placed(routing_constraints=preferred)
+    assert decision.worker == "w3"
+    weights = {c.worker: c.taint_weight for c in decision.candidates}
+    assert weights == {"w1": 0, "w2": 0.5, "w3": 1}
+
+
+@in_world
+async def test_an_adapter_goes_to_who_has_it(world: World) -> None:
+    town = await Town.found(world, ())
+    await town.hire("w1")
+    await town.hire("w2", adapters={"sql": "/dev/null"})
+    decision = await town.placed(lora_name="sql")
+    assert (decision.worker, decision.lora_name) == ("w2", "sql")
+    assert town.given(decision).hints.lora_name == "sql"
+
+
+@in_world
+async def test_a_new_adapter_is_loaded_in_one_place(world: World) -> None:
+    town = await Town.found(world, ("w1", "w2", "w3"), max_loras=2)
+    placed = [await town.placed(lora_name="new") for _ in range(4)]
+    assert len({decision.worker for decision in placed}) == 1
+
+
+# --- outcomes -------------------------------------------------------------------------------------
+
+
+async def _refused(answer: Exchange, status: int, code: str, *said: str) -> None:
+    await answer.done()
+    assert (answer.status, answer.error["code"]) == (status, code), answer.content
+    for each in said:
+        assert each in answer.error["message"]
+
+
+@in_world
+async def test_a_pin_to_nobody_is_gone(world: World) -> None:
+    town = await Town.found(world)
+    await _refused(town.say(backend_instance_id="w9"), 503, "pinned_gone", "w9")
+
+
+@in_world
+async def test_a_pin_to_a_dead_worker_is_gone(world: World) -> None:
+    town = await Town.found(world)
+    await town.kill("w2")
+    await world.sleep(20)
+    await _refused(town.say(backend_instance_id="w2"), 503, "pinned_gone", "w2")
+
+
+@in_world
+async def test_a_pin_that_is_not_allowed_is_the_clients_mistake(world: World) -> None:
+    town = await Town.found(world)
+    answer = town.say(backend_instance_id="w1", allowed_worker_ids=["w2"])
+    await _refused(answer, 400, "pin_not_allowed", "allowed_worker_ids")
+
+
+@in_world
+async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: World) -> None:
+    town = await Town.found(world)
+    await _refused(town.say(backend_instance_id="w1", dp_rank=3), 400, "invalid", "rank 3")
+
+
+@pytest.mark.parametrize(
+    ("ext", "rule"),
+    [
+        ({"dp_rank": 5}, "rank 5"),
+        ({"allowed_worker_ids": ["w9"]}, "allowed_worker_ids"),
+        ({"routing_constraints": {"required_taints": ["topology/zone=c"]}}, "required_taints"),
+        ({"lora_name": "nobody's"}, "lora_name"),
+    ],
+)
+def test_the_rule_that_leaves_no_worker_is_named(ext: dict[str, Any], rule: str) -> None:
+    async def scenario(world: World) -> None:
+        town = await Town.found(world)
+        answer = town.say(**ext)
+        await _refused(answer, 503, "none_eligible", rule)
+        assert answer.headers["retry-after"]
+        assert town.decisions() == []
+
+    play(scenario)
+
+
+def stopped(world: World) -> Engine:
+    """An engine that takes very long."""
+    return EchoEngine(world.clock, 1000.0, model="demo", context_length=CONTEXT)
+
+
+@in_world
+async def test_busy_workers_take_nothing_and_all_busy_is_told_when_the_time_is_up(
+    world: World,
+) -> None:
+    town = await Town.found(world, (), deadline_s=5)
+    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
+    await town.occupy("w1")
+    answer = town.say()
+    await _refused(answer, 529, "all_busy", "busy")
+    assert answer.headers["retry-after"]
+    await town.hire("w2")
+    assert (await town.placed()).worker == "w2"
+
+
+@in_world
+async def test_a_busy_pin_is_told_when_the_time_is_up(world: World) -> None:
+    town = await Town.found(world, ("w2",), deadline_s=5)
+    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
+    await town.occupy("w1")
+    await _refused(town.say(backend_instance_id="w1"), 503, "pinned_busy", "w1")
+
+
+@in_world
+async def test_when_the_last_worker_dies_there_are_none(world: World) -> None:
+    town = await Town.found(world, (), deadline_s=15)
+    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
+    await town.occupy("w1")
+    waiting = town.say()
+    await world.sleep(1)
+    await town.kill("w1")
+    await _refused(waiting, 503, "no_workers")
+    await _refused(town.say(), 503, "no_workers")
+
+
+@in_world
+async def test_a_full_queue_is_told_at_once(world: World) -> None:
+    town = await Town.found(world, (), held_requests=0)
+    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
+    await town.occupy("w1")
+    await _refused(town.say(), 529, "queue_full", "busy")
+
+
+@in_world
+async def test_a_deadline_in_the_worker_is_a_deadline(world: World) -> None:
+    town = await Town.found(world, (), deadline_s=5)
+    await town.hire("w1", engine=stopped(world))
+    await _refused(town.say(), 408, "deadline")
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+
+def session(name: str = "s", **over: Any) -> dict[str, Any]:
+    return {"session_control": {"session_id": name} | over}
+
+
+@in_world
+async def test_a_session_stays_where_it_began(world: World) -> None:
+    town = await Town.found(world, ("w1", "w2", "w3"), policy="round_robin")
+    first = await town.placed(**session())
+    for _ in range(4):
+        assert (await town.placed(**session(action="bind"))).worker == first.worker
+    answer = await town.say({"x-session-id": "s"}).done()
+    assert town.decision(answer).worker == first.worker
+    others = {(await town.placed()).worker for _ in range(3)}
+    assert others == {"w1", "w2", "w3"}
+
+
+@in_world
+async def test_a_session_ends_when_it_is_closed(world: World) -> None:
+    town = await Town.found(world, ("w1", "w2", "w3"), policy="round_robin")
+    first = await town.placed(**session(action="open"))
+    closing = await town.placed(**session(action="close"))
+    assert closing.worker == first.worker
+    assert closing.session is not None
+    assert closing.session.closes
+    after = await town.placed(**session())
+    assert after.session is not None
+    assert after.session.bound_worker == ""
+
+
+@in_world
+async def test_a_session_that_opens_again_begins_anew(world: World) -> None:
+    town = await Town.found(world, ("w1", "w2", "w3"), policy="round_robin")
+    workers = {(await town.placed(**session(action="open"))).worker for _ in range(3)}
+    assert workers == {"w1", "w2", "w3"}
+
+
+@in_world
+async def test_a_session_ends_when_it_is_idle(world: World) -> None:
+    town = await Town.found(world, ("w1", "w2", "w3"), policy="round_robin")
+    await town.placed(**session(timeout=30))
+    await world.sleep(29)
+    used = await town.placed(**session(timeout=30))
+    assert used.session is not None
+    assert used.session.bound_worker
+    await world.sleep(31)
+    late = await town.placed(**session(timeout=30))
+    assert late.session is not None
+    assert late.session.bound_worker == ""
+
+
+@in_world
+async def test_a_session_ends_with_its_worker(world: World) -> None:
+    town = await Town.found(world, ("w1", "w2"), policy="round_robin")
+    first = await town.placed(**session())
+    await town.kill(first.worker)
+    await world.sleep(20)
+    after = await town.placed(**session())
+    assert after.worker != first.worker
+    assert (await town.placed(**session())).worker == after.worker
+
+
+@in_world
+async def test_all_routers_know_a_session(world: World) -> None:
+    town = await Town.found(world, ("w1", "w2", "w3"), policy="round_robin")
+    await town.route("r2", router_id="r2", policy="round_robin")
+    await world.sleep(10)
+    for name in ("a", "b"):
+        placed = [await town.placed(**session(name)) for _ in range(12)]
+        assert {decision.router for decision in placed} == {"-", "r2"}
+        assert len({decision.worker for decision in placed}) == 1
+
+
+@in_world
+async def test_a_session_goes_elsewhere_when_its_worker_costs_too_much(world: World) -> None:
+    town = await Town.found(world, (), policy="least_loaded", session_slack=1.5)
+    await town.hire("w1", engine=stopped(world))
+    first = town.say(**session())
+    await world.until(lambda: len(town.decisions()) == 1)
+    await town.hire("w2")
+    stays = town.say(**session())
+    await world.until(lambda: len(town.decisions()) == 2)
+    assert town.decisions()[1].worker == "w1"
+    assert (await town.placed(**session())).worker == "w2"
+    for answer in (first, stays):
+        answer.leave()
+        await answer.task
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+
+async def _two_caches(world: World) -> Town:
+    """w1 has the prompt in its cache, w2 has nothing."""
+    town = await Town.found(world, ())
+    for name in ("w1", "w2"):
+        await town.hire(name, engine=caching(world))
+    await town.placed(backend_instance_id="w1")
+    await world.sleep(2)
+    return town
+
+
+@in_world
+async def test_a_request_sets_the_credit_of_its_overlap(world: World) -> None:
+    town = await _two_caches(world)
+    known = await town.placed()
+    assert known.worker == "w1"
+    assert {c.worker: c.cost for c in known.candidates} == {
+        "w1": TOKENS / BLOCK - 6, "w2": TOKENS / BLOCK
+    }  # fmt: skip
+    none = await town.placed(router_config_override={"overlap_score_credit": 0})
+    assert none.params["overlap_score_credit"] == 0
+    assert {c.cost for c in none.candidates} == {TOKENS / BLOCK}
+
+
+@in_world
+async def test_a_request_sets_the_scale_of_its_prefill(world: World) -> None:
+    town = await _two_caches(world)
+    decision = await town.placed(router_config_override={"prefill_load_scale": 4})
+    assert {c.worker: c.cost for c in decision.candidates} == {
+        "w1": 4 * (TOKENS / BLOCK - 6), "w2": 4 * TOKENS / BLOCK
+    }  # fmt: skip
+
+
+@in_world
+async def test_a_request_sets_its_temperature(world: World) -> None:
+    town = await _two_caches(world)
+    hot = [await town.placed(router_config_override={"router_temperature": 50}) for _ in range(16)]
+    assert {d.params["temperature"] for d in hot} == {50}
+    assert {d.worker for d in hot} == {"w1", "w2"}
+
+
+@in_world
+async def test_a_request_may_count_on_no_cache(world: World) -> None:
+    town = await _two_caches(world)
+    decision = await town.placed(router_config_override={"assume_kv_reuse": False})
+    assert decision.params["assume_kv_reuse"] == 0
+    assert decision.cached_tokens_predicted == 6 * BLOCK
+    assert decision.prefill_tokens == TOKENS
+
+
+@in_world
+async def test_a_request_may_leave_its_prefill_out_of_the_load(world: World) -> None:
+    town = await _two_caches(world)
+    decision = await town.placed(router_config_override={"track_prefill_tokens": False})
+    assert decision.params["track_prefill_tokens"] == 0
+    assert decision.prefill_tokens == 0
+
+
+@in_world
+async def test_the_expected_length_counts_in_the_prediction(world: World) -> None:
+    town = await Town.found(world, policy="predictive")
+    decision = await town.placed(agent_hints={"osl": 50}, body={"max_tokens": None})
+    assert decision.params["output_tokens"] == 50
+    shorter = await town.placed(agent_hints={"osl": 50})
+    assert shorter.params["output_tokens"] == 4, "max_tokens is the limit"
+
+
+@in_world
+async def test_embeddings_have_no_overlap(world: World) -> None:
+    town = await _two_caches(world)
+    tensor = base64.b64encode(b"tensor").decode()
+    decision = await town.placed(body={"prompt_embeds": tensor})
+    assert {c.overlap_blocks for c in decision.candidates} == {0}
+    assert town.given(decision).prompt_embeds == tensor
+
+
+@in_world
+async def test_routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone(world: World) -> None:
+    town = await _two_caches(world)
+    other = [5] * len(PROMPT)
+    held = list(unpack_tokens(town.requests()[0].token_ids))
+    seen = await town.placed(body={"prompt": other}, mm_routing_info={"routing_token_ids": held})
+    assert (seen.worker, seen.cached_tokens_predicted) == ("w1", 6 * BLOCK)
+    request = town.given(seen)
+    assert list(unpack_tokens(request.token_ids))[:-1] == other
+    nothing: tuple[dict[str, Any], ...] = ({}, {"routing_token_ids": []})
+    for empty in nothing:
+        unseen = await town.placed(mm_routing_info=empty)
+        assert unseen.cached_tokens_predicted == 6 * BLOCK, "the prompt's own"
+    images = [{"mm_objects": [{"mm_hash": 2**64 - 1, "offsets": [[0, 2]]}]}]
+    pictured = await town.placed(
+        mm_routing_info={"routing_token_ids": held, "block_mm_infos": images}
+    )
+    assert pictured.cached_tokens_predicted == 0, "an image makes another block"
+
+
+# --- dry runs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["", "yes", "w2", "a:b"])
+def test_a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing(value: str) -> None:
+    async def scenario(world: World) -> None:
+        town = await _two_caches(world)
+        before = len(town.decisions())
+        answer = await town.say(annotations=[f"query_instance_id:{value}"]).done()
+        assert answer.status == 200
+        told = answer.json["nvext"]
+        assert (told["worker_id"], told["dp_rank"]) == ("w1", 0)
+        (asked,) = (r for r in town.requests() if r.id == answer.headers["x-kvlane-id"])
+        assert told["token_ids"] == list(unpack_tokens(asked.token_ids))
+        assert told["token_ids"][:-1] == PROMPT
+        assert answer.json["choices"][0]["text"] == ""
+        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 * BLOCK
+        assert len(town.decisions()) == before
+        assert len(town.assigned()) == before
+        await world.until(lambda: answer.headers["x-kvlane-id"] in town.ended())
+
+    play(scenario)
+
+
+@in_world
+async def test_a_dry_run_is_told_in_a_stream_too(world: World) -> None:
+    town = await Town.found(world, ("w1",))
+    ask = {"annotations": ["query_instance_id:x"]}
+    answer = await town.chat("hello", stream=True, nvext=ask).done()
+    told = [event["nvext"] for event in answer.events[:-1] if "nvext" in event]
+    assert [each["worker_id"] for each in told] == ["w1"]
+    assert answer.events[-1] == "[DONE]"
+
+
+@in_world
+async def test_an_annotation_without_a_value_is_no_dry_run(world: World) -> None:
+    town = await Town.found(world)
+    for annotation in ("query_instance_id", "my_query_instance_id:x"):
+        await town.placed(annotations=[annotation])
+    assert len(town.assigned()) == 2
+
+
+@in_world
+async def test_a_dry_run_sees_pins_and_opens_no_session(world: World) -> None:
+    town = await Town.found(world, ("w1", "w2"), policy="round_robin")
+    ask: dict[str, Any] = {"annotations": ["query_instance_id:x"]}
+    for _ in range(3):
+        answer = await town.say(**ask, **session(), backend_instance_id="w2").done()
+        assert answer.json["nvext"]["worker_id"] == "w2"
+    turns = [(await town.say(**ask).done()).json["nvext"]["worker_id"] for _ in range(3)]
+    assert len(set(turns)) == 1, "its turn goes on with what is dispatched only"
+    began = await town.placed(**session())
+    assert began.session is not None
+    assert began.session.bound_worker == ""
+
+
+@in_world
+async def test_a_dry_run_waits_for_no_busy_worker(world: World) -> None:
+    town = await Town.found(world, (), policy="predictive")
+    await town.hire("w1", engine=stopped(world))
+    await town.occupy("w1")
+    answer = await town.say(annotations=["query_instance_id:x"]).done()
+    assert answer.json["nvext"]["worker_id"] == "w1"
+
+
+@in_world
+async def test_a_dry_run_is_about_one_answer(world: World) -> None:
+    town = await Town.found(world)
+    answer = await town.say(body={"n": 2}, annotations=["query_instance_id:x"]).done()
+    assert (answer.status, answer.error["param"]) == (400, "nvext.annotations")
+
+
+# --- what is carried ------------------------------------------------------------------------------
+
+
+def told(value: bytes) -> Any:
+    return json.loads(value)
+
+
+CARRIED: list[tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any], Any]] = [
+    ({"agent_hints": {"priority": 3}}, {}, lambda r: r.hints.priority, 3),
+    ({"agent_hints": {"priority": -3}}, {}, lambda r: r.hints.priority, -3),
+    ({"agent_hints": {"osl": 70}}, {}, lambda r: r.hints.expected_output_tokens, 70),
+    ({"router": {"ttft_target": 100, "itl_target": 20}}, {},
+     lambda r: (r.router.ttft_target, r.router.itl_target), (100, 20)),
+    ({"agent_context": {"agent": ["a"]}}, {}, lambda r: told(r.agent_context),
+     {"agent": ["a"]}),
+    ({"request_timestamp_ms": 17.5}, {}, lambda r: r.request_timestamp_ms, 17.5),
+    ({"extra_args": {"a": {"b": 1}}}, {}, lambda r: told(r.extra_args), {"a": {"b": 1}}),
+    ({}, {"mm_processor_kwargs": {"fps": 2}}, lambda r: told(r.mm_processor_kwargs),
+     {"fps": 2}),
+    ({"annotations": ["a", "b:c"]}, {}, lambda r: r.annotations, ("a", "b:c")),
+    ({"router_config_override": {"shared_cache_multiplier": 0.5}}, {},
+     lambda r: r.router_config_override.shared_cache_multiplier, 0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ext", "body", "of", "value"), CARRIED)
+def test_what_only_informs_is_carried_to_the_worker_and_kept_on_the_log(
+    ext: dict[str, Any], body: dict[str, Any], of: Callable[[Any], Any], value: Any
+) -> None:
+    async def scenario(world: World) -> None:
+        town = await Town.found(world, ("w1",))
+        decision = await town.placed(body=body, **ext)
+        (assignment,) = town.assigned()
+        assert of(assignment.request) == value
+        (request,) = town.requests()
+        assert (of(request), request.id) == (value, decision.id)
+
+    play(scenario)
