@@ -18,7 +18,7 @@ from streams.brokers.local import JvmBroker
 from streams.clock import Clock
 
 ROLLING = "rolling restart"
-BROKER, BROKER_PAUSE = "broker", "broker-pause"
+BROKER, BROKER_PAUSE, BROKER_DISK = "broker", "broker-pause", "broker-disk"
 PAUSES_S: Mapping[str, float] = {
     "worker-pause": 7.0,
     "router-pause": 8.0,
@@ -27,8 +27,8 @@ PAUSES_S: Mapping[str, float] = {
 }
 """SIGSTOP, and SIGCONT after so many seconds: of a worker and a router longer than the time-outs
 after which others do their work, so that they come back as zombies."""
-KINDS: tuple[str, ...] = (*PARTS, *PAUSES_S, BROKER, ROLLING)
-OF_BROKERS = frozenset({BROKER, BROKER_PAUSE})
+KINDS: tuple[str, ...] = (*PARTS, *PAUSES_S, BROKER, BROKER_DISK, ROLLING)
+OF_BROKERS = frozenset({BROKER, BROKER_PAUSE, BROKER_DISK})
 DOWN_S = 3.0
 """How long a killed broker is away."""
 ROLLING_EVERY = 50
@@ -65,7 +65,7 @@ def drawn(
     strikes: list[Strike] = []
     # What holds up running streams is told apart by the part that each stream depends on; what
     # holds up all of them takes turns.
-    whole = [k for k in ("router", "router-pause", BROKER, BROKER_PAUSE) if k in kinds]
+    whole = [k for k in ("router", "router-pause", *sorted(OF_BROKERS)) if k in kinds]
     worker = [k for k in ("worker", "worker-pause") if k in kinds]
     first = rng.choice([*whole, *worker, *worker]) if whole or worker else ""
     chosen = [first] if first else []
@@ -141,6 +141,10 @@ class Striker:
             finally:
                 node.resume()
         else:
-            await asyncio.to_thread(node.kill)
+            if strike.kind == BROKER_DISK:
+                node.fill_disk()
+                await asyncio.to_thread(node.wait_ended)
+            else:
+                await asyncio.to_thread(node.kill)
             await self._clock.sleep(DOWN_S)
             await asyncio.to_thread(node.start)

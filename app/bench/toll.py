@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from app.bench.crowd import Talk
 from app.bench.report import Bar, Report
 from app.bench.samples import percentile
-from app.bench.strikes import BROKER, BROKER_PAUSE, ROLLING, Hit
+from app.bench.strikes import OF_BROKERS, ROLLING, Hit
 from app.bench.witness import Death, Story
 
 REACH_S = 10.0
@@ -27,7 +27,7 @@ RECENT_S = 20.0
 SHOWN = 3
 """How many of the longest gaps of a round are told of in its line."""
 SEVERAL, NOBODY = "several at once", "none of these"
-_OF_ALL = frozenset({"router", "router-pause", BROKER, BROKER_PAUSE, ROLLING})
+_OF_ALL = OF_BROKERS | {"router", "router-pause", ROLLING}
 ROUTERS = ("router", "router-pause")
 WORKER_BEYOND_S, ROUTER_GAP_S, ASSIGNED_S, STALL_S = 2.0, 1.0, 8.0, 10.0
 
@@ -248,8 +248,7 @@ def _bars(
         "worker-pause": worker_timeout_s + WORKER_BEYOND_S,
         "router": ROUTER_GAP_S,
         "router-pause": ROUTER_GAP_S,
-        BROKER: STALL_S,
-        BROKER_PAUSE: STALL_S,
+        **dict.fromkeys(sorted(OF_BROKERS), STALL_S),
     }
     for kind, limit_s in limits.items():
         if kind in kinds and (found := kinds[kind]["gaps"]):

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -34,19 +34,27 @@ from streams.brokers.settings import SMALL, properties, replication
 from streams.brokers.watchdog import Guard
 from streams.errors import BrokerUnavailable
 
+NONE: Mapping[str, str] = {}
+
 
 class JvmBroker(Broker):
     """One broker, or `brokers` of them as one cluster with a copy of everything on each.
 
     `nodes` are the running processes, in the order of their ids. `port` is the port of the first
     one, 0 for any. `full_jit` gives the JVM its whole compiler and more heap, for measurements;
-    without it, it starts sooner and is half as quick.
+    without it, it starts sooner and is half as quick. `changes` are to the settings of all nodes.
     """
 
     kind = "jvm"
 
     def __init__(
-        self, *, brokers: int = 1, port: int = 0, full_jit: bool = False, report: Report
+        self,
+        *,
+        brokers: int = 1,
+        port: int = 0,
+        full_jit: bool = False,
+        changes: Mapping[str, str] = NONE,
+        report: Report,
     ) -> None:
         self.version = KAFKA_VERSION
         self.bootstrap_servers = ""
@@ -57,6 +65,7 @@ class JvmBroker(Broker):
         self._brokers = brokers
         self._port = port
         self._jvm = FULL_JIT if full_jit else QUICK_START
+        self._changes = changes
         self._report = report
         self._guard: Guard | None = None
 
@@ -99,6 +108,7 @@ class JvmBroker(Broker):
             directory = self.directory / f"node{number}"
             _copy_formatted(prepared / "formatted", directory / "data", number, cluster_id)
             settings = node_settings(number, directory / "data", port, controller_ports)
+            settings |= self._changes
             nodes.append(Node(number, directory, port, settings, jvm))
         self.nodes = tuple(nodes)
         for node in self.nodes:

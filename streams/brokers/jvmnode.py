@@ -6,6 +6,7 @@ Where its data, settings and class archive come from is `jvmbroker`'s business.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -144,6 +145,23 @@ class Node:
         """SIGCONT, after `pause`; harmless otherwise."""
         if self.alive:
             os.kill(self.pid, signal.SIGCONT)
+
+    def fill_disk(self) -> None:
+        """From now on none of its files can grow, which is what a full disk is to it.
+
+        It ends itself when it next writes; started again, it has room. Linux only, as it is a limit
+        that is set for a process that runs.
+        """
+        _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, hard))
+
+    def wait_ended(self, deadline_s: float = 30.0) -> None:
+        """Wait until the process has ended. Raises BrokerUnavailable when it does not."""
+        assert self._process is not None
+        try:
+            self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise BrokerUnavailable(f"broker {self.number} has not ended") from None
 
     def tail(self) -> str:
         """The end of what the broker wrote, for people."""

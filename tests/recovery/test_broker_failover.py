@@ -127,3 +127,20 @@ async def test_hung_leader_is_left_behind(
         await traffic.settle()
     assert traffic.longest_stall_s > 1, "the broker did not hang"
     check(traffic)
+
+
+async def test_leader_whose_disk_is_full_is_left_behind(
+    log: KafkaLog, kafka_cluster: JvmBroker, admin: AIOKafkaAdminClient
+) -> None:
+    """It ends itself at its next write, in the middle of whatever it was asked to keep."""
+    victim = kafka_cluster.node((await leaders(admin, log.prefix))[0])
+    async with Traffic(log, LEDGER, LANES) as traffic:
+        await traffic.flow(20)
+        victim.fill_disk()
+        await asyncio.to_thread(victim.wait_ended)
+        await traffic.flow(30)
+        await asyncio.to_thread(victim.start)
+        await traffic.flow(30)
+        await traffic.settle()
+    assert traffic.failed == {}, "an append took longer than its patience"
+    check(traffic)
