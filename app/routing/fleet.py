@@ -295,7 +295,7 @@ def _counted(beat: Heartbeat) -> int:
     for run in beat.running:
         expected, done = run.expected_output_tokens, run.output_tokens
         total += done * max(0.0, 1.0 - done / expected) if expected else done
-    return int(total)
+    return round(total)
 
 
 def _usage(beat: Heartbeat) -> float:

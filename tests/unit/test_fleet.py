@@ -7,7 +7,16 @@ from typing import Any
 from app.routing.fleet import Fleet
 from app.routing.signs import KEPT_MS
 from streams.ports import Partition
-from streams.records import EngineConfig, Fact, Heartbeat, Lost, RunProgress, Tombstone, WorkerCard
+from streams.records import (
+    EngineConfig,
+    EngineFigures,
+    Fact,
+    Heartbeat,
+    Lost,
+    RunProgress,
+    Tombstone,
+    WorkerCard,
+)
 
 REGISTRY = Partition("registry", 0)
 EVENTS = Partition("kv-events", 5)
@@ -146,6 +155,30 @@ def test_a_snapshot_of_each_source_restores_the_same_state() -> None:
     assert second.beats == first.beats
     assert second.beats["w1"].output_tokens == 3
     assert second.is_lost("w1", 3)
+
+
+def test_an_answer_weighs_less_the_nearer_it_is_to_its_expected_length() -> None:
+    def weight(output_tokens: int, expected: int) -> int:
+        run = RunProgress(
+            id="a", attempt=0, phase="aggregated", output_tokens=output_tokens,
+            expected_output_tokens=expected,
+        )  # fmt: skip
+        return (
+            fleet({7: card(None), 8: card(7)}, [beat(7, running=(run,))]).beats["w1"].output_tokens
+        )
+
+    assert [weight(n, 0) for n in (10, 1000)] == [10, 1000]
+    assert [weight(n, 100) for n in (10, 50, 90, 100, 500)] == [9, 25, 9, 0, 0]
+
+
+def test_a_heartbeat_tells_how_full_the_cache_is() -> None:
+    figures = EngineFigures(kv_used_blocks=30, kv_total_blocks=40)
+    fold = fleet({7: card(None), 8: card(7)}, [beat(7, engine=figures)])
+    assert fold.beats["w1"].cache_usage == 0.75
+    restored = Fleet()
+    restored.restore(EVENTS, fold.snapshot(EVENTS), 1)
+    assert restored.beats["w1"].cache_usage == 0.75
+    assert fleet({7: card(None), 8: card(7)}, [beat(7)]).beats["w1"].cache_usage == 0
 
 
 def test_a_forgotten_source_leaves_the_other_alone() -> None:

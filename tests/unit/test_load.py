@@ -154,6 +154,24 @@ def test_prefill_weighs_until_it_is_done_and_as_much_as_was_predicted() -> None:
     assert on(load, rank=1) == Burden(1, 120)
 
 
+def test_load_is_counted_by_adapter_until_the_run_ends() -> None:
+    load = folded(assigned(lora_name="l"), assigned("b", lora_name="l", worker="w2"), assigned("c"))
+    assert load.burdens.adapter_runs("l") == 2
+    assert load.burdens.adapters_at(Place("w1", 10)) == {"l": 1}
+    folded(finished(), load=load)
+    assert load.burdens.adapter_runs("l") == 1
+    restored = Load(dedup_window_ms=1_200_000)
+    restored.restore(LANE, load.snapshot(LANE), load.position(LANE) or 0)
+    assert restored.burdens.adapter_runs("l") == 1
+    folded(Ended(id="b", code="cancelled"), load=load)
+    assert load.burdens.adapter_runs("l") == 0
+
+
+def test_a_run_of_policy_direct_weighs_nothing() -> None:
+    load = folded(assigned(policy="direct", prompt_tokens=500))
+    assert on(load) == Burden(1, 0, 0, 1, 1000)
+
+
 def test_the_last_first_token_on_a_place_is_remembered_until_it_is_idle() -> None:
     place = Place("w1", 10, 0)
     load = folded(assigned(), assigned("b"), prefilled())
