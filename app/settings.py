@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 PREFIX = "KVLANE_"
 _MASK = "********"
-_SECRETS = ("sasl_password", "ssl_keypassword", "hash_secret", "stream_secret")
+_SECRETS = ("sasl_password", "ssl_keypassword", "hash_secret", "stream_secret", "attach_api_key")
 """Each has a twin NAME_file."""
 _LONGEST_LIFETIME_S = (BY_NAME[RESPONSES].retention_ms or 0) / 2000
 """Below half the retention of the answers, what a reader was shown of a request is still there when
@@ -167,22 +168,65 @@ class Settings(BaseSettings):
         description="time without an answer to any probe after which a worker ends, to be started "
         "anew, in seconds",
     )
-    engine: Literal["simulated", "echo", "vllm"] = Field(
+    engine: Literal["simulated", "echo", "vllm", "attached"] = Field(
         "simulated",
         description="what generates: simulated behaves as a GPU would and says sentences in the "
-        "tokens of the model, echo has no model and repeats what it is told, vllm is the real one",
+        "tokens of the model, echo has no model and repeats what it is told, vllm is the real one, "
+        "attached is a server that runs already",
     )
     engine_speedup: float = Field(
         1, gt=0, description="how many times faster than its GPU the simulated engine is"
     )
     block_size: int = Field(
-        16, ge=1, le=4096, description="tokens in a block of the simulated engine's cache"
+        16,
+        ge=1,
+        le=4096,
+        description="tokens in a block of the simulated engine's cache, or of that of an attached "
+        "server that does not say",
     )
     cache_blocks: int = Field(
-        16_384, ge=1, description="blocks that the simulated engine's cache holds"
+        16_384,
+        ge=1,
+        description="blocks that the simulated engine's cache holds, or that of an attached server "
+        "that does not say",
     )
     echo_itl_ms: float = Field(
         20, ge=0, description="time the echo engine takes for one token, in milliseconds"
+    )
+    attach_url: str = Field(
+        "",
+        description="engine attached: the server that a worker stands beside, http://host:port; it "
+        "speaks OpenAI's completions, and KVLANE_MODEL_PATH has the files of its model",
+    )
+    attach_model: str = Field(
+        "", description="engine attached: the model's name at the server; empty: its only one"
+    )
+    attach_events: str = Field(
+        "",
+        description="engine attached: where the server publishes its cache events, "
+        "tcp://host:port; empty: its cache is guessed from what it serves",
+    )
+    attach_replay: str = Field(
+        "",
+        description="engine attached: where lost cache events can be asked for again, "
+        "tcp://host:port; empty: what was told before a loss is forgotten",
+    )
+    attach_api_key: SecretStr = Field(
+        SecretStr(""), description="engine attached: the key that the server asks for"
+    )
+    attach_api_key_file: ReadableFile | None = Field(
+        None, description="file that holds KVLANE_ATTACH_API_KEY"
+    )
+    attach_silence_s: float = Field(
+        120,
+        gt=0,
+        description="engine attached: time the server may say nothing while it has something to "
+        "answer, in seconds; then the request goes to another worker",
+    )
+    attach_start_s: float = Field(
+        600,
+        gt=0,
+        description="engine attached: time a worker that starts waits for the server, in seconds",
     )
 
     engine_args: dict[str, Any] = Field(
@@ -418,6 +462,24 @@ class Settings(BaseSettings):
             raise ValueError("give host:port, several separated by commas, without a scheme")
         return value
 
+    @field_validator("attach_url")
+    @classmethod
+    def _is_server(cls, value: str) -> str:
+        bare = value.rstrip("/").removesuffix("/v1")
+        if value and not re.fullmatch(r"https?://[^/?#@\s]+", bare):
+            raise ValueError("give http://host:port or https://host:port, without a path")
+        return bare
+
+    @field_validator("attach_events", "attach_replay")
+    @classmethod
+    def _is_socket(cls, value: str) -> str:
+        if value and ("*" in value or not re.fullmatch(r"tcp://[^/\s]+:\d+|ipc://\S+", value)):
+            raise ValueError(
+                "give the address to connect to, tcp://host:port or ipc://path: where the server "
+                "has tcp://*:5557, tcp://127.0.0.1:5557 is meant on the same machine"
+            )
+        return value
+
     @field_validator("security_protocol", "sasl_mechanism", "log_level", mode="before")
     @classmethod
     def _ignore_case(cls, value: Any) -> Any:
@@ -458,6 +520,19 @@ class Settings(BaseSettings):
                 f"KVLANE_CONTEXT_LENGTH={self.context_length} exceeds the {cached} tokens of the "
                 "cache: raise KVLANE_CACHE_BLOCKS or lower the context"
             )
+        if self.engine == "attached":
+            yield from self._wrong_attachment()
+
+    def _wrong_attachment(self) -> Iterator[str]:
+        if not self.attach_url:
+            yield "KVLANE_ENGINE=attached needs KVLANE_ATTACH_URL=http://host:port, a server's"
+        if self.model_path is None:
+            yield (
+                "KVLANE_ENGINE=attached needs KVLANE_MODEL_PATH: the folder with the tokenizer of "
+                "the model that the server serves"
+            )
+        if self.attach_replay and not self.attach_events:
+            yield "KVLANE_ATTACH_REPLAY needs KVLANE_ATTACH_EVENTS, whose losses it repairs"
 
     def _wrong_topology(self) -> Iterator[str]:
         if self.min_insync > self.replication:

@@ -22,6 +22,10 @@ class ModelledCache:
         self._blocks: OrderedDict[int, None] = OrderedDict()
         """Sequence hashes, the one used longest ago first."""
 
+    def clear(self) -> None:
+        """The engine has begun anew."""
+        self._blocks.clear()
+
     def serve(
         self, tokens: Tokens, *, lora_name: str = "", cache_salt: str = ""
     ) -> list[EngineEvent]:

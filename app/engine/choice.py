@@ -1,7 +1,8 @@
 """Which engine a worker has, by the settings, and the files of its model.
 
 The simulated engine serves the model of a folder and says readable sentences in its tokens; the
-echo engine has no model: its tokens are bytes, and it says what it was told. vLLM is the real one.
+echo engine has no model: its tokens are bytes, and it says what it was told. vLLM is the real one;
+of an attached server the folder has the tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Chosen(NamedTuple):
 
 def chosen(settings: Settings, clock: Clock) -> Chosen:
     """The engine of the settings. Raises BadModel when its model's folder cannot be used."""
-    choose = {"echo": _echo, "simulated": _simulated, "vllm": _vllm}[settings.engine]
+    choose = {"echo": _echo, "simulated": _simulated, "vllm": _vllm, "attached": _attached}[
+        settings.engine
+    ]
     choice = choose(settings, clock)
     return choice._replace(engine=ValidatedEngine(choice.engine)) if settings.debug else choice
 
@@ -70,6 +73,30 @@ def _vllm(settings: Settings, clock: Clock) -> Chosen:
         arguments=settings.engine_args,
     )
     return Chosen(engine, read_folder(folder))
+
+
+def _attached(settings: Settings, clock: Clock) -> Chosen:
+    """The folder holds the files of the model that the server serves; its weights are not read."""
+    from app.engine.attached.engine import AttachedEngine, Attachment, Guess
+
+    assert settings.model_path is not None, "checked with the settings"
+    files = read_folder(settings.model_path)
+    engine = AttachedEngine(
+        clock,
+        Attachment(
+            settings.attach_url,
+            settings.attach_events,
+            settings.attach_replay,
+            settings.attach_model,
+            settings.attach_api_key.get_secret_value(),
+            settings.attach_silence_s,
+            settings.attach_start_s,
+        ),
+        Tokenizer(files.tokenizer, Inline()),
+        Guess(settings.context_length, settings.block_size, settings.cache_blocks),
+        serves_as=settings.model if "model" in settings.model_fields_set else "",
+    )
+    return Chosen(engine, files)
 
 
 def _simulated(settings: Settings, clock: Clock) -> Chosen:

@@ -125,6 +125,10 @@ def test_brokers_elsewhere_need_a_hash_secret() -> None:
         ("bootstrap_servers", "host:9092,,other:9092", "host:port"),
         ("ssl_cafile", "/nowhere/ca.pem", "no such file"),
         ("sasl_password_file", "/nowhere/password", "no such file"),
+        ("attach_url", "127.0.0.1:8001", "http://host:port"),
+        ("attach_url", "http://127.0.0.1:8001/v1/completions", "without a path"),
+        ("attach_events", "tcp://*:5557", "tcp://127.0.0.1:5557 is meant"),
+        ("attach_replay", "127.0.0.1:5558", "tcp://host:port"),
     ],
 )
 def test_refusal_names_variable_value_and_remedy(
@@ -160,6 +164,12 @@ def test_refusal_names_variable_value_and_remedy(
             {"security_protocol": "SSL", "ssl_keyfile": __file__},
             "KVLANE_SSL_KEYFILE needs KVLANE_SSL_CERTFILE",
         ),
+        ({"engine": "attached", "model_path": "."}, "needs KVLANE_ATTACH_URL=http://host:port"),
+        ({"engine": "attached", "attach_url": "http://h:1"}, "needs KVLANE_MODEL_PATH"),
+        (
+            {"engine": "attached", "attach_replay": "tcp://h:1"},
+            "KVLANE_ATTACH_REPLAY needs KVLANE_ATTACH_EVENTS",
+        ),
         ({"sasl_password": SECRET, "sasl_password_file": __file__}, "not both"),
         ({"lane": 8}, "lane is not a setting"),
     ],
@@ -170,6 +180,10 @@ def test_settings_that_do_not_fit_together_are_refused(
     with pytest.raises(SettingsError) as refusal:
         Settings(**values)
     assert words in str(refusal.value)
+
+
+def test_the_url_of_a_server_may_be_given_as_openai_clients_have_it() -> None:
+    assert Settings(attach_url="http://h:8001/v1/").attach_url == "http://h:8001"
 
 
 def test_every_problem_is_told_at_once() -> None:

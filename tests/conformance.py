@@ -1,0 +1,284 @@
+"""What every engine is held to, whatever is inside: `app/engine/contract.py`, tried out.
+
+A test class of an engine inherits from `Conformance` and gives the fixture `subject`. Every engine
+runs behind the validator, so each of these tests checks all rules about outputs as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from app.engine.contract import Engine, EngineError, EngineOutput, GenerateContext
+from app.engine.validator import ValidatedEngine
+from indexer.bridge import Bridge
+from indexer.engine_events import EngineEvent
+from indexer.hashing import local_hashes
+from indexer.keys import derive, prompt_keys
+from streams.codecs import pack_tokens
+from streams.records import EngineConfig, Request, SamplingOptions, StopConditions
+
+WITHIN_S = 30.0
+"""For what takes milliseconds; it only keeps a broken engine from hanging the suite."""
+SECRET = derive(b"s")
+
+
+@dataclass
+class Subject:
+    """One engine that was started. `idle`: whether nothing of any request is left in it."""
+
+    engine: Engine
+    config: EngineConfig
+    idle: Callable[[], bool] = lambda: True
+    told: list[EngineEvent] = field(default_factory=list)
+    salt: int = 0
+    mark: tuple[int, ...] = ()
+    """What a prompt ends with."""
+    reports_cached: bool = True
+    draws_tokens: bool = True
+    """Whether its tokens are the model's own, so that an answer can be continued from them."""
+
+    def prompt(self, tokens: int) -> list[int]:
+        """One that was not there before."""
+        self.salt += 1
+        body = [100 + (self.salt * 7 + 13 * i) % 150 for i in range(tokens - len(self.mark))]
+        return [*body, *self.mark]
+
+    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Request:
+        stop = StopConditions(max_tokens=max_tokens, min_tokens=max_tokens, ignore_eos=True)
+        asked = {"stop": stop, "sampling": SamplingOptions(temperature=0.0)} | more
+        return Request(id=f"r{self.salt}", token_ids=pack_tokens(prompt), **asked)
+
+    async def run(self, request: Request, context: GenerateContext | None = None) -> Answer:
+        context = context or GenerateContext(request.id)
+        async with aclosing(self.engine.generate(request, context)) as outputs:
+            return Answer([output async for output in outputs])
+
+    async def settled(self) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not self.idle():  # noqa: ASYNC110 - engines have no bell for it
+                await asyncio.sleep(0.01)
+
+
+@dataclass
+class Answer:
+    outputs: list[EngineOutput]
+
+    @property
+    def last(self) -> EngineOutput:
+        return self.outputs[-1]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+
+async def first_of(stream: AsyncGenerator[EngineOutput, None]) -> EngineOutput:
+    """The first output with tokens."""
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            output = await anext(stream)
+            if output.token_ids or output.finish_reason is not None:
+                return output
+
+
+class Conformance:
+    """See the module."""
+
+    async def test_it_is_ready_when_start_returns(self, subject: Subject) -> None:
+        answer = await subject.run(subject.ask(subject.prompt(20)))
+        assert len(answer.tokens) == 8
+        assert answer.last.finish_reason == "length"
+
+    async def test_it_names_its_model(self, subject: Subject) -> None:
+        assert subject.config.model
+        assert subject.config.served_model_name != ""
+
+    async def test_an_answer_has_one_end_which_is_its_last_output(self, subject: Subject) -> None:
+        answer = await subject.run(subject.ask(subject.prompt(20)))
+        assert [o.finish_reason is None for o in answer.outputs[:-1]] == [True] * (
+            len(answer.outputs) - 1
+        )
+        assert answer.last.finish_reason is not None
+
+    async def test_the_end_says_what_was_counted(self, subject: Subject) -> None:
+        counts = (await subject.run(subject.ask(subject.prompt(20), 5))).last.usage
+        assert counts is not None
+        assert (counts.prompt_tokens, counts.completion_tokens) == (20, 5)
+
+    async def test_many_answers_at_a_time_keep_apart(self, subject: Subject) -> None:
+        requests = [subject.ask(subject.prompt(20 + n)) for n in range(6)]
+        together = await asyncio.gather(*map(subject.run, requests))
+        alone = [(await subject.run(request)).tokens for request in requests]
+        assert [answer.tokens for answer in together] == alone
+
+    async def test_an_answer_goes_on_behind_the_tokens_it_has(self, subject: Subject) -> None:
+        if not subject.draws_tokens:
+            pytest.skip("its card says that its answers cannot be continued")
+        prompt = subject.prompt(20)
+        whole = (await subject.run(subject.ask(prompt, 10))).tokens
+        rest = (await subject.run(subject.ask([*prompt, *whole[:4]], 6))).tokens
+        assert [*whole[:4], *rest] == whole
+
+    async def test_a_stopped_request_ends_with_cancelled(self, subject: Subject) -> None:
+        request, context = subject.ask(subject.prompt(20), 400), GenerateContext("r")
+        stream = subject.engine.generate(request, context)
+        async with aclosing(stream):
+            await first_of(stream)
+            context.cancel()
+            async with asyncio.timeout(WITHIN_S):
+                rest = [output async for output in stream]
+        assert rest[-1].finish_reason == "cancelled"
+        await subject.settled()
+
+    async def test_a_request_that_was_stopped_before_ends_with_cancelled(
+        self, subject: Subject
+    ) -> None:
+        context = GenerateContext("r")
+        context.cancel()
+        answer = await subject.run(subject.ask(subject.prompt(20)), context)
+        assert answer.last.finish_reason == "cancelled"
+
+    async def test_an_abort_of_a_stopped_request_ends_it_with_cancelled(
+        self, subject: Subject
+    ) -> None:
+        request, context = subject.ask(subject.prompt(20), 400), GenerateContext("r")
+        stream = subject.engine.generate(request, context)
+        async with aclosing(stream):
+            await first_of(stream)
+            context.cancel()
+            await subject.engine.abort(context)
+            async with asyncio.timeout(WITHIN_S):
+                rest = [output async for output in stream]
+        assert rest[-1].finish_reason == "cancelled"
+        await subject.engine.abort(context)  # too late is no mistake
+
+    async def test_a_stream_that_was_left_holds_nothing(self, subject: Subject) -> None:
+        stream = subject.engine.generate(subject.ask(subject.prompt(20), 400), GenerateContext("r"))
+        async with aclosing(stream):
+            await first_of(stream)
+        await subject.settled()
+        assert len((await subject.run(subject.ask(subject.prompt(20)))).tokens) == 8
+
+    async def test_a_reader_that_is_cancelled_holds_nothing(self, subject: Subject) -> None:
+        begun = asyncio.Event()
+
+        async def read() -> None:
+            stream = subject.engine.generate(
+                subject.ask(subject.prompt(20), 400), GenerateContext("r")
+            )
+            async with aclosing(stream):
+                async for _ in stream:
+                    begun.set()
+
+        reading = asyncio.create_task(read())
+        async with asyncio.timeout(WITHIN_S):
+            await begun.wait()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await subject.settled()
+
+    async def test_the_first_token_is_told_once_at_most(self, subject: Subject) -> None:
+        told: list[int] = []
+        context = GenerateContext("r", lambda: told.append(1))
+        await subject.run(subject.ask(subject.prompt(20)), context)
+        context.notify_first_token()  # as the worker does
+        assert told == [1]
+
+    async def test_a_prompt_that_fills_the_context_leaves_no_room(self, subject: Subject) -> None:
+        context_length = subject.config.context_length
+        if context_length is None:
+            pytest.skip("it advertises no context")
+        answer = await subject.run(subject.ask(subject.prompt(context_length), 4))
+        assert (answer.tokens, answer.last.finish_reason) == ([], "length")
+
+    async def test_nothing_in_is_an_end_or_an_error_of_its_kind(self, subject: Subject) -> None:
+        try:
+            answer = await subject.run(Request(id="r"))
+        except EngineError:
+            return
+        assert answer.tokens == []
+
+    async def test_a_probe_needs_nothing_but_tokens(self, subject: Subject) -> None:
+        probe = Request(id="", token_ids=pack_tokens(subject.prompt(3)), is_probe=True)
+        async with asyncio.timeout(WITHIN_S):
+            answer = await subject.run(probe)
+        assert answer.last.finish_reason in ("stop", "length")
+
+    async def test_cache_events_name_the_blocks_of_what_was_served(self, subject: Subject) -> None:
+        size = subject.config.kv_cache_block_size
+        if size is None:
+            pytest.skip("it advertises no blocks")
+        prompt = subject.prompt(3 * size + 1)
+        await subject.run(subject.ask(prompt))
+        bridge = Bridge(size, SECRET)
+        wanted = set(prompt_keys(local_hashes(prompt, size), SECRET).tolist())
+
+        def keys() -> set[int]:
+            bridge.feed(subject.told, 0.0)
+            subject.told.clear()
+            batch = bridge.take()
+            return {key for event in batch.events for key in event.keys} if batch else set()
+
+        found = keys()
+        async with asyncio.timeout(WITHIN_S):
+            while not wanted <= found:
+                await asyncio.sleep(0.01)
+                found |= keys()
+        assert bridge.wrong_block_size is None
+        assert bridge.counters.malformed == 0
+
+    async def test_what_was_served_before_comes_from_the_cache(self, subject: Subject) -> None:
+        size = subject.config.kv_cache_block_size
+        if size is None or not subject.reports_cached:
+            pytest.skip("it says nothing of its cache")
+        prompt = subject.prompt(3 * size + 1)
+        await subject.run(subject.ask(prompt))
+        counts = (await subject.run(subject.ask(prompt))).last.usage
+        assert counts is not None
+        assert counts.cached_tokens == 3 * size
+
+
+class Lifecycle:
+    """For engines that can be made cheaply: `make` gives one that was not started."""
+
+    async def test_worker_ids_are_opaque(self, make: Callable[[], Engine]) -> None:
+        for worker_id in ("w", "0" * 128, "a:b.c_d-e"):
+            engine = ValidatedEngine(make())
+            assert (await engine.start(worker_id)).model
+            await engine.cleanup()  # twice, by the validator
+
+    async def test_drain_comes_before_cleanup_and_needs_nothing(
+        self, make: Callable[[], Engine]
+    ) -> None:
+        engine = ValidatedEngine(make())
+        await engine.start("w")
+        await engine.drain()
+        await engine.cleanup()
+
+    async def test_cleanup_of_what_was_never_started_does_nothing(
+        self, make: Callable[[], Engine]
+    ) -> None:
+        engine = make()
+        await engine.cleanup()
+        await engine.cleanup()
+
+    async def test_cleanup_ends_what_is_open(self, make: Callable[[], Engine]) -> None:
+        engine = make()
+        config = await engine.start("w")
+        subject = Subject(engine, config)
+        stream = engine.generate(subject.ask(subject.prompt(20), 400), GenerateContext("r"))
+        async with aclosing(stream):
+            await first_of(stream)
+            await engine.cleanup()
+            async with asyncio.timeout(WITHIN_S):
+                try:
+                    rest = [output async for output in stream]
+                except EngineError:
+                    return
+        assert rest[-1].finish_reason is not None

@@ -1,0 +1,308 @@
+"""Every engine that ships, held to the engine contract, and what a worker makes of its config.
+
+The real vLLM, in the worker and as a server, is held to the same in tests/vllm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from app.engine.attached.engine import AttachedEngine, Attachment, Guess
+from app.engine.batch import Shape
+from app.engine.choice import chosen
+from app.engine.contract import BlocksListener, Engine, EngineError
+from app.engine.curves import Curves
+from app.engine.echo import EchoEngine
+from app.engine.simulated import SimulatedEngine
+from app.engine.validator import ContractBroken, ValidatedEngine
+from app.lifetime import Lifetime
+from app.preprocess.byte_level import ASSISTANT
+from app.preprocess.modelfolder import DEMO, card_of, read_folder
+from app.routing.paces import pace_of
+from app.settings import Settings
+from app.worker import Worker
+from indexer.engine_events import BlocksStored, EngineEvent
+from streams.clock import SystemClock
+from streams.records import Artifact, Blocks, EngineConfig, Lost, ModelCard, WorkerCard
+from streams.topics import KV_EVENTS, REGISTRY
+from tests.conformance import Conformance, Lifecycle, Subject
+from tests.desks import TOKEN, Desk, Scripted
+from tests.servers import TOKENIZER, ModelServer, Publisher
+from tests.stages import Stage
+from tests.worlds import World, in_world
+
+CONTEXT = 512
+SHAPE = Shape(block_size=16, blocks=40)
+
+
+def simulated() -> SimulatedEngine:
+    return SimulatedEngine(SystemClock(), SHAPE, context_length=CONTEXT, speedup=20.0)
+
+
+async def begun(engine: Engine) -> Subject:
+    validated, told = ValidatedEngine(engine), list[EngineEvent]()
+    validated.listen(lambda events, rank=0: told.extend(events))
+    return Subject(validated, await validated.start("w"), told=told, mark=(ASSISTANT,))
+
+
+class TestSimulated(Conformance, Lifecycle):
+    @pytest.fixture
+    def make(self) -> Callable[[], Engine]:
+        return simulated
+
+    @pytest.fixture
+    async def subject(self) -> AsyncIterator[Subject]:
+        engine = simulated()
+        subject = await begun(engine)
+        subject.idle = lambda: not (engine.running or engine.waiting or engine.used_blocks)
+        yield subject
+        await subject.engine.cleanup()
+
+
+class TestEcho(Conformance, Lifecycle):
+    @pytest.fixture
+    def make(self) -> Callable[[], Engine]:
+        return lambda: EchoEngine(SystemClock(), 0.001, context_length=CONTEXT)
+
+    @pytest.fixture
+    async def subject(self) -> AsyncIterator[Subject]:
+        engine = EchoEngine(SystemClock(), 0.001, context_length=CONTEXT)
+        subject = await begun(engine)
+        subject.idle = lambda: not engine.running
+        yield subject
+        await subject.engine.cleanup()
+
+
+@pytest.fixture
+async def behind() -> AsyncIterator[SimulatedEngine]:
+    """The engine of a server."""
+    engine = simulated()
+    yield engine
+    await engine.cleanup()
+
+
+def attached(server: ModelServer, publisher: Publisher | None = None) -> AttachedEngine:
+    where = Attachment(server.url, silence_s=5.0, start_s=5.0)
+    if publisher is not None:
+        where = where._replace(events=publisher.endpoint, replay=publisher.replay)
+    return AttachedEngine(SystemClock(), where, TOKENIZER, Guess(CONTEXT, 16, 40))
+
+
+class TestAttached(Conformance):
+    """To a server that publishes its cache events, as vLLM does."""
+
+    @pytest.fixture
+    async def subject(self, behind: SimulatedEngine) -> AsyncIterator[Subject]:
+        publisher = Publisher()
+        behind.listen(lambda events, rank=0: publisher.publish(events))
+        await behind.start("-")
+        async with ModelServer(behind) as server:
+            subject = await begun(attached(server, publisher))
+            subject.idle = lambda: not (server.running or behind.running)
+            yield subject
+            await subject.engine.cleanup()
+        await publisher.close()
+
+
+class TestAttachedWithoutEvents(Conformance, Lifecycle):
+    """Its cache is guessed."""
+
+    @pytest.fixture(params=["vllm", "llamacpp"])
+    async def server(
+        self, request: pytest.FixtureRequest, behind: SimulatedEngine
+    ) -> AsyncIterator[ModelServer]:
+        await behind.start("-")
+        async with ModelServer(behind, request.param) as server:
+            yield server
+
+    @pytest.fixture
+    def make(self, server: ModelServer) -> Callable[[], Engine]:
+        return lambda: attached(server)
+
+    @pytest.fixture
+    async def subject(self, server: ModelServer) -> AsyncIterator[Subject]:
+        subject = await begun(attached(server))
+        subject.idle = lambda: not server.running
+        assert subject.config.guesses_cache
+        assert subject.config.gives_tokens
+        yield subject
+        await subject.engine.cleanup()
+
+
+def test_the_real_vllm_conforms() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here: make test-vllm holds it to the contract")
+
+
+# --- what a worker does with it ------------------------------------------------------------------
+
+
+class Described(Scripted):
+    """An engine that is its config; it never ends an answer."""
+
+    def __init__(self, world: World, **fields: Any) -> None:
+        super().__init__(world, TOKEN, 1e6)
+        self.fields = {"model": "m"} | fields
+        self.worker_ids: list[str] = []
+
+    def listen(self, listener: BlocksListener) -> None:
+        self.listener = listener
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        self.worker_ids.append(worker_id)
+        return EngineConfig(**self.fields)
+
+
+async def registered(world: World, **fields: Any) -> WorkerCard:
+    desk = Desk(world)
+    await desk.start(Described(world, **fields))
+    return desk.said(REGISTRY, WorkerCard)[-1]
+
+
+@in_world
+async def test_the_worker_id_is_that_of_the_card_in_all_its_lives(world: World) -> None:
+    desk, engine = Desk(world), Described(world)
+    await desk.start(engine)
+    desk.tell(Lost(worker="w", epoch=desk.epoch))
+    await world.until(lambda: len(desk.said(REGISTRY, WorkerCard)) == 4)
+    assert {card.id for card in desk.said(REGISTRY, WorkerCard)} == set(engine.worker_ids) == {"w"}
+    assert len(engine.worker_ids) == 1
+
+
+@in_world
+async def test_without_a_served_name_the_model_is_served_as_itself(world: World) -> None:
+    assert (await registered(world)).model == "m"
+
+
+@in_world
+async def test_a_served_name_is_what_clients_ask_for(world: World) -> None:
+    assert (await registered(world, served_model_name="public")).model == "public"
+
+
+@in_world
+async def test_without_a_block_size_nothing_is_told_of_the_cache(world: World) -> None:
+    for block_size in (None, 2):
+        desk, engine = Desk(world, f"w{block_size}"), Described(world)
+        engine.fields["kv_cache_block_size"] = block_size
+        await desk.start(engine)
+        engine.listener([BlocksStored([1], None, [7, 8], 2)])
+        await world.sleep(1)
+        told = [r for r in desk.said(KV_EVENTS, Blocks) if r.worker == desk.name and r.keys]
+        assert bool(told) == (block_size is not None)
+
+
+def test_without_a_block_size_requests_are_not_routed_by_cache() -> None:
+    stage = Stage()
+    stage.registry(ModelCard(name="m"))
+    stage.holds(stage.worker("w", block_size=None), 10)  # type: ignore[arg-type]
+    assert [c.overlap_blocks for c in stage.chosen().candidates] == [0]
+
+
+@in_world
+async def test_without_max_num_seqs_the_setting_bounds_what_runs(world: World) -> None:
+    for name, advertised, running in (("a", None, 3), ("b", 1, 1)):
+        desk = Desk(world, name)
+        await desk.start(Described(world, max_num_seqs=advertised), max_num_seqs=3)
+        for n in range(5):
+            desk.assign(f"{name}{n}")
+        await world.sleep(2)
+        (beat,) = [b for b in desk.beats() if b.worker == name][-1:]
+        assert len(beat.running) - beat.waiting == running
+
+
+def test_without_a_context_length_that_of_the_models_files_counts() -> None:
+    files = read_folder(DEMO)._replace(context_length=100)
+    tokenizer = Artifact(sha256="-", size=1)
+    cards = [card_of("m", files, tokenizer, None, context_length=n) for n in (None, 50, 200)]
+    assert [card.context_length for card in cards] == [100, 50, 100]
+
+
+def test_without_numbers_of_its_cache_and_steps_the_published_ones_count() -> None:
+    pace = pace_of(EngineConfig(model="m"))
+    assert (pace.capacity_tokens, pace.curves) == (0, Curves())
+    told = pace_of(
+        EngineConfig(
+            model="m", total_kv_blocks=10, kv_cache_block_size=16, max_num_batched_tokens=99,
+            curve=Curves().numbers(2.0),
+        )
+    )  # fmt: skip
+    assert (told.capacity_tokens, told.chunk_tokens) == (160, 99)
+    assert told.curves != Curves()
+
+
+@in_world
+async def test_bootstrap_host_and_port_are_on_the_card_both_or_not_at_all(world: World) -> None:
+    card = await registered(world, bootstrap_host="h", bootstrap_port=7)
+    assert (card.config.bootstrap_host, card.config.bootstrap_port) == ("h", 7)
+    with pytest.raises(ContractBroken, match="both or not at all"):
+        await Desk(world, "v").start(ValidatedEngine(Described(world, bootstrap_host="h")))
+
+
+@in_world
+async def test_an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends(
+    world: World,
+) -> None:
+    desk, engine = Desk(world), Described(world)
+    await desk.start(engine, drain_grace_s=1)
+    desk.assign()
+    await world.until(lambda: bool(desk.chunks()))
+    await desk.worker.stop()
+    await desk.life.end()
+    assert engine.left
+    assert engine.calls == ["drain", "cleanup"]
+
+
+@in_world
+async def test_a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye(
+    world: World,
+) -> None:
+    class Sticky(Described):
+        async def drain(self) -> None:
+            raise EngineError("stuck")
+
+        async def cleanup(self) -> None:
+            raise EngineError("stuck too")
+
+    desk = Desk(world)
+    await desk.start(Sticky(world))
+    await desk.worker.stop()
+    await desk.life.end()
+    assert desk.life.failed is None
+    assert world.everywhere(REGISTRY)[-1].value is None
+
+
+@in_world
+async def test_an_engine_that_was_cancelled_while_it_started_is_cleaned_up(world: World) -> None:
+    class Slow(Described):
+        async def start(self, worker_id: str) -> EngineConfig:
+            await world.sleep(1000)
+            return EngineConfig(model="m")
+
+    desk, engine = Desk(world), Slow(world)
+    starting = world.spawn(desk.start(engine))
+    await world.sleep(1)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert engine.calls == ["cleanup"]
+
+
+@in_world
+async def test_an_engine_that_was_never_started_is_not_cleaned_up(world: World) -> None:
+    engine = Described(world)
+    log = await world.connect("w")
+    Worker(log, Settings(worker_id="w", router_id="-"), Lifetime("w", world.clock), engine)
+    await world.sleep(10)
+    assert engine.calls == []
+
+
+@in_world
+async def test_debug_puts_the_validator_before_every_engine(world: World) -> None:
+    for name in ("echo", "simulated"):
+        for debug in (True, False):
+            settings = Settings(worker_id="w", router_id="-", engine=name, debug=debug)
+            assert isinstance(chosen(settings, world.clock).engine, ValidatedEngine) == debug
