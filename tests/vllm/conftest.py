@@ -1,0 +1,78 @@
+"""The real vLLM on a CPU: engines that all tests share, since each takes seconds to start.
+
+Nothing here is collected where vLLM is not installed: `make test-vllm` sees to that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from app.demo import tiny_model
+
+HERE = Path(__file__).parent
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+START_S = 240
+"""Engines on a busy machine take this long to start, at worst."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(START_S))
+            item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM's are not for us to mend
+            if inspect.iscoroutinefunction(getattr(item, "function", None)):
+                item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "one": tiny_model.make_adapter(folder / "one", 1),
+        "two": tiny_model.make_adapter(folder / "two", 2),
+    }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_starts() -> None:
+    """Cores are forked, not spawned: that saves importing vLLM once more for each.
+
+    vLLM looks through all modules for its kernels, and `lib` of llvmlite pretends to have whatever
+    attribute it is asked for, `__dict__` among them.
+    """
+    from llvmlite.binding import ffi
+
+    plain = ffi._lib_wrapper.__getattr__
+
+    def honest(self: object, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return plain(self, name)
+
+    ffi._lib_wrapper.__getattr__ = honest
+    os.environ.update(tiny_model.environment() | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(model: Path, adapters: dict[str, Path]) -> AsyncIterator[object]:
+    """A worker's engine, with adapters, and a cache of 40 blocks."""
+    from tests.vllm.engines import Told, started
+
+    engine = await started(model, blocks=40, adapters=adapters)
+    assert isinstance(engine, Told)
+    yield engine
+    await engine.cleanup()

@@ -1,0 +1,118 @@
+"""Engines for tests with the real vLLM, and what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from app.demo import tiny_model
+from app.engine.contract import EngineOutput, GenerateContext
+from app.engine.validator import ValidatedEngine
+from app.engine.vllm.engine import VllmEngine
+from indexer.bridge import Bridge
+from indexer.engine_events import EngineEvent
+from indexer.keys import LOOPBACK_SECRET, derive
+from streams.clock import SystemClock
+from streams.codecs import pack_tokens
+from streams.records import EngineConfig, Hints, Request, SamplingOptions, StopConditions
+
+CLOCK = SystemClock()
+GREEDY = SamplingOptions(temperature=0.0)
+
+
+class Told(ValidatedEngine):
+    """A started engine that remembers its events, and passes them on to who listens by then."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        super().__init__(engine)
+        self.vllm = engine
+        self.events: list[tuple[int, EngineEvent]] = []
+        self.listeners: list[Callable[..., None]] = []
+        self.config: EngineConfig
+
+    @property
+    def llm(self) -> Any:
+        return self.vllm._llm
+
+    def hear(self, events: Sequence[EngineEvent], rank: int = 0, /) -> None:
+        self.events += [(rank, event) for event in events]
+        for listener in self.listeners:
+            listener(events, rank)
+
+    def bridge(self, rank: int = 0) -> Bridge:
+        """What a bridge has made of all events of a rank."""
+        bridge = Bridge(tiny_model.BLOCK, derive(LOOPBACK_SECRET))
+        bridge.feed([event for of, event in self.events if of == rank], 0.0)
+        return bridge
+
+
+async def started(
+    model: Path, *, blocks: int, adapters: dict[str, Path] | None = None, **arguments: Any
+) -> Told:
+    adapters = adapters or {}
+    loras = {"max_loras": len(adapters), "max_lora_rank": 8} if adapters else {}
+    engine = VllmEngine(
+        CLOCK,
+        str(model),
+        model="tiny",
+        adapters=adapters,
+        arguments=tiny_model.arguments(blocks) | loras | arguments,
+    )
+    told = Told(engine)
+    told.listen(told.hear)
+    try:
+        told.config = await told.start("w1")
+    except BaseException:
+        await told.cleanup()
+        raise
+    return told
+
+
+def ask(
+    tokens: Sequence[int], max_tokens: int = 8, *, lora: str | None = None, **over: Any
+) -> Request:
+    fields: dict[str, Any] = {
+        "id": "a",
+        "token_ids": pack_tokens(tokens),
+        "stop": StopConditions(max_tokens=max_tokens, ignore_eos=True),
+        "sampling": GREEDY,
+        "hints": Hints(lora_name=lora),
+    }
+    return Request(**(fields | over))
+
+
+async def outputs(engine: Any, request: Request) -> list[EngineOutput]:
+    async with aclosing(engine.generate(request, GenerateContext(request.id))) as stream:
+        return [output async for output in stream]
+
+
+async def answer(engine: Any, request: Request) -> list[int]:
+    return [token for output in await outputs(engine, request) for token in output.token_ids]
+
+
+async def direct(
+    engine: Told, tokens: Sequence[int], max_tokens: int = 8, **named: Any
+) -> list[int]:
+    """What vLLM says itself, asked without us."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    stream = engine.llm.generate(tokens_input(list(tokens)), params, "direct", **named)
+    last = [output async for output in stream][-1]
+    return list(last.outputs[0].token_ids)
+
+
+def cached(told: Sequence[EngineOutput]) -> int:
+    counts = told[0].usage
+    assert counts is not None
+    return counts.cached_tokens
+
+
+async def settled(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    until = CLOCK.now() + within_s
+    while not condition():
+        assert CLOCK.now() < until, "it never came true"
+        await CLOCK.sleep(0.01)
