@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
+from app.audit.drift import MOST_BLOCKS, Alarm, Drift
 from app.http.api import answer_errors
+from app.http.drift_metrics import DriftMetrics
 from app.http.probes import Probes
 from app.http.server import Server
 from app.lanes.context import RouterContext
@@ -64,6 +66,9 @@ TICK_S = 0.25
 back-off, a deadline, or a run that is missing is noticed. Looking at one costs a microsecond or
 two."""
 
+DRIFT_S = 10.0
+"""How often is looked whether caches are what they are expected to be: 4 ms for 64 workers."""
+
 ENDS_S = 1.0
 """How often the ends of the response lanes are fetched (see `RouterContext.responses_ends`)."""
 
@@ -93,12 +98,19 @@ class Router:
         self._load = Load(int(settings.dedup_window_s * 1000))
         self._index = Index(settings.key_secret())
         self._name = name or settings.router_id or f"{socket.gethostname()}-{os.getpid()}"
+        self._drift = Drift()
         self._fleet_version = self._fleet.version
         self._server: Server | None = None
         self._intake = Intake(
             log, REQUESTS, GROUP, self, life.clock, broker_clock=self._broker_clock,
             keep_prompts=settings.keep_prompts,
         )  # fmt: skip
+
+    @property
+    def url(self) -> str:
+        """Where it listens, if it does. Only after `start`."""
+        assert self._server is not None
+        return self._server.url
 
     async def start(self) -> None:
         """Read the folds up to now, then join the group; returns when both is done."""
@@ -155,6 +167,7 @@ class Router:
         life.spawn("deaths", self._deaths.run())
         life.spawn("response ends", self._follow_response_ends())
         life.spawn("tick", self._tick())
+        life.spawn("drift", self._watch_drift())
         life.spawn("intake", self._intake.run())
 
     async def stop(self) -> None:
@@ -170,6 +183,9 @@ class Router:
         context, life, settings = self._context, self._life, self._settings
         metrics = context.metrics
         metrics.watch(context.places, followers, self._index)
+        metrics.registry.register(
+            DriftMetrics(self._drift, self._model_of, self._broker_clock.now_ms)
+        )
         self.http = FastAPI(title="kvlane router", docs_url=None, redoc_url=None, openapi_url=None)
         Probes(followers, metrics.page, lambda: life.failed is None).add_to(self.http)
         answer_errors(self.http)
@@ -199,6 +215,7 @@ class Router:
         is_news = self._context.load_follower.caught_up
         for fact in facts:
             self._context.places.learn(fact)
+            self._drift.told(fact)
             if is_news:
                 self._context.places.told(fact)
             if owner is not None:
@@ -234,6 +251,24 @@ class Router:
             for owner in self._owners.values():
                 owner.check_all()
             await self._life.clock.sleep(TICK_S)
+
+    def _model_of(self, worker: str) -> str:
+        member = self._fleet.members.get(worker)
+        return "" if member is None else member.card.model
+
+    async def _watch_drift(self) -> None:
+        """Say once when caches are no longer what they are expected to be, and when they are."""
+        alarm = Alarm()
+        while True:
+            for worker, now in alarm.changes(self._drift, self._broker_clock.now_ms()):
+                log.log(
+                    logging.INFO if now.holds else logging.WARNING,
+                    "the cache of %s (%s) %s what it is expected to be: %.1f blocks in 95 of 100 "
+                    "of %d runs, and at most %g are well",
+                    worker, self._model_of(worker), "is again" if now.holds else "is not",
+                    now.blocks, now.runs, MOST_BLOCKS,
+                )  # fmt: skip
+            await self._life.clock.sleep(DRIFT_S)
 
     async def _follow_response_ends(self) -> None:
         lanes = range(self._lanes)
