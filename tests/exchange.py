@@ -83,7 +83,10 @@ class Exchange:
     @property
     def events(self) -> list[Any]:
         """The data of the events so far; comments are left out, `[DONE]` is a string."""
-        blocks = [b for b in self.content.decode().split("\n\n") if b and not b.startswith(":")]
+        told = "".join(
+            line for line in self.content.decode().splitlines(keepends=True) if line[0] != ":"
+        )
+        blocks = [b for b in told.split("\n\n") if b]
         data = [line[6:] for b in blocks for line in b.split("\n") if line.startswith("data: ")]
         assert len(data) == len(blocks)
         return [d if d == "[DONE]" else json.loads(d) for d in data]

@@ -1,9 +1,10 @@
 """Many who ask at a steady pace, over HTTP with OpenAI's own client and on Kafka, and go on asking.
 
 Open loop: requests are due at fixed times, whatever the answers take. Whoever's connection breaks
-goes on with `GET /v1/streams/{id}` and `Last-Event-ID` at another gateway; whoever is refused, or
-hears nothing of a request that has no id yet, asks again. Each answer is held against what the
-engine must say. Knows nothing of what happens to the processes.
+goes on with `GET /v1/streams/{id}` and `Last-Event-ID` at another gateway, and has said before, by
+a header, that to hang up is not to cancel. Whoever is refused, or hears nothing of a request that
+has no id yet, asks again. Each answer is held against what the engine must say. Knows nothing of
+what happens to the processes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import openai
 from openai.types.chat import ChatCompletionChunk
 
 from app.demo.asked import Asked, Judge
+from app.http.generation import DETACH
 from app.http.telling import ID_HEADER
 from streams.client import Client
 from streams.clock import Clock
@@ -207,7 +209,9 @@ class Crowd:
         else:
             said = {k: v for k, v in body.items() if k in ("model", "messages", "max_tokens")}
             more = {k: v for k, v in body.items() if k not in said}
-            stream = await client.chat.completions.create(**said, stream=True, extra_body=more)
+            stream = await client.chat.completions.create(
+                **said, stream=True, extra_body=more, extra_headers={DETACH: "true"}
+            )
             asked.id = stream.response.headers[ID_HEADER]
         talk.gateways.append((self._clock.now(), name))
         async for chunk in stream:

@@ -5,8 +5,9 @@ from __future__ import annotations
 MEDIA_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 """How OpenAI's streams end."""
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients ignore; proxies see that the connection is in use."""
+KEEP_ALIVE = b": keep-alive\n"
+"""A comment, which clients ignore; proxies see that the connection is in use. No empty line: after
+an event with a position, OpenAI's client takes that for an event without data, and fails."""
 
 
 def event(data: bytes, position: int | None = None) -> bytes:

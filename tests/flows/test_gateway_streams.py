@@ -61,7 +61,7 @@ async def test_silence_is_filled_and_opens_the_stream(world: World) -> None:
     assert answer.status == 0
     await world.sleep(2 * KEEP_ALIVE_S)
     assert answer.status == 200
-    assert answer.content == b": keep-alive\n\n" * 2
+    assert answer.content == b": keep-alive\n" * 2
     house.end(request.id, "deadline")
     await answer.done()
     assert [answer.events[0]["error"]["code"], answer.events[1]] == ["deadline", "[DONE]"]
