@@ -67,7 +67,9 @@ def replay(
         found = _recompute(decisions)
         _show_recomputed(found)
         _write(json, found)
-        raise typer.Exit(1 if found.differ else 0)
+        if found.differ:
+            raise typer.Exit(1)
+        return
     result = asyncio.run(_replay(fold, at))
     _show_replayed(result)
     _write(json, result)

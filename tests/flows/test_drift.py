@@ -1,0 +1,101 @@
+"""Drift in a router: figures for Prometheus, an alarm in the log, and rules that name what is."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.http.metrics import Metrics
+from app.indexer import Indexer
+from app.lifetime import Lifetime
+from app.preprocess.pool import Inline
+from app.router import Router
+from streams.codecs import pack_tokens
+from streams.records import Assignment, Request
+from streams.topics import REQUESTS
+from tests.gateways import settings_of
+from tests.routers import Hand, route, some, write
+from tests.worlds import World, play
+
+ALERTS = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "alerts.yaml"
+TOKENS = list(range(320))
+
+
+async def serve(world: World, hand: Hand, name: str, cached: int) -> None:
+    """A request of twenty blocks, of which the engine finds so many tokens."""
+    before = len(hand.told(Assignment))
+    write(world, REQUESTS, Request(id=name, model="demo", token_ids=pack_tokens(TOKENS)))
+    told = await some(world, lambda: hand.told(Assignment)[before:])
+    run = hand.start(told[0])
+    await world.sleep(0.1)
+    hand.finish(run, "stop", cached_tokens=cached, ttft_ms=100.0, output_tokens=3)
+
+
+async def figures(router: Router) -> dict[str, float]:
+    page = (await router._context.metrics.page()).decode()
+    lines = (line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("kvlane_drift"))
+    return {name.split("_drift_")[1].split("{")[0]: float(value) for name, value in lines}
+
+
+def test_a_cache_that_is_not_what_it_is_expected_to_be_raises_the_alarm_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "app.router")
+
+    def alarms() -> list[str]:
+        return [r.levelname for r in caplog.records if "the cache of w1 (demo)" in r.message]
+
+    async def scenario(world: World) -> None:
+        hand = Hand(world, block_size=16)
+        hand.holds(TOKENS, 16)
+        router = await route(world, policy="predictive")
+        assert await figures(router) == {}
+        for n in range(60):
+            await serve(world, hand, f"right-{n}", 320 if n % 2 else 304)
+        now = await figures(router)
+        assert (now["runs"], now["cached_blocks_p95"], now["alarm"]) == (60, 1, 0)
+        assert 0 < now["ttft_seconds_p95"] < 0.2
+        for n in range(10):
+            await serve(world, hand, f"wrong-{n}", 160)
+        await world.sleep(30)
+        now = await figures(router)
+        assert (now["runs"], now["cached_blocks_p95"], now["alarm"]) == (70, 10, 1)
+        assert alarms() == ["WARNING"]
+        for n in range(256):
+            await serve(world, hand, f"well-{n}", 320)
+        await world.sleep(30)
+        assert (await figures(router))["alarm"] == 0
+        assert alarms() == ["WARNING", "INFO"]
+        await world.sleep(600)
+        assert await figures(router) == {}
+        assert len(alarms()) == 2
+
+    play(scenario)
+
+
+def test_alerts_are_about_metrics_that_there_are() -> None:
+    text = ALERTS.read_text()
+    rules = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
+    assert all({"alert", "expr", "labels", "annotations"} <= rule.keys() for rule in rules)
+    named = {*re.findall(r"kvlane_[a-z0-9_]+", text)}
+    names: set[str] = set()
+
+    async def scenario(world: World) -> None:
+        router = await route(world)
+        life = Lifetime("indexer", world.clock, random.Random(1))
+        indexer = Indexer(await world.connect("indexer"), settings_of(), life, Inline())
+        for registry in (
+            router._context.metrics.registry, indexer._metrics.registry, Metrics().registry,
+        ):  # fmt: skip
+            for family in registry.collect():
+                names.update({family.name, *(sample.name for sample in family.samples)})
+                if family.type == "counter":
+                    names.add(f"{family.name}_total")
+
+    play(scenario)
+    assert named <= names

@@ -1,0 +1,168 @@
+"""How far expectations are from what was found: windows, percentiles, and what does not count."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.audit.drift import FEWEST_RUNS, MOST_RUNS, REMEMBERED, WINDOW_MS, Drift, Drifted
+from streams.records import Assigned, Candidate, Fact, Finished, Origin, PrefillDone
+
+SIZE = 16
+NOW_MS = 10_000_000
+
+
+def assigned(name: str, cached: int = 0, ttft_ms: float = 0.0, **over: Any) -> Assigned:
+    fields = {"id": name, "attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": 3} | over
+    return Assigned(
+        **{
+            "origin": Origin(topic="requests", partition=0, offset=0), "responses_from": 0,
+            "deadline_ms": 0, "block_size": SIZE, "cached_tokens_predicted": cached,
+            "ttft_ms_predicted": ttft_ms, "candidates": (Candidate(worker="w1", epoch=3),),
+        }
+        | fields
+    )  # fmt: skip
+
+
+def finished(name: str, cached: int = 0, ttft_ms: float = 1.0, **over: Any) -> Finished:
+    fields = {"id": name, "attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": 3} | over
+    return Finished(**{"code": "stop", "cached_tokens": cached, "ttft_ms": ttft_ms} | fields)
+
+
+def tell(drift: Drift, record: Any, at_ms: int = NOW_MS) -> None:
+    drift.told(Fact(0, at_ms, record))
+
+
+def run(
+    drift: Drift, name: str, expected: int, found: int, at_ms: int = NOW_MS, **over: Any
+) -> None:
+    tell(drift, assigned(name, expected, **over), at_ms)
+    tell(drift, finished(name, found, **over), at_ms)
+
+
+def test_it_holds_while_nearly_all_are_within_a_block() -> None:
+    drift = Drift()
+    for n in range(100):
+        run(drift, str(n), 160, 160 if n < 50 else 176 if n < 95 else 0)
+    assert drift.of(["w1"], NOW_MS) == Drifted(100, 1.0, None)
+    assert drift.of(["w1"], NOW_MS).holds is True
+    run(drift, "one more", 160, 0)
+    run(drift, "and another", 0, 160)
+    assert drift.of(["w1"], NOW_MS).blocks == 10.0
+    assert drift.of(["w1"], NOW_MS).holds is False
+
+
+def test_too_few_runs_say_nothing() -> None:
+    drift = Drift()
+    for n in range(FEWEST_RUNS - 1):
+        run(drift, str(n), 0, 1600)
+    assert drift.of(["w1"], NOW_MS) == Drifted(FEWEST_RUNS - 1)
+    assert drift.of(["w1"], NOW_MS).holds is None
+    run(drift, "last", 0, 1600)
+    assert drift.of(["w1"], NOW_MS).holds is False
+
+
+def test_what_is_older_than_the_window_counts_no_more() -> None:
+    drift = Drift()
+    for n in range(30):
+        run(drift, str(n), 0, 1600, NOW_MS)
+    assert drift.of(["w1"], NOW_MS + WINDOW_MS - 1).runs == 30
+    assert drift.of(["w1"], NOW_MS + WINDOW_MS).runs == 0
+    assert drift.workers(NOW_MS + WINDOW_MS - 1) == ["w1"]
+    assert drift.workers(NOW_MS + WINDOW_MS) == []
+
+
+def test_first_tokens_are_compared_where_one_was_expected() -> None:
+    drift = Drift()
+    for n in range(40):
+        tell(drift, assigned(str(n), ttft_ms=0.0 if n % 2 else 50.0))
+        tell(drift, finished(str(n), ttft_ms=80.0))
+    assert drift.of(["w1"], NOW_MS) == Drifted(40, 0.0, 30.0)
+
+
+@pytest.mark.parametrize("code", ["cancelled", "error", "broken", "worker_full", "expired"])
+def test_runs_that_failed_do_not_count(code: str) -> None:
+    drift = Drift()
+    for n in range(FEWEST_RUNS):
+        tell(drift, assigned(str(n), 160))
+        tell(drift, finished(str(n), code=code))
+    assert drift.of(["w1"], NOW_MS).runs == 0
+
+
+def test_only_the_run_that_was_decided_on_counts() -> None:
+    drift = Drift()
+    tell(drift, finished("a"))
+    tell(drift, assigned("b"))
+    tell(drift, finished("b", epoch=4))
+    tell(drift, assigned("c"))
+    tell(drift, finished("c", attempt=1))
+    tell(drift, assigned("d", block_size=0))
+    tell(drift, finished("d"))
+    tell(drift, assigned("e", candidates=()))
+    tell(drift, finished("e"))
+    tell(drift, assigned("f"))
+    tell(
+        drift,
+        PrefillDone(id="f", attempt=0, phase="aggregated", worker="w1", epoch=3, run=1),
+    )
+    tell(drift, finished("f"))
+    tell(drift, finished("f"))
+    assert drift.of(["w1"], NOW_MS).runs == 1
+
+
+def test_memory_is_bounded() -> None:
+    drift = Drift()
+    for n in range(REMEMBERED + 1):
+        tell(drift, assigned(str(n)))
+    tell(drift, finished("0"))
+    tell(drift, finished("1"))
+    assert drift.of(["w1"], NOW_MS).runs == 1
+    for n in range(MOST_RUNS + 100):
+        run(drift, f"again {n}", 0, 0)
+    assert drift.of(["w1"], NOW_MS).runs == MOST_RUNS
+
+
+CASES = st.lists(
+    st.tuples(
+        st.sampled_from(["w1", "w2"]), st.integers(0, 40), st.integers(0, 40),
+        st.integers(0, 2 * WINDOW_MS),
+    ),
+    max_size=120,
+)  # fmt: skip
+
+
+@given(CASES, st.integers(0, 2 * WINDOW_MS), st.randoms(use_true_random=False))
+def test_it_is_what_the_definition_says_however_runs_of_a_lane_and_others_mix(
+    cases: list[tuple[str, int, int, int]], now_ms: int, rng: Any
+) -> None:
+    records: list[tuple[int, Any]] = []
+    for n, (worker, expected, found, at_ms) in enumerate(cases):
+        over = {"worker": worker, "candidates": (Candidate(worker=worker, epoch=3),)}
+        records.append((at_ms, assigned(str(n), expected * SIZE, **over)))
+        records.append((at_ms, finished(str(n), found * SIZE, worker=worker)))
+    order = sorted(range(len(records)), key=lambda i: (rng.random(), i))
+    begun: set[str] = set()
+    drift = Drift()
+    for i in order:  # each Assigned before its Finished, else in any order
+        for at_ms, record in (records[i - i % 2], records[i - i % 2 + 1]):
+            if isinstance(record, Assigned) and record.id in begun:
+                break
+            begun.add(record.id)
+            tell(drift, record, at_ms)
+    for workers in (["w1"], ["w2"], ["w1", "w2"], []):
+        values = sorted(
+            abs(expected - found)
+            for worker, expected, found, at_ms in cases
+            if worker in workers and now_ms - WINDOW_MS < at_ms
+        )
+        told = drift.of(workers, now_ms)
+        assert told.runs == len(values)
+        if len(values) < FEWEST_RUNS:
+            assert told.holds is None
+            continue
+        assert told.blocks == values[math.ceil(0.95 * len(values) - 1e-9) - 1]
+        assert told.holds is (sum(v <= 1 for v in values) >= 0.95 * len(values) - 1e-9)
