@@ -26,6 +26,9 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 500
 TOKENS = (1, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 _DELAYS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
+BLOCK_TOKENS = 16
+"""Tokens of an answer that count as one in the times from token to token: long answers weigh more,
+and a stall in the middle of one shows."""
 DELAY_EVERY_S = 0.05
 """How often the delay of the event loop is measured: 20 times a second cost nothing, and a p99
 over a minute rests on 1200 values."""
@@ -52,7 +55,7 @@ class Metrics:
             buckets=SECONDS, registry=registry,
         )  # fmt: skip
         self.itl = Histogram(
-            "kvlane_itl_seconds", "From token to token, mean of an answer",
+            "kvlane_itl_seconds", "From token to token, mean of a block of an answer",
             buckets=SECONDS, registry=registry,
         )  # fmt: skip
         self.prompt_tokens = Histogram(
@@ -122,18 +125,29 @@ class Pace:
         self._began_at = began_at
         self._first_at: float | None = None
         self._last_at = 0.0
-        self._first_tokens = 0
+        self._block_at = 0.0
+        """Since when its present block is told, and how many tokens there were before."""
+        self._block_from = 0
+        self._gaps: list[float] = []
+        """From token to token, in each block that is over."""
 
     def seen(self, tokens: int) -> None:
         """So many tokens were shown by now."""
-        self._last_at = self._clock.now()
-        if self._first_at is None and tokens:
-            self._first_at, self._first_tokens = self._last_at, tokens
+        now = self._last_at = self._clock.now()
+        if self._first_at is None:
+            if tokens:
+                self._first_at = self._block_at = now
+                self._block_from = tokens
+        elif tokens - self._block_from >= BLOCK_TOKENS:
+            self._gaps.append((now - self._block_at) / (tokens - self._block_from))
+            self._block_at, self._block_from = now, tokens
 
     def report(self, metrics: Metrics, tokens: int) -> None:
         """The answer is over for its client, who has so many tokens of it."""
         if self._first_at is None:
             return
         metrics.ttft.observe(self._first_at - self._began_at)
-        if tokens > self._first_tokens:
-            metrics.itl.observe((self._last_at - self._first_at) / (tokens - self._first_tokens))
+        for gap in self._gaps:
+            metrics.itl.observe(gap)
+        if tokens > self._block_from:
+            metrics.itl.observe((self._last_at - self._block_at) / (tokens - self._block_from))
