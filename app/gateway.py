@@ -71,6 +71,7 @@ class Gateway:
         self._health = Health(log, self._streams, self._registry, life)
         self._metrics = Metrics()
         self._metrics.under_way.set_function(lambda: self._streams.open)
+        self._metrics.log_silent.set_function(lambda: self._health.log_silent_s)
         self._metrics.caught_up.labels(fleet.name).set_function(lambda: self._registry.caught_up)
         self.parts = Parts(
             settings, life, self._streams, served, self._library, self._health, self._metrics

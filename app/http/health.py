@@ -51,13 +51,17 @@ class Health:
         """Whether its loops go on. If not, it has to be started again."""
         return self._life.failed is None and self._streams.stalled_s < STALL_S
 
+    @property
+    def log_silent_s(self) -> float:
+        """How long ago the log last answered."""
+        return self._life.clock.now() - self._answered_at
+
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether it can answer requests, and what that depends on."""
-        silent_s = self._life.clock.now() - self._answered_at
         checks = {
             "alive": self.is_alive,
             "registry_read": self._registry.caught_up,
-            "log_answers": silent_s < SILENCE_S,
+            "log_answers": self.log_silent_s < SILENCE_S,
             "taking_requests": not self._streams.stopping,
         }
         return all(checks.values()), checks | {"answers_under_way": self._streams.open}

@@ -76,6 +76,10 @@ class Metrics:
             "kvlane_fold_caught_up", "Whether a fold has read its topics to where they ended",
             ["fold"], registry=registry,
         )  # fmt: skip
+        self.log_silent = Gauge(
+            "kvlane_log_silent_seconds", "Since the log last answered; it is asked every 5 s",
+            registry=registry,
+        )  # fmt: skip
         ProcessCollector(registry=registry)
         for endpoint in ENDPOINTS:
             for status in _STATUSES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 
 import pytest
 
@@ -561,6 +562,9 @@ async def test_a_gateway_is_not_ready_without_the_log_and_ready_again_with_it(
     await world.sleep(60)
     unready = await house.ask("GET", "/readyz").done()
     assert (unready.status, unready.json["log_answers"]) == (503, False)
+    page = (await house.ask("GET", "/metrics").done()).content.decode()
+    (silent,) = re.findall(r"^kvlane_log_silent_seconds (\S+)$", page, re.MULTILINE)
+    assert float(silent) > 50
     assert (await house.ask("GET", "/livez").done()).status == 200
     world.faults.unanswered.clear()
     await world.sleep(10)
