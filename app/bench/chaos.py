@@ -13,6 +13,7 @@ is about the whole log.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import shutil
@@ -83,6 +84,8 @@ async def chaos(
     `logs`: a directory for what the processes wrote. `progress` hears of shares of the whole.
     Raises BenchFailed, BrokerUnavailable.
     """
+    # What a client writes about brokers that are hurt on purpose is nothing to read here.
+    logging.getLogger("streams").setLevel(logging.ERROR)
     killed = sum(len(line.get("strikes", ())) for line in lines)
     progress(min(1.0, killed / form.kills))
     if killed < form.kills:

@@ -22,7 +22,6 @@ from app.http.generation import DETACH
 from app.http.telling import ID_HEADER
 from streams.client import Client
 from streams.clock import Clock
-from streams.errors import StreamError
 from streams.prompt import Prompt
 from streams.records import End
 
@@ -160,9 +159,10 @@ class Crowd:
                     await self._chat(talk, body)
         except TimeoutError:
             talk.asked.ended = "timeout"
-        except (openai.APIError, StreamError) as e:
+        except Exception as e:  # noqa: BLE001 - whatever its client fails with, it is lost
             talk.asked.ended = talk.asked.ended or f"{type(e).__name__}: {e}"
-        talk.over_at = self._clock.now()
+        finally:
+            talk.over_at = self._clock.now()
 
     async def _publish(self, talk: Talk, body: dict[str, Any]) -> None:
         talk.asked.id = self._client.new_request_id()
