@@ -10,9 +10,10 @@ from typing import Any
 from app.router import Router
 from streams.codecs import decode
 from streams.errors import AppendFailed
-from streams.records import Lost, Probe, Tombstone
-from streams.topics import KV_EVENTS, REGISTRY, partition_of
-from tests.routers import Hand, route, some
+from streams.records import Assignment, Fence, Lost, Probe, Tombstone
+from streams.topics import KV_EVENTS, REGISTRY, REQUESTS, RESPONSES, partition_of
+from tests.processes import Processes
+from tests.routers import PROMPT, Hand, read, route, some, write
 from tests.worlds import World, in_world
 
 
@@ -183,3 +184,98 @@ async def test_the_card_of_a_lost_worker_is_removed_by_whoever_lives(world: Worl
     await world.until(lambda: bool(tombstones(world)), within_s=30)
     await world.sleep(10)
     assert tombstones(world) == [Tombstone(key="worker/w1", epoch=worker.epoch)]
+
+
+@in_world
+async def test_a_slow_broker_kills_nobody(world: World) -> None:
+    """Heartbeats take as long as the probe does: for a while nothing at all gets through."""
+    workers = [Hand(world, f"w{n}") for n in range(2)]
+    await route(world)
+    await world.sleep(3)
+    for worker in workers:
+        worker.beating.cancel()
+    world.faults.slow["append"] = 3.0
+    await world.sleep(12)
+    for worker in workers:  # what was on its way arrives
+        worker.beating = world.spawn(worker._beat())
+    world.faults.slow.clear()
+    await world.sleep(30)
+    assert deaths(world) == []
+
+
+@in_world
+async def test_a_slow_broker_protects_nobody_for_longer_than_it_is_slow(world: World) -> None:
+    Hand(world, "w0")
+    dead = Hand(world, "w1")
+    await route(world)
+    await world.sleep(3)
+    dead.beating.cancel()
+    world.faults.slow["append"] = 3.0
+    await world.sleep(20)
+    world.faults.slow.clear()
+    await world.until(lambda: deaths(world) == ["w1"], within_s=10)
+
+
+@in_world
+async def test_a_stopped_router_that_goes_on_accuses_nobody(world: World) -> None:
+    """SIGSTOP for a minute: for its clock all workers were silent, in its log none was."""
+    processes = Processes(world)
+    workers = [Hand(world, f"w{n}") for n in range(3)]
+    await processes.router()
+    await world.sleep(3)
+    processes.stop("r1")
+    await world.sleep(60)
+    processes.resume("r1")
+    await world.sleep(20)
+    assert deaths(world) == []
+    workers[0].beating.cancel()
+    await world.until(lambda: deaths(world) == ["w0"], within_s=10)
+
+
+@in_world
+async def test_a_lone_worker_gets_twice_the_time_and_no_more(world: World) -> None:
+    worker = Hand(world)
+    await route(world)
+    await world.sleep(3)
+    worker.beating.cancel()
+    await world.sleep(9)
+    assert deaths(world) == []
+    await world.until(lambda: deaths(world) == ["w1"], within_s=3)
+
+
+@in_world
+async def test_one_of_two_workers_gets_no_more_than_its_time(world: World) -> None:
+    first, _ = Hand(world, "w1"), Hand(world, "w2")
+    await route(world)
+    await world.sleep(3)
+    first.beating.cancel()
+    await world.until(lambda: deaths(world) == ["w1"], within_s=7.5)
+
+
+@in_world
+async def test_when_more_than_a_third_fall_silent_at_once_all_get_twice_the_time(
+    world: World,
+) -> None:
+    workers = [Hand(world, f"w{n}") for n in range(5)]
+    await route(world)
+    await world.sleep(3)
+    for worker in workers[:2]:
+        worker.beating.cancel()
+    await world.sleep(9)
+    assert deaths(world) == []
+    await world.until(lambda: sorted(deaths(world)) == ["w0", "w1"], within_s=3)
+
+
+@in_world
+async def test_two_routers_that_see_one_death_move_its_request_once(world: World) -> None:
+    first = Hand(world, "w1")
+    for name in ("r1", "r2"):
+        await route(world, name)
+    write(world, REQUESTS, PROMPT)
+    first.start((await some(world, lambda: first.told(Assignment)))[0])
+    second = Hand(world, "w2")
+    first.beating.cancel()
+    await some(world, lambda: second.told(Assignment))
+    await world.sleep(20)
+    assert len(second.told(Assignment)) == 1
+    assert len(read(world, RESPONSES, Fence)) == 1

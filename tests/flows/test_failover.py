@@ -1,0 +1,498 @@
+"""Real routers and workers, struck at chosen moments: every answer is whole, and told once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+
+from app.engine.contract import EngineError, EngineOutput, GenerateContext
+from app.engine.echo import EchoEngine, echo_answer
+from app.lanes import scan
+from app.preprocess.byte_level import ASSISTANT, USER
+from app.preprocess.byte_level import decode as text_of
+from app.serving.execution import continuation
+from streams.codecs import pack_tokens, unpack_tokens
+from streams.records import (
+    Assigned,
+    Assignment,
+    Cancel,
+    CancelRun,
+    Chunk,
+    End,
+    Ended,
+    EngineConfig,
+    Fence,
+    Fencing,
+    Finished,
+    Heartbeat,
+    Lost,
+    PrefillDone,
+    Request,
+    SamplingOptions,
+    Started,
+    StopConditions,
+    Tombstone,
+)
+from streams.topics import LEDGER, REQUESTS, RESPONSES
+from tests.desks import PROMPT, STEP_S
+from tests.processes import MODEL, Heard, Processes, ask, whole
+from tests.routers import read, write
+from tests.worlds import World, in_world, play
+
+
+class Prefilling(EchoEngine):
+    """An echo whose first token takes a while."""
+
+    prefill_s = 2.0
+    seeds: list[int | None]
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        await self._clock.sleep(self.prefill_s)
+        async for output in super().generate(request, context):
+            yield output
+
+
+def started(world: World) -> bool:
+    return bool(read(world, LEDGER, Started))
+
+
+def decisions(world: World) -> list[Assigned]:
+    return read(world, LEDGER, Assigned)
+
+
+def spoken(world: World, tokens: int) -> Callable[[], bool]:
+    return lambda: len(Heard(world).tokens) >= tokens
+
+
+# --- a worker dies -------------------------------------------------------------------------------
+
+
+@in_world
+async def test_a_request_that_is_held_when_a_worker_dies_goes_to_the_next_one(world: World) -> None:
+    processes = Processes(world)
+    await processes.router()
+    await processes.worker("w1", max_num_seqs=1, worker_queue=0)
+    ask(world, 500, "busy")
+    await world.until(lambda: bool(read(world, LEDGER, Started, "busy")))
+    ask(world)
+    await world.sleep(1.0)
+    processes.kill("w1")
+    await processes.worker("w2", max_num_seqs=2)
+    await whole(world)
+    assert {s.worker for s in read(world, LEDGER, Started)} == {"w2"}
+
+
+@in_world
+async def test_a_request_that_waits_in_its_worker_goes_on_elsewhere(world: World) -> None:
+    processes = Processes(world)
+    await processes.router()
+    await processes.worker("w1", max_num_seqs=1, worker_queue=4)
+    ask(world, 500, "busy")
+    await world.until(lambda: bool(read(world, LEDGER, Started, "busy")))
+    ask(world)
+    await world.until(lambda: bool(decisions(world)))
+    assert not started(world)
+    await processes.worker("w2")
+    processes.kill("w1")
+    heard = await whole(world)
+    assert heard.fences == 1
+    assert [d.worker for d in decisions(world)] == ["w1", "w2"]
+
+
+@in_world
+async def test_a_prefill_that_dies_is_done_again(world: World) -> None:
+    processes = Processes(world)
+    await processes.router()
+    await processes.worker("w1", Prefilling(world.clock, STEP_S, model=MODEL))
+    ask(world)
+    await world.until(lambda: started(world))
+    await processes.worker("w2")
+    processes.kill("w1")
+    heard = await whole(world)
+    assert heard.fences == 1
+    assert decisions(world)[-1].base_tokens == 0
+
+
+@in_world
+async def test_an_answer_goes_on_where_its_worker_died(world: World) -> None:
+    processes = Processes(world)
+    await processes.router()
+    await processes.worker("w1")
+    ask(world)
+    await world.until(spoken(world, 8))
+    shown = len(Heard(world).tokens)
+    await processes.worker("w2")
+    processes.kill("w1")
+    await whole(world)
+    assert decisions(world)[-1].base_tokens >= shown
+
+
+@in_world
+async def test_an_answer_whose_last_chunk_stood_is_over_though_nobody_said_so(
+    world: World,
+) -> None:
+    processes = Processes(world)
+    await processes.router()
+    await processes.worker("w1")
+    ask(world)
+    await world.until(spoken(world, 19))
+    processes.when("w1", Chunk, processes.kill)
+    heard = await whole(world)
+    await world.until(lambda: bool(read(world, LEDGER, Ended)))
+    assert not read(world, LEDGER, Finished)
+    if heard.records[-1] is not heard.pieces[-1]:  # a Fence behind the end
+        assert isinstance(heard.records[-1], Fence)
+    assert {e.code for e in read(world, LEDGER, Ended)} <= {"seen", "length"}
+
+
+@pytest.mark.parametrize("kind", [Started, PrefillDone, Chunk, Finished, Heartbeat])
+def test_a_worker_may_die_at_any_of_its_records(kind: type) -> None:
+    async def scenario(world: World) -> None:
+        processes = Processes(world)
+        await processes.router()
+        await processes.worker("w1")
+        processes.when("w1", kind, processes.kill)
+        ask(world)
+        await world.until(lambda: not processes.armed)
+        await processes.worker("w2")
+        await whole(world)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("tokens", range(1, 14))
+def test_half_a_character_is_completed_by_the_next_worker(tokens: int) -> None:
+    """The prompt has characters of two and of three bytes, each byte a token."""
+
+    async def scenario(world: World) -> None:
+        processes = Processes(world)
+        await processes.router()
+        await processes.worker("w1")
+        ask(world)
+        await world.until(spoken(world, tokens))
+        processes.kill("w1")
+        await processes.worker("w2")
+        await whole(world)
+        assert decisions(world)[-1].base_tokens in (tokens, tokens + 1)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("tokens", [*range(1, 12)])
+def test_a_stop_string_that_a_death_cuts_in_two_is_found_and_never_shown(tokens: int) -> None:
+    async def scenario(world: World) -> None:
+        prompt = [USER, *b"one two END three", ASSISTANT]
+        processes = Processes(world)
+        await processes.router()
+        await processes.worker("w1")
+        ask(world, prompt=prompt, stop=StopConditions(max_tokens=17, stop=("END",)))
+        await world.until(spoken(world, tokens))
+        processes.kill("w1")
+        await processes.worker("w2")
+        await world.until(lambda: Heard(world).over, 90.0)
+        heard = Heard(world)
+        assert heard.text == "one two "
+        assert heard.reason == "stop"
+        assert text_of(heard.tokens) == "one two END"
+        last = heard.pieces[-1]
+        assert isinstance(last, Chunk)
+        assert last.stop_reason == "END"
+
+    play(scenario)
+
+
+@in_world
+async def test_two_deaths_in_one_answer_leave_no_mark_on_it(world: World) -> None:
+    processes = Processes(world)
+    await processes.router()
+    await processes.worker("w1")
+    ask(world, 40)
+    await world.until(spoken(world, 7))
+    await processes.worker("w2")
+    processes.kill("w1")
+    await world.until(spoken(world, 22), 30.0)
+    await processes.worker("w3")
+    processes.kill("w2")
+    heard = await whole(world, max_tokens=40)
+    assert heard.fences == 2
+
+
+@in_world
+async def test_a_stopped_worker_that_goes_on_is_not_heard_any_more(world: World) -> None:
+    processes = Processes(world)
+    await processes.router()
+    await processes.worker("w1")
+    ask(world, 60)
+    await world.until(spoken(world, 7))
+    await processes.worker("w2")
+    processes.stop("w1")
+    await world.until(lambda: bool(read(world, RESPONSES, Fence)), 30.0)
+    processes.resume("w1")
+    await whole(world, max_tokens=60)
+    runs = [chunk.run for chunk in read(world, RESPONSES, Chunk) if chunk.finish_reason]
+    assert len(runs) == 1
+
+
+@in_world
+async def test_a_seed_goes_on_as_a_function_of_what_was_said(world: World) -> None:
+    """Drawn again as it is, it would repeat the draws of the beginning."""
+    request = Request(
+        id="a", token_ids=pack_tokens(PROMPT), sampling=SamplingOptions(seed=7),
+        stop=StopConditions(max_tokens=20, min_tokens=9),
+    )  # fmt: skip
+    rest = continuation(request, pack_tokens([1, 2, 3]))
+    assert rest.sampling.seed not in (None, 7)
+    assert rest == continuation(request, pack_tokens([1, 2, 3]))
+    assert rest.sampling.seed != continuation(request, pack_tokens([1, 2, 4])).sampling.seed
+    assert (rest.stop.max_tokens, rest.stop.min_tokens) == (17, 6)
+    assert list(unpack_tokens(rest.token_ids)) == [*PROMPT, 1, 2, 3]
+
+
+@in_world
+async def test_a_worker_that_failed_a_request_does_not_get_it_again(world: World) -> None:
+    failed: dict[str, str] = {}
+    names = [f"r{n}" for n in range(10)]
+
+    class Failing(EchoEngine):
+        async def start(self, worker_id: str) -> EngineConfig:
+            self.name = worker_id
+            return await super().start(worker_id)
+
+        async def generate(
+            self, request: Request, context: GenerateContext
+        ) -> AsyncGenerator[EngineOutput, None]:
+            if request.id in names and failed.setdefault(request.id, self.name) == self.name:
+                raise EngineError("bad memory", retryable=True)
+            async for output in super().generate(request, context):
+                yield output
+
+    processes = Processes(world)
+    await processes.router()
+    for worker in ("w1", "w2"):
+        await processes.worker(worker, Failing(world.clock, STEP_S, model=MODEL))
+    for name in names:
+        ask(world, 20, name)
+    for name in names:
+        await whole(world, name)
+        assert len(read(world, LEDGER, Assigned, name)) == 2
+
+
+@in_world
+async def test_all_requests_of_a_dead_worker_are_gathered_in_one_pass_over_their_lane(
+    world: World,
+) -> None:
+    passes: list[int] = []
+
+    class Counted(scan._Pass):
+        def __init__(self, questions: Any) -> None:
+            super().__init__(questions)
+            if questions[0].key is not None:
+                passes.append(len(questions))
+
+    original, scan._Pass = scan._Pass, Counted  # type: ignore[misc]
+    try:
+        processes = Processes(world)
+        await processes.router()
+        await processes.worker("w1")
+        names = [f"r{n}" for n in range(40)]
+        for name in names:
+            ask(world, 30, name)
+        await world.until(lambda: all(len(Heard(world, n).tokens) > 3 for n in names))
+        await processes.worker("w2")
+        processes.kill("w1")
+        await world.until(lambda: all(Heard(world, n).over for n in names), 60.0)
+    finally:
+        scan._Pass = original  # type: ignore[misc]
+    assert sum(passes) == 40
+    assert len(passes) <= 2 * world.lanes, passes
+    for name in names:
+        assert Heard(world, name).tokens == echo_answer(PROMPT, 30)
+
+
+@in_world
+async def test_a_cancel_of_a_request_whose_worker_died_ends_it_once(world: World) -> None:
+    processes = Processes(world)
+    await processes.router()
+    await processes.worker("w1")
+    ask(world, 500)
+    await world.until(spoken(world, 5))
+    processes.kill("w1")
+    await world.sleep(1.0)
+    write(world, REQUESTS, Cancel(id="a", reason="enough"))
+    await world.until(lambda: bool(read(world, RESPONSES, End)), 30.0)
+    await processes.worker("w2")
+    await world.sleep(30.0)
+    heard = Heard(world)
+    assert heard.reason == "cancelled"
+    assert len(decisions(world)) == 1
+
+
+# --- a router dies in the middle of a failover ---------------------------------------------------
+
+STEPS = [Lost, Tombstone, Fencing, Fence, Assigned, Assignment]
+
+
+async def failing_over(world: World, processes: Processes) -> None:
+    """A worker has died in mid answer, another one is there; nothing was noticed yet."""
+    await processes.worker("w1")
+    await world.sleep(1.0)
+    ask(world, 40)
+    await world.until(spoken(world, 9))
+    await processes.worker("w2")
+    await processes.worker("w3")
+    processes.stop("w1")  # so that it may still speak afterwards
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_router_may_die_at_any_step_of_a_failover(kind: type) -> None:
+    async def scenario(world: World) -> None:
+        processes = Processes(world)
+        await processes.router("r1")
+        await failing_over(world, processes)
+        processes.when("r1", kind, processes.kill)
+        await world.until(lambda: not processes.armed, 30.0)
+        await processes.router("r2")
+        await whole(world, max_tokens=40)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_router_that_is_stopped_in_a_failover_and_goes_on_does_no_harm(kind: type) -> None:
+    async def scenario(world: World) -> None:
+        processes = Processes(world)
+        await processes.router("r1")
+        await failing_over(world, processes)
+        processes.when("r1", kind, processes.stop)
+        await world.until(lambda: not processes.armed, 30.0)
+        await processes.router("r2")
+        await world.until(lambda: bool(len(Heard(world).tokens) > 15), 60.0)
+        processes.resume("r1")
+        processes.resume("w1")
+        await whole(world, max_tokens=40)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("first", STEPS)
+@pytest.mark.parametrize("second", [Fencing, Fence, Assigned, Assignment])
+def test_two_routers_may_die_one_after_the_other_in_the_same_failover(
+    first: type, second: type
+) -> None:
+    async def scenario(world: World) -> None:
+        processes = Processes(world)
+        await processes.router("r1")
+        await failing_over(world, processes)
+        processes.when("r1", first, processes.kill)
+        await world.until(lambda: not processes.armed, 30.0)
+        processes.when("r2", second, processes.kill)
+        await processes.router("r2")
+        await world.sleep(20.0)  # it may find nothing left to do
+        await processes.router("r3")
+        await whole(world, max_tokens=40)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("kind", [Fencing, Fence, CancelRun, Assigned, Assignment])
+@pytest.mark.parametrize("struck", ["killed", "stopped"])
+def test_a_router_may_be_struck_when_it_moves_a_run_that_lost_a_chunk(
+    kind: type, struck: str
+) -> None:
+    """Its worker lives, and is told to stop."""
+
+    async def scenario(world: World) -> None:
+        processes = Processes(world)
+        await processes.router("r1")
+        await processes.worker("w1")
+        ask(world, 40)
+        await world.until(spoken(world, 9))
+        await processes.worker("w2")
+        processes.when("r1", kind, processes.kill if struck == "killed" else processes.stop)
+        write(world, LEDGER, Fencing(id="a", attempt=1, reason="broken"))
+        if kind is Fencing:  # the one that the router would have written
+            processes.kill("r1")
+        else:
+            await world.until(lambda: not processes.armed, 30.0)
+        await processes.router("r2")
+        await world.until(spoken(world, 15), 60.0)
+        if struck == "stopped" and kind is not Fencing:
+            processes.resume("r1")
+        await whole(world, max_tokens=40)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("kind", [Assigned, Assignment])
+def test_a_router_may_die_at_any_step_of_an_admission(kind: type) -> None:
+    async def scenario(world: World) -> None:
+        processes = Processes(world)
+        await processes.router("r1")
+        await processes.worker("w1")
+        processes.when("r1", kind, processes.kill)
+        ask(world)
+        await world.until(lambda: not processes.armed)
+        await processes.router("r2")
+        await whole(world)
+
+    play(scenario)
+
+
+@in_world
+async def test_a_request_that_a_dead_router_held_is_held_by_the_next_one(world: World) -> None:
+    processes = Processes(world)
+    await processes.router("r1")
+    ask(world)
+    await world.sleep(2.0)
+    processes.kill("r1")
+    await processes.router("r2")
+    await processes.worker("w1")
+    heard = await whole(world)
+    assert heard.fences == 0
+
+
+@pytest.mark.parametrize("kind", [End, CancelRun, Ended])
+def test_a_router_may_die_at_any_step_of_an_end(kind: type) -> None:
+    async def scenario(world: World) -> None:
+        processes = Processes(world)
+        await processes.router("r1")
+        await processes.worker("w1")
+        ask(world, 500)
+        await world.until(spoken(world, 5))
+        processes.when("r1", kind, processes.kill)
+        write(world, REQUESTS, Cancel(id="a", reason="enough"))
+        await world.until(lambda: not processes.armed)
+        await processes.router("r2")
+        await world.sleep(30.0)
+        assert Heard(world).reason == "cancelled"
+        assert read(world, LEDGER, Ended) or read(world, LEDGER, Finished)
+        assert len(Heard(world).tokens) < 100, "its worker was told to stop"
+        chunks = len(read(world, RESPONSES, Chunk))
+        await world.sleep(5.0)
+        assert len(read(world, RESPONSES, Chunk)) == chunks
+
+    play(scenario)
+
+
+@in_world
+async def test_two_routers_that_both_own_a_lane_answer_once(world: World) -> None:
+    """One of them was given up by the group and does not know it."""
+    processes = Processes(world)
+    first = await processes.router("r1")
+    await processes.worker("w1")
+    await processes.worker("w2")
+    processes.when("r1", Assigned, processes.stop)
+    ask(world, 40)
+    await world.until(lambda: not processes.armed)
+    group = world.broker.group(REQUESTS, "router")
+    for member in list(group.members):
+        group.evict(member)
+    await processes.router("r2")
+    await world.until(spoken(world, 3), 60.0)
+    processes.resume("r1")
+    assert first._owners
+    await whole(world, max_tokens=40)
