@@ -22,15 +22,15 @@ from typing import NamedTuple, Self
 
 from streams.clock import Clock
 from streams.errors import LogClosed
-from streams.ids import RequestIds, new_request_id
+from streams.ids import RequestIds, is_sealed, issued_ms, new_request_id
 from streams.outbox import Outbox
 from streams.patience import until_answered
 from streams.ports import Log
 from streams.prompt import Prompt, encode_prompt
 from streams.records import Chunk, End, Usage
-from streams.replies import Replies
+from streams.replies import CLOCK_MARGIN_MS, LONGEST_LIFE_MS, Replies
 from streams.reply import Reply
-from streams.topics import PROMPTS, RESPONSES
+from streams.topics import BY_NAME, PROMPTS, RESPONSES
 
 __all__ = ["Answer", "Client", "new_request_id"]
 
@@ -139,7 +139,8 @@ class Client:
         To stop early is to break out of the loop; a later call reads from the log again.
 
         Raises TimeoutError when the end has not come in time (listen again), PositionLost when the
-        log does not hold the beginning any more, UnknownType for records of a newer version,
+        log does not hold the beginning any more (at once also when nothing of an id is there that
+        is too old to begin), UnknownType for records of a newer version,
         BrokerUnavailable, LogClosed.
         """
         deadline = self._clock.now() + timeout_s
@@ -209,7 +210,9 @@ class Client:
             return self._unclaimed.pop(request_id)
         return await until_answered(
             self._clock,
-            lambda: replies.from_beginning(request_id, begun=begun),
+            lambda: replies.from_beginning(
+                request_id, begun=begun, may_begin=_may_begin(request_id, self._clock.wall_ms())
+            ),
             until=deadline,
         )
 
@@ -217,6 +220,15 @@ class Client:
         if self._replies is None:
             raise LogClosed("the client was not started")
         return self._replies
+
+
+def _may_begin(request_id: str, now_ms: int) -> bool:
+    """Whether a reply may still begin: the prompt may wait as long as `prompts` keeps it, what a
+    gateway has asked for begins within its lifetime. An id without a time says nothing."""
+    drawn_ms = issued_ms(request_id)
+    waits_ms = 0 if is_sealed(request_id) else BY_NAME[PROMPTS].retention_ms or 0
+    longest_ms = waits_ms + LONGEST_LIFE_MS + CLOCK_MARGIN_MS
+    return drawn_ms is None or now_ms - drawn_ms < longest_ms
 
 
 def _from(piece: Chunk, token: int) -> Chunk | None:

@@ -16,11 +16,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from streams.clock import Clock
-from streams.errors import LogClosed, PositionLost
+from streams.errors import BrokerUnavailable, LogClosed, PositionLost
 from streams.ids import issued_ms
+from streams.patience import until_answered
 from streams.ports import Log, Partition, Reader, Record
-from streams.reply import NEVER, Reply
-from streams.topics import RESPONSES, lane_of
+from streams.records import EndCode
+from streams.reply import NEVER, BareEnd, Reply
+from streams.topics import BY_NAME, RESPONSES, lane_of
 
 POLL_S = 0.5
 RECORDS_PER_POLL = 2000
@@ -32,6 +34,15 @@ CLOCK_MARGIN_MS = 300_000
 """How far the clock of whoever drew an id may be ahead of the broker's. Reading five minutes of a
 lane more takes a fraction of a second."""
 
+LONGEST_LIFE_MS = (BY_NAME[RESPONSES].retention_ms or 0) // 2
+"""No request lives longer: the settings see to it."""
+
+AT_THE_DOOR: frozenset[EndCode] = frozenset({"refused", "invalid", "too_large", "queue_full"})
+"""Ends of requests of which no token can have been shown."""
+
+JUDGE_S = 10.0
+"""What a question about the end of a reply may take; the other replies wait for it."""
+
 
 class Stretch(NamedTuple):
     """Offsets of one lane: where to look for a request, the oldest one kept, and the end."""
@@ -39,6 +50,13 @@ class Stretch(NamedTuple):
     start: int
     oldest: int
     end: int
+
+
+class Attached(NamedTuple):
+    """The oldest offset of the lane of a reply, and whether something of it was visible before."""
+
+    oldest: int
+    begun: bool
 
 
 class Lane:
@@ -210,8 +228,8 @@ class Replies:
         self._readers = (log.reader(), log.reader())
         self._live = Tail(self._readers[0], clock, LINGER_S)
         self._history = Tail(self._readers[1], clock, 0.0)
-        self._attached: dict[Reply, int] = {}
-        """Replies that began before they were asked for, and the oldest offset of their lane."""
+        self._attached: dict[Reply, Attached] = {}
+        """Replies that began before they were asked for."""
         self._tasks: list[asyncio.Task[None]] = []
         self._error: Exception | None = None
 
@@ -261,11 +279,14 @@ class Replies:
         lane.add(reply)
         return reply
 
-    async def from_beginning(self, request_id: str, *, begun: bool = False) -> Reply:
+    async def from_beginning(
+        self, request_id: str, *, begun: bool = False, may_begin: bool = True
+    ) -> Reply:
         """A reply from the request's first record on; it fails with PositionLost if that is gone.
 
         `begun`: something of it was visible before, so that a log without it has lost it. Who does
-        not know that awaits a request of which nothing is left as one that has not begun.
+        not know that awaits a request of which nothing is left as one that has not begun, unless
+        it is too old for that: without `may_begin` a log without it has lost it as well.
 
         Raises BrokerUnavailable, or what ended the reading.
         """
@@ -273,8 +294,10 @@ class Replies:
         number = lane_of(request_id, self._lanes)
         start, oldest, end = await self._beginning(request_id, number)
         lane = await self._open(number)
-        reply = Reply(request_id, start, end if begun else NEVER)
-        self._attached[reply] = oldest
+        doubts = begun or 0 < oldest == start
+        due = end if begun or not may_begin else NEVER
+        reply = Reply(request_id, start, due, doubts=doubts)
+        self._attached[reply] = Attached(oldest, begun)
         if start >= lane.position:
             lane.add(reply)
         else:
@@ -320,6 +343,8 @@ class Replies:
         try:
             while True:
                 for number, reply in await tail.poll():
+                    if reply.bare_end is not None:
+                        await self._judge_end(number, reply, reply.bare_end)
                     if reply.over:
                         self.leave(reply)
                     elif reply.headless and reply in self._attached:
@@ -332,9 +357,35 @@ class Replies:
             self._fail(e)
             raise
 
+    async def _judge_end(self, number: int, reply: Reply, bare: BareEnd) -> None:
+        """All that is there of a request is its End: was there text before it, which is gone?
+
+        Whoever had some of it says so. Else there was none if the log still holds all of the time
+        in which the request can have lived.
+        """
+        oldest, begun = self._attached[reply]
+        if oldest == 0 or bare.end.code in AT_THE_DOOR:
+            reply.believe()
+        elif begun:
+            self._seek_beginning(number, reply)
+        else:
+            try:
+                born = await until_answered(
+                    self._clock,
+                    lambda: self._log.offset_at(RESPONSES, number, bare.at_ms - LONGEST_LIFE_MS),
+                    until=self._clock.now() + JUDGE_S,
+                )
+            except BrokerUnavailable as e:
+                reply.fail(e)
+                return
+            if born > oldest:
+                reply.believe()
+            else:
+                self._seek_beginning(number, reply)
+
     def _seek_beginning(self, number: int, reply: Reply) -> None:
         """The time in the id was wrong, or the beginning is not in the log any more."""
-        oldest = self._attached[reply]
+        oldest = self._attached[reply].oldest
         if reply.start > oldest:
             self._take_out(number, reply)
             reply.restart(oldest)

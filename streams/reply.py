@@ -11,6 +11,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from streams.codecs import decode
 from streams.errors import Malformed, UnknownType
@@ -29,6 +30,13 @@ NEVER = sys.maxsize
 _VISIBLE = (Chunk, Fence, End)
 
 
+class BareEnd(NamedTuple):
+    """An End, and its append time in ms of the broker."""
+
+    at_ms: int
+    end: End
+
+
 class Reply:
     """The visible pieces of one request, from the offset `start` on.
 
@@ -36,7 +44,10 @@ class Reply:
     everything else of the last: they are made for showing, not for a `Transcript`.
     """
 
-    def __init__(self, request_id: str, start: int = 0, due: int = NEVER) -> None:
+    def __init__(
+        self, request_id: str, start: int = 0, due: int = NEVER, *, doubts: bool = False
+    ) -> None:
+        """`doubts`: its beginning may be gone from the log (see `bare_end`)."""
         self.request_id = request_id
         self.key = request_id.encode()
         self.start = start
@@ -46,6 +57,10 @@ class Reply:
         self._next = start
         self.begun = False
         """Something of it has become visible."""
+        self.bare_end: BareEnd | None = None
+        """An End with nothing before it, kept back until it is believed: whether there was text
+        before it, which is gone, cannot be seen from here."""
+        self._doubts = doubts
         self._unfenced = False
         self._transcript = Transcript(request_id, keep=False)
         self._pieces: deque[Chunk | End] = deque()
@@ -57,7 +72,8 @@ class Reply:
     @property
     def over(self) -> bool:
         """Nothing will become visible any more; what is visible may still wait to be taken."""
-        return self._transcript.over or self._error is not None
+        ended = self._transcript.over and self.bare_end is None
+        return ended or self._error is not None
 
     @property
     def headless(self) -> bool:
@@ -82,11 +98,18 @@ class Reply:
         assert not self.begun, "what was shown cannot be taken back"
         self.start = self._next = start
         self._unfenced = False
+        self.bare_end = None
         self._transcript = Transcript(self.request_id, keep=False)
+
+    def believe(self) -> None:
+        """There was nothing before the End that was kept back."""
+        bare, self.bare_end = self.bare_end, None
+        if bare is not None and self._error is None:
+            self._put(bare.end)
 
     def feed(self, record: Record) -> None:
         """Take a record of this request; those that were fed before are left out."""
-        if record.offset < self._next or self.over:
+        if record.offset < self._next or self.over or self.bare_end is not None:
             return
         self._next = record.offset + 1
         try:
@@ -101,7 +124,10 @@ class Reply:
             self.malformed += 1
             return
         if (piece := self._transcript.feed(decoded)) is not None:
-            self._put(piece)
+            if self._doubts and not self.begun and isinstance(piece, End):
+                self.bare_end = BareEnd(record.timestamp, piece)
+            else:
+                self._put(piece)
         elif type(decoded) is Chunk and decoded.attempt > self._transcript.attempt:
             self._unfenced = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -12,14 +13,16 @@ from streams.client import Client
 from streams.codecs import encode
 from streams.errors import (
     AppendFailed,
+    BrokerUnavailable,
     PositionLost,
 )
+from streams.ids import Seal
 from streams.memory.broker import Fate
 from streams.prompt import Prompt
-from streams.records import Chunk, Fence
-from streams.replies import CLOCK_MARGIN_MS
+from streams.records import Chunk, End, Fence
+from streams.replies import CLOCK_MARGIN_MS, LONGEST_LIFE_MS
 from streams.topics import PROMPTS, RESPONSES, lane_of
-from tests.listening import Worker, connect, publish, read, text
+from tests.listening import Worker, connect, in_lane, publish, read, text
 from tests.worlds import World, in_world
 
 
@@ -342,3 +345,168 @@ async def test_the_oldest_of_too_many_unclaimed_replies_are_read_from_the_log(wo
     assert first.id not in client._unclaimed
     first.write("llo", "stop")
     assert (await client.result(first.id)).text == "hello"
+
+
+# --- ends without a beginning --------------------------------------------------------------------
+
+
+def cut(world: World, request_id: str, before: int) -> None:
+    world.broker.delete_records(RESPONSES, lane_of(request_id, world.lanes), before)
+
+
+@in_world
+async def test_an_end_whose_text_was_deleted_is_not_told_as_an_end_without_text(
+    world: World,
+) -> None:
+    worker = Worker(world, "job-17")
+    worker.write("hello")
+    worker.append(End(id="job-17", code="deadline"))
+    cut(world, "job-17", 1)
+    client = await connect(world)
+    with pytest.raises(PositionLost):
+        await read(client, "job-17")
+
+
+@in_world
+async def test_an_end_whose_text_and_fence_were_deleted_is_not_either(world: World) -> None:
+    worker = Worker(world, "job-17")
+    worker.write("hello")
+    worker.append(Fence(id="job-17", attempt=1))
+    worker.append(End(id="job-17", code="length"))
+    cut(world, "job-17", 1)
+    client = await connect(world)
+    with pytest.raises(PositionLost):
+        await read(client, "job-17")
+
+
+@in_world
+async def test_an_end_that_never_had_text_is_told_while_its_whole_life_is_in_the_log(
+    world: World,
+) -> None:
+    lane = lane_of("job-17", world.lanes)
+    backlog(world, lane, 2)
+    await world.sleep(1.0)
+    cut(world, "job-17", 1)
+    await world.sleep(LONGEST_LIFE_MS / 1000)
+    backlog(world, lane, 1)
+    Worker(world, "job-17").append(End(id="job-17", code="deadline"))
+    client = await connect(world)
+    (end,) = await read(client, "job-17")
+    assert isinstance(end, End)
+    assert end.code == "deadline"
+
+
+@pytest.mark.parametrize("code", ["refused", "invalid", "too_large", "queue_full"])
+def test_an_end_at_the_door_is_told_however_much_was_deleted(code: Any) -> None:
+    @in_world
+    async def scenario(world: World) -> None:
+        backlog(world, lane_of("job-17", world.lanes), 2)
+        cut(world, "job-17", 1)
+        Worker(world, "job-17").append(End(id="job-17", code=code))
+        client = await connect(world)
+        assert [piece.code for piece in await read(client, "job-17")] == [code]  # type: ignore[union-attr]
+
+    scenario()
+
+
+@in_world
+async def test_an_end_is_told_when_its_id_says_that_all_of_it_is_there(world: World) -> None:
+    client = await connect(world)
+    request_id = client.new_request_id()
+    lane = lane_of(request_id, world.lanes)
+    backlog(world, lane, 2)
+    cut(world, request_id, 1)
+    await world.sleep(2 * CLOCK_MARGIN_MS / 1000)
+    younger = next(i for i in iter(client.new_request_id, "") if lane_of(i, world.lanes) == lane)
+    Worker(world, younger).append(End(id=younger, code="deadline"))
+    (end,) = await read(client, younger)
+    assert isinstance(end, End)
+
+
+@in_world
+async def test_who_has_some_of_a_stream_is_not_told_an_end_without_the_rest(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, client.new_request_id())
+    worker.write("he")
+    worker.write("llo")
+    worker.append(End(id=worker.id, code="deadline"))
+    cut(world, worker.id, 2)
+    with pytest.raises(PositionLost):
+        await read(client, worker.id, from_token=2)
+
+
+@in_world
+async def test_a_broker_that_does_not_answer_fails_who_asks_about_an_end_and_no_others(
+    world: World,
+) -> None:
+    client = await connect(world)
+    other = Worker(world, in_lane(1 - lane_of("job-17", 2), "job"))
+    reading = world.spawn(read(client, other.id))
+    worker = Worker(world, "job-17")
+    worker.write("hello")
+    cut(world, "job-17", 1)
+    waiting = world.spawn(read(client, "job-17"))
+    await world.sleep(1.0)
+    world.faults.unanswered = {"offsets"}
+    worker.append(End(id="job-17", code="deadline"))
+    with pytest.raises(BrokerUnavailable):
+        await waiting
+    other.write("fine", "stop")
+    assert text(await reading) == "fine"
+
+
+# --- streams that are gone altogether ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", [1, 7000])
+def test_a_stream_that_is_gone_and_too_old_to_begin_is_not_awaited(others: int) -> None:
+    @in_world
+    async def scenario(world: World) -> None:
+        client = await connect(world)
+        worker = Worker(world, client.new_request_id())
+        worker.write("hello", "stop")
+        cut(world, worker.id, 1)
+        await world.sleep(26 * 3600)
+        backlog(world, lane_of(worker.id, world.lanes), others)
+        began = world.clock.now()
+        with pytest.raises(PositionLost):
+            await read(client, worker.id)
+        assert world.clock.now() - began < 5.0
+
+    scenario()
+
+
+@in_world
+async def test_a_gateways_stream_that_is_gone_is_not_awaited_as_long_as_prompts_may_wait(
+    world: World,
+) -> None:
+    client = await connect(world)
+    request_id = Seal(b"secret").sealed(client.new_request_id(), "")
+    Worker(world, request_id).write("hello", "stop")
+    cut(world, request_id, 1)
+    await world.sleep(LONGEST_LIFE_MS / 1000 + 2 * CLOCK_MARGIN_MS / 1000)
+    with pytest.raises(PositionLost):
+        await read(client, request_id)
+
+
+@in_world
+async def test_a_prompt_that_waits_for_a_day_is_answered_all_the_same(world: World) -> None:
+    client = await connect(world)
+    worker = Worker(world, client.new_request_id())
+    backlog(world, lane_of(worker.id, world.lanes), 2)
+    cut(world, worker.id, 1)
+    await world.sleep(23 * 3600)
+    reading = world.spawn(read(client, worker.id))
+    await world.sleep(60)
+    worker.write("hello", "stop")
+    assert text(await reading) == "hello"
+
+
+@in_world
+async def test_an_old_end_without_text_is_told_however_old_its_id(world: World) -> None:
+    client = await connect(world)
+    request_id = Seal(b"secret").sealed(client.new_request_id(), "")
+    Worker(world, request_id).append(End(id=request_id, code="deadline"))
+    await world.sleep(LONGEST_LIFE_MS / 1000 + 2 * CLOCK_MARGIN_MS / 1000)
+    (end,) = await read(client, request_id)
+    assert isinstance(end, End)
