@@ -12,7 +12,7 @@ from app.settings import Settings
 from streams.brokers.local import Broker
 from tests.leftovers import delete_topics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 KINDS = ("worker", "router", "gateway", "preprocessor", "gateway-pause")
 
@@ -46,4 +46,4 @@ async def test_kills_lose_and_double_nothing_and_the_log_goes_on(
     assert sum(shares) == pytest.approx(1.0)
 
     again = await chaos(settings, form, lambda _: None, shares.append, read(log), log=log)
-    assert again.rows == report.rows, "there was nothing left to kill"
+    assert repr(again.rows) == repr(report.rows), "there was nothing left to kill"
