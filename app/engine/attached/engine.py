@@ -198,11 +198,12 @@ class AttachedEngine(Engine):
             yield EngineOutput.length().with_usage(usage(prompt_tokens, 0))
             return
         wanted = request.stop.max_tokens or (1 if request.is_probe else room)
-        body = body_of(request, self._speech, min(wanted, room), self._text_of)
+        limit = min(wanted, room)
+        body = body_of(request, self._speech, limit, self._text_of)
         assert self._server is not None
         stream = self._server.stream(COMPLETIONS, body, EVENT_BYTES + ECHO_BYTES * prompt_tokens)
         self._streams[context] = stream
-        answer = _Answer(request, self._speech, self._tokenizer)
+        answer = _Answer(request, limit, self._speech, self._tokenizer)
         try:
             async with stream, aclosing(answer.read(stream, context)) as outputs:
                 async for output in outputs:
@@ -255,9 +256,10 @@ class _Answer:
     """One answer, from the server's pieces to outputs. `made`: the tokens so far, if they are the
     model's own; `is_known`: whether anything came, so that the prompt was computed."""
 
-    def __init__(self, request: Request, speech: Speech, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, limit: int, speech: Speech, tokenizer: Tokenizer) -> None:
         self.made = array("I")
         self.is_known = False
+        self._limit = limit
         self._speech = speech
         self._prompt_tokens = token_count(request.token_ids)
         self._retokenised = Retokenised(tokenizer) if speech.answers == "text" else None
@@ -313,6 +315,9 @@ class _Answer:
             raise ServerFailed("the server gave no token ids, as it did when it was attached to")
         else:
             tokens = ()
+        over = self._counted + len(tokens) - self._limit
+        if over > 0 and self._retokenised is None:
+            raise ServerFailed(f"the server made {over} tokens more than it was asked for")
         self._counted += len(tokens)
         log_probs = piece.log_probs if self._wants_log_probs and tokens else None
         if log_probs is not None and len(log_probs) != len(tokens):

@@ -134,7 +134,7 @@ class Stream:
     async def __aenter__(self) -> Self:
         """Ask. Raises ServerFailed, Rejected."""
         server = self._server
-        async with self._patience():
+        async with self._patience(asyncio.get_running_loop().time() + server.silence_s):
             self._response = await server.session.post(
                 server.url + self._path, data=_encoded(self._body), headers=_TYPE,
                 allow_redirects=False,
@@ -168,9 +168,11 @@ class Stream:
         Raises ServerFailed when the next one does not come in time, is too long, or never will.
         """
         buffer, data = bytearray(), bytearray()
+        loop, silence_s = asyncio.get_running_loop(), self._server.silence_s
+        until = loop.time() + silence_s  # lines that are no events do not count as words
         while True:
             end = buffer.find(b"\n")
-            if end < 0 and (end := await self._read_line(buffer)) < 0:
+            if end < 0 and (end := await self._read_line(buffer, until)) < 0:
                 return
             line = bytes(buffer[:end]).rstrip(b"\r")
             del buffer[: end + 1]
@@ -180,12 +182,13 @@ class Stream:
             elif not line and data:
                 event, data = bytes(data), bytearray()
                 yield event
+                until = loop.time() + silence_s
 
-    async def _read_line(self, buffer: bytearray) -> int:
+    async def _read_line(self, buffer: bytearray, until: float) -> int:
         """Read until the buffer has the end of a line; where it is, -1 at the end of the answer."""
         assert self._response is not None
         content, searched = self._response.content, len(buffer)
-        async with self._patience():
+        async with self._patience(until):
             while True:
                 self._check_size(searched)
                 piece = await content.readany()
@@ -197,14 +200,14 @@ class Stream:
                 searched = len(buffer)
 
     @asynccontextmanager
-    async def _patience(self) -> AsyncGenerator[None, None]:
-        """Around each wait for the server."""
+    async def _patience(self, until: float) -> AsyncGenerator[None, None]:
+        """Around each wait for the server, up to a time of the event loop."""
         if self._closed:
             raise ServerFailed("broken off")
         server = self._server
         with server.translated(server.silence_s):
             try:
-                async with asyncio.timeout(server.silence_s) as self._waiting:
+                async with asyncio.timeout_at(until) as self._waiting:
                     yield
             finally:
                 self._waiting = None

@@ -1,0 +1,422 @@
+"""A worker beside a server that does everything wrong: every request ends, and the worker lives."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+
+import pytest
+
+from app.engine.attached import engine as attached_engine
+from app.engine.attached.engine import AttachedEngine, Attachment, Guess
+from app.engine.contract import EngineError, EngineOutput, GenerateContext
+from app.engine.echo import EchoEngine
+from app.engine.validator import ValidatedEngine
+from streams.clock import SystemClock
+from streams.codecs import pack_tokens
+from streams.memory.broker import MemoryBroker
+from streams.records import Finished, Request, StopConditions
+from streams.topics import LEDGER
+from tests.conformance import WITHIN_S
+from tests.desks import Desk
+from tests.servers import TOKENIZER, Exchange, Handler, Hangup, ModelServer, collected
+from tests.worlds import Script, World
+
+SILENCE_S = 0.4
+PIECE = {"choices": [{"text": "a", "token_ids": [64]}]}
+LAST = {"choices": [{"text": "", "token_ids": [], "finish_reason": "stop"}]}
+PROMPT = list(range(50, 60))
+
+
+# --- what it does wrong ---------------------------------------------------------------------------
+
+
+async def says_nothing(x: Exchange) -> None:
+    await x.gone()
+
+
+async def stalls_behind_the_head(x: Exchange) -> None:
+    await x.head()
+    await x.gone()
+
+
+async def stalls_in_the_middle(x: Exchange) -> None:
+    await x.head()
+    await x.event(PIECE)
+    await x.gone()
+
+
+async def only_pings(x: Exchange) -> None:
+    await x.head()
+    for _ in range(1000):
+        await x.chunk(b": ping\n\n")
+        await asyncio.sleep(0.01)
+
+
+async def closes_at_once(x: Exchange) -> None:
+    raise Hangup
+
+
+async def closes_in_the_middle(x: Exchange) -> None:
+    await x.head()
+    await x.event(PIECE)
+    raise Hangup
+
+
+async def resets(x: Exchange) -> None:
+    await x.head()
+    await x.event(PIECE)
+    sock = x._writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    x._writer.transport.abort()
+    raise Hangup
+
+
+async def sends_half_a_chunk(x: Exchange) -> None:
+    await x.head()
+    await x.event(PIECE)
+    await x.send(b"ff\r\ndata: {")
+    raise Hangup
+
+
+async def sends_a_chunk_of_no_size(x: Exchange) -> None:
+    await x.head()
+    await x.send(b"many\r\ndata: {}\r\n")
+    await x.gone()
+
+
+async def ends_without_an_end(x: Exchange) -> None:
+    await x.head()
+    await x.event(PIECE)
+    await x.event(b"[DONE]")
+    await x.end()
+
+
+async def floods_headers(x: Exchange) -> None:
+    await x.send(b"HTTP/1.1 200 -\r\n")
+    for number in range(100_000):
+        await x.send(f"x-{number}: {'y' * 100}\r\n".encode())
+
+
+async def one_header_without_an_end(x: Exchange) -> None:
+    await x.send(b"HTTP/1.1 200 -\r\nx: ")
+    for _ in range(1000):
+        await x.send(b"y" * 10_000)
+
+
+async def drips_headers(x: Exchange) -> None:
+    await x.send(b"HTTP/1.1 200 -\r\n")
+    for number in range(1000):
+        await x.send(f"x-{number}: y\r\n".encode())
+        await asyncio.sleep(0.02)
+
+
+async def speaks_no_http(x: Exchange) -> None:
+    await x.send(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+    await x.gone()
+
+
+async def one_event_without_an_end(x: Exchange) -> None:
+    await x.head()
+    for _ in range(1000):
+        await x.chunk(b"x" * 65536)
+
+
+async def redirects(x: Exchange) -> None:
+    await x.send(b"HTTP/1.1 307 -\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n")
+
+
+async def a_long_error(x: Exchange) -> None:
+    await x.send(b"HTTP/1.1 500 -\r\ncontent-length: 1000000000\r\n\r\n")
+    for _ in range(1000):
+        await x.send(b"x" * 65536)
+
+
+async def stalls_in_an_error(x: Exchange) -> None:
+    await x.send(b"HTTP/1.1 500 -\r\ncontent-length: 100\r\n\r\n{")
+    await x.gone()
+
+
+def says(*events: object) -> Handler:
+    async def handler(x: Exchange) -> None:
+        await x.head()
+        for event in events:
+            await x.event(event)
+        await x.end()
+
+    return handler
+
+
+def answers(status: int, body: object = b"") -> Handler:
+    async def handler(x: Exchange) -> None:
+        await x.answer(body, status)
+
+    return handler
+
+
+OTHERS_MAY_SUCCEED: dict[str, Handler] = {
+    f.__name__: f
+    for f in (
+        says_nothing, stalls_behind_the_head, stalls_in_the_middle, only_pings, closes_at_once,
+        closes_in_the_middle, resets, sends_half_a_chunk, sends_a_chunk_of_no_size,
+        ends_without_an_end, floods_headers, one_header_without_an_end, drips_headers,
+        speaks_no_http, one_event_without_an_end, redirects, a_long_error, stalls_in_an_error,
+    )
+} | {
+    "500": answers(500, {"error": {"message": "out of memory"}}),
+    "500_without_a_body": answers(500),
+    "503_in_html": answers(503, b"<html>busy</html>"),
+    "429": answers(429, {"message": "too many"}),
+    "401": answers(401, {"error": "no key"}),
+    "wrong_model": answers(404, {"error": {"message": "The model does not exist", "code": 404}}),
+    "json_cut_off": says(b'{"choices": [{"token_ids": [1,'),
+    "json_of_another_kind": says(b'["choices"]'),
+    "json_without_an_end": says(b"[" * 100_000),
+    "no_json": says(b"hello"),
+    "no_utf8": says(b'{"choices": [{"text": "\xff"}]}'),
+    "no_token_ids": says({"choices": [{"text": "hello"}]}),
+    "no_tokens": says({"choices": [{"token_ids": [-1]}]}),
+    "words_as_tokens": says({"choices": [{"token_ids": ["a"]}]}),
+    "an_error_in_the_stream": says(PIECE, {"error": {"message": "core died", "code": 500}}),
+    "given_up": says(PIECE, {"choices": [{"token_ids": [], "finish_reason": "abort"}]}),
+}  # fmt: skip
+NOBODY_WILL: dict[str, Handler] = {
+    "400": answers(400, {"error": {"message": "max_tokens is too large"}}),
+    "422": answers(422, {"detail": [{"loc": ["body", "prompt"]}]}),
+    "413": answers(413, b"too large"),
+    "a_refusal_in_the_stream": says({"error": {"message": "bad grammar", "code": 400}}),
+}
+
+
+# --- what comes of it -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ModelServer]:
+    behind = EchoEngine(SystemClock(), 0.0)
+    async with ModelServer(behind) as server:
+        yield server
+
+
+def beside(server: ModelServer, **over: object) -> AttachedEngine:
+    where = Attachment(server.url, silence_s=SILENCE_S, start_s=1.0)._replace(**over)
+    return AttachedEngine(SystemClock(), where, TOKENIZER, Guess(512, 16, 40))
+
+
+@pytest.fixture
+async def engine(server: ModelServer) -> AsyncIterator[ValidatedEngine]:
+    engine = ValidatedEngine(beside(server))
+    await engine.start("w")
+    yield engine
+    await engine.cleanup()
+
+
+def request(max_tokens: int = 4) -> Request:
+    return Request(
+        id="r", token_ids=pack_tokens(PROMPT), stop=StopConditions(max_tokens=max_tokens)
+    )
+
+
+async def ask(
+    engine: ValidatedEngine, context: GenerateContext | None = None
+) -> list[EngineOutput]:
+    async with asyncio.timeout(WITHIN_S):
+        return await collected(engine.generate(request(), context or GenerateContext("r")))
+
+
+@pytest.mark.parametrize("fault", OTHERS_MAY_SUCCEED)
+async def test_what_a_server_does_wrong_may_well_succeed_elsewhere(
+    server: ModelServer, engine: ValidatedEngine, fault: str
+) -> None:
+    good = server.handlers["/v1/completions"]
+    server.handlers["/v1/completions"] = OTHERS_MAY_SUCCEED[fault]
+    with pytest.raises(EngineError) as failed:
+        await ask(engine)
+    assert failed.value.retryable
+    assert str(failed.value)
+    server.handlers["/v1/completions"] = good
+    assert (await ask(engine))[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("fault", NOBODY_WILL)
+async def test_what_a_server_refuses_is_refused(
+    server: ModelServer, engine: ValidatedEngine, fault: str
+) -> None:
+    server.handlers["/v1/completions"] = NOBODY_WILL[fault]
+    with pytest.raises(EngineError) as failed:
+        await ask(engine)
+    assert not failed.value.retryable
+
+
+async def test_a_server_that_is_gone_is_an_error_and_one_that_is_back_is_none(
+    server: ModelServer, engine: ValidatedEngine
+) -> None:
+    await server.__aexit__()
+    with pytest.raises(EngineError, match=r"cannot be reached|broke off") as failed:
+        await ask(engine)
+    assert failed.value.retryable
+    await server.__aenter__()
+    assert (await ask(engine))[-1].finish_reason == "length"
+
+
+async def test_a_slow_first_byte_is_waited_for(
+    server: ModelServer, engine: ValidatedEngine
+) -> None:
+    good = server.handlers["/v1/completions"]
+
+    async def slow(x: Exchange) -> None:
+        await asyncio.sleep(SILENCE_S / 2)
+        await good(x)
+
+    server.handlers["/v1/completions"] = slow
+    assert (await ask(engine))[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("fault", ["says_nothing", "stalls_in_the_middle", "only_pings"])
+async def test_a_cancel_ends_the_wait_for_a_server_that_stalls(
+    server: ModelServer, fault: str
+) -> None:
+    engine = ValidatedEngine(beside(server, silence_s=1000.0))
+    await engine.start("w")
+    server.handlers["/v1/completions"] = OTHERS_MAY_SUCCEED[fault]
+    context = GenerateContext("r")
+    asking = asyncio.create_task(ask(engine, context))
+    await asyncio.sleep(0.1)
+    context.cancel()
+    await engine.abort(context)
+    assert (await asking)[-1].finish_reason == "cancelled"
+    await engine.cleanup()
+
+
+async def test_an_answer_is_whole_without_what_comes_behind_it(
+    server: ModelServer, engine: ValidatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stalls_behind_the_end(x: Exchange) -> None:
+        await x.head()
+        await x.event(PIECE)
+        await x.event(LAST)
+        await x.gone()
+
+    monkeypatch.setattr(attached_engine, "TAIL_S", 0.1)
+    server.handlers["/v1/completions"] = stalls_behind_the_end
+    first, last = await ask(engine)
+    assert (first.token_ids, last.finish_reason) == ((64,), "stop")
+
+
+async def test_a_server_that_never_ends_has_failed_when_more_came_than_was_asked(
+    server: ModelServer, engine: ValidatedEngine
+) -> None:
+    async def never_ends(x: Exchange) -> None:
+        await x.head()
+        while True:
+            await x.event(PIECE)
+            await asyncio.sleep(0)
+
+    server.handlers["/v1/completions"] = never_ends
+    with pytest.raises(EngineError, match="more than it was asked for"):
+        await ask(engine)
+
+
+# --- in a worker ----------------------------------------------------------------------------------
+
+
+class RealWorld(World):
+    """The log in memory by the machine's clock: sockets know no other."""
+
+    def __init__(self) -> None:
+        self.clock = SystemClock()  # type: ignore[assignment]
+        self.faults = Script()
+        self.broker = MemoryBroker(self.clock, lanes=2, faults=self.faults)
+        self.lanes = 2
+
+
+async def test_a_worker_reports_every_fault_and_goes_on(server: ModelServer) -> None:
+    world = RealWorld()
+    desk = Desk(world)
+    await desk.start(ValidatedEngine(beside(server)), model="tiny", worker_timeout_s=60)
+    good = server.handlers["/v1/completions"]
+    faults = OTHERS_MAY_SUCCEED | NOBODY_WILL
+    for name, fault in faults.items():
+        server.handlers["/v1/completions"] = fault
+        desk.assign(name, prompt=PROMPT, budget_s=WITHIN_S)
+        finished = await desk.finished(name)
+        assert (finished.code, finished.retryable) == ("error", name in OTHERS_MAY_SUCCEED), name
+        assert finished.message
+    server.handlers["/v1/completions"] = good
+    desk.assign("good", prompt=PROMPT)
+    assert (await desk.finished("good")).code == "length"
+    assert desk.life.failed is None
+    assert len({f.id for f in desk.said(LEDGER, Finished)}) == len(faults) + 1
+    await desk.life.end()
+
+
+# --- at the start ---------------------------------------------------------------------------------
+
+
+def lists(*models: object) -> Handler:
+    return answers(200, {"data": list(models)})
+
+
+@pytest.mark.parametrize(
+    ("path", "handler", "over", "words"),
+    [
+        ("/health", answers(503), {}, "no server is ready there.*KVLANE_ATTACH_START_S"),
+        ("/v1/models", answers(404), {}, "speaks to OpenAI clients"),
+        ("/v1/models", answers(200, b"<html>"), {}, "speaks to OpenAI clients"),
+        ("/v1/models", answers(401), {}, "KVLANE_ATTACH_API_KEY"),
+        ("/v1/models", lists(), {}, "serves no model"),
+        ("/v1/models", lists({"id": "a"}, {"id": "b"}), {}, "'a', 'b'.*KVLANE_ATTACH_MODEL"),
+        ("/v1/models", lists({"id": "a"}), {"model": "c"}, "KVLANE_ATTACH_MODEL=c.*serves 'a'"),
+        ("/tokenize", answers(200, {"tokens": [1, 2]}), {}, "KVLANE_MODEL_PATH.*'tiny'"),
+        ("/v1/completions", answers(400), {}, "completes no prompt"),
+        ("/v1/completions", answers(500), {}, "500"),
+        ("/v1/completions", says_nothing, {}, "said nothing for"),
+        ("/v1/completions", OTHERS_MAY_SUCCEED["resets"], {}, "broke off"),
+        ("/v1/models", says_nothing, {}, "KVLANE_ATTACH_URL"),
+    ],
+)
+async def test_what_is_wrong_with_an_attachment_is_told_with_the_remedy(
+    server: ModelServer, path: str, handler: Handler, over: dict[str, object], words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("app.engine.attached.introduction.ASK_S", 0.3)
+    monkeypatch.setattr("app.engine.attached.introduction.AGAIN_S", 0.05)
+    server.handlers[path] = handler
+    engine = ValidatedEngine(beside(server, **over))
+    with pytest.raises(EngineError, match=words):
+        await engine.start("w")
+    await engine.cleanup()
+
+
+async def test_a_worker_waits_for_its_server(server: ModelServer) -> None:
+    asked = 0
+    good = server.handlers["/health"]
+
+    async def loads(x: Exchange) -> None:
+        nonlocal asked
+        asked += 1
+        await (good(x) if asked > 2 else x.answer({"error": "loading"}, 503))
+
+    server.handlers["/health"] = loads
+    engine = beside(server, start_s=30.0)
+    assert (await engine.start("w")).model == "tiny"
+    await engine.cleanup()
+
+
+async def test_nobody_listening_is_told_with_the_url() -> None:
+    where = Attachment("http://127.0.0.1:1", start_s=0.0)
+    engine = AttachedEngine(SystemClock(), where, TOKENIZER, Guess(512, 16, 40))
+    with pytest.raises(EngineError, match=r"KVLANE_ATTACH_URL=http://127\.0\.0\.1:1: no server"):
+        await engine.start("w")
+    await engine.cleanup()
+
+
+async def test_the_ranks_of_one_server_are_refused(server: ModelServer) -> None:
+    lines = [f'vllm:num_requests_running{{engine="{rank}"}} 0.0' for rank in (0, 1)]
+    server.handlers["/metrics"] = answers(200, "\n".join(lines).encode())
+    engine = beside(server)
+    with pytest.raises(EngineError, match="2 data-parallel ranks"):
+        await engine.start("w")
+    await engine.cleanup()
