@@ -167,7 +167,8 @@ class Crowd:
     async def _publish(self, talk: Talk, body: dict[str, Any]) -> None:
         talk.asked.id = self._client.new_request_id()
         talk.gateways.append((self._clock.now(), KAFKA))
-        await self._client.publish(Prompt(id=talk.asked.id, kind="chat", body=body))
+        prompt = Prompt(id=talk.asked.id, kind="chat", body=body)
+        await self._client.publish(prompt, timeout_s=ANSWER_S)
         async for piece in self._client.stream(talk.asked.id, timeout_s=ANSWER_S):
             if not isinstance(piece, End):
                 talk.repeated += piece.index < talk.position
