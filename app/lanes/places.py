@@ -32,9 +32,10 @@ from app.routing.held import Wanted as WantedBy
 from app.routing.index import Index
 from app.routing.load import Load
 from app.routing.paces import Paces
-from app.routing.plan import Chosen, Hold, Plan, Planned, Tuning, View, intention, plan
+from app.routing.plan import Chosen, Hold, Plan, Planned, Tuning, View, plan
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
+from app.routing.survey import Surveyor, survey
 from streams.clock import BrokerClock
 from streams.records import (
     Fact,
@@ -71,10 +72,13 @@ Wanted = WantedBy[Key]
 
 
 class _Looking(NamedTuple):
-    """A request that looks in this turn of the event loop, and the signal that it is its turn."""
+    """A request that looks in this turn of the event loop, and the signal that it is its turn.
+
+    With the signal comes what was planned for it with the others, if it is held.
+    """
 
     wanted: Wanted
-    turn: asyncio.Future[None]
+    turn: asyncio.Future[Hold | None]
 
 
 @dataclass(slots=True)
@@ -154,12 +158,14 @@ class Places:
         loop = asyncio.get_running_loop()
         if not self._looking:
             loop.call_soon(self._begin_turns)
-        turn: asyncio.Future[None] = loop.create_future()
+        turn: asyncio.Future[Hold | None] = loop.create_future()
         self._looking[wanted.key] = _Looking(wanted, turn)
         try:
-            await turn
+            hold = await turn
         finally:
             self._looking.pop(wanted.key, None)
+        if hold is not None:
+            return hold
         planned = self._plan(wanted)
         self._intend(wanted, planned.planned if isinstance(planned, Hold) else None)
         if isinstance(planned, Chosen):
@@ -170,15 +176,19 @@ class Places:
         """Line up all who look now, and give each his turn: the loop wakes them in that order."""
         looking, self._looking = self._looking, {}
         lined_up = self._lined_up([each.wanted for each in looking.values()])
-        for key in lined_up.order:
+        for key in (*lined_up.order, *lined_up.held):
             if not looking[key].turn.done():
-                looking[key].turn.set_result(None)
+                looking[key].turn.set_result(lined_up.held.get(key))
         self._ring(lined_up.woken)
 
     def _lined_up(self, wanted: Sequence[Wanted]) -> LinedUp[Key]:
         if self._tuning.holds:
+            now_ms = self._broker_clock.now_ms()
+            by = Surveyor(self._view(now_ms), self._tuning, self._full(now_ms))
             try:
-                return self._held.line_up(wanted, lambda each: intention(self._plan(each)))
+                return self._held.line_up(
+                    wanted, lambda looking: survey(looking, self._held, by, self._plan)
+                )
             except Exception:
                 # One of them cannot be planned, and says so itself when it is its turn.
                 log.exception("%d requests that look for a worker are not lined up", len(wanted))
@@ -192,16 +202,9 @@ class Places:
     def _plan(self, wanted: Wanted, tuning: Tuning | None = None) -> Plan:
         tuning = tuning or self._tuning
         now_ms = self._broker_clock.now_ms()
-        view = View(
-            self._fleet, self._pools, self._index, self._load.burdens, self._own, now_ms,
-            counts_output=self._counts_output,
-        )  # fmt: skip
+        view = self._view(now_ms)
         if tuning.holds:
-            view = view._replace(
-                output_tokens=self._paces.output_tokens,
-                slowness=self._paces.slowness,
-                ahead=self._held.ahead(wanted.number),
-            )
+            view = view._replace(ahead=self._held.ahead(wanted.number))
         session = wanted.prompt.request.hints.session_control
         bound: Place | None = None
         if session is not None and session.action != "open":
@@ -213,11 +216,23 @@ class Places:
             seed=wanted.seed,
             turn=self._dispatched,
             excluded=wanted.excluded,
-            full=[key for key in self._limits if not self._has_room(*key, now_ms)],
+            full=self._full(now_ms),
             since_ms=wanted.since_ms,
             deadline_ms=wanted.deadline_ms,
             bound=bound,
         )
+
+    def _view(self, now_ms: int) -> View:
+        paces = self._paces
+        return View(
+            self._fleet, self._pools, self._index, self._load.burdens, self._own, now_ms,
+            paces.output_tokens, paces.slowness,
+            counts_output=self._counts_output, leads_to=paces.leads_to,
+        )  # fmt: skip
+
+    def _full(self, now_ms: int) -> list[tuple[str, int]]:
+        """Workers that take no more, with their epochs."""
+        return [key for key in self._limits if not self._has_room(*key, now_ms)]
 
     def dispatched(self) -> None:
         """A decision is being carried out: the next one in turn is the next worker's."""

@@ -9,6 +9,7 @@ that is too long ago.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -61,8 +62,8 @@ class Beating(Protocol):
 
 class Sources(NamedTuple):
     """What a board reads. `told` and `own`: burdens. `beats`: heartbeats by worker, `beaten`: their
-    changes, and whether they count. `slowness`: of workers. `later_ms`: by how much later than
-    other routers this one counts on a worker.
+    changes, and whether they count. `slowness`: of workers; one that changes is `Noted`.
+    `later_ms`: by how much later than other routers this one counts on a worker; constant.
     """
 
     told: Burdens
@@ -72,6 +73,16 @@ class Sources(NamedTuple):
     counts_output: bool = True
     slowness: Mapping[str, float] = NOTHING
     later_ms: Mapping[str, float] = NOTHING
+
+
+class Found(NamedTuple):
+    """What the index found of prompts: for each, `columns` and their `depths` (see `Depths`) from
+    one of `starts` to the next.
+    """
+
+    starts: Ints
+    columns: Ints
+    depths: Ints
 
 
 def pace_columns(pace: Pace) -> tuple[float, ...]:
@@ -99,27 +110,38 @@ class Board:
         self._seen = (-1, -1, -1, -1)
         """How many changes of each source were seen."""
         self._owners: Sequence[Holder] = ()
-        self._column_rows: Ints = np.empty(0, np.int64)
-        self._later: Mapping[str, float] = NOTHING
+        self.column_rows: Ints = np.empty(0, np.int64)
+        """The row of each column of the index; -1 for those of no place here."""
 
-    def rows_at(self, places: Iterable[Place]) -> Ints:
-        """The numbers of their rows; -1 for places of other pools."""
+    def rows_at(self, places: Iterable[Place | None]) -> Ints:
+        """The numbers of their rows; -1 for places of other pools, and for none."""
         row_of = self._row_of
-        return np.array([row_of.get(place, -1) for place in places], np.int64)
+        return np.array([row_of.get(place, -1) for place in places], np.int64)  # type: ignore[arg-type]
 
-    def blocks(self, caches: Index, local: NDArray[np.uint64]) -> Floats:
-        """Leading blocks of a prompt at each place: on the device, the host and the disk."""
-        index, found = caches.blocks, np.empty((len(self.places), 3))
+    def found(self, caches: Index, prompts: Sequence[NDArray[np.uint64]]) -> Found:
+        """What the index says of prompts, by their local hashes, one after the other."""
+        index = caches.blocks
         while True:
             owners = index.owners
-            columns, depths = index.depths(local)
+            each = [index.depths(local) for local in prompts]
             if owners is index.owners:  # else a column may have been given to another cache
                 break
         if owners is not self._owners:
             self._owners = owners
-            self._column_rows = np.array([self._shown.get(o, -1) for o in owners], np.int64)
-        kernels.spread(columns, np.ascontiguousarray(depths), self._column_rows, found)
-        return found
+            self.column_rows = np.array([self._shown.get(o, -1) for o in owners], np.int64)
+        if len(each) == 1:
+            (columns, depths), starts = each[0], [0, len(each[0].columns)]
+        else:
+            columns = np.concatenate([one.columns for one in each])
+            depths = np.concatenate([one.depths for one in each])
+            starts = [0, *accumulate([len(one.columns) for one in each])]
+        return Found(np.array(starts, np.int64), columns, np.ascontiguousarray(depths))
+
+    def blocks(self, caches: Index, local: NDArray[np.uint64]) -> Floats:
+        """Leading blocks of a prompt at each place: on the device, the host and the disk."""
+        found, blocks = self.found(caches, (local,)), np.empty((len(self.places), 3))
+        kernels.spread(found.columns, found.depths, self.column_rows, blocks)
+        return blocks
 
     def refresh(self, sources: Sources, now_ms: int) -> None:
         """Take in what has changed since the last time, and how the time has passed."""
@@ -129,7 +151,7 @@ class Board:
         )  # fmt: skip
         if self._read is None or not _same(self._read, sources):
             self._read_all(sources)
-        elif counts != self._seen or counts[3] < 0:
+        elif counts != self._seen:
             self._read_changes(sources)
         self._read, self._seen = sources, counts
         kernels.elapse(self.spots, float(now_ms))
@@ -156,10 +178,9 @@ class Board:
             rows |= dict.fromkeys([n for worker in beats for n in rows_of.get(worker, ())])
             rows |= dict.fromkeys([row_of[each] for each in (*told, *own) if each in row_of])
         self._read_burdens(sources, rows)
-        changed: Iterable[str] | None = None
         if isinstance(sources.slowness, Noted):
             changed = sources.slowness.changes.since(seen_slowness)
-        self._read_slowness(sources, self._rows_of if changed is None else changed)
+            self._read_slowness(sources, self._rows_of if changed is None else changed)
 
     def _read_beats(self, sources: Sources, workers: Iterable[str]) -> None:
         for worker in workers:

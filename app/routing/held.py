@@ -13,7 +13,8 @@ Never here: whether a request may go, which is `plan.py`'s to say, and any clock
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from app.routing.plan import Hold, Planned
@@ -44,11 +45,26 @@ class Wanted(NamedTuple, Generic[K]):
     excluded: Collection[str] = ()
 
 
+class Sketch(NamedTuple):
+    """What a request is to do: where it is to go, and how long it is held, if it is."""
+
+    planned: Planned
+    hold: Hold | None = None
+
+
 class LinedUp(NamedTuple, Generic[K]):
-    """Who goes in which order, and who has another turn for it and looks next."""
+    """Who may go, in which order, who is held, and who has another turn for it and looks next."""
 
     order: Sequence[K]
+    held: Mapping[K, Hold]
     woken: Sequence[K]
+
+
+class Line(NamedTuple, Generic[K]):
+    """Requests in the order of their arrival, and what is planned for them; `places` in it."""
+
+    planned: list[Planned | None]
+    places: dict[K, int]
 
 
 class Entry(NamedTuple):
@@ -64,6 +80,11 @@ class Entry(NamedTuple):
         return self.planned.prefill_ms + AGEING * self.since_ms
 
 
+Survey = Callable[[Sequence[Wanted[K]]], Iterator[Sketch | None]]
+"""What each of some requests is to do, in the order in which they are given; None for who finds no
+place. What one has in mind is noted before the next is asked for."""
+
+
 class Held(Generic[K]):
     """The held requests of one router, by keys of its choice."""
 
@@ -74,26 +95,43 @@ class Held(Generic[K]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def line_up(
-        self, looking: Iterable[Wanted[K]], intention: Callable[[Wanted[K]], Planned | None] | None
-    ) -> LinedUp[K]:
+    def line_up(self, looking: Iterable[Wanted[K]], survey: Survey[K] | None) -> LinedUp[K]:
         """Plan those who look at one moment, in the order of their arrival; none of them goes yet.
 
         They go in the order that comes of it, each where it is best then: one that went before may
-        have taken the place. `intention` is where one would go or wait by what is known now; None
-        with policies that hold nobody: then they go in the order of their arrival.
+        have taken the place. `survey` says what each is to do by what is known now; None with
+        policies that hold nobody: then they go in the order of their arrival.
         """
         looking = sorted(looking, key=lambda wanted: wanted.number)
         woken: dict[K, None] = {}
-        if intention is not None and len(looking) > 1:
-            for wanted in looking:
-                woken |= dict.fromkeys(self.intend(wanted, intention(wanted)))
+        held: dict[K, Hold] = {}
+        if survey is not None and len(looking) > 1:
+            for wanted, sketch in zip(looking, survey(looking), strict=True):
+                woken |= dict.fromkeys(self.intend(wanted, sketch and sketch.planned))
+                if sketch is not None and sketch.hold is not None:
+                    held[wanted.key] = sketch.hold
         keys = [wanted.key for wanted in looking]
         for key in keys:
             woken.pop(key, None)
+        keys = [key for key in keys if key not in held]
         order = sorted((key for key in keys if key in self._entries), key=self._order)
         order += [key for key in keys if key not in self._entries]
-        return LinedUp(order, list(woken))
+        return LinedUp(order, held, list(woken))
+
+    def line(self, joining: Mapping[K, int]) -> Line[K]:
+        """All who are held, and those who join them, with their numbers, in the order of arrival.
+
+        What was planned for one who joins counts no more.
+        """
+        numbered: list[tuple[int, K, Planned | None]] = [
+            (number, key, None) for key, number in joining.items()
+        ]
+        for key, entry in self._entries.items():
+            if key not in joining:
+                numbered.append((entry.number, key, entry.planned))
+        numbered.sort(key=itemgetter(0))
+        places = {key: at for at, (_, key, _) in enumerate(numbered) if key in joining}
+        return Line([planned for _, _, planned in numbered], places)
 
     def intend(self, wanted: Wanted[K], planned: Planned | None) -> Sequence[K]:
         """Note for which place a request is held, if any; who has another turn for it now.

@@ -25,10 +25,18 @@ WAIT, PREFILL, STALL, SLOWER, DECODE, REPLICATION, ALONE, HOLD, COST = range(9)
 """Of what is found, in ms; `ALONE` and `HOLD` as in `Prediction`."""
 FOUND = 9
 
+ASK_TOKENS, ASK_BLOCK, ASK_OUTPUT, ASK_TTFT, ASK_ITL = range(5)
+"""Of an ask: tokens of its prompt, of a block, of its answer; its targets in ms."""
+ASK = 5
+COUNTS, TIMES = 10, 4 + SPOT - CURVE
+"""How many columns `record` fills."""
+
 HOST_SHARE, DISK_SHARE = 0.75, 0.25
 """Of the prefill of a block, what is saved by loading it; as the `dynamo` policy has it."""
 END_WAIT = 1.5
 """Answers' times until enough of a full cache is free; 1 would be if all had just begun."""
+FOLLOWER_STEPS = 1.5
+"""Steps of decode in the time to a first token: half of the one under way, and one beside it."""
 MISSED_MS = 1e9
 """What it costs to miss a target of the request: more than anything else, so who misses one comes
 after all who meet them."""
@@ -116,6 +124,7 @@ def predict(
     output_tokens: float,
     others: float,
     most_held: float,
+    leads_to: float,
     weight: float,
     ttft_target: float,
     itl_target: float,
@@ -145,7 +154,7 @@ def predict(
         if spot[PREFILL_RUNS] > 0:
             left_ms = _prefill_ms(spot, spot[PREFILL_TOKENS], step_ms) - spot[BUSY_MS]
         bounded = runs > 0 and capacity > 0
-        wait_ms = max(left_ms, step_ms / 2)
+        wait_ms = max(left_ms, step_ms / 2) + spot[LATER_MS]
         excess = context + prompt_tokens + others - capacity
         if bounded and excess > 0:
             wait_ms += excess / max(context, 1.0) * others * END_WAIT * step_ms
@@ -158,12 +167,14 @@ def predict(
         decode_ms = output_tokens * later_ms
         replication_ms = (most_held - held[i]) * per_token_ms
         ttft_ms = wait_ms + prefill_ms
-        cost_ms = ttft_ms + weight * (stall_ms + slower_ms + decode_ms) + replication_ms
+        cost_ms = ttft_ms + weight * leads_to * (stall_ms + slower_ms + decode_ms)
+        cost_ms += (leads_to - 1.0) * FOLLOWER_STEPS * later_ms + replication_ms / leads_to
         cost_ms *= liking[i]
         if ttft_ms > ttft_target or later_ms > itl_target:
             cost_ms += MISSED_MS
         shares = spot[SLOWNESS] * (spot[CURVE + 1] * tokens - spot[CURVE + 2]) <= step_ms
-        hold_ms = left_ms if left_ms > 0 and not shares else 0.0
+        hold_ms = 0.0 if shares else max(left_ms, 0.0)
+        hold_ms += spot[LATER_MS]
         if bounded and prompts + prompt_tokens + output_tokens > capacity:
             hold_ms = np.inf
         found[i, WAIT] = wait_ms
@@ -184,18 +195,18 @@ def dynamo(
     block_size: int,
     scale: float,
     per_run: float,
-    credits: Floats,
+    worth: Floats,
     decay: float,
     least_prefill: float,
     costs: Floats,
 ) -> None:
-    """As `policies.dynamo`. `credits`: of a block on the device, the host and the disk."""
+    """As `policies.dynamo`. `worth`: of a block on the device, the host and the disk."""
     for i in range(len(spots)):
         spot = spots[i]
-        device = credits[0] * blocks[i, 0]
+        device = worth[0] * blocks[i, 0]
         if decay > 0:
             device /= 1.0 + decay * (spot[PREFILL_TOKENS] - least_prefill)
-        credit = device + credits[1] * blocks[i, 1] + credits[2] * blocks[i, 2]
+        credit = device + worth[1] * blocks[i, 1] + worth[2] * blocks[i, 2]
         prefill = (spot[PREFILL_TOKENS] + prompt_tokens) / block_size
         open_blocks = -(-int(spot[OPEN_TOKENS]) // block_size)
         costs[i] = scale * max(prefill - credit, 0.0) + open_blocks + per_run * spot[RUNS]
@@ -231,6 +242,99 @@ def least(costs: Floats, start: int, tags: Words) -> int:
     return at
 
 
+@kernel()
+def survey(
+    spots: Floats,
+    tags: Words,
+    starts: Ints,
+    columns: Ints,
+    depths: Ints,
+    rows: Ints,
+    asks: Floats,
+    seeds: Words,
+    entries: Ints,
+    ahead_at: Ints,
+    ahead_ms: Floats,
+    others: float,
+    leads_to: float,
+    weight: float,
+    blocks: Floats,
+    held: Floats,
+    liking: Floats,
+    costs: Floats,
+    found: Floats,
+    best: Floats,
+) -> None:
+    """Plan requests one after the other, each knowing where those before it are to go.
+
+    `asks`: f64 (requests, 5), see `ASK`. Of each the index found `columns` and `depths` from one of
+    `starts` to the next. `ahead_at` and `ahead_ms` are of all that are held, and of these, in the
+    order of their arrival; `entries` says which of them each request is. `best`: f64 (requests,
+    FOUND), what was found at its option. From `blocks` to `found` is memory to work in.
+    """
+    for n in range(len(asks)):
+        first, end, entry = starts[n], starts[n + 1], entries[n]
+        prompt_tokens = asks[n, ASK_TOKENS]
+        spread(columns[first:end], depths[first:end], rows, blocks)
+        most = hold_tokens(blocks, asks[n, ASK_BLOCK], prompt_tokens, held)
+        predict(
+            spots, held, liking, ahead_at[:entry], ahead_ms[:entry], prompt_tokens,
+            asks[n, ASK_OUTPUT], others, most, leads_to, weight, asks[n, ASK_TTFT],
+            asks[n, ASK_ITL], found,
+        )  # fmt: skip
+        for i in range(len(costs)):
+            costs[i] = found[i, COST]
+        chosen = least(costs, seeds[n], tags)
+        ahead_at[entry], ahead_ms[entry] = chosen, found[chosen, ALONE]
+        for k in range(FOUND):
+            best[n, k] = found[chosen, k]
+
+
+@kernel()
+def record(
+    costs: Floats, chosen: int, spots: Floats, blocks: Floats, best: Ints, counts: Ints,
+    times: Floats,
+) -> int:  # fmt: skip
+    """The options with the least costs in that order, and the chosen one; how many they are.
+
+    Into `best` their numbers, and into the columns of `counts` and `times` what is written down.
+    """
+    size, most = 0, len(best) - 1
+    for i in range(len(costs)):
+        if costs[i] < np.inf and (size < most or costs[i] < costs[best[size - 1]]):
+            at = size if size < most else size - 1
+            size = at + 1
+            while at > 0 and costs[i] < costs[best[at - 1]]:
+                best[at] = best[at - 1]
+                at -= 1
+            best[at] = i
+    is_among = False
+    for k in range(size):
+        is_among |= best[k] == chosen
+    if not is_among:
+        best[size] = chosen
+        size += 1
+    for k in range(size):
+        i = best[k]
+        spot = spots[i]
+        counts[0, k] = int(spot[RUNS])
+        counts[1, k] = int(spot[OPEN_TOKENS])
+        for tier in range(3):
+            counts[2 + tier, k] = int(blocks[i, tier])
+        counts[5, k] = int(spot[PREFILL_TOKENS])
+        counts[6, k] = int(spot[TOKENS])
+        counts[7, k] = int(spot[PREFILL_RUNS])
+        counts[8, k] = int(spot[CHUNK])
+        counts[9, k] = int(spot[CAPACITY])
+        times[0, k] = costs[i]
+        times[1, k] = spot[BUSY_MS]
+        times[2, k] = spot[SLOWNESS]
+        times[3, k] = spot[LATER_MS]
+        for x in range(CURVE, SPOT):
+            times[4 + x - CURVE, k] = spot[x]
+    return size
+
+
 def warm_up() -> None:
     """Call every kernel once, with what it will be called with."""
     spots, blocks, held = np.ones((1, SPOT)), np.zeros((1, 3)), np.zeros(1)
@@ -239,8 +343,30 @@ def warm_up() -> None:
     spread(none, np.zeros((1, 4), np.int64), none, blocks)
     hold_tokens(blocks, 16.0, 1.0, held)
     predict(
-        spots, held, np.ones(1), none, np.zeros(1), 1.0, 1.0, 1.0, 0.0, 0.01, np.inf, np.inf, found
+        spots,
+        held,
+        np.ones(1),
+        none,
+        np.zeros(1),
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+        1.0,
+        0.01,
+        np.inf,
+        np.inf,
+        found,
     )
     dynamo(spots, blocks, 1, 16, 1.0, 0.0, np.ones(3), 0.0, 0.0, held)
     draw(np.uint64(0), tags, tags.copy())
     least(held, np.uint64(0), tags)
+    record(
+        held, 0, spots, blocks, np.zeros(2, np.int64), np.zeros((COUNTS, 2), np.int64),
+        np.zeros((TIMES, 2)),
+    )  # fmt: skip
+    survey(
+        spots, tags, np.zeros(2, np.int64), none, np.zeros((1, 4), np.int64), none,
+        np.ones((1, ASK)), tags, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1), 1.0,
+        1.0, 0.01, blocks, held, np.ones(1), np.ones(1), found, found.copy(),
+    )  # fmt: skip

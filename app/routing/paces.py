@@ -37,6 +37,12 @@ RATIOS = 32
 FIRST_RATIOS = 4
 """Runs that a factor is the median of, and how many runs at the pace of its curve a worker is
 credited with in advance: as many others have to say something else before they are believed."""
+SHARE_MEMORY = 500
+"""Requests that the share of prompts in caches is about, and the tokens without any that it begins
+with: nothing is known of what is to come."""
+FIRST_TOKENS = 100_000.0
+MOST_LED_TO = 10.0
+"""A share beyond 0.9 says that little is new, not that the same goes on for ever."""
 REMEMBERED = 10_000
 """Workers, and runs without a first token yet, that are remembered; the oldest are forgotten."""
 
@@ -125,12 +131,17 @@ class Paces:
     """What the ledger has told about times so far.
 
     `slowness` by worker, over all its lives: a worker that starts again has the same hardware.
-    `output_tokens`: mean length of an answer.
+    `output_tokens`: mean length of an answer. `leads_to`: how many requests one comes to, itself
+    included, since others go on where its prompt ends: with a share s of all prompt tokens in some
+    cache, 1 + s + s² + ... = 1 / (1 - s), up to `MOST_LED_TO`.
     """
 
     def __init__(self) -> None:
         self.slowness = Noted()
         self.output_tokens = OUTPUT_TOKENS
+        self.leads_to = 1.0
+        self._prompt_tokens = FIRST_TOKENS
+        self._held_tokens = 0.0
         self._answers = OUTPUT_WEIGHT
         self._learned: dict[str, Slowness] = {}
         self._begun: dict[RunKey, _Begun] = {}
@@ -139,6 +150,7 @@ class Paces:
         """A record of the ledger; others change nothing."""
         record = fact.record
         if isinstance(record, Assigned):
+            self._share(record)
             self._begin(record)
         elif isinstance(record, PrefillDone):
             self._measure(record)
@@ -147,6 +159,16 @@ class Paces:
             if record.code in ("stop", "length"):
                 self._answers = min(self._answers + 1, OUTPUT_MEMORY)
                 self.output_tokens += (record.output_tokens - self.output_tokens) / self._answers
+
+    def _share(self, decision: Assigned) -> None:
+        held = decision.params.get("most_held_tokens")
+        if held is None:
+            return
+        kept = 1 - 1 / SHARE_MEMORY
+        self._held_tokens = self._held_tokens * kept + held
+        self._prompt_tokens = self._prompt_tokens * kept + decision.prompt_tokens
+        missing = 1 - self._held_tokens / self._prompt_tokens
+        self.leads_to = min(1 / missing, MOST_LED_TO) if missing > 0 else MOST_LED_TO
 
     def _begin(self, decision: Assigned) -> None:
         place = (decision.worker, decision.epoch, decision.rank)

@@ -41,12 +41,10 @@ from streams.records import (
     Phase,
     Request,
     RouterConfigOverride,
-    RouterParams,
 )
 
 LARGEST_WEIGHT = 1e6
 """Of what a request may set: costs stay finite, so that there is always a least one."""
-_NO_WISHES = RouterParams()
 
 
 class Planned(NamedTuple):
@@ -67,7 +65,7 @@ class View(NamedTuple):
     Of the rest only policy predictive knows. `output_tokens`: the mean answer's; `slowness`: of
     workers, see `Pace`. `ahead`: for which places the requests are planned that are held here and
     came before the one in question, in that order. `later_ms`: see `Sources`. `counts_output`:
-    whether tokens of answers that are under way count as load.
+    whether tokens of answers that are under way count as load. `leads_to`: see `Paces`.
     """
 
     fleet: Fleet
@@ -81,6 +79,7 @@ class View(NamedTuple):
     ahead: Sequence[Planned] = ()
     counts_output: bool = True
     later_ms: Mapping[str, float] = NOTHING
+    leads_to: float = 1.0
 
 
 class Tuning(NamedTuple):
@@ -209,7 +208,7 @@ def plan(
         phase = "decode" if phase == "aggregated" else phase
         if pin_of(request.hints, phase) is None:
             return Refuse("invalid", "policy direct needs decode_worker_id or backend_instance_id")
-    if fault := _faulty_numbers(request):
+    if fault := fault_of(request):
         return Refuse("invalid", f"{fault} must be a number up to {LARGEST_WEIGHT:g}")
     pool = view.pools.pool(request.model, phase, view.now_ms)
     rows = eligible(
@@ -224,7 +223,7 @@ def plan(
     prediction: Prediction | None = None
     if tuning.policy == "predictive":
         held = predictive.held_tokens(ask, options)
-        ask = _predicted(ask, request, view)._replace(most_held_tokens=float(held.max()))
+        ask = _predicted(ask, request, view)._replace(most_held_tokens=held.most)
         prediction = predictive.predict(ask, options, tuning.predictive, held)
         costs: Costs = prediction.costs
     else:
@@ -245,13 +244,12 @@ def plan(
     outlook = Outlook()
     if prediction is not None:
         since_ms = view.now_ms if since_ms is None else since_ms
-        until_ms = since_ms + tuning.predictive.max_hold_ms
-        outlook = _outlook(
-            prediction, options, chosen, view.now_ms, since_ms, until_ms, deadline_ms
-        )
-        if outlook.left_ms > 0:
-            return Hold("its worker is busy", view.now_ms + outlook.left_ms, outlook.planned)
-    cached = min(int(options.blocks[chosen].sum()) * pool.block_size, prompt.tokens)
+        found: list[float] = prediction.found[chosen].tolist()
+        place = options.places[chosen]
+        outlook = outlook_of(found, place, view.now_ms, since_ms, tuning, deadline_ms)
+        if (hold := hold_of(outlook, view.now_ms)) is not None:
+            return hold
+    cached = min(int(sum(options.blocks[chosen].tolist())) * pool.block_size, prompt.tokens)
     tracked, reuse = (params.get(name, 1.0) for name in ("track_prefill_tokens", "assume_kv_reuse"))
     tracked = tracked and tuning.policy != "direct"
     return Chosen(
@@ -312,6 +310,7 @@ def recall(decision: Assigned, session: str = "") -> Recalled | None:
         output_tokens=params.get("output_tokens", 0.0),
         mean_output_tokens=params.get("mean_output_tokens", 0.0),
         most_held_tokens=params.get("most_held_tokens", 0.0),
+        leads_to=params.get("leads_to", 1.0),
         ttft_target_ms=params.get("ttft_target_ms", math.inf),
         itl_target_ms=params.get("itl_target_ms", math.inf),
     )  # fmt: skip
@@ -327,22 +326,29 @@ def recall(decision: Assigned, session: str = "") -> Recalled | None:
     return Recalled(options, POLICIES[decision.policy](ask, options, weights))
 
 
-def _outlook(
-    prediction: Prediction,
-    options: Options,
-    chosen: int,
+def outlook_of(
+    found: Sequence[float],
+    place: Place,
     now_ms: int,
     since_ms: float,
-    until_ms: float,
+    tuning: Tuning,
     deadline_ms: float | None,
 ) -> Outlook:
-    found: list[float] = prediction.found[chosen].tolist()
+    """What is expected of a request at a place, of which this was `found`; see `Prediction`."""
+    until_ms = since_ms + tuning.predictive.max_hold_ms
     if deadline_ms is not None:
         until_ms = min(until_ms, deadline_ms - found[kernels.PREFILL])
-    planned = Planned(options.places[chosen], found[kernels.ALONE], math.floor(until_ms))
+    planned = Planned(place, found[kernels.ALONE], math.floor(until_ms))
     left_ms = min(found[kernels.HOLD], planned.until_ms - now_ms)
     ttft_ms = found[kernels.WAIT] + found[kernels.PREFILL]
     return Outlook(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), ttft_ms)
+
+
+def hold_of(outlook: Outlook, now_ms: int) -> Hold | None:
+    """Whether a request is better held, and until when."""
+    if outlook.left_ms <= 0:
+        return None
+    return Hold("its worker is busy", now_ms + outlook.left_ms, outlook.planned)
 
 
 def _ask(prompt: Prompt, block_size: int, seed: int, turn: int) -> Ask:
@@ -355,21 +361,36 @@ def _ask(prompt: Prompt, block_size: int, seed: int, turn: int) -> Ask:
 
 def _predicted(ask: Ask, request: Request, view: View) -> Ask:
     """The request with what is expected of it, and what it asks for."""
-    wishes, limit = request.router or _NO_WISHES, request.stop.max_tokens
-    expected: float | None = request.hints.expected_output_tokens
-    expected = view.output_tokens if expected is None else max(expected, 1)
+    ttft_target_ms, itl_target_ms = targets_of(request)
     return ask._replace(
-        output_tokens=float(expected if limit is None else min(expected, max(limit, 1))),
+        output_tokens=expected_output_tokens(request, view.output_tokens),
         mean_output_tokens=view.output_tokens,
-        ttft_target_ms=math.inf if wishes.ttft_target is None else wishes.ttft_target,
-        itl_target_ms=math.inf if wishes.itl_target is None else wishes.itl_target,
+        leads_to=view.leads_to,
+        ttft_target_ms=ttft_target_ms,
+        itl_target_ms=itl_target_ms,
     )
+
+
+def expected_output_tokens(request: Request, mean: float) -> float:
+    """How long its answer is expected to be, when others are so long in the mean."""
+    expected: float | None = request.hints.expected_output_tokens
+    expected, limit = mean if expected is None else max(expected, 1), request.stop.max_tokens
+    return float(expected if limit is None else min(expected, max(limit, 1)))
+
+
+def targets_of(request: Request) -> tuple[float, float]:
+    """The times that it asks for, to the first token and from token to token, in ms."""
+    wishes = request.router
+    if wishes is None:
+        return math.inf, math.inf
+    ttft_ms, itl_ms = wishes.ttft_target, wishes.itl_target
+    return math.inf if ttft_ms is None else ttft_ms, math.inf if itl_ms is None else itl_ms
 
 
 def _options(
     request: Request, pool: Pool, rows: Sequence[Row], view: View, prompt: Prompt
 ) -> Options:
-    board = _board(pool, view)
+    board = board_of(pool, view)
     blocks = board.blocks(view.caches, prompt.local(pool.block_size))
     at = board.rows_at([planned.place for planned in view.ahead])
     ms = np.array([planned.prefill_ms for planned in view.ahead], np.float64)
@@ -383,7 +404,7 @@ def _options(
     return Options(places, board.tags[few], board.spots[few], blocks[few], taints, position[at], ms)
 
 
-def _board(pool: Pool, view: View) -> Board:
+def board_of(pool: Pool, view: View) -> Board:
     """The pool in columns, as of now."""
     sources = Sources(
         view.told, view.own, view.fleet.beats, view.fleet.beaten, view.counts_output,
@@ -403,7 +424,7 @@ def _taint_weights(request: Request, rows: Sequence[Row]) -> kernels.Floats | No
     ], np.float64)  # fmt: skip
 
 
-def _faulty_numbers(request: Request) -> str:
+def fault_of(request: Request) -> str:
     """The name of a number in the request with which costs cannot be compared; mostly empty."""
     override, constraints = request.router_config_override, request.hints.routing_constraints
     if override is not None:
@@ -440,7 +461,7 @@ def _params(
     params: dict[str, float] = {}
     if tuning.policy == "predictive":
         params |= tuning.predictive._asdict()
-        for name in ("output_tokens", "mean_output_tokens", "most_held_tokens"):
+        for name in ("output_tokens", "mean_output_tokens", "most_held_tokens", "leads_to"):
             params[name] = getattr(ask, name)
         targets = {"ttft_target_ms": ask.ttft_target_ms, "itl_target_ms": ask.itl_target_ms}
         params |= {name: target for name, target in targets.items() if target < math.inf}

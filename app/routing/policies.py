@@ -86,6 +86,7 @@ class Ask(NamedTuple):
     `turn`: how many requests this router has dispatched, for policies that go in turn.
     `least_prefill_tokens`: the least of all options. `output_tokens`: how long its answer is
     expected to be, `mean_output_tokens`: others. `most_held_tokens`: of its prompt, where most are.
+    `leads_to`: how many requests one comes to, itself included.
     Targets: times to its first token, and from token to token, that it asks for.
     """
 
@@ -99,6 +100,7 @@ class Ask(NamedTuple):
     output_tokens: float = 0.0
     mean_output_tokens: float = 0.0
     most_held_tokens: float = 0.0
+    leads_to: float = 1.0
     ttft_target_ms: float = math.inf
     itl_target_ms: float = math.inf
 
@@ -133,11 +135,11 @@ def _tag(worker: str, rank: int) -> int:
 def draws(seed: int, tags: Words) -> Words:
     """A number below 2^64 for each place, as if drawn at random."""
     drawn = np.empty_like(tags)
-    kernels.draw(_word(seed), tags, drawn)
+    kernels.draw(word_of(seed), tags, drawn)
     return drawn
 
 
-def _word(seed: int) -> Any:
+def word_of(seed: int) -> Any:
     """A seed as kernels take it."""
     return np.uint64(seed & _M64)
 
@@ -229,5 +231,5 @@ def pick(costs: Costs, tags: Words, seed: int, noise: float = 0.0) -> int | None
     if noise > 0:
         shares = _shares(draws(seed, tags)).tolist()
         costs = costs + np.array([noise * math.log(-math.log(share)) for share in shares])
-    chosen: int = kernels.least(costs, _word(seed), tags)
+    chosen: int = kernels.least(costs, word_of(seed), tags)
     return chosen if costs[chosen] < NEVER else None

@@ -1,8 +1,8 @@
 """Policy `predictive`: what a request costs at a place in milliseconds, and when it may go there.
 
     cost = wait + own prefill
-         + decode_weight · (stall of the others' decode + slower steps for them + own decode)
-         + replication
+         + f · decode_weight · (stall of the others' decode + slower steps for them + own decode)
+         + what comes later + replication / f
 
 Waiting is done in the router, since a request in a worker's queue can no longer change its mind:
 places are planned in the order of arrival (`Spot.ahead_ms` is what earlier ones have planned), and
@@ -11,8 +11,9 @@ to say. Everything is a function of the arguments; without knowledge of caches i
 load in predicted milliseconds.
 
 With L tokens of prompt, n of them to be computed here (at least one), o tokens of answer, O the
-mean answer, C the capacity, t = prompts there + runs · O / 2 the tokens in the cache, and d(x) a
-step of decode at x tokens (d = d(t), or 0 where nothing runs):
+mean answer, C the capacity, t = prompts there + runs · O / 2 the tokens in the cache, d(x) a step
+of decode at x tokens (d = d(t), or 0 where nothing runs), and f the requests that one leads to,
+itself included (`Paces.leads_to`): they come to the same place, and find it as it is left:
 
     wait         what is left of the prefill there, but no less than half a step
                  + (t + L + O - C) / t · 1.5 · O · d, if that is positive and something runs
@@ -21,7 +22,10 @@ step of decode at x tokens (d = d(t), or 0 where nothing runs):
     stall        runs · (n tokens in chunks, alone)
     slower       runs · O / 2 · (d(t + L + o / 2) - d)
     own decode   o · d(t + L + o / 2)
-    replication  tokens that another place has and this one has not, at the price of a full chunk
+    later        (f - 1) · 1.5 · d(t + L + o / 2): each of them waits for half a step, and has one
+                 beside its prefill
+    replication  tokens that another place has and this one has not, at the price of a full chunk;
+                 where much comes again, a second copy is soon worth its room
 
 The sums are done by `kernels.py`, one number an option, each made of its own option's alone: so it
 is the same to the bit among other options.
@@ -64,11 +68,6 @@ class Terms(NamedTuple):
         """Expected time to the first token."""
         return self.wait_ms + self.prefill_ms
 
-    def cost_ms(self, decode_weight: float) -> Floats:
-        """All together."""
-        decode_ms = self.stall_ms + self.slower_ms + self.decode_ms
-        return self.ttft_ms + decode_weight * decode_ms + self.replication_ms
-
 
 class Prediction(NamedTuple):
     """What is expected at each option: `found`, in columns named in `kernels.py`."""
@@ -104,23 +103,31 @@ class Prediction(NamedTuple):
         return self.found[:, kernels.HOLD]
 
 
+class HeldTokens(NamedTuple):
+    """Of a prompt, what need not be computed at each option; the `most` of these."""
+
+    each: Floats
+    most: float
+
+
 def predict(
-    ask: Ask, options: Options, weights: PredictiveWeights, held: Floats | None = None
+    ask: Ask, options: Options, weights: PredictiveWeights, held: HeldTokens | None = None
 ) -> Prediction:
     """What is expected of a request at each option. `held`: as `held_tokens` has it."""
-    if held is None:
-        held = held_tokens(ask, options)
+    held = held or held_tokens(ask, options)
     found = np.empty((len(options.spots), FOUND))
     kernels.predict(
-        options.spots, held, options.liking, options.ahead_at, options.ahead_ms,
+        options.spots, held.each, options.liking, options.ahead_at, options.ahead_ms,
         float(ask.prompt_tokens), ask.output_tokens, ask.mean_output_tokens, ask.most_held_tokens,
-        weights.decode_weight, ask.ttft_target_ms, ask.itl_target_ms, found,
+        ask.leads_to, weights.decode_weight, ask.ttft_target_ms, ask.itl_target_ms, found,
     )  # fmt: skip
     return Prediction(found)
 
 
-def held_tokens(ask: Ask, options: Options) -> Floats:
+def held_tokens(ask: Ask, options: Options) -> HeldTokens:
     """Tokens of the prompt that need not be computed; those to be loaded count in part."""
-    held = np.empty(len(options.spots))
-    kernels.hold_tokens(options.blocks, float(ask.block_size), float(ask.prompt_tokens), held)
-    return held
+    each = np.empty(len(options.spots))
+    most = kernels.hold_tokens(
+        options.blocks, float(ask.block_size), float(ask.prompt_tokens), each
+    )
+    return HeldTokens(each, most)

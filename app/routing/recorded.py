@@ -10,12 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from app.routing import kernels
 from app.routing.board import pace_columns
 from app.routing.kernels import (
     BUSY_MS,
-    CAPACITY,
-    CHUNK,
-    CURVE,
     LATER_MS,
     OPEN_TOKENS,
     PREFILL_RUNS,
@@ -26,7 +24,7 @@ from app.routing.kernels import (
     TOKENS,
 )
 from app.routing.paces import PUBLISHED, pace_told
-from app.routing.policies import NEVER, Costs, Options, Place, tags_of
+from app.routing.policies import Costs, Options, Place, tags_of
 from streams.records import Candidate
 
 RECORDED = 16
@@ -42,34 +40,37 @@ def candidates_of(
 
     `is_timed`: with what policy predictive looks at.
     """
-    best: list[int] = np.argsort(costs, kind="stable")[:RECORDED].tolist()
-    if chosen not in best:
-        best.append(chosen)
-    best = [i for i in best if costs[i] < NEVER or i == chosen]
-    taints = options.taint_weights
+    best = np.empty(RECORDED + 1, np.int64)
+    counts = np.empty((kernels.COUNTS, len(best)), np.int64)
+    times = np.empty((kernels.TIMES, len(best)))
+    size = kernels.record(costs, chosen, options.spots, options.blocks, best, counts, times)
+    numbers: list[int] = best[:size].tolist()
+    places, taints = options.places, options.taint_weights
+    cost, busy_ms, slowness, later_ms, *curve = times[:, :size].tolist()
+    *about, prefill_tokens, prompt_tokens, prefill_runs, chunk_tokens, capacity_tokens = counts[
+        :, :size
+    ].tolist()
+    columns = [
+        *zip(*[places[i] for i in numbers], strict=True), cost, *about, prefill_tokens,
+        [0.0] * size if taints is None else taints[numbers].tolist(),
+    ]  # fmt: skip
+    if is_timed:
+        columns += [
+            prompt_tokens, prefill_runs, busy_ms, _ahead(options, numbers), slowness, chunk_tokens,
+            capacity_tokens, [() if c == _PUBLISHED else c for c in zip(*curve, strict=True)],
+            later_ms,
+        ]  # fmt: skip
+    return tuple(map(Candidate, *columns))
+
+
+def _ahead(options: Options, numbers: list[int]) -> list[tuple[float, ...]]:
+    """For each of these options the prefill of those who are planned for it before."""
+    if not len(options.ahead_at):
+        return [()] * len(numbers)
     ahead: dict[int, list[float]] = {}
     for at, ms in zip(options.ahead_at.tolist(), options.ahead_ms.tolist(), strict=True):
         ahead.setdefault(at, []).append(ms)
-    found = []
-    for i, cost, spot, blocks in zip(
-        best, costs[best].tolist(), options.spots[best].tolist(),
-        options.blocks[best].astype(np.int64).tolist(), strict=True,
-    ):  # fmt: skip
-        place = options.places[i]
-        weight = 0.0 if taints is None else float(taints[i])
-        about = (
-            place.worker, place.epoch, place.rank, cost, int(spot[RUNS]), int(spot[OPEN_TOKENS]),
-            *blocks, int(spot[PREFILL_TOKENS]), weight,
-        )  # fmt: skip
-        if is_timed:
-            curve = tuple(spot[CURVE:])
-            about += (
-                int(spot[TOKENS]), int(spot[PREFILL_RUNS]), spot[BUSY_MS],
-                tuple(ahead.get(i, ())), spot[SLOWNESS], int(spot[CHUNK]), int(spot[CAPACITY]),
-                () if curve == _PUBLISHED else curve, spot[LATER_MS],
-            )  # fmt: skip
-        found.append(Candidate(*about))  # by position: twice as fast, and there are 16 of them
-    return tuple(found)
+    return [tuple(ahead.get(number, ())) for number in numbers]
 
 
 def options_of(candidates: Sequence[Candidate]) -> Options:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from app.routing.held import Held, Wanted
-from app.routing.plan import Chosen, Hold, Planned, Refuse, Tuning, intention, plan
+from app.routing.held import Held, Survey, Wanted
+from app.routing.plan import Chosen, Hold, Planned, Refuse, Tuning, plan
 from app.routing.prompt import Prompt
+from app.routing.survey import Surveyor, survey
 from app.simulation.knowledge import Knowledge
 from app.simulation.worker import NEVER
 
@@ -72,13 +73,10 @@ class Router:
         while self._due:
             due, self._due = self._due, {}
             looking = [self.waiting[number] for number in due if number in self.waiting]
-            lined_up = self._held.line_up(
-                looking,
-                (lambda wanted: intention(self._plan(wanted, now_ms)))
-                if self.tuning.holds
-                else None,
-            )
+            lined_up = self._held.line_up(looking, self._survey(now_ms))
             self._due |= dict.fromkeys(lined_up.woken)
+            for number, hold in lined_up.held.items():
+                self._set_alarm(number, hold, now_ms)
             for number in lined_up.order:
                 planned = self._plan(self.waiting[number], now_ms)
                 if isinstance(planned, Hold):
@@ -89,6 +87,12 @@ class Router:
                     self._alarm_ms.pop(number, None)
                     self._sent += 1
                     yield number, planned
+
+    def _survey(self, now_ms: float) -> Survey[int] | None:
+        if not self.tuning.holds:
+            return None
+        by = Surveyor(self.knowledge.view(now_ms, ()), self.tuning)
+        return lambda looking: survey(looking, self._held, by, lambda one: self._plan(one, now_ms))
 
     def _plan(self, wanted: Wanted[int], now_ms: float) -> Chosen | Hold:
         ahead = self._held.ahead(wanted.number)
@@ -103,8 +107,12 @@ class Router:
         return planned
 
     def _hold(self, number: int, hold: Hold, now_ms: float) -> None:
-        """Let a request wait, and note when it looks again; never at once."""
+        """Let a request wait."""
         self._intend(number, hold.planned)
+        self._set_alarm(number, hold, now_ms)
+
+    def _set_alarm(self, number: int, hold: Hold, now_ms: float) -> None:
+        """Note when a request that waits looks again; never at once."""
         at_ms = self._held.looks_ms(number, hold)
         soon, late = int(now_ms) + 1.0, now_ms + LOOK_MS
         self._alarm_ms[number] = alarm = late if at_ms is None else min(max(at_ms, soon), late)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.held import WOKEN, Held, Wanted
+from app.routing.held import WOKEN, Held, Sketch, Wanted
 from app.routing.plan import Hold, Planned
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
@@ -82,13 +84,15 @@ def test_who_has_another_turn_than_before_looks_again() -> None:
 def test_who_looks_at_one_moment_is_planned_by_arrival_and_goes_the_shortest_first() -> None:
     held, seen = Held[str](), dict[str, list[float]]()
 
-    def intention(each: Wanted[str]) -> Planned | None:
-        seen[each.key] = [other.prefill_ms for other in held.ahead(each.number)]
+    def survey(looking: Sequence[Wanted[str]]) -> Iterator[Sketch | None]:
         lengths = {"long": 90.0, "short": 10.0, "middle": 40.0}
-        return planned(W1, lengths[each.key]) if each.key in lengths else None
+        for each in looking:
+            seen[each.key] = [other.prefill_ms for other in held.ahead(each.number)]
+            yield Sketch(planned(W1, lengths[each.key])) if each.key in lengths else None
 
     coming = [wanted(key, n) for n, key in enumerate(["long", "any", "short", "middle", "all"])]
-    lined_up = held.line_up(reversed(coming), intention)
+    lined_up = held.line_up(reversed(coming), survey)
+    assert lined_up.held == {}
     assert lined_up.order == ["short", "middle", "long", "any", "all"]
     assert (seen["long"], seen["any"]) == ([], [90.0])
     assert seen["short"] == [90.0]
@@ -101,21 +105,36 @@ def test_those_who_do_not_look_are_woken_when_their_turn_changes() -> None:
         held.hold(key, number, 0, planned(W1, length))
     lined_up = held.line_up(
         [wanted("first", 0), wanted("new", 9)],
-        lambda each: planned(W2 if each.key == "first" else W1, 40.0),
+        lambda _: iter([Sketch(planned(W2, 40.0)), Sketch(planned(W1, 40.0))]),
     )
     assert (lined_up.order, lined_up.woken) == (["first", "new"], ["second"])
 
 
+def test_those_for_whom_it_is_too_early_are_held_and_do_not_go() -> None:
+    held, busy = Held[str](), Hold("busy", 70, planned(W1, 40.0))
+    sketches = [Sketch(planned(W1, 40.0), busy), Sketch(planned(W2, 50.0)), None]
+    looking = [wanted(key, n) for n, key in enumerate("abc")]
+    lined_up = held.line_up(looking, lambda _: iter(sketches))
+    assert (lined_up.order, lined_up.held) == (["b", "c"], {"a": busy})
+    assert (held.place("a"), held.place("b"), held.place("c")) == (W1, W2, None)
+
+
+def test_a_line_has_those_who_join_where_they_came() -> None:
+    held = Held[str]()
+    for number, key in enumerate("abcd"):
+        held.hold(key, number, 0, planned(W1, float(number)))
+    line = held.line({"e": 9, "b": 1})
+    assert line.planned == [planned(W1, 0.0), None, planned(W1, 2.0), planned(W1, 3.0), None]
+    assert line.places == {"b": 1, "e": 4}
+
+
 def test_one_who_looks_alone_and_those_of_other_policies_are_not_planned_twice() -> None:
-    held, asked = Held[str](), list[str]()
+    def survey(_: Sequence[Wanted[str]]) -> Iterator[Sketch | None]:
+        raise AssertionError("nobody is to be planned")
 
-    def intention(each: Wanted[str]) -> Planned | None:
-        asked.append(each.key)
-        return None
-
-    assert held.line_up([wanted("a")], intention).order == ["a"]
+    held = Held[str]()
+    assert held.line_up([wanted("a")], survey).order == ["a"]
     assert held.line_up([wanted("b", 1), wanted("a")], None).order == ["a", "b"]
-    assert asked == []
 
 
 def test_the_next_in_turn_looks_by_itself_and_others_when_they_are_held_no_longer() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from app.engine.curves import Curves, curves_of
 from app.routing.paces import (
@@ -122,6 +123,21 @@ def test_the_mean_answer_moves_from_a_first_guess_to_what_is_seen() -> None:
     assert paces.output_tokens == pytest.approx(201), "those did not come to their end"
     tell(paces, *[finished(60, "length")] * 30_000)
     assert paces.output_tokens == pytest.approx(60, abs=0.1)
+
+
+def test_how_much_is_found_in_caches_tells_how_much_comes_again() -> None:
+    def led_to(held: float) -> float:
+        paces = Paces()
+        for n in range(3000):
+            told = replace(assigned(f"{n}"), params={"most_held_tokens": held})
+            tell(paces, told)
+        return paces.leads_to
+
+    tokens = assigned().prompt_tokens
+    assert Paces().leads_to == 1
+    assert led_to(0.0) == 1
+    assert led_to(0.75 * tokens) == pytest.approx(4, rel=0.05)
+    assert led_to(tokens) == 10
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -61,7 +61,7 @@ def one(row: dict[str, Any], ask: Ask = ASK) -> Terms:
 
 
 def cost(row: dict[str, Any]) -> float:
-    return float(predicted(row).terms.cost_ms(LAMBDA)[0])
+    return float(predicted(row).costs[0])
 
 
 def test_an_idle_place_costs_its_prefill_and_the_decode_to_come() -> None:
@@ -77,6 +77,14 @@ def test_a_place_in_decode_costs_the_rest_of_a_step_and_slows_the_others() -> No
     assert one(row) == pytest.approx(Terms(3, 15 + 6, 2 * 15, 2 * 50 * 0.6, 200 * 6.6, 0))
     assert predicted(row).terms.ttft_ms == pytest.approx(24)
     assert cost(row) == pytest.approx(24 + 0.01 * (30 + 60 + 1320))
+
+
+def test_requests_that_come_after_find_a_place_as_it_is_left() -> None:
+    row = {"open_runs": 2, "prompt_tokens": 900}
+    ask = ASK._replace(leads_to=4.0, most_held_tokens=200.0)
+    found = float(predicted(row, ask=ask).costs[0])
+    once = 24 + 200 * 0.02 / 4  # a second copy of 200 tokens, for four
+    assert found == pytest.approx(once + 4 * 0.01 * (30 + 60 + 1320) + 3 * 1.5 * 6.6)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +120,7 @@ def test_those_planned_before_go_first_if_they_are_shorter_and_last_if_not() -> 
 
 def test_what_is_cached_elsewhere_and_computed_here_is_paid_for() -> None:
     both = {"overlap_blocks": 30}, {"overlap_blocks": 10}
-    ask = ASK._replace(most_held_tokens=float(held_tokens(ASK, options(*both)).max()))
+    ask = ASK._replace(most_held_tokens=held_tokens(ASK, options(*both)).most)
     terms = predicted(*both, ask=ask).terms
     # The second has 200 tokens less, at 20 ms for a full chunk of 1000.
     assert terms.replication_ms == pytest.approx([0, 4])
