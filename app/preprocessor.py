@@ -31,7 +31,7 @@ from streams.errors import AppendFailed, OwnershipLost, RecordTooLarge, StreamEr
 from streams.follow import Follower
 from streams.outbox import Outbox
 from streams.ports import Log, Partition, Record
-from streams.records import Cancel, Fact, Refused, Request
+from streams.records import Cancel, Fact, Refused, Request, WorkerCard
 from streams.topics import PROMPTS, REGISTRY, REQUESTS, lane_of
 
 if TYPE_CHECKING:
@@ -135,14 +135,17 @@ class Preprocessor:
                 refusal = Refused(id=record.id, code="too_large", message=str(e))
                 await self._outbox.persist(REQUESTS, record.id, refusal, lane)
 
-    def _applied(self, _: Partition, __: Sequence[Fact]) -> None:
+    def _applied(self, _: Partition, facts: Sequence[Fact]) -> None:
         """Records of the registry were folded."""
+        for fact in facts:
+            if isinstance(fact.record, WorkerCard):
+                self._models.saw(fact.record)
         if self._registry.caught_up:  # before, most of what is read is over already
             self._look_for_models()
 
     def _look_for_models(self) -> None:
         self._loader.keep(self._models.with_files())
-        if self._models.cards():
+        if self._models.has_any:
             self._has_models.set()
 
     def assigned(self, starts: Mapping[int, int]) -> None:

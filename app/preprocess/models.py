@@ -1,6 +1,7 @@
 """Which models prompts may name, by the registry: those with files, and those with workers.
 
-A model with files stays known when its workers leave: prompts for it wait where routers hold them.
+A model stays known when its workers leave: prompts for it wait where routers hold them. One with
+files has a card of its own in the registry; of others the cards of their workers are remembered.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from msgspec.structs import replace
 
 from app.preprocess.errors import InvalidPrompt
 from app.routing.fleet import Fleet
-from streams.records import ModelCard
+from streams.records import ModelCard, WorkerCard
 
 NAMED = 5
 """How many names an error lists."""
+REMEMBERED = 1000
+"""Models without files whose workers have left; of more, those seen longest ago are forgotten."""
 
 
 class Models:
@@ -22,6 +25,20 @@ class Models:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._seen: dict[str, int | None] = {}
+        """The context of every model that a worker had, in the order in which they were seen."""
+
+    def saw(self, card: WorkerCard) -> None:
+        """A worker has this model; its prompts are taken also when it has left."""
+        self._seen.pop(card.model, None)
+        self._seen[card.model] = card.config.context_length
+        if len(self._seen) > REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a model, or was."""
+        return bool(self._seen or self.cards())
 
     def cards(self) -> dict[str, ModelCard]:
         """All of them, by name. A model without files has a card of its name and context only."""
@@ -38,8 +55,10 @@ class Models:
         Raises InvalidPrompt.
         """
         cards = self.cards()
-        if not name and len(cards) == 1:
-            name = next(iter(cards))
+        if not name and len(cards or self._seen) == 1:
+            name = next(iter(cards or self._seen))
+        if name in self._seen and name not in cards:
+            return ModelCard(name=name, context_length=self._seen[name])
         if name in cards:
             card = cards[name]
             if card.kind not in ("tokens", kind):

@@ -6,6 +6,8 @@ import json
 import random
 from typing import Any, TypeVar
 
+import pytest
+
 from app.lifetime import Lifetime
 from app.preprocess.artifacts import Artifacts
 from app.preprocess.byte_level import render_chat
@@ -25,6 +27,7 @@ from streams.records import (
     ModelCard,
     Refused,
     Request,
+    Tombstone,
     WorkerCard,
 )
 from streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS, lane_of, partition_of
@@ -197,6 +200,49 @@ async def test_a_model_that_comes_later_is_known(world: World) -> None:
     await world.sleep(1)
     ask(world, "a", body={"model": "demo", "messages": [{"role": "user", "content": "x"}]})
     await world.until(lambda: bool(asked(world, Request)))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_prompt_for_a_model_whose_only_worker_restarts_is_taken(
+    restarted: bool, named: bool
+) -> None:
+    @in_world
+    async def scenario(world: World) -> None:
+        serve(world, "m", 512)
+        if not restarted:
+            await begin(world, models=False)
+        await world.sleep(1.0)
+        world.append(REGISTRY, 0, Tombstone(key="worker/w-m"), key="worker/w-m")
+        if restarted:  # it knows what was there from the registry's past
+            await begin(world, models=False)
+            serve(world, "other")
+            world.append(REGISTRY, 0, Tombstone(key="worker/w-other"), key="worker/w-other")
+        await world.sleep(1.0)
+        body = {"messages": [{"role": "user", "content": "hi"}]} | ({"model": "m"} if named else {})
+        ask(world, "a", body=body)
+        if restarted and not named:  # there were two
+            await world.until(lambda: bool(asked(world, Refused)))
+        else:
+            await world.until(lambda: bool(asked(world, Request)))
+            assert asked(world, Request)[0].model in ("m", "")
+
+    scenario()
+
+
+@in_world
+async def test_a_model_that_left_is_not_one_of_those_an_unnamed_prompt_may_mean(
+    world: World,
+) -> None:
+    serve(world, "old")
+    await begin(world, models=False)
+    await world.sleep(1.0)
+    world.append(REGISTRY, 0, Tombstone(key="worker/w-old"), key="worker/w-old")
+    serve(world, "new")
+    await world.sleep(1.0)
+    ask(world, "a")
+    await world.until(lambda: bool(asked(world, Request)))
+    assert asked(world, Request)[0].model == "new"
 
 
 @in_world
