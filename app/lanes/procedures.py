@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from msgspec.structs import replace
+from opentelemetry.trace import get_tracer
 
 from app.lanes.context import FoldStopped, RouterContext
 from app.lanes.endings import Endings
@@ -44,6 +45,8 @@ from streams.records import (
 )
 from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
 from streams.transcript import Transcript
+
+tracer = get_tracer("kvlane.router")
 
 RETRY_AFTER_S = 1.0
 """When a client that was refused may come again: by then about as many have found a place as a
@@ -220,7 +223,9 @@ class Procedures:
         """Hold a request until a worker can take it, then dispatch it; or end it."""
         s, request = self._context, rest.request
         began_at = s.life.clock.now()
-        choice = await self._hold(rest)
+        with tracer.start_as_current_span("router.select_worker") as span:
+            span.set_attribute("request_id", request.id)
+            choice = await self._hold(rest)
         if isinstance(choice, Refuse):
             again_s = RETRY_AFTER_S if choice.code in COME_AGAIN else None
             await self._ends.end(request.id, choice.code, choice.message, retry_after_s=again_s)
@@ -237,7 +242,17 @@ class Procedures:
         ):
             waited_s = s.life.clock.now() - began_at
             s.metrics.dispatched(rest.attempt, Prompt(request), choice, waited_s)
-            await self._dispatch(rest, choice)
+            with tracer.start_as_current_span(
+                "router.route_request",
+                attributes={
+                    "request_id": request.id,
+                    "worker_id": choice.place.worker,
+                    "dp_rank": choice.place.rank,
+                    "overlap_blocks": choice.overlap_blocks,
+                    "phase": "aggregated",
+                },
+            ):
+                await self._dispatch(rest, choice)
 
     async def _hold(self, rest: Remainder) -> Chosen | Refuse:
         """Wait for a worker with room, no longer than the deadline; or say why that ends here.

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from app.engine.batch import Shape
-from app.engine.contract import Engine
+from app.engine.contract import BlocksListener, Engine, EngineOutput, GenerateContext
 from app.engine.echo import EchoEngine
 from app.engine.simulated import SimulatedEngine
 from app.routing.eligibility import number_of
 from app.worker import Worker
+from indexer.modelled import ModelledCache
 from streams.codecs import decode, pack_tokens, unpack_tokens
 from streams.records import Assigned, Assignment, Ended, EngineConfig, Hints, Request
 from streams.topics import ASSIGNMENTS, LEDGER, REQUESTS
@@ -633,6 +634,47 @@ async def test_routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone(world
         mm_routing_info={"routing_token_ids": held, "block_mm_infos": images}
     )
     assert pictured.cached_tokens_predicted == 0, "an image makes another block"
+
+
+class Guessed(EchoEngine):
+    """An engine that says nothing of its cache, so that it is guessed from what it serves."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.clock, STEP_S, model="demo", context_length=CONTEXT)
+        self._guess = ModelledCache(BLOCK, 256)
+
+    def listen(self, listener: BlocksListener) -> None:
+        self._listener = listener
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        return replace(await super().start(worker_id), kv_cache_block_size=BLOCK)
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        tokens = list(unpack_tokens(request.token_ids))
+        try:
+            async for output in super().generate(request, context):
+                tokens += output.token_ids
+                yield output
+        finally:  # who listens leaves at the last output
+            self._listener(self._guess.serve(tokens))
+
+
+@in_world
+async def test_what_a_silent_engine_served_counts_as_cached_pinned_or_not(world: World) -> None:
+    town = await Town.found(world, ())
+    for name in ("w1", "w2"):
+        await town.hire(name, engine=Guessed(world))
+    first = await town.placed()
+    await world.sleep(2)
+    again = await town.placed()
+    assert (again.worker, again.cached_tokens_predicted) == (first.worker, 6 * BLOCK)
+    other = {"prompt": [5] * len(PROMPT)}
+    pinned = await town.placed(body=other, backend_instance_id="w2")
+    await world.sleep(2)
+    after = await town.placed(body=other)
+    assert (after.worker, after.cached_tokens_predicted) == (pinned.worker, 6 * BLOCK)
 
 
 # --- dry runs -------------------------------------------------------------------------------------
