@@ -61,7 +61,6 @@ class Folds:
     ) -> None:
         self.fleet = Fleet()
         self.index = Index(SECRET)
-        self.pools = Pools(self.fleet, TIMEOUT_MS)
         self._keys = keys
         self._positions: dict[Partition, int] = {}
         self._event_ids = dict.fromkeys([worker.epoch for worker in workers], 0)
@@ -136,13 +135,14 @@ class Knowledge:
         self.folds = folds
         self.books = books
         self.own = Burdens()
+        self._pools = Pools(folds.fleet, TIMEOUT_MS)
 
     def view(self, now_ms: float, ahead: Sequence[Planned]) -> View:
         """For `plan`, right until something is told. `ahead`: see `View`."""
         folds, books = self.folds, self.books
         return View(
-            folds.fleet, folds.pools, folds.index, books.load.burdens, self.own, int(now_ms),
-            books.paces.output_tokens, books.paces.slowness, ahead,
+            folds.fleet, self._pools, folds.index, books.load.burdens, self.own, int(now_ms),
+            books.paces.output_tokens, books.paces.slowness, ahead, leads_to=books.paces.leads_to,
         )  # fmt: skip
 
 
