@@ -143,6 +143,8 @@ class VllmEngine(Engine):
             await asyncio.wait([loading])
             if not loading.cancelled() and loading.exception() is None:
                 llm = loading.result()
+                gone = EngineError("the engine was shut down", retryable=True)
+                llm.output_processor.propagate_error(gone)
                 if llm.output_handler is not None:  # it would take the end for a death
                     llm.output_handler.cancel()
                 await asyncio.to_thread(llm.shutdown)
@@ -298,6 +300,8 @@ def _translated(error: Exception) -> EngineError:
     if isinstance(error, GracefulHTTPError):  # it has enough to do
         return EngineError(str(error), retryable=True)
     cause = error.__cause__
+    if isinstance(cause, EngineError):
+        return cause
     if isinstance(error, VLLMClientError | ValueError):
         return InvalidRequest(str(error))
     if isinstance(cause, ValueError):

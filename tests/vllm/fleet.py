@@ -1,0 +1,159 @@
+"""A deployment in this process, on the log in memory, whose workers have real engines."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from msgspec.structs import replace
+
+from app.demo.ledger import Crew, Decisions
+from app.demo.parts import MemoryParts, Part
+from app.demo.stage import free_port
+from app.engine.contract import BlocksListener, Engine, EngineOutput, GenerateContext
+from app.gateway import Gateway
+from app.lifetime import Lifetime
+from app.preprocess.modelfolder import read_folder
+from app.preprocessor import Preprocessor
+from app.router import Router
+from app.serving.offer import Offer
+from app.settings import Settings
+from app.worker import Worker
+from streams.client import Client
+from streams.clock import SystemClock
+from streams.memory.broker import MemoryBroker
+from streams.ports import Log
+from streams.prompt import Prompt
+from streams.records import Chunk, End, EngineConfig, EngineFigures, Request
+from tests.vllm.engines import Told
+
+CLOCK = SystemClock()
+OTHERS = ("router", "preprocessor", "gateway")
+
+
+class Lent(Engine):
+    """An engine that runs already and goes on running when its worker ends; served as `model`.
+
+    A worker sees the events from its beginning on, so its engine's cache is emptied first.
+    """
+
+    def __init__(self, told: Told, model: str) -> None:
+        self._told = told
+        self._model = model
+        self._listener: BlocksListener | None = None
+
+    def listen(self, listener: BlocksListener) -> None:
+        self._listener = listener
+
+    def figures(self) -> EngineFigures | None:
+        return self._told.figures()
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        await self._told.llm.reset_prefix_cache()
+        if self._listener is not None:
+            self._told.listeners.append(self._listener)
+        return replace(self._told.config, served_model_name=self._model)
+
+    def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        return self._told.generate(request, context)
+
+    async def abort(self, context: GenerateContext) -> None:
+        await self._told.abort(context)
+
+    async def cleanup(self) -> None:
+        if self._listener in self._told.listeners:
+            self._told.listeners.remove(self._listener)
+
+
+class Fleet:
+    """See the module. `engines` by the names of their workers, which start in that order."""
+
+    def __init__(
+        self, folder: Path, engines: dict[str, Told], model: str, scratch: Path, **over: Any
+    ) -> None:
+        self.settings = Settings(
+            _env_file=None, worker_id="-", router_id="-", model=model, http_port=free_port(),
+            context_length=1024, cache_dir=scratch, heartbeat_s=0.5, drain_grace_s=0.5, lanes=2,
+            **over,
+        )  # fmt: skip
+        self.broker = MemoryBroker(CLOCK, lanes=2)
+        self._folder = folder
+        self._engines = dict(engines)
+        self._model = model
+        self.life = Lifetime("fleet", CLOCK)
+        self.parts = self._parts_of([*engines])
+        self._more: list[MemoryParts] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.settings.http_port}/v1"
+
+    async def __aenter__(self) -> Self:
+        self.log = self.broker.connect("tests")
+        await self.log.start()
+        self.client = Client(self.log, CLOCK)
+        self.decisions = Decisions(self.log)
+        self.life.spawn("ledger", self.decisions.follow(await self.decisions.beginning()))
+        self.crew = Crew(self.log, self.life, self.settings.worker_timeout_s)
+        self.crew.follow()
+        await self.client.__aenter__()
+        await self.parts.start()
+        assert await self.crew.complete(len(self._engines), 60)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for parts in (*self._more, self.parts):
+            await parts.stop()
+        await self.client.__aexit__(None, None, None)
+        await self.life.end()
+        await self.log.close()
+
+    async def join(self, name: str, engine: Told) -> None:
+        """One more worker."""
+        self._engines[name] = engine
+        parts = self._parts_of([name], others=())
+        self._more.append(parts)
+        await parts.start()
+
+    async def ask(self, tokens: Sequence[int], max_tokens: int, **body: Any) -> str:
+        """Publish a prompt in tokens; its id."""
+        request_id = self.client.new_request_id()
+        body = {
+            "model": self._model, "token_ids": list(tokens), "max_tokens": max_tokens,
+            "temperature": 0.0, "ignore_eos": True, **body,
+        }  # fmt: skip
+        await self.client.publish(Prompt(id=request_id, kind="tokens", body=body))
+        return request_id
+
+    async def pieces(self, request_id: str) -> AsyncGenerator[Chunk | End, None]:
+        async for piece in self.client.stream(request_id, timeout_s=60):
+            yield piece
+
+    async def answer(self, request_id: str) -> list[int]:
+        """Its tokens, once its end is in the ledger."""
+        tokens: list[int] = []
+        async for piece in self.pieces(request_id):
+            assert isinstance(piece, Chunk), piece
+            assert piece.finish_reason in (None, "stop", "length"), piece
+            tokens += piece.token_ids
+        until = CLOCK.now() + 5
+        while self.decisions.cached(request_id) is None and CLOCK.now() < until:
+            await CLOCK.sleep(0.005)
+        return tokens
+
+    def _parts_of(self, workers: Sequence[str], others: Sequence[str] = OTHERS) -> MemoryParts:
+        parts = [Part(name, "worker") for name in workers] + [Part(f"{o}-1", o) for o in others]
+        builds = {
+            "worker": self._worker, "router": Router, "preprocessor": Preprocessor,
+            "gateway": Gateway,
+        }  # fmt: skip
+        return MemoryParts(parts, builds, self.settings, self.broker, random.Random(1))
+
+    def _worker(self, log: Log, settings: Settings, life: Lifetime) -> Worker:
+        offer = Offer(log, settings, life, read_folder(self._folder))
+        engine = Lent(self._engines[settings.worker_id], self._model)
+        return Worker(log, settings, life, engine, offer=offer)

@@ -1,0 +1,102 @@
+"""A vLLM server in a process of its own, with its cache events, and with a past they can be read from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+from app.demo import tiny_model
+from app.engine.attached.engine import AttachedEngine, Attachment, Guess
+from app.preprocess.modelfolder import read_folder
+from app.preprocess.pool import Inline
+from app.preprocess.tokenizer import Tokenizer
+from streams.clock import SystemClock
+
+BLOCKS = 41
+CONTEXT = 512
+
+
+class RunningServer(NamedTuple):
+    url: str
+    events: str
+    replay: str
+    model: Path
+    process: asyncio.subprocess.Process
+
+    def attached(self, **over: object) -> AttachedEngine:
+        where = Attachment(self.url, self.events, self.replay, silence_s=60.0, start_s=200.0)
+        tokenizer = Tokenizer(read_folder(self.model).tokenizer, Inline())
+        guess = Guess(CONTEXT, tiny_model.BLOCK, BLOCKS - 1)
+        return AttachedEngine(SystemClock(), where._replace(**over), tokenizer, guess)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def command(model: Path, ports: list[int], adapters: dict[str, Path]) -> list[str]:
+    http, events, replay = ports
+    told = {
+        "enable_kv_cache_events": True, "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}",
+    }  # fmt: skip
+    line = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(http),
+        "--dtype", "float32", "--max-model-len", str(CONTEXT), "--block-size",
+        str(tiny_model.BLOCK), "--enforce-eager", "--max-num-seqs", "8",
+        "--num-gpu-blocks-override", str(BLOCKS), "--kv-cache-memory-bytes", str(64 << 20),
+        "--distributed-executor-backend", "uni", "--enable-prompt-tokens-details",
+        "--kv-events-config", json.dumps(told),
+    ]  # fmt: skip
+    if adapters:
+        modules = [f"{name}={folder}" for name, folder in adapters.items()]
+        line += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules]
+    return line
+
+
+@contextlib.asynccontextmanager
+async def running(
+    model: Path, log: Path, adapters: dict[str, Path] | None = None, ports: list[int] | None = None
+) -> AsyncIterator[RunningServer]:
+    """A server that is being started; whoever attaches to it waits until it is up."""
+    http, events, replay = ports = ports or free_ports(3)
+    with log.open("ab") as out:
+        process = await asyncio.create_subprocess_exec(
+            *command(model, ports, adapters or {}),
+            env=os.environ | tiny_model.environment() | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"},
+            stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield RunningServer(
+            f"http://127.0.0.1:{http}", f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}",
+            model, process,
+        )  # fmt: skip
+    finally:
+        await end(process)
+
+
+async def end(process: asyncio.subprocess.Process, *, kill: bool = False) -> None:
+    """Its whole group goes: the engine's core is a child of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL if kill else signal.SIGTERM)
+    try:
+        async with asyncio.timeout(20):
+            await process.wait()
+    except TimeoutError:
+        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

@@ -1,0 +1,30 @@
+"""The real vLLM, held to what every engine is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.demo import tiny_model
+from app.engine.contract import Engine
+from app.engine.vllm.engine import VllmEngine
+from tests.conformance import Conformance, Lifecycle, Subject
+from tests.vllm.engines import CLOCK, Told
+
+
+class TestVllm(Conformance, Lifecycle):
+    @pytest.fixture
+    def make(self, model: Path) -> Callable[[], Engine]:
+        arguments = tiny_model.arguments(40)
+        return lambda: VllmEngine(CLOCK, str(model), model="tiny", arguments=arguments)
+
+    @pytest.fixture
+    def subject(self, engine: Told) -> Subject:
+        subject = Subject(
+            engine, engine.config, lambda: not engine.llm.get_num_unfinished_requests()
+        )
+        engine.listeners[:] = [lambda events, rank=0: subject.told.extend(events)]
+        subject.salt = len(engine.events) * 1000 + 17
+        return subject

@@ -1,0 +1,116 @@
+"""Real engines behind real routers: what is predicted of their caches, what their deaths cost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+import pytest_asyncio
+
+from app.demo.tiny_model import BLOCK, VOCABULARY
+from app.engine.contract import EngineDead
+from streams.records import Chunk, StopConditions
+from tests.vllm.engines import Told, answer, ask, direct, outputs, started
+from tests.vllm.fleet import Fleet
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def second(model: Path, adapters: dict[str, Path]) -> AsyncIterator[Told]:
+    engine = await started(model, blocks=40, adapters=adapters)
+    yield engine
+    await engine.cleanup()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def fleet(
+    model: Path, engine: Told, second: Told, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Fleet]:
+    scratch = tmp_path_factory.mktemp("scratch")
+    async with Fleet(model, {"w1": engine, "w2": second}, "tiny", scratch) as fleet:
+        yield fleet
+
+
+def words(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(16, VOCABULARY) for _ in range(tokens)]
+
+
+async def test_what_is_found_in_caches_is_what_was_predicted_under_eviction(fleet: Fleet) -> None:
+    rng = random.Random(3)
+    stems = [words(rng, rng.randrange(2, 10) * BLOCK) for _ in range(16)]  # 90 blocks, for 80
+    wrong, reused = [], 0
+    for _ in range(80):
+        request_id = await fleet.ask(rng.choice(stems) + words(rng, rng.randrange(1, 60)), 4)
+        await fleet.answer(request_id)
+        found = fleet.decisions.cached(request_id)
+        (decision,) = fleet.decisions.of(request_id)
+        assert found is not None
+        reused += found
+        if abs(found - decision.cached_tokens_predicted) > BLOCK:
+            wrong.append((found, decision.cached_tokens_predicted))
+    assert not wrong
+    assert reused > 80 * BLOCK
+    assert {fleet.decisions.of(i)[0].worker for i in fleet.decisions._assigned} == {"w1", "w2"}
+
+
+async def test_a_chat_over_http_tells_log_probabilities(fleet: Fleet) -> None:
+    async with openai.AsyncOpenAI(base_url=fleet.url, api_key="none", max_retries=0) as client:
+        said = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=4,
+            temperature=0, logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+    likely = said.choices[0].logprobs
+    assert likely is not None
+    assert likely.content is not None
+    assert len(likely.content) == 4
+    assert b"".join(bytes(t.bytes or ()) for t in likely.content).decode(errors="replace") == (
+        said.choices[0].message.content
+    )
+    for token in likely.content:
+        assert token.logprob == token.top_logprobs[0].logprob
+        assert len(token.top_logprobs) == 2
+
+
+async def test_what_vllm_refuses_is_told_to_the_client_as_its_mistake(fleet: Fleet) -> None:
+    async with openai.AsyncOpenAI(base_url=fleet.url, api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+            await client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=4,
+                extra_body={"prompt_logprobs": 3},
+            )  # fmt: skip
+
+
+async def test_an_answer_goes_on_as_it_was_when_its_engine_is_killed(
+    model: Path, second: Told, tmp_path: Path
+) -> None:
+    victim = await started(model, blocks=40)
+    try:
+        prompt = words(random.Random(5), 100)
+        due = await direct(second, prompt, 400)
+        async with Fleet(model, {"victim": victim}, "doomed", tmp_path) as fleet:
+            request_id = await fleet.ask(prompt, 400)
+            tokens: list[int] = []
+            async for piece in fleet.pieces(request_id):
+                assert isinstance(piece, Chunk), piece
+                if not tokens:
+                    await fleet.join("heir", second)
+                    os.kill(_core_of(victim), signal.SIGKILL)
+                tokens += piece.token_ids
+            assert tokens == due
+            assert fleet.decisions.workers(request_id) == ["victim", "heir"]
+        with pytest.raises(EngineDead, match="core died"):
+            await outputs(victim, ask([1, 2, 3]))
+    finally:
+        await victim.cleanup()
+    assert await answer(second, ask([9, 8, 7], stop=StopConditions(max_tokens=2)))
+
+
+def _core_of(engine: Told) -> int:
+    """The process of its core."""
+    manager = engine.llm.engine_core.resources.engine_manager
+    (core,) = manager.processes
+    return int(core.pid)
