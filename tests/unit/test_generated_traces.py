@@ -1,0 +1,59 @@
+"""Traces made by chance: what each kind has in common, and that a seed gives one trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.simulation.generated import KINDS, LONGEST_TOKENS, Size, UnknownKind, generated
+from app.trace import CHUNK_TOKENS
+
+SIZE = Size(requests=800, rate=10.0, seed=3)
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+@EVERY_KIND
+def test_a_seed_gives_one_trace_and_another_seed_another(kind: str) -> None:
+    assert generated(kind, SIZE) == generated(kind, SIZE)
+    assert generated(kind, SIZE) != generated(kind, SIZE._replace(seed=4))
+
+
+@EVERY_KIND
+def test_there_are_as_many_requests_as_asked_for_in_the_order_of_arrival(kind: str) -> None:
+    rows = generated(kind, SIZE)
+    times = [row.timestamp for row in rows]
+    assert len(rows) == SIZE.requests
+    assert times == sorted(times)
+    lasted_s = (times[-1] - times[0]) / 1000
+    assert 0.4 * SIZE.rate < len(rows) / lasted_s < 1.6 * SIZE.rate
+
+
+@EVERY_KIND
+def test_every_chunk_has_a_name_and_names_tell_prefixes(kind: str) -> None:
+    before: dict[int, int | None] = {}
+    for row in generated(kind, SIZE):
+        assert 0 < row.input_length < 2 * LONGEST_TOKENS
+        assert row.output_length > 0
+        assert len(row.hash_ids) == -(-row.input_length // CHUNK_TOKENS)
+        previous = None
+        for name in row.hash_ids:
+            assert before.setdefault(name, previous) == previous
+            previous = name
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most"),
+    [("shared-prefixes", 0.7, 0.95), ("multi-turn", 0.5, 0.9), ("agent-tools", 0.85, 0.99)],
+)
+def test_a_kind_has_its_share_of_what_came_before(kind: str, least: float, most: float) -> None:
+    seen: set[int] = set()
+    known = total = 0
+    for row in generated(kind, SIZE):
+        known += sum(CHUNK_TOKENS for name in row.whole_chunks if name in seen)
+        total += row.input_length
+        seen |= set(row.whole_chunks)
+    assert least < known / total < most
+
+
+def test_another_kind_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(UnknownKind, match="gen:x: one of gen:shared-prefixes, gen:multi-turn"):
+        generated("x", SIZE)
