@@ -8,130 +8,21 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from app.engine.batch import Shape
-from app.engine.contract import BlocksListener, Engine, EngineOutput, GenerateContext
+from app.engine.contract import BlocksListener, EngineOutput, GenerateContext
 from app.engine.echo import EchoEngine
-from app.engine.simulated import SimulatedEngine
 from app.routing.eligibility import number_of
-from app.worker import Worker
 from indexer.modelled import ModelledCache
-from streams.codecs import decode, pack_tokens, unpack_tokens
-from streams.records import Assigned, Assignment, Ended, EngineConfig, Hints, Request
-from streams.topics import ASSIGNMENTS, LEDGER, REQUESTS
-from tests.exchange import Exchange
-from tests.gateways import CONTEXT, STEP_S, House
-from tests.routers import write
+from streams.codecs import unpack_tokens
+from streams.records import EngineConfig, Request
+from tests.gateways import CONTEXT, STEP_S
+from tests.towns import BLOCK, PROMPT, TOKENS, Town, caching, ranked, two_caches
 from tests.worlds import World, in_world, play
-
-BLOCK = 16
-PROMPT = list(range(97, 97 + 26)) * 4
-TOKENS = len(PROMPT) + 1
-"""With the one that begins the answer: six whole blocks and nine tokens."""
-
-
-# --- the deployment -------------------------------------------------------------------------------
-
-
-class Ranked(EchoEngine):
-    """An echo with several ranks."""
-
-    async def start(self, worker_id: str) -> EngineConfig:
-        return replace(await super().start(worker_id), data_parallel_size=3)
-
-
-def ranked(world: World) -> Engine:
-    return Ranked(world.clock, STEP_S, model="demo", context_length=CONTEXT)
-
-
-def caching(world: World, **shape: Any) -> Engine:
-    """An engine with a prefix cache, which it tells of."""
-    shape = {"block_size": BLOCK, "blocks": 256} | shape
-    return SimulatedEngine(
-        world.clock, Shape(**shape), model="demo", context_length=CONTEXT, speedup=1000
-    )
-
-
-class Town(House):
-    """A house with the decisions that were made in it."""
-
-    over: dict[str, Any]
-
-    @staticmethod
-    async def found(world: World, workers: Sequence[str] = ("w1", "w2"), **over: Any) -> Town:
-        """Router and workers, all with these settings. Nobody minds an engine that says nothing."""
-        over = {"canary_idle_s": 1e6, "engine_stall_s": 1e6, "engine_dead_s": 1e6} | over
-        town = await Town._of(world, over)
-        await town.route(**over)
-        for name in workers:
-            await town.hire(name, **over)
-        return town
-
-    @staticmethod
-    async def gate(world: World) -> Town:
-        """A gateway alone, which knows of a worker."""
-        town = await Town._of(world, {})
-        await town.listed()
-        return town
-
-    @staticmethod
-    async def _of(world: World, over: dict[str, Any]) -> Town:
-        house = await House.open(world, **over)
-        town = Town(world, house.gateway, house.life)
-        town.over = over
-        return town
-
-    async def hire(self, name: str, *args: Any, **over: Any) -> Worker:
-        """A worker with the settings of the others, and its own."""
-        return await super().hire(name, *args, **(self.over | over))
-
-    def say(
-        self, headers: dict[str, str] | None = None, body: dict[str, Any] | None = None, **ext: Any
-    ) -> Exchange:
-        """Complete a text with this in `nvext`."""
-        fields = {"model": "demo", "prompt": PROMPT, "max_tokens": 4, "nvext": ext} | (body or {})
-        return self.ask("POST", "/v1/completions", fields, headers)
-
-    async def placed(self, **ext: Any) -> Assigned:
-        """The decision about a request that says this, which is answered."""
-        answer = await self.say(**ext).done()
-        assert answer.status == 200, answer.content
-        return self.decision(answer)
-
-    def decision(self, answer: Exchange) -> Assigned:
-        (decision,) = (d for d in self.decisions() if d.id == answer.headers["x-kvlane-id"])
-        return decision
-
-    def decisions(self) -> list[Assigned]:
-        return [r for r in self._all(LEDGER) if isinstance(r, Assigned)]
-
-    def ended(self) -> dict[str, str]:
-        return {r.id: r.code for r in self._all(LEDGER) if isinstance(r, Ended)}
-
-    def assigned(self) -> list[Assignment]:
-        return [r for r in self._all(ASSIGNMENTS) if isinstance(r, Assignment)]
-
-    def given(self, decision: Assigned) -> Request:
-        """The request as its worker got it."""
-        (request,) = (a.request for a in self.assigned() if a.request.id == decision.id)
-        return request
-
-    async def occupy(self, worker: str) -> None:
-        """A request lies on a worker for a long time."""
-        hints = Hints(backend_instance_id=worker)
-        tokens = pack_tokens(PROMPT)
-        hog = Request(id="hog", model="demo", token_ids=tokens, hints=hints, deadline_s=300)
-        write(self.world, REQUESTS, hog)
-        await self.world.until(lambda: "hog" in {d.id for d in self.decisions()})
-
-    def _all(self, topic: str) -> list[Any]:
-        return [decode(r) for r in self.world.everywhere(topic)]
-
 
 # --- wrong values ---------------------------------------------------------------------------------
 
@@ -336,224 +227,12 @@ async def test_a_new_adapter_is_loaded_in_one_place(world: World) -> None:
     assert len({decision.worker for decision in placed}) == 1
 
 
-# --- outcomes -------------------------------------------------------------------------------------
-
-
-async def _refused(answer: Exchange, status: int, code: str, *said: str) -> None:
-    await answer.done()
-    assert (answer.status, answer.error["code"]) == (status, code), answer.content
-    for each in said:
-        assert each in answer.error["message"]
-
-
-@in_world
-async def test_a_pin_to_nobody_is_gone(world: World) -> None:
-    town = await Town.found(world)
-    await _refused(town.say(backend_instance_id="w9"), 503, "pinned_gone", "w9")
-
-
-@in_world
-async def test_a_pin_to_a_dead_worker_is_gone(world: World) -> None:
-    town = await Town.found(world)
-    await town.kill("w2")
-    await world.sleep(20)
-    await _refused(town.say(backend_instance_id="w2"), 503, "pinned_gone", "w2")
-
-
-@in_world
-async def test_a_pin_that_is_not_allowed_is_the_clients_mistake(world: World) -> None:
-    town = await Town.found(world)
-    answer = town.say(backend_instance_id="w1", allowed_worker_ids=["w2"])
-    await _refused(answer, 400, "pin_not_allowed", "allowed_worker_ids")
-
-
-@in_world
-async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: World) -> None:
-    town = await Town.found(world)
-    await _refused(town.say(backend_instance_id="w1", dp_rank=3), 400, "invalid", "rank 3")
-
-
-@pytest.mark.parametrize(
-    ("ext", "rule"),
-    [
-        ({"dp_rank": 5}, "rank 5"),
-        ({"allowed_worker_ids": ["w9"]}, "allowed_worker_ids"),
-        ({"routing_constraints": {"required_taints": ["topology/zone=c"]}}, "required_taints"),
-        ({"lora_name": "nobody's"}, "lora_name"),
-    ],
-)
-def test_the_rule_that_leaves_no_worker_is_named(ext: dict[str, Any], rule: str) -> None:
-    async def scenario(world: World) -> None:
-        town = await Town.found(world)
-        answer = town.say(**ext)
-        await _refused(answer, 503, "none_eligible", rule)
-        assert answer.headers["retry-after"]
-        assert town.decisions() == []
-
-    play(scenario)
-
-
-def stopped(world: World) -> Engine:
-    """An engine that takes very long."""
-    return EchoEngine(world.clock, 1000.0, model="demo", context_length=CONTEXT)
-
-
-@in_world
-async def test_busy_workers_take_nothing_and_all_busy_is_told_when_the_time_is_up(
-    world: World,
-) -> None:
-    town = await Town.found(world, (), deadline_s=5)
-    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
-    await town.occupy("w1")
-    answer = town.say()
-    await _refused(answer, 529, "all_busy", "busy")
-    assert answer.headers["retry-after"]
-    await town.hire("w2")
-    assert (await town.placed()).worker == "w2"
-
-
-@in_world
-async def test_a_busy_pin_is_told_when_the_time_is_up(world: World) -> None:
-    town = await Town.found(world, ("w2",), deadline_s=5)
-    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
-    await town.occupy("w1")
-    await _refused(town.say(backend_instance_id="w1"), 503, "pinned_busy", "w1")
-
-
-@in_world
-async def test_when_the_last_worker_dies_there_are_none(world: World) -> None:
-    town = await Town.found(world, (), deadline_s=15)
-    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
-    await town.occupy("w1")
-    waiting = town.say()
-    await world.sleep(1)
-    await town.kill("w1")
-    await _refused(waiting, 503, "no_workers")
-    await _refused(town.say(), 503, "no_workers")
-
-
-@in_world
-async def test_a_full_queue_is_told_at_once(world: World) -> None:
-    town = await Town.found(world, (), held_requests=0)
-    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
-    await town.occupy("w1")
-    await _refused(town.say(), 529, "queue_full", "busy")
-
-
-@in_world
-async def test_a_deadline_in_the_worker_is_a_deadline(world: World) -> None:
-    town = await Town.found(world, (), deadline_s=5)
-    await town.hire("w1", engine=stopped(world))
-    await _refused(town.say(), 408, "deadline")
-
-
-# --- sessions -------------------------------------------------------------------------------------
-
-
-def session(name: str = "s", **over: Any) -> dict[str, Any]:
-    return {"session_control": {"session_id": name} | over}
-
-
-@in_world
-async def test_a_session_stays_where_it_began(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2", "w3"), policy="round_robin")
-    first = await town.placed(**session())
-    for _ in range(4):
-        assert (await town.placed(**session(action="bind"))).worker == first.worker
-    answer = await town.say({"x-session-id": "s"}).done()
-    assert town.decision(answer).worker == first.worker
-    others = {(await town.placed()).worker for _ in range(3)}
-    assert others == {"w1", "w2", "w3"}
-
-
-@in_world
-async def test_a_session_ends_when_it_is_closed(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2", "w3"), policy="round_robin")
-    first = await town.placed(**session(action="open"))
-    closing = await town.placed(**session(action="close"))
-    assert closing.worker == first.worker
-    assert closing.session is not None
-    assert closing.session.closes
-    after = await town.placed(**session())
-    assert after.session is not None
-    assert after.session.bound_worker == ""
-
-
-@in_world
-async def test_a_session_that_opens_again_begins_anew(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2", "w3"), policy="round_robin")
-    workers = {(await town.placed(**session(action="open"))).worker for _ in range(3)}
-    assert workers == {"w1", "w2", "w3"}
-
-
-@in_world
-async def test_a_session_ends_when_it_is_idle(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2", "w3"), policy="round_robin")
-    await town.placed(**session(timeout=30))
-    await world.sleep(29)
-    used = await town.placed(**session(timeout=30))
-    assert used.session is not None
-    assert used.session.bound_worker
-    await world.sleep(31)
-    late = await town.placed(**session(timeout=30))
-    assert late.session is not None
-    assert late.session.bound_worker == ""
-
-
-@in_world
-async def test_a_session_ends_with_its_worker(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2"), policy="round_robin")
-    first = await town.placed(**session())
-    await town.kill(first.worker)
-    await world.sleep(20)
-    after = await town.placed(**session())
-    assert after.worker != first.worker
-    assert (await town.placed(**session())).worker == after.worker
-
-
-@in_world
-async def test_all_routers_know_a_session(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2", "w3"), policy="round_robin")
-    await town.route("r2", router_id="r2", policy="round_robin")
-    await world.sleep(10)
-    for name in ("a", "b"):
-        placed = [await town.placed(**session(name)) for _ in range(12)]
-        assert {decision.router for decision in placed} == {"-", "r2"}
-        assert len({decision.worker for decision in placed}) == 1
-
-
-@in_world
-async def test_a_session_goes_elsewhere_when_its_worker_costs_too_much(world: World) -> None:
-    town = await Town.found(world, (), policy="least_loaded", session_slack=1.5)
-    await town.hire("w1", engine=stopped(world))
-    first = town.say(**session())
-    await world.until(lambda: len(town.decisions()) == 1)
-    await town.hire("w2")
-    stays = town.say(**session())
-    await world.until(lambda: len(town.decisions()) == 2)
-    assert town.decisions()[1].worker == "w1"
-    assert (await town.placed(**session())).worker == "w2"
-    for answer in (first, stays):
-        answer.leave()
-        await answer.task
-
-
 # --- costs ----------------------------------------------------------------------------------------
-
-
-async def _two_caches(world: World) -> Town:
-    """w1 has the prompt in its cache, w2 has nothing."""
-    town = await Town.found(world, ())
-    for name in ("w1", "w2"):
-        await town.hire(name, engine=caching(world))
-    await town.placed(backend_instance_id="w1")
-    await world.sleep(2)
-    return town
 
 
 @in_world
 async def test_a_request_sets_the_credit_of_its_overlap(world: World) -> None:
-    town = await _two_caches(world)
+    town = await two_caches(world)
     known = await town.placed()
     assert known.worker == "w1"
     assert {c.worker: c.cost for c in known.candidates} == {
@@ -566,7 +245,7 @@ async def test_a_request_sets_the_credit_of_its_overlap(world: World) -> None:
 
 @in_world
 async def test_a_request_sets_the_scale_of_its_prefill(world: World) -> None:
-    town = await _two_caches(world)
+    town = await two_caches(world)
     decision = await town.placed(router_config_override={"prefill_load_scale": 4})
     assert {c.worker: c.cost for c in decision.candidates} == {
         "w1": 4 * (TOKENS / BLOCK - 6), "w2": 4 * TOKENS / BLOCK
@@ -575,7 +254,7 @@ async def test_a_request_sets_the_scale_of_its_prefill(world: World) -> None:
 
 @in_world
 async def test_a_request_sets_its_temperature(world: World) -> None:
-    town = await _two_caches(world)
+    town = await two_caches(world)
     hot = [await town.placed(router_config_override={"router_temperature": 50}) for _ in range(16)]
     assert {d.params["temperature"] for d in hot} == {50}
     assert {d.worker for d in hot} == {"w1", "w2"}
@@ -583,7 +262,7 @@ async def test_a_request_sets_its_temperature(world: World) -> None:
 
 @in_world
 async def test_a_request_may_count_on_no_cache(world: World) -> None:
-    town = await _two_caches(world)
+    town = await two_caches(world)
     decision = await town.placed(router_config_override={"assume_kv_reuse": False})
     assert decision.params["assume_kv_reuse"] == 0
     assert decision.cached_tokens_predicted == 6 * BLOCK
@@ -592,7 +271,7 @@ async def test_a_request_may_count_on_no_cache(world: World) -> None:
 
 @in_world
 async def test_a_request_may_leave_its_prefill_out_of_the_load(world: World) -> None:
-    town = await _two_caches(world)
+    town = await two_caches(world)
     decision = await town.placed(router_config_override={"track_prefill_tokens": False})
     assert decision.params["track_prefill_tokens"] == 0
     assert decision.prefill_tokens == 0
@@ -609,7 +288,7 @@ async def test_the_expected_length_counts_in_the_prediction(world: World) -> Non
 
 @in_world
 async def test_embeddings_have_no_overlap(world: World) -> None:
-    town = await _two_caches(world)
+    town = await two_caches(world)
     tensor = base64.b64encode(b"tensor").decode()
     decision = await town.placed(body={"prompt_embeds": tensor})
     assert {c.overlap_blocks for c in decision.candidates} == {0}
@@ -618,7 +297,7 @@ async def test_embeddings_have_no_overlap(world: World) -> None:
 
 @in_world
 async def test_routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone(world: World) -> None:
-    town = await _two_caches(world)
+    town = await two_caches(world)
     other = [5] * len(PROMPT)
     held = list(unpack_tokens(town.requests()[0].token_ids))
     seen = await town.placed(body={"prompt": other}, mm_routing_info={"routing_token_ids": held})
@@ -675,78 +354,6 @@ async def test_what_a_silent_engine_served_counts_as_cached_pinned_or_not(world:
     await world.sleep(2)
     after = await town.placed(body=other)
     assert (after.worker, after.cached_tokens_predicted) == (pinned.worker, 6 * BLOCK)
-
-
-# --- dry runs -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", ["", "yes", "w2", "a:b"])
-def test_a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing(value: str) -> None:
-    async def scenario(world: World) -> None:
-        town = await _two_caches(world)
-        before = len(town.decisions())
-        answer = await town.say(annotations=[f"query_instance_id:{value}"]).done()
-        assert answer.status == 200
-        told = answer.json["nvext"]
-        assert (told["worker_id"], told["dp_rank"]) == ("w1", 0)
-        (asked,) = (r for r in town.requests() if r.id == answer.headers["x-kvlane-id"])
-        assert told["token_ids"] == list(unpack_tokens(asked.token_ids))
-        assert told["token_ids"][:-1] == PROMPT
-        assert answer.json["choices"][0]["text"] == ""
-        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 * BLOCK
-        assert len(town.decisions()) == before
-        assert len(town.assigned()) == before
-        await world.until(lambda: answer.headers["x-kvlane-id"] in town.ended())
-
-    play(scenario)
-
-
-@in_world
-async def test_a_dry_run_is_told_in_a_stream_too(world: World) -> None:
-    town = await Town.found(world, ("w1",))
-    ask = {"annotations": ["query_instance_id:x"]}
-    answer = await town.chat("hello", stream=True, nvext=ask).done()
-    told = [event["nvext"] for event in answer.events[:-1] if "nvext" in event]
-    assert [each["worker_id"] for each in told] == ["w1"]
-    assert answer.events[-1] == "[DONE]"
-
-
-@in_world
-async def test_an_annotation_without_a_value_is_no_dry_run(world: World) -> None:
-    town = await Town.found(world)
-    for annotation in ("query_instance_id", "my_query_instance_id:x"):
-        await town.placed(annotations=[annotation])
-    assert len(town.assigned()) == 2
-
-
-@in_world
-async def test_a_dry_run_sees_pins_and_opens_no_session(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2"), policy="round_robin")
-    ask: dict[str, Any] = {"annotations": ["query_instance_id:x"]}
-    for _ in range(3):
-        answer = await town.say(**ask, **session(), backend_instance_id="w2").done()
-        assert answer.json["nvext"]["worker_id"] == "w2"
-    turns = [(await town.say(**ask).done()).json["nvext"]["worker_id"] for _ in range(3)]
-    assert len(set(turns)) == 1, "its turn goes on with what is dispatched only"
-    began = await town.placed(**session())
-    assert began.session is not None
-    assert began.session.bound_worker == ""
-
-
-@in_world
-async def test_a_dry_run_waits_for_no_busy_worker(world: World) -> None:
-    town = await Town.found(world, (), policy="predictive")
-    await town.hire("w1", engine=stopped(world))
-    await town.occupy("w1")
-    answer = await town.say(annotations=["query_instance_id:x"]).done()
-    assert answer.json["nvext"]["worker_id"] == "w1"
-
-
-@in_world
-async def test_a_dry_run_is_about_one_answer(world: World) -> None:
-    town = await Town.found(world)
-    answer = await town.say(body={"n": 2}, annotations=["query_instance_id:x"]).done()
-    assert (answer.status, answer.error["param"]) == (400, "nvext.annotations")
 
 
 # --- what is carried ------------------------------------------------------------------------------
