@@ -39,8 +39,8 @@ from streams.brokers.local import JvmBroker
 from streams.client import Client
 
 BROKERS = 3
-PACE = {"engine_speedup": 0.04}
-"""A token every 100 ms or so."""
+PACE = {"engine_speedup": 0.07}
+"""A token every 60 ms or so, and a quarter of a second whenever a prompt comes between."""
 SERVED_S = 60.0
 CALM_S = 3.0
 """Load before the first strike."""
@@ -55,7 +55,7 @@ class Form(NamedTuple):
     seed: int = 1
     kinds: tuple[str, ...] = OF_PARTS
     rate: float = 4.0
-    tokens: int = 60
+    tokens: int = 90
     workers: int = 6
     limit_s: float = float("inf")
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WIDTH_IN, ROW_IN = 9.0, 0.5
 """Inches."""
+SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
 
 
 def draw_chaos(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -34,6 +35,8 @@ def draw_chaos(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
         ax.plot(gaps, spread, ".", markersize=4, alpha=0.4)
     ax.set_yticks(range(len(kinds)), [f"{kind} ({len(found[kind])})" for kind in kinds])
     ax.set_xscale("log")
+    ax.set_xticks(SECONDS, [f"{tick:g}" for tick in SECONDS])
+    ax.set_xticks([], minor=True)
     ax.set_xlabel("longest silence of a running stream, seconds")
     kills = sum(len(line.get("strikes", ())) for line in lines)
     ax.set_title(f"{kills} kills and stops")

@@ -178,18 +178,23 @@ def simulate(
         Path | None, typer.Option(help="The whole conversation trace of Mooncake.")
     ] = None,
     full: Full = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Keep runs in this file; those in it are not done again."),
+    ] = None,
     json: Json = None,
 ) -> None:
     """A production trace on four simulated fleets: all policies, beside published figures.
 
     Round robin shows that the simulation is right. Quick: one seed, arrivals as recorded; --full:
-    five, also with arrivals spread out, and Dynamo's cost at five settings.
+    three, also with arrivals spread out, Dynamo's cost at five settings, late notices, and engines
+    whose pace no card tells: half an hour. Generated traces are played without a recorded one, too.
     """
-    from app.bench.simulate import FULL, QUICK
+    from app.bench.scenes import FULL, QUICK
     from app.bench.simulate import simulate as run
 
     form = FULL if full else QUICK
-    _measure("simulate", lambda said, progress: run(form, trace, said, progress), json)
+    _measure("simulate", lambda said, progress: run(form, trace, said, progress, keep), json)
 
 
 @app.command()
@@ -199,7 +204,7 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Of the order in which parts are hit.")] = 1,
     only: Annotated[str, typer.Option(help="Kinds of hits, with commas between them.")] = "",
     rate: Annotated[float, typer.Option(help="Requests a second.", min=0.1)] = 4.0,
-    tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 60,
+    tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 90,
     workers: Annotated[int, typer.Option(help="How many workers.", min=3)] = 6,
     minutes: Annotated[float, typer.Option(help="Stop after so long.")] = float("inf"),
     resume: Annotated[
