@@ -2,115 +2,113 @@
 
 Those of round robin, which leaves nothing to chance, show that the simulation is right: they are
 what the offline replay of NVIDIA Dynamo (ai-dynamo-runtime 1.6.1) says of the same trace. The rest
-says what the policies are worth: ours against the best of Dynamo's settings, run beside it. Only
-the whole trace has published figures; without it every bar counts as not met.
+says what the policies are worth: ours against the best of Dynamo's settings, run beside it, for
+each row and each figure the best of them. Only the whole trace has published figures; without it
+its bars count as not met. Generated traces, of other kinds of work, are played in any case.
+
+A scene is a set of runs and the bars that they are for (`app/bench/scenes.py`); runs that were kept
+(`app/bench/kept.py`) are not done again.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 from app.bench.ground import Said
+from app.bench.kept import Kept
 from app.bench.report import Bar, Report
+from app.bench.scenes import (
+    CONVERSATION,
+    REQUESTS,
+    SETUPS,
+    SPEED_POLICIES,
+    Done,
+    Form,
+    Play,
+    plays,
+    verdicts,
+)
 from app.simulation.figures import Figures
+from app.simulation.generated import PREFIX, Size, generated
 from app.simulation.runs import Run, Trace, played, row
 from app.simulation.traffic import Pace
 from app.trace import BadTrace, TraceRow, read_trace
 from indexer.warm import compile_all
 
-REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 12_031, 144_793_823, 4_122_048
-"""By which the trace of the published figures is known."""
+PROMPT_TOKENS, OUTPUT_TOKENS = 144_793_823, 4_122_048
+"""With REQUESTS, by which the trace of the published figures is known."""
 MISSING = (
-    "the bars need the whole conversation trace, which is not part of kvlane: get "
+    "most bars need the whole conversation trace, which is not part of kvlane: get "
     "FAST25-release/traces/conversation_trace.jsonl from https://github.com/kvcache-ai/Mooncake "
     "and pass it with --trace"
 )
-
-CLOSE = 0.01
 TRACE_S_A_SECOND = 1000.0
-SPREAD_S = 3.0
-"""Recorded arrivals stand on ticks of this many seconds; jittered, they are spread over them."""
+SPEED_ROUNDS = 2
+"""Of which the faster one counts: what else the machine does is no property of the simulation."""
 
 
-class Setup(NamedTuple):
-    """A fleet, how fast the trace is played on it, and what is published of round robin there."""
-
-    workers: int
-    speed: float
-    published: Figures
-    is_timed: bool
-
-    @property
-    def name(self) -> str:
-        """As people call it."""
-        return f"{self.workers}x{self.speed:g}"
-
-
-SETUPS = (
-    Setup(8, 1.0, Figures(REQUESTS, 0.08237, 320.9, 183.6, 2048.0, 7.588, 2913.0, 10890.0), True),
-    Setup(8, 4.0, Figures(REQUESTS, 0.08148, 475.1, 273.2, 2780.0, 25.84, 9302.0, 36640.0), True),
-    Setup(16, 8.0, Figures(REQUESTS, 0.07492, 410.2, 225.2, 2582.0, 25.71, 9193.0, 36600.0), True),
-    Setup(64, 16.0, Figures(REQUESTS, 0.0611, 277.5, 146.6, 1946.0, 10.16, 3748.0, 14970.0), False),
-)
-
-
-class Form(NamedTuple):
-    """How much is played. Policies as for `tuning_of`; all seeds with and without jitter."""
-
-    policies: tuple[str, ...]
-    seeds: int
-    jitters_s: tuple[float, ...]
-
-
-_OTHERS = ("round_robin", "random", "least_loaded", "power_of_two", "session_hash")
-OURS = "predictive"
-QUICK = Form((OURS, "dynamo", "dynamo:32", "dynamo:64", *_OTHERS), 1, (0.0,))
-FULL = Form(
-    (OURS, "dynamo", *(f"dynamo:{scale}" for scale in (16, 32, 64, 256)), *_OTHERS),
-    5,
-    (0.0, SPREAD_S),
-)
-TIMED = "dynamo"
-"""The policy whose speed counts: it looks at all that there is to look at, once a request."""
+async def simulate(
+    form: Form,
+    file: Path | None,
+    said: Said,
+    progress: Callable[[float], None],
+    keep: Path | None = None,
+) -> Report:
+    """Play it all, one run after the other; a coroutine like the other benchmarks."""
+    traces: dict[str, Trace] = {}
+    if file is None:
+        said(MISSING)
+    else:
+        rows = read_trace(file)
+        if not _is_published(rows):
+            raise BadTrace(f"{file} is another trace: {MISSING}")
+        traces[CONVERSATION] = Trace(rows)
+    compile_all()
+    kept = Kept(keep)
+    wanted = [play for play in plays(form) if play.trace in traces or play.trace != CONVERSATION]
+    done = []
+    for play in wanted:
+        if play.trace not in traces:
+            traces[play.trace] = Trace(generated(play.trace.removeprefix(PREFIX), Size()))
+        done.append(_done(play, traces[play.trace], kept))
+        progress(0.95 / len(wanted))
+    speeds = list(_speeds(traces.get(CONVERSATION)))
+    progress(0.05)
+    found = chain(verdicts(form, done), speeds)
+    return Report("simulate", [_row(each) for each in done], list(found))
 
 
-class Done(NamedTuple):
-    """A run, and how long it took."""
+class Timed(NamedTuple):
+    """A run, what came of it, and how long it took."""
 
     run: Run
     found: Figures
     wall_s: float
 
 
-async def simulate(
-    form: Form, file: Path | None, said: Said, progress: Callable[[float], None]
-) -> Report:
-    """Play it all, one run after the other; a coroutine like the other benchmarks."""
-    if file is None:
-        said(MISSING)
-        return Report("simulate", [], list(bars(None, ())))
-    rows = read_trace(file)
-    if not _is_published(rows):
-        raise BadTrace(f"{file} is another trace: {MISSING}")
-    compile_all()
-    trace = Trace(rows)
-    runs = list(_runs(form))
-    done = [timed(trace, run, lambda n: progress(n / REQUESTS / len(runs))) for run in runs]
-    return Report("simulate", [row(*each) for each in done], list(bars(trace, done)))
-
-
-def timed(trace: Trace, run: Run, progress: Callable[[int], None]) -> Done:
+def timed(trace: Trace, run: Run, progress: Callable[[int], None] = lambda _: None) -> Timed:
     """Do a run. `progress` hears how many more requests have come."""
     began = time.perf_counter()
     found = played(trace, run, progress)
-    return Done(run, found, time.perf_counter() - began)
+    return Timed(run, found, time.perf_counter() - began)
+
+
+def _done(play: Play, trace: Trace, kept: Kept) -> Done:
+    if (known := kept.get(play)) is not None:
+        return known
+    took = timed(trace, play.run)
+    done = Done(play, took.found, took.wall_s)
+    kept.put(done)
+    return done
+
+
+def _row(done: Done) -> dict[str, object]:
+    return {"trace": done.play.trace, **row(done.play.run, done.found, done.wall_s)}
 
 
 def _is_published(rows: Sequence[TraceRow]) -> bool:
@@ -119,55 +117,15 @@ def _is_published(rows: Sequence[TraceRow]) -> bool:
     )  # fmt: skip
 
 
-def _runs(form: Form) -> Iterator[Run]:
-    for setup, jitter_s, policy, seed in product(
-        SETUPS, form.jitters_s, form.policies, range(form.seeds)
-    ):
-        if policy != "round_robin" or jitter_s or not seed:  # there is nothing to draw
-            yield Run(policy, setup.workers, Pace(setup.speed, jitter_s), seed)
-
-
-def bars(trace: Trace | None, done: Sequence[Done]) -> Iterator[Bar]:
-    """What has to be reached; nan where the runs for it were not done."""
+def _speeds(trace: Trace | None) -> Iterator[Bar]:
+    """How fast the simulation is; never kept, since it is the machine's as well."""
     for setup in SETUPS:
-        found = [d.found for d in _of(setup, done) if d.run.policy == "round_robin"]
-        off = max((distance(each, setup.published) for each in found), default=math.nan)
-        yield Bar(
-            f"{setup.name}: round robin, the figure furthest from the published one",
-            off * 100, "%", f"<= {CLOSE:.0%}", off <= CLOSE,
-        )  # fmt: skip
-    for setup in SETUPS:
-        if setup.is_timed:
-            walls = [d.wall_s for d in _of(setup, done) if d.run.policy == TIMED]
-            pace = trace.seconds / max(walls) if trace and walls else math.nan
+        for policy in SPEED_POLICIES if setup.is_timed else ():
+            pace = math.nan
+            if trace is not None:
+                run = Run(policy, setup.workers, Pace(setup.speed))
+                pace = trace.seconds / min(timed(trace, run).wall_s for _ in range(SPEED_ROUNDS))
             yield Bar(
-                f"{setup.name}: speed, policy {TIMED}",
+                f"{setup.name}: speed, policy {policy}",
                 pace, "trace s/s", f">= {TRACE_S_A_SECOND:g}", pace >= TRACE_S_A_SECOND,
             )  # fmt: skip
-    for setup in SETUPS:
-        for name, figure in (("TTFT", "ttft_mean"), ("E2E", "e2e_mean")):
-            ratio = _ratio(_of(setup, done), figure)
-            yield Bar(
-                f"{setup.name}: {OURS}, mean {name} against dynamo's best setting",
-                ratio, "x", "<= 1", ratio <= 1,
-            )  # fmt: skip
-
-
-def _of(setup: Setup, done: Sequence[Done]) -> list[Done]:
-    """The runs with arrivals as recorded."""
-    where = (setup.workers, Pace(setup.speed))
-    return [d for d in done if (d.run.workers, d.run.pace) == where]
-
-
-def _ratio(done: Sequence[Done], figure: str) -> float:
-    """Ours to the least of dynamo's settings, each by the mean of its seeds; nan without both."""
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for run, found, _ in done:
-        values[run.policy].append(getattr(found, figure))
-    theirs = [fmean(values[policy]) for policy in values if policy.partition(":")[0] == "dynamo"]
-    return fmean(values[OURS]) / min(theirs) if OURS in values and theirs else math.nan
-
-
-def distance(found: Figures, published: Figures) -> float:
-    """Of the figure that is furthest from the published one, as a share of that."""
-    return max(abs(a / b - 1) for a, b in zip(found, published, strict=True))

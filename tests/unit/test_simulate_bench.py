@@ -1,4 +1,4 @@
-"""What the simulation bench compares with what is published, and when its bars are met."""
+"""What the simulation bench compares, when its bars are met, and what it need not do again."""
 
 from __future__ import annotations
 
@@ -9,64 +9,139 @@ from pathlib import Path
 
 import pytest
 
-from app.bench import simulate
-from app.bench.report import Report
-from app.bench.simulate import FULL, QUICK, SETUPS, Done, Form, distance
+from app.bench import kept, scenes, simulate
+from app.bench.kept import Kept
+from app.bench.report import Bar, Report
+from app.bench.scenes import (
+    CONVERSATION,
+    FULL,
+    QUICK,
+    SETUPS,
+    SPREAD_S,
+    Done,
+    Form,
+    Play,
+    distance,
+    plays,
+    scene,
+    verdicts,
+)
 from app.simulation.runs import BadPolicy, Run, tuning_of
 from app.simulation.traffic import Pace
 from app.trace import SHIPPED, BadTrace, read_trace
 
-
-def report_of(form: Form, trace: Path | None, said: list[str] | None = None) -> Report:
-    lines: list[str] = [] if said is None else said
-    return asyncio.run(simulate.simulate(form, trace, lines.append, lambda _: None))
+TINY = Form(("dynamo",), 2, 0, generated_seeds=0)
 
 
-def test_without_the_trace_no_bar_is_met_and_it_says_where_to_get_it() -> None:
+@pytest.fixture
+def shipped_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = read_trace(SHIPPED)
+    for module in (simulate, scenes):
+        monkeypatch.setattr(module, "REQUESTS", len(rows))
+    monkeypatch.setattr(simulate, "PROMPT_TOKENS", sum(row.input_length for row in rows))
+    monkeypatch.setattr(simulate, "OUTPUT_TOKENS", sum(row.output_length for row in rows))
+    monkeypatch.setattr(scenes, "KINDS", ())
+    monkeypatch.setattr(scenes, "OTHERS", ("round_robin",))
+
+
+def report_of(form: Form, trace: Path | None, said: list[str], keep: Path | None = None) -> Report:
+    return asyncio.run(simulate.simulate(form, trace, said.append, lambda _: None, keep))
+
+
+def test_without_the_trace_its_bars_are_not_met_and_it_says_where_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scenes, "KINDS", ("multi-turn",))
+    monkeypatch.setattr(simulate, "Size", lambda: scenes_size(100))
     said: list[str] = []
     report = report_of(QUICK, None, said)
     assert "--trace" in said[0]
-    assert len(report.bars) == 15
-    assert not any(bar.met for bar in report.bars)
-    assert all(math.isnan(bar.value) for bar in report.bars)
+    generated = [bar for bar in report.bars if "multi-turn" in bar.name]
+    others = [bar for bar in report.bars if bar not in generated]
+    assert len(generated) == 2
+    assert all(math.isfinite(bar.value) for bar in generated)
+    assert len(others) > 20
+    assert all(math.isnan(bar.value) and not bar.met for bar in others)
+
+
+def scenes_size(requests: int) -> simulate.Size:
+    from app.simulation.generated import Size
+
+    return Size(requests)
 
 
 def test_another_trace_than_the_published_one_is_refused() -> None:
     with pytest.raises(BadTrace, match="is another trace"):
-        report_of(QUICK, SHIPPED)
+        report_of(QUICK, SHIPPED, [])
 
 
-def test_bars_are_those_of_the_worst_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = read_trace(SHIPPED)
-    monkeypatch.setattr(simulate, "REQUESTS", len(rows))
-    monkeypatch.setattr(simulate, "PROMPT_TOKENS", sum(row.input_length for row in rows))
-    monkeypatch.setattr(simulate, "OUTPUT_TOKENS", sum(row.output_length for row in rows))
-    report = report_of(Form(("dynamo", "round_robin"), 2, (0.0,)), SHIPPED)
-    assert [(row["policy"], row["seed"]) for row in report.rows[:3]] == [
-        ("dynamo", 0), ("dynamo", 1), ("round_robin", 0),
+@pytest.mark.usefixtures("shipped_is_published")
+def test_rows_are_of_all_policies_and_bars_of_all_fleets(tmp_path: Path) -> None:
+    report = report_of(TINY, SHIPPED, [], tmp_path / "kept")
+    assert [(row["policy"], row["seed"]) for row in report.rows[:5]] == [
+        ("predictive", 0), ("predictive", 1), ("dynamo", 0), ("dynamo", 1), ("round_robin", 0),
     ]  # fmt: skip
-    off, speed = report.bars[0], report.bars[6]
-    assert not off.met  # it is a slice, of which nothing is published
-    assert off.value > 1
-    slowest = max(r["wall_s"] for r in report.rows if (r["policy"], r["workers"]) == ("dynamo", 16))
-    assert speed.value == pytest.approx((rows[-1].timestamp - rows[0].timestamp) / 1000 / slowest)
     assert json.loads(json.dumps(report.rows))[0]["ttft_ms"].keys() == {"mean", "p50", "p99"}
+    bars = {bar.name: bar for bar in report.bars}
+    off = bars["8x1: round robin, the figure furthest from the published one"]
+    assert off.value > 1, "it is a slice, of which nothing is published"
+    assert not off.met
+    assert bars["16x8: speed, policy predictive"].value > 0
+    assert len([name for name in bars if name.startswith("64x16")]) == 5
+
+
+@pytest.mark.usefixtures("shipped_is_published")
+def test_what_was_kept_is_not_done_again_until_the_code_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = tmp_path / "kept"
+    done: list[Run] = []
+    timed = simulate.timed
+    monkeypatch.setattr(simulate, "_speeds", lambda _: ())
+    monkeypatch.setattr(simulate, "timed", lambda t, run, *more: done.append(run) or timed(t, run))
+    first = report_of(TINY, SHIPPED, [], keep)
+    count = len(done)
+    assert count == len(first.rows) == 4 * 5
+    again = report_of(TINY, SHIPPED, [], keep)
+    assert len(done) == count
+    assert again.rows == first.rows
+    monkeypatch.setattr(kept, "code", lambda: "another")
+    report_of(TINY, SHIPPED, [], keep)
+    assert len(done) == 2 * count
+
+
+def test_a_file_of_something_else_is_not_written_to(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_text("not a run\n")
+    with pytest.raises(ValueError, match="does not hold runs"):
+        Kept(file)
+
+
+def done(policy: str, ttft_ms: float, seed: int = 0, jitter_s: float = 0.0) -> Done:
+    figures = SETUPS[0].published._replace(ttft_mean=ttft_ms, e2e_mean=1.0)
+    play = Play(CONVERSATION, Run(policy, 8, Pace(1.0, jitter_s), seed))
+    return Done(play, figures, 1.0)
+
+
+def bars_of(ran: list[Done]) -> dict[str, Bar]:
+    return {bar.name: bar for bar in verdicts(QUICK._replace(spread_seeds=2), ran)}
 
 
 def test_ours_is_held_against_the_best_mean_of_the_other_settings() -> None:
-    def done(policy: str, ttft_ms: float, seed: int = 0) -> Done:
-        figures = SETUPS[0].published._replace(ttft_mean=ttft_ms, e2e_mean=1.0)
-        return Done(Run(policy, 8, Pace(1.0), seed), figures, 1.0)
-
-    spread = done("dynamo:64", 1.0)
     ran = [
         done("predictive", 90), done("dynamo", 120), done("dynamo:32", 80), done("least_loaded", 1),
-        done("dynamo:32", 120, seed=1), spread._replace(run=Run("dynamo:64", 8, Pace(1.0, 3.0))),
+        done("dynamo:32", 120, seed=1), done("dynamo:64", 1.0, jitter_s=SPREAD_S),
     ]  # fmt: skip
-    bars = {bar.name: bar for bar in simulate.bars(None, ran)}
-    ttft = bars["8x1: predictive, mean TTFT against dynamo's best setting"]
+    bars = bars_of(ran)
+    ttft = bars["8x1: predictive, mean TTFT to dynamo's best setting"]
     assert (ttft.value, ttft.met) == (pytest.approx(0.9), True)
-    assert math.isnan(bars["8x4: predictive, mean TTFT against dynamo's best setting"].value)
+    assert math.isnan(bars["8x4: predictive, mean TTFT to dynamo's best setting"].value)
+
+
+def test_a_figure_that_is_a_little_worse_misses_its_bar() -> None:
+    bars = bars_of([done("predictive", 101), done("dynamo", 100)])
+    assert not bars["8x1: predictive, mean TTFT to dynamo's best setting"].met
+    assert not bars["8x1: predictive, reuse to dynamo's best setting"].met, "equal is not more"
 
 
 def test_the_distance_is_that_of_the_furthest_figure() -> None:
@@ -77,9 +152,18 @@ def test_the_distance_is_that_of_the_furthest_figure() -> None:
     )
 
 
-@pytest.mark.parametrize("policy", {*QUICK.policies, *FULL.policies})
-def test_all_policies_of_the_bench_are_known(policy: str) -> None:
-    assert tuning_of(policy).policy == policy.partition(":")[0]
+def test_no_run_of_the_bench_is_done_twice_and_all_policies_are_known() -> None:
+    found = plays(FULL)
+    assert len(found) == len(set(found))
+    assert set(plays(QUICK)) <= set(found)
+    for policy in {play.run.policy for play in found}:
+        assert tuning_of(policy).policy == policy.partition(":")[0]
+
+
+def test_round_robin_has_one_seed_where_nothing_is_drawn() -> None:
+    assert scene(SETUPS[0]).play("round_robin", 2) == scene(SETUPS[0]).play("round_robin", 0)
+    spread = scene(SETUPS[0], SPREAD_S)
+    assert spread.play("round_robin", 2) != spread.play("round_robin", 0)
 
 
 def test_a_number_after_dynamo_is_its_prefill_load_scale() -> None:
