@@ -1,0 +1,422 @@
+"""What five parts of NVIDIA Dynamo do, line by line, and which tests hold kvlane to it.
+
+Names of fields carry over from there, behaviour too where a line is held; text does not. A line is
+held by tests that would fail without it, or it is missing, with the reason. Rows that have to be
+whole are in `WHOLE`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+class Missing(str):
+    """Why no test holds a line yet."""
+
+    __slots__ = ()
+
+
+Held = tuple[str, ...]
+"""Ids of tests, from the folder `tests` on."""
+Row = dict[str, Held | Missing]
+
+WIRE = "unit/test_wire.py::test_"
+PLAN = "unit/test_plan.py::test_"
+WHO = "unit/test_eligibility.py::test_"
+TOPOLOGY = "unit/test_topology.py::test_"
+HINTS = "flows/test_hints.py::test_"
+DRY = "flows/test_dry_runs.py::test_"
+ROUTER = "flows/test_router_metrics.py::test_"
+BOOKS = "flows/test_bookkeeping.py::test_"
+CANCELS = "flows/test_router_cancels.py::test_"
+ENDS = "unit/test_interleavings.py::test_"
+KEYS = "unit/test_prompt_keys.py::test_"
+LOAD = "unit/test_load.py::test_"
+WORKER = "flows/test_worker.py::test_"
+CONTRACT = "unit/test_engine_contract.py::test_"
+ENGINE = "contracts/test_engine.py::test_"
+MODELS = "flows/test_gateway_models.py::test_"
+
+_DISAGGREGATED = Missing("requests are not split into prefill and decode yet")
+
+PREPROCESSED_REQUEST: Row = {
+    "a request that says nothing: every field's default, and what is left out": (
+        f"{WIRE}a_request_that_says_nothing_writes_this",
+        f"{WIRE}every_field_of_a_request_has_a_form_but_those_of_the_log",
+        f"{WIRE}null_is_as_good_as_nothing",
+        f"{WIRE}tokens_are_needed",
+    ),
+    "mdc_sum and router_config_override are null when there are none": (
+        f"{WIRE}these_are_null_when_there_are_none",
+    ),
+    "every field is written under its name and read from it": (
+        f"{WIRE}a_field_is_written_under_its_name",
+        f"{WIRE}a_field_is_read_from_its_name",
+        f"{WIRE}an_option_is_written",
+        f"{WIRE}an_option_is_read",
+        f"{WIRE}every_option_is_tried",
+        f"{WIRE}what_is_written_is_read",
+    ),
+    "RoutingHints: all fields": (
+        f"{WIRE}a_hint_is_written_and_no_other",
+        f"{WIRE}a_hint_is_read",
+        f"{WIRE}every_hint_is_tried",
+        f"{WIRE}a_set_of_no_workers_is_refused",
+        "unit/test_nvext.py::test_hints_are_taken_over",
+    ),
+    "RoutingHints appear with the first one that is written": (
+        f"{WIRE}hints_appear_with_the_first_one",
+        f"{HINTS}the_rank_that_was_chosen_stands_in_the_request_of_the_worker",
+    ),
+    "RouterParams: ttft and itl targets": (
+        "unit/test_nvext.py::test_targets_are_taken_over",
+        f"{WIRE}a_field_is_written_under_its_name",
+        f"{HINTS}what_only_informs_is_carried_to_the_worker_and_kept_on_the_log",
+    ),
+    "BootstrapInfo: host, port, room": (
+        f"{WIRE}a_field_is_written_under_its_name",
+        f"{WIRE}a_field_is_read_from_its_name",
+        f"{WIRE}what_cannot_be_is_malformed",
+    ),
+    "TraceLink: trace and span of the worker before": (
+        f"{WIRE}a_field_is_written_under_its_name",
+        f"{WIRE}a_field_is_read_from_its_name",
+    ),
+    "PrefillResult: opaque parameters and details of the prompt's tokens": (
+        f"{WIRE}a_field_is_written_under_its_name",
+        f"{WIRE}a_field_is_read_from_its_name",
+    ),
+    "MmRoutingInfo: other tokens for overlap; empty or missing means the prompt": (
+        f"{WIRE}overlap_is_found_by_other_tokens_if_there_are_any",
+        f"{WIRE}overlap_is_found_by_the_prompt_if_the_other_tokens_are_none",
+        f"{WIRE}overlap_is_found_by_the_prompt",
+        f"{HINTS}routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone",
+        f"{KEYS}routing_tokens_and_what_is_in_their_blocks_stand_in_for_the_prompt",
+    ),
+    "MultimodalData: a url, a raw url that is written as a url, a descriptor": (
+        f"{WIRE}a_raw_url_is_written_as_a_url",
+        f"{WIRE}a_url_is_read_as_a_url",
+        f"{WIRE}what_is_no_url_or_says_so_is_read_as_a_raw_one",
+        f"{WIRE}decoded_data_is_written_in_the_words_of_the_transfer",
+        f"{WIRE}decoded_data_is_read_as_it_came",
+        f"{WIRE}data_of_no_known_kind_is_malformed",
+    ),
+    "prompt_embeds override the tokens": (
+        f"{WIRE}embeddings_instead_of_tokens_overlap_with_nothing",
+        f"{HINTS}embeddings_have_no_overlap",
+    ),
+    "annotations with a value and without": (
+        f"{WIRE}an_annotation_is_there_or_not",
+        f"{WIRE}an_annotation_may_have_a_value",
+        f"{DRY}an_annotation_without_a_value_is_no_dry_run",
+    ),
+    "the mark of a probe: its own name, left out when false, a minimal probe is valid": (
+        f"{WIRE}a_probe_is_marked_by_a_name_of_its_own",
+        f"{WIRE}a_request_that_is_no_probe_has_no_mark",
+        f"{WIRE}an_absent_mark_is_no_probe",
+        f"{WIRE}a_probe_needs_its_tokens_and_its_mark_only",
+    ),
+    "a request for embeddings with model, checksum and annotations": (
+        f"{WIRE}a_request_for_embeddings_is_written",
+        f"{WIRE}a_request_for_embeddings_is_read",
+        f"{WIRE}a_request_for_embeddings_writes_null_for_what_it_does_not_say",
+        f"{WIRE}a_request_for_embeddings_has_annotations",
+    ),
+    "agent_context, request_timestamp_ms, mm_processor_kwargs and extra_args are carried": (
+        f"{HINTS}what_only_informs_is_carried_to_the_worker_and_kept_on_the_log",
+        "unit/test_nvext.py::test_what_an_agent_says_of_itself_is_passed_on",
+    ),
+}
+
+KV_PUSH_ROUTER: Row = {
+    "selection by overlap": (
+        "flows/test_router_caches.py::test_requests_with_a_prefix_go_where_it_is",
+        f"{PLAN}the_documented_example_is_decided_as_documented",
+        f"{HINTS}a_request_sets_the_credit_of_its_overlap",
+    ),
+    "selection by a pin of the phase; the phase is aggregated unless said": (
+        f"{WHO}each_phase_has_its_own_pin_and_falls_back",
+        f"{HINTS}a_pin_decides_by_name_by_number_and_by_header",
+        f"{HINTS}pins_of_the_phases_do_not_bind_a_whole_request",
+    ),
+    "a pin of a phase falls back to backend_instance_id": (
+        f"{WHO}each_phase_has_its_own_pin_and_falls_back",
+    ),
+    "rank 0 for a pin without dp_rank": (
+        f"{HINTS}a_rank_decides_and_a_pin_without_one_means_rank_0",
+    ),
+    "a pinned request is booked, with its overlap": (
+        f"{PLAN}a_pinned_request_is_booked_with_its_overlap",
+        f"{HINTS}a_pinned_request_is_booked_with_its_overlap",
+    ),
+    "a dry run by query_instance_id with any value, and by nothing else": (
+        f"{DRY}a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing",
+        f"{DRY}an_annotation_without_a_value_is_no_dry_run",
+    ),
+    "a dry run returns worker and tokens and books nothing": (
+        f"{DRY}a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing",
+        f"{DRY}a_dry_run_sees_pins_and_opens_no_session",
+        f"{DRY}a_dry_run_is_told_in_a_stream_too",
+    ),
+    "a dry run counts in prompt lengths and hit rates": (
+        f"{ROUTER}a_dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision",
+    ),
+    "the hit rate is of ceil(length / block) blocks": (
+        f"{PLAN}a_hit_rate_counts_a_block_that_is_not_full_as_one",
+        f"{ROUTER}a_decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait",
+    ),
+    "approximate mode: what was routed counts as cached, pinned or not": (
+        f"{HINTS}what_a_silent_engine_served_counts_as_cached_pinned_or_not",
+    ),
+    "failed marks, additions, releases and guesses are warnings only": (
+        f"{BOOKS}news_that_get_lost_on_their_way_cost_no_request",
+        f"{WORKER}a_beat_that_was_lost_is_not_made_up_for",
+        f"{WORKER}finished_is_repeated_until_it_stands_and_listed_until_then",
+    ),
+    "metrics are there as zeros before the first request": (
+        f"{ROUTER}all_figures_are_there_as_zeros_before_the_first_request",
+        "flows/test_gateway_streams.py::test_metrics_are_there_before_the_first_request",
+    ),
+    "the start of the prefill is recorded once: the first call wins": (
+        f"{ROUTER}a_second_attempt_is_a_decision_but_its_wait_began_with_the_first",
+    ),
+    "the first token is recorded once": (
+        "unit/test_http_metrics.py::test_the_first_token_is_counted_once_whatever_follows",
+    ),
+    "time from token to token by blocks": (
+        "unit/test_http_metrics.py::test_times_from_token_to_token_are_counted_by_blocks",
+    ),
+    "output length and total exactly once, on a dropped stream too": (
+        "flows/test_gateway_streams.py::test_metrics_tell_of_answers",
+    ),
+    "prefill is done with the first item that is not empty": (
+        f"{BOOKS}prefill_is_done_with_the_first_token_and_not_with_an_empty_output",
+        f"{LOAD}prefill_weighs_until_it_is_done_and_as_much_as_was_predicted",
+    ),
+    "output blocks with decay by the expected length, under a switch": (
+        "unit/test_fleet.py::test_an_answer_weighs_less_the_nearer_it_is_to_its_expected_length",
+        f"{PLAN}tokens_that_workers_report_count_as_open",
+        f"{PLAN}tokens_of_answers_count_only_under_the_switch",
+    ),
+    "freed exactly once on end, cancel and a dropped stream": (
+        f"{BOOKS}what_a_request_was_booked_with_is_given_back_once_however_it_ends",
+        f"{BOOKS}two_ends_of_one_request_give_back_what_one_was_booked_with",
+        f"{LOAD}the_first_close_of_a_run_is_final",
+        f"{ENDS}when_all_requests_have_ended_nothing_is_left_and_nothing_is_due",
+    ),
+    "a cancel wins over an item that is ready": (
+        f"{BOOKS}a_cancel_wins_over_tokens_that_are_ready",
+        f"{CANCELS}a_cancel_is_taken_before_what_came_earlier_and_waits_as_well",
+    ),
+    "the rank that was chosen is written into the request": (
+        f"{HINTS}the_rank_that_was_chosen_stands_in_the_request_of_the_worker",
+    ),
+    "direct: the decode worker, else the backend; without either an error that names both": (
+        f"{WHO}direct_goes_where_the_request_says",
+        f"{HINTS}policy_direct_goes_by_the_decode_worker_else_by_the_backend",
+    ),
+    "direct books nothing": (
+        f"{PLAN}direct_books_no_tokens",
+        f"{LOAD}a_run_of_policy_direct_weighs_nothing",
+    ),
+    "spans with their fields": (
+        "flows/test_router_spans.py::test_selecting_and_routing_are_spans_with_what_was_decided",
+    ),
+}
+
+PREFILL_ROUTER: Row = {
+    "without prefill workers a request is served whole": (
+        f"{WHO}prefill_workers_take_no_whole_requests",
+    ),
+    "enforce_disagg makes that an error": _DISAGGREGATED,
+    "a prefill copy with max_tokens 1; decode gets the original, absent stays absent": (
+        _DISAGGREGATED
+    ),
+    "direct mode needs the id of a prefill worker": _DISAGGREGATED,
+    "the four outcomes of choosing prefill, and what follows each": _DISAGGREGATED,
+    "decode starts beside prefill on the bootstrap path": _DISAGGREGATED,
+    "round robin's turn goes on with what is dispatched only": (
+        f"{DRY}a_dry_run_sees_pins_and_opens_no_session",
+    ),
+    "the prefill's worker and rank are on its copy, its id on decode": _DISAGGREGATED,
+    "topology: required and unknown fails before prefill starts": (
+        f"{TOPOLOGY}an_unknown_place_that_is_required_fails_before_anything_is_computed",
+    ),
+    "topology is merged with the request's; its value wins on an equal preferred taint": (
+        f"{TOPOLOGY}a_required_domain_joins_what_the_request_requires",
+        f"{TOPOLOGY}a_preferred_domain_wins_over_an_equal_taint_of_the_request",
+    ),
+    "topology that says nothing makes no constraints": (
+        f"{TOPOLOGY}an_unknown_place_that_is_preferred_makes_no_constraints",
+    ),
+    "decode's overrides keep the request's others": _DISAGGREGATED,
+    "a cancel after prefill still dispatches decode": _DISAGGREGATED,
+    "deactivation and reactivation are idempotent; readiness with and without enforce_disagg": (
+        _DISAGGREGATED
+    ),
+    "a prefill that was handed off is neither an end nor a failure": (
+        "unit/test_obligations.py::test_a_handed_off_prefill_is_neither_restarted_nor_the_end",
+        f"{LOAD}prefill_that_was_handed_off_is_not_the_end_of_its_request",
+    ),
+    "the trace link on the completed path only": _DISAGGREGATED,
+    "dropping the router cancels the activation": Missing(
+        "there is nothing to cancel: prefill workers are in the fold of the registry"
+    ),
+}
+
+LLM_ENGINE: Row = {
+    "cleanup after a failed start": (
+        f"{WORKER}an_engine_that_fails_to_start_is_cleaned_up",
+        f"{ENGINE}an_engine_that_was_cancelled_while_it_started_is_cleaned_up",
+    ),
+    "cleanup exactly once, and idempotent": (
+        f"{ENGINE}an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends",
+        f"{CONTRACT}a_second_cleanup_is_named_and_idempotence_is_exercised",
+    ),
+    "no cleanup when start never ran": (
+        f"{ENGINE}an_engine_that_was_never_started_is_not_cleaned_up",
+    ),
+    "the worker's id is opaque, unique and stable": (
+        f"{ENGINE}the_worker_id_is_that_of_the_card_in_all_its_lives",
+        f"{WORKER}a_newer_process_of_the_same_name_ends_this_one",
+    ),
+    "the served name defaults to the model": (
+        f"{ENGINE}without_a_served_name_the_model_is_served_as_itself",
+        f"{ENGINE}a_served_name_is_what_clients_ask_for",
+    ),
+    "one terminal output, and nothing after it": (
+        f"{CONTRACT}a_stream_without_an_end_is_named",
+        f"{CONTRACT}an_output_after_the_end_is_named",
+        f"{WORKER}an_answer_without_an_end_is_a_retryable_error",
+    ),
+    "an error inside the stream is typed and terminal, and not the finish reason error": (
+        f"{CONTRACT}a_typed_error_is_an_end_of_its_own",
+        f"{CONTRACT}an_error_after_the_end_is_named",
+        f"{WORKER}a_retryable_engine_error_leaves_the_end_to_the_owner",
+        f"{WORKER}a_final_engine_error_has_a_last_chunk",
+    ),
+    "a cancel between two outputs ends with cancelled": (
+        f"{CONTRACT}going_on_after_a_cancel_is_named",
+        f"{CONTRACT}ending_with_cancelled_after_a_cancel_is_right",
+        f"{WORKER}a_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine",
+    ),
+    "the first token is signalled once": (f"{CONTRACT}the_first_token_is_told_once",),
+    "the signal does nothing outside decode": Missing(
+        "a difference: here it ends the prefill of every run, whatever its phase"
+    ),
+    "abort on an explicit cancel only, never because a stream was left": (
+        f"{ENGINE}an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends",
+        f"{CONTRACT}an_abort_without_a_cancel_is_named",
+    ),
+    "drain when nothing new comes any more; its failure is swallowed": (
+        f"{WORKER}a_stopping_worker_says_so_finishes_its_runs_and_says_goodbye",
+        f"{WORKER}a_failing_drain_does_not_keep_it_from_leaving",
+        f"{ENGINE}a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye",
+        f"{CONTRACT}a_second_drain_is_named",
+    ),
+    "what an engine does not advertise switches off what needs it": (
+        f"{ENGINE}without_a_block_size_nothing_is_told_of_the_cache",
+        f"{ENGINE}without_a_block_size_requests_are_not_routed_by_cache",
+        f"{ENGINE}without_max_num_seqs_the_setting_bounds_what_runs",
+        f"{ENGINE}without_a_context_length_that_of_the_models_files_counts",
+        f"{ENGINE}without_numbers_of_its_cache_and_steps_the_published_ones_count",
+    ),
+    "bootstrap host and port, both or none": (
+        f"{ENGINE}bootstrap_host_and_port_are_on_the_card_both_or_not_at_all",
+        f"{CONTRACT}half_a_bootstrap_address_is_named",
+    ),
+    "constructors of outputs, and their setters": (f"{CONTRACT}outputs_say_how_they_end",),
+    "usage saturates": (f"{CONTRACT}usage_saturates_at_u32",),
+    "a validator in debug": (f"{ENGINE}debug_puts_the_validator_before_every_engine",),
+}
+
+MODEL_WATCHER: Row = {
+    "a new model gets its pipelines: template, detokeniser, router": (
+        f"{MODELS}a_model_is_loaded_before_its_first_request",
+        f"{MODELS}a_chat_is_rendered_by_the_template_of_its_model",
+    ),
+    "a pass-through pipeline for backends that take chats or texts themselves": Missing(
+        "workers take tokens only; a card of another kind is refused at the gateway"
+    ),
+    "a known model: another endpoint joins": (
+        "unit/test_models.py::test_only_the_models_own_workers_count",
+        f"{HINTS}only_allowed_workers_are_considered",
+    ),
+    "an invalid entry is logged and skipped, and what follows is taken": (
+        "unit/test_follow.py::test_malformed_records_are_counted_and_passed_over",
+    ),
+    "a missing card is an error for token backends": (
+        "unit/test_loaded_model.py::test_a_card_without_a_tokenizer_cannot_be_loaded",
+        f"{MODELS}a_model_whose_files_are_missing_is_unavailable_until_they_come",
+    ),
+    "artifacts are fetched and checked": (
+        "unit/test_artifacts.py::test_a_file_is_found_by_its_checksum",
+        "unit/test_artifacts.py::test_a_file_with_a_damaged_part_is_unavailable",
+        "unit/test_artifacts.py::test_a_file_of_another_size_than_its_card_says_is_unavailable",
+    ),
+    "a failed put is told and tried again": (
+        f"{MODELS}a_model_that_could_not_be_loaded_is_tried_again",
+    ),
+    "a model that left is gone for chats and texts alike, whichever of them there were": (
+        f"{MODELS}models_that_are_not_served_any_more_are_let_go",
+        "flows/test_gateway.py::test_only_models_with_a_live_worker_are_listed",
+    ),
+    "names by slug": Missing("a difference: names are keys of the registry as they are"),
+    "the watcher never dies of one bad entry": (
+        "unit/test_follow.py::test_malformed_records_are_counted_and_passed_over",
+        "flows/test_preprocessor.py::test_a_model_without_its_files_is_refused_and_others_go_on",
+    ),
+}
+
+ROWS: dict[str, Row] = {
+    "preprocessed_request": PREPROCESSED_REQUEST,
+    "kv_push_router": KV_PUSH_ROUTER,
+    "prefill_router": PREFILL_ROUTER,
+    "llm_engine": LLM_ENGINE,
+    "model_watcher": MODEL_WATCHER,
+}
+WHOLE = ("preprocessed_request", "kv_push_router")
+"""Rows in which no line is missing."""
+
+
+@lru_cache
+def _tests_of(path: str) -> frozenset[str]:
+    tree = ast.parse((TESTS / path).read_text("utf-8"))
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, functions))
+
+
+def _held() -> Iterator[tuple[str, str, str]]:
+    for name, row in ROWS.items():
+        for line, tests in row.items():
+            if not isinstance(tests, Missing):
+                yield from ((name, line, test) for test in tests)
+
+
+def test_every_test_that_holds_a_line_exists() -> None:
+    gone = [
+        f"{name}: {line}: {test}"
+        for name, line, test in _held()
+        if not (TESTS / test.partition("::")[0]).is_file()
+        or test.partition("::")[2] not in _tests_of(test.partition("::")[0])
+    ]
+    assert gone == []
+
+
+@pytest.mark.parametrize("row", WHOLE)
+def test_a_whole_row_has_no_missing_line(row: str) -> None:
+    missing = [line for line, tests in ROWS[row].items() if isinstance(tests, Missing)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_line_is_held_by_tests_or_says_why_not(row: str) -> None:
+    for line, tests in ROWS[row].items():
+        assert tests, f"{line}: neither tests nor a reason"

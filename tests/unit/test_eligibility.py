@@ -1,0 +1,289 @@
+"""Who may take a request, and by which rule nobody may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.routing.adapters import order_of
+from app.routing.burdens import Burden
+from app.routing.eligibility import eligible, number_of
+from app.routing.plan import Chosen, Hold, Plan, Refuse
+from streams.records import (
+    EngineConfig,
+    EngineFigures,
+    Hints,
+    Lost,
+    Request,
+    RoutingConstraints,
+    WorkerCard,
+)
+from tests.stages import NOW_MS, TIMEOUT_MS, TOKENS, Stage
+
+
+def hopeless(reason: str) -> Hold:
+    """No worker that lives could ever take it."""
+    return Hold(reason, code="none_eligible", is_hopeless=True)
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+# Who may take it
+
+
+def test_workers_of_other_models_dead_silent_draining_and_unfinished_ones_get_nothing(
+    stage: Stage,
+) -> None:
+    for name in ("fine", "other", "dead", "silent", "draining"):
+        stage.worker(name, model="x" if name == "other" else "m")
+    stage.registry(WorkerCard(id="new", slot=0, model="m", config=EngineConfig(model="m")))
+    stage.event(Lost(worker="dead", epoch=stage.epochs["dead"]))
+    stage.beat("fine", at_ms=9000)
+    stage.beat("draining", at_ms=9000, state="draining")
+    assert {c.worker for c in stage.chosen(now_ms=9000).candidates} == {"fine"}
+
+
+def test_a_worker_is_taken_again_as_soon_as_it_is_heard_of(stage: Stage) -> None:
+    stage.worker("w1")
+    assert isinstance(stage.plan(now_ms=1500 + TIMEOUT_MS), Chosen)
+    assert stage.plan(now_ms=1501 + TIMEOUT_MS) == Hold("no worker is ready", code="no_workers")
+    stage.beat("w1", at_ms=8000)
+    assert isinstance(stage.plan(now_ms=8000), Chosen)
+
+
+def test_a_request_without_a_model_goes_to_any(stage: Stage) -> None:
+    stage.worker("w1", model="x")
+    assert stage.chosen(request=Request(id="a")).place.worker == "w1"
+
+
+def test_prefill_workers_take_no_whole_requests(stage: Stage) -> None:
+    stage.worker("p", role="prefill")
+    assert isinstance(stage.plan(), Hold)
+    assert stage.chosen(phase="prefill").place.worker == "p"
+    stage.worker("d", role="decode")
+    assert stage.chosen().place.worker == "d"
+    assert stage.chosen(phase="decode").place.worker == "d"
+
+
+@pytest.mark.parametrize(
+    ("hints", "places"),
+    [
+        ({}, {("w1", 0), ("w2", 0), ("w2", 1), ("w3", 0)}),
+        ({"allowed_worker_ids": ("w1", number_of("w3"))}, {("w1", 0), ("w3", 0)}),
+        ({"backend_instance_id": "w2"}, {("w2", 0)}),
+        ({"backend_instance_id": number_of("w2"), "dp_rank": 1}, {("w2", 1)}),
+        ({"dp_rank": 1}, {("w2", 1)}),
+        ({"decode_worker_id": "w3"}, {("w1", 0), ("w2", 0), ("w2", 1), ("w3", 0)}),
+        ({"routing_constraints": RoutingConstraints(required_taints=("a",))},
+         {("w1", 0), ("w3", 0)}),
+        ({"routing_constraints": RoutingConstraints(required_taints=("a", "b"))}, {("w3", 0)}),
+    ],
+)  # fmt: skip
+def test_no_eligible_place_is_missed_and_no_other_is_taken(
+    stage: Stage, hints: dict[str, Any], places: set[tuple[str, int]]
+) -> None:
+    stage.worker("w1", taints=("a",))
+    stage.worker("w2", ranks=2)
+    stage.worker("w3", taints=("a", "b"))
+    planned = stage.ask(**hints)
+    assert isinstance(planned, Chosen)
+    assert {(c.worker, c.rank) for c in planned.candidates} == places
+
+
+@pytest.mark.parametrize(
+    ("hints", "outcome"),
+    [
+        ({"backend_instance_id": "w9"}, Refuse("pinned_gone", "the pinned worker w9 is gone")),
+        (
+            {"backend_instance_id": "w1", "allowed_worker_ids": ("w2",)},
+            Refuse("pin_not_allowed", "the pinned worker w1 is not among allowed_worker_ids"),
+        ),
+        (
+            {"backend_instance_id": "w1", "dp_rank": 1},
+            Refuse("invalid", "the pinned worker w1 has no rank 1"),
+        ),
+        (
+            {"backend_instance_id": "x1"},
+            Refuse("invalid", "the pinned worker x1 does not serve m"),
+        ),
+        (
+            {"backend_instance_id": "p1"},
+            Refuse("invalid", "the pinned worker p1 only does prefill"),
+        ),
+        (
+            {"backend_instance_id": "w2"},
+            Hold("the pinned worker w2 is not ready", code="pinned_busy"),
+        ),
+        ({"dp_rank": 3}, hopeless("no ready worker has rank 3")),
+        ({"allowed_worker_ids": ("w9",)}, hopeless("none of allowed_worker_ids is ready")),
+        (
+            {"allowed_worker_ids": ("w2",)},
+            Hold("none of allowed_worker_ids is ready", code="none_eligible"),
+        ),
+        (
+            {"routing_constraints": RoutingConstraints(required_taints=("z",))},
+            hopeless("no ready worker has all required_taints"),
+        ),
+        ({"lora_name": "l"}, hopeless("no ready worker serves the adapter of lora_name")),
+    ],
+)
+def test_the_rule_that_leaves_nobody_is_named(
+    stage: Stage, hints: dict[str, Any], outcome: Plan
+) -> None:
+    stage.worker("w1")
+    stage.worker("w2")
+    stage.beat("w2", state="draining")
+    stage.worker("x1", model="x")
+    stage.worker("p1", role="prefill")
+    assert stage.ask(**hints) == outcome
+
+
+def test_workers_that_failed_are_excluded_while_there_is_another(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker("w2")
+    assert stage.chosen(excluded={"w1"}).place.worker == "w2"
+    assert len(stage.chosen(excluded={"w1", "w2"}).candidates) == 2
+
+
+def test_full_workers_take_nothing(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker("w2")
+    assert stage.chosen(full={("w1", 0)}).place.worker == "w2"
+    assert stage.plan(full={("w1", 0), ("w2", 1)}) == Hold("all workers are full", code="all_busy")
+    assert len(stage.chosen(full={("w1", 7)}).candidates) == 2, "another life of it"
+
+
+def test_direct_goes_where_the_request_says(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker("w2")
+    for hints in (Hints(decode_worker_id="w2", backend_instance_id="w1"),
+                  Hints(backend_instance_id="w2")):  # fmt: skip
+        request = Request(id="a", model="m", hints=hints)
+        assert stage.chosen("direct", request=request).place.worker == "w2"
+    refused = stage.plan("direct")
+    assert isinstance(refused, Refuse)
+    assert "decode_worker_id" in refused.message
+    assert "backend_instance_id" in refused.message
+
+
+def test_busy_workers_take_nothing(stage: Stage) -> None:
+    stage.worker("w1", busy_cache=0.9, busy_prefill_tokens=100)
+    stage.worker("w2", busy_cache=0.5)
+    assert len(stage.chosen().candidates) == 2
+    stage.beat("w2", engine=EngineFigures(kv_used_blocks=51, kv_total_blocks=100))
+    assert [c.worker for c in stage.chosen().candidates] == ["w1"]
+    stage.burden("w1", 101, prefill=101)
+    assert stage.plan() == Hold("all workers are busy", code="all_busy")
+    pinned = stage.ask(backend_instance_id="w2")
+    assert pinned == Hold("the pinned worker w2 is busy", code="pinned_busy")
+
+
+def test_a_bound_of_prefill_is_of_one_rank(stage: Stage) -> None:
+    stage.worker("w1", ranks=2, busy_prefill_tokens=100)
+    stage.burden("w1", 101, prefill=101, rank=0)
+    assert stage.chosen().place.rank == 1
+
+
+def test_own_decisions_make_workers_busy_before_they_are_read_back(stage: Stage) -> None:
+    stage.worker("w1", busy_prefill_tokens=100)
+    decision = stage.chosen()
+    stage.own.add(decision.place, decision.burden)
+    assert stage.plan() == Hold("all workers are busy", code="all_busy")
+
+
+def test_a_request_that_asks_for_nothing_gets_the_rows_of_the_pool_untouched(stage: Stage) -> None:
+    stage.worker("w1")
+    pool = stage.pools.pool("m", "aggregated", NOW_MS)
+    request = Request(id="a", model="m", token_ids=TOKENS)
+    assert eligible(request, "aggregated", pool, stage.fleet) is pool.rows
+
+
+def test_a_pin_to_a_lost_life_is_gone(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker("w2")
+    stage.event(Lost(worker="w1", epoch=stage.epochs["w1"]))
+    refused = stage.ask(backend_instance_id="w1")
+    assert refused == Refuse("pinned_gone", "the pinned worker w1 is gone")
+
+
+@pytest.mark.parametrize(
+    ("phase", "hints", "place"),
+    [
+        ("prefill", {"prefill_worker_id": "p2", "backend_instance_id": "p1"}, ("p2", 0)),
+        ("prefill", {"backend_instance_id": "p1"}, ("p1", 0)),
+        ("prefill", {"prefill_worker_id": "p2", "prefill_dp_rank": 1, "dp_rank": 0}, ("p2", 1)),
+        ("decode", {"decode_worker_id": "d2", "backend_instance_id": "d1"}, ("d2", 0)),
+        ("decode", {"backend_instance_id": "d1"}, ("d1", 0)),
+        ("decode", {"decode_worker_id": "d2", "dp_rank": 1, "prefill_dp_rank": 0}, ("d2", 1)),
+        ("aggregated", {"backend_instance_id": "d1", "decode_worker_id": "d2"}, ("d1", 0)),
+        ("aggregated", {"backend_instance_id": "d1", "prefill_worker_id": "p2"}, ("d1", 0)),
+    ],
+)
+def test_each_phase_has_its_own_pin_and_falls_back(
+    stage: Stage, phase: Any, hints: dict[str, Any], place: tuple[str, int]
+) -> None:
+    for name in ("p1", "p2", "d1", "d2"):
+        stage.worker(name, role="prefill" if name[0] == "p" else "decode", ranks=2)
+    request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(**hints))
+    chosen = stage.chosen(request=request, phase=phase)
+    assert (chosen.place.worker, chosen.place.rank) == place
+
+
+# Adapters
+
+
+def test_an_adapter_is_served_by_those_that_have_it(stage: Stage) -> None:
+    stage.worker("base")
+    stage.worker("w1", engine={"lora_names": ("l",)})
+    asked = stage.ask(lora_name="l")
+    assert isinstance(asked, Chosen)
+    assert [c.worker for c in asked.candidates] == ["w1"]
+
+
+def test_a_new_adapter_has_one_home_and_it_is_the_same_for_all_routers(stage: Stage) -> None:
+    for n in range(4):
+        stage.worker(f"w{n}", engine={"max_loras": 2})
+    homes = set()
+    for n in range(20):
+        asked = stage.ask(lora_name=f"l{n}")
+        assert isinstance(asked, Chosen)
+        assert len(asked.candidates) == 1
+        homes.add(asked.place.worker)
+    assert len(homes) > 1, "adapters are spread"
+
+
+def test_an_adapter_moves_only_with_its_home(stage: Stage) -> None:
+    workers = [stage.worker(f"w{n}", engine={"max_loras": 2}) for n in range(4)]
+    before = {n: order_of(f"l{n}", workers)[0] for n in range(30)}
+    after = {n: order_of(f"l{n}", workers[1:])[0] for n in range(30)}
+    assert {n for n in before if before[n] != after[n]} == {
+        n for n, home in before.items() if home == "w0"
+    }
+
+
+def test_an_adapter_with_many_requests_is_loaded_by_one_more(stage: Stage) -> None:
+    for n in range(4):
+        stage.worker(f"w{n}", engine={"max_loras": 2, "max_num_seqs": 8})
+    first = stage.ask(lora_name="l")
+    assert isinstance(first, Chosen)
+    for _ in range(9):
+        stage.told.add(first.place, Burden(1, 10), "l")
+    asked = stage.ask(lora_name="l")
+    assert isinstance(asked, Chosen)
+    assert len(asked.candidates) == 2
+    other = stage.ask(lora_name="another")
+    assert isinstance(other, Chosen)
+    assert len(other.candidates) == 1, "load is counted by adapter"
+
+
+def test_an_adapters_home_that_is_full_is_passed_by(stage: Stage) -> None:
+    for n in range(3):
+        stage.worker(f"w{n}", engine={"max_loras": 1})
+    request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(lora_name="l"))
+    home = stage.chosen(request=request).place
+    second = stage.chosen(request=request, full={home[:2]}).place
+    assert second.worker == order_of("l", ["w0", "w1", "w2"])[1]
