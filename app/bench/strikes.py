@@ -17,7 +17,7 @@ from app.bench.herd import Herd
 from streams.brokers.local import JvmBroker
 from streams.clock import Clock
 
-ROLLING = "rolling restart"
+ROLLING = "rolling"
 BROKER, BROKER_PAUSE, BROKER_DISK = "broker", "broker-pause", "broker-disk"
 PAUSES_S: Mapping[str, float] = {
     "worker-pause": 7.0,

@@ -63,7 +63,7 @@ class Gap(NamedTuple):
 
 
 def gaps(hits: Sequence[Hit], talks: Iterable[Talk], stories: Mapping[str, Story]) -> list[Gap]:
-    """The longest silence of each stream that ran when the round began.
+    """The longest silence of each stream that ran when the round began, or while it went round.
 
     A stream runs from its first text on. Those that several kinds of hits held up count apart.
     """
@@ -71,10 +71,12 @@ def gaps(hits: Sequence[Hit], talks: Iterable[Talk], stories: Mapping[str, Story
     if not hits:
         return found
     start = min(hit.at for hit in hits)
-    end = max(hit.ready_at for hit in hits) if hits[0].kind == ROLLING else start + AFTER_S
+    began, end = start, start + AFTER_S
+    if hits[0].kind == ROLLING:  # one after the other: streams begin and end meanwhile
+        began = end = max(hit.ready_at for hit in hits)
     for talk in talks:
         times = talk.asked.times
-        if not times or times[0] >= start or times[-1] <= start:
+        if not times or times[0] >= began or times[-1] <= start:
             continue
         causes = {hit.kind for hit in blamed(talk, stories.get(talk.asked.id), hits)}
         if not causes:

@@ -81,6 +81,12 @@ def test_streams_that_did_not_run_when_it_was_hit_have_no_gap(times: list[float]
     assert toll.gaps([hit("router", "router-1")], [talk(times=times)], {}) == []
 
 
+def test_streams_that_begin_during_a_rolling_restart_count() -> None:
+    hits = [hit(ROLLING, "worker-1", 10.0, 20.0), hit(ROLLING, "worker-2", 20.0, 30.0)]
+    found = toll.gaps(hits, [talk(times=[22.0, 23.0, 27.0]), talk(times=[31.0, 39.0])], {})
+    assert [(gap.cause, gap.seconds) for gap in found] == [(ROLLING, 4.0)]
+
+
 def test_new_requests_wait_for_their_assignment_from_the_routers_end_on() -> None:
     before, after, other = story("b"), story("c", at=12.0), story("d", at=14.0)
     before.asked_at, before.assigned = 9.8, [(16.0, "worker-1")]
