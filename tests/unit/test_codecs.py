@@ -507,6 +507,77 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         bytes.fromhex("81a26279a27231"),
     ),
     (
+        r.Assigned(
+            id="job-17",
+            attempt=0,
+            phase="aggregated",
+            worker="w1",
+            epoch=40,
+            origin=ORIGIN,
+            responses_from=90,
+            deadline_ms=1_700_000_030_000,
+            lora_name="sql",
+            session=r.SessionUse(
+                id="s", timeout_s=60, closes=True, bound_worker="w2", bound_epoch=39, bound_rank=1
+            ),
+        ),
+        bytes.fromhex(
+            "de000aa26964a66a6f622d3137a7617474656d707400a57068617365aa61676772656761746564a6"
+            "776f726b6572a27731a565706f636828a66f726967696e83a5746f706963a87265717565737473a9"
+            "706172746974696f6e11a66f6666736574cd1267ae726573706f6e7365735f66726f6d5aab646561"
+            "646c696e655f6d73cf0000018bcfe5dd30a773657373696f6e86a26964a173a974696d656f75745f"
+            "733ca6636c6f736573c3ac626f756e645f776f726b6572a27732ab626f756e645f65706f636827aa"
+            "626f756e645f72616e6b01a96c6f72615f6e616d65a373716c"
+        ),
+    ),
+    (
+        r.End(
+            id="job-17",
+            code="stop",
+            placed=r.Placed(worker_id="w1", dp_rank=1, token_ids=(259, 104)),
+        ),
+        (
+            b'{"t":"End","id":"job-17","code":"stop","placed":{"worker_id":"w1","dp_rank":1,"token_'
+            b'ids":[259,104]}}'
+        ),
+    ),
+    (
+        r.Heartbeat(
+            worker="w1",
+            epoch=40,
+            slot_offset=12,
+            running=(
+                r.RunProgress(
+                    id="job-17",
+                    attempt=0,
+                    phase="decode",
+                    output_tokens=5,
+                    expected_output_tokens=50,
+                ),
+            ),
+        ),
+        bytes.fromhex(
+            "84a6776f726b6572a27731a565706f636828ab736c6f745f6f66667365740ca772756e6e696e6791"
+            "85a26964a66a6f622d3137a7617474656d707400a57068617365a66465636f6465ad6f7574707574"
+            "5f746f6b656e7305b665787065637465645f6f75747075745f746f6b656e7332"
+        ),
+    ),
+    (
+        r.WorkerCard(
+            id="w1",
+            slot=3,
+            model="demo",
+            busy_cache=0.75,
+            busy_prefill_tokens=8192,
+            config=r.EngineConfig(model="demo", lora_names=("sql",), max_loras=2),
+        ),
+        bytes.fromhex(
+            "86a26964a27731a4736c6f7403a56d6f64656ca464656d6fa6636f6e66696783a56d6f64656ca464"
+            "656d6faa6c6f72615f6e616d657391a373716ca96d61785f6c6f72617302aa627573795f63616368"
+            "65cb3fe8000000000000b3627573795f70726566696c6c5f746f6b656e73cd2000"
+        ),
+    ),
+    (
         r.WorkerCard(
             id="w1",
             slot=9,
