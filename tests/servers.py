@@ -256,7 +256,7 @@ class Publisher:
 
     def __init__(self, port: int = 0, replay_port: int = 0) -> None:
         self._context = zmq.asyncio.Context()
-        self._pub, self._router = (self._context.socket(kind) for kind in (zmq.PUB, zmq.ROUTER))
+        self._pub, self._router = (self._context.socket(kind) for kind in (zmq.XPUB, zmq.ROUTER))
         self.dropped: set[int] = set()
         self.forgotten: set[int] = set()
         self.sent: list[bytes] = []
@@ -276,6 +276,10 @@ class Publisher:
         self.sent.append(payload)
         if number not in self.dropped:
             self._pub.send_multipart([b"kv", number.to_bytes(8, "big"), payload])
+
+    async def subscribed(self) -> None:
+        """Wait for a reader: what is published before it subscribed does not reach it."""
+        await self._pub.recv_multipart()
 
     async def close(self) -> None:
         self._replaying.cancel()

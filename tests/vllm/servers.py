@@ -1,4 +1,4 @@
-"""A vLLM server in a process of its own, with its cache events, and with a past they can be read from."""
+"""A vLLM server in a process of its own, that publishes its cache events and can repeat them."""
 
 from __future__ import annotations
 

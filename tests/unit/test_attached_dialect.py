@@ -1,0 +1,298 @@
+"""What an attached server is asked, what of its answers is read, and what it says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.engine.attached.dialect import Speech, body_of
+from app.engine.attached.figures import read_metrics
+from app.engine.attached.pieces import piece_of
+from app.engine.attached.retokenised import Retokenised
+from app.engine.attached.server import Rejected, ServerFailed, explained
+from app.engine.contract import InvalidRequest
+from streams.codecs import pack_tokens
+from streams.records import (
+    BootstrapInfo,
+    GuidedDecoding,
+    Hints,
+    LogProb,
+    MultimodalData,
+    OutputOptions,
+    PrefillResult,
+    Request,
+    SamplingOptions,
+    StopConditions,
+)
+from tests.servers import TOKENIZER
+
+VLLM = Speech("m", "vllm", adapters=frozenset({"ada"}))
+LLAMA = Speech("m", "llamacpp", answers="log_probs")
+OTHER = Speech("m", "somebody", "text", "text")
+
+
+def body(speech: Speech = VLLM, max_tokens: int = 7, **asked: Any) -> dict[str, Any]:
+    fields = {"id": "r", "token_ids": pack_tokens([1, 2])} | asked
+    return body_of(Request(**fields), speech, max_tokens, lambda ids: f"text of {ids}")
+
+
+def test_a_plain_request_is_tokens_and_a_limit() -> None:
+    assert body() == {
+        "model": "m", "prompt": [1, 2], "max_tokens": 7, "stream": True,
+        "stream_options": {"include_usage": True}, "return_token_ids": True, "request_id": "r",
+    }  # fmt: skip
+
+
+def test_a_server_of_words_gets_text() -> None:
+    assert body(OTHER)["prompt"] == "text of [1, 2]"
+    assert "return_token_ids" not in body(OTHER)
+
+
+SAMPLING = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 4, "presence_penalty": 0.1,
+    "frequency_penalty": 0.2, "repetition_penalty": 1.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("speech", [VLLM, LLAMA, OTHER])
+def test_sampling_is_passed_on(speech: Speech) -> None:
+    asked = body(speech, sampling=SamplingOptions(**SAMPLING))
+    assert {name: asked[name] for name in SAMPLING} == SAMPLING
+
+
+def test_llama_has_a_name_of_its_own_for_repetition() -> None:
+    assert body(LLAMA, sampling=SamplingOptions(repetition_penalty=1.5))["repeat_penalty"] == 1.5
+
+
+def test_ends_are_passed_on_as_tokens_and_strings_are_not() -> None:
+    stop = StopConditions(
+        max_tokens=9, min_tokens=2, stop=("END",), stop_token_ids=(5,), stop_token_ids_hidden=(6,)
+    )
+    asked = body(stop=stop, eos_token_ids=(7,))
+    assert (asked["min_tokens"], asked["stop_token_ids"]) == (2, [5, 6, 7])
+    assert "stop" not in asked
+
+
+def test_an_end_of_text_that_is_ignored_ends_nothing() -> None:
+    stop = StopConditions(ignore_eos=True, stop_token_ids=(5,), stop_token_ids_hidden=(6,))
+    asked = body(stop=stop, eos_token_ids=(7,))
+    assert (asked["ignore_eos"], asked["stop_token_ids"]) == (True, [5])
+
+
+def test_biases_and_single_words_that_must_not_come_are_one_field() -> None:
+    sampling = SamplingOptions(logit_bias={5: 1.5}, bad_words_token_ids=((6,),))
+    assert body(sampling=sampling)["logit_bias"] == {"5": 1.5, "6": -100.0}
+
+
+def test_what_vllm_alone_knows_is_passed_on_to_it() -> None:
+    asked = body(
+        cache_salt="s", hints=Hints(lora_name="ada"), extra_args=b'{"a": 1}',
+        sampling=SamplingOptions(allowed_token_ids=(1, 2)),
+        stop=StopConditions(max_thinking_tokens=3),
+    )  # fmt: skip
+    names = ("model", "cache_salt", "vllm_xargs", "allowed_token_ids", "thinking_token_budget")
+    assert [asked[name] for name in names] == ["ada", "s", {"a": 1}, [1, 2], 3]
+
+
+def test_what_prefill_handed_over_is_passed_on() -> None:
+    handed = PrefillResult(disaggregated_params=b'{"kv_transfer_params": {"a": 1}}')
+    assert body(prefill_result=handed)["kv_transfer_params"] == {"a": 1}
+    assert "kv_transfer_params" not in body(prefill_result=handed, is_probe=True)
+    extra = b'{"kv_transfer_params": {"b": 2}}'
+    assert body(extra_args=extra)["kv_transfer_params"] == {"b": 2}
+
+
+def test_embeddings_take_the_place_of_the_prompt() -> None:
+    asked = body(prompt_embeds="AAAA")
+    assert asked["prompt_embeds"] == "AAAA"
+    assert "prompt" not in asked
+
+
+@pytest.mark.parametrize(
+    ("guided", "form"),
+    [
+        (GuidedDecoding(json=b'{"type":"object"}'), {"json": {"type": "object"}}),
+        (GuidedDecoding(regex="a+"), {"regex": "a+"}),
+        (GuidedDecoding(choice=("a", "b")), {"choice": ["a", "b"]}),
+        (GuidedDecoding(grammar="g"), {"grammar": "g"}),
+    ],
+)
+def test_forms_are_vllms_structured_outputs(guided: GuidedDecoding, form: dict[str, Any]) -> None:
+    assert body(sampling=SamplingOptions(guided_decoding=guided))["structured_outputs"] == form
+
+
+def test_a_schema_is_openais_response_format_elsewhere() -> None:
+    guided = GuidedDecoding(json=b"{}")
+    asked = body(OTHER, sampling=SamplingOptions(guided_decoding=guided))
+    assert asked["response_format"]["json_schema"]["schema"] == {}
+    guided = GuidedDecoding(grammar="g")
+    assert body(LLAMA, sampling=SamplingOptions(guided_decoding=guided))["grammar"] == "g"
+
+
+def test_log_probabilities_are_asked_for_by_token() -> None:
+    asked = body(output=OutputOptions(logprobs=3))
+    assert (asked["logprobs"], asked["return_tokens_as_token_ids"]) == (3, True)
+    assert body(LLAMA)["logprobs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("speech", "asked", "field"),
+    [
+        (VLLM, {"sampling": SamplingOptions(n=2)}, "n, best_of"),
+        (VLLM, {"sampling": SamplingOptions(use_beam_search=True)}, "use_beam_search"),
+        (VLLM, {"sampling": SamplingOptions(detokenize=False)}, "detokenize"),
+        (VLLM, {"sampling": SamplingOptions(bad_words_token_ids=((1, 2),))}, "bad_words"),
+        (VLLM, {"output": OutputOptions(prompt_logprobs=1)}, "prompt_logprobs"),
+        (VLLM, {"multi_modal_data": {"image_url": (MultimodalData(kind="url"),)}}, "multi_modal"),
+        (VLLM, {"bootstrap_info": BootstrapInfo(bootstrap_host="h")}, "bootstrap_info"),
+        (VLLM, {"token_ids": b""}, "empty"),
+        (VLLM, {"hints": Hints(lora_name="no")}, "lora_name"),
+        (VLLM, {"extra_args": b"[1]"}, "extra_args"),
+        (VLLM, {"extra_args": b"{"}, "extra_args"),
+        (VLLM, {"sampling": SamplingOptions(guided_decoding=GuidedDecoding(backend="x"))},
+         "guided_decoding_backend"),
+        (OTHER, {"cache_salt": "s"}, "cache_salt"),
+        (OTHER, {"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        (OTHER, {"extra_args": b"{}"}, "extra_args"),
+        (OTHER, {"output": OutputOptions(logprobs=1)}, "logprobs"),
+        (OTHER, {"sampling": SamplingOptions(allowed_token_ids=(1,))}, "allowed_token_ids"),
+        (OTHER, {"sampling": SamplingOptions(guided_decoding=GuidedDecoding(regex="a"))},
+         "guided_decoding"),
+    ],
+)  # fmt: skip
+def test_what_would_make_another_answer_is_refused_by_name(
+    speech: Speech, asked: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        body(speech, **asked)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def test_tokens_stand_in_their_own_field() -> None:
+    piece = piece_of(b'{"choices":[{"text":"a","token_ids":[5],"stop_reason":7}]}', VLLM)
+    assert (piece.token_ids, piece.stop_reason, piece.finish_reason) == ((5,), 7, None)
+
+
+def test_tokens_stand_in_the_log_probabilities_of_llama() -> None:
+    event = (
+        b'{"choices":[{"text":"a","logprobs":{"content":[{"id":5,"token":"a","logprob":-1.0,'
+        b'"top_logprobs":[{"id":6,"token":"b","logprob":-2.0}]}]}}]}'
+    )
+    piece = piece_of(event, LLAMA)
+    assert piece.token_ids == (5,)
+    assert piece.log_probs == ((LogProb(5, -1.0), LogProb(6, -2.0)),)
+
+
+def test_log_probabilities_of_vllm_are_by_number_the_likeliest_first() -> None:
+    event = (
+        b'{"choices":[{"token_ids":[5],"logprobs":{"tokens":["token_id:5"],'
+        b'"token_logprobs":[-2.0],"top_logprobs":[{"token_id:5":-2.0,"token_id:6":-1.0}]}}]}'
+    )
+    assert piece_of(event, VLLM).log_probs == (
+        (LogProb(5, -2.0), LogProb(6, -1.0), LogProb(5, -2.0)),
+    )
+
+
+def test_what_was_counted_comes_without_a_choice() -> None:
+    event = (
+        b'{"choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}'
+    )
+    counts = piece_of(event, VLLM).counts
+    assert counts is not None
+    assert (counts.prompt_tokens, counts.cached_tokens) == (9, 8)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "content_filter"])
+def test_ends_of_the_model_are_ends(reason: str) -> None:
+    event = b'{"choices":[{"finish_reason":"%b"}]}' % reason.encode()
+    assert piece_of(event, VLLM).finish_reason == reason
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "", "whatever"])
+def test_other_ends_are_failures_of_the_server(reason: str) -> None:
+    with pytest.raises(ServerFailed, match=repr(reason)):
+        piece_of(b'{"choices":[{"finish_reason":"%b"}]}' % reason.encode(), VLLM)
+
+
+def test_errors_in_a_stream_are_told_apart_by_their_code() -> None:
+    with pytest.raises(Rejected, match="bad"):
+        piece_of(b'{"error":{"message":"bad","code":400}}', VLLM)
+    for event in (b'{"error":{"message":"bad","code":500}}', b'{"error":"bad"}'):
+        with pytest.raises(ServerFailed, match="bad"):
+            piece_of(event, VLLM)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (b'{"error":{"message":"a"}}', "a"),
+        (b'{"error":"a"}', "a"),
+        (b'{"object":"error","message":"a"}', "a"),
+        (b'{"detail":"a"}', "a"),
+        (b"<html>", "<html>"),
+        (b"", ""),
+        (b"[" * 10_000, "[" * 500),
+    ],
+)
+def test_an_error_is_explained_in_the_servers_words(said: bytes, message: str) -> None:
+    assert explained(said) == message
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A small town learned to swim.", "  two  spaces\n\nand lines ", "naïve €uro 漢字", "word"],
+)
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_tokens_of_text_are_that_text(text: str, step: int) -> None:
+    retokenised, tokens = Retokenised(TOKENIZER), list[int]()
+    for start in range(0, len(text), step):
+        tokens += retokenised.push(text[start : start + step])
+    tokens += retokenised.end()
+    assert TOKENIZER.decode(tokens, skip_special=False) == text
+
+
+def test_words_are_tokenised_whole_however_they_come() -> None:
+    text = "The last page was missing, and in the morning"
+    retokenised, tokens = Retokenised(TOKENIZER), list[int]()
+    for character in text:
+        tokens += retokenised.push(character)
+    assert [*tokens, *retokenised.end()] == list(TOKENIZER.encode_now(text))
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+PAGE = """# HELP vllm:num_requests_running Number of requests
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:iteration_tokens_total_bucket{engine="0",le="1.0"} 5.0
+vllm:iteration_tokens_total_count{engine="0"} 55.0
+vllm:cache_config_info{block_size="32",enable_prefix_caching="%s",num_gpu_blocks="41"} 1.0
+process_start_time_seconds 1.7e+09
+"""
+
+
+def test_a_servers_metrics_are_figures() -> None:
+    metrics = read_metrics(PAGE % "True")
+    figures = metrics.figures()
+    assert (figures.running, figures.waiting, figures.steps) == (2, 1, 55)
+    assert (figures.kv_used_blocks, figures.kv_total_blocks) == (20, 40)
+    assert (metrics.block_size, metrics.started_at, metrics.ranks) == (32, 1.7e9, 1)
+
+
+def test_a_server_that_reuses_no_prefixes_has_no_blocks_to_route_by() -> None:
+    assert read_metrics(PAGE % "False").block_size is None
+
+
+def test_metrics_of_others_are_figures_or_nothing() -> None:
+    other = read_metrics('sglang:num_running_reqs{a="b"} 3.0\nllamacpp:requests_deferred 2\n')
+    assert (other.running, other.waiting, other.block_size) == (3, 2, None)
+    assert read_metrics("python_info 1.0\n").running is None

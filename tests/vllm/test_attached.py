@@ -1,0 +1,264 @@
+"""A worker beside a real vLLM server: the contract, its cache events, and what is asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import zmq
+import zmq.asyncio
+
+from app.demo import tiny_model
+from app.engine.attached.engine import AttachedEngine
+from app.engine.contract import EngineError, GenerateContext, InvalidRequest
+from app.engine.validator import ValidatedEngine
+from indexer.bridge import Bridge
+from indexer.engine_events import EngineEvent
+from indexer.events import Kind
+from indexer.keys import derive
+from streams.records import GuidedDecoding, Hints, OutputOptions, SamplingOptions, StopConditions
+from tests.conformance import Conformance, Subject, first_of
+from tests.vllm.servers import RunningServer, end, free_ports, running
+
+pytestmark = pytest.mark.timeout(400)  # servers start, on a busy machine
+SECRET = derive(b"s")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def server(
+    model: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RunningServer]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    async with running(model, log, adapters) as server:
+        yield server
+
+
+async def begun(attached: AttachedEngine) -> Subject:
+    told: list[EngineEvent] = []
+    engine = ValidatedEngine(attached)
+    engine.listen(lambda events, rank=0: told.extend(events))
+    return Subject(engine, await engine.start("w"), told=told)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared(server: RunningServer) -> AsyncIterator[Subject]:
+    subject = await begun(server.attached())
+    yield subject
+    await subject.engine.cleanup()
+
+
+class TestAttachedVllm(Conformance):
+    @pytest.fixture
+    def subject(self, shared: Subject) -> Subject:
+        return shared
+
+
+def keys_of(events: list[EngineEvent]) -> set[int]:
+    """What one knows to be cached who was told all that."""
+    bridge, known = Bridge(tiny_model.BLOCK, SECRET), set[int]()
+    bridge.feed(events, 0.0)
+    while batch := bridge.take():
+        for event in batch.events:
+            if event.kind is Kind.CLEARED:
+                known.clear()
+            elif event.kind is Kind.STORED:
+                known |= set(event.keys)
+            else:
+                known -= set(event.keys)
+    return known
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - another process decides
+            await asyncio.sleep(0.05)
+
+
+async def test_it_knows_the_server_by_its_own_words(shared: Subject) -> None:
+    config = shared.config
+    assert (config.model, config.context_length) == ("tiny", 512)
+    assert (config.kv_cache_block_size, config.total_kv_blocks) == (tiny_model.BLOCK, 40)
+    assert set(config.lora_names or ()) == {"one", "two"}
+    assert config.gives_tokens
+    assert not config.guesses_cache
+
+
+async def test_a_stream_that_was_left_is_aborted_at_the_server(
+    shared: Subject, server: RunningServer
+) -> None:
+    async def aborted() -> float:
+        text = (await attached._server.get("/metrics", 10)).decode()
+        counted = re.findall(r'request_success_total\{.*finished_reason="abort".*\} (\S+)', text)
+        return sum(map(float, counted))
+
+    attached = shared.engine._engine
+    before = await aborted()
+    stream = shared.engine.generate(shared.ask(shared.prompt(20), 450), GenerateContext("r"))
+    async with aclosing(stream):
+        await first_of(stream)
+    async with asyncio.timeout(60):
+        while await aborted() == before:  # noqa: ASYNC110 - the server decides
+            await asyncio.sleep(0.1)
+
+
+async def test_heartbeats_have_the_servers_figures(shared: Subject) -> None:
+    figures = shared.engine.figures()
+    assert figures is not None
+    assert figures.kv_total_blocks == 40
+    before = figures.steps
+    await shared.run(shared.ask(shared.prompt(20), 4))
+    await until(lambda: (now := shared.engine.figures()) is not None and now.steps >= before + 4)
+
+
+async def test_an_adapter_answers_otherwise_and_an_unknown_one_is_refused(shared: Subject) -> None:
+    prompt = shared.prompt(40)
+    plain = (await shared.run(shared.ask(prompt))).tokens
+    adapted = (await shared.run(shared.ask(prompt, hints=Hints(lora_name="one")))).tokens
+    assert adapted != plain
+    with pytest.raises(InvalidRequest, match="no adapter 'three'"):
+        await shared.run(shared.ask(prompt, hints=Hints(lora_name="three")))
+
+
+async def test_salts_keep_caches_apart(shared: Subject) -> None:
+    prompt = shared.prompt(2 * tiny_model.BLOCK + 1)
+    for salt, cached in (("a", 0), ("b", 0), ("a", 2 * tiny_model.BLOCK)):
+        counts = (await shared.run(shared.ask(prompt, 2, cache_salt=salt))).last.usage
+        assert counts is not None
+        assert counts.cached_tokens == cached
+
+
+async def test_log_probabilities_name_tokens(shared: Subject) -> None:
+    asked = shared.ask(shared.prompt(20), 3, output=OutputOptions(logprobs=2))
+    answer = await shared.run(asked)
+    ranked = [at for output in answer.outputs for at in output.log_probs or ()]
+    assert [at[0].token_id for at in ranked] == answer.tokens
+    assert all(at[1].log_prob >= at[2].log_prob for at in ranked)
+    assert all(at[0].token_id == at[1].token_id for at in ranked), "greedy takes the likeliest"
+
+
+async def test_a_choice_is_kept_to(shared: Subject, model: Path) -> None:
+    guided = GuidedDecoding(choice=("walking", "swimming"))
+    sampling = SamplingOptions(temperature=0.0, guided_decoding=guided)
+    stop = StopConditions(max_tokens=16)
+    answer = await shared.run(shared.ask(shared.prompt(20), sampling=sampling, stop=stop))
+    text = shared.engine._engine._tokenizer.decode(answer.tokens)
+    assert text in guided.choice
+    assert answer.last.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingOptions(temperature=-1.0), SamplingOptions(logit_bias={10**6: 1.0})],
+)
+async def test_what_the_server_refuses_is_refused(
+    shared: Subject, sampling: SamplingOptions
+) -> None:
+    with pytest.raises(EngineError) as refused:
+        await shared.run(shared.ask(shared.prompt(20), sampling=sampling))
+    assert not refused.value.retryable
+    assert str(refused.value)
+
+
+# --- cache events ---------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def lossy(endpoint: str, lost: Callable[[int], bool]) -> AsyncIterator[str]:
+    """A line to a publisher that loses some of its messages."""
+    context = zmq.asyncio.Context()
+    source, sink = context.socket(zmq.SUB), context.socket(zmq.PUB)
+    source.subscribe(b"")
+    source.connect(endpoint)
+    sink.bind("tcp://127.0.0.1:*")
+
+    async def pass_on() -> None:
+        while True:
+            frames = await source.recv_multipart()
+            if not lost(int.from_bytes(frames[1], "big")):
+                await sink.send_multipart(frames)
+
+    passing = asyncio.create_task(pass_on())
+    try:
+        yield sink.get_string(zmq.LAST_ENDPOINT)
+    finally:
+        passing.cancel()
+        await asyncio.gather(passing, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+async def test_messages_that_are_lost_are_replayed(shared: Subject, server: RunningServer) -> None:
+    dropped: list[int] = []
+
+    def is_lost(number: int) -> bool:
+        if number % 3:
+            dropped.append(number)
+        return bool(number % 3)
+
+    async with lossy(server.events, is_lost) as line:
+        other = await begun(server.attached(events=line))
+        for _ in range(12):  # the cache holds about ten of these
+            await other.run(other.ask(shared.prompt(4 * tiny_model.BLOCK), 3))
+        await shared.run(shared.ask(shared.prompt(tiny_model.BLOCK), 1))
+        await until(lambda: keys_of(other.told) == keys_of(shared.told))
+        assert dropped
+        assert other.engine._engine.events.repaired
+        assert not other.engine._engine.events.lost
+        await other.engine.cleanup()
+
+
+async def test_without_replays_nothing_is_believed_that_may_be_gone(
+    shared: Subject, server: RunningServer
+) -> None:
+    losing = False
+    async with lossy(server.events, lambda _: losing) as line:
+        other = await begun(server.attached(events=line, replay=""))
+        await asyncio.sleep(0.5)
+        for n in range(24):
+            losing = 8 <= n < 16
+            await other.run(other.ask(shared.prompt(4 * tiny_model.BLOCK), 3))
+            await asyncio.sleep(0.05)
+        events = other.engine._engine.events
+        await until(lambda: events.lost > 0)
+        await asyncio.sleep(0.5)
+        believed, held = keys_of(other.told), keys_of(shared.told)
+        assert believed
+        assert believed <= held
+        await other.engine.cleanup()
+
+
+async def test_a_server_that_died_and_came_back_has_an_empty_cache(
+    model: Path, tmp_path: Path
+) -> None:
+    ports = free_ports(3)
+    async with running(model, tmp_path / "log", ports=ports) as server:
+        subject = await begun(server.attached())
+        prompt = subject.prompt(3 * tiny_model.BLOCK + 1)
+        await subject.run(subject.ask(prompt))
+        await until(lambda: len(keys_of(subject.told)) >= 3)
+        await end(server.process, kill=True)
+        with pytest.raises(EngineError) as failed:
+            await subject.run(subject.ask(prompt))
+        assert failed.value.retryable
+        await until(lambda: not keys_of(subject.told))
+    async with running(model, tmp_path / "log", ports=ports):
+        await back(subject)
+        counts = (await subject.run(subject.ask(prompt))).last.usage
+        assert counts is not None
+        assert counts.cached_tokens == 0
+        await until(lambda: len(keys_of(subject.told)) >= 3)
+        await subject.engine.cleanup()
+
+
+async def back(subject: Subject) -> None:
+    async with asyncio.timeout(200):
+        while True:
+            with contextlib.suppress(EngineError):
+                await subject.run(subject.ask(subject.prompt(3), 1))
+                return
+            await asyncio.sleep(1)
