@@ -31,6 +31,7 @@ from app.engine.contract import (
     InvalidRequest,
     usage,
 )
+from app.engine.leash import Leash
 from app.engine.vllm.figures import Figures
 from app.engine.vllm.inbox import Inbox
 from app.engine.vllm.params import TRANSFER, priority_of, prompt_of, sampling_of
@@ -92,6 +93,7 @@ class VllmEngine(Engine):
         self._figures = Figures()
         self._llm: Any = None
         self._loading: asyncio.Task[Any] | None = None
+        self._leash: Leash | None = None
         self._loaded: dict[str, Any] = {}
         """`LoRARequest`s by name."""
         self._numbers = count()
@@ -121,6 +123,7 @@ class VllmEngine(Engine):
             check_plugin()
             self._inbox = Inbox(self._listener)
             endpoint = self._inbox.open()
+        self._leash = Leash()  # before vLLM starts processes
         # A thread: whoever waits for this process sees it answer, and may end it.
         self._loading = asyncio.create_task(asyncio.to_thread(self._load, endpoint))
         began_at = self._clock.now()
@@ -149,6 +152,9 @@ class VllmEngine(Engine):
                     llm.output_handler.cancel()
                 await asyncio.to_thread(llm.shutdown)
         self._llm = None
+        leash, self._leash = self._leash, None
+        if leash is not None:
+            leash.let_go()
         inbox, self._inbox = self._inbox, None
         if inbox is not None:
             await inbox.close()
