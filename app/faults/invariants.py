@@ -29,7 +29,18 @@ from streams.records import Fact
 from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS
 
 STEADY = {
-    "router": {"load", "fleet", "index", "scanner", "deaths", "response ends", "tick", "intake"},
+    "router": {
+        "load",
+        "fleet",
+        "index",
+        "scanner",
+        "deaths",
+        "response ends",
+        "tick",
+        "intake",
+        "drift",
+        "loop delay",
+    },
     "worker": {"engine", "engine watch", "registry", "heartbeats", "slot"},
     "preprocessor": {"registry", "prompts"},
     "gateway": {"replies", "registry", "probe", "loop delay"},
