@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.bench.chaos import Form, chaos, read
+from app.bench.report import Report
 from app.settings import Settings
 from streams.brokers.local import Broker
 from tests.leftovers import delete_topics
@@ -20,30 +21,41 @@ KINDS = ("worker", "router", "gateway", "preprocessor", "gateway-pause")
 PREFIX = "chaos."
 
 
-@pytest.fixture(autouse=True)
-async def _no_topics_left(kafka: Broker) -> AsyncIterator[None]:
-    yield
+@pytest.fixture
+async def shared(kafka: Broker) -> AsyncIterator[Broker]:
+    """The broker of all tests, with nothing of ours left on it."""
+    yield kafka
     await delete_topics(kafka.bootstrap_servers, PREFIX)
 
 
+def check(report: Report, kills: int) -> None:
+    bars = {bar.name: bar.value for bar in report.bars}
+    bad = ("lost", "twice", "wrong", "requests on the log without an end")
+    assert {name: bars[name] for name in bad} == dict.fromkeys(bad, 0)
+    assert bars["kills and stops"] == kills
+    assert bars["asked"] > 20
+
+
 async def test_kills_lose_and_double_nothing_and_the_log_goes_on(
-    kafka: Broker, tmp_path: Path
+    shared: Broker, tmp_path: Path
 ) -> None:
     settings = Settings(
-        bootstrap_servers=kafka.bootstrap_servers, topic_prefix=PREFIX, cache_dir=tmp_path
+        bootstrap_servers=shared.bootstrap_servers, topic_prefix=PREFIX, cache_dir=tmp_path
     )
     form = Form(kills=4, kinds=KINDS, rate=3, tokens=40, workers=3)
     log = tmp_path / "rounds.jsonl"
     shares: list[float] = []
     report = await chaos(settings, form, lambda _: None, shares.append, [], log=log)
-    bars = {bar.name: bar.value for bar in report.bars}
-    assert {name: bars[name] for name in ("lost", "twice", "wrong")} == {
-        "lost": 0, "twice": 0, "wrong": 0
-    }  # fmt: skip
-    assert bars["requests on the log without an end"] == 0
-    assert bars["kills and stops"] == 4
-    assert bars["asked"] > 20
+    check(report, kills=4)
     assert sum(shares) == pytest.approx(1.0)
 
     again = await chaos(settings, form, lambda _: None, shares.append, read(log), log=log)
     assert repr(again.rows) == repr(report.rows), "there was nothing left to kill"
+
+
+@pytest.mark.kafka
+@pytest.mark.cluster
+async def test_brokers_that_die_and_hang_lose_and_double_nothing(tmp_path: Path) -> None:
+    form = Form(kills=2, seed=1, kinds=("broker", "broker-pause"), rate=4, tokens=30, workers=3)
+    settings = Settings(topic_prefix=PREFIX, cache_dir=tmp_path)
+    check(await chaos(settings, form, lambda _: None, lambda _: None, []), kills=2)
