@@ -35,7 +35,8 @@ from app.engine.leash import Leash
 from app.engine.vllm.figures import Figures
 from app.engine.vllm.inbox import Inbox
 from app.engine.vllm.params import TRANSFER, priority_of, prompt_of, sampling_of
-from app.engine.vllm.plugin import PARENT, SCHEME
+from app.engine.vllm.parent import PARENT
+from app.engine.vllm.plugin import SCHEME
 from app.engine.vllm.versions import check_plugin, installed
 from streams.clock import Clock
 from streams.codecs import token_count
@@ -101,6 +102,11 @@ class VllmEngine(Engine):
         """What vLLM calls the requests that are under way."""
         self._ranks = 1
         self._context_length = 0
+
+    @property
+    def llm(self) -> Any:
+        """The `AsyncLLM` inside; None before the start and after the end."""
+        return self._llm
 
     def listen(self, listener: BlocksListener) -> None:
         """As `Engine.listen`."""

@@ -16,8 +16,6 @@ GROUP = "vllm.general_plugins"
 NAME = "kvlane"
 SCHEME = "kvlane+"
 """What our endpoints begin with."""
-PARENT = "KVLANE_VLLM_PARENT"
-"""Environment variable: the process that an engine core must not outlive."""
 
 
 def register() -> None:

@@ -6,17 +6,13 @@ one; but a step of the engine never waits for it. Which endpoints are its own sa
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
-import threading
 from typing import Any
 
 from vllm.distributed.kv_events import ZmqEventPublisher
 
-from app.engine.vllm.plugin import PARENT, SCHEME
-
-WATCH_S = 1.0
+from app.engine.vllm.parent import end_with_parent
+from app.engine.vllm.plugin import SCHEME
 
 
 class Publisher(ZmqEventPublisher):  # type: ignore[misc]
@@ -29,7 +25,7 @@ class Publisher(ZmqEventPublisher):  # type: ignore[misc]
     def __init__(self, data_parallel_rank: int, endpoint: str, **options: Any) -> None:
         super().__init__(data_parallel_rank, endpoint.removeprefix(SCHEME), **options)
         self.dropped = 0
-        _end_with_parent()
+        end_with_parent()
 
     def publish(self, events: Any) -> None:
         """Put a step's events on their way; a few microseconds."""
@@ -51,20 +47,3 @@ class Publisher(ZmqEventPublisher):  # type: ignore[misc]
             return endpoint
         moved: str | None = ZmqEventPublisher.offset_endpoint_port(endpoint, data_parallel_rank)
         return moved
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that is named in the environment is gone.
-
-    vLLM's engine cores outlive a parent that is killed, with their memory and their ports.
-    """
-    named = os.environ.get(PARENT, "")
-    if not named.isdecimal() or os.getppid() != int(named):
-        return
-
-    def watch() -> None:
-        while os.getppid() == int(named):
-            threading.Event().wait(WATCH_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="end with parent", daemon=True).start()
