@@ -194,7 +194,9 @@ class Ground:
         self._children.remove(child)
 
     def stop(self) -> None:
-        """End all children, the last one first."""
+        """End all children at once."""
+        for child in self._children:
+            child.terminate()
         while self._children:
             self._children.pop().stop()
 
