@@ -36,6 +36,7 @@ class Exchange:
         writer: asyncio.StreamWriter,
     ) -> None:  # fmt: skip
         self.path, self.body = path, body
+        self.fields: dict[str, str] = {}
         self._reader, self._writer = reader, writer
         self.left = False
         """Whether the client went before it was served."""
@@ -116,6 +117,7 @@ class Served:
                 body = await reader.readexactly(int(fields.get("content-length", 0)))
                 path = head[0].split(" ")[1]
                 exchange = Exchange(path, json.loads(body) if body else {}, reader, writer)
+                exchange.fields = fields
                 self.exchanges.append(exchange)
                 handler = self.handlers.get(path)
                 if handler is None:

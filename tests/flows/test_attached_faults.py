@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -330,6 +330,12 @@ class RealWorld(World):
         self.faults = Script()
         self.broker = MemoryBroker(self.clock, lanes=2, faults=self.faults)
         self.lanes = 2
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():  # noqa: ASYNC110 - sockets decide
+            await asyncio.sleep(0.005)
 
 
 async def test_a_worker_reports_every_fault_and_goes_on(server: ModelServer) -> None:

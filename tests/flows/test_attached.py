@@ -1,0 +1,226 @@
+"""A worker beside servers of different kinds: how they are spoken to, and what is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from app.engine.attached import health
+from app.engine.attached.engine import AttachedEngine, Attachment, Guess
+from app.engine.choice import chosen
+from app.engine.continuation import Speaker, corpus
+from app.engine.contract import Engine
+from app.engine.simulated import SimulatedEngine
+from app.engine.validator import ValidatedEngine
+from app.preprocess.modelfolder import DEMO
+from app.settings import Settings
+from indexer.engine_events import AllCleared, BlocksStored, EngineEvent
+from streams.clock import SystemClock
+from streams.codecs import pack_tokens
+from streams.records import Request, StopConditions
+from tests.conformance import Subject
+from tests.contracts.test_engine import SHAPE
+from tests.desks import Desk, visible
+from tests.flows.test_attached_faults import RealWorld, until
+from tests.servers import EOS, TOKENIZER, ModelServer
+
+SAYS = Speaker(corpus(), TOKENIZER.encode_now, EOS[0])
+PROMPT = list(
+    TOKENIZER.encode_now("Tell me of the book that walked to the sea, and what it found.")
+)
+
+
+@pytest.fixture
+async def behind() -> AsyncIterator[SimulatedEngine]:
+    engine = SimulatedEngine(
+        SystemClock(), SHAPE, context_length=512, speedup=50.0, continuation=SAYS
+    )
+    await engine.start("-")
+    yield engine
+    await engine.cleanup()
+
+
+def beside(server: ModelServer, **over: Any) -> AttachedEngine:
+    where = Attachment(server.url, silence_s=5.0, start_s=5.0)._replace(**over)
+    return AttachedEngine(SystemClock(), where, TOKENIZER, Guess(512, 8, 100))
+
+
+async def begun(engine: Engine) -> Subject:
+    told: list[EngineEvent] = []
+    engine = ValidatedEngine(engine)
+    engine.listen(lambda events, rank=0: told.extend(events))
+    return Subject(engine, await engine.start("w"), told=told)
+
+
+def request(max_tokens: int = 20, **stop: Any) -> Request:
+    conditions = StopConditions(max_tokens=max_tokens, **stop)
+    return Request(id="a", token_ids=pack_tokens(PROMPT), stop=conditions, eos_token_ids=EOS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompts", "answers"),
+    [
+        ("vllm", "tokens", "token_ids"),
+        ("llamacpp", "tokens", "log_probs"),
+        ("text", "tokens", "text"),
+        ("words", "text", "text"),
+    ],
+)
+async def test_the_best_way_to_speak_is_found(
+    behind: SimulatedEngine, kind: str, prompts: str, answers: str
+) -> None:
+    async with ModelServer(behind, kind) as server:
+        engine = beside(server)
+        config = await engine.start("w")
+        assert (engine._speech.prompts, engine._speech.answers) == (prompts, answers)
+        assert config.gives_tokens == (answers != "text")
+        await engine.cleanup()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp", "text", "words"])
+async def test_the_text_is_the_servers_whatever_it_gives(
+    behind: SimulatedEngine, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.worker.ByteModel", Words)
+    async with ModelServer(behind, kind) as server:
+        world = RealWorld()
+        desk = Desk(world)
+        await desk.start(ValidatedEngine(beside(server)), model="tiny", worker_timeout_s=60)
+        desk.assign(request=request(40))
+        finished = await desk.finished()
+        seen = visible(desk.chunks())
+        said = TOKENIZER.decode(answer_of(40))
+        assert (seen.text, finished.code) == (
+            said,
+            "length" if len(answer_of(40)) == 40 else "stop",
+        )
+        assert seen.tokens == (answer_of(40) if kind in ("vllm", "llamacpp") else [])
+        await desk.life.end()
+
+
+def answer_of(limit: int) -> list[int]:
+    made: list[int] = []
+    for token in SAYS(PROMPT, None):
+        made.append(token)
+        if token in EOS or len(made) == limit:
+            break
+    return made
+
+
+class Words:
+    """The demo's model, as a worker reads answers with it."""
+
+    def text_stream(self, request: Request, taken: Any = ()) -> Any:
+        from app.preprocess.stops import TextStream
+
+        return TextStream(
+            TOKENIZER.detokenizer(PROMPT), request.stop, eos_token_ids=EOS, taken=taken
+        )
+
+
+async def test_a_stop_string_is_found_in_text_that_was_tokenised_again(
+    behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.worker.ByteModel", Words)
+    said = TOKENIZER.decode(answer_of(40))
+    word = said.split()[3]
+    async with ModelServer(behind, "words") as server:
+        world = RealWorld()
+        desk = Desk(world)
+        await desk.start(ValidatedEngine(beside(server)), model="tiny", worker_timeout_s=60)
+        desk.assign(request=request(40, stop=(word,)))
+        assert (await desk.finished()).code == "stop"
+        assert visible(desk.chunks()).text == said[: said.index(word)]
+        assert desk.chunks()[-1].stop_reason == word
+        await until(lambda: not server.running)
+        await desk.life.end()
+
+
+async def test_a_key_is_sent_and_no_other_words_are(behind: SimulatedEngine) -> None:
+    async with ModelServer(behind) as server:
+        engine = beside(server, api_key="secret")
+        await engine.start("w")
+        await engine.cleanup()
+        assert {x.fields["authorization"] for x in server.exchanges} == {"bearer secret"}
+
+
+async def test_connections_are_used_again(behind: SimulatedEngine) -> None:
+    async with ModelServer(behind) as server:
+        subject = await begun(beside(server))
+        for _ in range(5):
+            await subject.run(request())
+        assert len(server._open) <= 2  # one for requests, one for metrics
+        await subject.engine.cleanup()
+
+
+# --- the guess ------------------------------------------------------------------------------------
+
+
+async def guessed(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> Subject:
+    monkeypatch.setattr(health, "LOOK_S", 0.02)
+    subject = await begun(beside(server))
+    await subject.run(request())
+    stored = [event for event in subject.told if isinstance(event, BlocksStored)]
+    size = subject.config.kv_cache_block_size
+    assert size is not None
+    assert sum(len(event.block_hashes) for event in stored) >= len(PROMPT) // size > 0
+    return subject
+
+
+def cleared(subject: Subject) -> Callable[[], bool]:
+    return lambda: any(isinstance(event, AllCleared) for event in subject.told)
+
+
+async def test_a_server_that_says_when_it_began_is_known_to_have_begun_anew(
+    behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ModelServer(behind) as server:
+        subject = await guessed(server, monkeypatch)
+        server.started_at += 1
+        await until(cleared(subject))
+        await subject.engine.cleanup()
+
+
+async def test_a_server_that_was_gone_is_taken_for_another_life(
+    behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ModelServer(behind, "llamacpp") as server:
+        subject = await guessed(server, monkeypatch)
+        await server.__aexit__()
+        await until(lambda: subject.engine._engine._health._was_gone)
+        await server.__aenter__()
+        await until(cleared(subject))
+        await subject.engine.cleanup()
+
+
+async def test_metrics_are_figures_of_heartbeats_and_a_server_without_them_has_none(
+    behind: SimulatedEngine,
+) -> None:
+    for kind, has_some in (("vllm", True), ("text", False)):
+        async with ModelServer(behind, kind) as server:
+            engine = beside(server)
+            config = await engine.start("w")
+            figures = engine.figures()
+            assert (figures is not None) == has_some
+            assert config.total_kv_blocks == (40 if has_some else 100)
+            assert config.kv_cache_block_size == (16 if has_some else 8)
+            await engine.cleanup()
+
+
+# --- by settings ----------------------------------------------------------------------------------
+
+
+async def test_settings_attach_a_worker(behind: SimulatedEngine) -> None:
+    async with ModelServer(behind) as server:
+        for name, serves_as in (({}, "tiny"), ({"model": "public"}, "public")):
+            settings = Settings(
+                worker_id="w", router_id="-", engine="attached", attach_url=f"{server.url}/v1",
+                model_path=DEMO, **name,
+            )  # fmt: skip
+            engine, files = chosen(settings, SystemClock())
+            assert files is not None
+            config = await engine.start("w")
+            assert (config.model, config.served_model_name) == ("tiny", serves_as)
+            await engine.cleanup()
