@@ -388,6 +388,15 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         ),
     ),
     (
+        r.Chunk(
+            id="job-17", attempt=0, run="0", seq=0, index=0, finish_reason="error", invalid="no"
+        ),
+        (
+            b'{"t":"Chunk","id":"job-17","attempt":0,"run":"0","seq":0,"index":0,"finish_reas'
+            b'on":"error","invalid":"no"}'
+        ),
+    ),
+    (
         r.Chunk(id="job-17", attempt=0, run="0", seq=0, index=0),
         b'{"t":"Chunk","id":"job-17","attempt":0,"run":"0","seq":0,"index":0}',
     ),
