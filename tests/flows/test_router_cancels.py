@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from streams.records import (
     Assignment,
     Cancel,
@@ -175,3 +177,47 @@ async def test_a_refused_prompt_is_ended_visibly_unless_its_id_is_known(world: W
     write(world, REQUESTS, Refused(id="a", code="invalid"))
     await world.sleep(1)
     assert read(world, RESPONSES, End) == []
+
+
+@in_world
+async def test_a_cancel_is_exact_however_full_the_queue_is(world: World) -> None:
+    """It takes effect at once, on its request alone, and its place goes to the next one."""
+    worker = Hand(world)
+    worker.state = "draining"
+    await route(world, held_requests=3)
+    for name in ("h0", "h1", "h2", "too-many"):
+        write(world, REQUESTS, replace(PROMPT, id=name))
+        await world.sleep(0.1)
+    (refused,) = await some(world, lambda: read(world, RESPONSES, End, "too-many"))
+    assert refused.code == "queue_full"
+    began = world.clock.now()
+    write(world, REQUESTS, Cancel(id="h1", reason="enough"))
+    (end,) = await some(world, lambda: read(world, RESPONSES, End, "h1"))
+    assert end.code == "cancelled"
+    assert world.clock.now() - began < 0.2
+    write(world, REQUESTS, replace(PROMPT, id="next"))
+    await world.sleep(1.0)
+    assert not read(world, RESPONSES, End, "next")
+    worker.state = "ready"
+    await world.until(lambda: len(worker.told(Assignment)) == 3)
+    assert {a.request.id for a in worker.told(Assignment)} == {"h0", "h2", "next"}
+
+
+@in_world
+async def test_a_running_request_is_cancelled_though_the_queue_is_full(world: World) -> None:
+    worker = Hand(world)
+    await route(world, held_requests=1)
+    write(world, REQUESTS, PROMPT)
+    worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    worker.state = "draining"
+    await world.sleep(2.0)
+    for name in ("h0", "too-many"):
+        write(world, REQUESTS, replace(PROMPT, id=name))
+        await world.sleep(0.1)
+    assert read(world, RESPONSES, End, "too-many")
+    write(world, REQUESTS, Cancel(id="a", reason="enough"))
+    (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    assert end.code == "cancelled"
+    assert await some(world, lambda: worker.told(CancelRun))
+    await world.sleep(5.0)
+    assert not read(world, RESPONSES, End, "h0")
