@@ -195,6 +195,17 @@ def test_the_first_token_is_told_once() -> None:
     assert told == [1]
 
 
+def test_where_nobody_waits_for_the_first_token_telling_it_does_nothing() -> None:
+    GenerateContext("r").notify_first_token()
+
+
+def test_setters_give_the_same_output_with_one_thing_changed() -> None:
+    counts = usage(1, 2, 3)
+    last = EngineOutput.length().with_tokens([1, 2]).with_usage(counts)
+    assert last == EngineOutput(token_ids=(1, 2), finish_reason="length", usage=counts)
+    assert last.with_tokens([]).with_usage(usage(0, 0)).finish_reason == "length"
+
+
 def test_usage_saturates_at_u32() -> None:
     assert usage(U32_MAX + 5, 7, U32_MAX + 1) == Usage(
         prompt_tokens=U32_MAX, completion_tokens=7, cached_tokens=U32_MAX
