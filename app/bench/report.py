@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from pathlib import Path
@@ -36,7 +37,10 @@ def _processor() -> str:
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """A figure that has to reach something. `bar` says it in words, `met` whether it does."""
+    """A figure that has to reach something. `bar` says it in words, `met` whether it does.
+
+    Without words it is only told.
+    """
 
     name: str
     value: float
@@ -64,9 +68,9 @@ class Report(msgspec.Struct, frozen=True):
         console.print(table, highlight=False)
         for bar in self.bars:
             verdict = "[green]met[/]" if bar.met else "[red]not met[/]"
-            console.print(
-                f"{bar.name}: {bar.value:g} {bar.unit} ({bar.bar}) {verdict}", highlight=False
-            )
+            wanted = f"({bar.bar}) {verdict}" if bar.bar else ""
+            shown = " ".join(filter(None, (f"{bar.value:g}", bar.unit, wanted)))
+            console.print(f"{bar.name}: {shown}", highlight=False)
 
     def write(self, file: Path) -> None:
         """As JSON."""
@@ -77,5 +81,7 @@ def _shown(value: object) -> str:
     if isinstance(value, dict):
         return _PARTS.join(map(_shown, value.values()))
     if isinstance(value, float):
+        if math.isnan(value):
+            return "-"
         return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
     return str(value)
