@@ -22,7 +22,8 @@ from indexer.kernels import inlined, kernel
 first token came, in the mean; from `CURVE` on the seven numbers of a curve (`Curves.numbers`)."""
 SPOT = CURVE + 7
 WAIT, PREFILL, STALL, SLOWER, DECODE, REPLICATION, ALONE, HOLD, COST = range(9)
-"""Of what is found, in ms; `ALONE` and `HOLD` as in `Prediction`."""
+"""Of what is found, in ms; `ALONE` and `HOLD` as in `Prediction`, but `HOLD` falls below 0 when
+more time has passed than was expected."""
 FOUND = 9
 
 ASK_TOKENS, ASK_BLOCK, ASK_OUTPUT, ASK_TTFT, ASK_ITL = range(5)
@@ -173,8 +174,7 @@ def predict(
         if ttft_ms > ttft_target or later_ms > itl_target:
             cost_ms += MISSED_MS
         shares = spot[SLOWNESS] * (spot[CURVE + 1] * tokens - spot[CURVE + 2]) <= step_ms
-        hold_ms = 0.0 if shares else max(left_ms, 0.0)
-        hold_ms += spot[LATER_MS]
+        hold_ms = 0.0 if shares else left_ms
         if bounded and prompts + prompt_tokens + output_tokens > capacity:
             hold_ms = np.inf
         found[i, WAIT] = wait_ms

@@ -19,6 +19,7 @@ from app.routing.burdens import Burden, Burdens
 from app.routing.eligibility import NoPlace, Pool, Pools, Row, eligible, pin_of
 from app.routing.fleet import Fleet
 from app.routing.index import Index
+from app.routing.kernels import Floats
 from app.routing.paces import OUTPUT_TOKENS
 from app.routing.policies import (
     POLICIES,
@@ -245,8 +246,8 @@ def plan(
     if prediction is not None:
         since_ms = view.now_ms if since_ms is None else since_ms
         found: list[float] = prediction.found[chosen].tolist()
-        place = options.places[chosen]
-        outlook = outlook_of(found, place, view.now_ms, since_ms, tuning, deadline_ms)
+        place, spot = options.places[chosen], options.spots[chosen]
+        outlook = outlook_of(found, place, spot, view.now_ms, since_ms, tuning, deadline_ms)
         if (hold := hold_of(outlook, view.now_ms)) is not None:
             return hold
     cached = min(int(sum(options.blocks[chosen].tolist())) * pool.block_size, prompt.tokens)
@@ -329,17 +330,26 @@ def recall(decision: Assigned, session: str = "") -> Recalled | None:
 def outlook_of(
     found: Sequence[float],
     place: Place,
+    spot: Floats,
     now_ms: int,
     since_ms: float,
     tuning: Tuning,
     deadline_ms: float | None,
 ) -> Outlook:
-    """What is expected of a request at a place, of which this was `found`; see `Prediction`."""
+    """What is expected of a request at a place, of which this was `found`; see `Prediction`.
+
+    Its turn there comes `later_ms` after the place is free, or after the request itself came.
+    """
     until_ms = since_ms + tuning.predictive.max_hold_ms
     if deadline_ms is not None:
         until_ms = min(until_ms, deadline_ms - found[kernels.PREFILL])
     planned = Planned(place, found[kernels.ALONE], math.floor(until_ms))
-    left_ms = min(found[kernels.HOLD], planned.until_ms - now_ms)
+    left_ms, later_ms = found[kernels.HOLD], float(spot[kernels.LATER_MS])
+    if later_ms and spot[kernels.PREFILL_RUNS]:
+        left_ms += later_ms if left_ms else 0.0
+    elif later_ms:
+        left_ms = max(since_ms, spot[kernels.PREFILLED_MS]) + later_ms - now_ms
+    left_ms = min(left_ms, planned.until_ms - now_ms)
     ttft_ms = found[kernels.WAIT] + found[kernels.PREFILL]
     return Outlook(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), ttft_ms)
 
@@ -414,7 +424,7 @@ def board_of(pool: Pool, view: View) -> Board:
     return pool.board
 
 
-def _taint_weights(request: Request, rows: Sequence[Row]) -> kernels.Floats | None:
+def _taint_weights(request: Request, rows: Sequence[Row]) -> Floats | None:
     constraints = request.hints.routing_constraints
     if constraints is None or not constraints.preferred_taints:
         return None

@@ -100,7 +100,7 @@ class Prediction(NamedTuple):
         into the cache, and the prompt would keep everything behind it waiting, in the worker. A
         prompt that is so short that sharing a step costs less than the step itself goes at once.
         """
-        return self.found[:, kernels.HOLD]
+        return np.maximum(self.found[:, kernels.HOLD], 0.0)
 
 
 class HeldTokens(NamedTuple):

@@ -118,8 +118,9 @@ def _sketches(
     sketches = []
     for wanted, at, found in zip(looking, chosen, best, strict=True):
         outlook = outlook_of(
-            found, board.places[at], now_ms, wanted.since_ms, by.tuning, wanted.deadline_ms
-        )
+            found, board.places[at], board.spots[at], now_ms, wanted.since_ms, by.tuning,
+            wanted.deadline_ms,
+        )  # fmt: skip
         assert outlook.planned is not None
         sketches.append(Sketch(outlook.planned, hold_of(outlook, now_ms)))
     return sketches
