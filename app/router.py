@@ -189,8 +189,8 @@ class Router:
         self.http = FastAPI(title="kvlane router", docs_url=None, redoc_url=None, openapi_url=None)
         Probes(followers, metrics.page, lambda: life.failed is None).add_to(self.http)
         answer_errors(self.http)
-        life.spawn("loop delay", metrics.loop_delay.watch(life.clock))
         if settings.router_port is not None:
+            life.spawn("loop delay", metrics.loop_delay.watch(life.clock))
             self._server = Server(self.http, settings.http_host, settings.router_port, life)
             await self._server.start()
 

@@ -39,7 +39,6 @@ STEADY = {
         "tick",
         "intake",
         "drift",
-        "loop delay",
     },
     "worker": {"engine", "engine watch", "registry", "heartbeats", "slot"},
     "preprocessor": {"registry", "prompts"},
