@@ -17,6 +17,7 @@ from app.lifetime import Lifetime
 from app.router import Router
 from app.worker import Worker
 from indexer.keys import KeySecret, derive
+from streams.clock import Clock
 from streams.codecs import decode, pack_tokens
 from streams.ids import RequestIds
 from streams.records import (
@@ -52,8 +53,13 @@ async def staff(world: World, workers: int = 3, **over: Any) -> None:
 
 
 def requests(world: World, count: int, seed: int = 7) -> list[Request]:
+    """Conversations of this world."""
+    return conversations(world.clock, random.Random(seed), count)
+
+
+def conversations(clock: Clock, rng: random.Random, count: int) -> list[Request]:
     """Conversations that go on, some with hints; ids say when they were drawn."""
-    rng, ids = random.Random(seed), RequestIds(world.clock, random.Random(seed))
+    ids = RequestIds(clock, rng)
     talks = [[rng.randrange(30_000) for _ in range(rng.randint(5, 600))] for _ in range(12)]
     made = []
     for _ in range(count):

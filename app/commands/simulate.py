@@ -16,6 +16,7 @@ TABLE_WIDTH = 160
 
 
 def simulate(
+    context: typer.Context,
     *,
     trace: Annotated[
         Path | None,
@@ -54,6 +55,14 @@ def simulate(
     slowness: Annotated[
         float, typer.Option(help="How many times longer engines take.", min=0.01, max=100.0)
     ] = 1.0,
+    from_ledger: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|PERIOD",
+            help="Instead of a trace: what was decided in a capture, or in a period of the log "
+            "(-1h, -1h..-5m), on the fleet that there was.",
+        ),
+    ] = "",
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the result to this file as well.")
     ] = None,
@@ -68,6 +77,8 @@ def simulate(
     - `kvlane simulate --policy predictive,dynamo:32 --workers 4`
 
     - `kvlane simulate --trace conversation_trace.jsonl --workers 16 --speed 8 --jitter 3 --seeds 5`
+
+    - `kvlane simulate --from-ledger -1h`: what the last hour would have been under other policies
     """
     from app.bench.report import Report
     from app.bench.simulate import timed
@@ -84,13 +95,17 @@ def simulate(
             tuning_of(each)
     except BadPolicy as e:
         raise typer.BadParameter(str(e)) from e
+    conditions = Conditions(hop_ms, notice_ms, routers, lag_ms, tells_curves=not learn_curves)
+    if from_ledger:
+        from app.commands.redecided import show
+
+        _refuse_others(context)
+        show(from_ledger, policies, seeds, conditions, json)
+        return
     requests = Trace(read_trace(trace or SHIPPED))
     compile_all()
     like = Run(
-        "", workers, Pace(speed, jitter), blocks=blocks,
-        conditions=Conditions(
-            hop_ms, notice_ms, routers, lag_ms, tells_curves=not learn_curves
-        ),
+        "", workers, Pace(speed, jitter), blocks=blocks, conditions=conditions,
         curves=curves_of(Curves().numbers(1 / slowness)) or Curves(),
     )  # fmt: skip
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
@@ -108,3 +123,11 @@ def simulate(
     report.show(console)
     if json is not None:
         report.write(json)
+
+
+def _refuse_others(context: typer.Context) -> None:
+    """Raises BadParameter for options that say what a capture says itself."""
+    for name in ("trace", "workers", "speed", "jitter", "blocks", "slowness"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"--from-ledger takes its own requests and fleet, no --{name}")

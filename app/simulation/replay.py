@@ -271,8 +271,7 @@ def prepared(
     What comes of it is a function of the arguments. `run` raises BadTrace for a request that no
     cache can hold, and SimulationFailed.
     """
-    digits = len(str(workers - 1))
-    fleet = [Worker(f"worker-{number:0{digits}}", number, shape) for number in range(workers)]
+    fleet = [Worker(name, number, shape) for number, name in enumerate(names_of(workers))]
     keys = {
         chunk: key
         for arrival in arrivals
@@ -285,6 +284,12 @@ def prepared(
         knowledge = Knowledge(folds, books if conditions.shares_ledger else Books())
         seats.append(Seat(Router(knowledge, tuning), knowledge))
     return Replay(fleet, seats, folds, conditions, arrivals, Random(seed), progress)
+
+
+def names_of(workers: int) -> list[str]:
+    """The names of so many workers; their order is that of their numbers."""
+    digits = len(str(workers - 1))
+    return [f"worker-{number:0{digits}}" for number in range(workers)]
 
 
 def _life_of(sequence: Modelled) -> Life:

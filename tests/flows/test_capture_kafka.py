@@ -1,0 +1,133 @@
+"""Decisions of real routers on a real broker, captured and taken again by the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from app.cli import app
+from app.engine.simulated import SimulatedEngine
+from app.lifetime import Lifetime
+from app.router import Router
+from app.settings import Settings
+from app.worker import Worker
+from streams import provision
+from streams.brokers.local import Broker
+from streams.clock import SystemClock
+from streams.codecs import decode
+from streams.kafka.log import KafkaLog
+from streams.outbox import Outbox
+from streams.ports import Partition
+from streams.records import Finished
+from streams.topics import LEDGER, REQUESTS
+from tests.captures import SHAPE, conversations
+from tests.leftovers import delete_topics
+
+LANES = 4
+COUNT = 60
+WITHIN_S = 60.0
+SPEEDUP = 20.0
+
+
+@asynccontextmanager
+async def connected(settings: Settings, name: str) -> AsyncIterator[KafkaLog]:
+    log = KafkaLog(settings.connection(name), prefix=settings.topic_prefix)
+    await log.start()
+    try:
+        yield log
+    finally:
+        await log.close()
+
+
+@asynccontextmanager
+async def staff(settings: Settings) -> AsyncIterator[None]:
+    """Two routers and three workers in this process, each on its own connection."""
+    lives = []
+    for name in ("w0", "w1", "w2", "r0", "r1"):
+        life = Lifetime(name)
+        log = KafkaLog(settings.connection(name), prefix=settings.topic_prefix)
+        await log.start()
+        part: Router | Worker
+        if name.startswith("r"):
+            part = Router(log, settings, life, name)
+        else:
+            engine = SimulatedEngine(
+                life.clock, SHAPE, model="demo", context_length=4096, speedup=SPEEDUP
+            )
+            part = Worker(log, settings, life, engine, worker_id=name)
+        await part.start()
+        lives.append((log, life, part))
+    try:
+        yield
+    finally:
+        for log, life, part in reversed(lives):
+            assert life.failed is None
+            await part.stop()
+            await life.end()
+            await log.close()
+
+
+async def answers(log: KafkaLog) -> set[str]:
+    """Requests of which a run ended as it should, as soon as there are enough."""
+    found: set[str] = set()
+    reader = log.reader()
+    reader.assign({Partition(LEDGER, lane): 0 for lane in range(LANES)})
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while len(found) < COUNT:
+                for records in (await reader.poll(1.0)).values():
+                    told = map(decode, records)
+                    found |= {r.id for r in told if isinstance(r, Finished) and r.code == "length"}
+    finally:
+        await reader.close()
+    return found
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("policy", ["predictive", "dynamo"])
+async def test_every_decision_on_a_real_broker_is_recomputed_bit_for_bit(
+    kafka: Broker, topic_prefix: str, policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in (
+        ("BOOTSTRAP_SERVERS", kafka.bootstrap_servers), ("TOPIC_PREFIX", topic_prefix),
+        ("LANES", str(LANES)), ("POLICY", policy), ("DRAIN_GRACE_S", "0"),
+    ):  # fmt: skip
+        monkeypatch.setenv(f"KVLANE_{name}", value)
+    settings = Settings()
+    try:
+        async with connected(settings, "test") as log:
+            await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+            async with staff(settings):
+                outbox, clock = Outbox(log, SystemClock()), SystemClock()
+                for request in conversations(clock, random.Random(policy), COUNT):
+                    await outbox.persist(REQUESTS, request.id, request)
+                    await clock.sleep(0.02)
+                assert len(await answers(log)) == COUNT
+        file = tmp_path / "run.jsonl.zst"
+        wrote = await kvlane("capture", "--from", "-10m", "--out", str(file))
+        assert f"{COUNT} requests, " in wrote
+        for source in (str(file), "-10m"):
+            result = tmp_path / "result"
+            await kvlane("replay", "--decisions", source, "--json", str(result))
+            again = json.loads(result.read_bytes())
+            assert (again["differ"], again["first"]) == (0, "")
+            assert again["same"] == again["decisions"] >= COUNT
+            assert again["policies"] == {policy: again["decisions"]}
+        table = await kvlane("simulate", "--from-ledger", str(file), "--policy", "predictive")
+        assert f"{COUNT} requests for demo, 3 workers of 400 blocks of 16 tokens" in table
+    finally:
+        await delete_topics(kafka.bootstrap_servers, topic_prefix)
+
+
+async def kvlane(*arguments: str) -> str:
+    """What a command shows; it has an event loop of its own, so not in this thread."""
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
