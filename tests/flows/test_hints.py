@@ -21,8 +21,12 @@ from indexer.modelled import ModelledCache
 from streams.codecs import unpack_tokens
 from streams.records import EngineConfig, Request
 from tests.gateways import CONTEXT, STEP_S
-from tests.towns import BLOCK, PROMPT, TOKENS, Town, caching, ranked, two_caches
+from tests.towns import BLOCK, PROMPT, TOKENS, Town, caching, ranked, stopped, two_caches
 from tests.worlds import World, in_world, play
+
+MISSED = 1e9
+"""What a missed target costs: more than anything else."""
+
 
 # --- wrong values ---------------------------------------------------------------------------------
 
@@ -284,6 +288,22 @@ async def test_the_expected_length_counts_in_the_prediction(world: World) -> Non
     assert decision.params["output_tokens"] == 50
     shorter = await town.placed(agent_hints={"osl": 50})
     assert shorter.params["output_tokens"] == 4, "max_tokens is the limit"
+
+
+@in_world
+async def test_a_worker_that_misses_a_target_ranks_behind_those_that_meet_it(world: World) -> None:
+    town = await Town.found(world, ("w2",), policy="predictive")
+    await town.hire("w1", engine=stopped(world))
+    await town.occupy("w1")
+    free = await town.placed()
+    assert free.worker == "w2"
+    assert max(c.cost for c in free.candidates) < MISSED
+    target = {"ttft_target": 1.2 * free.ttft_ms_predicted}
+    asked = await town.placed(router=target)
+    assert asked.params["ttft_target_ms"] == target["ttft_target"]
+    assert {c.worker: c.cost >= MISSED for c in asked.candidates} == {"w1": True, "w2": False}
+    slow = await town.placed(router={"itl_target": 1e-6})
+    assert {c.cost >= MISSED for c in slow.candidates} == {True}, "all miss it, one is taken"
 
 
 @in_world
