@@ -26,6 +26,15 @@ class ModelledCache:
         """The engine has begun anew."""
         self._blocks.clear()
 
+    def cached_tokens(self, tokens: Tokens, *, lora_name: str = "", cache_salt: str = "") -> int:
+        """How many tokens of a prompt would come from the cache: not its last one, in any case."""
+        whole = (len(token_column(tokens)) - 1) // self._block_size
+        hashes = hash_blocks(
+            tokens, self._block_size, lora_name=lora_name, cache_salt=cache_salt
+        ).sequence.tolist()
+        held = next((i for i, name in enumerate(hashes) if name not in self._blocks), len(hashes))
+        return max(min(held, whole), 0) * self._block_size
+
     def serve(
         self, tokens: Tokens, *, lora_name: str = "", cache_salt: str = ""
     ) -> list[EngineEvent]:

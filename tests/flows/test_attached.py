@@ -173,6 +173,23 @@ def cleared(subject: Subject) -> Callable[[], bool]:
     return lambda: any(isinstance(event, AllCleared) for event in subject.told)
 
 
+async def test_what_is_thought_to_be_cached_is_told_with_the_first_token(
+    behind: SimulatedEngine,
+) -> None:
+    async with ModelServer(behind) as server:
+        subject = await begun(beside(server))
+        prompt = subject.prompt(40)
+        told = []
+        for _ in range(2):
+            answer = await subject.run(subject.ask(prompt))
+            counts = [output.usage for output in answer.outputs if output.usage is not None]
+            told.append([(c.cached_tokens, c.completion_tokens) for c in counts])
+        size = subject.config.kv_cache_block_size
+        assert size == 16
+        assert told == [[(0, 1), (0, 8)], [(32, 1), (32, 8)]]
+        await subject.engine.cleanup()
+
+
 async def test_a_server_that_says_when_it_began_is_known_to_have_begun_anew(
     behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,19 @@ def test_only_what_is_new_is_stored() -> None:
     assert cache.serve([1, 2, 3, 4, 5, 6]) == [BlocksStored(whole[2:], whole[1], [5, 6], SIZE)]
 
 
+def test_what_would_come_from_the_cache_is_never_the_whole_prompt() -> None:
+    cache = ModelledCache(SIZE, 10)
+    assert cache.cached_tokens([1, 2, 3, 4]) == 0
+    cache.serve([1, 2, 3, 4])
+    assert cache.cached_tokens([1, 2, 3, 4]) == 2
+    assert cache.cached_tokens([1, 2, 3, 4, 5]) == 4
+    assert cache.cached_tokens([1, 2, 9, 9, 5]) == 2
+    assert cache.cached_tokens([1, 2, 3, 4, 5], cache_salt="t") == 0
+    assert cache.cached_tokens([]) == 0
+    cache.clear()
+    assert cache.cached_tokens([1, 2, 3, 4, 5]) == 0
+
+
 def test_what_is_there_already_changes_nothing() -> None:
     cache = ModelledCache(SIZE, 10)
     cache.serve([1, 2, 3, 4])

@@ -98,6 +98,7 @@ class AttachedEngine(Engine):
         self.events: ServerEvents | None = None
         """Of a server that publishes them."""
         self._modelled: ModelledCache | None = None
+        """What its cache is thought to hold; told to the listener unless the server tells it."""
         self._tasks: list[asyncio.Task[None]] = []
         self._streams: dict[GenerateContext, Stream] = {}
         self._dead: EngineDead | None = None
@@ -158,11 +159,10 @@ class AttachedEngine(Engine):
         metrics, guess, where = self._health.metrics, self._guess, self._where
         blocks = metrics.blocks or guess.blocks
         block_size = metrics.block_size if metrics.cache else guess.block_size
-        if self._listener is not None and block_size is not None:
-            if where.events:
+        if block_size is not None:
+            self._modelled = ModelledCache(block_size, blocks)
+            if where.events and self._listener is not None:
                 self.events = ServerEvents(where.events, where.replay, self._clock, self._listener)
-            else:
-                self._modelled = ModelledCache(block_size, blocks)
         return EngineConfig(
             model=speech.model,
             served_model_name=self._serves_as or speech.model,
@@ -171,7 +171,7 @@ class AttachedEngine(Engine):
             total_kv_blocks=None if block_size is None else blocks,
             lora_names=tuple(sorted(speech.adapters)) or None,
             gives_tokens=speech.answers != "text",
-            guesses_cache=self._modelled is not None,
+            guesses_cache=self._modelled is not None and not where.events,
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -203,7 +203,7 @@ class AttachedEngine(Engine):
         assert self._server is not None
         stream = self._server.stream(COMPLETIONS, body, EVENT_BYTES + ECHO_BYTES * prompt_tokens)
         self._streams[context] = stream
-        answer = _Answer(request, limit, self._speech, self._tokenizer)
+        answer = _Answer(request, limit, self._speech, self._tokenizer, self._cached(request))
         try:
             async with stream, aclosing(answer.read(stream, context)) as outputs:
                 async for output in outputs:
@@ -228,7 +228,17 @@ class AttachedEngine(Engine):
     def _text_of(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special=False)
 
-    # --- the cache of a server that says nothing of it -------------------------------------------
+    # --- what its cache is thought to hold -------------------------------------------------------
+
+    def _cached(self, request: Request) -> int:
+        """Tokens of its prompt that are thought to be cached; the server tells only at the end."""
+        if self._modelled is None or request.is_probe or request.prompt_embeds is not None:
+            return 0
+        return self._modelled.cached_tokens(
+            unpack_tokens(request.token_ids),
+            lora_name=request.hints.lora_name or "",
+            cache_salt=request.cache_salt,
+        )
 
     def _serve(self, request: Request, answer: Sequence[int]) -> None:
         """The server has computed this prompt, with so much of its answer."""
@@ -242,13 +252,13 @@ class AttachedEngine(Engine):
         )
 
     def _began_anew(self) -> None:
-        """Another life of the server. Its own events would say so, too, but not without traffic."""
+        """Another life of the server."""
         if self._modelled is not None:
             self._modelled.clear()
             self._tell([AllCleared()])
 
     def _tell(self, events: Sequence[EngineEvent]) -> None:
-        if self._listener is not None and events:
+        if self._listener is not None and self.events is None and events:
             self._listener(events)
 
 
@@ -256,10 +266,14 @@ class _Answer:
     """One answer, from the server's pieces to outputs. `made`: the tokens so far, if they are the
     model's own; `is_known`: whether anything came, so that the prompt was computed."""
 
-    def __init__(self, request: Request, limit: int, speech: Speech, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, limit: int, speech: Speech, tokenizer: Tokenizer, cached: int
+    ) -> None:
+        """`cached`: tokens of the prompt that are thought to be in the server's cache."""
         self.made = array("I")
         self.is_known = False
         self._limit = limit
+        self._cached = cached
         self._speech = speech
         self._prompt_tokens = token_count(request.token_ids)
         self._retokenised = Retokenised(tokenizer) if speech.answers == "text" else None
@@ -286,7 +300,8 @@ class _Answer:
                     yield output.with_usage(self._usage())
                     return
                 if output.token_ids:
-                    yield output
+                    first = self._counted == len(output.token_ids)
+                    yield output.with_usage(self._usage()) if first else output
         raise ServerFailed("the server broke its answer off before the end")
 
     def cancelled(self) -> EngineOutput:
@@ -330,6 +345,7 @@ class _Answer:
         )
 
     def _usage(self) -> Usage:
-        counts = self._counts
-        cached = counts.cached_tokens if counts is not None else None
-        return usage(self._prompt_tokens, self._counted, max(cached or 0, 0))
+        """What was counted, by the server where it says so."""
+        said = self._counts.cached_tokens if self._counts is not None else None
+        cached = self._cached if said is None else max(said, 0)
+        return usage(self._prompt_tokens, self._counted, cached)
