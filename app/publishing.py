@@ -105,11 +105,15 @@ async def stream(
 ) -> str:
     """Write the text of a request as it comes; "" when it is whole, else what ended it.
 
+    Of a dry run the worker and the rank are written.
+
     Raises TimeoutError, and what `Client.stream` raises.
     """
     async for piece in asking.stream(request_id, from_token=from_token, timeout_s=timeout_s):
         if isinstance(piece, End):
             whole = piece.code in ("stop", "length")
+            if piece.placed is not None:  # it only asked where it would go
+                write(f"{piece.placed.worker_id} {piece.placed.dp_rank}")
             return "" if whole else f"{piece.code}: {piece.message}".removesuffix(": ")
         write(piece.text)
         if piece.finish_reason in ("cancelled", "error"):

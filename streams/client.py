@@ -27,7 +27,7 @@ from streams.outbox import Outbox
 from streams.patience import until_answered
 from streams.ports import Log
 from streams.prompt import Prompt, encode_prompt
-from streams.records import Chunk, End, Usage
+from streams.records import Chunk, End, Placed, Usage
 from streams.replies import CLOCK_MARGIN_MS, LONGEST_LIFE_MS, Replies
 from streams.reply import Reply
 from streams.topics import BY_NAME, PROMPTS, RESPONSES
@@ -44,7 +44,10 @@ go: listening to one of those reads its lane again, so nothing is lost by it."""
 
 
 class Answer(NamedTuple):
-    """A whole reply. `code` and `message` are a router's, None and "" where the worker ended it."""
+    """A whole reply. `code` and `message` are a router's, None and "" where the worker ended it.
+
+    `placed`: of a dry run, where the request would go.
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -53,6 +56,7 @@ class Answer(NamedTuple):
     message: str = ""
     retry_after_s: float | None = None
     usage: Usage | None = None
+    placed: Placed | None = None
 
 
 class Client:
@@ -182,6 +186,7 @@ class Client:
                     piece.message,
                     piece.retry_after_s,
                     usage,
+                    piece.placed,
                 )
             text.append(piece.text)
             tokens += piece.token_ids

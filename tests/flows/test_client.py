@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
+from app.publishing import stream
 from streams.client import Answer
 from streams.errors import (
     AppendFailed,
@@ -14,7 +15,7 @@ from streams.errors import (
 )
 from streams.memory.broker import Fate
 from streams.prompt import Prompt
-from streams.records import Chunk, End, Fence, Usage
+from streams.records import Chunk, End, Fence, Placed, Usage
 from streams.replies import LINGER_S
 from streams.reply import PIECES
 from streams.topics import PROMPTS, RESPONSES, lane_of
@@ -247,6 +248,19 @@ async def test_a_result_says_why_a_router_ended_it(world: World) -> None:
     assert await client.result(worker.id) == Answer(
         "he", (104, 101), None, "queue_full", "32 wait", 1.5
     )
+
+
+@in_world
+async def test_a_dry_run_tells_where_a_request_would_go(world: World) -> None:
+    client = await connect(world)
+    placed = Placed(worker_id="w1", dp_rank=1, token_ids=(104, 258))
+    for name in ("a", "b"):
+        worker = Worker(world, await publish(client, name))
+        worker.append(End(id=worker.id, code="stop", placed=placed))
+    assert (await client.result("a")).placed == placed
+    told: list[str] = []
+    assert await stream(client, "b", told.append, timeout_s=5) == ""
+    assert told == ["w1 1"]
 
 
 @in_world
