@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from app.engine.attached import health
 from app.engine.attached.engine import AttachedEngine, Attachment, Guess
@@ -18,13 +20,16 @@ from app.preprocess.modelfolder import DEMO
 from app.settings import Settings
 from indexer.engine_events import AllCleared, BlocksStored, EngineEvent
 from streams.clock import SystemClock
-from streams.codecs import pack_tokens
+from streams.codecs import decode, pack_tokens
 from streams.records import Request, StopConditions
+from streams.topics import REQUESTS, RESPONSES
+from streams.transcript import Transcript
 from tests.conformance import Subject
 from tests.contracts.test_engine import SHAPE
 from tests.desks import Desk, visible
 from tests.flows.test_attached_faults import RealWorld, until
-from tests.servers import EOS, TOKENIZER, ModelServer
+from tests.routers import route, write
+from tests.servers import EOS, TOKENIZER, Exchange, Handler, Hangup, ModelServer
 
 SAYS = Speaker(corpus(), TOKENIZER.encode_now, EOS[0])
 PROMPT = list(
@@ -241,3 +246,93 @@ async def test_settings_attach_a_worker(behind: SimulatedEngine) -> None:
             config = await engine.start("w")
             assert (config.model, config.served_model_name) == ("tiny", serves_as)
             await engine.cleanup()
+
+
+# --- failover -------------------------------------------------------------------------------------
+
+
+async def breaks_off(x: Exchange) -> None:
+    raise Hangup
+
+
+async def stalls(x: Exchange) -> None:
+    await x.gone()
+
+
+async def fails(x: Exchange) -> None:
+    await x.event({"error": {"message": "core died", "code": 500}})
+
+
+class Pair:
+    """A router and two workers, each beside a server of its own; the first fails in mid answer."""
+
+    def __init__(self, behind: SimulatedEngine, kind: str, fault: Handler) -> None:
+        self.world = RealWorld()
+        self._servers = [ModelServer(behind, kind) for _ in range(2)]
+        self._whole = self._servers[0].complete
+        self._fault = fault
+        self._may_fail = asyncio.Event()
+        self._servers[0].handlers["/v1/completions"] = self._first
+
+    async def _first(self, x: Exchange) -> None:
+        if x.body["max_tokens"] < 40:
+            await self._whole(x)  # the worker finds out how to speak
+            return
+        await x.head()
+        for token in answer_of(5):
+            choice = self._servers[0]._choice(x.body, [token])
+            await x.event({"choices": [choice]})
+        await self._may_fail.wait()
+        await self._fault(x)
+
+    async def answer(self) -> Transcript:
+        world = self.world
+        async with self._servers[0] as first, self._servers[1] as second:
+            desks = [Desk(world, name) for name in ("w1", "w2")]
+            await self._begin(desks[0], first)
+            router = await route(world, worker_timeout_s=60)
+            asked = request(40)
+            write(world, REQUESTS, replace(asked, model="tiny"))
+            await until(lambda: bool(desks[0].chunks()))
+            await self._begin(desks[1], second)
+            self._may_fail.set()
+            await until(lambda: self._read().over)
+            transcript = self._read()
+            for life in (router._context.life, *(desk.life for desk in desks)):
+                assert life.failed is None
+                await life.end()
+        return transcript
+
+    async def _begin(self, desk: Desk, server: ModelServer) -> None:
+        engine = ValidatedEngine(beside(server, silence_s=0.4))
+        await desk.start(engine, model="tiny", worker_timeout_s=60)
+
+    def _read(self) -> Transcript:
+        transcript = Transcript("a")
+        for record in map(decode, self.world.records(RESPONSES, key="a")):
+            transcript.feed(record)  # type: ignore[arg-type]
+        return transcript
+
+
+@pytest.mark.parametrize("fault", [breaks_off, stalls, fails])
+async def test_an_answer_whose_server_fails_goes_on_at_another_one(
+    behind: SimulatedEngine, fault: Handler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.worker.ByteModel", Words)
+    seen = await Pair(behind, "vllm", fault).answer()
+    assert seen.attempt == 1
+    assert seen.tokens == answer_of(40)
+    assert seen.text == TOKENIZER.decode(answer_of(40))
+    assert seen.finish_reason == "length"
+
+
+async def test_text_whose_server_fails_ends_as_lost(
+    behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.worker.ByteModel", Words)
+    seen = await Pair(behind, "text", breaks_off).answer()
+    assert seen.end is not None
+    assert seen.end.code == "lost"
+    assert "no token ids" in seen.end.message
+    assert seen.text
+    assert TOKENIZER.decode(answer_of(5)).startswith(seen.text)
