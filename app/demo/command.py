@@ -7,8 +7,10 @@ up for it `stage.py`'s.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -18,8 +20,6 @@ from app.demo.parts import Build, DemoFailed
 from app.demo.stage import free_port, stage
 from app.demo.story import Story
 from app.gateway import Gateway
-
-# TMP from app.indexer import Indexer
 from app.indexer import Indexer
 from app.lifetime import Lifetime
 from app.preprocessor import Preprocessor
@@ -44,12 +44,41 @@ BUILDS: dict[str, Build] = {
     "worker": worker.build,
     "router": Router,
     "indexer": Indexer,
-    # TMP "indexer": Indexer,
     "preprocessor": Preprocessor,
     "gateway": Gateway,
 }
 
 BrokerKind = Literal["auto"] | Kind
+
+
+def demo_vllm(settings: Settings, console: Console, kind: BrokerKind = "auto") -> bool:
+    """The demo with the real vLLM; whether all was as it should be. Raises as `demo`."""
+    from app.demo import real, tiny_model
+    from app.engine.contract import EngineError
+    from app.engine.vllm.versions import check_plugin, installed
+
+    os.environ.update(tiny_model.environment())
+    try:
+        installed()
+        check_plugin()
+    except EngineError as e:
+        raise DemoFailed(str(e)) from e
+    with _broker(settings, console, kind) as broker, real.scratch() as folder:
+        return asyncio.run(_demo_vllm(settings, console, broker, Path(folder)))
+
+
+async def _demo_vllm(settings: Settings, console: Console, broker: Broker, folder: Path) -> bool:
+    from app.demo import real
+
+    life = Lifetime("demo", SystemClock())
+    changes = _changes(settings, broker) | real.changes(folder / "model")
+    async with stage(
+        settings, broker, life.clock, workers=real.WORKERS, changes=changes, builds=BUILDS
+    ) as on:
+        try:
+            return await real.RealStory(on.log, on.parts, on.settings, life, console).tell()
+        finally:
+            await life.end()
 
 
 def demo(
@@ -88,16 +117,7 @@ async def _demo(
     settings: Settings, prompts: Sequence[str], console: Console, broker: Broker
 ) -> bool:
     life = Lifetime("demo", SystemClock())
-    changes: dict[str, Any] = {
-        "http_port": free_port(),
-        "indexer_port": free_port(),
-        "context_length": CONTEXT_LENGTH,
-        "prefill_load_scale": PREFILL_LOAD_SCALE,
-        "heartbeat_s": HEARTBEAT_S,
-        "drain_grace_s": DRAIN_GRACE_S,
-    }
-    if broker.kind == "env":  # somebody's cluster: stay out of the way of what is there
-        changes["topic_prefix"] = f"{settings.topic_prefix}demo."
+    changes = _changes(settings, broker) | {"context_length": CONTEXT_LENGTH}
     async with stage(
         settings, broker, life.clock, workers=WORKERS, changes=changes, builds=BUILDS
     ) as on:
@@ -106,6 +126,20 @@ async def _demo(
             return await story.tell(prompts)
         finally:
             await life.end()
+
+
+def _changes(settings: Settings, broker: Broker) -> dict[str, Any]:
+    """What is set otherwise in demos of any engine."""
+    changes: dict[str, Any] = {
+        "http_port": free_port(),
+        "indexer_port": free_port(),
+        "prefill_load_scale": PREFILL_LOAD_SCALE,
+        "heartbeat_s": HEARTBEAT_S,
+        "drain_grace_s": DRAIN_GRACE_S,
+    }
+    if broker.kind == "env":  # somebody's cluster: stay out of the way of what is there
+        changes["topic_prefix"] = f"{settings.topic_prefix}demo."
+    return changes
 
 
 async def _up(settings: Settings, console: Console, broker: Broker, workers: int) -> None:

@@ -45,8 +45,9 @@ async def play(
     decisions: Decisions,
     clock: Clock,
     console: Console,
+    speed: float = SPEED,
 ) -> Showing:
-    """Play the trace once, with a progress bar."""
+    """Play the trace once, with a progress bar; `speed` times as fast as it was recorded."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console,
@@ -56,7 +57,7 @@ async def play(
             began = clock.now()
             tasks = []
             for request in trace:
-                due = began + (request.arrival_s - trace[0].arrival_s) / SPEED
+                due = began + (request.arrival_s - trace[0].arrival_s) / speed
                 await clock.sleep(max(0.0, due - clock.now()))
                 task = requests.create_task(_awaited(ask(request)))
                 task.add_done_callback(lambda _: progress.advance(bar))

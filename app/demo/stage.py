@@ -6,6 +6,7 @@ Owns what is set up around them and that nothing is left of it.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -64,7 +65,7 @@ async def stage(
         else:
             guard = Guard()
             cleanup.callback(guard.close)
-            environment = {variable(name): str(value) for name, value in changes.items()}
+            environment = {variable(name): _text(value) for name, value in changes.items()}
             parts = ProcessParts(parts_of(workers), environment, guard, clock)
             log = KafkaLog(settings.connection("stage"), prefix=settings.topic_prefix)
         try:
@@ -80,3 +81,8 @@ async def stage(
         finally:
             await parts.stop()
             await log.close()
+
+
+def _text(value: object) -> str:
+    """A setting as the environment has it."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,12 +1,14 @@
 """A real Llama that is small enough for any CPU, made on the spot: two layers of random weights.
 
-What it says makes no sense, but it depends on every token before, and vLLM loads it like any other
-model. Its tokenizer learns from the sentences of the demo. Needs `safetensors`, which vLLM brings.
+`python -m app.demo.tiny_model FOLDER` makes one. What it says makes no sense, but it depends on
+every token before, and vLLM loads it like any other model. Its tokenizer learns from the sentences
+of the demo. Needs `safetensors`, which vLLM brings.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ _ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # spares importing vLLM once more, for each engine
     "TORCHDYNAMO_DISABLE": "1",  # compiling for log probabilities takes 20 s, at the first request
 }
 
@@ -151,3 +154,7 @@ def _normal(rng: np.random.Generator, scale: float, *shape: int) -> NDArray[np.f
 
 def _write(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    make_model(Path(sys.argv[1]))

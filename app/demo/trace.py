@@ -32,9 +32,14 @@ def shipped_slice(vocabulary: Sequence[int]) -> list[TraceRequest]:
     ]
 
 
-def tokens_of(hash_ids: list[int], length: int, vocabulary: Sequence[int]) -> list[int]:
+def tokens_of(
+    hash_ids: Sequence[int],
+    length: int,
+    vocabulary: Sequence[int],
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> list[int]:
     """A prompt of `length` tokens from its chunk ids."""
     tokens: list[int] = []
     for chunk in hash_ids:
-        tokens += random.Random(chunk).choices(vocabulary, k=CHUNK_TOKENS)
+        tokens += random.Random(chunk).choices(vocabulary, k=chunk_tokens)
     return tokens[:length]

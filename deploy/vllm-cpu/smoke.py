@@ -17,22 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from app.demo import tiny_model
+
 PROMPT = list(range(100, 200))
-BLOCK_SIZE = 32  # tokens; the smallest that vLLM's attention on CPUs takes
+BLOCK_SIZE = tiny_model.BLOCK
 OUTPUT_TOKENS = 20
 
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-    # One process and one thread an engine: with the defaults they fight over small machines.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
+os.environ |= tiny_model.environment() | {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
 
 
 def report(text: str, since: float) -> None:
@@ -46,42 +37,6 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
-
-
-def make_model(folder: Path) -> None:
-    """A Llama of two layers with random weights; its tokenizer learns from the standard library."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train([str(p) for p in sorted(Path(asyncio.__file__).parent.glob("*.py"))], trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
 
 
 def make_engine(model: Path, **options: Any) -> Any:
@@ -200,7 +155,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(sys.argv[1] if len(sys.argv) > 1 else scratch) / "tiny-llama"
         if not (model / "config.json").exists():
-            make_model(model)
+            tiny_model.make_model(model)
             report("tiny model is made", since)
         asyncio.run(check(model, since))
     report("all checks hold", since)

@@ -77,14 +77,14 @@ def test_figures_add_up_over_ranks_and_end_with_the_last_request() -> None:
 
 
 def test_without_vllm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr(versions, "PACKAGES", ())
     with pytest.raises(EngineError, match="pip install 'kvlane"):
         versions.installed()
 
 
 @pytest.mark.parametrize("version", ["0.9.1", "0.31.0", "0.28.0+cpu"])
 def test_an_old_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", type("vllm", (), {"__version__": version}))
+    monkeypatch.setattr(versions, "version", lambda package: version)
     with pytest.raises(EngineError, match=r"too old, 0\.32 is needed"):
         versions.installed()
 
@@ -95,7 +95,7 @@ def test_an_old_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -
 def test_a_new_vllm_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warns: bool
 ) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", type("vllm", (), {"__version__": version}))
+    monkeypatch.setattr(versions, "version", lambda package: version)
     assert versions.installed() == version
     assert bool(caplog.records) == warns
 

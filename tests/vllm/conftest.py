@@ -49,22 +49,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_starts() -> None:
-    """Cores are forked, not spawned: that saves importing vLLM once more for each.
-
-    vLLM looks through all modules for its kernels, and `lib` of llvmlite pretends to have whatever
-    attribute it is asked for, `__dict__` among them.
-    """
-    from llvmlite.binding import ffi
-
-    plain = ffi._lib_wrapper.__getattr__
-
-    def honest(self: object, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return plain(self, name)
-
-    ffi._lib_wrapper.__getattr__ = honest
-    os.environ.update(tiny_model.environment() | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
+    os.environ.update(tiny_model.environment())
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

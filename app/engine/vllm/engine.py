@@ -33,6 +33,7 @@ from app.engine.contract import (
 )
 from app.engine.leash import Leash
 from app.engine.vllm.figures import Figures
+from app.engine.vllm.forking import make_forkable
 from app.engine.vllm.inbox import Inbox
 from app.engine.vllm.params import TRANSFER, priority_of, prompt_of, sampling_of
 from app.engine.vllm.parent import PARENT
@@ -176,6 +177,8 @@ class VllmEngine(Engine):
         os.environ[PARENT] = str(os.getpid())
         # Not vLLM's fork: this process has threads, and an event loop that holds sockets.
         start_method = os.environ.setdefault(START_METHOD, "spawn")
+        if start_method == "fork":
+            make_forkable()
         try:
             arguments = AsyncEngineArgs(**self._engine_arguments(endpoint))
         except TypeError as e:

