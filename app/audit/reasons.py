@@ -133,8 +133,9 @@ def _terms(decision: Assigned, recalled: Recalled) -> list[dict[str, float]]:
                 rest -= MISSED_MS
             if candidate.taint_weight:
                 terms["taints"] = rest
-    names = [name for terms in each for name, value in terms.items() if value]
-    return [{name: terms.get(name, 0.0) for name in dict.fromkeys(names)} for terms in each]
+    names = dict.fromkeys(name for terms in each for name in terms)
+    some = [name for name in names if any(terms.get(name) for terms in each)]
+    return [{name: terms.get(name, 0.0) for name in some} for terms in each]
 
 
 def _terms_of(decision: Assigned, recalled: Recalled, i: int) -> dict[str, float]:

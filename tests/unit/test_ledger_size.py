@@ -1,0 +1,41 @@
+"""What decisions take of the ledger, which is kept for a day and has one for each request."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.engine.curves import Curves
+from app.routing.plan import Tuning
+from streams.codecs import encode
+from tests.stages import Stage, recorded
+
+ID = "019aa5c1-7f3e-7c02-9d41-0123456789ab-5e884898"
+
+
+def bytes_of(policy: str, workers: int, *, has_own_curves: bool = False) -> int:
+    stage = Stage()
+    for n in range(workers):
+        curves = Curves((4.3e-7 + n * 1e-9, 1.6e-2 + n * 1e-5, 17.1 + n / 100))
+        engine = {"total_kv_blocks": 16_384, "max_num_batched_tokens": 8192}
+        if has_own_curves:
+            engine["curve"] = curves.numbers()
+        stage.worker(f"worker-{n:02}", engine=engine)
+        stage.burden(f"worker-{n:02}", 4000 + 97 * n, 300 + n, since_ms=1500)
+        stage.holds(f"worker-{n:02}", 1 + n % 10)
+    known = {"slowness": {f"worker-{n:02}": 1 + n / 640 for n in range(workers)}}
+    chosen = stage.chosen(Tuning(policy), seed=2**32 - 1, known=known)
+    record = recorded(chosen, id=ID, router="router-1")
+    value = encode(record, ID).value
+    assert value is not None
+    return len(value)
+
+
+@pytest.mark.parametrize(("policy", "most"), [("predictive", 4600), ("dynamo", 2600)])
+def test_a_decision_among_many_takes_a_few_kilobytes(policy: str, most: int) -> None:
+    among_64 = bytes_of(policy, 64)
+    assert among_64 < most
+    assert bytes_of(policy, 512) < among_64 * 1.02, "only the best candidates are recorded"
+
+
+def test_curves_of_their_own_take_a_quarter_more() -> None:
+    assert bytes_of("predictive", 64, has_own_curves=True) < 5800
