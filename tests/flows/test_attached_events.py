@@ -15,7 +15,6 @@ from app.engine.contract import EngineError
 from indexer.bridge import Bridge
 from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent
 from indexer.keys import derive
-from streams.clock import SystemClock
 from tests.conformance import WITHIN_S
 from tests.servers import Publisher
 
@@ -34,7 +33,7 @@ class Follower:
         self.bridge = Bridge(SIZE, derive(b"s"))
         self.told: list[EngineEvent] = []
         self.events = ServerEvents(
-            publisher.endpoint, publisher.replay if replay else "", SystemClock(), self._listen
+            publisher.endpoint, publisher.replay if replay else "", self._listen
         )
 
     def _listen(self, events: object, rank: int = 0, /) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from app.engine.attached import engine as attached_engine
+from app.engine.attached import answer as attached_answer
 from app.engine.attached.engine import AttachedEngine, Attachment, Guess
 from app.engine.contract import EngineError, EngineOutput, GenerateContext
 from app.engine.echo import EchoEngine
@@ -299,7 +299,7 @@ async def test_an_answer_is_whole_without_what_comes_behind_it(
         await x.event(LAST)
         await x.gone()
 
-    monkeypatch.setattr(attached_engine, "TAIL_S", 0.1)
+    monkeypatch.setattr(attached_answer, "TAIL_S", 0.1)
     server.handlers["/v1/completions"] = stalls_behind_the_end
     first, last = await ask(engine)
     assert (first.token_ids, last.finish_reason) == ((64,), "stop")

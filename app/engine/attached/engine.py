@@ -19,13 +19,13 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
+from app.engine.attached.answer import Answer
 from app.engine.attached.dialect import Speech, body_of
 from app.engine.attached.events import ServerEvents
 from app.engine.attached.health import Health
 from app.engine.attached.introduction import Introduction
-from app.engine.attached.pieces import DONE, ECHO_BYTES, EVENT_BYTES, Counts, Piece, piece_of
-from app.engine.attached.retokenised import Retokenised
-from app.engine.attached.server import Server, ServerFailed, Stream
+from app.engine.attached.pieces import ECHO_BYTES, EVENT_BYTES
+from app.engine.attached.server import Server, Stream
 from app.engine.contract import (
     BlocksListener,
     Engine,
@@ -40,13 +40,11 @@ from indexer.engine_events import AllCleared, EngineEvent
 from indexer.modelled import ModelledCache
 from streams.clock import Clock
 from streams.codecs import token_count, unpack_tokens
-from streams.records import EngineConfig, EngineFigures, Request, Usage
+from streams.records import EngineConfig, EngineFigures, Request
 
 log = logging.getLogger(__name__)
 
 COMPLETIONS = "/v1/completions"
-TAIL_S = 2.0
-"""What a server gets, after the end of an answer, to say what it counted."""
 
 
 class Attachment(NamedTuple):
@@ -162,7 +160,7 @@ class AttachedEngine(Engine):
         if block_size is not None:
             self._modelled = ModelledCache(block_size, blocks)
             if where.events and self._listener is not None:
-                self.events = ServerEvents(where.events, where.replay, self._clock, self._listener)
+                self.events = ServerEvents(where.events, where.replay, self._listener)
         return EngineConfig(
             model=speech.model,
             served_model_name=self._serves_as or speech.model,
@@ -203,7 +201,7 @@ class AttachedEngine(Engine):
         assert self._server is not None
         stream = self._server.stream(COMPLETIONS, body, EVENT_BYTES + ECHO_BYTES * prompt_tokens)
         self._streams[context] = stream
-        answer = _Answer(request, limit, self._speech, self._tokenizer, self._cached(request))
+        answer = Answer(request, limit, self._speech, self._tokenizer, self._cached(request))
         try:
             async with stream, aclosing(answer.read(stream, context)) as outputs:
                 async for output in outputs:
@@ -260,92 +258,3 @@ class AttachedEngine(Engine):
     def _tell(self, events: Sequence[EngineEvent]) -> None:
         if self._listener is not None and self.events is None and events:
             self._listener(events)
-
-
-class _Answer:
-    """One answer, from the server's pieces to outputs. `made`: the tokens so far, if they are the
-    model's own; `is_known`: whether anything came, so that the prompt was computed."""
-
-    def __init__(
-        self, request: Request, limit: int, speech: Speech, tokenizer: Tokenizer, cached: int
-    ) -> None:
-        """`cached`: tokens of the prompt that are thought to be in the server's cache."""
-        self.made = array("I")
-        self.is_known = False
-        self._limit = limit
-        self._cached = cached
-        self._speech = speech
-        self._prompt_tokens = token_count(request.token_ids)
-        self._retokenised = Retokenised(tokenizer) if speech.answers == "text" else None
-        self._wants_log_probs = request.output.logprobs is not None
-        self._counted = 0
-        self._counts: Counts | None = None
-
-    async def read(
-        self, stream: Stream, context: GenerateContext
-    ) -> AsyncGenerator[EngineOutput, None]:
-        """The outputs, the terminal one last. Raises ServerFailed for an answer without an end."""
-        async with aclosing(stream.events()) as events:
-            async for event in events:
-                if event == DONE:
-                    break
-                if context.stopped:
-                    yield self.cancelled()
-                    return
-                piece = piece_of(event, self._speech)
-                self._counts = piece.counts or self._counts
-                output = self._output(piece)
-                if output.finish_reason is not None:
-                    await self._read_counts(events)
-                    yield output.with_usage(self._usage())
-                    return
-                if output.token_ids:
-                    first = self._counted == len(output.token_ids)
-                    yield output.with_usage(self._usage()) if first else output
-        raise ServerFailed("the server broke its answer off before the end")
-
-    def cancelled(self) -> EngineOutput:
-        """The end of an answer that nobody wants any more."""
-        return EngineOutput.cancelled().with_usage(self._usage())
-
-    async def _read_counts(self, events: AsyncGenerator[bytes, None]) -> None:
-        """What comes behind the last piece; the answer is whole without it."""
-        try:
-            async with asyncio.timeout(TAIL_S):
-                async for event in events:
-                    if event != DONE:
-                        self._counts = piece_of(event, self._speech).counts or self._counts
-        except (TimeoutError, EngineError) as e:
-            log.debug("an answer ended without what was counted: %s", e)
-
-    def _output(self, piece: Piece) -> EngineOutput:
-        if self._retokenised is not None:
-            tokens = self._retokenised.push(piece.text)
-            if piece.finish_reason is not None:
-                tokens += self._retokenised.end()
-        elif piece.token_ids is not None:
-            tokens = piece.token_ids
-            self.made.extend(tokens)
-        elif piece.text:
-            raise ServerFailed("the server gave no token ids, as it did when it was attached to")
-        else:
-            tokens = ()
-        over = self._counted + len(tokens) - self._limit
-        if over > 0 and self._retokenised is None:
-            raise ServerFailed(f"the server made {over} tokens more than it was asked for")
-        self._counted += len(tokens)
-        log_probs = piece.log_probs if self._wants_log_probs and tokens else None
-        if log_probs is not None and len(log_probs) != len(tokens):
-            raise ServerFailed("the server sent log probabilities of other tokens than it made")
-        return EngineOutput(
-            token_ids=tokens,
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
-            log_probs=log_probs,
-        )
-
-    def _usage(self) -> Usage:
-        """What was counted, by the server where it says so."""
-        said = self._counts.cached_tokens if self._counts is not None else None
-        cached = self._cached if said is None else max(said, 0)
-        return usage(self._prompt_tokens, self._counted, cached)

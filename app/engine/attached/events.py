@@ -25,7 +25,6 @@ from zmq.utils.monitor import parse_monitor_message
 from app.engine.contract import BlocksListener, EngineError
 from app.engine.kv_events import END, EngineBatch, Numbers, Unread, read, recovered
 from indexer.engine_events import AllCleared, EngineEvent, EventsLost
-from streams.clock import Clock
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +54,12 @@ class ServerEvents:
     and came.
     """
 
-    def __init__(self, endpoint: str, replay: str, clock: Clock, listener: BlocksListener) -> None:
+    def __init__(self, endpoint: str, replay: str, listener: BlocksListener) -> None:
         self.unread = Unread()
         self.lost = 0
         self.repaired = 0
         self._endpoint = endpoint
         self._replay = replay
-        self._clock = clock
         self._listener = listener
         self._numbers = Numbers()
         self._follows = False
@@ -82,14 +80,12 @@ class ServerEvents:
             batches.connect(self._endpoint)
             async with asyncio.timeout(CONNECT_S):
                 await self._monitor.recv_multipart()
-        except TimeoutError:
-            raise EngineError(
-                f"{self._endpoint}: nobody publishes cache events there. {HOW}"
-            ) from None
+            if self._replay and await self._ask(BEYOND) is None:
+                raise EngineError(f"{self._replay}: nobody answers to replays there. {HOW}")
+        except TimeoutError as e:
+            raise EngineError(f"{self._endpoint}: nobody publishes events there. {HOW}") from e
         except zmq.ZMQError as e:
-            raise EngineError(f"KVLANE_ATTACH_EVENTS={self._endpoint}: {e}. {HOW}") from e
-        if self._replay and await self._ask(BEYOND) is None:
-            raise EngineError(f"{self._replay}: nobody answers to replays there. {HOW}")
+            raise EngineError(f"{self._endpoint}, {self._replay}: {e}. {HOW}") from e
 
     async def run(self) -> None:
         """Follow the server until cancelled."""
