@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,14 @@ from indexer.bridge import Bridge
 from indexer.engine_events import EngineEvent
 from indexer.events import Kind
 from indexer.keys import derive
-from streams.records import GuidedDecoding, Hints, OutputOptions, SamplingOptions, StopConditions
+from streams.records import (
+    EngineConfig,
+    GuidedDecoding,
+    Hints,
+    OutputOptions,
+    SamplingOptions,
+    StopConditions,
+)
 from tests.conformance import Conformance, Subject, first_of
 from tests.vllm.servers import RunningServer, end, free_ports, running
 
@@ -39,15 +47,27 @@ async def server(
         yield server
 
 
-async def begun(attached: AttachedEngine) -> Subject:
-    told: list[EngineEvent] = []
+@dataclass
+class Beside(Subject):
+    """With all events that were ever told; `told` is emptied by some."""
+
+    history: list[EngineEvent] = field(default_factory=list)
+
+    def hear(self, events: Sequence[EngineEvent], rank: int = 0, /) -> None:
+        self.told += events
+        self.history += events
+
+
+async def begun(attached: AttachedEngine) -> Beside:
     engine = ValidatedEngine(attached)
-    engine.listen(lambda events, rank=0: told.extend(events))
-    return Subject(engine, await engine.start("w"), told=told)
+    subject = Beside(engine, EngineConfig(model="-"))
+    engine.listen(subject.hear)
+    subject.config = await engine.start("w")
+    return subject
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def shared(server: RunningServer) -> AsyncIterator[Subject]:
+async def shared(server: RunningServer) -> AsyncIterator[Beside]:
     subject = await begun(server.attached())
     yield subject
     await subject.engine.cleanup()
@@ -55,7 +75,7 @@ async def shared(server: RunningServer) -> AsyncIterator[Subject]:
 
 class TestAttachedVllm(Conformance):
     @pytest.fixture
-    def subject(self, shared: Subject) -> Subject:
+    def subject(self, shared: Beside) -> Beside:
         return shared
 
 
@@ -80,7 +100,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_it_knows_the_server_by_its_own_words(shared: Subject) -> None:
+async def test_it_knows_the_server_by_its_own_words(shared: Beside) -> None:
     config = shared.config
     assert (config.model, config.context_length) == ("tiny", 512)
     assert (config.kv_cache_block_size, config.total_kv_blocks) == (tiny_model.BLOCK, 40)
@@ -90,7 +110,7 @@ async def test_it_knows_the_server_by_its_own_words(shared: Subject) -> None:
 
 
 async def test_a_stream_that_was_left_is_aborted_at_the_server(
-    shared: Subject, server: RunningServer
+    shared: Beside, server: RunningServer
 ) -> None:
     async def aborted() -> float:
         text = (await attached._server.get("/metrics", 10)).decode()
@@ -107,7 +127,7 @@ async def test_a_stream_that_was_left_is_aborted_at_the_server(
             await asyncio.sleep(0.1)
 
 
-async def test_heartbeats_have_the_servers_figures(shared: Subject) -> None:
+async def test_heartbeats_have_the_servers_figures(shared: Beside) -> None:
     figures = shared.engine.figures()
     assert figures is not None
     assert figures.kv_total_blocks == 40
@@ -116,7 +136,7 @@ async def test_heartbeats_have_the_servers_figures(shared: Subject) -> None:
     await until(lambda: (now := shared.engine.figures()) is not None and now.steps >= before + 4)
 
 
-async def test_an_adapter_answers_otherwise_and_an_unknown_one_is_refused(shared: Subject) -> None:
+async def test_an_adapter_answers_otherwise_and_an_unknown_one_is_refused(shared: Beside) -> None:
     prompt = shared.prompt(40)
     plain = (await shared.run(shared.ask(prompt))).tokens
     adapted = (await shared.run(shared.ask(prompt, hints=Hints(lora_name="one")))).tokens
@@ -125,7 +145,7 @@ async def test_an_adapter_answers_otherwise_and_an_unknown_one_is_refused(shared
         await shared.run(shared.ask(prompt, hints=Hints(lora_name="three")))
 
 
-async def test_salts_keep_caches_apart(shared: Subject) -> None:
+async def test_salts_keep_caches_apart(shared: Beside) -> None:
     prompt = shared.prompt(2 * tiny_model.BLOCK + 1)
     for salt, cached in (("a", 0), ("b", 0), ("a", 2 * tiny_model.BLOCK)):
         counts = (await shared.run(shared.ask(prompt, 2, cache_salt=salt))).last.usage
@@ -133,7 +153,7 @@ async def test_salts_keep_caches_apart(shared: Subject) -> None:
         assert counts.cached_tokens == cached
 
 
-async def test_log_probabilities_name_tokens(shared: Subject) -> None:
+async def test_log_probabilities_name_tokens(shared: Beside) -> None:
     asked = shared.ask(shared.prompt(20), 3, output=OutputOptions(logprobs=2))
     answer = await shared.run(asked)
     ranked = [at for output in answer.outputs for at in output.log_probs or ()]
@@ -142,7 +162,7 @@ async def test_log_probabilities_name_tokens(shared: Subject) -> None:
     assert all(at[0].token_id == at[1].token_id for at in ranked), "greedy takes the likeliest"
 
 
-async def test_a_choice_is_kept_to(shared: Subject, model: Path) -> None:
+async def test_a_choice_is_kept_to(shared: Beside, model: Path) -> None:
     guided = GuidedDecoding(choice=("walking", "swimming"))
     sampling = SamplingOptions(temperature=0.0, guided_decoding=guided)
     stop = StopConditions(max_tokens=16)
@@ -157,7 +177,7 @@ async def test_a_choice_is_kept_to(shared: Subject, model: Path) -> None:
     [SamplingOptions(temperature=-1.0), SamplingOptions(logit_bias={10**6: 1.0})],
 )
 async def test_what_the_server_refuses_is_refused(
-    shared: Subject, sampling: SamplingOptions
+    shared: Beside, sampling: SamplingOptions
 ) -> None:
     with pytest.raises(EngineError) as refused:
         await shared.run(shared.ask(shared.prompt(20), sampling=sampling))
@@ -192,7 +212,7 @@ async def lossy(endpoint: str, lost: Callable[[int], bool]) -> AsyncIterator[str
         context.destroy(linger=0)
 
 
-async def test_messages_that_are_lost_are_replayed(shared: Subject, server: RunningServer) -> None:
+async def test_messages_that_are_lost_are_replayed(shared: Beside, server: RunningServer) -> None:
     dropped: list[int] = []
 
     def is_lost(number: int) -> bool:
@@ -205,7 +225,7 @@ async def test_messages_that_are_lost_are_replayed(shared: Subject, server: Runn
         for _ in range(12):  # the cache holds about ten of these
             await other.run(other.ask(shared.prompt(4 * tiny_model.BLOCK), 3))
         await shared.run(shared.ask(shared.prompt(tiny_model.BLOCK), 1))
-        await until(lambda: keys_of(other.told) == keys_of(shared.told))
+        await until(lambda: keys_of(other.history) == keys_of(shared.history))
         assert dropped
         assert other.engine._engine.events.repaired
         assert not other.engine._engine.events.lost
@@ -213,7 +233,7 @@ async def test_messages_that_are_lost_are_replayed(shared: Subject, server: Runn
 
 
 async def test_without_replays_nothing_is_believed_that_may_be_gone(
-    shared: Subject, server: RunningServer
+    shared: Beside, server: RunningServer
 ) -> None:
     losing = False
     async with lossy(server.events, lambda _: losing) as line:
@@ -226,7 +246,7 @@ async def test_without_replays_nothing_is_believed_that_may_be_gone(
         events = other.engine._engine.events
         await until(lambda: events.lost > 0)
         await asyncio.sleep(0.5)
-        believed, held = keys_of(other.told), keys_of(shared.told)
+        believed, held = keys_of(other.history), keys_of(shared.history)
         assert believed
         assert believed <= held
         await other.engine.cleanup()
@@ -240,22 +260,22 @@ async def test_a_server_that_died_and_came_back_has_an_empty_cache(
         subject = await begun(server.attached())
         prompt = subject.prompt(3 * tiny_model.BLOCK + 1)
         await subject.run(subject.ask(prompt))
-        await until(lambda: len(keys_of(subject.told)) >= 3)
+        await until(lambda: len(keys_of(subject.history)) >= 3)
         await end(server.process, kill=True)
         with pytest.raises(EngineError) as failed:
             await subject.run(subject.ask(prompt))
         assert failed.value.retryable
-        await until(lambda: not keys_of(subject.told))
+        await until(lambda: not keys_of(subject.history))
     async with running(model, tmp_path / "log", ports=ports):
         await back(subject)
         counts = (await subject.run(subject.ask(prompt))).last.usage
         assert counts is not None
         assert counts.cached_tokens == 0
-        await until(lambda: len(keys_of(subject.told)) >= 3)
+        await until(lambda: len(keys_of(subject.history)) >= 3)
         await subject.engine.cleanup()
 
 
-async def back(subject: Subject) -> None:
+async def back(subject: Beside) -> None:
     async with asyncio.timeout(200):
         while True:
             with contextlib.suppress(EngineError):
