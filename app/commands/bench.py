@@ -285,6 +285,27 @@ def vllm(*, full: Full = False, json: Json = None) -> None:
     _measure("vllm", lambda said, progress: run(Settings(), form, said, progress), json)
 
 
+@app.command()
+def routers(
+    *,
+    trace: Annotated[
+        Path | None, typer.Option(help="The whole conversation trace of Mooncake.")
+    ] = None,
+    full: Full = False,
+    json: Json = None,
+) -> None:
+    """Several routers that read of each other 5 ms late, beside one, on simulated workers.
+
+    With arrivals one by one, and in bursts, there also beside routers that know nothing of each
+    other. Quick: eight routers; --full: one, two, four and eight.
+    """
+    from app.bench.routers import FULL, QUICK
+    from app.bench.routers import routers as run
+
+    form = FULL if full else QUICK
+    _measure("routers", lambda said, progress: run(form, trace, said, progress), json)
+
+
 @app.command(name="all")
 def every(
     *,
@@ -298,6 +319,7 @@ def every(
     index(full=full, peers=True)
     plan(full=full)
     simulate(full=full)
+    routers(full=full)
     met = _chaos(FULL_KILLS if full else QUICK_KILLS)
     met = _overload(FULL_MINUTES if full else 1.0) and met
     if not _faults(FULL_SEEDS if full else QUICK_SEEDS, 0, 0, None) or not met:

@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from app.engine.batch import Shape, Step
 from app.routing.burdens import Burdens
@@ -18,6 +19,7 @@ from app.routing.index import Index
 from app.routing.load import Load
 from app.routing.paces import Paces
 from app.routing.plan import Chosen, Planned, View
+from app.routing.turns import Crowding
 from app.simulation.traffic import SECRET
 from app.simulation.worker import Worker
 from indexer.events import CLEARED, Event, Kind, Tier, encode
@@ -44,6 +46,8 @@ LEDGER = Partition("ledger", 0)
 _KEPT_MS = 60_000
 """How long ended requests are remembered; no id comes twice here."""
 _ORIGIN = Origin(topic="requests", partition=0, offset=0)
+
+_NOT_LATER: Mapping[str, float] = MappingProxyType({})
 
 Told = Assigned | PrefillDone | Finished
 
@@ -115,9 +119,10 @@ class Folds:
 class Books:
     """The ledger, as far as it was read."""
 
-    def __init__(self) -> None:
+    def __init__(self, lag_ms: float = 0.0) -> None:
         self.load = Load(_KEPT_MS)
         self.paces = Paces()
+        self.crowding = Crowding(lag_ms)
         self._position = 0
 
     def told(self, record: Told, at_ms: float) -> None:
@@ -126,12 +131,17 @@ class Books:
         self._position += 1
         self.load.apply(LEDGER, [fact], self._position)
         self.paces.told(fact)
+        self.crowding.told(fact)
 
 
 class Knowledge:
     """What one router knows. `own`: its decisions that `books` do not tell yet."""
 
-    def __init__(self, folds: Folds, books: Books) -> None:
+    def __init__(
+        self, folds: Folds, books: Books, later_ms: Mapping[str, float] = _NOT_LATER
+    ) -> None:
+        """`later_ms`: see `View`; it counts while requests come in bursts."""
+        self._later_ms = later_ms
         self.folds = folds
         self.books = books
         self.own = Burdens()
@@ -142,7 +152,9 @@ class Knowledge:
         folds, books = self.folds, self.books
         return View(
             folds.fleet, self._pools, folds.index, books.load.burdens, self.own, int(now_ms),
-            books.paces.output_tokens, books.paces.slowness, ahead, leads_to=books.paces.leads_to,
+            books.paces.output_tokens, books.paces.slowness, ahead,
+            later_ms=self._later_ms if books.crowding.is_crowded else _NOT_LATER,
+            leads_to=books.paces.leads_to,
         )  # fmt: skip
 
 
@@ -155,6 +167,7 @@ def assigned(request_id: str, decision: Chosen) -> Assigned:
         policy=decision.policy, params=decision.params, seed=decision.seed,
         block_size=decision.block_size, cached_tokens_predicted=decision.cached_tokens,
         prefill_tokens=decision.prefill_tokens, candidates=decision.candidates,
+        held_ms=decision.outlook.held_ms,
     )  # fmt: skip
 
 

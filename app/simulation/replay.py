@@ -25,6 +25,7 @@ from zlib import crc32
 from app.engine.batch import Sequence as Modelled
 from app.engine.batch import Shape, Step
 from app.routing.plan import Chosen, Tuning
+from app.routing.turns import later_ms
 from app.simulation.conditions import ORDINARY, Conditions
 from app.simulation.knowledge import (
     HEARTBEAT_MS,
@@ -278,10 +279,15 @@ def prepared(
         for chunk, key in zip(arrival.request.chunks, arrival.request.keys, strict=True)
     }
     folds = Folds(fleet, shape, keys, tells_curves=conditions.tells_curves)
-    books = Books()
+    books = Books(conditions.lag_ms)
     seats = []
-    for _ in range(conditions.routers):
-        knowledge = Knowledge(folds, books if conditions.shares_ledger else Books())
+    routers = [f"router-{number}" for number in range(conditions.routers)]
+    for router in routers:
+        later = later_ms(router, routers, names_of(workers), conditions.lag_ms)
+        if conditions.shares_ledger:
+            knowledge = Knowledge(folds, books, later)
+        else:
+            knowledge = Knowledge(folds, Books())
         seats.append(Seat(Router(knowledge, tuning), knowledge))
     return Replay(fleet, seats, folds, conditions, arrivals, Random(seed), progress)
 

@@ -1,0 +1,69 @@
+"""Turns of routers on workers, and when they are taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from app.routing.turns import Crowding, later_ms, turn_of
+from streams.records import Assigned, Fact, Origin
+
+ROUTERS = [f"router-{n}" for n in range(8)]
+WORKERS = [f"worker-{n}" for n in range(400)]
+
+
+def test_all_routers_agree_on_an_order_without_ties() -> None:
+    for worker in WORKERS:
+        assert sorted(turn_of(r, ROUTERS, worker) for r in ROUTERS) == list(range(8))
+        assert turn_of("router-3", ROUTERS, worker) == turn_of("router-3", ROUTERS[::-1], worker)
+
+
+def test_each_router_is_first_on_its_share_of_the_workers() -> None:
+    firsts = Counter(r for w in WORKERS for r in ROUTERS if turn_of(r, ROUTERS, w) == 0)
+    assert all(25 <= firsts[router] <= 80 for router in ROUTERS)
+
+
+def test_a_router_that_goes_moves_nobody_past_another() -> None:
+    for worker in WORKERS:
+        before = sorted(ROUTERS, key=lambda r: turn_of(r, ROUTERS, worker))
+        after = sorted(ROUTERS[1:], key=lambda r: turn_of(r, ROUTERS[1:], worker))
+        assert after == [router for router in before if router != ROUTERS[0]]
+
+
+def test_a_turn_takes_a_lag_and_a_lone_router_waits_for_nobody() -> None:
+    assert {ms / 5 for ms in later_ms("router-0", ROUTERS, WORKERS, 5.0).values()} == set(range(8))
+    assert set(later_ms("router-0", ["router-0"], WORKERS, 5.0).values()) == {0.0}
+
+
+def told(crowding: Crowding, at_ms: int, held_ms: int = 0, attempt: int = 0) -> None:
+    crowding.told(Fact(0, at_ms, Assigned(
+        id="a", attempt=attempt, phase="aggregated", worker="w", epoch=1, prompt_tokens=1,
+        origin=Origin(topic="requests", partition=0, offset=0), responses_from=0, deadline_ms=0,
+        held_ms=held_ms,
+    )))  # fmt: skip
+
+
+@pytest.mark.parametrize(("burst", "crowded"), [(1, False), (4, True), (10, True)])
+def test_requests_that_come_together_are_a_burst(burst: int, crowded: bool) -> None:
+    crowding = Crowding(5.0)
+    for n in range(1000):
+        told(crowding, n // burst * 300)
+    assert crowding.is_crowded == crowded
+
+
+def test_it_counts_when_they_came_and_not_when_they_were_sent() -> None:
+    crowding = Crowding(5.0)
+    for n in range(1000):
+        told(crowding, at_ms=n * 10 + n % 8 * 40, held_ms=n % 8 * 40 + n % 8 * 10)
+    assert crowding.is_crowded
+
+
+def test_a_burst_that_is_over_is_forgotten() -> None:
+    crowding = Crowding(5.0)
+    for _ in range(500):
+        told(crowding, 0)
+    assert crowding.is_crowded
+    for n in range(500):
+        told(crowding, n * 100)
+    assert not crowding.is_crowded
