@@ -52,8 +52,9 @@ def test_decisions_without_a_session_bind_nothing() -> None:
     assert len(sessions) == 0
 
 
-def test_it_moves_with_the_last_decision_of_any_lane() -> None:
-    later, earlier = (7, 3000, decided(W2)), (1, 2000, decided(W1))
+@pytest.mark.parametrize("lanes", [(7, 1), (1, 7)])
+def test_it_moves_with_the_last_decision_of_any_lane(lanes: tuple[int, int]) -> None:
+    later, earlier = (lanes[0], 3000, decided(W2)), (lanes[1], 2000, decided(W1))
     for order in itertools.permutations((later, earlier)):
         assert told(*order).bound("s", "aggregated", 3000) == W2
 
