@@ -276,15 +276,17 @@ class Settings(BaseSettings):
     )
 
     policy: Literal[
-        "dynamo",
         "predictive",
+        "dynamo",
         "least_loaded",
         "round_robin",
         "random",
         "power_of_two",
         "session_hash",
         "direct",
-    ] = Field("dynamo", description="how a worker is chosen among those that may take a request")
+    ] = Field(
+        "predictive", description="how a worker is chosen among those that may take a request"
+    )
     overlap_score_credit: float = Field(
         1.0,
         ge=0,

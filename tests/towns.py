@@ -134,9 +134,9 @@ def stopped(world: World) -> Engine:
     return EchoEngine(world.clock, 1000.0, model="demo", context_length=CONTEXT)
 
 
-async def two_caches(world: World) -> Town:
+async def two_caches(world: World, **over: Any) -> Town:
     """w1 has the prompt in its cache, w2 has nothing."""
-    town = await Town.found(world, ())
+    town = await Town.found(world, (), **over)
     for name in ("w1", "w2"):
         await town.hire(name, engine=caching(world))
     await town.placed(backend_instance_id="w1")

@@ -86,7 +86,7 @@ class View(NamedTuple):
 class Tuning(NamedTuple):
     """The policy of a deployment, and its settings. `session_slack`: see `allowance`."""
 
-    policy: str = "dynamo"
+    policy: str = "predictive"
     weights: DynamoWeights = DynamoWeights()
     predictive: PredictiveWeights = PredictiveWeights()
     session_slack: float = 1.0
@@ -303,18 +303,7 @@ def recall(decision: Assigned, session: str = "") -> Recalled | None:
     if not candidates:
         return None
     options = options_of(candidates)
-    params = decision.params
-    ask = Ask(
-        id=decision.id, prompt_tokens=decision.prompt_tokens + decision.base_tokens,
-        block_size=decision.block_size, seed=decision.seed, session=session,
-        least_prefill_tokens=int(params.get("least_prefill_tokens", 0)),
-        output_tokens=params.get("output_tokens", 0.0),
-        mean_output_tokens=params.get("mean_output_tokens", 0.0),
-        most_held_tokens=params.get("most_held_tokens", 0.0),
-        leads_to=params.get("leads_to", 1.0),
-        ttft_target_ms=params.get("ttft_target_ms", math.inf),
-        itl_target_ms=params.get("itl_target_ms", math.inf),
-    )  # fmt: skip
+    params, ask = decision.params, recorded_ask(decision, session)
     if decision.policy == "round_robin":
         return Recalled(options, np.array([c.cost for c in candidates]))
     if decision.policy == "predictive":
@@ -325,6 +314,22 @@ def recall(decision: Assigned, session: str = "") -> Recalled | None:
     names = DynamoWeights._fields
     weights = DynamoWeights(**{name: params[name] for name in names if name in params})
     return Recalled(options, POLICIES[decision.policy](ask, options, weights))
+
+
+def recorded_ask(decision: Assigned, session: str = "") -> Ask:
+    """The request, as a decision records it."""
+    params = decision.params
+    return Ask(
+        id=decision.id, prompt_tokens=decision.prompt_tokens + decision.base_tokens,
+        block_size=decision.block_size, seed=decision.seed, session=session,
+        least_prefill_tokens=int(params.get("least_prefill_tokens", 0)),
+        output_tokens=params.get("output_tokens", 0.0),
+        mean_output_tokens=params.get("mean_output_tokens", 0.0),
+        most_held_tokens=params.get("most_held_tokens", 0.0),
+        leads_to=params.get("leads_to", 1.0),
+        ttft_target_ms=params.get("ttft_target_ms", math.inf),
+        itl_target_ms=params.get("itl_target_ms", math.inf),
+    )  # fmt: skip
 
 
 def outlook_of(

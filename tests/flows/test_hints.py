@@ -236,7 +236,7 @@ async def test_a_new_adapter_is_loaded_in_one_place(world: World) -> None:
 
 @in_world
 async def test_a_request_sets_the_credit_of_its_overlap(world: World) -> None:
-    town = await two_caches(world)
+    town = await two_caches(world, policy="dynamo")
     known = await town.placed()
     assert known.worker == "w1"
     assert {c.worker: c.cost for c in known.candidates} == {
@@ -249,7 +249,7 @@ async def test_a_request_sets_the_credit_of_its_overlap(world: World) -> None:
 
 @in_world
 async def test_a_request_sets_the_scale_of_its_prefill(world: World) -> None:
-    town = await two_caches(world)
+    town = await two_caches(world, policy="dynamo")
     decision = await town.placed(router_config_override={"prefill_load_scale": 4})
     assert {c.worker: c.cost for c in decision.candidates} == {
         "w1": 4 * (TOKENS / BLOCK - 6), "w2": 4 * TOKENS / BLOCK
@@ -258,7 +258,7 @@ async def test_a_request_sets_the_scale_of_its_prefill(world: World) -> None:
 
 @in_world
 async def test_a_request_sets_its_temperature(world: World) -> None:
-    town = await two_caches(world)
+    town = await two_caches(world, policy="dynamo")
     hot = [await town.placed(router_config_override={"router_temperature": 50}) for _ in range(16)]
     assert {d.params["temperature"] for d in hot} == {50}
     assert {d.worker for d in hot} == {"w1", "w2"}

@@ -69,7 +69,7 @@ async def test_what_the_cache_no_longer_holds_is_forgotten_at_once(world: World)
 async def test_an_overloaded_holder_spills_until_its_prefill_is_done(world: World) -> None:
     holder, other = Hand(world, "w1", block_size=SIZE), Hand(world, "w2", block_size=SIZE)
     holder.holds(PREFIX, SIZE)
-    await route(world)
+    await route(world, policy="dynamo")
     long = range(5000, 5000 + 60 * SIZE)
     ask(world, "long", *long)
     run = holder.start((await some(world, lambda: holder.told(Assignment)))[0])

@@ -59,7 +59,7 @@ async def test_a_decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait(
     Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
     await some(world, lambda: read(world, LEDGER, Assigned))
     told = await figures(router)
-    assert told['decisions_total{policy="dynamo"}'] == 1
+    assert told['decisions_total{policy="predictive"}'] == 1
     assert told["prompt_tokens_sum"] == len(TOKENS)
     assert told["hit_rate_sum"] == pytest.approx(5 / 6), "the sixth block is not full"
     assert 3 <= told["queue_seconds_sum"] < 5
@@ -77,7 +77,7 @@ async def test_a_second_attempt_is_a_decision_but_its_wait_began_with_the_first(
     hand.finish(run, "broken")
     await some(world, lambda: read(world, LEDGER, Assigned), 2)
     told = await figures(router)
-    assert told['decisions_total{policy="dynamo"}'] == 2
+    assert told['decisions_total{policy="predictive"}'] == 2
     assert told["queue_seconds_count"] == 1
     assert told["prompt_tokens_count"] == told["hit_rate_count"] == 1
 
@@ -97,7 +97,7 @@ async def test_a_dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision(
     assert told["queries_total"] == 1
     assert told["prompt_tokens_sum"] == len(TOKENS)
     assert told["hit_rate_sum"] == pytest.approx(5 / 6)
-    assert told['decisions_total{policy="dynamo"}'] == told["queue_seconds_count"] == 0
+    assert told['decisions_total{policy="predictive"}'] == told["queue_seconds_count"] == 0
     assert read(world, LEDGER, Assigned) == []
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.bench.plan_reference import dynamo as plain_dynamo
 from app.routing.policies import (
     NEVER,
     POLICIES,
@@ -26,7 +27,7 @@ from app.routing.policies import (
     span,
     tags_of,
 )
-from app.routing.recorded import options_of
+from app.routing.recorded import RECORDED, candidates_of, options_of
 from streams.records import Candidate
 
 ASK = Ask(id="a", prompt_tokens=160, block_size=16, seed=0)
@@ -177,3 +178,30 @@ def test_a_choice_is_a_function_of_its_inputs(
     first = chosen()
     assert first is not None
     assert first == chosen()
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries({
+            "overlap_blocks": st.integers(0, 12), "host_blocks": st.integers(0, 3),
+            "disk_blocks": st.integers(0, 3), "prefill_tokens": st.integers(0, 9000),
+            "open_tokens": st.integers(0, 9000), "open_runs": st.integers(0, 9),
+            "taint_weight": st.sampled_from([0.0, 0.5]),
+        }),
+        min_size=1, max_size=30,
+    ),
+    st.builds(
+        DynamoWeights, overlap_score_credit=st.floats(0, 2), prefill_load_scale=st.floats(0, 300),
+        active_request_weight=st.floats(0, 2), overlap_decay=st.sampled_from([0.0, 0.7]),
+        host_weight=st.just(0.75), disk_weight=st.just(0.25), temperature=st.just(0.0),
+    ),
+)  # fmt: skip
+def test_the_kernel_and_the_plain_formula_agree_to_the_bit(
+    rows: list[dict[str, Any]], weights: DynamoWeights
+) -> None:
+    ask = ASK._replace(least_prefill_tokens=min(row["prefill_tokens"] for row in rows))
+    costs = dynamo(ask, options(*rows), weights)
+    candidates = candidates_of(options(*rows), costs, 0, is_timed=False)
+    best = sorted(range(len(rows)), key=costs.tolist().__getitem__)[:RECORDED]
+    assert [c.worker for c in candidates[: len(best)]] == [f"w{i}" for i in best]
+    assert [c.cost for c in candidates] == [plain_dynamo(c, ask, weights) for c in candidates]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.bench import plan_reference
 from app.engine.curves import Curves
 from app.routing.burdens import Burden
+from app.routing.held import Held, Sketch, Survey, Wanted
 from app.routing.paces import Pace
-from app.routing.plan import Chosen, Hold, Planned, Tuning, replan
+from app.routing.plan import Chosen, Hold, Plan, Planned, Tuning, View, intention, plan, replan
 from app.routing.policies import Ask, Options, Place
 from app.routing.predictive import Prediction, PredictiveWeights, held_tokens, predict
-from app.routing.recorded import options_of
+from app.routing.prompt import Prompt
+from app.routing.recorded import candidates_of, options_of
+from app.routing.survey import Surveyor, survey
 from streams.codecs import pack_tokens
 from streams.records import Candidate, Hints, Request, RoutingConstraints, StopConditions
 from tests.stages import NOW_MS, TOKENS, Stage, recorded
@@ -202,6 +207,9 @@ SPOTS = st.fixed_dictionaries({
     "open_runs": st.integers(1, 50), "prompt_tokens": st.integers(0, 90_000),
     "prefill_tokens": st.integers(0, 90_000), "prefill_runs": st.integers(0, 3),
     "busy_ms": st.floats(0, 900), "overlap_blocks": st.integers(0, 60),
+    "host_blocks": st.integers(0, 5), "disk_blocks": st.integers(0, 5),
+    "taint_weight": st.sampled_from([0.0, 0.0, 0.7]), "later_ms": st.sampled_from([0.0, 5.0]),
+    "ahead_ms": st.lists(st.floats(0, 500), max_size=3).map(tuple),
 })  # fmt: skip
 
 
@@ -214,9 +222,45 @@ def test_an_option_is_worth_the_same_to_the_bit_among_others_as_alone(
         alone = predicted(row)
         assert [column[i] for column in together.terms] == [column[0] for column in alone.terms]
         assert together.hold_ms[i] == alone.hold_ms[0]
-        pace, tokens = row["pace"], max(500 - 10 * row["overlap_blocks"], 1)
+        blocks = row["overlap_blocks"] + 0.75 * row["host_blocks"] + 0.25 * row["disk_blocks"]
+        pace, tokens = row["pace"], max(500 - 10 * blocks, 1)
         step_ms = pace.decode_ms(row["prompt_tokens"] + row["open_runs"] * 50)
         assert together.terms.prefill_ms[i] == pytest.approx(pace.prefill_ms(tokens, step_ms))
+
+
+@given(
+    st.lists(SPOTS, min_size=1, max_size=9), st.integers(1, 9000), st.floats(1, 900),
+    st.floats(0, 9000), st.floats(1, 10), st.sampled_from([math.inf, 100.0]),
+)  # fmt: skip
+def test_the_kernel_and_the_plain_formulas_agree_to_the_bit(
+    rows: list[dict[str, Any]], prompt: int, output: float, held: float, leads_to: float,
+    target_ms: float,
+) -> None:  # fmt: skip
+    ask = ASK._replace(
+        prompt_tokens=prompt, output_tokens=output, most_held_tokens=held, leads_to=leads_to,
+        ttft_target_ms=target_ms, itl_target_ms=target_ms / 5,
+    )  # fmt: skip
+    found = predicted(*rows, ask=ask)
+    candidates = candidates_of(options(*rows), found.costs, 0, is_timed=True)
+    assert len(candidates) == len(rows)
+    for each in candidates:
+        i = int(each.worker[1:])
+        plainly = plan_reference.predicted(each, ask, LAMBDA)
+        assert plainly.cost_ms == each.cost == found.costs[i]
+        assert plainly.ttft_ms == found.terms.ttft_ms[i]
+        assert plainly.alone_ms == found.alone_ms[i]
+        assert max(plainly.hold_ms, 0) == found.hold_ms[i]
+
+
+def test_who_is_expected_to_miss_a_target_comes_after_all_who_meet_it() -> None:
+    near = {"overlap_blocks": 45}
+    busy = near | {"open_runs": 2, "prompt_tokens": 900, "prefill_runs": 1, "prefill_tokens": 500}
+    ask = ASK._replace(most_held_tokens=450.0)
+    free, held = predicted({}, busy, ask=ask).costs
+    assert predicted({}, busy, ask=ask._replace(ttft_target_ms=20.0)).costs[0] == free
+    assert predicted({}, busy, ask=ask._replace(ttft_target_ms=20.0)).costs[1] == held + 1e9
+    both = predicted({}, busy, ask=ask._replace(itl_target_ms=1.0)).costs
+    assert both.tolist() == [free + 1e9, held + 1e9]
 
 
 # As a part of `plan`
@@ -340,6 +384,19 @@ def test_preferred_taints_count(stage: Stage) -> None:
     assert stage.chosen(PREDICTIVE, request=request).place.worker == "w2"
 
 
+REQUESTS = st.lists(
+    st.fixed_dictionaries({
+        "tokens": st.integers(1, 9000), "blocks": st.integers(0, 10),
+        "hints": st.sampled_from([
+            Hints(), Hints(), Hints(expected_output_tokens=7), Hints(backend_instance_id="w0"),
+            Hints(allowed_worker_ids=("w0", "w1")), Hints(backend_instance_id="gone"),
+        ]),
+        "waited_ms": st.integers(0, 11_000), "left_ms": st.integers(50, 60_000),
+    }),
+    min_size=2, max_size=9,
+)  # fmt: skip
+
+
 WORKERS = st.lists(
     st.fixed_dictionaries({
         "tokens": st.integers(0, 9000), "prefill": st.integers(0, 9000),
@@ -412,3 +469,51 @@ def test_without_caches_it_is_the_least_load_in_predicted_milliseconds(
 
     place = int(decision.place.worker[1:])
     assert left_ms(loads[place]) == min(map(left_ms, loads))
+
+
+@given(WORKERS, REQUESTS, st.sets(st.integers(0, 8)), st.lists(st.integers(0, 3), max_size=3))
+def test_a_survey_comes_to_what_planning_one_after_the_other_does(
+    workers: list[dict[str, Any]], requests: list[dict[str, Any]], looks: set[int], old: list[int]
+) -> None:
+    stage, known = told(workers)
+    del known["ahead"]
+    wanted = [
+        Wanted(
+            n, n, Prompt(Request(
+                id=f"{n}", model="m", hints=each["hints"],
+                token_ids=TOKENS[: 64 * each["blocks"]] + pack_tokens([5] * each["tokens"]),
+            )), n, NOW_MS - each["waited_ms"], NOW_MS + each["left_ms"],
+        )
+        for n, each in enumerate(requests)
+    ]  # fmt: skip
+    view = View(
+        stage.fleet, stage.pools, stage.index, stage.told, stage.own, NOW_MS,
+        slowness=known["slowness"],
+    )  # fmt: skip
+
+    def alone(held: Held[int], each: Wanted[int]) -> Plan:
+        return plan(
+            each.prompt, view._replace(ahead=held.ahead(each.number)), PREDICTIVE, seed=each.seed,
+            since_ms=each.since_ms, deadline_ms=each.deadline_ms,
+        )  # fmt: skip
+
+    def line_up(survey: Survey[int]) -> tuple[Any, list[Planned]]:
+        held = survey_held[0] = Held[int]()
+        for n in old:
+            held.hold(n, n, 0, Planned(Place(f"w{n % len(workers)}", n % len(workers)), 50.0, 0))
+        lined_up = held.line_up([wanted[n] for n in looks if n < len(wanted)], survey)
+        return lined_up, held.ahead(99)
+
+    survey_held = [Held[int]()]
+    by = Surveyor(view, PREDICTIVE)
+
+    def together(looking: Sequence[Wanted[int]]) -> Iterator[Sketch | None]:
+        return survey(looking, survey_held[0], by, lambda each: alone(survey_held[0], each))
+
+    def one_by_one(looking: Sequence[Wanted[int]]) -> Iterator[Sketch | None]:
+        for each in looking:
+            planned = alone(survey_held[0], each)
+            meant = intention(planned)
+            yield meant and Sketch(meant, planned if isinstance(planned, Hold) else None)
+
+    assert line_up(together) == line_up(one_by_one)

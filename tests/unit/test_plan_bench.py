@@ -1,0 +1,39 @@
+"""The plan bench: what it measures agrees with the plain formulas, and it says if it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from app.bench import plan_reference
+from app.bench.plan import Differs, Form, bars, plan_bench
+
+SMALL = Form((1, 3), 5, 2)
+
+
+def test_every_size_and_policy_is_measured() -> None:
+    shares: list[float] = []
+    report = asyncio.run(plan_bench(SMALL, lambda _: None, shares.append))
+    assert [(r["what"], r["policy"], r["workers"]) for r in report.rows] == [
+        ("decision", "predictive", 1), ("decision", "dynamo", 1), ("decision", "predictive", 3),
+        ("decision", "dynamo", 3), ("100 held", "predictive", 64),
+    ]  # fmt: skip
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_costs_that_differ_from_the_plain_formulas_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_reference, "dynamo", lambda *_: -1.0)
+    with pytest.raises(Differs, match=r"by the reference -1\.0"):
+        asyncio.run(plan_bench(SMALL, lambda _: None, lambda _: None))
+
+
+def test_bars_are_for_the_sizes_that_have_one() -> None:
+    def row(workers: int, us: float, what: str = "decision") -> dict[str, Any]:
+        return {"what": what, "policy": "predictive", "workers": workers} | {
+            f"{part} us": {"p50": us, "p99": us} for part in ("all", "rest")
+        }
+
+    rows = [row(8, 999.0), row(64, 39.0), row(512, 201.0), row(64, 1999.0, "100 held")]
+    assert [bar.met for bar in bars(rows)] == [True, False, True]
