@@ -55,6 +55,7 @@ def demo_vllm(settings: Settings, console: Console, kind: BrokerKind = "auto") -
     """The demo with the real vLLM; whether all was as it should be. Raises as `demo`."""
     from app.demo import real, tiny_model
     from app.engine.contract import EngineError
+    from app.engine.vllm.engine import START_METHOD
     from app.engine.vllm.versions import check_plugin, installed
 
     os.environ.update(tiny_model.environment())
@@ -64,6 +65,8 @@ def demo_vllm(settings: Settings, console: Console, kind: BrokerKind = "auto") -
     except EngineError as e:
         raise DemoFailed(str(e)) from e
     with _broker(settings, console, kind) as broker, real.scratch() as folder:
+        if broker.kind == "memory":  # several engines in this process: what is forked would hold on
+            os.environ[START_METHOD] = "spawn"  # to what belongs to the others
         return asyncio.run(_demo_vllm(settings, console, broker, Path(folder)))
 
 

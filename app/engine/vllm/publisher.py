@@ -11,7 +11,6 @@ from typing import Any
 
 from vllm.distributed.kv_events import ZmqEventPublisher
 
-from app.engine.vllm.parent import end_with_parent
 from app.engine.vllm.plugin import SCHEME
 
 
@@ -25,7 +24,6 @@ class Publisher(ZmqEventPublisher):  # type: ignore[misc]
     def __init__(self, data_parallel_rank: int, endpoint: str, **options: Any) -> None:
         super().__init__(data_parallel_rank, endpoint.removeprefix(SCHEME), **options)
         self.dropped = 0
-        end_with_parent()
 
     def publish(self, events: Any) -> None:
         """Put a step's events on their way; a few microseconds."""
