@@ -17,7 +17,12 @@ from app.settings import Settings
 from streams import provision
 from streams.brokers.local import Broker
 from streams.clock import SystemClock
+from streams.codecs import decode
 from streams.kafka.log import KafkaLog
+from streams.ports import Partition
+from streams.records import Heartbeat
+from streams.stretch import stretch
+from streams.topics import KV_EVENTS
 from tests.leftovers import delete_topics
 
 LANES = 2
@@ -46,6 +51,23 @@ class Broken:
         print("STOPPED", flush=True)
 
 app = serve("broken", Broken)
+"""
+
+MORTAL = """
+from app.engine.contract import EngineDead
+from app.engine.echo import EchoEngine
+from app.lifetime import serve
+from app.worker import Worker
+
+class Mortal(EchoEngine):
+    async def generate(self, request, context):
+        raise EngineDead("the GPU is gone")
+        yield
+
+def build(log, settings, life):
+    return Worker(log, settings, life, Mortal(life.clock, 0.02))
+
+app = serve("worker", build)
 """
 
 Run = Callable[..., "Process"]
@@ -176,3 +198,35 @@ async def test_a_process_that_is_ready_stops_in_good_order(
     process.terminate()
     assert await process.code() == 0
     assert "router stops" in process.text
+
+
+async def heartbeats(deployment: dict[str, str]) -> list[Heartbeat]:
+    """All that there are, in the order in which they were appended."""
+    settings = Settings(
+        bootstrap_servers=deployment["KVLANE_BOOTSTRAP_SERVERS"],
+        topic_prefix=deployment["KVLANE_TOPIC_PREFIX"],
+    )
+    log = KafkaLog(settings.connection("test"), prefix=settings.topic_prefix)
+    await log.start()
+    numbers = range(await log.partitions(KV_EVENTS))
+    ends = await log.end_offsets(KV_EVENTS, numbers)
+    starts = {Partition(KV_EVENTS, n): 0 for n in numbers}
+    found = []
+    async for piece in stretch(log, SystemClock(), starts, {p: ends[p.partition] for p in starts}):
+        found += [(record.timestamp, decode(record)) for record in piece.records]
+    await log.close()
+    found.sort(key=lambda each: each[0])
+    return [record for _, record in found if isinstance(record, Heartbeat)]
+
+
+async def test_a_worker_whose_engine_dies_says_so_and_ends_with_an_error(
+    run: Run, deployment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    process = run("mortal:app", KVLANE_CANARY_IDLE_S="0.5", **deployment)
+    await process.says("worker is ready")
+    assert await process.code(30) == 1
+    assert "the GPU is gone" in process.text
+    first, *_, last = await heartbeats(deployment)
+    assert first.state == "ready"
+    assert (last.state, last.reason) == ("unhealthy", "the engine is dead: the GPU is gone")
