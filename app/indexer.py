@@ -48,6 +48,7 @@ class Indexer:
         index, fleet = Index(settings.key_secret()), Fleet()
         self._settings = settings
         self._life = life
+        self._index = index
         self._threads = Threads(threads=1)
         broker_clock, snapshots = BrokerClock(clock), Snapshots(log, clock)
         follower = Follower(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from app.faults.caching import Tearing
 from app.faults.node import Kind, Node
 from app.faults.shape import COMMITS
 from app.faults.vtime import PROCESS
@@ -65,6 +66,9 @@ class Chaos:
         world.broker.on_append = self._lie_in_wait
         world.on_told = self._interrupt
         world.weather.on_answer = self._lie_in_wait_for_commits
+        self._tearing = Tearing(world)
+        if world.shape.indexers:
+            deeds += [(1.0, self._kill_indexer), (0.5, self._pause_indexer)]
         # Each seed has a temper: some deeds are left out, some come in swarms, so that rare ones
         # meet. Without it all seeds would be alike.
         self._deeds = [(weight * rng.choice(TEMPERS), deed) for weight, deed in deeds]
@@ -100,6 +104,7 @@ class Chaos:
 
     def _lie_in_wait(self, topic: str) -> None:
         """Strike a process whose record stands and that has not heard of it yet."""
+        self._tearing.landed(topic)
         self._strike(PROCESS.get(), topic)
 
     def _strike(self, label: str, what: str) -> None:
@@ -133,6 +138,12 @@ class Chaos:
 
     def _pause_edge(self) -> None:
         self._pause(self._victim(self._rng.choice(EDGE)))
+
+    def _kill_indexer(self) -> None:
+        self._kill(self._victim("indexer"))
+
+    def _pause_indexer(self) -> None:
+        self._pause(self._victim("indexer"))
 
     def _depose(self) -> None:
         self._world.depose(self._rng.randrange(BROKERS))

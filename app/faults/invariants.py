@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from app.engine.contract import EngineDead
 from app.faults.asking import Asking
+from app.faults.caching import differing, forgotten
 from app.faults.calling import Calling
 from app.faults.readers import decoded, unread
 from app.faults.world import World
@@ -43,9 +44,11 @@ STEADY = {
     "worker": {"engine", "engine watch", "registry", "heartbeats", "slot"},
     "preprocessor": {"registry", "prompts"},
     "gateway": {"replies", "registry", "probe", "loop delay"},
+    "indexer": {"index", "fleet", "loop delay", "ownership", "snapshots"},
 }
-PASSING = {"probe", "judgement"}
-"""Tasks of a worker that come and go as long as it lives: it asks its engine how it is."""
+PASSING = {"probe", "judgement", "cache events"}
+"""Tasks that not every worker has all the time: it asks its engine how it is, and tells of caches,
+if there are any."""
 
 
 def problems(world: World, asking: Asking, calling: Calling) -> list[str]:
@@ -55,6 +58,8 @@ def problems(world: World, asking: Asking, calling: Calling) -> list[str]:
         *unread(world, asking, calling),
         *_unfinished(world),
         *_different(world),
+        *differing(world),
+        *forgotten(world),
         *_busy(world),
         *_failed(world),
     ]

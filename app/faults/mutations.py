@@ -22,11 +22,21 @@ from app.http import attachment, streams
 from app.lanes import endings, owner, scan
 from app.routing import eligibility, load, obligations
 from app.serving import chunks, registration, runs
-from streams import intake, outbox, replies, transcript
+from streams import duty, intake, outbox, replies, transcript
 from streams.clock import BrokerClock
 from streams.errors import AppendFailed, BrokerUnavailable, RecordError, RecordTooLarge
 from streams.ports import Appended, Partition
-from streams.records import Cancel, Chunk, EndCode, Ended, Fence, Fencing, Finished, Started
+from streams.records import (
+    Blocks,
+    Cancel,
+    Chunk,
+    EndCode,
+    Ended,
+    Fence,
+    Fencing,
+    Finished,
+    Started,
+)  # fmt: skip
 from streams.topics import RESPONSES
 
 Replacement = tuple[object, str, Any]
@@ -166,13 +176,14 @@ def _no_started() -> Iterator[Replacement]:
     return _not_written(Started)
 
 
-def _finished_once() -> Iterator[Replacement]:
+def _sent_once(kind: type) -> Iterator[Replacement]:
+    """Records of this kind are not repeated when nobody acknowledges them."""
     original = outbox.Outbox.persist
 
     async def persist(
         self: Any, topic: str, key: str, record: Any, partition: int | None = None, **options: Any
     ) -> Appended:
-        if not isinstance(record, Finished):
+        if not isinstance(record, kind):
             return await original(self, topic, key, record, partition, **options)
         try:
             return await self.send(topic, key, record, partition)  # type: ignore[no-any-return]
@@ -180,6 +191,14 @@ def _finished_once() -> Iterator[Replacement]:
             return Appended(0, 0, 0)
 
     yield outbox.Outbox, "persist", persist
+
+
+def _finished_once() -> Iterator[Replacement]:
+    return _sent_once(Finished)
+
+
+def _cache_events_once() -> Iterator[Replacement]:
+    return _sent_once(Blocks)
 
 
 def _ended_before_end() -> Iterator[Replacement]:
@@ -375,6 +394,20 @@ def _no_objections() -> Iterator[Replacement]:
     yield owner, "blames_request", lambda _: False
 
 
+# --- caches --------------------------------------------------------------------------------------
+
+
+def _snapshot_ahead_of_its_state() -> Iterator[Replacement]:
+    original: Any = vars(duty)["take"]
+
+    def take(fold: Any, source: Partition) -> Any:
+        taken = original(fold, source)
+        position = taken.cover.position + 5
+        return taken._replace(cover=msgspec.structs.replace(taken.cover, position=position))
+
+    yield duty, "take", take
+
+
 # --- readers -------------------------------------------------------------------------------------
 
 
@@ -456,6 +489,12 @@ MUTATIONS: dict[str, Mutation] = {
         Mutation("prompts-early", "prompts committed when published", _commit_prompts_early),
         Mutation("from-start", "going on from a position", _answers_from_their_beginning),
         Mutation("from-now", "attaching from the beginning", _answers_from_now_on),
+        Mutation("events-once", "cache events until acknowledged", _cache_events_once),
+        Mutation(
+            "snapshot-ahead",
+            "state and position of a snapshot from one moment",
+            _snapshot_ahead_of_its_state,
+        ),
         Mutation("any-model", "workers of the model only", _any_model),
         Mutation("any-lane", "letters about records of other lanes", _any_lane),
         Mutation("no-objections", "objecting to what nobody can run", _no_objections),

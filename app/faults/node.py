@@ -6,11 +6,14 @@ import asyncio
 import random
 from typing import TYPE_CHECKING, Literal
 
+from app.engine.contract import Engine
 from app.engine.echo import EchoEngine
 from app.engine.validator import ValidatedEngine
+from app.faults.engines import engine_of
 from app.faults.uneven import UnevenEngine
 from app.faults.vtime import VirtualClock, process_context
 from app.gateway import Gateway
+from app.indexer import Indexer
 from app.lifetime import Lifetime, live
 from app.preprocess.pool import Inline
 from app.preprocessor import Preprocessor
@@ -20,7 +23,7 @@ from app.worker import Worker
 if TYPE_CHECKING:
     from app.faults.world import World
 
-Kind = Literal["router", "worker", "preprocessor", "gateway"]
+Kind = Literal["router", "worker", "preprocessor", "gateway", "indexer"]
 State = Literal["starting", "up", "paused", "stopping", "killed", "ended"]
 
 STEP_S = 0.2
@@ -66,7 +69,7 @@ class Node:
         """SIGTERM."""
         self._asked.set()
 
-    def _build(self) -> Router | Worker | Preprocessor | Gateway:
+    def _build(self) -> Router | Worker | Preprocessor | Gateway | Indexer:
         world, settings = self._world, self._world.settings
         if self.kind == "router":
             return Router(self.log, settings, self.life, self.name)
@@ -74,12 +77,17 @@ class Node:
             return Preprocessor(self.log, settings, self.life, Inline())
         if self.kind == "gateway":
             return Gateway(self.log, settings, self.life, self._rng, Inline())
-        echo = EchoEngine(
-            self.clock, STEP_S, model=world.model_of(self.name), max_num_seqs=world.shape.sequences
-        )
-        self.engine = UnevenEngine(echo, self.clock, self._rng, world.calm)
+        if self.kind == "indexer":
+            return Indexer(self.log, settings, self.life, Inline())
+        self.engine = UnevenEngine(self._engine(), self.clock, self._rng, world.calm)
         engine = ValidatedEngine(self.engine)
         return Worker(self.log, settings, self.life, engine, worker_id=self.name)
+
+    def _engine(self) -> Engine:
+        model, sequences = self._world.model_of(self.name), self._world.shape.sequences
+        if self._world.shape.caches:
+            return engine_of(self.clock, model, sequences)
+        return EchoEngine(self.clock, STEP_S, model=model, max_num_seqs=sequences)
 
     async def _live(self) -> None:
         try:
@@ -96,7 +104,7 @@ class Node:
             self.gone.set()
 
     async def _start(self) -> None:
-        if isinstance(self.process, Gateway):
+        if isinstance(self.process, Gateway | Indexer):
             await self.process.open()  # without a socket
         else:
             await self.process.start()

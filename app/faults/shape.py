@@ -20,6 +20,7 @@ ROOMY = Settings.model_construct(
     max_num_seqs=SEQUENCES,
     worker_queue=1,
     drain_grace_s=3.0,
+    snapshot_every_s=2.0,
     canary_idle_s=2.0,
     canary_answer_s=1.0,
     engine_stall_s=2.5,
@@ -51,7 +52,7 @@ class Shape(NamedTuple):
     `sequences`: what a worker runs at a time. `rush`: everything is asked within a second or two.
     `cancels`: the share of requests that are cancelled. `ambush`: how often a process is struck
     when a record of its own has landed on one of the topics `ambushed`. `skew_ms`: how far the
-    clocks of two brokers are apart at most.
+    clocks of two brokers are apart at most. `caches`: whether engines cache and tell of it.
     """
 
     routers: int
@@ -71,6 +72,8 @@ class Shape(NamedTuple):
     ambushed: tuple[str, ...]
     skew_ms: int
     climate: Climate
+    caches: bool = False
+    indexers: int = 0
 
     @property
     def settings(self) -> Settings:
@@ -85,6 +88,7 @@ class Shape(NamedTuple):
             "worker": self.workers,
             "preprocessor": self.preprocessors,
             "gateway": self.gateways,
+            "indexer": self.indexers,
         }
 
     @staticmethod
@@ -111,6 +115,12 @@ class Shape(NamedTuple):
             climate=rng.choice(CLIMATES),
         )
         return shape.of_take_overs() if rng.random() < 0.2 else shape
+
+    def of_caches(self, rng: random.Random) -> Shape:
+        """The same; every fourth one has engines that cache, and indexers that follow them."""
+        if rng.random() >= 0.25:
+            return self
+        return self._replace(caches=True, indexers=rng.choice((0, 1, 2)))
 
     def of_take_overs(self) -> Shape:
         """The same, but lanes change hands in the middle of everything, and readers lag behind."""

@@ -29,6 +29,9 @@ DRAIN_S = 120.0
 MAX_STEPS = 60_000
 """Callbacks of one seed; a clean one needs a few thousand, with this many something spins."""
 
+CACHING = 3
+"""How many times more there are where engines cache: they go on from step to step, and tell."""
+
 
 @dataclass
 class Verdict:
@@ -54,6 +57,7 @@ class Verdict:
 def simulate(seed: int, *, take_overs: bool = False) -> Verdict:
     """Run one seed; with `take_overs`, lanes change hands all the time."""
     shape = Shape.draw(random.Random(f"{seed} shape"))
+    shape = shape.of_caches(random.Random(f"{seed} caches"))
     if take_overs:
         shape = shape.of_take_overs()
     worlds: list[World] = []
@@ -68,7 +72,8 @@ def simulate(seed: int, *, take_overs: bool = False) -> Verdict:
 
     with _silence():
         try:
-            return run(main, random.Random(f"{seed} scheduler"), MAX_STEPS)
+            most = MAX_STEPS * (CACHING if shape.caches else 1)
+            return run(main, random.Random(f"{seed} scheduler"), most)
         except (Deadlock, OutOfSteps) as e:
             return Verdict(seed, [f"{type(e).__name__}: {e}"], worlds[0].history, shape)
 

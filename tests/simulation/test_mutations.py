@@ -39,6 +39,8 @@ FOUND_BY = {
     "prompts-early": (66, 108, 131),
     "from-start": (1, 10, 43),
     "from-now": (1, 10, 43),
+    "events-once": (2, 4, 35),
+    "snapshot-ahead": (62, 87, 103),
     "any-lane": (63, 152),
     "any-model": (0, 1, 5),
     "no-objections": (8, 12, 31),

@@ -97,6 +97,7 @@ def test_faults_really_happen() -> None:
         "NameTaken", "EngineDead", "the engine stalls", "Fencing", "End id=", "worker_full",
         "queue_full", "reason=broken", "reason=lost", "Cancel id=", "Refused id=", "model=second",
         "code=invalid", "lost its connection", "GET /v1/streams",
+        "indexer-0#1 is killed", "a stranger writes into snapshots",
     ):  # fmt: skip
         assert deed in stories, deed
 
