@@ -5,7 +5,8 @@ matplotlib is needed for this alone, and loaded when something is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,45 @@ def draw_overload(found: Found, file: Path) -> None:
     asked.set_xlabel("seconds")
     asked.legend(fontsize="small")
     figure.savefig(file, dpi=120)
+
+
+def draw_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """What `kvlane simulate` found: a diagram a figure, a bar a policy, a dot a seed.
+
+    An `.html` file is a page with the picture in it, and needs nothing besides.
+    """
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    figure, axes = _axes(len(POLICY_FIGURES), len(POLICY_FIGURES) * (0.7 + 0.25 * len(names)))
+    for ax, (title, value) in zip(axes, POLICY_FIGURES.items(), strict=True):
+        for place, name in enumerate(names):
+            found = [value(row) for row in rows if row["policy"] == name]
+            ax.barh(place, sum(found) / len(found), height=0.7, color="tab:blue", alpha=0.6)
+            ax.plot(found, [place] * len(found), ".", color="black", markersize=4)
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.set_title(title, loc="left", fontsize="medium")
+        ax.grid(axis="x", alpha=0.3)
+    first = rows[0]
+    figure.suptitle(
+        f"{first['requests']} requests, {first['workers']} workers, {first['speed']:g}x speed"
+    )
+    if file.suffix != ".html":
+        figure.savefig(file, dpi=120)
+        return
+    picture = StringIO()
+    figure.savefig(picture, format="svg")
+    svg = picture.getvalue()
+    head = "<!doctype html><meta charset=utf-8><title>kvlane simulate</title>"
+    file.write_text(head + svg[svg.index("<svg") :], "utf-8")
+
+
+POLICY_FIGURES: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "time to the first token, mean, ms": lambda row: row["ttft_ms"]["mean"],
+    "time to the first token, p99, ms": lambda row: row["ttft_ms"]["p99"],
+    "from token to token, mean, ms": lambda row: row["itl_ms"]["mean"],
+    "time to the last token, mean, ms": lambda row: row["e2e_ms"]["mean"],
+    "prompt tokens found in a cache, %": lambda row: 100 * row["reuse"],
+}
 
 
 def _axes(rows: int, height_in: float) -> tuple[Any, Sequence[Any]]:

@@ -1,0 +1,69 @@
+"""`kvlane simulate` as people call it: its traces, its pictures, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from app.cli import app
+
+
+def simulate(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *arguments], terminal_width=200)
+
+
+GENERATED = ("--trace", "gen:multi-turn", "--requests", "20", "--workers", "2")
+
+
+def test_a_generated_trace_is_played_under_each_policy_and_seed(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    done = simulate(
+        *GENERATED, "--policy", "predictive,dynamo:16", "--seeds", "2", "--json", f"{file}",
+        "--routers", "2", "--lag-ms", "5", "--hop-ms", "1", "--notice-ms", "20", "--learn-curves",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    rows = json.loads(file.read_bytes())["rows"]
+    assert [(row["policy"], row["seed"]) for row in rows] == [
+        ("predictive", 0), ("predictive", 1), ("dynamo:16", 0), ("dynamo:16", 1),
+    ]  # fmt: skip
+    assert rows[0]["conditions"] == "2 routers, lag 5 ms, hop 1 ms, notices 20 ms, curves unknown"
+    assert rows[0]["conditions"] in done.output
+    assert rows[0].keys() >= {"requests", "reuse", "ttft_ms", "itl_ms", "e2e_ms", "wall_s"}
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"), [("it.html", b"<!doctype html>"), ("it.png", b"\x89PNG")]
+)
+def test_the_result_is_drawn(tmp_path: Path, name: str, begins: bytes) -> None:
+    file = tmp_path / name
+    done = simulate(*GENERATED, "--plot", f"{file}")
+    assert done.exit_code == 0, done.output
+    assert file.read_bytes().startswith(begins)
+
+
+def test_without_matplotlib_it_says_what_to_install_before_it_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("app.commands.simulate.find_spec", lambda _: None)
+    done = simulate("--plot", f"{tmp_path / 'it.png'}")
+    assert done.exit_code == 2
+    assert "pip install 'kvlane[plot]'" in done.output
+    assert "wall_s" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--trace", "gen:nonsense"], "gen:shared-prefixes"),
+        (["--rate", "3"], "are for --trace gen:KIND"),
+        (["--plot", "it.gif"], "must end in one of"),
+        (["--policy", "nonsense"], "one of predictive"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_name(arguments: list[str], fault: str) -> None:
+    done = simulate(*arguments)
+    assert done.exit_code == 2
+    assert fault in " ".join(done.output.replace("│", " ").split())
