@@ -86,9 +86,12 @@ class Runs:
         """All open runs, for the heartbeat."""
         return tuple(
             RunProgress(
-                id=k.id, attempt=k.attempt, phase=k.phase, output_tokens=run.tokens,
+                id=k.id,
+                attempt=k.attempt,
+                phase=k.phase,
+                output_tokens=run.tokens,
                 expected_output_tokens=run.assignment.request.hints.expected_output_tokens or 0,
-            )  # fmt: skip
+            )
             for k, run in self._open.items()
         )
 
