@@ -171,6 +171,8 @@ class _Causes:
             "cancelled": question.cancelled,
             "deadline": question.hurried,
             "no_workers": question.hurried,
+            "all_busy": question.hurried,
+            "none_eligible": question.hurried,
             "attempts": len(self._failed[request_id]) >= settings.max_attempts,
             # Past its deadline, a request is given up when the log cannot be read at once.
             "lost": self.are_cut(request_id) or question.hurried,
