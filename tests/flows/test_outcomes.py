@@ -57,8 +57,10 @@ async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: W
 def test_the_rule_that_leaves_no_worker_is_named(ext: dict[str, Any], rule: str) -> None:
     async def scenario(world: World) -> None:
         town = await Town.found(world)
+        asked_at = world.clock.now()
         answer = town.say(**ext)
         await _refused(answer, 503, "none_eligible", rule)
+        assert world.clock.now() - asked_at < 5, "no waiting would help"
         assert answer.headers["retry-after"]
         assert town.decisions() == []
 
