@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,11 +12,12 @@ import zmq
 
 from app.engine.contract import EngineError, InvalidRequest
 from app.engine.vllm import versions
+from app.engine.vllm.engine import _output
 from app.engine.vllm.figures import Figures
 from app.engine.vllm.inbox import Inbox
 from app.engine.vllm.params import extra_of, priority_of
 from indexer.engine_events import AllCleared, BlocksRemoved, EngineEvent, EventsLost
-from streams.records import EngineFigures, Hints, PrefillResult, Request
+from streams.records import EngineFigures, Hints, LogProb, PrefillResult, Request
 
 HANDLE = b'{"kv_transfer_params": {"remote_host": "a"}}'
 
@@ -33,6 +35,46 @@ def test_what_a_prefill_handed_over_goes_before_what_the_request_says(handed: by
         prefill_result=PrefillResult(disaggregated_params=handed),
     )
     assert extra_of(request) == {"kv_transfer_params": {"remote_host": "a"}, "x": 1}
+
+
+def came(**answer: Any) -> Any:
+    """A step of an answer, in vLLM's words."""
+    plain = {"token_ids": [5], "finish_reason": None, "stop_reason": None, "logprobs": None}
+    step = {"outputs": [SimpleNamespace(**(plain | answer))], "kv_transfer_params": None}
+    return SimpleNamespace(**step)
+
+
+def test_what_prefill_gives_decode_takes() -> None:
+    step = came(finish_reason="length")
+    step.kv_transfer_params = {"remote_host": "a"}
+    output = _output(step, None, stopped=False)
+    assert output.transfer is not None
+    handed = PrefillResult(disaggregated_params=output.transfer)
+    assert extra_of(Request(id="a", prefill_result=handed)) == {
+        "kv_transfer_params": {"remote_host": "a"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "stopped", "ours"),
+    [
+        (None, False, None), (None, True, "cancelled"), ("stop", False, "stop"),
+        ("length", True, "length"), ("abort", False, "cancelled"), ("repetition", False, "stop"),
+        ("error", False, "error"), ("of a newer vLLM", False, "error"),
+    ],
+)  # fmt: skip
+def test_ends(theirs: str | None, ours: str | None, *, stopped: bool) -> None:
+    assert _output(came(finish_reason=theirs), None, stopped=stopped).finish_reason == ours
+
+
+def test_probabilities_are_its_own_and_then_those_that_were_asked_for() -> None:
+    entries = {
+        5: SimpleNamespace(logprob=-3.0, rank=9),
+        7: SimpleNamespace(logprob=-0.5, rank=1),
+        8: SimpleNamespace(logprob=-1.0, rank=2),
+    }
+    output = _output(came(logprobs=[entries]), 2, stopped=False)
+    assert output.log_probs == ((LogProb(5, -3.0), LogProb(7, -0.5), LogProb(8, -1.0)),)
 
 
 def test_probes_transfer_nothing() -> None:
