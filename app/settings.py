@@ -274,6 +274,17 @@ class Settings(BaseSettings):
     held_requests: int = Field(
         4096, ge=0, description="requests a router keeps waiting before it refuses more"
     )
+    held_tokens: int = Field(
+        100_000_000,
+        ge=0,
+        description="tokens of prompts, but for what caches have, that a router keeps waiting "
+        "before it refuses more",
+    )
+    queue_order: Literal["shortest", "fcfs", "wspt"] = Field(
+        "shortest",
+        description="policy predictive: who of those that wait goes first, after strict priority: "
+        "the shortest prefill, the first that came, or the shortest by priority",
+    )
 
     policy: Literal[
         "predictive",

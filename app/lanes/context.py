@@ -86,6 +86,7 @@ class RouterContext:
             self.fleet, self.load, self.index, self._undelivered, tuning_of(self.settings),
             self.broker_clock, self.worker_timeout_ms, self.settings.held_requests,
             counts_output=self.settings.track_output_blocks,
+            bound_tokens=self.settings.held_tokens, queue_order=self.settings.queue_order,
         )  # fmt: skip
 
     @property

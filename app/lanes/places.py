@@ -5,7 +5,7 @@ held then is what it holds at most; no more is sent to it, except for one reques
 finds out whether it takes more by now (it may have refused because of runs that no ledger knew).
 
 Requests wait here instead of being sent to and fro, and their number is bounded: `is_crowded` says
-that one more has to be refused. A freed place wakes one of them, the one that has waited longest;
+that one more has to be refused. A freed place wakes one of them, by priority and age;
 whoever finds a place wakes the next, since there may be more. Every second each looks for itself.
 
 A request that policy predictive holds for a place looks again when that is predicted free; see
@@ -27,7 +27,7 @@ from app.bell import Bell
 from app.routing.burdens import Burdens
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
-from app.routing.held import Held, LinedUp
+from app.routing.held import Held, LinedUp, QueueOrder
 from app.routing.held import Wanted as WantedBy
 from app.routing.index import Index
 from app.routing.load import Load
@@ -55,6 +55,7 @@ LOOK_S = 1.0
 LOOKERS = 1000
 """How often a waiting request looks for a place without being woken, since a wake-up may have gone
 to one that could not use it; and beyond how many each looks less often. A look takes some 60 us."""
+NO_BOUND = 1 << 62
 SHORTEST_S = 0.001
 """The broker's time, by which is planned, is in milliseconds."""
 REMEMBERED = 10_000
@@ -108,6 +109,8 @@ class Places:
         bound: int,
         *,
         counts_output: bool = True,
+        bound_tokens: int = NO_BOUND,
+        queue_order: QueueOrder = "shortest",
     ) -> None:
         self.waiting: set[Key] = set()
         """The requests that wait: held, or backing off after a refusal."""
@@ -120,6 +123,7 @@ class Places:
         self._broker_clock = broker_clock
         self._timeout_ms = worker_timeout_ms
         self._bound = bound
+        self._bound_tokens = bound_tokens
         self._counts_output = counts_output
         self._dispatched = 0
         self._limits: dict[tuple[str, int], _Limit] = {}
@@ -128,19 +132,20 @@ class Places:
         self._changed = Bell()
         self._paces = Paces()
         self._wanted = 0
-        self._held = Held[Key]()
+        self._held = Held[Key](queue_order)
         self._bells: dict[Key, Bell] = {}
         """Of those that are held for a place."""
         self._looking: dict[Key, _Looking] = {}
         self._uncached: dict[Key, int] = {}
         """Of those that wait, the tokens of their prompts that no cache had."""
+        self._waiting_tokens = 0
 
     # --- questions -------------------------------------------------------------------------------
 
     @property
     def is_crowded(self) -> bool:
         """Whether one more would be too many to wait."""
-        return len(self.waiting) >= self._bound
+        return len(self.waiting) >= self._bound or self._waiting_tokens >= self._bound_tokens
 
     def wanted(
         self, key: Key, prompt: Prompt, seed: int, deadline_ms: int, excluded: Collection[str]
@@ -272,7 +277,7 @@ class Places:
     @property
     def waiting_tokens(self) -> int:
         """Tokens of their prompts that no cache had when they began to."""
-        return sum(self._uncached.values())
+        return self._waiting_tokens
 
     @property
     def slowness(self) -> Mapping[str, float]:
@@ -286,7 +291,7 @@ class Places:
         key, model = wanted.key, wanted.prompt.request.model
         look_s = LOOK_S * max(1, len(self.waiting) / LOOKERS)
         if hold.planned is None:
-            await self._changed.wait(look_s, model)
+            await self._changed.wait(look_s, model, wanted.precedence)
             return
         ends_ms, left_s = self._held.looks_ms(key, hold), look_s
         if ends_ms is not None:
@@ -304,12 +309,14 @@ class Places:
         size = self._pools.pool(model, "aggregated", self._broker_clock.now_ms()).block_size
         held = self._index.overlaps(prompt.local(size)).values()
         cached = max((overlap.device for overlap in held), default=0) * size
-        self._uncached[wanted.key] = max(prompt.tokens - cached, 0)
+        uncached = max(prompt.tokens - cached, 0)
+        self._waiting_tokens += uncached - self._uncached.get(wanted.key, 0)
+        self._uncached[wanted.key] = uncached
 
     def left(self, wanted: Wanted) -> None:
         """A request looks for a place no more: it has one, or gave up."""
         self.waiting.discard(wanted.key)
-        self._uncached.pop(wanted.key, None)
+        self._waiting_tokens -= self._uncached.pop(wanted.key, 0)
         self._intend(wanted, None)
 
     def _intend(self, wanted: Wanted, planned: Planned | None) -> None:
@@ -354,6 +361,7 @@ class Places:
                 self._wake_one(worker)
                 self._ring(self._held.woken(worker))
             case PrefillDone(worker=worker):
+                self._wake_one(worker)  # it may have been too busy until now
                 self._ring(self._held.woken(worker))
             case Started(worker=worker, epoch=epoch):
                 limit = self._limits.get((worker, epoch))

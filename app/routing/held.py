@@ -1,9 +1,16 @@
 """Who is held in a router, and for which place: what was planned last for each request.
 
 Owns the order among them. Planned are they in the order of arrival: a request knows what those
-before it have in mind (`ahead`), so that two do not count on the same gap. Sent are they the
-shortest prefill first (`in_turn`), which makes the mean wait the least; each millisecond of waiting
-makes a request `AGEING` milliseconds shorter in this order, so that none is overtaken for ever.
+before it have in mind (`ahead`), so that two do not count on the same gap. Sent are they in another
+order (`in_turn`): by strict priority, the highest number first, and then by one of
+
+    shortest    the shortest prefill first, which makes the mean wait the least; each millisecond of
+                waiting makes a request `AGEING` milliseconds shorter, so that none is overtaken for
+                ever
+    fcfs        who came first goes first
+    wspt        as the shortest, but each prefill divided by 1 + priority_jump
+
+A `priority_jump` counts as waiting time, in all of them.
 
 So those who look for a place at one moment are all planned before one of them goes (`line_up`): of
 requests that come together the shortest would else wait behind whoever was read first.
@@ -15,11 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from app.routing.plan import Hold, Planned
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
+
+QueueOrder: TypeAlias = Literal["shortest", "fcfs", "wspt"]
 
 AGEING = 0.05
 """With it a request that has waited for a second goes before one that is 50 ms shorter."""
@@ -43,6 +52,15 @@ class Wanted(NamedTuple, Generic[K]):
     since_ms: int
     deadline_ms: float | None = None
     excluded: Collection[str] = ()
+
+    @property
+    def precedence(self) -> tuple[int, float]:
+        """Who has less goes first: a strict priority before all else, then who is older.
+
+        `priority_jump` makes a request older, in seconds.
+        """
+        hints = self.prompt.request.hints
+        return -(hints.strict_priority or 0), self.since_ms - 1000 * (hints.priority_jump or 0)
 
 
 class Sketch(NamedTuple):
@@ -68,16 +86,16 @@ class Line(NamedTuple, Generic[K]):
 
 
 class Entry(NamedTuple):
-    """A held request. `number`: its place in the order of arrival."""
+    """A held request. `number`: its place in the order of arrival.
+
+    `strict`: who has less goes first, whatever else; then who has the lower `turn`, which is never
+    touched again, since all grow older alike.
+    """
 
     number: int
-    since_ms: float
     planned: Planned
-
-    @property
-    def turn(self) -> float:
-        """Who has less goes first. Ages without being touched: all grow older alike."""
-        return self.planned.prefill_ms + AGEING * self.since_ms
+    strict: int
+    turn: float
 
 
 Survey = Callable[[Sequence[Wanted[K]]], Iterator[Sketch | None]]
@@ -88,7 +106,8 @@ place. What one has in mind is noted before the next is asked for."""
 class Held(Generic[K]):
     """The held requests of one router, by keys of its choice."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: QueueOrder = "shortest") -> None:
+        self._queue_order = order
         self._entries: dict[K, Entry] = {}
         self._by_place: dict[Place, dict[K, Entry]] = {}
 
@@ -100,7 +119,7 @@ class Held(Generic[K]):
 
         They go in the order that comes of it, each where it is best then: one that went before may
         have taken the place. `survey` says what each is to do by what is known now; None with
-        policies that hold nobody: then they go in the order of their arrival.
+        policies that hold nobody: then they go by their precedence.
         """
         looking = sorted(looking, key=lambda wanted: wanted.number)
         woken: dict[K, None] = {}
@@ -115,7 +134,9 @@ class Held(Generic[K]):
             woken.pop(key, None)
         keys = [key for key in keys if key not in held]
         order = sorted((key for key in keys if key in self._entries), key=self._order)
-        order += [key for key in keys if key not in self._entries]
+        others = [wanted for wanted in looking if wanted.key in keys]
+        others = [wanted for wanted in others if wanted.key not in self._entries]
+        order += [wanted.key for wanted in sorted(others, key=_precedence)]
         return LinedUp(order, held, list(woken))
 
     def line(self, joining: Mapping[K, int]) -> Line[K]:
@@ -147,7 +168,9 @@ class Held(Generic[K]):
         if planned is None:
             self.drop(key)
         else:
-            self.hold(key, wanted.number, wanted.since_ms, planned)
+            strict, since_ms = wanted.precedence
+            jump_s = (wanted.since_ms - since_ms) / 1000
+            self.hold(key, wanted.number, since_ms, planned, strict, jump_s)
         woken: list[K] = []
         for place, first in firsts.items():
             if (now_first := self.first(place)) != first:
@@ -170,10 +193,21 @@ class Held(Generic[K]):
         places = None if few else [place for place in self._by_place if place.worker == worker]
         return self.in_turn(places)[:WOKEN]
 
-    def hold(self, key: K, number: int, since_ms: float, planned: Planned) -> None:
-        """Plan a request for a place, whatever was planned before."""
+    def hold(
+        self, key: K, number: int, since_ms: float, planned: Planned, strict: int = 0,
+        jump_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Plan a request for a place, whatever was planned before.
+
+        `since_ms`: how old it counts as, with the jump; `strict` as in `Entry`.
+        """
         self.drop(key)
-        entry = self._entries[key] = Entry(number, since_ms, planned)
+        turn = planned.prefill_ms + AGEING * since_ms
+        if self._queue_order == "fcfs":
+            turn = since_ms
+        elif self._queue_order == "wspt":
+            turn += planned.prefill_ms / (1 + max(jump_s, 0.0)) - planned.prefill_ms
+        entry = self._entries[key] = Entry(number, planned, strict, turn)
         self._by_place.setdefault(planned.place, {})[key] = entry
 
     def drop(self, key: K) -> None:
@@ -213,6 +247,10 @@ class Held(Generic[K]):
             keys = [key for place in places for key in self._by_place.get(place, ())]
         return sorted(keys, key=self._order)
 
-    def _order(self, key: K) -> tuple[float, int]:
+    def _order(self, key: K) -> tuple[int, float, int]:
         entry = self._entries[key]
-        return entry.turn, entry.number
+        return entry.strict, entry.turn, entry.number
+
+
+def _precedence(wanted: Wanted[K]) -> tuple[tuple[int, float], int]:
+    return wanted.precedence, wanted.number

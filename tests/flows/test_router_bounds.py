@@ -44,6 +44,22 @@ async def test_without_a_place_to_wait_a_free_worker_is_enough(world: World) -> 
 
 
 @in_world
+async def test_what_waits_is_bounded_in_tokens_that_no_cache_has_too(world: World) -> None:
+    worker = Hand(world)
+    worker.state = "draining"
+    await route(world, held_tokens=5000)
+    ask(world, "a", "b", "c", token_ids=b"1234" * 3000)
+    await world.until(lambda: ended(world, "a", "b", "c") == {"c": "queue_full"}, within_s=5)
+    (end,) = read(world, RESPONSES, End, "c")
+    assert end.retry_after_s
+    worker.state = "ready"
+    worker.beat()
+    await some(world, lambda: worker.told(Assignment))
+    ask(world, "d", token_ids=b"1234" * 3000)
+    await world.until(lambda: len(worker.told(Assignment)) == 3, within_s=30)
+
+
+@in_world
 async def test_requests_that_workers_refused_count_as_waiting(world: World) -> None:
     worker = Hand(world)
     router = await route(world, held_requests=2)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.held import WOKEN, Held, Sketch, Wanted
+from app.routing.held import WOKEN, Held, QueueOrder, Sketch, Wanted
 from app.routing.plan import Hold, Planned
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
-from streams.records import Request
+from streams.records import Hints, Request
 
 W1, W2 = Place("w1", 1), Place("w2", 2)
 
@@ -42,6 +43,29 @@ def test_who_has_waited_long_is_overtaken_no_more() -> None:
     held.hold("newer", 2, 1400, planned(W1, 45.0))
     held.drop("new")
     assert held.first(W1) == "old"
+
+
+@pytest.mark.parametrize(
+    ("order", "went"),
+    [
+        ("shortest", ["strict", "short", "jumped", "first", "long"]),
+        ("fcfs", ["strict", "jumped", "first", "long", "short"]),
+        ("wspt", ["strict", "jumped", "short", "first", "long"]),
+    ],
+)
+def test_the_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
+    order: QueueOrder, went: list[str]
+) -> None:
+    held = Held[str](order)
+    coming = {
+        "first": (60.0, Hints()), "long": (90.0, Hints()),
+        "jumped": (70.0, Hints(priority_jump=0.8)), "short": (20.0, Hints()),
+        "strict": (500.0, Hints(strict_priority=2)),
+    }  # fmt: skip
+    for number, (key, (prefill_ms, hints)) in enumerate(coming.items()):
+        prompt = Prompt(Request(id=key, hints=hints))
+        held.intend(Wanted(key, number, prompt, 0, 100 * number), planned(W1, prefill_ms))
+    assert held.in_turn() == went
 
 
 def test_one_sees_what_those_before_it_have_in_mind() -> None:
