@@ -45,10 +45,10 @@ def at_random() -> list[AnyLine]:
 
 def assert_close(one: Figures, other: Figures) -> None:
     assert one.requests == other.requests == COUNT
-    assert one.reuse == pytest.approx(other.reuse, abs=0.03)
-    assert one.ttft_mean == pytest.approx(other.ttft_mean, rel=0.1)
-    assert one.itl_mean == pytest.approx(other.itl_mean, rel=0.1)
-    assert one.e2e_mean == pytest.approx(other.e2e_mean, rel=0.1)
+    assert one.reuse == pytest.approx(other.reuse, abs=0.01)
+    assert one.ttft_mean == pytest.approx(other.ttft_mean, rel=0.05)
+    assert one.itl_mean == pytest.approx(other.itl_mean, rel=0.05)
+    assert one.e2e_mean == pytest.approx(other.e2e_mean, rel=0.05)
 
 
 @pytest.mark.parametrize("policy", ["predictive", "random"])
