@@ -49,9 +49,10 @@ def predicted(c: Candidate, ask: Ask, decode_weight: float) -> Expected:
         pace.prefill_ms(pace.chunk_tokens) / pace.chunk_tokens
     )
     slower_ms = c.open_runs * ask.mean_output_tokens / 2 * (later_ms - step_ms)
-    decode_ms = c.open_runs * alone_ms + slower_ms + ask.output_tokens * later_ms
+    own_ms = ask.output_tokens * later_ms
+    decode_ms = c.open_runs * alone_ms + slower_ms + ask.leads_to * own_ms
     ttft_ms = wait_ms + pace.prefill_ms(tokens, step_ms)
-    cost_ms = ttft_ms + decode_weight * ask.leads_to * decode_ms
+    cost_ms = ttft_ms + decode_weight * decode_ms
     cost_ms += (ask.leads_to - 1.0) * FOLLOWER_STEPS * later_ms + replication_ms / ask.leads_to
     cost_ms *= math.exp(-math.tanh(c.taint_weight))
     if ttft_ms > ask.ttft_target_ms or later_ms > ask.itl_target_ms:

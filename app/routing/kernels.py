@@ -168,7 +168,7 @@ def predict(
         decode_ms = output_tokens * later_ms
         replication_ms = (most_held - held[i]) * per_token_ms
         ttft_ms = wait_ms + prefill_ms
-        cost_ms = ttft_ms + weight * leads_to * (stall_ms + slower_ms + decode_ms)
+        cost_ms = ttft_ms + weight * (stall_ms + slower_ms + leads_to * decode_ms)
         cost_ms += (leads_to - 1.0) * FOLLOWER_STEPS * later_ms + replication_ms / leads_to
         cost_ms *= liking[i]
         if ttft_ms > ttft_target or later_ms > itl_target:

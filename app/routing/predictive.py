@@ -1,7 +1,7 @@
 """Policy `predictive`: what a request costs at a place in milliseconds, and when it may go there.
 
     cost = wait + own prefill
-         + f · decode_weight · (stall of the others' decode + slower steps for them + own decode)
+         + decode_weight · (stall of the others' decode + slower steps for them + f · own decode)
          + what comes later + replication / f
 
 Waiting is done in the router, since a request in a worker's queue can no longer change its mind:

@@ -89,7 +89,7 @@ def test_requests_that_come_after_find_a_place_as_it_is_left() -> None:
     ask = ASK._replace(leads_to=4.0, most_held_tokens=200.0)
     found = float(predicted(row, ask=ask).costs[0])
     once = 24 + 200 * 0.02 / 4  # a second copy of 200 tokens, for four
-    assert found == pytest.approx(once + 4 * 0.01 * (30 + 60 + 1320) + 3 * 1.5 * 6.6)
+    assert found == pytest.approx(once + 0.01 * (30 + 60 + 4 * 1320) + 3 * 1.5 * 6.6)
 
 
 @pytest.mark.parametrize(
