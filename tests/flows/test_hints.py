@@ -18,8 +18,9 @@ from app.engine.contract import BlocksListener, EngineOutput, GenerateContext
 from app.engine.echo import EchoEngine
 from app.routing.eligibility import number_of
 from indexer.modelled import ModelledCache
-from streams.codecs import unpack_tokens
-from streams.records import EngineConfig, Request
+from streams.codecs import decode, unpack_tokens
+from streams.records import Assigned, EngineConfig, Request
+from streams.topics import LEDGER
 from tests.gateways import CONTEXT, STEP_S
 from tests.towns import BLOCK, PROMPT, TOKENS, Town, caching, ranked, stopped, two_caches
 from tests.worlds import World, in_world, play
@@ -229,6 +230,35 @@ async def test_a_new_adapter_is_loaded_in_one_place(world: World) -> None:
     town = await Town.found(world, ("w1", "w2", "w3"), max_loras=2)
     placed = [await town.placed(lora_name="new") for _ in range(4)]
     assert len({decision.worker for decision in placed}) == 1
+
+
+# --- who goes first -------------------------------------------------------------------------------
+
+
+@in_world
+async def test_strict_priority_goes_first_and_a_priority_makes_older(world: World) -> None:
+    town = await Town.found(world, ())
+    slow = EchoEngine(world.clock, 5.0, model="demo", context_length=CONTEXT)
+    await town.hire("w1", engine=slow, busy_prefill_tokens=50)
+    await town.occupy("w1")
+    asked = {
+        "plain": {},
+        "older": {"latency_sensitivity": 100.0},
+        "engine": {"priority": 200},
+        "strict": {"strict_priority": 1},
+        "most": {"strict_priority": 2, "latency_sensitivity": -50.0},
+    }  # fmt: skip
+    answers = {}
+    for name, hints in asked.items():
+        answers[name] = town.say(agent_hints=hints)
+        await world.sleep(0.1)
+    for answer in answers.values():
+        await answer.done()
+    names = {answer.headers["x-kvlane-id"]: name for name, answer in answers.items()}
+    came = sorted(world.everywhere(LEDGER), key=lambda record: record.timestamp)
+    decided = [r for r in map(decode, came) if isinstance(r, Assigned)]
+    order = [names[r.id] for r in decided if r.id in names]
+    assert order == ["most", "strict", "engine", "older", "plain"]
 
 
 # --- costs ----------------------------------------------------------------------------------------
