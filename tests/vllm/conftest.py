@@ -19,7 +19,7 @@ from app.demo import tiny_model
 HERE = Path(__file__).parent
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
-START_S = 240
+START_S = 600
 """Engines on a busy machine take this long to start, at worst."""
 
 
