@@ -32,9 +32,9 @@ from streams.records import (
     StopConditions,
 )
 from tests.conformance import Conformance, Subject, first_of
-from tests.vllm.servers import RunningServer, end, free_ports, running
+from tests.vllm.servers import START_S, RunningServer, end, free_ports, running
 
-pytestmark = pytest.mark.timeout(400)  # servers start, on a busy machine
+pytestmark = pytest.mark.timeout(2.5 * START_S)  # a server is started twice
 SECRET = derive(b"s")
 
 
@@ -276,7 +276,7 @@ async def test_a_server_that_died_and_came_back_has_an_empty_cache(
 
 
 async def back(subject: Beside) -> None:
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(START_S):
         while True:
             with contextlib.suppress(EngineError):
                 await subject.run(subject.ask(subject.prompt(3), 1))
