@@ -112,19 +112,19 @@ async def test_it_knows_the_server_by_its_own_words(shared: Beside) -> None:
 async def test_a_stream_that_was_left_is_aborted_at_the_server(
     shared: Beside, server: RunningServer
 ) -> None:
-    async def aborted() -> float:
+    async def counted(name: str) -> float:
         text = (await attached._server.get("/metrics", 10)).decode()
-        counted = re.findall(r'request_success_total\{.*finished_reason="abort".*\} (\S+)', text)
-        return sum(map(float, counted))
+        return sum(map(float, re.findall(rf"(?m)^vllm:{name}\{{.*\}} (\S+)$", text)))
 
     attached = shared.engine._engine
-    before = await aborted()
+    before = await counted("generation_tokens_total")
     stream = shared.engine.generate(shared.ask(shared.prompt(20), 450), GenerateContext("r"))
     async with aclosing(stream):
         await first_of(stream)
     async with asyncio.timeout(60):
-        while await aborted() == before:  # noqa: ASYNC110 - the server decides
+        while await counted("num_requests_running"):  # noqa: ASYNC110 - the server decides
             await asyncio.sleep(0.1)
+    assert 0 < await counted("generation_tokens_total") - before < 450
 
 
 async def test_heartbeats_have_the_servers_figures(shared: Beside) -> None:
