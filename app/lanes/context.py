@@ -23,6 +23,7 @@ from app.routing.obligations import Patience
 from app.routing.plan import Tuning
 from app.routing.policies import DynamoWeights
 from app.routing.predictive import PredictiveWeights
+from app.routing.turns import Turns
 from app.settings import Settings
 from streams.clock import BrokerClock
 from streams.follow import Follower
@@ -81,11 +82,14 @@ class RouterContext:
     before it. A lower bound is enough, it only makes a later scan longer."""
     _undelivered: Burdens = field(default_factory=Burdens)
 
+    _turns: Turns = field(init=False)
+
     def __post_init__(self) -> None:
+        self._turns = Turns(self.name)
         self.places = Places(
             self.fleet, self.load, self.index, self._undelivered, tuning_of(self.settings),
             self.broker_clock, self.worker_timeout_ms, self.settings.held_requests,
-            counts_output=self.settings.track_output_blocks,
+            turns=self._turns, counts_output=self.settings.track_output_blocks,
             bound_tokens=self.settings.held_tokens, queue_order=self.settings.queue_order,
         )  # fmt: skip
 
@@ -102,9 +106,11 @@ class RouterContext:
     @contextmanager
     def overlay(self, run: RunId, rank: int, burden: Burden, adapter: str = "") -> Iterator[None]:
         """Count a decision at once, until it is read back (or given up)."""
+        began_s = self.life.clock.now()
         self._undelivered.add(run.place(rank), burden, adapter)
         try:
             yield
+            self._turns.read_back(1000 * (self.life.clock.now() - began_s))
         finally:
             self._undelivered.remove(run.place(rank), burden, adapter)
 

@@ -36,6 +36,7 @@ from app.routing.plan import Chosen, Hold, Plan, Planned, Tuning, View, plan
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
 from app.routing.survey import Surveyor, survey
+from app.routing.turns import Turns
 from streams.clock import BrokerClock
 from streams.records import (
     Fact,
@@ -94,7 +95,8 @@ class Places:
     """One per router.
 
     `own` are the burdens of this router's decisions that the ledger has not told it yet;
-    `worker_timeout_ms` is the silence after which nothing is sent to a worker.
+    `worker_timeout_ms` is the silence after which nothing is sent to a worker. `turns`: this
+    router's among others.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Places:
         worker_timeout_ms: int,
         bound: int,
         *,
+        turns: Turns,
         counts_output: bool = True,
         bound_tokens: int = NO_BOUND,
         queue_order: QueueOrder = "shortest",
@@ -123,6 +126,7 @@ class Places:
         self._broker_clock = broker_clock
         self._timeout_ms = worker_timeout_ms
         self._bound = bound
+        self._turns = turns
         self._bound_tokens = bound_tokens
         self._counts_output = counts_output
         self._dispatched = 0
@@ -233,6 +237,7 @@ class Places:
             self._fleet, self._pools, self._index, self._load.burdens, self._own, now_ms,
             paces.output_tokens, paces.slowness,
             counts_output=self._counts_output, leads_to=paces.leads_to,
+            later_ms=self._turns.later_ms(self._fleet.members, self._fleet.version, now_ms),
         )  # fmt: skip
 
     def _full(self, now_ms: int) -> list[tuple[str, int]]:
@@ -351,6 +356,7 @@ class Places:
     def learn(self, fact: Fact) -> None:
         """A record of the ledger was folded, however old."""
         self._paces.told(fact)
+        self._turns.told(fact)
 
     def told(self, fact: Fact) -> None:
         """A new record of the ledger or of the fleet was folded."""

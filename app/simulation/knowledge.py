@@ -9,7 +9,6 @@ one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from app.engine.batch import Shape, Step
 from app.routing.burdens import Burdens
@@ -19,7 +18,7 @@ from app.routing.index import Index
 from app.routing.load import Load
 from app.routing.paces import Paces
 from app.routing.plan import Chosen, Planned, View
-from app.routing.turns import Crowding
+from app.routing.turns import NOT_LATER, Crowding
 from app.simulation.traffic import SECRET
 from app.simulation.worker import Worker
 from indexer.events import CLEARED, Event, Kind, Tier, encode
@@ -46,8 +45,6 @@ LEDGER = Partition("ledger", 0)
 _KEPT_MS = 60_000
 """How long ended requests are remembered; no id comes twice here."""
 _ORIGIN = Origin(topic="requests", partition=0, offset=0)
-
-_NOT_LATER: Mapping[str, float] = MappingProxyType({})
 
 Told = Assigned | PrefillDone | Finished
 
@@ -138,7 +135,7 @@ class Knowledge:
     """What one router knows. `own`: its decisions that `books` do not tell yet."""
 
     def __init__(
-        self, folds: Folds, books: Books, later_ms: Mapping[str, float] = _NOT_LATER
+        self, folds: Folds, books: Books, later_ms: Mapping[str, float] = NOT_LATER
     ) -> None:
         """`later_ms`: see `View`; it counts while requests come in bursts."""
         self._later_ms = later_ms
@@ -153,7 +150,7 @@ class Knowledge:
         return View(
             folds.fleet, self._pools, folds.index, books.load.burdens, self.own, int(now_ms),
             books.paces.output_tokens, books.paces.slowness, ahead,
-            later_ms=self._later_ms if books.crowding.is_crowded else _NOT_LATER,
+            later_ms=self._later_ms if books.crowding.is_crowded else NOT_LATER,
             leads_to=books.paces.leads_to,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from app.routing.turns import Crowding, later_ms, turn_of
+from app.routing.turns import NOT_LATER, SILENT_MS, Crowding, Turns, later_ms, turn_of
 from streams.records import Assigned, Fact, Origin
 
 ROUTERS = [f"router-{n}" for n in range(8)]
@@ -36,11 +36,13 @@ def test_a_turn_takes_a_lag_and_a_lone_router_waits_for_nobody() -> None:
     assert set(later_ms("router-0", ["router-0"], WORKERS, 5.0).values()) == {0.0}
 
 
-def told(crowding: Crowding, at_ms: int, held_ms: int = 0, attempt: int = 0) -> None:
-    crowding.told(Fact(0, at_ms, Assigned(
+def told(
+    listener: Crowding | Turns, at_ms: int, held_ms: int = 0, attempt: int = 0, router: str = ""
+) -> None:
+    listener.told(Fact(0, at_ms, Assigned(
         id="a", attempt=attempt, phase="aggregated", worker="w", epoch=1, prompt_tokens=1,
         origin=Origin(topic="requests", partition=0, offset=0), responses_from=0, deadline_ms=0,
-        held_ms=held_ms,
+        held_ms=held_ms, router=router,
     )))  # fmt: skip
 
 
@@ -67,3 +69,42 @@ def test_a_burst_that_is_over_is_forgotten() -> None:
     for n in range(500):
         told(crowding, n * 100)
     assert not crowding.is_crowded
+
+
+def test_a_router_that_decides_alone_takes_no_turns() -> None:
+    turns = Turns("router-0")
+    told(turns, 0, router="router-0")
+    assert turns.later_ms(WORKERS, 1, 0) is NOT_LATER
+
+
+def test_routers_that_decide_in_bursts_take_turns_that_are_as_long_as_their_lag() -> None:
+    turns = {name: Turns(name) for name in ROUTERS}
+    for each in turns.values():
+        for name in ROUTERS:
+            told(each, 0, router=name)
+        for _ in range(200):
+            each.read_back(9.0)
+    later = [each.later_ms(WORKERS, 1, 0) for each in turns.values()]
+    assert sorted(ms[WORKERS[0]] for ms in later) == [9.0 * n for n in range(8)]
+
+
+def test_turns_change_with_the_fleet_and_else_stay_the_same_object() -> None:
+    turns = Turns("router-0")
+    told(turns, 0, router="router-1")
+    before = turns.later_ms(WORKERS, 1, 0)
+    assert turns.later_ms(WORKERS, 1, 0) is before
+    assert turns.later_ms(["another"], 2, 0).keys() == {"another"}
+
+
+def test_a_router_that_was_silent_for_long_is_not_waited_for() -> None:
+    turns = Turns("router-0")
+    told(turns, 0, router="router-1")
+    assert turns.later_ms(WORKERS, 1, SILENT_MS) is not NOT_LATER
+    assert turns.later_ms(WORKERS, 1, SILENT_MS + 1) is NOT_LATER
+
+
+def test_one_decision_that_came_back_late_says_little_of_the_lag() -> None:
+    turns = Turns("router-0")
+    told(turns, 0, router="router-1")
+    turns.read_back(60_000.0)
+    assert max(turns.later_ms(WORKERS, 1, 0).values()) < 10
