@@ -2,46 +2,92 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import pytest
-
-from app.engine.kv_events import Unread, read
+from app.engine.kv_events import END, EngineBatch, Unread, read
 from app.engine.vllm.plugin import SCHEME, register
+from tests.vllm.servers import free_ports
+
+WITHIN_MS = 10_000
 
 
-def test_a_full_queue_drops_batches_and_leaves_a_gap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import zmq
+def cleared() -> Any:
     from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch
+
+    return KVEventBatch(ts=0.0, events=[AllBlocksCleared()])
+
+
+@contextmanager
+def published(rank: int, tmp_path: Path, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A publisher, and a reader that it has heard of."""
+    import zmq
 
     from app.engine.vllm.publisher import Publisher
 
-    held, plain = threading.Event(), Publisher._publisher_thread
-    monkeypatch.setattr(Publisher, "_publisher_thread", lambda self: held.wait() and plain(self))
     endpoint = f"ipc://{tmp_path / 'events'}"
     with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.set_hwm(1)
         reader.subscribe(b"")
         reader.bind(endpoint)
-        publisher = Publisher(1, SCHEME + endpoint, max_queue_size=2)
+        publisher = Publisher(rank, SCHEME + endpoint, **options)
         try:
-            for _ in range(5):
-                publisher.publish(KVEventBatch(ts=0.0, events=[AllBlocksCleared()]))
-            assert publisher.dropped == 3
-            held.set()
-            for _ in range(200):  # a subscription says nothing when it stands
-                if reader.poll(50):
-                    break
-                publisher.publish(KVEventBatch(ts=0.0, events=[AllBlocksCleared()]))
-            batch = read(reader.recv_multipart(zmq.NOBLOCK), Unread())
+            while not reader.poll(50):  # a subscription says nothing when it stands
+                publisher.publish(cleared())
+            yield publisher, reader
         finally:
-            held.set()
             publisher.shutdown()
+
+
+def taken(reader: Any) -> EngineBatch:
+    assert reader.poll(WITHIN_MS)
+    batch = read(reader.recv_multipart(), Unread())
     assert batch is not None
-    assert batch.number >= 3, "the numbers of what was dropped are missing"
-    assert batch.rank == 1
+    return batch
+
+
+def test_batches_carry_their_number_and_rank(tmp_path: Path) -> None:
+    with published(1, tmp_path) as (publisher, reader):
+        first = taken(reader)
+        publisher.publish(cleared())
+        second = taken(reader)
+        while second.number == first.number:
+            second = taken(reader)
+    assert (second.number, second.rank) == (first.number + 1, 1)
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody_and_sees_a_gap(tmp_path: Path) -> None:
+    with published(0, tmp_path, hwm=1) as (publisher, reader):
+        for _ in range(5000):
+            publisher.publish(cleared())
+        numbers = []
+        while reader.poll(500):
+            numbers.append(taken(reader).number)
+        publisher.publish(cleared())
+        numbers.append(taken(reader).number)
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] > len(numbers), "some are missing"
+
+
+def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
+    import zmq
+
+    (port,) = free_ports(1)
+    replay = f"tcp://*:{port}"
+    with published(0, tmp_path, replay_endpoint=replay, buffer_steps=3) as (publisher, reader):
+        last = taken(reader).number
+        for _ in range(5):
+            publisher.publish(cleared())
+            last = max(last, publisher._number - 1)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+            asking.connect(f"tcp://127.0.0.1:{port}")
+            asking.send_multipart((b"", (last - 1).to_bytes(8, "big")))
+            got = [taken(asking).number]
+            while got[-1] != END:
+                got.append(taken(asking).number)
+    assert got == [last - 1, last, END]
 
 
 def test_vllm_finds_it_by_its_endpoint_and_others_as_before(tmp_path: Path) -> None:
@@ -54,11 +100,8 @@ def test_vllm_finds_it_by_its_endpoint_and_others_as_before(tmp_path: Path) -> N
     register()
     kinds = []
     for name, scheme in (("a", SCHEME), ("b", "")):
-        config = KVEventsConfig(
-            enable_kv_cache_events=True,
-            publisher="zmq",
-            endpoint=f"{scheme}ipc://{tmp_path / name}",
-        )
+        endpoint = f"{scheme}ipc://{tmp_path / name}"
+        config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
         publisher = EventPublisherFactory.create(config)
         kinds.append(type(publisher))
         publisher.shutdown()
