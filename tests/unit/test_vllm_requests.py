@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +154,39 @@ def frames(number: int, rank: int, *events: Any) -> list[bytes]:
 
 def removed(block: int) -> dict[str, Any]:
     return {"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU"}
+
+
+ORPHAN = """
+import os, time
+from app.engine.vllm.parent import PARENT, end_with_parent
+os.environ[PARENT] = str(os.getpid())
+child = os.fork()
+if child == 0:
+    end_with_parent()
+else:
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_core_ends_with_a_worker_that_was_killed() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    core = int(worker.stdout.readline())
+    assert is_alive(core)
+    worker.kill()
+    worker.communicate()
+    until = time.monotonic() + 30
+    while is_alive(core):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text("utf-8")
+    except FileNotFoundError:
+        return False
 
 
 async def test_events_come_in_by_rank_and_gaps_and_restarts_are_told() -> None:

@@ -36,6 +36,7 @@ from app.engine.vllm.figures import Figures
 from app.engine.vllm.forking import make_forkable
 from app.engine.vllm.inbox import Inbox
 from app.engine.vllm.params import TRANSFER, priority_of, prompt_of, sampling_of
+from app.engine.vllm.parent import PARENT
 from app.engine.vllm.plugin import SCHEME
 from app.engine.vllm.versions import check_plugin, installed
 from streams.clock import Clock
@@ -173,6 +174,7 @@ class VllmEngine(Engine):
             from app.engine.vllm.plugin import register
 
             register()
+        os.environ[PARENT] = str(os.getpid())
         # Not vLLM's fork: this process has threads, and an event loop that holds sockets.
         start_method = os.environ.setdefault(START_METHOD, "spawn")
         if start_method == "fork":

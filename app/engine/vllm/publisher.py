@@ -17,6 +17,7 @@ import msgspec
 import zmq
 from vllm.distributed.kv_events import EventPublisher, ZmqEventPublisher
 
+from app.engine.vllm.parent import end_with_parent
 from app.engine.vllm.plugin import SCHEME
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Publisher(EventPublisher):  # type: ignore[misc]
         **_: object,
     ) -> None:
         super().__init__(data_parallel_rank)
+        end_with_parent()
         self._number = 0
         self._topic = topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
