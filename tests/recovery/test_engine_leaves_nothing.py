@@ -36,15 +36,19 @@ class Forking(EchoEngine):
     # nothing of its owner's but the environment, and one that is started by that one.
     async def start(self, worker_id):
         self.leash = Leash()
+        known, told = os.pipe()
         pids = [os.fork()]
         if not pids[0]:
             os.setsid()
             if not (grandchild := os.fork()):
                 time.sleep(600)
                 os._exit(0)
-            os.write(1, f"{grandchild}\n".encode())
+            os.write(told, str(grandchild).encode())
             time.sleep(600)
             os._exit(0)
+        pids.append(int(os.read(known, 20)))
+        os.close(known)
+        os.close(told)
         nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
         for code in (SLEEP, nested):
             child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -97,7 +101,7 @@ def begin(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
     assert worker.stdout is not None
     said: list[str] = []
     with worker.stdout as lines:
-        while "ready" not in said or len(said) < 5:
+        while "ready" not in said:
             line = lines.readline()
             assert line, "the worker ended before it was ready"
             said += line.split()
