@@ -13,7 +13,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -221,3 +221,22 @@ async def _ended(log: MemoryLog, life: Lifetime, process: Process) -> None:
     finally:
         await life.end()
         await log.close()
+
+
+async def played(parts: Parts, acts: Coroutine[Any, Any, bool], clock: Clock) -> bool:
+    """What the acts come to, played with parts that run. Raises DemoFailed if a part ends."""
+    playing = asyncio.create_task(acts)
+    watching = asyncio.create_task(_watch(parts, clock))
+    try:
+        await asyncio.wait([playing, watching], return_when=asyncio.FIRST_COMPLETED)
+        return await (watching if watching.done() else playing)
+    finally:
+        playing.cancel()
+        watching.cancel()
+        await asyncio.gather(playing, watching, return_exceptions=True)
+
+
+async def _watch(parts: Parts, clock: Clock) -> bool:
+    while True:
+        parts.check()
+        await clock.sleep(0.5)

@@ -8,7 +8,6 @@ equal, token by token. What the router expected to be in a cache is held against
 
 from __future__ import annotations
 
-import asyncio
 import random
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from app.demo import comparing, tiny_model
 from app.demo.asked import Asked, percentile
 from app.demo.comparing import Showing
 from app.demo.ledger import Crew, Decisions
-from app.demo.parts import DemoFailed, Parts
+from app.demo.parts import DemoFailed, Parts, played
 from app.demo.trace import TraceRequest, tokens_of
 from app.engine.continuation import Due
 from app.lifetime import Lifetime
@@ -101,21 +100,8 @@ class RealStory:
         self._crew.follow()
         async with self._client:
             self._console.print("two vLLM workers are starting", style="dim")
-            acts = asyncio.create_task(self._acts())
-            watch = asyncio.create_task(self._watch_parts())
-            try:
-                await self._parts.start()
-                await asyncio.wait([acts, watch], return_when=asyncio.FIRST_COMPLETED)
-                return await (watch if watch.done() else acts)
-            finally:
-                acts.cancel()
-                watch.cancel()
-                await asyncio.gather(acts, watch, return_exceptions=True)
-
-    async def _watch_parts(self) -> bool:
-        while True:
-            self._parts.check()
-            await self._clock.sleep(0.5)
+            await self._parts.start()
+            return await played(self._parts, self._acts(), self._clock)
 
     async def _acts(self) -> bool:
         await self._ready(0)

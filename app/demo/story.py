@@ -7,7 +7,6 @@ place is found.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -21,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from app.demo import comparing
 from app.demo.asked import Asked, Judge
 from app.demo.ledger import Crew, Decisions
-from app.demo.parts import DemoFailed, Parts
+from app.demo.parts import DemoFailed, Parts, played
 from app.demo.trace import TraceRequest, shipped_slice
 from app.lifetime import Lifetime
 from app.preprocess.openai import Kind
@@ -75,20 +74,7 @@ class Story:
         chat = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=ANSWER_S)
         async with self._client, chat as self._openai:
             await self._parts.start()
-            acts = asyncio.create_task(self._acts(prompts or EXAMPLES))
-            watch = asyncio.create_task(self._watch_parts())
-            try:
-                await asyncio.wait([acts, watch], return_when=asyncio.FIRST_COMPLETED)
-                return await (watch if watch.done() else acts)
-            finally:
-                acts.cancel()
-                watch.cancel()
-                await asyncio.gather(acts, watch, return_exceptions=True)
-
-    async def _watch_parts(self) -> bool:
-        while True:
-            self._parts.check()
-            await self._clock.sleep(0.5)
+            return await played(self._parts, self._acts(prompts or EXAMPLES), self._clock)
 
     async def _acts(self, prompts: Sequence[str]) -> bool:
         await self._wait_ready()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from app import publishing
 from app.audit.explain import explain
 from app.audit.replay import SOURCES, FoldName, replay
 from app.cli import app
@@ -21,7 +18,7 @@ from streams.clock import SystemClock
 from streams.codecs import encode, pack_tokens
 from streams.errors import UnknownType
 from streams.ids import new_request_id
-from streams.memory.broker import MemoryBroker, MemoryLog
+from streams.memory.broker import MemoryBroker
 from streams.ports import Entry, Partition
 from streams.records import (
     Assigned,
@@ -38,6 +35,7 @@ from streams.records import (
     Usage,
 )
 from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES, lane_of, partition_of
+from tests.commands import over
 from tests.gateways import House, settings_of
 from tests.routers import Hand
 from tests.worlds import World, in_world
@@ -199,17 +197,7 @@ class Ticking(SystemClock):
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
-    broker = MemoryBroker(Ticking(), lanes=4)
-
-    @asynccontextmanager
-    async def kafka(settings: object, name: str) -> AsyncIterator[MemoryLog]:
-        log = broker.connect(name)
-        await log.start()
-        yield log
-        await log.close()
-
-    monkeypatch.setattr(publishing, "kafka", kafka)
-    return broker
+    return over(MemoryBroker(Ticking(), lanes=4), monkeypatch)
 
 
 def kvlane(*arguments: str) -> Result:

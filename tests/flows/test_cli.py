@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from app import publishing
 from app.cli import app
 from app.preprocess.byte_level import encode as tokens_of
 from streams.clock import SystemClock
 from streams.codecs import encode
-from streams.memory.broker import MemoryBroker, MemoryLog
+from streams.memory.broker import MemoryBroker
 from streams.records import Chunk, End
 from streams.topics import PROMPTS, RESPONSES, lane_of
+from tests.commands import over
 
 COMMANDS = [
     [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"], ["asyncapi"],
@@ -39,17 +37,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
-    broker = MemoryBroker(SystemClock(), lanes=4)
-
-    @asynccontextmanager
-    async def kafka(settings: object, name: str) -> AsyncIterator[MemoryLog]:
-        log = broker.connect(name)
-        await log.start()
-        yield log
-        await log.close()
-
-    monkeypatch.setattr(publishing, "kafka", kafka)
-    return broker
+    return over(MemoryBroker(SystemClock(), lanes=4), monkeypatch)
 
 
 def kvlane(*arguments: str, given: str | None = None) -> Result:

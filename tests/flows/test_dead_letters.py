@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from app import publishing
 from app.cli import app
 from app.letters import BadLetter, find, letters, retry
 from streams.clock import SystemClock
 from streams.codecs import encode
 from streams.deadletters import DeadLetters, Letter
-from streams.memory.broker import MemoryBroker, MemoryLog
+from streams.memory.broker import MemoryBroker
 from streams.memory.partition import MemoryRecord
 from streams.outbox import Outbox
 from streams.ports import Entry
 from streams.records import Assigned, Assignment, Ended, Finished, Origin, Refused, Request
 from streams.topics import DEAD_LETTERS, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
+from tests.commands import over
 from tests.routers import PROMPT, Hand, chunk, read, route, some, write
 from tests.worlds import World, in_world
 
@@ -32,18 +30,8 @@ from tests.worlds import World, in_world
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
-    broker = MemoryBroker(SystemClock(), lanes=4)
-
-    @asynccontextmanager
-    async def kafka(settings: object, name: str) -> AsyncIterator[MemoryLog]:
-        log = broker.connect(name)
-        await log.start()
-        yield log
-        await log.close()
-
-    monkeypatch.setattr(publishing, "kafka", kafka)
     monkeypatch.setenv("COLUMNS", "200")
-    return broker
+    return over(MemoryBroker(SystemClock(), lanes=4), monkeypatch)
 
 
 def kvlane(*arguments: str) -> Result:
