@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from app.routing.burdens import Burden, Burdens
+from app.routing.decisions import Chosen, Plan, Tuning, View
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
 from app.routing.index import Index
-from app.routing.plan import Chosen, Plan, Tuning, View, plan
+from app.routing.plan import plan
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
 from indexer.events import Event, Kind, Tier, encode

@@ -24,12 +24,13 @@ from app.bench import plan_reference
 from app.bench.ground import Said
 from app.bench.report import Bar, Report
 from app.routing.burdens import Burden, Burdens
+from app.routing.decisions import Chosen, Plan, Tuning, View
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
 from app.routing.held import Held, Wanted
 from app.routing.index import Index
 from app.routing.paces import Paces
-from app.routing.plan import Chosen, Plan, Tuning, View, plan, recorded_ask, replan
+from app.routing.plan import plan, recorded_ask, replan
 from app.routing.policies import DynamoWeights, Place
 from app.routing.prompt import Prompt
 from app.routing.survey import Surveyor, survey

@@ -19,8 +19,8 @@ from prometheus_client.registry import Collector
 
 from app.http.folds import Folds
 from app.http.metrics import SECONDS, TOKENS, LoopDelay
+from app.routing.decisions import Chosen
 from app.routing.index import Index
-from app.routing.plan import Chosen
 from app.routing.prompt import Prompt
 from streams.follow import Follower
 from streams.records import EndCode

@@ -16,11 +16,11 @@ from app.lanes.places import Places
 from app.lanes.scan import Scanner
 from app.lifetime import Lifetime
 from app.routing.burdens import Burden, Burdens
+from app.routing.decisions import Tuning
 from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.routing.load import Load, RunId
 from app.routing.obligations import Patience
-from app.routing.plan import Tuning
 from app.routing.policies import DynamoWeights
 from app.routing.predictive import PredictiveWeights
 from app.routing.turns import Turns

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from app.bell import Bell
 from app.routing.burdens import Burdens
+from app.routing.decisions import Chosen, Hold, Plan, Planned, Tuning, View
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
 from app.routing.held import Held, LinedUp, QueueOrder
@@ -32,7 +33,7 @@ from app.routing.held import Wanted as WantedBy
 from app.routing.index import Index
 from app.routing.load import Load
 from app.routing.paces import Paces
-from app.routing.plan import Chosen, Hold, Plan, Planned, Tuning, View, plan
+from app.routing.plan import plan
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
 from app.routing.survey import Surveyor, survey

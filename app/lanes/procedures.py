@@ -23,9 +23,9 @@ from app.lanes.context import FoldStopped, RouterContext
 from app.lanes.endings import Endings
 from app.lanes.places import Key
 from app.lanes.resumption import end_of_answer, obstacle
+from app.routing.decisions import Chosen, Hold, Refuse
 from app.routing.load import OPEN, RunId, Story
 from app.routing.obligations import Restart, RestartReason, is_listed
-from app.routing.plan import Chosen, Hold, Refuse
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
 from streams.codecs import pack_tokens, token_count, unpack_tokens

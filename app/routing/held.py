@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from operator import itemgetter
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from app.routing.plan import Hold, Planned
+from app.routing.decisions import Hold, Planned
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
 

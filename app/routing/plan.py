@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from app.routing import kernels, predictive
-from app.routing.board import NOTHING, Board, Sources
-from app.routing.burdens import Burden, Burdens
-from app.routing.eligibility import NoPlace, Pool, Pools, Row, eligible, pin_of
-from app.routing.fleet import Fleet
-from app.routing.index import Index
+from app.routing.board import Board, Sources
+from app.routing.decisions import (
+    Chosen,
+    Hold,
+    Outlook,
+    Plan,
+    Planned,
+    Refuse,
+    Tuning,
+    View,
+)
+from app.routing.eligibility import NoPlace, Pool, Row, eligible, pin_of
 from app.routing.kernels import Floats
-from app.routing.paces import OUTPUT_TOKENS
 from app.routing.policies import (
     POLICIES,
     Ask,
@@ -37,8 +43,6 @@ from app.routing.recorded import candidates_of, options_of
 from app.routing.sessions import allowance, kept
 from streams.records import (
     Assigned,
-    Candidate,
-    EndCode,
     Phase,
     Request,
     RouterConfigOverride,
@@ -46,131 +50,6 @@ from streams.records import (
 
 LARGEST_WEIGHT = 1e6
 """Of what a request may set: costs stay finite, so that there is always a least one."""
-
-
-class Planned(NamedTuple):
-    """Where a request is to go. `prefill_ms`: its own there, computed alone.
-
-    `until_ms`: when it is held no longer, whatever is there.
-    """
-
-    place: Place
-    prefill_ms: float
-    until_ms: int
-
-
-class View(NamedTuple):
-    """What is known when a request is planned. `told`: burdens by the ledger, `own`: those of
-    decisions that were taken here and not read back. `now_ms`: broker time.
-
-    Of the rest only policy predictive knows. `output_tokens`: the mean answer's; `slowness`: of
-    workers, see `Pace`. `ahead`: for which places the requests are planned that are held here and
-    came before the one in question, in that order. `later_ms`: see `Sources`. `counts_output`:
-    whether tokens of answers that are under way count as load. `leads_to`: see `Paces`.
-    """
-
-    fleet: Fleet
-    pools: Pools
-    caches: Index
-    told: Burdens
-    own: Burdens
-    now_ms: int
-    output_tokens: float = OUTPUT_TOKENS
-    slowness: Mapping[str, float] = NOTHING
-    ahead: Sequence[Planned] = ()
-    counts_output: bool = True
-    later_ms: Mapping[str, float] = NOTHING
-    leads_to: float = 1.0
-
-
-class Tuning(NamedTuple):
-    """The policy of a deployment, and its settings. `session_slack`: see `allowance`."""
-
-    policy: str = "predictive"
-    weights: DynamoWeights = DynamoWeights()
-    predictive: PredictiveWeights = PredictiveWeights()
-    session_slack: float = 1.0
-
-    @property
-    def holds(self) -> bool:
-        """Whether requests are held for a place, and so planned before they go."""
-        return self.policy == "predictive"
-
-
-class Outlook(NamedTuple):
-    """What policy predictive expects. `left_ms`: for how long the request is better held, from now;
-    `held_ms`: how long it was, `ttft_ms`: time to its first token if it goes now.
-    """
-
-    planned: Planned | None = None
-    left_ms: int = 0
-    held_ms: int = 0
-    ttft_ms: float = 0.0
-
-
-class Chosen(NamedTuple):
-    """The decision. `prefill_tokens`: what it adds to the prefill of its place; with the other
-    fields, all that was not in the request and went into the costs. `at_ms`: when it was taken.
-    `bound`: where the session of the request was at home, if that counted.
-    """
-
-    place: Place
-    tokens: int
-    cached_tokens: int
-    prefill_tokens: int
-    block_size: int
-    policy: str
-    params: dict[str, float]
-    seed: int
-    candidates: tuple[Candidate, ...]
-    at_ms: int = 0
-    outlook: Outlook = Outlook()
-    bound: Place | None = None
-
-    @property
-    def overlap_blocks(self) -> int:
-        """Blocks of the prompt that its place has, in whatever tier."""
-        each = next((c for c in self.candidates if (c.worker, c.rank) == self.place[::2]), None)
-        return each.overlap_blocks + each.host_blocks + each.disk_blocks if each else 0
-
-    @property
-    def burden(self) -> Burden:
-        """What it adds to the load of its place until it is read back."""
-        booked = self.policy != "direct"  # who chooses the workers keeps the books there
-        return Burden(1, self.tokens * booked, self.prefill_tokens, 1, self.at_ms)
-
-
-class Hold(NamedTuple):
-    """Nobody may take it now, or it had better wait; somebody may later, by what is known at
-    `wake_at_ms` if not before.
-
-    `wake_at_ms`: time of the broker; None where only news can help. Looking again earlier or later
-    is never wrong. `planned` is what policy predictive has in mind for it. `code`: what the request
-    ends with if its time is up before. `is_hopeless`: only a worker that is yet to come can help.
-    """
-
-    reason: str
-    wake_at_ms: int | None = None
-    planned: Planned | None = None
-    code: EndCode = "deadline"
-    is_hopeless: bool = False
-
-
-class Refuse(NamedTuple):
-    """It asks for what cannot be."""
-
-    code: EndCode
-    message: str
-
-
-Plan: TypeAlias = Chosen | Hold | Refuse
-
-
-def intention(planned: Plan) -> Planned | None:
-    """What policy predictive has in mind for a request, whether it may go now or is held."""
-    if isinstance(planned, Chosen):
-        return planned.outlook.planned
-    return planned.planned if isinstance(planned, Hold) else None
 
 
 class Recalled(NamedTuple):

@@ -15,18 +15,14 @@ import numpy as np
 
 from app.routing import kernels
 from app.routing.board import Board
+from app.routing.decisions import Hold, Plan, Tuning, View, intention
 from app.routing.eligibility import Pool, eligible
 from app.routing.held import Held, Sketch, Wanted
 from app.routing.plan import (
-    Hold,
-    Plan,
-    Tuning,
-    View,
     board_of,
     expected_output_tokens,
     fault_of,
     hold_of,
-    intention,
     outlook_of,
     targets_of,
 )

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 
 from app.engine.batch import Shape, Step
 from app.routing.burdens import Burdens
+from app.routing.decisions import Chosen, Planned, View
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
 from app.routing.index import Index
 from app.routing.load import Load
 from app.routing.paces import Paces
-from app.routing.plan import Chosen, Planned, View
 from app.routing.turns import NOT_LATER, Crowding
 from app.simulation.traffic import SECRET
 from app.simulation.worker import Worker

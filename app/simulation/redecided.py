@@ -23,8 +23,8 @@ from msgspec.structs import replace
 
 from app.captured import AnyLine, Asked, Decided, Prefilled, Ran, Worker
 from app.engine.batch import Shape
+from app.routing.decisions import Tuning
 from app.routing.paces import pace_of
-from app.routing.plan import Tuning
 from app.routing.prompt import Prompt
 from app.simulation.conditions import ORDINARY, Conditions
 from app.simulation.figures import Figures, figures

@@ -24,7 +24,7 @@ from zlib import crc32
 
 from app.engine.batch import Sequence as Modelled
 from app.engine.batch import Shape, Step
-from app.routing.plan import Chosen, Tuning
+from app.routing.decisions import Chosen, Tuning
 from app.routing.turns import later_ms
 from app.simulation.conditions import ORDINARY, Conditions
 from app.simulation.knowledge import (

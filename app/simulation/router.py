@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from app.routing.decisions import Chosen, Hold, Planned, Refuse, Tuning
 from app.routing.held import Held, Survey, Wanted
-from app.routing.plan import Chosen, Hold, Planned, Refuse, Tuning, plan
+from app.routing.plan import plan
 from app.routing.prompt import Prompt
 from app.routing.survey import Surveyor, survey
 from app.simulation.knowledge import Knowledge

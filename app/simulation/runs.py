@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from app.engine.batch import Shape
 from app.engine.curves import Curves
-from app.routing.plan import Tuning
+from app.routing.decisions import Tuning
 from app.routing.policies import POLICIES, DynamoWeights
 from app.simulation.conditions import ORDINARY, Conditions
 from app.simulation.figures import Figures, figures

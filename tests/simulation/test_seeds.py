@@ -17,7 +17,7 @@ from app.faults.invariants import _failed
 from app.faults.simulation import simulate
 from app.lanes.places import Places, Wanted
 from app.routing import paces
-from app.routing.plan import Hold
+from app.routing.decisions import Hold
 from streams.errors import BrokerUnavailable
 
 SEEDS = 100

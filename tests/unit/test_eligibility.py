@@ -8,8 +8,8 @@ import pytest
 
 from app.routing.adapters import order_of
 from app.routing.burdens import Burden
+from app.routing.decisions import Chosen, Hold, Plan, Refuse
 from app.routing.eligibility import eligible, number_of
-from app.routing.plan import Chosen, Hold, Plan, Refuse
 from streams.records import (
     EngineConfig,
     EngineFigures,

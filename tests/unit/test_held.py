@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.routing.decisions import Hold, Planned
 from app.routing.held import WOKEN, Held, QueueOrder, Sketch, Wanted
-from app.routing.plan import Hold, Planned
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
 from streams.records import Hints, Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.engine.curves import Curves
-from app.routing.plan import Tuning
+from app.routing.decisions import Tuning
 from streams.codecs import encode
 from tests.stages import Stage, recorded
 

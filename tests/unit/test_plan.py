@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.routing.burdens import Burden
-from app.routing.plan import Chosen, Refuse, Tuning, replan
+from app.routing.decisions import Chosen, Refuse, Tuning
+from app.routing.plan import replan
 from app.routing.policies import POLICIES, DynamoWeights, Place
 from app.routing.prompt import Prompt
 from app.routing.recorded import RECORDED

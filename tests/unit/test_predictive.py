@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from app.bench import plan_reference
 from app.engine.curves import Curves
 from app.routing.burdens import Burden
+from app.routing.decisions import Chosen, Hold, Plan, Planned, Tuning, View, intention
 from app.routing.held import Held, Sketch, Survey, Wanted
 from app.routing.paces import Pace
-from app.routing.plan import Chosen, Hold, Plan, Planned, Tuning, View, intention, plan, replan
+from app.routing.plan import plan, replan
 from app.routing.policies import Ask, Options, Place
 from app.routing.predictive import Prediction, PredictiveWeights, held_tokens, predict
 from app.routing.prompt import Prompt

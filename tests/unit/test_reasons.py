@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from app.audit.reasons import Reasons, reasons
-from app.routing.plan import Tuning
+from app.routing.decisions import Tuning
 from app.routing.policies import DynamoWeights
 from streams.codecs import pack_tokens
 from streams.records import (

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.batch import Curves, Sequence, Shape
-from app.routing.plan import Hold, Plan, Refuse, Tuning, plan
+from app.routing.decisions import Hold, Plan, Refuse, Tuning
+from app.routing.plan import plan
 from app.simulation import router, worker
 from app.simulation.conditions import Conditions
 from app.simulation.figures import figures

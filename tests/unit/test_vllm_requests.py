@@ -160,11 +160,9 @@ ORPHAN = """
 import os, time
 from app.engine.vllm.parent import PARENT, end_with_parent
 os.environ[PARENT] = str(os.getpid())
-child = os.fork()
-if child == 0:
-    end_with_parent()
-else:
-    print(child, flush=True)
+if os.fork() == 0:
+    end_with_parent()  # before its number is known: then it may be orphaned
+    print(os.getpid(), flush=True)
 time.sleep(600)
 """
 
