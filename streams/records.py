@@ -432,7 +432,8 @@ class Assigned(Inner, frozen=True):
     `prefill_tokens`: what it adds to the worker's prefill until it is done. `params`: the settings
     of the policy that were in force. `candidates`: the best ones, and the chosen one.
     `held_ms`: how long the request had waited in the router, `ttft_ms_predicted`: what was expected
-    from here to its first token; both by policy predictive only.
+    from here to its first token; both by policy predictive only. `known_ms`: append time of the
+    youngest record of the ledger that its router had read.
     """
 
     id: str
@@ -458,6 +459,7 @@ class Assigned(Inner, frozen=True):
     ttft_ms_predicted: float = 0.0
     session: SessionUse | None = None
     lora_name: str = ""
+    known_ms: int = 0
 
 
 class Started(Inner, frozen=True):

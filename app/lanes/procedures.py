@@ -334,7 +334,7 @@ class Procedures:
             block_size=choice.block_size, cached_tokens_predicted=choice.cached_tokens,
             prefill_tokens=choice.prefill_tokens, candidates=choice.candidates, router=s.name,
             held_ms=choice.outlook.held_ms, ttft_ms_predicted=choice.outlook.ttft_ms,
-            session=_session_use(request, choice), lora_name=adapter,
+            session=_session_use(request, choice), lora_name=adapter, known_ms=s.load.known_ms,
         )  # fmt: skip
         assignment = Assignment(
             worker=run.worker, epoch=run.epoch, rank=rank, attempt=run.attempt, phase=run.phase,

@@ -330,6 +330,8 @@ class Load:
         self._lanes: dict[int, LaneStories] = {}
         self.burdens = Burdens()
         self.sessions = Sessions(dedup_window_ms)
+        self.known_ms = 0
+        """Append time of the youngest record that was taken in; 0 before the first."""
 
     def lane(self, number: int) -> LaneStories:
         """The lane of a ledger partition; empty at position 0 before anything was read."""
@@ -346,6 +348,8 @@ class Load:
             lane.apply(fact, self.burdens)
             if isinstance(fact.record, Assigned):
                 self.sessions.apply(source.partition, fact.record, fact.timestamp_ms)
+        if facts:
+            self.known_ms = max(self.known_ms, facts[-1].timestamp_ms)
         lane.position = position
 
     def position(self, source: Partition) -> int | None:

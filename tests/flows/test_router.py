@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from app.router import Router
 from streams.records import (
@@ -39,6 +40,20 @@ async def test_a_request_is_assigned_and_the_decision_stands_in_the_ledger(world
     assert 99 < assignment.budget_s <= 100
     assert [c.worker for c in decision.candidates] == ["w1"]
     assert decision.prompt_tokens == 3
+
+
+@in_world
+async def test_a_decision_says_how_far_its_router_had_read_the_ledger(world: World) -> None:
+    Hand(world)
+    await route(world)
+    write(world, REQUESTS, PROMPT)
+    (first,) = await some(world, lambda: read(world, LEDGER, Assigned))
+    assert first.known_ms == 0, "nothing stood there"
+    await world.sleep(5)
+    write(world, REQUESTS, replace(PROMPT, id="b"))
+    (second,) = await some(world, lambda: read(world, LEDGER, Assigned, "b"))
+    stood = [record.timestamp for record in world.everywhere(LEDGER)]
+    assert second.known_ms == stood[0], "what stands behind it was not read"
 
 
 @in_world

@@ -309,3 +309,12 @@ def test_a_forgotten_partition_leaves_nothing_behind(records: list[Any]) -> None
     assert load.position(LANE) is None
     assert load.lane(3).stories == {}
     assert not load.burdens
+
+
+def test_the_youngest_record_says_how_much_is_known() -> None:
+    load = folded(assigned(), started())
+    assert load.known_ms == 1010
+    load.apply(Partition("ledger", 4), [Fact(0, 900, assigned("b"))], 1)
+    assert load.known_ms == 1010, "an older one of another lane takes nothing back"
+    load.apply(Partition("ledger", 4), [], 5)
+    assert load.known_ms == 1010
