@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from app.http.folds import Folds
 from app.http.metrics import SECONDS, TOKENS, LoopDelay
+from app.routing.burdens import Burden
 from app.routing.decisions import Chosen
 from app.routing.index import Index
 from app.routing.prompt import Prompt
@@ -33,7 +34,7 @@ _RATES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 class Queue(Protocol):
-    """What waits in a router."""
+    """What waits in a router, and what it knows of its workers."""
 
     @property
     def waiting_requests(self) -> int:
@@ -46,6 +47,14 @@ class Queue(Protocol):
     @property
     def slowness(self) -> Mapping[str, float]:
         """By worker, how many times slower than its curve it has been."""
+
+    @property
+    def loads(self) -> Mapping[str, Burden]:
+        """By worker, what the ledger says lies on it."""
+
+    @property
+    def undelivered_runs(self) -> int:
+        """Decisions that were not read back."""
 
 
 class RouterMetrics:
@@ -141,3 +150,24 @@ class _Queue(Collector):
         for worker, factor in sorted(queue.slowness.items()):
             slowness.add_metric([worker], factor)
         yield slowness
+        yield from _loads(queue.loads)
+        yield GaugeMetricFamily(
+            "kvlane_router_undelivered_runs", "Decisions of this router that it has not read back "
+            "from the ledger", queue.undelivered_runs,
+        )  # fmt: skip
+
+
+def _loads(loads: Mapping[str, Burden]) -> Iterator[Metric]:
+    runs, tokens, prefill = (
+        GaugeMetricFamily(f"kvlane_router_{name}", told, labels=["worker"])
+        for name, told in (
+            ("open_runs", "Open runs by the ledger, as far as this router has read it"),
+            ("open_tokens", "Tokens of their prompts, and of their answers when they began"),
+            ("prefill_tokens", "Those of them that are neither computed nor expected in the cache"),
+        )
+    )
+    for worker, burden in sorted(loads.items()):
+        runs.add_metric([worker], burden.runs)
+        tokens.add_metric([worker], burden.tokens)
+        prefill.add_metric([worker], burden.prefill_tokens)
+    yield from (runs, tokens, prefill)

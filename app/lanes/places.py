@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.bell import Bell
-from app.routing.burdens import Burdens
+from app.routing.burdens import NOTHING, Burden, Burdens
 from app.routing.decisions import Chosen, Hold, Plan, Planned, Tuning, View
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
@@ -284,6 +284,16 @@ class Places:
     def waiting_tokens(self) -> int:
         """Tokens of their prompts that no cache had when they began to."""
         return self._waiting_tokens
+
+    @property
+    def loads(self) -> Mapping[str, Burden]:
+        """What the ledger says lies on each worker, as far as it was read; nothing on most."""
+        return dict.fromkeys(self._fleet.members, NOTHING) | self._load.burdens.by_worker()
+
+    @property
+    def undelivered_runs(self) -> int:
+        """Decisions of this router that it has not read back."""
+        return sum(burden.runs for burden in self._own.by_worker().values())
 
     @property
     def slowness(self) -> Mapping[str, float]:

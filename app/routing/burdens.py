@@ -71,6 +71,13 @@ class Burdens:
         """What lies on an epoch of a worker, over all ranks."""
         return self._by_epoch.get((worker, epoch), NOTHING)
 
+    def by_worker(self) -> dict[str, Burden]:
+        """What lies on each worker that has something, over all epochs and ranks."""
+        found: dict[str, Burden] = {}
+        for (worker, _), burden in self._by_epoch.items():
+            found[worker] = found.get(worker, NOTHING).plus(burden)
+        return found
+
     def at(self, places: Iterable[Place]) -> list[Burden]:
         """What lies on each of these places."""
         by_rank = self._by_rank

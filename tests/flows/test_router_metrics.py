@@ -8,6 +8,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from app.bench.views import Lies, view_of
 from app.lifetime import Lifetime
 from app.router import Router
 from streams.clock import SystemClock
@@ -168,3 +169,25 @@ async def test_a_router_listens_where_its_settings_say_and_not_at_all_without() 
         await router.stop()
         await life.end()
         await log.close()
+
+
+@in_world
+async def test_what_lies_on_workers_is_told_until_it_is_over(world: World) -> None:
+    router = await route(world)
+    hand = Hand(world, block_size=SIZE)
+    await world.sleep(1)
+    assert (await figures(router))['open_runs{worker="w1"}'] == 0
+    write(world, REQUESTS, LONG)
+    (assignment,) = await some(world, lambda: hand.told(Assignment))
+    await world.sleep(1)
+    told = await figures(router)
+    assert told['open_runs{worker="w1"}'] == 1
+    assert told['open_tokens{worker="w1"}'] == told['prefill_tokens{worker="w1"}'] == len(TOKENS)
+    assert told["undelivered_runs"] == 0
+    page = (await get(router, "/metrics")).content.decode()
+    assert view_of("r1", page).known.loads == {"w1": Lies(1, len(TOKENS), len(TOKENS))}
+    hand.finish(hand.start(assignment), "stop")
+    await world.sleep(1)
+    told = await figures(router)
+    assert told['open_runs{worker="w1"}'] == told['open_tokens{worker="w1"}'] == 0
+    assert view_of("r1", (await get(router, "/metrics")).content.decode()).is_idle
