@@ -36,7 +36,7 @@ from numba.core import event
 log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
-MODULES = ("indexer.hash_kernels", "indexer.index", "app.routing.kernels")
+MODULES = ("indexer.hash_kernels", "indexer.index", "app.routing.kernels", "app.engine.quiet")
 """All modules with kernels, or that lead to them; by name, since nothing here imports `app`. Those
 whose kernels have no signatures give a `warm_up()` that calls each of them as it will be called."""
 VARIABLE = "KVLANE_KERNEL_CACHE"

@@ -88,8 +88,7 @@ class BlockCache:
         available; what the cache has of the prompt is held before anything is evicted for the rest.
         """
         held = list(identities)
-        for identity in held:
-            self._hold(identity)
+        self._hold(held)
         for _ in range(total - len(held)):
             self._take()
             held.append(PRIVATE)
@@ -108,7 +107,7 @@ class BlockCache:
         assert held[index] == PRIVATE, f"block {index} has a name already"
         held[index] = identity
         self.free += 1
-        self._hold(identity)
+        self._hold((identity,))
 
     def tell(self, held: Sequence[int], start: int, end: int) -> list[tuple[int, int]]:
         """Note blocks `start` to `end` of a sequence as told; returns the runs that were not."""
@@ -156,16 +155,18 @@ class BlockCache:
         self._told.clear()
         return True
 
-    def _hold(self, identity: int) -> None:
-        count = self._references.get(identity)
-        if count is not None:
-            self._references[identity] = count + 1
-            return
-        if identity in self._inactive:
-            del self._inactive[identity]
-        else:
-            self._take()
-        self._references[identity] = 1
+    def _hold(self, identities: Sequence[int]) -> None:
+        references, inactive = self._references, self._inactive
+        for identity in identities:
+            count = references.get(identity)
+            if count is not None:
+                references[identity] = count + 1
+                continue
+            if identity in inactive:
+                del inactive[identity]
+            else:
+                self._take()
+            references[identity] = 1
 
     def _take(self) -> None:
         if self.free:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import EngineState
+from indexer.kernels import kernel
 
 
 def quiet_steps(state: EngineState) -> int:
@@ -22,18 +23,36 @@ def quiet_steps(state: EngineState) -> int:
 
 def quiet_ends_ms(state: EngineState, begin_ms: float, steps: int) -> NDArray[np.float64]:
     """When each of so many quiet steps ends, if the first one begins at `begin_ms`."""
-    curves, (a, b, c) = state.shape.curves, state.shape.curves.decode
-    running = len(state.decoding)
-    first = state.offsets + running * (state.clock + 1)
-    lengths = np.arange(first, first + running * steps, running)
-    usage = np.minimum(lengths / state.shape.capacity_tokens, 1.0)
-    times = np.empty(steps + 1)
-    times[0] = begin_ms
-    np.maximum((a * usage + b) * usage + c, curves.decode_floor, out=times[1:])
-    ends: NDArray[np.float64] = np.add.accumulate(times)[1:]
+    shape, running = state.shape, len(state.decoding)
+    ends = np.empty(steps)
+    fill_ends(
+        state.offsets + running * (state.clock + 1), running, shape.block_size * shape.blocks,
+        (*shape.curves.decode, shape.curves.decode_floor), begin_ms, ends,
+    )  # fmt: skip
     return ends
+
+
+@kernel()
+def fill_ends(
+    tokens: int, running: int, capacity_tokens: int, curve: tuple[float, float, float, float],
+    at_ms: float, ends: NDArray[np.float64],
+) -> None:  # fmt: skip
+    """As many steps as `ends` has room for; `tokens` in the first of them, `running` more in each.
+
+    `curve`: that of decode, and its floor, as `Curves.decode_ms` has them.
+    """
+    a, b, c, floor = curve
+    for i in range(len(ends)):
+        usage = min((tokens + running * i) / capacity_tokens, 1.0)
+        at_ms += max((a * usage + b) * usage + c, floor)
+        ends[i] = at_ms
 
 
 def pass_quietly(state: EngineState, steps: int) -> None:
     """Take an engine through quiet steps."""
     state.clock += steps
+
+
+def warm_up() -> None:
+    """Call the kernel once, with what it will be called with."""
+    fill_ends(1, 1, 1, (0.0, 0.0, 1.0, 1.0), 0.0, np.empty(1))

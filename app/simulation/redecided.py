@@ -30,7 +30,7 @@ from app.simulation.conditions import ORDINARY, Conditions
 from app.simulation.figures import Figures, figures
 from app.simulation.replay import Life, names_of, prepared
 from app.simulation.runs import tuning_of
-from app.simulation.traffic import SECRET, Arrival, Traced
+from app.simulation.traffic import SECRET, Arrival, Traced, asks_for_sessions
 from app.trace import BadTrace
 from indexer.keys import prompt_keys
 from streams.records import EngineConfig, Hints, Request, StopConditions
@@ -204,8 +204,11 @@ def redecided(
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Life]:
     """As a policy would have decided; in the order of arrival. Raises BadPolicy, BadTrace."""
-    arrivals = [Arrival(each.arrived_ms, _traced(each)) for each in period.requests]
     tuning = tuning_of(policy)
+    in_session = asks_for_sessions(tuning.policy)
+    arrivals = [
+        Arrival(each.arrived_ms, _traced(each, in_session=in_session)) for each in period.requests
+    ]
     return _in_order(period, _played(period, arrivals, tuning, seed, conditions, progress))
 
 
@@ -238,11 +241,11 @@ def _in_order(period: Period, lives: Iterable[Life]) -> list[Life]:
     return [by_id[each.asked.id] for each in period.requests]
 
 
-def _traced(each: Happened, worker: str | None = None) -> Traced:
+def _traced(each: Happened, worker: str | None = None, *, in_session: bool = False) -> Traced:
     asked = each.asked
     hints = Hints(
         decode_worker_id=worker,
-        session_control=asked.hints.session_control,
+        session_control=asked.hints.session_control if in_session else None,
         expected_output_tokens=asked.hints.expected_output_tokens,
     )
     stop = StopConditions(max_tokens=asked.max_tokens)

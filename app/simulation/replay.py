@@ -117,7 +117,7 @@ class Replay:
                 held = sum(len(seat.router.waiting) for seat in self.seats)
                 raise SimulationFailed(f"{held} requests are held for ever, though nobody works")
             if self._beat_ms <= min(end, news):
-                self._beat()
+                self._beat(is_read=arrival < self._beat_ms + HEARTBEAT_MS)
             elif end <= news:
                 self._end_step()
             else:
@@ -127,9 +127,11 @@ class Replay:
 
     # --- events ----------------------------------------------------------------------------------
 
-    def _beat(self) -> None:
-        for worker in self.workers:
-            self.folds.beat(worker, self._beat_ms)
+    def _beat(self, *, is_read: bool) -> None:
+        """Let all workers send a heartbeat, if a router may look at it before the next one."""
+        if is_read or any(seat.router.waiting for seat in self.seats):
+            for worker in self.workers:
+                self.folds.beat(worker, self._beat_ms)
         self._beat_ms += HEARTBEAT_MS
 
     def _arrive(self, now_ms: float) -> None:
@@ -159,9 +161,9 @@ class Replay:
         self._moved_ms = now_ms
         done = worker.end()
         if done is not None:
-            self._put(
-                now_ms, self._telling_ms, partial(self.folds.cache_changed, worker, done, now_ms)
-            )
+            if done.removed or done.stored:
+                changed = partial(self.folds.cache_changed, worker, done, now_ms)
+                self._put(now_ms, self._telling_ms, changed)
             self._note(worker, done, now_ms)
             if self._heard:
                 self._look(now_ms)
@@ -184,8 +186,7 @@ class Replay:
         """Let the routers decide what they can, and idle workers begin."""
         for seat in self.seats:
             if seat.router.waiting:
-                for name in self._heard:
-                    seat.router.hear(name)
+                seat.router.hear(self._heard)
                 for number, decision in seat.router.look(now_ms):
                     self._send(self.lives[number], decision, now_ms)
         self._heard.clear()

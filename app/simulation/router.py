@@ -8,7 +8,7 @@ nothing takes no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -58,10 +58,13 @@ class Router:
         self.waiting[number] = Wanted(number, number, prompt, seed, int(now_ms))
         self._due[number] = None
 
-    def hear(self, worker: str) -> None:
-        """A request got its first or last token on a worker."""
-        unplanned = [number for number in self.waiting if self._held.place(number) is None]
-        self._due |= dict.fromkeys([*self._held.woken(worker), *unplanned])
+    def hear(self, workers: Iterable[str]) -> None:
+        """Requests got their first or last tokens on these workers."""
+        due = self._due
+        for worker in workers:
+            due |= dict.fromkeys(self._held.woken(worker))
+        if len(self._held) < len(self.waiting):  # some are planned for no place
+            due |= dict.fromkeys([n for n in self.waiting if self._held.place(n) is None])
 
     def look(self, now_ms: float) -> Iterator[tuple[int, Chosen]]:
         """Plan all who look now; the caller tells of each decision before it asks for the next.

@@ -15,7 +15,7 @@ from app.routing.policies import POLICIES, DynamoWeights
 from app.simulation.conditions import ORDINARY, Conditions
 from app.simulation.figures import Figures, figures
 from app.simulation.replay import Life, prepared
-from app.simulation.traffic import Pace, Traced, arrivals, traced
+from app.simulation.traffic import Pace, Traced, arrivals, asks_for_sessions, traced
 from app.trace import CHUNK_TOKENS, TraceRow
 
 BLOCKS = 2048
@@ -50,7 +50,14 @@ class Trace:
 
     def __init__(self, rows: Sequence[TraceRow]) -> None:
         self.rows = rows
-        self.requests: list[Traced] = traced(rows)
+        self._requests = {False: traced(rows)}
+
+    def requests(self, policy: str) -> list[Traced]:
+        """As a policy needs them."""
+        in_sessions = asks_for_sessions(policy)
+        if in_sessions not in self._requests:
+            self._requests[in_sessions] = traced(self.rows, in_sessions=in_sessions)
+        return self._requests[in_sessions]
 
     @property
     def seconds(self) -> float:
@@ -79,9 +86,9 @@ def lived(trace: Trace, run: Run, progress: Callable[[int], None] = lambda _: No
 
     `progress` hears how many more requests have come. Raises as `prepared` says.
     """
-    coming = arrivals(trace.rows, trace.requests, run.pace, run.seed)
-    shape = Shape(CHUNK_TOKENS, run.blocks, curves=run.curves)
     tuning = tuning_of(run.policy)
+    coming = arrivals(trace.rows, trace.requests(tuning.policy), run.pace, run.seed)
+    shape = Shape(CHUNK_TOKENS, run.blocks, curves=run.curves)
     replay = prepared(coming, run.workers, shape, tuning, run.seed, progress, run.conditions)
     return replay.run()[run.warm :]
 

@@ -49,23 +49,31 @@ class Pace(NamedTuple):
     jitter_s: float = 0.0
 
 
-def traced(rows: Sequence[TraceRow]) -> list[Traced]:
-    """The requests of a trace, in its order."""
-    return [_traced(number, row) for number, row in enumerate(rows)]
+def asks_for_sessions(policy: str) -> bool:
+    """Whether a policy looks at sessions. The others get requests without: no session has a home
+    here, and many requests without one are planned at once, which is faster and comes to the same.
+    """
+    return policy == "session_hash"
 
 
-def _traced(number: int, row: TraceRow) -> Traced:
+def traced(rows: Sequence[TraceRow], *, in_sessions: bool = False) -> list[Traced]:
+    """The requests of a trace, in its order. `in_sessions`: each says of which one it is."""
+    return [_traced(number, row, in_session=in_sessions) for number, row in enumerate(rows)]
+
+
+def _traced(number: int, row: TraceRow, *, in_session: bool) -> Traced:
     chunks = row.whole_chunks
     local: NDArray[np.uint64] = np.array(chunks, np.uint64) * _SPREAD
-    request = Request(
-        id=f"{number:06}", hints=Hints(session_control=SessionControl(session_id=_session(row)))
-    )
+    session = SessionControl(session_id=_session(row)) if in_session else None
     return Traced(
-        Prompt.hashed(request, row.input_length, local, CHUNK_TOKENS),
+        Prompt.hashed(
+            Request(id=f"{number:06}", hints=Hints(session_control=session)),
+            row.input_length, local, CHUNK_TOKENS,
+        ),
         max(row.output_length, 1),
         chunks,
         tuple(prompt_keys(local, SECRET).tolist()),
-    )
+    )  # fmt: skip
 
 
 def _session(row: TraceRow) -> str:

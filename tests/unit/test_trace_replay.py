@@ -19,7 +19,7 @@ from app.simulation.figures import figures
 from app.simulation.replay import Life, Replay, prepared
 from app.simulation.router import SimulationFailed
 from app.simulation.runs import NAMES
-from app.simulation.traffic import Pace, arrivals, traced
+from app.simulation.traffic import Pace, arrivals, asks_for_sessions, traced
 from app.simulation.worker import Worker
 from app.trace import BadTrace, TraceRow
 from indexer.lives import Holder, Overlap
@@ -37,7 +37,8 @@ def played(
     rows: list[TraceRow], workers: int = 1, policy: str = "dynamo", seed: int = 0,
     shape: Shape = SIMPLE, pace: Pace = RECORDED,
 ) -> list[Life]:  # fmt: skip
-    coming = arrivals(rows, traced(rows), pace, seed)
+    requests = traced(rows, in_sessions=asks_for_sessions(policy))
+    coming = arrivals(rows, requests, pace, seed)
     return prepared(coming, workers, shape, Tuning(policy), seed).run()
 
 
@@ -102,6 +103,17 @@ def test_a_session_stays_where_it_is() -> None:
     rows = [TraceRow(1000.0 * i, 1024, 1, [0, 1 + i % 3]) for i in range(30)]  # three conversations
     lives = played(rows, workers=8, policy="session_hash")
     assert [x.worker for x in lives[3:]] == [x.worker for x in lives[:-3]]
+
+
+@given(st.lists(st.builds(row, st.just(0), st.integers(1, 9000), st.just(9)), min_size=2))
+def test_requests_planned_at_once_go_where_they_would_one_by_one(rows: list[TraceRow]) -> None:
+    at_once, one_by_one = (
+        told(prepared(coming, 3, SIMPLE, Tuning("predictive"), 0).run())
+        for coming in (
+            arrivals(rows, traced(rows, in_sessions=named), RECORDED, 0) for named in (False, True)
+        )
+    )
+    assert at_once == one_by_one
 
 
 def test_speed_brings_arrivals_together_and_leaves_engines_as_they_are() -> None:
