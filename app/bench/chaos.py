@@ -39,6 +39,9 @@ from streams.brokers.local import JvmBroker
 from streams.client import Client
 
 BROKERS = 3
+LANES = 6
+"""With three brokers. Every append is fetched twice more there, by partition: 32 lanes at 50
+requests a second keep two cores busy before anything is hit."""
 PACE = {"engine_speedup": 0.07, "max_attempts": 10}
 """A token every 60 ms or so, and a quarter of a second whenever a prompt comes between. A worker
 dies every few seconds: one answer in some thousands meets three that do, the limit that stops a
@@ -91,7 +94,9 @@ async def chaos(
     killed = sum(len(line.get("strikes", ())) for line in lines)
     progress(min(1.0, killed / form.kills))
     if killed < form.kills:
-        brokers = BROKERS if OF_BROKERS & set(form.kinds) else 0
+        brokers = 0
+        if OF_BROKERS & set(form.kinds):
+            brokers, settings = BROKERS, settings.model_copy(update={"lanes": LANES})
         async with (
             ground(settings, said, brokers=brokers) as on,
             deployed(on, form, logs) as there,

@@ -205,14 +205,15 @@ class Ground:
 async def ground(settings: Settings, said: Said, *, brokers: int = 0) -> AsyncIterator[Ground]:
     """Set it all up; nothing but the topics of a broker that was given is left afterwards.
 
-    With `brokers` there are so many of our own, to be hurt, with a copy of everything on each.
+    With `brokers` there are so many of our own, to be hurt, with a copy of everything on each. They
+    start again and again: the whole compiler would take two cores to itself.
     Raises BrokerUnavailable where no broker can be had.
     """
     clock = SystemClock()
     given = "" if brokers else settings.bootstrap_servers
     broker = await asyncio.to_thread(
         lambda: obtain("env" if given else "jvm", bootstrap_servers=given, brokers=brokers or 1,
-                       full_jit=True, report=said)
+                       full_jit=not brokers, report=said)
     )  # fmt: skip
     if brokers:
         copies = {"replication": brokers, "min_insync": max(1, brokers - 1)}
