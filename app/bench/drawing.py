@@ -5,6 +5,7 @@ matplotlib is needed for this alone, and loaded when something is drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from app.bench.overload import Found
+    from app.bench.report import Bar
 
-WIDTH_IN, ROW_IN = 9.0, 0.5
+WIDTH_IN, ROW_IN, BAR_IN = 9.0, 0.5, 0.14
 """Inches."""
 SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
 
@@ -67,6 +69,21 @@ def draw_overload(found: Found, file: Path) -> None:
     asked.set_ylabel("milliseconds")
     asked.set_xlabel("seconds")
     asked.legend(fontsize="small")
+    figure.savefig(file, dpi=120)
+
+
+def draw_bars(bars: Sequence[Bar], file: Path) -> None:
+    """Those bars that compare: a dot for what was found, a line for what it may be; red: missed."""
+    ratios = [bar for bar in bars if bar.unit == "x" and math.isfinite(bar.value)]
+    figure, (ax,) = _axes(1, 1 + BAR_IN * max(1, len(ratios)))
+    for place, bar in enumerate(ratios):
+        ax.plot(bar.value, place, "o", color="tab:green" if bar.met else "tab:red", markersize=4)
+        limit = float(bar.bar.split()[-1])
+        ax.plot([limit, limit], [place - 0.4, place + 0.4], color="black", linewidth=1)
+    ax.set_yticks(range(len(ratios)), [f"{bar.name} ({bar.bar})" for bar in ratios], fontsize=6)
+    ax.set_ylim(len(ratios) - 0.5, -0.5)
+    ax.set_title(f"{sum(bar.met for bar in ratios)} of {len(ratios)} met", fontsize="medium")
+    ax.grid(axis="x", alpha=0.3)
     figure.savefig(file, dpi=120)
 
 

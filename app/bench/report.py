@@ -57,6 +57,11 @@ class Report(msgspec.Struct, frozen=True):
     bars: list[Bar]
     machine: dict[str, Any] = msgspec.field(default_factory=machine)
 
+    @property
+    def is_met(self) -> bool:
+        """Whether every bar is."""
+        return all(bar.met for bar in self.bars)
+
     def show(self, console: Console) -> None:
         """The rows, then the bars."""
         table = Table(box=None, pad_edge=False)

@@ -7,15 +7,20 @@ each row and each figure the best of them. Only the whole trace has published fi
 its bars count as not met. Generated traces, of other kinds of work, are played in any case.
 
 A scene is a set of runs and the bars that they are for (`app/bench/scenes.py`); runs that were kept
-(`app/bench/kept.py`) are not done again.
+(`app/bench/kept.py`) are not done again. Runs know nothing of each other, so several are done at a
+time, each in a process; how fast the simulation is, is measured when nothing else runs any more.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,29 +63,96 @@ async def simulate(
     said: Said,
     progress: Callable[[float], None],
     keep: Path | None = None,
+    jobs: int = 1,
 ) -> Report:
-    """Play it all, one run after the other; a coroutine like the other benchmarks."""
-    traces: dict[str, Trace] = {}
+    """Play it all, `jobs` runs at a time; a coroutine like the other benchmarks."""
+    traces = Traces(file)
     if file is None:
         said(MISSING)
-    else:
-        rows = read_trace(file)
-        if not _is_published(rows):
-            raise BadTrace(f"{file} is another trace: {MISSING}")
-        traces[CONVERSATION] = Trace(rows)
+    elif not _is_published(traces[CONVERSATION].rows):
+        raise BadTrace(f"{file} is another trace: {MISSING}")
     compile_all()
     kept = Kept(keep)
-    wanted = [play for play in plays(form) if play.trace in traces or play.trace != CONVERSATION]
-    done = []
-    for play in wanted:
-        if play.trace not in traces:
-            traces[play.trace] = Trace(generated(play.trace.removeprefix(PREFIX), Size()))
-        done.append(_done(play, traces[play.trace], kept))
+    wanted = [play for play in plays(form) if file is not None or play.trace != CONVERSATION]
+    found = {play: known for play in wanted if (known := kept.get(play)) is not None}
+    missing = [play for play in wanted if play not in found]
+    progress(0.95 * len(found) / max(len(wanted), 1))
+    for done in played_out(missing, traces, jobs):
+        kept.put(done)
+        found[done.play] = done
         progress(0.95 / len(wanted))
-    speeds = list(_speeds(traces.get(CONVERSATION)))
+    speeds = list(_speeds(None if file is None else traces[CONVERSATION]))
     progress(0.05)
-    found = chain(verdicts(form, done), speeds)
-    return Report("simulate", [_row(each) for each in done], list(found))
+    in_order = [found[play] for play in wanted]
+    return Report(
+        "simulate", [_row(each) for each in in_order], [*verdicts(form, in_order), *speeds]
+    )
+
+
+class Traces:
+    """The traces of the benchmark by their names, each read or made when it is asked for first.
+
+    `file`: of the one that is recorded.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        self._known: dict[str, Trace] = {}
+
+    def __getitem__(self, name: str) -> Trace:
+        """Raises BadTrace."""
+        if name not in self._known:
+            self._known[name] = Trace(self._rows(name))
+        return self._known[name]
+
+    def _rows(self, name: str) -> list[TraceRow]:
+        if name != CONVERSATION:
+            return generated(name.removeprefix(PREFIX), Size())
+        assert self.file is not None, "its runs are not wanted without it"
+        return read_trace(self.file)
+
+
+def played_out(plays: Sequence[Play], traces: Traces, jobs: int) -> Iterator[Done]:
+    """Do runs; each as it ends, in whatever order."""
+    if jobs == 1 or len(plays) <= 1:
+        yield from (_done(play, traces) for play in plays)
+        return
+    # A fresh interpreter for each process: this one has threads by now.
+    pool = ProcessPoolExecutor(min(jobs, len(plays)), get_context("spawn"), end_with_parent)
+    try:
+        under_way = [pool.submit(_done_apart, play, traces.file) for play in plays]
+        for ended in as_completed(under_way):
+            yield ended.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _done(play: Play, traces: Traces) -> Done:
+    took = timed(traces[play.trace], play.run)
+    return Done(play, took.found, took.wall_s)
+
+
+def _done_apart(play: Play, file: Path | None) -> Done:
+    """The same in a process that does nothing else, for one run after the other."""
+    return _done(play, _traces_apart(file))
+
+
+def end_with_parent() -> None:
+    """See to it that this process of a pool does not wait for ever for one that was killed."""
+    parent = parent_process()
+    assert parent is not None, "a pool has started this process"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@cache
+def _traces_apart(file: Path | None) -> Traces:
+    compile_all()
+    return Traces(file)
 
 
 class Timed(NamedTuple):
@@ -96,15 +168,6 @@ def timed(trace: Trace, run: Run, progress: Callable[[int], None] = lambda _: No
     began = time.perf_counter()
     found = played(trace, run, progress)
     return Timed(run, found, time.perf_counter() - began)
-
-
-def _done(play: Play, trace: Trace, kept: Kept) -> Done:
-    if (known := kept.get(play)) is not None:
-        return known
-    took = timed(trace, play.run)
-    done = Done(play, took.found, took.wall_s)
-    kept.put(done)
-    return done
 
 
 def _row(done: Done) -> dict[str, object]:

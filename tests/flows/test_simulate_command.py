@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from app.bench.report import Bar, Report
 from app.cli import app
 
 
@@ -67,3 +69,22 @@ def test_what_cannot_be_is_refused_with_its_name(arguments: list[str], fault: st
     done = simulate(*arguments)
     assert done.exit_code == 2
     assert fault in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_the_benchmark_draws_its_bars_and_ends_with_1_if_one_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: bool
+) -> None:
+    asked: list[Any] = []
+
+    async def found(*arguments: Any) -> Report:
+        asked.extend(arguments)
+        return Report("simulate", [], [Bar("8x1: ours", 1.2, "x", "<= 1", met)])
+
+    monkeypatch.setattr("app.bench.simulate.simulate", found)
+    file = tmp_path / "bars.png"
+    done = CliRunner().invoke(app, ["bench", "simulate", "--jobs", "3", "--plot", f"{file}"])
+    assert done.exit_code == (0 if met else 1), done.output
+    assert f"1.2 x (<= 1) {'met' if met else 'not met'}" in done.output
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert asked[-1] == 3
