@@ -294,6 +294,9 @@ def routers(
     trace: Annotated[
         Path | None, typer.Option(help="The whole conversation trace of Mooncake.")
     ] = None,
+    kafka: Annotated[
+        bool, typer.Option("--kafka", help="Three real ones on a real Kafka, without the trace.")
+    ] = False,
     full: Full = False,
     json: Json = None,
 ) -> None:
@@ -301,7 +304,18 @@ def routers(
 
     With arrivals one by one, and in bursts, there also beside routers that know nothing of each
     other. Quick: eight routers; --full: one, two, four and eight.
+
+    --kafka: one and three router processes before six workers. What they know is held against the
+    log and against each other, and decisions are counted that went to the same worker since the
+    routers had not read of one another. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    Quick: half a minute of each; --full: one and a half. Exit code 1 if a router is wrong.
     """
+    if kafka:
+        if trace is not None:
+            raise typer.BadParameter("--kafka makes its requests up: leave --trace out")
+        if not _routers_kafka(full=full, json=json):
+            raise typer.Exit(1)
+        return
     from app.bench.routers import FULL, QUICK
     from app.bench.routers import routers as run
 
@@ -323,7 +337,8 @@ def every(
     plan(full=full)
     _simulate(full=full)  # most of its bars need a trace that is not part of kvlane
     routers(full=full)
-    met = _chaos(FULL_KILLS if full else QUICK_KILLS)
+    met = _routers_kafka(full=full)
+    met = _chaos(FULL_KILLS if full else QUICK_KILLS) and met
     met = _overload(FULL_MINUTES if full else 1.0) and met
     if not _faults(FULL_SEEDS if full else QUICK_SEEDS, 0, 0, None) or not met:
         raise typer.Exit(1)
@@ -357,6 +372,15 @@ def _simulate(
     if plot is not None:
         draw_bars(report.bars, plot)
     return report.is_met
+
+
+def _routers_kafka(*, full: bool, json: Path | None = None) -> bool:
+    from app.bench.several import FULL, QUICK, several
+
+    form = FULL if full else QUICK
+    return _measure(
+        "routers", lambda said, progress: several(Settings(), form, said, progress), json
+    )
 
 
 def _measure(name: str, run: Run, json: Path | None) -> bool:

@@ -1,0 +1,42 @@
+"""Real routers on a real Kafka know the same; the bench that holds them to it works."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from app.bench.several import Form, several
+from app.settings import Settings
+from streams.brokers.local import Broker
+from tests.leftovers import delete_topics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+PREFIX = "several."
+FORM = Form(workers=2, rate=16, phase_s=1.5, lanes=8, bursts=1)
+
+
+@pytest.fixture
+async def shared(kafka: Broker) -> AsyncIterator[Broker]:
+    """The broker of all tests, with nothing of ours left on it."""
+    yield kafka
+    await delete_topics(kafka.bootstrap_servers, PREFIX)
+
+
+async def test_three_routers_agree_with_the_log_and_with_each_other(
+    shared: Broker, tmp_path: Path
+) -> None:
+    settings = Settings(
+        bootstrap_servers=shared.bootstrap_servers, topic_prefix=PREFIX, cache_dir=tmp_path
+    )
+    shares: list[float] = []
+    report = await several(settings, FORM, lambda _: None, shares.append)
+    assert [bar.name for bar in report.bars if not bar.met] == []
+    assert sum(shares) == pytest.approx(1.0)
+    assert [(row["routers"], row["arrivals"]) for row in report.rows] == [
+        (1, "one by one"), (1, "in bursts"), (3, "one by one"), (3, "in bursts"),
+    ]  # fmt: skip
+    assert all(row["views"] >= row["routers"] for row in report.rows)
+    assert [row["met %"] for row in report.rows[:2]] == [0, 0], "a single one meets nobody"
