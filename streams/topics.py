@@ -8,6 +8,13 @@ is opened.
 lives in one *lane*, the same partition of all three, so whoever owns a lane can answer for every
 request in it. `assignments` and `kv-events` are keyed by the worker that they are for or from.
 
+Brokers compress the `ledger`, whatever its writers do: it is kept for a day, and every router reads
+all of it. A decision among 64 workers is 4.4 kB, and 1.3 in lz4; with zstd 1.0, but every reader
+would take 13 us for each batch instead of 4. Nothing else is compressed, since most batches are
+single records: of tokens and block keys, which `requests`, `assignments` and `kv-events` consist
+of, lz4 saves nothing (zstd a third and nothing, for 50 us a prompt), and of a Chunk with one token
+zstd saves 53 of 232 bytes, for 13 us to write and 11 to read.
+
 Writers and readers are roles. A process has the role of its name (`router`, `worker` …); `client`
 is any program that publishes prompts and reads answers, `operator` a person with the command line.
 A client that publishes requests that are tokenised already needs the rights of a gateway.
@@ -48,6 +55,8 @@ class Topic(NamedTuple):
     records: tuple[str, ...]
     writers: tuple[str, ...]
     readers: tuple[str, ...]
+    compression: Literal["lz4"] | None = None
+    """What brokers store its batches in; None: as they come."""
 
     def config(self, min_insync: int) -> dict[str, str]:
         """Broker settings of the topic.
@@ -61,6 +70,8 @@ class Topic(NamedTuple):
             "max.message.bytes": str(MAX_RECORD_BYTES),
             "min.insync.replicas": str(min_insync),
         }
+        if self.compression is not None:
+            shared["compression.type"] = self.compression
         if self.retention_ms is None:
             day_ms = 24 * _HOUR_MS
             return shared | {
@@ -90,7 +101,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         LEDGER, "request id", LANES, 24 * _HOUR_MS, "msgpack",
         ("Assigned", "Started", "PrefillDone", "Finished", "Fencing", "Ended"),
-        ("router", "worker"), ("router", "operator"),
+        ("router", "worker"), ("router", "operator"), "lz4",
     ),
     Topic(
         RESPONSES, "request id", LANES, _HOUR_MS, "JSON",

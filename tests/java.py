@@ -28,12 +28,15 @@ async def tool(command: Sequence[str], given: str = "") -> str:
     return done.stdout.decode()
 
 
-async def java_publishes(kafka: Broker, topic: str, lines: Mapping[str, str]) -> None:
+async def java_publishes(
+    kafka: Broker, topic: str, lines: Mapping[str, str], *options: str
+) -> None:
     """Records by key, each with its JSON; the console producer's defaults choose partitions."""
     command = java_tool(
         "org.apache.kafka.tools.ConsoleProducer",
         *("--bootstrap-server", kafka.bootstrap_servers, "--topic", topic),
         *("--reader-property", "parse.key=true", "--reader-property", "key.separator=|"),
+        *options,
     )
     await tool(command, "".join(f"{key}|{value}\n" for key, value in lines.items()))
 

@@ -121,6 +121,16 @@ async def test_a_java_program_publishes_a_prompt(
     )
 
 
+@pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
+async def test_what_a_java_program_compresses_is_read(
+    kafka: Broker, log: KafkaLog, topic_prefix: str, codec: str
+) -> None:
+    lines = {f"job-{n}": json.dumps({"text": f"{n} river " * 200}) for n in range(8)}
+    await java_publishes(kafka, topic_prefix + PROMPTS, lines, "--compression-codec", codec)
+    records = await everything(log, PROMPTS, len(lines))
+    assert {r.key.decode(): r.value.decode() for r in records if r.key and r.value} == lines
+
+
 async def test_a_java_program_reads_a_reply_by_its_key_alone(
     kafka: Broker, log: KafkaLog, topic_prefix: str
 ) -> None:

@@ -86,6 +86,11 @@ def test_a_segment_is_at_most_a_quarter_of_what_is_kept(topic: Topic) -> None:
     assert int(config["segment.ms"]) * 4 <= int(kept_ms)
 
 
+def test_brokers_compress_what_is_kept_for_a_day_and_read_by_every_router() -> None:
+    compressed = {topic.name for topic in TOPICS if "compression.type" in topic.config(1)}
+    assert compressed == {topics.LEDGER}
+
+
 def test_a_tombstone_is_kept_as_long_as_what_it_may_have_to_follow() -> None:
     for topic in TOPICS:
         if topic.retention_ms is None:
