@@ -9,7 +9,9 @@ that is too long ago.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import is_
+from struct import Struct
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -21,10 +23,13 @@ from app.routing.burdens import Burdens
 from app.routing.changes import Changes, Noted
 from app.routing.index import Index
 from app.routing.kernels import Floats, Ints
-from app.routing.paces import Pace
+from app.routing.paces import PUBLISHED, Pace
 from app.routing.policies import Place, tags_of
+from indexer.index import Depths
 from indexer.lives import Holder
 
+_LOAD = Struct(f"{kernels.BUSY_MS}d")
+"""A spot up to `BUSY_MS`. Packing takes a third of the time of assigning to a slice."""
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -90,12 +95,18 @@ def pace_columns(pace: Pace) -> tuple[float, ...]:
     return (pace.slowness, pace.chunk_tokens, pace.capacity_tokens, *pace.curves.numbers())
 
 
+def curve_of(pace: Pace) -> tuple[float, ...]:
+    """Its curve as decisions record it: nothing for the published one."""
+    return () if pace.curves == PUBLISHED else pace.curves.numbers()
+
+
 class Board:
-    """One pool's. `places`, `tags` and `spots` are in the order of its rows; see `Options`."""
+    """One pool's. Its `places`, `tags`, `curves` and `spots` are those of `Options`."""
 
     def __init__(self, rows: Sequence[Standing]) -> None:
         self.places = [row.place for row in rows]
         self.tags = tags_of(self.places)
+        self.curves = [curve_of(row.pace) for row in rows]
         self.spots = np.zeros((len(rows), kernels.SPOT))
         for spot, row in zip(self.spots, rows, strict=True):
             spot[kernels.SLOWNESS :] = pace_columns(row.pace)
@@ -120,6 +131,22 @@ class Board:
 
     def found(self, caches: Index, prompts: Sequence[NDArray[np.uint64]]) -> Found:
         """What the index says of prompts, by their local hashes, one after the other."""
+        each = self._depths(caches, prompts)
+        return Found(
+            np.array([0, *accumulate([len(one.columns) for one in each])], np.int64),
+            np.concatenate([one.columns for one in each]),
+            np.ascontiguousarray(np.concatenate([one.depths for one in each])),
+        )
+
+    def blocks(self, caches: Index, local: NDArray[np.uint64]) -> Floats:
+        """Leading blocks of a prompt at each place: on the device, the host and the disk."""
+        (found,), blocks = self._depths(caches, (local,)), np.empty((len(self.places), 3))
+        depths = np.ascontiguousarray(found.depths)
+        kernels.spread(found.columns, depths, self.column_rows, blocks)
+        return blocks
+
+    def _depths(self, caches: Index, prompts: Sequence[NDArray[np.uint64]]) -> list[Depths]:
+        """The same for each of them, with `column_rows` as they are in all of it."""
         index = caches.blocks
         while True:
             owners = index.owners
@@ -129,19 +156,7 @@ class Board:
         if owners is not self._owners:
             self._owners = owners
             self.column_rows = np.array([self._shown.get(o, -1) for o in owners], np.int64)
-        if len(each) == 1:
-            (columns, depths), starts = each[0], [0, len(each[0].columns)]
-        else:
-            columns = np.concatenate([one.columns for one in each])
-            depths = np.concatenate([one.depths for one in each])
-            starts = [0, *accumulate([len(one.columns) for one in each])]
-        return Found(np.array(starts, np.int64), columns, np.ascontiguousarray(depths))
-
-    def blocks(self, caches: Index, local: NDArray[np.uint64]) -> Floats:
-        """Leading blocks of a prompt at each place: on the device, the host and the disk."""
-        found, blocks = self.found(caches, (local,)), np.empty((len(self.places), 3))
-        kernels.spread(found.columns, found.depths, self.column_rows, blocks)
-        return blocks
+        return each
 
     def refresh(self, sources: Sources, now_ms: int) -> None:
         """Take in what has changed since the last time, and how the time has passed."""
@@ -149,7 +164,7 @@ class Board:
             sources.told.changes.count, sources.own.changes.count, sources.beaten.count,
             sources.slowness.changes.count if isinstance(sources.slowness, Noted) else -1,
         )  # fmt: skip
-        if self._read is None or not _same(self._read, sources):
+        if self._read is None or not all(map(is_, self._read, sources)):
             self._read_all(sources)
         elif counts != self._seen:
             self._read_changes(sources)
@@ -168,16 +183,15 @@ class Board:
         told = sources.told.changes.since(seen_told)
         own = sources.own.changes.since(seen_own)
         beats = sources.beaten.since(seen_beats)
-        rows: dict[int, None] = {}
         if told is None or own is None or beats is None:
             self._read_beats(sources, self._rows_of)
-            rows |= dict.fromkeys(range(len(self.places)))
+            self._read_burdens(sources, range(len(self.places)))
         else:
             rows_of, row_of = self._rows_of, self._row_of
             self._read_beats(sources, beats)
-            rows |= dict.fromkeys([n for worker in beats for n in rows_of.get(worker, ())])
-            rows |= dict.fromkeys([row_of[each] for each in (*told, *own) if each in row_of])
-        self._read_burdens(sources, rows)
+            rows = {row_of[place] for place in chain(told, own) if place in row_of}
+            rows |= {n for worker in beats for n in rows_of.get(worker, ())}
+            self._read_burdens(sources, rows)
         if isinstance(sources.slowness, Noted):
             changed = sources.slowness.changes.since(seen_slowness)
             self._read_slowness(sources, self._rows_of if changed is None else changed)
@@ -198,12 +212,8 @@ class Board:
             place = self.places[n]
             all_there = sources.told.there(place).plus(sources.own.there(place))
             runs, tokens, prefill_tokens, waiting, since_ms = all_there
-            self.spots[n, : kernels.BUSY_MS] = (
+            _LOAD.pack_into(
+                self.spots.data, n * self.spots.strides[0],
                 runs, tokens, tokens + self._outputs[n], prefill_tokens, waiting,
                 since_ms / waiting if waiting else 0.0, sources.told.prefilled_ms(place),
             )  # fmt: skip
-
-
-def _same(one: Sources, other: Sources) -> bool:
-    """Whether two are the same objects, whatever they hold."""
-    return all(a is b for a, b in zip(one, other, strict=True))

@@ -5,6 +5,7 @@ is made of its own option's alone, so it is the same to the bit among other opti
 
 `spots`: f64 (options, SPOT), a row a place; counts and tokens are whole numbers. `blocks`: f64
 (options, 3), leading blocks of the prompt by tier. `found`: f64 (options, FOUND), what comes out.
+Calling a kernel takes about 0.3 us, and 0.05 for each array: so there are few, with few arrays.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from indexer.kernels import inlined, kernel
 """Of a spot. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `SINCE_MS`: when the runs without a
 first token came, in the mean; from `CURVE` on the seven numbers of a curve (`Curves.numbers`)."""
 SPOT = CURVE + 7
-WAIT, PREFILL, STALL, SLOWER, DECODE, REPLICATION, ALONE, HOLD, COST = range(9)
+WAIT, PREFILL, STALL, SLOWER, DECODE, REPLICATION, ALONE, HOLD, HELD = range(9)
 """Of what is found, in ms; `ALONE` and `HOLD` as in `Prediction`, but `HOLD` falls below 0 when
-more time has passed than was expected."""
+more time has passed than was expected. `HELD`: tokens of the prompt that need not be computed."""
 FOUND = 9
 
 ASK_TOKENS, ASK_BLOCK, ASK_OUTPUT, ASK_TTFT, ASK_ITL = range(5)
 """Of an ask: tokens of its prompt, of a block, of its answer; its targets in ms."""
 ASK = 5
-COUNTS, TIMES = 10, 4 + SPOT - CURVE
+RECORD = 15
 """How many columns `record` fills."""
 
 HOST_SHARE, DISK_SHARE = 0.75, 0.25
@@ -41,6 +42,9 @@ FOLLOWER_STEPS = 1.5
 MISSED_MS = 1e9
 """What it costs to miss a target of the request: more than anything else, so who misses one comes
 after all who meet them."""
+
+UNKNOWN = -1.0
+"""How much of a prompt is held where most is, if that is to be found among the options."""
 
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SHIFT_1, SHIFT_2, SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
@@ -104,23 +108,44 @@ def spread(columns: Ints, depths: Ints, rows: Ints, blocks: Floats) -> None:
 
 
 @kernel()
-def hold_tokens(blocks: Floats, block_size: float, prompt_tokens: float, held: Floats) -> float:
-    """Tokens of the prompt that need not be computed, into `held`; the most of them."""
+def _settle(
+    spots: Floats,
+    blocks: Floats,
+    ahead_at: Ints,
+    ahead_ms: Floats,
+    block_size: float,
+    prompt_tokens: float,
+    weight: float,
+    found: Floats,
+) -> float:
+    """What each option holds of the prompt, the rest's prefill alone, the wait for those before.
+
+    Returns the most that one holds.
+    """
     most = 0.0
-    for i in range(len(blocks)):
+    for i in range(len(spots)):
         worth = blocks[i, 0] + (HOST_SHARE * blocks[i, 1] + DISK_SHARE * blocks[i, 2])
-        held[i] = min(worth * block_size, prompt_tokens)
-        most = max(most, held[i])
+        held = min(worth * block_size, prompt_tokens)
+        most = max(most, held)
+        found[i, HELD] = held
+        found[i, WAIT] = 0.0
+        found[i, ALONE] = _prefill_ms(spots[i], max(prompt_tokens - held, 1.0), 0.0)
+    for j in range(len(ahead_at)):
+        i = ahead_at[j]
+        if i >= 0:
+            own_ms, other_ms = found[i, ALONE], ahead_ms[j]
+            found[i, WAIT] += min(own_ms, other_ms) + weight * max(own_ms, other_ms)
     return most
 
 
 @kernel()
 def predict(
     spots: Floats,
-    held: Floats,
+    blocks: Floats,
     liking: Floats,
     ahead_at: Ints,
     ahead_ms: Floats,
+    block_size: float,
     prompt_tokens: float,
     output_tokens: float,
     others: float,
@@ -130,24 +155,24 @@ def predict(
     ttft_target: float,
     itl_target: float,
     found: Floats,
-) -> None:
-    """What is expected of a request at each option.
+    costs: Floats,
+) -> float:
+    """What is expected of a request at each option; how much of its prompt is held where most is.
 
     `ahead_at` and `ahead_ms`: options for which requests before it are planned, and their prefill
-    there, alone; -1 for those that are planned for none of these.
+    there, alone; -1 for those that are planned for none of these. `liking`: empty if costs stay as
+    they are. `most_held` may be UNKNOWN.
     """
-    for i in range(len(spots)):
-        found[i, WAIT] = 0.0
-        found[i, ALONE] = _prefill_ms(spots[i], max(prompt_tokens - held[i], 1.0), 0.0)
-    for j in range(len(ahead_at)):
-        i = ahead_at[j]
-        if i >= 0:
-            own_ms, other_ms = found[i, ALONE], ahead_ms[j]
-            found[i, WAIT] += min(own_ms, other_ms) + weight * max(own_ms, other_ms)
+    most = _settle(
+        spots, blocks, ahead_at, ahead_ms, block_size, prompt_tokens, weight, found
+    )  # fmt: skip
+    if most_held != UNKNOWN:
+        most = most_held
     for i in range(len(spots)):
         spot = spots[i]
         runs, prompts, capacity = spot[RUNS], spot[TOKENS], spot[CAPACITY]
-        tokens = max(prompt_tokens - held[i], 1.0)
+        held = found[i, HELD]
+        tokens = max(prompt_tokens - held, 1.0)
         context = prompts + runs * others / 2
         step_ms = _decode_ms(spot, context) if runs > 0 else 0.0
         alone_ms, planned_ms = found[i, ALONE], found[i, WAIT]
@@ -166,11 +191,12 @@ def predict(
         stall_ms = runs * alone_ms
         slower_ms = runs * others / 2 * (later_ms - step_ms)
         decode_ms = output_tokens * later_ms
-        replication_ms = (most_held - held[i]) * per_token_ms
+        replication_ms = (most - held) * per_token_ms
         ttft_ms = wait_ms + prefill_ms
         cost_ms = ttft_ms + weight * (stall_ms + slower_ms + leads_to * decode_ms)
         cost_ms += (leads_to - 1.0) * FOLLOWER_STEPS * later_ms + replication_ms / leads_to
-        cost_ms *= liking[i]
+        if len(liking):
+            cost_ms *= liking[i]
         if ttft_ms > ttft_target or later_ms > itl_target:
             cost_ms += MISSED_MS
         shares = spot[SLOWNESS] * (spot[CURVE + 1] * tokens - spot[CURVE + 2]) <= step_ms
@@ -184,7 +210,8 @@ def predict(
         found[i, DECODE] = decode_ms
         found[i, REPLICATION] = replication_ms
         found[i, HOLD] = hold_ms
-        found[i, COST] = cost_ms
+        costs[i] = cost_ms
+    return most
 
 
 @kernel()
@@ -258,9 +285,8 @@ def survey(
     others: float,
     leads_to: float,
     weight: float,
-    blocks: Floats,
-    held: Floats,
     liking: Floats,
+    blocks: Floats,
     costs: Floats,
     found: Floats,
     best: Floats,
@@ -274,16 +300,12 @@ def survey(
     """
     for n in range(len(asks)):
         first, end, entry = starts[n], starts[n + 1], entries[n]
-        prompt_tokens = asks[n, ASK_TOKENS]
         spread(columns[first:end], depths[first:end], rows, blocks)
-        most = hold_tokens(blocks, asks[n, ASK_BLOCK], prompt_tokens, held)
         predict(
-            spots, held, liking, ahead_at[:entry], ahead_ms[:entry], prompt_tokens,
-            asks[n, ASK_OUTPUT], others, most, leads_to, weight, asks[n, ASK_TTFT],
-            asks[n, ASK_ITL], found,
+            spots, blocks, liking, ahead_at[:entry], ahead_ms[:entry], asks[n, ASK_BLOCK],
+            asks[n, ASK_TOKENS], asks[n, ASK_OUTPUT], others, UNKNOWN, leads_to, weight,
+            asks[n, ASK_TTFT], asks[n, ASK_ITL], found, costs,
         )  # fmt: skip
-        for i in range(len(costs)):
-            costs[i] = found[i, COST]
         chosen = least(costs, seeds[n], tags)
         ahead_at[entry], ahead_ms[entry] = chosen, found[chosen, ALONE]
         for k in range(FOUND):
@@ -292,81 +314,58 @@ def survey(
 
 @kernel()
 def record(
-    costs: Floats, chosen: int, spots: Floats, blocks: Floats, best: Ints, counts: Ints,
-    times: Floats,
-) -> int:  # fmt: skip
+    costs: Floats, chosen: int, spots: Floats, blocks: Floats, rows: Ints, times: Floats
+) -> int:
     """The options with the least costs in that order, and the chosen one; how many they are.
 
-    Into `best` their numbers, and into the columns of `counts` and `times` what is written down.
+    What is written down of each goes into a row of `rows`, its number first. `times` are the same
+    rows seen as floats: that is what 1 and from 12 on is.
     """
-    size, most = 0, len(best) - 1
+    size, most = 0, len(rows) - 1
     for i in range(len(costs)):
-        if costs[i] < np.inf and (size < most or costs[i] < costs[best[size - 1]]):
+        if costs[i] < np.inf and (size < most or costs[i] < costs[rows[size - 1, 0]]):
             at = size if size < most else size - 1
             size = at + 1
-            while at > 0 and costs[i] < costs[best[at - 1]]:
-                best[at] = best[at - 1]
+            while at > 0 and costs[i] < costs[rows[at - 1, 0]]:
+                rows[at, 0] = rows[at - 1, 0]
                 at -= 1
-            best[at] = i
+            rows[at, 0] = i
     is_among = False
     for k in range(size):
-        is_among |= best[k] == chosen
+        is_among |= rows[k, 0] == chosen
     if not is_among:
-        best[size] = chosen
+        rows[size, 0] = chosen
         size += 1
     for k in range(size):
-        i = best[k]
+        i, row = rows[k, 0], rows[k]
         spot = spots[i]
-        counts[0, k] = int(spot[RUNS])
-        counts[1, k] = int(spot[OPEN_TOKENS])
+        times[k, 1] = costs[i]
+        row[2], row[3] = int(spot[RUNS]), int(spot[OPEN_TOKENS])
         for tier in range(3):
-            counts[2 + tier, k] = int(blocks[i, tier])
-        counts[5, k] = int(spot[PREFILL_TOKENS])
-        counts[6, k] = int(spot[TOKENS])
-        counts[7, k] = int(spot[PREFILL_RUNS])
-        counts[8, k] = int(spot[CHUNK])
-        counts[9, k] = int(spot[CAPACITY])
-        times[0, k] = costs[i]
-        times[1, k] = spot[BUSY_MS]
-        times[2, k] = spot[SLOWNESS]
-        times[3, k] = spot[LATER_MS]
-        for x in range(CURVE, SPOT):
-            times[4 + x - CURVE, k] = spot[x]
+            row[4 + tier] = int(blocks[i, tier])
+        row[7], row[8] = int(spot[PREFILL_TOKENS]), int(spot[TOKENS])
+        row[9], row[10], row[11] = int(spot[PREFILL_RUNS]), int(spot[CHUNK]), int(spot[CAPACITY])
+        times[k, 12], times[k, 13], times[k, 14] = spot[BUSY_MS], spot[SLOWNESS], spot[LATER_MS]
     return size
 
 
 def warm_up() -> None:
     """Call every kernel once, with what it will be called with."""
-    spots, blocks, held = np.ones((1, SPOT)), np.zeros((1, 3)), np.zeros(1)
+    spots, blocks, costs = np.ones((1, SPOT)), np.zeros((1, 3)), np.zeros(1)
     found, tags, none = np.zeros((1, FOUND)), np.zeros(1, np.uint64), np.zeros(1, np.int64)
     elapse(spots, 1.0)
     spread(none, np.zeros((1, 4), np.int64), none, blocks)
-    hold_tokens(blocks, 16.0, 1.0, held)
     predict(
-        spots,
-        held,
-        np.ones(1),
-        none,
-        np.zeros(1),
-        1.0,
-        1.0,
-        1.0,
-        0.0,
-        1.0,
-        0.01,
-        np.inf,
-        np.inf,
-        found,
-    )
-    dynamo(spots, blocks, 1, 16, 1.0, 0.0, np.ones(3), 0.0, 0.0, held)
-    draw(np.uint64(0), tags, tags.copy())
-    least(held, np.uint64(0), tags)
-    record(
-        held, 0, spots, blocks, np.zeros(2, np.int64), np.zeros((COUNTS, 2), np.int64),
-        np.zeros((TIMES, 2)),
+        spots, blocks, np.ones(1), none, np.zeros(1), 16.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.01, np.inf,
+        np.inf, found, costs,
     )  # fmt: skip
+    dynamo(spots, blocks, 1, 16, 1.0, 0.0, np.ones(3), 0.0, 0.0, costs)
+    draw(np.uint64(0), tags, tags.copy())
+    least(costs, np.uint64(0), tags)
+    rows = np.zeros((2, RECORD), np.int64)
+    record(costs, 0, spots, blocks, rows, rows.view(np.float64))
     survey(
         spots, tags, np.zeros(2, np.int64), none, np.zeros((1, 4), np.int64), none,
         np.ones((1, ASK)), tags, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1), 1.0,
-        1.0, 0.01, blocks, held, np.ones(1), np.ones(1), found, found.copy(),
+        1.0, 0.01, np.ones(1), blocks, costs, found, found.copy(),
     )  # fmt: skip

@@ -28,7 +28,9 @@ from app.routing.decisions import (
 from app.routing.eligibility import NoPlace, Pool, Row, eligible, pin_of
 from app.routing.kernels import Floats
 from app.routing.policies import (
+    NOBODY,
     POLICIES,
+    Ahead,
     Ask,
     Costs,
     DynamoWeights,
@@ -99,19 +101,17 @@ def plan(
         return _without_place(rows)
     options = _options(request, pool, rows, view, prompt)
     weights = _overridden(tuning.weights, request.router_config_override)
-    ask = _ask(prompt, pool.block_size, seed, turn)
+    ask = _ask(prompt, view, pool.block_size, seed, turn)
     prediction: Prediction | None = None
     if tuning.policy == "predictive":
-        held = predictive.held_tokens(ask, options)
-        ask = _predicted(ask, request, view)._replace(most_held_tokens=held.most)
-        prediction = predictive.predict(ask, options, tuning.predictive, held)
-        costs: Costs = prediction.costs
+        prediction = predictive.predict(ask, options, tuning.predictive)
+        costs = prediction.costs
     else:
         if weights.overlap_decay:
             least = int(options.spots[:, kernels.PREFILL_TOKENS].min())
             ask = ask._replace(least_prefill_tokens=least)
         costs = POLICIES[tuning.policy](ask, options, weights)
-    params = _params(tuning, ask, weights, costs, request.router_config_override)
+    params = _params(tuning, ask, weights, costs, prediction, request.router_config_override)
     chosen = pick(costs, options.tags, seed, _noise(params))
     assert chosen is not None, "a policy considers some option"
     if bound is not None and bound in options.places:
@@ -130,8 +130,8 @@ def plan(
         if (hold := hold_of(outlook, view.now_ms)) is not None:
             return hold
     cached = min(int(sum(options.blocks[chosen].tolist())) * pool.block_size, prompt.tokens)
-    tracked, reuse = (params.get(name, 1.0) for name in ("track_prefill_tokens", "assume_kv_reuse"))
-    tracked = tracked and tuning.policy != "direct"
+    tracked = tuning.policy != "direct" and params.get("track_prefill_tokens", 1.0)
+    reuse = params.get("assume_kv_reuse", 1.0)
     return Chosen(
         place=options.places[chosen],
         tokens=prompt.tokens,
@@ -245,24 +245,17 @@ def hold_of(outlook: Outlook, now_ms: int) -> Hold | None:
     return Hold("its worker is busy", now_ms + outlook.left_ms, outlook.planned)
 
 
-def _ask(prompt: Prompt, block_size: int, seed: int, turn: int) -> Ask:
+def _ask(prompt: Prompt, view: View, block_size: int, seed: int, turn: int) -> Ask:
+    """What policies may know of a request, but for what depends on its options."""
     request = prompt.request
     session = request.hints.session_control
-    return Ask(
-        request.id, prompt.tokens, block_size, seed, turn, session.session_id if session else ""
-    )
-
-
-def _predicted(ask: Ask, request: Request, view: View) -> Ask:
-    """The request with what is expected of it, and what it asks for."""
     ttft_target_ms, itl_target_ms = targets_of(request)
-    return ask._replace(
+    return Ask(
+        request.id, prompt.tokens, block_size, seed, turn, session.session_id if session else "",
         output_tokens=expected_output_tokens(request, view.output_tokens),
-        mean_output_tokens=view.output_tokens,
-        leads_to=view.leads_to,
-        ttft_target_ms=ttft_target_ms,
-        itl_target_ms=itl_target_ms,
-    )
+        mean_output_tokens=view.output_tokens, most_held_tokens=kernels.UNKNOWN,
+        leads_to=view.leads_to, ttft_target_ms=ttft_target_ms, itl_target_ms=itl_target_ms,
+    )  # fmt: skip
 
 
 def expected_output_tokens(request: Request, mean: float) -> float:
@@ -285,17 +278,19 @@ def _options(
     request: Request, pool: Pool, rows: Sequence[Row], view: View, prompt: Prompt
 ) -> Options:
     board = board_of(pool, view)
-    blocks = board.blocks(view.caches, prompt.local(pool.block_size))
-    at = board.rows_at([planned.place for planned in view.ahead])
-    ms = np.array([planned.prefill_ms for planned in view.ahead], np.float64)
-    taints = _taint_weights(request, rows)
-    if rows is pool.rows:
-        return Options(board.places, board.tags, board.spots, blocks, taints, at, ms)
-    places = [row.place for row in rows]
-    few = board.rows_at(places)
-    position = np.full(len(board.places) + 1, -1)  # the last one is for places of other pools
-    position[few] = np.arange(len(few))
-    return Options(places, board.tags[few], board.spots[few], blocks[few], taints, position[at], ms)
+    every = Options(
+        board.places, board.tags, board.curves, board.spots,
+        board.blocks(view.caches, prompt.local(pool.block_size)),
+        _taint_weights(request, pool.rows), _ahead(board, view.ahead),
+    )  # fmt: skip
+    return every if rows is pool.rows else every.only(board.rows_at([row.place for row in rows]))
+
+
+def _ahead(board: Board, planned: Sequence[Planned]) -> Ahead:
+    if not planned:
+        return NOBODY
+    at = board.rows_at([each.place for each in planned])
+    return Ahead(at, np.array([each.prefill_ms for each in planned], np.float64))
 
 
 def board_of(pool: Pool, view: View) -> Board:
@@ -349,16 +344,21 @@ def _params(
     ask: Ask,
     weights: DynamoWeights,
     costs: Costs,
+    prediction: Prediction | None,
     override: RouterConfigOverride | None,
 ) -> dict[str, float]:
     """The settings in force, as they are recorded, those of the request that only inform, too."""
     params: dict[str, float] = {}
-    if tuning.policy == "predictive":
-        params |= tuning.predictive._asdict()
-        for name in ("output_tokens", "mean_output_tokens", "most_held_tokens", "leads_to"):
-            params[name] = getattr(ask, name)
-        targets = {"ttft_target_ms": ask.ttft_target_ms, "itl_target_ms": ask.itl_target_ms}
-        params |= {name: target for name, target in targets.items() if target < math.inf}
+    if prediction is not None:
+        params = {
+            **tuning.predictive._asdict(),
+            "output_tokens": ask.output_tokens, "mean_output_tokens": ask.mean_output_tokens,
+            "most_held_tokens": prediction.most_held_tokens, "leads_to": ask.leads_to,
+        }  # fmt: skip
+        if ask.ttft_target_ms < math.inf:
+            params["ttft_target_ms"] = ask.ttft_target_ms
+        if ask.itl_target_ms < math.inf:
+            params["itl_target_ms"] = ask.itl_target_ms
     if tuning.policy == "dynamo":
         params |= weights._asdict()
         if weights.overlap_decay:

@@ -39,6 +39,8 @@ from app.routing.kernels import (
 
 NEVER = math.inf
 """Cost of an option that the policy does not consider."""
+UNCHANGED: Floats = np.empty(0)
+"""The factors on costs that stay as they are."""
 
 _M64 = (1 << 64) - 1
 _RUN_SHARE = 2.0**-20
@@ -53,31 +55,53 @@ class Place(NamedTuple):
     rank: int = 0
 
 
+class Ahead(NamedTuple):
+    """The requests that are held in this router, came before one and are planned for its options:
+    for which one each, `at` -1 for none of these, and its prefill there, alone, in `ms`.
+    """
+
+    at: Ints
+    ms: Floats
+
+
+NOBODY = Ahead(np.empty(0, np.int64), np.empty(0))
+
+
 class Options(NamedTuple):
     """The places that may take a request, with everything a policy may look at; a row each.
 
-    `tags`: see `tags_of`. `spots`: what lies on each and how fast it is, `blocks`: leading blocks
-    of the prompt that it holds on the device, and those it could load from host and disk; see
-    `kernels.py`. `taint_weights`: the sum of the weights of those preferred taints that it has.
-
-    `ahead_at` and `ahead_ms`, of policy predictive: for each request that is held here, came before
-    this one and is planned for one of these, for which one, and its prefill there, alone.
+    `tags`: see `tags_of`; `curves`: see `curve_of`. `spots`: what lies on each and how fast it is,
+    `blocks`: leading blocks of the prompt that it holds on the device, and those it could load from
+    host and disk; see `kernels.py`. `taint_weights`: the sum of the weights of those preferred
+    taints that it has. Of `ahead` only policy predictive knows.
     """
 
     places: Sequence[Place]
     tags: Words
+    curves: Sequence[tuple[float, ...]]
     spots: Floats
     blocks: Floats
     taint_weights: Floats | None = None
-    ahead_at: Ints = np.empty(0, np.int64)
-    ahead_ms: Floats = np.empty(0)
+    ahead: Ahead = NOBODY
 
     @property
     def liking(self) -> Floats:
-        """By what preferred taints multiply costs: exp(-tanh(Σ weights))."""
+        """By what preferred taints multiply costs: exp(-tanh(Σ weights)); empty without any."""
         if self.taint_weights is None:
-            return np.ones(len(self.spots))
+            return UNCHANGED
         return np.array([math.exp(-math.tanh(w)) for w in self.taint_weights.tolist()])
+
+    def only(self, numbers: Ints) -> Options:
+        """These of them alone, in this order."""
+        position = np.full(len(self.places) + 1, -1)  # the last one is for places of other pools
+        position[numbers] = np.arange(len(numbers))
+        which = numbers.tolist()
+        return Options(
+            [self.places[i] for i in which], self.tags[numbers], [self.curves[i] for i in which],
+            self.spots[numbers], self.blocks[numbers],
+            None if self.taint_weights is None else self.taint_weights[numbers],
+            Ahead(position[self.ahead.at], self.ahead.ms),
+        )  # fmt: skip
 
 
 class Ask(NamedTuple):
@@ -85,8 +109,8 @@ class Ask(NamedTuple):
 
     `turn`: how many requests this router has dispatched, for policies that go in turn.
     `least_prefill_tokens`: the least of all options. `output_tokens`: how long its answer is
-    expected to be, `mean_output_tokens`: others. `most_held_tokens`: of its prompt, where most are.
-    `leads_to`: how many requests one comes to, itself included.
+    expected to be, `mean_output_tokens`: others. `most_held_tokens`: of its prompt, where most are;
+    UNKNOWN before that was looked up. `leads_to`: how many requests one comes to, itself included.
     Targets: times to its first token, and from token to token, that it asks for.
     """
 

@@ -70,22 +70,20 @@ class Terms(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What is expected at each option: `found`, in columns named in `kernels.py`."""
+    """What is expected at each option: `found`, in columns named in `kernels.py`, and its cost.
+
+    Preferred taints lower costs as they do in the `dynamo` policy. An option that is expected to
+    miss a target of the request costs `MISSED_MS` more. `most_held_tokens`: see `Ask`.
+    """
 
     found: Floats
+    costs: Floats
+    most_held_tokens: float
 
     @property
     def terms(self) -> Terms:
         """What costs are made of."""
         return Terms(*self.found[:, : kernels.ALONE].T)
-
-    @property
-    def costs(self) -> Floats:
-        """The cost of each option; preferred taints lower it as they do in the `dynamo` policy.
-
-        One that is expected to miss a target of the request costs `MISSED_MS` more.
-        """
-        return self.found[:, kernels.COST].copy()
 
     @property
     def alone_ms(self) -> Floats:
@@ -103,31 +101,14 @@ class Prediction(NamedTuple):
         return np.maximum(self.found[:, kernels.HOLD], 0.0)
 
 
-class HeldTokens(NamedTuple):
-    """Of a prompt, what need not be computed at each option; the `most` of these."""
-
-    each: Floats
-    most: float
-
-
-def predict(
-    ask: Ask, options: Options, weights: PredictiveWeights, held: HeldTokens | None = None
-) -> Prediction:
-    """What is expected of a request at each option. `held`: as `held_tokens` has it."""
-    held = held or held_tokens(ask, options)
-    found = np.empty((len(options.spots), FOUND))
-    kernels.predict(
-        options.spots, held.each, options.liking, options.ahead_at, options.ahead_ms,
-        float(ask.prompt_tokens), ask.output_tokens, ask.mean_output_tokens, ask.most_held_tokens,
-        ask.leads_to, weights.decode_weight, ask.ttft_target_ms, ask.itl_target_ms, found,
+def predict(ask: Ask, options: Options, weights: PredictiveWeights) -> Prediction:
+    """What is expected of a request at each option."""
+    size = len(options.spots)
+    found, costs = np.empty((size, FOUND)), np.empty(size)
+    most = kernels.predict(
+        options.spots, options.blocks, options.liking, *options.ahead,
+        float(ask.block_size), float(ask.prompt_tokens), ask.output_tokens, ask.mean_output_tokens,
+        ask.most_held_tokens, ask.leads_to, weights.decode_weight, ask.ttft_target_ms,
+        ask.itl_target_ms, found, costs,
     )  # fmt: skip
-    return Prediction(found)
-
-
-def held_tokens(ask: Ask, options: Options) -> HeldTokens:
-    """Tokens of the prompt that need not be computed; those to be loaded count in part."""
-    each = np.empty(len(options.spots))
-    most = kernels.hold_tokens(
-        options.blocks, float(ask.block_size), float(ask.prompt_tokens), each
-    )
-    return HeldTokens(each, most)
+    return Prediction(found, costs, most)

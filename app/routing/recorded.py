@@ -7,11 +7,12 @@ again from them alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from struct import Struct
 
 import numpy as np
 
 from app.routing import kernels
-from app.routing.board import pace_columns
+from app.routing.board import curve_of, pace_columns
 from app.routing.kernels import (
     BUSY_MS,
     LATER_MS,
@@ -23,14 +24,15 @@ from app.routing.kernels import (
     SPOT,
     TOKENS,
 )
-from app.routing.paces import PUBLISHED, pace_told
-from app.routing.policies import Costs, Options, Place, tags_of
+from app.routing.paces import pace_told
+from app.routing.policies import Ahead, Costs, Options, Place, tags_of
 from streams.records import Candidate
 
 RECORDED = 16
 """How many candidates a decision records: the best ones, and the chosen one if it is none."""
 
-_PUBLISHED = PUBLISHED.numbers()
+_ROW = Struct("qd10q3d")
+"""As `kernels.record` fills it. Read so, 16 rows become candidates in 6 us, by columns in 12."""
 
 
 def candidates_of(
@@ -40,37 +42,38 @@ def candidates_of(
 
     `is_timed`: with what policy predictive looks at.
     """
-    best = np.empty(RECORDED + 1, np.int64)
-    counts = np.empty((kernels.COUNTS, len(best)), np.int64)
-    times = np.empty((kernels.TIMES, len(best)))
-    size = kernels.record(costs, chosen, options.spots, options.blocks, best, counts, times)
-    numbers: list[int] = best[:size].tolist()
-    places, taints = options.places, options.taint_weights
-    cost, busy_ms, slowness, later_ms, *curve = times[:, :size].tolist()
-    *about, prefill_tokens, prompt_tokens, prefill_runs, chunk_tokens, capacity_tokens = counts[
-        :, :size
-    ].tolist()
-    columns = [
-        *zip(*[places[i] for i in numbers], strict=True), cost, *about, prefill_tokens,
-        [0.0] * size if taints is None else taints[numbers].tolist(),
-    ]  # fmt: skip
-    if is_timed:
-        columns += [
-            prompt_tokens, prefill_runs, busy_ms, _ahead(options, numbers), slowness, chunk_tokens,
-            capacity_tokens, [() if c == _PUBLISHED else c for c in zip(*curve, strict=True)],
-            later_ms,
-        ]  # fmt: skip
-    return tuple(map(Candidate, *columns))
+    rows = np.empty((RECORDED + 1, kernels.RECORD), np.int64)
+    size = kernels.record(costs, chosen, options.spots, options.blocks, rows, rows.view(np.float64))
+    places, curves, taints = options.places, options.curves, options.taint_weights
+    ahead, taint, candidates = _ahead(options), 0.0, []
+    for (
+        i, cost, runs, open_tokens, device, host, disk, prefill_tokens, prompt_tokens,
+        prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness, later_ms,
+    ) in _ROW.iter_unpack(rows[:size].data):  # fmt: skip
+        worker, epoch, rank = places[i]
+        if taints is not None:
+            taint = float(taints[i])
+        if is_timed:
+            each = Candidate(
+                worker, epoch, rank, cost, runs, open_tokens, device, host, disk, prefill_tokens,
+                taint, prompt_tokens, prefill_runs, busy_ms, ahead.get(i, ()), slowness,
+                chunk_tokens, capacity_tokens, curves[i], later_ms,
+            )  # fmt: skip
+        else:
+            each = Candidate(
+                worker, epoch, rank, cost, runs, open_tokens, device, host, disk, prefill_tokens,
+                taint,
+            )  # fmt: skip
+        candidates.append(each)
+    return tuple(candidates)
 
 
-def _ahead(options: Options, numbers: list[int]) -> list[tuple[float, ...]]:
-    """For each of these options the prefill of those who are planned for it before."""
-    if not len(options.ahead_at):
-        return [()] * len(numbers)
+def _ahead(options: Options) -> dict[int, tuple[float, ...]]:
+    """By option, the prefill of those who are planned for it before."""
     ahead: dict[int, list[float]] = {}
-    for at, ms in zip(options.ahead_at.tolist(), options.ahead_ms.tolist(), strict=True):
+    for at, ms in zip(options.ahead.at.tolist(), options.ahead.ms.tolist(), strict=True):
         ahead.setdefault(at, []).append(ms)
-    return [tuple(ahead.get(number, ())) for number in numbers]
+    return {at: tuple(each) for at, each in ahead.items()}
 
 
 def options_of(candidates: Sequence[Candidate]) -> Options:
@@ -81,13 +84,14 @@ def options_of(candidates: Sequence[Candidate]) -> Options:
         spot[RUNS], spot[TOKENS], spot[OPEN_TOKENS] = c.open_runs, c.prompt_tokens, c.open_tokens
         spot[PREFILL_TOKENS], spot[PREFILL_RUNS] = c.prefill_tokens, c.prefill_runs
         spot[BUSY_MS], spot[LATER_MS] = c.busy_ms, c.later_ms
-        pace = pace_told(c)
-        spot[SLOWNESS:] = pace_columns(pace)
+        spot[SLOWNESS:] = pace_columns(pace_told(c))
     blocks = [(c.overlap_blocks, c.host_blocks, c.disk_blocks) for c in candidates]
     ahead = [(i, ms) for i, c in enumerate(candidates) for ms in c.ahead_ms]
     taints = [c.taint_weight for c in candidates]
     return Options(
-        places, tags_of(places), spots, np.array(blocks, np.float64).reshape(-1, 3),
-        np.array(taints) if any(taints) else None,
-        np.array([i for i, _ in ahead], np.int64), np.array([ms for _, ms in ahead], np.float64),
+        places, tags_of(places), [curve_of(pace_told(c)) for c in candidates], spots,
+        np.array(blocks, np.float64).reshape(-1, 3), np.array(taints) if any(taints) else None,
+        Ahead(
+            np.array([i for i, _ in ahead], np.int64), np.array([ms for _, ms in ahead], np.float64)
+        ),
     )  # fmt: skip

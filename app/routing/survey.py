@@ -26,7 +26,7 @@ from app.routing.plan import (
     outlook_of,
     targets_of,
 )
-from app.routing.policies import word_of
+from app.routing.policies import UNCHANGED, word_of
 
 K = TypeVar("K", bound=Hashable)
 
@@ -99,9 +99,8 @@ def _together(
     kernels.survey(
         board.spots, board.tags, *found, board.column_rows, asks,
         np.array([word_of(each.seed) for each in looking], np.uint64), chosen, ahead_at, ahead_ms,
-        view.output_tokens, view.leads_to, tuning.predictive.decode_weight,
-        np.empty((size, 3)), np.empty(size), np.ones(size), np.empty(size),
-        np.empty((size, kernels.FOUND)), best,
+        view.output_tokens, view.leads_to, tuning.predictive.decode_weight, UNCHANGED,
+        np.empty((size, 3)), np.empty(size), np.empty((size, kernels.FOUND)), best,
     )  # fmt: skip
     return _sketches(looking, board, ahead_at[chosen].tolist(), best.tolist(), by)
 

@@ -15,10 +15,11 @@ from app.engine.curves import Curves
 from app.routing.burdens import Burden
 from app.routing.decisions import Chosen, Hold, Plan, Planned, Tuning, View, intention
 from app.routing.held import Held, Sketch, Survey, Wanted
+from app.routing.kernels import UNKNOWN
 from app.routing.paces import Pace
 from app.routing.plan import plan, replan
 from app.routing.policies import Ask, Options, Place
-from app.routing.predictive import Prediction, PredictiveWeights, held_tokens, predict
+from app.routing.predictive import Prediction, PredictiveWeights, predict
 from app.routing.prompt import Prompt
 from app.routing.recorded import candidates_of, options_of
 from app.routing.survey import Surveyor, survey
@@ -126,8 +127,9 @@ def test_those_planned_before_go_first_if_they_are_shorter_and_last_if_not() -> 
 
 def test_what_is_cached_elsewhere_and_computed_here_is_paid_for() -> None:
     both = {"overlap_blocks": 30}, {"overlap_blocks": 10}
-    ask = ASK._replace(most_held_tokens=held_tokens(ASK, options(*both)).most)
-    terms = predicted(*both, ask=ask).terms
+    found = predicted(*both, ask=ASK._replace(most_held_tokens=UNKNOWN))
+    assert found.most_held_tokens == 300
+    terms = found.terms
     # The second has 200 tokens less, at 20 ms for a full chunk of 1000.
     assert terms.replication_ms == pytest.approx([0, 4])
     assert terms.prefill_ms == pytest.approx([12, 14])
