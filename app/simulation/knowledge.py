@@ -61,7 +61,8 @@ class Folds:
         tells_curves: bool,
     ) -> None:
         self.fleet = Fleet()
-        self.index = Index(SECRET)
+        self._index = Index(SECRET)
+        self._unread: dict[Worker, list[Event]] = {}
         self._keys = keys
         self._positions: dict[Partition, int] = {}
         self._event_ids = dict.fromkeys([worker.epoch for worker in workers], 0)
@@ -75,7 +76,20 @@ class Folds:
                 id=worker.name, slot=worker.epoch, model=MODEL, config=config, epoch=worker.epoch
             )
             self._tell(self.fleet, REGISTRY, card, 0.0)
-            self._tell_blocks(worker, [CLEARED], 0.0)
+            self._unread[worker] = [CLEARED]
+
+    @property
+    def index(self) -> Index:
+        """The caches as they are told of until now.
+
+        What came since somebody looked last is read now, in one record of each worker: a cache
+        changes more often than a router looks.
+        """
+        if self._unread:
+            for worker, events in self._unread.items():
+                self._tell_blocks(worker, events)
+            self._unread.clear()
+        return self._index
 
     def beat(self, worker: Worker, now_ms: float) -> None:
         """A heartbeat; all its runs stand in one, since only their sum is looked at."""
@@ -85,27 +99,26 @@ class Folds:
             worker=worker.name, epoch=worker.epoch, slot_offset=0, running=(runs,)
         ), now_ms)  # fmt: skip
 
-    def cache_changed(self, worker: Worker, done: Step, at_ms: float) -> None:
+    def cache_changed(self, worker: Worker, done: Step) -> None:
         """What a step evicted and computed, by its end."""
-        keys, events = self._keys, []
+        keys, events = self._keys, self._unread.setdefault(worker, [])
         if done.removed:
             gone = tuple([keys[chunk] for chunk in done.removed])
             events.append(Event(Kind.REMOVED, keys=gone))
         for sequence, start, end in done.stored:
             stored = tuple([keys[chunk] for chunk in sequence.identities[start:end]])
             events.append(Event(Kind.STORED, Tier.DEVICE, start, stored))
-        if events:
-            self._tell_blocks(worker, events, at_ms)
 
-    def _tell_blocks(self, worker: Worker, events: Sequence[Event], at_ms: float) -> None:
+    def _tell_blocks(self, worker: Worker, events: Sequence[Event]) -> None:
         first = self._event_ids[worker.epoch]
         self._event_ids[worker.epoch] = first + len(events)
         columns = encode(events)
-        self._tell(self.index, EVENTS, Blocks(
+        # Its time says only who is forgotten after a day of silence: nobody here.
+        self._tell(self._index, EVENTS, Blocks(
             worker=worker.name, epoch=worker.epoch, first_event_id=first,
             hash_fingerprint=SECRET.fingerprint, kinds=columns.kinds, tiers=columns.tiers,
             positions=columns.positions, counts=columns.counts, keys=columns.keys,
-        ), at_ms)  # fmt: skip
+        ), 0.0)  # fmt: skip
 
     def _tell(self, fold: Fleet | Index, source: Partition, record: Inner, at_ms: float) -> None:
         offset = self._positions.get(source, 0)

@@ -88,6 +88,8 @@ class Replay:
     rng: Random
     progress: Callable[[int], None] = lambda _: None
     lives: list[Life] = field(default_factory=list)
+    _telling_ms: float = field(init=False)
+    """From what happens on a worker until routers read of it."""
     _beat_ms: float = 0.0
     _moved_ms: float = 0.0
     """When a request came, or a step ended, last."""
@@ -101,6 +103,9 @@ class Replay:
     """Workers of which routers have read something that they have not looked at yet."""
     _idle: dict[int, Worker] = field(default_factory=dict)
     """Workers that begin a step as soon as everybody has been sent who is sent now."""
+
+    def __post_init__(self) -> None:
+        self._telling_ms = self.conditions.notice_ms + self.conditions.lag_ms
 
     def run(self) -> list[Life]:
         """Play all of it; the lives in the order of arrival. Raises as `prepared` says."""
@@ -162,9 +167,13 @@ class Replay:
         done = worker.end()
         if done is not None:
             if done.removed or done.stored:
-                changed = partial(self.folds.cache_changed, worker, done, now_ms)
-                self._put(now_ms, self._telling_ms, changed)
-            self._note(worker, done, now_ms)
+                if self._telling_ms:
+                    changed = partial(self.folds.cache_changed, worker, done)
+                    self._put(now_ms, self._telling_ms, changed)
+                else:
+                    self.folds.cache_changed(worker, done)
+            if done.chunks or done.finished:
+                self._note(worker, done, now_ms)
             if self._heard:
                 self._look(now_ms)
         self._begin(worker, now_ms)
@@ -237,10 +246,6 @@ class Replay:
             self._heard[record.worker] = None
 
         self._put(now_ms, self._telling_ms, read)
-
-    @property
-    def _telling_ms(self) -> float:
-        return self.conditions.notice_ms + self.conditions.lag_ms
 
     def _put(self, now_ms: float, delay_ms: float, happen: Callable[[], None]) -> None:
         """Let something happen: now, or so much later."""

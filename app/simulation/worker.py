@@ -17,8 +17,8 @@ from app.engine.step import admit, step
 
 NEVER = math.inf
 
-FEW = 3
-"""Quiet steps that are quicker taken one by one."""
+FEW = 1
+"""Quiet steps that are worth being taken together."""
 MANY = 512
 """More at a time are not worth it: the next arrival makes them void."""
 
