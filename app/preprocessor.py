@@ -96,7 +96,7 @@ class Preprocessor:
         letters = []
         answers: list[Coroutine[Any, Any, Asked]] = []
         for record in records:
-            said = read(record.key, record.value, record.timestamp)
+            said = read(record.key, record.value, record.timestamp, self._models.passes_on)
             if isinstance(said, Unreadable):
                 letters.append(self._letters.persist(PROMPTS, record, said.reason))
             else:

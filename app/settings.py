@@ -198,6 +198,12 @@ class Settings(BaseSettings):
         description="engine attached: the server that a worker stands beside, http://host:port; it "
         "speaks OpenAI's completions, and KVLANE_MODEL_PATH has the files of its model",
     )
+    attach_kind: Literal["tokens", "chat", "completion"] = Field(
+        "tokens",
+        description="engine attached: what the server is asked: in tokens, which serve chats and "
+        "completions, or only chats, or only completions, in the client's own words; then no "
+        "KVLANE_MODEL_PATH is needed, and an answer that breaks off cannot go on elsewhere",
+    )
     attach_model: str = Field(
         "", description="engine attached: the model's name at the server; empty: its only one"
     )
@@ -539,10 +545,16 @@ class Settings(BaseSettings):
     def _wrong_attachment(self) -> Iterator[str]:
         if not self.attach_url:
             yield "KVLANE_ENGINE=attached needs KVLANE_ATTACH_URL=http://host:port, a server's"
-        if self.model_path is None:
+        if self.attach_kind == "tokens" and self.model_path is None:
             yield (
                 "KVLANE_ENGINE=attached needs KVLANE_MODEL_PATH: the folder with the tokenizer of "
-                "the model that the server serves"
+                "the model that the server serves; or KVLANE_ATTACH_KIND=chat, for which none is "
+                "needed"
+            )
+        if self.attach_kind != "tokens" and self.attach_events:
+            yield (
+                f"KVLANE_ATTACH_EVENTS is of no use with KVLANE_ATTACH_KIND={self.attach_kind}: "
+                "such requests are not routed by cache"
             )
         if self.attach_replay and not self.attach_events:
             yield "KVLANE_ATTACH_REPLAY needs KVLANE_ATTACH_EVENTS, whose losses it repairs"

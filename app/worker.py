@@ -32,7 +32,7 @@ from app.preprocess.byte_model import ByteModel, Model
 from app.serving.cache_events import CacheEvents
 from app.serving.chunks import ChunkWriters
 from app.serving.execution import Executor
-from app.serving.offer import Offer
+from app.serving.offer import Offer, publish_card
 from app.serving.registration import REGISTER_S, Registration, judge
 from app.serving.runs import Limits, Runs
 from app.serving.watch import EngineWatch, Patience
@@ -172,9 +172,11 @@ class Worker:
             )
             for rank in range(config.data_parallel_size or 1)
         ]
+        until = self._clock.now() + REGISTER_S
         if self._offer is not None:
-            until = self._clock.now() + REGISTER_S
             self._model = await self._offer.publish(model, config, self._outbox, until)
+        elif config.kind != "tokens":
+            await publish_card(model, config, self._outbox, until)
         return config
 
     def _heard_of_blocks(self, events: Sequence[EngineEvent], rank: int = 0) -> None:

@@ -27,7 +27,7 @@ from streams.outbox import Outbox
 from streams.patience import until_answered
 from streams.ports import Log
 from streams.prompt import Prompt, encode_prompt
-from streams.records import Chunk, End, Placed, Usage
+from streams.records import Aside, Chunk, End, Placed, Usage
 from streams.replies import CLOCK_MARGIN_MS, LONGEST_LIFE_MS, Replies
 from streams.reply import Reply
 from streams.topics import BY_NAME, PROMPTS, RESPONSES
@@ -46,7 +46,7 @@ go: listening to one of those reads its lane again, so nothing is lost by it."""
 class Answer(NamedTuple):
     """A whole reply. `code` and `message` are a router's, None and "" where the worker ended it.
 
-    `placed`: of a dry run, where the request would go.
+    `placed`: of a dry run, where the request would go. `data`: what is no text, see `Chunk`.
     """
 
     text: str
@@ -57,6 +57,7 @@ class Answer(NamedTuple):
     retry_after_s: float | None = None
     usage: Usage | None = None
     placed: Placed | None = None
+    data: tuple[Aside, ...] = ()
 
 
 class Client:
@@ -173,6 +174,7 @@ class Client:
         """The whole reply, when it is over. Raises as `stream`."""
         text: list[str] = []
         tokens: list[int] = []
+        data: list[Aside] = []
         usage: Usage | None = None
         async for piece in self.stream(request_id, timeout_s=timeout_s):
             usage = piece.usage or usage
@@ -187,11 +189,19 @@ class Client:
                     piece.retry_after_s,
                     usage,
                     piece.placed,
+                    tuple(data),
                 )
             text.append(piece.text)
             tokens += piece.token_ids
+            data += piece.data
             if piece.finish_reason is not None:
-                return Answer("".join(text), tuple(tokens), piece.finish_reason, usage=usage)
+                return Answer(
+                    "".join(text),
+                    tuple(tokens),
+                    piece.finish_reason,
+                    usage=usage,
+                    data=tuple(data),
+                )
         raise AssertionError("a stream ends with its last piece or with an error")
 
     async def _listen(self, request_id: str, deadline: float) -> None:

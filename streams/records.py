@@ -15,7 +15,7 @@ one life of a worker. Units are in the names; `*_ms` points in time are broker a
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -24,8 +24,10 @@ RunCode = Literal[
     "stop", "length", "cancelled", "error", "broken", "worker_full", "expired", "handed_off"
 ]
 """How a run ended. Only stop, length, cancelled and a final error follow a last Chunk."""
-FinishReason = Literal["stop", "length", "cancelled", "error", "content_filter"]
-"""How an answer ended. On the wire any string, see `Public`."""
+FinishReason = Literal[
+    "stop", "length", "cancelled", "error", "content_filter", "tool_calls", "function_call"
+]
+"""How an answer ended; the last two if a server says so. On the wire any string, see `Public`."""
 EndCode = Literal[
     "refused",
     "deadline",
@@ -49,6 +51,8 @@ EndCode = Literal[
 """Why a router ended a request; stop and length: the answer was whole, its last Chunk lost."""
 WorkerState = Literal["ready", "draining", "unhealthy"]
 Role = Literal["aggregated", "prefill", "decode"]
+ModelKind = Literal["tokens", "chat", "completion", "embedding"]
+"""What a model takes: tokens, which serve chats and completions, or OpenAI's bodies of one kind."""
 LONGEST_ID = 200
 """Of a request's id, in characters: it is a record key, and part of every line about it."""
 Json = bytes
@@ -267,8 +271,19 @@ class RoutingTokens(NamedTuple):
     blocks: tuple[BlockExtraInfo | None, ...] | None
 
 
+class OpenAiBody(Inner, frozen=True):
+    """A request in OpenAI's words, for an engine that takes it as it came: a JSON object.
+
+    `prompt_tokens`: how long its prompt is thought to be; only the engine can count it.
+    """
+
+    kind: Literal["chat", "completion", "embedding"]
+    json: Json
+    prompt_tokens: int = 0
+
+
 class Request(Inner, frozen=True):
-    """A tokenised request, ready for a worker. `token_ids`: u32, little endian.
+    """A request that is ready for a worker. `token_ids`: u32, little endian; none with a `body`.
 
     On the topics it is msgpack, like the rest; `app/preprocess/wire.py` turns it into the JSON in
     which other systems hold it, and back.
@@ -301,6 +316,17 @@ class Request(Inner, frozen=True):
     mm_processor_kwargs: Json | None = None
     request_timestamp_ms: float | None = None
     is_probe: bool = msgspec.field(default=False, name="_HEALTH_CHECK")
+    body: OpenAiBody | None = None
+
+    @property
+    def kind(self) -> ModelKind:
+        """What its model has to take."""
+        return "tokens" if self.body is None else self.body.kind
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, in tokens; of a body an estimate."""
+        return len(self.token_ids) // 4 if self.body is None else self.body.prompt_tokens
 
     def has_annotation(self, annotation: str) -> bool:
         """Whether exactly this annotation was given."""
@@ -532,11 +558,15 @@ class Ended(Inner, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """Token counts of a whole request, over all its attempts. Part of a Chunk."""
+    """Token counts of a whole request, over all its attempts. Part of a Chunk.
+
+    `details`: what a server counted besides, under OpenAI's names.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    details: dict[str, Any] | None = None
 
 
 class LogProb(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -544,6 +574,19 @@ class LogProb(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     token_id: int
     log_prob: float
+
+
+class Aside(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """What a server said besides the text, as it came. Part of a Chunk.
+
+    `at`: how much of the whole text stands before it. In an event of OpenAI's form, `delta` is of
+    its choice's delta (tool calls, reasoning …), `choice` of the choice, `event` of the event.
+    """
+
+    at: int = 0
+    delta: dict[str, Any] = {}
+    choice: dict[str, Any] = {}
+    event: dict[str, Any] = {}
 
 
 class Chunk(Public, frozen=True, tag="Chunk"):
@@ -554,6 +597,7 @@ class Chunk(Public, frozen=True, tag="Chunk"):
     `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
     `log_probs`: for each token, if they were asked for, first its own and then the likeliest ones.
     `invalid`: what is wrong with the request, where that is why it ends with an error.
+    `data`: of models that are asked in OpenAI's words, what is no text. They bring no tokens.
     """
 
     id: str
@@ -569,6 +613,7 @@ class Chunk(Public, frozen=True, tag="Chunk"):
     stop_reason: int | str | None = None
     log_probs: tuple[tuple[LogProb, ...], ...] | None = None
     invalid: str = ""
+    data: tuple[Aside, ...] = ()
 
 
 class Fence(Public, frozen=True, tag="Fence"):
@@ -714,7 +759,8 @@ class EngineConfig(Inner, frozen=True):
     `curve`: how long its steps take, see `numbers` in app/engine/curves.py. `lora_names`: adapters
     that it has, `max_loras`: how many it can load besides, at a time. `data_parallel_size`: its
     ranks, each with a cache of its own; None is one. Without `gives_tokens` it gives text only, and
-    nobody can continue its answers; with `guesses_cache` its cache events are a guess.
+    nobody can continue its answers; with `guesses_cache` its cache events are a guess. `kind`: what
+    it takes.
     """
 
     model: str
@@ -732,6 +778,7 @@ class EngineConfig(Inner, frozen=True):
     data_parallel_size: int | None = None
     gives_tokens: bool = True
     guesses_cache: bool = False
+    kind: ModelKind = "tokens"
 
 
 class WorkerCard(Inner, frozen=True):
@@ -772,7 +819,7 @@ class ModelCard(Inner, frozen=True):
     """
 
     name: str
-    kind: Literal["tokens", "chat", "completion", "embedding"] = "tokens"
+    kind: ModelKind = "tokens"
     context_length: int | None = None
     block_size: int | None = None
     tokenizer: Artifact | None = None

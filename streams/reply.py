@@ -233,6 +233,7 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         usage=next((c.usage for c in reversed(chunks) if c.usage is not None), None),
         stop_reason=last.stop_reason,
         log_probs=_log_probs(chunks),
+        data=tuple(aside for chunk in chunks for aside in chunk.data),
     )
 
 

@@ -39,6 +39,7 @@ class Transcript:
         "_parts",
         "_run",
         "_until",
+        "asides",
         "attempt",
         "chars",
         "closed",
@@ -64,6 +65,8 @@ class Transcript:
         """How many tokens were shown: the `index` that the next Chunk must have."""
         self.chars = 0
         """How long the shown text is, in Unicode code points."""
+        self.asides = 0
+        """How much was shown that is no text."""
         self.finish_reason: str | None = None
         self.end: End | None = None
         self.over = False
@@ -109,6 +112,7 @@ class Transcript:
         self._next += 1
         self.shown += len(record.token_ids)
         self.chars += len(record.text)
+        self.asides += len(record.data)
         if self._keep:
             self.tokens += record.token_ids
             self._parts.append(record.text)

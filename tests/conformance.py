@@ -75,15 +75,17 @@ class Answer:
 
     @property
     def tokens(self) -> list[int]:
-        return [token for output in self.outputs for token in output.token_ids]
+        """Its tokens; of an engine that gives text only, its characters."""
+        said = [(*output.token_ids, *map(ord, output.text)) for output in self.outputs]
+        return [token for each in said for token in each]
 
 
 async def first_of(stream: AsyncGenerator[EngineOutput, None]) -> EngineOutput:
-    """The first output with tokens."""
+    """The first output with tokens or text."""
     async with asyncio.timeout(WITHIN_S):
         while True:
             output = await anext(stream)
-            if output.token_ids or output.finish_reason is not None:
+            if not output.is_empty or output.finish_reason is not None:
                 return output
 
 
@@ -247,6 +249,8 @@ class Conformance:
 class Lifecycle:
     """For engines that can be made cheaply: `make` gives one that was not started."""
 
+    kind: type[Subject] = Subject
+
     async def test_worker_ids_are_opaque(self, make: Callable[[], Engine]) -> None:
         for worker_id in ("w", "0" * 128, "a:b.c_d-e"):
             engine = ValidatedEngine(make())
@@ -271,7 +275,7 @@ class Lifecycle:
     async def test_cleanup_ends_what_is_open(self, make: Callable[[], Engine]) -> None:
         engine = make()
         config = await engine.start("w")
-        subject = Subject(engine, config)
+        subject = self.kind(engine, config)
         stream = engine.generate(subject.ask(subject.prompt(20), 400), GenerateContext("r"))
         async with aclosing(stream):
             await first_of(stream)

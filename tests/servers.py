@@ -176,10 +176,8 @@ class ModelServer(Served):
 
     async def complete(self, exchange: Exchange) -> None:
         body = exchange.body
-        prompt = body["prompt"]
-        if isinstance(prompt, str):
-            prompt = list(TOKENIZER.encode_now(prompt))
-        elif self.kind == "words":
+        prompt = self._prompt(body)
+        if self.kind == "words" and not isinstance(body.get("prompt", ""), str):
             await exchange.answer({"error": {"message": "prompt: give a string"}}, 400)
             return
         if body["model"] not in ("tiny", "ada"):
@@ -198,6 +196,10 @@ class ModelServer(Served):
             await asyncio.gather(watching, return_exceptions=True)
         if exchange.left:
             raise Hangup
+
+    def _prompt(self, body: dict[str, Any]) -> list[int]:
+        prompt = body["prompt"]
+        return list(TOKENIZER.encode_now(prompt) if isinstance(prompt, str) else prompt)
 
     async def _watch(self, exchange: Exchange, context: GenerateContext) -> None:
         await exchange.gone()
@@ -250,6 +252,82 @@ class ModelServer(Served):
                 at = [{"id": token, "token": "-", "logprob": -0.5} for token in token_ids]
                 choice["logprobs"] = {"content": at}
         return choice
+
+
+class WordServer(ModelServer):
+    """Serves an engine as somebody would who tells no tokens: one kind of request, in characters.
+
+    Each character of a prompt is a token, and each token a character of the answer.
+    """
+
+    def __init__(self, engine: Engine, kind: str = "chat") -> None:
+        super().__init__(engine, "words")
+        self.is_chat = kind == "chat"
+        del self.handlers["/tokenize"], self.handlers["/v1/completions"]
+        self.path = "/v1/chat/completions" if self.is_chat else "/v1/completions"
+        self.handlers[self.path] = self.answer
+
+    async def answer(self, exchange: Exchange) -> None:
+        if exchange.body.get("stream"):
+            await self.complete(exchange)
+        else:
+            await exchange.answer({"choices": [{"index": 0}]})
+
+    def _prompt(self, body: dict[str, Any]) -> list[int]:
+        said = body["messages"][0]["content"] if self.is_chat else body["prompt"]
+        return list(map(ord, said))
+
+    def _choice(self, body: dict[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
+        text = "".join(chr(0x4E00 + token % 5000) for token in token_ids)
+        return {"index": 0} | ({"delta": {"content": text}} if self.is_chat else {"text": text})
+
+
+class OpenAiServer(Served):
+    """Says what its test says, to one kind of request. `events` are said as they are, and then that
+    this is all; what is no dict is awaited."""
+
+    def __init__(self, kind: str = "chat") -> None:
+        super().__init__()
+        self.path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+        self.events: list[Any] = []
+        self.handlers |= {"/v1/models": self.models, self.path: self.answer}
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """What it was asked, without what workers ask for themselves."""
+        return [b for b in self.asked(self.path) if b.get("max_tokens") != 1]
+
+    async def models(self, exchange: Exchange) -> None:
+        await exchange.answer({"data": [{"id": "theirs", "max_model_len": 4096}]})
+
+    async def answer(self, exchange: Exchange) -> None:
+        if exchange.body.get("max_tokens") == 1:  # a worker tries it out, or probes it
+            if not exchange.body.get("stream"):
+                await exchange.answer({"choices": [{"index": 0}]})
+                return
+            events: list[Any] = [said(finish_reason="stop")]
+        else:
+            events = self.events
+        await exchange.head()
+        for event in events:
+            await (exchange.event(event) if isinstance(event, dict) else event(exchange))
+        await exchange.event(b"[DONE]")
+        await exchange.end()
+
+
+def said(delta: dict[str, Any] | None = None, **choice: Any) -> dict[str, Any]:
+    """An event of a chat; without a delta of a completion."""
+    told = choice if delta is None else {"delta": delta} | choice
+    return {
+        "id": "theirs-1", "object": "chat.completion.chunk", "created": 1, "model": "theirs",
+        "choices": [{"index": 0, "finish_reason": None} | told],
+    }  # fmt: skip
+
+
+def counted(prompt: int, answer: int, **more: Any) -> dict[str, Any]:
+    """The event behind the last one."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+    return {"choices": [], "usage": counts | more}
 
 
 class Publisher:

@@ -36,7 +36,7 @@ from app.routing.prompt import Prompt
 from indexer.keys import KeySecret, prompt_keys
 from streams import records
 from streams.clock import Clock
-from streams.codecs import decode, token_count
+from streams.codecs import decode
 from streams.errors import Malformed
 from streams.ports import Log, Partition
 from streams.records import (
@@ -236,7 +236,7 @@ class _Reading:
         names = prompt_keys(Prompt(request).local(size), self._secret)
         return Asked(
             id=request.id, at_ms=fact.timestamp_ms, model=request.model, block_size=size,
-            prompt_tokens=token_count(request.token_ids), blocks=names.astype(BLOCK_NAME).tobytes(),
+            prompt_tokens=request.prompt_tokens, blocks=names.astype(BLOCK_NAME).tobytes(),
             max_tokens=request.stop.max_tokens, hints=request.hints,
             router_config_override=request.router_config_override,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import msgspec
 from app.audit.moments import LONGEST_MS
 from app.audit.reasons import Reasons, reasons
 from streams.clock import Clock
-from streams.codecs import decode, token_count
+from streams.codecs import decode
 from streams.errors import Malformed
 from streams.ids import issued_ms
 from streams.ports import Log, Partition, Record
@@ -39,7 +39,7 @@ from streams.transcript import Transcript
 
 _PRIVATE = frozenset({
     "token_ids", "text", "log_probs", "agent_context", "extra_args", "multi_modal_data",
-    "prompt_embeds", "prefill_result", "handoff", "cache_salt", "mm_routing_info",
+    "prompt_embeds", "prefill_result", "handoff", "cache_salt", "mm_routing_info", "body", "data",
 })  # fmt: skip
 """Fields that may hold what a prompt or an answer says, or are megabytes."""
 _PLACE = frozenset({"id", "t"})
@@ -211,13 +211,15 @@ def _step(source: Partition, fact: Fact) -> Step:
 def fields_of(record: Any) -> dict[str, Any]:
     """What a record says, beside its id, what is private, and fields at their default."""
     told: dict[str, Any] = {}
+    if isinstance(record, Request):
+        told["prompt_tokens"] = record.prompt_tokens
+        if record.body is not None:
+            told["kind"] = record.kind
     for field in msgspec.structs.fields(record):
         value = getattr(record, field.name)
         if field.name in _PLACE or field.name == "candidates" or value == field.default:
             continue
-        if isinstance(record, Request) and field.name == "token_ids":
-            told["prompt_tokens"] = token_count(value)
-        elif field.name not in _PRIVATE:
+        if field.name not in _PRIVATE:
             told[field.name] = _plain(value)
     return {name: value for name, value in told.items() if value not in ({}, [], ())}
 
@@ -267,5 +269,7 @@ class _Readers:
             "from_token": piece.index,
             "over_ms": last.timestamp_ms - first.timestamp_ms,
         }
+        if not fields["tokens"]:  # its engine gives text only
+            fields["chars"] = sum(len(chunk.text) for _, chunk in self._shown)
         self.steps.append(Step(first.timestamp_ms, self._source, first.offset, "Shown", fields))
         self._shown.clear()

@@ -2,7 +2,7 @@
 
 The simulated engine serves the model of a folder and says readable sentences in its tokens; the
 echo engine has no model: its tokens are bytes, and it says what it was told. vLLM is the real one;
-of an attached server the folder has the tokenizer.
+of an attached server the folder has the tokenizer, unless it is asked in OpenAI's own words.
 """
 
 from __future__ import annotations
@@ -77,24 +77,35 @@ def _vllm(settings: Settings, clock: Clock) -> Chosen:
 
 def _attached(settings: Settings, clock: Clock) -> Chosen:
     """The folder holds the files of the model that the server serves; its weights are not read."""
-    from app.engine.attached.engine import AttachedEngine, Attachment, Guess
+    from app.engine.attached.beside import Attachment
+    from app.engine.attached.engine import AttachedEngine, Guess
+    from app.engine.attached.passing import PassingEngine
 
+    where = Attachment(
+        settings.attach_url,
+        settings.attach_events,
+        settings.attach_replay,
+        settings.attach_model,
+        settings.attach_api_key.get_secret_value(),
+        settings.attach_silence_s,
+        settings.attach_start_s,
+    )
+    given = settings.model_fields_set
+    serves_as = settings.model if "model" in given else ""
+    if settings.attach_kind != "tokens":
+        length = settings.context_length if "context_length" in given else None
+        passing = PassingEngine(
+            clock, where, settings.attach_kind, context_length=length, serves_as=serves_as
+        )
+        return Chosen(passing, None)
     assert settings.model_path is not None, "checked with the settings"
     files = read_folder(settings.model_path)
     engine = AttachedEngine(
         clock,
-        Attachment(
-            settings.attach_url,
-            settings.attach_events,
-            settings.attach_replay,
-            settings.attach_model,
-            settings.attach_api_key.get_secret_value(),
-            settings.attach_silence_s,
-            settings.attach_start_s,
-        ),
+        where,
         Tokenizer(files.tokenizer, Inline()),
         Guess(settings.context_length, settings.block_size, settings.cache_blocks),
-        serves_as=settings.model if "model" in settings.model_fields_set else "",
+        serves_as=serves_as,
     )
     return Chosen(engine, files)
 

@@ -19,6 +19,9 @@ Life of an engine: constructed, `start`, any number of concurrent `generate`, `d
 6. An engine with a block size tells its cache events, in order, to the listener it was given.
 7. A probe (`Request.is_probe`) may carry token ids and nothing else. It is answered here, by this
    engine alone, and leaves out whatever has to be agreed on with others.
+8. An engine takes what the kind in its config says: tokens, and yields tokens, or OpenAI's bodies
+   (`Request.body`), and yields text, with asides for all that is no text. Nobody can go on with
+   what was broken off of the latter.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import msgspec
 
 from indexer.engine_events import EngineEvent
 from streams.records import (
+    Aside,
     EngineConfig,
     EngineFigures,
     FinishReason,
@@ -79,12 +83,13 @@ class EngineDead(EngineError):
 
 
 class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """Some tokens of one request's answer; with a finish reason it is the last output.
+    """Some of one request's answer, tokens or text; with a finish reason it is the last output.
 
     `usage` counts this execution only: its prompt, with tokens of earlier attempts in it, and what
     it generated. It is optional, and of use on the first output, for its cached tokens, and on the
     last. `stop_reason` and `log_probs` are those of `streams.records.Chunk`. `transfer` is what a
-    prefill hands to decode: the engine's own, on the last output.
+    prefill hands to decode: the engine's own, on the last output. `data`: as in a Chunk, placed
+    within this output's text.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -94,6 +99,13 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     stop_reason: int | str | None = None
     log_probs: tuple[tuple[LogProb, ...], ...] | None = None
     transfer: Json | None = None
+    text: str = ""
+    data: tuple[Aside, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it brings nothing of the answer."""
+        return not (self.token_ids or self.text or self.data)
 
     @staticmethod
     def token(token_id: int) -> EngineOutput:
@@ -195,7 +207,8 @@ class Engine(ABC):
         """The answer's tokens as they come.
 
         Of `request` count the tokens, stop conditions and sampling. Its tokens may end with those
-        that an earlier attempt has generated: the answer goes on from there.
+        that an earlier attempt has generated: the answer goes on from there. Of one with a body
+        that counts alone, with the seed and the adapter.
         """
 
     async def abort(self, context: GenerateContext) -> None:  # noqa: B027 - optional by contract

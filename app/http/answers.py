@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from app.http import logprobs
+from app.http import asides, logprobs
 from app.http.logprobs import Likely, Spelling
-from streams.records import Chunk, End, Placed, Usage
+from streams.records import Aside, Chunk, End, Placed, Usage
 
 Kind = Literal["chat", "completion"]
 Json = dict[str, Any]
@@ -55,7 +55,12 @@ class Choice:
         first. `spelling`: of its tokens, if their log probabilities are wanted."""
         self.before = before
         self.tokens = 0
-        """How many tokens of it were shown: where a broken connection goes on from."""
+        """How many tokens of it were shown."""
+        self.position = 0
+        """Where a broken connection goes on from: behind so many tokens; of an answer without any,
+        behind so many characters and asides."""
+        self.said: Aside | None = None
+        """What is no text: all there is, or with `keep=False` that of the last piece."""
         self.begun = False
         self.finish_reason: str | None = None
         self.placed: Placed | None = None
@@ -69,6 +74,7 @@ class Choice:
         self._offset = len(before)
         """Characters of the text before those."""
         self._parts: list[str] = []
+        self._asides = 0
 
     @property
     def text(self) -> str:
@@ -84,6 +90,8 @@ class Choice:
 
     def take(self, piece: Chunk | End) -> None:
         """The next piece, in order."""
+        if not self._keep:
+            self.said = None
         if piece.usage is not None:
             self._usage = piece.usage
         reason = piece.code if isinstance(piece, End) else piece.finish_reason
@@ -93,6 +101,8 @@ class Choice:
             self.placed = piece.placed
         if isinstance(piece, Chunk):
             self.tokens = piece.index + len(piece.token_ids)
+            self._take_asides(piece)
+            self.position = self.tokens or piece.chars + self._asides
             if self._keep:
                 self._parts.append(piece.text)
             if self._spelling is not None:
@@ -105,6 +115,11 @@ class Choice:
         if kind == "chat":
             return logprobs.of_chat(self._likely, self._spelling)
         return logprobs.of_completion(self._likely, self._spelling, self._offset)
+
+    def _take_asides(self, piece: Chunk) -> None:
+        self._asides += len(piece.data)
+        for aside in piece.data:
+            self.said = asides.put_together(self.said or Aside(), aside)
 
     def _take_likely(self, piece: Chunk) -> None:
         if not self._keep:
@@ -126,21 +141,23 @@ def chunk(
     if not choice.begun:
         text = choice.before + text
     likely = choice.logprobs(heading.kind)
-    if not text and likely is None and choice.finish_reason is None:
+    if not text and likely is None and choice.said is None and choice.finish_reason is None:
         return None
+    said = choice.said or Aside()
     told: Json = {"index": index}
     if heading.kind == "chat":
         delta: Json = {} if choice.begun else {"role": "assistant"}
         if text or not choice.begun:
             delta["content"] = text
-        told["delta"] = delta
+        told["delta"] = delta | said.delta
     else:
         told["text"] = text
     choice.begun = True
     told["logprobs"] = likely
     told["finish_reason"] = choice.finish_reason
     more: Json = {"usage": None} if with_usage else {}
-    return _object(heading, _CHUNK_OBJECTS, [told], more | _placed([choice]))
+    more |= said.event | _placed([choice])
+    return _object(heading, _CHUNK_OBJECTS, [told | said.choice], more)
 
 
 class Words:
@@ -161,8 +178,8 @@ class Words:
 
     def encode(self, choice: Choice, piece: Chunk | End) -> bytes | None:
         """A piece that `choice` has taken; None for nothing."""
-        plain = choice.begun and choice.finish_reason is None and choice.logprobs("chat") is None
-        if plain and isinstance(piece, Chunk):
+        plain = choice.begun and choice.finish_reason is None and choice.said is None
+        if plain and choice.logprobs("chat") is None and isinstance(piece, Chunk):
             return self._before + _encode(piece.text) + self._after if piece.text else None
         told = chunk(self._heading, choice, piece, self._index, with_usage=self._with_usage)
         return None if told is None else _encode(told)
@@ -176,7 +193,11 @@ def last_chunk(heading: Heading, choices: Sequence[Choice], n: int = 1) -> Json:
 def whole(heading: Heading, choices: Sequence[Choice], n: int = 1) -> Json:
     """The answer in one object; all choices have ended."""
     told = [_told(heading.kind, number, choice) for number, choice in enumerate(choices)]
-    return _object(heading, _OBJECTS, told, {"usage": usage(choices, n)} | _placed(choices))
+    more: Json = {}
+    for choice in choices:
+        more |= choice.said.event if choice.said else {}
+    more |= {"usage": usage(choices, n)} | _placed(choices)
+    return _object(heading, _OBJECTS, told, more)
 
 
 def usage(choices: Sequence[Choice], n: int = 1) -> Json:
@@ -185,12 +206,14 @@ def usage(choices: Sequence[Choice], n: int = 1) -> Json:
     prompts = answers[::n]
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     completion_tokens = sum(u.completion_tokens for u in answers)
-    return {
+    told: Json = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in prompts)},
     }
+    # Of several answers, details would have to be added up by what they mean.
+    return asides.merged(told, answers[0].details or {}) if len(answers) == 1 else told
 
 
 def _placed(choices: Sequence[Choice]) -> Json:
@@ -203,13 +226,18 @@ def _placed(choices: Sequence[Choice]) -> Json:
 
 
 def _told(kind: Kind, index: int, choice: Choice) -> Json:
+    besides = choice.said or Aside()
     said: Json = {"text": choice.text}
     if kind == "chat":
-        said = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        if besides.delta:
+            message |= {"content": choice.text or None} | asides.message_of(besides.delta)
+        said = {"message": message}
     return (
         {"index": index}
         | said
         | {"logprobs": choice.logprobs(kind), "finish_reason": choice.finish_reason}
+        | besides.choice
     )
 
 

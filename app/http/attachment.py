@@ -34,7 +34,7 @@ class Attachment:
     async def attach(self, request: Request) -> Response:
         """Tell a stream from a position on. Raises ApiError.
 
-        Query: `from` (a token; the header Last-Event-ID counts more), `form` (chat, completion),
+        Query: `from` (a position; the header Last-Event-ID counts more), `form` (chat, completion),
         `stream` (false: the whole answer, when it is there), `include_usage`.
         """
         parts, settings = self._parts, self._parts.settings

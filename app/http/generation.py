@@ -17,12 +17,12 @@ from app.http.joined import asking
 from app.http.logprobs import Spelling
 from app.http.parts import MARGIN_S, Parts
 from app.http.telling import Manner, Telling
-from app.preprocess import openai
+from app.preprocess import openai, passed
 from app.preprocess.byte_model import Model
 from app.preprocess.loaded import Prepared
 from app.preprocess.openai import Asked
+from app.preprocess.passed import Passed
 from streams import records
-from streams.codecs import token_count
 from streams.ids import issued_ms
 
 DETACH = "x-kvlane-detach"
@@ -49,9 +49,11 @@ class Generation:
         parts = self._parts
         began_at = parts.life.clock.now()
         async with self._bodies.read(request) as body:
-            asked = openai.read(kind, fields_of(body), request.headers)
+            fields = fields_of(body)
+            as_is = parts.served.kind(fields.get("model")) != "tokens"
+            asked = passed.read(kind, fields, request.headers, as_is=as_is)
             model = await parts.library.model(kind, asked.model)
-            prepared = await model.prepare(asked)
+            prepared = await passed.prepare(asked, model)
         answers = len(prepared.requests) * asked.n
         if answers > 1 and prepared.requests[0].is_query:
             raise invalid("a dry run is about one prompt and one answer", "nvext.annotations")
@@ -74,16 +76,16 @@ class Generation:
             began_at,
         )
 
-    def _choices(self, asked: Asked, prepared: Prepared, model: Model) -> list[Choice]:
+    def _choices(self, asked: Asked | Passed, prepared: Prepared, model: Model) -> list[Choice]:
         choices = []
         spelling = None
-        if asked.body.logprobs_wanted() is not None:
+        if isinstance(asked, Asked) and asked.body.logprobs_wanted() is not None:
             as_ids = asked.body.return_tokens_as_token_ids
             spelling = Spelling(model.token_bytes, as_ids=bool(as_ids))
         for number, (request, text) in enumerate(zip(*prepared, strict=True)):
             if asked.echo and text is None:
                 raise invalid(f"echo: the prompt at {number} is no text", "echo")
-            tokens = token_count(request.token_ids)
+            tokens = request.prompt_tokens
             self._parts.metrics.prompt_tokens.observe(tokens)
             before = text if asked.echo and text is not None else ""
             choices += [

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from app.http.errors import RETRY_AFTER_S, ApiError
 from app.routing.fleet import Fleet, FleetWorker
 from streams.ports import Partition
-from streams.records import Fact, ModelCard, WorkerCard
+from streams.records import Fact, ModelCard, ModelKind, WorkerCard
 from streams.topics import REGISTRY
 
 REMEMBERED = 10_000
@@ -78,6 +78,11 @@ class Served:
             code="model_not_found",
             param="model",
         )
+
+    def kind(self, name: object) -> ModelKind:
+        """What the model of this name takes; tokens, if it says nothing else."""
+        served = self._present().get(name) if isinstance(name, str) else None
+        return "tokens" if served is None or served.card is None else served.card.kind
 
     def _present(self) -> dict[str, ServedModel]:
         """What is served, as of the registry's last record."""

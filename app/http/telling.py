@@ -14,16 +14,19 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.http import answers, sse
 from app.http.answers import Choice, Heading, Words
+from app.http.asides import parts_of
 from app.http.errors import ApiError, failure_of, of_error, overdue, stopping
 from app.http.joined import Joined, Piece
 from app.http.metrics import Metrics, Pace
 from streams.clock import Clock
 from streams.errors import LogClosed, StreamError
+from streams.records import Chunk
 
 log = logging.getLogger(__name__)
 
@@ -151,16 +154,28 @@ class Telling(Response):
         await _send(send, b"", more=False)
 
     def _event(self, index: int, piece: Piece) -> bytes:
-        """What is told of a piece: an event, or nothing. Raises ApiError when it is a failure."""
+        """What is told of a piece: events, or nothing. Raises ApiError when it is a failure."""
+        if isinstance(piece, Chunk) and piece.data:
+            return b"".join(self._event_of(index, part) for part in parts_of(piece))
+        return self._event_of(index, piece)
+
+    def _event_of(self, index: int, piece: Piece) -> bytes:
         choice = self._choices[index]
         self._enter(index, piece)
-        if 0 < choice.tokens <= self._manner.from_token and choice.finish_reason is None:
+        if 0 < choice.position <= self._manner.from_token and choice.finish_reason is None:
             return b""  # all of it is known
-        told = self._words[index].encode(choice, piece)
+        told = self._words[index].encode(choice, self._unknown(choice, piece))
         if told is None:
             return b""
         # A position in several answers has no name.
-        return sse.event(told, choice.tokens if len(self._choices) == 1 else None)
+        return sse.event(told, choice.position if len(self._choices) == 1 else None)
+
+    def _unknown(self, choice: Choice, piece: Piece) -> Piece:
+        """What of a piece is not known yet; one with tokens is told whole, since they count."""
+        if not isinstance(piece, Chunk) or choice.tokens or not self._manner.from_token:
+            return piece
+        known = self._manner.from_token - (choice.position - len(piece.text))
+        return replace(piece, text=piece.text[known:]) if known > 0 else piece
 
     def _ending(self) -> bytes:
         manner = self._manner
@@ -199,7 +214,7 @@ class Telling(Response):
         elif isinstance(error, LogClosed) and self._manner.stream:
             joined.run_on = True  # another gateway can go on telling
             ways = (
-                f"GET /v1/streams/{stream_id}?from={choice.tokens}"
+                f"GET /v1/streams/{stream_id}?from={choice.position}"
                 for stream_id, choice in zip(self._manner.ids, self._choices, strict=True)
             )
             return stopping(f"this gateway is stopping; another one goes on: {', '.join(ways)}")

@@ -28,7 +28,7 @@ from app.routing.load import OPEN, RunId, Story
 from app.routing.obligations import Restart, RestartReason, is_listed
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
-from streams.codecs import pack_tokens, token_count, unpack_tokens
+from streams.codecs import pack_tokens, unpack_tokens
 from streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
 from streams.ports import Appended, Partition
 from streams.records import (
@@ -93,7 +93,7 @@ class Remainder(NamedTuple):
     @property
     def prompt_tokens(self) -> int:
         """Length of the prompt, in tokens."""
-        return token_count(self.request.token_ids)
+        return self.request.prompt_tokens
 
 
 class Found(NamedTuple):

@@ -28,7 +28,7 @@ def end_of_answer(request: Request, taken: Sequence[int]) -> EndCode | None:
 
 def obstacle(request: Request, shown: Transcript) -> str:
     """Why no engine can go on where this answer broke off; "" when one can."""
-    if shown.chars and not shown.tokens:
+    if (shown.chars or shown.asides) and not shown.tokens:
         return "its engine gives no token ids to continue from"
     if shown.tokens and request.sampling.guided_decoding is not None:
         return "an answer of a prescribed form cannot be continued in its middle"

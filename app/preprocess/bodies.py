@@ -1,4 +1,5 @@
-"""The bodies of requests, field by field: chats, completions, tokens, embeddings.
+"""The bodies of requests, field by field: chats, completions, tokens, embeddings; and the little
+that is read of those that are passed on as they came.
 
 Owns names, types and bounds of the OpenAI API and of what vLLM adds to it. Unknown fields are
 ignored, wrong types are refused with the field's name. Makes nothing of them: `openai.py` does.
@@ -297,6 +298,22 @@ class TokensBody(Body):
     def logprobs_wanted(self) -> int | None:
         """As with completions."""
         return self.logprobs
+
+
+class PassedBody(BaseModel):
+    """What is read of a body that its engine gets as it came."""
+
+    model_config = STRICT
+
+    model: Text = ""
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = Field(default=None, ge=-_I63 - 1, le=_I63)
+    max_tokens: int | None = Field(default=None, ge=0, le=_I32)
+    max_completion_tokens: int | None = Field(default=None, ge=0, le=_I32)
+    cache_salt: Text | None = None
+    nvext: NvExt | None = None
 
 
 class EmbeddingBody(BaseModel):

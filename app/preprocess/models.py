@@ -67,6 +67,13 @@ class Models:
         wrong = "there is no such model" if name else "is needed, there are several"
         raise InvalidPrompt("model", f"{wrong}: {', '.join(_some(iter(cards)))}")
 
+    def passes_on(self, name: object) -> bool:
+        """Whether the model of a name gets the bodies of prompts as they come."""
+        if not name and len(cards := self.cards()) == 1:
+            name = next(iter(cards))
+        card = self._fleet.models.get(name) if isinstance(name, str) else None
+        return card is not None and card.kind != "tokens"
+
     def with_files(self) -> Iterator[ModelCard]:
         """Those that have to be loaded before a prompt can be read."""
         return (card for card in self.cards().values() if card.tokenizer is not None)

@@ -14,15 +14,18 @@ import msgspec
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from app.preprocess import openai
+from app.preprocess import passed
 from app.preprocess.byte_model import Model
 from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded, invalid
 from app.preprocess.openai import Asked
+from app.preprocess.passed import Passed
 from streams.prompt import Prompt
 from streams.records import LONGEST_ID, Cancel, Refused, Request
 
 Find = Callable[[str], Awaitable[Model]]
 """The model of a name; raises InvalidPrompt, BadModel, TimeoutError."""
+PassesOn = Callable[[object], bool]
+"""Whether the model of a name gets bodies as they come."""
 
 
 class Unreadable(NamedTuple):
@@ -35,12 +38,15 @@ class Question(NamedTuple):
     """A prompt whose body is right in itself."""
 
     prompt: Prompt
-    asked: Asked
+    asked: Asked | Passed
     received_ms: int
 
 
 def read(
-    key: bytes | None, value: bytes | None, received_ms: int
+    key: bytes | None,
+    value: bytes | None,
+    received_ms: int,
+    passes_on: PassesOn = lambda _: False,
 ) -> Question | Cancel | Refused | Unreadable:
     """What a record of `prompts` says. Never raises."""
     try:
@@ -53,7 +59,8 @@ def read(
         prompt = Prompt.model_validate(fields)
         if prompt.kind == "cancel":
             return Cancel(id=prompt.id, reason="the client cancelled it")
-        asked = openai.read(prompt.kind, prompt.body)
+        as_is = passes_on(prompt.body.get("model"))
+        asked = passed.read(prompt.kind, prompt.body, as_is=as_is)
     except ValidationError as e:
         return _refused(key, fields.get("id"), str(invalid(e)))
     except InvalidPrompt as e:
@@ -71,7 +78,7 @@ async def answered(question: Question, find: Find, deadline_s: float) -> Request
         return _invalid(prompt.id, "body.n: one answer a request; publish several requests")
     try:
         model = await find(asked.model)
-        requests = (await model.prepare(asked)).requests
+        requests = (await passed.prepare(asked, model)).requests
     except InvalidPrompt as e:
         return _invalid(prompt.id, _in_body(e))
     except (BadModel, Overloaded, TimeoutError) as e:

@@ -6,7 +6,8 @@ are numbers, and JSON values in their own form. Always written, with null where 
 options, `mdc_sum`, `router_config_override`. Everything else is left out when it is absent. Unknown
 fields are ignored; all but `token_ids` may be missing.
 
-What only the log knows (id, tenant, deadline, cache salt) has no place here.
+What only the log knows (id, tenant, deadline, cache salt) has no place here, nor have requests that
+were never tokenised.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from app.routing.paces import Pace, pace_of
 from app.routing.policies import Place
 from indexer.lives import Holder
 from indexer.xxh3 import xxh3
-from streams.records import EndCode, Hints, Phase, Request, Role, WorkerCard
+from streams.records import EndCode, Hints, ModelKind, Phase, Request, Role, WorkerCard
 
 BLOCK_SIZE = 16
 """In which costs are counted for models whose workers name no block size."""
@@ -57,7 +57,7 @@ class Pool(NamedTuple):
 
     Right for one version of the fleet, until one of the workers has been silent for too long
     (`until_ms`), or one of the `silent` ones was heard again. `bounded`: some of them are to get
-    nothing more while they are busy.
+    nothing more while they are busy. `kinds`: what they take, all together.
     """
 
     rows: tuple[Row, ...]
@@ -67,6 +67,7 @@ class Pool(NamedTuple):
     silent: tuple[tuple[str, int], ...]
     board: Board
     bounded: bool = False
+    kinds: frozenset[ModelKind] = frozenset({"tokens"})
 
 
 class NoPlace(NamedTuple):
@@ -133,6 +134,7 @@ class Pools:
             silent=tuple((w, at) for w, at in heard.items() if now_ms - at > timeout_ms),
             board=Board(rows),
             bounded=any(_is_bounded(row.card) for row in rows),
+            kinds=frozenset(row.card.config.kind for row in rows),
         )
 
 
@@ -181,7 +183,7 @@ def eligible(
     rows: Sequence[Row] = pool.rows
     if not rows:
         return NoPlace("no worker is ready", "no_workers")
-    for rule in _rules(hints, phase, pin):
+    for rule in _rules(request, phase, pin, pool.kinds):
         rows = [row for row in rows if rule.passes(row)]
         if not rows:
             return _left_nobody(rule, request, phase, pin, fleet)
@@ -215,8 +217,18 @@ class Rule(NamedTuple):
     passes: Callable[[Row], bool]
 
 
-def _rules(hints: Hints, phase: Phase, pin: str | None) -> Iterator[Rule]:
+def _rules(
+    request: Request, phase: Phase, pin: str | None, kinds: Collection[ModelKind] | None = None
+) -> Iterator[Rule]:
+    """`kinds`: what all places together take, if that is known."""
+    hints, kind = request.hints, request.kind
     rank = _rank(hints, phase)
+    if kinds is None or len(kinds) != 1 or kind not in kinds:
+        yield Rule(
+            f"no ready worker takes {kind}"
+            + ("" if kind == "tokens" else " requests as they come"),
+            lambda row: row.card.config.kind == kind,
+        )
     if pin is not None:
         yield Rule(f"the pinned worker {pin} is not ready", lambda row: _is_called(row, (pin,)))
         rank = rank or 0
@@ -246,7 +258,7 @@ def _left_nobody(
         if request.model in ("", member.card.model) and member.card.role in _ROLES[phase]
         for row in _rows(worker, member, 0)
     )
-    all_rules = list(_rules(request.hints, phase, pin))
+    all_rules = list(_rules(request, phase, pin))
     hope = any(all(each.passes(row) for each in all_rules) for row in alive)
     return NoPlace(rule.wrong, "none_eligible", "wait" if hope else "news")
 

@@ -19,7 +19,7 @@ class Prompt:
 
     def __init__(self, request: Request, taken: bytes = b"") -> None:
         self.request = request
-        self.tokens = token_count(request.token_ids) + token_count(taken)
+        self.tokens = request.prompt_tokens + token_count(taken)
         self._taken = taken
         self._local: dict[int, NDArray[np.uint64]] = {}
 

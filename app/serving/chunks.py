@@ -15,10 +15,13 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+from msgspec.structs import replace
+
 from app.lifetime import Lifetime
 from streams.errors import AppendFailed, RecordTooLarge
 from streams.outbox import Outbox
-from streams.records import Chunk, FinishReason, LogProb, Usage
+from streams.records import Aside, Chunk, FinishReason, LogProb, Usage
 from streams.topics import RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
@@ -27,12 +30,16 @@ BATCH_BYTES = 512 * 1024
 """Estimated size at which a batch is closed; the log takes 1 MiB."""
 
 PENDING_TOKENS = 512
-"""Tokens that may wait in one stream; beyond, `push` waits, and so does the engine's stream."""
+PENDING_BYTES = 256 * 1024
+"""What may wait in one stream, in tokens and in bytes of the next Chunk; beyond, `push` waits, and
+so does the engine's stream."""
 
 _CHUNK_BYTES = 400  # field names, numbers, usage, record overhead
 _TOKEN_BYTES = 11  # ten digits and a comma
 _CHAR_BYTES = 6  # an escaped control character; anything else is shorter
 _LOG_PROB_BYTES = 36  # an id, 18 digits, punctuation
+_ASIDE_BYTES = 20  # its place
+_encode = msgspec.json.Encoder().encode
 
 LogProbs = Sequence[Sequence[LogProb]]
 """For each token its own and the likeliest ones; empty where none were asked for."""
@@ -68,6 +75,8 @@ class ChunkStream:
         self._tokens: list[int] = []
         self._text = ""
         self._log_probs: list[tuple[LogProb, ...]] = []
+        self._asides: list[Aside] = []
+        self._aside_bytes = 0
         self._last: Last | None = None
         self._released = False
         self._room = asyncio.Event()
@@ -81,27 +90,35 @@ class ChunkStream:
     def release(self) -> None:
         """From now on Chunks may go out; before, they are kept back."""
         self._released = True
-        if self._tokens or self._last is not None:
+        if self._has_something:
             self._writer.wake(self)
 
     def abandon(self) -> None:
         """Send nothing more, whatever waits. Idempotent; too late for what is on its way."""
         if not self._over.done():
             self._over.set_result(False)
-        self._tokens.clear()
+        self._clear()
         self._room.set()
 
-    async def push(self, token_ids: Sequence[int], text: str, log_probs: LogProbs = ()) -> None:
-        """Send tokens and the text they complete; waits while too many tokens wait already.
+    async def push(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        log_probs: LogProbs = (),
+        data: Sequence[Aside] = (),
+    ) -> None:
+        """Send tokens and the text they complete, or text with what belongs to it; waits while too
+        much waits already.
 
-        Raises StreamBroken when they will not be sent.
+        Raises StreamBroken when it will not be sent.
         """
+        self._add_asides(data)
         self._tokens += token_ids
         self._text += text
         self._log_probs += map(tuple, log_probs)
         if self._released:
             self._writer.wake(self)
-        while len(self._tokens) > PENDING_TOKENS and not self.broken:
+        while self._is_full and not self.broken:
             self._room.clear()
             await self._room.wait()
         if self.broken:
@@ -120,7 +137,7 @@ class ChunkStream:
 
     def take(self) -> Chunk | None:
         """The next Chunk: everything that waits; None when there is nothing to send."""
-        if self._over.done() or not (self._tokens or self._last):
+        if self._over.done() or not self._has_something:
             return None
         last = self._last
         self._chars += len(self._text)
@@ -138,12 +155,11 @@ class ChunkStream:
             stop_reason=last.stop_reason if last else None,
             log_probs=tuple(self._log_probs) or None,
             invalid=last.invalid if last else "",
+            data=tuple(self._asides),
         )
         self._seq += 1
         self._index += len(chunk.token_ids)
-        self._tokens.clear()
-        self._text = ""
-        self._log_probs.clear()
+        self._clear()
         self._last = None
         self._room.set()
         return chunk
@@ -152,12 +168,38 @@ class ChunkStream:
         """How many bytes the next Chunk has at most."""
         fixed = _CHUNK_BYTES + _CHAR_BYTES * len(self.request_id)
         content = _TOKEN_BYTES * len(self._tokens) + _CHAR_BYTES * len(self._text)
+        content += self._aside_bytes
         return fixed + content + _LOG_PROB_BYTES * sum(map(len, self._log_probs))
 
     def landed(self, chunk: Chunk) -> None:
         """The Chunk was acknowledged."""
         if chunk.finish_reason is not None and not self._over.done():
             self._over.set_result(True)
+
+    # --- what waits ---
+
+    @property
+    def _has_something(self) -> bool:
+        return bool(self._tokens or self._text or self._asides or self._last)
+
+    @property
+    def _is_full(self) -> bool:
+        if len(self._tokens) > PENDING_TOKENS:
+            return True
+        return _CHAR_BYTES * len(self._text) + self._aside_bytes > PENDING_BYTES
+
+    def _add_asides(self, data: Sequence[Aside]) -> None:
+        before = self._chars + len(self._text)
+        for aside in data:
+            self._asides.append(replace(aside, at=before + aside.at))
+            self._aside_bytes += _ASIDE_BYTES + len(_encode(aside))
+
+    def _clear(self) -> None:
+        self._tokens.clear()
+        self._text = ""
+        self._log_probs.clear()
+        self._asides.clear()
+        self._aside_bytes = 0
 
 
 class ChunkWriters:

@@ -30,7 +30,7 @@ from app.engine.contract import (
 )
 from app.lifetime import Lifetime
 from app.preprocess.byte_model import Model
-from app.preprocess.stops import TextStream
+from app.preprocess.stops import Piece, TextStream
 from app.serving.chunks import ChunkStream, ChunkWriters, Last, StreamBroken
 from streams.codecs import token_count, unpack_tokens
 from streams.errors import AppendFailed
@@ -43,6 +43,7 @@ from streams.records import (
     RunCode,
     RunKey,
     Started,
+    Usage,
 )
 from streams.topics import LEDGER
 
@@ -57,6 +58,8 @@ _CODES: dict[FinishReason, RunCode] = {
     "cancelled": "cancelled",
     "error": "error",
     "content_filter": "stop",
+    "tool_calls": "stop",
+    "function_call": "stop",
 }
 
 
@@ -197,7 +200,7 @@ class Executor:
             id=request_id, attempt=attempt, phase=phase, worker=self._worker, epoch=self._epoch,
             run=run.number, origin=assignment.origin, responses_from=assignment.responses_from,
             deadline_ms=assignment.deadline_ms,
-            prompt_tokens=token_count(assignment.request.token_ids),
+            prompt_tokens=assignment.request.prompt_tokens,
         )  # fmt: skip
         try:
             await self._outbox.persist(LEDGER, request_id, started, until=run.deadline)
@@ -253,14 +256,9 @@ class Executor:
             ended = EngineOutput.error(str(e))
             invalid = str(e)[:LONGEST_REASON] if isinstance(e, InvalidRequest) else ""
         run.state = "closing"
-        prompt_tokens = token_count(assignment.request.token_ids)
-        counts = usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=len(taken) + run.tokens,
-            # To the engine the tokens taken belong to the prompt, to the client they do not.
-            cached_tokens=min(run.cached_tokens, prompt_tokens),
-        )
-        reason = ended.finish_reason
+        counts, reason = _counts(run, ended), ended.finish_reason
+        if run.tokens:  # an engine that gives text counts better than its outputs were counted
+            run.tokens = counts.completion_tokens - len(taken) or run.tokens
         assert reason is not None
         await stream.finish(Last(reason, counts, ended.stop_reason, invalid), text.end())
         return Outcome(_CODES[reason], message=ended.message)
@@ -303,14 +301,28 @@ class Executor:
             run.cached_tokens = output.usage.cached_tokens
         if output.transfer is not None:
             run.handoff = output.transfer
-        if not output.token_ids:
+        if output.is_empty:
             return False
-        piece = text.feed(output.token_ids)
+        # Text that comes without tokens counts as one: most servers send each token by itself.
+        piece = text.feed(output.token_ids) if output.token_ids else Piece(output.text, 1)
         run.count(piece.tokens, self._life.clock.now())
         run.context.notify_first_token()
         log_probs = (output.log_probs or ())[: piece.tokens]
-        await stream.push(output.token_ids[: piece.tokens], piece.text, log_probs)
+        await stream.push(output.token_ids[: piece.tokens], piece.text, log_probs, output.data)
         return piece.finish_reason is not None
+
+
+def _counts(run: Run, ended: EngineOutput) -> Usage:
+    """What a request took, over all its attempts; of a body, what its engine has counted."""
+    request, taken = run.assignment.request, token_count(run.assignment.taken)
+    if request.body is not None:
+        return ended.usage or usage(0, run.tokens)
+    return usage(
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=taken + run.tokens,
+        # To the engine the tokens taken belong to the prompt, to the client they do not.
+        cached_tokens=min(run.cached_tokens, request.prompt_tokens),
+    )
 
 
 def _ended(text: TextStream, output: EngineOutput) -> EngineOutput:

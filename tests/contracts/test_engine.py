@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
-from app.engine.attached.engine import AttachedEngine, Attachment, Guess
+from app.engine.attached.beside import Attachment
+from app.engine.attached.engine import AttachedEngine, Guess
+from app.engine.attached.passing import PassingEngine
 from app.engine.batch import Shape
 from app.engine.choice import chosen
 from app.engine.contract import BlocksListener, Engine, EngineError
@@ -28,11 +32,20 @@ from app.settings import Settings
 from app.worker import Worker
 from indexer.engine_events import BlocksStored, EngineEvent
 from streams.clock import SystemClock
-from streams.records import Artifact, Blocks, EngineConfig, Lost, ModelCard, WorkerCard
+from streams.records import (
+    Artifact,
+    Blocks,
+    EngineConfig,
+    Lost,
+    ModelCard,
+    OpenAiBody,
+    Request,
+    WorkerCard,
+)
 from streams.topics import KV_EVENTS, REGISTRY
 from tests.conformance import Conformance, Lifecycle, Subject
 from tests.desks import TOKEN, Desk, Scripted
-from tests.servers import TOKENIZER, ModelServer, Publisher
+from tests.servers import TOKENIZER, ModelServer, Publisher, WordServer
 from tests.stages import Stage
 from tests.worlds import World, in_world
 
@@ -130,6 +143,51 @@ class TestAttachedWithoutEvents(Conformance, Lifecycle):
         subject.idle = lambda: not server.running
         assert subject.config.guesses_cache
         assert subject.config.gives_tokens
+        yield subject
+        await subject.engine.cleanup()
+
+
+@dataclass
+class InWords(Subject):
+    """An engine of bodies beside a `WordServer`, whose tokens are characters."""
+
+    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Request:
+        text = "".join(map(chr, prompt))
+        kind: Any = self.config.kind
+        said: dict[str, Any] = {"prompt": text}
+        if kind == "chat":
+            said = {"messages": [{"role": "user", "content": text}]}
+        said |= {"max_tokens": max_tokens, "min_tokens": max_tokens, "ignore_eos": True}
+        body = OpenAiBody(kind=kind, json=msgspec.json.encode(said), prompt_tokens=len(prompt))
+        return Request(id=f"r{self.salt}", body=body)
+
+
+class TestPassing(Conformance, Lifecycle):
+    """Bodies as they come."""
+
+    kind = InWords
+
+    @pytest.fixture(params=["chat", "completion"])
+    async def server(
+        self, request: pytest.FixtureRequest, behind: SimulatedEngine
+    ) -> AsyncIterator[WordServer]:
+        await behind.start("-")
+        async with WordServer(behind, request.param) as server:
+            yield server
+
+    @pytest.fixture
+    def make(self, server: WordServer) -> Callable[[], Engine]:
+        where = Attachment(server.url, silence_s=5.0, start_s=5.0)
+        kind: Any = "chat" if server.is_chat else "completion"
+        return lambda: PassingEngine(SystemClock(), where, kind)
+
+    @pytest.fixture
+    async def subject(
+        self, server: WordServer, make: Callable[[], Engine]
+    ) -> AsyncIterator[Subject]:
+        engine = ValidatedEngine(make())
+        subject = InWords(engine, await engine.start("w"), draws_tokens=False)
+        subject.idle = lambda: not server.running
         yield subject
         await subject.engine.cleanup()
 

@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from app.engine.attached import health
-from app.engine.attached.engine import AttachedEngine, Attachment, Guess
+from app.engine.attached.beside import Attachment
+from app.engine.attached.engine import AttachedEngine, Guess
 from app.engine.choice import chosen
 from app.engine.continuation import Speaker, corpus
 from app.engine.contract import Engine

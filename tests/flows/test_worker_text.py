@@ -6,7 +6,18 @@ from typing import Any
 
 from app.engine.contract import EngineOutput, usage
 from streams.codecs import pack_tokens
-from streams.records import EngineConfig, LogProb, Request, StopConditions
+from streams.records import (
+    Aside,
+    EngineConfig,
+    Finished,
+    LogProb,
+    OpenAiBody,
+    PrefillDone,
+    Request,
+    Started,
+    StopConditions,
+)
+from streams.topics import LEDGER
 from tests.desks import PROMPT, Desk, Scripted, visible
 from tests.worlds import World, in_world
 
@@ -40,6 +51,27 @@ async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_is_left(
     assert (last.finish_reason, last.stop_reason) == ("stop", "END")
     assert engine.left
     assert last.usage == usage(len(PROMPT), 14)
+
+
+@in_world
+async def test_text_of_a_body_is_the_engines_and_so_are_its_counts(world: World) -> None:
+    asked = OpenAiBody(kind="chat", json=b"{}", prompt_tokens=40)
+    script = (
+        EngineOutput(text="", data=(Aside(delta={"reasoning_content": "hm"}),)), 1.0,
+        EngineOutput(text="Good "), 1.0, EngineOutput(text="day", finish_reason="tool_calls",
+                                                      usage=usage(33, 9)),
+    )  # fmt: skip
+    desk, engine = await answer(world, *script, body=asked)
+    assert engine.requests[0].body == asked
+    seen, last = visible(desk.chunks()), desk.chunks()[-1]
+    assert (seen.text, seen.tokens, seen.asides, seen.holes) == ("Good day", [], 1, 0)
+    assert (last.finish_reason, last.usage) == ("tool_calls", usage(33, 9))
+    (started,) = desk.lane(LEDGER, Started)
+    assert started.prompt_tokens == 40
+    (prefilled,) = desk.lane(LEDGER, PrefillDone)
+    assert prefilled.ttft_ms < 500
+    (finished,) = desk.lane(LEDGER, Finished)
+    assert (finished.code, finished.output_tokens) == ("stop", 9)
 
 
 @in_world

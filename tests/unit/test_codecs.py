@@ -135,6 +135,7 @@ WHOLE_REQUEST = r.Request(
     mm_processor_kwargs=b"null",
     request_timestamp_ms=1.5,
     is_probe=True,
+    body=r.OpenAiBody(kind="chat", json=b'{"messages":[]}', prompt_tokens=3),
 )
 
 GOLDEN: list[tuple[AnyRecord, bytes]] = [
@@ -158,7 +159,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
     (
         WHOLE_REQUEST,
         bytes.fromhex(
-            "de0016a26964a66a6f622d3138a473746f7082b573746f705f746f6b656e5f6964735f6869646465"
+            "de0017a26964a66a6f622d3138a473746f7082b573746f705f746f6b656e5f6964735f6869646465"
             "6e9102b36d61785f7468696e6b696e675f746f6b656e7309a873616d706c696e67de000ea16e01a7"
             "626573745f6f6601b070726573656e63655f70656e616c7479cb3fe0000000000000b16672657175"
             "656e63795f70656e616c7479cbbfe0000000000000b272657065746974696f6e5f70656e616c7479"
@@ -198,7 +199,9 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             "61726773c4035b315da6726f7574657282ab747466745f746172676574cb4059000000000000aa69"
             "746c5f746172676574cb4034000000000000ad6167656e745f636f6e74657874c4077b2261223a31"
             "7db36d6d5f70726f636573736f725f6b7761726773c4046e756c6cb4726571756573745f74696d65"
-            "7374616d705f6d73cb3ff8000000000000ad5f4845414c54485f434845434bc3"
+            "7374616d705f6d73cb3ff8000000000000ad5f4845414c54485f434845434bc3a4626f647983a46b"
+            "696e64a463686174a46a736f6ec40f7b226d65737361676573223a5b5d7dad70726f6d70745f746f"
+            "6b656e7303"
         ),
     ),
     (
@@ -399,6 +402,30 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         ),
     ),
     (
+        r.Chunk(
+            id="job-17",
+            attempt=0,
+            run="0",
+            seq=3,
+            index=0,
+            text="ok",
+            chars=9,
+            finish_reason="tool_calls",
+            usage=r.Usage(prompt_tokens=7, details={"completion_tokens_details": {"n": 1}}),
+            data=(
+                r.Aside(at=7, delta={"tool_calls": [{"index": 0}]}),
+                r.Aside(at=9, choice={"stop_reason": None}, event={"system_fingerprint": "f"}),
+            ),
+        ),
+        (
+            b'{"t":"Chunk","id":"job-17","attempt":0,"run":"0","seq":3,"index":0,"text":"ok",'
+            b'"chars":9,"finish_reason":"tool_calls","usage":{"prompt_tokens":7,"details":{"co'
+            b'mpletion_tokens_details":{"n":1}}},"data":[{"at":7,"delta":{"tool_calls":[{"inde'
+            b'x":0}]}},{"at":9,"choice":{"stop_reason":null},"event":{"system_fingerprint":"f"'
+            b"}}]}"
+        ),
+    ),
+    (
         r.Chunk(id="job-17", attempt=0, run="0", seq=0, index=0),
         b'{"t":"Chunk","id":"job-17","attempt":0,"run":"0","seq":0,"index":0}',
     ),
@@ -580,12 +607,13 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             model="demo",
             busy_cache=0.75,
             busy_prefill_tokens=8192,
-            config=r.EngineConfig(model="demo", lora_names=("sql",), max_loras=2),
+            config=r.EngineConfig(model="demo", lora_names=("sql",), max_loras=2, kind="chat"),
         ),
         bytes.fromhex(
-            "86a26964a27731a4736c6f7403a56d6f64656ca464656d6fa6636f6e66696783a56d6f64656ca464"
-            "656d6faa6c6f72615f6e616d657391a373716ca96d61785f6c6f72617302aa627573795f63616368"
-            "65cb3fe8000000000000b3627573795f70726566696c6c5f746f6b656e73cd2000"
+            "86a26964a27731a4736c6f7403a56d6f64656ca464656d6fa6636f6e666967de0004a56d6f64656c"
+            "a464656d6faa6c6f72615f6e616d657391a373716ca96d61785f6c6f72617302a46b696e64a46368"
+            "6174aa627573795f6361636865cb3fe8000000000000b3627573795f70726566696c6c5f746f6b65"
+            "6e73cd2000"
         ),
     ),
     (
@@ -613,14 +641,14 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             life="c0ffee",
         ),
         bytes.fromhex(
-            "8aa26964a27731a4736c6f7409a56d6f64656ca464656d6fa6636f6e6669678aa56d6f64656ca464"
-            "656d6fb17365727665645f6d6f64656c5f6e616d65a764656d6f2d3862ae636f6e746578745f6c65"
-            "6e677468cd1000b36b765f63616368655f626c6f636b5f73697a6510af746f74616c5f6b765f626c"
-            "6f636b73cd03e8ac6d61785f6e756d5f7365717340b66d61785f6e756d5f626174636865645f746f"
-            "6b656e73cd2000ae626f6f7473747261705f686f7374a168ae626f6f7473747261705f706f7274cd"
-            "2328a5637572766592cb0000000000000000cb3fe0000000000000a565706f63680ca4726f6c65a7"
-            "70726566696c6ca572616e6b7302a67461696e747391a473706f74a876657273696f6e7381a66b76"
-            "6c616e65a3302e31a46c696665a6633066666565"
+            "8aa26964a27731a4736c6f7409a56d6f64656ca464656d6fa6636f6e666967de000aa56d6f64656c"
+            "a464656d6fb17365727665645f6d6f64656c5f6e616d65a764656d6f2d3862ae636f6e746578745f"
+            "6c656e677468cd1000b36b765f63616368655f626c6f636b5f73697a6510af746f74616c5f6b765f"
+            "626c6f636b73cd03e8ac6d61785f6e756d5f7365717340b66d61785f6e756d5f626174636865645f"
+            "746f6b656e73cd2000ae626f6f7473747261705f686f7374a168ae626f6f7473747261705f706f72"
+            "74cd2328a5637572766592cb0000000000000000cb3fe0000000000000a565706f63680ca4726f6c"
+            "65a770726566696c6ca572616e6b7302a67461696e747391a473706f74a876657273696f6e7381a6"
+            "6b766c616e65a3302e31a46c696665a6633066666565"
         ),
     ),
     (
@@ -902,12 +930,27 @@ st.register_type_strategy(int, st.integers(-(2**63), 2**64 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+OBJECT = st.dictionaries(st.text(), JSON, max_size=3)
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value of a field."""
+    if hint in (dict[str, Any], dict[str, Any] | None):
+        return OBJECT
+    return st.from_type(hint)
+
+
 def built(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     """Any instance of a record, with any of its optional fields at their defaults."""
     hints = get_type_hints(kind)
     fields = msgspec.structs.fields(kind)
-    needed = {f.name: st.from_type(hints[f.name]) for f in fields if f.required}
-    optional = {f.name: st.from_type(hints[f.name]) for f in fields if not f.required}
+    needed = {f.name: values_of(hints[f.name]) for f in fields if f.required}
+    optional = {f.name: values_of(hints[f.name]) for f in fields if not f.required}
     values = st.fixed_dictionaries(needed, optional=optional)
     return values.map(lambda given_fields: kind(**given_fields))
 

@@ -15,6 +15,7 @@ from streams.records import (
     EngineFigures,
     Hints,
     Lost,
+    OpenAiBody,
     Request,
     RoutingConstraints,
     WorkerCard,
@@ -58,6 +59,35 @@ def test_a_worker_is_taken_again_as_soon_as_it_is_heard_of(stage: Stage) -> None
 def test_a_request_without_a_model_goes_to_any(stage: Stage) -> None:
     stage.worker("w1", model="x")
     assert stage.chosen(request=Request(id="a")).place.worker == "w1"
+
+
+def in_words(kind: Any) -> Request:
+    return Request(id="a", model="m", body=OpenAiBody(kind=kind, json=b"{}", prompt_tokens=100))
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_bodies_go_to_workers_that_take_them_and_tokens_to_the_others(
+    stage: Stage, kind: Any
+) -> None:
+    stage.worker("in tokens")
+    stage.worker("in words", engine={"kind": kind})
+    for seed in range(5):
+        assert stage.chosen(request=in_words(kind), seed=seed).place.worker == "in words"
+        assert stage.chosen(seed=seed).place.worker == "in tokens"
+    reason = "no ready worker takes embedding requests as they come"
+    assert stage.plan(request=in_words("embedding")) == hopeless(reason)
+
+
+def test_tokens_are_for_nobody_where_all_take_bodies(stage: Stage) -> None:
+    stage.worker("w", engine={"kind": "chat"})
+    assert stage.plan() == hopeless("no ready worker takes tokens")
+
+
+def test_a_body_overlaps_with_nothing_and_weighs_as_it_says(stage: Stage) -> None:
+    stage.worker("w", engine={"kind": "chat"})
+    for policy in ("dynamo", "predictive"):
+        chosen = stage.chosen(policy, request=in_words("chat"))
+        assert (chosen.tokens, chosen.cached_tokens, chosen.prefill_tokens) == (100, 0, 100)
 
 
 def test_prefill_workers_take_no_whole_requests(stage: Stage) -> None:

@@ -71,6 +71,14 @@ def test_a_long_list_of_names_is_cut() -> None:
         known.find("chat", "x")
 
 
+def test_bodies_are_passed_on_to_models_that_take_them() -> None:
+    known = models(worker("a", "m"), ModelCard(name="c", kind="chat"))
+    assert known.passes_on("c")
+    for name in ("m", "nobody", "", None, 3, ["c"]):
+        assert not known.passes_on(name)
+    assert models(ModelCard(name="c", kind="chat")).passes_on("")
+
+
 def test_a_model_is_asked_for_what_it_does() -> None:
     known = models(ModelCard(name="m", kind="embedding"))
     with pytest.raises(InvalidPrompt, match="model: it is for embedding requests"):

@@ -129,6 +129,7 @@ def test_brokers_elsewhere_need_a_hash_secret() -> None:
         ("attach_url", "http://127.0.0.1:8001/v1/completions", "without a path"),
         ("attach_events", "tcp://*:5557", "tcp://127.0.0.1:5557 is meant"),
         ("attach_replay", "127.0.0.1:5558", "tcp://host:port"),
+        ("attach_kind", "image", "'completion'"),
     ],
 )
 def test_refusal_names_variable_value_and_remedy(
@@ -170,6 +171,10 @@ def test_refusal_names_variable_value_and_remedy(
             {"engine": "attached", "attach_replay": "tcp://h:1"},
             "KVLANE_ATTACH_REPLAY needs KVLANE_ATTACH_EVENTS",
         ),
+        (
+            {"engine": "attached", "attach_kind": "chat", "attach_events": "tcp://h:1"},
+            "KVLANE_ATTACH_EVENTS is of no use with KVLANE_ATTACH_KIND=chat",
+        ),
         ({"sasl_password": SECRET, "sasl_password_file": __file__}, "not both"),
         ({"lane": 8}, "lane is not a setting"),
     ],
@@ -180,6 +185,11 @@ def test_settings_that_do_not_fit_together_are_refused(
     with pytest.raises(SettingsError) as refusal:
         Settings(**values)
     assert words in str(refusal.value)
+
+
+def test_a_server_that_is_asked_in_words_needs_no_folder() -> None:
+    where = {"engine": "attached", "attach_url": "http://h:1"}
+    assert Settings(attach_kind="chat", **where).model_path is None
 
 
 def test_the_url_of_a_server_may_be_given_as_openai_clients_have_it() -> None:

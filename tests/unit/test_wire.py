@@ -200,7 +200,7 @@ def test_a_field_is_read_from_its_name(field: str, value: Any, name: str, form: 
 
 
 def test_every_field_of_a_request_has_a_form_but_those_of_the_log() -> None:
-    ours = {"id", "tenant", "deadline_s", "received_ms", "cache_salt"}
+    ours = {"id", "tenant", "deadline_s", "received_ms", "cache_salt", "body"}
     parts = {"stop", "sampling", "output", "hints"}
     fields = {field.name for field in msgspec.structs.fields(r.Request)}
     assert fields - ours - parts == {field for field, *_ in FIELDS}

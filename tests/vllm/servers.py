@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.demo import tiny_model
-from app.engine.attached.engine import AttachedEngine, Attachment, Guess
+from app.engine.attached.beside import Attachment
+from app.engine.attached.engine import AttachedEngine, Guess
 from app.preprocess.modelfolder import read_folder
 from app.preprocess.pool import Inline
 from app.preprocess.tokenizer import Tokenizer

@@ -84,6 +84,28 @@ def body_of(
     return body | (_of_vllm(request, speech) if speech.is_vllm else _of_others(request, speech))
 
 
+def as_it_came(request: Request, speech: Speech) -> dict[str, Any]:
+    """The body of a request that has one already: its own, with what the server has to be told.
+
+    Raises InvalidRequest for what the server cannot be asked.
+    """
+    assert request.body is not None
+    body = _object("body", request.body.json)
+    options = body.get("stream_options")
+    body |= {
+        "model": _model(request, speech),
+        "stream": True,
+        "stream_options": (options if isinstance(options, dict) else {}) | {"include_usage": True},
+    }
+    if request.sampling.seed is not None:  # another one for each of several answers
+        body["seed"] = request.sampling.seed
+    if request.cache_salt and not speech.is_vllm:
+        raise InvalidRequest("cache_salt: the server of this model knows no such thing")
+    if request.cache_salt:
+        body["cache_salt"] = request.cache_salt
+    return body
+
+
 def _of_vllm(request: Request, speech: Speech) -> dict[str, Any]:
     body: dict[str, Any] = {}
     sampling = request.sampling

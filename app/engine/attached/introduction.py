@@ -2,7 +2,8 @@
 
 What a server can do is found out by asking it for one token, in one way after the other, best
 first; no list of servers and versions. That its tokens are those of the model's folder is compared
-where it can tell. Every error says what the operator may do.
+where it can tell. One that is to be asked in OpenAI's own words is asked so once. Every error says
+what the operator may do.
 """
 
 from __future__ import annotations
@@ -57,10 +58,9 @@ class _Tokens(msgspec.Struct):
 class Introduction:
     """To one server."""
 
-    def __init__(self, server: Server, clock: Clock, tokenizer: Tokenizer) -> None:
+    def __init__(self, server: Server, clock: Clock) -> None:
         self._server = server
         self._clock = clock
-        self._tokenizer = tokenizer
 
     async def wait(self, within_s: float) -> None:
         """Wait until the server is ready. Raises EngineError when it does not get so in time."""
@@ -84,28 +84,44 @@ class Introduction:
                     log.info("%s is not ready yet, %.0f s: %s", url, waited_s, e)
             await self._clock.sleep(AGAIN_S)
 
-    async def introduce(self, name: str) -> Known:
+    async def introduce(self, name: str, tokenizer: Tokenizer) -> Known:
         """What it serves under this name ("": alone), and how. Raises EngineError."""
-        models = await self._models()
-        model = self._chosen(models, name)
-        adapters = frozenset(m.id for m in models if m.parent == model.id)
-        await self._compare_tokens(model.id)
-        prompt = self._tokenizer.encode_now(TEXT)
-        owner = model.owned_by or ""
+        known = await self.look_up(name)
+        model, owner, adapters = known.speech.model, known.speech.owner, known.speech.adapters
+        await self._compare_tokens(model, tokenizer)
+        prompt = tokenizer.encode_now(TEXT)
         for prompts, answers in (
             ("tokens", "token_ids"),
             ("tokens", "log_probs"),
             ("tokens", "text"),
             ("text", "text"),
         ):
-            speech = Speech(model.id, owner, prompts, answers, adapters)  # type: ignore[arg-type]
-            if await self._understands(speech, prompt):
+            speech = Speech(model, owner, prompts, answers, adapters)  # type: ignore[arg-type]
+            if await self._understands(speech, prompt, tokenizer):
                 self._warn(speech)
-                return Known(speech, model.max_model_len)
+                return known._replace(speech=speech)
         raise EngineError(
             f"KVLANE_ATTACH_URL={self._server.url}: the server completes no prompt, neither tokens "
             "nor text. It must speak OpenAI's POST /v1/completions; see its own log"
         )
+
+    async def look_up(self, name: str) -> Known:
+        """What it serves under this name ("": alone). Raises EngineError."""
+        models = await self._models()
+        model = self._chosen(models, name)
+        adapters = frozenset(m.id for m in models if m.parent == model.id)
+        speech = Speech(model.id, model.owned_by or "", adapters=adapters)
+        return Known(speech, model.max_model_len)
+
+    async def try_out(self, path: str, body: object) -> None:
+        """Have it answer a body once; what it says is not read. Raises EngineError."""
+        try:
+            await self._server.post(path, body, self._server.silence_s)
+        except EngineError as e:
+            raise EngineError(
+                f"KVLANE_ATTACH_KIND: the server at {self._server.url} does not answer POST {path} "
+                f"({e}). Say what it does answer, or see its own log"
+            ) from e
 
     async def _models(self) -> list[_Model]:
         url = self._server.url
@@ -137,7 +153,7 @@ class Introduction:
             )
         return bases[0]
 
-    async def _compare_tokens(self, model: str) -> None:
+    async def _compare_tokens(self, model: str, tokenizer: Tokenizer) -> None:
         """Raises EngineError when the server tokenises otherwise than the model's folder."""
         asked = {"model": model, "prompt": TEXT, "content": TEXT,
                  "add_special_tokens": False, "add_special": False}  # fmt: skip
@@ -147,7 +163,7 @@ class Introduction:
         except (EngineError, msgspec.MsgspecError) as e:
             log.info("%s does not tokenise, so models are not compared: %s", self._server.url, e)
             return
-        ours = list(self._tokenizer.encode_now(TEXT))
+        ours = list(tokenizer.encode_now(TEXT))
         if theirs != ours:
             raise EngineError(
                 f"the server at {self._server.url} makes other tokens than the tokenizer of "
@@ -155,14 +171,14 @@ class Introduction:
                 f"{model!r} that it serves"
             )
 
-    async def _understands(self, speech: Speech, prompt: Sequence[int]) -> bool:
+    async def _understands(
+        self, speech: Speech, prompt: Sequence[int], tokenizer: Tokenizer
+    ) -> bool:
         """Whether an answer asked for so comes as it should. Raises ServerFailed."""
         request = Request(
             id="", token_ids=pack_tokens(prompt), is_probe=True, stop=StopConditions(max_tokens=2)
         )
-        body = body_of(
-            request, speech, 2, lambda ids: self._tokenizer.decode(ids, skip_special=False)
-        )
+        body = body_of(request, speech, 2, lambda ids: tokenizer.decode(ids, skip_special=False))
         try:
             pieces = await self._pieces(body, speech)
         except Rejected as e:

@@ -88,7 +88,7 @@ class Piece(NamedTuple):
 
 DONE = b"[DONE]"
 _events = msgspec.json.Decoder(_Event)
-_REASONS: Mapping[str, FinishReason] = {
+REASONS: Mapping[str, FinishReason] = {
     "stop": "stop",
     "eos": "stop",
     "eos_token": "stop",
@@ -135,9 +135,9 @@ def piece_of(event: bytes, speech: Speech) -> Piece:
 def _reason(said: str | None) -> FinishReason | None:
     if said is None:
         return None
-    if said not in _REASONS:  # `abort`, `error`: the server gave it up, not the model
+    if said not in REASONS:  # `abort`, `error`: the server gave it up, not the model
         raise ServerFailed(f"the server ended the answer with {said!r:.200}")
-    return _REASONS[said]
+    return REASONS[said]
 
 
 def _log_probs(said: _LogProbs | None) -> tuple[tuple[LogProb, ...], ...] | None:

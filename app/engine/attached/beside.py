@@ -1,0 +1,133 @@
+"""What every engine beside a running server has in common, whatever it asks the server for.
+
+Owns the connection, how the server is, and the answers under way; a cancel is passed on by closing
+their connection. Knows nothing of what is asked and answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, NamedTuple, Protocol
+
+from app.engine.attached.health import Health
+from app.engine.attached.introduction import Introduction
+from app.engine.attached.server import Server, Stream
+from app.engine.contract import Engine, EngineDead, EngineError, EngineOutput, GenerateContext
+from streams.clock import Clock
+from streams.records import EngineFigures
+
+log = logging.getLogger(__name__)
+
+
+class Attachment(NamedTuple):
+    """Where the server is. `model`: its name there; "" for the only one.
+
+    `silence_s`: for how long it may say nothing while it has something to answer; `start_s`: for
+    how long it may be away when the worker starts.
+    """
+
+    url: str
+    events: str = ""
+    replay: str = ""
+    model: str = ""
+    api_key: str = ""
+    silence_s: float = 120.0
+    start_s: float = 600.0
+
+
+class Reading(Protocol):
+    """One answer of a server, on its way to outputs."""
+
+    def read(self, stream: Stream, context: GenerateContext) -> AsyncGenerator[EngineOutput, None]:
+        """The outputs, the terminal one last. Raises ServerFailed for an answer without an end."""
+
+    def cancelled(self) -> EngineOutput:
+        """The end of an answer that nobody wants any more."""
+
+
+class Beside(Engine):
+    """See the module. Subclasses give `start` and `generate`."""
+
+    def __init__(self, clock: Clock, where: Attachment) -> None:
+        self._clock = clock
+        self._where = where
+        self._server: Server | None = None
+        self._health: Health | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._streams: dict[GenerateContext, Stream] = {}
+        self._dead: EngineDead | None = None
+
+    def figures(self) -> EngineFigures | None:
+        """As `Engine.figures`, not older than a few seconds."""
+        metrics = self._health.metrics if self._health is not None else None
+        return metrics.figures() if metrics is not None and metrics.running is not None else None
+
+    async def cleanup(self) -> None:
+        """As `Engine.cleanup`. The server goes on."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in list(self._streams.values()):
+            stream.close()
+        server, self._server = self._server, None
+        if server is not None:
+            await server.close()
+
+    async def abort(self, context: GenerateContext) -> None:
+        """As `Engine.abort`: the server sees the connection closed and stops generating."""
+        if (stream := self._streams.get(context)) is not None:
+            stream.close()
+
+    async def _meet(self, worker_id: str) -> Introduction:
+        """Wait for the server. Raises EngineError."""
+        where = self._where
+        log.info("worker %s is being attached to %s", worker_id, where.url)
+        self._server = Server(where.url, where.silence_s, where.api_key)
+        introduction = Introduction(self._server, self._clock)
+        await introduction.wait(where.start_s)
+        return introduction
+
+    async def _look_after(self) -> Health:
+        """Look at how the server is, now and from now on."""
+        assert self._server is not None
+        health = self._health = Health(self._server, self._clock, self._began_anew)
+        await health.look()
+        self._spawn(health.keep_looking())
+        return health
+
+    def _began_anew(self) -> None:
+        """Another life of the server."""
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=f"beside {self._where.url}")
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("what looks after %s failed", self._where.url, exc_info=error)
+            self._dead = EngineDead(f"what looks after {self._where.url} failed: {error!r}")
+
+    async def _answer(
+        self, path: str, body: object, event_bytes: int, reading: Reading, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Ask, and read the answer. Raises ServerFailed and Rejected, besides EngineDead."""
+        if self._dead is not None:
+            raise self._dead
+        assert self._server is not None
+        stream = self._server.stream(path, body, event_bytes)
+        self._streams[context] = stream
+        try:
+            async with stream, aclosing(reading.read(stream, context)) as outputs:
+                async for output in outputs:
+                    yield output
+        except EngineError:
+            if not context.stopped:
+                raise
+            yield reading.cancelled()
+        finally:
+            del self._streams[context]

@@ -1,0 +1,518 @@
+"""Models that are asked in OpenAI's own words: from its client to a server, and back as it came.
+
+Everything is real but the servers, which say what the test says, and the log, which is in memory;
+one test has a real Kafka. Time is real, since sockets know no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from app.audit.explain import explain
+from app.engine.attached.beside import Attachment
+from app.engine.attached.passing import Kind, PassingEngine
+from app.engine.validator import ValidatedEngine
+from app.gateway import Gateway
+from app.lifetime import Lifetime
+from app.preprocess.pool import Inline
+from app.preprocessor import Preprocessor
+from app.router import Router
+from app.settings import Settings
+from app.worker import Worker
+from streams import provision
+from streams.brokers.local import Broker
+from streams.client import Client
+from streams.clock import SystemClock
+from streams.codecs import AnyRecord, decode
+from streams.kafka.log import KafkaLog
+from streams.memory.broker import MemoryBroker
+from streams.ports import Log
+from streams.prompt import Prompt
+from streams.records import Chunk, Fence, Finished, Heartbeat, Request
+from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES
+from tests.leftovers import delete_topics
+from tests.servers import Exchange, Hangup, OpenAiServer, counted, said
+
+LANES = 2
+WAIT_S = 20.0
+NOWHERE = "/dev/null/cache"
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+LOOK = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at":1}'}}
+THOUGHTFUL = [
+    said({"role": "assistant", "content": ""}),
+    said({"reasoning_content": "Let me "}),
+    said({"reasoning_content": "see."}),
+    said({"content": "One "}),
+    said({"content": "moment."}),
+    said({"tool_calls": [{"index": 0, "id": "call-1", "type": "function",
+                          "function": {"name": "look", "arguments": ""}}]}),
+    said({"tool_calls": [{"index": 0, "function": {"arguments": '{"at"'}}]}),
+    said({"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}),
+    said({}, finish_reason="tool_calls") | {"system_fingerprint": "fp"},
+    counted(9, 7, completion_tokens_details={"reasoning_tokens": 2}),
+]  # fmt: skip
+"""An answer with everything in it."""
+PLAIN = [said({"content": "Good "}), said({"content": "day."}), said({}, finish_reason="stop")]
+
+Connect = Callable[[str], Awaitable[Log]]
+
+
+async def hangs_up(_: Exchange) -> None:
+    await asyncio.sleep(0.05)
+    raise Hangup
+
+
+class Town:
+    """A gateway, a preprocessor, a router, and workers beside servers."""
+
+    def __init__(self, connect: Connect, **over: Any) -> None:
+        self._connect = connect
+        self.settings = Settings(
+            worker_id="-", router_id="r", http_port=0, lanes=LANES, cache_dir=NOWHERE,
+            heartbeat_s=0.2, drain_grace_s=1, worker_timeout_s=20, **over,
+        )  # fmt: skip
+        self.lives: list[Lifetime] = []
+        self.workers: list[Worker] = []
+
+    async def start(self) -> None:
+        self.log = await self._connect("test")
+        await Router(*await self._part("router")).start()
+        self._preprocessor = Preprocessor(*await self._part("preprocessor"), Inline())
+        await self._preprocessor.start()
+        self.gateway = Gateway(*await self._part("gateway"))
+        await self.gateway.start()
+        self.openai = openai.AsyncOpenAI(
+            base_url=f"{self.gateway.url}/v1", api_key="-", max_retries=0, timeout=WAIT_S
+        )
+        self.http = httpx.AsyncClient(base_url=self.gateway.url, timeout=WAIT_S)
+        self.client = Client(self.log, SystemClock())
+        await self.client.start()
+
+    async def hire(self, server: OpenAiServer, kind: Kind = "chat", model: str = "m") -> None:
+        log, settings, life = await self._part(f"worker{len(self.workers)}")
+        where = Attachment(server.url, silence_s=2.0, start_s=5.0)
+        engine = ValidatedEngine(PassingEngine(life.clock, where, kind, serves_as=model))
+        worker = Worker(log, settings, life, engine, worker_id=f"w{len(self.workers)}")
+        await worker.start()
+        self.workers.append(worker)
+        served = self.gateway.parts.served
+        await until(lambda: served.kind(model) == kind)
+
+    async def _part(self, name: str) -> tuple[Log, Settings, Lifetime]:
+        life = Lifetime(name, rng=random.Random(name))
+        self.lives.append(life)
+        return await self._connect(name), self.settings, life
+
+    async def stop(self) -> None:
+        await self.client.close()
+        await self.openai.close()
+        await self.http.aclose()
+        await self.gateway.stop()
+        await self._preprocessor.stop()
+        for life in self.lives:
+            assert life.failed is None
+            await life.end()
+
+    async def records(self, topic: str, kind: type[AnyRecord]) -> list[Any]:
+        found = []
+        for lane in range(await self.log.partitions(topic)):
+            assert isinstance(self.memory, MemoryBroker)
+            found += [decode(r) for r in self.memory.records(topic, lane)]
+        return [r for r in found if isinstance(r, kind)]
+
+    memory: MemoryBroker | None = None
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    clock = SystemClock()
+    deadline = clock.now() + WAIT_S
+    while not condition():
+        assert clock.now() < deadline, "it never came true"
+        await clock.sleep(0.01)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[OpenAiServer]:
+    async with OpenAiServer() as server:
+        server.events = list(THOUGHTFUL)
+        yield server
+
+
+@pytest.fixture
+async def empty() -> AsyncIterator[Town]:
+    """Nobody works there yet."""
+    broker = MemoryBroker(SystemClock(), lanes=LANES)
+
+    async def connect(name: str) -> Log:
+        log = broker.connect(name)
+        await log.start()
+        return log
+
+    town = Town(connect)
+    town.memory = broker
+    await town.start()
+    yield town
+    await town.stop()
+
+
+@pytest.fixture
+async def town(empty: Town, server: OpenAiServer) -> Town:
+    await empty.hire(server)
+    return empty
+
+
+def together(chunks: list[Any]) -> dict[str, Any]:
+    """What a client makes of a stream."""
+    seen: dict[str, Any] = {"reasoning": "", "text": "", "arguments": "", "calls": []}
+    for chunk in chunks:
+        seen["usage"] = chunk.usage or seen.get("usage")
+        for choice in chunk.choices:
+            seen["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            seen["text"] += choice.delta.content or ""
+            for call in choice.delta.tool_calls or ():
+                seen["calls"] += [(call.id, call.function.name)] if call.id else []
+                seen["arguments"] += call.function.arguments or ""
+            seen["finish"] = choice.finish_reason or seen.get("finish")
+    return seen
+
+
+# --- there ----------------------------------------------------------------------------------------
+
+
+async def test_a_body_comes_to_the_server_as_it_was_sent(town: Town, server: OpenAiServer) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, picture]}],
+        "tools": [TOOL], "tool_choice": "required", "temperature": 3.5, "seed": 7,
+        "max_completion_tokens": 40, "reasoning_effort": "low", "of_theirs": {"deep": [1, None]},
+    }  # fmt: skip
+    ours = {"model": "m", "nvext": {"agent_hints": {"osl": 5}}, "stream": False, "n": 1}
+    assert (await town.http.post("/v1/chat/completions", json=body | ours)).status_code == 200
+    (asked,) = server.bodies
+    theirs = {"model": "theirs", "stream": True, "stream_options": {"include_usage": True}}
+    assert asked == body | theirs
+    (request,) = await town.records(REQUESTS, Request)
+    assert request.hints.expected_output_tokens == 5
+    assert request.stop.max_tokens == 40
+
+
+async def test_several_answers_are_several_requests_with_seeds_of_their_own(
+    town: Town, server: OpenAiServer
+) -> None:
+    server.events = [*PLAIN, counted(9, 2, completion_tokens_details={"reasoning_tokens": 2})]
+    answer = await town.openai.chat.completions.create(model="m", n=3, seed=7, **HELLO)
+    assert [choice.message.content for choice in answer.choices] == ["Good day."] * 3
+    assert sorted(body["seed"] for body in server.bodies) == [7, 8, 9]
+    assert not any("n" in body for body in server.bodies)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (9, 6)
+
+
+async def test_each_prompt_of_a_completion_is_a_request(empty: Town) -> None:
+    async with OpenAiServer("completion") as server:
+        server.events = [said(text="so "), said(text="be it"), said(text="", finish_reason="stop")]
+        await empty.hire(server, "completion")
+        answer = await empty.openai.completions.create(model="m", prompt=["a", "b"], max_tokens=9)
+        assert [choice.text for choice in answer.choices] == ["so be it"] * 2
+        assert sorted(body["prompt"] for body in server.bodies) == ["a", "b"]
+        await empty.openai.completions.create(model="m", prompt=[[1, 2]], max_tokens=9)
+        assert server.bodies[-1]["prompt"] == [[1, 2]]
+
+
+async def test_a_model_is_asked_for_what_it_is_for_only(town: Town, server: OpenAiServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="it is for chat requests") as refused:
+        await town.openai.completions.create(model="m", prompt="a")
+    assert refused.value.code == "model_not_supported"
+    with pytest.raises(openai.NotFoundError):
+        await town.openai.chat.completions.create(model="another", **HELLO)
+    for kind, body in (("completion", {"prompt": "a"}), ("tokens", {"token_ids": [1]})):
+        name = await town.client.publish(Prompt(id=f"k-{kind}", kind=kind, body=body))
+        answer = await town.client.result(name, WAIT_S)
+        assert (answer.code, "it is for chat requests" in answer.message) == ("invalid", True)
+    assert not server.bodies
+
+
+async def test_what_the_server_refuses_is_refused_with_its_words(
+    town: Town, server: OpenAiServer
+) -> None:
+    async def refuses(x: Exchange) -> None:
+        await x.answer({"error": {"message": "messages: too many of them"}}, 400)
+
+    server.handlers[server.path] = refuses
+    with pytest.raises(openai.BadRequestError, match="messages: too many of them"):
+        await town.openai.chat.completions.create(model="m", **HELLO)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"n": 0}, "n"), ({"stream": 3}, "stream"), ({"seed": "x"}, "seed"), ({"n": 500}, "n"),
+        ({"stream_options": {}}, "stream_options"), ({"nvext": {"dp_rank": "a"}}, "nvext.dp_rank"),
+        ({"nvext": {"token_data": [1]}}, "nvext.token_data"),
+    ],
+)  # fmt: skip
+async def test_what_is_not_for_the_server_is_checked_before(
+    town: Town, server: OpenAiServer, body: dict[str, Any], field: str
+) -> None:
+    answer = await town.http.post("/v1/chat/completions", json={"model": "m"} | HELLO | body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert not server.bodies
+
+
+# --- and back -------------------------------------------------------------------------------------
+
+
+async def test_a_stream_brings_all_that_the_server_says(town: Town) -> None:
+    stream = await town.openai.chat.completions.create(
+        model="m", stream=True, stream_options={"include_usage": True}, tools=[TOOL], **HELLO
+    )
+    chunks = [chunk async for chunk in stream]
+    seen = together(chunks)
+    assert (seen["reasoning"], seen["text"]) == ("Let me see.", "One moment.")
+    assert (seen["calls"], seen["arguments"]) == ([("call-1", "look")], '{"at":1}')
+    assert seen["finish"] == "tool_calls"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert {chunk.model for chunk in chunks} == {"m"}
+    assert "fp" in {chunk.system_fingerprint for chunk in chunks}
+    assert (seen["usage"].prompt_tokens, seen["usage"].completion_tokens) == (9, 7)
+    assert seen["usage"].completion_tokens_details.reasoning_tokens == 2
+
+
+async def test_a_whole_answer_has_all_that_the_server_said(town: Town) -> None:
+    answer = await town.openai.chat.completions.create(model="m", tools=[TOOL], **HELLO)
+    (choice,) = answer.choices
+    assert choice.message.content == "One moment."
+    assert choice.message.reasoning_content == "Let me see."
+    assert [call.model_dump(exclude_none=True) for call in choice.message.tool_calls] == [LOOK]
+    assert choice.finish_reason == "tool_calls"
+    assert answer.usage.total_tokens == 16
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 2
+    assert answer.system_fingerprint == "fp"
+
+
+async def test_a_call_without_text_has_no_content(town: Town, server: OpenAiServer) -> None:
+    server.events = [e for e in THOUGHTFUL if "content" not in json.dumps(e)]
+    answer = await town.openai.chat.completions.create(model="m", **HELLO)
+    assert answer.choices[0].message.content is None
+    assert len(answer.choices[0].message.tool_calls) == 1
+
+
+async def test_log_probabilities_are_the_servers(town: Town, server: OpenAiServer) -> None:
+    def likely(token: str) -> dict[str, Any]:
+        at = {"token": token, "logprob": -0.5, "bytes": None, "top_logprobs": []}
+        return {"content": [at], "refusal": None}
+
+    server.events = [
+        said({"content": "a"}, logprobs=likely("a")), said({"content": "b"}, logprobs=likely("b")),
+        said({}, finish_reason="stop"),
+    ]  # fmt: skip
+    answer = await town.openai.chat.completions.create(model="m", logprobs=True, **HELLO)
+    assert [at.token for at in answer.choices[0].logprobs.content] == ["a", "b"]
+    assert server.bodies[0]["logprobs"] is True
+
+
+async def test_on_kafka_a_prompt_is_answered_in_text_and_asides(
+    town: Town, server: OpenAiServer
+) -> None:
+    body = {"model": "m", "stop": "x" * 2000} | HELLO
+    prompt = Prompt(id=town.client.new_request_id(), body=body)
+    await town.client.publish(prompt)
+    answer = await town.client.result(prompt.id, WAIT_S)
+    assert (answer.text, answer.tokens, answer.finish_reason) == ("One moment.", (), "tool_calls")
+    reasoning = [
+        a.delta["reasoning_content"] for a in answer.data if "reasoning_content" in a.delta
+    ]
+    assert "".join(reasoning) == "Let me see."
+    assert [a.at for a in answer.data] == sorted(a.at for a in answer.data)
+    assert server.bodies[0]["stop"] == "x" * 2000
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 9
+    await town.client.publish(prompt, listen=False)
+    other = Prompt(id=town.client.new_request_id(), body=body)
+    await town.client.publish(other)
+    await town.client.result(other.id, WAIT_S)
+    assert len(server.bodies) == 2, "an id is asked once"
+
+
+async def test_a_stream_goes_on_behind_what_was_received(town: Town, server: OpenAiServer) -> None:
+    headers = {"x-kvlane-detach": "true"}
+    body = {"model": "m", "stream": True} | HELLO
+    whole = await town.http.post("/v1/chat/completions", json=body, headers=headers)
+    events = [e for e in whole.text.split("\n\n") if e.startswith("id: ")]
+    positions = [int(e.split("\n")[0][4:]) for e in events]
+    assert positions == sorted(positions)
+    assert len(set(positions)) >= len(positions) - 1, "only the end may bring nothing"
+    url = f"/v1/streams/{whole.headers['x-kvlane-id']}"
+    for number, position in enumerate(positions[:-1]):
+        rest = await town.http.get(url, headers={"last-event-id": str(position)})
+        told = [e.split("\n")[1] for e in rest.text.split("\n\n") if e.startswith("id: ")]
+        wanted = [e.split("\n")[1] for e in events[number + 1 :]]
+        assert [deltas(e) for e in told] == [deltas(e) for e in wanted]
+    assert len(server.bodies) == 1
+
+
+def deltas(event: str) -> Any:
+    return json.loads(event.removeprefix("data: "))["choices"][0]["delta"]
+
+
+# --- what can go wrong ----------------------------------------------------------------------------
+
+
+async def test_an_answer_that_breaks_off_after_it_began_ends_with_an_error(
+    town: Town, server: OpenAiServer
+) -> None:
+    async with OpenAiServer() as other:
+        await town.hire(other)
+        for begun in (said({"content": "One "}), said({"reasoning_content": "Let me "})):
+            server.events = other.events = [begun, hangs_up]
+            stream = await town.openai.chat.completions.create(model="m", stream=True, **HELLO)
+            with pytest.raises(openai.APIError, match="no token ids to continue from") as failed:
+                async for _ in stream:
+                    pass
+            assert failed.value.code == "lost"
+        assert len(server.bodies) + len(other.bodies) == 2
+
+
+async def test_before_its_first_word_an_answer_is_had_elsewhere(
+    town: Town, server: OpenAiServer
+) -> None:
+    async with OpenAiServer() as other:
+        await town.hire(other)
+        server.events, other.events = [hangs_up], PLAIN
+        for _ in range(6):  # until the first one was tried, too
+            answer = await town.openai.chat.completions.create(model="m", **HELLO)
+            assert answer.choices[0].message.content == "Good day."
+            if server.bodies:
+                break
+        assert server.bodies
+        fences = await town.records(RESPONSES, Fence)
+        assert fences
+
+
+async def test_a_worker_that_dies_before_the_first_word_is_replaced(
+    town: Town, server: OpenAiServer
+) -> None:
+    async def waits(x: Exchange) -> None:
+        await x.gone()
+
+    server.events = [waits]
+    asking = asyncio.create_task(town.openai.chat.completions.create(model="m", **HELLO))
+    await until(lambda: bool(server.bodies))
+    async with OpenAiServer() as other:
+        other.events = PLAIN
+        await town.hire(other)
+        await town.workers[0].stop()
+        assert (await asking).choices[0].message.content == "Good day."
+
+
+async def test_a_client_that_leaves_ends_the_answer_at_the_server(
+    town: Town, server: OpenAiServer
+) -> None:
+    left = asyncio.Event()
+
+    async def waits(x: Exchange) -> None:
+        await x.gone()
+        left.set()
+        raise Hangup
+
+    server.events = [said({"content": "One "}), waits]
+    stream = await town.openai.chat.completions.create(model="m", stream=True, **HELLO)
+    await anext(aiter(stream))
+    await stream.close()
+    async with asyncio.timeout(WAIT_S):
+        await left.wait()
+
+
+async def test_a_request_whose_time_is_up_ends(town: Town, server: OpenAiServer) -> None:
+    async def waits(x: Exchange) -> None:
+        await x.gone()
+
+    server.events = [said({"content": "One "}), waits]
+    prompt = Prompt(id="late", body={"model": "m"} | HELLO, deadline_s=0.5)
+    await town.client.publish(prompt)
+    answer = await town.client.result(prompt.id, WAIT_S)
+    assert answer.code == "deadline"
+
+
+# --- what is known of it --------------------------------------------------------------------------
+
+
+async def test_its_story_is_told_without_its_words(town: Town) -> None:
+    answer = await town.openai.chat.completions.create(model="m", tools=[TOOL], **HELLO)
+    story = await explain(town.log, SystemClock(), answer.id)
+    steps = {step.name: step.fields for step in story.steps}
+    assert steps["Request"]["kind"] == "chat"
+    assert steps["Request"]["prompt_tokens"] == steps["Assigned"]["prompt_tokens"] > 0
+    assert steps["Shown"]["chars"] == len("One moment.")
+    assert steps["Finished"]["output_tokens"] > 0
+    assert story.ending == "tool_calls"
+    told = repr(story)
+    assert "hello" not in told
+    assert "Let me" not in told
+
+
+async def test_its_load_is_counted_by_the_size_of_its_body(town: Town) -> None:
+    for words in (10, 1000):
+        await town.openai.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "word " * words}]
+        )
+    small, large = (r.prompt_tokens for r in await town.records(REQUESTS, Request))
+    assert small < 40
+    assert 1250 <= large < 1300
+    finished = await town.records(LEDGER, Finished)
+    assert [f.code for f in finished] == ["stop", "stop"]
+    chunks = await town.records(RESPONSES, Chunk)
+    assert not any(chunk.token_ids for chunk in chunks)
+    assert await town.records(KV_EVENTS, Heartbeat)
+
+
+async def test_the_model_is_listed_with_its_context(town: Town) -> None:
+    (model,) = (await town.openai.models.list()).data
+    assert (model.id, model.max_model_len) == ("m", 4096)
+
+
+# --- on a real Kafka ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_on_a_real_kafka_both_ways_bring_all_that_the_server_says(
+    kafka: Broker, topic_prefix: str, server: OpenAiServer
+) -> None:
+    where = {"bootstrap_servers": kafka.bootstrap_servers, "topic_prefix": topic_prefix}
+    settings = Settings(worker_id="-", router_id="-", **where)
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def connect(name: str) -> Log:
+            log = KafkaLog(settings.connection(name), prefix=topic_prefix)
+            await log.start()
+            stack.push_async_callback(log.close)
+            return log
+
+        setup = await connect("setup")
+        assert isinstance(setup, KafkaLog)
+        await provision.create(setup, lanes=LANES, replication=1, min_insync=1)
+        town = Town(connect, **where)
+        await town.start()
+        await town.hire(server)
+        answer = await town.openai.chat.completions.create(model="m", tools=[TOOL], **HELLO)
+        message = answer.choices[0].message
+        assert (message.content, message.reasoning_content) == ("One moment.", "Let me see.")
+        assert message.tool_calls[0].function.arguments == '{"at":1}'
+        prompt = Prompt(id=town.client.new_request_id(), body={"model": "m"} | HELLO)
+        await town.client.publish(prompt)
+        told = await town.client.result(prompt.id, WAIT_S)
+        assert (told.text, told.finish_reason) == ("One moment.", "tool_calls")
+        assert any("tool_calls" in aside.delta for aside in told.data)
+        await town.stop()
+    await delete_topics(kafka.bootstrap_servers, topic_prefix)
