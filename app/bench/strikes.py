@@ -23,7 +23,7 @@ PAUSES_S: Mapping[str, float] = {
     "worker-pause": 7.0,
     "router-pause": 8.0,
     "gateway-pause": 4.0,
-    BROKER_PAUSE: 8.0,
+    BROKER_PAUSE: 20.0,  # clients have to leave it behind
 }
 """SIGSTOP, and SIGCONT after so many seconds: of a worker and a router longer than the time-outs
 after which others do their work, so that they come back as zombies."""

@@ -11,12 +11,13 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer
-from aiokafka.conn import collect_hosts, create_conn
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.client import ConnectionGroup
+from aiokafka.conn import CloseReason, collect_hosts, create_conn
 from aiokafka.errors import (
     AuthenticationFailedError,
     AuthenticationMethodNotSupported,
@@ -201,6 +202,15 @@ class LazyConsumer:
         task = asyncio.create_task(end_consumer(consumer, self._grace_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+def leave_leaders(consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]) -> None:
+    """Break the connections to the leaders of partitions off, and look for other leaders."""
+    client = consumer._client  # noqa: SLF001
+    for node in {client.cluster.leader_for_partition(tp) for tp in partitions}:
+        if (connection := client._conns.get((node, ConnectionGroup.DEFAULT))) is not None:  # noqa: SLF001
+            connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
+    client.force_metadata_update()
 
 
 def _mend(consumer: AIOKafkaConsumer) -> None:

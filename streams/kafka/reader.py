@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
 
 from streams.errors import BrokerUnavailable, LogClosed, PositionLost
-from streams.kafka.client import READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer, denied
+from streams.kafka.client import (
+    READING,
+    REFUSALS,
+    RETRY_S,
+    SILENCE,
+    LazyConsumer,
+    denied,
+    leave_leaders,
+)
 from streams.ports import Batches, Partition
 
 if TYPE_CHECKING:
@@ -29,12 +37,20 @@ _SETTLE_BYTES = 1024 * 1024
 32 MiB, both less one batch of 8 MiB). While no more than this was read, that cannot have been."""
 
 
+_PATIENCE = 0.75
+"""Of a request time-out, which is meant for appends. A broker answers a reader in 50 ms. One that
+hangs may cost three waits: for its answer, for a new connection to it, and for the new leader, when
+the client asks it of all brokers who that is."""
+
+
 class KafkaReader:
     """Implements `Reader`; made by `KafkaLog.reader`. One task polls it."""
 
     def __init__(self, kafka: KafkaLog) -> None:
         self._kafka = kafka
-        self._client = LazyConsumer({**kafka.options, **READING}, kafka.request_timeout_s)
+        self._patience_s = _PATIENCE * kafka.request_timeout_s
+        options = {**kafka.options, **READING, "request_timeout_ms": int(self._patience_s * 1000)}
+        self._client = LazyConsumer(options, kafka.request_timeout_s)
         self._consumer: AIOKafkaConsumer | None = None  # the one that has our assignment
         self._names: dict[TopicPartition, Partition] = {}
         self._next: dict[TopicPartition, int] = {}  # offset of the next record to hand out
@@ -44,6 +60,7 @@ class KafkaReader:
         self._silence_s = SILENCE * kafka.request_timeout_s
         self._silent_from = 0.0
         self._answered_ms = 0
+        self._waits = _Waits(self._patience_s)
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -146,9 +163,12 @@ class KafkaReader:
             end = consumer.highwater(tp)
             at_ms = consumer.last_poll_timestamp(tp)
             answered_ms = max(answered_ms, at_ms or 0)
+            self._waits.hear(tp, at_ms, now)
             if end is not None and self._settled[tp] < end:
                 behind[tp] = _Answer(position, at_ms, end)
         self._settled |= self._tails.look(behind)
+        if late := self._waits.look(self._next, now):
+            leave_leaders(consumer, late)
         if answered_ms != self._answered_ms:
             self._answered_ms, self._silent_from = answered_ms, now
 
@@ -210,6 +230,33 @@ class _Answer(NamedTuple):
     position: int
     at_ms: int
     end: int
+
+
+class _Waits:
+    """Finds the partitions whose leader has not answered for too long.
+
+    The client has a time-out for every request, but ends all requests at every change of what it
+    reads. A reader whose partitions change from second to second would wait for a broker that hangs
+    as long as that does. After a stop of this process everything seems late: that costs a new
+    connection.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._heard: dict[TopicPartition, tuple[int | None, float]] = {}  # answer, and when seen
+
+    def hear(self, tp: TopicPartition, answered_ms: int | None, now: float) -> None:
+        """When its latest answer came by the client's clock; None: none since the last change."""
+        known = self._heard.get(tp)
+        if known is None or (answered_ms is not None and answered_ms != known[0]):
+            self._heard[tp] = answered_ms, now
+
+    def look(self, read: Collection[TopicPartition], now: float) -> list[TopicPartition]:
+        """Which of the partitions that are read are late; each is told again after as long."""
+        self._heard = {tp: heard for tp, heard in self._heard.items() if tp in read}
+        late = [tp for tp, (_, at) in self._heard.items() if now - at > self._patience_s]
+        self._heard |= {tp: (self._heard[tp][0], now) for tp in late}
+        return late
 
 
 class _Tails:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator
 
@@ -12,6 +13,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from streams.brokers.local import JvmBroker
 from streams.connection import Connection
 from streams.kafka.log import KafkaLog
+from streams.ports import Entry, Partition
 from streams.topics import LEDGER, TOPICS
 from tests.traffic import Traffic
 
@@ -127,6 +129,32 @@ async def test_hung_leader_is_left_behind(
         await traffic.settle()
     assert traffic.longest_stall_s > 1, "the broker did not hang"
     check(traffic)
+
+
+async def test_hung_leader_is_left_behind_by_a_reader_whose_lanes_come_and_go(
+    log: KafkaLog, kafka_cluster: JvmBroker, admin: AIOKafkaAdminClient
+) -> None:
+    """Every change ends the requests under way, and with them the client's own time-out."""
+    lane, other = Partition(LEDGER, 0), Partition(LEDGER, 1)
+    victim = kafka_cluster.node((await leaders(admin, log.prefix))[0])
+    first = await log.append(LEDGER, Entry(None, b"before", ()), 0)
+    async with asyncio.timeout(40), contextlib.AsyncExitStack() as cleanup:
+        reader = log.reader()
+        cleanup.push_async_callback(reader.close)
+        reader.assign({lane: first.offset})
+        while reader.position(lane) == first.offset:
+            await reader.poll(0.1)
+        victim.pause()
+        try:
+            told = asyncio.create_task(log.append(LEDGER, Entry(None, b"meanwhile", ()), 0))
+            both = False
+            while reader.position(lane) == first.offset + 1:
+                both = not both
+                reader.assign({lane: first.offset + 1} | ({other: 0} if both else {}))
+                await reader.poll(0.1)
+            assert (await told).offset == first.offset + 1
+        finally:
+            victim.resume()
 
 
 async def test_leader_whose_disk_is_full_is_left_behind(
