@@ -28,6 +28,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from streams.connection import Connection, SaslMechanism, SecurityProtocol
 from streams.ids import Seal
+from streams.records import Role
 from streams.topics import BY_NAME, RESPONSES
 
 if TYPE_CHECKING:
@@ -246,6 +247,11 @@ class Settings(BaseSettings):
         "and folders; the engines simulated and echo read no folder",
     )
 
+    worker_role: Role = Field(
+        "aggregated",
+        description="what a worker is there for: aggregated does whole requests, prefill only "
+        "prompts, for other workers, decode whole requests and what prefill workers began",
+    )
     taints: str = Field(
         "",
         description="what requests can ask for by name, separated by commas, such as "

@@ -210,6 +210,7 @@ class Worker:
             model=config.served_model_name or config.model,
             config=config,
             ranks=config.data_parallel_size or 1,
+            role=self._settings.worker_role,
             taints=self._settings.taint_names,
             busy_cache=self._settings.busy_cache,
             busy_prefill_tokens=self._settings.busy_prefill_tokens,

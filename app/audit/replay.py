@@ -181,5 +181,6 @@ def _of_fleet(fleet: Fleet) -> dict[str, Any]:
         beat = fleet.beats.get(name)
         lost = fleet.is_lost(name, member.epoch)
         state = "lost" if lost else beat.state if beat is not None else "never heard of"
-        workers[name] = f"{member.card.model}, epoch {member.epoch}, {state}"
+        card = member.card
+        workers[name] = f"{card.model}, {card.role}, epoch {member.epoch}, {state}"
     return {"workers": workers, "models": sorted(fleet.models)}

@@ -136,6 +136,7 @@ class Lookup:
                     "number": number_of(worker),
                     "epoch": member.epoch,
                     "model": member.card.model,
+                    "role": member.card.role,
                     "block_size": member.card.config.kv_cache_block_size,
                     "known": worker not in self._index.foreign_workers,
                     "ranks": [

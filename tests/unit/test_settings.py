@@ -130,6 +130,7 @@ def test_brokers_elsewhere_need_a_hash_secret() -> None:
         ("attach_events", "tcp://*:5557", "tcp://127.0.0.1:5557 is meant"),
         ("attach_replay", "127.0.0.1:5558", "tcp://host:port"),
         ("attach_kind", "image", "'completion'"),
+        ("worker_role", "reader", "'decode'"),
     ],
 )
 def test_refusal_names_variable_value_and_remedy(
