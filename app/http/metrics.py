@@ -18,7 +18,7 @@ from streams.reply import Reply
 ENDPOINTS = ("chat", "completion", "streams", "other")
 _STATUSES = (200, 400, 404, 408, 413, 499, 500, 503, 529)
 OUTCOMES = (
-    "stop", "length", "content_filter", "left", "cancelled", "deadline", "no_workers",
+    "stop", "length", "content_filter", "tool_calls", "function_call", "left", "cancelled", "deadline", "no_workers",
     "none_eligible", "all_busy", "pinned_gone", "pinned_busy", "queue_full", "error",
 )  # fmt: skip
 
