@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.routing import kernels
+from app.routing.burdens import NOTHING as NO_BURDEN
 from app.routing.burdens import Burdens
 from app.routing.changes import Changes, Noted
 from app.routing.index import Index
@@ -30,6 +31,8 @@ from indexer.lives import Holder
 
 _LOAD = Struct(f"{kernels.BUSY_MS}d")
 """A spot up to `BUSY_MS`. Packing takes a third of the time of assigning to a slice."""
+NOWHERE = -1
+"""The row of places of other pools."""
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -127,7 +130,7 @@ class Board:
     def rows_at(self, places: Iterable[Place | None]) -> Ints:
         """The numbers of their rows; -1 for places of other pools, and for none."""
         row_of = self._row_of
-        return np.array([row_of.get(place, -1) for place in places], np.int64)  # type: ignore[arg-type]
+        return np.array([row_of.get(place, NOWHERE) for place in places], np.int64)  # type: ignore[arg-type]
 
     def found(self, caches: Index, prompts: Sequence[NDArray[np.uint64]]) -> Found:
         """What the index says of prompts, by their local hashes, one after the other."""
@@ -155,7 +158,7 @@ class Board:
                 break
         if owners is not self._owners:
             self._owners = owners
-            self.column_rows = np.array([self._shown.get(o, -1) for o in owners], np.int64)
+            self.column_rows = np.array([self._shown.get(o, NOWHERE) for o in owners], np.int64)
         return each
 
     def refresh(self, sources: Sources, now_ms: int) -> None:
@@ -189,8 +192,9 @@ class Board:
         else:
             rows_of, row_of = self._rows_of, self._row_of
             self._read_beats(sources, beats)
-            rows = {row_of[place] for place in chain(told, own) if place in row_of}
+            rows = {row_of.get(place, NOWHERE) for place in chain(told, own)}
             rows |= {n for worker in beats for n in rows_of.get(worker, ())}
+            rows.discard(NOWHERE)
             self._read_burdens(sources, rows)
         if isinstance(sources.slowness, Noted):
             changed = sources.slowness.changes.since(seen_slowness)
@@ -210,8 +214,10 @@ class Board:
     def _read_burdens(self, sources: Sources, rows: Iterable[int]) -> None:
         for n in rows:
             place = self.places[n]
-            all_there = sources.told.there(place).plus(sources.own.there(place))
-            runs, tokens, prefill_tokens, waiting, since_ms = all_there
+            there, own = sources.told.there(place), sources.own.there(place)
+            if own is not NO_BURDEN:  # few places have any
+                there = there.plus(own)
+            runs, tokens, prefill_tokens, waiting, since_ms = there
             _LOAD.pack_into(
                 self.spots.data, n * self.spots.strides[0],
                 runs, tokens, tokens + self._outputs[n], prefill_tokens, waiting,
