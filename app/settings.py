@@ -26,9 +26,10 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from app.routing.classes import Share
 from streams.connection import Connection, SaslMechanism, SecurityProtocol
 from streams.ids import Seal
-from streams.records import Role
+from streams.records import ModelKind, Role
 from streams.topics import BY_NAME, RESPONSES
 
 if TYPE_CHECKING:
@@ -199,10 +200,10 @@ class Settings(BaseSettings):
         description="engine attached: the server that a worker stands beside, http://host:port; it "
         "speaks OpenAI's completions, and KVLANE_MODEL_PATH has the files of its model",
     )
-    attach_kind: Literal["tokens", "chat", "completion"] = Field(
+    attach_kind: ModelKind = Field(
         "tokens",
         description="engine attached: what the server is asked: in tokens, which serve chats and "
-        "completions, or only chats, or only completions, in the client's own words; then no "
+        "completions, or only one kind of request, in the client's own words; then no "
         "KVLANE_MODEL_PATH is needed, and an answer that breaks off cannot go on elsewhere",
     )
     attach_model: str = Field(
@@ -296,6 +297,14 @@ class Settings(BaseSettings):
         "shortest",
         description="policy predictive: who of those that wait goes first, after strict priority: "
         "the shortest prefill, the first that came, or the shortest by priority",
+    )
+
+    queue_classes: dict[str, Share] = Field(
+        {},
+        description="shares of the workers while requests wait, as a JSON object by names that "
+        'requests (x-queue-class) or their tenants have: {"batch": {"weight": 0.2, '
+        '"held_requests": 1000, "held_tokens": 1000000}}; weights are relative to the 1 of all '
+        "others, bounds hold in each router",
     )
 
     policy: Literal[
@@ -503,6 +512,16 @@ class Settings(BaseSettings):
                 "give the address to connect to, tcp://host:port or ipc://path: where the server "
                 "has tcp://*:5557, tcp://127.0.0.1:5557 is meant on the same machine"
             )
+        return value
+
+    @field_validator("queue_classes")
+    @classmethod
+    def _are_shares(cls, value: dict[str, Share]) -> dict[str, Share]:
+        for name, share in value.items():
+            if not 0 < share.weight < float("inf"):
+                raise ValueError(f"{name!r}: give a weight above 0")
+            if min(share.held_requests, share.held_tokens) < 0:
+                raise ValueError(f"{name!r}: give bounds of 0 or more")
         return value
 
     @field_validator("security_protocol", "sasl_mechanism", "log_level", mode="before")

@@ -23,7 +23,7 @@ class Prompt(BaseModel):
     id: str = Field(
         min_length=1, max_length=LONGEST_ID, description="request id and idempotency key"
     )
-    kind: Literal["chat", "completion", "tokens", "cancel"] = Field(
+    kind: Literal["chat", "completion", "tokens", "cancel", "embedding"] = Field(
         default="chat", description="how to read `body`"
     )
     body: dict[str, Any] = Field(

@@ -288,7 +288,8 @@ class OpenAiServer(Served):
 
     def __init__(self, kind: str = "chat") -> None:
         super().__init__()
-        self.path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+        paths = {"chat": "chat/completions", "completion": "completions"}
+        self.path = f"/v1/{paths.get(kind, 'embeddings')}"
         self.events: list[Any] = []
         self.handlers |= {"/v1/models": self.models, self.path: self.answer}
 

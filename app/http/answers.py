@@ -16,11 +16,13 @@ from app.http import asides, logprobs
 from app.http.logprobs import Likely, Spelling
 from streams.records import Aside, Chunk, End, Placed, Usage
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "embedding"]
 Json = dict[str, Any]
 
-_CHUNK_OBJECTS: dict[Kind, str] = {"chat": "chat.completion.chunk", "completion": "text_completion"}
-_OBJECTS: dict[Kind, str] = {"chat": "chat.completion", "completion": "text_completion"}
+_OBJECTS: dict[Kind, str] = {
+    "chat": "chat.completion", "completion": "text_completion", "embedding": "list",
+}  # fmt: skip
+_CHUNK_OBJECTS = _OBJECTS | {"chat": "chat.completion.chunk"}
 _encode = msgspec.json.Encoder().encode
 _TEXT = "\x00"
 """Stands for the text while a chunk is taken apart; what follows the text holds no such thing."""
@@ -192,12 +194,21 @@ def last_chunk(heading: Heading, choices: Sequence[Choice], n: int = 1) -> Json:
 
 def whole(heading: Heading, choices: Sequence[Choice], n: int = 1) -> Json:
     """The answer in one object; all choices have ended."""
+    if heading.kind == "embedding":
+        return _embedded(heading, choices[0])
     told = [_told(heading.kind, number, choice) for number, choice in enumerate(choices)]
     more: Json = {}
     for choice in choices:
         more |= choice.said.event if choice.said else {}
     more |= {"usage": usage(choices, n)} | _placed(choices)
     return _object(heading, _OBJECTS, told, more)
+
+
+def _embedded(heading: Heading, choice: Choice) -> Json:
+    """Embeddings are all in an aside: they are no text and make no tokens."""
+    said, counts = choice.said or Aside(), usage([choice])
+    told = {name: counts[name] for name in ("prompt_tokens", "total_tokens")}
+    return {"object": "list"} | said.event | {"model": heading.model, "usage": told}
 
 
 def usage(choices: Sequence[Choice], n: int = 1) -> Json:

@@ -31,6 +31,7 @@ def build(parts: Parts) -> FastAPI:
     for method, path, handler, meaning in (
         ("POST", "/v1/chat/completions", generation.chat, "Answer a chat"),
         ("POST", "/v1/completions", generation.complete, "Complete a text"),
+        ("POST", "/v1/embeddings", generation.embed, "Embed texts"),
         ("GET", _STREAM, attachment.attach, "Go on with a stream: from, form, stream"),
         ("DELETE", _STREAM, attachment.cancel, "End a stream"),
         ("GET", "/v1/models", plain.models, "The models that are served"),

@@ -7,6 +7,7 @@ the log of its answer, so the URL says in which form to tell it.
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import get_args
 from urllib.parse import quote
 
 import msgspec
@@ -21,7 +22,7 @@ from app.http.telling import Manner, Telling
 from streams.ids import issued_ms
 from streams.records import LONGEST_ID
 
-_FORMS: dict[str, Kind] = {"chat": "chat", "completion": "completion"}
+_FORMS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
 _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -34,7 +35,7 @@ class Attachment:
     async def attach(self, request: Request) -> Response:
         """Tell a stream from a position on. Raises ApiError.
 
-        Query: `from` (a position; the header Last-Event-ID counts more), `form` (chat, completion),
+        Query: `from` (a position; the header Last-Event-ID counts more), `form` (chat …),
         `stream` (false: the whole answer, when it is there), `include_usage`.
         """
         parts, settings = self._parts, self._parts.settings

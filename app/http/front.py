@@ -26,7 +26,11 @@ UNREAD_BYTES = 64 * 1024 * 1024
 """So much of a body that is too large is read and dropped. Many clients see the answer only when
 they have sent all; what is larger still gets a closed connection."""
 
-_PATHS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+_PATHS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/embeddings": "embedding",
+}
 _STREAMS = "/v1/streams/"
 
 

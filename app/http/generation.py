@@ -1,4 +1,4 @@
-"""Chats and completions: from an HTTP request to the answer that is told."""
+"""Chats, completions and embeddings: from an HTTP request to the answer that is told."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DETACH = "x-kvlane-detach"
 
 
 class Generation:
-    """The endpoints that make text."""
+    """The endpoints that ask models."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -43,6 +43,10 @@ class Generation:
     async def complete(self, request: Request) -> Response:
         """Complete a text."""
         return await self._answer("completion", request)
+
+    async def embed(self, request: Request) -> Response:
+        """Embed texts."""
+        return await self._answer("embedding", request)
 
     async def _answer(self, kind: Kind, request: Request) -> Response:
         """Raises ApiError and whatever else is wrong with the prompt."""

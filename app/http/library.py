@@ -15,6 +15,7 @@ from app.http.errors import RETRY_AFTER_S, ApiError, invalid, of_error
 from app.http.served import Served, ServedModel
 from app.preprocess.byte_model import ByteModel, Model
 from app.preprocess.loader import Loader
+from app.preprocess.models import misfit
 from streams.errors import StreamError
 from streams.records import ModelCard
 
@@ -35,9 +36,8 @@ class Library:
         if not name:
             raise invalid("model: is needed", "model")
         served = self._served.model(name)
-        if served.card is not None and served.card.kind not in ("tokens", kind):
-            message = f"model: it is for {served.card.kind} requests"
-            raise invalid(message, "model", code="model_not_supported")
+        if wrong := misfit(self._served.kind(name), kind):
+            raise invalid(f"model: {wrong}", "model", code="model_not_supported")
         card = _files(served)
         if card is None:
             return ByteModel(served.name, served.context_length)

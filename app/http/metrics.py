@@ -15,11 +15,12 @@ from app.http.answers import Choice
 from streams.clock import Clock
 from streams.reply import Reply
 
-ENDPOINTS = ("chat", "completion", "streams", "other")
+ENDPOINTS = ("chat", "completion", "embedding", "streams", "other")
 _STATUSES = (200, 400, 404, 408, 413, 499, 500, 503, 529)
 OUTCOMES = (
-    "stop", "length", "content_filter", "tool_calls", "function_call", "left", "cancelled", "deadline", "no_workers",
-    "none_eligible", "all_busy", "pinned_gone", "pinned_busy", "queue_full", "error",
+    "stop", "length", "content_filter", "tool_calls", "function_call", "left", "cancelled",
+    "deadline", "no_workers", "none_eligible", "all_busy", "pinned_gone", "pinned_busy",
+    "queue_full", "error",
 )  # fmt: skip
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 500)

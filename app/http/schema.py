@@ -10,12 +10,13 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from app.preprocess.bodies import ChatBody, CompletionBody
+from app.preprocess.bodies import ChatBody, CompletionBody, EmbeddingBody
 
 _REF = "#/components/schemas/{model}"
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
 }
 _ERROR = {
     "type": "object",

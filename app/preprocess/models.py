@@ -12,12 +12,19 @@ from msgspec.structs import replace
 
 from app.preprocess.errors import InvalidPrompt
 from app.routing.fleet import Fleet
-from streams.records import ModelCard, WorkerCard
+from streams.records import ModelCard, ModelKind, WorkerCard
 
 NAMED = 5
 """How many names an error lists."""
 REMEMBERED = 1000
 """Models without files whose workers have left; of more, those seen longest ago are forgotten."""
+
+
+def misfit(takes: ModelKind, kind: str) -> str:
+    """What a model is for that cannot be asked for requests of a kind; "" when it can."""
+    if takes == "tokens":
+        return "it is for chats and completions" if kind == "embedding" else ""
+    return "" if takes == kind else f"it is for {takes} requests"
 
 
 class Models:
@@ -58,11 +65,13 @@ class Models:
         if not name and len(cards or self._seen) == 1:
             name = next(iter(cards or self._seen))
         if name in self._seen and name not in cards:
+            if wrong := misfit("tokens", kind):
+                raise InvalidPrompt("model", wrong)
             return ModelCard(name=name, context_length=self._seen[name])
         if name in cards:
             card = cards[name]
-            if card.kind not in ("tokens", kind):
-                raise InvalidPrompt("model", f"it is for {card.kind} requests")
+            if wrong := misfit(card.kind, kind):
+                raise InvalidPrompt("model", wrong)
             return card
         wrong = "there is no such model" if name else "is needed, there are several"
         raise InvalidPrompt("model", f"{wrong}: {', '.join(_some(iter(cards)))}")

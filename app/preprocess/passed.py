@@ -135,7 +135,7 @@ class Passed:
 
 
 def read(
-    kind: openai.Kind,
+    kind: openai.Kind | Kind,
     fields: Mapping[str, Any],
     headers: Mapping[str, str] | None = None,
     *,
@@ -145,7 +145,7 @@ def read(
 
     Raises InvalidPrompt that names the field or the header.
     """
-    if not as_is or kind == "tokens":
+    if kind == "tokens" or not (as_is or kind == "embedding"):
         return openai.read(kind, fields, headers)
     try:
         body = PassedBody.model_validate(fields)
@@ -155,6 +155,8 @@ def read(
     for name in _OF_TOKENS:
         if getattr(ext, name):
             raise InvalidPrompt(f"nvext.{name}", "is for models that are asked in tokens")
+    if kind == "embedding" and (body.stream or body.n not in (None, 1)):
+        raise InvalidPrompt("stream" if body.stream else "n", "is for chats and completions")
     prompts = len(_prompts(kind, fields))
     if prompts * (body.n or 1) > MOST_CHOICES:
         raise InvalidPrompt("n", f"{prompts} prompts with {body.n or 1} answers are too many")

@@ -236,6 +236,8 @@ class _LaneWriter:
         self._lane = lane
         self._ready: dict[ChunkStream, None] = {}
         self._writing = False
+        self._is_large = False
+        """Whether the present batch is one Chunk that is more than a batch may have."""
 
     def wake(self, stream: ChunkStream) -> None:
         """This stream has something to send."""
@@ -253,11 +255,12 @@ class _LaneWriter:
 
     def _take(self) -> list[tuple[ChunkStream, Chunk]]:
         batch: list[tuple[ChunkStream, Chunk]] = []
-        room = BATCH_BYTES
+        room, self._is_large = BATCH_BYTES, False
         for stream in list(self._ready):
             room -= stream.size()
-            if batch and room < 0:
+            if room < 0 and batch:
                 break
+            self._is_large = room < 0
             del self._ready[stream]
             if (chunk := stream.take()) is not None:
                 batch.append((stream, chunk))
@@ -267,9 +270,13 @@ class _LaneWriter:
         if not batch:
             return
         try:
-            await self._outbox.send_batch(
-                RESPONSES, self._lane, [(stream.request_id, chunk) for stream, chunk in batch]
-            )
+            if self._is_large:  # batches have 1 MiB, records by themselves 8
+                ((stream, chunk),) = batch
+                await self._outbox.send(RESPONSES, stream.request_id, chunk, self._lane)
+            else:
+                await self._outbox.send_batch(
+                    RESPONSES, self._lane, [(stream.request_id, chunk) for stream, chunk in batch]
+                )
         except (AppendFailed, RecordTooLarge) as e:
             log.warning("lane %d: %d runs are broken: %s", self._lane, len(batch), e)
             for stream, _ in batch:

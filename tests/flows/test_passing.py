@@ -365,6 +365,86 @@ def deltas(event: str) -> Any:
     return json.loads(event.removeprefix("data: "))["choices"][0]["delta"]
 
 
+# --- embeddings -----------------------------------------------------------------------------------
+
+
+def embedded(*vectors: Any) -> Callable[[Exchange], Awaitable[None]]:
+    async def answer(x: Exchange) -> None:
+        data = [
+            {"object": "embedding", "index": n, "embedding": each} for n, each in enumerate(vectors)
+        ]
+        counts = {"prompt_tokens": 7, "total_tokens": 7}
+        await x.answer({"object": "list", "model": "theirs", "data": data, "usage": counts})
+
+    return answer
+
+
+@pytest.fixture
+async def embedder(empty: Town) -> AsyncIterator[OpenAiServer]:
+    async with OpenAiServer("embedding") as server:
+        server.handlers[server.path] = embedded([0.5, -1.25], [2.0, 0.1])
+        await empty.hire(server, "embedding")
+        yield server
+
+
+async def test_embeddings_come_back_as_they_are(empty: Town, embedder: OpenAiServer) -> None:
+    answer = await empty.openai.embeddings.create(
+        model="m", input=["one", "two"], encoding_format="float", dimensions=2
+    )
+    assert [each.embedding for each in answer.data] == [[0.5, -1.25], [2.0, 0.1]]
+    assert (answer.model, answer.usage.prompt_tokens) == ("m", 7)
+    asked = {"input": ["one", "two"], "encoding_format": "float", "dimensions": 2}
+    assert embedder.asked(embedder.path)[-1] == asked | {"model": "theirs"}
+    prompt = Prompt(id="e", kind="embedding", body={"model": "m", "input": "one"})
+    await empty.client.publish(prompt)
+    told = await empty.client.result("e", WAIT_S)
+    (aside,) = told.data
+    assert [each["embedding"] for each in aside.event["data"]] == [[0.5, -1.25], [2.0, 0.1]]
+    assert (told.text, told.finish_reason) == ("", "stop")
+
+
+async def test_embeddings_larger_than_a_batch_come_whole_and_larger_than_a_record_not_at_all(
+    empty: Town, embedder: OpenAiServer
+) -> None:
+    large = [0.123456789] * 200_000
+    embedder.handlers[embedder.path] = embedded(large)
+    answer = await empty.openai.embeddings.create(model="m", input="a", encoding_format="float")
+    assert answer.data[0].embedding == large
+    embedder.handlers[embedder.path] = embedded(large, large, large)
+    with pytest.raises(openai.BadRequestError, match="fewer texts at a time"):
+        await empty.openai.embeddings.create(model="m", input="a", encoding_format="float")
+
+
+async def test_embeddings_are_for_models_that_embed_and_these_for_nothing_else(
+    town: Town,
+) -> None:
+    async with OpenAiServer("embedding") as embedder:
+        embedder.handlers[embedder.path] = embedded([0.5])
+        await town.hire(embedder, "embedding", "e")
+    with pytest.raises(openai.BadRequestError, match="it is for chat requests"):
+        await town.openai.embeddings.create(model="m", input="a")
+    with pytest.raises(openai.BadRequestError, match="it is for embedding requests"):
+        await town.openai.chat.completions.create(model="e", **HELLO)
+    with pytest.raises(openai.NotFoundError):
+        await town.openai.embeddings.create(model="another", input="a")
+    for wrong in ({"stream": True}, {"n": 2}):
+        answer = await town.http.post("/v1/embeddings", json={"model": "e", "input": "a"} | wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(wrong)))
+
+
+async def talks_nonsense(x: Exchange) -> None:
+    await x.answer({"data": "none"})
+
+
+@pytest.mark.parametrize("handler", [hangs_up, talks_nonsense])
+async def test_embeddings_that_fail_end_with_an_error(
+    empty: Town, embedder: OpenAiServer, handler: Callable[[Exchange], Awaitable[None]]
+) -> None:
+    embedder.handlers[embedder.path] = handler
+    with pytest.raises(openai.InternalServerError):
+        await empty.openai.embeddings.create(model="m", input="a")
+
+
 # --- what can go wrong ----------------------------------------------------------------------------
 
 
@@ -466,7 +546,7 @@ async def test_its_load_is_counted_by_the_size_of_its_body(town: Town) -> None:
         await town.openai.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "word " * words}]
         )
-    small, large = (r.prompt_tokens for r in await town.records(REQUESTS, Request))
+    small, large = sorted(r.prompt_tokens for r in await town.records(REQUESTS, Request))
     assert small < 40
     assert 1250 <= large < 1300
     finished = await town.records(LEDGER, Finished)

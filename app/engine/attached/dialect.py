@@ -91,12 +91,11 @@ def as_it_came(request: Request, speech: Speech) -> dict[str, Any]:
     """
     assert request.body is not None
     body = _object("body", request.body.json)
-    options = body.get("stream_options")
-    body |= {
-        "model": _model(request, speech),
-        "stream": True,
-        "stream_options": (options if isinstance(options, dict) else {}) | {"include_usage": True},
-    }
+    body["model"] = _model(request, speech)
+    if request.kind != "embedding":
+        given = body.get("stream_options")
+        options = given if isinstance(given, dict) else {}
+        body |= {"stream": True, "stream_options": options | {"include_usage": True}}
     if request.sampling.seed is not None:  # another one for each of several answers
         body["seed"] = request.sampling.seed
     if request.cache_salt and not speech.is_vllm:

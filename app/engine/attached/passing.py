@@ -17,19 +17,22 @@ from typing import Any, Literal
 from app.engine.attached.beside import Attachment, Beside
 from app.engine.attached.dialect import Speech, as_it_came
 from app.engine.attached.pieces import EVENT_BYTES
-from app.engine.attached.verbatim import Verbatim
+from app.engine.attached.verbatim import Embeddings, Verbatim
 from app.engine.contract import EngineOutput, GenerateContext, InvalidRequest
 from streams.clock import Clock
 from streams.records import EngineConfig, Request
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "embedding"]
 
-PATHS: Mapping[Kind, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+PATHS: Mapping[Kind, str] = {
+    "chat": "/v1/chat/completions", "completion": "/v1/completions", "embedding": "/v1/embeddings",
+}  # fmt: skip
 _PROBES: Mapping[Kind, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "completion": {"prompt": "a", "max_tokens": 1},
+    "embedding": {"input": "a"},
 }
 
 
@@ -74,7 +77,9 @@ class PassingEngine(Beside):
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
         """As `Engine.generate`. Raises ServerFailed and InvalidRequest, besides EngineDead."""
-        reading = Verbatim(is_chat=self._kind == "chat")
+        reading = (
+            Embeddings() if self._kind == "embedding" else Verbatim(is_chat=self._kind == "chat")
+        )
         answering = self._answer(
             PATHS[self._kind], self._body(request), EVENT_BYTES, reading, context
         )
@@ -85,7 +90,8 @@ class PassingEngine(Beside):
     def _body(self, request: Request) -> dict[str, Any]:
         if request.is_probe:
             probe = _PROBES[self._kind]
-            return probe | {"model": self._speech.model, "stream": True}
+            stream = {} if self._kind == "embedding" else {"stream": True}
+            return probe | {"model": self._speech.model} | stream
         if request.kind != self._kind:
             raise InvalidRequest(f"body: this model takes {self._kind} requests as they come")
         return as_it_came(request, self._speech)

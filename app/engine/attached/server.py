@@ -184,6 +184,12 @@ class Stream:
                 yield event
                 until = loop.time() + silence_s
 
+    async def whole(self, most_bytes: int) -> bytes:
+        """All of an answer that is no stream. Raises ServerFailed as `events` does."""
+        assert self._response is not None
+        async with self._patience(asyncio.get_running_loop().time() + self._server.silence_s):
+            return await _bounded(self._response, most_bytes)
+
     async def _read_line(self, buffer: bytearray, until: float) -> int:
         """Read until the buffer has the end of a line; where it is, -1 at the end of the answer."""
         assert self._response is not None

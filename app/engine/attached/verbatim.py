@@ -19,8 +19,14 @@ from msgspec.structs import replace
 
 from app.engine.attached import answer
 from app.engine.attached.pieces import DONE, REASONS
-from app.engine.attached.server import ServerFailed, Stream, failure
-from app.engine.contract import EngineError, EngineOutput, GenerateContext, usage
+from app.engine.attached.server import ANSWER_BYTES, ServerFailed, Stream, failure
+from app.engine.contract import (
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    InvalidRequest,
+    usage,
+)
 from streams.records import Aside, FinishReason, Usage
 
 log = logging.getLogger(__name__)
@@ -30,6 +36,8 @@ _REASONS: Mapping[str, FinishReason] = {
 }  # fmt: skip
 _OTHERS = frozenset({"id", "object", "created", "model"})
 """Fields of an event that its client gets from the gateway."""
+EMBEDDINGS_BYTES = 6 * 1024 * 1024
+"""Of one answer, which is one Chunk: a record has 8 MiB at most."""
 _events = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -116,6 +124,34 @@ class Verbatim:
         }
         told |= news
         return news
+
+
+class Embeddings:
+    """An answer that is no stream and no text: all of it is an aside."""
+
+    async def read(
+        self, stream: Stream, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """The only output. Raises ServerFailed, and InvalidRequest for what no record can hold."""
+        body = await stream.whole(ANSWER_BYTES)
+        if context.stopped:
+            yield self.cancelled()
+            return
+        fields = _read(body)
+        counts = counts_of(_object(fields.pop("usage", None), "usage"))
+        if not isinstance(fields.get("data"), list):
+            raise ServerFailed("the server sent no list of embeddings")
+        if len(body) > EMBEDDINGS_BYTES:
+            raise InvalidRequest(
+                f"input: the embeddings have {len(body)} bytes, of which {EMBEDDINGS_BYTES} are "
+                "passed on: give fewer texts at a time, or encoding_format base64"
+            )
+        said = {name: value for name, value in _said(fields).items() if name not in _OTHERS}
+        yield EngineOutput(data=(Aside(event=said),), finish_reason="stop", usage=counts)
+
+    def cancelled(self) -> EngineOutput:
+        """The end of an answer that nobody wants any more."""
+        return EngineOutput.cancelled()
 
 
 def counts_of(said: Mapping[str, Any]) -> Usage:
