@@ -44,8 +44,9 @@ prompt that no cache has."""
 LOOK_S = 0.5
 """How often all routers are asked for their views."""
 LOOK_TIMEOUT_S = 5.0
-OVER_S, AGREE_S = 90.0, 15.0
-"""What the requests of a phase get to be over, and then the routers to have read that."""
+START_S, OVER_S, AGREE_S = 60.0, 90.0, 15.0
+"""What this process gets to begin to read, the requests of a phase to be over, and then the routers
+to have read that."""
 MOST_BURSTS = 40
 """In which every router must have decided something."""
 SHOWN = 5
@@ -280,7 +281,7 @@ async def _bench(on: Ground, herd: Herd, form: Form) -> AsyncIterator[Bench]:
         following = [asyncio.create_task(each.run()) for each in bench.followers]
         try:
             for each in bench.followers:
-                async with asyncio.timeout(AGREE_S):
+                async with asyncio.timeout(START_S):
                     await each.wait_caught_up()
             yield bench
         finally:
