@@ -37,7 +37,8 @@ def predicted(c: Candidate, ask: Ask, decode_weight: float) -> Expected:
     left_ms = pace.prefill_ms(c.prefill_tokens, step_ms) - c.busy_ms if c.prefill_runs else 0.0
     wait_ms = max(left_ms, step_ms / 2) + c.later_ms
     is_bounded = bool(c.open_runs and c.capacity_tokens)
-    excess = context + prompt + ask.mean_output_tokens - c.capacity_tokens
+    added = prompt - min(c.overlap_blocks * ask.block_size, prompt)
+    excess = context + added + ask.mean_output_tokens - c.capacity_tokens
     if is_bounded and excess > 0:
         wait_ms += excess / max(context, 1.0) * ask.mean_output_tokens * END_WAIT * step_ms
     planned_ms = 0.0
@@ -60,7 +61,7 @@ def predicted(c: Candidate, ask: Ask, decode_weight: float) -> Expected:
     _, b, fixed_ms = pace.curves.prefill
     shares = pace.slowness * (b * tokens - fixed_ms) <= step_ms
     hold_ms = 0.0 if shares else left_ms
-    if is_bounded and c.prompt_tokens + prompt + ask.output_tokens > c.capacity_tokens:
+    if is_bounded and c.prompt_tokens + added + ask.output_tokens > c.capacity_tokens:
         hold_ms = math.inf
     return Expected(cost_ms, ttft_ms, alone_ms, hold_ms)
 

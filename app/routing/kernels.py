@@ -181,7 +181,8 @@ def predict(
             left_ms = _prefill_ms(spot, spot[PREFILL_TOKENS], step_ms) - spot[BUSY_MS]
         bounded = runs > 0 and capacity > 0
         wait_ms = max(left_ms, step_ms / 2) + spot[LATER_MS]
-        excess = context + prompt_tokens + others - capacity
+        added = prompt_tokens - min(blocks[i, 0] * block_size, prompt_tokens)
+        excess = context + added + others - capacity
         if bounded and excess > 0:
             wait_ms += excess / max(context, 1.0) * others * END_WAIT * step_ms
         wait_ms += planned_ms
@@ -201,7 +202,7 @@ def predict(
             cost_ms += MISSED_MS
         shares = spot[SLOWNESS] * (spot[CURVE + 1] * tokens - spot[CURVE + 2]) <= step_ms
         hold_ms = 0.0 if shares else left_ms
-        if bounded and prompts + prompt_tokens + output_tokens > capacity:
+        if bounded and prompts + added + output_tokens > capacity:
             hold_ms = np.inf
         found[i, WAIT] = wait_ms
         found[i, PREFILL] = prefill_ms

@@ -115,6 +115,8 @@ def test_a_full_cache_is_waited_for() -> None:
     # 9500 tokens are cached, a step takes 14.5; 500 and an answer of 100 are 100 too many.
     wait_ms = 14.5 / 2 + 100 / 9500 * 100 * 1.5 * 14.5
     assert one({"open_runs": 2, "prompt_tokens": 9400}).wait_ms == pytest.approx(wait_ms)
+    shared = {"open_runs": 2, "prompt_tokens": 9400, "overlap_blocks": 10}
+    assert one(shared).wait_ms == pytest.approx(14.5 / 2), "what is there needs no more room"
     unknown = PACE._replace(capacity_tokens=0)
     found = one({"open_runs": 2, "prompt_tokens": 9400, "pace": unknown})
     assert found.wait_ms == 2.5, "a place that does not say what it holds is never full"
@@ -188,6 +190,7 @@ LONG = ASK._replace(prompt_tokens=2500)
         # 7400 + 2500 + 200 tokens do not fit: somebody has to end first.
         (LONG, {"open_runs": 1, "prompt_tokens": 7400}, math.inf),
         (LONG, {"open_runs": 1, "prompt_tokens": 7300}, 0),
+        (LONG, {"open_runs": 1, "prompt_tokens": 7400, "overlap_blocks": 10}, 0),  # 100 are there
         (LONG._replace(prompt_tokens=9900), {}, 0),  # it never fits better than alone
     ],
 )
