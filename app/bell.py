@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import count
 from typing import NamedTuple
 
+Name = tuple[str, ...]
+"""What is waited for."""
 Rank = tuple[float, ...]
 """Who has less is woken first."""
+
+
+def _as_they_came(_: Name, rank: Rank) -> Rank:
+    return rank
 
 
 class _Waiter(NamedTuple):
@@ -24,7 +30,7 @@ class Bell:
     """Wakes all waiting tasks at once, or one at a time; keeps no memory of past rings."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[_Waiter]] = {}
+        self._waiting: dict[Name, list[_Waiter]] = {}
         """By the names under which they came, in the order in which they are woken."""
         self._numbers = count()
 
@@ -35,17 +41,23 @@ class Bell:
                 if not waiter.woken.done():
                     waiter.woken.set_result(None)
 
-    def ring_one(self, names: Collection[str]) -> None:
-        """Wake who comes first of those who came under one of these names."""
-        firsts = (
-            next((w for w in self._waiting.get(name, ()) if not w.woken.done()), None)
-            for name in names
-        )
-        first = min((waiter for waiter in firsts if waiter is not None), default=None)
-        if first is not None:
-            first.woken.set_result(None)
+    def ring_one(
+        self, names: Collection[Name], rank_now: Callable[[Name, Rank], Rank] = _as_they_came
+    ) -> None:
+        """Wake who comes first of those who came under one of these names.
 
-    async def wait(self, timeout_s: float, name: str = "", rank: Rank = ()) -> None:
+        `rank_now`: what a rank under a name is worth now; among those of one name it must leave the
+        order as it was.
+        """
+        firsts = []
+        for name in names:
+            waiters = self._waiting.get(name, ())
+            if (first := next((w for w in waiters if not w.woken.done()), None)) is not None:
+                firsts.append((rank_now(name, first.rank), first.number, first))
+        if firsts:
+            min(firsts)[-1].woken.set_result(None)
+
+    async def wait(self, timeout_s: float, name: Name = (), rank: Rank = ()) -> None:
         """Return at the next ring, or after `timeout_s` at the latest."""
         loop = asyncio.get_running_loop()
         waiter = _Waiter(rank, next(self._numbers), loop.create_future())

@@ -518,7 +518,7 @@ class Settings(BaseSettings):
     @classmethod
     def _are_shares(cls, value: dict[str, Share]) -> dict[str, Share]:
         for name, share in value.items():
-            if not 0 < share.weight < float("inf"):
+            if share.weight <= 0:
                 raise ValueError(f"{name!r}: give a weight above 0")
             if min(share.held_requests, share.held_tokens) < 0:
                 raise ValueError(f"{name!r}: give bounds of 0 or more")

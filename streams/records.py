@@ -184,6 +184,7 @@ class Hints(Inner, frozen=True):
     strict_priority: int | None = None
     routing_constraints: RoutingConstraints | None = None
     session_control: SessionControl | None = None
+    queue_class: str | None = None
 
 
 class RouterConfigOverride(Inner, frozen=True):

@@ -16,6 +16,7 @@ from app.lanes.places import Places
 from app.lanes.scan import Scanner
 from app.lifetime import Lifetime
 from app.routing.burdens import Burden, Burdens
+from app.routing.classes import Classes
 from app.routing.decisions import Tuning
 from app.routing.fleet import Fleet
 from app.routing.index import Index
@@ -91,6 +92,7 @@ class RouterContext:
             self.broker_clock, self.worker_timeout_ms, self.settings.held_requests,
             turns=self._turns, counts_output=self.settings.track_output_blocks,
             bound_tokens=self.settings.held_tokens, queue_order=self.settings.queue_order,
+            classes=Classes(self.settings.queue_classes),
         )  # fmt: skip
 
     @property

@@ -4,9 +4,10 @@ That a worker is full is known from its refusals in the ledger, which every rout
 held then is what it holds at most; no more is sent to it, except for one request a second that
 finds out whether it takes more by now (it may have refused because of runs that no ledger knew).
 
-Requests wait here instead of being sent to and fro, and their number is bounded: `is_crowded` says
-that one more has to be refused. A freed place wakes one of them, by priority and age;
-whoever finds a place wakes the next, since there may be more. Every second each looks for itself.
+Requests wait here instead of being sent to and fro, and their number is bounded, also by class:
+`is_crowded` says that one more has to be refused. A freed place wakes one of them, by priority,
+class and age; whoever finds a place wakes the next, since there may be more. Every second each
+looks for itself.
 
 A request that policy predictive holds for a place looks again when that is predicted free; see
 `app/routing/held.py`, also for whom the log wakes. Those who look in one turn of the event loop,
@@ -21,10 +22,12 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
-from app.bell import Bell
+from app.bell import Bell, Name, Rank
 from app.routing.burdens import NOTHING, Burden, Burdens
+from app.routing.classes import NO_BOUND, Classes
 from app.routing.decisions import Chosen, Hold, Plan, Planned, Tuning, View
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
@@ -57,7 +60,6 @@ LOOK_S = 1.0
 LOOKERS = 1000
 """How often a waiting request looks for a place without being woken, since a wake-up may have gone
 to one that could not use it; and beyond how many each looks less often. A look takes some 60 us."""
-NO_BOUND = 1 << 62
 SHORTEST_S = 0.001
 """The broker's time, by which is planned, is in milliseconds."""
 REMEMBERED = 10_000
@@ -115,6 +117,7 @@ class Places:
         counts_output: bool = True,
         bound_tokens: int = NO_BOUND,
         queue_order: QueueOrder = "shortest",
+        classes: Classes | None = None,
     ) -> None:
         self.waiting: set[Key] = set()
         """The requests that wait: held, or backing off after a refusal."""
@@ -137,7 +140,8 @@ class Places:
         self._changed = Bell()
         self._paces = Paces()
         self._wanted = 0
-        self._held = Held[Key](queue_order)
+        self._classes = classes or Classes()
+        self._held = Held[Key](queue_order, self._classes)
         self._bells: dict[Key, Bell] = {}
         """Of those that are held for a place."""
         self._looking: dict[Key, _Looking] = {}
@@ -147,10 +151,13 @@ class Places:
 
     # --- questions -------------------------------------------------------------------------------
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether one more would be too many to wait."""
-        return len(self.waiting) >= self._bound or self._waiting_tokens >= self._bound_tokens
+    def is_crowded(self, wanted: Wanted) -> bool:
+        """Whether one more, or one more of this class, would be too many to wait."""
+        return (
+            len(self.waiting) >= self._bound
+            or self._waiting_tokens >= self._bound_tokens
+            or self._classes.is_crowded(wanted.of)
+        )
 
     def wanted(
         self, key: Key, prompt: Prompt, seed: int, deadline_ms: int, excluded: Collection[str]
@@ -158,7 +165,8 @@ class Places:
         """A request begins to look for a place; `left` tells that it does so no more."""
         self._wanted += 1
         now_ms = self._broker_clock.now_ms()
-        return Wanted(key, self._wanted, prompt, seed, now_ms, deadline_ms, excluded)
+        of = self._classes.of(prompt.request)
+        return Wanted(key, self._wanted, prompt, seed, now_ms, deadline_ms, excluded, of)
 
     async def find(self, wanted: Wanted) -> Plan:
         """Where a request goes now, or why it has to wait, or cannot go anywhere.
@@ -179,6 +187,7 @@ class Places:
         planned = self._plan(wanted)
         self._intend(wanted, planned.planned if isinstance(planned, Hold) else None)
         if isinstance(planned, Chosen):
+            self._classes.give(wanted.claim)
             self._wake_one(planned.place.worker)
         return planned
 
@@ -307,7 +316,7 @@ class Places:
         key, model = wanted.key, wanted.prompt.request.model
         look_s = LOOK_S * max(1, len(self.waiting) / LOOKERS)
         if hold.planned is None:
-            await self._changed.wait(look_s, model, wanted.precedence)
+            await self._changed.wait(look_s, (model, wanted.of), wanted.precedence)
             return
         ends_ms, left_s = self._held.looks_ms(key, hold), look_s
         if ends_ms is not None:
@@ -326,14 +335,22 @@ class Places:
         held = self._index.overlaps(prompt.local(size)).values()
         cached = max((overlap.device for overlap in held), default=0) * size
         uncached = max(prompt.tokens - cached, 0)
-        self._waiting_tokens += uncached - self._uncached.get(wanted.key, 0)
+        self._end_waiting(wanted)
+        self._waiting_tokens += uncached
         self._uncached[wanted.key] = uncached
+        self._classes.wait(wanted.of, uncached)
 
     def left(self, wanted: Wanted) -> None:
         """A request looks for a place no more: it has one, or gave up."""
         self.waiting.discard(wanted.key)
-        self._waiting_tokens -= self._uncached.pop(wanted.key, 0)
+        self._end_waiting(wanted)
         self._intend(wanted, None)
+
+    def _end_waiting(self, wanted: Wanted) -> None:
+        uncached = self._uncached.pop(wanted.key, None)
+        if uncached is not None:
+            self._waiting_tokens -= uncached
+            self._classes.leave(wanted.of, uncached)
 
     def _intend(self, wanted: Wanted, planned: Planned | None) -> None:
         self._ring(self._held.intend(wanted, planned))
@@ -360,7 +377,12 @@ class Places:
     def _wake_one(self, worker: str) -> None:
         member = self._fleet.members.get(worker)
         if member is not None:
-            self._changed.ring_one((member.card.model, ""))
+            models, classes = (member.card.model, ""), self._classes.names
+            self._changed.ring_one(list(product(models, classes)), self._by_class)
+
+    def _by_class(self, name: Name, rank: Rank) -> Rank:
+        _, of = name
+        return rank[0], self._classes.given(of), *rank[1:]
 
     # --- what the log says -----------------------------------------------------------------------
 

@@ -277,7 +277,7 @@ class Procedures:
                 if key not in s.places.waiting:
                     if not s.places.may_be_served(request.model):
                         return _no_place("model_not_found")
-                    if s.places.is_crowded and not rest.has_begun:
+                    if s.places.is_crowded(wanted) and not rest.has_begun:
                         return _no_place("queue_full", held.reason)
                     s.places.begin_waiting(wanted)
                 with self._interruptible(request.id):

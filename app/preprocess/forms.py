@@ -101,6 +101,7 @@ class RoutingForm(msgspec.Struct, frozen=True):
     allowed_worker_ids: Optional[tuple[Worker, ...]] = UNSET
     routing_constraints: Optional[RoutingConstraints] = UNSET
     session_control: Optional[SessionControl] = UNSET
+    queue_class: Optional[str] = UNSET
 
 
 class OverrideForm(msgspec.Struct, frozen=True):

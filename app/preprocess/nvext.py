@@ -159,6 +159,7 @@ class NvExt(BaseModel):
     allowed_worker_ids: list[Worker] | None = Field(default=None, min_length=1)
     lora_name: Name | None = None
     agent_hints: AgentHints | None = None
+    queue_class: Name | None = None
     agent_context: dict[str, Any] | None = None
     request_timestamp_ms: float | None = None
     session_control: Session | None = None
@@ -184,17 +185,19 @@ def with_headers(ext: NvExt, headers: Mapping[str, str]) -> NvExt:
         changes["dp_rank"] = rank
     if (rank := _rank(headers, "x-prefill-dp-rank")) not in (None, _UNSET_RANK):
         changes["prefill_dp_rank"] = rank
-    if (session := _header(headers, "x-session-id", _SESSION)) is not None:
+    if (session := _header(headers, "x-session-id", _NAME)) is not None:
         known = ext.session_control
         changes["session_control"] = (
             Session(session_id=session)
             if known is None
             else known.model_copy(update={"session_id": session})
         )
+    if (queue_class := _header(headers, "x-queue-class", _NAME)) is not None:
+        changes["queue_class"] = queue_class
     return ext.model_copy(update=changes) if changes else ext
 
 
-_SESSION = re.compile(rf".{{1,{LONGEST_NAME}}}")
+_NAME = re.compile(rf".{{1,{LONGEST_NAME}}}")
 _RANK = re.compile(r"[0-9]{1,10}")
 
 
@@ -239,6 +242,7 @@ def hints_of(ext: NvExt) -> Hints:
             preferred_taints=constraints.preferred_taints,
         ),
         session_control=None if session is None else SessionControl(**session.model_dump()),
+        queue_class=ext.queue_class,
     )
 
 

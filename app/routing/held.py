@@ -2,7 +2,8 @@
 
 Owns the order among them. Planned are they in the order of arrival: a request knows what those
 before it have in mind (`ahead`), so that two do not count on the same gap. Sent are they in another
-order (`in_turn`): by strict priority, the highest number first, and then by one of
+order (`in_turn`): by strict priority, the highest number first, by what their classes were given
+(`classes.py`), and then by one of
 
     shortest    the shortest prefill first, which makes the mean wait the least; each millisecond of
                 waiting makes a request `AGEING` milliseconds shorter, so that none is overtaken for
@@ -24,6 +25,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from operator import itemgetter
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
+from app.routing.classes import NO_CLAIM, OTHERS, Claim, Classes, Turn
 from app.routing.decisions import Hold, Planned
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
@@ -42,7 +44,7 @@ K = TypeVar("K", bound=Hashable)
 class Wanted(NamedTuple, Generic[K]):
     """A request that looks for a place. `number`: its place in the order of arrival here.
 
-    `excluded`: workers on which it failed. Times are the broker's.
+    `excluded`: workers on which it failed. `of`: its class. Times are the broker's.
     """
 
     key: K
@@ -52,6 +54,7 @@ class Wanted(NamedTuple, Generic[K]):
     since_ms: int
     deadline_ms: float | None = None
     excluded: Collection[str] = ()
+    of: str = OTHERS
 
     @property
     def precedence(self) -> tuple[int, float]:
@@ -61,6 +64,11 @@ class Wanted(NamedTuple, Generic[K]):
         """
         hints = self.prompt.request.hints
         return -(hints.strict_priority or 0), self.since_ms - 1000 * (hints.priority_jump or 0)
+
+    @property
+    def claim(self) -> Claim:
+        """What it takes of its class's share."""
+        return Claim(self.of, self.prompt.tokens)
 
 
 class Sketch(NamedTuple):
@@ -88,14 +96,15 @@ class Line(NamedTuple, Generic[K]):
 class Entry(NamedTuple):
     """A held request. `number`: its place in the order of arrival.
 
-    `strict`: who has less goes first, whatever else; then who has the lower `turn`, which is never
-    touched again, since all grow older alike.
+    `strict`: who has less goes first, whatever else; of one class, then, who has the lower `turn`,
+    which is never touched again, since all grow older alike.
     """
 
     number: int
     planned: Planned
     strict: int
     turn: float
+    claim: Claim
 
 
 Survey = Callable[[Sequence[Wanted[K]]], Iterator[Sketch | None]]
@@ -106,8 +115,9 @@ place. What one has in mind is noted before the next is asked for."""
 class Held(Generic[K]):
     """The held requests of one router, by keys of its choice."""
 
-    def __init__(self, order: QueueOrder = "shortest") -> None:
+    def __init__(self, order: QueueOrder = "shortest", classes: Classes | None = None) -> None:
         self._queue_order = order
+        self._classes = classes or Classes()
         self._entries: dict[K, Entry] = {}
         self._by_place: dict[Place, dict[K, Entry]] = {}
 
@@ -133,10 +143,10 @@ class Held(Generic[K]):
         for key in keys:
             woken.pop(key, None)
         keys = [key for key in keys if key not in held]
-        order = sorted((key for key in keys if key in self._entries), key=self._order)
+        order = self._in_turn(key for key in keys if key in self._entries)
         others = [wanted for wanted in looking if wanted.key in keys]
         others = [wanted for wanted in others if wanted.key not in self._entries]
-        order += [wanted.key for wanted in sorted(others, key=_precedence)]
+        order += self._classes.in_turn(_turn_of(wanted) for wanted in others)
         return LinedUp(order, held, list(woken))
 
     def line(self, joining: Mapping[K, int]) -> Line[K]:
@@ -170,7 +180,7 @@ class Held(Generic[K]):
         else:
             strict, since_ms = wanted.precedence
             jump_s = (wanted.since_ms - since_ms) / 1000
-            self.hold(key, wanted.number, since_ms, planned, strict, jump_s)
+            self.hold(key, wanted.number, since_ms, planned, strict, jump_s, wanted.claim)
         woken: list[K] = []
         for place, first in firsts.items():
             if (now_first := self.first(place)) != first:
@@ -195,11 +205,11 @@ class Held(Generic[K]):
 
     def hold(
         self, key: K, number: int, since_ms: float, planned: Planned, strict: int = 0,
-        jump_s: float = 0.0,
+        jump_s: float = 0.0, claim: Claim = NO_CLAIM,
     ) -> None:  # fmt: skip
         """Plan a request for a place, whatever was planned before.
 
-        `since_ms`: how old it counts as, with the jump; `strict` as in `Entry`.
+        `since_ms`: how old it counts as, with the jump; `strict` and `claim` as in `Entry`.
         """
         self.drop(key)
         turn = planned.prefill_ms + AGEING * since_ms
@@ -207,7 +217,7 @@ class Held(Generic[K]):
             turn = since_ms
         elif self._queue_order == "wspt":
             turn += planned.prefill_ms / (1 + max(jump_s, 0.0)) - planned.prefill_ms
-        entry = self._entries[key] = Entry(number, planned, strict, turn)
+        entry = self._entries[key] = Entry(number, planned, strict, turn, claim)
         self._by_place.setdefault(planned.place, {})[key] = entry
 
     def drop(self, key: K) -> None:
@@ -245,12 +255,20 @@ class Held(Generic[K]):
         keys: Iterable[K] = self._entries
         if places is not None:
             keys = [key for place in places for key in self._by_place.get(place, ())]
-        return sorted(keys, key=self._order)
+        return self._in_turn(keys)
 
-    def _order(self, key: K) -> tuple[int, float, int]:
+    def _in_turn(self, keys: Iterable[K]) -> list[K]:
+        entries = ((key, self._entries[key]) for key in keys)
+        return self._classes.in_turn(
+            Turn(key, entry.claim, entry.strict, (entry.turn, entry.number))
+            for key, entry in entries
+        )
+
+    def _order(self, key: K) -> tuple[int, float, float, int]:
         entry = self._entries[key]
-        return entry.strict, entry.turn, entry.number
+        return entry.strict, self._classes.given(entry.claim.of), entry.turn, entry.number
 
 
-def _precedence(wanted: Wanted[K]) -> tuple[tuple[int, float], int]:
-    return wanted.precedence, wanted.number
+def _turn_of(wanted: Wanted[K]) -> Turn[K]:
+    strict, since_ms = wanted.precedence
+    return Turn(wanted.key, wanted.claim, strict, (since_ms, wanted.number))

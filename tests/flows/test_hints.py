@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from app.engine.contract import BlocksListener, EngineOutput, GenerateContext
 from app.engine.echo import EchoEngine
+from app.routing.classes import Share
 from app.routing.eligibility import number_of
 from indexer.modelled import ModelledCache
 from streams.codecs import decode, unpack_tokens
@@ -104,6 +105,7 @@ def test_a_wrong_field_beside_nvext_is_refused_by_name(body: dict[str, Any], fie
         ("x-dp-rank", "one"),
         ("x-prefill-dp-rank", "-1"),
         ("x-session-id", "s" * 201),
+        ("x-queue-class", "c" * 201),
     ],
 )
 def test_a_wrong_header_is_refused_by_name(header: str, value: str) -> None:
@@ -259,6 +261,24 @@ async def test_strict_priority_goes_first_and_a_priority_makes_older(world: Worl
     decided = [r for r in map(decode, came) if isinstance(r, Assigned)]
     order = [names[r.id] for r in decided if r.id in names]
     assert order == ["most", "strict", "engine", "older", "plain"]
+
+
+@in_world
+async def test_a_class_is_waited_in_by_the_weight_it_has(world: World) -> None:
+    town = await Town.found(world, (), queue_classes={"batch": Share(weight=0.25)})
+    slow = EchoEngine(world.clock, 5.0, model="demo", context_length=CONTEXT)
+    await town.hire("w1", engine=slow, busy_prefill_tokens=50)
+    await town.occupy("w1")
+    answers = {}
+    for name in ("b1", "b2", "b3", "o1", "o2", "o3"):
+        answers[name] = town.say({"x-queue-class": "batch"} if name[0] == "b" else {})
+        await world.sleep(0.1)
+    for answer in answers.values():
+        await answer.done()
+    names = {answer.headers["x-kvlane-id"]: name for name, answer in answers.items()}
+    came = sorted(world.everywhere(LEDGER), key=lambda record: record.timestamp)
+    decided = [r for r in map(decode, came) if isinstance(r, Assigned)]
+    assert [names[r.id] for r in decided if r.id in names] == ["b1", "o1", "o2", "o3", "b2", "b3"]
 
 
 # --- costs ----------------------------------------------------------------------------------------

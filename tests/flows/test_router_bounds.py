@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from streams.records import Assignment, End, Finished, Lost, ModelCard, Request
+import pytest
+
+from app.routing.classes import Share
+from streams.records import Assignment, End, Finished, Hints, Lost, ModelCard, Request
 from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.routers import PROMPT, Hand, read, route, some, write
 from tests.worlds import World, in_world
@@ -57,6 +60,50 @@ async def test_what_waits_is_bounded_in_tokens_that_no_cache_has_too(world: Worl
     await some(world, lambda: worker.told(Assignment))
     ask(world, "d", token_ids=b"1234" * 3000)
     await world.until(lambda: len(worker.told(Assignment)) == 3, within_s=30)
+
+
+@in_world
+async def test_a_class_has_bounds_of_its_own(world: World) -> None:
+    worker = Hand(world)
+    worker.state = "draining"
+    classes = {"batch": Share(held_requests=2), "t": Share(held_tokens=1000)}
+    await route(world, queue_classes=classes)
+    batch, tenants = ("a", "b", "c"), ("d", "e")
+    ask(world, *batch, hints=Hints(queue_class="batch"))
+    ask(world, *tenants, tenant="t", token_ids=b"1234" * 2000)
+    ask(world, "f", "g", "h")
+    await world.sleep(5)
+    refused = ended(world, *"abcdefgh")
+    assert set(refused.values()) == {"queue_full"}
+    assert sorted(name in tenants for name in refused) == [False, True]
+    assert len(refused.keys() & set(batch)) == 1
+    worker.state = "ready"
+    worker.beat()
+    await world.until(lambda: len(worker.told(Assignment)) == 6, within_s=30)
+    ask(world, "i", hints=Hints(queue_class="batch"))
+    await world.until(lambda: len(worker.told(Assignment)) == 7, within_s=30)
+
+
+@pytest.mark.parametrize("policy", ["predictive", "dynamo"])
+def test_classes_that_wait_share_a_worker_by_weight(policy: str) -> None:
+    @in_world
+    async def scenario(world: World) -> None:
+        worker = Hand(world)
+        worker.state = "draining"
+        await route(world, queue_classes={"batch": Share(weight=0.25)}, policy=policy)
+        batch = Hints(queue_class="batch")
+        ask(world, *[f"b{n}" for n in range(8)], hints=batch, token_ids=PROMPT.token_ids)
+        await world.sleep(0.1)
+        ask(world, *[f"o{n}" for n in range(8)], token_ids=PROMPT.token_ids)
+        await world.sleep(0.1)
+        world.spawn(worker.work(room=1))
+        worker.state = "ready"
+        worker.beat()
+        await world.until(lambda: len(worker.told(Assignment)) >= 10, within_s=60)
+        first_ten = [assignment.request.id[0] for assignment in worker.told(Assignment)[:10]]
+        assert first_ten.count("b") == 2, "one of five"
+
+    scenario()
 
 
 @in_world

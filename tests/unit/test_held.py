@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.routing.classes import OTHERS, Claim, Classes, Share
 from app.routing.decisions import Hold, Planned
 from app.routing.held import WOKEN, Held, QueueOrder, Sketch, Wanted
 from app.routing.policies import Place
@@ -66,6 +67,24 @@ def test_the_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
         prompt = Prompt(Request(id=key, hints=hints))
         held.intend(Wanted(key, number, prompt, 0, 100 * number), planned(W1, prefill_ms))
     assert held.in_turn() == went
+
+
+def test_the_class_that_was_given_least_goes_first() -> None:
+    classes = Classes({"batch": Share(weight=0.5)})
+    held = Held[str]("fcfs", classes)
+    for number, name in enumerate(["b1", "b2", "b3", "o1", "o2", "o3", "o4"]):
+        of = "batch" if name[0] == "b" else OTHERS
+        held.hold(name, number, number, planned(W1, 10.0), claim=Claim(of, 100))
+        classes.wait(of, 0)
+    expected = ["b1", "o1", "o2", "b2", "o3", "o4", "b3"]
+    assert held.in_turn() == expected
+    went = []
+    while len(held):
+        went.append(name := held.first(W1))
+        assert name is not None
+        classes.give(Claim("batch" if name[0] == "b" else OTHERS, 100))
+        held.drop(name)
+    assert went == expected
 
 
 def test_one_sees_what_those_before_it_have_in_mind() -> None:

@@ -56,6 +56,7 @@ def test_anything_else_is_no_worker(given: Any) -> None:
             r.Hints(priority=2, priority_jump=2.0),
         ),
         ({"agent_hints": {"strict_priority": 1}}, r.Hints(strict_priority=1)),
+        ({"queue_class": "batch"}, r.Hints(queue_class="batch")),
         (
             {"session_control": {"session_id": "s"}},
             r.Hints(session_control=r.SessionControl(session_id="s")),
@@ -142,6 +143,7 @@ def test_a_header_pins_the_worker_for_every_phase_but_prefill() -> None:
         ("x-dp-rank", " 3 ", r.Hints(dp_rank=3)),
         ("x-prefill-dp-rank", "2", r.Hints(prefill_dp_rank=2)),
         ("x-session-id", "s", r.Hints(session_control=r.SessionControl(session_id="s"))),
+        ("x-queue-class", "batch", r.Hints(queue_class="batch")),
     ],
 )
 def test_a_header_is_a_hint(header: str, value: str, expected: r.Hints) -> None:
@@ -193,6 +195,7 @@ def test_other_headers_say_nothing() -> None:
         ("x-dp-rank", str(2**32)),
         ("x-prefill-dp-rank", "1.5"),
         ("x-session-id", "s" * 201),
+        ("x-queue-class", "c" * 201),
     ],
 )
 def test_a_wrong_header_is_named(header: str, value: str) -> None:

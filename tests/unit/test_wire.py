@@ -317,6 +317,7 @@ HINTS: list[tuple[str, Any, Any]] = [
     ("priority_jump", 0.5, 0.5),
     ("priority", -1, -1),
     ("strict_priority", 2, 2),
+    ("queue_class", "batch", "batch"),
     ("allowed_worker_ids", ("1", "w2"), [1, "w2"]),
     (
         "routing_constraints",
