@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from app.bench.report import Bar, Report
 from app.cli import app
 from app.preprocess.byte_level import encode as tokens_of
 from streams.clock import SystemClock
@@ -25,7 +26,8 @@ COMMANDS = [
     ["dead-letters"], ["dead-letters", "list"], ["dead-letters", "show"], ["dead-letters", "retry"],
     ["bench"],
     ["bench", "faults"], ["bench", "hop"], ["bench", "tokens"], ["bench", "gateway"],
-    ["bench", "rebuild"], ["bench", "index"], ["bench", "simulate"], ["bench", "all"],
+    ["bench", "rebuild"], ["bench", "index"], ["bench", "simulate"], ["bench", "routers"],
+    ["bench", "all"],
 ]  # fmt: skip
 
 
@@ -243,6 +245,22 @@ def test_bench_faults_reports_in_both_forms(tmp_path: Path) -> None:
     assert report["rows"][0]["seeds"] == 2
     assert report["bars"][0]["met"] is True
     assert report["machine"]["cpus"]
+
+
+def test_bench_of_real_routers_plays_no_trace(tmp_path: Path) -> None:
+    result = kvlane("bench", "routers", "--kafka", "--trace", str(tmp_path / "trace"))
+    assert result.exit_code == 2
+    assert "--trace" in result.stderr
+
+
+def test_bench_of_real_routers_fails_when_one_of_them_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def wrong(*_: object) -> Report:
+        return Report("routers", [], [Bar("unlike the log", 1, "", "0", met=False)])
+
+    monkeypatch.setattr("app.bench.several.several", wrong)
+    assert kvlane("bench", "routers", "--kafka").exit_code == 1
 
 
 def test_simulate_shows_a_row_for_each_policy_and_seed(tmp_path: Path) -> None:
