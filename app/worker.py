@@ -29,10 +29,11 @@ from app.engine.choice import chosen
 from app.engine.contract import Engine, EngineDead
 from app.lifetime import Lifetime, serve
 from app.preprocess.byte_model import ByteModel, Model
+from app.serving.admission import admit
 from app.serving.cache_events import CacheEvents
 from app.serving.chunks import ChunkWriters
 from app.serving.execution import Executor
-from app.serving.offer import Offer, publish_card
+from app.serving.offer import Offer, card_without_files
 from app.serving.registration import REGISTER_S, Registration, judge
 from app.serving.runs import Limits, Runs
 from app.serving.watch import EngineWatch, Patience
@@ -51,6 +52,7 @@ from streams.records import (
     Fact,
     Heartbeat,
     Lost,
+    ModelCard,
     WorkerCard,
     WorkerState,
 )
@@ -172,12 +174,17 @@ class Worker:
             )
             for rank in range(config.data_parallel_size or 1)
         ]
-        until = self._clock.now() + REGISTER_S
         if self._offer is not None:
-            self._model = await self._offer.publish(model, config, self._outbox, until)
+            self._model = await self._offer.publish(model, config, self._announce)
         elif config.kind != "tokens":
-            await publish_card(model, config, self._outbox, until)
+            await self._announce(card_without_files(model, config))
         return config
+
+    async def _announce(self, card: ModelCard) -> None:
+        """Write a model's card. Raises PoolDiffers, AppendFailed."""
+        await admit(card, self.id, self._log, self._life)
+        until = self._clock.now() + REGISTER_S
+        await self._outbox.persist(REGISTRY, f"model/{card.name}", card, until=until)
 
     def _heard_of_blocks(self, events: Sequence[EngineEvent], rank: int = 0) -> None:
         self._cache_events[rank].feed(events)

@@ -1,9 +1,12 @@
 """A model's card and files, offered to everybody who prepares prompts for it.
 
-Written to the log before the worker registers, so that a model that has a worker has its files.
+The files are in the log before the card, which is the caller's to write, and that before the worker
+registers: a model that has a worker has its files.
 """
 
 from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
@@ -14,10 +17,8 @@ from app.preprocess.loaded import LoadedModel
 from app.preprocess.modelfolder import ModelFiles, checksum_of
 from app.preprocess.pool import Inline
 from app.settings import Settings
-from streams.outbox import Outbox
 from streams.ports import Log
 from streams.records import EngineConfig, ModelCard
-from streams.topics import REGISTRY
 
 
 class Offer:
@@ -30,11 +31,11 @@ class Offer:
         self._files = files
 
     async def publish(
-        self, name: str, config: EngineConfig, outbox: Outbox, until: float
+        self, name: str, config: EngineConfig, announce: Callable[[ModelCard], Awaitable[None]]
     ) -> LoadedModel:
-        """Put files and card into the log; the model, ready to read answers.
+        """Put the files into the log and announce the card; the model, ready to read answers.
 
-        Raises BadModel, BrokerUnavailable, and AppendFailed past `until`.
+        Raises BadModel, BrokerUnavailable, and what `announce` raises.
         """
         card = await loaded.publish_files(
             name,
@@ -43,12 +44,11 @@ class Offer:
             context_length=config.context_length,
             block_size=config.kv_cache_block_size,
         )
-        await outbox.persist(REGISTRY, f"model/{name}", card, until=until)
+        await announce(card)
         return await loaded.of_files(card, self._files, self._pool, self._clock)
 
 
-async def publish_card(name: str, config: EngineConfig, outbox: Outbox, until: float) -> None:
-    """Say what a model without files takes. Raises AppendFailed past `until`."""
+def card_without_files(name: str, config: EngineConfig) -> ModelCard:
+    """What a model takes whose server is asked in the client's own words."""
     card = ModelCard(name=name, kind=config.kind, context_length=config.context_length)
-    card = replace(card, checksum=checksum_of(card))
-    await outbox.persist(REGISTRY, f"model/{name}", card, until=until)
+    return replace(card, checksum=checksum_of(card))

@@ -18,6 +18,7 @@ from app.preprocess.loaded import LoadedModel, load
 from app.preprocess.modelfolder import DEMO, read_folder
 from app.preprocess.openai import read
 from app.preprocess.pool import Inline
+from app.serving.admission import PoolDiffers
 from app.settings import Settings, SettingsError
 from streams.codecs import decode, pack_tokens
 from streams.records import EngineConfig, ModelCard, Request, WorkerCard
@@ -128,3 +129,46 @@ async def test_a_folder_that_is_no_model_is_refused(world: World) -> None:
 def test_a_context_that_does_not_fit_into_the_cache_is_refused() -> None:
     with pytest.raises(SettingsError, match="KVLANE_CACHE_BLOCKS"):
         Settings(worker_id="-", router_id="-", context_length=512, cache_blocks=31)
+
+
+# --- others that serve it -------------------------------------------------------------------------
+
+
+@in_world
+async def test_a_worker_that_serves_another_model_by_the_same_name_is_refused(world: World) -> None:
+    first, other = Built(world, "w1"), Built(world, "w2")
+    await first.build()
+    with pytest.raises(
+        PoolDiffers, match=r"w1 serve 'demo'.* context_length is 512, here 256"
+    ) as e:
+        await other.build(context_length=256)
+    assert "KVLANE_MODEL" in str(e.value)
+    (card,) = first.said(REGISTRY, ModelCard)
+    assert card.context_length == 512
+    assert not [c for c in first.said(REGISTRY, WorkerCard) if c.id == "w2"]
+    await Built(world, "w3").build(context_length=256, model="demo-short")
+
+
+@in_world
+async def test_the_same_model_again_joins_and_its_only_worker_may_change_it(world: World) -> None:
+    first = Built(world, "w1")
+    await first.build()
+    await Built(world, "w2").build()
+    assert {card.checksum for card in first.said(REGISTRY, ModelCard)} == {
+        first.said(REGISTRY, ModelCard)[0].checksum
+    }
+    alone = Built(world, "w1")
+    with pytest.raises(PoolDiffers, match="w2 serve"):
+        await alone.build(context_length=256)
+
+
+@in_world
+async def test_a_worker_waits_for_those_who_leave(world: World) -> None:
+    first, other = Built(world, "w1"), Built(world, "w2")
+    await first.build()
+    coming = world.spawn(other.build(context_length=256))
+    await world.sleep(3)
+    assert not coming.done()
+    await first.worker.stop()
+    await coming
+    assert [card.context_length for card in first.said(REGISTRY, ModelCard)] == [512, 256]
