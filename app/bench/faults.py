@@ -8,11 +8,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from typing import NamedTuple
 
+from app.bench.crew import crew
 from app.bench.report import Bar, Report
 
 
@@ -43,8 +42,7 @@ def run(
 ) -> Report:
     """Simulate `seeds` seeds from `first` on, `jobs` at a time; `done` hears of each one."""
     began = time.perf_counter()
-    # A fresh interpreter for each worker process: nothing of this one's state can reach a seed.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with crew(jobs) as pool:
         found = []
         numbers = range(first, first + seeds)
         for seed in pool.map(partial(judge, mutation=mutation), numbers, chunksize=4):

@@ -14,16 +14,14 @@ time, each in a process; how fast the simulation is, is measured when nothing el
 from __future__ import annotations
 
 import math
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from functools import cache
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import NamedTuple
 
+from app.bench.crew import crew
 from app.bench.ground import Said
 from app.bench.kept import Kept
 from app.bench.report import Bar, Report
@@ -117,8 +115,7 @@ def played_out(plays: Sequence[Play], traces: Traces, jobs: int) -> Iterator[Don
     if jobs == 1 or len(plays) <= 1:
         yield from (_done(play, traces) for play in plays)
         return
-    # A fresh interpreter for each process: this one has threads by now.
-    pool = ProcessPoolExecutor(min(jobs, len(plays)), get_context("spawn"), end_with_parent)
+    pool = crew(min(jobs, len(plays)))
     try:
         under_way = [pool.submit(_done_apart, play, traces.file) for play in plays]
         for ended in as_completed(under_way):
@@ -135,18 +132,6 @@ def _done(play: Play, traces: Traces) -> Done:
 def _done_apart(play: Play, file: Path | None) -> Done:
     """The same in a process that does nothing else, for one run after the other."""
     return _done(play, _traces_apart(file))
-
-
-def end_with_parent() -> None:
-    """See to it that this process of a pool does not wait for ever for one that was killed."""
-    parent = parent_process()
-    assert parent is not None, "a pool has started this process"
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 @cache

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +32,6 @@ from app.simulation.traffic import Pace
 from app.trace import SHIPPED, BadTrace, read_trace
 
 TINY = Form(("dynamo",), 2, 0, generated_seeds=0)
-ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_PLAYS = [Play(CONVERSATION, Run(policy, 4)) for policy in ("predictive", "dynamo")]
 
 
@@ -126,30 +122,6 @@ def test_runs_in_processes_of_their_own_come_to_the_same() -> None:
     ]
     assert found[0] == found[1]
     assert set(found[0]) == set(SHIPPED_PLAYS)
-
-
-ORPHAN = """
-import os, sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from app.bench.simulate import end_with_parent
-if __name__ == "__main__":
-    pool = ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
-    print(pool.submit(os.getpid).result(), flush=True)
-    os.kill(os.getpid(), 9)
-"""
-
-
-def test_processes_end_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "orphan.py"
-    script.write_text(ORPHAN)
-    # Its output ends when nobody is left who could write to it.
-    done = subprocess.run(
-        [sys.executable, script], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, check=False, timeout=50,
-    )  # fmt: skip
-    assert done.returncode == -9
-    assert int(done.stdout) > 0
 
 
 def test_a_file_of_something_else_is_not_written_to(tmp_path: Path) -> None:
