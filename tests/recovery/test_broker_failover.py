@@ -49,9 +49,13 @@ async def log(
 
 
 async def leaders(admin: AIOKafkaAdminClient, prefix: str) -> dict[int, int]:
-    """Broker ids by lane."""
-    [topic] = [t for t in await admin.describe_topics() if t["topic"] == prefix + LEDGER]
-    return {p["partition"]: p["leader"] for p in topic["partitions"]}
+    """Broker ids by lane. A broker that was away hears of a new topic a little later."""
+    async with asyncio.timeout(30):
+        while True:
+            topics = [t for t in await admin.describe_topics() if t["topic"] == prefix + LEDGER]
+            if topics:
+                return {p["partition"]: p["leader"] for p in topics[0]["partitions"]}
+            await asyncio.sleep(0.1)
 
 
 async def until_whole(admin: AIOKafkaAdminClient, prefix: str) -> None:

@@ -9,25 +9,33 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 import zmq
 import zmq.asyncio
 
 from app.demo import tiny_model
+from app.engine.attached.beside import Attachment
 from app.engine.attached.engine import AttachedEngine
+from app.engine.attached.passing import Kind, PassingEngine
 from app.engine.contract import EngineError, GenerateContext, InvalidRequest
 from app.engine.validator import ValidatedEngine
 from indexer.bridge import Bridge
 from indexer.engine_events import EngineEvent
-from indexer.events import Kind
+from indexer.events import Kind as EventKind
 from indexer.keys import derive
+from streams.clock import SystemClock
 from streams.records import (
     EngineConfig,
     GuidedDecoding,
     Hints,
+    OpenAiBody,
     OutputOptions,
+    Request,
     SamplingOptions,
     StopConditions,
 )
@@ -85,9 +93,9 @@ def keys_of(events: list[EngineEvent]) -> set[int]:
     bridge.feed(events, 0.0)
     while batch := bridge.take():
         for event in batch.events:
-            if event.kind is Kind.CLEARED:
+            if event.kind is EventKind.CLEARED:
                 known.clear()
-            elif event.kind is Kind.STORED:
+            elif event.kind is EventKind.STORED:
                 known |= set(event.keys)
             else:
                 known -= set(event.keys)
@@ -98,6 +106,42 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - another process decides
             await asyncio.sleep(0.05)
+
+
+BODIES: dict[Kind, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": "hello"}], "logprobs": True},
+    "completion": {"prompt": "hello", "logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+async def test_asked_in_the_clients_words_it_says_what_it_says_to_clients(
+    server: RunningServer, shared: Beside, kind: Kind
+) -> None:
+    engine = ValidatedEngine(
+        PassingEngine(SystemClock(), Attachment(server.url, start_s=START_S), kind)
+    )
+    body = BODIES[kind] | {"model": "tiny", "max_tokens": 12, "temperature": 0, "seed": 1}
+    try:
+        config = await engine.start("w")
+        assert (config.kind, config.gives_tokens, config.context_length) == (kind, False, 512)
+        asked = Request(id="r", body=OpenAiBody(kind=kind, json=msgspec.json.encode(body)))
+        outputs = [output async for output in engine.generate(asked, GenerateContext("r"))]
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+            expected = (await client.post(path, json=body)).raise_for_status().json()
+    finally:
+        await engine.cleanup()
+    (choice,), counts = expected["choices"], outputs[-1].usage
+    text = choice["message"]["content"] if kind == "chat" else choice["text"]
+    assert "".join(output.text for output in outputs) == text
+    assert outputs[-1].finish_reason == choice["finish_reason"] == "length"
+    assert counts is not None
+    assert counts.prompt_tokens == expected["usage"]["prompt_tokens"]
+    assert counts.completion_tokens == expected["usage"]["completion_tokens"] == 12
+    told = [aside.choice["logprobs"] for output in outputs for aside in output.data if aside.choice]
+    name = "content" if kind == "chat" else "tokens"
+    assert [each for part in told for each in part[name]] == choice["logprobs"][name]
 
 
 async def test_it_knows_the_server_by_its_own_words(shared: Beside) -> None:
