@@ -8,6 +8,10 @@ from collections.abc import Callable, Collection
 from itertools import count
 from typing import NamedTuple
 
+SHORTEST_S = 0.001
+"""Of a wait. What is left until some time can be too little to move a clock's number, or its
+milliseconds: who looks again at once would look for ever."""
+
 Name = tuple[str, ...]
 """What is waited for."""
 Rank = tuple[float, ...]
@@ -58,11 +62,11 @@ class Bell:
             min(firsts)[-1].woken.set_result(None)
 
     async def wait(self, timeout_s: float, name: Name = (), rank: Rank = ()) -> None:
-        """Return at the next ring, or after `timeout_s` at the latest."""
+        """Return at the next ring, or after `timeout_s`, or `SHORTEST_S`, at the latest."""
         loop = asyncio.get_running_loop()
         waiter = _Waiter(rank, next(self._numbers), loop.create_future())
         insort(self._waiting.setdefault(name, []), waiter)
-        timer = loop.call_later(timeout_s, _expire, waiter.woken)
+        timer = loop.call_later(max(timeout_s, SHORTEST_S), _expire, waiter.woken)
         try:
             await waiter.woken
         finally:

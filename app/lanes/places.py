@@ -22,12 +22,11 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 from app.bell import Bell, Name, Rank
 from app.routing.burdens import NOTHING, Burden, Burdens
-from app.routing.classes import NO_BOUND, Classes
+from app.routing.classes import NO_BOUND, Classes, Queue
 from app.routing.decisions import Chosen, Hold, Plan, Planned, Tuning, View
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
@@ -60,8 +59,6 @@ LOOK_S = 1.0
 LOOKERS = 1000
 """How often a waiting request looks for a place without being woken, since a wake-up may have gone
 to one that could not use it; and beyond how many each looks less often. A look takes some 60 us."""
-SHORTEST_S = 0.001
-"""The broker's time, by which is planned, is in milliseconds."""
 REMEMBERED = 10_000
 """Names of models that were served once; more than any registry has."""
 
@@ -156,7 +153,7 @@ class Places:
         return (
             len(self.waiting) >= self._bound
             or self._waiting_tokens >= self._bound_tokens
-            or self._classes.is_crowded(wanted.of)
+            or self._classes.is_crowded(wanted.queue)
         )
 
     def wanted(
@@ -165,8 +162,8 @@ class Places:
         """A request begins to look for a place; `left` tells that it does so no more."""
         self._wanted += 1
         now_ms = self._broker_clock.now_ms()
-        of = self._classes.of(prompt.request)
-        return Wanted(key, self._wanted, prompt, seed, now_ms, deadline_ms, excluded, of)
+        queue = self._classes.of(prompt.request)
+        return Wanted(key, self._wanted, prompt, seed, now_ms, deadline_ms, excluded, queue)
 
     async def find(self, wanted: Wanted) -> Plan:
         """Where a request goes now, or why it has to wait, or cannot go anywhere.
@@ -185,10 +182,15 @@ class Places:
         if hold is not None:
             return hold
         planned = self._plan(wanted)
-        self._intend(wanted, planned.planned if isinstance(planned, Hold) else None)
         if isinstance(planned, Chosen):
+            first = self._held.first(planned.place)
             self._classes.give(wanted.claim)
+            self._intend(wanted, None)
+            if (now_first := self._held.first(planned.place)) not in (first, None):
+                self._ring([now_first])  # it is another class's turn
             self._wake_one(planned.place.worker)
+        else:
+            self._intend(wanted, planned.planned if isinstance(planned, Hold) else None)
         return planned
 
     def _begin_turns(self) -> None:
@@ -313,17 +315,17 @@ class Places:
 
     async def change(self, wanted: Wanted, hold: Hold) -> None:
         """Wait until there may be a place for a held request."""
-        key, model = wanted.key, wanted.prompt.request.model
+        key = wanted.key
         look_s = LOOK_S * max(1, len(self.waiting) / LOOKERS)
         if hold.planned is None:
-            await self._changed.wait(look_s, (model, wanted.of), wanted.precedence)
+            await self._changed.wait(look_s, wanted.queue, wanted.precedence)
             return
         ends_ms, left_s = self._held.looks_ms(key, hold), look_s
         if ends_ms is not None:
             left_s = (ends_ms - self._broker_clock.now_ms()) / 1000
         bell = self._bells[key] = Bell()
         try:
-            await bell.wait(max(SHORTEST_S, min(left_s, look_s)))
+            await bell.wait(min(left_s, look_s))
         finally:
             del self._bells[key]
 
@@ -338,7 +340,7 @@ class Places:
         self._end_waiting(wanted)
         self._waiting_tokens += uncached
         self._uncached[wanted.key] = uncached
-        self._classes.wait(wanted.of, uncached)
+        self._classes.wait(wanted.queue, uncached)
 
     def left(self, wanted: Wanted) -> None:
         """A request looks for a place no more: it has one, or gave up."""
@@ -350,7 +352,7 @@ class Places:
         uncached = self._uncached.pop(wanted.key, None)
         if uncached is not None:
             self._waiting_tokens -= uncached
-            self._classes.leave(wanted.of, uncached)
+            self._classes.leave(wanted.queue, uncached)
 
     def _intend(self, wanted: Wanted, planned: Planned | None) -> None:
         self._ring(self._held.intend(wanted, planned))
@@ -377,12 +379,11 @@ class Places:
     def _wake_one(self, worker: str) -> None:
         member = self._fleet.members.get(worker)
         if member is not None:
-            models, classes = (member.card.model, ""), self._classes.names
-            self._changed.ring_one(list(product(models, classes)), self._by_class)
+            queues = self._classes.queues(member.card.model, "")
+            self._changed.ring_one(queues, self._by_class)
 
     def _by_class(self, name: Name, rank: Rank) -> Rank:
-        _, of = name
-        return rank[0], self._classes.given(of), *rank[1:]
+        return rank[0], self._classes.given(Queue(*name)), *rank[1:]
 
     # --- what the log says -----------------------------------------------------------------------
 

@@ -1,11 +1,15 @@
 """Classes of requests: how they share the workers while they wait, and how much of each may wait.
 
 A request names its class, or is in that of its tenant; whatever is in none of those that are set
-makes one with weight 1 and no bounds. Of those that wait, after strict priority, the class goes
-first that was given least: prompt tokens, divided by its weight. So while all of them wait, classes
-get tokens in proportion to their weights, however much each asks for (fair queueing by virtual
-time, Demers, Keshav and Shenker 1989). One that had nobody waiting begins where the last of those
-that wait stands: nobody saves turns up.
+makes one with weight 1 and no bounds. Of those that wait for a model, after strict priority, the
+class goes first that was given least: prompt tokens, divided by its weight. So while all of them
+wait, classes get tokens in proportion to their weights, however much each asks for (start-time fair
+queueing, Goyal, Vin and Cheng 1996). A class that begins to wait stands where the one stood that
+was served last: nobody saves turns up, and what was given while nobody waited is held against
+nobody.
+
+What is given counts when a place is found, also if the worker refuses then. A class of which all
+that waits fits nowhere, being pinned perhaps, falls behind, and has more turns for it afterwards.
 
 Owns what each class was given and what of it waits, in this router alone. Never here: the order
 within a class.
@@ -13,9 +17,10 @@ within a class.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from itertools import groupby
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
@@ -29,10 +34,17 @@ OTHERS = ""
 NO_BOUND = 1 << 62
 
 
-class Claim(NamedTuple):
-    """What a request takes of a share when it goes to a worker: its prompt's tokens."""
+class Queue(NamedTuple):
+    """Where a request waits: with those of its class who want the same model."""
 
+    model: str = ""
     of: str = OTHERS
+
+
+class Claim(NamedTuple):
+    """What a request takes of its class's share when it goes to a worker: its prompt's tokens."""
+
+    queue: Queue = Queue()
     tokens: int = 0
 
 
@@ -40,7 +52,10 @@ NO_CLAIM = Claim()
 
 
 class Turn(NamedTuple, Generic[K]):
-    """Whose turn it is, beside classes: who has less `strict` goes first, then less `rank`."""
+    """Whose turn it is, beside classes: who has less `strict` goes first, then less `rank`.
+
+    No two ranks are alike.
+    """
 
     key: K
     claim: Claim
@@ -56,17 +71,16 @@ class Share(NamedTuple):
     held_tokens: int = NO_BOUND
 
 
-_within_class = attrgetter("strict", "rank")
-_strictness = attrgetter("strict")
-
-
 @dataclass(slots=True)
-class _Account:
-    """`given`: prompt tokens divided by the weight. `tokens`: of those that wait, the uncached."""
+class _Line:
+    """Those who wait for one model: what their classes were `given`, prompt tokens by weight.
 
-    given: float = 0.0
-    requests: int = 0
-    tokens: int = 0
+    `served`: what the class was given before that went last. There while anybody waits.
+    """
+
+    given: dict[str, float] = field(default_factory=dict)
+    waiting: Counter[str] = field(default_factory=Counter)
+    served: float = 0.0
 
 
 class Classes:
@@ -74,67 +88,91 @@ class Classes:
 
     def __init__(self, shares: Mapping[str, Share] | None = None) -> None:
         self._shares = {OTHERS: Share(), **(shares or {})}
-        self._accounts = {name: _Account() for name in self._shares}
+        self._requests, self._tokens = Counter[str](), Counter[str]()
+        """That wait, by class; of the tokens those that no cache has."""
+        self._lines: dict[str, _Line] = {}
 
-    @property
-    def names(self) -> Collection[str]:
-        """Of all classes."""
-        return self._shares.keys()
-
-    def of(self, request: Request) -> str:
-        """The class of a request."""
+    def of(self, request: Request) -> Queue:
+        """Where a request waits, if it has to."""
         for name in (request.hints.queue_class, request.tenant):
             if name in self._shares:
-                return name
-        return OTHERS
+                return Queue(request.model, name)
+        return Queue(request.model)
 
-    def given(self, name: str) -> float:
+    def queues(self, *models: str) -> list[Queue]:
+        """Those of these models in which somebody waits."""
+        lines = [(model, self._lines[model]) for model in models if model in self._lines]
+        return [Queue(model, of) for model, line in lines for of in line.waiting]
+
+    def given(self, queue: Queue) -> float:
         """Who has less goes first."""
-        account = self._accounts[name]
-        if account.requests:
-            return account.given
-        waiting = [each.given for each in self._accounts.values() if each.requests]
-        return max(account.given, min(waiting, default=0.0))
+        line = self._lines.get(queue.model)
+        if line is None:
+            return 0.0
+        given = line.given.get(queue.of, 0.0)
+        return given if queue.of in line.waiting else max(given, line.served)
 
     def give(self, claim: Claim) -> None:
         """A request goes to a worker."""
-        of = claim.of
-        self._accounts[of].given = self.given(of) + claim.tokens / self._shares[of].weight
+        line = self._lines.get(claim.queue.model)
+        if line is not None:
+            before = self.given(claim.queue)
+            line.served = max(line.served, before)
+            line.given[claim.queue.of] = before + self._cost(claim)
 
-    def in_turn(self, turns: Iterable[Turn[K]]) -> list[K]:
+    def in_turn(self, turns: Iterable[Turn[K]]) -> Iterator[K]:
         """Who waits, in the order in which they go if nobody else comes."""
-        ordered = sorted(turns, key=_within_class)
-        if len({turn.claim.of for turn in ordered}) < 2:
-            return [turn.key for turn in ordered]
-        keys: list[K] = []
-        given = {name: self.given(name) for name in self._accounts}
-        for _, alike in groupby(ordered, key=_strictness):
-            queues: dict[str, deque[Turn[K]]] = {}
+        given: dict[Queue, float] = {}
+        for _, alike in groupby(sorted(turns, key=_within_class), key=_strictness):
+            lines: dict[Queue, deque[Turn[K]]] = {}
             for turn in alike:
-                queues.setdefault(turn.claim.of, deque()).append(turn)
-            while queues:
-                of = min(queues, key=lambda name: (given[name], queues[name][0].rank))
-                turn = queues[of].popleft()
-                keys.append(turn.key)
-                given[of] += turn.claim.tokens / self._shares[of].weight
-                if not queues[of]:
-                    del queues[of]
-        return keys
+                lines.setdefault(turn.claim.queue, deque()).append(turn)
+            for queue in lines:
+                given.setdefault(queue, self.given(queue))
+            if len(lines) == 1:
+                (line,) = lines.values()
+                given[queue] += sum(self._cost(turn.claim) for turn in line)
+                yield from (turn.key for turn in line)
+                continue
+            heads = [(given[queue], line[0].rank, queue) for queue, line in lines.items()]
+            heapify(heads)
+            while heads:
+                _, _, queue = heads[0]
+                turn = lines[queue].popleft()
+                given[queue] += self._cost(turn.claim)
+                if lines[queue]:
+                    heapreplace(heads, (given[queue], lines[queue][0].rank, queue))
+                else:
+                    heappop(heads)
+                yield turn.key
 
-    def is_crowded(self, name: str) -> bool:
+    def is_crowded(self, queue: Queue) -> bool:
         """Whether one more would be too many of this class to wait."""
-        share, account = self._shares[name], self._accounts[name]
-        return account.requests >= share.held_requests or account.tokens >= share.held_tokens
+        share, of = self._shares[queue.of], queue.of
+        return self._requests[of] >= share.held_requests or self._tokens[of] >= share.held_tokens
 
-    def wait(self, name: str, uncached_tokens: int) -> None:
+    def wait(self, queue: Queue, uncached_tokens: int) -> None:
         """A request begins to wait."""
-        account = self._accounts[name]
-        account.given = self.given(name)
-        account.requests += 1
-        account.tokens += uncached_tokens
+        line = self._lines.setdefault(queue.model, _Line())
+        line.given[queue.of] = self.given(queue)
+        line.waiting[queue.of] += 1
+        self._requests[queue.of] += 1
+        self._tokens[queue.of] += uncached_tokens
 
-    def leave(self, name: str, uncached_tokens: int) -> None:
+    def leave(self, queue: Queue, uncached_tokens: int) -> None:
         """A request waits no more; `uncached_tokens` as it began."""
-        account = self._accounts[name]
-        account.requests -= 1
-        account.tokens -= uncached_tokens
+        waiting = self._lines[queue.model].waiting
+        waiting[queue.of] -= 1
+        if not waiting[queue.of]:
+            del waiting[queue.of]
+        if not waiting:
+            del self._lines[queue.model]
+        self._requests[queue.of] -= 1
+        self._tokens[queue.of] -= uncached_tokens
+
+    def _cost(self, claim: Claim) -> float:
+        return claim.tokens / self._shares[claim.queue.of].weight
+
+
+_within_class = attrgetter("strict", "rank")
+_strictness = attrgetter("strict")

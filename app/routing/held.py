@@ -22,10 +22,11 @@ Never here: whether a request may go, which is `plan.py`'s to say, and any clock
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from operator import itemgetter
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from app.routing.classes import NO_CLAIM, OTHERS, Claim, Classes, Turn
+from app.routing.classes import NO_CLAIM, Claim, Classes, Queue, Turn
 from app.routing.decisions import Hold, Planned
 from app.routing.policies import Place
 from app.routing.prompt import Prompt
@@ -44,7 +45,7 @@ K = TypeVar("K", bound=Hashable)
 class Wanted(NamedTuple, Generic[K]):
     """A request that looks for a place. `number`: its place in the order of arrival here.
 
-    `excluded`: workers on which it failed. `of`: its class. Times are the broker's.
+    `excluded`: workers on which it failed. `queue`: where it waits. Times are the broker's.
     """
 
     key: K
@@ -54,7 +55,7 @@ class Wanted(NamedTuple, Generic[K]):
     since_ms: int
     deadline_ms: float | None = None
     excluded: Collection[str] = ()
-    of: str = OTHERS
+    queue: Queue = NO_CLAIM.queue
 
     @property
     def precedence(self) -> tuple[int, float]:
@@ -68,7 +69,7 @@ class Wanted(NamedTuple, Generic[K]):
     @property
     def claim(self) -> Claim:
         """What it takes of its class's share."""
-        return Claim(self.of, self.prompt.tokens)
+        return Claim(self.queue, self.prompt.tokens)
 
 
 class Sketch(NamedTuple):
@@ -143,7 +144,7 @@ class Held(Generic[K]):
         for key in keys:
             woken.pop(key, None)
         keys = [key for key in keys if key not in held]
-        order = self._in_turn(key for key in keys if key in self._entries)
+        order = list(self._in_turn(key for key in keys if key in self._entries))
         others = [wanted for wanted in looking if wanted.key in keys]
         others = [wanted for wanted in others if wanted.key not in self._entries]
         order += self._classes.in_turn(_turn_of(wanted) for wanted in others)
@@ -201,7 +202,7 @@ class Held(Generic[K]):
         """Who looks again after news of a worker, in turn: those planned for it; all, if few."""
         few = len(self._entries) <= WOKEN
         places = None if few else [place for place in self._by_place if place.worker == worker]
-        return self.in_turn(places)[:WOKEN]
+        return list(islice(self._in_turn(self._planned_for(places)), WOKEN))
 
     def hold(
         self, key: K, number: int, since_ms: float, planned: Planned, strict: int = 0,
@@ -252,12 +253,14 @@ class Held(Generic[K]):
 
     def in_turn(self, places: Iterable[Place] | None = None) -> list[K]:
         """Who is planned for these places, or for any, in the order in which they go."""
-        keys: Iterable[K] = self._entries
-        if places is not None:
-            keys = [key for place in places for key in self._by_place.get(place, ())]
-        return self._in_turn(keys)
+        return list(self._in_turn(self._planned_for(places)))
 
-    def _in_turn(self, keys: Iterable[K]) -> list[K]:
+    def _planned_for(self, places: Iterable[Place] | None) -> Iterable[K]:
+        if places is None:
+            return self._entries
+        return (key for place in places for key in self._by_place.get(place, ()))
+
+    def _in_turn(self, keys: Iterable[K]) -> Iterator[K]:
         entries = ((key, self._entries[key]) for key in keys)
         return self._classes.in_turn(
             Turn(key, entry.claim, entry.strict, (entry.turn, entry.number))
@@ -266,7 +269,7 @@ class Held(Generic[K]):
 
     def _order(self, key: K) -> tuple[int, float, float, int]:
         entry = self._entries[key]
-        return entry.strict, self._classes.given(entry.claim.of), entry.turn, entry.number
+        return entry.strict, self._classes.given(entry.claim.queue), entry.turn, entry.number
 
 
 def _turn_of(wanted: Wanted[K]) -> Turn[K]:

@@ -34,8 +34,6 @@ PIECE_S = 0.05
 of records, and hold up what is new by one record at most."""
 AGAIN_PER_RETENTION = 4
 IDLE_S = 3600.0
-SHORTEST_S = 0.001
-"""Of a wait: what is left of one can be too little to make a difference to the clock's number."""
 
 
 class CacheEvents:
@@ -125,7 +123,7 @@ class CacheEvents:
                 ends.append(due_at)
             if bridge.announcing:
                 ends.append(next_piece_at)
-            await self._changed.wait(max(SHORTEST_S, min(ends) - now))
+            await self._changed.wait(min(ends) - now)
 
     async def _append(self, batch: Batch, until: float | None = None) -> None:
         columns = encode(batch.events)

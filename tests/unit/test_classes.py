@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.classes import OTHERS, Claim, Classes, Share, Turn
+from app.routing.classes import OTHERS, Claim, Classes, Queue, Share, Turn
 from app.settings import Settings, SettingsError
 from streams.records import Hints, Request
 
@@ -29,8 +29,16 @@ SHARES = {"batch": Share(weight=0.25), "gold": Share(weight=4.0)}
 def test_a_request_is_in_the_class_that_it_names_or_in_its_tenants(
     queue_class: str | None, tenant: str, of: str
 ) -> None:
-    request = Request(id="r", tenant=tenant, hints=Hints(queue_class=queue_class))
-    assert Classes(SHARES).of(request) == of
+    request = Request(id="r", model="m", tenant=tenant, hints=Hints(queue_class=queue_class))
+    assert Classes(SHARES).of(request) == Queue("m", of)
+
+
+def queue(of: str = OTHERS, model: str = "m") -> Queue:
+    return Queue(model, of)
+
+
+def claim(of: str, tokens: int) -> Claim:
+    return Claim(queue(of), tokens)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=600, max_size=600))
@@ -38,50 +46,68 @@ def test_while_all_wait_tokens_are_shared_by_weight(sizes: list[int]) -> None:
     classes, got = Classes(SHARES), Counter[str]()
     names = [OTHERS, *SHARES]
     for name in names:
-        classes.wait(name, 0)
+        classes.wait(queue(name), 0)
     for size in sizes:
-        name = min(names, key=classes.given)
-        classes.give(Claim(name, size))
+        name = min(names, key=lambda each: classes.given(queue(each)))
+        classes.give(claim(name, size))
         got[name] += size
     fair = {name: got[name] / share.weight for name, share in (SHARES | {OTHERS: Share()}).items()}
     assert max(fair.values()) - min(fair.values()) <= 1000 / 0.25, "one request of the lightest"
 
 
 def test_strict_priority_goes_before_classes_and_their_order_within_one_is_kept() -> None:
-    classes = Classes(SHARES)
     turns = [
-        Turn(f"{of}{number}", Claim(of, 100), -(number == 4), (float(number),))
+        Turn(f"{of}{number}", claim(of, 100), -(number == 4), (float(number), of == "gold"))
         for of in (OTHERS, "gold")
         for number in range(5)
     ]
-    assert classes.in_turn(turns) == [
+    assert list(Classes(SHARES).in_turn(turns)) == [
         "4", "gold4", "gold0", "gold1", "gold2", "0", "gold3", "1", "2", "3"
     ]  # fmt: skip
 
 
 def test_nobody_saves_turns_up() -> None:
     classes = Classes(SHARES)
-    classes.wait(OTHERS, 0)
+    classes.wait(queue(), 0)
     for _ in range(100):
-        classes.give(Claim(OTHERS, 1000))
-    assert classes.given("gold") == classes.given(OTHERS), "before it waits"
-    classes.wait("gold", 0)
-    classes.give(Claim("gold", 4))
-    assert classes.given("gold") == classes.given(OTHERS) + 1
+        classes.give(claim(OTHERS, 1000))
+    assert classes.given(queue("gold")) == classes.given(queue()) - 1000, "as who was served last"
+    classes.wait(queue("gold"), 0)
+    classes.give(claim("gold", 4000))
+    assert classes.given(queue("gold")) == classes.given(queue())
+
+
+def test_what_was_given_while_nobody_waited_is_held_against_nobody() -> None:
+    classes = Classes(SHARES)
+    classes.give(claim(OTHERS, 1_000_000))
+    classes.wait(queue("batch"), 0)
+    classes.wait(queue(), 0)
+    assert classes.given(queue()) == classes.given(queue("batch"))
+    classes.give(claim(OTHERS, 1000))
+    classes.leave(queue(), 0)
+    classes.leave(queue("batch"), 0)
+    assert classes.given(queue()) == 0, "nobody waits any more"
+
+
+def test_models_have_nothing_to_do_with_each_other() -> None:
+    classes = Classes(SHARES)
+    classes.wait(queue("batch"), 0)
+    classes.wait(queue(), 0)
+    classes.give(Claim(queue(model="other"), 1_000_000))
+    assert classes.given(queue()) == classes.given(queue("batch"))
+    assert sorted(classes.queues("m", "other")) == [queue(), queue("batch")]
 
 
 def test_a_class_is_crowded_by_its_own_requests_and_tokens_alone() -> None:
     classes = Classes({"few": Share(held_requests=2), "small": Share(held_tokens=100)})
     for name in ("few", "few", "small", OTHERS):
-        assert not classes.is_crowded(name)
-        classes.wait(name, 100)
-    assert [name for name in ("few", "small", OTHERS) if classes.is_crowded(name)] == [
-        "few", "small"
-    ]  # fmt: skip
-    classes.leave("few", 100)
-    classes.leave("small", 100)
-    assert not classes.is_crowded("few")
-    assert not classes.is_crowded("small")
+        assert not classes.is_crowded(queue(name, "other"))
+        classes.wait(queue(name), 100)
+    names = ["few", "small", OTHERS]
+    assert [classes.is_crowded(queue(name, "other")) for name in names] == [True, True, False]
+    classes.leave(queue("few"), 100)
+    classes.leave(queue("small"), 100)
+    assert not any(classes.is_crowded(queue(name)) for name in names)
 
 
 def test_classes_are_a_setting() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.classes import OTHERS, Claim, Classes, Share
+from app.routing.classes import OTHERS, Claim, Classes, Queue, Share
 from app.routing.decisions import Hold, Planned
 from app.routing.held import WOKEN, Held, QueueOrder, Sketch, Wanted
 from app.routing.policies import Place
@@ -71,18 +71,18 @@ def test_the_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
 
 def test_the_class_that_was_given_least_goes_first() -> None:
     classes = Classes({"batch": Share(weight=0.5)})
-    held = Held[str]("fcfs", classes)
+    held, claims = Held[str]("fcfs", classes), dict[str, Claim]()
     for number, name in enumerate(["b1", "b2", "b3", "o1", "o2", "o3", "o4"]):
-        of = "batch" if name[0] == "b" else OTHERS
-        held.hold(name, number, number, planned(W1, 10.0), claim=Claim(of, 100))
-        classes.wait(of, 0)
+        claims[name] = Claim(Queue("m", "batch" if name[0] == "b" else OTHERS), 100)
+        held.hold(name, number, number, planned(W1, 10.0), claim=claims[name])
+        classes.wait(claims[name].queue, 0)
     expected = ["b1", "o1", "o2", "b2", "o3", "o4", "b3"]
     assert held.in_turn() == expected
     went = []
     while len(held):
         went.append(name := held.first(W1))
         assert name is not None
-        classes.give(Claim("batch" if name[0] == "b" else OTHERS, 100))
+        classes.give(claims[name])
         held.drop(name)
     assert went == expected
 
