@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 from starlette.responses import Response
 
-from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded
+from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded, TooLarge
 from streams.errors import (
     AppendFailed,
     BrokerUnavailable,
@@ -172,6 +172,13 @@ def unknown_stream() -> ApiError:
 
 def of_preprocess_error(error: InvalidPrompt | Overloaded | BadModel) -> ApiError:
     """What is wrong with a prompt, or with the model that it names."""
+    if isinstance(error, TooLarge):
+        return ApiError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            str(error),
+            code="too_large",
+            param=error.field or None,
+        )
     if isinstance(error, InvalidPrompt):
         return invalid(str(error), error.field or None)
     if isinstance(error, Overloaded):

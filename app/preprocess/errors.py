@@ -4,6 +4,7 @@ One tree:
 
     PreprocessError
     ├── InvalidPrompt         the client's doing: names the field
+    │   └── TooLarge              … or would become more than is taken at a time
     ├── Overloaded            more work waits than this process takes on
     └── BadModel              the model's files cannot be used
         └── ArtifactUnavailable   … or are not, or not whole, in the log
@@ -27,6 +28,10 @@ class InvalidPrompt(PreprocessError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}" if field else message)
         self.field, self.message = field, message
+
+
+class TooLarge(InvalidPrompt):
+    """What a prompt would become is more than is taken at a time. Ask for less, or in parts."""
 
 
 class Overloaded(PreprocessError):

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from app.preprocess import openai
 from app.preprocess.bodies import MOST_CHOICES, PassedBody
 from app.preprocess.byte_model import Model
-from app.preprocess.errors import InvalidPrompt, invalid
+from app.preprocess.errors import InvalidPrompt, TooLarge, invalid
 from app.preprocess.loaded import Prepared
 from app.preprocess.nvext import (
     NvExt,
@@ -49,7 +49,10 @@ BYTES_PER_TOKEN = 4
 """Of English JSON; other languages have more tokens in as many bytes, code fewer."""
 MEDIUM_TOKENS = 1000
 """An image of usual size, or some 40 s of speech."""
-_MEDIUM = re.compile(rb"[A-Za-z0-9+/=_-]{1024,}")
+_MEDIUM = re.compile(rb"(?<![A-Za-z0-9+/=_-])[A-Za-z0-9+/=_-]{1024,}")
+"""Sought where a stretch begins: from each byte of one, it would take the square of its size."""
+MOST_BYTES = 32 * 1024 * 1024
+"""Of all the requests that one body becomes: four times what a single one can have."""
 _FIELDS = {"chat": "messages", "completion": "prompt", "embedding": "input"}
 _OF_TOKENS = (
     "greed_sampling", "use_raw_prompt", "token_data", "max_thinking_tokens", "extra_args",
@@ -101,7 +104,7 @@ class Passed:
         return _FIELDS[self.kind]
 
     def requests(self, card: ModelCard) -> tuple[Request, ...]:
-        """One Request for each prompt, without an id, a tenant and a deadline."""
+        """One Request for each prompt, without an id, a tenant and a deadline. Raises TooLarge."""
         ext, body = self.ext, self.body
         # What a limit of 0 means is the engine's to say; here it would end the request.
         limit = body.max_completion_tokens or body.max_tokens or None
@@ -125,13 +128,24 @@ class Passed:
         )
 
     def _said(self) -> list[bytes]:
-        """The bodies, one for each prompt."""
+        """The bodies, one for each prompt. Raises TooLarge before the copies are made."""
         ours = ("nvext", "n", "stream")
         common = {name: value for name, value in self.fields.items() if name not in ours}
         prompts = _prompts(self.kind, self.fields)
-        if len(prompts) <= 1:
-            return [msgspec.json.encode(common)]
+        whole = msgspec.json.encode(common)
+        if len(prompts) == 1:
+            self._check_size(len(whole))
+            return [whole]
+        rest = common | {self.field: None}
+        self._check_size(len(whole) + len(msgspec.json.encode(rest)) * (len(prompts) - 1))
         return [msgspec.json.encode(common | {self.field: prompt}) for prompt in prompts]
+
+    def _check_size(self, size: int) -> None:
+        if size * self.n > MOST_BYTES:
+            raise TooLarge(
+                "", f"its answers are requests of {size * self.n} bytes together, of which "
+                f"{MOST_BYTES} are taken: ask for fewer at a time",
+            )  # fmt: skip
 
 
 def read(

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from app.preprocess import passed
 from app.preprocess.byte_model import Model
-from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded, invalid
+from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded, TooLarge, invalid
 from app.preprocess.openai import Asked
 from app.preprocess.passed import Passed
 from streams.prompt import Prompt
@@ -79,6 +79,8 @@ async def answered(question: Question, find: Find, deadline_s: float) -> Request
     try:
         model = await find(asked.model)
         requests = (await passed.prepare(asked, model)).requests
+    except TooLarge as e:
+        return Refused(id=prompt.id, code="too_large", message=_in_body(e))
     except InvalidPrompt as e:
         return _invalid(prompt.id, _in_body(e))
     except (BadModel, Overloaded, TimeoutError) as e:

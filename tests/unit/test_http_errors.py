@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from app.http.errors import ApiError, failure_of, invalid, of_error, of_preprocess_error, overloaded
-from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded
+from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded, TooLarge
 from streams.errors import (
     AppendFailed,
     BrokerUnavailable,
@@ -136,6 +136,7 @@ def test_status_of_an_error(error: Exception, status: int) -> None:
     [
         (InvalidPrompt("messages.0.role", "unknown"), 400, "messages.0.role"),
         (InvalidPrompt("", "not text"), 400, None),
+        (TooLarge("", "more than is taken"), 413, None),
         (Overloaded("x"), 529, None),
         (BadModel("/secret/path"), 503, "model"),
     ],

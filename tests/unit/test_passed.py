@@ -12,9 +12,9 @@ import pytest
 
 from app.preprocess import passed
 from app.preprocess.byte_model import ByteModel
-from app.preprocess.errors import InvalidPrompt
+from app.preprocess.errors import InvalidPrompt, TooLarge
 from app.preprocess.openai import Asked, one_of_n
-from app.preprocess.passed import MEDIUM_TOKENS, guessed_tokens
+from app.preprocess.passed import MEDIUM_TOKENS, MOST_BYTES, guessed_tokens
 from streams.records import Request
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -99,3 +99,25 @@ def test_a_prompt_is_guessed_by_its_size_and_an_image_is_not_text() -> None:
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
     both = json.dumps({"parts": [part, part]}).encode()
     assert 2 * MEDIUM_TOKENS <= guessed_tokens(both) < 2 * MEDIUM_TOKENS + 60
+
+
+def test_guessing_takes_time_in_proportion_to_a_body_whatever_is_in_it() -> None:
+    """With the square of it, this one would take more than a minute."""
+    stretches = 40 * 1024
+    assert guessed_tokens((b"a" * 1023 + b" ") * stretches) == stretches * 1024 // 4
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"prompt": "a" * (MOST_BYTES // 8), "n": 9},
+        {"prompt": ["a", "b"] * 5, "suffix": "c" * (MOST_BYTES // 10)},
+    ],
+)
+def test_a_body_that_would_become_more_than_is_taken_at_a_time_is_refused(over: Any) -> None:
+    with pytest.raises(TooLarge, match="fewer at a time"):
+        requests("completion", over)
+
+
+def test_many_long_prompts_are_taken_as_long_as_each_goes_out_once() -> None:
+    assert len(requests("completion", {"prompt": ["a" * (MOST_BYTES // 64)] * 32})) == 32

@@ -244,3 +244,17 @@ def test_whatever_comes_is_answered_and_can_be_sent(value: bytes) -> None:
     asked = said(b"key", value, served(50))
     assert not isinstance(asked, Unreadable)
     encode(asked, asked.id)
+
+
+def ask_as_is(kind: str, body: Any) -> Answer:
+    value = json.dumps({"id": "a", "kind": kind, "body": body}).encode()
+    question = read(b"a", value, 1234, lambda _: True)
+    if isinstance(question, Question):
+        return asyncio.run(answered(question, served(), 60.0))
+    return question
+
+
+def test_what_would_become_more_than_is_taken_at_a_time_is_refused_as_too_large() -> None:
+    asked = ask_as_is("completion", {"prompt": ["a", "b"] * 64, "suffix": "c" * (1 << 20)})
+    assert isinstance(asked, Refused)
+    assert asked.code == "too_large"
