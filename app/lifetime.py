@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class OperatorError(Exception):
+    """What a person must put right. The docstring of its class says how."""
+
+
 class Lifetime:
     """What a process is given to live with: a clock, randomness, and a place for its tasks."""
 
@@ -51,7 +55,7 @@ class Lifetime:
         """End the process with this error; only the first one counts."""
         future = self._failed()
         if not future.done():
-            if isinstance(error, StreamError):  # its class says what the operator must do
+            if isinstance(error, StreamError | OperatorError):  # its class says what to do
                 advice = " ".join((type(error).__doc__ or "").split())
                 log.error("%s fails: %r: %s", self.name, error, advice)
             else:

@@ -27,9 +27,9 @@ from msgspec.structs import replace
 
 from app.engine.choice import chosen
 from app.engine.contract import Engine, EngineDead
-from app.lifetime import Lifetime, serve
+from app.lifetime import Lifetime, OperatorError, serve
 from app.preprocess.byte_model import ByteModel, Model
-from app.serving.admission import admit
+from app.serving.admission import admit, check
 from app.serving.cache_events import CacheEvents
 from app.serving.chunks import ChunkWriters
 from app.serving.execution import Executor
@@ -70,7 +70,7 @@ FAREWELL_S = 5.0
 """What a stopping worker gives each of its last words, in seconds."""
 
 
-class NameTaken(Exception):
+class NameTaken(OperatorError):
     """A newer process uses this worker's id. Give each worker its own KVLANE_WORKER_ID."""
 
 
@@ -96,6 +96,9 @@ class Worker:
         self._engine = engine
         self._offer = offer
         self._model: Model = ByteModel()
+        self._card: ModelCard | None = None
+        """What it has said of its model, if anything, and where in the registry."""
+        self._card_at = -1
         self._broker_clock = BrokerClock(life.clock)
         self._outbox = Outbox(log, life.clock, self._broker_clock)
         self._state: WorkerState = "ready"
@@ -181,10 +184,15 @@ class Worker:
         return config
 
     async def _announce(self, card: ModelCard) -> None:
-        """Write a model's card. Raises PoolDiffers, AppendFailed."""
-        await admit(card, self.id, self._log, self._life)
+        """Write a model's card. Raises PoolDiffers, BrokerUnavailable, AppendFailed."""
+        s = self._settings
+        # Long enough for one that was killed to be declared lost, and for one that drains.
+        leaving_s = max(4 * s.worker_timeout_s, s.drain_grace_s + 2 * FAREWELL_S)
+        await admit(card, self.id, self._log, self._life, leaving_s)
+        self._card = card
         until = self._clock.now() + REGISTER_S
-        await self._outbox.persist(REGISTRY, f"model/{card.name}", card, until=until)
+        written = await self._outbox.persist(REGISTRY, f"model/{card.name}", card, until=until)
+        self._card_at = written.offset
 
     def _heard_of_blocks(self, events: Sequence[EngineEvent], rank: int = 0) -> None:
         self._cache_events[rank].feed(events)
@@ -205,7 +213,8 @@ class Worker:
         )
         self._slot_offset = await self._end_of(self._slot)
         registry = Partition(REGISTRY, 0)
-        registry_from = await self._end_of(registry)
+        if self._card_at < 0:
+            self._card_at = await self._end_of(registry)
         s = self._settings
         patience = Patience(s.canary_idle_s, s.canary_answer_s, s.engine_stall_s, s.engine_dead_s)
         self._watch = EngineWatch(
@@ -225,7 +234,7 @@ class Worker:
         self._registration = Registration(self._outbox, self._life, card)
         await self._begin_life(self._clock.now() + REGISTER_S)
         self._loops = [
-            self._life.spawn("registry", self._follow(registry, registry_from, self._consider)),
+            self._life.spawn("registry", self._follow(registry, self._card_at, self._consider)),
             self._life.spawn("heartbeats", self._keep_beating()),
             self._life.spawn("slot", self._follow(self._slot, self._slot_offset, self._receive)),
         ]
@@ -355,12 +364,14 @@ class Worker:
             self._renew(f"{order.by or 'a router'} heard nothing of it for {order.silent_ms} ms")
 
     async def _consider(self, record: Record) -> None:
-        """One record of the registry. Raises NameTaken."""
+        """One record of the registry. Raises NameTaken, PoolDiffers."""
         try:
             fact = Fact(record.offset, record.timestamp, decode(record))
         except RecordError as e:  # somebody else's, of a newer version or broken
             log.debug("registry %d is skipped: %s", record.offset, e)
             return
+        if self._card is not None and isinstance(fact.record, ModelCard):
+            check(self._card, fact.record)
         registration = self._registration
         match judge(fact, registration.card, registration.written_at):
             case "rewrite" if self._runs is not None:  # between two lives it is written anyway

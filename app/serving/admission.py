@@ -1,11 +1,11 @@
 """Whether a worker may join those that serve its model: its card has to say what theirs says.
 
 A model has one card. The last one written counts, so a worker that splits prompts otherwise, or
-takes shorter ones, would take the model from all others. It is refused before it has written
-anything. Those that serve it may just be leaving, which is waited for.
+takes shorter ones, would take the model from all others. It is refused before it has written a
+card. Those that serve it may just be leaving, which is waited for.
 
-Two that start at the same moment are not told apart: then the last card counts, and routers leave
-out who has another kind or another block size.
+Where that comes too late, of two that start at the same moment or of one that comes back from the
+dead, the last card counts: whoever reads one there that is not its own leaves (`check`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import asyncio
 import logging
 from typing import Any
 
-from app.lifetime import Lifetime
+import msgspec
+
+from app.lifetime import Lifetime, OperatorError
 from app.routing.fleet import Fleet
+from streams.errors import BrokerUnavailable
 from streams.follow import Follower
 from streams.ports import Log
 from streams.records import ModelCard
@@ -23,38 +26,47 @@ from streams.topics import REGISTRY
 
 log = logging.getLogger(__name__)
 
-COMMON = ("kind", "block_size", "context_length", "tokenizer", "template")
+COMMON = tuple(
+    field.name
+    for field in msgspec.structs.fields(ModelCard)
+    if field.name not in ("name", "checksum")
+)
 """What workers of one model agree on."""
-LEAVING_S = 20.0
-"""Until then a worker that was killed is declared lost and its card taken away, at the shipped
-time-outs."""
+READ_S = 60.0
 LOOK_S = 0.5
 
 
-class PoolDiffers(Exception):
+class PoolDiffers(OperatorError):
     """Other workers serve another model under this name.
 
     Give the model a name of its own (KVLANE_MODEL), or stop them first.
     """
 
 
-async def admit(card: ModelCard, worker_id: str, records: Log, life: Lifetime) -> None:
+async def admit(
+    card: ModelCard, worker_id: str, records: Log, life: Lifetime, patience_s: float
+) -> None:
     """Return when no other worker serves this model by another card.
 
-    Raises PoolDiffers when they do not leave, and what reading the registry raises.
+    `patience_s`: how long that takes at most which are leaving. Raises PoolDiffers when they are
+    not, BrokerUnavailable.
     """
     fleet = Fleet()
     follower = Follower(records, fleet, [REGISTRY], life.clock)
     reading = life.spawn("admission", follower.run())
-    until = life.clock.now() + LEAVING_S
     told = False
     try:
-        await follower.wait_caught_up()
+        try:
+            async with asyncio.timeout(READ_S):
+                await follower.wait_caught_up()
+        except TimeoutError as e:
+            raise BrokerUnavailable(f"the registry was not read within {READ_S:g} s") from e
+        until = life.clock.now() + patience_s
         while others := _who_differ(card, worker_id, fleet):
             why = _difference(fleet.models[card.name], card)
             if life.clock.now() > until:
                 raise PoolDiffers(
-                    f"{', '.join(others)} serve {card.name!r}, and differ: {why}. Give this model "
+                    f"{', '.join(others)} serve {card.name!r}, and differ: {why}; give this model "
                     "a name of its own (KVLANE_MODEL), or stop them first"
                 )
             if not told:
@@ -64,6 +76,15 @@ async def admit(card: ModelCard, worker_id: str, records: Log, life: Lifetime) -
     finally:
         reading.cancel()
         await asyncio.wait({reading})
+
+
+def check(card: ModelCard, written: ModelCard) -> None:
+    """Raises PoolDiffers when a card that was written after this one of a model is another."""
+    if written.name == card.name and _common(written) != _common(card):
+        raise PoolDiffers(
+            f"another worker serves {card.name!r} now, and differs: {_difference(written, card)}; "
+            "give this model a name of its own (KVLANE_MODEL)"
+        )
 
 
 def _who_differ(card: ModelCard, worker_id: str, fleet: Fleet) -> list[str]:

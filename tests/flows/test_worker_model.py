@@ -163,6 +163,21 @@ async def test_the_same_model_again_joins_and_its_only_worker_may_change_it(worl
 
 
 @in_world
+async def test_a_worker_leaves_a_model_whose_card_another_one_has_written_since(
+    world: World,
+) -> None:
+    first, other = Built(world, "w1"), Built(world, "w2")
+    starts = [world.spawn(first.build()), world.spawn(other.build(context_length=256))]
+    await world.until(lambda: all(start.done() for start in starts), within_s=60)
+    await world.sleep(5)
+    cards = first.said(REGISTRY, ModelCard)
+    assert len(cards) == 2, "at the same moment nobody serves it yet"
+    last, left = (first, other) if cards[-1].context_length == 512 else (other, first)
+    assert last.life.failed is None
+    assert isinstance(left.life.failed, PoolDiffers)
+
+
+@in_world
 async def test_a_worker_waits_for_those_who_leave(world: World) -> None:
     first, other = Built(world, "w1"), Built(world, "w2")
     await first.build()
