@@ -80,9 +80,10 @@ class Served:
         )
 
     def kind(self, name: object) -> ModelKind:
-        """What the model of this name takes; tokens, if it says nothing else."""
-        served = self._present().get(name) if isinstance(name, str) else None
-        return "tokens" if served is None or served.card is None else served.card.kind
+        """What the model of this name takes, also while it has no worker; tokens, if it says
+        nothing else."""
+        card = self._fleet.models.get(name) if isinstance(name, str) else None
+        return "tokens" if card is None else card.kind
 
     def _present(self) -> dict[str, ServedModel]:
         """What is served, as of the registry's last record."""

@@ -241,6 +241,27 @@ async def test_a_model_is_asked_for_what_it_is_for_only(town: Town, server: Open
     assert not server.bodies
 
 
+async def test_while_its_workers_are_away_a_model_is_still_asked_in_its_own_words(
+    town: Town,
+) -> None:
+    await town.workers[0].stop()
+    served = town.gateway.parts.served
+    await until(lambda: not served.models())
+    body = {"model": "m", "of_theirs": 1, "top_k": "many"} | HELLO
+    answer = await town.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
+
+
+async def test_what_is_nested_too_deep_is_refused(town: Town) -> None:
+    codes = set()
+    for depth in range(800, 1000, 4):
+        body = json.dumps({"model": "m"} | HELLO)[:-1] + ',"deep":' + "[" * depth + "]" * depth
+        answer = await town.http.post("/v1/chat/completions", content=body + "}")
+        codes.add(answer.status_code)
+    assert codes <= {200, 400}
+    assert 400 in codes
+
+
 async def test_what_the_server_refuses_is_refused_with_its_words(
     town: Town, server: OpenAiServer
 ) -> None:
@@ -468,7 +489,8 @@ async def test_before_its_first_word_an_answer_is_had_elsewhere(
 ) -> None:
     async with OpenAiServer() as other:
         await town.hire(other)
-        server.events, other.events = [hangs_up], PLAIN
+        role = said({"role": "assistant", "content": ""}) | {"system_fingerprint": "fp"}
+        server.events, other.events = [role, hangs_up], PLAIN
         for _ in range(6):  # until the first one was tried, too
             answer = await town.openai.chat.completions.create(model="m", **HELLO)
             assert answer.choices[0].message.content == "Good day."

@@ -50,6 +50,10 @@ class Verbatim:
         self._pieces = 0
         self._told: dict[str, Any] = {}
         """What events have said beside their choices: most say the same again and again."""
+        self._begun = False
+        self._kept: dict[str, Any] = {}
+        """What was said before the first word, and goes with it: until then another server can
+        give the answer."""
 
     async def read(
         self, stream: Stream, context: GenerateContext
@@ -104,7 +108,13 @@ class Verbatim:
             del delta["role"]
         reason = _reason(choice.pop("finish_reason", None))
         stop_reason = choice.get("stop_reason")
-        aside = Aside(delta=_said(delta), choice=_said(choice), event=self._news(_said(fields)))
+        more, beside = _said(delta), _said(choice)
+        self._kept |= self._news(_said(fields))
+        self._begun = self._begun or bool(text or more or beside or reason)
+        if not self._begun:
+            return EngineOutput()
+        aside = Aside(delta=more, choice=beside, event=self._kept)
+        self._kept = {}
         output = EngineOutput(
             text=text or "",
             finish_reason=reason,
