@@ -53,6 +53,7 @@ _MEDIUM = re.compile(rb"(?<![A-Za-z0-9+/=_-])[A-Za-z0-9+/=_-]{1024,}")
 """Sought where a stretch begins: from each byte of one, it would take the square of its size."""
 MOST_BYTES = 32 * 1024 * 1024
 """Of all the requests that one body becomes: four times what a single one can have."""
+TOO_DEEP = "is nested too deep"
 _FIELDS = {"chat": "messages", "completion": "prompt", "embedding": "input"}
 _OF_TOKENS = (
     "greed_sampling", "use_raw_prompt", "token_data", "max_thinking_tokens", "extra_args",
@@ -159,8 +160,15 @@ def read(
 
     Raises InvalidPrompt that names the field or the header.
     """
-    if kind == "tokens" or not (as_is or kind == "embedding"):
-        return openai.read(kind, fields, headers)
+    try:
+        if kind == "tokens" or not (as_is or kind == "embedding"):
+            return openai.read(kind, fields, headers)
+        return _read(kind, fields, headers)
+    except RecursionError:
+        raise InvalidPrompt("", TOO_DEEP) from None
+
+
+def _read(kind: Kind, fields: Mapping[str, Any], headers: Mapping[str, str] | None) -> Passed:
     try:
         body = PassedBody.model_validate(fields)
     except ValidationError as e:
@@ -181,9 +189,12 @@ def read(
 
 async def prepare(asked: Asked | Passed, model: Model) -> Prepared:
     """The requests for a body. Raises InvalidPrompt, Overloaded, BadModel."""
-    if isinstance(asked, Asked):
-        return await model.prepare(asked)
-    requests = asked.requests(model.card)
+    try:
+        if isinstance(asked, Asked):
+            return await model.prepare(asked)
+        requests = asked.requests(model.card)
+    except RecursionError:  # what can be read cannot always be written: the stack is deeper here
+        raise InvalidPrompt("", TOO_DEEP) from None
     return Prepared(requests, (None,) * len(requests))
 
 

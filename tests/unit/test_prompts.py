@@ -258,3 +258,22 @@ def test_what_would_become_more_than_is_taken_at_a_time_is_refused_as_too_large(
     asked = ask_as_is("completion", {"prompt": ["a", "b"] * 64, "suffix": "c" * (1 << 20)})
     assert isinstance(asked, Refused)
     assert asked.code == "too_large"
+
+
+@pytest.mark.parametrize("field", ["theirs", "nvext"])
+def test_what_is_nested_too_deep_to_be_written_again_is_refused(field: str) -> None:
+    """How deep that is depends on the stack, so all depths are tried."""
+    told = set()
+    for depth in range(700, 1000):
+        deep = "[" * depth + "]" * depth
+        value = deep if field == "theirs" else f'{{"agent_context":{{"a":{deep}}}}}'
+        body = f'{{"messages":[{{"role":"user","content":"hi"}}],"{field}":{value}}}'
+        question = read(
+            b"a", f'{{"id":"a","kind":"chat","body":{body}}}'.encode(), 1, lambda _: True
+        )
+        if isinstance(question, Question):
+            asked = asyncio.run(answered(question, served(), 60.0))
+            told.add(refusal_of(asked) if isinstance(asked, Refused) else "")
+        else:
+            told.add(refusal_of(question))
+    assert "body: is nested too deep" in told

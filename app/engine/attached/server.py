@@ -262,7 +262,11 @@ _TYPE = {"Content-Type": "application/json"}
 
 
 def _encoded(body: Any) -> bytes | None:
-    return None if body is None else msgspec.json.encode(body)
+    """Raises InvalidRequest."""
+    try:
+        return None if body is None else msgspec.json.encode(body)
+    except RecursionError:
+        raise InvalidRequest("body: is nested too deep") from None
 
 
 async def _bounded(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
