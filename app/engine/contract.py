@@ -65,6 +65,12 @@ class EngineError(Exception):
         self.retryable = retryable
 
 
+class EngineFull(EngineError):
+    """It takes nothing more at the moment. Before the first word that is no failure of the request:
+    it is asked again, elsewhere or a little later, up to its deadline. Needs more workers, or a
+    larger limit at the server."""
+
+
 class InvalidRequest(EngineError):
     """The request asks for what this engine cannot do, or makes no sense to it; names the field.
 

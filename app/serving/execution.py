@@ -23,6 +23,7 @@ from app.engine.contract import (
     Engine,
     EngineDead,
     EngineError,
+    EngineFull,
     EngineOutput,
     GenerateContext,
     InvalidRequest,
@@ -236,7 +237,9 @@ class Executor:
             return Outcome("broken", message="a Chunk was not acknowledged")
         except EngineError as e:
             fatal = e if isinstance(e, EngineDead) else None
-            return Outcome("error", retryable=True, message=str(e), fatal=fatal)
+            is_full = isinstance(e, EngineFull) and not run.tokens
+            code: RunCode = "worker_full" if is_full else "error"
+            return Outcome(code, retryable=True, message=str(e), fatal=fatal)
         except Exception as e:
             log.exception("%s: the engine failed", run.key.id)
             return Outcome("error", retryable=True, message=repr(e))

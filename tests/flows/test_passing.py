@@ -501,6 +501,24 @@ async def test_before_its_first_word_an_answer_is_had_elsewhere(
         assert fences
 
 
+@pytest.mark.parametrize("status", [429, 503, 529])
+async def test_a_server_that_has_enough_to_do_is_asked_again_until_it_has_not(
+    town: Town, server: OpenAiServer, status: int
+) -> None:
+    asked, answer = 0, server.handlers[server.path]
+
+    async def is_full(x: Exchange) -> None:
+        nonlocal asked
+        asked += 1
+        await (answer(x) if asked > 4 else x.answer({"error": {"message": "busy"}}, status))
+
+    server.handlers[server.path], server.events = is_full, PLAIN
+    told = await town.openai.chat.completions.create(model="m", **HELLO)
+    assert told.choices[0].message.content == "Good day."
+    codes = [finished.code for finished in await town.records(LEDGER, Finished)]
+    assert codes[:4] == ["worker_full"] * 4
+
+
 async def test_a_worker_that_dies_before_the_first_word_is_replaced(
     town: Town, server: OpenAiServer
 ) -> None:

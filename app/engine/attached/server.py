@@ -16,7 +16,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from app.engine.contract import EngineError, InvalidRequest
+from app.engine.contract import EngineError, EngineFull, InvalidRequest
 
 ANSWER_BYTES = 16 * 1024 * 1024
 """Of what is read at once; metrics of large servers have half a MiB."""
@@ -25,6 +25,8 @@ CONNECT_S = 5.0
 RETRYABLE_4XX = frozenset({401, 403, 404, 405, 408, 409, 421, 425, 429})
 """Say something of the server or of who asks (the model is not there, the key is wrong, too many
 at a time), not of the request: a worker beside another server may well succeed."""
+FULL = frozenset({429, 503, 529})
+"""Say that the server has enough to do, or is not ready yet."""
 _DATA = b"data:"
 
 
@@ -37,6 +39,10 @@ class ServerFailed(EngineError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message, retryable=True)
         self.status = status
+
+
+class ServerFull(ServerFailed, EngineFull):
+    """The server has enough to do."""
 
 
 class Rejected(InvalidRequest):
@@ -229,7 +235,8 @@ def failure(status: int, said: str) -> ServerFailed | Rejected:
     """The error for a status of HTTP, or for one that stands in a stream."""
     if 400 <= status < 500 and status not in RETRYABLE_4XX:
         return Rejected(said or f"the server answers {status}", status)
-    return ServerFailed(f"the server answers {status}: {said}" if said else f"{status}", status)
+    kind = ServerFull if status in FULL else ServerFailed
+    return kind(f"the server answers {status}: {said}" if said else f"{status}", status)
 
 
 class _Said(msgspec.Struct):
