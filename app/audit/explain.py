@@ -219,6 +219,8 @@ def fields_of(record: Any) -> dict[str, Any]:
         value = getattr(record, field.name)
         if field.name in _PLACE or field.name == "candidates" or value == field.default:
             continue
+        if field.name == "message" and isinstance(record, Finished) and record.code == "error":
+            continue  # its engine may quote the prompt
         if field.name not in _PRIVATE:
             told[field.name] = _plain(value)
     return {name: value for name, value in told.items() if value not in ({}, [], ())}

@@ -1,11 +1,12 @@
-"""The order of a story whose steps stand in three partitions."""
+"""The order of a story whose steps stand in three partitions, and what is told of them."""
 
 from __future__ import annotations
 
 import random
 
-from app.audit.explain import Step, _in_order
+from app.audit.explain import Step, _in_order, fields_of
 from streams.ports import Partition
+from streams.records import Finished
 from streams.topics import LEDGER, REQUESTS, RESPONSES
 
 
@@ -42,3 +43,11 @@ def test_a_run_after_the_end_of_another_one_stays_behind_it() -> None:
     assert names([], decided, steps(RESPONSES, (5, "Shown"), (6, "Shown"))) == [
         "Shown", "Finished", "Assigned", "Started", "Shown",
     ]  # fmt: skip
+
+
+def test_what_an_engine_says_of_a_failed_run_is_not_told_since_it_may_quote_the_prompt() -> None:
+    run = Finished(
+        id="a", attempt=0, phase="aggregated", worker="w", epoch=1, code="error",
+        message="cannot parse 'mellon'",
+    )  # fmt: skip
+    assert "mellon" not in repr(fields_of(run))
