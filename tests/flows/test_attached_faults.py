@@ -14,7 +14,13 @@ from app.engine.attached import answer as attached_answer
 from app.engine.attached.beside import Attachment
 from app.engine.attached.engine import AttachedEngine, Guess
 from app.engine.attached.passing import PassingEngine
-from app.engine.contract import Engine, EngineError, EngineOutput, GenerateContext
+from app.engine.contract import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    InvalidRequest,
+)
 from app.engine.echo import EchoEngine
 from app.engine.validator import ValidatedEngine
 from streams.clock import SystemClock
@@ -165,7 +171,7 @@ OTHERS_MAY_SUCCEED: dict[str, Handler] = {
         says_nothing, stalls_behind_the_head, stalls_in_the_middle, only_pings, closes_at_once,
         closes_in_the_middle, resets, sends_half_a_chunk, sends_a_chunk_of_no_size,
         ends_without_an_end, floods_headers, one_header_without_an_end, drips_headers,
-        speaks_no_http, one_event_without_an_end, redirects, a_long_error, stalls_in_an_error,
+        speaks_no_http, redirects, a_long_error, stalls_in_an_error,
     )
 } | {
     "500": answers(500, {"error": {"message": "out of memory"}}),
@@ -185,6 +191,7 @@ OTHERS_MAY_SUCCEED: dict[str, Handler] = {
     "an_error_in_the_stream": says(PIECE, {"error": {"message": "core died", "code": 500}}),
     "given_up": says(PIECE, {"choices": [{"token_ids": [], "finish_reason": "abort"}]}),
 }  # fmt: skip
+IS_FULL = frozenset({"503_in_html", "429"})
 NOBODY_WILL: dict[str, Handler] = {
     "400": answers(400, {"error": {"message": "max_tokens is too large"}}),
     "422": answers(422, {"detail": [{"loc": ["body", "prompt"]}]}),
@@ -254,6 +261,39 @@ async def test_what_a_server_does_wrong_may_well_succeed_elsewhere(
     assert str(failed.value)
     server.handlers["/v1/completions"] = good
     assert (await ask(engine))[-1].finish_reason == "length"
+
+
+async def test_an_event_without_an_end_is_the_servers_fault_and_in_its_own_words_the_answers(
+    server: ModelServer, engine: ValidatedEngine, request: pytest.FixtureRequest
+) -> None:
+    server.handlers["/v1/completions"] = one_event_without_an_end
+    with pytest.raises(EngineError, match="an event of more than") as failed:
+        await ask(engine)
+    in_tokens = request.node.callspec.params["engine"] == "tokens"
+    assert (failed.value.retryable, isinstance(failed.value, InvalidRequest)) == (
+        in_tokens, not in_tokens,
+    )  # fmt: skip
+
+
+async def test_in_a_servers_own_words_an_event_may_be_large(server: ModelServer) -> None:
+    drawn = "a" * 3 * 1024 * 1024
+    engine = ValidatedEngine(passing(server))
+    await engine.start("w")
+    server.handlers["/v1/completions"] = says(
+        {"choices": [{"index": 0, "text": drawn, "finish_reason": "stop"}]}
+    )
+    outputs = await ask(engine)
+    assert outputs[-1].text == drawn
+    await engine.cleanup()
+
+
+async def test_what_cannot_be_read_is_not_quoted(
+    server: ModelServer, engine: ValidatedEngine
+) -> None:
+    server.handlers["/v1/completions"] = says(b"mellon")
+    with pytest.raises(EngineError) as failed:
+        await ask(engine)
+    assert "mellon" not in str(failed.value)
 
 
 @pytest.mark.parametrize("fault", NOBODY_WILL)
@@ -371,7 +411,8 @@ async def test_a_worker_reports_every_fault_and_goes_on(server: ModelServer, ask
         server.handlers["/v1/completions"] = fault
         desk.assign(name, request=request(name=name), budget_s=WITHIN_S)
         finished = await desk.finished(name)
-        assert (finished.code, finished.retryable) == ("error", name in OTHERS_MAY_SUCCEED), name
+        code = "worker_full" if name in IS_FULL else "error"
+        assert (finished.code, finished.retryable) == (code, name in OTHERS_MAY_SUCCEED), name
         assert finished.message
     server.handlers["/v1/completions"] = good
     desk.assign("good", request=request(name="good"))

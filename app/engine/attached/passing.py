@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from app.engine.attached.beside import Attachment, Beside
 from app.engine.attached.dialect import Speech, as_it_came
-from app.engine.attached.pieces import EVENT_BYTES
-from app.engine.attached.verbatim import Embeddings, Verbatim
+from app.engine.attached.verbatim import EVENT_BYTES, Embeddings, Verbatim
 from app.engine.contract import EngineOutput, GenerateContext, InvalidRequest
 from streams.clock import Clock
 from streams.records import EngineConfig, Request

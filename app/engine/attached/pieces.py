@@ -109,7 +109,7 @@ def piece_of(event: bytes, speech: Speech) -> Piece:
     try:
         read = _events.decode(event)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
-        raise ServerFailed(f"the server sent what is no completion ({e}): {event[:200]!r}") from e
+        raise ServerFailed(f"the server sent what is no completion: {e}") from e
     if read.error is not None:
         error = read.error if isinstance(read.error, _Problem) else _Problem(read.error)
         raise failure(error.code if isinstance(error.code, int) else 500, error.message)

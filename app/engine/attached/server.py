@@ -41,6 +41,10 @@ class ServerFailed(EngineError):
         self.status = status
 
 
+class EventTooLarge(ServerFailed):
+    """The server sent an event beyond what is read of one."""
+
+
 class ServerFull(ServerFailed, EngineFull):
     """The server has enough to do."""
 
@@ -226,7 +230,7 @@ class Stream:
 
     def _check_size(self, size: int) -> None:
         if size > self._event_bytes:
-            raise ServerFailed(
+            raise EventTooLarge(
                 f"{self._server.url} sent an event of more than {self._event_bytes} bytes"
             )
 

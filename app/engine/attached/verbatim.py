@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from app.engine.attached import answer
 from app.engine.attached.pieces import DONE, REASONS
-from app.engine.attached.server import ANSWER_BYTES, ServerFailed, Stream, failure
+from app.engine.attached.server import ANSWER_BYTES, EventTooLarge, ServerFailed, Stream, failure
 from app.engine.contract import (
     EngineError,
     EngineOutput,
@@ -36,6 +36,8 @@ _REASONS: Mapping[str, FinishReason] = {
 }  # fmt: skip
 _OTHERS = frozenset({"id", "object", "created", "model"})
 """Fields of an event that its client gets from the gateway."""
+EVENT_BYTES = 4 * 1024 * 1024
+"""Of one event: what a server draws or says aloud comes in a few. Each becomes a Chunk at most."""
 EMBEDDINGS_BYTES = 6 * 1024 * 1024
 """Of one answer, which is one Chunk: a record has 8 MiB at most."""
 _events = msgspec.json.Decoder(dict[str, Any])
@@ -58,8 +60,12 @@ class Verbatim:
     async def read(
         self, stream: Stream, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
-        """The outputs, the terminal one last. Raises ServerFailed for an answer without an end."""
-        async with aclosing(stream.events()) as events:
+        """The outputs, the terminal one last.
+
+        Raises ServerFailed for an answer without an end, and InvalidRequest for what no record can
+        hold.
+        """
+        async with aclosing(_events_of(stream)) as events:
             async for event in events:
                 if event == DONE:
                     break
@@ -136,6 +142,16 @@ class Verbatim:
         return news
 
 
+async def _events_of(stream: Stream) -> AsyncGenerator[bytes, None]:
+    """The events of an answer; one that is too large would be so at every server."""
+    try:
+        async with aclosing(stream.events()) as events:
+            async for event in events:
+                yield event
+    except EventTooLarge as e:
+        raise InvalidRequest(f"the answer cannot be passed on: {e}") from e
+
+
 class Embeddings:
     """An answer that is no stream and no text: all of it is an aside."""
 
@@ -191,7 +207,7 @@ def _read(event: bytes) -> dict[str, Any]:
     try:
         fields = _events.decode(event)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
-        raise ServerFailed(f"the server sent what is no event ({e}): {event[:200]!r}") from e
+        raise ServerFailed(f"the server sent what is no event: {e}") from e
     if fields.get("object") == "error":  # older servers have no field for it
         fields = {"error": fields}
     match fields.get("error"):
