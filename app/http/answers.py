@@ -208,7 +208,8 @@ def _embedded(heading: Heading, choice: Choice) -> Json:
     """Embeddings are all in an aside: they are no text and make no tokens."""
     said, counts = choice.said or Aside(), usage([choice])
     told = {name: counts[name] for name in ("prompt_tokens", "total_tokens")}
-    return {"object": "list"} | said.event | {"model": heading.model, "usage": told}
+    more = {"model": heading.model, "usage": told} | _placed([choice])
+    return {"object": "list", "data": []} | said.event | more
 
 
 def usage(choices: Sequence[Choice], n: int = 1) -> Json:

@@ -189,6 +189,7 @@ OTHERS_MAY_SUCCEED: dict[str, Handler] = {
     "no_tokens": says({"choices": [{"token_ids": [-1]}]}),
     "words_as_tokens": says({"choices": [{"token_ids": ["a"]}]}),
     "an_error_in_the_stream": says(PIECE, {"error": {"message": "core died", "code": 500}}),
+    "no_reason_at_all": says({"choices": [{"text": "a", "token_ids": [64], "finish_reason": {}}]}),
     "given_up": says(PIECE, {"choices": [{"token_ids": [], "finish_reason": "abort"}]}),
 }  # fmt: skip
 IS_FULL = frozenset({"503_in_html", "429"})
@@ -284,6 +285,16 @@ async def test_in_a_servers_own_words_an_event_may_be_large(server: ModelServer)
     )
     outputs = await ask(engine)
     assert outputs[-1].text == drawn
+    await engine.cleanup()
+
+
+async def test_a_reason_without_a_letter_is_no_end(server: ModelServer) -> None:
+    engine = ValidatedEngine(passing(server))
+    await engine.start("w")
+    going_on = {"choices": [{"index": 0, "text": "a", "finish_reason": ""}]}
+    server.handlers["/v1/completions"] = says(going_on, going_on, LAST)
+    outputs = await ask(engine)
+    assert [output.text for output in outputs] == ["a", "a", ""]
     await engine.cleanup()
 
 
@@ -446,6 +457,7 @@ async def test_a_server_that_does_not_answer_what_it_is_to_be_asked_is_told_with
         ("/health", answers(503), {}, "no server is ready there.*KVLANE_ATTACH_START_S"),
         ("/v1/models", answers(404), {}, "speaks to OpenAI clients"),
         ("/v1/models", answers(200, b"<html>"), {}, "speaks to OpenAI clients"),
+        ("/v1/models", answers(200, b'{"data":[{"id":"\xff"}]}'), {}, "speaks to OpenAI clients"),
         ("/v1/models", answers(401), {}, "KVLANE_ATTACH_API_KEY"),
         ("/v1/models", lists(), {}, "serves no model"),
         ("/v1/models", lists({"id": "a"}, {"id": "b"}), {}, "'a', 'b'.*KVLANE_ATTACH_MODEL"),

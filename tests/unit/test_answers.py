@@ -12,7 +12,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from app.http.answers import Choice, Heading, Kind, Words, chunk, last_chunk, usage, whole
-from streams.records import Chunk, End, Usage
+from streams.records import Chunk, End, Placed, Usage
 
 CHAT = Heading("chat", "id-1", "demo", 1700000000)
 COMPLETION = Heading("completion", "id-1", "demo", 1700000000)
@@ -205,3 +205,10 @@ def test_what_is_encoded_ahead_is_what_is_told(
         plain = chunk(heading, one, said, 3, with_usage=with_usage)
         encoded = words.encode(other, said)
         assert encoded == (None if plain is None else msgspec.json.encode(plain))
+
+
+def test_a_dry_run_of_an_embedding_says_where_it_would_go() -> None:
+    end = End(id="id-1", code="stop", placed=Placed(worker_id="w1"))
+    said = whole(Heading("embedding", "id-1", "demo", 1), [ended(end)])
+    assert said["nvext"]["worker_id"] == "w1"
+    assert said["data"] == []

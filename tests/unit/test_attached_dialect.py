@@ -235,6 +235,7 @@ def test_errors_in_a_stream_are_told_apart_by_their_code() -> None:
         (b"<html>", "<html>"),
         (b"", ""),
         (b"[" * 10_000, "[" * 500),
+        (b'{"detail":"\xff"}', '{"detail":"\ufffd"}'),
     ],
 )
 def test_an_error_is_explained_in_the_servers_words(said: bytes, message: str) -> None:

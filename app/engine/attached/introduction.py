@@ -127,7 +127,7 @@ class Introduction:
         url = self._server.url
         try:
             listed = msgspec.json.decode(await self._server.get("/v1/models", ASK_S), type=_Models)
-        except (EngineError, msgspec.MsgspecError) as e:
+        except (EngineError, msgspec.MsgspecError, UnicodeDecodeError) as e:
             hint = "set KVLANE_ATTACH_API_KEY" if getattr(e, "status", 0) in (401, 403) else (
                 "give the URL of a server that speaks to OpenAI clients, as http://host:port"
             )  # fmt: skip
@@ -160,7 +160,7 @@ class Introduction:
         try:
             body = await self._server.post("/tokenize", asked, ASK_S)
             theirs = msgspec.json.decode(body, type=_Tokens).tokens
-        except (EngineError, msgspec.MsgspecError) as e:
+        except (EngineError, msgspec.MsgspecError, UnicodeDecodeError) as e:
             log.info("%s does not tokenise, so models are not compared: %s", self._server.url, e)
             return
         ours = list(tokenizer.encode_now(TEXT))

@@ -262,7 +262,7 @@ def explained(body: bytes) -> str:
     """The message in the body of an error; its beginning, when it is not as others write it."""
     try:
         problem = _problems.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return body[:500].decode(errors="replace")
     error = problem.error
     message = error.message if isinstance(error, _Said) else error

@@ -238,9 +238,10 @@ def _object(said: Any, name: str) -> dict[str, Any]:
 
 
 def _reason(said: Any) -> FinishReason | None:
-    if said is None:
+    if said in (None, ""):
         return None
-    if said not in _REASONS:  # `abort`, `error`: the server gave it up, not the model
+    # `abort`, `error`: the server gave it up, not the model
+    if not isinstance(said, str) or said not in _REASONS:
         raise ServerFailed(f"the server ended the answer with {said!r:.200}")
     return _REASONS[said]
 
