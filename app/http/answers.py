@@ -90,6 +90,11 @@ class Choice:
             prompt_tokens=self._prompt_tokens, completion_tokens=self.tokens
         )
 
+    @property
+    def counted_tokens(self) -> int:
+        """How many tokens it has so far; of an answer without any, as counted at its end."""
+        return self.tokens or self.usage.completion_tokens
+
     def take(self, piece: Chunk | End) -> None:
         """The next piece, in order."""
         if not self._keep:

@@ -95,13 +95,9 @@ class Metrics:
     def answered(self, choice: Choice, reply: Reply, outcome: str) -> None:
         """An answer is over for its client; `outcome`: its finish reason, or what went wrong."""
         self.answers.labels(outcome if outcome in OUTCOMES else "error").inc()
-        self.output_tokens.observe(choice.tokens)
+        self.output_tokens.observe(choice.counted_tokens)
         self.holes.inc(reply.holes)
         self.skipped.inc(reply.skipped)
-
-    def asked(self, prompt_tokens: int) -> None:
-        """A request begins."""
-        self.prompt_tokens.observe(prompt_tokens)
 
 
 class LoopDelay:
@@ -137,7 +133,7 @@ class Pace:
         """From token to token, in each block that is over."""
 
     def seen(self, tokens: int) -> None:
-        """So many tokens were shown by now."""
+        """So many tokens were shown by now; of an answer without any, its position."""
         now = self._last_at = self._clock.now()
         if self._first_at is None:
             if tokens:
@@ -147,12 +143,13 @@ class Pace:
             self._gaps.append((now - self._block_at) / (tokens - self._block_from))
             self._block_at, self._block_from = now, tokens
 
-    def report(self, metrics: Metrics, tokens: int) -> None:
-        """The answer is over for its client, who has so many tokens of it."""
+    def report(self, metrics: Metrics, seen: int, tokens: int) -> None:
+        """The answer is over for its client, who has seen so much of it: so many tokens, 0 where
+        nobody counted them."""
         if self._first_at is None:
             return
         metrics.ttft.observe(self._first_at - self._began_at)
-        for gap in self._gaps:
-            metrics.itl.observe(gap)
-        if tokens > self._block_from:
-            metrics.itl.observe((self._last_at - self._block_at) / (tokens - self._block_from))
+        if seen > self._block_from:
+            self._gaps.append((self._last_at - self._block_at) / (seen - self._block_from))
+        for gap in self._gaps if tokens else ():
+            metrics.itl.observe(gap * seen / tokens)

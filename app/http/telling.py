@@ -110,7 +110,7 @@ class Telling(Response):
                 for choice, reply, pace in told:
                     self._metrics.answered(choice, reply, choice.finish_reason or outcome)
                     if not self._manner.attached:
-                        pace.report(self._metrics, choice.tokens)
+                        pace.report(self._metrics, choice.position, choice.counted_tokens)
 
     async def _tell_whole(self, joined: Joined, send: Send) -> None:
         while joined.goes_on:
@@ -205,7 +205,7 @@ class Telling(Response):
             raise failure
         choice = self._choices[index]
         choice.take(piece)
-        self._paces[index].seen(choice.tokens)
+        self._paces[index].seen(choice.position)
 
     def _broken(self, error: Exception, joined: Joined) -> ApiError:
         """What it means to the client that the reading has failed."""

@@ -581,6 +581,13 @@ async def test_its_story_is_told_without_its_words(town: Town) -> None:
     assert "Let me" not in told
 
 
+async def test_its_times_and_tokens_are_in_the_figures(town: Town) -> None:
+    await town.openai.chat.completions.create(model="m", tools=[TOOL], **HELLO)
+    page = (await town.http.get("/metrics")).text.splitlines()
+    assert "kvlane_ttft_seconds_count 1.0" in page
+    assert "kvlane_output_tokens_sum 7.0" in page
+
+
 async def test_its_load_is_counted_by_the_size_of_its_body(town: Town) -> None:
     for words in (10, 1000):
         await town.openai.chat.completions.create(

@@ -17,8 +17,9 @@ def observed(metrics: Metrics, name: str) -> tuple[float, float]:
     return count, total
 
 
-def told(steps: list[tuple[float, int]]) -> Metrics:
-    """The figures of an answer of which so many tokens were shown, each after so long."""
+def told(steps: list[tuple[float, int]], tokens: int | None = None) -> Metrics:
+    """The figures of an answer of which so many tokens were shown, each after so long; `tokens`:
+    of one of which so many characters were."""
     metrics = Metrics()
 
     async def scenario(loop: VirtualLoop) -> None:
@@ -27,7 +28,7 @@ def told(steps: list[tuple[float, int]]) -> Metrics:
         for after_s, shown in steps:
             await clock.sleep(after_s)
             pace.seen(shown)
-        pace.report(metrics, shown)
+        pace.report(metrics, shown, shown if tokens is None else tokens)
 
     run(scenario)
     return metrics
@@ -52,3 +53,12 @@ def test_times_from_token_to_token_are_counted_by_blocks() -> None:
 
 def test_an_answer_of_one_piece_has_no_time_from_token_to_token() -> None:
     assert observed(told([(1.0, 40)]), "itl") == (0, 0)
+
+
+def test_an_answer_in_text_has_its_times_by_the_tokens_that_were_counted() -> None:
+    letters = [(0.5, 4)] + [(0.1, 4 * n) for n in range(2, 2 * BLOCK_TOKENS + 2)]
+    metrics = told(letters, 2 * BLOCK_TOKENS + 1)
+    assert observed(metrics, "ttft") == (1, pytest.approx(0.5))
+    count, total = observed(metrics, "itl")
+    assert total / count == pytest.approx(0.1, rel=0.1)
+    assert observed(told(letters, 0), "itl") == (0, 0), "nobody counted them"
