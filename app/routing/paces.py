@@ -156,7 +156,8 @@ class Paces:
             self._measure(record)
         elif isinstance(record, Finished):
             self._begun.pop(RunKey(record.id, record.attempt, record.phase), None)
-            if record.code in ("stop", "length"):
+            # Embeddings have no length, and answers without a token say nothing of the others'.
+            if record.code in ("stop", "length") and record.output_tokens:
                 self._answers = min(self._answers + 1, OUTPUT_MEMORY)
                 self.output_tokens += (record.output_tokens - self.output_tokens) / self._answers
 

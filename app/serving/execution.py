@@ -101,6 +101,11 @@ class Run:
     """What the run ends as when it is stopped from outside; its task is cancelled for it."""
 
     @property
+    def output_tokens(self) -> int:
+        """Tokens of the answer; an embedding is none, though what it says counts as one here."""
+        return 0 if self.assignment.request.kind == "embedding" else self.tokens
+
+    @property
     def ttft_ms(self) -> float:
         """From the acceptance to the first token; 0 before."""
         return (self.first_token_at - self.accepted_at) * 1000 if self.tokens else 0.0

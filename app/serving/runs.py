@@ -89,7 +89,7 @@ class Runs:
                 id=k.id,
                 attempt=k.attempt,
                 phase=k.phase,
-                output_tokens=run.tokens,
+                output_tokens=run.output_tokens,
                 expected_output_tokens=run.assignment.request.hints.expected_output_tokens or 0,
             )
             for k, run in self._open.items()
@@ -235,7 +235,7 @@ class Runs:
             epoch=self.epoch,
             code=outcome.code,
             run=run.number,
-            output_tokens=run.tokens,
+            output_tokens=run.output_tokens,
             cached_tokens=run.cached_tokens,
             ttft_ms=run.ttft_ms,
             itl_ms=run.itl_ms,

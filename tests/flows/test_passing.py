@@ -422,6 +422,7 @@ async def test_embeddings_come_back_as_they_are(empty: Town, embedder: OpenAiSer
     (aside,) = told.data
     assert [each["embedding"] for each in aside.event["data"]] == [[0.5, -1.25], [2.0, 0.1]]
     assert (told.text, told.finish_reason) == ("", "stop")
+    assert {f.output_tokens for f in await empty.records(LEDGER, Finished)} == {0}
 
 
 async def test_embeddings_larger_than_a_batch_come_whole_and_larger_than_a_record_not_at_all(

@@ -121,6 +121,8 @@ def test_the_mean_answer_moves_from_a_first_guess_to_what_is_seen() -> None:
     assert paces.output_tokens == pytest.approx(201)
     tell(paces, finished(0, "broken"), finished(0, "cancelled"), finished(0, "worker_full"))
     assert paces.output_tokens == pytest.approx(201), "those did not come to their end"
+    tell(paces, *[finished(0)] * 1000)
+    assert paces.output_tokens == pytest.approx(201), "nor is there a length in what is no text"
     tell(paces, *[finished(60, "length")] * 30_000)
     assert paces.output_tokens == pytest.approx(60, abs=0.1)
 
