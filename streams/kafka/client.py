@@ -204,12 +204,19 @@ class LazyConsumer:
         task.add_done_callback(self._ending.discard)
 
 
-def leave_leaders(consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]) -> None:
-    """Break the connections to the leaders of partitions off, and look for other leaders."""
+def leaders(
+    consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]
+) -> dict[TopicPartition, int | None]:
+    """By which broker each partition is led, as far as the client knows."""
+    leader_of = consumer._client.cluster.leader_for_partition  # noqa: SLF001
+    return {tp: leader_of(tp) for tp in partitions}
+
+
+def leave(consumer: AIOKafkaConsumer, node: int | None) -> None:
+    """Break the connection to a broker off, and look for other leaders."""
     client = consumer._client  # noqa: SLF001
-    for node in {client.cluster.leader_for_partition(tp) for tp in partitions}:
-        if (connection := client._conns.get((node, ConnectionGroup.DEFAULT))) is not None:  # noqa: SLF001
-            connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
+    if (connection := client._conns.get((node, ConnectionGroup.DEFAULT))) is not None:  # noqa: SLF001
+        connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
     client.force_metadata_update()
 
 

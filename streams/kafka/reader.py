@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -22,7 +22,8 @@ from streams.kafka.client import (
     SILENCE,
     LazyConsumer,
     denied,
-    leave_leaders,
+    leaders,
+    leave,
 )
 from streams.ports import Batches, Partition
 
@@ -127,6 +128,7 @@ class KafkaReader:
             except BrokerUnavailable:
                 return None
             if consumer is not None and not self._closed:
+                self._waits = _Waits(self._patience_s)
                 self._hand_over(consumer)
                 self._consumer = consumer
                 self._silent_from = asyncio.get_running_loop().time()
@@ -167,8 +169,9 @@ class KafkaReader:
             if end is not None and self._settled[tp] < end:
                 behind[tp] = _Answer(position, at_ms, end)
         self._settled |= self._tails.look(behind)
-        if late := self._waits.look(self._next, now):
-            leave_leaders(consumer, late)
+        for node, silent_s in self._waits.look(leaders(consumer, self._next), now).items():
+            log.warning("broker %s has not answered for %.1f s, others are asked", node, silent_s)
+            leave(consumer, node)
         if answered_ms != self._answered_ms:
             self._answered_ms, self._silent_from = answered_ms, now
 
@@ -233,30 +236,53 @@ class _Answer(NamedTuple):
 
 
 class _Waits:
-    """Finds the partitions whose leader has not answered for too long.
+    """Finds the brokers that have not answered for too long.
 
     The client has a time-out for every request, but ends all requests at every change of what it
     reads. A reader whose partitions change from second to second would wait for a broker that hangs
-    as long as that does. After a stop of this process everything seems late: that costs a new
-    connection.
+    as long as that does.
     """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._heard: dict[TopicPartition, tuple[int | None, float]] = {}  # answer, and when seen
+        self._answer_ms: dict[TopicPartition, int | None] = {}
+        """The latest answer about each, by the client's clock."""
+        self._answered: dict[TopicPartition, float] = {}
+        self._waits_from: dict[TopicPartition, float] = {}
+        self._looked_at = float("-inf")
 
-    def hear(self, tp: TopicPartition, answered_ms: int | None, now: float) -> None:
+    def hear(self, tp: TopicPartition, answer_ms: int | None, now: float) -> None:
         """When its latest answer came by the client's clock; None: none since the last change."""
-        known = self._heard.get(tp)
-        if known is None or (answered_ms is not None and answered_ms != known[0]):
-            self._heard[tp] = answered_ms, now
+        if answer_ms is not None and answer_ms != self._answer_ms.get(tp):
+            self._answer_ms[tp] = answer_ms
+            self._answered[tp] = self._waits_from[tp] = now
+        self._waits_from.setdefault(tp, now)
 
-    def look(self, read: Collection[TopicPartition], now: float) -> list[TopicPartition]:
-        """Which of the partitions that are read are late; each is told again after as long."""
-        self._heard = {tp: heard for tp, heard in self._heard.items() if tp in read}
-        late = [tp for tp, (_, at) in self._heard.items() if now - at > self._patience_s]
-        self._heard |= {tp: (self._heard[tp][0], now) for tp in late}
-        return late
+    def look(
+        self, leaders: Mapping[TopicPartition, int | None], now: float
+    ) -> dict[int | None, float]:
+        """Those that hang, and for how long; each is told again after as long.
+
+        `leaders`: of all partitions that are read. A broker that answers about one of them works,
+        whatever is wrong with another. Who has not looked for as long cannot tell who was late.
+        """
+        if now - self._looked_at > self._patience_s:
+            self._waits_from = dict.fromkeys(leaders, now)
+        self._looked_at = now
+        for known in (self._answer_ms, self._answered, self._waits_from):
+            for tp in known.keys() - leaders.keys():
+                del known[tp]
+        waits: dict[int | None, float] = {}
+        for tp, since in self._waits_from.items():
+            if now - since > self._patience_s:
+                waits[leaders[tp]] = max(now - since, waits.get(leaders[tp], 0.0))
+        for tp, at in self._answered.items():
+            if now - at <= self._patience_s:
+                waits.pop(leaders[tp], None)
+        for tp, leader in leaders.items():
+            if leader in waits:
+                self._waits_from[tp] = now
+        return waits
 
 
 class _Tails:
