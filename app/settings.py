@@ -162,7 +162,8 @@ class Settings(BaseSettings):
         30,
         gt=0,
         description="time without a step, while requests run, after which they are moved to other "
-        "workers, in seconds",
+        "workers, in seconds; beside a server that tells no steps the longer of this and "
+        "KVLANE_ATTACH_SILENCE_S",
     )
     engine_dead_s: float = Field(
         60,

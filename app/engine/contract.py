@@ -194,6 +194,12 @@ class Engine(ABC):
         """What it does at the moment, if it knows."""
         return None
 
+    @property
+    def silence_s(self) -> float:
+        """How long a request may hear nothing before the engine itself fails it; 0 if it does not
+        look. Where figures count no steps, it is not taken for stalled before."""
+        return 0.0
+
     @abstractmethod
     async def start(self, worker_id: str) -> EngineConfig:
         """Get ready to generate and say what this engine is.

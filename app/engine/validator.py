@@ -44,6 +44,11 @@ class ValidatedEngine(Engine):
         """Its own."""
         return self._engine.figures()
 
+    @property
+    def silence_s(self) -> float:
+        """Its own."""
+        return self._engine.silence_s
+
     async def start(self, worker_id: str) -> EngineConfig:
         """Start it, once, and check what it says of itself."""
         _rule(self._starts == 0, "start is called once")

@@ -43,7 +43,7 @@ class Patience(NamedTuple):
     answer_s: float
     """For a probe."""
     stall_s: float
-    """Without a step while requests run."""
+    """Without a step while requests run; longer for engines that count none and see to it."""
     dead_s: float
     """From the first complaint, without an answer to any probe, before it is given up."""
 
@@ -84,17 +84,21 @@ class EngineWatch:
             now = self._clock.now()
             if (quiet_s := self._quiet_s()) is not None:
                 self._busy_at = now
-                silent_s = min(quiet_s, now - self._last_step_at(now))
-                if silent_s > self._patience.stall_s:
+                stepped_at, stall_s = self._last_step_at(now), self._patience.stall_s
+                if stepped_at is None:
+                    silent_s, stall_s = quiet_s, max(stall_s, self._engine.silence_s)
+                else:
+                    silent_s = min(quiet_s, now - stepped_at)
+                if silent_s > stall_s:
                     self._complain(f"no step for {silent_s:.0f} s while requests run", stalls=True)
             if self.complaint or now - self._busy_at >= self._patience.idle_s:
                 self._judge(await self._probe())
 
-    def _last_step_at(self, now: float) -> float:
-        """When its count of steps moved last; long ago for an engine that counts none."""
+    def _last_step_at(self, now: float) -> float | None:
+        """When its count of steps moved last; None for an engine that counts none."""
         figures = self._engine.figures()
         if figures is None or not figures.steps:
-            return float("-inf")
+            return None
         if figures.steps != self._steps:
             self._steps, self._stepped_at = figures.steps, now
         return self._stepped_at

@@ -250,6 +250,11 @@ async def ask(
         return await collected(engine.generate(request(), context or GenerateContext("r")))
 
 
+def test_an_engine_beside_a_server_says_how_long_that_may_be_silent() -> None:
+    where = Attachment("http://127.0.0.1:1", silence_s=7.0)
+    assert ValidatedEngine(PassingEngine(SystemClock(), where, "chat")).silence_s == 7.0
+
+
 @pytest.mark.parametrize("fault", OTHERS_MAY_SUCCEED)
 async def test_what_a_server_does_wrong_may_well_succeed_elsewhere(
     server: ModelServer, engine: ValidatedEngine, fault: str

@@ -123,6 +123,23 @@ async def test_requests_of_an_engine_that_makes_no_step_are_broken_off(world: Wo
 
 
 @in_world
+async def test_an_engine_that_sees_to_silence_itself_and_counts_no_steps_may_be_silent_as_long(
+    world: World,
+) -> None:
+    class Patient(Sick):
+        silence_s = 120.0
+
+    desk, engine = Desk(world), Patient(world, 100.0, DONE)
+    await desk.start(engine)
+    desk.assign(budget_s=500.0, deadline_ms=world.broker.now_ms() + 500_000)
+    await world.sleep(90.0)
+    assert (await desk.finished()).code == "stop"
+    engine.steps = 1  # from now on its steps tell more
+    desk.assign("b", budget_s=500.0, deadline_ms=world.broker.now_ms() + 500_000)
+    assert (await desk.finished("b")).code == "broken"
+
+
+@in_world
 async def test_an_engine_that_makes_steps_is_left_alone_however_long_its_prefill(
     world: World,
 ) -> None:

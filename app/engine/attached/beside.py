@@ -65,6 +65,11 @@ class Beside(Engine):
         metrics = self._health.metrics if self._health is not None else None
         return metrics.figures() if metrics is not None and metrics.running is not None else None
 
+    @property
+    def silence_s(self) -> float:
+        """As `Engine.silence_s`."""
+        return self._where.silence_s
+
     async def cleanup(self) -> None:
         """As `Engine.cleanup`. The server goes on."""
         tasks, self._tasks = self._tasks, []
