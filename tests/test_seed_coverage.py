@@ -342,8 +342,11 @@ MODEL_WATCHER: Row = {
         f"{MODELS}a_model_is_loaded_before_its_first_request",
         f"{MODELS}a_chat_is_rendered_by_the_template_of_its_model",
     ),
-    "a pass-through pipeline for backends that take chats or texts themselves": Missing(
-        "workers take tokens only; a card of another kind is refused at the gateway"
+    "a pass-through pipeline for backends that take chats or texts themselves": (
+        "flows/test_passing.py::test_a_body_comes_to_the_server_as_it_was_sent",
+        "flows/test_passing.py::test_a_stream_brings_all_that_the_server_says",
+        "flows/test_passing.py::test_each_prompt_of_a_completion_is_a_request",
+        "unit/test_passed.py::test_a_body_stays_as_it_came_but_for_what_others_do",
     ),
     "a known model: another endpoint joins": (
         "unit/test_models.py::test_only_the_models_own_workers_count",
