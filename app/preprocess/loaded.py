@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.preprocess.artifacts import Artifacts
-from app.preprocess.bodies import EmbeddingBody
 from app.preprocess.errors import BadModel, InvalidPrompt
 from app.preprocess.modelfolder import ModelFiles, card_of, read_folder
-from app.preprocess.openai import Asked, Prompt, embedding_of
+from app.preprocess.openai import Asked, Prompt
 from app.preprocess.pool import Pool
 from app.preprocess.stops import TextStream
 from app.preprocess.template import ChatTemplate
 from app.preprocess.tokenizer import Tokenizer
 from streams.clock import Clock
 from streams.codecs import unpack_tokens
-from streams.records import Artifact, EmbeddingRequest, ModelCard, Request
+from streams.records import Artifact, ModelCard, Request
 
 
 class Prepared(NamedTuple):
@@ -52,11 +51,6 @@ class LoadedModel:
         ]
         texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
         return Prepared(asked.requests(tokens, self.card), texts)
-
-    async def prepare_embedding(self, body: EmbeddingBody) -> EmbeddingRequest:
-        """The request for embeddings. Raises InvalidPrompt, Overloaded."""
-        texts = [await self._tokens(t, "input", add_special_tokens=True) for t in body.input]
-        return embedding_of(body, texts, self.card)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for by itself."""

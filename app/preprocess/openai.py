@@ -24,7 +24,6 @@ from app.preprocess.bodies import (
     Body,
     ChatBody,
     CompletionBody,
-    EmbeddingBody,
     TokensBody,
 )
 from app.preprocess.errors import InvalidPrompt, invalid
@@ -42,7 +41,6 @@ from app.preprocess.nvext import (
 from app.preprocess.template import ChatTemplate
 from streams.codecs import pack_tokens
 from streams.records import (
-    EmbeddingRequest,
     ModelCard,
     OutputOptions,
     Request,
@@ -268,32 +266,6 @@ def read(kind: Kind, fields: Mapping[str, Any], headers: Mapping[str, str] | Non
     _check_content(body)
     tools = None if body.tool_choice == "none" else fields.get("tools")
     return Asked(body, ext, fields["messages"], tools or None)
-
-
-def read_embedding(fields: Mapping[str, Any]) -> EmbeddingBody:
-    """What is to be embedded. Raises InvalidPrompt."""
-    return _valid(EmbeddingBody, fields)
-
-
-def embedding_of(
-    body: EmbeddingBody, texts: Sequence[Sequence[int]], card: ModelCard
-) -> EmbeddingRequest:
-    """The request for embeddings of tokenised texts, without an id. Raises InvalidPrompt."""
-    for number, tokens in enumerate(texts):
-        if card.context_length is not None and len(tokens) > card.context_length:
-            raise InvalidPrompt(
-                "input",
-                f"has {len(tokens)} tokens at {number}, the model takes {card.context_length}",
-            )
-    return EmbeddingRequest(
-        id="",
-        token_ids=tuple(map(pack_tokens, texts)),
-        model=body.model,
-        encoding_format=body.encoding_format,
-        dimensions=body.dimensions,
-        mdc_sum=card.checksum or None,
-        annotations=tuple((body.nvext and body.nvext.annotations) or ()),
-    )
 
 
 def one_of_n(request: Request, number: int) -> Request:

@@ -13,7 +13,7 @@ from app.preprocess.artifacts import Artifacts
 from app.preprocess.errors import ArtifactUnavailable, BadModel, InvalidPrompt
 from app.preprocess.loaded import LoadedModel, Prepared, load, publish
 from app.preprocess.modelfolder import DEMO, checksum_of
-from app.preprocess.openai import Kind, read, read_embedding
+from app.preprocess.openai import Kind, read
 from app.preprocess.pool import Inline
 from app.preprocess.template import ChatTemplate
 from app.preprocess.tokenizer import Tokenizer
@@ -165,20 +165,6 @@ async def test_text_that_is_none_is_refused() -> None:
 async def test_an_empty_completion_is_refused() -> None:
     with pytest.raises(InvalidPrompt, match="is empty"):
         await LOADED.prepare(read("completion", {"prompt": ""}))
-
-
-async def test_texts_are_embedded_as_their_tokens() -> None:
-    request = await LOADED.prepare_embedding(read_embedding({"input": ["once", [5, 6]]}))
-    assert request.token_ids == (
-        pack_tokens(await LOADED.tokenizer.encode("once")),
-        pack_tokens([5, 6]),
-    )
-
-
-async def test_tokens_to_embed_that_the_model_does_not_know_are_refused() -> None:
-    with pytest.raises(InvalidPrompt) as raised:
-        await LOADED.prepare_embedding(read_embedding({"input": [4096]}))
-    assert raised.value.field == "input"
 
 
 # --- answers --------------------------------------------------------------------------------------

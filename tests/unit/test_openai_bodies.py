@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.bodies import MOST_CHOICES, MOST_INPUTS, MOST_STOPS
+from app.preprocess.bodies import MOST_CHOICES, MOST_STOPS
 from app.preprocess.errors import InvalidPrompt
-from app.preprocess.openai import Kind, read, read_embedding
+from app.preprocess.openai import Kind, read
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}
@@ -303,30 +303,3 @@ def test_text_after_the_gap_is_not_supported() -> None:
 @pytest.mark.parametrize(("tokens", "field"), [([], "token_ids"), ([1, "a"], "token_ids.1")])
 def test_tokens_are_numbers(tokens: Any, field: str) -> None:
     assert problem("tokens", token_ids=tokens).field == field
-
-
-# --- embeddings -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "inputs"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]])]
-)
-def test_what_is_embedded_is_text_or_tokens(given: Any, inputs: Any) -> None:
-    assert read_embedding({"input": given}).input == inputs
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": ["a", ""]}, "input"),
-        ({"input": ["a"] * (MOST_INPUTS + 1)}, "input"),
-        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "dimensions": 0}, "dimensions"),
-    ],
-)
-def test_a_wrong_field_of_an_embedding_is_named(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidPrompt) as raised:
-        read_embedding(fields)
-    assert raised.value.field == field

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.preprocess.errors import InvalidPrompt
-from app.preprocess.openai import Asked, Kind, embedding_of, one_of_n, read, read_embedding
+from app.preprocess.openai import Asked, Kind, one_of_n, read
 from app.preprocess.template import ChatTemplate
 from streams import records as r
 from streams.clock import SystemClock
@@ -302,33 +302,3 @@ def test_the_largest_seed_has_a_next_one() -> None:
 def test_without_a_seed_there_is_nothing_to_change() -> None:
     made = request()
     assert one_of_n(made, 1) is made
-
-
-# --- embeddings -----------------------------------------------------------------------------------
-
-
-def test_embeddings_are_asked_for_in_one_request() -> None:
-    body = read_embedding(
-        {
-            "model": "m",
-            "input": ["a", "b"],
-            "encoding_format": "base64",
-            "dimensions": 64,
-            "nvext": {"annotations": ["x"]},
-        }
-    )
-    assert embedding_of(body, [[1], [2, 3]], CARD) == r.EmbeddingRequest(
-        id="",
-        token_ids=(pack_tokens([1]), pack_tokens([2, 3])),
-        model="m",
-        encoding_format="base64",
-        dimensions=64,
-        mdc_sum="ab",
-        annotations=("x",),
-    )
-
-
-def test_a_text_to_embed_that_is_too_long_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InvalidPrompt, match="101 tokens at 1, the model takes 100") as raised:
-        embedding_of(read_embedding({"input": ["a", "b"]}), [[1], range(101)], CARD)
-    assert raised.value.field == "input"
