@@ -61,9 +61,7 @@ class Models:
 
         Raises InvalidPrompt.
         """
-        cards = self.cards()
-        if not name and len(cards or self._seen) == 1:
-            name = next(iter(cards or self._seen))
+        cards, name = self.cards(), name or self._only()
         if name in self._seen and name not in cards:
             if wrong := misfit("tokens", kind):
                 raise InvalidPrompt("model", wrong)
@@ -78,10 +76,15 @@ class Models:
 
     def passes_on(self, name: object) -> bool:
         """Whether the model of a name gets the bodies of prompts as they come."""
-        if not name and len(cards := self.cards()) == 1:
-            name = next(iter(cards))
+        name = name or self._only()
         card = self._fleet.models.get(name) if isinstance(name, str) else None
         return card is not None and card.kind != "tokens"
+
+    def _only(self) -> str:
+        """The only model that is served, or else that is known; "" where there are several."""
+        served = {member.card.model for _, member in self._fleet.living()}
+        names = served or self._fleet.models or self._seen
+        return next(iter(names)) if len(names) == 1 else ""
 
     def with_files(self) -> Iterator[ModelCard]:
         """Those that have to be loaded before a prompt can be read."""

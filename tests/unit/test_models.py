@@ -83,3 +83,12 @@ def test_a_model_is_asked_for_what_it_does() -> None:
     known = models(ModelCard(name="m", kind="embedding"))
     with pytest.raises(InvalidPrompt, match="model: it is for embedding requests"):
         known.find("chat", "m")
+
+
+def test_no_name_means_the_only_model_that_is_served_whatever_there_was_before() -> None:
+    gone = ModelCard(name="old", tokenizer=FILE)
+    kept = ModelCard(name="new", kind="chat")
+    known = models(gone, kept, worker("a", "new"))
+    assert known.find("chat", "") == kept
+    assert known.passes_on("")
+    assert models(gone).find("chat", "") == gone
