@@ -1,8 +1,8 @@
 """What all clients of a Kafka broker have in common here, whatever they are for.
 
-Owns three things: which of the client's errors mean that repeating cannot help, the life of a
-consumer (connected when first needed, ended for sure), and how much the client may write into the
-log of a process. Knows nothing of topics and records.
+Owns four things: which of the client's errors mean that repeating cannot help, what is mended in
+the client itself, the life of a consumer (connected when first needed, ended for sure), and how
+much the client may write into the log of a process. Knows nothing of topics and records.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.client import ConnectionGroup
-from aiokafka.conn import CloseReason, collect_hosts, create_conn
+from aiokafka.conn import AIOKafkaConnection, CloseReason, collect_hosts, create_conn
 from aiokafka.errors import (
     AuthenticationFailedError,
     AuthenticationMethodNotSupported,
@@ -94,6 +94,25 @@ _COORDINATOR_TASKS = (
 def denied(error: BaseException, what: str) -> Denied:
     """A refusal, as it is called outside of `streams/kafka`."""
     return Denied(f"{what}: the broker refuses: {error!r}")
+
+
+_send = AIOKafkaConnection.send
+
+
+def _send_or_close(connection: AIOKafkaConnection, *request: Any, **options: Any) -> Any:
+    """Send a request. Raises KafkaConnectionError where the transport is closed already.
+
+    That of uvloop says so by a RuntimeError before the connection has heard of it. The client knows
+    none, and the task that fetches, or sends, would end for good, and the process with it.
+    """
+    try:
+        return _send(connection, *request, **options)
+    except RuntimeError as e:
+        connection.close(reason=CloseReason.CONNECTION_BROKEN)
+        raise KafkaConnectionError(f"the connection is broken: {e}") from e
+
+
+AIOKafkaConnection.send = _send_or_close
 
 
 async def connect(client: Any, options: Mapping[str, Any]) -> None:
