@@ -24,6 +24,7 @@ from app.preprocess.bodies import (
     Body,
     ChatBody,
     CompletionBody,
+    PassedBody,
     TokensBody,
 )
 from app.preprocess.errors import InvalidPrompt, invalid
@@ -71,15 +72,11 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A body that is right in itself."""
+class Wish:
+    """What any body says of the answers that it asks for."""
 
-    body: Body
+    body: Body | PassedBody
     ext: NvExt
-    messages: Sequence[Mapping[str, Any]] = ()
-    """Those of a chat as they came; the body has checked them."""
-    tools: Sequence[Mapping[str, Any]] | None = None
-    """What a chat's model may call, as it came; None as well when it must not."""
 
     @property
     def model(self) -> str:
@@ -101,6 +98,17 @@ class Asked:
         """Whether a stream ends with the counts of tokens."""
         options = self.body.stream_options
         return bool(options and options.include_usage)
+
+
+@dataclass(frozen=True)
+class Asked(Wish):
+    """A body that is right in itself."""
+
+    body: Body
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Those of a chat as they came; the body has checked them."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """What a chat's model may call, as it came; None as well when it must not."""
 
     @property
     def echo(self) -> bool:

@@ -36,7 +36,7 @@ from app.preprocess.nvext import (
     targets_of,
     with_headers,
 )
-from app.preprocess.openai import Asked
+from app.preprocess.openai import Asked, Wish
 from streams.records import (
     ModelCard,
     OpenAiBody,
@@ -65,34 +65,12 @@ Kind = Literal["chat", "completion", "embedding"]
 
 
 @dataclass(frozen=True)
-class Passed:
+class Passed(Wish):
     """A body to be passed on. `fields`: all of it, as it came."""
 
-    kind: Kind
     body: PassedBody
-    ext: NvExt
+    kind: Kind
     fields: Mapping[str, Any]
-
-    @property
-    def model(self) -> str:
-        """The name of the model; "" if none was given."""
-        return self.body.model
-
-    @property
-    def n(self) -> int:
-        """How many answers to each prompt."""
-        return self.body.n or 1
-
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is to be told while it is made."""
-        return bool(self.body.stream)
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
-        options = self.body.stream_options
-        return bool(options and options.include_usage)
 
     @property
     def echo(self) -> bool:
@@ -184,7 +162,7 @@ def _read(kind: Kind, fields: Mapping[str, Any], headers: Mapping[str, str] | No
         raise InvalidPrompt("n", f"{prompts} prompts with {body.n or 1} answers are too many")
     if body.stream_options is not None and not body.stream:
         raise InvalidPrompt("stream_options", "is for streams only")
-    return Passed(kind, body, ext, fields)
+    return Passed(body, ext, kind, fields)
 
 
 async def prepare(asked: Asked | Passed, model: Model) -> Prepared:
