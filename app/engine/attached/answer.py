@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from app.engine.attached.dialect import Speech
@@ -21,6 +21,17 @@ log = logging.getLogger(__name__)
 
 TAIL_S = 2.0
 """What a server gets, after the end of an answer, to say what it counted."""
+
+
+async def read_tail(events: AsyncGenerator[bytes, None], take: Callable[[bytes], object]) -> None:
+    """Take what comes behind the end of an answer, which is whole without it."""
+    try:
+        async with asyncio.timeout(TAIL_S):
+            async for event in events:
+                if event != DONE:
+                    take(event)
+    except (TimeoutError, EngineError) as e:
+        log.debug("an answer ended without what was counted: %s", e)
 
 
 class Answer:
@@ -57,7 +68,7 @@ class Answer:
                 self._counts = piece.counts or self._counts
                 output = self._output(piece)
                 if output.finish_reason is not None:
-                    await self._read_counts(events)
+                    await read_tail(events, self._read_counts)
                     yield output.with_usage(self._usage())
                     return
                 if output.token_ids:
@@ -69,15 +80,8 @@ class Answer:
         """The end of an answer that nobody wants any more."""
         return EngineOutput.cancelled().with_usage(self._usage())
 
-    async def _read_counts(self, events: AsyncGenerator[bytes, None]) -> None:
-        """What comes behind the last piece; the answer is whole without it."""
-        try:
-            async with asyncio.timeout(TAIL_S):
-                async for event in events:
-                    if event != DONE:
-                        self._counts = piece_of(event, self._speech).counts or self._counts
-        except (TimeoutError, EngineError) as e:
-            log.debug("an answer ended without what was counted: %s", e)
+    def _read_counts(self, event: bytes) -> None:
+        self._counts = piece_of(event, self._speech).counts or self._counts
 
     def _output(self, piece: Piece) -> EngineOutput:
         if self._retokenised is not None:

@@ -8,8 +8,6 @@ request's deadline sees to.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -21,15 +19,12 @@ from app.engine.attached import answer
 from app.engine.attached.pieces import DONE, REASONS
 from app.engine.attached.server import ANSWER_BYTES, EventTooLarge, ServerFailed, Stream, failure
 from app.engine.contract import (
-    EngineError,
     EngineOutput,
     GenerateContext,
     InvalidRequest,
     usage,
 )
 from streams.records import Aside, FinishReason, Usage
-
-log = logging.getLogger(__name__)
 
 _REASONS: Mapping[str, FinishReason] = {
     **REASONS, "tool_calls": "tool_calls", "function_call": "function_call",
@@ -65,6 +60,7 @@ class Verbatim:
         Raises ServerFailed for an answer without an end, and InvalidRequest for what no record can
         hold.
         """
+        tail: list[Aside] = []
         async with aclosing(_events_of(stream)) as events:
             async for event in events:
                 if event == DONE:
@@ -74,8 +70,9 @@ class Verbatim:
                     return
                 output = self._output(event)
                 if output.finish_reason is not None:
-                    tail = await self._read_tail(events)
-                    yield replace(output, data=output.data + tail, usage=self._usage())
+                    await answer.read_tail(events, lambda e: tail.extend(self._output(e).data))
+                    data = (*output.data, *tail)
+                    yield replace(output, data=data, usage=self._usage())
                     return
                 if not output.is_empty:
                     yield output
@@ -88,18 +85,6 @@ class Verbatim:
     def _usage(self) -> Usage:
         """What was counted, by the server where it says so."""
         return self._counts or usage(0, self._pieces)
-
-    async def _read_tail(self, events: AsyncGenerator[bytes, None]) -> tuple[Aside, ...]:
-        """What comes behind the end; the answer is whole without it."""
-        tail: tuple[Aside, ...] = ()
-        try:
-            async with asyncio.timeout(answer.TAIL_S):
-                async for event in events:
-                    if event != DONE:
-                        tail += self._output(event).data
-        except (TimeoutError, EngineError) as e:
-            log.debug("an answer ended without what was counted: %s", e)
-        return tail
 
     def _output(self, event: bytes) -> EngineOutput:
         fields = _read(event)
