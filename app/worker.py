@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -228,6 +229,7 @@ class Worker:
             ranks=config.data_parallel_size or 1,
             role=self._settings.worker_role,
             taints=self._settings.taint_names,
+            versions={"kvlane": version("kvlane"), **self._engine.versions()},
             busy_cache=self._settings.busy_cache,
             busy_prefill_tokens=self._settings.busy_prefill_tokens,
         )

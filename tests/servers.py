@@ -149,7 +149,7 @@ class ModelServer(Served):
             "/v1/completions": self.complete,
         }  # fmt: skip
         if kind == "vllm":
-            self.handlers["/metrics"] = self.metrics
+            self.handlers |= {"/metrics": self.metrics, "/version": self.version}
 
     async def health(self, exchange: Exchange) -> None:
         await exchange.answer({})
@@ -159,6 +159,9 @@ class ModelServer(Served):
         base = {"id": "tiny", "owned_by": owner, "max_model_len": 512}
         adapter = {"id": "ada", "owned_by": owner, "parent": "tiny"}
         await exchange.answer({"object": "list", "data": [base, adapter]})
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.answer({"version": "0.32.1"})
 
     async def tokenize(self, exchange: Exchange) -> None:
         await exchange.answer({"tokens": list(TOKENIZER.encode_now(exchange.body["prompt"]))})

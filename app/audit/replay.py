@@ -182,5 +182,7 @@ def _of_fleet(fleet: Fleet) -> dict[str, Any]:
         lost = fleet.is_lost(name, member.epoch)
         state = "lost" if lost else beat.state if beat is not None else "never heard of"
         card = member.card
-        workers[name] = f"{card.model}, {card.role}, epoch {member.epoch}, {state}"
+        made_of = ", ".join(f"{what} {which}" for what, which in card.versions.items())
+        said = [card.model, card.role, f"epoch {member.epoch}", state, made_of]
+        workers[name] = ", ".join(filter(None, said))
     return {"workers": workers, "models": sorted(fleet.models)}

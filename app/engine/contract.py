@@ -27,7 +27,7 @@ Life of an engine: constructed, `start`, any number of concurrent `generate`, `d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -193,6 +193,10 @@ class Engine(ABC):
     def figures(self) -> EngineFigures | None:
         """What it does at the moment, if it knows."""
         return None
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of what generates here, by name; asked once it has started."""
+        return {}
 
     @property
     def silence_s(self) -> float:

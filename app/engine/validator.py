@@ -5,7 +5,7 @@ Wraps engines in tests and where `KVLANE_DEBUG` is set. Changes nothing in what 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 from app.engine.contract import (
     U32_MAX,
@@ -43,6 +43,11 @@ class ValidatedEngine(Engine):
     def figures(self) -> EngineFigures | None:
         """Its own."""
         return self._engine.figures()
+
+    def versions(self) -> Mapping[str, str]:
+        """Its own, asked when it is ready."""
+        _rule(self._ready, "versions are asked for after start")
+        return self._engine.versions()
 
     @property
     def silence_s(self) -> float:

@@ -137,6 +137,7 @@ class Lookup:
                     "epoch": member.epoch,
                     "model": member.card.model,
                     "role": member.card.role,
+                    "versions": member.card.versions,
                     "block_size": member.card.config.kv_cache_block_size,
                     "known": worker not in self._index.foreign_workers,
                     "ranks": [

@@ -85,6 +85,17 @@ async def test_the_best_way_to_speak_is_found(
         await engine.cleanup()
 
 
+@pytest.mark.parametrize(("kind", "versions"), [("vllm", {"vllm": "0.32.1"}), ("text", {})])
+async def test_the_version_of_a_server_that_tells_it_is_known(
+    behind: SimulatedEngine, kind: str, versions: dict[str, str]
+) -> None:
+    async with ModelServer(behind, kind) as server:
+        engine = ValidatedEngine(beside(server))
+        await engine.start("w")
+        assert engine.versions() == versions
+        await engine.cleanup()
+
+
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp", "text", "words"])
 async def test_the_text_is_the_servers_whatever_it_gives(
     behind: SimulatedEngine, kind: str, monkeypatch: pytest.MonkeyPatch

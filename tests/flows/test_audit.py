@@ -25,6 +25,7 @@ from streams.records import (
     Candidate,
     Chunk,
     Ended,
+    EngineConfig,
     Fence,
     Fencing,
     Finished,
@@ -33,8 +34,9 @@ from streams.records import (
     Request,
     Started,
     Usage,
+    WorkerCard,
 )
-from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES, lane_of, partition_of
+from streams.topics import KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of, partition_of
 from tests.commands import over
 from tests.gateways import House, settings_of
 from tests.routers import Hand
@@ -349,6 +351,18 @@ def test_a_fold_is_shown_and_written(memory: MemoryBroker, tmp_path: Path) -> No
     assert "3 partitions without records" in shown.stdout
     for fold in ("fleet", "index"):
         assert kvlane("replay", "--fold", fold).exit_code == 0
+
+
+def test_the_fleet_is_shown_with_its_versions(memory: MemoryBroker, tmp_path: Path) -> None:
+    card = WorkerCard(
+        id="w1", slot=0, model="demo", config=EngineConfig(model="demo"), epoch=0,
+        versions={"kvlane": "0.1.0", "vllm": "0.32.1"},
+    )  # fmt: skip
+    memory.append(REGISTRY, 0, [encode(card, "worker/w1")])
+    shown = kvlane("replay", "--fold", "fleet", "--json", str(tmp_path / "fleet.json"))
+    assert shown.exit_code == 0, shown.output
+    workers = json.loads((tmp_path / "fleet.json").read_bytes())["summary"]["workers"]
+    assert workers["w1"].endswith("kvlane 0.1.0, vllm 0.32.1")
 
 
 @pytest.mark.parametrize(

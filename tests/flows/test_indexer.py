@@ -121,7 +121,7 @@ async def test_workers_are_listed_with_what_is_known_of_their_caches(world: Worl
     assert [worker["worker"] for worker in listed] == ["w1", "w2", "w3"]
     assert listed[2] == {
         "worker": "w3", "number": number_of("w3"), "epoch": told.epoch, "model": "demo",
-        "role": "aggregated", "block_size": SIZE, "known": True,
+        "role": "aggregated", "versions": {}, "block_size": SIZE, "known": True,
         "ranks": [{"rank": 0, "blocks": 10, "complete": True, **tiers, "device": 10}],
     }  # fmt: skip
     assert listed[0]["ranks"] == [{"rank": 0, "blocks": 0, "complete": False, **tiers}]

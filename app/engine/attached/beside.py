@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
@@ -59,11 +59,16 @@ class Beside(Engine):
         self._tasks: list[asyncio.Task[None]] = []
         self._streams: dict[GenerateContext, Stream] = {}
         self._dead: EngineDead | None = None
+        self._versions: Mapping[str, str] = {}
 
     def figures(self) -> EngineFigures | None:
         """As `Engine.figures`, not older than a few seconds."""
         metrics = self._health.metrics if self._health is not None else None
         return metrics.figures() if metrics is not None and metrics.running is not None else None
+
+    def versions(self) -> Mapping[str, str]:
+        """As `Engine.versions`: of the server, if it tells."""
+        return self._versions
 
     @property
     def silence_s(self) -> float:

@@ -88,7 +88,7 @@ class AttachedEngine(Beside):
         where = self._where
         introduction = await self._meet(worker_id)
         known = await introduction.introduce(where.model, self._tokenizer)
-        self._speech = known.speech
+        self._speech, self._versions = known.speech, known.versions
         self._context_length = known.context_length or self._guess.context_length
         health = await self._look_after()
         if health.metrics.ranks > 1:

@@ -9,7 +9,7 @@ what the operator may do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +29,8 @@ ASK_S = 10.0
 AGAIN_S = 1.0
 PROGRESS_S = 10.0
 MOST_PIECES = 64
+LONGEST_WORD = 100
+"""Of what a server calls itself."""
 TEXT = "Hello there, 1234 naïve €uros!\n"
 """Tokenised by both sides to see whether they mean the same model."""
 
@@ -38,6 +40,7 @@ class Known(NamedTuple):
 
     speech: Speech
     context_length: int | None
+    versions: Mapping[str, str] = {}
 
 
 class _Model(msgspec.Struct):
@@ -49,6 +52,10 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model] = []
+
+
+class _Version(msgspec.Struct):
+    version: str
 
 
 class _Tokens(msgspec.Struct):
@@ -109,9 +116,19 @@ class Introduction:
         """What it serves under this name ("": alone). Raises EngineError."""
         models = await self._models()
         model = self._chosen(models, name)
+        owner = model.owned_by or ""
         adapters = frozenset(m.id for m in models if m.parent == model.id)
-        speech = Speech(model.id, model.owned_by or "", adapters=adapters)
-        return Known(speech, model.max_model_len)
+        speech = Speech(model.id, owner, adapters=adapters)
+        return Known(speech, model.max_model_len, await self._versions(owner or "server"))
+
+    async def _versions(self, name: str) -> dict[str, str]:
+        """The server's version under its maker's name, as vLLM tells it; nothing of most others."""
+        try:
+            told = msgspec.json.decode(await self._server.get("/version", ASK_S), type=_Version)
+        except (EngineError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+            log.debug("%s tells no version: %s", self._server.url, e)
+            return {}
+        return {name[:LONGEST_WORD]: told.version[:LONGEST_WORD]}
 
     async def try_out(self, path: str, body: object) -> None:
         """Have it answer a body once; what it says is not read. Raises EngineError."""

@@ -59,6 +59,7 @@ class PassingEngine(Beside):
         introduction = await self._meet(worker_id)
         known = await introduction.look_up(self._where.model)
         speech = self._speech = known.speech
+        self._versions = known.versions
         probe = _PROBES[self._kind] | {"model": speech.model}
         await introduction.try_out(PATHS[self._kind], probe)
         await self._look_after()

@@ -119,6 +119,10 @@ class VllmEngine(Engine):
             return None
         return self._figures.now(idle=not self._llm.get_num_unfinished_requests())
 
+    def versions(self) -> Mapping[str, str]:
+        """As `Engine.versions`."""
+        return {"vllm": installed()}
+
     # --- life ------------------------------------------------------------------------------------
 
     async def start(self, worker_id: str) -> EngineConfig:
