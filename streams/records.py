@@ -817,7 +817,9 @@ class ModelCard(Inner, frozen=True):
     """A model that clients may ask for. Key `model/<name>`.
 
     `special_tokens` are the names a template knows (bos_token, eos_token …). `checksum` is over
-    everything but name and checksum: equal sums, interchangeable models.
+    everything but name and checksum: equal sums, interchangeable models. No parsers of tool calls
+    or reasoning are named: answers to bodies that went on as they came are parsed by the server
+    that gives them, and what is made of tokens is text.
     """
 
     name: str
@@ -829,8 +831,6 @@ class ModelCard(Inner, frozen=True):
     special_tokens: dict[str, str] = {}
     eos_token_ids: tuple[int, ...] = ()
     defaults: SamplingOptions = SamplingOptions()
-    tool_parser: str = ""
-    reasoning_parser: str = ""
     checksum: str = ""
 
 

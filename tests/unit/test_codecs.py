@@ -667,16 +667,13 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             special_tokens={"eos_token": "<e>"},
             eos_token_ids=(0, 1),
             defaults=r.SamplingOptions(temperature=0.5),
-            tool_parser="hermes",
-            reasoning_parser="r",
             checksum="ef",
         ),
         bytes.fromhex(
-            "89a46e616d65a464656d6fa9746f6b656e697a657282a6736861323536a26162a473697a6507a874"
+            "87a46e616d65a464656d6fa9746f6b656e697a657282a6736861323536a26162a473697a6507a874"
             "656d706c61746582a6736861323536a26364a473697a6508ae7370656369616c5f746f6b656e7381"
             "a9656f735f746f6b656ea33c653ead656f735f746f6b656e5f696473920001a864656661756c7473"
-            "de0001ab74656d7065726174757265cb3fe0000000000000ab746f6f6c5f706172736572a6686572"
-            "6d6573b0726561736f6e696e675f706172736572a172a8636865636b73756da26566"
+            "de0001ab74656d7065726174757265cb3fe0000000000000a8636865636b73756da26566"
         ),
     ),
     (
