@@ -12,6 +12,7 @@ import asyncio
 import gc
 import logging
 import random
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from app.settings import Settings
 
 log = logging.getLogger(__name__)
+
+SWITCH_S = 0.001
+"""How long a thread waits for the interpreter's lock before it asks for it. By default 5 ms: that
+long would the loop wait for a thread that prepares prompts, and one that asks the index for one
+that changes it."""
 
 
 class OperatorError(Exception):
@@ -139,6 +145,16 @@ async def live(
         raise life.failed
 
 
+def settle() -> None:
+    """When a process has started: let the interpreter keep none of its threads waiting for long.
+
+    A collection would walk all modules now and then: 50 ms without the loop.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_S)
+
+
 def serve(name: str, build: Callable[[Log, Settings, Lifetime], Process]) -> FastStream:
     """The FastStream application of one process, configured from the environment.
 
@@ -168,8 +184,7 @@ def serve(name: str, build: Callable[[Log, Settings, Lifetime], Process]) -> Fas
             await check_partitions(kafka, settings.lanes)
             life.spawn("topics", watch(kafka, life.clock))
             await process.start()
-            gc.collect()
-            gc.freeze()  # else a collection walks all modules now and then: 50 ms without the loop
+            settle()
 
         try:
             await live(life, start, process.stop, asked)
