@@ -165,6 +165,7 @@ class Worker:
         """Start the engine with its listener, and put its model's files where others find them."""
         self._engine.listen(self._heard_of_blocks)
         config = _with_adapters(await self._engine.start(self.id), self._settings)
+        self._adapters = self._engine.adapters()
         model = config.served_model_name or config.model
         self._cache_events = [
             CacheEvents(
@@ -394,6 +395,21 @@ class Worker:
             if self._runs is not None:
                 self._runs.expire()
                 await self._beat()
+                await self._tell_adapters()
+
+    async def _tell_adapters(self) -> None:
+        """Write the card anew when the engine has others than it said; one try, at each beat."""
+        has = self._engine.adapters()
+        if has == self._adapters or self._runs is None:
+            return
+        until = self._clock.now() + self._settings.heartbeat_s
+        config = replace(self._registration.card.config, lora_names=has or None)
+        try:
+            await self._registration.tell(config, until)
+        except AppendFailed as e:
+            log.warning("the adapters of %s are not on its card yet: %s", self.id, e)
+        else:
+            self._adapters = has
 
     async def _beat(self) -> None:
         """One try: the next heartbeat says more than a late one."""

@@ -198,6 +198,10 @@ class Engine(ABC):
         """Versions of what generates here, by name; asked once it has started."""
         return {}
 
+    def adapters(self) -> tuple[str, ...] | None:
+        """Adapters that it has now, in order; None: as it said when it started."""
+        return None
+
     @property
     def silence_s(self) -> float:
         """How long a request may hear nothing before the engine itself fails it; 0 if it does not

@@ -49,6 +49,10 @@ class ValidatedEngine(Engine):
         _rule(self._ready, "versions are asked for after start")
         return self._engine.versions()
 
+    def adapters(self) -> tuple[str, ...] | None:
+        """Its own."""
+        return self._engine.adapters()
+
     @property
     def silence_s(self) -> float:
         """Its own."""

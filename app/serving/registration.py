@@ -13,7 +13,7 @@ import msgspec
 
 from app.lifetime import Lifetime
 from streams.outbox import Outbox
-from streams.records import Fact, Tombstone, WorkerCard
+from streams.records import EngineConfig, Fact, Tombstone, WorkerCard
 from streams.topics import REGISTRY
 
 REGISTER_S = 60.0
@@ -78,6 +78,15 @@ class Registration:
         """Write the card again, as it is. Raises AppendFailed past `until`."""
         key = key_of(self.card.id)
         self.written_at = (await self._outbox.persist(REGISTRY, key, self.card, until=until)).offset
+
+    async def tell(self, config: EngineConfig, until: float) -> None:
+        """Say what the engine is now; the life goes on. Raises AppendFailed past `until`."""
+        before, self.card = self.card, msgspec.structs.replace(self.card, config=config)
+        try:
+            await self.rewrite(until)
+        except BaseException:
+            self.card = msgspec.structs.replace(self.card, config=before.config)
+            raise
 
     async def leave(self, until: float) -> None:
         """Say that this epoch is over for good. Raises AppendFailed past `until`."""

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
+from app.engine.attached.dialect import Speech
 from app.engine.attached.health import Health
 from app.engine.attached.introduction import Introduction
 from app.engine.attached.server import Server, Stream
@@ -20,6 +21,9 @@ from streams.clock import Clock
 from streams.records import EngineFigures
 
 log = logging.getLogger(__name__)
+
+ADAPTERS_S = 10.0
+"""Between two looks at which adapters the server has: operators load them while it runs."""
 
 
 class Attachment(NamedTuple):
@@ -60,6 +64,7 @@ class Beside(Engine):
         self._streams: dict[GenerateContext, Stream] = {}
         self._dead: EngineDead | None = None
         self._versions: Mapping[str, str] = {}
+        self._speech = Speech(where.model)
 
     def figures(self) -> EngineFigures | None:
         """As `Engine.figures`, not older than a few seconds."""
@@ -69,6 +74,10 @@ class Beside(Engine):
     def versions(self) -> Mapping[str, str]:
         """As `Engine.versions`: of the server, if it tells."""
         return self._versions
+
+    def adapters(self) -> tuple[str, ...] | None:
+        """As `Engine.adapters`, not older than `ADAPTERS_S`."""
+        return tuple(sorted(self._speech.adapters))
 
     @property
     def silence_s(self) -> float:
@@ -107,7 +116,20 @@ class Beside(Engine):
         health = self._health = Health(self._server, self._clock, self._began_anew)
         await health.look()
         self._spawn(health.keep_looking())
+        self._spawn(self._follow_adapters(Introduction(self._server, self._clock)))
         return health
+
+    async def _follow_adapters(self, introduction: Introduction) -> None:
+        while True:
+            await self._clock.sleep(ADAPTERS_S)
+            try:
+                adapters = await introduction.adapters(self._speech.model)
+            except EngineError as e:
+                log.debug("%s lists no adapters at the moment: %s", self._where.url, e)
+                continue
+            if adapters != self._speech.adapters:
+                log.info("%s has these adapters now: %s", self._where.url, sorted(adapters))
+                self._speech = self._speech._replace(adapters=adapters)
 
     def _began_anew(self) -> None:
         """Another life of the server."""

@@ -70,7 +70,6 @@ class AttachedEngine(Beside):
         self._guess = guess
         self._serves_as = serves_as
         self._listener: BlocksListener | None = None
-        self._speech = Speech(where.model)
         self._context_length = guess.context_length
         self.events: ServerEvents | None = None
         """Of a server that publishes them."""

@@ -117,9 +117,12 @@ class Introduction:
         models = await self._models()
         model = self._chosen(models, name)
         owner = model.owned_by or ""
-        adapters = frozenset(m.id for m in models if m.parent == model.id)
-        speech = Speech(model.id, owner, adapters=adapters)
+        speech = Speech(model.id, owner, adapters=_adapters(models, model.id))
         return Known(speech, model.max_model_len, await self._versions(owner or "server"))
+
+    async def adapters(self, model: str) -> frozenset[str]:
+        """Those that it has of a model now. Raises EngineError."""
+        return _adapters(await self._models(), model)
 
     async def _versions(self, name: str) -> dict[str, str]:
         """The server's version under its maker's name, as vLLM tells it; nothing of most others."""
@@ -230,3 +233,7 @@ class Introduction:
                 "%s gives text without token ids: its answers are tokenised again, and one that "
                 "breaks off is not continued by another worker", self._server.url,
             )  # fmt: skip
+
+
+def _adapters(models: Sequence[_Model], of: str) -> frozenset[str]:
+    return frozenset(m.id for m in models if m.parent == of)

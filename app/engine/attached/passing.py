@@ -15,7 +15,7 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 from app.engine.attached.beside import Attachment, Beside
-from app.engine.attached.dialect import Speech, as_it_came
+from app.engine.attached.dialect import as_it_came
 from app.engine.attached.verbatim import EVENT_BYTES, Embeddings, Verbatim
 from app.engine.contract import EngineOutput, GenerateContext, InvalidRequest
 from streams.clock import Clock
@@ -52,7 +52,6 @@ class PassingEngine(Beside):
         self._kind = kind
         self._context_length = context_length
         self._serves_as = serves_as
-        self._speech = Speech(where.model)
 
     async def start(self, worker_id: str) -> EngineConfig:
         """Wait for the server and see that it answers. Raises EngineError, with what to do."""
