@@ -93,14 +93,19 @@ class TestEcho(Conformance, Lifecycle):
 
 @pytest.fixture
 async def behind() -> AsyncIterator[SimulatedEngine]:
-    """The engine of a server."""
+    """The engine of a server, which runs."""
     engine = simulated()
+    await engine.start("-")
     yield engine
     await engine.cleanup()
 
 
+def beside(server: ModelServer | WordServer) -> Attachment:
+    return Attachment(server.url, silence_s=5.0, start_s=5.0)
+
+
 def attached(server: ModelServer, publisher: Publisher | None = None) -> AttachedEngine:
-    where = Attachment(server.url, silence_s=5.0, start_s=5.0)
+    where = beside(server)
     if publisher is not None:
         where = where._replace(events=publisher.endpoint, replay=publisher.replay)
     return AttachedEngine(SystemClock(), where, TOKENIZER, Guess(CONTEXT, 16, 40))
@@ -113,7 +118,6 @@ class TestAttached(Conformance):
     async def subject(self, behind: SimulatedEngine) -> AsyncIterator[Subject]:
         publisher = Publisher()
         behind.listen(lambda events, rank=0: publisher.publish(events))
-        await behind.start("-")
         async with ModelServer(behind) as server:
             subject = await begun(attached(server, publisher))
             subject.idle = lambda: not (server.running or behind.running)
@@ -129,7 +133,6 @@ class TestAttachedWithoutEvents(Conformance, Lifecycle):
     async def server(
         self, request: pytest.FixtureRequest, behind: SimulatedEngine
     ) -> AsyncIterator[ModelServer]:
-        await behind.start("-")
         async with ModelServer(behind, request.param) as server:
             yield server
 
@@ -171,15 +174,13 @@ class TestPassing(Conformance, Lifecycle):
     async def server(
         self, request: pytest.FixtureRequest, behind: SimulatedEngine
     ) -> AsyncIterator[WordServer]:
-        await behind.start("-")
         async with WordServer(behind, request.param) as server:
             yield server
 
     @pytest.fixture
     def make(self, server: WordServer) -> Callable[[], Engine]:
-        where = Attachment(server.url, silence_s=5.0, start_s=5.0)
         kind: Any = "chat" if server.is_chat else "completion"
-        return lambda: PassingEngine(SystemClock(), where, kind)
+        return lambda: PassingEngine(SystemClock(), beside(server), kind)
 
     @pytest.fixture
     async def subject(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -18,88 +17,51 @@ from app.gateway import Gateway
 from app.http import protocol
 from app.lifetime import Lifetime
 from app.preprocess.byte_level import ASSISTANT, decode, encode, render_chat
-from app.router import Router
-from app.settings import Settings
-from app.worker import Worker
 from streams.clock import SystemClock
 from streams.codecs import decode as decode_record
 from streams.memory.broker import MemoryBroker
 from streams.records import Cancel
 from streams.topics import REQUESTS
+from tests.fronts import WAIT_S, Front, to, until
 
 LANES = 4
 CONTEXT = 2000
-WAIT_S = 20.0
 
 
-class Deployment:
-    """A gateway, a router and two workers in this process."""
+class Deployment(Front):
+    """With two workers on the log in memory."""
 
     def __init__(self) -> None:
         self.broker = MemoryBroker(SystemClock(), lanes=LANES)
-        self.lives: list[Lifetime] = []
-        self.settings = Settings(
-            http_port=0, model="demo", context_length=CONTEXT, drain_grace_s=1, lanes=LANES
-        )
+        super().__init__(to(self.broker), model="demo", context_length=CONTEXT, lanes=LANES)
 
-    async def start(self) -> None:
+    async def open(self) -> None:
         for name in ("w1", "w2"):
-            log, life = await self.part(name)
-            engine = EchoEngine(
-                life.clock, 0.005, model="demo", context_length=CONTEXT, max_num_seqs=256
-            )
-            await Worker(log, self.settings, life, engine, worker_id=name).start()
-        await Router(*await self.wired("r1")).start()
-        self.gateway = Gateway(*await self.wired("g1"))
-        await self.gateway.start()
+            await self.employ(name, self._echo)
+        await super().open()
         await until(lambda: bool(self.gateway.parts.served.models()))
-        self.client = openai.AsyncOpenAI(
-            base_url=f"{self.gateway.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
-        )
-
-    async def part(self, name: str) -> tuple[Any, Lifetime]:
-        log = self.broker.connect(name)
-        await log.start()
-        life = Lifetime(name, rng=random.Random(name))
-        self.lives.append(life)
-        return log, life
-
-    async def wired(self, name: str) -> tuple[Any, Settings, Lifetime]:
-        log, life = await self.part(name)
-        return log, self.settings, life
-
-    async def stop(self) -> None:
-        await self.client.close()
-        await self.gateway.stop()
-        for life in self.lives:
-            assert life.failed is None
-            await life.end()
 
     def cancels(self) -> list[str]:
         lanes = (self.broker.records(REQUESTS, lane) for lane in range(LANES))
         records = [decode_record(r) for lane in lanes for r in lane]
         return [r.id for r in records if isinstance(r, Cancel)]
 
-
-async def until(condition: Callable[[], bool]) -> None:
-    clock = SystemClock()
-    deadline = clock.now() + WAIT_S
-    while not condition():
-        assert clock.now() < deadline, "it never came true"
-        await clock.sleep(0.01)
+    @staticmethod
+    def _echo(life: Lifetime) -> EchoEngine:
+        return EchoEngine(life.clock, 0.005, model="demo", context_length=CONTEXT, max_num_seqs=256)
 
 
 @pytest.fixture
 async def deployment() -> AsyncIterator[Deployment]:
     deployment = Deployment()
-    await deployment.start()
+    await deployment.open()
     yield deployment
-    await deployment.stop()
+    await deployment.close()
 
 
 @pytest.fixture
 def client(deployment: Deployment) -> openai.AsyncOpenAI:
-    return deployment.client
+    return deployment.openai
 
 
 def chat_answer(text: str, max_tokens: int | None = None) -> str:
@@ -253,7 +215,7 @@ async def test_200_streams_at_a_time_are_each_told_their_own_answer(
 
 async def test_a_port_in_use_is_an_error_of_the_start(deployment: Deployment) -> None:
     port = int(deployment.gateway.url.rsplit(":", 1)[1])
-    log, settings, life = await deployment.wired("g2")
+    log, settings, life = await deployment.part("g2")
     second = Gateway(log, settings.model_copy(update={"http_port": port}), life)
     with pytest.raises(OSError, match="in use"):
         await second.start()
@@ -261,7 +223,7 @@ async def test_a_port_in_use_is_an_error_of_the_start(deployment: Deployment) ->
 
 async def test_a_server_that_ends_by_itself_fails_the_process() -> None:
     deployment = Deployment()
-    log, settings, life = await deployment.wired("g1")
+    log, settings, life = await deployment.part("g1")
     gateway = Gateway(log, settings, life)
     await gateway.start()
     assert gateway._server is not None
@@ -304,7 +266,7 @@ async def test_a_head_without_end_is_refused(deployment: Deployment) -> None:
         await asyncio.wait([told])
     out.close()
     assert isinstance(told.exception(), ConnectionError) or b" 400 " in told.result()
-    assert (await deployment.client.models.retrieve("demo")).id == "demo"
+    assert (await deployment.openai.models.retrieve("demo")).id == "demo"
 
 
 async def test_a_connection_may_rest_and_its_body_take_its_time(

@@ -22,6 +22,7 @@ from indexer.modelled import ModelledCache
 from streams.codecs import decode, unpack_tokens
 from streams.records import Assigned, EngineConfig, Request
 from streams.topics import LEDGER
+from tests.exchange import Exchange
 from tests.gateways import CONTEXT, STEP_S
 from tests.towns import BLOCK, PROMPT, TOKENS, Town, caching, ranked, stopped, two_caches
 from tests.worlds import World, in_world, play
@@ -237,6 +238,16 @@ async def test_a_new_adapter_is_loaded_in_one_place(world: World) -> None:
 # --- who goes first -------------------------------------------------------------------------------
 
 
+async def placed_in_turn(world: World, answers: dict[str, Exchange]) -> list[str]:
+    """The names of requests in the order in which they were given to workers; all are answered."""
+    for answer in answers.values():
+        await answer.done()
+    names = {answer.headers["x-kvlane-id"]: name for name, answer in answers.items()}
+    came = sorted(world.everywhere(LEDGER), key=lambda record: record.timestamp)
+    decided = [r for r in map(decode, came) if isinstance(r, Assigned)]
+    return [names[r.id] for r in decided if r.id in names]
+
+
 @in_world
 async def test_strict_priority_goes_first_and_a_priority_makes_older(world: World) -> None:
     town = await Town.found(world, ())
@@ -254,13 +265,7 @@ async def test_strict_priority_goes_first_and_a_priority_makes_older(world: Worl
     for name, hints in asked.items():
         answers[name] = town.say(agent_hints=hints)
         await world.sleep(0.1)
-    for answer in answers.values():
-        await answer.done()
-    names = {answer.headers["x-kvlane-id"]: name for name, answer in answers.items()}
-    came = sorted(world.everywhere(LEDGER), key=lambda record: record.timestamp)
-    decided = [r for r in map(decode, came) if isinstance(r, Assigned)]
-    order = [names[r.id] for r in decided if r.id in names]
-    assert order == ["most", "strict", "engine", "older", "plain"]
+    assert await placed_in_turn(world, answers) == ["most", "strict", "engine", "older", "plain"]
 
 
 @in_world
@@ -273,12 +278,7 @@ async def test_a_class_is_waited_in_by_the_weight_it_has(world: World) -> None:
     for name in ("b1", "b2", "b3", "o1", "o2", "o3"):
         answers[name] = town.say({"x-queue-class": "batch"} if name[0] == "b" else {})
         await world.sleep(0.1)
-    for answer in answers.values():
-        await answer.done()
-    names = {answer.headers["x-kvlane-id"]: name for name, answer in answers.items()}
-    came = sorted(world.everywhere(LEDGER), key=lambda record: record.timestamp)
-    decided = [r for r in map(decode, came) if isinstance(r, Assigned)]
-    assert [names[r.id] for r in decided if r.id in names] == ["b1", "o1", "o2", "o3", "b2", "b3"]
+    assert await placed_in_turn(world, answers) == ["b1", "o1", "o2", "o3", "b2", "b3"]
 
 
 # --- costs ----------------------------------------------------------------------------------------

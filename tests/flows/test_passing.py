@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -21,11 +20,9 @@ from app.audit.explain import explain
 from app.engine.attached.beside import Attachment
 from app.engine.attached.passing import Kind, PassingEngine
 from app.engine.validator import ValidatedEngine
-from app.gateway import Gateway
 from app.lifetime import Lifetime
 from app.preprocess.pool import Inline
 from app.preprocessor import Preprocessor
-from app.router import Router
 from app.settings import Settings
 from app.worker import Worker
 from streams import provision
@@ -39,11 +36,11 @@ from streams.ports import Log
 from streams.prompt import Prompt
 from streams.records import Chunk, Fence, Finished, Heartbeat, Request
 from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES
+from tests.fronts import WAIT_S, Connect, Front, to, until
 from tests.leftovers import delete_topics
 from tests.servers import Exchange, Hangup, OpenAiServer, counted, said
 
 LANES = 2
-WAIT_S = 20.0
 NOWHERE = "/dev/null/cache"
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -64,64 +61,48 @@ THOUGHTFUL = [
 """An answer with everything in it."""
 PLAIN = [said({"content": "Good "}), said({"content": "day."}), said({}, finish_reason="stop")]
 
-Connect = Callable[[str], Awaitable[Log]]
-
 
 async def hangs_up(_: Exchange) -> None:
     await asyncio.sleep(0.05)
     raise Hangup
 
 
-class Town:
-    """A gateway, a preprocessor, a router, and workers beside servers."""
+class Town(Front):
+    """With a preprocessor, and workers beside servers; clients of both ways."""
+
+    memory: MemoryBroker | None = None
 
     def __init__(self, connect: Connect, **over: Any) -> None:
-        self._connect = connect
-        self.settings = Settings(
-            worker_id="-", router_id="r", http_port=0, lanes=LANES, cache_dir=NOWHERE,
-            heartbeat_s=0.2, drain_grace_s=1, worker_timeout_s=20, **over,
+        super().__init__(
+            connect, worker_id="-", router_id="r", lanes=LANES, cache_dir=NOWHERE,
+            heartbeat_s=0.2, worker_timeout_s=20, **over,
         )  # fmt: skip
-        self.lives: list[Lifetime] = []
         self.workers: list[Worker] = []
 
-    async def start(self) -> None:
-        self.log = await self._connect("test")
-        await Router(*await self._part("router")).start()
-        self._preprocessor = Preprocessor(*await self._part("preprocessor"), Inline())
+    async def open(self) -> None:
+        self._preprocessor = Preprocessor(*await self.part("preprocessor"), Inline())
         await self._preprocessor.start()
-        self.gateway = Gateway(*await self._part("gateway"))
-        await self.gateway.start()
-        self.openai = openai.AsyncOpenAI(
-            base_url=f"{self.gateway.url}/v1", api_key="-", max_retries=0, timeout=WAIT_S
-        )
+        await super().open()
         self.http = httpx.AsyncClient(base_url=self.gateway.url, timeout=WAIT_S)
+        self.log = await self._connect("test")
         self.client = Client(self.log, SystemClock())
         await self.client.start()
 
     async def hire(self, server: OpenAiServer, kind: Kind = "chat", model: str = "m") -> None:
-        log, settings, life = await self._part(f"worker{len(self.workers)}")
         where = Attachment(server.url, silence_s=2.0, start_s=5.0)
-        engine = ValidatedEngine(PassingEngine(life.clock, where, kind, serves_as=model))
-        worker = Worker(log, settings, life, engine, worker_id=f"w{len(self.workers)}")
-        await worker.start()
-        self.workers.append(worker)
+
+        def make(life: Lifetime) -> ValidatedEngine:
+            return ValidatedEngine(PassingEngine(life.clock, where, kind, serves_as=model))
+
+        self.workers.append(await self.employ(f"w{len(self.workers)}", make))
         served = self.gateway.parts.served
         await until(lambda: served.kind(model) == kind)
 
-    async def _part(self, name: str) -> tuple[Log, Settings, Lifetime]:
-        life = Lifetime(name, rng=random.Random(name))
-        self.lives.append(life)
-        return await self._connect(name), self.settings, life
-
-    async def stop(self) -> None:
+    async def close(self) -> None:
         await self.client.close()
-        await self.openai.close()
         await self.http.aclose()
-        await self.gateway.stop()
         await self._preprocessor.stop()
-        for life in self.lives:
-            assert life.failed is None
-            await life.end()
+        await super().close()
 
     async def records(self, topic: str, kind: type[AnyRecord]) -> list[Any]:
         found = []
@@ -129,16 +110,6 @@ class Town:
             assert isinstance(self.memory, MemoryBroker)
             found += [decode(r) for r in self.memory.records(topic, lane)]
         return [r for r in found if isinstance(r, kind)]
-
-    memory: MemoryBroker | None = None
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    clock = SystemClock()
-    deadline = clock.now() + WAIT_S
-    while not condition():
-        assert clock.now() < deadline, "it never came true"
-        await clock.sleep(0.01)
 
 
 @pytest.fixture
@@ -152,17 +123,11 @@ async def server() -> AsyncIterator[OpenAiServer]:
 async def empty() -> AsyncIterator[Town]:
     """Nobody works there yet."""
     broker = MemoryBroker(SystemClock(), lanes=LANES)
-
-    async def connect(name: str) -> Log:
-        log = broker.connect(name)
-        await log.start()
-        return log
-
-    town = Town(connect)
+    town = Town(to(broker))
     town.memory = broker
-    await town.start()
+    await town.open()
     yield town
-    await town.stop()
+    await town.close()
 
 
 @pytest.fixture
@@ -631,7 +596,7 @@ async def test_on_a_real_kafka_both_ways_bring_all_that_the_server_says(
         assert isinstance(setup, KafkaLog)
         await provision.create(setup, lanes=LANES, replication=1, min_insync=1)
         town = Town(connect, **where)
-        await town.start()
+        await town.open()
         await town.hire(server)
         answer = await town.openai.chat.completions.create(model="m", tools=[TOOL], **HELLO)
         message = answer.choices[0].message
@@ -642,5 +607,5 @@ async def test_on_a_real_kafka_both_ways_bring_all_that_the_server_says(
         told = await town.client.result(prompt.id, WAIT_S)
         assert (told.text, told.finish_reason) == ("One moment.", "tool_calls")
         assert any("tool_calls" in aside.delta for aside in told.data)
-        await town.stop()
+        await town.close()
     await delete_topics(kafka.bootstrap_servers, topic_prefix)
