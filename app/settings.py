@@ -294,6 +294,12 @@ class Settings(BaseSettings):
         description="tokens of prompts, but for what caches have, that a router keeps waiting "
         "before it refuses more",
     )
+    wait_for_worker_s: float = Field(
+        120,
+        ge=0,
+        description="how long requests wait for a worker while their model has none, in seconds; "
+        "then they are refused (503, no_workers) until one is there",
+    )
     queue_order: Literal["shortest", "fcfs", "wspt"] = Field(
         "shortest",
         description="policy predictive: who of those that wait goes first, after strict priority: "

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from app.bell import Bell, Name, Rank
 from app.routing.burdens import NOTHING, Burden, Burdens
@@ -95,8 +96,8 @@ class Places:
     """One per router.
 
     `own` are the burdens of this router's decisions that the ledger has not told it yet;
-    `worker_timeout_ms` is the silence after which nothing is sent to a worker. `turns`: this
-    router's among others.
+    `worker_timeout_ms` is the silence after which nothing is sent to a worker; `absence_ms`: for
+    how long requests wait while their model has no worker. `turns`: this router's among others.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Places:
         turns: Turns,
         counts_output: bool = True,
         bound_tokens: int = NO_BOUND,
+        absence_ms: float = math.inf,
         queue_order: QueueOrder = "shortest",
         classes: Classes | None = None,
     ) -> None:
@@ -133,6 +135,9 @@ class Places:
         self._dispatched = 0
         self._limits: dict[tuple[str, int], _Limit] = {}
         self._models: dict[str, None] = {}
+        self._absence_ms = absence_ms
+        self._unserved_ms: dict[str, int] = {}
+        """Since when requests find no worker of a model."""
         self._heard_ms: dict[str, int] = {}
         self._changed = Bell()
         self._paces = Paces()
@@ -276,6 +281,19 @@ class Places:
             or not any(self._fleet.living())
         )
 
+    def is_given_up(self, model: str) -> bool:
+        """Whether a model has had no worker for so long that nobody waits for one any more.
+
+        That counts from the first request that found none: its card stays, and whoever starts
+        workers when somebody asks for them needs some time.
+        """
+        if self.is_served(model):
+            return False
+        now_ms = self._broker_clock.now_ms()
+        since_ms = self._unserved_ms.setdefault(model, now_ms)
+        _forget_first(self._unserved_ms)
+        return now_ms - since_ms > self._absence_ms
+
     def _has_room(self, worker: str, epoch: int, now_ms: int) -> bool:
         limit = self._limits.get((worker, epoch))
         if limit is None:
@@ -370,6 +388,8 @@ class Places:
             del self._limits[key]
         for worker in self._heard_ms.keys() - self._fleet.members.keys():
             del self._heard_ms[worker]
+        for model in [each for each in self._unserved_ms if self.is_served(each)]:
+            del self._unserved_ms[model]
         self._ring_all()
 
     def _ring_all(self) -> None:
@@ -414,9 +434,13 @@ class Places:
                     self._ring_all()  # nothing was sent to it while it was silent
             case WorkerCard(model=model) | ModelCard(name=model):
                 self._models[model] = None
-                while len(self._models) > REMEMBERED:
-                    del self._models[next(iter(self._models))]
+                _forget_first(self._models)
 
     def _refused(self, key: tuple[str, int], at_ms: int) -> None:
         runs, before = self._load.burdens.of(*key).runs, self._limits.get(key)
         self._limits[key] = _Limit(min(runs, before.runs) if before else runs, at_ms)
+
+
+def _forget_first(models: dict[str, Any]) -> None:
+    while len(models) > REMEMBERED:
+        del models[next(iter(models))]

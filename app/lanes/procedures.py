@@ -21,7 +21,7 @@ from opentelemetry.trace import get_tracer
 
 from app.lanes.context import FoldStopped, RouterContext
 from app.lanes.endings import Endings
-from app.lanes.places import Key
+from app.lanes.places import Key, Wanted
 from app.lanes.resumption import end_of_answer, obstacle
 from app.routing.decisions import Chosen, Hold, Refuse
 from app.routing.load import OPEN, RunId, Story
@@ -60,15 +60,19 @@ NO_PLACE: Mapping[EndCode, str] = {
     "model_not_found": "no worker of this deployment serves the model",
     "queue_full": "too many requests wait for a worker",
     "deadline": "no worker could take it in time",
-    "no_workers": "no worker of its model appeared in time",
+    "no_workers": "its model has no worker, and none appeared in time",
     "none_eligible": "no worker has what it asks for",
     "all_busy": "all workers that it may go to had enough to do",
     "pinned_busy": "the worker that it names could not take it",
 }
 """Why a request gets no worker."""
 
-COME_AGAIN: frozenset[EndCode] = frozenset({"queue_full", "all_busy", "pinned_busy"})
-"""Ends that are over soon."""
+COME_AGAIN_S: Mapping[EndCode, float] = {
+    "queue_full": RETRY_AFTER_S, "all_busy": RETRY_AFTER_S, "pinned_busy": RETRY_AFTER_S,
+    "no_workers": 10.0,
+}  # fmt: skip
+"""Ends that may be over soon, and when to ask again; an engine takes longer to start than to have
+room."""
 
 
 class Remainder(NamedTuple):
@@ -227,7 +231,7 @@ class Procedures:
             span.set_attribute("request_id", request.id)
             choice = await self._hold(rest)
         if isinstance(choice, Refuse):
-            again_s = RETRY_AFTER_S if choice.code in COME_AGAIN else None
+            again_s = COME_AGAIN_S.get(choice.code)
             await self._ends.end(request.id, choice.code, choice.message, retry_after_s=again_s)
             return
         if request.is_query:
@@ -272,13 +276,9 @@ class Procedures:
                 if not isinstance(planned, Hold):
                     return planned
                 held = planned
-                if held.is_hopeless and not rest.has_begun:
-                    return _no_place(held.code, held.reason)
+                if refusal := self._refusal(rest, wanted, held):
+                    return refusal
                 if key not in s.places.waiting:
-                    if not s.places.may_be_served(request.model):
-                        return _no_place("model_not_found")
-                    if s.places.is_crowded(wanted) and not rest.has_begun:
-                        return _no_place("queue_full", held.reason)
                     s.places.begin_waiting(wanted)
                 with self._interruptible(request.id):
                     await s.places.change(wanted, planned)
@@ -288,6 +288,22 @@ class Procedures:
             return _no_place("no_workers", held.reason)
         code: EndCode = "deadline" if held.code == "no_workers" else held.code
         return _no_place(code, held.reason)
+
+    def _refusal(self, rest: Remainder, wanted: Wanted, held: Hold) -> Refuse | None:
+        """Why a request is not kept waiting; only a missing model turns one away that has begun."""
+        places, model = self._context.places, rest.request.model
+        if held.is_hopeless and not rest.has_begun:
+            return _no_place(held.code, held.reason)
+        is_new = wanted.key not in places.waiting
+        if is_new and not places.may_be_served(model):
+            return _no_place("model_not_found")
+        if rest.has_begun:
+            return None
+        if held.code == "no_workers" and places.is_given_up(model):
+            return _no_place("no_workers", held.reason)
+        if is_new and places.is_crowded(wanted):
+            return _no_place("queue_full", held.reason)
+        return None
 
     async def _tell(self, rest: Remainder, choice: Chosen) -> None:
         """Answer where a request would go. It is in no load, no session and no cache."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.routing.classes import Share
-from streams.records import Assignment, End, Finished, Hints, Lost, ModelCard, Request
+from streams.records import Assignment, End, Finished, Hints, Lost, ModelCard, Request, Tombstone
 from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.routers import PROMPT, Hand, read, route, some, write
 from tests.worlds import World, in_world
@@ -232,6 +232,40 @@ async def test_a_model_that_has_a_card_is_waited_for(world: World) -> None:
     ask(world, "a", model="big")
     await world.sleep(10)
     assert ended(world, "a") == {}
+
+
+@in_world
+async def test_nobody_waits_long_for_a_model_whose_last_worker_has_left(world: World) -> None:
+    Hand(world)
+    await route(world, wait_for_worker_s=60)
+    await world.sleep(100)
+    world.append(REGISTRY, 0, Tombstone(key="worker/w1"), key="worker/w1")
+    await world.sleep(1)
+    ask(world, "early", deadline_s=600)
+    await world.sleep(50)
+    assert ended(world, "early") == {}
+    await world.sleep(20)
+    ask(world, "late", deadline_s=600)
+    await world.sleep(0.5)
+    assert ended(world, "early", "late") == {"early": "no_workers", "late": "no_workers"}
+    ends = read(world, RESPONSES, End, "early") + read(world, RESPONSES, End, "late")
+    assert {end.retry_after_s for end in ends} == {10.0}
+    fresh = Hand(world, "w2")
+    ask(world, "new", deadline_s=600)
+    await some(world, lambda: fresh.told(Assignment))
+
+
+@in_world
+async def test_what_has_begun_waits_for_a_worker_until_its_deadline(world: World) -> None:
+    worker = Hand(world)
+    await route(world, wait_for_worker_s=10)
+    ask(world, "a", deadline_s=600)
+    worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+    worker.beating.cancel()
+    await world.sleep(60)
+    assert ended(world, "a") == {}
+    fresh = Hand(world, "w2")
+    await some(world, lambda: fresh.told(Assignment))
 
 
 @in_world
