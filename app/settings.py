@@ -294,6 +294,12 @@ class Settings(BaseSettings):
         description="tokens of prompts, but for what caches have, that a router keeps waiting "
         "before it refuses more",
     )
+    held_bytes: int = Field(
+        1024 * 1024 * 1024,
+        ge=0,
+        description="bytes of prompts that a router keeps waiting before it refuses more: an image "
+        "counts as few tokens and takes megabytes",
+    )
     wait_for_worker_s: float = Field(
         120,
         ge=0,

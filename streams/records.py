@@ -329,6 +329,20 @@ class Request(Inner, frozen=True):
         """Length of the prompt, in tokens; of a body an estimate."""
         return len(self.token_ids) // 4 if self.body is None else self.body.prompt_tokens
 
+    @property
+    def prompt_bytes(self) -> int:
+        """What its prompt takes of memory, in whatever form it came."""
+        info = self.mm_routing_info
+        media = (data for of in (self.multi_modal_data or {}).values() for data in of)
+        return (
+            len(self.token_ids)
+            + (0 if self.body is None else len(self.body.json))
+            + len(self.prompt_embeds or "")
+            + len(self.extra_args or b"")
+            + (0 if info is None else len(info.routing_token_ids))
+            + sum(len(data.url) + len(data.decoded or b"") for data in media)
+        )
+
     def has_annotation(self, annotation: str) -> bool:
         """Whether exactly this annotation was given."""
         return annotation in self.annotations

@@ -45,6 +45,10 @@ class Queue(Protocol):
         """How many tokens of their prompts no cache has."""
 
     @property
+    def waiting_bytes(self) -> int:
+        """How many bytes their prompts have."""
+
+    @property
     def slowness(self) -> Mapping[str, float]:
         """By worker, how many times slower than its curve it has been."""
 
@@ -143,6 +147,9 @@ class _Queue(Collector):
             "kvlane_router_waiting_tokens", "Tokens of their prompts that no cache had when they "
             "came", queue.waiting_tokens,
         )  # fmt: skip
+        yield GaugeMetricFamily(
+            "kvlane_router_waiting_bytes", "Bytes of their prompts", queue.waiting_bytes
+        )
         slowness = GaugeMetricFamily(
             "kvlane_router_slowness", "How many times slower than its curve a worker has been",
             labels=["worker"],

@@ -91,7 +91,7 @@ class RouterContext:
             self.fleet, self.load, self.index, self._undelivered, tuning_of(self.settings),
             self.broker_clock, self.worker_timeout_ms, self.settings.held_requests,
             turns=self._turns, counts_output=self.settings.track_output_blocks,
-            bound_tokens=self.settings.held_tokens,
+            bound_tokens=self.settings.held_tokens, bound_bytes=self.settings.held_bytes,
             absence_ms=1000 * self.settings.wait_for_worker_s,
             queue_order=self.settings.queue_order,
             classes=Classes(self.settings.queue_classes),

@@ -84,6 +84,20 @@ class _Looking(NamedTuple):
     turn: asyncio.Future[Hold | None]
 
 
+class _Size(NamedTuple):
+    """What waits: tokens that no cache had when it began to, and the bytes of its prompt."""
+
+    uncached_tokens: int
+    prompt_bytes: int
+
+    def plus(self, other: _Size, sign: int = 1) -> _Size:
+        """Both together, or this without the other."""
+        return _Size(
+            self.uncached_tokens + sign * other.uncached_tokens,
+            self.prompt_bytes + sign * other.prompt_bytes,
+        )
+
+
 @dataclass(slots=True)
 class _Limit:
     """How many open runs a worker had when it refused one more, and when that was."""
@@ -114,6 +128,7 @@ class Places:
         turns: Turns,
         counts_output: bool = True,
         bound_tokens: int = NO_BOUND,
+        bound_bytes: int = NO_BOUND,
         absence_ms: float = math.inf,
         queue_order: QueueOrder = "shortest",
         classes: Classes | None = None,
@@ -131,6 +146,7 @@ class Places:
         self._bound = bound
         self._turns = turns
         self._bound_tokens = bound_tokens
+        self._bound_bytes = bound_bytes
         self._counts_output = counts_output
         self._dispatched = 0
         self._limits: dict[tuple[str, int], _Limit] = {}
@@ -147,9 +163,10 @@ class Places:
         self._bells: dict[Key, Bell] = {}
         """Of those that are held for a place."""
         self._looking: dict[Key, _Looking] = {}
-        self._uncached: dict[Key, int] = {}
-        """Of those that wait, the tokens of their prompts that no cache had."""
-        self._waiting_tokens = 0
+        self._sizes: dict[Key, _Size] = {}
+        """Of those that wait."""
+        self._waiting = _Size(0, 0)
+        """Of them all together."""
 
     # --- questions -------------------------------------------------------------------------------
 
@@ -157,7 +174,8 @@ class Places:
         """Whether one more, or one more of this class, would be too many to wait."""
         return (
             len(self.waiting) >= self._bound
-            or self._waiting_tokens >= self._bound_tokens
+            or self._waiting.uncached_tokens >= self._bound_tokens
+            or self._waiting.prompt_bytes >= self._bound_bytes
             or self._classes.is_crowded(wanted.queue)
         )
 
@@ -312,7 +330,12 @@ class Places:
     @property
     def waiting_tokens(self) -> int:
         """Tokens of their prompts that no cache had when they began to."""
-        return self._waiting_tokens
+        return self._waiting.uncached_tokens
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of their prompts: what they take of memory here."""
+        return self._waiting.prompt_bytes
 
     @property
     def loads(self) -> Mapping[str, Burden]:
@@ -351,13 +374,13 @@ class Places:
         """A request finds no place at once."""
         prompt, model = wanted.prompt, wanted.prompt.request.model
         self.waiting.add(wanted.key)
-        size = self._pools.pool(model, "aggregated", self._broker_clock.now_ms()).block_size
-        held = self._index.overlaps(prompt.local(size)).values()
-        cached = max((overlap.device for overlap in held), default=0) * size
+        block = self._pools.pool(model, "aggregated", self._broker_clock.now_ms()).block_size
+        held = self._index.overlaps(prompt.local(block)).values()
+        cached = max((overlap.device for overlap in held), default=0) * block
         uncached = max(prompt.tokens - cached, 0)
         self._end_waiting(wanted)
-        self._waiting_tokens += uncached
-        self._uncached[wanted.key] = uncached
+        size = self._sizes[wanted.key] = _Size(uncached, prompt.request.prompt_bytes)
+        self._waiting = self._waiting.plus(size)
         self._classes.wait(wanted.queue, uncached)
 
     def left(self, wanted: Wanted) -> None:
@@ -367,10 +390,10 @@ class Places:
         self._intend(wanted, None)
 
     def _end_waiting(self, wanted: Wanted) -> None:
-        uncached = self._uncached.pop(wanted.key, None)
-        if uncached is not None:
-            self._waiting_tokens -= uncached
-            self._classes.leave(wanted.queue, uncached)
+        size = self._sizes.pop(wanted.key, None)
+        if size is not None:
+            self._waiting = self._waiting.plus(size, -1)
+            self._classes.leave(wanted.queue, size.uncached_tokens)
 
     def _intend(self, wanted: Wanted, planned: Planned | None) -> None:
         self._ring(self._held.intend(wanted, planned))

@@ -58,7 +58,7 @@ answers of ten minutes are a million records, which is a few seconds."""
 
 NO_PLACE: Mapping[EndCode, str] = {
     "model_not_found": "no worker of this deployment serves the model",
-    "queue_full": "too many requests wait for a worker",
+    "queue_full": "too many requests, or too large ones, wait for a worker",
     "deadline": "no worker could take it in time",
     "no_workers": "its model has no worker, and none appeared in time",
     "none_eligible": "no worker has what it asks for",

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from app.routing.classes import Share
-from streams.records import Assignment, End, Finished, Hints, Lost, ModelCard, Request, Tombstone
+from streams.records import (
+    Assignment,
+    End,
+    Finished,
+    Hints,
+    Lost,
+    ModelCard,
+    OpenAiBody,
+    Request,
+    Tombstone,
+)
 from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.routers import PROMPT, Hand, read, route, some, write
 from tests.worlds import World, in_world
@@ -60,6 +70,26 @@ async def test_what_waits_is_bounded_in_tokens_that_no_cache_has_too(world: Worl
     await some(world, lambda: worker.told(Assignment))
     ask(world, "d", token_ids=b"1234" * 3000)
     await world.until(lambda: len(worker.told(Assignment)) == 3, within_s=30)
+
+
+@in_world
+async def test_what_waits_is_bounded_in_bytes_whatever_it_counts_as_in_tokens(world: World) -> None:
+    worker = Hand(world, kind="chat")
+    worker.state = "draining"
+    await route(world, held_bytes=150_000)
+    image = OpenAiBody(kind="chat", json=b"." * 100_000, prompt_tokens=1000)
+    ask(world, "a", "b", "c", body=image)
+    await world.until(lambda: ended(world, "a", "b", "c") == {"c": "queue_full"}, within_s=5)
+    (end,) = read(world, RESPONSES, End, "c")
+    assert end.retry_after_s
+    worker.state = "ready"
+    worker.beat()
+    await world.until(lambda: {a.request.id for a in worker.told(Assignment)} == {"a", "b"})
+    worker.state = "draining"
+    worker.beat()
+    ask(world, "d", body=image)
+    await world.sleep(5)
+    assert ended(world, "d") == {}
 
 
 @in_world

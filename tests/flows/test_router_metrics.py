@@ -46,7 +46,7 @@ async def test_all_figures_are_there_as_zeros_before_the_first_request(world: Wo
                  "pin_not_allowed", "queue_full", "deadline"):  # fmt: skip
         assert told[f'outcomes_total{{code="{code}"}}'] == 0
     for name in ("queue_seconds_count", "prompt_tokens_count", "hit_rate_count", "queries_total",
-                 "waiting_requests", "waiting_tokens"):  # fmt: skip
+                 "waiting_requests", "waiting_tokens", "waiting_bytes"):  # fmt: skip
         assert told[name] == 0
 
 
