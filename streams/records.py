@@ -833,7 +833,8 @@ class ModelCard(Inner, frozen=True):
     `special_tokens` are the names a template knows (bos_token, eos_token …). `checksum` is over
     everything but name and checksum: equal sums, interchangeable models. No parsers of tool calls
     or reasoning are named: answers to bodies that went on as they came are parsed by the server
-    that gives them, and what is made of tokens is text.
+    that gives them, and what is made of tokens is text. `served_as`: what such servers call it, who
+    tell no files to compare.
     """
 
     name: str
@@ -846,6 +847,7 @@ class ModelCard(Inner, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     defaults: SamplingOptions = SamplingOptions()
     checksum: str = ""
+    served_as: str = ""
 
 
 class SnapshotPointer(Inner, frozen=True):

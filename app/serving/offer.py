@@ -49,6 +49,10 @@ class Offer:
 
 
 def card_without_files(name: str, config: EngineConfig) -> ModelCard:
-    """What a model takes whose server is asked in the client's own words."""
-    card = ModelCard(name=name, kind=config.kind, context_length=config.context_length)
+    """What a model takes whose server is asked in the client's own words, and what can be told of
+    it: workers of one model agree on that."""
+    card = ModelCard(
+        name=name, kind=config.kind, context_length=config.context_length,
+        block_size=config.kv_cache_block_size, served_as=config.model,
+    )  # fmt: skip
     return replace(card, checksum=checksum_of(card))

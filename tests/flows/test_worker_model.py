@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from app import worker
 from app.engine.choice import speaker_of
 from app.engine.continuation import due
+from app.engine.echo import EchoEngine
 from app.lifetime import Lifetime
 from app.preprocess.artifacts import Artifacts
 from app.preprocess.errors import BadModel
@@ -177,6 +178,31 @@ async def test_a_worker_leaves_a_model_whose_card_another_one_has_written_since(
     last, left = (first, other) if cards[-1].context_length == 512 else (other, first)
     assert last.life.failed is None
     assert isinstance(left.life.failed, PoolDiffers)
+
+
+class BesideChats(EchoEngine):
+    """Stands for a server that is asked in its clients' own words, and calls its model so."""
+
+    calls_it = ""
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        config = await super().start(worker_id)
+        return replace(config, kind="chat", model=self.calls_it, served_model_name="m")
+
+
+@in_world
+async def test_workers_without_files_agree_on_what_their_servers_tell(world: World) -> None:
+    async def hire(name: str, calls_it: str, context: int = 100) -> None:
+        engine = BesideChats(world.clock, 0.1, context_length=context)
+        engine.calls_it = calls_it
+        await Desk(world, name).start(engine)
+
+    await hire("w1", "qwen")
+    await hire("w2", "qwen")
+    with pytest.raises(PoolDiffers, match="their served_as is qwen, here llama"):
+        await hire("w3", "llama")
+    with pytest.raises(PoolDiffers, match="their context_length is 100, here 50"):
+        await hire("w4", "qwen", 50)
 
 
 @in_world

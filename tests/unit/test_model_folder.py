@@ -148,6 +148,7 @@ def test_the_checksum_does_not_depend_on_the_order_of_names() -> None:
         {"special_tokens": {"a": "b"}},
         {"eos_token_ids": (1,)},
         {"defaults": SamplingOptions(temperature=0.5)},
+        {"served_as": "x"},
     ],
 )
 def test_the_checksum_depends_on_everything_else(changes: dict[str, Any]) -> None:
