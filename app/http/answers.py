@@ -24,6 +24,7 @@ _OBJECTS: dict[Kind, str] = {
 }  # fmt: skip
 _CHUNK_OBJECTS = _OBJECTS | {"chat": "chat.completion.chunk"}
 _encode = msgspec.json.Encoder().encode
+_OF_PROMPT = "prompt_tokens_details"
 _TEXT = "\x00"
 """Stands for the text while a chunk is taken apart; what follows the text holds no such thing."""
 _REASONS = {"eos": "stop"}
@@ -61,8 +62,6 @@ class Choice:
         self.position = 0
         """Where a broken connection goes on from: behind so many tokens; of an answer without any,
         behind so many characters and asides."""
-        self.said: Aside | None = None
-        """What is no text: all there is, or with `keep=False` that of the last piece."""
         self.begun = False
         self.finish_reason: str | None = None
         self.placed: Placed | None = None
@@ -77,11 +76,19 @@ class Choice:
         """Characters of the text before those."""
         self._parts: list[str] = []
         self._asides = 0
+        self._said: list[Aside] = []
 
     @property
     def text(self) -> str:
         """Its text, if it is kept, and what comes before it."""
         return self.before + "".join(self._parts)
+
+    @property
+    def said(self) -> Aside | None:
+        """What is no text: all there is, or with `keep=False` that of the last piece."""
+        if len(self._said) > 1:
+            self._said = [asides.put_together(*self._said)]
+        return self._said[0] if self._said else None
 
     @property
     def usage(self) -> Usage:
@@ -98,7 +105,7 @@ class Choice:
     def take(self, piece: Chunk | End) -> None:
         """The next piece, in order."""
         if not self._keep:
-            self.said = None
+            self._said.clear()
         if piece.usage is not None:
             self._usage = piece.usage
         reason = piece.code if isinstance(piece, End) else piece.finish_reason
@@ -125,8 +132,7 @@ class Choice:
 
     def _take_asides(self, piece: Chunk) -> None:
         self._asides += len(piece.data)
-        for aside in piece.data:
-            self.said = asides.put_together(self.said or Aside(), aside)
+        self._said += piece.data
 
     def _take_likely(self, piece: Chunk) -> None:
         if not self._keep:
@@ -229,8 +235,9 @@ def usage(choices: Sequence[Choice], n: int = 1) -> Json:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in prompts)},
     }
-    # Of several answers, details would have to be added up by what they mean.
-    return asides.merged(told, answers[0].details or {}) if len(answers) == 1 else told
+    of_prompts = [{_OF_PROMPT: (u.details or {}).get(_OF_PROMPT, {})} for u in prompts]
+    of_answers = [{n: d for n, d in (u.details or {}).items() if n != _OF_PROMPT} for u in answers]
+    return asides.merged(told, asides.added(*of_prompts), asides.added(*of_answers))
 
 
 def _placed(choices: Sequence[Choice]) -> Json:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, NamedTuple
 
@@ -156,8 +156,18 @@ class Telling(Response):
     def _event(self, index: int, piece: Piece) -> bytes:
         """What is told of a piece: events, or nothing. Raises ApiError when it is a failure."""
         if isinstance(piece, Chunk) and piece.data:
-            return b"".join(self._event_of(index, part) for part in parts_of(piece))
+            return b"".join(
+                self._event_of(index, each)
+                for part in parts_of(piece)
+                for each in self._told_as(index, part)
+            )
         return self._event_of(index, piece)
+
+    def _told_as(self, index: int, part: Chunk) -> Iterable[Chunk]:
+        """A part as it is told: who knows some of it gets the rest."""
+        if self._choices[index].position >= self._manner.from_token:
+            return (part,)
+        return parts_of(part, apart=True)
 
     def _event_of(self, index: int, piece: Piece) -> bytes:
         choice = self._choices[index]

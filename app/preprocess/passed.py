@@ -6,7 +6,9 @@ Here the two ways part that a body can go: to tokens (`openai.py`, `loaded.py`),
 latter only what routing and telling need is read; all else is between the client and the server
 behind the engine, which says what is wrong with it. Taken out is what others do: `nvext`, which is
 for routers; `n` and all but one of several prompts, since each answer is a request of its own;
-`stream`, since an engine streams in any case.
+`stream`, since an engine streams in any case; `request_id`, which several requests would share, and
+`priority`, which `nvext` has. What servers say to each other is refused: who may name the server
+that a cache is fetched from could read what others have asked, or make one server call another.
 
 Nobody here knows such a prompt's tokens, and load is counted in them. So they are guessed from the
 body's size: one for each BYTES_PER_TOKEN, after each image or the like, which is a long stretch of
@@ -61,6 +63,13 @@ _OF_TOKENS = (
 )  # fmt: skip
 """What `nvext` can say to engines that are asked in tokens only."""
 
+_TAKEN_OUT = frozenset({"nvext", "n", "stream", "request_id", "rid", "priority"})
+"""`rid` is what SGLang calls a request's id."""
+_BETWEEN_SERVERS = (
+    "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+)  # fmt: skip
+"""By vLLM, and by SGLang."""
+
 Kind = Literal["chat", "completion", "embedding"]
 
 
@@ -108,8 +117,7 @@ class Passed(Wish):
 
     def _said(self) -> list[bytes]:
         """The bodies, one for each prompt. Raises TooLarge before the copies are made."""
-        ours = ("nvext", "n", "stream")
-        common = {name: value for name, value in self.fields.items() if name not in ours}
+        common = {n: value for n, value in self.fields.items() if n not in _TAKEN_OUT}
         prompts = _prompts(self.kind, self.fields)
         whole = msgspec.json.encode(common)
         if len(prompts) == 1:
@@ -155,6 +163,9 @@ def _read(kind: Kind, fields: Mapping[str, Any], headers: Mapping[str, str] | No
     for name in _OF_TOKENS:
         if getattr(ext, name):
             raise InvalidPrompt(f"nvext.{name}", "is for models that are asked in tokens")
+    for name in _BETWEEN_SERVERS:
+        if fields.get(name) is not None:
+            raise InvalidPrompt(name, "is between servers only")
     if kind == "embedding" and (body.stream or body.n not in (None, 1)):
         raise InvalidPrompt("stream" if body.stream else "n", "is for chats and completions")
     prompts = len(_prompts(kind, fields))

@@ -64,6 +64,15 @@ def test_tool_calls_are_put_together_by_their_index() -> None:
     assert (first["id"], second["id"]) == ("a", "b")
 
 
+def test_however_asides_are_put_together_the_whole_is_the_same() -> None:
+    step_by_step: dict[str, Any] = {}
+    for delta in CALLS:
+        step_by_step = merged(step_by_step, delta)
+    assert merged(*CALLS) == step_by_step
+    odd = ({"a": "x", "b": 1}, {"a": None}, {"a": {"c": "d"}, "b": 2}, {"a": {"c": "e"}})
+    assert merged(*odd) == {"a": {"c": "de"}, "b": 2}
+
+
 def test_what_was_said_before_is_not_changed() -> None:
     known = merged({}, CALLS[0])
     merged(known, CALLS[1])
@@ -77,13 +86,29 @@ def test_text_and_asides_are_told_in_their_order() -> None:
     )  # fmt: skip
     events = told(CHAT, piece("one"), piece("two", *asides, before=3, reason="stop"))
     choices = [event["choices"][0] for event in events]
-    assert [c["delta"].get("content") for c in choices] == ["one", None, "tw", None, None, "o"]
+    assert [c["delta"].get("content") for c in choices] == ["one", None, "tw", None, "o"]
     assert choices[1]["delta"] == {"reasoning_content": "hm"}
     assert choices[3]["logprobs"] == {"a": 1}
     assert events[4]["system_fingerprint"] == "fp"
-    assert [c["finish_reason"] for c in choices] == [None] * 5 + ["stop"]
+    assert [c["finish_reason"] for c in choices] == [None] * 4 + ["stop"]
     for event in events:
         ChatCompletionChunk.model_validate(event)
+
+
+def test_log_probabilities_are_told_with_the_text_that_they_are_of() -> None:
+    """As the server did, whose events these were; also when several came together."""
+    said = [Aside(at=at, choice={"logprobs": {"content": [at]}}) for at in (0, 2, 3)]
+    events = told(CHAT, piece("abcd", *said, reason="length"))
+    choices = [event["choices"][0] for event in events]
+    assert [c["delta"]["content"] for c in choices] == ["ab", "c", "d"]
+    assert [c["logprobs"]["content"] for c in choices] == [[0], [2], [3]]
+    assert [c["finish_reason"] for c in choices] == [None, None, "length"]
+
+
+def test_asides_come_apart_for_who_may_know_them_already() -> None:
+    whole_piece = piece("ab", Aside(choice={"logprobs": {"a": 1}}), reason="stop")
+    parts = [(part.text, len(part.data)) for part in parts_of(whole_piece, apart=True)]
+    assert parts == [("", 1), ("ab", 0)]
 
 
 def test_an_answer_may_begin_and_end_with_an_aside() -> None:
@@ -118,7 +143,7 @@ def test_a_whole_completion_has_its_log_probabilities() -> None:
     assert answer.choices[0].logprobs.token_logprobs == [-1.0, -2.0]
 
 
-def test_what_a_server_counted_besides_is_told_of_a_single_answer() -> None:
+def test_what_a_server_counted_besides_is_added_up() -> None:
     details = {"completion_tokens_details": {"reasoning_tokens": 3},
                "prompt_tokens_details": {"audio_tokens": 1}}  # fmt: skip
     counts = Usage(prompt_tokens=5, completion_tokens=4, cached_tokens=2, details=details)
@@ -127,7 +152,9 @@ def test_what_a_server_counted_besides_is_told_of_a_single_answer() -> None:
     one = usage([choice])
     assert one["prompt_tokens_details"] == {"cached_tokens": 2, "audio_tokens": 1}
     assert one["completion_tokens_details"] == {"reasoning_tokens": 3}
-    assert "completion_tokens_details" not in usage([choice, choice], 2)
+    two = usage([choice, choice], 2)
+    assert two["completion_tokens_details"] == {"reasoning_tokens": 6}
+    assert two["prompt_tokens_details"] == {"cached_tokens": 2, "audio_tokens": 1}
 
 
 def test_the_end_by_a_router_repeats_nothing() -> None:

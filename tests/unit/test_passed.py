@@ -32,7 +32,8 @@ def said(request: Request) -> Any:
 
 def test_a_body_stays_as_it_came_but_for_what_others_do() -> None:
     theirs = CHAT | {"model": "m", "tools": [{"odd": 1}], "temperature": 9, "seed": 4, "top_k": "?"}
-    ours = {"n": 2, "stream": True, "nvext": {"lora_name": "ada"}}
+    ours = {"n": 2, "stream": True, "nvext": {"lora_name": "ada"}, "request_id": "r", "rid": "r"}
+    ours |= {"priority": -9}
     (request,) = requests("chat", theirs | ours)
     assert said(request) == theirs
     assert (request.kind, request.token_ids, request.model) == ("chat", b"", "m")
@@ -70,6 +71,12 @@ def test_what_only_engines_in_tokens_do_is_refused_with_its_name() -> None:
     ):  # fmt: skip
         with pytest.raises(InvalidPrompt, match=rf"nvext\.{name}: is for models that are asked"):
             requests("chat", CHAT | {"nvext": {name: value}})
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "bootstrap_host", "bootstrap_room"])
+def test_no_client_says_what_servers_say_to_each_other(name: str) -> None:
+    with pytest.raises(InvalidPrompt, match=f"{name}: is between servers only"):
+        requests("chat", CHAT | {name: {"remote_host": "10.0.0.1"}})
 
 
 @pytest.mark.parametrize(
