@@ -332,7 +332,7 @@ class Worker:
     async def _follow(
         self, source: Partition, position: int, take: Callable[[Record], Awaitable[None]]
     ) -> None:
-        reader = self._log.reader()
+        reader = self._log.reader(moving=False)
         reader.assign({source: position})
         try:
             while True:

@@ -159,7 +159,7 @@ class Follower:
         Raises UnknownType, TopicsDiffer, Denied, and what the fold or `on_applied` raise.
         """
         reason: Exception = LogClosed(f"following for {self._fold.name} was stopped")
-        reader = self._log.reader()
+        reader = self._log.reader(moving=False)
         try:
             await until_answered(self._clock, self._find_sources)
             await until_answered(self._clock, lambda: self._place(self.sources))

@@ -176,8 +176,12 @@ class Log(Protocol):
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
         """First offset appended at or after `timestamp_ms`; the end when there is none."""
 
-    def reader(self) -> Reader:
-        """A reader that reads nothing until `assign`."""
+    def reader(self, *, moving: bool = True) -> Reader:
+        """A reader that reads nothing until `assign`.
+
+        Without `moving` it is for positions that stay: brokers are asked less often when there is
+        nothing new, and what is assigned while it reads may wait a quarter of a second.
+        """
 
     def member(self, topic: str, group: str, ownership: Ownership) -> Member:
         """Join a group at the first poll. Partitions without a commit start at the log's start."""

@@ -76,10 +76,13 @@ READING: Mapping[str, Any] = {
     "max_partition_fetch_bytes": MAX_RECORD_BYTES + 64 * 1024,
     "fetch_max_bytes": 32 * 1024 * 1024,
     # The broker answers at once when there is something. This is how long a new position may wait
-    # behind a request that is already under way; twenty idle requests a second cost little.
-    "fetch_max_wait_ms": 50,
+    # behind a request that is already under way. A consumer asks every broker that leads one of its
+    # partitions so often when nothing happens, which a cluster of three feels in every process.
+    "fetch_max_wait_ms": 250,
 }
 """Options of all consumers, next to those of the connection."""
+MOVING: Mapping[str, Any] = {**READING, "fetch_max_wait_ms": 50}
+"""Options of consumers whose positions change while somebody waits for what is there."""
 
 
 _OF_A_CONNECTION = frozenset(inspect.signature(create_conn).parameters)

@@ -153,10 +153,10 @@ class KafkaLog:
         )
         return end if found[tp] is None else int(found[tp].offset)
 
-    def reader(self) -> KafkaReader:
+    def reader(self, *, moving: bool = True) -> KafkaReader:
         """A reader with a connection of its own; closed with this one."""
         self._check_open()
-        reader = KafkaReader(self)
+        reader = KafkaReader(self, moving=moving)
         self._users[reader] = None
         return reader
 

@@ -16,6 +16,7 @@ from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeEr
 
 from streams.errors import BrokerUnavailable, LogClosed, PositionLost
 from streams.kafka.client import (
+    MOVING,
     READING,
     REFUSALS,
     RETRY_S,
@@ -39,7 +40,7 @@ _SETTLE_BYTES = 1024 * 1024
 
 
 _PATIENCE = 0.75
-"""Of a request time-out, which is meant for appends. A broker answers a reader in 50 ms. One that
+"""Of a request time-out, which is meant for appends. A broker answers a reader in 250 ms. One that
 hangs may cost three waits: for its answer, for a new connection to it, and for the new leader, when
 the client asks it of all brokers who that is."""
 
@@ -47,10 +48,11 @@ the client asks it of all brokers who that is."""
 class KafkaReader:
     """Implements `Reader`; made by `KafkaLog.reader`. One task polls it."""
 
-    def __init__(self, kafka: KafkaLog) -> None:
+    def __init__(self, kafka: KafkaLog, *, moving: bool) -> None:
         self._kafka = kafka
         self._patience_s = _PATIENCE * kafka.request_timeout_s
-        options = {**kafka.options, **READING, "request_timeout_ms": int(self._patience_s * 1000)}
+        reading = MOVING if moving else READING
+        options = {**kafka.options, **reading, "request_timeout_ms": int(self._patience_s * 1000)}
         self._client = LazyConsumer(options, kafka.request_timeout_s)
         self._consumer: AIOKafkaConsumer | None = None  # the one that has our assignment
         self._names: dict[TopicPartition, Partition] = {}

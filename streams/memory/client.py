@@ -132,7 +132,7 @@ class MemoryLog:
         await self._ask(topic, (partition,))
         return self.broker.log(topic, partition).offset_at(timestamp_ms)
 
-    def reader(self) -> MemoryReader:
+    def reader(self, *, moving: bool = True) -> MemoryReader:  # noqa: ARG002  each position waits alone
         """A reader; closed with this connection."""
         self.check_open()
         reader = MemoryReader(self)
