@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, chain
+from struct import pack
 from typing import NamedTuple
 
 import numpy as np
@@ -75,12 +76,13 @@ class MalformedColumns(ValueError):
 def encode(events: Iterable[Event]) -> Columns:
     """The columns of some events."""
     rows = list(events)
+    keys = list(chain.from_iterable([event.keys for event in rows]))
     return Columns(
         kinds=bytes(event.kind for event in rows),
         tiers=bytes(event.tier for event in rows),
         positions=np.array([event.position for event in rows], "<u4").tobytes(),
         counts=np.array([len(event.keys) for event in rows], "<u4").tobytes(),
-        keys=np.array([key for event in rows for key in event.keys], "<u8").tobytes(),
+        keys=pack(f"<{len(keys)}Q", *keys),
     )
 
 

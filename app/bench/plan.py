@@ -167,11 +167,13 @@ def _decisions(there: Fleets, workers: int, policy: str, count: int) -> dict[str
         local = prompt.local(BLOCK)
         hashed = time.thread_time()
         decision = plan(prompt, view, tuning, seed=n, since_ms=0)
+        assert isinstance(decision, Chosen), "there are workers"
+        candidates = decision.candidates
         decided = time.thread_time()
         view.caches.blocks.depths(local)
         matched = time.thread_time()
         _check(decision)
-        del decision  # not within the time of the next one
+        del decision, candidates  # not within the time of the next one
         if n >= WARM_UP:
             times = {"hash": hashed - began, "match": matched - decided}
             times["all"] = decided - began

@@ -153,7 +153,7 @@ class Board:
         index = caches.blocks
         while True:
             owners = index.owners
-            each = [index.depths(local) for local in prompts]
+            each = [caches.depths(local) for local in prompts]
             if owners is index.owners:  # else a column may have been given to another cache
                 break
         if owners is not self._owners:

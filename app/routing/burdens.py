@@ -7,7 +7,7 @@ and not read back is `app/lanes/context.py`'s; both use these.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from app.routing.changes import Changes
 from app.routing.policies import Place
@@ -59,8 +59,9 @@ class Burdens:
 
     def __init__(self) -> None:
         self.changes = Changes[Place]()
-        self._by_epoch: dict[tuple[str, int], Burden] = {}
         self._by_rank: dict[Place, Burden] = {}
+        self._ranks: dict[tuple[str, int], dict[Place, None]] = {}
+        """By epoch, the places that have something."""
         self._prefilled_ms: dict[Place, int] = {}
         self._by_adapter: dict[str, dict[Place, int]] = {}
 
@@ -69,13 +70,16 @@ class Burdens:
 
     def of(self, worker: str, epoch: int) -> Burden:
         """What lies on an epoch of a worker, over all ranks."""
-        return self._by_epoch.get((worker, epoch), NOTHING)
+        total = NOTHING
+        for place in self._ranks.get((worker, epoch), ()):
+            total = total.plus(self._by_rank[place])
+        return total
 
     def by_worker(self) -> dict[str, Burden]:
         """What lies on each worker that has something, over all epochs and ranks."""
         found: dict[str, Burden] = {}
-        for (worker, _), burden in self._by_epoch.items():
-            found[worker] = found.get(worker, NOTHING).plus(burden)
+        for place, burden in self._by_rank.items():
+            found[place.worker] = found.get(place.worker, NOTHING).plus(burden)
         return found
 
     def at(self, places: Iterable[Place]) -> list[Burden]:
@@ -102,21 +106,14 @@ class Burdens:
     def add(self, place: Place, burden: Burden, adapter: str = "") -> None:
         """Count something in, of requests for an adapter."""
         if adapter and burden.runs:
-            runs = self._by_adapter.setdefault(adapter, {})
-            runs[place] = runs.get(place, 0) + burden.runs
-            if not runs[place]:
-                del runs[place]
-            if not runs:
-                del self._by_adapter[adapter]
-        _put(self._by_epoch, (place.worker, place.epoch), burden)
-        _put(self._by_rank, place, burden)
-        self.changes.note(place)
-        if place not in self._by_rank:
-            self._prefilled_ms.pop(place, None)
+            self._count(place, adapter, burden.runs)
+        self._put(place, self.there(place).plus(burden))
 
     def remove(self, place: Place, burden: Burden, adapter: str = "") -> None:
         """Count something out that was counted in."""
-        self.add(place, NOTHING.less(burden), adapter)
+        if adapter and burden.runs:
+            self._count(place, adapter, -burden.runs)
+        self._put(place, self.there(place).less(burden))
 
     def prefilled(self, place: Place, at_ms: int) -> None:
         """A run there had its first token; of several such times the last one counts."""
@@ -124,13 +121,23 @@ class Burdens:
             self._prefilled_ms[place] = max(at_ms, self.prefilled_ms(place))
             self.changes.note(place)
 
+    def _put(self, place: Place, total: Burden) -> None:
+        self.changes.note(place)
+        if total != NOTHING:
+            if place not in self._by_rank:
+                self._ranks.setdefault(place[:2], {})[place] = None
+            self._by_rank[place] = total
+        elif self._by_rank.pop(place, None) is not None:
+            self._prefilled_ms.pop(place, None)
+            ranks = self._ranks[place[:2]]
+            del ranks[place]
+            if not ranks:
+                del self._ranks[place[:2]]
 
-K = TypeVar("K")
-
-
-def _put(burdens: dict[K, Burden], key: K, more: Burden) -> None:
-    total = burdens.get(key, NOTHING).plus(more)
-    if total == NOTHING:
-        burdens.pop(key, None)
-    else:
-        burdens[key] = total
+    def _count(self, place: Place, adapter: str, more: int) -> None:
+        runs = self._by_adapter.setdefault(adapter, {})
+        runs[place] = runs.get(place, 0) + more
+        if not runs[place]:
+            del runs[place]
+        if not runs:
+            del self._by_adapter[adapter]

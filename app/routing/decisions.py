@@ -16,6 +16,7 @@ from app.routing.index import Index
 from app.routing.paces import OUTPUT_TOKENS
 from app.routing.policies import DynamoWeights, Place
 from app.routing.predictive import PredictiveWeights
+from app.routing.recorded import Inputs
 from streams.records import Candidate, EndCode
 
 
@@ -93,15 +94,20 @@ class Chosen(NamedTuple):
     policy: str
     params: dict[str, float]
     seed: int
-    candidates: tuple[Candidate, ...]
+    inputs: Inputs
     at_ms: int = 0
     outlook: Outlook = Outlook()
     bound: Place | None = None
 
     @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The places that it was made of, to be recorded: the best ones, and the chosen one."""
+        return self.inputs.candidates
+
+    @property
     def overlap_blocks(self) -> int:
         """Blocks of the prompt that its place has, in whatever tier."""
-        each = next((c for c in self.candidates if (c.worker, c.rank) == self.place[::2]), None)
+        each = self.inputs.candidate(self.place)
         return each.overlap_blocks + each.host_blocks + each.disk_blocks if each else 0
 
     @property

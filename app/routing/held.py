@@ -133,21 +133,21 @@ class Held(Generic[K]):
         policies that hold nobody: then they go by their precedence.
         """
         looking = sorted(looking, key=lambda wanted: wanted.number)
+        if len(looking) == 1:
+            return LinedUp([looking[0].key], {}, [])
         woken: dict[K, None] = {}
         held: dict[K, Hold] = {}
-        if survey is not None and len(looking) > 1:
+        if survey is not None:
             for wanted, sketch in zip(looking, survey(looking), strict=True):
                 woken |= dict.fromkeys(self.intend(wanted, sketch and sketch.planned))
                 if sketch is not None and sketch.hold is not None:
                     held[wanted.key] = sketch.hold
-        keys = [wanted.key for wanted in looking]
-        for key in keys:
-            woken.pop(key, None)
-        keys = [key for key in keys if key not in held]
-        order = list(self._in_turn(key for key in keys if key in self._entries))
-        others = [wanted for wanted in looking if wanted.key in keys]
-        others = [wanted for wanted in others if wanted.key not in self._entries]
-        order += self._classes.in_turn(_turn_of(wanted) for wanted in others)
+        for wanted in looking:
+            woken.pop(wanted.key, None)
+        free, entries = [wanted for wanted in looking if wanted.key not in held], self._entries
+        order = list(self._in_turn([each.key for each in free if each.key in entries]))
+        others = [_turn_of(wanted) for wanted in free if wanted.key not in entries]
+        order += self._classes.in_turn(others)
         return LinedUp(order, held, list(woken))
 
     def line(self, joining: Mapping[K, int]) -> Line[K]:
@@ -249,7 +249,9 @@ class Held(Generic[K]):
     def first(self, place: Place) -> K | None:
         """Who goes to a place next."""
         there = self._by_place.get(place)
-        return None if there is None else min(there, key=self._order)
+        if there is None:
+            return None
+        return next(iter(there)) if len(there) == 1 else min(there, key=self._order)
 
     def in_turn(self, places: Iterable[Place] | None = None) -> list[K]:
         """Who is planned for these places, or for any, in the order in which they go."""

@@ -41,7 +41,7 @@ from app.routing.policies import (
 )
 from app.routing.predictive import Prediction, PredictiveWeights
 from app.routing.prompt import Prompt
-from app.routing.recorded import candidates_of, options_of
+from app.routing.recorded import inputs_of, options_of
 from app.routing.sessions import allowance, kept
 from streams.records import (
     Assigned,
@@ -141,7 +141,7 @@ def plan(
         policy=tuning.policy,
         params=params,
         seed=seed,
-        candidates=candidates_of(options, costs, chosen, is_timed=prediction is not None),
+        inputs=inputs_of(options, costs, chosen, is_timed=prediction is not None),
         at_ms=view.now_ms,
         outlook=outlook,
         bound=bound,

@@ -6,8 +6,9 @@ again from them alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from struct import Struct
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,37 +36,61 @@ _ROW = Struct("qd10q3d")
 """As `kernels.record` fills it. Read so, 16 rows become candidates in 6 us, by columns in 12."""
 
 
-def candidates_of(
-    options: Options, costs: Costs, chosen: int, *, is_timed: bool
-) -> tuple[Candidate, ...]:
-    """The best options that were considered, and the chosen one.
+class Inputs(NamedTuple):
+    """The best options that were considered, and the chosen one, as they were.
 
+    They become candidates when they are asked for: that takes as long as a fifth of the decision,
+    and not everybody who decides writes down all of them. `rows`: as `kernels.record` filled them,
     `is_timed`: with what policy predictive looks at.
     """
-    rows = np.empty((RECORDED + 1, kernels.RECORD), np.int64)
-    size = kernels.record(costs, chosen, options.spots, options.blocks, rows, rows.view(np.float64))
-    places, curves, taints = options.places, options.curves, options.taint_weights
-    ahead, taint, candidates = _ahead(options), 0.0, []
-    for (
-        i, cost, runs, open_tokens, device, host, disk, prefill_tokens, prompt_tokens,
-        prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness, later_ms,
-    ) in _ROW.iter_unpack(rows[:size].data):  # fmt: skip
-        worker, epoch, rank = places[i]
-        if taints is not None:
-            taint = float(taints[i])
-        if is_timed:
-            each = Candidate(
-                worker, epoch, rank, cost, runs, open_tokens, device, host, disk, prefill_tokens,
-                taint, prompt_tokens, prefill_runs, busy_ms, ahead.get(i, ()), slowness,
-                chunk_tokens, capacity_tokens, curves[i], later_ms,
-            )  # fmt: skip
-        else:
-            each = Candidate(
+
+    rows: bytes
+    places: Sequence[Place]
+    curves: Sequence[tuple[float, ...]]
+    taints: Sequence[float]
+    ahead: Mapping[int, tuple[float, ...]]
+    is_timed: bool
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All of them."""
+        return tuple([self._candidate(row) for row in _ROW.iter_unpack(self.rows)])
+
+    def candidate(self, place: Place) -> Candidate | None:
+        """The one at a place, if it is among them."""
+        for row in _ROW.iter_unpack(self.rows):
+            if self.places[row[0]] == place:
+                return self._candidate(row)
+        return None
+
+    def _candidate(self, row: tuple[Any, ...]) -> Candidate:
+        (
+            i, cost, runs, open_tokens, device, host, disk, prefill_tokens, prompt_tokens,
+            prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness, later_ms,
+        ) = row  # fmt: skip
+        worker, epoch, rank = self.places[i]
+        taint = self.taints[i] if self.taints else 0.0
+        if not self.is_timed:
+            return Candidate(
                 worker, epoch, rank, cost, runs, open_tokens, device, host, disk, prefill_tokens,
                 taint,
             )  # fmt: skip
-        candidates.append(each)
-    return tuple(candidates)
+        return Candidate(
+            worker, epoch, rank, cost, runs, open_tokens, device, host, disk, prefill_tokens,
+            taint, prompt_tokens, prefill_runs, busy_ms, self.ahead.get(i, ()), slowness,
+            chunk_tokens, capacity_tokens, self.curves[i], later_ms,
+        )  # fmt: skip
+
+
+def inputs_of(options: Options, costs: Costs, chosen: int, *, is_timed: bool) -> Inputs:
+    """Of a decision between options."""
+    rows = np.empty((RECORDED + 1, kernels.RECORD), np.int64)
+    size = kernels.record(costs, chosen, options.spots, options.blocks, rows, rows.view(np.float64))
+    taints = options.taint_weights
+    return Inputs(
+        rows[:size].tobytes(), options.places, options.curves,
+        () if taints is None else taints.tolist(), _ahead(options), is_timed,
+    )  # fmt: skip
 
 
 def _ahead(options: Options) -> dict[int, tuple[float, ...]]:

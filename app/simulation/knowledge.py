@@ -16,8 +16,9 @@ from app.routing.decisions import Chosen, Planned, View
 from app.routing.eligibility import Pools
 from app.routing.fleet import Fleet
 from app.routing.index import Index
-from app.routing.load import Load
+from app.routing.load import KnownRun
 from app.routing.paces import Paces
+from app.routing.policies import Place
 from app.routing.turns import NOT_LATER, Crowding
 from app.simulation.traffic import SECRET
 from app.simulation.worker import Worker
@@ -41,9 +42,6 @@ HEARTBEAT_MS = 1000.0
 TIMEOUT_MS = 5000
 MODEL = "simulated"
 REGISTRY, EVENTS = Partition("registry", 0), Partition("kv-events", 0)
-LEDGER = Partition("ledger", 0)
-_KEPT_MS = 60_000
-"""How long ended requests are remembered; no id comes twice here."""
 _ORIGIN = Origin(topic="requests", partition=0, offset=0)
 
 Told = Assigned | PrefillDone | Finished
@@ -127,21 +125,44 @@ class Folds:
 
 
 class Books:
-    """The ledger, as far as it was read."""
+    """The ledger, as far as it was read.
+
+    `burdens` are those of `app/routing/load.py`, whose rules make no difference here: each request
+    has one run, each record comes once and in its order. To fold them cost a tenth of a replay.
+    """
 
     def __init__(self, lag_ms: float = 0.0) -> None:
-        self.load = Load(_KEPT_MS)
+        self.burdens = Burdens()
         self.paces = Paces()
         self.crowding = Crowding(lag_ms)
+        self._open: dict[str, KnownRun] = {}
         self._position = 0
 
     def told(self, record: Told, at_ms: float) -> None:
         """A record is read that was written at a time."""
         fact = Fact(self._position, int(at_ms), record)
         self._position += 1
-        self.load.apply(LEDGER, [fact], self._position)
+        self._weigh(record, fact.timestamp_ms)
         self.paces.told(fact)
         self.crowding.told(fact)
+
+    def _weigh(self, record: Told, at_ms: int) -> None:
+        if isinstance(record, Assigned):
+            place = Place(record.worker, record.epoch, record.rank)
+            run = self._open[record.id] = KnownRun(
+                "assigned", at_ms, record.prompt_tokens, record.rank, record.prefill_tokens
+            )
+            self.burdens.add(place, run.burden)
+            return
+        run = self._open[record.id]
+        place = Place(record.worker, record.epoch, run.rank)
+        self.burdens.remove(place, run.burden)
+        if isinstance(record, Finished):
+            del self._open[record.id]
+            return
+        run.state, run.since_ms = "prefilled", at_ms
+        self.burdens.add(place, run.burden)
+        self.burdens.prefilled(place, at_ms)
 
 
 class Knowledge:
@@ -161,7 +182,7 @@ class Knowledge:
         """For `plan`, right until something is told. `ahead`: see `View`."""
         folds, books = self.folds, self.books
         return View(
-            folds.fleet, self._pools, folds.index, books.load.burdens, self.own, int(now_ms),
+            folds.fleet, self._pools, folds.index, books.burdens, self.own, int(now_ms),
             books.paces.output_tokens, books.paces.slowness, ahead,
             later_ms=self._later_ms if books.crowding.is_crowded else NOT_LATER,
             leads_to=books.paces.leads_to,
@@ -169,14 +190,15 @@ class Knowledge:
 
 
 def assigned(request_id: str, decision: Chosen) -> Assigned:
-    """The record that a request was sent to a worker."""
+    """The record that a request was sent to a worker, with no candidate but that: none is read."""
     worker, epoch, rank = decision.place
+    chosen = decision.inputs.candidate(decision.place)
     return Assigned(
         id=request_id, attempt=0, phase="aggregated", worker=worker, epoch=epoch, rank=rank,
         origin=_ORIGIN, responses_from=0, deadline_ms=0, prompt_tokens=decision.tokens,
         policy=decision.policy, params=decision.params, seed=decision.seed,
         block_size=decision.block_size, cached_tokens_predicted=decision.cached_tokens,
-        prefill_tokens=decision.prefill_tokens, candidates=decision.candidates,
+        prefill_tokens=decision.prefill_tokens, candidates=() if chosen is None else (chosen,),
         held_ms=decision.outlook.held_ms,
     )  # fmt: skip
 

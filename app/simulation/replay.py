@@ -90,6 +90,8 @@ class Replay:
     lives: list[Life] = field(default_factory=list)
     _telling_ms: float = field(init=False)
     """From what happens on a worker until routers read of it."""
+    _wake_ms: float = NEVER
+    """When a router looks next without any news."""
     _beat_ms: float = 0.0
     _moved_ms: float = 0.0
     """When a request came, or a step ended, last."""
@@ -114,7 +116,7 @@ class Replay:
             arrival = self.arrivals[came].at_ms if came < len(self.arrivals) else NEVER
             end = self._ends[0][0] if self._ends else NEVER
             later = self._under_way[0][0] if self._under_way else NEVER
-            wake = min([seat.router.wake_ms for seat in self.seats])
+            wake = self._wake_ms
             news = min(arrival, later, wake)
             if end == news == NEVER:
                 return self.lives
@@ -198,6 +200,7 @@ class Replay:
                 seat.router.hear(self._heard)
                 for number, decision in seat.router.look(now_ms):
                     self._send(self.lives[number], decision, now_ms)
+        self._wake_ms = min([seat.router.wake_ms for seat in self.seats])
         self._heard.clear()
         for worker in self._idle.values():
             self._begin(worker, now_ms)

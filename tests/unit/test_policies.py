@@ -27,7 +27,7 @@ from app.routing.policies import (
     span,
     tags_of,
 )
-from app.routing.recorded import RECORDED, candidates_of, options_of
+from app.routing.recorded import RECORDED, inputs_of, options_of
 from streams.records import Candidate
 
 ASK = Ask(id="a", prompt_tokens=160, block_size=16, seed=0)
@@ -201,7 +201,7 @@ def test_the_kernel_and_the_plain_formula_agree_to_the_bit(
 ) -> None:
     ask = ASK._replace(least_prefill_tokens=min(row["prefill_tokens"] for row in rows))
     costs = dynamo(ask, options(*rows), weights)
-    candidates = candidates_of(options(*rows), costs, 0, is_timed=False)
+    candidates = inputs_of(options(*rows), costs, 0, is_timed=False).candidates
     best = sorted(range(len(rows)), key=costs.tolist().__getitem__)[:RECORDED]
     assert [c.worker for c in candidates[: len(best)]] == [f"w{i}" for i in best]
     assert [c.cost for c in candidates] == [plain_dynamo(c, ask, weights) for c in candidates]

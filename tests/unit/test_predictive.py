@@ -21,7 +21,7 @@ from app.routing.plan import plan, replan
 from app.routing.policies import Ask, Options, Place
 from app.routing.predictive import Prediction, PredictiveWeights, predict
 from app.routing.prompt import Prompt
-from app.routing.recorded import candidates_of, options_of
+from app.routing.recorded import inputs_of, options_of
 from app.routing.survey import Surveyor, survey
 from streams.codecs import pack_tokens
 from streams.records import Candidate, Hints, Request, RoutingConstraints, StopConditions
@@ -247,7 +247,7 @@ def test_the_kernel_and_the_plain_formulas_agree_to_the_bit(
         ttft_target_ms=target_ms, itl_target_ms=target_ms / 5,
     )  # fmt: skip
     found = predicted(*rows, ask=ask)
-    candidates = candidates_of(options(*rows), found.costs, 0, is_timed=True)
+    candidates = inputs_of(options(*rows), found.costs, 0, is_timed=True).candidates
     assert len(candidates) == len(rows)
     for each in candidates:
         i = int(each.worker[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 
 from app.engine.batch import Curves, Sequence, Shape
 from app.routing.decisions import Hold, Plan, Refuse, Tuning
+from app.routing.load import Load
 from app.routing.plan import plan
+from app.routing.policies import Place
 from app.simulation import router, worker
 from app.simulation.conditions import Conditions
 from app.simulation.figures import figures
+from app.simulation.knowledge import Told
 from app.simulation.replay import Life, Replay, prepared
 from app.simulation.router import SimulationFailed
 from app.simulation.runs import NAMES
@@ -23,6 +27,8 @@ from app.simulation.traffic import Pace, arrivals, asks_for_sessions, traced
 from app.simulation.worker import Worker
 from app.trace import BadTrace, TraceRow
 from indexer.lives import Holder, Overlap
+from streams.ports import Partition
+from streams.records import Fact
 
 # A step takes 10 ms and a hundredth of one a new token, and 4 ms more if anybody decodes.
 SIMPLE = Shape(512, 64, curves=Curves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 0.0, 4.0)))
@@ -186,7 +192,28 @@ def test_in_the_end_the_router_knows_what_the_caches_hold(
         for each in played_out.workers:
             held = each.state.cache.match(request.chunks, len(request.chunks)).blocks
             assert known.get(Holder(each.name, 0), Overlap()).device == held
-    assert not any(seat.knowledge.books.load.burdens for seat in played_out.seats)
+    assert not any(seat.knowledge.books.burdens for seat in played_out.seats)
+
+
+@given(ROWS, st.sampled_from(NAMES))
+def test_its_books_weigh_runs_as_the_ledger_does(rows: list[TraceRow], policy: str) -> None:
+    coming = arrivals(rows, traced(rows), RECORDED, 0)
+    replay = prepared(coming, 2, SIMPLE, Tuning(policy), 0)
+    books, load, read = replay.seats[0].knowledge.books, Load(60_000), count()
+    told = books.told
+
+    def tell(record: Told, at_ms: float) -> None:
+        told(record, at_ms)
+        position = next(read)
+        load.apply(Partition("ledger", 0), [Fact(position, int(at_ms), record)], position + 1)
+        for each in replay.workers:
+            place = Place(each.name, each.epoch)
+            assert books.burdens.there(place) == load.burdens.there(place)
+            assert books.burdens.prefilled_ms(place) == load.burdens.prefilled_ms(place)
+
+    books.told = tell  # type: ignore[method-assign]
+    replay.run()
+    assert next(read) == 3 * len(rows)
 
 
 # --- a worker ------------------------------------------------------------------------------------
@@ -415,4 +442,4 @@ def test_late_or_not_every_request_ends_and_no_load_remains(
     assert told(again.run()) == told(lives)
     for seat in once.seats:
         assert not seat.knowledge.own
-        assert not seat.knowledge.books.load.burdens
+        assert not seat.knowledge.books.burdens
