@@ -1,7 +1,7 @@
 """Kills and stops of real processes under load, on a real Kafka: nothing lost, nothing twice.
 
     crowd (this process) ──HTTP──► gateways ─► requests ─► routers ─► workers ─► responses ─► crowd
-                         ──────────────────► prompts, responses (every eighth)
+                         ──────────────────► prompts, responses
     striker (this process): kill -9, SIGSTOP and SIGCONT, SIGTERM; kill or stop one of three brokers
     witness (this process): reads requests, ledger, responses, kv-events beside the crowd
 
@@ -46,6 +46,10 @@ PACE = {"engine_speedup": 0.07, "max_attempts": 10}
 """A token every 60 ms or so, and a quarter of a second whenever a prompt comes between. A worker
 dies every few seconds: one answer in some thousands meets three that do, the limit that stops a
 request which kills its workers. None does here."""
+ON_KAFKA, ON_KAFKA_OF_BROKERS = 1, 7
+"""Of eight requests, how many are prompts on Kafka. HTTP costs the gateway and the client most of
+what a short answer does: where brokers are hurt at 50 requests a second, two cores have other work.
+"""
 SERVED_S = 60.0
 CALM_S = 3.0
 """Load before the first strike."""
@@ -63,6 +67,11 @@ class Form(NamedTuple):
     tokens: int = 90
     workers: int = 6
     limit_s: float = float("inf")
+
+    @property
+    def hurts_brokers(self) -> bool:
+        """Whether it takes a cluster."""
+        return bool(OF_BROKERS & set(self.kinds))
 
 
 class Deployed(NamedTuple):
@@ -95,7 +104,7 @@ async def chaos(
     progress(min(1.0, killed / form.kills))
     if killed < form.kills:
         brokers = 0
-        if OF_BROKERS & set(form.kinds):
+        if form.hurts_brokers:
             brokers, settings = BROKERS, settings.model_copy(update={"lanes": LANES})
         async with (
             ground(settings, said, brokers=brokers) as on,
@@ -123,8 +132,9 @@ async def deployed(
     on: Ground, form: Form, logs: Path | None, **changes: Any
 ) -> AsyncIterator[Deployed]:
     """Start a deployment, and those who ask; `changes` are to its settings. Raises BenchFailed."""
-    ports = {f"gateway-{n}": free_port() for n in (1, 2)}
-    herd = Herd(on, parts(form.workers, ports), {**PACE, **changes})
+    copies = 1 if form.hurts_brokers else 2
+    ports = {f"gateway-{n}": free_port() for n in range(1, copies + 1)}
+    herd = Herd(on, parts(form.workers, ports, preprocessors=copies), {**PACE, **changes})
     herd.start()
     await herd.ready()
     settings = on.settings
@@ -135,6 +145,7 @@ async def deployed(
         crowd = Crowd(
             {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}, client, judge,
             on.clock, rate=form.rate, tokens=form.tokens, rng=random.Random(form.seed),
+            on_kafka=ON_KAFKA_OF_BROKERS if form.hurts_brokers else ON_KAFKA,
         )  # fmt: skip
         watching = [asyncio.create_task(w) for w in (herd.watch(), witness.run(positions))]
         try:
@@ -155,17 +166,21 @@ def _keep(written: Path, logs: Path) -> None:
         shutil.copy(log, logs)
 
 
-def parts(workers: int, ports: dict[str, int]) -> list[Part]:
-    """Two of whatever there can be several of, workers aside. `ports`: of the gateways."""
+def parts(workers: int, ports: dict[str, int], *, preprocessors: int = 2) -> list[Part]:
+    """A deployment with two routers and one indexer. `ports`: of the gateways."""
     return [
         *(
-            Part(name, "gateway", {"http_port": port, "gateways": 2, "gateway_number": number})
+            Part(
+                name,
+                "gateway",
+                {"http_port": port, "gateways": len(ports), "gateway_number": number},
+            )
             for number, (name, port) in enumerate(ports.items())
         ),
         *(Part(f"router-{n}", "router") for n in (1, 2)),
         *(Part(f"worker-{n}", "worker") for n in range(1, workers + 1)),
         Part("indexer-1", "indexer", {"indexer_port": free_port()}),
-        *(Part(f"preprocessor-{n}", "preprocessor") for n in (1, 2)),
+        *(Part(f"preprocessor-{n}", "preprocessor") for n in range(1, preprocessors + 1)),
     ]
 
 
@@ -264,7 +279,8 @@ class Run:
 
     def _end(self) -> None:
         """What is left: the last streams, and requests on the log that nobody listens to."""
-        line = self._account(self._there.crowd.talks)
+        crowd = self._there.crowd
+        line = self._account(crowd.talks) | {"requests": crowd.asked, "asking_s": crowd.asking_s}
         stories = self._there.witness.stories
         asked = (story for story in stories.values() if story.asked_at is not None)
         unended = [s.transcript.request_id for s in asked if not s.transcript.over]

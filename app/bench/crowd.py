@@ -32,8 +32,7 @@ CONNECT_S = 3.0
 ANSWER_S = 120.0
 """Past this a request counts as lost."""
 AGAIN_S = 0.2
-ON_KAFKA = 8
-"""Every so many requests, one is a prompt on Kafka."""
+OF = 8
 KAFKA = "kafka"
 RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 """What OpenAI's own client asks again for; 500 only while nothing was said."""
@@ -84,14 +83,19 @@ class Crowd:
         *,
         rate: float,
         tokens: int,
+        on_kafka: int,
         rng: random.Random,
     ) -> None:
-        """`gateways`: their URLs by name. `tokens`: how long answers are."""
+        """`gateways`: their URLs by name. `tokens`: how long answers are.
+
+        `on_kafka`: of eight requests, how many are prompts on Kafka.
+        """
         self._clock = clock
         self._client = client
         self._judge = judge
         self._rate = rate
         self._tokens = tokens
+        self._on_kafka = on_kafka
         self._rng = rng
         timeout = openai.Timeout(SILENCE_S, connect=CONNECT_S)
         self._openai = {
@@ -105,18 +109,23 @@ class Crowd:
         """All of them that nobody has taken account of yet."""
         self.late_s = 0.0
         """The latest that a request was asked, after it was due."""
+        self.asked = 0
+        """How many requests there were in `asking_s`."""
+        self.asking_s = 0.0
 
     async def run(self) -> None:
         """Ask until cancelled; what was asked goes on until `drained`."""
-        number, due = 0, self._clock.now()
+        number, began = 0, self._clock.now()
+        due = began
         while True:
             self.late_s = max(self.late_s, self._clock.now() - due)
             task = asyncio.create_task(self._ask(number))
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
             number += 1
-            due += 1 / self._rate
+            due = began + number / self._rate
             await self._clock.sleep(max(0.0, due - self._clock.now()))
+            self.asked, self.asking_s = number, self._clock.now() - began
 
     async def served(self, within_s: float) -> None:
         """Wait until all gateways know the model. Raises TimeoutError."""
@@ -153,7 +162,7 @@ class Crowd:
         self.talks.append(talk)
         try:
             async with asyncio.timeout(ANSWER_S):
-                if number % ON_KAFKA == ON_KAFKA - 1:
+                if number % OF >= OF - self._on_kafka:
                     await self._publish(talk, body)
                 else:
                     await self._chat(talk, body)

@@ -19,16 +19,18 @@ from streams.clock import Clock
 
 ROLLING = "rolling"
 BROKER, BROKER_PAUSE, BROKER_DISK = "broker", "broker-pause", "broker-disk"
+BROKER_STALL = "broker-stall"
 PAUSES_S: Mapping[str, float] = {
     "worker-pause": 7.0,
     "router-pause": 8.0,
     "gateway-pause": 4.0,
     BROKER_PAUSE: 20.0,  # clients have to leave it behind
+    BROKER_STALL: 8.0,  # it comes back while they do
 }
 """SIGSTOP, and SIGCONT after so many seconds: of a worker and a router longer than the time-outs
 after which others do their work, so that they come back as zombies."""
 KINDS: tuple[str, ...] = (*PARTS, *PAUSES_S, BROKER, BROKER_DISK, ROLLING)
-OF_BROKERS = frozenset({BROKER, BROKER_PAUSE, BROKER_DISK})
+OF_BROKERS = frozenset({BROKER, BROKER_PAUSE, BROKER_STALL, BROKER_DISK})
 DOWN_S = 3.0
 """How long a killed broker is away."""
 ROLLING_EVERY = 50
@@ -67,7 +69,11 @@ def drawn(
     # holds up all of them takes turns.
     whole = [k for k in ("router", "router-pause", *sorted(OF_BROKERS)) if k in kinds]
     worker = [k for k in ("worker", "worker-pause") if k in kinds]
-    first = rng.choice([*whole, *worker, *worker]) if whole or worker else ""
+    first = ""
+    if worker:
+        first = rng.choice([*whole, *worker, *worker])
+    elif whole:  # in turn: a run of a few rounds has hit with each of them
+        first = whole[number % len(whole)]
     chosen = [first] if first else []
     if mixed and whole and worker:
         chosen = [rng.choice(worker), rng.choice(whole)]
@@ -134,10 +140,10 @@ class Striker:
     async def _hit_broker(self, strike: Strike) -> None:
         assert self._broker is not None, "brokers are hurt in clusters of our own only"
         node = self._broker.node(int(strike.victim))
-        if strike.kind == BROKER_PAUSE:
+        if strike.kind in PAUSES_S:
             node.pause()
             try:
-                await self._clock.sleep(PAUSES_S[BROKER_PAUSE])
+                await self._clock.sleep(PAUSES_S[strike.kind])
             finally:
                 node.resume()
         else:

@@ -7,6 +7,7 @@ as `several at once`; one that depended on none, as `none of these`: what the ma
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,7 +29,11 @@ SHOWN = 3
 """How many of the longest gaps of a round are told of in its line."""
 SEVERAL, NOBODY = "several at once", "none of these"
 _OF_ALL = OF_BROKERS | {"router", "router-pause", ROLLING}
+_LONG = OF_BROKERS | {ROLLING}
+"""What goes on being felt: parts follow each other, a broker's return is an event of its own."""
 ROUTERS = ("router", "router-pause")
+LATE_S = 2.0
+"""Those who ask later than that do not keep the pace that the report is about."""
 WORKER_BEYOND_S, ROUTER_GAP_S, ASSIGNED_S, STALL_S = 2.0, 1.0, 8.0, 10.0
 
 
@@ -72,7 +77,7 @@ def gaps(hits: Sequence[Hit], talks: Iterable[Talk], stories: Mapping[str, Story
         return found
     start = min(hit.at for hit in hits)
     began, end = start, start + AFTER_S
-    if hits[0].kind == ROLLING:  # one after the other: streams begin and end meanwhile
+    if any(hit.kind in _LONG for hit in hits):  # streams begin and end meanwhile
         began = end = max(hit.ready_at for hit in hits)
     for talk in talks:
         times = talk.asked.times
@@ -106,6 +111,15 @@ def assignment_s(hits: Sequence[Hit], stories: Iterable[Story]) -> float:
     return max(waits)
 
 
+def slowest(hits: Sequence[Hit], talks: Iterable[Talk]) -> Talk | None:
+    """Who waited longest for a first text, of those who asked while a broker was hurt."""
+    if not any(hit.kind in OF_BROKERS for hit in hits):
+        return None
+    start, end = min(hit.at for hit in hits), max(hit.ready_at for hit in hits)
+    asked = (talk for talk in talks if start <= talk.asked.at <= end)
+    return max(asked, key=lambda talk: talk.asked.ttft_s, default=None)
+
+
 def false_deaths(deaths: Iterable[Death], hits: Sequence[Hit]) -> list[Death]:
     """Workers that were declared lost although nothing had been done to them."""
     return [
@@ -128,6 +142,7 @@ def row_of(
     """A round as a line of the log. Milliseconds, and seconds from the first strike on."""
     start = min((hit.at for hit in hits), default=0.0)
     wait_s = assignment_s(hits, stories.values())
+    slow = slowest(hits, talks)
     found = gaps(hits, talks, stories)
     by_cause: dict[str, list[int]] = {}
     for gap in found:
@@ -141,6 +156,8 @@ def row_of(
         "gaps_ms": by_cause,
         "longest": [_told(gap, start, stories.get(gap.talk.asked.id)) for gap in found[-SHOWN:]],
         "assigned_ms": None if wait_s < 0 else round(1000 * min(wait_s, 1e6)),
+        "first_text_ms": round(1000 * min(slow.asked.ttft_s, 1e6)) if slow else None,
+        "slowest": _slow(slow, start, stories.get(slow.asked.id)) if slow else None,
         "false_deaths": [
             {"worker": d.worker, "after_s": round(d.at - start, 2), "silent_ms": d.silent_ms}
             for d in deaths
@@ -157,6 +174,18 @@ def _told(gap: Gap, start: float, story: Story | None) -> dict[str, Any]:
         "gateways": [name for _, name in talk.gateways],
         "workers": [worker for _, worker in story.assigned] if story else [],
     }  # fmt: skip
+
+
+def _slow(talk: Talk, start: float, story: Story | None) -> dict[str, Any]:
+    """Where a request waited: seconds from the first strike on, then from being asked on."""
+    asked = talk.asked
+    steps: dict[str, Any] = {}
+    if story is not None and story.asked_at is not None:
+        steps["on_log_s"] = round(story.asked_at - asked.at, 2)
+    if story is not None and story.assigned:
+        steps["assigned_s"] = [round(at - asked.at, 2) for at, _ in story.assigned]
+    steps |= {"refusals": talk.refusals, "breaks": talk.breaks}
+    return {"id": asked.id, "asked_s": round(asked.at - start, 2), **steps}
 
 
 def account(talks: Sequence[Talk], stories: Mapping[str, Story]) -> dict[str, Any]:
@@ -189,17 +218,16 @@ def _verdict(talk: Talk, story: Story | None) -> str:
 
 def report(lines: Sequence[Mapping[str, Any]], worker_timeout_s: float) -> Report:
     """All rounds of a log, added up."""
-    kinds: dict[str, dict[str, list[float]]] = {}
+    kinds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         for strike in line.get("strikes", ()):
-            own = kinds.setdefault(strike["kind"], {"ready": [], "gaps": [], "assigned": []})
-            own["ready"].append(strike["ready_s"])
+            kinds[strike["kind"]]["ready"].append(strike["ready_s"])
         for cause, found in line.get("gaps_ms", {}).items():
-            own = kinds.setdefault(cause, {"ready": [], "gaps": [], "assigned": []})
-            own["gaps"] += found
-        hit = {strike["kind"] for strike in line.get("strikes", ())} & set(ROUTERS)
-        if line.get("assigned_ms") is not None and len(hit) == 1:
-            kinds[next(iter(hit))]["assigned"].append(line["assigned_ms"])
+            kinds[cause]["gaps"] += found
+        hit = {strike["kind"] for strike in line.get("strikes", ())}
+        for wait, of in (("assigned", set(ROUTERS)), ("first_text", set(OF_BROKERS))):
+            if line.get(f"{wait}_ms") is not None and len(hit & of) == 1:
+                kinds[next(iter(hit & of))][wait].append(line[f"{wait}_ms"])
     rows = [_row(kind, own) for kind, own in sorted(kinds.items(), key=lambda k: _place(k[0]))]
     return Report("chaos", rows, [*_verdicts(lines), *_bars(kinds, lines, worker_timeout_s)])
 
@@ -209,10 +237,11 @@ def _place(kind: str) -> tuple[bool, str]:
 
 
 def _row(kind: str, own: Mapping[str, list[float]]) -> dict[str, Any]:
-    gaps_ms, assigned = own["gaps"], own["assigned"]
+    gaps_ms, assigned = own.get("gaps", []), own.get("assigned", [])
+    ready_s = own.get("ready", [])
     return {
         "hit": kind,
-        "times": len(own["ready"]),
+        "times": len(ready_s),
         "streams that ran": len(gaps_ms),
         "gap ms": {
             "p50": percentile(gaps_ms, 0.5),
@@ -223,7 +252,7 @@ def _row(kind: str, own: Mapping[str, list[float]]) -> dict[str, Any]:
             "p50": percentile(assigned, 0.5),
             "max": max(assigned, default=float("nan")),
         },
-        "well again s, p50": percentile(own["ready"], 0.5),
+        "well again s, p50": percentile(ready_s, 0.5),
     }
 
 
@@ -234,6 +263,12 @@ def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Bar]:
     unended = sum(line.get("unended", 0) for line in lines)
     named = ("lost", "twice", "wrong")
     bars = [Bar("kills and stops", kills, "", "", met=True), Bar("asked", asked, "", "", met=True)]
+    if asking_s := sum(line.get("asking_s", 0) for line in lines):
+        kept = sum(line.get("requests", 0) for line in lines) / asking_s
+        bars.append(Bar("asked a second", kept, "", "", met=True))
+    late_s = max((line.get("late_ms", 0) for line in lines), default=0) / 1000
+    bars.append(Bar("those who ask were behind, at most", late_s, "s", f"<= {LATE_S:g}",
+                    late_s <= LATE_S))  # fmt: skip
     bars += [Bar(name, bad.count(name), "texts", "0", name not in bad) for name in named]
     bars.append(Bar("requests on the log without an end", unended, "", "0", not unended))
     return bars
@@ -253,15 +288,20 @@ def _bars(
         **dict.fromkeys(sorted(OF_BROKERS), STALL_S),
     }
     for kind, limit_s in limits.items():
-        if kind in kinds and (found := kinds[kind]["gaps"]):
+        if kind in kinds and (found := kinds[kind].get("gaps")):
             gap_s = max(found) / 1000
             name = f"longest gap of a running stream, {kind}"
             bars.append(Bar(name, gap_s, "s", f"<= {limit_s:g}", gap_s <= limit_s))
-    for kind in ROUTERS:
-        if kind in kinds and (waits := kinds[kind]["assigned"]):
-            wait_s = max(waits) / 1000
-            name = f"longest wait of a new request for its assignment, {kind}"
-            bars.append(Bar(name, wait_s, "s", f"<= {ASSIGNED_S:g}", wait_s <= ASSIGNED_S))
+    waits = {
+        "assigned": ("assignment", ROUTERS, ASSIGNED_S),
+        "first_text": ("first text", sorted(OF_BROKERS), STALL_S),
+    }
+    for wait, (awaited, of, limit_s) in waits.items():
+        for kind in of:
+            if kind in kinds and (found := kinds[kind].get(wait)):
+                wait_s = max(found) / 1000
+                name = f"longest wait of a new request for its {awaited}, {kind}"
+                bars.append(Bar(name, wait_s, "s", f"<= {limit_s:g}", wait_s <= limit_s))
     false = sum(len(line.get("false_deaths", ())) for line in lines)
     bars.append(Bar("workers declared lost that were not hit", false, "", "0", not false))
     return bars

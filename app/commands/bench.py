@@ -237,8 +237,9 @@ def chaos(
 
     OpenAI's own client asks, goes on at another gateway when its own dies, and compares every text
     with what the engine must say. Without --only every process is hit, by kill -9, SIGSTOP and
-    SIGTERM; with broker, broker-pause or broker-disk, one of three brokers. Long runs can be made
-    of several, with --resume. Exit code 1 if a bar is missed.
+    SIGTERM; with broker, broker-pause, broker-stall (20 s and 8 s of SIGSTOP) or broker-disk, one
+    of three brokers, and most requests are asked on Kafka. Long runs can be made of several, with
+    --resume. Exit code 1 if a bar is missed.
     """
     from app.bench.chaos import OF_PARTS
     from app.bench.strikes import KINDS

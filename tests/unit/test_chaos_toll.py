@@ -9,7 +9,7 @@ import pytest
 
 from app.bench import toll
 from app.bench.crowd import Talk
-from app.bench.strikes import KINDS, ROLLING, Hit, drawn
+from app.bench.strikes import KINDS, OF_BROKERS, ROLLING, Hit, drawn
 from app.bench.witness import Death, Story
 from app.demo.asked import Asked
 from app.engine.continuation import Due
@@ -87,6 +87,22 @@ def test_streams_that_begin_during_a_rolling_restart_count() -> None:
     assert [(gap.cause, gap.seconds) for gap in found] == [(ROLLING, 4.0)]
 
 
+def test_streams_that_begin_while_a_broker_is_away_count_and_so_does_its_return() -> None:
+    hits = [hit("broker-pause", "1", 10.0, 30.0)]
+    found = toll.gaps(hits, [talk(times=[29.0, 29.5, 33.5]), talk(times=[31.0, 39.0])], {})
+    assert [(gap.cause, gap.seconds) for gap in found] == [("broker-pause", 4.0)]
+
+
+def test_requests_wait_for_their_first_text_while_a_broker_is_hurt() -> None:
+    before, during, after = talk(times=[25.0]), talk(times=[19.0]), talk(times=[70.0])
+    before.asked.at, during.asked.at, after.asked.at = 9.0, 12.0, 31.0
+    talks = [before, during, after]
+    assert toll.slowest([hit("broker", "1", 10.0, 30.0)], talks) is during
+    assert toll.slowest([hit("router", "router-1")], talks) is None
+    line = toll.row_of(0, [hit("broker", "1", 10.0, 30.0)], talks, {}, [])
+    assert line["first_text_ms"] == 7000
+
+
 def test_new_requests_wait_for_their_assignment_from_the_routers_end_on() -> None:
     before, after, other = story("b"), story("c", at=12.0), story("d", at=14.0)
     before.asked_at, before.assigned = 9.8, [(16.0, "worker-1")]
@@ -126,6 +142,20 @@ def test_bars_name_the_kind_that_missed_them() -> None:
     report = toll.report([line | toll.account([], {})], 5.0)
     missed = [bar.name for bar in report.bars if not bar.met]
     assert missed == ["longest gap of a running stream, router"]
+
+
+def test_the_report_says_which_pace_those_who_ask_have_kept() -> None:
+    ends = [{"requests": 100, "asking_s": 4.0, "late_ms": 10}, {"requests": 50, "asking_s": 2.0}]
+    bars = {bar.name: bar for bar in toll.report(ends, 5.0).bars}
+    assert bars["asked a second"].value == 25.0
+    assert bars["those who ask were behind, at most"].met
+    (late,) = [b for b in toll.report([{"late_ms": 2500}], 5.0).bars if not b.met]
+    assert (late.name, late.value) == ("those who ask were behind, at most", 2.5)
+
+
+def test_brokers_are_hit_in_every_way_in_turn() -> None:
+    kinds = [strike.kind for n in range(4) for strike in drawn(1, n, OF_BROKERS, PARTS, 3)]
+    assert sorted(kinds) == sorted(OF_BROKERS)
 
 
 @pytest.mark.parametrize("number", range(60))
