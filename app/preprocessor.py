@@ -128,12 +128,23 @@ class Preprocessor:
                 await self._life.clock.sleep(RETRY_S)
 
     async def _publish(self, lane: int, asked: Sequence[Asked]) -> None:
-        for record in asked:
+        """In order, and together where that fits: one at a time, what has piled up in an outage
+        would be worked off no faster than new prompts come."""
+        if len(asked) > 1:
             try:
-                await self._outbox.persist(REQUESTS, record.id, record, lane)
-            except RecordTooLarge as e:
-                refusal = Refused(id=record.id, code="too_large", message=str(e))
-                await self._outbox.persist(REQUESTS, record.id, refusal, lane)
+                pairs = [(record.id, record) for record in asked]
+                await self._outbox.persist_batch(REQUESTS, lane, pairs)
+            except RecordTooLarge:
+                middle = len(asked) // 2
+                await self._publish(lane, asked[:middle])
+                await self._publish(lane, asked[middle:])
+            return
+        (record,) = asked
+        try:
+            await self._outbox.persist(REQUESTS, record.id, record, lane)
+        except RecordTooLarge as e:
+            refusal = Refused(id=record.id, code="too_large", message=str(e))
+            await self._outbox.persist(REQUESTS, record.id, refusal, lane)
 
     def _applied(self, _: Partition, facts: Sequence[Fact]) -> None:
         """Records of the registry were folded."""
@@ -163,6 +174,7 @@ class Preprocessor:
     async def _read(self) -> None:
         await self._has_models.wait()
         self._member = self._log.member(PROMPTS, GROUP, self)
+        committing: asyncio.Task[Any] | None = None
         try:
             while True:
                 batches = await self._member.poll(POLL_S, BATCH)
@@ -171,8 +183,13 @@ class Preprocessor:
                 for name, records in batches.items():
                     if name.partition in self._owned:
                         self._done[name.partition] = records[-1].offset + 1
-                await self._commit()
+                # Beside what is read next: a coordinator that hangs holds up nobody's prompts.
+                if committing is None or committing.done():
+                    committing = self._life.spawn("commit", self._commit())
         finally:
+            if committing is not None:
+                committing.cancel()
+                await asyncio.gather(committing, return_exceptions=True)
             await self._member.close()
 
     async def _commit(self) -> None:
@@ -184,7 +201,7 @@ class Preprocessor:
             await self._member.commit(done)
         except (OwnershipLost, AppendFailed) as e:
             log.info("prompts may be read again: %s", e)
-            self._done = {p: n for p, n in done.items() if p in self._owned}
+            self._done = {p: n for p, n in done.items() if p in self._owned} | self._done
 
 
 def __getattr__(name: str) -> FastStream:

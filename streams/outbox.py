@@ -67,6 +67,14 @@ class Outbox:
         """
         return await self.persist_entry(topic, encode(record, key), partition, until=until)
 
+    async def persist_batch(
+        self, topic: str, partition: int, records: Sequence[tuple[str, AnyRecord]]
+    ) -> Appended:
+        """Append pairs as `send_batch` does, until they are acknowledged; as `persist`."""
+        return await until_answered(
+            self._clock, lambda: self.send_batch(topic, partition, records), until=None
+        )
+
     async def persist_entry(
         self,
         topic: str,

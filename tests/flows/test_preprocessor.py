@@ -309,6 +309,45 @@ async def test_a_commit_without_an_answer_is_repeated(world: World) -> None:
 
 
 @in_world
+async def test_prompts_are_read_on_while_commits_are_not_answered(world: World) -> None:
+    await begin(world)
+    ask(world, "a")
+    await world.until(lambda: bool(asked(world, Request)))
+    world.faults.unanswered = {"commit"}
+    begun = world.clock.now()
+    for n in range(4):
+        ask(world, f"r{n}")
+        await world.until(lambda: f"r{n}" in {r.id for r in asked(world, Request)})  # noqa: B023
+    assert world.clock.now() - begun < 4
+
+
+@in_world
+async def test_what_has_piled_up_in_a_lane_goes_out_together(world: World) -> None:
+    serve(world, "m")
+    lanes = world.broker.partitions[REQUESTS]
+    ids = [name for n in range(40 * lanes) if lane_of(name := f"r{n}", lanes) == 0]
+    for name in ids:
+        ask(world, name)
+    world.faults.next_fates(REQUESTS, Fate.UNREPORTED)
+    await begin(world)
+    await world.until(lambda: len(asked(world, Request)) == 2 * len(ids))
+    found = [request.id for request in asked(world, Request)]
+    assert found == 2 * found[: len(ids)]
+
+
+@in_world
+async def test_what_is_too_large_together_goes_out_in_parts(world: World) -> None:
+    serve(world, "m")
+    lanes = world.broker.partitions[REQUESTS]
+    ids = [name for n in range(9 * lanes) if lane_of(name := f"r{n}", lanes) == 0]
+    for name in ids:
+        ask(world, name, "x" * 100_000)
+    await begin(world)
+    await world.until(lambda: len(asked(world, Request)) == len(ids))
+    assert {r.id for r in asked(world, Request)} == set(ids)
+
+
+@in_world
 async def test_what_was_not_acknowledged_is_read_again_by_the_next_one(world: World) -> None:
     first, life = await begin(world)
     world.faults.next_fates(REQUESTS, *[Fate.LOST] * 10**4)
