@@ -232,6 +232,12 @@ class Settings(BaseSettings):
         description="engine attached: time the server may say nothing while it has something to "
         "answer, in seconds; then the request goes to another worker",
     )
+    attach_answer_bytes: int = Field(
+        64 * 1024 * 1024,
+        gt=0,
+        description="engine attached: what is read of one answer, in bytes, with all that the "
+        "server writes around each token; an answer that has more is broken off",
+    )
     attach_start_s: float = Field(
         600,
         gt=0,

@@ -89,6 +89,7 @@ def _attached(settings: Settings, clock: Clock) -> Chosen:
         settings.attach_api_key.get_secret_value(),
         settings.attach_silence_s,
         settings.attach_start_s,
+        settings.attach_answer_bytes,
     )
     given = settings.model_fields_set
     serves_as = settings.model if "model" in given else ""

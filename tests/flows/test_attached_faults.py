@@ -281,6 +281,32 @@ async def test_an_event_without_an_end_is_the_servers_fault_and_in_its_own_words
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("asked_in", BESIDE)
+async def test_an_answer_without_an_end_is_broken_off(server: ModelServer, asked_in: str) -> None:
+    async def goes_on(x: Exchange) -> None:
+        await x.head()
+        piece = {"choices": [{"index": 0, "text": "a" * 1000, "token_ids": []}]}
+        while True:
+            await x.event(piece)
+
+    engine = ValidatedEngine(BESIDE[asked_in](server, answer_bytes=20_000))
+    await engine.start("w")
+    server.handlers["/v1/completions"] = goes_on
+    with pytest.raises(EngineError, match=r"more than 20000 bytes \(KVLANE_ATTACH_ANSWER_BYTES"):
+        await ask(engine)
+    await engine.cleanup()
+
+
+async def test_a_server_is_tried_out_as_it_will_be_asked(server: ModelServer) -> None:
+    engine = ValidatedEngine(passing(server))
+    await engine.start("w")
+    await ask(engine)
+    tried, asked = server.asked()
+    ours = {"model", "stream", "stream_options"}
+    assert {name: tried[name] for name in ours} == {name: asked[name] for name in ours}
+    await engine.cleanup()
+
+
 async def test_in_a_servers_own_words_an_event_may_be_large(server: ModelServer) -> None:
     drawn = "a" * 3 * 1024 * 1024
     engine = ValidatedEngine(passing(server))
@@ -290,6 +316,20 @@ async def test_in_a_servers_own_words_an_event_may_be_large(server: ModelServer)
     )
     outputs = await ask(engine)
     assert outputs[-1].text == drawn
+    await engine.cleanup()
+
+
+async def test_what_comes_behind_an_answers_end_stands_behind_its_text(server: ModelServer) -> None:
+    engine = ValidatedEngine(passing(server))
+    await engine.start("w")
+    last = {"index": 0, "text": "ab", "logprobs": {"tokens": ["ab"]}, "finish_reason": "length"}
+    server.handlers["/v1/completions"] = says(
+        {"choices": [last]}, {"choices": [], "system_fingerprint": "fp"}, b"[DONE]"
+    )
+    (output,) = await ask(engine)
+    assert [(aside.at, bool(aside.choice), bool(aside.event)) for aside in output.data] == [
+        (0, True, False), (2, False, True),
+    ]  # fmt: skip
     await engine.cleanup()
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from app.engine.attached.dialect import Speech
 from app.engine.attached.health import Health
 from app.engine.attached.introduction import Introduction
-from app.engine.attached.server import Server, Stream
+from app.engine.attached.server import STREAM_BYTES, Server, Stream
 from app.engine.contract import Engine, EngineDead, EngineError, EngineOutput, GenerateContext
 from streams.clock import Clock
 from streams.records import EngineFigures
@@ -30,7 +30,8 @@ class Attachment(NamedTuple):
     """Where the server is. `model`: its name there; "" for the only one.
 
     `silence_s`: for how long it may say nothing while it has something to answer; `start_s`: for
-    how long it may be away when the worker starts.
+    how long it may be away when the worker starts. `answer_bytes`: of an answer, with all that it
+    says around each token.
     """
 
     url: str
@@ -40,6 +41,7 @@ class Attachment(NamedTuple):
     api_key: str = ""
     silence_s: float = 120.0
     start_s: float = 600.0
+    answer_bytes: int = STREAM_BYTES
 
 
 class Reading(Protocol):
@@ -105,7 +107,7 @@ class Beside(Engine):
         """Wait for the server. Raises EngineError."""
         where = self._where
         log.info("worker %s is being attached to %s", worker_id, where.url)
-        self._server = Server(where.url, where.silence_s, where.api_key)
+        self._server = Server(where.url, where.silence_s, where.api_key, where.answer_bytes)
         introduction = Introduction(self._server, self._clock)
         await introduction.wait(where.start_s)
         return introduction

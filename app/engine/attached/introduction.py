@@ -133,16 +133,6 @@ class Introduction:
             return {}
         return {name[:LONGEST_WORD]: told.version[:LONGEST_WORD]}
 
-    async def try_out(self, path: str, body: object) -> None:
-        """Have it answer a body once; what it says is not read. Raises EngineError."""
-        try:
-            await self._server.post(path, body, self._server.silence_s)
-        except EngineError as e:
-            raise EngineError(
-                f"KVLANE_ATTACH_KIND: the server at {self._server.url} does not answer POST {path} "
-                f"({e}). Say what it does answer, or see its own log"
-            ) from e
-
     async def _models(self) -> list[_Model]:
         url = self._server.url
         try:

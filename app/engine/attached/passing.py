@@ -14,12 +14,15 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
 
+import msgspec
+from msgspec.structs import replace
+
 from app.engine.attached.beside import Attachment, Beside
 from app.engine.attached.dialect import as_it_came
 from app.engine.attached.verbatim import EVENT_BYTES, Embeddings, Verbatim
-from app.engine.contract import EngineOutput, GenerateContext, InvalidRequest
+from app.engine.contract import EngineError, EngineOutput, GenerateContext, InvalidRequest
 from streams.clock import Clock
-from streams.records import EngineConfig, Request
+from streams.records import EngineConfig, OpenAiBody, Request
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +62,7 @@ class PassingEngine(Beside):
         known = await introduction.look_up(self._where.model)
         speech = self._speech = known.speech
         self._versions = known.versions
-        probe = _PROBES[self._kind] | {"model": speech.model}
-        await introduction.try_out(PATHS[self._kind], probe)
+        await self._try_out()
         await self._look_after()
         log.info("%s: %s for %s requests", self._where.url, speech.model, self._kind)
         return EngineConfig(
@@ -71,6 +73,19 @@ class PassingEngine(Beside):
             gives_tokens=False,
             kind=self._kind,
         )
+
+    async def _try_out(self) -> None:
+        """Have it answer once, asked as it will be asked. Raises EngineError."""
+        context = GenerateContext("introduction")
+        try:
+            async with aclosing(self.generate(Request(id="", is_probe=True), context)) as outputs:
+                async for _ in outputs:
+                    pass
+        except EngineError as e:
+            raise EngineError(
+                f"KVLANE_ATTACH_KIND: the server at {self._where.url} does not answer POST "
+                f"{PATHS[self._kind]} ({e}). Say what it does answer, or see its own log"
+            ) from e
 
     async def generate(
         self, request: Request, context: GenerateContext
@@ -88,9 +103,8 @@ class PassingEngine(Beside):
 
     def _body(self, request: Request) -> dict[str, Any]:
         if request.is_probe:
-            probe = _PROBES[self._kind]
-            stream = {} if self._kind == "embedding" else {"stream": True}
-            return probe | {"model": self._speech.model} | stream
+            body = OpenAiBody(kind=self._kind, json=msgspec.json.encode(_PROBES[self._kind]))
+            request = replace(request, body=body)
         if request.kind != self._kind:
             raise InvalidRequest(f"body: this model takes {self._kind} requests as they come")
         return as_it_came(request, self._speech)

@@ -20,6 +20,9 @@ from app.engine.contract import EngineError, EngineFull, InvalidRequest
 
 ANSWER_BYTES = 16 * 1024 * 1024
 """Of what is read at once; metrics of large servers have half a MiB."""
+STREAM_BYTES = 64 * 1024 * 1024
+"""Of an answer that is streamed, unless the settings say otherwise: a million tokens, at what
+servers write around each."""
 ERROR_BYTES = 64 * 1024
 CONNECT_S = 5.0
 RETRYABLE_4XX = frozenset({401, 403, 404, 405, 408, 409, 421, 425, 429})
@@ -41,8 +44,11 @@ class ServerFailed(EngineError):
         self.status = status
 
 
-class EventTooLarge(ServerFailed):
-    """The server sent an event beyond what is read of one."""
+class TooMuch(ServerFailed):
+    """The server sent more than is read of one event, or of one answer.
+
+    KVLANE_ATTACH_ANSWER_BYTES bounds answers.
+    """
 
 
 class ServerFull(ServerFailed, EngineFull):
@@ -60,10 +66,14 @@ class Rejected(InvalidRequest):
 class Server:
     """The server at `url` (scheme, host and port). Made on a running event loop."""
 
-    def __init__(self, url: str, silence_s: float, api_key: str = "") -> None:
-        """`silence_s`: the longest time it may say nothing while it has something to answer."""
+    def __init__(
+        self, url: str, silence_s: float, api_key: str = "", answer_bytes: int = STREAM_BYTES
+    ) -> None:
+        """`silence_s`: the longest time it may say nothing while it has something to answer;
+        `answer_bytes`: the most that is read of an answer that is streamed."""
         self.url = url
         self.silence_s = silence_s
+        self.answer_bytes = answer_bytes
         headers = {"Accept-Encoding": "identity"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
@@ -140,6 +150,7 @@ class Stream:
         self._response: aiohttp.ClientResponse | None = None
         self._waiting: asyncio.Timeout | None = None
         self._closed = False
+        self._bytes = 0
 
     async def __aenter__(self) -> Self:
         """Ask. Raises ServerFailed, Rejected."""
@@ -210,6 +221,12 @@ class Stream:
                 piece = await content.readany()
                 if not piece:
                     return -1
+                self._bytes += len(piece)
+                if self._bytes > self._server.answer_bytes:
+                    raise TooMuch(
+                        f"{self._server.url} sent an answer of more than "
+                        f"{self._server.answer_bytes} bytes (KVLANE_ATTACH_ANSWER_BYTES)"
+                    )
                 buffer += piece
                 if (end := buffer.find(b"\n", searched)) >= 0:
                     return end
@@ -230,7 +247,7 @@ class Stream:
 
     def _check_size(self, size: int) -> None:
         if size > self._event_bytes:
-            raise EventTooLarge(
+            raise TooMuch(
                 f"{self._server.url} sent an event of more than {self._event_bytes} bytes"
             )
 
@@ -285,5 +302,5 @@ async def _bounded(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     async for piece in response.content.iter_any():
         parts += piece
         if len(parts) > most_bytes:
-            raise ServerFailed(f"an answer of more than {most_bytes} bytes", response.status)
+            raise TooMuch(f"an answer of more than {most_bytes} bytes", response.status)
     return bytes(parts)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from app.engine.attached import answer
 from app.engine.attached.pieces import DONE, REASONS
-from app.engine.attached.server import ANSWER_BYTES, EventTooLarge, ServerFailed, Stream, failure
+from app.engine.attached.server import ServerFailed, Stream, TooMuch, failure
 from app.engine.contract import (
     EngineOutput,
     GenerateContext,
@@ -71,7 +71,8 @@ class Verbatim:
                 output = self._output(event)
                 if output.finish_reason is not None:
                     await answer.read_tail(events, lambda e: tail.extend(self._output(e).data))
-                    data = (*output.data, *tail)
+                    behind = (replace(aside, at=len(output.text)) for aside in tail)
+                    data = (*output.data, *behind)
                     yield replace(output, data=data, usage=self._usage())
                     return
                 if not output.is_empty:
@@ -128,12 +129,12 @@ class Verbatim:
 
 
 async def _events_of(stream: Stream) -> AsyncGenerator[bytes, None]:
-    """The events of an answer; one that is too large would be so at every server."""
+    """The events of an answer; what is too large would be so at every server."""
     try:
         async with aclosing(stream.events()) as events:
             async for event in events:
                 yield event
-    except EventTooLarge as e:
+    except TooMuch as e:
         raise InvalidRequest(f"the answer cannot be passed on: {e}") from e
 
 
@@ -144,19 +145,21 @@ class Embeddings:
         self, stream: Stream, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
         """The only output. Raises ServerFailed, and InvalidRequest for what no record can hold."""
-        body = await stream.whole(ANSWER_BYTES)
+        try:
+            body = await stream.whole(EMBEDDINGS_BYTES)
+        except TooMuch as e:
+            raise InvalidRequest(
+                f"input: the embeddings have more than the {EMBEDDINGS_BYTES} bytes that are "
+                "passed on: give fewer texts at a time, or encoding_format base64"
+            ) from e
         if context.stopped:
             yield self.cancelled()
             return
+        # Not in a thread: decoding holds the interpreter anyhow, 30 ms for as much as there may be.
         fields = _read(body)
         counts = counts_of(_object(fields.pop("usage", None), "usage"))
         if not isinstance(fields.get("data"), list):
             raise ServerFailed("the server sent no list of embeddings")
-        if len(body) > EMBEDDINGS_BYTES:
-            raise InvalidRequest(
-                f"input: the embeddings have {len(body)} bytes, of which {EMBEDDINGS_BYTES} are "
-                "passed on: give fewer texts at a time, or encoding_format base64"
-            )
         said = {name: value for name, value in _said(fields).items() if name not in _OTHERS}
         yield EngineOutput(data=(Aside(event=said),), finish_reason="stop", usage=counts)
 
