@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from app.bench.ground import BenchFailed
 from app.bench.scenes import Done, Play
 from app.simulation.figures import Figures
 
@@ -25,7 +26,7 @@ class Kept:
     """The runs of one file; without a file nothing is kept."""
 
     def __init__(self, file: Path | None) -> None:
-        """Raises ValueError for a file that holds something else."""
+        """Raises BenchFailed for a file that holds something else."""
         self._file = file
         self._lines: dict[str, tuple[Figures, float]] = {}
         if file is None or not file.exists():
@@ -35,8 +36,10 @@ class Kept:
             for line in lines:
                 if line["code"] == code():
                     self._lines[line["play"]] = Figures(*line["figures"]), line["wall_s"]
-        except (msgspec.DecodeError, KeyError, TypeError) as e:
-            raise ValueError(f"{file} does not hold runs that were kept: {e}") from e
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise BenchFailed(
+                f"{file} holds something else than runs that were kept: name another file ({e})"
+            ) from e
 
     def get(self, play: Play) -> Done | None:
         """A run that was done."""

@@ -6,7 +6,7 @@ again from them alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from app.routing.kernels import (
     TOKENS,
 )
 from app.routing.paces import pace_told
-from app.routing.policies import Ahead, Costs, Options, Place, tags_of
+from app.routing.policies import NOBODY, Ahead, Costs, Options, Place, tags_of
 from streams.records import Candidate
 
 RECORDED = 16
@@ -54,32 +54,34 @@ class Inputs(NamedTuple):
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """All of them."""
-        return tuple([self._candidate(row) for row in _ROW.iter_unpack(self.rows)])
+        return tuple(self._candidates(_ROW.iter_unpack(self.rows)))
 
     def candidate(self, place: Place) -> Candidate | None:
         """The one at a place, if it is among them."""
-        for row in _ROW.iter_unpack(self.rows):
-            if self.places[row[0]] == place:
-                return self._candidate(row)
-        return None
+        rows = (row for row in _ROW.iter_unpack(self.rows) if self.places[row[0]] == place)
+        return next(self._candidates(rows), None)
 
-    def _candidate(self, row: tuple[Any, ...]) -> Candidate:
-        (
+    def _candidates(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[Candidate]:
+        places, curves, taints, ahead, is_timed = self[1:]
+        taint = 0.0
+        for (
             i, cost, runs, open_tokens, device, host, disk, prefill_tokens, prompt_tokens,
             prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness, later_ms,
-        ) = row  # fmt: skip
-        worker, epoch, rank = self.places[i]
-        taint = self.taints[i] if self.taints else 0.0
-        if not self.is_timed:
-            return Candidate(
-                worker, epoch, rank, cost, runs, open_tokens, device, host, disk, prefill_tokens,
-                taint,
-            )  # fmt: skip
-        return Candidate(
-            worker, epoch, rank, cost, runs, open_tokens, device, host, disk, prefill_tokens,
-            taint, prompt_tokens, prefill_runs, busy_ms, self.ahead.get(i, ()), slowness,
-            chunk_tokens, capacity_tokens, self.curves[i], later_ms,
-        )  # fmt: skip
+        ) in rows:  # fmt: skip
+            worker, epoch, rank = places[i]
+            if taints:
+                taint = taints[i]
+            if is_timed:
+                yield Candidate(
+                    worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
+                    prefill_tokens, taint, prompt_tokens, prefill_runs, busy_ms, ahead.get(i, ()),
+                    slowness, chunk_tokens, capacity_tokens, curves[i], later_ms,
+                )  # fmt: skip
+            else:
+                yield Candidate(
+                    worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
+                    prefill_tokens, taint,
+                )  # fmt: skip
 
 
 def inputs_of(options: Options, costs: Costs, chosen: int, *, is_timed: bool) -> Inputs:
@@ -96,6 +98,8 @@ def inputs_of(options: Options, costs: Costs, chosen: int, *, is_timed: bool) ->
 def _ahead(options: Options) -> dict[int, tuple[float, ...]]:
     """By option, the prefill of those who are planned for it before."""
     ahead: dict[int, list[float]] = {}
+    if options.ahead is NOBODY:
+        return {}
     for at, ms in zip(options.ahead.at.tolist(), options.ahead.ms.tolist(), strict=True):
         ahead.setdefault(at, []).append(ms)
     return {at: tuple(each) for at, each in ahead.items()}

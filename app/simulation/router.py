@@ -8,12 +8,12 @@ nothing takes no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from app.routing.decisions import Chosen, Hold, Planned, Refuse, Tuning
-from app.routing.held import Held, Survey, Wanted
+from app.routing.held import Held, Sketch, Survey, Wanted
 from app.routing.plan import plan
 from app.routing.prompt import Prompt
 from app.routing.survey import Surveyor, survey
@@ -95,8 +95,12 @@ class Router:
     def _survey(self, now_ms: float) -> Survey[int] | None:
         if not self.tuning.holds:
             return None
-        by = Surveyor(self.knowledge.view(now_ms, ()), self.tuning)
-        return lambda looking: survey(looking, self._held, by, lambda one: self._plan(one, now_ms))
+
+        def surveyed(looking: Sequence[Wanted[int]]) -> Iterator[Sketch | None]:
+            by = Surveyor(self.knowledge.view(now_ms, ()), self.tuning)
+            return survey(looking, self._held, by, lambda one: self._plan(one, now_ms))
+
+        return surveyed
 
     def _plan(self, wanted: Wanted[int], now_ms: float) -> Chosen | Hold:
         ahead = self._held.ahead(wanted.number)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.bench import kept, scenes, simulate
+from app.bench.ground import BenchFailed
 from app.bench.kept import Kept
 from app.bench.report import Bar, Report
 from app.bench.scenes import (
@@ -127,7 +128,7 @@ def test_runs_in_processes_of_their_own_come_to_the_same() -> None:
 def test_a_file_of_something_else_is_not_written_to(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_text("not a run\n")
-    with pytest.raises(ValueError, match="does not hold runs"):
+    with pytest.raises(BenchFailed, match="notes holds something else"):
         Kept(file)
 
 
