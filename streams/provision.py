@@ -201,6 +201,17 @@ def _check_count(name: str, found: int, expected: int) -> None:
     )
 
 
+async def lagging(log: KafkaLog) -> int:
+    """How many partitions of this deployment have a copy that is not in sync.
+
+    Raises Denied, BrokerUnavailable.
+    """
+    async with _admin(log) as admin:
+        topics = await admin.describe_topics()
+    own = (topic for topic in topics if topic["topic"].startswith(log.prefix))
+    return sum(len(p["isr"]) < len(p["replicas"]) for topic in own for p in topic["partitions"])
+
+
 @asynccontextmanager
 async def _admin(log: KafkaLog) -> AsyncIterator[AIOKafkaAdminClient]:
     admin = AIOKafkaAdminClient(**log.options)

@@ -198,7 +198,8 @@ class Round(NamedTuple):
     @property
     def end(self) -> float:
         """From when on nothing is blamed on it."""
-        return max(self.start + toll.REACH_S, *(hit.ready_at for hit in self.hits))
+        ready_at = max(hit.ready_at for hit in self.hits)
+        return max(self.start + toll.REACH_S, ready_at + toll.BEFORE_S)
 
 
 class Run:
@@ -228,7 +229,7 @@ class Run:
         """Rounds until there are enough kills, or until the time is over. Raises BenchFailed."""
         there, form = self._there, self._form
         broker = there.on.broker if isinstance(there.on.broker, JvmBroker) else None
-        striker = Striker(there.herd, broker, self._clock)
+        striker = Striker(there.herd, broker, there.on.log, self._clock)
         names = {kind: there.herd.names(kind) for kind in PARTS}
         number = max((line["round"] for line in self._lines if "round" in line), default=-1) + 1
         until = self._clock.now() + form.limit_s

@@ -8,14 +8,19 @@ told apart (see `toll.py`), and now and then all that can be hit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from app.bench.ground import BenchFailed
 from app.bench.herd import KINDS as PARTS
 from app.bench.herd import Herd
 from streams.brokers.local import JvmBroker
 from streams.clock import Clock
+from streams.errors import BrokerUnavailable
+from streams.kafka.log import KafkaLog
+from streams.provision import lagging
 
 ROLLING = "rolling"
 BROKER, BROKER_PAUSE, BROKER_DISK = "broker", "broker-pause", "broker-disk"
@@ -31,6 +36,11 @@ PAUSES_S: Mapping[str, float] = {
 after which others do their work, so that they come back as zombies."""
 KINDS: tuple[str, ...] = (*PARTS, *PAUSES_S, BROKER, BROKER_DISK, ROLLING)
 OF_BROKERS = frozenset({BROKER, BROKER_PAUSE, BROKER_STALL, BROKER_DISK})
+CAUGHT_UP_S = 60.0
+"""What a broker gets to have all copies in sync again. The next one is not hit before: with two of
+three away nothing can be acknowledged, which is another promise."""
+STALE_S, LOOK_S = 3.0, 0.5
+"""So long a broker that comes back may tell what it knew before."""
 DOWN_S = 3.0
 """How long a killed broker is away."""
 ROLLING_EVERY = 50
@@ -101,10 +111,11 @@ def _victims(
 class Striker:
     """Hits parts, and sees to it that they come back."""
 
-    def __init__(self, herd: Herd, broker: JvmBroker | None, clock: Clock) -> None:
+    def __init__(self, herd: Herd, broker: JvmBroker | None, log: KafkaLog, clock: Clock) -> None:
         """`broker`: the cluster, where one is to be hurt."""
         self._herd = herd
         self._broker = broker
+        self._log = log
         self._clock = clock
 
     async def strike(self, strikes: Sequence[Strike], done: Callable[[], None]) -> list[Hit]:
@@ -154,3 +165,14 @@ class Striker:
                 await asyncio.to_thread(node.kill)
             await self._clock.sleep(DOWN_S)
             await asyncio.to_thread(node.start)
+        await self._caught_up(strike.victim)
+
+    async def _caught_up(self, number: str) -> None:
+        deadline = self._clock.now() + CAUGHT_UP_S
+        await self._clock.sleep(STALE_S)
+        while self._clock.now() < deadline:
+            with contextlib.suppress(BrokerUnavailable):
+                if not await lagging(self._log):
+                    return
+            await self._clock.sleep(LOOK_S)
+        raise BenchFailed(f"broker {number} has not caught up after {CAUGHT_UP_S:g} s")
