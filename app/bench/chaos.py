@@ -53,6 +53,8 @@ what a short answer does: where brokers are hurt at 50 requests a second, two co
 SERVED_S = 60.0
 CALM_S = 3.0
 """Load before the first strike."""
+REST_S = 3.0
+"""Between a return and the next strike: who asked before it has heard a first text by then."""
 OF_PARTS = tuple(kind for kind in KINDS if kind not in OF_BROKERS)
 """What is hit unless brokers are asked for, which needs three of them."""
 
@@ -199,7 +201,7 @@ class Round(NamedTuple):
     def end(self) -> float:
         """From when on nothing is blamed on it."""
         ready_at = max(hit.ready_at for hit in self.hits)
-        return max(self.start + toll.REACH_S, ready_at + toll.BEFORE_S)
+        return max(self.start + toll.REACH_S, ready_at + REST_S)
 
 
 class Run:
