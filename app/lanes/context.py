@@ -49,7 +49,9 @@ def tuning_of(settings: Settings) -> Tuning:
         prefill_load_scale=settings.prefill_load_scale,
         temperature=settings.router_temperature,
     )
-    predicting = PredictiveWeights(settings.decode_weight, settings.max_hold_s * 1000)
+    # Where nobody may wait, who is held for a better place would be refused beside a free one.
+    max_hold_s = settings.max_hold_s if settings.held_requests else 0.0
+    predicting = PredictiveWeights(settings.decode_weight, max_hold_s * 1000)
     return Tuning(settings.policy, weights, predicting, settings.session_slack)
 
 
