@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from app.demo.stage import free_port
 from streams.brokers.local import Broker
 from tests.leftovers import delete_topics
 
@@ -81,7 +82,7 @@ def running(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]
         yield process
     finally:
         process.kill()
-        process.communicate()
+        print(process.communicate()[0])  # noqa: T201 - what it said last, for a test that fails
 
 
 def read_until(process: subprocess.Popen[str], line: str) -> None:
@@ -94,11 +95,13 @@ def read_until(process: subprocess.Popen[str], line: str) -> None:
 
 @pytest.fixture
 def on_kafka(kafka: Broker, topic_prefix: str) -> Iterator[dict[str, str]]:
-    """Variables that put a demo on the shared broker, with few topics and a prefix of its own."""
+    """Variables that put a demo on the shared broker: few topics, a prefix and ports of its own."""
     yield {
         "KVLANE_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
         "KVLANE_TOPIC_PREFIX": topic_prefix,
         "KVLANE_LANES": "4",
+        "KVLANE_HTTP_PORT": str(free_port()),
+        "KVLANE_INDEXER_PORT": str(free_port()),
     }
     asyncio.run(delete_topics(kafka.bootstrap_servers, topic_prefix))
 
