@@ -24,6 +24,7 @@ from app.engine.attached.engine import AttachedEngine
 from app.engine.attached.passing import Kind, PassingEngine
 from app.engine.contract import EngineError, GenerateContext, InvalidRequest
 from app.engine.validator import ValidatedEngine
+from app.engine.vllm.versions import installed
 from indexer.bridge import Bridge
 from indexer.engine_events import EngineEvent
 from indexer.events import Kind as EventKind
@@ -149,6 +150,8 @@ async def test_it_knows_the_server_by_its_own_words(shared: Beside) -> None:
     assert (config.model, config.context_length) == ("tiny", 512)
     assert (config.kv_cache_block_size, config.total_kv_blocks) == (tiny_model.BLOCK, 40)
     assert set(config.lora_names or ()) == {"one", "two"}
+    assert shared.engine.adapters() == ("one", "two")
+    assert shared.engine.versions() == {"vllm": installed()}
     assert config.gives_tokens
     assert not config.guesses_cache
 
