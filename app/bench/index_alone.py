@@ -47,7 +47,7 @@ the writer has woken up, who then gets it once in 5 ms only: minutes instead of 
 STEP = 1 << 14
 """Slots that are swept at once: as with a small record."""
 IDLE_S = 2.0
-PAUSE_ROUNDS = 5
+PAUSE_ROUNDS = 11
 """What the index does, it does in every round; what the machine does to a thread, in some. Of two
 threads that added up numbers for 30 s, one once took 35 ms of processor time for 0.07."""
 PAUSE_KINDS = 4
