@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -46,10 +47,13 @@ BETWEEN_S = 0.0002
 the writer has woken up, who then gets it once in 5 ms only: minutes instead of seconds."""
 STEP = 1 << 14
 """Slots that are swept at once: as with a small record."""
+SLOT_BYTES = 16
 IDLE_S = 2.0
-PAUSE_ROUNDS = 11
-"""What the index does, it does in every round; what the machine does to a thread, in some. Of two
-threads that added up numbers for 30 s, one once took 35 ms of processor time for 0.07."""
+PAUSE_ROUNDS = 9
+PAUSE_PARTS = 64
+"""Stretches of a round. What the index does to a reader, it does in every round in the same one;
+what a machine does to a thread, at any time: of two threads that added up numbers for 30 s, one
+once took 35 ms of processor time for 0.07."""
 PAUSE_KINDS = 4
 
 
@@ -118,14 +122,21 @@ def _wheel(
 
 
 class Pauses:
-    """One thread looks up prompts, again and again, while another one changes the index."""
+    """One thread looks up prompts, again and again, while another one changes the index.
+
+    `part`: of `PAUSE_PARTS`, how far that one has come; to be set by it.
+    """
 
     def __init__(self, index: Index, query: Column) -> None:
+        self.part = 0
         self._index = index
         self._query = query
         self._stopped = threading.Event()
-        self._took_s: list[float] = []
-        self._cpu_s: list[float] = []
+        self.longest_ms = np.zeros((2, PAUSE_PARTS))
+        """In each part the longest match, from when it was due, and the most processor time of one.
+
+        What waiting for a processor, or for the interpreter's lock, is not in the latter, but where
+        a machine is virtual, what it takes from a thread in the middle of its work."""
         self._thread = threading.Thread(target=self._read)
 
     def __enter__(self) -> Self:
@@ -136,64 +147,64 @@ class Pauses:
         self._stopped.set()
         self._thread.join()
 
-    def longest_ms(self) -> tuple[float, float]:
-        """The longest match: as it passed, and of it the reader's own processor time.
-
-        What waiting for a processor, or for the interpreter's lock, is not in the latter, but where
-        a machine is virtual, what it takes from a thread in the middle of its work.
-        """
-        return 1e3 * max(self._took_s), 1e3 * max(self._cpu_s)
-
     def _read(self) -> None:
+        due = time.perf_counter()
         while not self._stopped.is_set():
-            began, began_cpu = time.perf_counter(), time.thread_time()
+            part, began_cpu = self.part, time.thread_time()
             self._index.match(self._query)
-            self._took_s.append(time.perf_counter() - began)
-            self._cpu_s.append(time.thread_time() - began_cpu)
+            took_s = time.perf_counter() - due, time.thread_time() - began_cpu
+            met = self.longest_ms[:, part : self.part + 1]
+            np.maximum(met, 1e3 * np.array(took_s)[:, None], out=met)
+            due = time.perf_counter() + BETWEEN_S
             time.sleep(BETWEEN_S)
 
 
 def reader_pauses(pairs: int, progress: Callable[[float], None]) -> list[Figure]:
     """The longest that a reader waits: beside nothing, beside growth, beside a sweep.
 
-    Of several rounds the median, and the longest of all. The first rows are what the machine and
-    the interpreter do to a thread: beside nobody, and beside another index that grows.
+    Of each part of a round the median over the rounds, and of these the longest; and the longest of
+    all. The first rows are what the machine and the interpreter do to a thread: beside nobody, and
+    beside another index that grows.
     """
     where = Where(PAUSE_PROMPT_BLOCKS, 64, pairs)
     cached = sequences(where)
-    longest: dict[str, list[tuple[float, float]]] = {}
+    longest: dict[str, list[NDArray[np.float64]]] = {}
     for _ in range(PAUSE_ROUNDS):
         for beside, reader in _pauses_of_a_round(cached):
-            longest.setdefault(beside, []).append(reader.longest_ms())
+            longest.setdefault(beside, []).append(reader.longest_ms)
             progress(1 / (PAUSE_KINDS * PAUSE_ROUNDS))
     figures = []
     for beside, rounds in longest.items():
-        for kind, each in zip(("", ", CPU"), zip(*rounds, strict=True), strict=True):
-            samples = Samples(float(np.median(each)), max(each))
-            figures.append(_alone(f"pause, {beside}{kind}", where, "ms", samples))
+        usual, most = np.median(rounds, axis=0).max(axis=1), np.max(rounds, axis=(0, 2))
+        for kind, *each in zip(("", ", CPU"), usual.tolist(), most.tolist(), strict=True):
+            figures.append(_alone(f"pause, {beside}{kind}", where, "ms", Samples(*each)))
     return figures
 
 
 def _pauses_of_a_round(cached: Sequences) -> Iterator[tuple[str, Pauses]]:
     index, another = filled(cached, stop=64), filled(cached, stop=64)
     query = cached.local[0].copy()
+    bounds = np.linspace(64, cached.count, PAUSE_PARTS + 1).astype(int).tolist()
     index.match(query)  # its first call loads the kernel, and the arrays that a thread keeps
     switch_s = sys.getswitchinterval()
     settle()  # as every process does when it has started
     with Pauses(index, query) as reader:
-        time.sleep(IDLE_S)
+        for reader.part in range(PAUSE_PARTS):
+            time.sleep(IDLE_S / PAUSE_PARTS)
     yield "idle", reader
-    with Pauses(index, query) as reader:
-        _fill(another, cached, 64, cached.count)
-    del another
-    yield "growth elsewhere", reader
-    with Pauses(index, query) as reader:
-        _fill(index, cached, 64, cached.count)
-    yield "growth", reader
+    for beside, growing in (("growth elsewhere", another), ("growth", index)):
+        with Pauses(index, query) as reader:
+            for reader.part, (start, stop) in enumerate(pairwise(bounds)):
+                _fill(growing, cached, start, stop)
+        yield beside, reader
+    del another, growing
     with Pauses(index, query) as reader:
         for worker in range(1, cached.workers):
             index.lose(0, str(worker), 1)
+        swept, slots = 0, index.nbytes // SLOT_BYTES  # and the rows of some sets
         while index.tidy(STEP):
+            swept += STEP
+            reader.part = min(swept * PAUSE_PARTS // slots, PAUSE_PARTS - 1)
             time.sleep(0)  # as between two records
     yield "sweep", reader
     gc.unfreeze()
