@@ -233,6 +233,7 @@ class Worker:
             versions={"kvlane": version("kvlane"), **self._engine.versions()},
             busy_cache=self._settings.busy_cache,
             busy_prefill_tokens=self._settings.busy_prefill_tokens,
+            max_runs=self._limits.running + self._limits.waiting,
         )
         self._registration = Registration(self._outbox, self._life, card)
         await self._begin_life(self._clock.now() + REGISTER_S)

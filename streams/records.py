@@ -803,7 +803,8 @@ class WorkerCard(Inner, frozen=True):
     Every later card of that life repeats it. `life` is random: it tells processes of one name
     apart. With more than `busy_cache` of its cache in use (0 to 1), or with `busy_prefill_tokens`
     of prompts still to be computed on a rank, it is to get no new work; None: no such bound.
-    `versions`: of kvlane and of its engine, by name; for people.
+    `versions`: of kvlane and of its engine, by name; for people. `max_runs`: how many it has open
+    at a time, running and waiting; it refuses more.
     """
 
     id: str
@@ -818,6 +819,7 @@ class WorkerCard(Inner, frozen=True):
     life: str = ""
     busy_cache: float | None = None
     busy_prefill_tokens: int | None = None
+    max_runs: int | None = None
 
 
 class Artifact(Inner, frozen=True):

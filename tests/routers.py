@@ -54,6 +54,7 @@ class Hand:
         name: str = "w1",
         model: str = "demo",
         block_size: int | None = None,
+        max_runs: int | None = None,
         **engine: Any,
     ) -> None:
         self.world, self.name = world, name
@@ -61,7 +62,7 @@ class Hand:
         self.slot_offset = 0
         self.state: WorkerState = "ready"
         config = EngineConfig(model=model, kv_cache_block_size=block_size, **engine)
-        card = {"id": name, "slot": 0, "model": model, "config": config}
+        card = {"id": name, "slot": 0, "model": model, "config": config, "max_runs": max_runs}
         self.epoch = world.append(REGISTRY, 0, WorkerCard(**card), key=f"worker/{name}")
         world.append(REGISTRY, 0, WorkerCard(**card, epoch=self.epoch), key=f"worker/{name}")
         self.beating = world.spawn(self._beat())

@@ -1,8 +1,9 @@
 """Places: which workers have room for a request, and who waits in this router until one has.
 
-That a worker is full is known from its refusals in the ledger, which every router reads. What it
-held then is what it holds at most; no more is sent to it, except for one request a second that
-finds out whether it takes more by now (it may have refused because of runs that no ledger knew).
+That a worker is full is known from its card, which says how many runs it takes, and from its
+refusals in the ledger, which every router reads. What it held then is what it holds at most; no
+more is sent to it, except for one request a second that finds out whether it takes more by now (it
+may have refused because of runs that no ledger knew), within what its card says.
 
 Requests wait here instead of being sent to and fro, and their number is bounded, also by class:
 `is_crowded` says that one more has to be refused. A freed place wakes one of them, by priority,
@@ -43,6 +44,7 @@ from app.routing.survey import Surveyor, survey
 from app.routing.turns import Turns
 from streams.clock import BrokerClock
 from streams.records import (
+    Assigned,
     Fact,
     Finished,
     Heartbeat,
@@ -100,7 +102,7 @@ class _Size(NamedTuple):
 
 @dataclass(slots=True)
 class _Limit:
-    """How many open runs a worker had when it refused one more, and when that was."""
+    """How many open runs a worker had when it refused one more, or could have, and when."""
 
     runs: int
     at_ms: int
@@ -283,6 +285,13 @@ class Places:
         """A decision is being carried out: the next one in turn is the next worker's."""
         self._dispatched += 1
 
+    def sent(self, worker: str, epoch: int) -> None:
+        """A worker has one more run, by this router's decisions or by the ledger."""
+        most = self._most_runs(worker, epoch)
+        if self._open_runs(worker, epoch) >= most:
+            at_ms = self._broker_clock.now_ms()
+            self._limits.setdefault((worker, epoch), _Limit(int(most), at_ms))
+
     def is_served(self, model: str) -> bool:
         """Whether a worker that is not dead serves this model; any worker serves ""."""
         return any(not model or m.card.model == model for _, m in self._fleet.living())
@@ -317,8 +326,18 @@ class Places:
         if limit is None:
             return True
         one_more = now_ms - limit.at_ms >= TRY_AGAIN_MS
-        burden = self._load.burdens.of(worker, epoch).plus(self._own.of(worker, epoch))
-        return burden.runs < limit.runs + one_more
+        bound = min(limit.runs + one_more, self._most_runs(worker, epoch))
+        return self._open_runs(worker, epoch) < bound
+
+    def _open_runs(self, worker: str, epoch: int) -> int:
+        return self._load.burdens.of(worker, epoch).runs + self._own.of(worker, epoch).runs
+
+    def _most_runs(self, worker: str, epoch: int) -> float:
+        """What its card says, if it says so."""
+        member = self._fleet.members.get(worker)
+        if member is None or member.epoch != epoch or member.card.max_runs is None:
+            return math.inf
+        return member.card.max_runs
 
     # --- figures ---------------------------------------------------------------------------------
 
@@ -438,6 +457,8 @@ class Places:
     def told(self, fact: Fact) -> None:
         """A new record of the ledger or of the fleet was folded."""
         match fact.record:
+            case Assigned(worker=worker, epoch=epoch):
+                self.sent(worker, epoch)
             case Finished(worker=worker, epoch=epoch, code="worker_full"):
                 self._refused((worker, epoch), fact.timestamp_ms)
             case Finished(worker=worker):

@@ -184,6 +184,23 @@ async def test_a_full_worker_is_not_asked_over_and_over(world: World) -> None:
 
 
 @in_world
+async def test_no_worker_is_sent_more_than_its_card_says_that_it_takes(world: World) -> None:
+    worker = Hand(world, max_runs=3)
+    await route(world)
+    world.spawn(worker.work(room=3))
+    names = [f"a{n}" for n in range(12)]
+    ask(world, *names)
+    await world.until(lambda: len(worker.running) == 3)
+    await world.sleep(5)
+    assert len(worker.running) == 3
+    run = worker.running[0]
+    key = {"id": run.id, "attempt": run.attempt, "phase": run.phase}
+    worker.finish(key | {"worker": worker.name, "epoch": worker.epoch}, "stop")
+    await world.until(lambda: len(worker.told(Assignment)) == 4, within_s=0.5)
+    assert refusals(world, *names) == 0
+
+
+@in_world
 async def test_places_are_filled_as_they_become_free(world: World) -> None:
     worker = Hand(world)
     await route(world)
