@@ -6,7 +6,8 @@ more than they can do for minutes, then a quarter again. Open loop, HTTP streams
 against the engine's answer; memory of every process once a second.
 
 The bounds are those of a deployment that would rather refuse than let wait: a worker keeps nothing
-waiting beyond its batch, a router holds nothing. With the defaults a burst waits instead.
+waiting beyond its batch and gets no prompt while it computes another, a router holds nothing. With
+the defaults a burst waits instead.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": SEQS,
     "worker_queue": 0,
     "held_requests": 0,
+    "busy_prefill_tokens": 1,
 }
 UNLOADED = 0.25
 """Of what the workers can do."""
