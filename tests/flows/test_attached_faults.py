@@ -33,7 +33,7 @@ from tests.desks import Desk
 from tests.servers import TOKENIZER, Exchange, Handler, Hangup, ModelServer, collected
 from tests.worlds import Script, World
 
-SILENCE_S = 0.4
+SILENCE_S = 0.8
 PIECE = {"choices": [{"text": "a", "token_ids": [64]}]}
 LAST = {"choices": [{"text": "", "token_ids": [], "finish_reason": "stop"}]}
 PROMPT = list(range(50, 60))

@@ -76,7 +76,7 @@ def running(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]
         env=environment(PYTHONUNBUFFERED="1", **variables), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         # What runs in the background of a shell ignores Ctrl-C, and its children with it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one thread, idle
     )  # fmt: skip
     try:
         yield process
