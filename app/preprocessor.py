@@ -184,7 +184,7 @@ class Preprocessor:
                     if name.partition in self._owned:
                         self._done[name.partition] = records[-1].offset + 1
                 # Beside what is read next: a coordinator that hangs holds up nobody's prompts.
-                if committing is None or committing.done():
+                if self._done and (committing is None or committing.done()):
                     committing = self._life.spawn("commit", self._commit())
         finally:
             if committing is not None:
@@ -195,8 +195,6 @@ class Preprocessor:
     async def _commit(self) -> None:
         """Commit what is done; what cannot be committed now is tried again after the next poll."""
         done, self._done = self._done, {}
-        if not done:
-            return
         try:
             await self._member.commit(done)
         except (OwnershipLost, AppendFailed) as e:

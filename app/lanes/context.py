@@ -114,7 +114,7 @@ class RouterContext:
         """Count a decision at once, until it is read back (or given up)."""
         began_s = self.life.clock.now()
         self._undelivered.add(run.place(rank), burden, adapter)
-        self.places.sent(run.worker, run.epoch)
+        self.places.room.sent(run.worker, run.epoch)
         try:
             yield
             self._turns.read_back(1000 * (self.life.clock.now() - began_s))

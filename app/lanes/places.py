@@ -1,9 +1,4 @@
-"""Places: which workers have room for a request, and who waits in this router until one has.
-
-That a worker is full is known from its card, which says how many runs it takes, and from its
-refusals in the ledger, which every router reads. What it held then is what it holds at most; no
-more is sent to it, except for one request a second that finds out whether it takes more by now (it
-may have refused because of runs that no ledger knew), within what its card says.
+"""Places: which place a request gets, and who waits in this router until there is one.
 
 Requests wait here instead of being sent to and fro, and their number is bounded, also by class:
 `is_crowded` says that one more has to be refused. A freed place wakes one of them, by priority,
@@ -23,10 +18,10 @@ import asyncio
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from app.bell import Bell, Name, Rank
+from app.lanes.room import Room
 from app.routing.burdens import NOTHING, Burden, Burdens
 from app.routing.classes import NO_BOUND, Classes, Queue
 from app.routing.decisions import Chosen, Hold, Plan, Planned, Tuning, View
@@ -44,20 +39,16 @@ from app.routing.survey import Surveyor, survey
 from app.routing.turns import Turns
 from streams.clock import BrokerClock
 from streams.records import (
-    Assigned,
     Fact,
     Finished,
     Heartbeat,
     ModelCard,
     PrefillDone,
-    Started,
     WorkerCard,
 )
 
 log = logging.getLogger(__name__)
 
-TRY_AGAIN_MS = 1_000
-"""How long a refusal is taken at its word."""
 LOOK_S = 1.0
 LOOKERS = 1000
 """How often a waiting request looks for a place without being woken, since a wake-up may have gone
@@ -100,14 +91,6 @@ class _Size(NamedTuple):
         )
 
 
-@dataclass(slots=True)
-class _Limit:
-    """How many open runs a worker had when it refused one more, or could have, and when."""
-
-    runs: int
-    at_ms: int
-
-
 class Places:
     """One per router.
 
@@ -141,6 +124,7 @@ class Places:
         self._load = load
         self._index = index
         self._own = own
+        self.room = Room(fleet, load, own)
         self._tuning = tuning
         self._pools = Pools(fleet, worker_timeout_ms)
         self._broker_clock = broker_clock
@@ -151,7 +135,6 @@ class Places:
         self._bound_bytes = bound_bytes
         self._counts_output = counts_output
         self._dispatched = 0
-        self._limits: dict[tuple[str, int], _Limit] = {}
         self._models: dict[str, None] = {}
         self._absence_ms = absence_ms
         self._unserved_ms: dict[str, int] = {}
@@ -230,7 +213,7 @@ class Places:
     def _lined_up(self, wanted: Sequence[Wanted]) -> LinedUp[Key]:
         if self._tuning.holds:
             now_ms = self._broker_clock.now_ms()
-            by = Surveyor(self._view(now_ms), self._tuning, self._full(now_ms))
+            by = Surveyor(self._view(now_ms), self._tuning, self.room.full(now_ms))
             try:
                 return self._held.line_up(
                     wanted, lambda looking: survey(looking, self._held, by, self._plan)
@@ -262,7 +245,7 @@ class Places:
             seed=wanted.seed,
             turn=self._dispatched,
             excluded=wanted.excluded,
-            full=self._full(now_ms),
+            full=self.room.full(now_ms),
             since_ms=wanted.since_ms,
             deadline_ms=wanted.deadline_ms,
             bound=bound,
@@ -277,20 +260,9 @@ class Places:
             later_ms=self._turns.later_ms(self._fleet.members, self._fleet.version, now_ms),
         )  # fmt: skip
 
-    def _full(self, now_ms: int) -> list[tuple[str, int]]:
-        """Workers that take no more, with their epochs."""
-        return [key for key in self._limits if not self._has_room(*key, now_ms)]
-
     def dispatched(self) -> None:
         """A decision is being carried out: the next one in turn is the next worker's."""
         self._dispatched += 1
-
-    def sent(self, worker: str, epoch: int) -> None:
-        """A worker has one more run, by this router's decisions or by the ledger."""
-        most = self._most_runs(worker, epoch)
-        if self._open_runs(worker, epoch) >= most:
-            at_ms = self._broker_clock.now_ms()
-            self._limits.setdefault((worker, epoch), _Limit(int(most), at_ms))
 
     def is_served(self, model: str) -> bool:
         """Whether a worker that is not dead serves this model; any worker serves ""."""
@@ -320,24 +292,6 @@ class Places:
         since_ms = self._unserved_ms.setdefault(model, now_ms)
         _forget_first(self._unserved_ms)
         return now_ms - since_ms > self._absence_ms
-
-    def _has_room(self, worker: str, epoch: int, now_ms: int) -> bool:
-        limit = self._limits.get((worker, epoch))
-        if limit is None:
-            return True
-        one_more = now_ms - limit.at_ms >= TRY_AGAIN_MS
-        bound = min(limit.runs + one_more, self._most_runs(worker, epoch))
-        return self._open_runs(worker, epoch) < bound
-
-    def _open_runs(self, worker: str, epoch: int) -> int:
-        return self._load.burdens.of(worker, epoch).runs + self._own.of(worker, epoch).runs
-
-    def _most_runs(self, worker: str, epoch: int) -> float:
-        """What its card says, if it says so."""
-        member = self._fleet.members.get(worker)
-        if member is None or member.epoch != epoch or member.card.max_runs is None:
-            return math.inf
-        return member.card.max_runs
 
     # --- figures ---------------------------------------------------------------------------------
 
@@ -425,9 +379,7 @@ class Places:
 
     def fleet_changed(self) -> None:
         """Other workers may be eligible now: everybody looks."""
-        lost = [key for key in self._limits if self._fleet.is_lost(*key)]
-        for key in lost:
-            del self._limits[key]
+        self.room.fleet_changed()
         for worker in self._heard_ms.keys() - self._fleet.members.keys():
             del self._heard_ms[worker]
         for model in [each for each in self._unserved_ms if self.is_served(each)]:
@@ -456,21 +408,16 @@ class Places:
 
     def told(self, fact: Fact) -> None:
         """A new record of the ledger or of the fleet was folded."""
+        self.room.told(fact)
         match fact.record:
-            case Assigned(worker=worker, epoch=epoch):
-                self.sent(worker, epoch)
-            case Finished(worker=worker, epoch=epoch, code="worker_full"):
-                self._refused((worker, epoch), fact.timestamp_ms)
+            case Finished(code="worker_full"):
+                pass  # it freed no place
             case Finished(worker=worker):
                 self._wake_one(worker)
                 self._ring(self._held.woken(worker))
             case PrefillDone(worker=worker):
                 self._wake_one(worker)  # it may have been too busy until now
                 self._ring(self._held.woken(worker))
-            case Started(worker=worker, epoch=epoch):
-                limit = self._limits.get((worker, epoch))
-                if limit is not None:
-                    limit.runs = max(limit.runs, self._load.burdens.of(worker, epoch).runs)
             case Heartbeat(worker=worker):
                 before_ms = self._heard_ms.get(worker, 0)
                 self._heard_ms[worker] = fact.timestamp_ms
@@ -479,10 +426,6 @@ class Places:
             case WorkerCard(model=model) | ModelCard(name=model):
                 self._models[model] = None
                 _forget_first(self._models)
-
-    def _refused(self, key: tuple[str, int], at_ms: int) -> None:
-        runs, before = self._load.burdens.of(*key).runs, self._limits.get(key)
-        self._limits[key] = _Limit(min(runs, before.runs) if before else runs, at_ms)
 
 
 def _forget_first(models: dict[str, Any]) -> None:
