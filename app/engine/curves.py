@@ -5,9 +5,11 @@ Pure numbers. Who measures is elsewhere; the routers read these from the cards o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+LARGEST = 1e6
+"""Of the numbers of curves: whatever is added up of them stays finite."""
 
 
 class Curves(NamedTuple):
@@ -43,7 +45,7 @@ def curves_of(numbers: Sequence[float]) -> Curves | None:
 
     Prefill never takes less for more tokens, and no step takes less than nothing.
     """
-    if len(numbers) != 7 or not all(map(math.isfinite, numbers)):
+    if len(numbers) != 7 or not all(abs(x) <= LARGEST for x in numbers):  # nor is it NaN
         return None
     a, b, c, *decode, floor = numbers
     if min(a, b, c, floor) < 0:

@@ -151,7 +151,7 @@ class _Queue(Collector):
             "kvlane_router_waiting_bytes", "Bytes of their prompts", queue.waiting_bytes
         )
         slowness = GaugeMetricFamily(
-            "kvlane_router_slowness", "How many times slower than its curve a worker has been",
+            "kvlane_router_slowness", "How many times slower than its curve a measured worker is",
             labels=["worker"],
         )  # fmt: skip
         for worker, factor in sorted(queue.slowness.items()):

@@ -31,6 +31,7 @@ from indexer.lives import Holder
 
 _LOAD = Struct(f"{kernels.BUSY_MS}d")
 """A spot up to `BUSY_MS`. Packing takes a third of the time of assigning to a slice."""
+_SPOT_BYTES = 8 * kernels.SPOT
 NOWHERE = -1
 """The row of places of other pools."""
 NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -70,8 +71,8 @@ class Beating(Protocol):
 
 class Sources(NamedTuple):
     """What a board reads. `told` and `own`: burdens. `beats`: heartbeats by worker, `beaten`: their
-    changes, and whether they count. `slowness`: of workers; one that changes is `Noted`.
-    `later_ms`: by how much later than other routers this one counts on a worker; constant.
+    changes, and whether they count. `slowness`: of workers that were measured; one that changes is
+    `Noted`. `later_ms`: by how much later than other routers this one counts on a worker; constant.
     """
 
     told: Burdens
@@ -111,10 +112,14 @@ class Board:
         self.tags = tags_of(self.places)
         self.curves = [curve_of(row.pace) for row in rows]
         self.spots = np.zeros((len(rows), kernels.SPOT))
+        self._memory = self.spots.data
         for spot, row in zip(self.spots, rows, strict=True):
             spot[kernels.SLOWNESS :] = pace_columns(row.pace)
         self._ranks = [row.ranks for row in rows]
         self._outputs = [0] * len(rows)
+        self._unmeasured = set(range(len(rows)))
+        kinds = {curve: n for n, curve in enumerate(dict.fromkeys(self.curves))}
+        self._kinds = np.array([kinds[curve] for curve in self.curves], np.int64)
         self._row_of = {place: n for n, place in enumerate(self.places)}
         self._rows_of: dict[str, list[int]] = {}
         for n, place in enumerate(self.places):
@@ -177,7 +182,7 @@ class Board:
     def _read_all(self, sources: Sources) -> None:
         self._read_beats(sources, self._rows_of)
         self._read_slowness(sources, self._rows_of)
-        self._read_burdens(sources, range(len(self.places)))
+        self._read_burdens(sources, self.places)
         for worker, rows in self._rows_of.items():
             self.spots[rows, kernels.LATER_MS] = sources.later_ms.get(worker, 0.0)
 
@@ -188,17 +193,18 @@ class Board:
         beats = sources.beaten.since(seen_beats)
         if told is None or own is None or beats is None:
             self._read_beats(sources, self._rows_of)
-            self._read_burdens(sources, range(len(self.places)))
+            self._read_burdens(sources, self.places)
         else:
-            rows_of, row_of = self._rows_of, self._row_of
-            self._read_beats(sources, beats)
-            rows = {row_of.get(place, NOWHERE) for place in chain(told, own)}
-            rows |= {n for worker in beats for n in rows_of.get(worker, ())}
-            rows.discard(NOWHERE)
-            self._read_burdens(sources, rows)
+            places = {*told, *own}
+            if beats:
+                self._read_beats(sources, beats)
+                rows = chain.from_iterable(self._rows_of.get(worker, ()) for worker in beats)
+                places.update(self.places[n] for n in rows)
+            self._read_burdens(sources, places)
         if isinstance(sources.slowness, Noted):
             changed = sources.slowness.changes.since(seen_slowness)
-            self._read_slowness(sources, self._rows_of if changed is None else changed)
+            if changed is None or changed:
+                self._read_slowness(sources, self._rows_of if changed is None else changed)
 
     def _read_beats(self, sources: Sources, workers: Iterable[str]) -> None:
         for worker in workers:
@@ -208,18 +214,40 @@ class Board:
 
     def _read_slowness(self, sources: Sources, workers: Iterable[str]) -> None:
         for worker in workers:
+            slowness = sources.slowness.get(worker)
             for n in self._rows_of.get(worker, ()):
-                self.spots[n, kernels.SLOWNESS] = sources.slowness.get(worker, 1.0)
+                if slowness is None:
+                    self._unmeasured.add(n)
+                else:
+                    self._unmeasured.discard(n)
+                    self.spots[n, kernels.SLOWNESS] = slowness
+        if self._unmeasured:
+            self._suppose_slowness()
 
-    def _read_burdens(self, sources: Sources, rows: Iterable[int]) -> None:
-        for n in rows:
-            place = self.places[n]
-            there, own = sources.told.there(place), sources.own.there(place)
-            if own is not NO_BURDEN:  # few places have any
-                there = there.plus(own)
-            runs, tokens, prefill_tokens, waiting, since_ms = there
-            _LOAD.pack_into(
-                self.spots.data, n * self.spots.strides[0],
-                runs, tokens, tokens + self._outputs[n], prefill_tokens, waiting,
-                since_ms / waiting if waiting else 0.0, sources.told.prefilled_ms(place),
+    def _suppose_slowness(self) -> None:
+        """Take who was not measured to be like the fastest with the same curve; see `paces.py`."""
+        is_known = np.ones(len(self.places), bool)
+        is_known[[*self._unmeasured]] = False
+        for kind in np.unique(self._kinds[~is_known]):
+            alike = self._kinds == kind
+            known = self.spots[alike & is_known, kernels.SLOWNESS]
+            self.spots[alike & ~is_known, kernels.SLOWNESS] = known.min() if len(known) else 1.0
+
+    def _read_burdens(self, sources: Sources, places: Iterable[Place]) -> None:
+        told, own, prefilled_ms = sources.told.there, sources.own.there, sources.told.prefilled_ms
+        row_of, outputs, spots, pack = self._row_of, self._outputs, self._memory, _LOAD.pack_into
+        for place in places:
+            if (n := row_of.get(place)) is None:  # of another pool
+                continue
+            runs, tokens, prefill_tokens, waiting, since_ms = told(place)
+            if (ours := own(place)) is not NO_BURDEN:  # few places have any
+                runs += ours.runs
+                tokens += ours.tokens
+                prefill_tokens += ours.prefill_tokens
+                waiting += ours.prefill_runs
+                since_ms += ours.prefill_since_ms
+            pack(
+                spots, n * _SPOT_BYTES,
+                runs, tokens, tokens + outputs[n], prefill_tokens, waiting,
+                since_ms / waiting if waiting else 0.0, prefilled_ms(place),
             )  # fmt: skip

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Sequence
-from itertools import islice
 from typing import Generic, TypeVar
 
 REMEMBERED = 1024
-"""Changes between two looks. Beyond, all is read anew, which takes as long as a few hundred do."""
+"""Changes between two looks, at least. Beyond, all is read anew, which takes as long as a few
+hundred do."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -18,12 +17,14 @@ class Changes(Generic[K]):
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: deque[K] = deque(maxlen=REMEMBERED)
+        self._last: list[K] = []
 
     def note(self, key: K) -> None:
         """Something about this key is another now."""
         self.count += 1
         self._last.append(key)
+        if len(self._last) >= 2 * REMEMBERED:
+            del self._last[:REMEMBERED]
 
     def since(self, count: int) -> Sequence[K] | None:
         """Those that changed since there were so many changes; None where that is too long ago."""
@@ -32,7 +33,7 @@ class Changes(Generic[K]):
             return ()
         if not 0 < new <= len(self._last):
             return None
-        return tuple(islice(reversed(self._last), new))
+        return self._last[-new:]
 
 
 class Noted(dict[str, float]):
@@ -43,9 +44,15 @@ class Noted(dict[str, float]):
         self.changes = Changes[str]()
 
     def __setitem__(self, key: str, value: float) -> None:
-        super().__setitem__(key, value)
-        self.changes.note(key)
+        if self.get(key) != value:
+            super().__setitem__(key, value)
+            self.changes.note(key)
 
     def __delitem__(self, key: str) -> None:
         super().__delitem__(key)
         self.changes.note(key)
+
+    def forget(self, key: str) -> None:
+        """Delete it, if it is there."""
+        if key in self:
+            del self[key]

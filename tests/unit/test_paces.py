@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from app.engine.curves import Curves, curves_of
 from app.routing.paces import (
-    FIRST_RATIOS,
+    MEASURED,
+    PASSED_OVER,
     RATIOS,
     REMEMBERED,
     Pace,
@@ -58,33 +59,52 @@ def tell(paces: Paces, *records: Any) -> Paces:
     return paces
 
 
-def test_without_an_observation_the_curve_is_believed() -> None:
-    assert Slowness().value == 1.0
-
-
-def test_a_few_observations_say_otherwise_and_a_single_one_does_not() -> None:
+def observed(*ratios: float) -> float | None:
     slowness = Slowness()
-    slowness.observe(50.0)
-    assert slowness.value == 1.0
-    for _ in range(FIRST_RATIOS - 1):
-        slowness.observe(3.0)
-    assert slowness.value == 3.0, "of as many on both sides the slower one"
+    for ratio in ratios:
+        slowness.observe(ratio)
+    return slowness.value
+
+
+def test_a_few_observations_are_believed_and_a_single_one_is_not() -> None:
+    assert observed() is None
+    assert observed(*[3.0] * (MEASURED - 1)) is None
+    assert observed(*[3.0] * MEASURED) == 3.0
+    assert observed(1.0, 3.0, 1.0, 3.0, 1.0, 3.0) == 3.0, "of as many on both sides the slower one"
 
 
 @pytest.mark.parametrize("ratio", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_is_no_ratio_teaches_nothing(ratio: float) -> None:
-    slowness = Slowness()
-    for _ in range(RATIOS):
-        slowness.observe(ratio)
-    assert slowness.value == 1.0
+    assert observed(*[ratio] * RATIOS) is None
 
 
 @given(st.floats(0.01, 100), st.lists(st.floats(0.001, 1e6), max_size=RATIOS // 2 - 1))
 def test_a_minority_however_wrong_changes_nothing(truth: float, wrong: list[float]) -> None:
-    slowness = Slowness()
-    for ratio in [truth] * RATIOS + wrong:
-        slowness.observe(ratio)
-    assert slowness.value == truth
+    assert observed(*[truth] * RATIOS, *wrong) == truth
+
+
+def measured(paces: Paces, worker: str, ratio: float, times: int = MEASURED) -> Paces:
+    """So many runs of a worker, which w1 and w2 were candidates for."""
+    for n in range(times):
+        begun = replace(
+            assigned(f"{worker} {n}"), worker=worker,
+            candidates=tuple(Candidate(each, epoch=3) for each in ("w1", "w2")),
+        )  # fmt: skip
+        done = prefilled(ratio * Curves().prefill_ms(1000), f"{worker} {n}", worker=worker)
+        tell(paces, begun, done)
+    return paces
+
+
+def test_who_is_passed_over_for_long_is_no_longer_believed_to_be_slow() -> None:
+    paces = measured(measured(Paces(), "w1", 9.0), "w2", 2.0, times=2 * PASSED_OVER)
+    assert set(paces.slowness) == {"w1", "w2"}
+    measured(paces, "w1", 9.0, times=1)
+    measured(paces, "w2", 2.0, times=2 * PASSED_OVER)
+    assert set(paces.slowness) == {"w1", "w2"}, "it had a turn in between"
+    measured(paces, "w2", 2.0, times=1)
+    assert paces.slowness == {"w2": pytest.approx(2.0)}, "w1 may be no slower than others by now"
+    measured(paces, "w1", 1.0, times=MEASURED - 1)
+    assert "w1" not in paces.slowness, "nor does what was forgotten count"
 
 
 def test_what_a_worker_takes_for_uncached_tokens_is_learned() -> None:
@@ -96,21 +116,26 @@ def test_what_a_worker_takes_for_uncached_tokens_is_learned() -> None:
     assert paces.slowness == {"w1": pytest.approx(2.5)}
 
 
-def test_a_step_of_decode_beside_it_is_not_held_against_a_worker() -> None:
+@pytest.mark.parametrize("believed", [0.5, 1.0, 3.0])
+def test_a_step_of_decode_beside_it_is_not_held_against_a_worker(believed: float) -> None:
     paces = Paces()
-    step_ms = Curves().decode_ms(0)
+    took_ms = 2 * (Curves().prefill_ms(1000) + 1.5 * Curves().decode_ms(0))
     for n in range(RATIOS):
-        name, took_ms = f"r{n}", Curves().prefill_ms(1000) + 1.5 * step_ms
-        tell(paces, assigned(name, open_runs=2, prompt_tokens=50), prefilled(took_ms, name))
-    assert paces.slowness == {"w1": pytest.approx(1.0)}
+        name = f"r{n}"
+        begun = assigned(name, open_runs=2, prompt_tokens=50, slowness=believed)
+        tell(paces, begun, prefilled(took_ms, name))
+    assert paces.slowness == {"w1": pytest.approx(2.0)}
 
 
 def test_runs_that_waited_for_others_teach_nothing() -> None:
-    paces = tell(Paces(), assigned(prefill_runs=1), prefilled(900.0))
-    tell(paces, assigned("b", policy="dynamo"), prefilled(900.0, "b"))
-    tell(paces, assigned("c"), prefilled(900.0, "c", worker="w0"))
-    tell(paces, assigned("d"), finished(5, name="d"), prefilled(900.0, "d"))
-    tell(paces, prefilled(900.0, "unknown"))
+    paces = Paces()
+    for n in range(MEASURED):
+        a, b, c, d = (f"{name}{n}" for name in "abcd")
+        tell(paces, assigned(a, prefill_runs=1), prefilled(900.0, a))
+        tell(paces, assigned(b, policy="dynamo"), prefilled(900.0, b))
+        tell(paces, assigned(c), prefilled(900.0, c, worker="w0"))
+        tell(paces, assigned(d), finished(5, name=d), prefilled(900.0, d))
+        tell(paces, prefilled(900.0, f"unknown{n}"))
     assert paces.slowness == {}
 
 

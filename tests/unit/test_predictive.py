@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from app.bench import plan_reference
 from app.engine.curves import Curves
 from app.routing.burdens import Burden
+from app.routing.changes import Noted
 from app.routing.decisions import Chosen, Hold, Plan, Planned, Tuning, View, intention
 from app.routing.held import Held, Sketch, Survey, Wanted
 from app.routing.kernels import UNKNOWN
@@ -353,7 +354,31 @@ def test_a_worker_goes_by_its_own_curve_and_by_what_was_learned_of_it(stage: Sta
     assert {c.curve for c in decision.candidates} == {CURVES.numbers(2.0), CURVES.numbers()}
 
 
-@pytest.mark.parametrize("curve", [(1.0,), (math.nan,) * 7, (-1.0,) * 7, (math.inf,) * 7])
+def test_who_was_not_measured_is_taken_to_be_like_the_fastest_of_its_kind(stage: Stage) -> None:
+    for worker in ("w1", "w2", "w3", "w4"):
+        stage.worker(worker)
+    stage.worker("w5", engine={"curve": CURVES.numbers(3.0)})
+    slowness = Noted()
+
+    def supposed() -> dict[str, float]:
+        decision = stage.chosen(PREDICTIVE, known={"slowness": slowness})
+        return {each.worker: each.slowness for each in decision.candidates}
+
+    assert set(supposed().values()) == {1.0}
+    slowness["w1"] = 0.5
+    slowness["w5"] = 7.0
+    assert supposed() == {"w1": 0.5, "w2": 0.5, "w3": 0.5, "w4": 0.5, "w5": 7.0}
+    slowness["w2"] = 2.0
+    assert supposed() == {"w1": 0.5, "w2": 2.0, "w3": 0.5, "w4": 0.5, "w5": 7.0}
+    slowness["w3"] = 0.4
+    assert supposed()["w4"] == 0.4
+    del slowness["w5"], slowness["w2"], slowness["w3"]
+    assert supposed() == {"w1": 0.5, "w2": 0.5, "w3": 0.5, "w4": 0.5, "w5": 1.0}
+
+
+@pytest.mark.parametrize(
+    "curve", [(1.0,), (math.nan,) * 7, (-1.0,) * 7, (math.inf,) * 7, (1e7,) * 7]
+)
 def test_a_curve_that_cannot_be_true_is_not_believed(
     stage: Stage, curve: tuple[float, ...]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -19,10 +20,11 @@ from app.routing.policies import Place
 from app.simulation import router, worker
 from app.simulation.conditions import Conditions
 from app.simulation.figures import figures
+from app.simulation.generated import Size, generated
 from app.simulation.knowledge import Told
 from app.simulation.replay import Life, Replay, prepared
 from app.simulation.router import SimulationFailed
-from app.simulation.runs import NAMES
+from app.simulation.runs import NAMES, Run, Trace, lived
 from app.simulation.traffic import Pace, arrivals, asks_for_sessions, traced
 from app.simulation.worker import Worker
 from app.trace import BadTrace, TraceRow
@@ -412,6 +414,17 @@ def test_routers_that_read_nothing_of_each_other_know_of_their_own_requests_alon
         seat.knowledge.books.told = lambda record, _, own=own: own.add(record.id)  # type: ignore[misc]
     lives = replay.run()
     assert heard == [{x.id for x in lives if x.router == n} for n in (0, 1)]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_where_engines_are_faster_than_anybody_said_none_of_them_is_left_out(seed: int) -> None:
+    trace = Trace(generated("shared-prefixes", Size(1000)))
+    twice_as_fast = Curves((2.1e-7, 7.592e-3, 8.251), (-12.87, 27.0, 2.87), 0.5)
+    run = Run("predictive", 6, seed=seed, curves=twice_as_fast, warm=400)
+    lives = lived(trace, run._replace(conditions=Conditions(tells_curves=False)))
+    shares = Counter(life.worker for life in lives)
+    assert len(shares) == 6
+    assert min(shares.values()) > 30
 
 
 CONDITIONS = st.builds(
