@@ -1,6 +1,6 @@
 """How kernels are compiled, and where their machine code is kept.
 
-Kernels take arrays and integers, return integers or nothing, run without the interpreter's lock,
+Kernels take arrays and numbers, return numbers or nothing, run without the interpreter's lock,
 and never raise: the classes around them check what goes in. `kernel` and `inlined` are the only
 decorators under which numba takes functions of ours. Importing this module imports numba, so
 processes without kernels do not (0.3 s).

@@ -187,6 +187,10 @@ class Hints(Inner, frozen=True):
     queue_class: str | None = None
 
 
+NO_HINTS = Hints()
+"""Those of a request that asks for nothing: mostly this very object."""
+
+
 class RouterConfigOverride(Inner, frozen=True):
     """Settings of the cost function for this request alone."""
 
@@ -298,7 +302,7 @@ class Request(Inner, frozen=True):
     received_ms: int = 0
     stop: StopConditions = StopConditions()
     sampling: SamplingOptions = SamplingOptions()
-    hints: Hints = Hints()
+    hints: Hints = NO_HINTS
     output: OutputOptions = OutputOptions()
     eos_token_ids: tuple[int, ...] = ()
     mdc_sum: str | None = None  # checksum of the model card it was made with

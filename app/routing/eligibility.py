@@ -20,12 +20,12 @@ from app.routing.paces import Pace, pace_of
 from app.routing.policies import Place
 from indexer.lives import Holder
 from indexer.xxh3 import xxh3
-from streams.records import EndCode, Hints, ModelKind, Phase, Request, Role, WorkerCard
+from streams.records import NO_HINTS, EndCode, Hints, ModelKind, Phase, Request, Role, WorkerCard
 
 BLOCK_SIZE = 16
 """In which costs are counted for models whose workers name no block size."""
 POOLS = 256
-"""Models for which a pool is remembered; more are made afresh each time."""
+"""How many pools are remembered; with one more, all others are made again."""
 
 _ROLES: dict[Phase, frozenset[Role]] = {
     "aggregated": frozenset({"aggregated", "decode"}),
@@ -52,8 +52,8 @@ class Row(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """The places for a phase of requests for one model, by name and rank; its prompts' block size.
-    `board`: the same in columns.
+    """The places for a phase of requests for one model, by name and rank, and their `workers`; its
+    prompts' block size. `board`: the places in columns.
 
     Right for one version of the fleet, until one of the workers has been silent for too long
     (`until_ms`), or one of the `silent` ones was heard again. `bounded`: some of them are to get
@@ -61,6 +61,7 @@ class Pool(NamedTuple):
     """
 
     rows: tuple[Row, ...]
+    workers: list[str]
     block_size: int
     version: int
     until_ms: int
@@ -80,6 +81,9 @@ class NoPlace(NamedTuple):
     reason: str
     code: EndCode
     hope: Literal["wait", "news", "none"] = "wait"
+
+
+NOBODY = NoPlace("no worker is ready", "no_workers")
 
 
 @lru_cache(maxsize=4096)
@@ -102,20 +106,19 @@ class Pools:
         known = self._pools.get((model, phase))
         if known is not None and self._holds(known, now_ms):
             return known
-        if len(self._pools) >= POOLS:
+        if known is None and len(self._pools) >= POOLS:
             self._pools.clear()
-        pool = self._pools[model, phase] = self._make(model, phase, now_ms)
+        pool = self._pools[model, phase] = self._make(model, phase, now_ms, known)
         return pool
 
     def _holds(self, pool: Pool, now_ms: int) -> bool:
+        if pool.version != self._fleet.version or now_ms > pool.until_ms:
+            return False
         beats = self._fleet.beats
-        return (
-            pool.version == self._fleet.version
-            and now_ms <= pool.until_ms
-            and all(worker in beats and beats[worker].at_ms == at for worker, at in pool.silent)
-        )
+        return not pool.silent or all(w in beats and beats[w].at_ms == at for w, at in pool.silent)
 
-    def _make(self, model: str, phase: Phase, now_ms: int) -> Pool:
+    def _make(self, model: str, phase: Phase, now_ms: int, before: Pool | None) -> Pool:
+        """`before`: the same until now; mostly it goes on, its workers having been heard again."""
         fleet, timeout_ms = self._fleet, self._timeout_ms
         serving = {
             worker: member
@@ -124,14 +127,19 @@ class Pools:
         }
         heard = {w: fleet.beats[w].at_ms for w in serving if w in fleet.beats}
         routable = [w for w in serving if fleet.is_routable(w, now_ms, timeout_ms)]
+        until_ms = min((heard[w] for w in routable), default=now_ms) + timeout_ms
+        silent = tuple((w, at) for w, at in heard.items() if now_ms - at > timeout_ms)
+        if before is not None and (before.version, before.workers) == (fleet.version, routable):
+            return before._replace(until_ms=until_ms, silent=silent)
         size = block_size_of(fleet, model, (serving[w] for w in routable))
         rows = [row for w in routable for row in _rows(w, serving[w], size)]
         return Pool(
             rows=tuple(rows),
+            workers=routable,
             block_size=size,
             version=fleet.version,
-            until_ms=min((heard[w] for w in routable), default=now_ms) + timeout_ms,
-            silent=tuple((w, at) for w, at in heard.items() if now_ms - at > timeout_ms),
+            until_ms=until_ms,
+            silent=silent,
             board=Board(rows),
             bounded=any(_is_bounded(row.card) for row in rows),
             kinds=frozenset(row.card.config.kind for row in rows),
@@ -177,12 +185,14 @@ def eligible(
     A request that asks for nothing gets the rows of the pool as they are.
     """
     hints = request.hints
+    if hints is NO_HINTS and not (excluded or full or pool.bounded) and _takes(pool, request):
+        return pool.rows or NOBODY
     pin = pin_of(hints, phase)
     if pin is not None and (fault := _unpinnable(request, phase, pin, fleet)) is not None:
         return fault
     rows: Sequence[Row] = pool.rows
     if not rows:
-        return NoPlace("no worker is ready", "no_workers")
+        return NOBODY
     for rule in _rules(request, phase, pin, pool.kinds):
         rows = [row for row in rows if rule.passes(row)]
         if not rows:
@@ -196,6 +206,11 @@ def eligible(
     if hints.lora_name:
         rows = _with_adapter(hints.lora_name, rows, pool, burdens)
     return rows or _all_busy(pin, full)
+
+
+def _takes(pool: Pool, request: Request) -> bool:
+    """Whether all places take a request's kind of work."""
+    return len(pool.kinds) == 1 and request.kind in pool.kinds
 
 
 def _all_busy(pin: str | None, full: Collection[tuple[str, int]]) -> NoPlace:

@@ -107,6 +107,30 @@ def spread(columns: Ints, depths: Ints, rows: Ints, blocks: Floats) -> None:
                     blocks[row, tier] = depths[n, tier]
 
 
+@inlined
+def _mixed(x: int) -> int:
+    """SplitMix64."""
+    x = (x ^ (x >> SHIFT_1)) * MIX_1
+    x = (x ^ (x >> SHIFT_2)) * MIX_2
+    return x ^ (x >> SHIFT_3)
+
+
+@kernel()
+def least(costs: Floats, start: int, tags: Words) -> int:
+    """The option with the least cost, of equal ones that with the least draw; -1 for none."""
+    at, best = -1, np.inf
+    for i in range(len(costs)):
+        if costs[i] < best:
+            at, best = i, costs[i]
+    if at < 0:
+        return at
+    start = _mixed(start)
+    for i in range(at + 1, len(costs)):
+        if costs[i] == best and _mixed(start ^ tags[i]) < _mixed(start ^ tags[at]):
+            at = i
+    return at
+
+
 @kernel()
 def _settle(
     spots: Floats,
@@ -154,10 +178,13 @@ def predict(
     weight: float,
     ttft_target: float,
     itl_target: float,
+    start: int,
+    tags: Words,
     found: Floats,
     costs: Floats,
-) -> float:
-    """What is expected of a request at each option; how much of its prompt is held where most is.
+) -> tuple[int, float]:
+    """What is expected of a request at each option; returns the `least` cost's, -1 for none, and
+    how much of its prompt is held where most is.
 
     `ahead_at` and `ahead_ms`: options for which requests before it are planned, and their prefill
     there, alone; -1 for those that are planned for none of these. `liking`: empty if costs stay as
@@ -187,7 +214,7 @@ def predict(
             wait_ms += excess / max(context, 1.0) * others * END_WAIT * step_ms
         wait_ms += planned_ms
         later_ms = _decode_ms(spot, context + prompt_tokens + output_tokens / 2)
-        per_token_ms = _prefill_ms(spot, spot[CHUNK], 0.0) / spot[CHUNK]
+        per_token_ms = spot[SLOWNESS] * _step_ms(spot, spot[CHUNK]) / spot[CHUNK]
         prefill_ms = _prefill_ms(spot, tokens, step_ms)
         stall_ms = runs * alone_ms
         slower_ms = runs * others / 2 * (later_ms - step_ms)
@@ -212,7 +239,7 @@ def predict(
         found[i, REPLICATION] = replication_ms
         found[i, HOLD] = hold_ms
         costs[i] = cost_ms
-    return most
+    return least(costs, start, tags), most
 
 
 @kernel()
@@ -240,34 +267,12 @@ def dynamo(
         costs[i] = scale * max(prefill - credit, 0.0) + open_blocks + per_run * spot[RUNS]
 
 
-@inlined
-def _mixed(x: int) -> int:
-    """SplitMix64."""
-    x = (x ^ (x >> SHIFT_1)) * MIX_1
-    x = (x ^ (x >> SHIFT_2)) * MIX_2
-    return x ^ (x >> SHIFT_3)
-
-
 @kernel()
 def draw(start: int, tags: Words, drawn: Words) -> None:
     """A number for each tag, as if at random, by a seed."""
     start = _mixed(start)
     for i in range(len(tags)):
         drawn[i] = _mixed(start ^ tags[i])
-
-
-@kernel()
-def least(costs: Floats, start: int, tags: Words) -> int:
-    """The option with the least cost; of equal ones that with the least draw."""
-    at = 0
-    for i in range(1, len(costs)):
-        if costs[i] < costs[at]:
-            at = i
-    start = _mixed(start)
-    for i in range(at + 1, len(costs)):
-        if costs[i] == costs[at] and _mixed(start ^ tags[i]) < _mixed(start ^ tags[at]):
-            at = i
-    return at
 
 
 @kernel()
@@ -302,25 +307,27 @@ def survey(
     for n in range(len(asks)):
         first, end, entry = starts[n], starts[n + 1], entries[n]
         spread(columns[first:end], depths[first:end], rows, blocks)
-        predict(
+        chosen, _ = predict(
             spots, blocks, liking, ahead_at[:entry], ahead_ms[:entry], asks[n, ASK_BLOCK],
             asks[n, ASK_TOKENS], asks[n, ASK_OUTPUT], others, UNKNOWN, leads_to, weight,
-            asks[n, ASK_TTFT], asks[n, ASK_ITL], found, costs,
+            asks[n, ASK_TTFT], asks[n, ASK_ITL], seeds[n], tags, found, costs,
         )  # fmt: skip
-        chosen = least(costs, seeds[n], tags)
         ahead_at[entry], ahead_ms[entry] = chosen, found[chosen, ALONE]
         for k in range(FOUND):
             best[n, k] = found[chosen, k]
 
 
+@inlined
+def _bits(x: float) -> int:
+    return np.float64(x).view(np.int64)
+
+
 @kernel()
-def record(
-    costs: Floats, chosen: int, spots: Floats, blocks: Floats, rows: Ints, times: Floats
-) -> int:
+def record(costs: Floats, chosen: int, spots: Floats, blocks: Floats, rows: Ints) -> int:
     """The options with the least costs in that order, and the chosen one; how many they are.
 
-    What is written down of each goes into a row of `rows`, its number first. `times` are the same
-    rows seen as floats: that is what 1 and from 12 on is.
+    What is written down of each goes into a row of `rows`, its number first. What stands at 1 and
+    from 12 on are floats, bit by bit.
     """
     size, most = 0, len(rows) - 1
     for i in range(len(costs)):
@@ -340,13 +347,14 @@ def record(
     for k in range(size):
         i, row = rows[k, 0], rows[k]
         spot = spots[i]
-        times[k, 1] = costs[i]
+        row[1] = _bits(costs[i])
         row[2], row[3] = int(spot[RUNS]), int(spot[OPEN_TOKENS])
         for tier in range(3):
             row[4 + tier] = int(blocks[i, tier])
         row[7], row[8] = int(spot[PREFILL_TOKENS]), int(spot[TOKENS])
         row[9], row[10], row[11] = int(spot[PREFILL_RUNS]), int(spot[CHUNK]), int(spot[CAPACITY])
-        times[k, 12], times[k, 13], times[k, 14] = spot[BUSY_MS], spot[SLOWNESS], spot[LATER_MS]
+        row[12], row[13] = _bits(spot[BUSY_MS]), _bits(spot[SLOWNESS])
+        row[14] = _bits(spot[LATER_MS])
     return size
 
 
@@ -358,13 +366,12 @@ def warm_up() -> None:
     spread(none, np.zeros((1, 4), np.int64), none, blocks)
     predict(
         spots, blocks, np.ones(1), none, np.zeros(1), 16.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.01, np.inf,
-        np.inf, found, costs,
+        np.inf, np.uint64(0), tags, found, costs,
     )  # fmt: skip
     dynamo(spots, blocks, 1, 16, 1.0, 0.0, np.ones(3), 0.0, 0.0, costs)
     draw(np.uint64(0), tags, tags.copy())
     least(costs, np.uint64(0), tags)
-    rows = np.zeros((2, RECORD), np.int64)
-    record(costs, 0, spots, blocks, rows, rows.view(np.float64))
+    record(costs, 0, spots, blocks, np.zeros((2, RECORD), np.int64))
     survey(
         spots, tags, np.zeros(2, np.int64), none, np.zeros((1, 4), np.int64), none,
         np.ones((1, ASK)), tags, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1), 1.0,

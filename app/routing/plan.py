@@ -112,7 +112,7 @@ def plan(
             ask = ask._replace(least_prefill_tokens=least)
         costs = POLICIES[tuning.policy](ask, options, weights)
     params = _params(tuning, ask, weights, costs, prediction, request.router_config_override)
-    chosen = pick(costs, options.tags, seed, _noise(params))
+    chosen = prediction.best if prediction else pick(costs, options.tags, seed, _noise(params))
     assert chosen is not None, "a policy considers some option"
     if bound is not None and bound in options.places:
         at = options.places.index(bound)
@@ -129,7 +129,8 @@ def plan(
         outlook = outlook_of(found, place, spot, view.now_ms, since_ms, tuning, deadline_ms)
         if (hold := hold_of(outlook, view.now_ms)) is not None:
             return hold
-    cached = min(int(sum(options.blocks[chosen].tolist())) * pool.block_size, prompt.tokens)
+    device, host, disk = options.blocks[chosen].tolist()
+    cached = min(int(device + host + disk) * pool.block_size, prompt.tokens)
     tracked = tuning.policy != "direct" and params.get("track_prefill_tokens", 1.0)
     reuse = params.get("assume_kv_reuse", 1.0)
     return Chosen(
@@ -228,11 +229,12 @@ def outlook_of(
     if deadline_ms is not None:
         until_ms = min(until_ms, deadline_ms - found[kernels.PREFILL])
     planned = Planned(place, found[kernels.ALONE], math.floor(until_ms))
-    left_ms, later_ms = found[kernels.HOLD], float(spot[kernels.LATER_MS])
-    if later_ms and spot[kernels.PREFILL_RUNS]:
-        left_ms += later_ms if left_ms else 0.0
-    elif later_ms:
-        left_ms = max(since_ms, spot[kernels.PREFILLED_MS]) + later_ms - now_ms
+    left_ms = found[kernels.HOLD]
+    if later_ms := float(spot[kernels.LATER_MS]):
+        if spot[kernels.PREFILL_RUNS]:
+            left_ms += later_ms if left_ms else 0.0
+        else:
+            left_ms = max(since_ms, spot[kernels.PREFILLED_MS]) + later_ms - now_ms
     left_ms = min(left_ms, planned.until_ms - now_ms)
     ttft_ms = found[kernels.WAIT] + found[kernels.PREFILL]
     return Outlook(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), ttft_ms)
@@ -250,11 +252,11 @@ def _ask(prompt: Prompt, view: View, block_size: int, seed: int, turn: int) -> A
     request = prompt.request
     session = request.hints.session_control
     ttft_target_ms, itl_target_ms = targets_of(request)
+    least_prefill_tokens = 0
     return Ask(
         request.id, prompt.tokens, block_size, seed, turn, session.session_id if session else "",
-        output_tokens=expected_output_tokens(request, view.output_tokens),
-        mean_output_tokens=view.output_tokens, most_held_tokens=kernels.UNKNOWN,
-        leads_to=view.leads_to, ttft_target_ms=ttft_target_ms, itl_target_ms=itl_target_ms,
+        least_prefill_tokens, expected_output_tokens(request, view.output_tokens),
+        view.output_tokens, kernels.UNKNOWN, view.leads_to, ttft_target_ms, itl_target_ms,
     )  # fmt: skip
 
 
@@ -351,7 +353,8 @@ def _params(
     params: dict[str, float] = {}
     if prediction is not None:
         params = {
-            **tuning.predictive._asdict(),
+            "decode_weight": tuning.predictive.decode_weight,
+            "max_hold_ms": tuning.predictive.max_hold_ms,
             "output_tokens": ask.output_tokens, "mean_output_tokens": ask.mean_output_tokens,
             "most_held_tokens": prediction.most_held_tokens, "leads_to": ask.leads_to,
         }  # fmt: skip

@@ -250,10 +250,8 @@ def pick(costs: Costs, tags: Words, seed: int, noise: float = 0.0) -> int | None
     in proportion to exp(-cost / noise): by the least cost after subtracting Gumbel noise of that
     scale, which is the same and needs one draw an option.
     """
-    if not len(costs):
-        return None
     if noise > 0:
         shares = _shares(draws(seed, tags)).tolist()
         costs = costs + np.array([noise * math.log(-math.log(share)) for share in shares])
     chosen: int = kernels.least(costs, word_of(seed), tags)
-    return chosen if costs[chosen] < NEVER else None
+    return chosen if chosen >= 0 else None

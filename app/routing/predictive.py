@@ -45,7 +45,7 @@ import numpy as np
 
 from app.routing import kernels
 from app.routing.kernels import FOUND, Floats
-from app.routing.policies import Ask, Options
+from app.routing.policies import Ask, Options, word_of
 
 
 class PredictiveWeights(NamedTuple):
@@ -79,11 +79,13 @@ class Prediction(NamedTuple):
     """What is expected at each option: `found`, in columns named in `kernels.py`, and its cost.
 
     Preferred taints lower costs as they do in the `dynamo` policy. An option that is expected to
-    miss a target of the request costs `MISSED_MS` more. `most_held_tokens`: see `Ask`.
+    miss a target of the request costs `MISSED_MS` more. `best`: the option to choose, as
+    `pick` has it; `most_held_tokens`: see `Ask`.
     """
 
     found: Floats
     costs: Floats
+    best: int | None
     most_held_tokens: float
 
     @property
@@ -111,10 +113,10 @@ def predict(ask: Ask, options: Options, weights: PredictiveWeights) -> Predictio
     """What is expected of a request at each option."""
     size = len(options.spots)
     found, costs = np.empty((size, FOUND)), np.empty(size)
-    most = kernels.predict(
+    best, most = kernels.predict(
         options.spots, options.blocks, options.liking, *options.ahead,
         float(ask.block_size), float(ask.prompt_tokens), ask.output_tokens, ask.mean_output_tokens,
         ask.most_held_tokens, ask.leads_to, weights.decode_weight, ask.ttft_target_ms,
-        ask.itl_target_ms, found, costs,
+        ask.itl_target_ms, word_of(ask.seed), options.tags, found, costs,
     )  # fmt: skip
-    return Prediction(found, costs, most)
+    return Prediction(found, costs, best if best >= 0 else None, most)

@@ -6,7 +6,7 @@ again from them alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -58,12 +58,12 @@ class Inputs(NamedTuple):
 
     def candidate(self, place: Place) -> Candidate | None:
         """The one at a place, if it is among them."""
-        rows = (row for row in _ROW.iter_unpack(self.rows) if self.places[row[0]] == place)
-        return next(self._candidates(rows), None)
+        rows = [row for row in _ROW.iter_unpack(self.rows) if self.places[row[0]] == place]
+        return next(iter(self._candidates(rows)), None)
 
-    def _candidates(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[Candidate]:
+    def _candidates(self, rows: Iterable[tuple[Any, ...]]) -> list[Candidate]:
         places, curves, taints, ahead, is_timed = self[1:]
-        taint = 0.0
+        taint, found = 0.0, list[Candidate]()
         for (
             i, cost, runs, open_tokens, device, host, disk, prefill_tokens, prompt_tokens,
             prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness, later_ms,
@@ -72,22 +72,23 @@ class Inputs(NamedTuple):
             if taints:
                 taint = taints[i]
             if is_timed:
-                yield Candidate(
+                found.append(Candidate(
                     worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
                     prefill_tokens, taint, prompt_tokens, prefill_runs, busy_ms, ahead.get(i, ()),
                     slowness, chunk_tokens, capacity_tokens, curves[i], later_ms,
-                )  # fmt: skip
+                ))  # fmt: skip
             else:
-                yield Candidate(
+                found.append(Candidate(
                     worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
                     prefill_tokens, taint,
-                )  # fmt: skip
+                ))  # fmt: skip
+        return found
 
 
 def inputs_of(options: Options, costs: Costs, chosen: int, *, is_timed: bool) -> Inputs:
     """Of a decision between options."""
     rows = np.empty((RECORDED + 1, kernels.RECORD), np.int64)
-    size = kernels.record(costs, chosen, options.spots, options.blocks, rows, rows.view(np.float64))
+    size = kernels.record(costs, chosen, options.spots, options.blocks, rows)
     taints = options.taint_weights
     return Inputs(
         rows[:size].tobytes(), options.places, options.curves,

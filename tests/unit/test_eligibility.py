@@ -9,7 +9,7 @@ import pytest
 from app.routing.adapters import order_of
 from app.routing.burdens import Burden
 from app.routing.decisions import Chosen, Hold, Plan, Refuse
-from app.routing.eligibility import eligible, number_of
+from app.routing.eligibility import Pool, eligible, number_of
 from streams.records import (
     EngineConfig,
     EngineFigures,
@@ -230,6 +230,33 @@ def test_a_request_that_asks_for_nothing_gets_the_rows_of_the_pool_untouched(sta
     pool = stage.pools.pool("m", "aggregated", NOW_MS)
     request = Request(id="a", model="m", token_ids=TOKENS)
     assert eligible(request, "aggregated", pool, stage.fleet) is pool.rows
+
+
+def test_the_columns_of_a_pool_are_kept_while_the_same_workers_are_heard_of(stage: Stage) -> None:
+    def pool(at_ms: int) -> Pool:
+        return stage.pools.pool("m", "aggregated", at_ms)
+
+    stage.worker("w1")
+    stage.worker("w2")
+    first, late_ms = pool(1500), 1501 + TIMEOUT_MS
+    for name in ("w1", "w2"):
+        stage.beat(name, late_ms)
+    again = pool(late_ms)
+    assert again.board is first.board
+    stage.burden("w2", 700)
+    loads = {each.worker: each.open_tokens for each in stage.chosen(now_ms=late_ms).candidates}
+    assert loads == {"w1": 0, "w2": 700}
+    assert again.until_ms == late_ms + TIMEOUT_MS
+    stage.beat("w1", late_ms + 1)
+    alone = pool(late_ms + TIMEOUT_MS + 1)
+    assert [row.place.worker for row in alone.rows] == ["w1"]
+    assert alone.silent == (("w2", late_ms),)
+    stage.beat("w2", late_ms + TIMEOUT_MS + 1)
+    assert len(pool(late_ms + TIMEOUT_MS + 1).rows) == 2
+    stage.worker("w3")
+    assert len(pool(late_ms + TIMEOUT_MS + 1).rows) == 2, "it was not heard of lately"
+    stage.beat("w3", late_ms + TIMEOUT_MS + 1)
+    assert len(pool(late_ms + TIMEOUT_MS + 1).rows) == 3
 
 
 def test_a_pin_to_a_lost_life_is_gone(stage: Stage) -> None:

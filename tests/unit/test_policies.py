@@ -156,8 +156,9 @@ def test_little_noise_hardly_spreads() -> None:
 
 
 def test_nothing_to_consider_is_no_choice() -> None:
-    assert pick([], [], 0) is None
+    assert pick(np.empty(0), tags_of([]), 0) is None
     assert pick(np.array([NEVER]), options({}).tags, 0) is None
+    assert pick(np.array([NEVER, 2.0, np.nan]), options({}, {}, {}).tags, 0) == 1
 
 
 @given(
