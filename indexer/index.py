@@ -41,7 +41,7 @@ from indexer.keys import LOOPBACK_SECRET, KeySecret, derive
 from indexer.lives import Follower, Holder, Overlap, Rank, cache_tag
 from indexer.prefixes import Scratch, new_scratch
 from indexer.search import FEW, RETRY
-from indexer.sets import WORD_BITS
+from indexer.sets import LEAST_ROWS, WORD_BITS, new_sets, with_room
 from indexer.store import LONGEST_STEP, View, new_stores
 from indexer.xxh3 import M64
 
@@ -403,3 +403,4 @@ def warm_up() -> None:
     index.lose(0, other.worker, 1)
     index.tidy_up()
     index.restore(0, index.snapshot(0))
+    with_room(new_sets(), LEAST_ROWS, 1)
