@@ -141,11 +141,10 @@ class _Begun(NamedTuple):
 class Paces:
     """What the ledger has told about times so far.
 
-    `slowness` by worker, over all its lives: a worker that starts again has the same hardware; of
-    those that were measured.
-    `output_tokens`: mean length of an answer. `leads_to`: how many requests one comes to, itself
-    included, since others go on where its prompt ends: with a share s of all prompt tokens in some
-    cache, 1 + s + s² + ... = 1 / (1 - s), up to `MOST_LED_TO`.
+    `slowness`: of those workers that were measured, over all their lives: one that starts again has
+    the same hardware. `output_tokens`: mean length of an answer. `leads_to`: how many requests one
+    comes to, itself included, since others go on where its prompt ends: with a share s of all
+    prompt tokens in some cache, 1 + s + s² + ... = 1 / (1 - s), up to `MOST_LED_TO`.
     """
 
     def __init__(self) -> None:
