@@ -4,7 +4,7 @@ On fleets of several sizes, half of whose workers hold the beginning of every se
 runs that come and go between two decisions. A decision is timed from the tokens of the prompt to
 what the ledger gets; the hashes of its blocks and the match in the index are timed where they are
 done, and the rest is held to a bar. CPU time of the thread, so that nothing else on the machine
-counts, less what it takes to read that clock (0.7 us): the median of all calls, and the 99th
+counts, less what it takes to read that clock: the median of all calls, and the 99th
 percentile, with the collector of garbage on as in a process.
 
 Every decision is taken again from its own record, and its costs are compared with those of
@@ -90,7 +90,7 @@ class Timed(BlockIndex):
     match_s = 0.0
 
     def depths(self, local: NDArray[np.uint64]) -> Depths:
-        """As it is."""
+        """As every index does it."""
         began = time.thread_time()
         found = super().depths(local)
         self.match_s = time.thread_time() - began

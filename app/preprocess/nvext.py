@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from app.preprocess.errors import InvalidPrompt
 from streams.codecs import pack_tokens
 from streams.records import (
+    NO_HINTS,
     BlockExtraInfo,
     Hints,
     Json,
@@ -219,11 +220,14 @@ def _rank(headers: Mapping[str, str], name: str) -> int | None:
 
 
 def hints_of(ext: NvExt) -> Hints:
-    """The hints for routing. A priority counts for the engine, and in seconds for the queue."""
+    """The hints for routing. A priority counts for the engine, and in seconds for the queue.
+
+    NO_HINTS itself where nothing is asked for: it takes no room in records, and routers know it.
+    """
     agent = ext.agent_hints or AgentHints()
     jump = agent.latency_sensitivity if agent.priority is None else float(max(agent.priority, 0))
     constraints, session = ext.routing_constraints, ext.session_control
-    return Hints(
+    hints = Hints(
         backend_instance_id=ext.backend_instance_id,
         allowed_worker_ids=tuple(ext.allowed_worker_ids or ()),
         prefill_worker_id=ext.prefill_worker_id,
@@ -244,6 +248,7 @@ def hints_of(ext: NvExt) -> Hints:
         session_control=None if session is None else SessionControl(**session.model_dump()),
         queue_class=ext.queue_class,
     )
+    return NO_HINTS if hints == NO_HINTS else hints
 
 
 def targets_of(ext: NvExt) -> RouterParams | None:

@@ -36,6 +36,7 @@ from app.preprocess.forms import (
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.errors import Malformed
 from streams.records import (
+    NO_HINTS,
     BootstrapInfo,
     EmbeddingRequest,
     GuidedDecoding,
@@ -79,7 +80,7 @@ def to_json(request: Request) -> bytes:
         stop_conditions=_copied(request.stop, StopForm),
         sampling_options=_sampling(request.sampling),
         output_options=_copied(request.output, OutputForm),
-        routing=UNSET if request.hints == Hints() else _routing(request.hints),
+        routing=UNSET if request.hints == NO_HINTS else _routing(request.hints),
         router_config_override=None if override is None else _copied(override, OverrideForm),
         prefill_result=UNSET
         if result is None
@@ -185,7 +186,7 @@ def _request(wire: RequestForm, request_id: str) -> Request:
         stop=_copied(wire.stop_conditions, StopConditions),
         sampling=_options(wire.sampling_options),
         output=_copied(wire.output_options, OutputOptions),
-        hints=_hints(routing) if routing else Hints(),
+        hints=_hints(routing) if routing else NO_HINTS,
         router_config_override=_copied(override, RouterConfigOverride) if override else None,
         prefill_result=_copied(
             result, PrefillResult, disaggregated_params=bytes(result.disaggregated_params)

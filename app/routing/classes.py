@@ -123,11 +123,7 @@ class Classes:
     def in_turn(self, turns: Iterable[Turn[K]]) -> Iterator[K]:
         """Who waits, in the order in which they go if nobody else comes."""
         given: dict[Queue, float] = {}
-        turns = sorted(turns, key=_within_class)
-        if len({(turn.strict, turn.claim.queue) for turn in turns}) == 1:
-            yield from [turn.key for turn in turns]
-            return
-        for _, alike in groupby(turns, key=_strictness):
+        for _, alike in groupby(sorted(turns, key=_within_class), key=_strictness):
             lines: dict[Queue, deque[Turn[K]]] = {}
             for turn in alike:
                 lines.setdefault(turn.claim.queue, deque()).append(turn)

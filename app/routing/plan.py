@@ -353,8 +353,7 @@ def _params(
     params: dict[str, float] = {}
     if prediction is not None:
         params = {
-            "decode_weight": tuning.predictive.decode_weight,
-            "max_hold_ms": tuning.predictive.max_hold_ms,
+            **tuning.predictive._asdict(),
             "output_tokens": ask.output_tokens, "mean_output_tokens": ask.mean_output_tokens,
             "most_held_tokens": prediction.most_held_tokens, "leads_to": ask.leads_to,
         }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from app.preprocess.errors import InvalidPrompt
@@ -21,6 +22,13 @@ def ext(headers: dict[str, str] | None = None, **fields: Any) -> NvExt:
 
 def hints(headers: dict[str, str] | None = None, **fields: Any) -> r.Hints:
     return hints_of(ext(headers, **fields))
+
+
+def test_who_asks_for_nothing_has_the_hints_that_every_router_knows() -> None:
+    assert hints() is r.NO_HINTS
+    sent = msgspec.msgpack.encode(r.Request(id="a", hints=hints()))
+    assert b"hints" not in sent
+    assert msgspec.msgpack.decode(sent, type=r.Request).hints is r.NO_HINTS
 
 
 # --- the body -------------------------------------------------------------------------------------
