@@ -27,6 +27,11 @@ log = logging.getLogger(__name__)
 PROBE_SLOW_S = 1.0
 """A probe that takes longer than this says that heartbeats are late as well."""
 
+PROBED_BEFORE_S = 2.0
+"""How long before the verdict the first probe goes out: while a leader hangs it is slow, even if
+another one has taken over by the time of the verdict, and heartbeats are on their way to the old.
+"""
+
 FEW = 4
 """With fewer workers than this, "a third of them at once" says nothing."""
 
@@ -82,8 +87,9 @@ class DeathWatch:
     # --- who is silent ---------------------------------------------------------------------------
 
     def _suspects(self) -> list[tuple[str, int]]:
-        """Workers that have been silent too long, as far as this router has read and can tell."""
-        patience_ms, now_ms = self._patience_ms(), self._context.broker_clock.now_ms()
+        """Workers that are silent too long, or soon will be, as far as this router can tell."""
+        now_ms = self._context.broker_clock.now_ms()
+        patience_ms = self._patience_ms() - 1000 * PROBED_BEFORE_S
         return [
             (worker, member.epoch)
             for worker, member in self._context.fleet.living()

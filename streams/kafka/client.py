@@ -11,12 +11,11 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.client import ConnectionGroup
+from aiokafka import AIOKafkaConsumer
 from aiokafka.conn import AIOKafkaConnection, CloseReason, collect_hosts, create_conn
 from aiokafka.errors import (
     AuthenticationFailedError,
@@ -38,6 +37,7 @@ from aiokafka.errors import (
 )
 
 from streams.errors import Denied
+from streams.kafka.hangs import watch
 from streams.topics import MAX_RECORD_BYTES
 
 log = logging.getLogger(__name__)
@@ -103,16 +103,19 @@ _send = AIOKafkaConnection.send
 
 
 def _send_or_close(connection: AIOKafkaConnection, *request: Any, **options: Any) -> Any:
-    """Send a request. Raises KafkaConnectionError where the transport is closed already.
+    """Send a request, and watch for the answer.
 
-    That of uvloop says so by a RuntimeError before the connection has heard of it. The client knows
-    none, and the task that fetches, or sends, would end for good, and the process with it.
+    Raises KafkaConnectionError where the transport is closed already. That of uvloop says so by a
+    RuntimeError before the connection has heard of it. The client knows none, and the task that
+    fetches, or sends, would end for good, and the process with it.
     """
     try:
-        return _send(connection, *request, **options)
+        answer = _send(connection, *request, **options)
     except RuntimeError as e:
         connection.close(reason=CloseReason.CONNECTION_BROKEN)
         raise KafkaConnectionError(f"the connection is broken: {e}") from e
+    watch(connection)
+    return answer
 
 
 AIOKafkaConnection.send = _send_or_close
@@ -224,22 +227,6 @@ class LazyConsumer:
         task = asyncio.create_task(end_consumer(consumer, self._grace_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-
-def leaders(
-    consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]
-) -> dict[TopicPartition, int | None]:
-    """By which broker each partition is led, as far as the client knows."""
-    leader_of = consumer._client.cluster.leader_for_partition  # noqa: SLF001
-    return {tp: leader_of(tp) for tp in partitions}
-
-
-def leave(consumer: AIOKafkaConsumer, node: int | None) -> None:
-    """Break the connection to a broker off, and look for other leaders."""
-    client = consumer._client  # noqa: SLF001
-    if (connection := client._conns.get((node, ConnectionGroup.DEFAULT))) is not None:  # noqa: SLF001
-        connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
-    client.force_metadata_update()
 
 
 def _mend(consumer: AIOKafkaConsumer) -> None:

@@ -5,6 +5,7 @@ and groups, and translates every error of the client (`streams/errors.py`), with
 
     producer.py   appending            reader.py   reading without a group
     member.py     reading in a group   client.py   what all clients share
+    hangs.py      leaving a broker that hangs, on every connection
 
 Each reader and member has a consumer of its own, because one consumer asks each broker one thing
 at a time and waits until all of the answer is used. Offsets are asked for through another one that

@@ -15,17 +15,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
 
 from streams.errors import BrokerUnavailable, LogClosed, PositionLost
-from streams.kafka.client import (
-    MOVING,
-    READING,
-    REFUSALS,
-    RETRY_S,
-    SILENCE,
-    LazyConsumer,
-    denied,
-    leaders,
-    leave,
-)
+from streams.kafka.client import MOVING, READING, REFUSALS, RETRY_S, SILENCE, LazyConsumer, denied
 from streams.ports import Batches, Partition
 
 if TYPE_CHECKING:
@@ -41,8 +31,8 @@ _SETTLE_BYTES = 1024 * 1024
 
 _PATIENCE = 0.75
 """Of a request time-out, which is meant for appends. A broker answers a reader in 250 ms. One that
-hangs may cost three waits: for its answer, for a new connection to it, and for the new leader, when
-the client asks it of all brokers who that is."""
+hangs and that its cluster keeps may cost three waits: for its answer, for a new connection to it,
+and for the new leader, when the client asks it of all brokers who that is."""
 
 
 class KafkaReader:
@@ -50,9 +40,9 @@ class KafkaReader:
 
     def __init__(self, kafka: KafkaLog, *, moving: bool) -> None:
         self._kafka = kafka
-        self._patience_s = _PATIENCE * kafka.request_timeout_s
+        timeout_ms = int(1000 * _PATIENCE * kafka.request_timeout_s)
         reading = MOVING if moving else READING
-        options = {**kafka.options, **reading, "request_timeout_ms": int(self._patience_s * 1000)}
+        options = {**kafka.options, **reading, "request_timeout_ms": timeout_ms}
         self._client = LazyConsumer(options, kafka.request_timeout_s)
         self._consumer: AIOKafkaConsumer | None = None  # the one that has our assignment
         self._names: dict[TopicPartition, Partition] = {}
@@ -63,7 +53,6 @@ class KafkaReader:
         self._silence_s = SILENCE * kafka.request_timeout_s
         self._silent_from = 0.0
         self._answered_ms = 0
-        self._waits = _Waits(self._patience_s)
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -130,7 +119,6 @@ class KafkaReader:
             except BrokerUnavailable:
                 return None
             if consumer is not None and not self._closed:
-                self._waits = _Waits(self._patience_s)
                 self._hand_over(consumer)
                 self._consumer = consumer
                 self._silent_from = asyncio.get_running_loop().time()
@@ -167,13 +155,9 @@ class KafkaReader:
             end = consumer.highwater(tp)
             at_ms = consumer.last_poll_timestamp(tp)
             answered_ms = max(answered_ms, at_ms or 0)
-            self._waits.hear(tp, at_ms, now)
             if end is not None and self._settled[tp] < end:
                 behind[tp] = _Answer(position, at_ms, end)
         self._settled |= self._tails.look(behind)
-        for node, silent_s in self._waits.look(leaders(consumer, self._next), now).items():
-            log.warning("broker %s has not answered for %.1f s, others are asked", node, silent_s)
-            leave(consumer, node)
         if answered_ms != self._answered_ms:
             self._answered_ms, self._silent_from = answered_ms, now
 
@@ -235,56 +219,6 @@ class _Answer(NamedTuple):
     position: int
     at_ms: int
     end: int
-
-
-class _Waits:
-    """Finds the brokers that have not answered for too long.
-
-    The client has a time-out for every request, but ends all requests at every change of what it
-    reads. A reader whose partitions change from second to second would wait for a broker that hangs
-    as long as that does.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._answer_ms: dict[TopicPartition, int | None] = {}
-        """The latest answer about each, by the client's clock."""
-        self._answered: dict[TopicPartition, float] = {}
-        self._waits_from: dict[TopicPartition, float] = {}
-        self._looked_at = float("-inf")
-
-    def hear(self, tp: TopicPartition, answer_ms: int | None, now: float) -> None:
-        """When its latest answer came by the client's clock; None: none since the last change."""
-        if answer_ms is not None and answer_ms != self._answer_ms.get(tp):
-            self._answer_ms[tp] = answer_ms
-            self._answered[tp] = self._waits_from[tp] = now
-        self._waits_from.setdefault(tp, now)
-
-    def look(
-        self, leaders: Mapping[TopicPartition, int | None], now: float
-    ) -> dict[int | None, float]:
-        """Those that hang, and for how long; each is told again after as long.
-
-        `leaders`: of all partitions that are read. A broker that answers about one of them works,
-        whatever is wrong with another. Who has not looked for as long cannot tell who was late.
-        """
-        if now - self._looked_at > self._patience_s:
-            self._waits_from = dict.fromkeys(leaders, now)
-        self._looked_at = now
-        for known in (self._answer_ms, self._answered, self._waits_from):
-            for tp in known.keys() - leaders.keys():
-                del known[tp]
-        waits: dict[int | None, float] = {}
-        for tp, since in self._waits_from.items():
-            if now - since > self._patience_s:
-                waits[leaders[tp]] = max(now - since, waits.get(leaders[tp], 0.0))
-        for tp, at in self._answered.items():
-            if now - at <= self._patience_s:
-                waits.pop(leaders[tp], None)
-        for tp, leader in leaders.items():
-            if leader in waits:
-                self._waits_from[tp] = now
-        return waits
 
 
 class _Tails:

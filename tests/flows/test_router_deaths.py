@@ -7,7 +7,9 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from app.lanes.deaths import PROBED_BEFORE_S
 from app.router import Router
+from app.settings import Settings
 from streams.codecs import decode
 from streams.errors import AppendFailed
 from streams.records import Assignment, Fence, Lost, Probe, Tombstone
@@ -131,7 +133,7 @@ async def test_a_probe_that_hangs_delays_no_verdict_elsewhere(world: World) -> N
 
 
 @in_world
-async def test_workers_of_one_partition_are_examined_with_one_probe(world: World) -> None:
+async def test_workers_of_one_partition_are_examined_with_the_same_probes(world: World) -> None:
     here = partition(world, "w0")
     hands = [Hand(world, name) for name in names(world, lambda p: p == here, 2)]
     hands += [Hand(world, name) for name in names(world, lambda p: p != here, 6)]
@@ -141,7 +143,7 @@ async def test_workers_of_one_partition_are_examined_with_one_probe(world: World
     for hand in hands[:2]:
         hand.beating.cancel()
     await world.until(lambda: len(deaths(world)) == 2)
-    assert probes(world, here) - before == 1
+    assert probes(world, here) - before == 1 + PROBED_BEFORE_S / Settings().heartbeat_s
 
 
 @in_world
@@ -199,6 +201,31 @@ async def test_a_slow_broker_kills_nobody(world: World) -> None:
     for worker in workers:  # what was on its way arrives
         worker.beating = world.spawn(worker._beat())
     world.faults.slow.clear()
+    await world.sleep(30)
+    assert deaths(world) == []
+
+
+@in_world
+async def test_a_leader_that_has_just_taken_over_gets_the_heartbeats_first(world: World) -> None:
+    """They are still on their way to the one that hangs, when probes reach the new one at once."""
+    workers = [Hand(world, f"w{n}") for n in range(2)]
+    router = await route(world)
+    await world.sleep(3)
+    for worker in workers:
+        worker.beating.cancel()
+    hanging = True
+
+    async def waits() -> None:
+        while hanging:
+            await world.sleep(0.1)
+
+    for number in {partition(world, worker.name) for worker in workers}:
+        without(router, number, waits)
+    await world.sleep(4.5)
+    hanging = False
+    await world.sleep(1.5)
+    for worker in workers:  # silent for longer than their time
+        worker.beating = world.spawn(worker._beat())
     await world.sleep(30)
     assert deaths(world) == []
 

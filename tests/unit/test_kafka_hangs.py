@@ -1,0 +1,169 @@
+"""When a connection on which nothing comes is left: by what its cluster says, and by the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiokafka.client import AIOKafkaClient
+from aiokafka.conn import CloseReason
+from aiokafka.protocol.metadata import MetadataResponse_v1
+
+from streams.kafka.hangs import LATE, watch
+
+TIMEOUT_S = 0.4
+SOON_S = 2 * LATE * TIMEOUT_S + 0.1
+BROKERS = {1: "one", 2: "two", 3: "three"}
+
+
+class Line:
+    """A connection to a broker, as the client's own look from outside."""
+
+    def __init__(self, client: AIOKafkaClient | None, host: str, cluster: Cluster) -> None:
+        self.host, self.port = host, 9092
+        self.asked = 0
+        self.closed: CloseReason | None = None
+        self._left = asyncio.Event()
+        self.closed_after_s = 0.0
+        self._began = self._last_action = time.monotonic()
+        self._request_timeout = TIMEOUT_S
+        self._requests: deque[object] = deque()
+        self._on_close_cb = client and client._on_connection_closed
+        self._cluster = cluster
+
+    def connected(self) -> bool:
+        return self.closed is None
+
+    def close(self, reason: CloseReason) -> None:
+        self.closed, self.closed_after_s = reason, time.monotonic() - self._began
+        self._left.set()
+
+    async def left(self) -> CloseReason | None:
+        """Wait until it is closed; why it was."""
+        async with asyncio.timeout(10 * TIMEOUT_S):
+            await self._left.wait()
+        return self.closed
+
+    def ask(self) -> None:
+        self._requests.append(object())
+        watch(self)
+
+    def answer(self) -> None:
+        self._requests.popleft()
+        self._last_action = time.monotonic()
+
+    async def send(self, _: object) -> Any:
+        self.asked += 1
+        if self.host in self._cluster.hanging:
+            await asyncio.sleep(TIMEOUT_S)
+            raise TimeoutError
+        members = [(n, BROKERS[n], 9092, None) for n in self._cluster.members]
+        return MetadataResponse_v1(members, 1, [])
+
+
+class Cluster:
+    """Three brokers and one client that is connected to all of them."""
+
+    def __init__(self) -> None:
+        self.members = [1, 2, 3]
+        self.hanging: set[str] = set()
+        self.client = AIOKafkaClient(bootstrap_servers="one")
+        self.client._sync_task = asyncio.create_task(asyncio.sleep(60))
+        self.lines = {n: Line(self.client, host, self) for n, host in BROKERS.items()}
+        self.client._conns = {(n, 0): line for n, line in self.lines.items()}
+        everybody = [(n, host, 9092, None) for n, host in BROKERS.items()]
+        self.client.cluster.update_metadata(MetadataResponse_v1(everybody, 1, []))
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    assert cluster.client._sync_task is not None
+    cluster.client._sync_task.cancel()
+
+
+async def test_who_answers_is_not_left_and_nobody_is_asked_about_it(cluster: Cluster) -> None:
+    first, second, third = cluster.lines.values()
+    cluster.members.remove(1)
+    for _ in range(40):
+        first.ask()  # there is always something under way
+        await asyncio.sleep(0.04)
+        if len(first._requests) > 1:
+            first.answer()
+    assert (first.closed, second.asked, third.asked) == (None, 0, 0)
+
+
+async def test_who_hangs_is_left_as_soon_as_its_cluster_has_left_it(cluster: Cluster) -> None:
+    first = cluster.lines[1]
+    cluster.members.remove(1)
+    first.ask()
+    assert await first.left() is CloseReason.CONNECTION_BROKEN
+    assert LATE * TIMEOUT_S < first.closed_after_s < TIMEOUT_S
+
+
+async def test_its_other_connection_is_left_by_what_is_known_then(cluster: Cluster) -> None:
+    first = cluster.lines[1]
+    other = Line(cluster.client, first.host, cluster)
+    cluster.members.remove(1)
+    first.ask()
+    other.ask()
+    assert await first.left() is CloseReason.CONNECTION_BROKEN
+    assert await other.left() is CloseReason.CONNECTION_BROKEN
+
+
+async def test_who_is_still_a_member_has_until_the_request_time_out(cluster: Cluster) -> None:
+    first = cluster.lines[1]
+    first.ask()
+    assert await first.left() is CloseReason.CONNECTION_TIMEOUT
+    assert first.closed_after_s > TIMEOUT_S
+    assert cluster.lines[2].asked + cluster.lines[3].asked > 1
+
+
+@pytest.mark.parametrize("hanging", ["two", "three"])  # one of them is asked first
+async def test_another_is_asked_when_one_who_is_asked_hangs_too(
+    cluster: Cluster, hanging: str
+) -> None:
+    cluster.members.remove(1)
+    cluster.hanging.add(hanging)
+    first = cluster.lines[1]
+    first._request_timeout = 4 * TIMEOUT_S
+    first.ask()
+    assert await first.left() is CloseReason.CONNECTION_BROKEN
+    assert [line.asked for line in cluster.lines.values() if line.host not in ("one", hanging)] == [
+        1
+    ]
+
+
+async def test_who_stood_still_itself_cannot_tell_who_is_late(cluster: Cluster) -> None:
+    first = cluster.lines[1]
+    cluster.members.remove(1)
+    first.ask()
+    time.sleep(2 * TIMEOUT_S)  # the loop too, as after SIGSTOP
+    await asyncio.sleep(LATE * TIMEOUT_S / 2)  # then it reads what has come meanwhile
+    first.answer()
+    await asyncio.sleep(SOON_S)
+    assert first.closed is None
+
+
+async def test_a_server_that_need_not_be_a_broker_is_left_by_the_clock_only(
+    cluster: Cluster,
+) -> None:
+    """The address of a bootstrap server may be that of a balancer in front of the brokers."""
+    server = Line(None, "balancer", cluster)
+    server.ask()
+    assert await server.left() is CloseReason.CONNECTION_TIMEOUT
+
+
+async def test_what_is_asked_later_is_watched_again(cluster: Cluster) -> None:
+    first = cluster.lines[1]
+    first.ask()
+    first.answer()
+    await asyncio.sleep(SOON_S)
+    cluster.members.remove(1)
+    first.ask()
+    assert await first.left() is CloseReason.CONNECTION_BROKEN
