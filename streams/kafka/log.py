@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -49,6 +50,8 @@ class KafkaLog:
         self._questions: LazyConsumer | None = None
         self._users: dict[KafkaReader | KafkaMember, None] = {}
         self._partitions: dict[str, int] = {}
+        self._finding: dict[str, asyncio.Task[None]] = {}
+        """Topics that are asked for. All who wait go on at once, in the order of their calls."""
         self._asking = asyncio.Lock()
         self._closed = False
 
@@ -92,17 +95,11 @@ class KafkaLog:
     async def partitions(self, topic: str) -> int:
         """How many partitions a topic has. Raises TopicsDiffer, BrokerUnavailable, Denied."""
         self._check_open()
-        asked = 0
-        while topic not in self._partitions:
-            if asked * RETRY_S > _HEARSAY_S:
-                raise TopicsDiffer(
-                    f"topic {self.prefix}{topic} does not exist, or we may not see it: "
-                    "run `kvlane topics create`"
-                )
-            if asked:
-                await asyncio.sleep(RETRY_S)
-            await self._learn_partitions()
-            asked += 1
+        if topic not in self._partitions:
+            if (finding := self._finding.get(topic)) is None:
+                finding = self._finding[topic] = asyncio.create_task(self._find(topic))
+                finding.add_done_callback(partial(self._found, topic))
+            await asyncio.shield(finding)
         return self._partitions[topic]
 
     async def look_again(self) -> dict[str, int]:
@@ -210,6 +207,25 @@ class KafkaLog:
             return await self.partitions(topic)
         except BrokerUnavailable as e:
             raise AppendFailed(f"{topic}: {e}") from e
+
+    async def _find(self, topic: str) -> None:
+        """Ask until the topic is known."""
+        asked = 0
+        while topic not in self._partitions:
+            if asked * RETRY_S > _HEARSAY_S:
+                raise TopicsDiffer(
+                    f"topic {self.prefix}{topic} does not exist, or we may not see it: "
+                    "run `kvlane topics create`"
+                )
+            if asked:
+                await asyncio.sleep(RETRY_S)
+            await self._learn_partitions()
+            asked += 1
+
+    def _found(self, topic: str, finding: asyncio.Task[None]) -> None:
+        del self._finding[topic]
+        if not finding.cancelled():
+            finding.exception()  # told to all who wait; there may be nobody any more
 
     async def _learn_partitions(self) -> dict[str, int]:
         """Ask for all topics: brokers may create a topic that is asked for by its name."""

@@ -52,7 +52,11 @@ async def log(broker: JvmBroker, node: Node, topic_prefix: str) -> AsyncIterator
     await admin.start()
     ledger = NewTopic(topic_prefix + LEDGER, PARTITIONS, 1, topic_configs=config)
     async with asyncio.timeout(30):
-        while True:  # one that was paused is not counted on for a moment
+        # One that was paused is no member of its cluster for a moment.
+        while admin._client.cluster.controller is None:
+            await asyncio.sleep(0.2)
+            await admin._client.force_metadata_update()
+        while True:
             created = await admin.create_topics([ledger])
             if not any(code for _, code, *_ in created.topic_errors):
                 break

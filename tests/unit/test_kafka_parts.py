@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import ssl
@@ -21,6 +22,7 @@ from streams.errors import BrokerUnavailable, Denied
 from streams.kafka.client import Calm, LazyConsumer, calm_client_logs
 from streams.kafka.log import KafkaLog
 from streams.kafka.reader import _Answer, _Tails
+from streams.ports import Appended, Entry
 from streams.provision import describe
 
 LANE, OTHER = TopicPartition("t.registry", 0), TopicPartition("t.kv-events", 3)
@@ -201,3 +203,45 @@ class TestSecurity:
         connection = Connection("kafka:1", "x", security_protocol="SSL", ssl_cafile=missing)
         with pytest.raises(Denied, match="security settings"):
             await KafkaLog(connection).start()
+
+
+class Unheard(KafkaLog):
+    """A log that gets to know a topic when it asks for the third time."""
+
+    def __init__(self) -> None:
+        super().__init__(Connection("kafka:1", "x"))
+        self.appended: list[bytes | None] = []
+        self._producer: Any = SimpleNamespace(append=self._append)
+        self._answers = iter(({}, {}, {"ledger": 4}))
+
+    async def _learn_partitions(self) -> dict[str, int]:
+        await asyncio.sleep(0)
+        self._partitions |= next(self._answers)
+        return self._partitions
+
+    async def _append(self, to: TopicPartition, entry: Entry) -> Appended:
+        self.appended.append(entry.value)
+        return Appended(to.partition, 0, 0)
+
+
+class TestFirstAppends:
+    """To a topic of which at first not even the broker has heard."""
+
+    async def test_they_keep_the_order_of_their_calls(self) -> None:
+        log = Unheard()
+        values = [b"%d" % n for n in range(20)]
+        async with asyncio.TaskGroup() as tasks:
+            for value in values:
+                tasks.create_task(log.append("ledger", Entry(None, value), 1))
+                await asyncio.sleep(0)
+        assert log.appended == values
+
+    async def test_one_that_is_cancelled_takes_nobody_along(self) -> None:
+        log = Unheard()
+        first = asyncio.create_task(log.append("ledger", Entry(None, b"a"), 1))
+        second = asyncio.create_task(log.append("ledger", Entry(None, b"b"), 1))
+        await asyncio.sleep(0)
+        first.cancel()
+        await second
+        assert first.cancelled()
+        assert log.appended == [b"b"]
