@@ -110,9 +110,9 @@ async def _refresh(client: AIOKafkaClient, node: int) -> None:
     if client._sync_task is None:  # noqa: SLF001  # closed meanwhile
         connection.close()
         return
-    topics = client._topics  # noqa: SLF001
+    topics = set(client._topics)  # noqa: SLF001
     try:
-        answer = await connection.send(MetadataRequest(list(topics) if topics else None))
+        answer = await connection.send(MetadataRequest(list(topics) or None))
     except (KafkaError, TimeoutError):
         return
     if answer.brokers and topics == client._topics:  # noqa: SLF001
