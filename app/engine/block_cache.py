@@ -87,18 +87,15 @@ class BlockCache:
         Named blocks can be shared from now on. The caller has seen to it that enough blocks are
         available; what the cache has of the prompt is held before anything is evicted for the rest.
         """
-        held = list(identities)
-        self._hold(held)
-        for _ in range(total - len(held)):
-            self._take()
-            held.append(PRIVATE)
-        return held
+        private = total - len(identities)
+        self._take(self._hold(identities) + private)
+        return [*identities, *[PRIVATE] * private]
 
     def take(self, held: list[int]) -> bool:
         """Add a private block to a sequence's blocks; False, and nothing done, if there is none."""
         if not self.free and not self._inactive:
             return False
-        self._take()
+        self._take(1)
         held.append(PRIVATE)
         return True
 
@@ -107,7 +104,7 @@ class BlockCache:
         assert held[index] == PRIVATE, f"block {index} has a name already"
         held[index] = identity
         self.free += 1
-        self._hold((identity,))
+        self._take(self._hold((identity,)))
 
     def tell(self, held: Sequence[int], start: int, end: int) -> list[tuple[int, int]]:
         """Note blocks `start` to `end` of a sequence as told; returns the runs that were not."""
@@ -155,24 +152,28 @@ class BlockCache:
         self._told.clear()
         return True
 
-    def _hold(self, identities: Sequence[int]) -> None:
+    def _hold(self, identities: Sequence[int]) -> int:
+        """Count one more user of each; how many of them the cache does not have yet."""
         references, inactive = self._references, self._inactive
+        missing = 0
         for identity in identities:
             count = references.get(identity)
             if count is not None:
                 references[identity] = count + 1
                 continue
+            references[identity] = 1
             if identity in inactive:
                 del inactive[identity]
             else:
-                self._take()
-            references[identity] = 1
+                missing += 1
+        return missing
 
-    def _take(self) -> None:
-        if self.free:
-            self.free -= 1
-            return
-        identity, _ = self._inactive.popitem(last=False)
-        if identity in self._told:
-            self._told.remove(identity)
-            self.removed.append(identity)
+    def _take(self, blocks: int) -> None:
+        """Use so many blocks: free ones first, then those that were released first."""
+        spare = min(blocks, self.free)
+        self.free -= spare
+        for _ in range(blocks - spare):
+            identity, _ = self._inactive.popitem(last=False)
+            if identity in self._told:
+                self._told.remove(identity)
+                self.removed.append(identity)

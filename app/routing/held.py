@@ -172,7 +172,7 @@ class Held(Generic[K]):
         """
         key = wanted.key
         before = self._entries.get(key)
-        if before is None and planned is None:
+        if planned == (before and before.planned):
             return ()
         places = [each.place for each in (before and before.planned, planned) if each]
         firsts = {place: self.first(place) for place in places}
