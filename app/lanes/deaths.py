@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 PROBE_SLOW_S = 1.0
 """A probe that takes longer than this says that heartbeats are late as well."""
 
-PROBED_BEFORE_S = 2.0
-"""How long before the verdict the first probe goes out: while a leader hangs it is slow, even if
-another one has taken over by the time of the verdict, and heartbeats are on their way to the old.
+PROBED_BEFORE = 0.5
+"""Of a request time-out: how long before the verdict the first probe goes out. While a leader hangs
+it is slow, even if another one has taken over by the time of the verdict. A worker whose heartbeat
+is on its way to the old one may need as long to send it to the new one; see streams/kafka/hangs.py.
 """
 
 FEW = 4
 """With fewer workers than this, "a third of them at once" says nothing."""
-
 
 BURIED_AFTER = 3
 """Time-outs after which any router removes the card of a lost worker. Whoever declared it lost
@@ -88,12 +88,14 @@ class DeathWatch:
 
     def _suspects(self) -> list[tuple[str, int]]:
         """Workers that are silent too long, or soon will be, as far as this router can tell."""
-        now_ms = self._context.broker_clock.now_ms()
-        patience_ms = self._patience_ms() - 1000 * PROBED_BEFORE_S
+        settings, now_ms = self._context.settings, self._context.broker_clock.now_ms()
+        early_ms = self._patience_ms() - PROBED_BEFORE * settings.request_timeout_ms
+        # Of those who missed one heartbeat only, nothing is to be asked yet.
+        silence_ms = max(early_ms, 2000 * settings.heartbeat_s)
         return [
             (worker, member.epoch)
             for worker, member in self._context.fleet.living()
-            if self._silent_ms(worker, now_ms) > patience_ms
+            if self._silent_ms(worker, now_ms) > silence_ms
         ]
 
     def _patience_ms(self) -> int:

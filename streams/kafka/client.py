@@ -102,7 +102,7 @@ def denied(error: BaseException, what: str) -> Denied:
 _send = AIOKafkaConnection.send
 
 
-def _send_or_close(connection: AIOKafkaConnection, *request: Any, **options: Any) -> Any:
+def _send_and_watch(connection: AIOKafkaConnection, *request: Any, **options: Any) -> Any:
     """Send a request, and watch for the answer.
 
     Raises KafkaConnectionError where the transport is closed already. That of uvloop says so by a
@@ -118,7 +118,7 @@ def _send_or_close(connection: AIOKafkaConnection, *request: Any, **options: Any
     return answer
 
 
-AIOKafkaConnection.send = _send_or_close
+AIOKafkaConnection.send = _send_and_watch
 
 
 async def connect(client: Any, options: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ partitions change ends its requests at every change, and never gives up at all.
 So when nothing has come on a connection for a while although something was asked, another broker is
 asked who belongs to the cluster. Whoever does not any more is left: what was asked of it fails, and
 the client repeats it where the new leaders are. A broker that its cluster keeps has until the
-request time-out. Knows nothing of topics, of producers and of consumers.
+request time-out. Knows nothing of producers and consumers, nor of what they ask.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
 from weakref import WeakSet
 
-from aiokafka.client import AIOKafkaClient
+from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
@@ -27,8 +26,10 @@ from aiokafka.protocol.metadata import MetadataRequest
 log = logging.getLogger(__name__)
 
 LATE = 0.25
-"""Of a request time-out: after so long without an answer others are asked. A broker answers a
-reader in 250 ms; when it is merely slow, asking costs little."""
+"""Of a request time-out: after so long without an answer others are asked, each for as long."""
+
+LATE_S = 0.5
+"""After less nobody is late: a reader whose broker has nothing new is answered after 250 ms."""
 
 _watched: WeakSet[AIOKafkaConnection] = WeakSet()
 _looks: set[asyncio.Task[None]] = set()
@@ -50,70 +51,96 @@ class _Watch:
     def __init__(self, connection: AIOKafkaConnection) -> None:
         self._connection = connection
         self._timeout_s: float = connection._request_timeout  # noqa: SLF001
-        self._every_s = self._timeout_s * LATE / 2
+        self._late_s = max(self._timeout_s * LATE, LATE_S)
+        self._every_s = self._late_s / 2
         self._waits_from = self._looked_at = time.monotonic()
         self._look: asyncio.Task[None] | None = None
-        self._asked = 0
+        self._looks = 0
 
     def go_on(self) -> None:
         """Look again a little later."""
         asyncio.get_running_loop().call_later(self._every_s, self._check)
 
     def _check(self) -> None:
-        connection, now = self._connection, time.monotonic()
+        connection = self._connection
         if not (connection._requests and connection.connected()):  # noqa: SLF001
             _watched.discard(connection)
             return
+        try:
+            self._judge(connection, time.monotonic())
+        finally:
+            self.go_on()
+
+    def _judge(self, connection: AIOKafkaConnection, now: float) -> None:
         if now - self._looked_at > 2 * self._every_s:  # we stood still: answers may lie there
             self._waits_from = now
         self._looked_at = now
         silent_s = now - max(self._waits_from, connection._last_action)  # noqa: SLF001
-        if silent_s > self._timeout_s + self._every_s:  # else who asked would have given up
+        if silent_s > self._timeout_s + self._every_s:  # whoever asked has given up by now
             self._leave(CloseReason.CONNECTION_TIMEOUT, f"has not answered for {silent_s:.1f} s")
-        elif silent_s > self._timeout_s * LATE and (self._look is None or self._look.done()):
+        elif silent_s > self._late_s and (self._look is None or self._look.done()):
             self._look = asyncio.create_task(self._ask_others())
             _looks.add(self._look)
             self._look.add_done_callback(_looks.discard)
-        self.go_on()
 
     async def _ask_others(self) -> None:
         """Leave the broker if it is not, or no longer, a member of its cluster."""
         client = getattr(self._connection._on_close_cb, "__self__", None)  # noqa: SLF001
         if not isinstance(client, AIOKafkaClient):
             return  # to an address that need not be that of a broker
-        others = self._others(client)
-        if others and len(others) < len(client.cluster.brokers()):
-            await _refresh(client, others[self._asked % len(others)])
-            self._asked += 1
-        if len(self._others(client)) == len(client.cluster.brokers()):
+        if self._is_member(client):
+            try:
+                async with asyncio.timeout(self._late_s):
+                    await self._refresh(client)
+            except (KafkaError, TimeoutError):
+                return  # another one is asked at the next look
+        if not self._is_member(client):
             self._leave(CloseReason.CONNECTION_BROKEN, "does not answer, and its cluster left it")
 
-    def _others(self, client: AIOKafkaClient) -> list[Any]:
-        """Ids of all brokers of the cluster but this one, those first that we are connected to."""
+    def _is_member(self, client: AIOKafkaClient) -> bool:
+        here = (self._connection.host, self._connection.port)
+        return any((b.host, b.port) == here for b in client.cluster.brokers())
+
+    async def _refresh(self, client: AIOKafkaClient) -> None:
+        """Ask another broker who belongs to the cluster and who leads what.
+
+        Raises KafkaError, TimeoutError.
+        """
+        other = await self._other(client)
+        if other is None:
+            return
+        cluster, topics = client.cluster, set(client._topics)  # noqa: SLF001
+        known_ms = cluster._last_successful_refresh_ms  # noqa: SLF001
+        question = MetadataRequest(list(topics) or None, allow_auto_topic_creation=False)
+        answer = await other.send(question)
+        is_newer = cluster._last_successful_refresh_ms == known_ms  # noqa: SLF001
+        if answer.brokers and is_newer and topics == client._topics:  # noqa: SLF001
+            cluster.update_metadata(answer)
+
+    async def _other(self, client: AIOKafkaClient) -> AIOKafkaConnection | None:
+        """A connection to another broker, to each of them in turn; None if there is none."""
         here = (self._connection.host, self._connection.port)
         ids = [b.nodeId for b in client.cluster.brokers() if (b.host, b.port) != here]
-        connected = {node for (node, _), c in client._conns.items() if c.connected()}  # noqa: SLF001
-        return sorted(ids, key=lambda node: node not in connected)
+        known = [client._conns.get((node, ConnectionGroup.DEFAULT)) for node in ids]  # noqa: SLF001
+        others = [other for other in known if other is not None and other.connected()]
+        self._looks += 1
+        if others:
+            return others[self._looks % len(others)]
+        # Whoever connects holds the lock until that is done, maybe to the broker that hangs.
+        is_closed, lock = client._sync_task is None, client._get_conn_lock  # noqa: SLF001
+        if not ids or is_closed or lock.locked():
+            return None
+        other = await client._get_conn(ids[self._looks % len(ids)])  # noqa: SLF001
+        if other is not None and client._sync_task is None:  # noqa: SLF001  # closed meanwhile
+            other.close()
+            return None
+        return other
 
     def _leave(self, reason: CloseReason, why: str) -> None:
         connection = self._connection
-        if connection.connected():
-            log.warning("broker %s:%d %s", connection.host, connection.port, why)
-            connection.close(reason=reason)
-
-
-async def _refresh(client: AIOKafkaClient, node: int) -> None:
-    """Ask one broker who belongs to the cluster and who leads what; nothing if it fails."""
-    connection = await client._get_conn(node)  # noqa: SLF001
-    if connection is None:
-        return
-    if client._sync_task is None:  # noqa: SLF001  # closed meanwhile
-        connection.close()
-        return
-    topics = set(client._topics)  # noqa: SLF001
-    try:
-        answer = await connection.send(MetadataRequest(list(topics) or None))
-    except (KafkaError, TimeoutError):
-        return
-    if answer.brokers and topics == client._topics:  # noqa: SLF001
-        client.cluster.update_metadata(answer)
+        if not connection.connected():
+            return
+        log.warning("broker %s:%d %s", connection.host, connection.port, why)
+        transport = connection._writer.transport  # noqa: SLF001
+        connection.close(reason=reason)
+        transport.abort()  # else it stays until what is still to be sent was taken

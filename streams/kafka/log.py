@@ -15,8 +15,8 @@ never reads: a question would wait behind a read that waits for records.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -50,8 +50,9 @@ class KafkaLog:
         self._questions: LazyConsumer | None = None
         self._users: dict[KafkaReader | KafkaMember, None] = {}
         self._partitions: dict[str, int] = {}
-        self._finding: dict[str, asyncio.Task[None]] = {}
-        """Topics that are asked for. All who wait go on at once, in the order of their calls."""
+        self._finding = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._finders = Counter[str]()
+        """Who waits for a topic that was not known; nobody who comes later goes on before them."""
         self._asking = asyncio.Lock()
         self._closed = False
 
@@ -95,11 +96,18 @@ class KafkaLog:
     async def partitions(self, topic: str) -> int:
         """How many partitions a topic has. Raises TopicsDiffer, BrokerUnavailable, Denied."""
         self._check_open()
-        if topic not in self._partitions:
-            if (finding := self._finding.get(topic)) is None:
-                finding = self._finding[topic] = asyncio.create_task(self._find(topic))
-                finding.add_done_callback(partial(self._found, topic))
-            await asyncio.shield(finding)
+        if topic in self._partitions and not self._finders.get(topic):
+            return self._partitions[topic]
+        until = asyncio.get_running_loop().time() + _HEARSAY_S
+        self._finders[topic] += 1
+        try:
+            async with asyncio.timeout_at(until + self._open_producer().patience_s):
+                async with self._finding[topic]:
+                    await self._find(topic, until)
+        except TimeoutError as e:
+            raise BrokerUnavailable(f"no answer about {topic}") from e
+        finally:
+            self._finders[topic] -= 1
         return self._partitions[topic]
 
     async def look_again(self) -> dict[str, int]:
@@ -116,7 +124,7 @@ class KafkaLog:
         `streams/kafka/producer.py`. Raises AppendFailed, RecordTooLarge, TopicsDiffer, Denied.
         """
         producer = self._open_producer()
-        count = self._partitions.get(topic) or await self._learn_count(topic)
+        count = await self._count(topic)
         if partition is None:
             assert entry.key is not None, "an entry without a key needs a partition"
             partition = partition_of(entry.key, count)
@@ -125,8 +133,7 @@ class KafkaLog:
     async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
         """Append entries to one partition, all or none; as `append`."""
         producer = self._open_producer()
-        if topic not in self._partitions:
-            await self._learn_count(topic)
+        await self._count(topic)
         return await producer.append_batch(self._existing(topic, partition), entries)
 
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
@@ -193,39 +200,32 @@ class KafkaLog:
                             raise denied(e, topic) from e
                         error = e
                         if isinstance(e, KafkaTimeoutError):
-                            # The client keeps a connection that hangs, and what it knew of the
-                            # leaders; a new one does not.
+                            # The client keeps what it knew of the leaders; a new one does not.
                             self._questions.drop()
                     self._check_open()
                     await asyncio.sleep(RETRY_S)
         except TimeoutError as e:
             raise BrokerUnavailable(f"no answer about {topic}: {error!r}") from (error or e)
 
-    async def _learn_count(self, topic: str) -> int:
-        """The partitions of a topic that is to be written to for the first time."""
+    async def _count(self, topic: str) -> int:
+        """The partitions of a topic that is to be written to."""
         try:
             return await self.partitions(topic)
         except BrokerUnavailable as e:
             raise AppendFailed(f"{topic}: {e}") from e
 
-    async def _find(self, topic: str) -> None:
-        """Ask until the topic is known."""
-        asked = 0
+    async def _find(self, topic: str, until: float) -> None:
+        """Ask until the topic is known; once at least, and up to a time. Raises as `partitions`."""
         while topic not in self._partitions:
-            if asked * RETRY_S > _HEARSAY_S:
+            await self._learn_partitions()
+            if topic in self._partitions:
+                return
+            if asyncio.get_running_loop().time() > until:
                 raise TopicsDiffer(
                     f"topic {self.prefix}{topic} does not exist, or we may not see it: "
                     "run `kvlane topics create`"
                 )
-            if asked:
-                await asyncio.sleep(RETRY_S)
-            await self._learn_partitions()
-            asked += 1
-
-    def _found(self, topic: str, finding: asyncio.Task[None]) -> None:
-        del self._finding[topic]
-        if not finding.cancelled():
-            finding.exception()  # told to all who wait; there may be nobody any more
+            await asyncio.sleep(RETRY_S)
 
     async def _learn_partitions(self) -> dict[str, int]:
         """Ask for all topics: brokers may create a topic that is asked for by its name."""

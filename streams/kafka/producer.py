@@ -75,9 +75,9 @@ class Producer:
     def __init__(self, options: Mapping[str, Any], request_timeout_s: float) -> None:
         """`options` are those of the connection.
 
-        An append waits for three request time-outs: a broker that hangs costs one until it is
-        noticed, finding the new leader may ask the same broker once more, and then there must be
-        time left to append.
+        An append waits for three request time-outs: a broker that hangs, and that its cluster
+        keeps, costs one until it is noticed, finding the new leader may ask the same broker once
+        more, and then there must be time left to append.
         """
         self.patience_s = 3 * request_timeout_s
         self._look_every_s = request_timeout_s / 10
@@ -142,7 +142,9 @@ class Producer:
             flushing = asyncio.create_task(producer.flush())
             await asyncio.wait({flushing}, timeout=self._grace_s)
             if flushing.done():
-                await producer.stop()
+                stopping = asyncio.create_task(producer.stop())
+                self._ending.add(stopping)
+                stopping.add_done_callback(self._ending.discard)
             else:
                 flushing.cancel()
                 self._abandon(producer, LogClosed("closed before the broker answered"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from app.lanes.deaths import PROBED_BEFORE_S
+from app.lanes.deaths import PROBED_BEFORE
 from app.router import Router
 from app.settings import Settings
 from streams.codecs import decode
@@ -143,7 +143,25 @@ async def test_workers_of_one_partition_are_examined_with_the_same_probes(world:
     for hand in hands[:2]:
         hand.beating.cancel()
     await world.until(lambda: len(deaths(world)) == 2)
-    assert probes(world, here) - before == 1 + PROBED_BEFORE_S / Settings().heartbeat_s
+    settings = Settings()
+    early_s = PROBED_BEFORE * settings.request_timeout_ms / 1000
+    assert probes(world, here) - before == 1 + early_s / settings.heartbeat_s
+
+
+@in_world
+async def test_nobody_asks_about_workers_that_beat_a_little_late(world: World) -> None:
+    """However short the time is that they have."""
+    workers = [Hand(world, f"w{n}") for n in range(2)]
+    await route(world, worker_timeout_s=2.4, heartbeat_s=1)
+    for worker in workers:
+        worker.beating.cancel()
+    await world.sleep(1)
+    before = [probes(world, partition(world, worker.name)) for worker in workers]
+    for _ in range(20):
+        for worker in workers:
+            worker.beat()
+        await world.sleep(1.5)
+    assert [probes(world, partition(world, worker.name)) for worker in workers] == before
 
 
 @in_world

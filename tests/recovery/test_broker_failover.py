@@ -20,7 +20,8 @@ from tests.traffic import Traffic
 pytestmark = pytest.mark.slow
 
 LANES = 6  # every broker leads some
-REQUEST_TIMEOUT_S = 10.0  # longer than a cluster needs to leave a broker that hangs (2 s here)
+REQUEST_TIMEOUT_S = 6.0
+"""More than a cluster takes to leave a broker that hangs (2 s here), a quarter of it is less."""
 _ELECTED = re.compile(
     r"^\[(?P<at>[^]]+)\].*(Becoming the active controller|transition to Leader)", re.MULTILINE
 )
@@ -135,7 +136,7 @@ async def test_hung_leader_is_left_behind_before_requests_time_out(
             victim.resume()
         await traffic.flow(30)
         await traffic.settle()
-    assert 1 < traffic.longest_stall_s < 0.7 * REQUEST_TIMEOUT_S
+    assert 1 < traffic.longest_stall_s < REQUEST_TIMEOUT_S
     check(traffic)
 
 
@@ -157,7 +158,7 @@ async def test_hung_leader_is_left_behind_by_a_reader_whose_lanes_come_and_go(
         try:
             told = asyncio.create_task(log.append(LEDGER, Entry(None, b"meanwhile", ()), 0))
             both = False
-            async with asyncio.timeout(0.7 * REQUEST_TIMEOUT_S):
+            async with asyncio.timeout(2 * REQUEST_TIMEOUT_S):
                 while reader.position(lane) == first.offset + 1:
                     both = not both
                     reader.assign({lane: first.offset + 1} | ({other: 0} if both else {}))

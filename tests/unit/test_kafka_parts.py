@@ -211,12 +211,13 @@ class Unheard(KafkaLog):
     def __init__(self) -> None:
         super().__init__(Connection("kafka:1", "x"))
         self.appended: list[bytes | None] = []
-        self._producer: Any = SimpleNamespace(append=self._append)
-        self._answers = iter(({}, {}, {"ledger": 4}))
+        self._producer: Any = SimpleNamespace(append=self._append, patience_s=1.0)
+        self._answers = iter(({}, {}, {"ledger": 4, "responses": 4}))
 
     async def _learn_partitions(self) -> dict[str, int]:
-        await asyncio.sleep(0)
-        self._partitions |= next(self._answers)
+        async with self._asking:
+            await asyncio.sleep(0)
+            self._partitions |= next(self._answers, {})
         return self._partitions
 
     async def _append(self, to: TopicPartition, entry: Entry) -> Appended:
@@ -232,6 +233,20 @@ class TestFirstAppends:
         values = [b"%d" % n for n in range(20)]
         async with asyncio.TaskGroup() as tasks:
             for value in values:
+                tasks.create_task(log.append("ledger", Entry(None, value), 1))
+                await asyncio.sleep(0)
+        assert log.appended == values
+
+    async def test_who_comes_when_the_topic_is_known_goes_after_those_who_wait(self) -> None:
+        log = Unheard()
+        values = [b"%d" % n for n in range(40)]
+        async with asyncio.TaskGroup() as tasks:
+            for value in values[:20]:
+                tasks.create_task(log.append("ledger", Entry(None, value), 1))
+            await asyncio.sleep(0)
+            while "ledger" not in log._partitions:  # whoever asks for another learns it, too
+                await log.look_again()
+            for value in values[20:]:
                 tasks.create_task(log.append("ledger", Entry(None, value), 1))
                 await asyncio.sleep(0)
         assert log.appended == values
