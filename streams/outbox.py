@@ -2,7 +2,7 @@
 
 An append without an acknowledgement may be in the log all the same. So there are two ways to send:
 `send` tries once and leaves the doubt to the caller; `persist` repeats until it is acknowledged,
-for records that may stand twice. Neither keeps anything: what is not acknowledged when the
+for records that may stand twice. Neither keeps a record: what is not acknowledged when the
 process dies is found again from the log by whoever is answerable for it.
 
 Appends of the same caller are in order when it waits for each one. `persist` keeps that order too,
@@ -11,16 +11,20 @@ since it returns only when its record stands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from streams.clock import BrokerClock, Clock
 from streams.codecs import AnyRecord, encode
 from streams.patience import until_answered
 from streams.ports import Appended, Entry, Log
 
+SLOW_S = 1.0
+"""An append that takes longer says that the broker, or the way to it, is in trouble, so that those
+of others are late as well. Else one takes a few milliseconds, on a busy machine a hundred."""
+
 
 class Outbox:
-    """Sends records through one log; feeds append times to the broker clock. Keeps no state.
+    """Sends records through one log; feeds append times to the broker clock.
 
     All methods raise RecordTooLarge, Denied and LogClosed at once: repeating would not help.
     """
@@ -29,6 +33,18 @@ class Outbox:
         self._log = log
         self._clock = clock
         self._broker_clock = broker_clock
+        self._under_way: dict[object, float] = {}
+        """Appends, the oldest first, and when they began."""
+        self._slow_ms = 0
+
+    @property
+    def slow_ms(self) -> int:
+        """Until when appends were slow, by the broker clock: now, if one is; 0 for never."""
+        assert self._broker_clock is not None, "without a broker clock nobody can tell"
+        began_at = next(iter(self._under_way.values()), None)
+        if began_at is not None and self._clock.now() - began_at > SLOW_S:
+            return self._broker_clock.now_ms()
+        return self._slow_ms
 
     async def send(
         self, topic: str, key: str, record: AnyRecord, partition: int | None = None
@@ -38,8 +54,7 @@ class Outbox:
 
     async def send_entry(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
         """As `send`, for an entry that is encoded already."""
-        appended = await self._log.append(topic, entry, partition)
-        return self._observed(appended)
+        return await self._observed(self._log.append(topic, entry, partition))
 
     async def send_batch(
         self, topic: str, partition: int, records: Sequence[tuple[str, AnyRecord]]
@@ -49,7 +64,7 @@ class Outbox:
         Raises AppendFailed, or RecordTooLarge when they do not fit into one batch of 1 MiB.
         """
         entries = [encode(record, key) for key, record in records]
-        return self._observed(await self._log.append_batch(topic, partition, entries))
+        return await self._observed(self._log.append_batch(topic, partition, entries))
 
     async def persist(
         self,
@@ -88,7 +103,16 @@ class Outbox:
             self._clock, lambda: self.send_entry(topic, entry, partition), until=until
         )
 
-    def _observed(self, appended: Appended) -> Appended:
-        if self._broker_clock is not None:
-            self._broker_clock.observe(appended.timestamp_ms)
+    async def _observed(self, appending: Awaitable[Appended]) -> Appended:
+        under_way, clock = self._under_way, self._broker_clock
+        key, began_at = object(), self._clock.now()
+        under_way[key] = began_at
+        try:
+            appended = await appending
+        finally:
+            del under_way[key]
+            if clock is not None and self._clock.now() - began_at > SLOW_S:
+                self._slow_ms = clock.now_ms()
+        if clock is not None:
+            clock.observe(appended.timestamp_ms)
         return appended

@@ -5,7 +5,9 @@ writes `Lost`, the watch sends a probe of its own through the worker's partition
 reads up to it. The verdict is then a matter of that partition's own times: how long before the
 probe the worker's last heartbeat was appended. While probes into a partition fail, nobody in it is
 blamed, and silence counts from when they go through again. Partitions are examined independently:
-one that has no leader protects its own workers and nobody else's.
+one that has no leader protects its own workers, and others' for one time-out more at most. So much
+everybody gets while this router's own appends are slow, wherever: a worker waits for each of its
+heartbeats to be acknowledged by all copies, and may need the same broker that hangs elsewhere.
 
 All routers watch; several Lost for one epoch are as good as one.
 """
@@ -18,14 +20,12 @@ from typing import Any
 
 from app.lanes.context import RouterContext
 from streams.errors import AppendFailed, StreamError
+from streams.outbox import SLOW_S
 from streams.ports import Appended, Partition
 from streams.records import Lost, Probe, Tombstone
 from streams.topics import ASSIGNMENTS, KV_EVENTS, REGISTRY
 
 log = logging.getLogger(__name__)
-
-PROBE_SLOW_S = 1.0
-"""A probe that takes longer than this says that heartbeats are late as well."""
 
 PROBED_BEFORE = 0.5
 """Of a request time-out: how long before the verdict the first probe goes out. While a leader hangs
@@ -112,9 +112,15 @@ class DeathWatch:
         return 2 * timeout_ms if crowd or len(living) == 1 else timeout_ms
 
     def _silent_ms(self, worker: str, at_ms: int) -> int:
+        """For how long nothing was heard of a worker though its heartbeats got through.
+
+        Time in which appends of this router were slow does not count, up to one time-out.
+        """
         s = self._context
-        since_ms = self._works_since_ms.get(s.events_of(worker), self._began_ms)
-        return at_ms - max(s.fleet.heard_ms(worker), since_ms)
+        works_since_ms = self._works_since_ms.get(s.events_of(worker), self._began_ms)
+        since_ms = max(s.fleet.heard_ms(worker), works_since_ms)
+        slow_ms = min(max(s.outbox.slow_ms - since_ms, 0), s.worker_timeout_ms)
+        return at_ms - since_ms - slow_ms
 
     def _unburied(self) -> list[tuple[str, int]]:
         """Lost epochs whose cards are still there long after the last sign of them."""
@@ -151,7 +157,7 @@ class DeathWatch:
             log.warning("workers of %s[%d] are silent, but so is the broker: %s", *events, e)
             self._works_since_ms[events] = s.broker_clock.now_ms()
             return None
-        if s.life.clock.now() - asked_at > PROBE_SLOW_S:
+        if s.life.clock.now() - asked_at > SLOW_S:
             self._works_since_ms[events] = probe.timestamp_ms
             return None
         return probe

@@ -249,6 +249,35 @@ async def test_a_leader_that_has_just_taken_over_gets_the_heartbeats_first(world
 
 
 @in_world
+async def test_who_is_late_with_the_router_itself_is_not_lost(world: World) -> None:
+    """Appends of the router were slow elsewhere, and probes are quick again."""
+    workers = [Hand(world, f"w{n}") for n in range(2)]
+    router = await route(world)
+    await world.sleep(3)
+    for worker in workers:
+        worker.beating.cancel()
+    slow = world.spawn(router._context.outbox._observed(world.sleep(3.0)))
+    await world.sleep(7.5)
+    for worker in workers:
+        worker.beating = world.spawn(worker._beat())
+    await world.sleep(30)
+    assert slow.done()
+    assert deaths(world) == []
+
+
+@in_world
+async def test_slow_appends_elsewhere_protect_for_one_time_out_at_most(world: World) -> None:
+    dead, _ = Hand(world, "w0"), Hand(world, "w1")
+    router = await route(world)
+    await world.sleep(3)
+    dead.beating.cancel()
+    world.spawn(router._context.outbox._observed(hangs()))
+    await world.sleep(9)
+    assert deaths(world) == []
+    await world.until(lambda: deaths(world) == ["w0"], within_s=3)
+
+
+@in_world
 async def test_a_slow_broker_protects_nobody_for_longer_than_it_is_slow(world: World) -> None:
     Hand(world, "w0")
     dead = Hand(world, "w1")

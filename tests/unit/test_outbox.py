@@ -148,3 +148,38 @@ def test_acknowledged_append_times_set_the_broker_clock(how: str) -> None:
         assert broker_clock.now_ms() == world.broker.now_ms()
 
     play(scenario)
+
+
+@in_world
+async def test_slow_appends_are_known_while_they_last_and_afterwards(world: World) -> None:
+    clock = BrokerClock(world.clock)
+    outbox = Outbox(await world.connect(), world.clock, clock)
+    await outbox.send(LEDGER, "a", FENCING)
+    await world.sleep(10)
+    assert outbox.slow_ms == 0
+    world.faults.slow["append"] = 4.0
+    slow = world.spawn(outbox.send(LEDGER, "a", FENCING))
+    await world.sleep(0.5)
+    quick = world.spawn(outbox.send(LEDGER, "b", FENCING))
+    assert outbox.slow_ms == 0
+    await world.sleep(1.5)
+    assert outbox.slow_ms == clock.now_ms()
+    await slow
+    await quick
+    ended_ms = clock.now_ms()
+    world.faults.slow.clear()
+    await world.sleep(10)
+    await outbox.send(LEDGER, "a", FENCING)
+    assert outbox.slow_ms == ended_ms
+
+
+@in_world
+async def test_appends_that_fail_late_are_slow_too(world: World) -> None:
+    clock = BrokerClock(world.clock)
+    outbox = Outbox(await world.connect(), world.clock, clock)
+    await outbox.send(LEDGER, "a", FENCING)
+    world.faults.slow["append"] = 4.0
+    world.faults.next_fates(LEDGER, Fate.LOST)
+    with pytest.raises(AppendFailed):
+        await outbox.send(LEDGER, "a", FENCING)
+    assert outbox.slow_ms == clock.now_ms()
