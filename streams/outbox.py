@@ -112,7 +112,7 @@ class Outbox:
         finally:
             del under_way[key]
             if clock is not None and self._clock.now() - began_at > SLOW_S:
-                self._slow_ms = clock.now_ms()
+                self._slow_ms = max(self._slow_ms, clock.now_ms())
         if clock is not None:
             clock.observe(appended.timestamp_ms)
         return appended

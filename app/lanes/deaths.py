@@ -7,7 +7,8 @@ probe the worker's last heartbeat was appended. While probes into a partition fa
 blamed, and silence counts from when they go through again. Partitions are examined independently:
 one that has no leader protects its own workers, and others' for one time-out more at most. So much
 everybody gets while this router's own appends are slow, wherever: a worker waits for each of its
-heartbeats to be acknowledged by all copies, and may need the same broker that hangs elsewhere.
+heartbeats to be acknowledged by all copies, and may need the same broker that hangs elsewhere. A
+router that appends nothing has its probes only.
 
 All routers watch; several Lost for one epoch are as good as one.
 """
@@ -102,7 +103,7 @@ class DeathWatch:
         """How long anybody may be silent now.
 
         When more than a third of them fall silent at once, or the only one, it is more likely us or
-        the network: they get twice the time, and no longer.
+        the network: they get twice the time, and no longer, beyond what does not count.
         """
         s = self._context
         now_ms, timeout_ms = s.broker_clock.now_ms(), s.worker_timeout_ms
@@ -114,7 +115,7 @@ class DeathWatch:
     def _silent_ms(self, worker: str, at_ms: int) -> int:
         """For how long nothing was heard of a worker though its heartbeats got through.
 
-        Time in which appends of this router were slow does not count, up to one time-out.
+        What lies before the last slow append of this router does not count, up to one time-out.
         """
         s = self._context
         works_since_ms = self._works_since_ms.get(s.events_of(worker), self._began_ms)

@@ -5,10 +5,10 @@ The client waits for its answer as long as a request may take, then looks for th
 at the same broker, and waits once more, while another broker leads since long ago. A consumer whose
 partitions change ends its requests at every change, and never gives up at all.
 
-So when nothing has come on a connection for a while although something was asked, another broker is
-asked who belongs to the cluster. Whoever does not any more is left: what was asked of it fails, and
-the client repeats it where the new leaders are. A broker that its cluster keeps has until the
-request time-out. Knows nothing of producers and consumers, nor of what they ask.
+So when nothing has come on a connection for a while although something was asked, the others are
+asked in turn who belongs to the cluster. Whoever does not any more is left: what was asked of it
+fails, and the client repeats it where the new leaders are. A broker that its cluster keeps has
+until the request time-out. Knows nothing of producers and consumers, nor of what they ask.
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ class _Watch:
 
     def __init__(self, connection: AIOKafkaConnection) -> None:
         self._connection = connection
+        writer = connection._writer  # noqa: SLF001
+        self._transport = None if writer is None else writer.transport
         self._timeout_s: float = connection._request_timeout  # noqa: SLF001
         self._late_s = max(self._timeout_s * LATE, LATE_S)
         self._every_s = self._late_s / 2
         self._waits_from = self._looked_at = time.monotonic()
         self._look: asyncio.Task[None] | None = None
-        self._looks = 0
+        self._turn = 0
+        """How many looks there were: others are asked in turn."""
 
     def go_on(self) -> None:
         """Look again a little later."""
@@ -63,6 +66,8 @@ class _Watch:
 
     def _check(self) -> None:
         connection = self._connection
+        if not connection.connected():
+            self._drop()
         if not (connection._requests and connection.connected()):  # noqa: SLF001
             _watched.discard(connection)
             return
@@ -113,8 +118,8 @@ class _Watch:
         known_ms = cluster._last_successful_refresh_ms  # noqa: SLF001
         question = MetadataRequest(list(topics) or None, allow_auto_topic_creation=False)
         answer = await other.send(question)
-        is_newer = cluster._last_successful_refresh_ms == known_ms  # noqa: SLF001
-        if answer.brokers and is_newer and topics == client._topics:  # noqa: SLF001
+        is_latest = cluster._last_successful_refresh_ms == known_ms  # noqa: SLF001
+        if answer.brokers and is_latest and topics == client._topics:  # noqa: SLF001
             cluster.update_metadata(answer)
 
     async def _other(self, client: AIOKafkaClient) -> AIOKafkaConnection | None:
@@ -123,14 +128,14 @@ class _Watch:
         ids = [b.nodeId for b in client.cluster.brokers() if (b.host, b.port) != here]
         known = [client._conns.get((node, ConnectionGroup.DEFAULT)) for node in ids]  # noqa: SLF001
         others = [other for other in known if other is not None and other.connected()]
-        self._looks += 1
+        self._turn += 1
         if others:
-            return others[self._looks % len(others)]
+            return others[self._turn % len(others)]
         # Whoever connects holds the lock until that is done, maybe to the broker that hangs.
         is_closed, lock = client._sync_task is None, client._get_conn_lock  # noqa: SLF001
         if not ids or is_closed or lock.locked():
             return None
-        other = await client._get_conn(ids[self._looks % len(ids)])  # noqa: SLF001
+        other = await client._get_conn(ids[self._turn % len(ids)])  # noqa: SLF001
         if other is not None and client._sync_task is None:  # noqa: SLF001  # closed meanwhile
             other.close()
             return None
@@ -141,6 +146,13 @@ class _Watch:
         if not connection.connected():
             return
         log.warning("broker %s:%d %s", connection.host, connection.port, why)
-        transport = connection._writer.transport  # noqa: SLF001
         connection.close(reason=reason)
-        transport.abort()  # else it stays until what is still to be sent was taken
+        self._drop()
+
+    def _drop(self) -> None:
+        """Close the socket of a connection that is closed for the client.
+
+        Else it stays until what is still to be sent was taken, and so does who closes the client.
+        """
+        if self._transport is not None:
+            self._transport.abort()

@@ -120,6 +120,8 @@ class KafkaLog:
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
         """Append one entry, and wait for its acknowledgement at most three request time-outs.
 
+        As long again, and two seconds, to hear of a topic that was not written to before.
+
         An append that failed or was cancelled may be in the log, now or a little later; see
         `streams/kafka/producer.py`. Raises AppendFailed, RecordTooLarge, TopicsDiffer, Denied.
         """
@@ -234,8 +236,14 @@ class KafkaLog:
         async with self._asking:
             try:
                 async with asyncio.timeout(producer.patience_s):
-                    known = await (await producer.ready()).client.fetch_all_metadata()
+                    client = (await producer.ready()).client
+                    try:
+                        known = await client.fetch_all_metadata()
+                    finally:
+                        if client._sync_task is None:  # noqa: SLF001
+                            await client.close()  # again: it connects though it is closed
             except (KafkaError, TimeoutError) as e:
+                self._check_open()
                 if isinstance(e, REFUSALS):
                     raise denied(e, "topics") from e
                 raise BrokerUnavailable(f"no answer about topics: {e!r}") from e

@@ -141,13 +141,9 @@ class Producer:
         if producer is not None:
             flushing = asyncio.create_task(producer.flush())
             await asyncio.wait({flushing}, timeout=self._grace_s)
-            if flushing.done():
-                stopping = asyncio.create_task(producer.stop())
-                self._ending.add(stopping)
-                stopping.add_done_callback(self._ending.discard)
-            else:
-                flushing.cancel()
-                self._abandon(producer, LogClosed("closed before the broker answered"))
+            flushing.cancel()
+            # Its own `stop` waits for ever for what came after the flush, if the broker hangs.
+            self._abandon(producer, LogClosed("closed before the broker answered"))
         if self._ending:
             await asyncio.wait(self._ending, timeout=self._grace_s)
         if self._ending:

@@ -12,6 +12,7 @@ from app.router import Router
 from app.settings import Settings
 from streams.codecs import decode
 from streams.errors import AppendFailed
+from streams.ports import Appended
 from streams.records import Assignment, Fence, Lost, Probe, Tombstone
 from streams.topics import KV_EVENTS, REGISTRY, REQUESTS, RESPONSES, partition_of
 from tests.processes import Processes
@@ -256,12 +257,17 @@ async def test_who_is_late_with_the_router_itself_is_not_lost(world: World) -> N
     await world.sleep(3)
     for worker in workers:
         worker.beating.cancel()
-    slow = world.spawn(router._context.outbox._observed(world.sleep(3.0)))
+
+    async def takes_long() -> Appended:
+        await world.sleep(3.0)
+        return Appended(0, 0, world.broker.now_ms())
+
+    slow = world.spawn(router._context.outbox._observed(takes_long()))
     await world.sleep(7.5)
     for worker in workers:
         worker.beating = world.spawn(worker._beat())
     await world.sleep(30)
-    assert slow.done()
+    await slow
     assert deaths(world) == []
 
 

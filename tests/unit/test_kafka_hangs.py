@@ -34,7 +34,8 @@ class Line:
         self._began = self._last_action = time.monotonic()
         self._request_timeout = TIMEOUT_S
         self._requests: deque[object] = deque()
-        self._writer = SimpleNamespace(transport=SimpleNamespace(abort=self._abort))
+        transport = SimpleNamespace(abort=self._abort)
+        self._writer: SimpleNamespace | None = SimpleNamespace(transport=transport)
         self._on_close_cb = client and client._on_connection_closed
         self._cluster = cluster
 
@@ -43,6 +44,7 @@ class Line:
 
     def close(self, reason: CloseReason) -> None:
         self.closed, self.closed_after_s = reason, time.monotonic() - self._began
+        self._writer = None
 
     def _abort(self) -> None:
         self._left.set()
@@ -205,20 +207,47 @@ async def test_an_answer_that_was_overtaken_is_not_taken(cluster: Cluster) -> No
     assert len(known.brokers()) == 3
 
 
+async def test_a_connection_that_the_client_gave_up_is_not_kept_by_what_it_has_to_send(
+    cluster: Cluster,
+) -> None:
+    first = cluster.lines[1]
+    first.ask()
+    first.close(CloseReason.CONNECTION_TIMEOUT)
+    await first.left()
+
+
+class Connecting:
+    """Instead of the client's way to connect: who was asked for, and nobody is there."""
+
+    def __init__(self, client: AIOKafkaClient) -> None:
+        self.to: list[int] = []
+        client._conns.clear()
+        client._get_conn = self._get_conn
+
+    async def _get_conn(self, node: int) -> None:
+        self.to.append(node)
+
+
+async def test_who_is_connected_to_nobody_else_connects(cluster: Cluster) -> None:
+    connecting = Connecting(cluster.client)
+    cluster.lines[1].ask()
+    assert await cluster.lines[1].left() is CloseReason.CONNECTION_TIMEOUT
+    assert {*connecting.to} == {2, 3}
+
+
 async def test_a_closed_client_gets_no_new_connection(cluster: Cluster) -> None:
-    cluster.client._conns.clear()
+    connecting = Connecting(cluster.client)
     task, cluster.client._sync_task = cluster.client._sync_task, None
     cluster.lines[1].ask()
     assert await cluster.lines[1].left() is CloseReason.CONNECTION_TIMEOUT
-    assert cluster.client._conns == {}
+    assert connecting.to == []
     cluster.client._sync_task = task
 
 
 async def test_nobody_waits_for_another_who_connects(cluster: Cluster) -> None:
     """That may be to the broker that hangs."""
-    first = cluster.lines[1]
-    cluster.client._conns.clear()
+    connecting = Connecting(cluster.client)
     async with cluster.client._get_conn_lock:
-        first.ask()
-        assert await first.left() is CloseReason.CONNECTION_TIMEOUT
-    assert cluster.client._conns == {}
+        cluster.lines[1].ask()
+        assert await cluster.lines[1].left() is CloseReason.CONNECTION_TIMEOUT
+    assert connecting.to == []

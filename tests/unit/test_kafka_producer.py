@@ -227,6 +227,7 @@ async def test_append_that_waits_for_room_is_not_overtaken(producer: Producer) -
 
 
 async def test_silence_replaces_the_client(producer: Producer) -> None:
+    await producer.ready()  # silence counts from then
     task = await appending(producer, b"a")
     with pytest.raises(AppendFailed):
         await task
