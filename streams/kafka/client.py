@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer
+from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import AIOKafkaConnection, CloseReason, collect_hosts, create_conn
 from aiokafka.errors import (
     AuthenticationFailedError,
@@ -119,6 +120,27 @@ def _send_and_watch(connection: AIOKafkaConnection, *request: Any, **options: An
 
 
 AIOKafkaConnection.send = _send_and_watch
+
+_get_conn = AIOKafkaClient._get_conn  # noqa: SLF001
+
+
+async def _get_conn_while_open(
+    client: AIOKafkaClient, node: int, **options: Any
+) -> AIOKafkaConnection | None:
+    """A connection to a broker; none of a client that is closed, or is closed meanwhile.
+
+    The client connects all the same, and nobody would close what it gets.
+    """
+    if client._sync_task is None:  # noqa: SLF001  # there is one from its start until it is closed
+        return None
+    connection = await _get_conn(client, node, **options)
+    if connection is not None and client._sync_task is None:  # noqa: SLF001
+        connection.close(reason=CloseReason.SHUTDOWN)
+        return None
+    return connection
+
+
+AIOKafkaClient._get_conn = _get_conn_while_open  # noqa: SLF001
 
 
 async def connect(client: Any, options: Mapping[str, Any]) -> None:

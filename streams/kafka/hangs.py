@@ -66,15 +66,17 @@ class _Watch:
 
     def _check(self) -> None:
         connection = self._connection
-        if not connection.connected():
-            self._drop()
-        if not (connection._requests and connection.connected()):  # noqa: SLF001
-            _watched.discard(connection)
+        if connection._requests:  # noqa: SLF001  # none are left of a connection that is closed
+            try:
+                self._judge(connection, time.monotonic())
+            finally:
+                self.go_on()
             return
-        try:
-            self._judge(connection, time.monotonic())
-        finally:
-            self.go_on()
+        _watched.discard(connection)
+        if self._transport is not None and not connection.connected():
+            # Else the socket stays until all that is to be sent was taken, and so does who closes
+            # the client.
+            self._transport.abort()
 
     def _judge(self, connection: AIOKafkaConnection, now: float) -> None:
         if now - self._looked_at > 2 * self._every_s:  # we stood still: answers may lie there
@@ -132,14 +134,9 @@ class _Watch:
         if others:
             return others[self._turn % len(others)]
         # Whoever connects holds the lock until that is done, maybe to the broker that hangs.
-        is_closed, lock = client._sync_task is None, client._get_conn_lock  # noqa: SLF001
-        if not ids or is_closed or lock.locked():
+        if not ids or client._get_conn_lock.locked():  # noqa: SLF001
             return None
-        other = await client._get_conn(ids[self._turn % len(ids)])  # noqa: SLF001
-        if other is not None and client._sync_task is None:  # noqa: SLF001  # closed meanwhile
-            other.close()
-            return None
-        return other
+        return await client._get_conn(ids[self._turn % len(ids)])  # noqa: SLF001
 
     def _leave(self, reason: CloseReason, why: str) -> None:
         connection = self._connection
@@ -147,12 +144,3 @@ class _Watch:
             return
         log.warning("broker %s:%d %s", connection.host, connection.port, why)
         connection.close(reason=reason)
-        self._drop()
-
-    def _drop(self) -> None:
-        """Close the socket of a connection that is closed for the client.
-
-        Else it stays until what is still to be sent was taken, and so does who closes the client.
-        """
-        if self._transport is not None:
-            self._transport.abort()

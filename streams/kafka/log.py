@@ -218,10 +218,7 @@ class KafkaLog:
 
     async def _find(self, topic: str, until: float) -> None:
         """Ask until the topic is known; once at least, and up to a time. Raises as `partitions`."""
-        while topic not in self._partitions:
-            await self._learn_partitions()
-            if topic in self._partitions:
-                return
+        while topic not in self._partitions and topic not in await self._learn_partitions():
             if asyncio.get_running_loop().time() > until:
                 raise TopicsDiffer(
                     f"topic {self.prefix}{topic} does not exist, or we may not see it: "
@@ -236,12 +233,7 @@ class KafkaLog:
         async with self._asking:
             try:
                 async with asyncio.timeout(producer.patience_s):
-                    client = (await producer.ready()).client
-                    try:
-                        known = await client.fetch_all_metadata()
-                    finally:
-                        if client._sync_task is None:  # noqa: SLF001
-                            await client.close()  # again: it connects though it is closed
+                    known = await (await producer.ready()).client.fetch_all_metadata()
             except (KafkaError, TimeoutError) as e:
                 self._check_open()
                 if isinstance(e, REFUSALS):

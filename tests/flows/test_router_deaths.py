@@ -73,6 +73,23 @@ class Fast:
         await self._clock.sleep(seconds / 2)
 
 
+async def pair(world: World) -> tuple[list[Hand], Router]:
+    """Two workers whom a router has heard for a while, and that fall silent now."""
+    workers = [Hand(world, f"w{n}") for n in range(2)]
+    router = await route(world)
+    await world.sleep(3)
+    for worker in workers:
+        worker.beating.cancel()
+    return workers, router
+
+
+async def all_beat_again_in_time(world: World, workers: list[Hand]) -> None:
+    for worker in workers:
+        worker.beating = world.spawn(worker._beat())
+    await world.sleep(30)
+    assert deaths(world) == []
+
+
 async def fails() -> None:
     raise AppendFailed("no leader")
 
@@ -210,28 +227,17 @@ async def test_the_card_of_a_lost_worker_is_removed_by_whoever_lives(world: Worl
 @in_world
 async def test_a_slow_broker_kills_nobody(world: World) -> None:
     """Heartbeats take as long as the probe does: for a while nothing at all gets through."""
-    workers = [Hand(world, f"w{n}") for n in range(2)]
-    await route(world)
-    await world.sleep(3)
-    for worker in workers:
-        worker.beating.cancel()
+    workers, _ = await pair(world)
     world.faults.slow["append"] = 3.0
     await world.sleep(12)
-    for worker in workers:  # what was on its way arrives
-        worker.beating = world.spawn(worker._beat())
     world.faults.slow.clear()
-    await world.sleep(30)
-    assert deaths(world) == []
+    await all_beat_again_in_time(world, workers)  # what was on its way arrives
 
 
 @in_world
 async def test_a_leader_that_has_just_taken_over_gets_the_heartbeats_first(world: World) -> None:
     """They are still on their way to the one that hangs, when probes reach the new one at once."""
-    workers = [Hand(world, f"w{n}") for n in range(2)]
-    router = await route(world)
-    await world.sleep(3)
-    for worker in workers:
-        worker.beating.cancel()
+    workers, router = await pair(world)
     hanging = True
 
     async def waits() -> None:
@@ -243,20 +249,13 @@ async def test_a_leader_that_has_just_taken_over_gets_the_heartbeats_first(world
     await world.sleep(4.5)
     hanging = False
     await world.sleep(1.5)
-    for worker in workers:  # silent for longer than their time
-        worker.beating = world.spawn(worker._beat())
-    await world.sleep(30)
-    assert deaths(world) == []
+    await all_beat_again_in_time(world, workers)  # silent for longer than their time
 
 
 @in_world
 async def test_who_is_late_with_the_router_itself_is_not_lost(world: World) -> None:
     """Appends of the router were slow elsewhere, and probes are quick again."""
-    workers = [Hand(world, f"w{n}") for n in range(2)]
-    router = await route(world)
-    await world.sleep(3)
-    for worker in workers:
-        worker.beating.cancel()
+    workers, router = await pair(world)
 
     async def takes_long() -> Appended:
         await world.sleep(3.0)
@@ -264,11 +263,8 @@ async def test_who_is_late_with_the_router_itself_is_not_lost(world: World) -> N
 
     slow = world.spawn(router._context.outbox._observed(takes_long()))
     await world.sleep(7.5)
-    for worker in workers:
-        worker.beating = world.spawn(worker._beat())
-    await world.sleep(30)
+    await all_beat_again_in_time(world, workers)
     await slow
-    assert deaths(world) == []
 
 
 @in_world

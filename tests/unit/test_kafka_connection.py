@@ -1,19 +1,22 @@
-"""A connection whose transport is closed while the client believes it open."""
+"""Connections that are closed while the client believes them open, and the other way round."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import uvloop
+from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import AIOKafkaConnection
 from aiokafka.errors import KafkaConnectionError
-from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.metadata import MetadataRequest, MetadataResponse_v1
 
 from streams.kafka import client
 
-assert client, "it mends the connection when it is loaded"
+assert client, "it mends the client's connections when it is loaded"
 
 
 async def _broker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,3 +43,78 @@ async def _send_on_a_closed_transport() -> AIOKafkaConnection:
 
 def test_it_is_broken_and_closed_for_the_client_too() -> None:
     assert not uvloop.run(_send_on_a_closed_transport()).connected()
+
+
+class Line(AIOKafkaConnection):
+    """A connection to nobody."""
+
+    open = True
+
+    def connected(self) -> bool:
+        return self.open
+
+    def close(self, reason: Any = None, exc: Any = None) -> asyncio.Future[None]:
+        self.open = False
+        closed = asyncio.get_running_loop().create_future()
+        closed.set_result(None)
+        return closed
+
+
+class Connecting:
+    """Instead of the client's way to connect: one that takes until it is told."""
+
+    def __init__(self) -> None:
+        self.made: list[Line] = []
+        self.began, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, host: str, port: int, **_: Any) -> Line:
+        self.made.append(line := Line(host, port))
+        self.began.set()
+        await self.go_on.wait()
+        return line
+
+
+@pytest.fixture
+async def connecting(monkeypatch: pytest.MonkeyPatch) -> Connecting:
+    connecting = Connecting()
+    monkeypatch.setattr("aiokafka.client.create_conn", connecting)
+    return connecting
+
+
+@pytest.fixture
+async def kafka() -> AsyncIterator[AIOKafkaClient]:
+    """A client that knows of one broker."""
+    kafka = AIOKafkaClient(bootstrap_servers="one")
+    kafka.cluster.update_metadata(MetadataResponse_v1([(1, "one", 9092, None)], 1, []))
+    kafka._sync_task = asyncio.create_task(asyncio.sleep(60))
+    yield kafka
+    await kafka.close()
+
+
+async def test_a_client_that_is_open_connects_once(
+    connecting: Connecting, kafka: AIOKafkaClient
+) -> None:
+    connecting.go_on.set()
+    line = await kafka._get_conn(1)
+    assert line.connected()
+    assert await kafka._get_conn(1) is line
+    assert connecting.made == [line]
+
+
+async def test_a_client_that_is_closed_connects_to_nobody(
+    connecting: Connecting, kafka: AIOKafkaClient
+) -> None:
+    await kafka.close()
+    assert not await kafka.ready(1)
+    assert connecting.made == []
+
+
+async def test_a_client_that_is_closed_meanwhile_keeps_no_connection(
+    connecting: Connecting, kafka: AIOKafkaClient
+) -> None:
+    asking = asyncio.create_task(kafka.ready(1))
+    await connecting.began.wait()
+    await kafka.close()
+    connecting.go_on.set()
+    assert not await asking
+    assert not connecting.made[0].connected()

@@ -35,7 +35,7 @@ class Line:
         self._request_timeout = TIMEOUT_S
         self._requests: deque[object] = deque()
         transport = SimpleNamespace(abort=self._abort)
-        self._writer: SimpleNamespace | None = SimpleNamespace(transport=transport)
+        self._writer = SimpleNamespace(transport=transport)
         self._on_close_cb = client and client._on_connection_closed
         self._cluster = cluster
 
@@ -44,7 +44,7 @@ class Line:
 
     def close(self, reason: CloseReason) -> None:
         self.closed, self.closed_after_s = reason, time.monotonic() - self._began
-        self._writer = None
+        self._requests.clear()
 
     def _abort(self) -> None:
         self._left.set()
@@ -233,15 +233,6 @@ async def test_who_is_connected_to_nobody_else_connects(cluster: Cluster) -> Non
     cluster.lines[1].ask()
     assert await cluster.lines[1].left() is CloseReason.CONNECTION_TIMEOUT
     assert {*connecting.to} == {2, 3}
-
-
-async def test_a_closed_client_gets_no_new_connection(cluster: Cluster) -> None:
-    connecting = Connecting(cluster.client)
-    task, cluster.client._sync_task = cluster.client._sync_task, None
-    cluster.lines[1].ask()
-    assert await cluster.lines[1].left() is CloseReason.CONNECTION_TIMEOUT
-    assert connecting.to == []
-    cluster.client._sync_task = task
 
 
 async def test_nobody_waits_for_another_who_connects(cluster: Cluster) -> None:
