@@ -173,7 +173,8 @@ def plays(form: Form) -> list[Play]:
     for setup, curves in product(LEARNING, form.engines):
         found += engine_runs(setup, curves)
     for conditions, setup, jitter_s in product(form.late, SETUPS, (0.0, SPREAD_S)):
-        found += _all(scene(setup, jitter_s, conditions), (OURS, *form.scales), 1)
+        seeds = form.spread_seeds if jitter_s else form.seeds
+        found += _all(scene(setup, jitter_s, conditions), policies, seeds)
     return list(dict.fromkeys(found))
 
 

@@ -206,7 +206,7 @@ def simulate(
 
     Round robin shows that the simulation is right. Quick: one seed, arrivals as recorded; --full:
     three, also with arrivals spread out, Dynamo's cost at five settings, late notices, and engines
-    whose pace no card tells: a quarter of an hour on two CPUs. Generated traces are played without
+    whose pace no card tells: twenty minutes on two CPUs. Generated traces are played without
     a recorded one, too. Exit code 1 if a bar is missed, as those are that have no trace.
     """
     _can_draw(plot)
