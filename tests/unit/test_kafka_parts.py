@@ -18,7 +18,7 @@ from aiokafka.errors import KafkaConnectionError
 from aiokafka.structs import ConsumerRecord
 
 from streams.connection import Connection
-from streams.errors import BrokerUnavailable, Denied
+from streams.errors import BrokerUnavailable, Denied, LogClosed
 from streams.kafka.client import Calm, LazyConsumer, calm_client_logs
 from streams.kafka.log import KafkaLog
 from streams.kafka.reader import _Answer, _Tails
@@ -260,3 +260,26 @@ class TestFirstAppends:
         await second
         assert first.cancelled()
         assert log.appended == [b"b"]
+
+
+async def test_who_looks_for_a_topic_while_the_log_is_closed_is_told_so() -> None:
+    asked, gone = asyncio.Event(), asyncio.Event()
+
+    async def fetch_all_metadata() -> None:
+        asked.set()
+        await gone.wait()
+        raise KafkaConnectionError("no broker left to ask")
+
+    async def ready() -> Any:
+        return SimpleNamespace(client=SimpleNamespace(fetch_all_metadata=fetch_all_metadata))
+
+    async def close() -> None:
+        gone.set()
+
+    log = KafkaLog(Connection("kafka:1", "x"))
+    log._producer = SimpleNamespace(ready=ready, close=close, patience_s=1.0)  # type: ignore[assignment]
+    search = asyncio.create_task(log.partitions("ledger"))
+    await asked.wait()
+    await log.close()
+    with pytest.raises(LogClosed):
+        await search
