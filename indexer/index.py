@@ -59,7 +59,8 @@ _NO_COLUMN = -1
 class Depths(NamedTuple):
     """The caches that hold the first block of a prompt, and how many blocks by tier.
 
-    `columns`: i64 (n), see `Index.owners`. `depths`: i64 (n, tiers), blocks in that tier.
+    `columns`: i64 (n), see `Index.owners`. `depths`: i64 (n, tiers), blocks in that tier, row by
+    row in memory.
     """
 
     columns: NDArray[np.int64]
@@ -211,7 +212,7 @@ class Index(Follower[_Cache]):
                 if got == RETRY:
                     return None
         found = np.flatnonzero(reached[-1])
-        return Depths(found, np.diff(reached[:, found], axis=0).T)
+        return Depths(found, np.ascontiguousarray(np.diff(reached[:, found], axis=0).T))
 
     def _scratch(self, blocks: int, columns: int) -> Scratch:
         """This thread's memory for one search."""

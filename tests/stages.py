@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from app.routing.burdens import Burden, Burdens
 from app.routing.decisions import Chosen, Plan, Tuning, View
 from app.routing.eligibility import Pools
@@ -90,7 +92,7 @@ class Stage:
     ) -> Plan:  # fmt: skip
         """`known`: what else is in the view; `over`: arguments of `plan`."""
         base = View(self.fleet, self.pools, self.index, self.told, self.own, now_ms)
-        view = base._replace(**known or {})
+        view = replace(base, **known or {})
         tuning = Tuning(tuning) if isinstance(tuning, str) else tuning
         request = request or Request(id="a", model="m", token_ids=TOKENS)
         return plan(Prompt(request), view, tuning, seed=seed, **over)

@@ -20,6 +20,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from app.bench import plan_reference
@@ -258,7 +259,7 @@ def _held(there: Fleets, count: int) -> dict[str, Any]:
     def alone(each: Wanted[int]) -> Plan:
         ahead = held.ahead(each.number)
         return plan(
-            each.prompt, view._replace(ahead=ahead), tuning, seed=each.seed, since_ms=each.since_ms
+            each.prompt, replace(view, ahead=ahead), tuning, seed=each.seed, since_ms=each.since_ms
         )
 
     took, moved = [], list[tuple[Place, Burden]]()

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from app.engine.block_cache import BlockCache
 from app.engine.curves import Curves
 
@@ -91,7 +93,7 @@ class StoredRun(NamedTuple):
     end: int
 
 
-class Step(NamedTuple):
+class Step(msgspec.Struct, frozen=True, gc=False):
     """What a step did. `decoded` and the sequences of last chunks have one token more each."""
 
     duration_ms: float

@@ -20,6 +20,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from app.bell import Bell, Name, Rank
 from app.lanes.room import Room
 from app.routing.burdens import NOTHING, Burden, Burdens
@@ -233,7 +235,7 @@ class Places:
         now_ms = self._broker_clock.now_ms()
         view = self._view(now_ms)
         if tuning.holds:
-            view = view._replace(ahead=self._held.ahead(wanted.number))
+            view = replace(view, ahead=self._held.ahead(wanted.number))
         session = wanted.prompt.request.hints.session_control
         bound: Place | None = None
         if session is not None and session.action != "open":

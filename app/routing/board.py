@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
-from operator import is_
 from struct import Struct
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,7 +69,7 @@ class Beating(Protocol):
         """Of answers under way, of all ranks."""
 
 
-class Sources(NamedTuple):
+class Sources(msgspec.Struct, frozen=True, gc=False):
     """What a board reads. `told` and `own`: burdens. `beats`: heartbeats by worker, `beaten`: their
     changes, and whether they count. `slowness`: of workers that were measured; one that changes is
     `Noted`. `later_ms`: by how much later than other routers this one counts on a worker; constant.
@@ -82,6 +82,14 @@ class Sources(NamedTuple):
     counts_output: bool = True
     slowness: Mapping[str, float] = NOTHING
     later_ms: Mapping[str, float] = NOTHING
+
+    def are(self, others: Sources) -> bool:
+        """Whether these are the same ones, whatever is in them."""
+        return (
+            self.told is others.told and self.own is others.own and self.beats is others.beats
+            and self.beaten is others.beaten and self.counts_output is others.counts_output
+            and self.slowness is others.slowness and self.later_ms is others.later_ms
+        )  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -143,14 +151,13 @@ class Board:
         return Found(
             np.array([0, *accumulate([len(one.columns) for one in each])], np.int64),
             np.concatenate([one.columns for one in each]),
-            np.ascontiguousarray(np.concatenate([one.depths for one in each])),
+            np.concatenate([one.depths for one in each]),
         )
 
     def blocks(self, caches: Index, local: NDArray[np.uint64]) -> Floats:
         """Leading blocks of a prompt at each place: on the device, the host and the disk."""
         (found,), blocks = self._depths(caches, (local,)), np.empty((len(self.places), 3))
-        depths = np.ascontiguousarray(found.depths)
-        kernels.spread(found.columns, depths, self.column_rows, blocks)
+        kernels.spread(found.columns, found.depths, self.column_rows, blocks)
         return blocks
 
     def _depths(self, caches: Index, prompts: Sequence[NDArray[np.uint64]]) -> list[Depths]:
@@ -172,7 +179,7 @@ class Board:
             sources.told.changes.count, sources.own.changes.count, sources.beaten.count,
             sources.slowness.changes.count if isinstance(sources.slowness, Noted) else -1,
         )  # fmt: skip
-        if self._read is None or not all(map(is_, self._read, sources)):
+        if self._read is None or not self._read.are(sources):
             self._read_all(sources)
         elif counts != self._seen:
             self._read_changes(sources)
@@ -234,20 +241,18 @@ class Board:
             self.spots[alike & ~is_known, kernels.SLOWNESS] = known.min() if len(known) else 1.0
 
     def _read_burdens(self, sources: Sources, places: Iterable[Place]) -> None:
-        told, own, prefilled_ms = sources.told.there, sources.own.there, sources.told.prefilled_ms
+        told, own = sources.told.by_place.get, sources.own.by_place.get
+        prefilled_ms = sources.told.prefilled_ms.get
         row_of, outputs, spots, pack = self._row_of, self._outputs, self._memory, _LOAD.pack_into
         for place in places:
             if (n := row_of.get(place)) is None:  # of another pool
                 continue
-            runs, tokens, prefill_tokens, waiting, since_ms = told(place)
-            if (ours := own(place)) is not NO_BURDEN:  # few places have any
-                runs += ours.runs
-                tokens += ours.tokens
-                prefill_tokens += ours.prefill_tokens
-                waiting += ours.prefill_runs
-                since_ms += ours.prefill_since_ms
+            burden = told(place, NO_BURDEN)
+            if (ours := own(place)) is not None:  # few places have any
+                burden = burden.plus(ours)
+            waiting, tokens = burden.prefill_runs, burden.tokens
             pack(
                 spots, n * _SPOT_BYTES,
-                runs, tokens, tokens + outputs[n], prefill_tokens, waiting,
-                since_ms / waiting if waiting else 0.0, prefilled_ms(place),
+                burden.runs, tokens, tokens + outputs[n], burden.prefill_tokens, waiting,
+                burden.prefill_since_ms / waiting if waiting else 0.0, prefilled_ms(place, 0),
             )  # fmt: skip

@@ -7,13 +7,14 @@ and not read back is `app/lanes/context.py`'s; both use these.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+
+import msgspec
 
 from app.routing.changes import Changes
 from app.routing.policies import Place
 
 
-class Burden(NamedTuple):
+class Burden(msgspec.Struct, frozen=True, gc=False):
     """What open runs add up to, on one rank of one epoch of a worker.
 
     `tokens` of prompts, and of answers when they began; `prefill_tokens` are those of them that
@@ -54,46 +55,44 @@ NOTHING = Burden()
 class Burdens:
     """Burdens by worker and epoch, and by rank, kept up to date run by run.
 
-    `changes`: of ranks, for boards that keep them in columns.
+    `changes`: of ranks, for boards that keep them in columns. Theirs to read, too: `by_place`, what
+    lies on those that have something, and `prefilled_ms`, when a run there had its first token
+    last, of those since it was idle.
     """
 
     def __init__(self) -> None:
         self.changes = Changes[Place]()
-        self._by_rank: dict[Place, Burden] = {}
+        self.by_place: dict[Place, Burden] = {}
+        self.prefilled_ms: dict[Place, int] = {}
         self._ranks: dict[tuple[str, int], dict[Place, None]] = {}
         """By epoch, the places that have something."""
-        self._prefilled_ms: dict[Place, int] = {}
         self._by_adapter: dict[str, dict[Place, int]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._by_rank)
+        return bool(self.by_place)
 
     def of(self, worker: str, epoch: int) -> Burden:
         """What lies on an epoch of a worker, over all ranks."""
         total = NOTHING
         for place in self._ranks.get((worker, epoch), ()):
-            total = total.plus(self._by_rank[place])
+            total = total.plus(self.by_place[place])
         return total
 
     def by_worker(self) -> dict[str, Burden]:
         """What lies on each worker that has something, over all epochs and ranks."""
         found: dict[str, Burden] = {}
-        for place, burden in self._by_rank.items():
+        for place, burden in self.by_place.items():
             found[place.worker] = found.get(place.worker, NOTHING).plus(burden)
         return found
 
     def at(self, places: Iterable[Place]) -> list[Burden]:
         """What lies on each of these places."""
-        by_rank = self._by_rank
-        return [by_rank.get(place, NOTHING) for place in places]
+        by_place = self.by_place
+        return [by_place.get(place, NOTHING) for place in places]
 
     def there(self, place: Place) -> Burden:
         """What lies on a place."""
-        return self._by_rank.get(place, NOTHING)
-
-    def prefilled_ms(self, place: Place) -> int:
-        """When a run there had its first token last, of those since it was idle; 0 for none."""
-        return self._prefilled_ms.get(place, 0)
+        return self.by_place.get(place, NOTHING)
 
     def adapter_runs(self, adapter: str) -> int:
         """Open runs of an adapter, over all places."""
@@ -117,18 +116,18 @@ class Burdens:
 
     def prefilled(self, place: Place, at_ms: int) -> None:
         """A run there had its first token; of several such times the last one counts."""
-        if place in self._by_rank:
-            self._prefilled_ms[place] = max(at_ms, self.prefilled_ms(place))
+        if place in self.by_place:
+            self.prefilled_ms[place] = max(at_ms, self.prefilled_ms.get(place, 0))
             self.changes.note(place)
 
     def _put(self, place: Place, total: Burden) -> None:
         self.changes.note(place)
         if total != NOTHING:
-            if place not in self._by_rank:
+            if place not in self.by_place:
                 self._ranks.setdefault(place[:2], {})[place] = None
-            self._by_rank[place] = total
-        elif self._by_rank.pop(place, None) is not None:
-            self._prefilled_ms.pop(place, None)
+            self.by_place[place] = total
+        elif self.by_place.pop(place, None) is not None:
+            self.prefilled_ms.pop(place, None)
             ranks = self._ranks[place[:2]]
             del ranks[place]
             if not ranks:

@@ -25,6 +25,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
+
 from streams.records import Request
 
 K = TypeVar("K", bound=Hashable)
@@ -41,7 +43,7 @@ class Queue(NamedTuple):
     of: str = OTHERS
 
 
-class Claim(NamedTuple):
+class Claim(msgspec.Struct, frozen=True, gc=False):
     """What a request takes of its class's share when it goes to a worker: its prompt's tokens."""
 
     queue: Queue = Queue()
@@ -51,7 +53,7 @@ class Claim(NamedTuple):
 NO_CLAIM = Claim()
 
 
-class Turn(NamedTuple, Generic[K]):
+class Turn(msgspec.Struct, Generic[K], frozen=True, gc=False):
     """Whose turn it is, beside classes: who has less `strict` goes first, then less `rank`.
 
     No two ranks are alike.

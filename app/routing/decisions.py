@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from app.routing.board import NOTHING
 from app.routing.burdens import Burden, Burdens
 from app.routing.eligibility import Pools
@@ -20,7 +22,7 @@ from app.routing.recorded import Inputs
 from streams.records import Candidate, EndCode
 
 
-class Planned(NamedTuple):
+class Planned(msgspec.Struct, frozen=True, gc=False):
     """Where a request is to go. `prefill_ms`: its own there, computed alone.
 
     `until_ms`: when it is held no longer, whatever is there.
@@ -31,7 +33,7 @@ class Planned(NamedTuple):
     until_ms: int
 
 
-class View(NamedTuple):
+class View(msgspec.Struct, frozen=True, gc=False):
     """What is known when a request is planned. `told`: burdens by the ledger, `own`: those of
     decisions that were taken here and not read back. `now_ms`: broker time.
 
@@ -69,7 +71,7 @@ class Tuning(NamedTuple):
         return self.policy == "predictive"
 
 
-class Outlook(NamedTuple):
+class Outlook(msgspec.Struct, frozen=True, gc=False):
     """What policy predictive expects. `left_ms`: for how long the request is better held, from now;
     `held_ms`: how long it was, `ttft_ms`: time to its first token if it goes now.
     """
@@ -80,7 +82,7 @@ class Outlook(NamedTuple):
     ttft_ms: float = 0.0
 
 
-class Chosen(NamedTuple):
+class Chosen(msgspec.Struct, frozen=True, gc=False):
     """The decision. `prefill_tokens`: what it adds to the prefill of its place; with the other
     fields, all that was not in the request and went into the costs. `at_ms`: when it was taken.
     `bound`: where the session of the request was at home, if that counted.
@@ -117,7 +119,7 @@ class Chosen(NamedTuple):
         return Burden(1, self.tokens * booked, self.prefill_tokens, 1, self.at_ms)
 
 
-class Hold(NamedTuple):
+class Hold(msgspec.Struct, frozen=True, gc=False):
     """Nobody may take it now, or it had better wait; somebody may later, by what is known at
     `wake_at_ms` if not before.
 

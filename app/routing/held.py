@@ -24,7 +24,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
-from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
 
 from app.routing.classes import NO_CLAIM, Claim, Classes, Queue, Turn
 from app.routing.decisions import Hold, Planned
@@ -42,7 +44,7 @@ WOKEN = 16
 K = TypeVar("K", bound=Hashable)
 
 
-class Wanted(NamedTuple, Generic[K]):
+class Wanted(msgspec.Struct, Generic[K], frozen=True, gc=False):
     """A request that looks for a place. `number`: its place in the order of arrival here.
 
     `excluded`: workers on which it failed. `queue`: where it waits. Times are the broker's.
@@ -72,14 +74,14 @@ class Wanted(NamedTuple, Generic[K]):
         return Claim(self.queue, self.prompt.tokens)
 
 
-class Sketch(NamedTuple):
+class Sketch(msgspec.Struct, frozen=True, gc=False):
     """What a request is to do: where it is to go, and how long it is held, if it is."""
 
     planned: Planned
     hold: Hold | None = None
 
 
-class LinedUp(NamedTuple, Generic[K]):
+class LinedUp(msgspec.Struct, Generic[K], frozen=True, gc=False):
     """Who may go, in which order, who is held, and who has another turn for it and looks next."""
 
     order: Sequence[K]
@@ -87,14 +89,14 @@ class LinedUp(NamedTuple, Generic[K]):
     woken: Sequence[K]
 
 
-class Line(NamedTuple, Generic[K]):
+class Line(msgspec.Struct, Generic[K], frozen=True, gc=False):
     """Requests in the order of their arrival, and what is planned for them; `places` in it."""
 
     planned: list[Planned | None]
     places: dict[K, int]
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """A held request. `number`: its place in the order of arrival.
 
     `strict`: who has less goes first, whatever else; of one class, then, who has the lower `turn`,
@@ -139,7 +141,8 @@ class Held(Generic[K]):
         held: dict[K, Hold] = {}
         if survey is not None:
             for wanted, sketch in zip(looking, survey(looking), strict=True):
-                woken |= dict.fromkeys(self.intend(wanted, sketch and sketch.planned))
+                planned = None if sketch is None else sketch.planned
+                woken |= dict.fromkeys(self.intend(wanted, planned))
                 if sketch is not None and sketch.hold is not None:
                     held[wanted.key] = sketch.hold
         for wanted in looking:

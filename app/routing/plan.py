@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from app.routing import kernels, predictive
 from app.routing.board import Board, Sources
@@ -109,7 +110,7 @@ def plan(
     else:
         if weights.overlap_decay:
             least = int(options.spots[:, kernels.PREFILL_TOKENS].min())
-            ask = ask._replace(least_prefill_tokens=least)
+            ask = replace(ask, least_prefill_tokens=least)
         costs = POLICIES[tuning.policy](ask, options, weights)
     params = _params(tuning, ask, weights, costs, prediction, request.router_config_override)
     chosen = prediction.best if prediction else pick(costs, options.tags, seed, _noise(params))
@@ -125,8 +126,7 @@ def plan(
     if prediction is not None:
         since_ms = view.now_ms if since_ms is None else since_ms
         found: list[float] = prediction.found[chosen].tolist()
-        place, spot = options.places[chosen], options.spots[chosen]
-        outlook = outlook_of(found, place, spot, view.now_ms, since_ms, tuning, deadline_ms)
+        outlook = outlook_of(found, options, chosen, view.now_ms, since_ms, tuning, deadline_ms)
         if (hold := hold_of(outlook, view.now_ms)) is not None:
             return hold
     device, host, disk = options.blocks[chosen].tolist()
@@ -214,27 +214,27 @@ def recorded_ask(decision: Assigned, session: str = "") -> Ask:
 
 def outlook_of(
     found: Sequence[float],
-    place: Place,
-    spot: Floats,
+    among: Board | Options,
+    chosen: int,
     now_ms: int,
     since_ms: float,
     tuning: Tuning,
     deadline_ms: float | None,
 ) -> Outlook:
-    """What is expected of a request at a place, of which this was `found`; see `Prediction`.
+    """What is expected of a request at the chosen place, where this was `found`; see `Prediction`.
 
     Its turn there comes `later_ms` after the place is free, or after the request itself came.
     """
     until_ms = since_ms + tuning.predictive.max_hold_ms
     if deadline_ms is not None:
         until_ms = min(until_ms, deadline_ms - found[kernels.PREFILL])
-    planned = Planned(place, found[kernels.ALONE], math.floor(until_ms))
-    left_ms = found[kernels.HOLD]
-    if later_ms := float(spot[kernels.LATER_MS]):
-        if spot[kernels.PREFILL_RUNS]:
+    planned = Planned(among.places[chosen], found[kernels.ALONE], math.floor(until_ms))
+    left_ms, spots = found[kernels.HOLD], among.spots
+    if later_ms := spots.item(chosen, kernels.LATER_MS):
+        if spots.item(chosen, kernels.PREFILL_RUNS):
             left_ms += later_ms if left_ms else 0.0
         else:
-            left_ms = max(since_ms, spot[kernels.PREFILLED_MS]) + later_ms - now_ms
+            left_ms = max(since_ms, spots.item(chosen, kernels.PREFILLED_MS)) + later_ms - now_ms
     left_ms = min(left_ms, planned.until_ms - now_ms)
     ttft_ms = found[kernels.WAIT] + found[kernels.PREFILL]
     return Outlook(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), ttft_ms)
@@ -353,10 +353,13 @@ def _params(
     params: dict[str, float] = {}
     if prediction is not None:
         params = {
-            **tuning.predictive._asdict(),
-            "output_tokens": ask.output_tokens, "mean_output_tokens": ask.mean_output_tokens,
-            "most_held_tokens": prediction.most_held_tokens, "leads_to": ask.leads_to,
-        }  # fmt: skip
+            "decode_weight": tuning.predictive.decode_weight,
+            "max_hold_ms": tuning.predictive.max_hold_ms,
+            "output_tokens": ask.output_tokens,
+            "mean_output_tokens": ask.mean_output_tokens,
+            "most_held_tokens": prediction.most_held_tokens,
+            "leads_to": ask.leads_to,
+        }
         if ask.ttft_target_ms < math.inf:
             params["ttft_target_ms"] = ask.ttft_target_ms
         if ask.itl_target_ms < math.inf:

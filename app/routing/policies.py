@@ -26,6 +26,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from app.routing import kernels
@@ -67,7 +68,7 @@ class Ahead(NamedTuple):
 NOBODY = Ahead(np.empty(0, np.int64), np.empty(0))
 
 
-class Options(NamedTuple):
+class Options(msgspec.Struct, frozen=True, gc=False):
     """The places that may take a request, with everything a policy may look at; a row each.
 
     `tags`: see `tags_of`; `curves`: see `curve_of`. `spots`: what lies on each and how fast it is,
@@ -104,7 +105,7 @@ class Options(NamedTuple):
         )  # fmt: skip
 
 
-class Ask(NamedTuple):
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """What a policy may know of a request. `prompt_tokens`: all that is to be computed or loaded.
 
     `turn`: how many requests this router has dispatched, for policies that go in turn.

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from app.routing import kernels
@@ -75,7 +76,7 @@ class Terms(NamedTuple):
         return self.wait_ms + self.prefill_ms
 
 
-class Prediction(NamedTuple):
+class Prediction(msgspec.Struct, frozen=True, gc=False):
     """What is expected at each option: `found`, in columns named in `kernels.py`, and its cost.
 
     Preferred taints lower costs as they do in the `dynamo` policy. An option that is expected to

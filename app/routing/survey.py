@@ -84,7 +84,7 @@ def _together(
     view, tuning, board = by.view, by.tuning, board_of(pool, by.view)
     found = board.found(view.caches, [each.prompt.local(pool.block_size) for each in looking])
     line = held.line({each.key: each.number for each in looking})
-    ahead_at = board.rows_at([planned and planned.place for planned in line.planned])
+    ahead_at = board.rows_at([planned.place if planned else None for planned in line.planned])
     ahead_ms = np.array([planned.prefill_ms if planned else 0.0 for planned in line.planned])
     asks = np.array([
         (
@@ -113,8 +113,7 @@ def _sketches(
     sketches = []
     for wanted, at, found in zip(looking, chosen, best, strict=True):
         outlook = outlook_of(
-            found, board.places[at], board.spots[at], now_ms, wanted.since_ms, by.tuning,
-            wanted.deadline_ms,
+            found, board, at, now_ms, wanted.since_ms, by.tuning, wanted.deadline_ms
         )  # fmt: skip
         assert outlook.planned is not None
         sketches.append(Sketch(outlook.planned, hold_of(outlook, now_ms)))

@@ -175,14 +175,14 @@ def test_a_run_of_policy_direct_weighs_nothing() -> None:
 def test_the_last_first_token_on_a_place_is_remembered_until_it_is_idle() -> None:
     place = Place("w1", 10, 0)
     load = folded(assigned(), assigned("b"), prefilled())
-    assert load.burdens.prefilled_ms(place) == 1020
+    assert load.burdens.prefilled_ms[place] == 1020
     folded(prefilled("b"), finished(), load=load)
-    assert load.burdens.prefilled_ms(place) == 1030
+    assert load.burdens.prefilled_ms[place] == 1030
     second = Load(dedup_window_ms=1_200_000)
     second.restore(LANE, load.snapshot(LANE), load.position(LANE) or 0)
-    assert second.burdens.prefilled_ms(place) == 1030
+    assert second.burdens.prefilled_ms[place] == 1030
     folded(finished(name="b"), load=load)
-    assert load.burdens.prefilled_ms(place) == 0
+    assert load.burdens.prefilled_ms.get(place) is None
 
 
 def test_a_started_alone_weighs_its_whole_prompt_until_its_decision_is_read() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from app.bench.plan_reference import dynamo as plain_dynamo
 from app.routing.policies import (
@@ -77,17 +78,17 @@ def test_each_term_of_the_cost_counts_as_documented(
 
 
 def test_the_overlap_decays_with_the_excess_over_the_least_loaded() -> None:
-    ask = ASK._replace(least_prefill_tokens=160)
+    ask = replace(ASK, least_prefill_tokens=160)
     row = options({"overlap_blocks": 8, "prefill_tokens": 320})
     assert dynamo(ask, row, DynamoWeights(overlap_decay=1)).tolist() == [30 - 8 / 2]
 
 
 def test_round_robin_goes_in_turn_by_name() -> None:
     three = options({}, {}, {})
-    backwards = three._replace(places=three.places[::-1])
+    backwards = replace(three, places=three.places[::-1])
     chosen = []
     for turn in range(6):
-        costs = round_robin(ASK._replace(turn=turn), backwards, DEFAULTS)
+        costs = round_robin(replace(ASK, turn=turn), backwards, DEFAULTS)
         chosen.append(worker(pick(costs, backwards.tags, 0), backwards))
     assert chosen == ["w0", "w1", "w2"] * 2
 
@@ -96,7 +97,7 @@ def test_power_of_two_considers_two_and_takes_the_less_loaded() -> None:
     five = options(*({"open_tokens": n * 100} for n in range(5)))
     drawn = Counter[int]()
     for seed in range(500):
-        costs = power_of_two(ASK._replace(seed=seed), five, DEFAULTS)
+        costs = power_of_two(replace(ASK, seed=seed), five, DEFAULTS)
         two = [i for i, cost in enumerate(costs) if cost < NEVER]
         assert len(two) == 2
         assert pick(costs, five.tags, seed) == min(two)
@@ -107,19 +108,19 @@ def test_power_of_two_considers_two_and_takes_the_less_loaded() -> None:
 def test_a_session_stays_when_another_worker_leaves_and_when_its_own_comes_back() -> None:
     five = options({}, {}, {}, {}, {})
     for n in range(100):
-        ask = ASK._replace(session=f"s{n}")
+        ask = replace(ASK, session=f"s{n}")
         chosen = pick(session_hash(ask, five, DEFAULTS), five.tags, 0)
         assert chosen is not None
         left = [p for i, p in enumerate(five.places) if i != (chosen + 1) % 5]
         again = [Place(p.worker, 7) for p in left]
-        four = options({}, {}, {}, {})._replace(places=again, tags=tags_of(again))
+        four = replace(options({}, {}, {}, {}), places=again, tags=tags_of(again))
         assert worker(pick(session_hash(ask, four, DEFAULTS), four.tags, 0), four) == f"w{chosen}"
 
 
 def test_sessions_spread_over_all_places() -> None:
     five = options({}, {}, {}, {}, {})
     seen = Counter(
-        pick(session_hash(ASK._replace(session=f"s{n}"), five, DEFAULTS), five.tags, 0)
+        pick(session_hash(replace(ASK, session=f"s{n}"), five, DEFAULTS), five.tags, 0)
         for n in range(500)
     )
     assert all(60 < seen[i] < 140 for i in range(5))
@@ -173,7 +174,7 @@ def test_a_choice_is_a_function_of_its_inputs(
     many = options(*({"open_tokens": load} for load in loads))
 
     def chosen() -> int | None:
-        costs = POLICIES[name](ASK._replace(seed=seed), many, DEFAULTS)
+        costs = POLICIES[name](replace(ASK, seed=seed), many, DEFAULTS)
         return pick(costs, many.tags, seed, noise)
 
     first = chosen()
@@ -200,7 +201,7 @@ def test_a_choice_is_a_function_of_its_inputs(
 def test_the_kernel_and_the_plain_formula_agree_to_the_bit(
     rows: list[dict[str, Any]], weights: DynamoWeights
 ) -> None:
-    ask = ASK._replace(least_prefill_tokens=min(row["prefill_tokens"] for row in rows))
+    ask = replace(ASK, least_prefill_tokens=min(row["prefill_tokens"] for row in rows))
     costs = dynamo(ask, options(*rows), weights)
     candidates = inputs_of(options(*rows), costs, 0, is_timed=False).candidates
     best = sorted(range(len(rows)), key=costs.tolist().__getitem__)[:RECORDED]

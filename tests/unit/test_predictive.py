@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from app.bench import plan_reference
 from app.engine.curves import Curves
@@ -89,7 +90,7 @@ def test_a_place_in_decode_costs_the_rest_of_a_step_and_slows_the_others() -> No
 
 def test_requests_that_come_after_find_a_place_as_it_is_left() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900}
-    ask = ASK._replace(leads_to=4.0, most_held_tokens=200.0)
+    ask = replace(ASK, leads_to=4.0, most_held_tokens=200.0)
     found = float(predicted(row, ask=ask).costs[0])
     once = 24 + 200 * 0.02 / 4  # a second copy of 200 tokens, for four
     assert found == pytest.approx(once + 0.01 * (30 + 60 + 4 * 1320) + 3 * 1.5 * 6.6)
@@ -130,7 +131,7 @@ def test_those_planned_before_go_first_if_they_are_shorter_and_last_if_not() -> 
 
 def test_what_is_cached_elsewhere_and_computed_here_is_paid_for() -> None:
     both = {"overlap_blocks": 30}, {"overlap_blocks": 10}
-    found = predicted(*both, ask=ASK._replace(most_held_tokens=UNKNOWN))
+    found = predicted(*both, ask=replace(ASK, most_held_tokens=UNKNOWN))
     assert found.most_held_tokens == 300
     terms = found.terms
     # The second has 200 tokens less, at 20 ms for a full chunk of 1000.
@@ -148,7 +149,7 @@ def test_a_prompt_that_is_cached_whole_still_computes_a_token() -> None:
 
 
 def test_a_long_prompt_is_computed_in_chunks_with_a_step_of_decode_each() -> None:
-    ask = ASK._replace(prompt_tokens=2500)
+    ask = replace(ASK, prompt_tokens=2500)
     assert one({}, ask).prefill_ms == pytest.approx(20 + 20 + 15)
     found = one({"open_runs": 2, "prompt_tokens": 900}, ask)
     assert found.prefill_ms == pytest.approx(26 + 26 + 21)
@@ -158,7 +159,7 @@ def test_a_long_prompt_is_computed_in_chunks_with_a_step_of_decode_each() -> Non
 def test_a_slower_place_takes_longer_for_everything() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900, "overlap_blocks": 10, "prefill_runs": 1,
            "prefill_tokens": 1500}  # fmt: skip
-    ask = ASK._replace(most_held_tokens=300)
+    ask = replace(ASK, most_held_tokens=300)
     fast, slow = one(row, ask), one(row | {"pace": PACE._replace(slowness=3.0)}, ask)
     assert slow == pytest.approx([3 * term for term in fast])
 
@@ -173,7 +174,7 @@ def test_preferred_taints_make_a_place_cheaper() -> None:
 
 
 PENDING = {"open_runs": 1, "prompt_tokens": 3000, "prefill_runs": 1, "prefill_tokens": 3000}
-LONG = ASK._replace(prompt_tokens=2500)
+LONG = replace(ASK, prompt_tokens=2500)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +187,13 @@ LONG = ASK._replace(prompt_tokens=2500)
         (LONG, PENDING | {"busy_ms": 80.0}, 3 * 28.05 - 80),
         (LONG, PENDING | {"busy_ms": 84.2}, 0),
         # So short that a step of its own costs more (10 + 8.05 = 0.01 · 1805): it shares one.
-        (LONG._replace(prompt_tokens=1805), PENDING, 0),
-        (LONG._replace(prompt_tokens=1806), PENDING, 3 * 28.05),
+        (replace(LONG, prompt_tokens=1805), PENDING, 0),
+        (replace(LONG, prompt_tokens=1806), PENDING, 3 * 28.05),
         # 7400 + 2500 + 200 tokens do not fit: somebody has to end first.
         (LONG, {"open_runs": 1, "prompt_tokens": 7400}, math.inf),
         (LONG, {"open_runs": 1, "prompt_tokens": 7300}, 0),
         (LONG, {"open_runs": 1, "prompt_tokens": 7400, "overlap_blocks": 10}, 0),  # 100 are there
-        (LONG._replace(prompt_tokens=9900), {}, 0),  # it never fits better than alone
+        (replace(LONG, prompt_tokens=9900), {}, 0),  # it never fits better than alone
     ],
 )
 def test_a_request_is_held_until_its_place_is_free(
@@ -243,8 +244,8 @@ def test_the_kernel_and_the_plain_formulas_agree_to_the_bit(
     rows: list[dict[str, Any]], prompt: int, output: float, held: float, leads_to: float,
     target_ms: float,
 ) -> None:  # fmt: skip
-    ask = ASK._replace(
-        prompt_tokens=prompt, output_tokens=output, most_held_tokens=held, leads_to=leads_to,
+    ask = replace(
+        ASK, prompt_tokens=prompt, output_tokens=output, most_held_tokens=held, leads_to=leads_to,
         ttft_target_ms=target_ms, itl_target_ms=target_ms / 5,
     )  # fmt: skip
     found = predicted(*rows, ask=ask)
@@ -262,11 +263,11 @@ def test_the_kernel_and_the_plain_formulas_agree_to_the_bit(
 def test_who_is_expected_to_miss_a_target_comes_after_all_who_meet_it() -> None:
     near = {"overlap_blocks": 45}
     busy = near | {"open_runs": 2, "prompt_tokens": 900, "prefill_runs": 1, "prefill_tokens": 500}
-    ask = ASK._replace(most_held_tokens=450.0)
+    ask = replace(ASK, most_held_tokens=450.0)
     free, held = predicted({}, busy, ask=ask).costs
-    assert predicted({}, busy, ask=ask._replace(ttft_target_ms=20.0)).costs[0] == free
-    assert predicted({}, busy, ask=ask._replace(ttft_target_ms=20.0)).costs[1] == held + 1e9
-    both = predicted({}, busy, ask=ask._replace(itl_target_ms=1.0)).costs
+    assert predicted({}, busy, ask=replace(ask, ttft_target_ms=20.0)).costs[0] == free
+    assert predicted({}, busy, ask=replace(ask, ttft_target_ms=20.0)).costs[1] == held + 1e9
+    both = predicted({}, busy, ask=replace(ask, itl_target_ms=1.0)).costs
     assert both.tolist() == [free + 1e9, held + 1e9]
 
 
@@ -524,7 +525,7 @@ def test_a_survey_comes_to_what_planning_one_after_the_other_does(
 
     def alone(held: Held[int], each: Wanted[int]) -> Plan:
         return plan(
-            each.prompt, view._replace(ahead=held.ahead(each.number)), PREDICTIVE, seed=each.seed,
+            each.prompt, replace(view, ahead=held.ahead(each.number)), PREDICTIVE, seed=each.seed,
             since_ms=each.since_ms, deadline_ms=each.deadline_ms,
         )  # fmt: skip
 
