@@ -17,6 +17,7 @@ from itertools import accumulate, chain
 from struct import pack
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,7 +46,7 @@ class Tier(IntEnum):
     EXTERNAL = 3
 
 
-class Event(NamedTuple):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """One change. Keys are u64 and never 0."""
 
     kind: Kind
@@ -76,12 +77,12 @@ class MalformedColumns(ValueError):
 def encode(events: Iterable[Event]) -> Columns:
     """The columns of some events."""
     rows = list(events)
-    keys = list(chain.from_iterable([event.keys for event in rows]))
+    size, keys = len(rows), list(chain.from_iterable([event.keys for event in rows]))
     return Columns(
-        kinds=bytes(event.kind for event in rows),
-        tiers=bytes(event.tier for event in rows),
-        positions=np.array([event.position for event in rows], "<u4").tobytes(),
-        counts=np.array([len(event.keys) for event in rows], "<u4").tobytes(),
+        kinds=bytes([event.kind for event in rows]),
+        tiers=bytes([event.tier for event in rows]),
+        positions=pack(f"<{size}I", *[event.position for event in rows]),
+        counts=pack(f"<{size}I", *[len(event.keys) for event in rows]),
         keys=pack(f"<{len(keys)}Q", *keys),
     )
 

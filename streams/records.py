@@ -67,7 +67,7 @@ class RunKey(NamedTuple):
     phase: Phase
 
 
-class Fact(NamedTuple):
+class Fact(msgspec.Struct, frozen=True, gc=False):
     """A decoded record at its place in the log; what folds are made of."""
 
     offset: int

@@ -150,7 +150,7 @@ def _decided(source: Partition, ledger: Sequence[Fact], asked: Sequence[Fact]) -
         control = requests[0].hints.session_control
         session = control.session_id if control else ""
     actual: dict[tuple[RunKey, str], Actual] = {}
-    for _, _, record in ledger:
+    for record in [fact.record for fact in ledger]:
         if isinstance(record, PrefillDone | Finished):
             run = (RunKey(record.id, record.attempt, record.phase), record.worker)
             told = actual.get(run, Actual())

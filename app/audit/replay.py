@@ -90,7 +90,8 @@ async def replay(
         fold.apply(source, (), starts[source])
     async for source, some, position in stretch(log, clock, starts, ends, progress=progress):
         facts, bad = _facts(some)
-        holders |= {Holder(r.worker, r.rank) for _, _, r in facts if isinstance(r, Blocks)}
+        told = [fact.record for fact in facts]
+        holders |= {Holder(each.worker, each.rank) for each in told if isinstance(each, Blocks)}
         records[source] += len(some)
         malformed[source] += bad
         fold.apply(source, facts, position)

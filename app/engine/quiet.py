@@ -17,7 +17,7 @@ def quiet_steps(state: EngineState) -> int:
     """How many of the next steps only decode: nobody waits, joins, ends, or needs a block."""
     if state.waiting_count or state.partial is not None or not state.decoding:
         return 0
-    following = min(map(min, filter(None, (state.needs, state.fills, state.ends))))
+    following = min([*state.needs, *state.fills, *state.ends])
     return following - state.clock - 1
 
 

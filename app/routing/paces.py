@@ -223,7 +223,8 @@ class Paces:
         tokens = max(begun.tokens - done.cached_tokens, 1)
         expected_ms = begun.pace.prefill_ms(tokens, begun.decode_ms) + begun.decode_ms / 2
         if expected_ms > 0:
-            learned = self._learned.setdefault(done.worker, Slowness())
+            if (learned := self._learned.get(done.worker)) is None:
+                learned = self._learned[done.worker] = Slowness()
             learned.observe(done.prefill_ms / expected_ms)
             if learned.value is not None:
                 self.slowness[done.worker] = learned.value

@@ -37,13 +37,13 @@ from app.routing.kernels import (
     Ints,
     Words,
 )
+from indexer.xxh3 import M64
 
 NEVER = math.inf
 """Cost of an option that the policy does not consider."""
 UNCHANGED: Floats = np.empty(0)
 """The factors on costs that stay as they are."""
 
-_M64 = (1 << 64) - 1
 _RUN_SHARE = 2.0**-20
 """What an open run weighs beside open tokens: less than one of them, for up to a million runs."""
 
@@ -166,7 +166,7 @@ def draws(seed: int, tags: Words) -> Words:
 
 def word_of(seed: int) -> Any:
     """A seed as kernels take it."""
-    return np.uint64(seed & _M64)
+    return np.uint64(seed & M64)
 
 
 def _shares(drawn: Words) -> Floats:

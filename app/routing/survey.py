@@ -26,7 +26,8 @@ from app.routing.plan import (
     outlook_of,
     targets_of,
 )
-from app.routing.policies import UNCHANGED, word_of
+from app.routing.policies import UNCHANGED
+from indexer.xxh3 import M64
 
 K = TypeVar("K", bound=Hashable)
 
@@ -98,7 +99,7 @@ def _together(
     chosen = np.array([line.places[each.key] for each in looking], np.int64)
     kernels.survey(
         board.spots, board.tags, *found, board.column_rows, asks,
-        np.array([word_of(each.seed) for each in looking], np.uint64), chosen, ahead_at, ahead_ms,
+        np.array([each.seed & M64 for each in looking], np.uint64), chosen, ahead_at, ahead_ms,
         view.output_tokens, view.leads_to, tuning.predictive.decode_weight, UNCHANGED,
         np.empty((size, 3)), np.empty(size), np.empty((size, kernels.FOUND)), best,
     )  # fmt: skip

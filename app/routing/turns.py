@@ -77,7 +77,7 @@ class Crowding:
         if not isinstance(record, Assigned) or record.attempt:
             return
         came_ms = fact.timestamp_ms - record.held_ms
-        is_near = any(abs(came_ms - other_ms) <= self.lag_ms for other_ms in self._came_ms)
+        is_near = any(abs(came_ms - other) <= self.lag_ms for other in reversed(self._came_ms))
         self._share += (is_near - self._share) / MEMORY
         self._came_ms.append(came_ms)
 

@@ -155,13 +155,13 @@ class Books:
             self.burdens.add(place, run.burden)
             return
         run = self._open[record.id]
-        place = Place(record.worker, record.epoch, run.rank)
-        self.burdens.remove(place, run.burden)
+        place, before = Place(record.worker, record.epoch, run.rank), run.burden
         if isinstance(record, Finished):
+            self.burdens.remove(place, before)
             del self._open[record.id]
             return
         run.state, run.since_ms = "prefilled", at_ms
-        self.burdens.add(place, run.burden)
+        self.burdens.add(place, run.burden.less(before))
         self.burdens.prefilled(place, at_ms)
 
 

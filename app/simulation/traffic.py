@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from app.routing.prompt import Prompt
 from app.trace import CHUNK_TOKENS, TraceRow
 from indexer.keys import LOOPBACK_SECRET, derive, prompt_keys
-from streams.records import Hints, Request, SessionControl
+from streams.records import NO_HINTS, Hints, Request, SessionControl
 
 SECRET = derive(LOOPBACK_SECRET)
 
@@ -64,10 +64,12 @@ def traced(rows: Sequence[TraceRow], *, in_sessions: bool = False) -> list[Trace
 def _traced(number: int, row: TraceRow, *, in_session: bool) -> Traced:
     chunks = row.whole_chunks
     local: NDArray[np.uint64] = np.array(chunks, np.uint64) * _SPREAD
-    session = SessionControl(session_id=_session(row)) if in_session else None
+    hints = NO_HINTS
+    if in_session:
+        hints = Hints(session_control=SessionControl(session_id=_session(row)))
     return Traced(
         Prompt.hashed(
-            Request(id=f"{number:06}", hints=Hints(session_control=session)),
+            Request(id=f"{number:06}", hints=hints),
             row.input_length, local, CHUNK_TOKENS,
         ),
         max(row.output_length, 1),
