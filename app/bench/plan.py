@@ -257,10 +257,8 @@ def _held(there: Fleets, count: int) -> dict[str, Any]:
     ]
 
     def alone(each: Wanted[int]) -> Plan:
-        ahead = held.ahead(each.number)
-        return plan(
-            each.prompt, replace(view, ahead=ahead), tuning, seed=each.seed, since_ms=each.since_ms
-        )
+        view_now = replace(view, others=held.others(each.key))
+        return plan(each.prompt, view_now, tuning, seed=each.seed, since_ms=each.since_ms)
 
     took, moved = [], list[tuple[Place, Burden]]()
     for n in range(count + WARM_UP):

@@ -235,7 +235,7 @@ class Places:
         now_ms = self._broker_clock.now_ms()
         view = self._view(now_ms)
         if tuning.holds:
-            view = replace(view, ahead=self._held.ahead(wanted.number))
+            view = replace(view, others=self._held.others(wanted.key))
         session = wanted.prompt.request.hints.session_control
         bound: Place | None = None
         if session is not None and session.action != "open":

@@ -38,9 +38,9 @@ class View(msgspec.Struct, frozen=True, gc=False):
     decisions that were taken here and not read back. `now_ms`: broker time.
 
     Of the rest only policy predictive knows. `output_tokens`: the mean answer's; `slowness`: of
-    workers, see `Pace`. `ahead`: for which places the requests are planned that are held here and
-    came before the one in question, in that order. `later_ms`: see `Sources`. `counts_output`:
-    whether tokens of answers that are under way count as load. `leads_to`: see `Paces`.
+    workers, see `Pace`. `others`: for which places the other requests are planned that are held
+    here, in the order of their arrival. `later_ms`: see `Sources`. `counts_output`: whether tokens
+    of answers that are under way count as load. `leads_to`: see `Paces`.
     """
 
     fleet: Fleet
@@ -51,7 +51,7 @@ class View(msgspec.Struct, frozen=True, gc=False):
     now_ms: int
     output_tokens: float = OUTPUT_TOKENS
     slowness: Mapping[str, float] = NOTHING
-    ahead: Sequence[Planned] = ()
+    others: Sequence[Planned] = ()
     counts_output: bool = True
     later_ms: Mapping[str, float] = NOTHING
     leads_to: float = 1.0

@@ -1,8 +1,8 @@
 """Who is held in a router, and for which place: what was planned last for each request.
 
-Owns the order among them. Planned are they in the order of arrival: a request knows what those
-before it have in mind (`ahead`), so that two do not count on the same gap. Sent are they in another
-order (`in_turn`): by strict priority, the highest number first, by what their classes were given
+Owns the order among them. Planned are they in the order of arrival: a request knows what all others
+have in mind (`others`), so that two do not count on the same gap. Sent are they in another order
+(`in_turn`): by strict priority, the highest number first, by what their classes were given
 (`classes.py`), and then by one of
 
     shortest    the shortest prefill first, which makes the mean wait the least; each millisecond of
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from operator import itemgetter
+from operator import attrgetter
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -154,19 +154,14 @@ class Held(Generic[K]):
         return LinedUp(order, held, list(woken))
 
     def line(self, joining: Mapping[K, int]) -> Line[K]:
-        """All who are held, and those who join them, with their numbers, in the order of arrival.
-
-        What was planned for one who joins counts no more.
-        """
-        numbered: list[tuple[int, K, Planned | None]] = [
-            (number, key, None) for key, number in joining.items()
-        ]
-        for key, entry in self._entries.items():
-            if key not in joining:
-                numbered.append((entry.number, key, entry.planned))
-        numbered.sort(key=itemgetter(0))
-        places = {key: at for at, (_, key, _) in enumerate(numbered) if key in joining}
-        return Line([planned for _, _, planned in numbered], places)
+        """All who are held, and those who join them, with their numbers, by arrival."""
+        entries = self._entries
+        numbers = {key: entry.number for key, entry in entries.items()} | dict(joining)
+        keys = sorted(numbers, key=numbers.__getitem__)
+        return Line(
+            [entries[key].planned if key in entries else None for key in keys],
+            {key: at for at, key in enumerate(keys) if key in joining},
+        )
 
     def intend(self, wanted: Wanted[K], planned: Planned | None) -> Sequence[K]:
         """Note for which place a request is held, if any; who has another turn for it now.
@@ -234,11 +229,10 @@ class Held(Generic[K]):
         if not there:
             del self._by_place[entry.planned.place]
 
-    def ahead(self, number: int) -> list[Planned]:
-        """What is planned for those who came before this one, in the order of their arrival."""
-        entries = self._entries.values()
-        earlier = sorted([e for e in entries if e.number < number], key=lambda e: e.number)
-        return [entry.planned for entry in earlier]
+    def others(self, key: K) -> list[Planned]:
+        """What is planned for all but this one, in the order of their arrival."""
+        entries = [entry for each, entry in self._entries.items() if each != key]
+        return [entry.planned for entry in sorted(entries, key=attrgetter("number"))]
 
     def place(self, key: K) -> Place | None:
         """For which place a request is planned."""

@@ -135,14 +135,14 @@ def least(costs: Floats, start: int, tags: Words) -> int:
 def _settle(
     spots: Floats,
     blocks: Floats,
-    ahead_at: Ints,
-    ahead_ms: Floats,
+    others_at: Ints,
+    others_ms: Floats,
     block_size: float,
     prompt_tokens: float,
     weight: float,
     found: Floats,
 ) -> float:
-    """What each option holds of the prompt, the rest's prefill alone, the wait for those before.
+    """What each option holds of the prompt, the rest's prefill alone, the wait for others there.
 
     Returns the most that one holds.
     """
@@ -154,10 +154,10 @@ def _settle(
         found[i, HELD] = held
         found[i, WAIT] = 0.0
         found[i, ALONE] = _prefill_ms(spots[i], max(prompt_tokens - held, 1.0), 0.0)
-    for j in range(len(ahead_at)):
-        i = ahead_at[j]
+    for j in range(len(others_at)):
+        i = others_at[j]
         if i >= 0:
-            own_ms, other_ms = found[i, ALONE], ahead_ms[j]
+            own_ms, other_ms = found[i, ALONE], others_ms[j]
             found[i, WAIT] += min(own_ms, other_ms) + weight * max(own_ms, other_ms)
     return most
 
@@ -167,12 +167,12 @@ def predict(
     spots: Floats,
     blocks: Floats,
     liking: Floats,
-    ahead_at: Ints,
-    ahead_ms: Floats,
+    others_at: Ints,
+    others_ms: Floats,
     block_size: float,
     prompt_tokens: float,
     output_tokens: float,
-    others: float,
+    mean_output: float,
     most_held: float,
     leads_to: float,
     weight: float,
@@ -186,12 +186,12 @@ def predict(
     """What is expected of a request at each option; returns the `least` cost's, -1 for none, and
     how much of its prompt is held where most is.
 
-    `ahead_at` and `ahead_ms`: options for which requests before it are planned, and their prefill
+    `others_at` and `others_ms`: options for which other requests are planned, and their prefill
     there, alone; -1 for those that are planned for none of these. `liking`: empty if costs stay as
     they are. `most_held` may be UNKNOWN.
     """
     most = _settle(
-        spots, blocks, ahead_at, ahead_ms, block_size, prompt_tokens, weight, found
+        spots, blocks, others_at, others_ms, block_size, prompt_tokens, weight, found
     )  # fmt: skip
     if most_held != UNKNOWN:
         most = most_held
@@ -200,7 +200,7 @@ def predict(
         runs, prompts, capacity = spot[RUNS], spot[TOKENS], spot[CAPACITY]
         held = found[i, HELD]
         tokens = max(prompt_tokens - held, 1.0)
-        context = prompts + runs * others / 2
+        context = prompts + runs * mean_output / 2
         step_ms = _decode_ms(spot, context) if runs > 0 else 0.0
         alone_ms, planned_ms = found[i, ALONE], found[i, WAIT]
         left_ms = 0.0
@@ -209,15 +209,15 @@ def predict(
         bounded = runs > 0 and capacity > 0
         wait_ms = max(left_ms, step_ms / 2) + spot[LATER_MS]
         added = prompt_tokens - min(blocks[i, 0] * block_size, prompt_tokens)
-        excess = context + added + others - capacity
+        excess = context + added + mean_output - capacity
         if bounded and excess > 0:
-            wait_ms += excess / max(context, 1.0) * others * END_WAIT * step_ms
+            wait_ms += excess / max(context, 1.0) * mean_output * END_WAIT * step_ms
         wait_ms += planned_ms
         later_ms = _decode_ms(spot, context + prompt_tokens + output_tokens / 2)
         per_token_ms = spot[SLOWNESS] * _step_ms(spot, spot[CHUNK]) / spot[CHUNK]
         prefill_ms = _prefill_ms(spot, tokens, step_ms)
         stall_ms = runs * alone_ms
-        slower_ms = runs * others / 2 * (later_ms - step_ms)
+        slower_ms = runs * mean_output / 2 * (later_ms - step_ms)
         decode_ms = output_tokens * later_ms
         replication_ms = (most - held) * per_token_ms
         ttft_ms = wait_ms + prefill_ms
@@ -286,9 +286,9 @@ def survey(
     asks: Floats,
     seeds: Words,
     entries: Ints,
-    ahead_at: Ints,
-    ahead_ms: Floats,
-    others: float,
+    others_at: Ints,
+    others_ms: Floats,
+    mean_output: float,
     leads_to: float,
     weight: float,
     liking: Floats,
@@ -297,22 +297,23 @@ def survey(
     found: Floats,
     best: Floats,
 ) -> None:
-    """Plan requests one after the other, each knowing where those before it are to go.
+    """Plan requests one after the other, each knowing where all others that are held are to go.
 
     `asks`: f64 (requests, 5), see `ASK`. Of each the index found `columns` and `depths` from one of
-    `starts` to the next. `ahead_at` and `ahead_ms` are of all that are held, and of these, in the
+    `starts` to the next. `others_at` and `others_ms` are of all that are held, and of these, in the
     order of their arrival; `entries` says which of them each request is. `best`: f64 (requests,
     FOUND), what was found at its option. From `blocks` to `found` is memory to work in.
     """
     for n in range(len(asks)):
         first, end, entry = starts[n], starts[n + 1], entries[n]
+        others_at[entry] = -1  # what it had in mind itself
         spread(columns[first:end], depths[first:end], rows, blocks)
         chosen, _ = predict(
-            spots, blocks, liking, ahead_at[:entry], ahead_ms[:entry], asks[n, ASK_BLOCK],
-            asks[n, ASK_TOKENS], asks[n, ASK_OUTPUT], others, UNKNOWN, leads_to, weight,
+            spots, blocks, liking, others_at, others_ms, asks[n, ASK_BLOCK],
+            asks[n, ASK_TOKENS], asks[n, ASK_OUTPUT], mean_output, UNKNOWN, leads_to, weight,
             asks[n, ASK_TTFT], asks[n, ASK_ITL], seeds[n], tags, found, costs,
         )  # fmt: skip
-        ahead_at[entry], ahead_ms[entry] = chosen, found[chosen, ALONE]
+        others_at[entry], others_ms[entry] = chosen, found[chosen, ALONE]
         for k in range(FOUND):
             best[n, k] = found[chosen, k]
 

@@ -31,11 +31,11 @@ from app.routing.kernels import Floats
 from app.routing.policies import (
     NOBODY,
     POLICIES,
-    Ahead,
     Ask,
     Costs,
     DynamoWeights,
     Options,
+    Others,
     Place,
     pick,
     span,
@@ -283,16 +283,16 @@ def _options(
     every = Options(
         board.places, board.tags, board.curves, board.spots,
         board.blocks(view.caches, prompt.local(pool.block_size)),
-        _taint_weights(request, pool.rows), _ahead(board, view.ahead),
+        _taint_weights(request, pool.rows), _others(board, view.others),
     )  # fmt: skip
     return every if rows is pool.rows else every.only(board.rows_at([row.place for row in rows]))
 
 
-def _ahead(board: Board, planned: Sequence[Planned]) -> Ahead:
+def _others(board: Board, planned: Sequence[Planned]) -> Others:
     if not planned:
         return NOBODY
     at = board.rows_at([each.place for each in planned])
-    return Ahead(at, np.array([each.prefill_ms for each in planned], np.float64))
+    return Others(at, np.array([each.prefill_ms for each in planned], np.float64))
 
 
 def board_of(pool: Pool, view: View) -> Board:

@@ -56,16 +56,16 @@ class Place(NamedTuple):
     rank: int = 0
 
 
-class Ahead(NamedTuple):
-    """The requests that are held in this router, came before one and are planned for its options:
-    for which one each, `at` -1 for none of these, and its prefill there, alone, in `ms`.
+class Others(NamedTuple):
+    """The other requests that are held in this router, in the order of their arrival: for which
+    option each is planned, `at` -1 for none of these, and its prefill there, alone, in `ms`.
     """
 
     at: Ints
     ms: Floats
 
 
-NOBODY = Ahead(np.empty(0, np.int64), np.empty(0))
+NOBODY = Others(np.empty(0, np.int64), np.empty(0))
 
 
 class Options(msgspec.Struct, frozen=True, gc=False):
@@ -74,7 +74,7 @@ class Options(msgspec.Struct, frozen=True, gc=False):
     `tags`: see `tags_of`; `curves`: see `curve_of`. `spots`: what lies on each and how fast it is,
     `blocks`: leading blocks of the prompt that it holds on the device, and those it could load from
     host and disk; see `kernels.py`. `taint_weights`: the sum of the weights of those preferred
-    taints that it has. Of `ahead` only policy predictive knows.
+    taints that it has. Of `others` only policy predictive knows.
     """
 
     places: Sequence[Place]
@@ -83,7 +83,7 @@ class Options(msgspec.Struct, frozen=True, gc=False):
     spots: Floats
     blocks: Floats
     taint_weights: Floats | None = None
-    ahead: Ahead = NOBODY
+    others: Others = NOBODY
 
     @property
     def liking(self) -> Floats:
@@ -101,7 +101,7 @@ class Options(msgspec.Struct, frozen=True, gc=False):
             [self.places[i] for i in which], self.tags[numbers], [self.curves[i] for i in which],
             self.spots[numbers], self.blocks[numbers],
             None if self.taint_weights is None else self.taint_weights[numbers],
-            Ahead(position[self.ahead.at], self.ahead.ms),
+            Others(position[self.others.at], self.others.ms),
         )  # fmt: skip
 
 

@@ -5,10 +5,12 @@
          + what comes later + replication / f
 
 Waiting is done in the router, since a request in a worker's queue can no longer change its mind:
-places are planned in the order of arrival (`Spot.ahead_ms` is what earlier ones have planned), and
 who is planned for a place stays here until it is predicted free. Who goes first then is `held.py`'s
-to say. Everything is a function of the arguments; without knowledge of caches it comes to the least
-load in predicted milliseconds.
+to say. A request is planned knowing what all others here have in mind: what two of them cost each
+other at one place counts for both, so each plan that is made anew lowers the sum. (With those that
+came before it alone, of many at once the last ones had to take what was left: 8 workers, mean E2E
+2749 ms for 2699, p99 TTFT 1683 for 1648.) Everything is a function of the arguments; without
+knowledge of caches it comes to the least load in predicted milliseconds.
 
 With L tokens of prompt, n of them to be computed here (at least one) and N not on the device here,
 o tokens of answer, O the mean answer, C the capacity, t = prompts there + runs · O / 2 the tokens
@@ -115,7 +117,7 @@ def predict(ask: Ask, options: Options, weights: PredictiveWeights) -> Predictio
     size = len(options.spots)
     found, costs = np.empty((size, FOUND)), np.empty(size)
     best, most = kernels.predict(
-        options.spots, options.blocks, options.liking, *options.ahead,
+        options.spots, options.blocks, options.liking, *options.others,
         float(ask.block_size), float(ask.prompt_tokens), ask.output_tokens, ask.mean_output_tokens,
         ask.most_held_tokens, ask.leads_to, weights.decode_weight, ask.ttft_target_ms,
         ask.itl_target_ms, word_of(ask.seed), options.tags, found, costs,

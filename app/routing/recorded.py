@@ -28,7 +28,7 @@ from app.routing.kernels import (
     TOKENS,
 )
 from app.routing.paces import pace_told
-from app.routing.policies import NOBODY, Ahead, Costs, Options, Place, tags_of
+from app.routing.policies import NOBODY, Costs, Options, Others, Place, tags_of
 from streams.records import Candidate
 
 RECORDED = 16
@@ -50,7 +50,7 @@ class Inputs(msgspec.Struct, frozen=True, gc=False):
     places: Sequence[Place]
     curves: Sequence[tuple[float, ...]]
     taints: Sequence[float]
-    ahead: Mapping[int, tuple[float, ...]]
+    others: Mapping[int, tuple[float, ...]]
     is_timed: bool
 
     @property
@@ -65,7 +65,7 @@ class Inputs(msgspec.Struct, frozen=True, gc=False):
 
     def _candidates(self, rows: Iterable[tuple[Any, ...]]) -> list[Candidate]:
         places, curves, taints = self.places, self.curves, self.taints
-        ahead, is_timed = self.ahead, self.is_timed
+        others, is_timed = self.others, self.is_timed
         taint, found = 0.0, list[Candidate]()
         for (
             i, cost, runs, open_tokens, device, host, disk, prefill_tokens, prompt_tokens,
@@ -77,7 +77,7 @@ class Inputs(msgspec.Struct, frozen=True, gc=False):
             if is_timed:
                 found.append(Candidate(
                     worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
-                    prefill_tokens, taint, prompt_tokens, prefill_runs, busy_ms, ahead.get(i, ()),
+                    prefill_tokens, taint, prompt_tokens, prefill_runs, busy_ms, others.get(i, ()),
                     slowness, chunk_tokens, capacity_tokens, curves[i], later_ms,
                 ))  # fmt: skip
             else:
@@ -95,18 +95,18 @@ def inputs_of(options: Options, costs: Costs, chosen: int, *, is_timed: bool) ->
     taints = options.taint_weights
     return Inputs(
         rows[:size].tobytes(), options.places, options.curves,
-        () if taints is None else taints.tolist(), _ahead(options), is_timed,
+        () if taints is None else taints.tolist(), _others(options), is_timed,
     )  # fmt: skip
 
 
-def _ahead(options: Options) -> dict[int, tuple[float, ...]]:
-    """By option, the prefill of those who are planned for it before."""
-    ahead: dict[int, list[float]] = {}
-    if options.ahead is NOBODY:
+def _others(options: Options) -> dict[int, tuple[float, ...]]:
+    """By option, the prefill of the others that are planned for it."""
+    found: dict[int, list[float]] = {}
+    if options.others is NOBODY:
         return {}
-    for at, ms in zip(options.ahead.at.tolist(), options.ahead.ms.tolist(), strict=True):
-        ahead.setdefault(at, []).append(ms)
-    return {at: tuple(each) for at, each in ahead.items()}
+    for at, ms in zip(options.others.at.tolist(), options.others.ms.tolist(), strict=True):
+        found.setdefault(at, []).append(ms)
+    return {at: tuple(each) for at, each in found.items()}
 
 
 def options_of(candidates: Sequence[Candidate]) -> Options:
@@ -119,12 +119,13 @@ def options_of(candidates: Sequence[Candidate]) -> Options:
         spot[BUSY_MS], spot[LATER_MS] = c.busy_ms, c.later_ms
         spot[SLOWNESS:] = pace_columns(pace_told(c))
     blocks = [(c.overlap_blocks, c.host_blocks, c.disk_blocks) for c in candidates]
-    ahead = [(i, ms) for i, c in enumerate(candidates) for ms in c.ahead_ms]
+    others = [(i, ms) for i, c in enumerate(candidates) for ms in c.ahead_ms]
     taints = [c.taint_weight for c in candidates]
     return Options(
         places, tags_of(places), [curve_of(pace_told(c)) for c in candidates], spots,
         np.array(blocks, np.float64).reshape(-1, 3), np.array(taints) if any(taints) else None,
-        Ahead(
-            np.array([i for i, _ in ahead], np.int64), np.array([ms for _, ms in ahead], np.float64)
+        Others(
+            np.array([i for i, _ in others], np.int64),
+            np.array([ms for _, ms in others], np.float64),
         ),
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """What many requests that are held, or come together, are to do: `plan` for all of them at once.
 
-The same as planning one after the other in the order of their arrival, each knowing what those
-before it have in mind; but nothing is written down, since most of them stay where they are. Only
-policy predictive holds requests, so only that is here. Requests that ask for certain workers are
-planned one by one.
+The same as planning one after the other in the order of their arrival, each knowing what all others
+have in mind; but nothing is written down, since most of them stay where they are. Only policy
+predictive holds requests, so only that is here. Requests that ask for certain workers are planned
+one by one.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _together(
     view, tuning, board = by.view, by.tuning, board_of(pool, by.view)
     found = board.found(view.caches, [each.prompt.local(pool.block_size) for each in looking])
     line = held.line({each.key: each.number for each in looking})
-    ahead_at = board.rows_at([planned.place if planned else None for planned in line.planned])
-    ahead_ms = np.array([planned.prefill_ms if planned else 0.0 for planned in line.planned])
+    others_at = board.rows_at([planned.place if planned else None for planned in line.planned])
+    others_ms = np.array([planned.prefill_ms if planned else 0.0 for planned in line.planned])
     asks = np.array([
         (
             each.prompt.tokens, pool.block_size,
@@ -99,11 +99,11 @@ def _together(
     chosen = np.array([line.places[each.key] for each in looking], np.int64)
     kernels.survey(
         board.spots, board.tags, *found, board.column_rows, asks,
-        np.array([each.seed & M64 for each in looking], np.uint64), chosen, ahead_at, ahead_ms,
+        np.array([each.seed & M64 for each in looking], np.uint64), chosen, others_at, others_ms,
         view.output_tokens, view.leads_to, tuning.predictive.decode_weight, UNCHANGED,
         np.empty((size, 3)), np.empty(size), np.empty((size, kernels.FOUND)), best,
     )  # fmt: skip
-    return _sketches(looking, board, ahead_at[chosen].tolist(), best.tolist(), by)
+    return _sketches(looking, board, others_at[chosen].tolist(), best.tolist(), by)
 
 
 def _sketches(

@@ -178,12 +178,12 @@ class Knowledge:
         self.own = Burdens()
         self._pools = Pools(folds.fleet, TIMEOUT_MS)
 
-    def view(self, now_ms: float, ahead: Sequence[Planned]) -> View:
-        """For `plan`, right until something is told. `ahead`: see `View`."""
+    def view(self, now_ms: float, others: Sequence[Planned]) -> View:
+        """For `plan`, right until something is told. `others`: see `View`."""
         folds, books = self.folds, self.books
         return View(
             folds.fleet, self._pools, folds.index, books.burdens, self.own, int(now_ms),
-            books.paces.output_tokens, books.paces.slowness, ahead,
+            books.paces.output_tokens, books.paces.slowness, others,
             later_ms=self._later_ms if books.crowding.is_crowded else NOT_LATER,
             leads_to=books.paces.leads_to,
         )  # fmt: skip

@@ -103,9 +103,9 @@ class Router:
         return surveyed
 
     def _plan(self, wanted: Wanted[int], now_ms: float) -> Chosen | Hold:
-        ahead = self._held.ahead(wanted.number)
+        others = self._held.others(wanted.key)
         planned = plan(
-            wanted.prompt, self.knowledge.view(now_ms, ahead), self.tuning,
+            wanted.prompt, self.knowledge.view(now_ms, others), self.tuning,
             seed=wanted.seed, turn=self._sent, since_ms=wanted.since_ms,
         )  # fmt: skip
         if isinstance(planned, Refuse):

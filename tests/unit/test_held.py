@@ -87,22 +87,22 @@ def test_the_class_that_was_given_least_goes_first() -> None:
     assert went == expected
 
 
-def test_one_sees_what_those_before_it_have_in_mind() -> None:
+def test_one_sees_what_all_others_have_in_mind() -> None:
     held = Held[str]()
     held.hold("a", 0, 0, planned(W1, 10.0))
     held.hold("b", 1, 0, planned(W2, 20.0))
     held.hold("c", 2, 0, planned(W1, 30.0))
     held.hold("b", 1, 0, planned(W2, 20.0))
-    assert held.ahead(0) == []
-    assert held.ahead(2) == [planned(W1, 10.0), planned(W2, 20.0)]
-    assert held.ahead(3) == [planned(W1, 10.0), planned(W2, 20.0), planned(W1, 30.0)]
+    assert held.others("a") == [planned(W2, 20.0), planned(W1, 30.0)]
+    assert held.others("b") == [planned(W1, 10.0), planned(W1, 30.0)], "by arrival"
+    assert held.others("new") == [planned(W1, 10.0), planned(W2, 20.0), planned(W1, 30.0)]
 
 
 def test_a_new_plan_takes_the_place_of_the_old_one() -> None:
     held = Held[str]()
     held.hold("a", 0, 0, planned(W1, 10.0))
     held.hold("a", 0, 0, planned(W2, 5.0))
-    assert held.ahead(1) == [planned(W2, 5.0)]
+    assert held.others("b") == [planned(W2, 5.0)]
     assert list(held.places()) == [W2]
     assert held.place("a") == W2
     held.drop("a")
@@ -130,7 +130,7 @@ def test_who_looks_at_one_moment_is_planned_by_arrival_and_goes_the_shortest_fir
     def survey(looking: Sequence[Wanted[str]]) -> Iterator[Sketch | None]:
         lengths = {"long": 90.0, "short": 10.0, "middle": 40.0}
         for each in looking:
-            seen[each.key] = [other.prefill_ms for other in held.ahead(each.number)]
+            seen[each.key] = [other.prefill_ms for other in held.others(each.key)]
             yield Sketch(planned(W1, lengths[each.key])) if each.key in lengths else None
 
     coming = [wanted(key, n) for n, key in enumerate(["long", "any", "short", "middle", "all"])]
@@ -167,7 +167,7 @@ def test_a_line_has_those_who_join_where_they_came() -> None:
     for number, key in enumerate("abcd"):
         held.hold(key, number, 0, planned(W1, float(number)))
     line = held.line({"e": 9, "b": 1})
-    assert line.planned == [planned(W1, 0.0), None, planned(W1, 2.0), planned(W1, 3.0), None]
+    assert line.planned == [*(planned(W1, float(number)) for number in range(4)), None]
     assert line.places == {"b": 1, "e": 4}
 
 
@@ -204,7 +204,7 @@ def test_news_of_a_worker_wake_those_planned_for_it_and_everybody_while_they_are
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from([W1, W2]), st.floats(0, 100))),
     st.integers(0, 6),
 )
-def test_what_is_ahead_is_what_is_held_of_those_before(
+def test_what_others_have_in_mind_is_what_is_held_of_them_by_arrival(
     plans: list[tuple[int, Place, float]], number: int
 ) -> None:
     held, last = Held[int](), dict[int, tuple[Place, float]]()
@@ -212,5 +212,5 @@ def test_what_is_ahead_is_what_is_held_of_those_before(
         held.hold(key, key, 0, planned(place, prefill_ms))
         last[key] = (place, prefill_ms)
     assert sorted(held.in_turn()) == sorted(last)
-    found = [(each.place, each.prefill_ms) for each in held.ahead(number)]
-    assert found == [last[key] for key in sorted(last) if key < number]
+    found = [(each.place, each.prefill_ms) for each in held.others(number)]
+    assert found == [last[key] for key in sorted(last) if key != number]

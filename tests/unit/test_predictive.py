@@ -387,11 +387,11 @@ def test_a_curve_that_cannot_be_true_is_not_believed(
     assert stage.chosen(PREDICTIVE).candidates[0].curve == (), "the published one"
 
 
-def test_those_who_came_before_keep_their_place(stage: Stage) -> None:
+def test_what_others_have_in_mind_counts_as_load(stage: Stage) -> None:
     stage.worker("w1")
     stage.worker("w2")
     at = Place("w1", 0)
-    assert stage.chosen(PREDICTIVE, known={"ahead": [Planned(at, 90.0, 0)]}).place.worker == "w2"
+    assert stage.chosen(PREDICTIVE, known={"others": [Planned(at, 90.0, 0)]}).place.worker == "w2"
 
 
 def test_the_answer_is_expected_to_be_as_long_as_the_request_says(stage: Stage) -> None:
@@ -433,7 +433,7 @@ WORKERS = st.lists(
     st.fixed_dictionaries({
         "tokens": st.integers(0, 9000), "prefill": st.integers(0, 9000),
         "since_ms": st.none() | st.integers(NOW_MS - 900, NOW_MS), "blocks": st.integers(0, 10),
-        "slowness": st.floats(0.1, 10), "ahead": st.lists(st.floats(0, 500), max_size=3),
+        "slowness": st.floats(0.1, 10), "others": st.lists(st.floats(0, 500), max_size=3),
         "engine": st.sampled_from([{}, ENGINE, ENGINE | {"curve": CURVES.numbers()}]),
     }),
     min_size=1, max_size=20,
@@ -443,7 +443,7 @@ WORKERS = st.lists(
 def told(workers: list[dict[str, Any]]) -> tuple[Stage, dict[str, Any]]:
     """A stage with these workers, and what else is known of them."""
     stage = Stage()
-    known: dict[str, Any] = {"slowness": {}, "ahead": []}
+    known: dict[str, Any] = {"slowness": {}, "others": []}
     for n, each in enumerate(workers):
         name = stage.worker(f"w{n}", engine=each["engine"])
         if each["tokens"]:
@@ -451,7 +451,7 @@ def told(workers: list[dict[str, Any]]) -> tuple[Stage, dict[str, Any]]:
         if each["blocks"]:
             stage.holds(name, each["blocks"])
         known["slowness"][name] = each["slowness"]
-        known["ahead"] += [Planned(Place(name, n), ms, 0) for ms in each["ahead"]]
+        known["others"] += [Planned(Place(name, n), ms, 0) for ms in each["others"]]
     return stage, known
 
 
@@ -503,12 +503,27 @@ def test_without_caches_it_is_the_least_load_in_predicted_milliseconds(
     assert left_ms(loads[place]) == min(map(left_ms, loads))
 
 
-@given(WORKERS, REQUESTS, st.sets(st.integers(0, 8)), st.lists(st.integers(0, 3), max_size=3))
+def test_what_one_has_in_mind_itself_is_no_load_for_it(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker("w2")
+    stage.burden("w2", 500)
+    held, wants = Held[int](), [Wanted(n, n, Prompt(BIG), n, NOW_MS) for n in range(2)]
+    held.hold(0, 0, NOW_MS, Planned(Place("w1", 0), 500.0, 0))
+    view = View(stage.fleet, stage.pools, stage.index, stage.told, stage.own, NOW_MS)
+
+    def alone(each: Wanted[int]) -> Plan:
+        raise AssertionError("nobody asks for certain workers")
+
+    sketches = list(survey(wants, held, Surveyor(view, PREDICTIVE), alone))
+    assert [each and each.planned.place.worker for each in sketches] == ["w1", "w2"]
+
+
+@given(WORKERS, REQUESTS, st.sets(st.integers(0, 8)), st.sets(st.integers(0, 8)))
 def test_a_survey_comes_to_what_planning_one_after_the_other_does(
-    workers: list[dict[str, Any]], requests: list[dict[str, Any]], looks: set[int], old: list[int]
+    workers: list[dict[str, Any]], requests: list[dict[str, Any]], looks: set[int], old: set[int]
 ) -> None:
     stage, known = told(workers)
-    del known["ahead"]
+    del known["others"]
     wanted = [
         Wanted(
             n, n, Prompt(Request(
@@ -525,16 +540,16 @@ def test_a_survey_comes_to_what_planning_one_after_the_other_does(
 
     def alone(held: Held[int], each: Wanted[int]) -> Plan:
         return plan(
-            each.prompt, replace(view, ahead=held.ahead(each.number)), PREDICTIVE, seed=each.seed,
+            each.prompt, replace(view, others=held.others(each.key)), PREDICTIVE, seed=each.seed,
             since_ms=each.since_ms, deadline_ms=each.deadline_ms,
         )  # fmt: skip
 
     def line_up(survey: Survey[int]) -> tuple[Any, list[Planned]]:
         held = survey_held[0] = Held[int]()
         for n in old:
-            held.hold(n, n, 0, Planned(Place(f"w{n % len(workers)}", n % len(workers)), 50.0, 0))
+            held.hold(n, n, 0, Planned(Place(f"w{n % len(workers)}", n % len(workers)), 500.0, 0))
         lined_up = held.line_up([wanted[n] for n in looks if n < len(wanted)], survey)
-        return lined_up, held.ahead(99)
+        return lined_up, held.others(99)
 
     survey_held = [Held[int]()]
     by = Surveyor(view, PREDICTIVE)
