@@ -145,14 +145,14 @@ def kind_scene(kind: str) -> Scene:
     return Scene(PREFIX + kind, Run("", GENERATED_WORKERS), kind)
 
 
-def engine_runs(setup: Setup, curves: Curves) -> tuple[Play, Play]:
+def engine_scenes(setup: Setup, curves: Curves) -> tuple[Scene, Scene]:
     """A fleet of such engines, with cards that tell it and without."""
     like = Run(
-        OURS, setup.workers, Pace(setup.speed, SPREAD_S), curves=curves,
+        "", setup.workers, Pace(setup.speed, SPREAD_S), curves=curves,
         warm=WARM_A_WORKER * setup.workers,
     )  # fmt: skip
     unknown = like._replace(conditions=Conditions(tells_curves=False))
-    return Play(CONVERSATION, like), Play(CONVERSATION, unknown)
+    return Scene(CONVERSATION, like, setup.name), Scene(CONVERSATION, unknown, setup.name)
 
 
 LEARNING = (SETUPS[0], SETUPS[2])
@@ -171,7 +171,8 @@ def plays(form: Form) -> list[Play]:
         found += _all(kind_scene(kind), policies, form.generated_seeds)
         found += _all(kind_scene(kind), OTHERS, 1)
     for setup, curves in product(LEARNING, form.engines):
-        found += engine_runs(setup, curves)
+        for each in engine_scenes(setup, curves):
+            found += _all(each, (OURS,), form.spread_seeds)
     for conditions, setup, jitter_s in product(form.late, SETUPS, (0.0, SPREAD_S)):
         seeds = form.spread_seeds if jitter_s else form.seeds
         found += _all(scene(setup, jitter_s, conditions), policies, seeds)
@@ -266,8 +267,7 @@ class Verdicts:
     def learned(self, setup: Setup, curves: Curves) -> Bar:
         """Engines whose pace was not told, beside the same ones with cards."""
         told, unknown = (
-            self._found[play].ttft_mean if play in self._found else math.nan
-            for play in engine_runs(setup, curves)
+            self.mean(each, OURS, "ttft_mean") for each in engine_scenes(setup, curves)
         )
         ratio = unknown / told
         a, b, c = curves.prefill
