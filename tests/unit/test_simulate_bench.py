@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from app.bench.report import Bar, Report
 from app.bench.scenes import (
     CONVERSATION,
     FULL,
+    OURS,
     QUICK,
     SETUPS,
     SPREAD_S,
@@ -173,6 +175,12 @@ def test_no_run_of_the_bench_is_done_twice_and_all_policies_are_known() -> None:
     assert set(plays(QUICK)) <= set(found)
     for policy in {play.run.policy for play in found}:
         assert tuning_of(policy).policy == policy.partition(":")[0]
+
+
+def test_what_is_compared_is_played_with_three_seeds() -> None:
+    ours = [play for play in plays(FULL) if play.run.policy == OURS]
+    seeds = Counter(play._replace(run=play.run._replace(seed=0)) for play in ours)
+    assert set(seeds.values()) == {3}
 
 
 def test_round_robin_has_one_seed_where_nothing_is_drawn() -> None:
