@@ -429,10 +429,10 @@ class Candidate(Inner, frozen=True, kw_only=False):
 
     From `prompt_tokens` on it is what policy predictive looks at. `prompt_tokens`: of the open
     runs. `prefill_runs`: those of them without a first token, `busy_ms`: for how long the worker
-    has been at their prompts. `ahead_ms`: prefill, computed alone, of each other request that waited
-    in the router and was to go there. Then its pace, see `Pace` (app/routing/paces.py);
-    without a `curve` it is the published one. `later_ms`: by how much later than others the router
-    counted on it.
+    has been at their prompts. `ahead_ms`: prefill, computed alone, of each other request that
+    waited in the router and was to go there, by arrival. Then its pace, see `Pace`
+    (app/routing/paces.py); without a `curve` it is the published one. `later_ms`: by how much later
+    than others the router counted on it.
     """
 
     worker: str
