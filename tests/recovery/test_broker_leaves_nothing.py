@@ -31,8 +31,9 @@ pytestmark = pytest.mark.kafka
 DEADLINE_S = 20.0
 
 OWNER = """
-import json, sys
+import json, signal, sys
 from streams.brokers.local import obtain
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 with obtain(sys.argv[1], brokers=int(sys.argv[2]), report=lambda _: None) as broker:
     print(json.dumps({
         "servers": broker.bootstrap_servers.split(","),
