@@ -131,6 +131,20 @@ def test_a_reader_that_took_its_arrays_before_they_grew_looks_again(
     assert len(columns) == 4
 
 
+def test_depths_lie_row_by_row_in_memory_in_whatever_tiers_blocks_are() -> None:
+    index, keys = FastIndex(), (5, 6, 7)
+    for worker in ("a", "b"):
+        events = [
+            CLEARED,
+            Event(Kind.STORED, keys=keys[:2]),
+            Event(Kind.STORED, Tier.HOST, 2, keys[2:]),
+        ]
+        index.apply(0, Holder(worker, 0), 1, 0, events)
+    _, found = index.depths(local_of(keys))
+    assert found.tolist() == [[2, 1, 0, 0]] * 2
+    assert found.flags.c_contiguous, "for another order kernels would be compiled in a decision"
+
+
 def test_the_writer_frees_old_arrays_not_the_reader_who_lets_go_of_them_last() -> None:
     index, rng = FastIndex(), random.Random(1)
     reader = index._views[Tier.DEVICE]

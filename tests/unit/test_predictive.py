@@ -124,7 +124,7 @@ def test_a_full_cache_is_waited_for() -> None:
     assert found.wait_ms == 2.5, "a place that does not say what it holds is never full"
 
 
-def test_those_planned_before_go_first_if_they_are_shorter_and_last_if_not() -> None:
+def test_others_that_are_planned_go_first_if_they_are_shorter_and_last_if_not() -> None:
     # Own prefill is 15: behind 5, before 20, which then waits for ours at the weight of decode.
     assert one({"ahead_ms": (20.0, 5.0)}).wait_ms == pytest.approx(15 + 0.2 + 5 + 0.15)
 
