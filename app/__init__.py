@@ -1,4 +1,4 @@
-"""Processes and decisions. `app:app` is all of them in one; nothing is imported before that."""
+"""The processes of kvlane. `app:app` runs all in one process; nothing is imported until then."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
-"""`kvlane`: the command line. Commands call functions elsewhere; this file only wires them.
+"""The command line `kvlane`. Commands call functions elsewhere; this file only wires them.
 
-Errors that kvlane raises on purpose become one line and exit code 1; `--debug` shows where they
-came from. Everything is imported late, so that `--help` is quick.
+Errors that kvlane raises on purpose become one line and exit code 1; `--debug` shows the traceback.
+Everything is imported late, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from app.commands import (
-    audit,
-    bench,
-    capture,
-    dead_letters,
-    machine,
-    requests,
-    simulate,
-    topics,
-)  # fmt: skip
+    audit_commands,
+    bench_commands,
+    capture_commands,
+    dead_letter_commands,
+    key_commands,
+    local_commands,
+    request_commands,
+    simulate_command,
+    topic_commands,
+)
 
 
 class _Commands(TyperGroup):
-    """Turns errors that are meant for people into one line and an exit code."""
+    """Prints expected errors as one line and sets the exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -72,30 +72,32 @@ def _main(
     ] = False,
 ) -> None:
     """Set up what all commands share; `debug` is read by `_Commands`."""
-    if not debug:  # what its client says about an outage is said again in our error
+    if not debug:  # our own error repeats what the client would log about an outage
         logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 
 
-app.command()(machine.demo)
-app.command()(machine.up)
-app.command()(requests.publish)
-app.command()(requests.follow)
-app.command()(requests.cancel)
-app.command()(audit.explain)
-app.command()(audit.replay)
-app.command()(capture.capture)
-app.command()(simulate.simulate)
-app.add_typer(topics.app, name="topics")
-app.add_typer(dead_letters.app, name="dead-letters")
-app.add_typer(bench.app, name="bench")
+app.command()(local_commands.demo)
+app.command()(local_commands.up)
+app.command()(request_commands.publish)
+app.command()(request_commands.follow)
+app.command()(request_commands.cancel)
+app.command()(audit_commands.explain)
+app.command()(audit_commands.replay)
+app.command(context_settings={"ignore_unknown_options": True})(audit_commands.verify_decisions)
+app.command()(capture_commands.capture)
+app.command()(simulate_command.simulate)
+app.add_typer(topic_commands.app, name="topics")
+app.add_typer(key_commands.app, name="keys")
+app.add_typer(dead_letter_commands.app, name="dead-letters")
+app.add_typer(bench_commands.app, name="bench")
 
 
 @app.command()
 def asyncapi() -> None:
-    """Print what clients need to know of `prompts` and `responses`, as AsyncAPI in YAML.
+    """Print the AsyncAPI document of `prompts` and `responses`, in YAML.
 
-    With the topic prefix and the servers of this environment. The form of the records is in
-    `deploy/asyncapi.yaml`, too: `make asyncapi` writes it.
+    With the topic prefix and the servers of this environment. `make asyncapi` writes the same
+    document, with default values, to `deploy/asyncapi.yaml`.
     """
     from app.settings import Settings
     from streams.asyncapi import document
@@ -106,11 +108,19 @@ def asyncapi() -> None:
 
 
 @app.command()
-def settings() -> None:
+def settings(
+    *,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print names, defaults and meanings as Markdown.")
+    ] = False,
+) -> None:
     """Show every setting: its variable, value, default and meaning. Secrets are masked."""
-    from app.settings import settings_command
+    from app.settings import print_settings, settings_markdown
 
-    settings_command()
+    if markdown:
+        typer.echo(settings_markdown(), nl=False)
+    else:
+        print_settings()
 
 
 def main() -> None:
@@ -122,25 +132,29 @@ def main() -> None:
 
 
 def _is_for_people(error: Exception) -> bool:
-    from app.audit.moments import BadMoment
-    from app.bench.ground import BenchFailed
-    from app.captured import BadCapture
-    from app.demo.parts import DemoFailed
-    from app.letters import BadLetter
-    from app.publishing import BadPrompt
+    from app.access.key_file import KeyFileError
+    from app.audit.dead_letter_retry import InvalidDeadLetter
+    from app.audit.time_range import InvalidTime
+    from app.bench.bench_environment import BenchFailed
+    from app.capture_format import InvalidCapture
+    from app.commands.kafka_client import InvalidPromptFile
+    from app.local.deployment import DemoFailed
+    from app.local.processes import ProcessFailed
+    from app.mooncake_trace import InvalidTrace
+    from app.runtime.process import OperatorError
     from app.settings import SettingsError
-    from app.trace import BadTrace
     from streams.errors import StreamError
 
     expected = (
-        StreamError, SettingsError, DemoFailed, BenchFailed, BadCapture, BadLetter, BadMoment,
-        BadPrompt, BadTrace, TimeoutError,
+        StreamError, SettingsError, DemoFailed, BenchFailed, InvalidCapture, InvalidDeadLetter,
+        InvalidTime,
+        InvalidPromptFile, InvalidTrace, KeyFileError, OperatorError, ProcessFailed, TimeoutError,
     )  # fmt: skip
     return isinstance(error, expected)
 
 
 def _advice(error: Exception) -> str:
-    """What the error's own documentation tells to do."""
+    """The advice in the docstring of the error's class."""
     from streams.errors import StreamError
 
     return (type(error).__doc__ or "").strip() if isinstance(error, StreamError) else ""

@@ -1,11 +1,11 @@
-"""The gateway process: HTTP in OpenAI's form on one side, the log on the other.
+"""Gateway process: serves the OpenAI API over HTTP on top of the log.
 
-    HTTP ──► asked ──► Request, Cancel → requests
-    responses ──► Replies ──► Telling ──► HTTP
-    registry ──► Served: which models there are
+    HTTP ──► read_request ──► Request, Cancel → requests
+    responses ──► ReplyReader ──► CompletionResponse ──► HTTP
+    registry ──► ServedModels: models with workers
 
-This file wires; the surface stands in `app/http`. It holds no state that matters: a client whose
-connection breaks goes on at any other gateway.
+This file wires the parts of `app/http`. It holds no durable state: a client whose connection
+breaks resumes at any other gateway.
 """
 
 from __future__ import annotations
@@ -17,67 +17,73 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from app.http import api
-from app.http.health import Health
-from app.http.library import Library
-from app.http.metrics import Metrics
-from app.http.parts import Parts
-from app.http.served import Served
-from app.http.server import Server
-from app.http.streams import Streams
-from app.lifetime import Lifetime, serve
-from app.preprocess.artifacts import Artifacts
-from app.preprocess.loader import Loader
-from app.preprocess.pool import Pool, Threads
-from app.routing.fleet import Fleet
+from app.http import gateway_api
+from app.http.authentication import AccessControl
+from app.http.gateway_deps import GatewayDeps
+from app.http.gateway_health import GatewayHealth
+from app.http.http_server import TlsFiles, UvicornServer
+from app.http.openai.active_streams import ActiveStreams
+from app.http.openai.served_models import ModelCatalog, ServedModels
+from app.http.probes import Probes
+from app.metrics.gateway_metrics import GatewayMetrics
+from app.preprocess.models.artifacts import ArtifactStore
+from app.preprocess.models.model_loader import ModelLoader
+from app.preprocess.thread_pool import ThreadPool, WorkPool
+from app.routing.state.fleet import Fleet
+from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
-from streams.follow import Follower
 from streams.ports import Log, Partition
-from streams.records import Fact
+from streams.records import LogRecord
 from streams.topics import REGISTRY
+from streams.views.follower import Follower
 
 if TYPE_CHECKING:
     from faststream import FastStream
 
 log = logging.getLogger(__name__)
 
-FAREWELL_S = 2.0
-"""What clients get, after the grace, to be told that their streams go on elsewhere."""
+REDIRECT_TIMEOUT_S = 2.0
+"""Time after the grace period to send clients the URLs at which their streams resume."""
 
 
 class Gateway:
-    """One gateway; any number of them stand behind one address."""
+    """One gateway; any number of them can share an address."""
 
     def __init__(
         self,
         log: Log,
         settings: Settings,
-        life: Lifetime,
+        life: ProcessContext,
         rng: random.Random | None = None,
-        pool: Pool | None = None,
+        pool: WorkPool | None = None,
     ) -> None:
         """Without `rng`, ids are drawn so that they cannot be guessed. `pool`: for tokenising."""
+        self._log = log
         self._life = life
         self._settings = settings
+        self._access = AccessControl(settings, life)
         fleet = Fleet()
-        self._served = served = Served(fleet)
+        self._served = served = ServedModels(fleet)
         self._registry = Follower(log, fleet, [REGISTRY], life.clock, on_applied=self._applied)
-        # As many prompts may wait as answers be under way: their bodies are bounded already.
-        self._threads = Threads(waiting=settings.http_streams)
+        # As many prompts may be queued as streams may be open: their bodies are bounded already.
+        self._threads = ThreadPool(waiting=settings.http_max_streams)
         pool = pool or self._threads
-        artifacts = Artifacts(log, life.clock, pool, settings.cache_dir / "artifacts")
-        self._library = Library(served, Loader(artifacts, pool, life))
-        self._streams = Streams(log, settings, life, rng)
-        self._health = Health(log, self._streams, self._registry, life)
-        self._metrics = Metrics()
-        self._metrics.under_way.set_function(lambda: self._streams.open)
-        self._metrics.log_silent.set_function(lambda: self._health.log_silent_s)
+        artifacts = ArtifactStore(log, life.clock, pool, settings.cache_dir / "artifacts")
+        self._library = ModelCatalog(served, ModelLoader(artifacts, pool, life))
+        self._streams = ActiveStreams(log, settings, life, rng)
+        self._health = GatewayHealth(self._streams, self._registry, life)
+        self._metrics = GatewayMetrics()
+        self._metrics.responses_in_flight.set_function(lambda: self._streams.open_streams)
+        self._metrics.log_silent.set_function(lambda: self._health.broker_silence_s)
         self._metrics.caught_up.labels(fleet.name).set_function(lambda: self._registry.caught_up)
-        self.parts = Parts(
-            settings, life, self._streams, served, self._library, self._health, self._metrics
-        )
-        self.http: FastAPI = api.build(self.parts)
-        self._server: Server | None = None
+        health = self._health
+        probes = Probes(health.checks, self._metrics.page, lambda: health.is_alive)
+        self.parts = GatewayDeps(
+            settings, life, self._streams, served, self._library, probes, self._metrics,
+            self._access,
+        )  # fmt: skip
+        self.http: FastAPI = gateway_api.build_app(self.parts)
+        self._server: UvicornServer | None = None
 
     @property
     def url(self) -> str:
@@ -89,31 +95,34 @@ class Gateway:
         """Return when requests can be answered."""
         await self.open()
         settings = self._settings
-        self._server = Server(self.http, settings.http_host, settings.http_port, self._life)
+        self._server = UvicornServer(
+            self.http, settings.http_host, settings.http_port, self._life, tls=TlsFiles.of(settings)
+        )
         await self._server.start()
 
     async def open(self) -> None:
-        """All of the start but the socket: `http` can be called."""
+        """Start everything but the socket; `http` can be called directly."""
+        self._access.start()
+        self._life.start_broker_probe(self._log, self._settings.request_timeout_ms / 1000)
         await self._streams.start()
         self._life.spawn("registry", self._registry.run())
         await self._registry.wait_caught_up()
         self._library.refresh()
-        self._life.spawn("probe", self._health.probe())
         self._life.spawn("loop delay", self._metrics.loop_delay.watch(self._life.clock))
 
-    def _applied(self, source: Partition, facts: Sequence[Fact]) -> None:
-        """Records of the registry were folded."""
-        self._served.applied(source, facts)
-        if self._registry.caught_up:  # before, most of what is read is over already
+    def _applied(self, source: Partition, facts: Sequence[LogRecord]) -> None:
+        """Update models after new records of the registry."""
+        self._served.on_records(source, facts)
+        if self._registry.caught_up:  # earlier records are mostly outdated
             self._library.refresh()
 
     async def stop(self) -> None:
-        """Take nothing new; let answers end within the grace, the others go on elsewhere."""
-        self._streams.stopping = True
-        if not await self._streams.idle(self._settings.drain_grace_s):
-            log.warning("%d answers go on without this gateway", self._streams.open)
+        """Refuse new requests and drain; streams open after the grace period resume elsewhere."""
+        self._streams.is_stopping = True
+        if not await self._streams.wait_idle(self._settings.drain_grace_s):
+            log.warning("%d answers go on without this gateway", self._streams.open_streams)
         await self._streams.close()
-        await self._streams.idle(FAREWELL_S)
+        await self._streams.wait_idle(REDIRECT_TIMEOUT_S)
         if self._server is not None:
             await self._server.stop()
         self._threads.close()
@@ -121,5 +130,5 @@ class Gateway:
 
 def __getattr__(name: str) -> FastStream:
     if name == "app":
-        return serve("gateway", Gateway)
+        return faststream_app("gateway", Gateway)
     raise AttributeError(name)

@@ -1,11 +1,12 @@
-"""The indexer process: follows the caches of all workers, and answers who holds what over HTTP.
+"""The indexer process: maintains the KV cache index of all workers, and answers queries over HTTP.
 
     kv-events ─► Index ┬─► snapshots, with a pointer in the registry
     registry ──► Fleet ┴─► /query, /query_by_hash, /workers, /dump
 
-kvlane's own routers fold kv-events themselves; they need no indexer to route, but its snapshots let
-them start sooner. Its answers are for routers of others, and for people who look. This file wires;
-the surface stands in `app/http/lookup.py`, who writes which snapshot in `streams/duty.py`.
+kvlane's routers maintain their own index from kv-events; they need no indexer to route, but its
+snapshots let them start sooner. Its answers are for other routers and for inspection. This file
+wires; `app/http/indexer_api.py` has the HTTP endpoints, `streams/snapshots/snapshot_writer.py`
+assigns and writes snapshots.
 """
 
 from __future__ import annotations
@@ -14,43 +15,45 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from app.http.index_metrics import IndexMetrics
-from app.http.lookup import Lookup
-from app.http.server import Server
-from app.lifetime import Lifetime, serve
-from app.preprocess.pool import Pool, Threads
-from app.routing.fleet import Fleet
-from app.routing.index import Index
+from app.http.authentication import AccessControl
+from app.http.http_server import TlsFiles, UvicornServer
+from app.http.indexer_api import IndexerApi
+from app.http.origin_guard import OriginGuard
+from app.metrics.indexer_metrics import IndexerMetrics
+from app.preprocess.thread_pool import ThreadPool, WorkPool
+from app.routing.state.fleet import Fleet
+from app.routing.state.kv_index import KvIndexView
+from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
-from indexer.warm import compile_all
+from indexer.precompile import compile_all
 from streams.clock import BrokerClock
-from streams.duty import SnapshotDuty
-from streams.follow import Follower
 from streams.ports import Log
-from streams.snapshots import Snapshots
+from streams.snapshots.snapshot_store import SnapshotStore
+from streams.snapshots.snapshot_writer import SnapshotWriter
 from streams.topics import KV_EVENTS, REGISTRY
+from streams.views.follower import Follower
 
 if TYPE_CHECKING:
     from faststream import FastStream
 
 
-GROUP = "indexer"
+CONSUMER_GROUP = "indexer"
 
 
 class Indexer:
-    """One indexer; any number of them answer alike, and share the writing of snapshots."""
+    """One of any number of equal indexers, which share the writing of snapshots."""
 
     def __init__(
-        self, log: Log, settings: Settings, life: Lifetime, pool: Pool | None = None
+        self, log: Log, settings: Settings, life: ProcessContext, pool: WorkPool | None = None
     ) -> None:
-        """`pool`: for reading the state of a snapshot."""
+        """`pool`: threads that serialize snapshots."""
         clock = life.clock
-        index, fleet = Index(settings.key_secret()), Fleet()
+        index, fleet = KvIndexView(settings.block_key_secret()), Fleet()
         self._settings = settings
         self._life = life
         self._index = index
-        self._threads = Threads(threads=1)
-        broker_clock, snapshots = BrokerClock(clock), Snapshots(log, clock)
+        self._threads = ThreadPool(threads=1)
+        broker_clock, snapshots = BrokerClock(clock), SnapshotStore(log, clock)
         follower = Follower(
             log, index, [KV_EVENTS], clock, broker_clock=broker_clock, snapshots=snapshots
         )
@@ -58,44 +61,58 @@ class Indexer:
             index.name: follower,
             fleet.name: Follower(log, fleet, [REGISTRY], clock),
         }
-        self._duty = SnapshotDuty(
-            log, KV_EVENTS, GROUP, index, follower, snapshots, clock, broker_clock,
-            offload=(pool or self._threads).run, every_s=settings.snapshot_every_s,
+        self._duty = SnapshotWriter(
+            log, KV_EVENTS, CONSUMER_GROUP, index, follower, snapshots, clock, broker_clock,
+            offload=(pool or self._threads).run, every_s=settings.snapshot_interval_s,
         )  # fmt: skip
-        self._metrics = IndexMetrics(index, self._followers, self._duty)
-        lookup = Lookup(
-            index, fleet, self._followers, self._metrics, clock, settings.http_body_bytes,
-            is_alive=lambda: life.failed is None,
+        self._metrics = IndexerMetrics(index, self._followers, self._duty)
+        self._access = AccessControl(settings, life)
+        lookup = IndexerApi(
+            index, fleet, self._followers, self._metrics, clock, settings.http_max_body_bytes,
+            is_alive=lambda: life.error is None, log_answers=lambda: life.broker_answers,
+            access=self._access,
+            seal=settings.tenant_tag() if settings.api_keys_file else None,
         )  # fmt: skip
-        self.http: FastAPI = lookup.build()
-        self._server: Server | None = None
+        self.http: FastAPI = lookup.build_app()
+        self.http.add_middleware(
+            OriginGuard, host=settings.http_host, origins=settings.allowed_origins
+        )
+        self._server: UvicornServer | None = None
 
     @property
     def url(self) -> str:
-        """Where it listens. Only after `start`."""
+        """URL of the HTTP server, after `start`."""
         assert self._server is not None
         return self._server.url
 
     async def start(self) -> None:
-        """Listen at once, so that `/readyz` can tell how far it is; return when all is read."""
+        """Start the HTTP server, so that `/readyz` reports progress; return when caught up."""
         compile_all()
         settings = self._settings
-        self._server = Server(self.http, settings.http_host, settings.indexer_port, self._life)
+        self._server = UvicornServer(
+            self.http,
+            settings.http_host,
+            settings.indexer_port,
+            self._life,
+            setting="indexer_port",
+            tls=TlsFiles.of(settings),
+        )
         await self._server.start()
         await self.open()
 
     async def open(self) -> None:
-        """All of the start but the socket: `http` can be called."""
+        """Everything of `start` but the socket, for callers of `http`."""
+        self._access.start()
         for name, follower in self._followers.items():
             self._life.spawn(name, follower.run())
         self._life.spawn("loop delay", self._metrics.loop_delay.watch(self._life.clock))
         for follower in self._followers.values():
             await follower.wait_caught_up()
-        self._life.spawn("ownership", self._duty.belong())
-        self._life.spawn("snapshots", self._duty.work())
+        self._life.spawn("ownership", self._duty.join_group())
+        self._life.spawn("snapshots", self._duty.run())
 
     async def stop(self) -> None:
-        """Leave the snapshots to others, answer what is under way, and nothing more."""
+        """Hand the snapshots over to other indexers, finish the open requests, and stop."""
         await self._duty.close()
         if self._server is not None:
             await self._server.stop()
@@ -104,5 +121,5 @@ class Indexer:
 
 def __getattr__(name: str) -> FastStream:
     if name == "app":
-        return serve("indexer", Indexer)
+        return faststream_app("indexer", Indexer)
     raise AttributeError(name)

@@ -1,13 +1,13 @@
-"""The router process: follows what the logs say, owns lanes, answers for what is in them.
+"""The router process: follows the logs, owns lanes, and is responsible for the requests in them.
 
-This file wires. What an owner does stands in `app/lanes/owner.py`, who is dead in
-`app/lanes/deaths.py`; what is owed in `app/routing/obligations.py`, where a request goes in
-`app/routing/plan.py`.
+This file wires. The owner of a lane: `app/lanes/owner.py`; the failure detector:
+`app/lanes/failure_detector.py`; the next action for a request: `app/routing/reconcile.py`; the
+choice of a worker: `app/routing/selection/select.py`.
 
-    requests ──group──► Intake ──► LaneOwner ──► ledger, assignments, responses (Fence, End)
-    ledger ───────────► Load  ┐
-    registry, kv-events ► Fleet ┼─► what is due, who may work, who holds the prompt
-    kv-events ────────► Index ┘
+    requests ──group──► GroupConsumer ──► LaneOwner ──► ledger, assignments, responses (Fence, End)
+    ledger ───────────────► LedgerState ┐
+    registry, kv-events ──► Fleet       ┼─► actions due, eligible workers, cached prompts
+    kv-events ────────────► KvIndexView ┘
 """
 
 from __future__ import annotations
@@ -19,31 +19,27 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
-
-from app.audit.drift import MOST_BLOCKS, Alarm, Drift
-from app.http.api import answer_errors
-from app.http.drift_metrics import DriftMetrics
-from app.http.probes import Probes
-from app.http.server import Server
-from app.lanes.context import RouterContext
-from app.lanes.deaths import DeathWatch
+from app.audit.drift import MAX_ERROR_BLOCKS, DriftAlarm, DriftTracker
+from app.http.probes import Probes, StatusServer, catch_up_checks
+from app.lanes.capacity_reports import CapacityReporter
+from app.lanes.context import LedgerListener, RouterContext
+from app.lanes.failure_detector import FailureDetector
 from app.lanes.owner import LaneOwner
-from app.lanes.scan import Scanner
-from app.lifetime import Lifetime, serve
-from app.routing.fleet import Fleet
-from app.routing.index import Index
-from app.routing.load import Load
+from app.lanes.shared_scan import SharedScanner
+from app.metrics.drift_metrics import DriftCollector
+from app.routing.state.fleet import Fleet
+from app.routing.state.kv_index import KvIndexView
+from app.routing.state.ledger import LedgerState
+from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
-from indexer.warm import compile_all
+from indexer.precompile import compile_all
 from streams.clock import BrokerClock
 from streams.errors import BrokerUnavailable
-from streams.follow import Follower
-from streams.intake import Claim, Intake
-from streams.outbox import Outbox
 from streams.ports import Log, Partition
-from streams.records import Fact, Heartbeat
-from streams.snapshots import Snapshots
+from streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from streams.record_publisher import RecordPublisher
+from streams.records import Heartbeat, LogRecord, Probe
+from streams.snapshots.snapshot_store import SnapshotStore
 from streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
@@ -53,41 +49,44 @@ from streams.topics import (
     RESPONSES,
     lane_of,
 )
+from streams.views.follower import Follower
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from faststream import FastStream
 
 log = logging.getLogger(__name__)
 
 GROUP = "router"
 
-TICK_S = 0.25
-"""How often every unfinished request is looked at without an event: bounds how late the end of a
-back-off, a deadline, or a run that is missing is noticed. Looking at one costs a microsecond or
-two."""
+RECONCILE_INTERVAL_S = 0.25
+"""Interval between checks for actions that time makes due: bounds how late the end of a back-off, a
+deadline or a run that does not start is noticed."""
 
-DRIFT_S = 10.0
-"""How often is looked whether caches are what they are expected to be: 4 ms for 64 workers."""
+DRIFT_CHECK_INTERVAL_S = 10.0
+"""Interval between drift checks. One check takes 4 ms for 64 workers."""
 
-ENDS_S = 1.0
-"""How often the ends of the response lanes are fetched (see `RouterContext.responses_ends`)."""
+RESPONSE_ENDS_INTERVAL_S = 1.0
+"""Interval between fetches of the ends of the response lanes
+(`RouterContext.response_end_offsets`).
+"""
 
-BEATS_BACK = 4
-"""Time-outs of workers for which heartbeats are read when a router starts."""
+HEARTBEAT_WINDOW_TIMEOUTS = 4
+"""Heartbeats of so many worker time-outs are read when a router starts."""
 
-CLOCKS_DIFFER_MS = 60_000
-"""Added to how far back a topic is read: our clock may differ from the broker's."""
+CLOCK_SKEW_MS = 60_000
+"""Added to how far back a topic is read: the clocks of two brokers may differ."""
 
-LANES_REMEMBERED = 65_536
-"""Ids whose lane is kept at hand: hashing one takes 23 us, and every open run is in every heartbeat
-of its worker."""
+LANE_CACHE_SIZE = 65_536
+"""Ids whose lane is cached: hashing one takes 23 us, and every open run is in every heartbeat of
+its worker."""
 
 
 class Router:
     """One router; any number of them share the lanes of a deployment."""
 
     def __init__(
-        self, log: Log, settings: Settings, life: Lifetime, name: str | None = None
+        self, log: Log, settings: Settings, life: ProcessContext, name: str | None = None
     ) -> None:
         self._log = log
         self._settings = settings
@@ -95,22 +94,25 @@ class Router:
         self._broker_clock = BrokerClock(life.clock)
         self._owners: dict[int, LaneOwner] = {}
         self._fleet = Fleet()
-        self._load = Load(int(settings.dedup_window_s * 1000))
-        self._index = Index(settings.key_secret())
+        self._load = LedgerState(int(settings.dedup_window_s * 1000))
+        self._index = KvIndexView(settings.block_key_secret())
         self._name = name or settings.router_id or f"{socket.gethostname()}-{os.getpid()}"
-        self._drift = Drift()
+        self._drift = DriftTracker()
         self._fleet_version = self._fleet.version
-        self._server: Server | None = None
-        self._intake = Intake(
+        self._intake = GroupConsumer(
             log, REQUESTS, GROUP, self, life.clock, broker_clock=self._broker_clock,
             keep_prompts=settings.keep_prompts,
         )  # fmt: skip
 
     @property
     def url(self) -> str:
-        """Where it listens, if it does. Only after `start`."""
-        assert self._server is not None
-        return self._server.url
+        """The address of its probes, if they have a port. Only after `start`."""
+        return self._status.url
+
+    @property
+    def http(self) -> FastAPI:
+        """The application of its probes. Only after `start`."""
+        return self._status.http
 
     async def start(self) -> None:
         """Read the folds up to now, then join the group; returns when both is done."""
@@ -125,25 +127,26 @@ class Router:
             start=self._fleet_start, on_applied=self._fleet_applied,
         )  # fmt: skip
         index_follower = Follower(
-            self._log, self._index, [KV_EVENTS], clock, snapshots=Snapshots(self._log, clock)
+            self._log, self._index, [KV_EVENTS], clock, snapshots=SnapshotStore(self._log, clock)
         )
         self._context = RouterContext(
             name=self._name,
             log=self._log,
             settings=self._settings,
-            life=life,
+            ctx=life,
             broker_clock=self._broker_clock,
-            outbox=Outbox(self._log, clock, self._broker_clock),
-            scanner=Scanner(self._log),
-            load=self._load,
-            load_follower=load_follower,
+            outbox=RecordPublisher(self._log, clock, self._broker_clock),
+            scanner=SharedScanner(self._log),
+            ledger=self._load,
+            ledger_follower=load_follower,
             fleet=self._fleet,
             fleet_follower=fleet_follower,
-            index=self._index,
+            kv_index=self._index,
             partitions={
                 t: await self._log.partitions(t) for t in (REQUESTS, ASSIGNMENTS, KV_EVENTS)
             },
             resume=self._intake.resume,
+            pause=self._intake.pause,
         )
         followers = {
             fold.name: follower
@@ -155,8 +158,10 @@ class Router:
         }
         await self._listen(followers)
         self._lanes = self._context.partitions[REQUESTS]
-        self._lane_of = lru_cache(LANES_REMEMBERED)(partial(lane_of, lanes=self._lanes))
-        self._deaths = DeathWatch(self._context)
+        self._lane_of = lru_cache(LANE_CACHE_SIZE)(partial(lane_of, lanes=self._lanes))
+        self._deaths = FailureDetector(self._context)
+        # The broker's time, which is where each log is read from: this machine's may be wrong.
+        await self._context.outbox.publish(KV_EVENTS, self._name, Probe(by=self._name))
         life.spawn("load", load_follower.run())
         life.spawn("fleet", fleet_follower.run())
         life.spawn("index", index_follower.run())
@@ -168,6 +173,7 @@ class Router:
         life.spawn("response ends", self._follow_response_ends())
         life.spawn("tick", self._tick())
         life.spawn("drift", self._watch_drift())
+        life.spawn("capacity", CapacityReporter(self._context, self._owners).run())
         life.spawn("intake", self._intake.run())
 
     async def stop(self) -> None:
@@ -175,132 +181,140 @@ class Router:
         for owner in self._owners.values():
             owner.close()
         await self._intake.close()
-        if self._server is not None:
-            await self._server.stop()
+        await self._status.stop()
 
     async def _listen(self, followers: Mapping[str, Follower]) -> None:
         """Answer probes from now on, so that `/readyz` can tell how far the start is."""
-        context, life, settings = self._context, self._life, self._settings
+        context, life = self._context, self._life
         metrics = context.metrics
-        metrics.watch(context.places, followers, self._index)
+        metrics.watch(context.scheduler, followers, self._index)
         metrics.registry.register(
-            DriftMetrics(self._drift, self._model_of, self._broker_clock.now_ms)
+            DriftCollector(self._drift, self._model_of, self._broker_clock.now_ms)
         )
-        self.http = FastAPI(title="kvlane router", docs_url=None, redoc_url=None, openapi_url=None)
-        Probes(followers, metrics.page, lambda: life.failed is None).add_to(self.http)
-        answer_errors(self.http)
-        if settings.router_port is not None:
-            life.spawn("loop delay", metrics.loop_delay.watch(life.clock))
-            self._server = Server(self.http, settings.http_host, settings.router_port, life)
-            await self._server.start()
+        probes = Probes(
+            lambda: {**catch_up_checks(followers), "log_answers": life.broker_answers},
+            metrics.page,
+            lambda: life.error is None,
+        )
+        self._status = StatusServer(self._settings, life, probes, metrics.loop_delay)
+        await self._status.start()
 
     # --- Lanes: called by the intake -------------------------------------------------------------
 
-    def opened(self, claim: Claim) -> None:
+    def on_claimed(self, claim: PartitionClaim) -> None:
         """A lane was assigned to this router."""
         self._owners[claim.partition] = LaneOwner(self._context, claim)
 
-    def received(self, claim: Claim, fact: Fact) -> None:
+    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
         """A record of `requests` arrived."""
-        self._owners[claim.partition].received(fact)
+        self._owners[claim.partition].on_request_record(fact)
 
-    def closed(self, claim: Claim) -> None:
+    def on_released(self, claim: PartitionClaim) -> None:
         """A lane was revoked."""
         self._owners.pop(claim.partition).close()
 
-    # --- what the folds bring --------------------------------------------------------------------
+    # --- records of the folds --------------------------------------------------------------------
 
-    def _ledger_applied(self, source: Partition, facts: Sequence[Fact]) -> None:
+    def _ledger_applied(self, source: Partition, facts: Sequence[LogRecord]) -> None:
         owner = self._owners.get(source.partition)
-        is_news = self._context.load_follower.caught_up
+        is_replay = not self._context.ledger_follower.caught_up
+        listeners: list[LedgerListener] = [self._context.scheduler, self._drift]
+        if owner is not None:
+            listeners.append(owner)
         for fact in facts:
-            self._context.places.learn(fact)
-            self._drift.told(fact)
-            if is_news:
-                self._context.places.told(fact)
-            if owner is not None:
-                owner.read_back(fact)
+            for listener in listeners:
+                listener.on_record(fact, is_replay=is_replay)
+            if owner is not None and not is_replay:
+                self._context.metrics.requests.on_record(fact, self._model_of)
 
-    def _fleet_applied(self, _: Partition, facts: Sequence[Fact]) -> None:
+    def _fleet_applied(self, _: Partition, facts: Sequence[LogRecord]) -> None:
         context, is_news = self._context, self._context.fleet_follower.caught_up
         for fact in facts:
-            context.places.told(fact)
+            context.scheduler.on_fleet_record(fact)
             beat = fact.record
             if not isinstance(beat, Heartbeat):
                 continue
-            context.heard.ring()
+            context.heartbeat_read.notify_all()
             if not self._fleet.is_lost(beat.worker, beat.epoch):
                 self._reconcile(beat)
             elif is_news:
-                self._life.spawn("tell again", self._deaths.tell_again(beat.worker, beat.epoch))
+                self._life.spawn("tell again", self._deaths.renotify(beat.worker, beat.epoch))
         if self._fleet_version != self._fleet.version:
             self._fleet_version = self._fleet.version
-            context.places.fleet_changed()
+            context.scheduler.on_fleet_changed()
             for owner in self._owners.values():
-                owner.check_all()
+                owner.reconcile_due()
 
     def _reconcile(self, beat: Heartbeat) -> None:
         """Compare what a worker says it runs with what the ledger says, in the lanes we own."""
         for run in beat.running:
             owner = self._owners.get(self._lane_of(run.id))
             if owner is not None:
-                owner.reported(beat.worker, beat.epoch, run)
+                owner.on_heartbeat_run(beat.worker, beat.epoch, run)
+        if (last := self._fleet.heartbeats.get(beat.worker)) is not None:
+            for owner in self._owners.values():
+                owner.reconcile_unlisted(beat.worker, beat.epoch, last)
 
     async def _tick(self) -> None:
         while True:
             for owner in self._owners.values():
-                owner.check_all()
-            await self._life.clock.sleep(TICK_S)
+                owner.reconcile_due()
+                owner.resume_if_relieved()
+            self._context.scheduler.deferred.grant_next()
+            await self._life.clock.sleep(RECONCILE_INTERVAL_S)
 
     def _model_of(self, worker: str) -> str:
         member = self._fleet.members.get(worker)
         return "" if member is None else member.card.model
 
     async def _watch_drift(self) -> None:
-        """Say once when caches are no longer what they are expected to be, and when they are."""
-        alarm = Alarm()
+        """Log once when the index drifts from a worker's cache, and when it agrees again."""
+        alarm = DriftAlarm()
         while True:
-            for worker, now in alarm.changes(self._drift, self._broker_clock.now_ms()):
+            for worker, now in alarm.take_changes(self._drift, self._broker_clock.now_ms()):
                 log.log(
-                    logging.INFO if now.holds else logging.WARNING,
-                    "the cache of %s (%s) %s what it is expected to be: %.1f blocks in 95 of 100 "
-                    "of %d runs, and at most %g are well",
-                    worker, self._model_of(worker), "is again" if now.holds else "is not",
-                    now.blocks, now.runs, MOST_BLOCKS,
+                    logging.INFO if now.is_within_limit else logging.WARNING,
+                    "KV index drift %s for worker %s (%s): p95 %.1f blocks over %d runs "
+                    "(threshold %g)",
+                    "is over" if now.is_within_limit else "detected", worker,
+                    self._model_of(worker),
+                    now.blocks, now.runs, MAX_ERROR_BLOCKS,
                 )  # fmt: skip
-            await self._life.clock.sleep(DRIFT_S)
+            await self._life.clock.sleep(DRIFT_CHECK_INTERVAL_S)
 
     async def _follow_response_ends(self) -> None:
         lanes = range(self._lanes)
         while True:
             try:
-                self._context.responses_ends = await self._log.end_offsets(RESPONSES, lanes)
+                self._context.response_end_offsets = await self._log.end_offsets(RESPONSES, lanes)
             except BrokerUnavailable as e:  # older ends are lower, and lower ends are right too
-                log.warning("cannot ask for the ends of the response lanes: %s", e)
-            await self._life.clock.sleep(ENDS_S)
+                log.warning("cannot fetch the ends of the response lanes: %s", e)
+            await self._life.clock.sleep(RESPONSE_ENDS_INTERVAL_S)
 
     async def _ledger_start(self, source: Partition) -> int:
-        """No request lives longer than its lifetime, and no id is recognised beyond the window."""
+        """Far enough back for the longest lifetime of a request and for the window of known ids."""
         s = self._settings
         return await self._offset_before(source, max(2 * s.max_lifetime_s, s.dedup_window_s))
 
     async def _fleet_start(self, source: Partition) -> int:
         """The registry from its start; heartbeats from a few time-outs ago.
 
-        Who lives has sent one since. A death before that is in the registry, as a tombstone or a
-        newer card; if the router that wrote it died before the tombstone, the card belongs to a
-        worker that is silent, gets no work for it, and is declared lost again by the death watch.
+        Every live worker has sent one since. An earlier loss is in the registry, as a tombstone or
+        a newer card; if the router that wrote it died before the tombstone, the card belongs to a
+        silent worker, which gets no work and is declared lost again by the failure detector.
         """
         if source.topic == REGISTRY:
             return 0
-        return await self._offset_before(source, BEATS_BACK * self._settings.worker_timeout_s)
+        return await self._offset_before(
+            source, HEARTBEAT_WINDOW_TIMEOUTS * self._settings.worker_timeout_s
+        )
 
     async def _offset_before(self, source: Partition, seconds: float) -> int:
-        since_ms = self._life.clock.wall_ms() - int(seconds * 1000) - CLOCKS_DIFFER_MS
+        since_ms = self._broker_clock.now_ms() - int(seconds * 1000) - CLOCK_SKEW_MS
         return await self._log.offset_at(source.topic, source.partition, max(0, since_ms))
 
 
 def __getattr__(name: str) -> FastStream | Any:
     if name == "app":
-        return serve("router", Router)
+        return faststream_app("router", Router)
     raise AttributeError(name)

@@ -26,20 +26,31 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from app.routing.classes import Share
-from streams.connection import Connection, SaslMechanism, SecurityProtocol
-from streams.ids import Seal
-from streams.records import ModelKind, Role
-from streams.topics import BY_NAME, RESPONSES
+from app.routing.queueing.fair_share import ClassConfig
+from streams.ids import TenantTag
+from streams.kafka.connection_options import ConnectionOptions, SaslMechanism, SecurityProtocol
+from streams.record_base import ModelKind
+from streams.records import Role
+from streams.topics import RESPONSES, TOPICS_BY_NAME
 
 if TYPE_CHECKING:
-    from indexer.keys import KeySecret
+    from indexer.block_keys import KeySecret
 
 PREFIX = "KVLANE_"
 _MASK = "********"
+_SECRET_WORDS = {
+    "auth",
+    "authorization",
+    "credential",
+    "credentials",
+    "key",
+    "password",
+    "secret",
+    "token",
+}
 _SECRETS = ("sasl_password", "ssl_keypassword", "hash_secret", "stream_secret", "attach_api_key")
 """Each has a twin NAME_file."""
-_LONGEST_LIFETIME_S = (BY_NAME[RESPONSES].retention_ms or 0) / 2000
+_LONGEST_LIFETIME_S = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) / 2000
 """Below half the retention of the answers, what a reader was shown of a request is still there when
 the request changes hands at its end."""
 
@@ -48,7 +59,7 @@ class SettingsError(ValueError):
     """Settings that cannot work. Each line names a variable, what is wrong, and what would do."""
 
 
-def variable(field: str) -> str:
+def variable_name(field: str) -> str:
     """The environment variable of a field."""
     return f"{PREFIX}{field.upper()}"
 
@@ -77,21 +88,22 @@ class Settings(BaseSettings):
 
     # Where Kafka is
     bootstrap_servers: str = Field(
-        "", description="Kafka brokers, host:port[,host:port]; empty: none given"
+        "", description="Kafka brokers, host:port[,host:port]; empty: none"
     )
     broker: Literal["auto", "env", "docker", "jvm", "memory"] = Field(
         "auto",
-        description="where a demo or a test gets its broker: env is KVLANE_BOOTSTRAP_SERVERS, "
-        "docker and jvm start one, memory is the in-process twin, auto takes the first that works",
+        description="source of the broker for demos and tests: env uses KVLANE_BOOTSTRAP_SERVERS, "
+        "docker and jvm start one, memory is the in-process broker, auto takes the first "
+        "that works",
     )
     cache_dir: Path = Field(
         default_factory=lambda: Path.home() / ".cache" / "kvlane",
-        description="folder for what is fetched once: broker files, tokenizers",
+        description="directory for downloaded files: broker archives, tokenizers",
     )
-    kernel_cache: Path | None = Field(
+    kernel_cache_dir: Path | None = Field(
         None,
-        description="where the machine code of the index's kernels is kept; empty: in the virtual "
-        "environment, else in ~/.cache/kvlane/kernels",
+        description="directory of the compiled index kernels; empty: in the virtual environment, "
+        "else ~/.cache/kvlane/kernels",
     )
 
     # What the topics look like; all processes of a deployment agree on these
@@ -99,35 +111,37 @@ class Settings(BaseSettings):
         "kvlane.",
         pattern=r"^[A-Za-z0-9._-]*$",
         max_length=64,
-        description="what every topic name starts with",
+        description="prefix of every topic name",
     )
     lanes: int = Field(
-        32, ge=1, le=1024, description="partitions of requests, ledger and responses, each"
+        32, ge=1, le=1024, description="partitions of each of requests, ledger and responses"
     )
-    replication: int = Field(1, ge=1, description="copies of every partition, in brokers")
-    min_insync: int = Field(
-        1, ge=1, description="copies that must have a record before it counts, in brokers"
+    replication_factor: int = Field(
+        1, ge=1, description="replicas of every partition that `kvlane topics create` makes"
+    )
+    min_insync_replicas: int = Field(
+        1, ge=1, description="in-sync replicas that must have a record before it is acknowledged"
     )
     hash_secret: SecretStr = Field(
         SecretStr(""),
-        description="secret behind the names of cached blocks; empty: a known one, for brokers on "
-        "this machine only",
+        description="secret for the hashes of cached blocks, the same in all processes; empty: a "
+        "public one, accepted with brokers on loopback only",
     )
     hash_secret_file: ReadableFile | None = Field(
-        None, description="file that holds KVLANE_HASH_SECRET"
+        None, description="file with the value of KVLANE_HASH_SECRET"
     )
 
     # How long a request may take
     deadline_s: float = Field(
-        600, gt=0, description="time a request has when it names none, in seconds"
+        600, gt=0, description="time limit of a request that sets none, in seconds"
     )
     max_lifetime_s: float = Field(
-        600, gt=0, description="longest time any request may ask for, in seconds"
+        600, gt=0, description="longest time limit that a request may set, in seconds"
     )
     dedup_window_s: float = Field(
         1200,
         gt=0,
-        description="time in which a request id that comes again is recognised, in seconds",
+        description="time during which a repeated request id is recognised, in seconds",
     )
     max_attempts: int = Field(
         3, ge=1, description="failed attempts after which a request ends with an error"
@@ -140,149 +154,156 @@ class Settings(BaseSettings):
         description="name of this worker, unique in the deployment",
     )
     worker_timeout_s: float = Field(
-        5, gt=0, description="silence after which a worker counts as dead, in seconds"
+        5,
+        gt=0,
+        description="time without a heartbeat after which a worker is considered dead, in seconds",
     )
-    heartbeat_s: float = Field(1, gt=0, description="time between two heartbeats, in seconds")
-    max_num_seqs: int = Field(256, ge=1, description="requests a worker runs at a time")
-    worker_queue: int = Field(
-        16, ge=0, description="requests a worker keeps waiting before it hands more back"
+    heartbeat_interval_s: float = Field(
+        1, gt=0, description="time between two heartbeats of a worker, in seconds"
+    )
+    max_num_seqs: int = Field(256, ge=1, description="requests that a worker runs concurrently")
+    worker_max_waiting: int = Field(
+        16, ge=0, description="requests that a worker queues before it returns more to the router"
     )
     drain_grace_s: float = Field(
         30,
         ge=0,
-        description="time a stopping worker or gateway gives its running requests, in seconds",
+        description="time that a stopping worker or gateway gives its running requests, in seconds",
     )
-    canary_idle_s: float = Field(
-        10, gt=0, description="time without a request after which an engine is probed, in seconds"
+    health_probe_idle_s: float = Field(
+        10,
+        gt=0,
+        description="time without a request after which a worker probes its engine, in seconds",
     )
-    canary_answer_s: float = Field(
-        3, gt=0, description="time an engine has to answer a probe, in seconds"
+    health_probe_timeout_s: float = Field(
+        3, gt=0, description="time the engine has to answer a probe, in seconds"
     )
-    engine_stall_s: float = Field(
+    engine_stall_timeout_s: float = Field(
         30,
         gt=0,
-        description="time without a step, while requests run, after which they are moved to other "
-        "workers, in seconds; beside a server that tells no steps the longer of this and "
-        "KVLANE_ATTACH_SILENCE_S",
+        description="time without an engine step or output, while runs wait for one, after which "
+        "they move to other workers, in seconds; with an attached server that reports no steps the "
+        "longer of this and KVLANE_ATTACH_READ_TIMEOUT_S",
     )
-    engine_dead_s: float = Field(
+    engine_dead_timeout_s: float = Field(
         60,
         gt=0,
-        description="time without an answer to any probe after which a worker ends, to be started "
-        "anew, in seconds",
+        description="time without an answer to any probe after which the worker exits, to be "
+        "restarted by its supervisor, in seconds",
     )
     engine: Literal["simulated", "echo", "vllm", "attached"] = Field(
         "simulated",
-        description="what generates: simulated behaves as a GPU would and says sentences in the "
-        "tokens of the model, echo has no model and repeats what it is told, vllm is the real one, "
-        "attached is a server that runs already",
+        description="engine of a worker: simulated has the timing and prefix cache of a GPU and "
+        "generates demo text, echo has no model and repeats the prompt, vllm is vLLM, "
+        "attached is an OpenAI-compatible server that runs already",
     )
     engine_speedup: float = Field(
-        1, gt=0, description="how many times faster than its GPU the simulated engine is"
+        1, gt=0, description="speed of the simulated engine relative to the GPU it models"
     )
     block_size: int = Field(
         16,
         ge=1,
         le=4096,
-        description="tokens in a block of the simulated engine's cache, or of that of an attached "
-        "server that does not say",
+        description="tokens per KV-cache block of the simulated engine, or of an attached server "
+        "that does not report it",
     )
     cache_blocks: int = Field(
         16_384,
         ge=1,
-        description="blocks that the simulated engine's cache holds, or that of an attached server "
-        "that does not say",
+        description="KV-cache blocks of the simulated engine, or of an attached server that does "
+        "not report them",
     )
     echo_itl_ms: float = Field(
-        20, ge=0, description="time the echo engine takes for one token, in milliseconds"
+        20, ge=0, description="inter-token latency of the echo engine, in milliseconds"
     )
     attach_url: str = Field(
         "",
-        description="engine attached: the server that a worker stands beside, http://host:port; it "
-        "speaks OpenAI's completions, and KVLANE_MODEL_PATH has the files of its model",
+        description="engine attached: URL of the server, http://host:port; it serves the OpenAI "
+        "completions API, and KVLANE_MODEL_PATH has the files of its model",
     )
     attach_kind: ModelKind = Field(
         "tokens",
-        description="engine attached: what the server is asked: in tokens, which serve chats and "
-        "completions, or only one kind of request, in the client's own words; then no "
-        "KVLANE_MODEL_PATH is needed, and an answer that breaks off cannot go on elsewhere",
+        description="engine attached: tokens sends tokenized prompts and serves chats and "
+        "completions; any other kind forwards the client's body for that one endpoint, "
+        "needs no KVLANE_MODEL_PATH, and cannot resume an interrupted response on another "
+        "worker",
     )
     attach_model: str = Field(
-        "", description="engine attached: the model's name at the server; empty: its only one"
+        "", description="engine attached: name of the model at the server; empty: its only one"
     )
-    attach_events: str = Field(
+    attach_events_endpoint: str = Field(
         "",
-        description="engine attached: where the server publishes its cache events, "
-        "tcp://host:port; empty: its cache is guessed from what it serves",
+        description="engine attached: ZMQ endpoint of the server's KV-cache events, "
+        "tcp://host:port or ipc://path; empty: the cache is estimated from the requests it serves",
     )
-    attach_replay: str = Field(
+    attach_replay_endpoint: str = Field(
         "",
-        description="engine attached: where lost cache events can be asked for again, "
-        "tcp://host:port; empty: what was told before a loss is forgotten",
+        description="engine attached: ZMQ endpoint from which lost KV-cache events are requested "
+        "again, tcp://host:port; empty: after a loss the cache counts as empty",
     )
     attach_api_key: SecretStr = Field(
-        SecretStr(""), description="engine attached: the key that the server asks for"
+        SecretStr(""), description="engine attached: API key of the server"
     )
     attach_api_key_file: ReadableFile | None = Field(
-        None, description="file that holds KVLANE_ATTACH_API_KEY"
+        None, description="file with the value of KVLANE_ATTACH_API_KEY"
     )
-    attach_silence_s: float = Field(
+    attach_read_timeout_s: float = Field(
         120,
         gt=0,
-        description="engine attached: time the server may say nothing while it has something to "
-        "answer, in seconds; then the request goes to another worker",
+        description="engine attached: time without data from the server, while it has a request, "
+        "after which the request moves to another worker, in seconds",
     )
-    attach_answer_bytes: int = Field(
+    attach_max_response_bytes: int = Field(
         64 * 1024 * 1024,
         gt=0,
-        description="engine attached: what is read of one answer, in bytes, with all that the "
-        "server writes around each token; an answer that has more is broken off",
+        description="engine attached: largest response read from the server, in bytes, including "
+        "the JSON around each token; a longer one is aborted",
     )
-    attach_start_s: float = Field(
+    attach_start_timeout_s: float = Field(
         600,
         gt=0,
-        description="engine attached: time a worker that starts waits for the server, in seconds",
+        description="engine attached: time a starting worker waits for the server, in seconds",
     )
 
     engine_args: dict[str, Any] = Field(
         {},
-        description="engine vllm: arguments of its AsyncEngineArgs, as a JSON object, such as "
+        description="engine vllm: arguments of AsyncEngineArgs, as a JSON object, such as "
         '{"tensor_parallel_size": 2}',
     )
     adapters: dict[str, Path] = Field(
         {},
-        description="adapters (LoRA) that the engine loads at its start, as a JSON object of names "
-        "and folders; the engines simulated and echo read no folder",
+        description="LoRA adapters that the engine loads when it starts, as a JSON object of names "
+        "and directories; the engines simulated and echo read no directory",
     )
 
     worker_role: Role = Field(
         "aggregated",
-        description="what a worker is there for: aggregated does whole requests, prefill only "
-        "prompts, for other workers, decode whole requests and what prefill workers began",
+        description="role of this worker: aggregated (prefill and decode); prefill or decode alone "
+        "is refused at start, since no router assigns them to separate workers",
     )
     taints: str = Field(
         "",
-        description="what requests can ask for by name, separated by commas, such as "
-        "gpu=h200,topology/zone=a",
+        description="labels of this worker that requests can require by name, separated by commas, "
+        "such as gpu=h200,topology/zone=a",
     )
     max_loras: int = Field(
         0,
         ge=0,
-        description="engines simulated and echo: adapters that are loaded when they are asked for, "
-        "beside those of KVLANE_ADAPTERS",
+        description="engines simulated and echo: adapters that may be loaded on demand, in "
+        "addition to KVLANE_ADAPTERS",
     )
-    busy_cache: float | None = Field(
+    max_cache_usage: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="part of its cache in use, 0 to 1, above which a worker gets no new requests; "
-        "empty: no bound",
+        description="fraction of its KV cache in use, 0 to 1, above which a worker gets no new "
+        "requests; empty: no limit",
     )
-    busy_prefill_tokens: int | None = Field(
+    max_pending_prefill_tokens: int | None = Field(
         None,
         ge=1,
-        description="prompt tokens still to be computed above which a worker gets no new requests; "
-        "empty: no bound",
+        description="prompt tokens assigned to a rank of this worker, neither cached nor computed, "
+        "above which it gets no new requests; empty: no limit",
     )
 
     # Router
@@ -291,39 +312,39 @@ class Settings(BaseSettings):
         pattern=r"^[A-Za-z0-9._:-]{1,128}$",
         description="name of this router, unique in the deployment",
     )
-    held_requests: int = Field(
-        4096, ge=0, description="requests a router keeps waiting before it refuses more"
+    max_queued_requests: int = Field(
+        4096, ge=0, description="requests that a router queues before it rejects more"
     )
-    held_tokens: int = Field(
+    max_queued_tokens: int = Field(
         100_000_000,
         ge=0,
-        description="tokens of prompts, but for what caches have, that a router keeps waiting "
-        "before it refuses more",
+        description="uncached prompt tokens that a router queues before it rejects more",
     )
-    held_bytes: int = Field(
+    max_queued_bytes: int = Field(
         1024 * 1024 * 1024,
         ge=0,
-        description="bytes of prompts that a router keeps waiting before it refuses more: an image "
-        "counts as few tokens and takes megabytes",
+        description="prompt bytes that a router queues before it rejects more: an image counts as "
+        "few tokens and takes megabytes",
     )
-    wait_for_worker_s: float = Field(
+    no_worker_timeout_s: float = Field(
         120,
         ge=0,
-        description="how long requests wait for a worker while their model has none, in seconds; "
-        "then they are refused (503, no_workers) until one is there",
+        description="time that requests wait while their model has no worker, counted from the "
+        "first that found none, in seconds; then they end with no_workers until there is a worker",
     )
-    queue_order: Literal["shortest", "fcfs", "wspt"] = Field(
-        "shortest",
-        description="policy predictive: who of those that wait goes first, after strict priority: "
-        "the shortest prefill, the first that came, or the shortest by priority",
+    queue_order: Literal["sjf", "fcfs", "wspt"] = Field(
+        "sjf",
+        description="policy predictive: order of queued requests within one strict priority: sjf "
+        "takes the shortest prefill first, fcfs the earliest arrival, wspt the shortest "
+        "prefill divided by its priority",
     )
 
-    queue_classes: dict[str, Share] = Field(
+    queue_classes: dict[str, ClassConfig] = Field(
         {},
-        description="shares of the workers while requests wait, as a JSON object by names that "
-        'requests (x-queue-class) or their tenants have: {"batch": {"weight": 0.2, '
-        '"held_requests": 1000, "held_tokens": 1000000}}; weights are relative to the 1 of all '
-        "others, bounds hold in each router",
+        description="share of the workers for each class of queued requests, as a JSON object by "
+        'class name (header x-queue-class, or the tenant\'s): {"batch": {"weight": 0.2, '
+        '"max_queued_requests": 1000, "max_queued_tokens": 1000000}}; weights are '
+        "relative to the 1 of all other classes, limits are per router",
     )
 
     policy: Literal[
@@ -336,115 +357,150 @@ class Settings(BaseSettings):
         "session_hash",
         "direct",
     ] = Field(
-        "predictive", description="how a worker is chosen among those that may take a request"
+        "predictive", description="routing policy: how a worker is selected among the eligible ones"
     )
     overlap_score_credit: float = Field(
         1.0,
         ge=0,
-        description="policy dynamo: what a cached block of the prompt is worth, in blocks",
+        description="policy dynamo: weight of a cached prompt block, in blocks",
     )
     prefill_load_scale: float = Field(
-        1.0, ge=0, description="policy dynamo: what a block of prefill costs, in blocks of decode"
+        1.0, ge=0, description="policy dynamo: weight of a prefill block, in decode blocks"
     )
     router_temperature: float = Field(
-        0.0, ge=0, description="policy dynamo: 0 takes the least cost, more spreads the requests"
+        0.0,
+        ge=0,
+        description="policy dynamo: softmax temperature of the selection; 0 takes the lowest cost",
     )
     decode_weight: float = Field(
         0.01,
         ge=0,
-        description="policy predictive: what a millisecond of decode, summed over requests, is "
-        "worth in milliseconds to a first token",
+        description="policy predictive: weight of decode time, summed over requests, relative to "
+        "time to first token",
     )
-    max_hold_s: float = Field(
+    max_queue_wait_s: float = Field(
         10,
         ge=0,
-        description="policy predictive: how long a request is held for a busy worker, in seconds",
+        description="policy predictive: longest time a request is held for a busy worker "
+        "before it is sent there anyway, in seconds; 0: never held. Waiting for full or missing "
+        "workers is not limited by it",
     )
 
-    session_slack: float = Field(
+    session_affinity_tolerance: float = Field(
         1.0,
         ge=0,
-        description="how many times the work of its own prompt a request's session is worth: when "
-        "its worker costs more than that above the best one, it goes there instead",
+        description="extra cost accepted to keep a session on its worker, as a multiple of the "
+        "cost of computing the request's whole prompt anew; policies other than predictive, "
+        "dynamo and least_loaded keep it always, unless 0",
     )
     track_output_blocks: bool = Field(
         True,
-        description="whether tokens of answers under way count as load, less and less towards "
-        "their expected length",
+        description="whether generated tokens count as load, weighted down towards the expected "
+        "output length",
     )
-    router_port: int | None = Field(
-        None,
+    status_port: int | None = Field(
+        0,
         ge=0,
         le=65535,
-        description="port a router answers /livez, /readyz and /metrics on; 0 takes any free one; "
-        "empty: none",
+        description="port of /livez, /readyz and /metrics of a router, worker or preprocessor; 0: "
+        "any free port, which is logged",
     )
 
     # Gateway
     http_host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="address a gateway, router or indexer listens on",
+        description="address that every process listens on",
     )
     http_port: int = Field(
-        8000, ge=0, le=65535, description="port the gateway listens on; 0 takes any free one"
+        8000, ge=0, le=65535, description="port of the gateway; 0: any free port"
     )
     indexer_port: int = Field(
-        8090, ge=0, le=65535, description="port an indexer listens on; 0 takes any free one"
+        8090, ge=0, le=65535, description="port of an indexer; 0: any free port"
     )
-    snapshot_every_s: float = Field(
+    snapshot_interval_s: float = Field(
         300,
         gt=0,
-        description="time after which an indexer writes a new snapshot of the caches, in seconds",
+        description="time between two snapshots of the index by an indexer, in seconds",
     )
-    http_body_bytes: int = Field(
-        8 * 1024 * 1024, ge=1024, description="largest body of a request over HTTP, in bytes"
+    http_max_body_bytes: int = Field(
+        8 * 1024 * 1024, ge=1024, description="largest HTTP request body, in bytes"
     )
-    http_streams: int = Field(
-        2000, ge=1, description="answers a gateway has under way before it refuses more"
+    http_allowed_origins: str = Field(
+        "",
+        description="origins of web pages that may call the gateway (CORS), https://name[:port], "
+        "separated by commas; * allows any; empty: same origin only",
+    )
+    http_max_streams: int = Field(
+        2000,
+        ge=1,
+        description="responses that a gateway streams concurrently before it rejects more",
     )
     stream_secret: SecretStr = Field(
         SecretStr(""),
-        description="secret that seals stream ids, one for all gateways; empty: one made of the "
-        "topic prefix, for gateways on loopback only",
+        description="secret that signs stream ids, the same in all gateways; empty: derived from "
+        "the topic prefix, accepted for gateways on loopback only",
     )
     stream_secret_file: ReadableFile | None = Field(
-        None, description="file that holds KVLANE_STREAM_SECRET"
+        None, description="file with the value of KVLANE_STREAM_SECRET"
     )
-    gateways: int = Field(1, ge=1, le=1024, description="gateways that share the lanes")
-    gateway_number: int = Field(
-        0, ge=0, description="which of the gateways this one is, from 0: it reads its lanes only"
+    api_keys_file: Path | None = Field(
+        None,
+        description="file of API keys and tenant limits, written by `kvlane keys` and reloaded "
+        "when it changes; empty: no authentication, accepted for processes on "
+        "loopback only",
+    )
+    http_allow_anonymous: bool = Field(
+        False,
+        description="whether HTTP ports that other machines reach may be served without API keys, "
+        "because a proxy in front authenticates",
+    )
+    metrics_allow_anonymous: bool = Field(
+        False, description="whether /metrics is served without a key although there are API keys"
+    )
+    http_tls_cert: ReadableFile | None = Field(
+        None,
+        description="PEM file with the certificate chain of the HTTP ports; empty: no TLS",
+    )
+    http_tls_key: ReadableFile | None = Field(
+        None, description="PEM file with the unencrypted private key of KVLANE_HTTP_TLS_CERT"
+    )
+    gateway_count: int = Field(1, ge=1, le=1024, description="gateways that share the lanes")
+    gateway_index: int = Field(
+        0, ge=0, description="index of this gateway, from 0: it reads its share of the lanes only"
     )
 
     # Model
     model: str = Field("demo", min_length=1, description="name under which the model is served")
     model_path: Path | None = Field(
         None,
-        description="folder of the model, as Hugging Face lays it out; empty: the one of the demo",
+        description="directory of the model in Hugging Face layout; empty: the demo model",
     )
     context_length: int = Field(
-        8192, ge=1, description="longest prompt and answer together, in tokens"
+        8192, ge=1, description="maximum of prompt and output together, in tokens"
     )
 
     # Kafka client
     request_timeout_ms: int = Field(
         4000,
         ge=100,
-        description="time a broker has to answer before the client asks again, in milliseconds",
+        description="time a broker has to answer before the client retries, in milliseconds",
     )
     session_timeout_ms: int = Field(
         6000,
         ge=1000,
-        description="silence after which a group takes a member's lanes away, in milliseconds",
+        description="time without contact after which the consumer group reassigns a member's "
+        "lanes, in milliseconds",
     )
     security_protocol: SecurityProtocol = Field(
-        "PLAINTEXT", description="SSL encrypts, SASL_ says who we are: SASL_SSL does both"
+        "PLAINTEXT",
+        description="PLAINTEXT, SSL (encryption), SASL_PLAINTEXT (authentication), SASL_SSL (both)",
     )
     ssl_cafile: ReadableFile | None = Field(
-        None, description="PEM file of trusted authorities; empty: those of the system"
+        None, description="PEM file of trusted certificate authorities; empty: those of the system"
     )
     ssl_certfile: ReadableFile | None = Field(
-        None, description="PEM file of the client's certificate, for mutual TLS"
+        None, description="PEM file of the client certificate, for mutual TLS"
     )
     ssl_keyfile: ReadableFile | None = Field(
         None, description="PEM file of the client's private key"
@@ -453,10 +509,10 @@ class Settings(BaseSettings):
         SecretStr(""), description="password of the private key, if it is encrypted"
     )
     ssl_keypassword_file: ReadableFile | None = Field(
-        None, description="file that holds KVLANE_SSL_KEYPASSWORD"
+        None, description="file with the value of KVLANE_SSL_KEYPASSWORD"
     )
     ssl_check_hostname: bool = Field(
-        True, description="whether a broker's certificate must bear the name we called"
+        True, description="whether a broker's certificate must match its host name"
     )
     sasl_mechanism: SaslMechanism | None = Field(
         None, description="PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER"
@@ -464,22 +520,22 @@ class Settings(BaseSettings):
     sasl_username: str = Field("", description="user name for PLAIN and SCRAM")
     sasl_password: SecretStr = Field(SecretStr(""), description="password for PLAIN and SCRAM")
     sasl_password_file: ReadableFile | None = Field(
-        None, description="file that holds KVLANE_SASL_PASSWORD"
+        None, description="file with the value of KVLANE_SASL_PASSWORD"
     )
     sasl_oauth_token_file: ReadableFile | None = Field(
-        None, description="file of the OAUTHBEARER token, read afresh at every connection"
+        None, description="file with the OAUTHBEARER token, read at every connection"
     )
 
     # What is said and kept
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        "INFO", description="least severity that is logged"
+        "INFO", description="lowest severity that is logged"
     )
     log_json: bool = Field(False, description="log lines as JSON objects")
     keep_prompts: bool = Field(
         False, description="keep prompt text in dead letters instead of redacting it"
     )
-    debug: bool = Field(
-        False, description="check every engine's answers against the engine contract as they come"
+    validate_engine: bool = Field(
+        False, description="check every engine output against the engine interface while it runs"
     )
 
     def __init__(self, **values: Any) -> None:
@@ -497,12 +553,14 @@ class Settings(BaseSettings):
             if path is None or not Path(path).is_file():
                 continue  # the field's own check says what is wrong with it
             if values.get(name):
-                raise ValueError(f"set {variable(name)} or {variable(name)}_FILE, not both")
+                raise ValueError(
+                    f"set {variable_name(name)} or {variable_name(name)}_FILE, not both"
+                )
             try:
                 values[name] = Path(path).read_text("utf-8").strip()
             except (OSError, UnicodeDecodeError):
                 raise ValueError(
-                    f"the file of {variable(name)}_FILE cannot be read as text"
+                    f"the file of {variable_name(name)}_FILE cannot be read as text"
                 ) from None
         return values
 
@@ -515,6 +573,17 @@ class Settings(BaseSettings):
             raise ValueError("give host:port, several separated by commas, without a scheme")
         return value
 
+    @field_validator("http_allowed_origins")
+    @classmethod
+    def _are_origins(cls, value: str) -> str:
+        for origin in _listed(value):
+            if origin != "*" and not re.fullmatch(r"https?://[^/?#@\s]+", origin):
+                raise ValueError(
+                    "give origins, https://name or http://name:port, without a path, separated by "
+                    "commas"
+                )
+        return value
+
     @field_validator("attach_url")
     @classmethod
     def _is_server(cls, value: str) -> str:
@@ -523,7 +592,7 @@ class Settings(BaseSettings):
             raise ValueError("give http://host:port or https://host:port, without a path")
         return bare
 
-    @field_validator("attach_events", "attach_replay")
+    @field_validator("attach_events_endpoint", "attach_replay_endpoint")
     @classmethod
     def _is_socket(cls, value: str) -> str:
         if value and ("*" in value or not re.fullmatch(r"tcp://[^/\s]+:\d+|ipc://\S+", value)):
@@ -535,11 +604,11 @@ class Settings(BaseSettings):
 
     @field_validator("queue_classes")
     @classmethod
-    def _are_shares(cls, value: dict[str, Share]) -> dict[str, Share]:
+    def _are_shares(cls, value: dict[str, ClassConfig]) -> dict[str, ClassConfig]:
         for name, share in value.items():
             if share.weight <= 0:
                 raise ValueError(f"{name!r}: give a weight above 0")
-            if min(share.held_requests, share.held_tokens) < 0:
+            if min(share.max_queued_requests, share.max_queued_tokens) < 0:
                 raise ValueError(f"{name!r}: give bounds of 0 or more")
         return value
 
@@ -570,10 +639,11 @@ class Settings(BaseSettings):
                 f"KVLANE_MAX_LIFETIME_S={self.max_lifetime_s:g} is not less than half the "
                 f"retention of the responses: it must be below {_LONGEST_LIFETIME_S:g}"
             )
-        if 2 * self.heartbeat_s > self.worker_timeout_s:
+        if 2 * self.heartbeat_interval_s > self.worker_timeout_s:
             yield (
                 f"KVLANE_WORKER_TIMEOUT_S={self.worker_timeout_s:g} is less than two heartbeats: "
-                f"raise it to {2 * self.heartbeat_s:g} or lower KVLANE_HEARTBEAT_S"
+                f"raise it to {2 * self.heartbeat_interval_s:g}, or lower "
+                "KVLANE_HEARTBEAT_INTERVAL_S"
             )
 
     def _wrong_engine(self) -> Iterator[str]:
@@ -595,24 +665,27 @@ class Settings(BaseSettings):
                 "the model that the server serves; or KVLANE_ATTACH_KIND=chat, for which none is "
                 "needed"
             )
-        if self.attach_kind != "tokens" and self.attach_events:
+        if self.attach_kind != "tokens" and self.attach_events_endpoint:
             yield (
-                f"KVLANE_ATTACH_EVENTS is of no use with KVLANE_ATTACH_KIND={self.attach_kind}: "
-                "such requests are not routed by cache"
+                "KVLANE_ATTACH_EVENTS_ENDPOINT has no effect with "
+                f"KVLANE_ATTACH_KIND={self.attach_kind}: such requests are not routed by cache"
             )
-        if self.attach_replay and not self.attach_events:
-            yield "KVLANE_ATTACH_REPLAY needs KVLANE_ATTACH_EVENTS, whose losses it repairs"
+        if self.attach_replay_endpoint and not self.attach_events_endpoint:
+            yield (
+                "KVLANE_ATTACH_REPLAY_ENDPOINT repairs losses of KVLANE_ATTACH_EVENTS_ENDPOINT: "
+                "set that too"
+            )
 
     def _wrong_topology(self) -> Iterator[str]:
-        if self.min_insync > self.replication:
-            yield _exceeds(self, "min_insync", "replication")
-        if self.gateway_number >= self.gateways:
+        if self.min_insync_replicas > self.replication_factor:
+            yield _exceeds(self, "min_insync_replicas", "replication_factor")
+        if self.gateway_index >= self.gateway_count:
             yield (
-                f"KVLANE_GATEWAY_NUMBER={self.gateway_number} counts from 0 and must be below "
-                f"KVLANE_GATEWAYS={self.gateways}"
+                f"KVLANE_GATEWAY_INDEX={self.gateway_index} counts from 0 and must be below "
+                f"KVLANE_GATEWAY_COUNT={self.gateway_count}"
             )
-        if self.gateways > self.lanes:
-            yield _exceeds(self, "gateways", "lanes")
+        if self.gateway_count > self.lanes:
+            yield _exceeds(self, "gateway_count", "lanes")
         if self.broker == "env" and not self.bootstrap_servers:
             yield "KVLANE_BROKER=env needs KVLANE_BOOTSTRAP_SERVERS=host:port"
 
@@ -621,9 +694,11 @@ class Settings(BaseSettings):
         if not self.security_protocol.endswith("SSL"):
             for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile"):
                 if getattr(self, name) is not None:
-                    yield f"{variable(name)} is set, but {protocol} does not encrypt: use SSL"
+                    yield f"{variable_name(name)} is set, but {protocol} does not encrypt: use SSL"
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             yield "KVLANE_SSL_KEYFILE needs KVLANE_SSL_CERTFILE, the certificate it belongs to"
+        if (self.http_tls_cert is None) != (self.http_tls_key is None):
+            yield "KVLANE_HTTP_TLS_CERT and KVLANE_HTTP_TLS_KEY belong together: set both, or none"
         yield from self._wrong_sasl(protocol)
 
     def _wrong_sasl(self, protocol: str) -> Iterator[str]:
@@ -635,7 +710,8 @@ class Settings(BaseSettings):
                 "sasl_oauth_token_file",
             ):
                 if getattr(self, name):  # an empty SecretStr is false
-                    yield f"{variable(name)} is set, but {protocol} does not use it: use SASL_SSL"
+                    variable = variable_name(name)
+                    yield f"{variable} is set, but {protocol} does not use it: use SASL_SSL"
         elif self.sasl_mechanism is None:
             yield f"{protocol} needs KVLANE_SASL_MECHANISM: PLAIN, SCRAM-SHA-512, ..."
         elif self.sasl_mechanism == "OAUTHBEARER":
@@ -650,26 +726,59 @@ class Settings(BaseSettings):
     @property
     def taint_names(self) -> tuple[str, ...]:
         """The taints of a worker, one by one."""
-        return tuple(name.strip() for name in self.taints.split(",") if name.strip())
+        return _listed(self.taints)
 
-    def seal(self) -> Seal:
+    @property
+    def allowed_origins(self) -> tuple[str, ...]:
+        """The origins of web pages that are allowed, one by one."""
+        return _listed(self.http_allowed_origins)
+
+    def tenant_tag(self) -> TenantTag:
         """What binds the ids of a gateway's streams to tenants; the same at all gateways.
 
-        Raises SettingsError without a secret for a gateway that other machines reach: the known
-        one keeps streams apart that nobody tries to mix up.
+        Raises SettingsError without a secret for a gateway that other machines reach, or that has
+        API keys: the known one keeps streams apart that nobody tries to mix up.
         """
         secret = self.stream_secret.get_secret_value()
+        if not secret and self.api_keys_file is not None:
+            raise SettingsError(
+                "KVLANE_API_KEYS_FILE needs KVLANE_STREAM_SECRET (or KVLANE_STREAM_SECRET_FILE), "
+                "the same random text for all gateways: it keeps the streams and cached blocks of "
+                "tenants apart"
+            )
         if not secret and not _on_loopback(f"{self.http_host}:0"):
             raise SettingsError(
                 f"KVLANE_HTTP_HOST={self.http_host} is reached from other machines: set "
                 "KVLANE_STREAM_SECRET (or KVLANE_STREAM_SECRET_FILE) to the same random text for "
                 "all gateways"
             )
-        return Seal((secret or f"kvlane streams of {self.topic_prefix}").encode())
+        return TenantTag((secret or f"kvlane streams of {self.topic_prefix}").encode())
 
-    def connection(self, client_id: str) -> Connection:
+    def require_bootstrap_servers(self) -> None:
+        """Raises SettingsError when no Kafka is named."""
+        if not self.bootstrap_servers:
+            raise SettingsError(
+                "KVLANE_BOOTSTRAP_SERVERS is not set: name a Kafka as host:port, or start one with "
+                "`kvlane up`"
+            )
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether the HTTP ports can be reached from this machine only."""
+        return _on_loopback(f"{self.http_host}:0")
+
+    def require_authentication(self) -> None:
+        """Raises SettingsError for HTTP ports that anybody on another machine may use."""
+        if not (self.is_on_loopback or self.api_keys_file or self.http_allow_anonymous):
+            raise SettingsError(
+                f"KVLANE_HTTP_HOST={self.http_host} is reached from other machines, without API "
+                "keys: set KVLANE_API_KEYS_FILE (`kvlane keys create` makes one), or "
+                "KVLANE_HTTP_ALLOW_ANONYMOUS=true where something in front authenticates"
+            )
+
+    def kafka_connection(self, client_id: str) -> ConnectionOptions:
         """How a Kafka client with this name reaches the cluster."""
-        return Connection(
+        return ConnectionOptions(
             bootstrap_servers=self.bootstrap_servers,
             client_id=client_id,
             security_protocol=self.security_protocol,
@@ -686,12 +795,12 @@ class Settings(BaseSettings):
             session_timeout_ms=self.session_timeout_ms,
         )
 
-    def key_secret(self) -> KeySecret:
+    def block_key_secret(self) -> KeySecret:
         """The constants of block keys. Raises SettingsError without a secret for remote brokers.
 
         With the known one, whoever reaches the topics could make prompts whose keys collide.
         """
-        from indexer.keys import LOOPBACK_SECRET, derive
+        from indexer.block_keys import LOOPBACK_SECRET, derive_secret
 
         secret = self.hash_secret.get_secret_value().encode()
         if not secret and not _on_loopback(self.bootstrap_servers):
@@ -700,7 +809,7 @@ class Settings(BaseSettings):
                 "KVLANE_HASH_SECRET (or KVLANE_HASH_SECRET_FILE) to the same random text for all "
                 "routers, workers and indexers"
             )
-        return derive(secret or LOOPBACK_SECRET)
+        return derive_secret(secret or LOOPBACK_SECRET)
 
 
 class SettingRow(NamedTuple):
@@ -709,18 +818,18 @@ class SettingRow(NamedTuple):
     name: str  # the environment variable
     default: str
     value: str
-    meaning: str  # with its unit
+    description: str  # with its unit
     is_set: bool  # by the environment or the caller, whether or not it equals the default
 
 
-def settings_table(settings: Settings) -> list[SettingRow]:
+def settings_rows(settings: Settings) -> list[SettingRow]:
     """Every setting in the order of the class, safe to print and to log."""
     return [
         SettingRow(
-            name=variable(name),
+            name=variable_name(name),
             default=_unset(name) or _shown(field.default),
             value=_shown(getattr(settings, name)),
-            meaning=field.description or "",
+            description=field.description or "",
             is_set=name in settings.model_fields_set,
         )
         for name, field in Settings.model_fields.items()
@@ -729,7 +838,7 @@ def settings_table(settings: Settings) -> list[SettingRow]:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Variables with our prefix that no setting reads, each with what was probably meant."""
-    known = [variable(name) for name in Settings.model_fields]
+    known = [variable_name(name) for name in Settings.model_fields]
     unknown = []
     for name in sorted(environ):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
@@ -738,7 +847,19 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return unknown
 
 
-def settings_command() -> None:
+def settings_markdown() -> str:
+    """The table of all settings with their defaults, as `docs/configuration.md` has it."""
+    lines = ["| variable | default | meaning |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        default = _unset(name) or _shown(field.default)
+        meaning = (field.description or "").replace("|", "\\|")
+        lines.append(
+            f"| `{variable_name(name)}` | {f'`{default}`' if default else ''} | {meaning} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def print_settings() -> None:
     """Show every setting: its variable, value, default and meaning. Secrets are masked.
 
     Raises SettingsError when the environment holds settings that cannot work.
@@ -752,10 +873,10 @@ def settings_command() -> None:
     table.add_column("variable", no_wrap=True)
     table.add_column("value", overflow="fold", max_width=24)
     table.add_column("meaning")
-    for row in settings_table(Settings()):
+    for row in settings_rows(Settings()):
         default = f" [dim](default: {escape(row.default) or 'empty'})[/]" if row.is_set else ""
         style = "bold" if row.is_set else ""
-        table.add_row(row.name, escape(row.value), escape(row.meaning) + default, style=style)
+        table.add_row(row.name, escape(row.value), escape(row.description) + default, style=style)
     console = Console()
     console.print(table)
     for name in unknown_variables(os.environ):
@@ -775,12 +896,26 @@ def _shown(value: object) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:.15g}"
-    return "" if value is None else str(value)
+    return "" if value is None else str(_masked(value))
+
+
+def _masked(value: object, name: str = "") -> object:
+    """An argument of an engine without the secrets in it, which its name tells (`hf_token`)."""
+    if isinstance(value, dict):
+        return {key: _masked(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_masked(inner, name) for inner in value]
+    is_secret = not _SECRET_WORDS.isdisjoint(re.split(r"[^a-z]+", name.lower()))
+    return _MASK if is_secret and isinstance(value, str) and value else value
 
 
 def _is_address(text: str) -> bool:
     host, colon, port = text.rpartition(":")
     return bool(colon and host) and port.isdecimal() and 0 < int(port) < 65536
+
+
+def _listed(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 def _on_loopback(servers: str) -> bool:
@@ -791,7 +926,7 @@ def _on_loopback(servers: str) -> bool:
 def _exceeds(settings: Settings, smaller: str, larger: str) -> str:
     low, high = getattr(settings, smaller), getattr(settings, larger)
     return (
-        f"{variable(smaller)}={_shown(low)} exceeds {variable(larger)}={_shown(high)}: "
+        f"{variable_name(smaller)}={_shown(low)} exceeds {variable_name(larger)}={_shown(high)}: "
         f"lower the first or raise the second"
     )
 
@@ -808,5 +943,6 @@ def _explain(error: ValidationError) -> Iterator[str]:
         if field is None:
             yield f"{name} is not a setting"
             continue
-        given = "" if name in _SECRETS else f"={problem['input']}"
-        yield f"{variable(name)}{given}: {message} ({field.description})"
+        given = "" if name in (*_SECRETS, "engine_args") else f"={problem['input']}"
+        inner = "".join(f"{step}: " for step in problem["loc"][1:])
+        yield f"{variable_name(name)}{given}: {inner}{message} ({field.description})"

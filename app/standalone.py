@@ -1,7 +1,7 @@
-"""Everything in one process: workers, router, preprocessor, indexer and gateway, one connection.
+"""A whole deployment in one process: workers, router, preprocessor, indexer and gateway.
 
-For one machine, for trying things out, and for tests. The parts know nothing of each other; they
-meet on the topics, exactly as separate processes do.
+For trials on one machine, and for tests. The parts share one connection and do not know each
+other; they communicate through the topics, exactly as separate processes do.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from app import worker
 from app.gateway import Gateway
 from app.indexer import Indexer
-from app.lifetime import Lifetime, Process, serve
 from app.preprocessor import Preprocessor
 from app.router import Router
+from app.runtime.process import ProcessContext, ProcessLifecycle, faststream_app
 from app.settings import Settings
 from streams.ports import Log
 
@@ -21,39 +21,48 @@ if TYPE_CHECKING:
     from faststream import FastStream
 
 
-class Standalone:
-    """A `Process` made of processes; `workers` says how many workers it runs."""
+class StandaloneProcess:
+    """A `ProcessLifecycle` that runs one of each process and `workers` workers."""
 
-    def __init__(self, log: Log, settings: Settings, life: Lifetime, workers: int = 1) -> None:
+    def __init__(
+        self, log: Log, settings: Settings, life: ProcessContext, workers: int = 1
+    ) -> None:
         self.indexer = Indexer(log, settings, life)
         self.gateway = Gateway(log, settings, life)
-        self._parts: list[Process] = [
+        self.preprocessor = Preprocessor(log, _without_port(settings), life)
+        self._parts: list[ProcessLifecycle] = [
             *(_worker(log, settings, life, n) for n in range(1, workers + 1)),
             Router(log, settings, life),
-            Preprocessor(log, settings, life),
+            self.preprocessor,
             self.indexer,
             self.gateway,
         ]
-        self._started: list[Process] = []
+        self._started: list[ProcessLifecycle] = []
 
     async def start(self) -> None:
-        """Start the parts in the order in which they need each other."""
+        """Start the parts in the order of their dependencies."""
         for part in self._parts:
             await part.start()
             self._started.append(part)
 
     async def stop(self) -> None:
-        """Stop in reverse: no new requests, no new decisions, then the workers drain."""
+        """Stop in reverse order: no new requests, no new decisions, then the workers drain."""
         while self._started:
             await self._started.pop().stop()
 
 
-def _worker(log: Log, settings: Settings, life: Lifetime, number: int) -> Process:
+def _without_port(settings: Settings) -> Settings:
+    """The settings with any free status port: `KVLANE_STATUS_PORT` is the router's."""
+    port = settings.status_port and 0
+    return settings.model_copy(update={"status_port": port})
+
+
+def _worker(log: Log, settings: Settings, life: ProcessContext, number: int) -> ProcessLifecycle:
     own = {"worker_id": f"{settings.worker_id}-{number}"}
-    return worker.build(log, settings.model_copy(update=own), life)
+    return worker.build(log, _without_port(settings).model_copy(update=own), life)
 
 
 def __getattr__(name: str) -> FastStream | Any:
     if name == "app":
-        return serve("standalone", Standalone)
+        return faststream_app("standalone", StandaloneProcess)
     raise AttributeError(name)

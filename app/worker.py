@@ -1,19 +1,20 @@
 """The worker process: one engine behind one slot of `assignments`.
 
-    assignments[slot] ─► Runs ─► engine ─► responses (Chunks), ledger (Started, Finished)
-                                    └────► kv-events (Blocks, by CacheEvents), with heartbeats
-    the model's folder ► artifacts, registry (ModelCard); registry ─► who else uses our name
+    assignments[slot] ─► RunQueue ─► engine ─► responses (Chunks), ledger (Started, Finished)
+                                    └────► kv-events (Blocks, by KvEventPublisher), with heartbeats
+    model folder ─► artifacts, registry (ModelCard); registry ─► conflicting worker ids
 
-The order of the start is what makes an epoch safe: the slot's end is taken before the card is
-written, so no assignment of this epoch can lie before it; cache events of the last life are cleared
-before the first heartbeat makes the worker routable.
+The order of the start makes an epoch safe: the end offset of the slot is read before the card is
+written, so no assignment of this epoch precedes it; the cache events of the previous epoch are
+cleared before the first heartbeat makes the worker routable.
 
-An engine that does not answer makes the worker unhealthy until it does; one that is dead ends the
-process, which says so first and hands on what it had.
+An engine that does not answer makes the worker unhealthy until it does. A dead engine ends the
+process, after a last heartbeat and the failure of its open runs.
 
-Wires and keeps time. Runs are `app/serving/runs.py`'s, cards `app/serving/registration.py`'s,
-cache events `app/serving/cache_events.py`'s; which engine it is `app/engine/choice.py`'s, whether
-it works `app/serving/watch.py`'s.
+Wires the parts and runs the loops. Runs are in `app/serving/run_queue.py`, cards in
+`app/serving/registration.py`, heartbeats in `app/serving/heartbeat.py`, cache events in
+`app/serving/kv_event_publisher.py`, the choice of the engine in `app/engine/engine_factory.py`, its
+health in `app/serving/engine_health.py`.
 """
 
 from __future__ import annotations
@@ -21,206 +22,269 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from app.engine.choice import chosen
-from app.engine.contract import Engine, EngineDead
-from app.lifetime import Lifetime, OperatorError, serve
-from app.preprocess.byte_model import ByteModel, Model
-from app.serving.admission import admit, check
-from app.serving.cache_events import CacheEvents
-from app.serving.chunks import ChunkWriters
-from app.serving.execution import Executor
-from app.serving.offer import Offer, card_without_files
-from app.serving.registration import REGISTER_S, Registration, judge
-from app.serving.runs import Limits, Runs
-from app.serving.watch import EngineWatch, Patience
-from app.settings import Settings
-from indexer.engine_events import EngineEvent
+from app.engine.engine_factory import create_engine
+from app.engine.interface import Engine, EngineDead
+from app.http.probes import Checks, Probes, StatusServer
+from app.metrics.worker_metrics import WorkerMetrics
+from app.preprocess.models.byte_model import ByteModel, Model
+from app.runtime.process import OperatorError, ProcessContext, faststream_app
+from app.serving.chunk_writer import ChunkWriters
+from app.serving.engine_health import EngineHealthMonitor, HealthTimeouts
+from app.serving.heartbeat import HeartbeatSender
+from app.serving.kv_event_publisher import KvEventPublisher
+from app.serving.model_compatibility import check_compatible, wait_until_compatible
+from app.serving.model_publisher import ModelPublisher, passthrough_card
+from app.serving.registration import REGISTER_TIMEOUT_S, Registration, interpret
+from app.serving.run_executor import Run, RunEnd, RunExecutor
+from app.serving.run_queue import RunLimits, RunQueue
+from app.settings import Settings, SettingsError
+from indexer.cache_events.engine_events import EngineEvent
 from streams.clock import BrokerClock
 from streams.codecs import decode
-from streams.errors import AppendFailed, RecordError, StreamError
-from streams.outbox import Outbox
-from streams.patience import until_answered
+from streams.errors import RecordError, StreamError
 from streams.ports import Log, Partition, Record
+from streams.reading.range_reader import end_offset_of, tail
+from streams.record_publisher import RecordPublisher
 from streams.records import (
     Assignment,
     CancelRun,
     EngineConfig,
-    Fact,
-    Heartbeat,
+    EngineStats,
+    LogRecord,
     Lost,
     ModelCard,
     WorkerCard,
     WorkerState,
 )
-from streams.topics import ASSIGNMENTS, KV_EVENTS, REGISTRY, RESPONSES, partition_of
+from streams.topics import ASSIGNMENTS, REGISTRY, RESPONSES, partition_of
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from faststream import FastStream
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-NOTICE_BEATS = 2
-"""Heartbeats for which a draining worker still takes work: routers notice within them."""
-FAREWELL_S = 5.0
-"""What a stopping worker gives each of its last words, in seconds."""
+DRAIN_NOTICE_HEARTBEATS = 2
+"""Heartbeats during which a draining worker still accepts runs, until routers have noticed."""
+SHUTDOWN_STEP_S = 5.0
+"""Time limit of each step of the shutdown, in seconds."""
 
 
-class NameTaken(OperatorError):
-    """A newer process uses this worker's id. Give each worker its own KVLANE_WORKER_ID."""
+class WorkerIdTaken(OperatorError):
+    """A newer process has registered the same worker id. Set KVLANE_WORKER_ID to a unique value."""
 
 
 class Worker:
-    """One worker. `start` returns when it is registered and its first heartbeat is out."""
+    """One worker process. `start` returns after the registration and the first heartbeat."""
 
     def __init__(
         self,
         log: Log,
         settings: Settings,
-        life: Lifetime,
+        ctx: ProcessContext,
         engine: Engine,
         *,
         worker_id: str | None = None,
-        offer: Offer | None = None,
+        offer: ModelPublisher | None = None,
     ) -> None:
-        """`offer`: the files of the engine's model; without them its tokens are bytes."""
+        """`offer`: publishes the files of the engine's model; without it tokens are bytes."""
         self.id = worker_id or settings.worker_id
         self._log = log
         self._settings = settings
-        self._life = life
-        self._clock = life.clock
+        self._ctx = ctx
+        self._clock = ctx.clock
         self._engine = engine
         self._offer = offer
         self._model: Model = ByteModel()
         self._card: ModelCard | None = None
-        """What it has said of its model, if anything, and where in the registry."""
-        self._card_at = -1
-        self._broker_clock = BrokerClock(life.clock)
-        self._outbox = Outbox(log, life.clock, self._broker_clock)
+        """The model card this worker has written, if any."""
+        self._card_offset = -1
+        """Offset of the model card in the registry."""
+        self._broker_clock = BrokerClock(ctx.clock)
+        self._outbox = RecordPublisher(log, ctx.clock, self._broker_clock)
         self._state: WorkerState = "ready"
-        self._dying = ""
-        """Why this process ends by itself; "" while it does not."""
-        self._runs: Runs | None = None
+        self._fatal_reason = ""
+        """Why this process is about to end with an error; "" otherwise."""
+        self._runs: RunQueue | None = None
         self._slot = Partition(ASSIGNMENTS, 0)
         self._slot_offset = 0
+        self._cache_events: list[KvEventPublisher] = []
+        """One for each data-parallel rank; empty until the engine has started."""
         self._loops: list[asyncio.Task[Any]] = []
+        self._heartbeats = HeartbeatSender(self._outbox, ctx.clock, engine, self.id)
+        self._metrics = WorkerMetrics(self)
+        probes = Probes(self._checks, self._metrics.page, lambda: self.is_alive)
+        self._status = StatusServer(settings, ctx, probes, self._metrics.loop_delay)
 
     @property
     def epoch(self) -> int | None:
-        """The present epoch; None before the first and between two."""
+        """The current epoch; None before the first one and between two epochs."""
         return self._runs.epoch if self._runs is not None else None
 
+    @property
+    def http(self) -> FastAPI:
+        return self._status.http
+
+    @property
+    def url(self) -> str:
+        """Base URL of the status server, if it has a port. Only after `start`."""
+        return self._status.url
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is live; False once its engine is dead."""
+        return self._ctx.error is None and not self._fatal_reason
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the last acknowledged heartbeat."""
+        return self._heartbeats.age_s
+
+    @property
+    def open_runs(self) -> tuple[int, int]:
+        """Runs of this epoch: those in the engine or closing, and those waiting for a slot."""
+        runs = self._runs
+        return (
+            (0, 0)
+            if runs is None
+            else (len(runs.progress()) - runs.waiting_count, runs.waiting_count)
+        )
+
+    def engine_stats(self) -> EngineStats | None:
+        """Current statistics of the engine, if it has any."""
+        return self._engine.stats()
+
+    def _checks(self) -> Checks:
+        is_fresh = self.heartbeat_age_s < self._settings.worker_timeout_s
+        return {
+            "registered": self._runs is not None,
+            "engine_answers": self._runs is not None and not self._watch.unhealthy_reason,
+            "heartbeats_acknowledged": is_fresh,
+            "log_answers": self._ctx.broker_answers,
+            "taking_requests": self._state == "ready" and self.is_alive,
+        }
+
     async def start(self) -> None:
-        """Start the engine, register, serve. Raises what the engine or the log raise."""
+        """Start the engine, register and serve. Raises errors of the engine and of the log."""
+        await self._status.start()
         try:
             config = await self._start_engine()
-            await self._enter(config)
+            await self._register(config)
         except BaseException:
-            await self._within("cleanup", self._engine.cleanup())
+            await self._shutdown_step("cleanup", self._engine.cleanup())
             raise
-        self._engine_held = self._life.spawn("engine", self._hold_engine())
+        self._engine_owner = self._ctx.spawn("engine", self._own_engine())
 
     async def stop(self) -> None:
-        """Leave in good order: announce it, finish or break off what runs, say goodbye."""
+        """Drain and stop: announce it, finish or abort the runs, write the tombstone."""
         self._state = "draining"
-        await _cancelled(self._watching)
-        await self._beat()
-        await self._clock.sleep(NOTICE_BEATS * self._settings.heartbeat_s)
+        await _cancel_tasks(self._health_task)
+        await self._send_heartbeat()
+        await self._clock.sleep(DRAIN_NOTICE_HEARTBEATS * self._settings.heartbeat_interval_s)
         if self._runs is not None:
-            await self._finish(self._runs)
-        await _cancelled(*self._loops)
-        self._lose()
+            await self._drain_runs(self._runs)
+        await _cancel_tasks(*self._loops)
+        self._drop_epoch()
         for events in self._cache_events:
-            events.end()
-        await self._within("drain", self._engine.drain())
-        await _cancelled(self._engine_held)
+            events.end_epoch()
+        await self._shutdown_step("drain", self._engine.drain())
+        await _cancel_tasks(self._engine_owner)
         try:
-            await self._registration.leave(self._clock.now() + FAREWELL_S)
+            await self._registration.write_tombstone(self._clock.now() + SHUTDOWN_STEP_S)
         except StreamError as e:
             log.warning("the tombstone of %s was not acknowledged: %s", self.id, e)
+        await self._status.stop()
 
-    async def _finish(self, runs: Runs) -> None:
-        """Hand new work back, let the old end within the grace, break off the rest."""
-        runs.hand_back()
-        if not await runs.idle(self._clock.now() + self._settings.drain_grace_s):
-            runs.break_off("the worker stopped")
-            await runs.idle(self._clock.now() + FAREWELL_S)
+    async def _drain_runs(self, runs: RunQueue) -> None:
+        """Reject new runs, let open ones end within the grace period, abort the rest."""
+        runs.reject_new()
+        if not await runs.wait_idle(self._clock.now() + self._settings.drain_grace_s):
+            runs.abort_all("the worker stopped")
+            await runs.wait_idle(self._clock.now() + SHUTDOWN_STEP_S)
 
-    async def _within(self, what: str, duty: Coroutine[Any, Any, None]) -> None:
-        """One of the engine's last duties, within the grace; a failure is logged and swallowed."""
+    async def _shutdown_step(self, what: str, duty: Coroutine[Any, Any, None]) -> None:
+        """Await a shutdown step of the engine within the grace period; log a failure."""
         try:
-            async with asyncio.timeout(max(self._settings.drain_grace_s, FAREWELL_S)):
+            async with asyncio.timeout(max(self._settings.drain_grace_s, SHUTDOWN_STEP_S)):
                 await duty
         except Exception:
             log.exception("%s of the engine of %s failed", what, self.id)
 
-    # --- lives -----------------------------------------------------------------------------------
+    # --- epochs ----------------------------------------------------------------------------------
 
     async def _start_engine(self) -> EngineConfig:
-        """Start the engine with its listener, and put its model's files where others find them."""
-        self._engine.listen(self._heard_of_blocks)
+        """Start the engine with its listener, and publish the files and card of its model."""
+        self._engine.set_kv_event_listener(self._on_engine_events)
         config = _with_adapters(await self._engine.start(self.id), self._settings)
-        self._adapters = self._engine.adapters()
         model = config.served_model_name or config.model
+        self._metrics.model = model
         self._cache_events = [
-            CacheEvents(
+            KvEventPublisher(
                 self._outbox,
-                self._life,
+                self._ctx,
                 self.id,
                 model,
                 config.kv_cache_block_size or 0,
-                self._settings.key_secret(),
+                self._settings.block_key_secret(),
                 rank,
             )
             for rank in range(config.data_parallel_size or 1)
         ]
         if self._offer is not None:
-            self._model = await self._offer.publish(model, config, self._announce)
+            self._model = await self._offer.publish(model, config, self._publish_card)
         elif config.kind != "tokens":
-            await self._announce(card_without_files(model, config))
+            await self._publish_card(passthrough_card(model, config))
         return config
 
-    async def _announce(self, card: ModelCard) -> None:
-        """Write a model's card. Raises PoolDiffers, BrokerUnavailable, AppendFailed."""
+    async def _publish_card(self, card: ModelCard) -> None:
+        """Write a model's card. Raises ModelMismatch, BrokerUnavailable, AppendFailed."""
         s = self._settings
-        # Long enough for one that was killed to be declared lost, and for one that drains.
-        leaving_s = max(4 * s.worker_timeout_s, s.drain_grace_s + 2 * FAREWELL_S)
-        await admit(card, self.id, self._log, self._life, leaving_s)
+        # Long enough for a killed worker to be declared lost, and for a draining one to leave.
+        leaving_s = max(4 * s.worker_timeout_s, s.drain_grace_s + 2 * SHUTDOWN_STEP_S)
+        await wait_until_compatible(card, self.id, self._log, self._ctx, leaving_s)
         self._card = card
-        until = self._clock.now() + REGISTER_S
-        written = await self._outbox.persist(REGISTRY, f"model/{card.name}", card, until=until)
-        self._card_at = written.offset
+        until = self._clock.now() + REGISTER_TIMEOUT_S
+        written = await self._outbox.publish(REGISTRY, f"model/{card.name}", card, until=until)
+        self._card_offset = written.offset
 
-    def _heard_of_blocks(self, events: Sequence[EngineEvent], rank: int = 0) -> None:
-        self._cache_events[rank].feed(events)
+    def _on_engine_events(self, events: Sequence[EngineEvent], rank: int = 0) -> None:
+        if self._cache_events:  # blocks cached during the start of the engine belong to no request
+            self._cache_events[rank].on_engine_events(events)
 
-    async def _enter(self, config: EngineConfig) -> None:
+    async def _register(self, config: EngineConfig) -> None:
         slot = partition_of(self.id.encode(), await self._log.partitions(ASSIGNMENTS))
         self._slot = Partition(ASSIGNMENTS, slot)
         self._chunks = ChunkWriters(
             self._outbox,
-            self._life,
+            self._ctx,
             await self._log.partitions(RESPONSES),
             with_tokens=config.gives_tokens,
         )
-        self._limits = Limits(
-            running=config.max_num_seqs or self._settings.max_num_seqs,
-            waiting=self._settings.worker_queue,
-            remember_s=self._settings.max_lifetime_s,
+        self._limits = RunLimits(
+            max_running=config.max_num_seqs or self._settings.max_num_seqs,
+            max_waiting=self._settings.worker_max_waiting,
+            remember_key_s=self._settings.max_lifetime_s,
         )
-        self._slot_offset = await self._end_of(self._slot)
+        self._slot_offset = await end_offset_of(self._log, self._clock, self._slot)
         registry = Partition(REGISTRY, 0)
-        if self._card_at < 0:
-            self._card_at = await self._end_of(registry)
+        if self._card_offset < 0:
+            self._card_offset = await end_offset_of(self._log, self._clock, registry)
         s = self._settings
-        patience = Patience(s.canary_idle_s, s.canary_answer_s, s.engine_stall_s, s.engine_dead_s)
-        self._watch = EngineWatch(
-            self._engine, self._life, patience, self._engine_quiet_s, self._engine_judged
+        patience = HealthTimeouts(
+            s.health_probe_idle_s,
+            s.health_probe_timeout_s,
+            s.engine_stall_timeout_s,
+            s.engine_dead_timeout_s,
+        )
+        self._watch = EngineHealthMonitor(
+            self._engine, self._ctx, patience, self._idle_output_s, self._health_changed
         )
         card = WorkerCard(
             id=self.id,
@@ -231,126 +295,126 @@ class Worker:
             role=self._settings.worker_role,
             taints=self._settings.taint_names,
             versions={"kvlane": version("kvlane"), **self._engine.versions()},
-            busy_cache=self._settings.busy_cache,
-            busy_prefill_tokens=self._settings.busy_prefill_tokens,
-            max_runs=self._limits.running + self._limits.waiting,
+            busy_cache=self._settings.max_cache_usage,
+            busy_prefill_tokens=self._settings.max_pending_prefill_tokens,
+            max_runs=self._limits.max_running + self._limits.max_waiting,
         )
-        self._registration = Registration(self._outbox, self._life, card)
-        await self._begin_life(self._clock.now() + REGISTER_S)
+        adapters = self._engine.adapters()
+        self._registration = Registration(self._outbox, self._ctx, card, adapters)
+        await self._start_epoch(self._clock.now() + REGISTER_TIMEOUT_S)
         self._loops = [
-            self._life.spawn("registry", self._follow(registry, self._card_at, self._consider)),
-            self._life.spawn("heartbeats", self._keep_beating()),
-            self._life.spawn("slot", self._follow(self._slot, self._slot_offset, self._receive)),
+            self._ctx.spawn(
+                "registry", self._follow(registry, self._card_offset, self._on_registry_record)
+            ),
+            self._ctx.spawn("heartbeats", self._heartbeat_loop()),
+            self._ctx.spawn(
+                "slot", self._follow(self._slot, self._slot_offset, self._on_slot_record)
+            ),
         ]
-        self._watching = self._life.spawn("engine watch", self._keep_watch())
+        self._health_task = self._ctx.spawn("engine watch", self._health_loop())
 
-    async def _end_of(self, source: Partition) -> int:
-        ends = await until_answered(
-            self._clock, lambda: self._log.end_offsets(source.topic, [source.partition])
-        )
-        return ends[source.partition]
-
-    async def _begin_life(self, until: float | None = None) -> None:
+    async def _start_epoch(self, until: float | None = None) -> None:
         """Raises AppendFailed past `until`."""
-        epoch = await self._registration.begin(until)
+        epoch = await self._registration.begin_epoch(until)
         for events in self._cache_events:
-            await events.begin(epoch, until)
-        executor = Executor(
-            self._life, self._outbox, self._engine, self._chunks, self._model, self.id, epoch
+            await events.begin_epoch(epoch, until)
+        executor = RunExecutor(
+            self._ctx, self._outbox, self._engine, self._chunks, self._model, self.id, epoch
         )
-        self._runs = Runs(
-            executor, self._life, self._outbox, self._broker_clock, self._limits, self.id, epoch,
-            self._engine_died,
+        self._runs = RunQueue(
+            executor, self._ctx, self._outbox, self._broker_clock, self._limits, self.id, epoch,
+            self._run_ended,
         )  # fmt: skip
-        if self._watch.complaint or self._dying:
-            self._runs.hand_back()
+        if self._watch.unhealthy_reason or self._fatal_reason:
+            self._runs.reject_new()
         log.info("worker %s serves slot %d as epoch %d", self.id, self._slot.partition, epoch)
-        await self._beat()
+        await self._send_heartbeat()
 
-    def _lose(self) -> bool:
-        """This epoch is dead to everybody: forget its runs at once, without a word."""
+    def _drop_epoch(self) -> bool:
+        """Drop all runs of this epoch without a record, since routers consider it dead."""
         runs, self._runs = self._runs, None
         if runs is not None:
-            runs.drop()
+            runs.discard_all()
         return runs is not None
 
-    def _renew(self, why: str) -> None:
-        """Lose this epoch and begin another life; nothing to do between two lives."""
-        if self._lose():
-            log.warning("worker %s: epoch %d is lost: %s", self.id, self._registration.epoch, why)
-            self._loops.append(self._life.spawn("renew", self._begin_life()))
+    def _restart_epoch(self, why: str) -> None:
+        """Drop this epoch and begin another one; does nothing between two epochs."""
+        if self._drop_epoch():
+            log.warning("worker %s: epoch %d is over: %s", self.id, self._registration.epoch, why)
+            self._loops = [loop for loop in self._loops if not loop.done()]
+            self._loops.append(self._ctx.spawn("renew", self._start_epoch()))
 
     # --- the engine's health ---------------------------------------------------------------------
 
-    async def _keep_watch(self) -> None:
+    async def _health_loop(self) -> None:
         try:
             await self._watch.run()
         except EngineDead as e:
             self._engine_died(e)
 
-    def _engine_quiet_s(self) -> float | None:
-        return self._runs.quiet_s() if self._runs is not None else None
+    def _idle_output_s(self) -> float | None:
+        return self._runs.idle_output_s() if self._runs is not None else None
 
-    def _engine_judged(self, stalls: bool) -> None:  # noqa: FBT001 - the watch's callback
-        """The watch thinks otherwise of the engine than before."""
+    def _health_changed(self, stalls: bool) -> None:  # noqa: FBT001 - the watch's callback
+        """Act on a changed health of the engine."""
         runs = self._runs
-        if runs is not None and not self._dying:
-            runs.hand_back(back=bool(self._watch.complaint))
+        if runs is not None and not self._fatal_reason:
+            runs.reject_new(rejecting=bool(self._watch.unhealthy_reason))
             if stalls:
-                runs.break_off(f"the engine stalls: {self._watch.complaint}")
-        self._life.spawn("judgement", self._beat())
+                runs.abort_all(f"the engine stalls: {self._watch.unhealthy_reason}")
+        self._ctx.spawn("judgement", self._send_heartbeat())
+
+    def _run_ended(self, run: Run, outcome: RunEnd) -> None:
+        self._metrics.on_finished(run, outcome.code)
+        if outcome.fatal_error is not None:
+            self._engine_died(outcome.fatal_error)
 
     def _engine_died(self, error: EngineDead) -> None:
-        """The engine will never generate again: say so, and end the process with an error."""
-        if not self._dying:
-            self._dying = f"the engine is dead: {error}"
-            self._life.spawn("death", self._die(error))
+        """The engine will never generate again: announce it, and end the process with an error."""
+        if not self._fatal_reason:
+            self._fatal_reason = f"the engine is dead: {error}"
+            self._ctx.spawn("death", self._die(error))
 
     async def _die(self, error: EngineDead) -> None:
-        """The heartbeat first, so that nobody sends more; then what runs is handed on."""
+        """Send a heartbeat first, so that routers assign no more; then fail the open runs."""
         runs = self._runs
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(SHUTDOWN_STEP_S):
                 if runs is not None:
-                    runs.hand_back()
-                await self._beat()
+                    runs.reject_new()
+                await self._send_heartbeat()
                 if runs is not None:
-                    runs.break_off(self._dying)
-                    await runs.idle(self._clock.now() + FAREWELL_S)
+                    runs.abort_all(self._fatal_reason)
+                    await runs.wait_idle(self._clock.now() + SHUTDOWN_STEP_S)
         except TimeoutError:
-            log.warning("worker %s could not say all of its last words", self.id)
-        self._life.fail(error)
+            log.warning("worker %s: not all runs were reported before the exit", self.id)
+        self._ctx.fail(error)
 
-    async def _hold_engine(self) -> None:
-        """Whatever ends this process in order or in failure, the engine is cleaned up once."""
+    async def _own_engine(self) -> None:
+        """Clean the engine up once, however the process ends."""
         try:
             await asyncio.get_running_loop().create_future()
         finally:
-            await self._within("cleanup", self._engine.cleanup())
+            await self._shutdown_step("cleanup", self._engine.cleanup())
 
     # --- loops -----------------------------------------------------------------------------------
 
     async def _follow(
         self, source: Partition, position: int, take: Callable[[Record], Awaitable[None]]
     ) -> None:
-        reader = self._log.reader(moving=False)
-        reader.assign({source: position})
-        try:
-            while True:
-                for records in (await reader.poll(POLL_S)).values():
-                    for record in records:
-                        await take(record)
-        finally:
-            await reader.close()
+        async with aclosing(tail(self._log, {source: position}, POLL_S)) as batches:
+            async for records in batches:
+                for record in records:
+                    await take(record)
 
-    async def _receive(self, record: Record) -> None:
-        """One record of the slot; the heartbeat's offset moves with the state it describes."""
+    async def _on_slot_record(self, record: Record) -> None:
+        """Apply one record of the slot; the reported offset moves together with the state."""
         self._broker_clock.observe(record.timestamp)
         self._slot_offset = record.offset + 1
         try:
             order = decode(record)
         except RecordError as e:
-            log.warning("%s[%d] %d is skipped: %s", *self._slot, record.offset, e)
+            log.warning("%s[%d] offset %d skipped: %s", *self._slot, record.offset, e)
             return
         runs = self._runs
         if (
@@ -365,101 +429,85 @@ class Worker:
         elif isinstance(order, CancelRun):
             runs.cancel(order)
         else:
-            self._renew(f"{order.by or 'a router'} heard nothing of it for {order.silent_ms} ms")
+            self._restart_epoch(
+                f"{order.by or 'a router'} received no heartbeat for {order.silent_ms} ms"
+            )
 
-    async def _consider(self, record: Record) -> None:
-        """One record of the registry. Raises NameTaken, PoolDiffers."""
+    async def _on_registry_record(self, record: Record) -> None:
+        """Apply one record of the registry. Raises WorkerIdTaken, ModelMismatch."""
         try:
-            fact = Fact(record.offset, record.timestamp, decode(record))
-        except RecordError as e:  # somebody else's, of a newer version or broken
-            log.debug("registry %d is skipped: %s", record.offset, e)
+            fact = LogRecord(record.offset, record.timestamp, decode(record))
+        except RecordError as e:  # broken, or written by a newer version
+            log.debug("registry offset %d skipped: %s", record.offset, e)
             return
         if self._card is not None and isinstance(fact.record, ModelCard):
-            check(self._card, fact.record)
+            check_compatible(self._card, fact.record)
         registration = self._registration
-        match judge(fact, registration.card, registration.written_at):
-            case "rewrite" if self._runs is not None:  # between two lives it is written anyway
-                log.warning("worker %s: its card was overwritten, writing it again", self.id)
-                await registration.rewrite()
+        match interpret(fact, registration.card, registration.card_offset):
+            case "rewrite" if self._runs is not None:  # between two epochs it is written anyway
+                log.warning("worker %s: its card was overwritten; writing it again", self.id)
+                await registration.rewrite_card()
             case "renew":
-                self._renew("the registry says so")
+                self._restart_epoch("a record in the registry ended it")
             case "yield":
-                self._lose()
-                raise NameTaken(
-                    f"another process took the worker id {self.id!r}: "
-                    "give each worker its own KVLANE_WORKER_ID"
+                self._drop_epoch()
+                raise WorkerIdTaken(
+                    f"another process registered the worker id {self.id!r}: "
+                    "set KVLANE_WORKER_ID to a unique value for each worker"
                 )
 
-    async def _keep_beating(self) -> None:
+    async def _heartbeat_loop(self) -> None:
         while True:
-            await self._clock.sleep(self._settings.heartbeat_s)
+            await self._clock.sleep(self._settings.heartbeat_interval_s)
             if self._runs is not None:
-                self._runs.expire()
-                await self._beat()
-                await self._tell_adapters()
+                self._runs.abort_expired()
+                await self._send_heartbeat()
+                if self._runs is not None:
+                    until = self._clock.now() + self._settings.heartbeat_interval_s
+                    await self._registration.update_adapters(self._engine.adapters(), until)
 
-    async def _tell_adapters(self) -> None:
-        """Write the card anew when the engine has others than it said; one try, at each beat."""
-        has = self._engine.adapters()
-        if has == self._adapters or self._runs is None:
-            return
-        until = self._clock.now() + self._settings.heartbeat_s
-        config = replace(self._registration.card.config, lora_names=has or None)
-        try:
-            await self._registration.tell(config, until)
-        except AppendFailed as e:
-            log.warning("the adapters of %s are not on its card yet: %s", self.id, e)
-        else:
-            self._adapters = has
-
-    async def _beat(self) -> None:
-        """One try: the next heartbeat says more than a late one."""
+    async def _send_heartbeat(self) -> None:
         runs = self._runs
         if runs is None:
             return
         state = self._state
-        of_caches = (events.complaint for events in self._cache_events)
-        reason = self._dying or self._watch.complaint or next(filter(None, of_caches), "")
-        if reason and (state == "ready" or self._dying):
-            state = "unhealthy"
-        heartbeat = Heartbeat(
-            worker=self.id,
-            epoch=runs.epoch,
-            slot_offset=self._slot_offset,
-            state=state,
-            reason=reason,
-            running=runs.progress(),
-            waiting=runs.waiting,
-            last_event_ids=tuple(events.last_event_id for events in self._cache_events),
-            engine=self._engine.figures(),
+        cache_problems = (events.unusable_reason for events in self._cache_events)
+        reason = (
+            self._fatal_reason
+            or self._watch.unhealthy_reason
+            or next(filter(None, cache_problems), "")
         )
-        try:
-            await self._outbox.send(KV_EVENTS, self.id, heartbeat)
-        except AppendFailed as e:
-            log.warning("a heartbeat of %s was not acknowledged: %s", self.id, e)
+        if reason and (state == "ready" or self._fatal_reason):
+            state = "unhealthy"
+        await self._heartbeats.send(runs, self._cache_events, state, reason, self._slot_offset)
 
 
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _with_adapters(config: EngineConfig, settings: Settings) -> EngineConfig:
-    """What an engine says of itself; the adapters by the settings, if it says nothing of them."""
+    """The engine's configuration, with the adapters of the settings if it names none."""
     if config.lora_names is not None or not (settings.adapters or settings.max_loras):
         return config
     return replace(config, lora_names=tuple(settings.adapters), max_loras=settings.max_loras)
 
 
-def build(log: Log, settings: Settings, life: Lifetime) -> Worker:
+def build(log: Log, settings: Settings, ctx: ProcessContext) -> Worker:
     """A worker with the engine of the settings. Raises BadModel, SettingsError."""
-    engine, files = chosen(settings, life.clock)
-    offer = None if files is None else Offer(log, settings, life, files)
-    return Worker(log, settings, life, engine, offer=offer)
+    if settings.worker_role != "aggregated":
+        raise SettingsError(
+            f"KVLANE_WORKER_ROLE={settings.worker_role}: only aggregated is supported, since no "
+            "router assigns prefill and decode to separate workers"
+        )
+    engine, files = create_engine(settings, ctx.clock)
+    offer = None if files is None else ModelPublisher(log, settings, ctx, files)
+    return Worker(log, settings, ctx, engine, offer=offer)
 
 
 def __getattr__(name: str) -> FastStream:
     if name == "app":
-        return serve("worker", build)
+        return faststream_app("worker", build)
     raise AttributeError(name)

@@ -38,9 +38,9 @@ is_current() { [[ -x .venv/bin/python && -f $STAMP && $(<"$STAMP") == "$(fingerp
 # A kernel that cannot be compiled is for the tests to report, not for whoever wants to run them.
 compile_kernels() {
   local sources
-  sources=$(cat indexer/*.py | sha256sum)
+  sources=$(find indexer -name '*.py' -exec sha256sum {} + | sort | sha256sum)
   if [[ -f $COMPILED && $(<"$COMPILED") == "$sources" ]]; then return; fi
-  if .venv/bin/python -m indexer.warm; then
+  if .venv/bin/python -m indexer.precompile; then
     echo "$sources" >"$COMPILED"
   else
     say "the kernels of the index could not be compiled: the lines above say why"

@@ -1,26 +1,35 @@
-"""Which worker's cache holds which blocks: from what engines say to how much of a prompt is cached.
+"""KV cache index: from the cache events of engines to the cached prefix length of a prompt.
 
-Beside an engine, in the worker:
+In the worker, beside the engine:
 
-    engine_events  what engines say of their caches       modelled  what others would say
-    bridge         engine events to canonical ones        mirror    what the cache holds, as told
+    `indexer/cache_events/engine_events.py`  cache events as engines publish them
+    `indexer/cache_events/estimated_cache.py`       estimated events for engines that publish none
+    `indexer/cache_events/event_normalizer.py`         engine events to canonical events; shows all
+    vocabularies `indexer/cache_events/cache_mirror.py`         contents of the cache, as published
 
 In every router and indexer:
 
-    events     canonical events, and the columns they travel in
-    index      the index: follows events, answers prompts; begin here
-      lives      which events count: epochs, ids, gaps
-      store      the blocks of a tier, and room for more
-      changes    events to changes of the table           search    prompts to depths by cache
-      table      from a key to a set of caches            sets      each set of caches once
-      prefixes   keys along a prompt, where they are asked for
-      entries    the kernels that Python calls            snapshots its bytes
-    reference  the same in dicts, slow and obvious: what the index is held against
+    `indexer/events.py`         canonical events, and their columnar encoding
+    `indexer/index.py`          the index: applies events, matches prompts; start here
+    `indexer/epochs.py`          epochs, event ids and gaps: which events are applied
+    `indexer/blocks/tier_store.py`          blocks of one tier, and the growth of their arrays
+    `indexer/blocks/updates.py`        event rows to updates of the table
+    `indexer/blocks/block_table.py`          hash table from a key to a set of caches
+    `indexer/blocks/holder_sets.py`           sets of caches, each one stored once
+    `indexer/blocks/prefix_search.py`         prompt to depth by cache
+    `indexer/blocks/prefix_keys.py`       keys along a prompt, computed on demand
+    `indexer/blocks/kernel_entry.py`        kernels that are called from Python
+    `indexer/blocks/snapshot_format.py`      snapshot format
+    `indexer/reference_index.py`      slow reference implementation in dicts
 
-What blocks are called by, on both sides:
+Identity of blocks, on both sides:
 
-    hashing    the hashes of blocks, as others have them  keys      what the index looks up
-    xxh3       the hash function                          hash_kernels, lanes  the same, fast
+    `indexer/block_hashes.py`        hashes of blocks, compatible with other systems
+    `indexer/block_keys.py`           keys that the index looks up
+    `indexer/xxh3.py`           hash function in plain Python
+    `indexer/native/xxh3_kernels.py`   hash function in compiled code
 
-Below: kernels (how they are compiled and kept), warm (beforehand), memory (what numba lacks).
+Compiled code: `indexer/kernels.py` (decorators and cache), `indexer/precompile.py` (ahead-of-time
+compilation), `indexer/native/intrinsics.py` (memory intrinsics) and `indexer/native/simd.py` (SIMD
+intrinsics).
 """

@@ -1,12 +1,12 @@
-"""Canonical cache events, and the columns they travel in.
+"""Canonical cache events, and their columnar encoding.
 
-An event says of one worker's rank that blocks are in a tier, that they are not, or that none is
-any more. It names prefixes by keys (`indexer/keys.py`), the same for engines of any kind. Many
-events share one record of columns, one row each, all little endian:
+An event states for one rank of a worker that blocks are in a tier, that they are not, or that the
+cache is empty. It identifies prefixes by keys (`indexer/block_keys.py`), the same for every engine.
+A record holds many events as columns, one row per event, little endian:
 
-    kinds u8 | tiers u8 | positions u32 | counts u32 | keys u64, those of all rows end to end
+    kinds u8 | tiers u8 | positions u32 | counts u32 | keys u64, concatenated over all rows
 
-Owns these shapes and their bytes. What events mean is `indexer/reference.py`'s.
+Owns these types and their bytes. `indexer/reference_index.py` defines the effect of an event.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from numpy.typing import NDArray
 
 from indexer.kernels import kernel
 
-LARGEST_POSITION = 2**32 - 1
+MAX_POSITION = 2**32 - 1
 
 
-class Kind(IntEnum):
-    """What happened; numbers as on the wire."""
+class EventKind(IntEnum):
+    """Kind of an event; the values are those on the wire."""
 
     STORED = 0
-    """The keys are at consecutive positions, the first one at the event's."""
+    """The keys are at consecutive positions, starting at the event's position."""
     REMOVED = 1
-    """The keys are in any order, of any positions; the event's says nothing."""
+    """The keys are in any order, at any positions; the event's position has no meaning."""
     CLEARED = 2
-    """The rank holds nothing, in any tier; there are no keys."""
+    """The rank holds no block in any tier; the event has no keys."""
 
 
 class Tier(IntEnum):
-    """Where blocks lie, nearest first; numbers as on the wire."""
+    """Storage tier of a block, nearest first; the values are those on the wire."""
 
     DEVICE = 0
     HOST = 1
@@ -46,22 +46,22 @@ class Tier(IntEnum):
     EXTERNAL = 3
 
 
-class Event(msgspec.Struct, frozen=True, gc=False):
+class CacheEvent(msgspec.Struct, frozen=True, gc=False):
     """One change. Keys are u64 and never 0."""
 
-    kind: Kind
+    kind: EventKind
     tier: Tier = Tier.DEVICE
     position: int = 0
     keys: tuple[int, ...] = ()
 
 
-CLEARED = Event(Kind.CLEARED)
+CLEARED = CacheEvent(EventKind.CLEARED)
 U32, U64 = np.dtype("<u4"), np.dtype("<u8")
-LAST_KIND, LAST_TIER = int(max(Kind)), int(max(Tier))
+MAX_KIND, MAX_TIER = int(max(EventKind)), int(max(Tier))
 
 
-class Columns(NamedTuple):
-    """Events as bytes; the fields are those of the record that carries them."""
+class EventColumns(NamedTuple):
+    """Encoded events; the fields are those of the `Blocks` record."""
 
     kinds: bytes
     tiers: bytes
@@ -71,14 +71,14 @@ class Columns(NamedTuple):
 
 
 class MalformedColumns(ValueError):
-    """Columns that no event gives; they never will be right, so skip and count the record."""
+    """Columns that do not decode. Permanent, so the record is skipped and counted."""
 
 
-def encode(events: Iterable[Event]) -> Columns:
-    """The columns of some events."""
+def encode_events(events: Iterable[CacheEvent]) -> EventColumns:
+    """Encode events as columns."""
     rows = list(events)
     size, keys = len(rows), list(chain.from_iterable([event.keys for event in rows]))
-    return Columns(
+    return EventColumns(
         kinds=bytes([event.kind for event in rows]),
         tiers=bytes([event.tier for event in rows]),
         positions=pack(f"<{size}I", *[event.position for event in rows]),
@@ -87,10 +87,10 @@ def encode(events: Iterable[Event]) -> Columns:
     )
 
 
-class Rows(NamedTuple):
-    """Columns as arrays, read-only views of the bytes; one element for each event, but for `keys`.
+class EventRows(NamedTuple):
+    """Columns as arrays: read-only views of the bytes, one element per event except in `keys`.
 
-    `kinds`, `tiers`: u8 (n). `positions`, `counts`: u32 (n). `keys`: u64, of all rows end to end.
+    `kinds`, `tiers`: u8 (n). `positions`, `counts`: u32 (n). `keys`: u64, concatenated.
     """
 
     kinds: NDArray[np.uint8]
@@ -100,31 +100,33 @@ class Rows(NamedTuple):
     keys: NDArray[np.uint64]
 
 
-def rows_of(columns: Columns) -> Rows:
-    """The rows, checked. Raises MalformedColumns."""
+def parse_columns(columns: EventColumns) -> EventRows:
+    """Validate columns and view them as arrays. Raises MalformedColumns."""
     rows = len(columns.kinds)
     lengths = (len(columns.tiers), len(columns.positions), len(columns.counts))
     if lengths != (rows, 4 * rows, 4 * rows) or len(columns.keys) % 8:
-        raise MalformedColumns(f"columns of {lengths} bytes for {rows} rows")
-    found = (
+        raise MalformedColumns(
+            f"column lengths {lengths} do not match {rows} rows, or the keys are no whole u64"
+        )
+    arrays = (
         np.frombuffer(columns.kinds, np.uint8), np.frombuffer(columns.tiers, np.uint8),
         np.frombuffer(columns.positions, U32), np.frombuffer(columns.counts, U32),
         np.frombuffer(columns.keys, U64),
     )  # fmt: skip
-    fault = _first_fault(*found)
-    if fault != SOUND:
-        raise MalformedColumns(f"{rows} rows with {len(found[-1])} keys: {FAULTS[fault]}")
-    return Rows(*found)
+    fault = _first_fault(*arrays)
+    if fault != VALID:
+        raise MalformedColumns(f"{rows} rows with {len(arrays[-1])} keys: {FAULT_MESSAGES[fault]}")
+    return EventRows(*arrays)
 
 
-SOUND, BAD_KEY, BAD_KIND, BAD_CLEARED, BAD_POSITION, BAD_COUNT = range(6)
-FAULTS = (
+VALID, BAD_KEY, BAD_KIND, BAD_CLEARED, BAD_POSITION, BAD_COUNT = range(6)
+FAULT_MESSAGES = (
     "",
-    "0 is no key",
-    "a kind or a tier that is none",
-    "cleared, with keys",
-    "positions beyond the largest one",
-    "another number of keys than is counted",
+    "a key is 0",
+    "unknown kind or tier",
+    "a cleared event has keys",
+    "a position is beyond 2^32 - 1",
+    "the counts do not add up to the number of keys",
 )
 
 
@@ -136,15 +138,15 @@ def _first_fault(
     counts: NDArray[np.uint32],
     keys: NDArray[np.uint64],
 ) -> int:
-    """What is wrong with rows, if anything is."""
+    """The first fault of the rows, or SOUND."""
     total = np.int64(0)
     for row in range(len(kinds)):
         count, position = np.int64(counts[row]), np.int64(positions[row])
-        if kinds[row] > LAST_KIND or tiers[row] > LAST_TIER:
+        if kinds[row] > MAX_KIND or tiers[row] > MAX_TIER:
             return BAD_KIND
-        if kinds[row] == LAST_KIND and count:
+        if kinds[row] == MAX_KIND and count:
             return BAD_CLEARED
-        if position + count - 1 > LARGEST_POSITION:
+        if position + count - 1 > MAX_POSITION:
             return BAD_POSITION
         total += count
     if total != len(keys):
@@ -152,16 +154,16 @@ def _first_fault(
     zeros = 0
     for key in keys:
         zeros += key == 0
-    return BAD_KEY if zeros else SOUND
+    return BAD_KEY if zeros else VALID
 
 
-def decode(columns: Columns) -> list[Event]:
-    """The inverse of `encode`. Raises MalformedColumns."""
-    rows = rows_of(columns)
+def decode_events(columns: EventColumns) -> list[CacheEvent]:
+    """Decode columns, the inverse of `encode_events`. Raises MalformedColumns."""
+    rows = parse_columns(columns)
     counts, keys = rows.counts.tolist(), rows.keys.tolist()
     ends = list(accumulate(counts))
     return [
-        Event(Kind(kind), Tier(tier), position, tuple(keys[end - count : end]))
+        CacheEvent(EventKind(kind), Tier(tier), position, tuple(keys[end - count : end]))
         for kind, tier, position, count, end in zip(
             columns.kinds, columns.tiers, rows.positions.tolist(), counts, ends, strict=True
         )

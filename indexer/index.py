@@ -1,26 +1,30 @@
-"""The index: which caches hold how much of a prompt; follows events, answers in microseconds.
+"""KV cache index: which caches hold which prefix of a prompt, answered in microseconds.
 
-How a block is stored. Its key (`keys.py`) has one slot in the table of its tier (`table.py`), which
-names the set of the caches that hold it (`sets.py`); a cache is a *column* of those sets. `stored`
-and `removed` rows move blocks from one set to another (`changes.py`). Table and sets of a tier have
-a `Store` that keeps room in them (`store.py`). What events count is decided before, in `lives.py`.
+Storage. The key of a block (`indexer/block_keys.py`) has one slot in the table of its tier
+(`indexer/blocks/block_table.py`). The slot refers to the set of caches that hold the block
+(`indexer/blocks/holder_sets.py`); a cache is a *column* of those sets. `stored` and `removed` rows
+move blocks from one set to another (`indexer/blocks/updates.py`). A `TierStore` grows the table and
+the sets of a tier (`indexer/blocks/tier_store.py`). Which events are applied is decided before, in
+`indexer/epochs.py`.
 
-How it is found. `match` gets the hashes of a prompt's blocks, looks where along the prompt the set
-of holders changes, and reads every cache's depth off those few places (`search.py`).
+Lookup. `match_prefix` gets the hashes of a prompt's blocks, finds the positions along the prompt
+where the set of holders changes, and derives the depth of every cache from them
+(`indexer/blocks/prefix_search.py`).
 
-How all of a cache's blocks go (`cleared`, `lose`, a new epoch): at once, whatever it held. Its
-column is *retired*: masked out of all answers, and out of the state hash, since its account is
-dropped. The slots are swept later, some with every change. Then the column is used again.
+Removal of a whole cache (`cleared`, `end_epoch`, a new epoch) takes constant time. Its column is
+*retired*: masked out of all answers, and of the state hash, since its account is dropped. The slots
+are swept later, some with every change. Then the column is used again.
 
-*Closed* means that a cache holds no block of the device tier without the one before it. Bridges
-announce blocks so (`bridge.py`), and no event is ever missed unnoticed. For a cache whose log does
-not begin at a `cleared`, or that had blocks refused, it is not known; while there is such a cache,
-every block of a prompt is looked at.
+*Closed* means that a cache holds no block of the device tier without its parent. Bridges publish
+blocks that way (`indexer/cache_events/event_normalizer.py`), and a lost event is always noticed. A
+cache whose log does not start at a `cleared`, or that had blocks rejected, may not be closed; while
+there is such a cache, every block of a prompt is looked up.
 
-One writer, and any number of threads that call `match` or `depths` beside it: these take the arrays
-of a tier as one tuple, run without the interpreter's lock, and look again when sets were recycled
-under them. All else is for the writer's thread, or while it does nothing. Each cache has
-`max_blocks` at most; positions are kept for people, answers do not depend on them.
+One writer, and any number of threads that call `match_prefix` or `match_depths` concurrently: these
+take the arrays of a tier as one tuple, run without the interpreter's lock, and retry when sets were
+recycled meanwhile. Everything else belongs to the writer's thread, or to times when it is idle.
+Each cache has at most `max_blocks` blocks; positions are kept for display only, no answer depends
+on them.
 """
 
 from __future__ import annotations
@@ -33,44 +37,53 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer import snapshots
-from indexer.changes import ACCOUNT_WORDS, BLOCKS, DIGEST
-from indexer.entries import deepen, match
-from indexer.events import CLEARED, Columns, Event, Kind, Rows, Tier, encode, rows_of
-from indexer.keys import LOOPBACK_SECRET, KeySecret, derive
-from indexer.lives import Follower, Holder, Overlap, Rank, cache_tag
-from indexer.prefixes import Scratch, new_scratch
-from indexer.search import FEW, RETRY
-from indexer.sets import LEAST_ROWS, WORD_BITS, new_sets, with_room
-from indexer.store import LONGEST_STEP, View, new_stores
+from indexer.block_keys import LOOPBACK_SECRET, KeySecret, derive_secret
+from indexer.blocks import snapshot_format
+from indexer.blocks.holder_sets import MIN_ROWS, WORD_BITS, empty_sets, with_capacity
+from indexer.blocks.kernel_entry import extend_to_lower_tier, match_prefix
+from indexer.blocks.prefix_keys import SearchScratch, new_scratch
+from indexer.blocks.prefix_search import RETRY, SCAN_THRESHOLD
+from indexer.blocks.tier_store import MAX_STEP_SLOTS, TierView, new_stores
+from indexer.blocks.updates import ACCOUNT_WORDS, BLOCK_COUNT, DIGEST_SUM
+from indexer.epochs import CacheId, CacheState, IndexBase, Overlap, cache_tag
+from indexer.events import (
+    CLEARED,
+    CacheEvent,
+    EventColumns,
+    EventKind,
+    EventRows,
+    Tier,
+    encode_events,
+    parse_columns,
+)
 from indexer.xxh3 import M64
 
-MAX_BLOCKS = 1 << 24
+MAX_CACHE_BLOCKS = 1 << 24
 
-SWEEP_STEPS = 4
-LEAST_STEPS = 1 << 14
-"""Slots copied or swept with any change: 30-60 microseconds."""
-RETIRED_LIMIT = 4096
-"""Retired columns at which sweeping is no longer put off."""
+SWEEP_SLOTS_PER_KEY = 4
+MIN_MAINTENANCE_SLOTS = 1 << 14
+"""Minimum slots copied or swept with every change: 30-60 microseconds."""
+MAX_RETIRED_COLUMNS = 4096
+"""Retired columns at which the sweep is finished at once."""
 
 _NO_COLUMN = -1
 
 
-class Depths(NamedTuple):
-    """The caches that hold the first block of a prompt, and how many blocks by tier.
+class MatchDepths(NamedTuple):
+    """Caches that hold the first block of a prompt, and their matched blocks by tier.
 
-    `columns`: i64 (n), see `Index.owners`. `depths`: i64 (n, tiers), blocks in that tier, row by
-    row in memory.
+    `columns`: i64 (n), see `Index.column_owners`. `match_depths`: i64 (n, tiers), matched blocks in
+    each tier, in row-major order.
     """
 
     columns: NDArray[np.int64]
     depths: NDArray[np.int64]
 
 
-class _Cache(Rank):
-    """A rank in the table: its column, and for each tier its tag and its account."""
+class _Cache(CacheState):
+    """Rank whose blocks are a column of the table; with a tag and an account for each tier."""
 
-    def __init__(self, index: Index, holder: Holder) -> None:
+    def __init__(self, index: Index, holder: CacheId) -> None:
         self.index = index
         self.holder = holder
         self.column = _NO_COLUMN
@@ -78,105 +91,124 @@ class _Cache(Rank):
         self.accounts = np.zeros((len(Tier), ACCOUNT_WORDS), np.uint64)
 
     @property
-    def tier_blocks(self) -> tuple[int, ...]:
-        return tuple(self.accounts[:, BLOCKS].tolist())
+    def tier_block_counts(self) -> tuple[int, ...]:
+        return tuple(self.accounts[:, BLOCK_COUNT].tolist())
 
-    def clear(self) -> None:
-        self.index.retire(self)
+    def drop_blocks(self) -> None:
+        self.index.retire_column(self)
 
 
-class Index(Follower[_Cache]):
-    """See the module. Raises nothing for what a log may hold but MalformedColumns.
+class Index(IndexBase[_Cache]):
+    """KV cache index: the cached prefix length of a prompt, for every cache.
 
-    `max_blocks`: of one cache. `scans`: look at every block, as if no cache were closed.
+    Args:
+        secret: constants of the block keys, the same as in the events (`indexer/block_keys.py`).
+        max_blocks: limit of one cache; further blocks are rejected and counted.
+        scans: look up every block, as if no cache were closed.
+
+    `apply` takes events from one thread; any number of threads may call `match_prefix` meanwhile.
+    The only error that a record of the log can raise is MalformedColumns.
+
+    Example:
+        secret = derive(b"a secret of the deployment")
+        index, hashes = Index(secret), hash_blocks(tokens, 16).local
+        keys = tuple(prompt_keys(hashes, secret).tolist())
+        events = [CLEARED, Event(Kind.STORED, keys=keys)]
+        index.apply(0, Holder("worker-1", 0), 1, 0, encode(events))
+        index.match(hashes)                    # {Holder("worker-1", 0): Overlap(device=...)}
     """
 
     def __init__(
-        self, secret: KeySecret, *, max_blocks: int = MAX_BLOCKS, scans: bool = False
+        self, secret: KeySecret, *, max_blocks: int = MAX_CACHE_BLOCKS, scan_all: bool = False
     ) -> None:
         super().__init__(lambda holder: _Cache(self, holder))
         self._fingerprint = secret.fingerprint
         self._mixing = np.array([secret.start, secret.step, secret.first, secret.second], np.uint64)
         self._max_blocks = max_blocks
-        self._scans = scans
+        self._scans = scan_all
         self._views, self._stores = new_stores(len(Tier))
         self._alive = np.zeros(1, np.uint64)
-        self.owners: list[Holder] = []
-        """The cache of each column, or the last one it was of. Another list for every new cache."""
+        self.column_owners: list[CacheId] = []
+        """The cache of each column, or its last one. The list is replaced for every new cache."""
         self._free_columns: list[int] = []
         self._retired: list[int] = []
         self._leaving: list[int] = []
-        """Columns of the sweep that is under way."""
+        """Columns of the sweep in progress."""
         self._is_tiered = False
         """Whether there was ever a block below the device tier."""
         self._open: set[int] = set()
         """Columns that may not be closed."""
         self._local = threading.local()
 
-    # --- what events do --------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
-    def apply(
-        self, partition: int, holder: Holder, epoch: int, first_event_id: int, columns: Columns
+    def apply_events(
+        self,
+        partition: int,
+        holder: CacheId,
+        epoch: int,
+        first_event_id: int,
+        columns: EventColumns,
     ) -> None:
-        """Take the events of one record. Raises MalformedColumns, with nothing taken."""
-        rows = rows_of(columns)
-        cache = self._lives.heard(partition, holder, epoch, first_event_id)
+        """Apply the events of one record. Raises MalformedColumns, with nothing applied."""
+        rows = parse_columns(columns)
+        cache = self._lives.advance_to(partition, holder, epoch, first_event_id)
         if cache is None:
             self.counters.stale_events += len(rows.kinds)
             return
-        skipped = self._lives.news(cache, first_event_id, len(rows.kinds))
+        skipped = self._lives.skip_duplicates(cache, first_event_id, len(rows.kinds))
         for tier, part in _parts(columns, rows, skipped):
             if tier is None:
-                self._lives.clear(cache, complete=True)
+                self._lives.clear_cache(cache, complete=True)
             else:
-                self._change(cache, tier, part)
-        self._note(cache)
-        self.tidy(max(SWEEP_STEPS * len(rows.keys), LEAST_STEPS))
+                self._apply_rows(cache, tier, part)
+        self._update_openness(cache)
+        self.maintain(max(SWEEP_SLOTS_PER_KEY * len(rows.keys), MIN_MAINTENANCE_SLOTS))
 
-    def _change(self, cache: _Cache, tier: Tier, rows: Rows) -> None:
+    def _apply_rows(self, cache: _Cache, tier: Tier, rows: EventRows) -> None:
         keys, column = len(rows.keys), self._column(cache)
         self._is_tiered |= tier != Tier.DEVICE
-        if keys > self._max_blocks - cache.blocks:
-            self._open.add(column)  # before readers see what is there without what was refused
+        if keys > self._max_blocks - cache.block_count:
+            self._open.add(column)  # before readers see the table without the rejected blocks
         accounts = cache.accounts
-        refused = self._stores[tier].apply(
-            column, cache.tags, rows, self._max_blocks, accounts, len(self.owners)
+        refused = self._stores[tier].apply_rows(
+            column, cache.tags, rows, self._max_blocks, accounts, len(self.column_owners)
         )
         if refused:
-            self.counters.refused_blocks += refused
-            cache.overflowed = True
+            self.counters.rejected_blocks += refused
+            cache.has_rejected_blocks = True
 
-    # --- what prompts ask ------------------------------------------------------------------------
+    # --- lookups ---------------------------------------------------------------------------------
 
-    def match(self, local: NDArray[np.uint64]) -> dict[Holder, Overlap]:
-        """The overlap of a prompt, by its local hashes, with every cache that holds its start."""
+    def match_prefix(self, local: NDArray[np.uint64]) -> dict[CacheId, Overlap]:
+        """Overlap of a prompt, given by its local hashes, with each cache that holds its start."""
         while True:
-            owners = self.owners
-            columns, parts = self.depths(local)
-            if owners is self.owners:  # else a column may have been given to another cache
+            owners = self.column_owners
+            columns, parts = self.match_depths(local)
+            if owners is self.column_owners:  # else a column may have been given to another cache
                 break
         return {
             owners[column]: Overlap(*depths)
             for column, depths in zip(columns.tolist(), parts.tolist(), strict=True)
         }
 
-    def depths(self, local: NDArray[np.uint64]) -> Depths:
-        """The same as arrays, without looking at each cache. `local`: u64 (blocks)."""
+    def match_depths(self, local: NDArray[np.uint64]) -> MatchDepths:
+        """The same as arrays, without an object per cache. `local`: u64 (blocks)."""
         if not local.flags.writeable or not local.flags.c_contiguous:
-            local = local.copy()  # what kernels are compiled for
+            local = local.copy()  # kernels are compiled for this layout only
         while True:
             found = self._depths(local)
             if found is not None:
                 return found
 
-    def _depths(self, local: NDArray[np.uint64]) -> Depths | None:
+    def _depths(self, local: NDArray[np.uint64]) -> MatchDepths | None:
         views = tuple(self._views)
         alive = self._alive  # later than the views: it has a word for each of theirs
         if not len(local):
-            return Depths(np.empty(0, np.int64), np.empty((0, len(Tier)), np.int64))
+            return MatchDepths(np.empty(0, np.int64), np.empty((0, len(Tier)), np.int64))
         scratch = self._scratch(len(local), WORD_BITS * len(alive))
-        parts = views[Tier.DEVICE].parts
-        count = match(
+        parts = views[Tier.DEVICE].kernel_arguments
+        count = match_prefix(
             *parts, alive, self._mixing, local, not (self._open or self._scans), tuple(scratch)
         )
         if count == RETRY:
@@ -184,201 +216,209 @@ class Index(Follower[_Cache]):
         packed = scratch.out[:count].view(np.int64)
         columns, depths = packed >> 32, np.zeros((count, len(Tier)), np.int64)
         depths[:, 0] = packed & 0xFFFFFFFF
-        found: Depths | None = Depths(columns, depths)
+        found: MatchDepths | None = MatchDepths(columns, depths)
         if self._is_tiered:
             found = self._below(views, alive, local, scratch, columns, depths[:, 0])
-        # What the writer does to its newer arrays, the older ones do not tell.
+        # Changes of the writer to newer arrays are not visible in the older ones.
         return found if tuple(self._views) == views else None
 
     def _below(
         self,
-        views: tuple[View, ...],
+        views: tuple[TierView, ...],
         alive: NDArray[np.uint64],
         local: NDArray[np.uint64],
-        scratch: Scratch,
+        scratch: SearchScratch,
         columns: NDArray[np.int64],
         device: NDArray[np.int64],
-    ) -> Depths | None:
-        """Go on where each cache's device tier ends, one tier after the other."""
+    ) -> MatchDepths | None:
+        """Extend each cache's depth into the lower tiers, one after the other."""
         reached = np.zeros((len(Tier) + 1, len(alive) * WORD_BITS), np.int64)
         reached[1, columns] = device
         for tier in list(Tier)[Tier.HOST :]:
             reached[tier + 1] = reached[tier]
             if views[tier].table.used:
-                got = deepen(
-                    *views[tier].parts, alive, self._mixing, local, reached[tier + 1],
+                got = extend_to_lower_tier(
+                    *views[tier].kernel_arguments, alive, self._mixing, local, reached[tier + 1],
                     tuple(scratch),
                 )  # fmt: skip
                 if got == RETRY:
                     return None
         found = np.flatnonzero(reached[-1])
-        return Depths(found, np.ascontiguousarray(np.diff(reached[:, found], axis=0).T))
+        return MatchDepths(found, np.ascontiguousarray(np.diff(reached[:, found], axis=0).T))
 
-    def _scratch(self, blocks: int, columns: int) -> Scratch:
-        """This thread's memory for one search."""
-        scratch: Scratch | None = getattr(self._local, "scratch", None)
+    def _scratch(self, blocks: int, columns: int) -> SearchScratch:
+        """Scratch memory of this thread."""
+        scratch: SearchScratch | None = getattr(self._local, "scratch", None)
         if scratch is None or len(scratch.spare) < blocks + 2 or len(scratch.out) < columns:
             scratch = self._local.scratch = new_scratch(max(2 * blocks, 1024), columns)
         return scratch
 
-    # --- what people ask -------------------------------------------------------------------------
+    # --- inspection ------------------------------------------------------------------------------
 
-    def entries(self, holder: Holder, tier: Tier) -> dict[int, int]:
-        """The keys in one tier of a cache, with their positions, by which they are sorted."""
-        cache = self._lives.find(holder)
+    def blocks_of(self, holder: CacheId, tier: Tier) -> dict[int, int]:
+        """Keys in one tier of a cache with their positions, sorted by position."""
+        cache = self._lives.find_cache(holder)
         if cache is None or cache.column == _NO_COLUMN:
             return {}
-        keys, positions, _ = self._stores[tier].dump([cache.column])
+        keys, positions, _ = self._stores[tier].dump_blocks([cache.column])
         order = np.argsort(positions, kind="stable")
         return dict(zip(keys[order].tolist(), positions[order].tolist(), strict=True))
 
     def state_hash(self, partition: int) -> int:
-        """A u64 that is equal for equal contents, in whatever order they came."""
+        """Hash of the contents of a partition, independent of their order: a u64."""
         return M64 & sum(
-            int(account[DIGEST])
-            for _, cache in self._lives.of(partition)
+            int(account[DIGEST_SUM])
+            for _, cache in self._lives.caches_of(partition)
             for account in cache.accounts
         )
 
     @property
     def nbytes(self) -> int:
-        """Memory of the tables and the sets; what is touched of it may be less."""
+        """Allocated memory of tables and sets; the resident part may be smaller."""
         return sum(store.nbytes for store in self._stores)
 
     # --- columns ---------------------------------------------------------------------------------
 
     def _column(self, cache: _Cache) -> int:
         if cache.column == _NO_COLUMN:
-            owners = self.owners.copy()  # readers may still look at the old one
+            owners = self.column_owners.copy()  # readers may still use the old one
             if self._free_columns:
                 cache.column = self._free_columns.pop()
                 owners[cache.column] = cache.holder
             else:
                 cache.column = len(owners)
                 owners.append(cache.holder)
-            self._note(cache)
+            self._update_openness(cache)
             if len(owners) > WORD_BITS * len(self._alive):
                 self._alive = np.append(self._alive, np.zeros_like(self._alive))
-            self.owners = owners
+            self.column_owners = owners
             self._alive[cache.column // WORD_BITS] |= _bit(cache.column)
         return cache.column
 
-    def retire(self, cache: _Cache) -> None:
-        """A cache holds nothing any more; its column goes, and it gets another one when it must."""
+    def retire_column(self, cache: _Cache) -> None:
+        """Drop all blocks of a cache: its column is retired, and the next block takes another."""
         column = cache.column
         if column == _NO_COLUMN:
             return
         self._alive[column // WORD_BITS] &= ~_bit(column)
-        (self._retired if cache.blocks else self._free_columns).append(column)
+        (self._retired if cache.block_count else self._free_columns).append(column)
         self._open.discard(column)
         cache.column = _NO_COLUMN
         cache.accounts[:] = 0
-        if len(self._retired) > RETIRED_LIMIT:
-            self.tidy_up()
+        if len(self._retired) > MAX_RETIRED_COLUMNS:
+            self.maintain_fully()
 
-    def _note(self, cache: _Cache) -> None:
-        """Keep in mind whether a cache is closed."""
+    def _update_openness(self, cache: _Cache) -> None:
+        """Record whether a cache is closed."""
         if cache.column != _NO_COLUMN:
-            if cache.complete and not cache.overflowed:
+            if cache.is_complete and not cache.has_rejected_blocks:
                 self._open.discard(cache.column)
             else:
                 self._open.add(cache.column)
 
     # --- upkeep ----------------------------------------------------------------------------------
 
-    def tidy(self, steps: int = LONGEST_STEP) -> bool:
-        """Go on with growing and sweeping, so many slots of them; whether there is more to do.
+    def maintain(self, steps: int = MAX_STEP_SLOTS) -> bool:
+        """Grow and sweep up to `steps` slots; returns whether more remains to be done.
 
-        Changes do so by themselves, as much as they have to.
+        Every change does the share that it must.
         """
         growing = [store for store in self._stores if store.is_growing]
         for store in growing:
-            store.grow(steps)
+            store.grow_table(steps)
         if not growing and (self._leaving or self._retired):
             self._sweep(steps)
         for store in self._stores:
-            store.let_go()
+            store.release_old_views()
         return bool(growing or self._leaving or self._retired)
 
-    def tidy_up(self) -> None:
-        """Go on to the end: 3-10 ns for each slot."""
-        while self.tidy():
+    def maintain_fully(self) -> None:
+        """Finish all growing and sweeping: 3-10 ns per slot."""
+        while self.maintain():
             pass
 
     def _sweep(self, steps: int) -> None:
-        """Go on taking retired columns out of the tables, where they do not grow just now."""
+        """Remove retired columns from up to `steps` more slots of tables that are not growing."""
         if not self._leaving:
             self._leaving, self._retired = self._retired, []
             for store in self._stores:
                 store.begin_sweep()
         for store in self._stores:
-            store.sweep(self._leaving, steps, len(self.owners))
+            store.sweep_columns(self._leaving, steps, len(self.column_owners))
         if all(store.is_swept for store in self._stores):
             for store in self._stores:
-                store.renew()
+                store.bump_generation()
             self._free_columns += self._leaving
             self._leaving = []
 
     # --- snapshots -------------------------------------------------------------------------------
 
     def snapshot(self, partition: int) -> bytes:
-        """All that came from a partition. About 0.1 s for a million blocks."""
-        caches = [cache for _, cache in self._lives.of(partition)]
+        """Snapshot of a partition. About 0.1 s for a million blocks."""
+        caches = [cache for _, cache in self._lives.caches_of(partition)]
         columns = [cache.column for cache in caches]
         held = [column for column in columns if column != _NO_COLUMN]
-        tiers = [store.part(columns, held) for store in self._stores]
-        return snapshots.encode(self._fingerprint, self._lives.described(partition), tiers)
+        tiers = [store.snapshot_part(columns, held) for store in self._stores]
+        return snapshot_format.encode_snapshot(
+            self._fingerprint, self._lives.serialize(partition), tiers
+        )
 
     def restore(self, partition: int, data: bytes) -> None:
-        """The inverse of `snapshot`.
+        """Restore a partition, the inverse of `snapshot`.
 
-        Raises ValueError for data of another kind or secret, or that no index wrote; then what came
-        from the partition is as it was, or forgotten.
+        Raises ValueError for data of another format or secret, or for inconsistent data; the
+        partition is then unchanged, or empty.
         """
         try:
-            described, parts = snapshots.decode(data, self._fingerprint, tiers=len(Tier))
-            caches = self._lives.restored(partition, described)
+            described, parts = snapshot_format.decode_snapshot(
+                data, self._fingerprint, tiers=len(Tier)
+            )
+            caches = self._lives.deserialize(partition, described)
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as e:
-            raise ValueError(f"a snapshot of what no index holds: {e!r}") from e
+            raise ValueError(f"inconsistent snapshot of the index: {e!r}") from e
         columns = [self._column(cache) for cache in caches]
         for tier, part in zip(Tier, parts, strict=True):
             if not self._load(tier, caches, columns, part):
-                self._lives.forget(partition)
-                raise ValueError("a snapshot of what no index holds")
+                self._lives.drop_partition(partition)
+                raise ValueError("inconsistent snapshot of the index: blocks of impossible caches")
 
     def _load(
-        self, tier: Tier, caches: list[_Cache], columns: list[int], part: snapshots.Part
+        self, tier: Tier, caches: list[_Cache], columns: list[int], part: snapshot_format.TierPart
     ) -> bool:
-        """Add a tier's blocks; False, in the middle, for what no dump has."""
+        """Add a tier's blocks; False, with a part of them added, for inconsistent data."""
         if not len(part.keys):
             return True
         if part.rows.shape[1] * WORD_BITS < len(caches):
             return False
         self._is_tiered |= tier != Tier.DEVICE
         tags = [cache.tags[tier] for cache in caches]
-        accounts, is_sound = self._stores[tier].load(part, len(self.owners), columns, tags)
+        accounts, is_sound = self._stores[tier].load_blocks(
+            part, len(self.column_owners), columns, tags
+        )
         for cache in caches:
             cache.accounts[tier] = accounts[cache.column]
         return is_sound
 
 
-def _parts(columns: Columns, rows: Rows, skipped: int) -> Iterable[tuple[Tier | None, Rows]]:
-    """Rows of one tier each, in order; None for a cleared one."""
+def _parts(
+    columns: EventColumns, rows: EventRows, skipped: int
+) -> Iterable[tuple[Tier | None, EventRows]]:
+    """Rows grouped by tier, in order; tier None for `cleared`."""
     kinds, tiers = columns.kinds[skipped:], columns.tiers[skipped:]
     if not kinds:
         return
-    is_plain = tiers.count(tiers[0]) == len(tiers) and Kind.CLEARED not in kinds
+    is_plain = tiers.count(tiers[0]) == len(tiers) and EventKind.CLEARED not in kinds
     if is_plain and not skipped:
         yield Tier(tiers[0]), rows
         return
     keys = np.append(0, np.cumsum(rows.counts, dtype=np.int64))  # before each row
     at = skipped
     for tier, group in groupby(
-        None if kind == Kind.CLEARED else Tier(tier)
+        None if kind == EventKind.CLEARED else Tier(tier)
         for kind, tier in zip(kinds, tiers, strict=True)
     ):
         until = at + sum(1 for _ in group)
-        yield tier, Rows(
+        yield tier, EventRows(
             rows.kinds[at:until], rows.tiers[at:until], rows.positions[at:until],
             rows.counts[at:until], rows.keys[keys[at] : keys[until]],
         )  # fmt: skip
@@ -390,18 +430,22 @@ def _bit(column: int) -> np.uint64:
 
 
 def warm_up() -> None:
-    """Call every kernel once, with what it will be called with: an index in small."""
-    index = Index(derive(LOOPBACK_SECRET))
-    one, other = Holder("one", 0), Holder("other", 0)
-    keys = tuple(range(1, 2 * FEW))
-    events = [CLEARED, *(Event(Kind.STORED, tier, keys=keys) for tier in Tier)]
+    """Call every kernel once, with arguments of the types that it will get."""
+    index = Index(derive_secret(LOOPBACK_SECRET))
+    one, other = CacheId("one", 0), CacheId("other", 0)
+    keys = tuple(range(1, 2 * SCAN_THRESHOLD))
+    events = [CLEARED, *(CacheEvent(EventKind.STORED, tier, keys=keys) for tier in Tier)]
     for holder in (one, other):
-        index.apply(0, holder, 1, 0, encode([*events, Event(Kind.REMOVED, keys=(1,))]))
-    local = np.zeros(2 * FEW, np.uint64)
-    index.match(local)
+        index.apply_events(
+            0, holder, 1, 0, encode_events([*events, CacheEvent(EventKind.REMOVED, keys=(1,))])
+        )
+    local = np.zeros(2 * SCAN_THRESHOLD, np.uint64)
+    index.match_prefix(local)
     many = tuple(range(1, 1 << 10))
-    index.apply(0, one, 1, len(events) + 1, encode([Event(Kind.STORED, keys=many)]))
-    index.lose(0, other.worker, 1)
-    index.tidy_up()
+    index.apply_events(
+        0, one, 1, len(events) + 1, encode_events([CacheEvent(EventKind.STORED, keys=many)])
+    )
+    index.end_epoch(0, other.worker, 1)
+    index.maintain_fully()
     index.restore(0, index.snapshot(0))
-    with_room(new_sets(), LEAST_ROWS, 1)
+    with_capacity(empty_sets(), MIN_ROWS, 1)

@@ -1,15 +1,15 @@
-"""How kernels are compiled, and where their machine code is kept.
+"""Kernel compilation with numba, and the cache of the machine code.
 
 Kernels take arrays and numbers, return numbers or nothing, run without the interpreter's lock,
-and never raise: the classes around them check what goes in. `kernel` and `inlined` are the only
-decorators under which numba takes functions of ours. Importing this module imports numba, so
-processes without kernels do not (0.3 s).
+and never raise: the classes around them validate the arguments. `kernel` and `inlined` are the only
+decorators that compile functions of this project. Importing this module imports numba (0.3 s), so
+processes without kernels do not.
 
-The machine code is kept in the first of these folders that can be used: `KVLANE_KERNEL_CACHE`, the
-virtual environment, `~/.cache/kvlane/kernels`. In it is a folder for each state of what the code
-depends on: sources, Python, numba, processor. (Numba itself would notice neither a change of what
-was inlined from another file nor a file whose time was restored.) `indexer/warm.py` fills it
-beforehand. A process that finds it read-only works on a copy of its own; one that finds no folder
+The machine code is cached in the first usable of these folders: `KVLANE_KERNEL_CACHE_DIR`, the
+virtual environment, `~/.cache/kvlane/kernels`. It has a subfolder for each combination of sources,
+Python, numba and processor. (Numba itself would notice neither a change of a function that was
+inlined from another file nor a file whose time was restored.) `indexer/precompile.py` fills it
+ahead of time. A process with a read-only cache works on a private copy; a process without a folder
 compiles.
 """
 
@@ -36,51 +36,62 @@ from numba.core import event
 log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
-MODULES = ("indexer.hash_kernels", "indexer.index", "app.routing.kernels", "app.engine.quiet")
-"""All modules with kernels, or that lead to them; by name, since nothing here imports `app`. Those
-whose kernels have no signatures give a `warm_up()` that calls each of them as it will be called."""
-VARIABLE = "KVLANE_KERNEL_CACHE"
-COMPLETE = "complete"
-"""A file that stands in a folder when all kernels do."""
-_IMPORTED = re.compile(r"^from indexer(?:\.(\w+))? import (.+)", re.MULTILINE)
+KERNEL_MODULES = (
+    "indexer.native.xxh3_kernels",
+    "indexer.index",
+    "app.routing.selection.cost_kernels",
+    "app.engine.simulated.fast_forward",
+)
+"""Modules that contain or import all kernels; by name, since nothing here imports `app`. A module
+whose kernels have no signatures defines `warm_up()`, which calls each of them once."""
+CACHE_VARIABLE = "KVLANE_KERNEL_CACHE_DIR"
+COMPLETE_MARKER = "complete"
+"""Marker file of a folder that has the code of all kernels."""
+_IMPORTED = re.compile(r"^from (indexer[.\w]*) import (\([^)]*\)|.+)", re.MULTILINE)
 
 
-def sources() -> list[Path]:
-    """The files with kernels, and all files of the index that these import."""
+def kernel_sources() -> list[Path]:
+    """Files with kernels, and all files of the index that they import."""
     folder = Path(__file__).parents[1]
-    found: set[str] = set()
-    missing = {"indexer.kernels", *MODULES}
-    while missing:
-        found |= missing
-        texts = [_file(folder, name).read_text() for name in missing]
-        imported = [line for text in texts for line in _IMPORTED.findall(text)]
-        words = [word for a, b in imported for word in re.findall(r"\w+", a or b)]
-        missing = {f"indexer.{word}" for word in words} - found
-    return [_file(folder, name) for name in sorted(found)]
+    found: set[Path] = set()
+    unread = {_file(folder, name) for name in ("indexer.kernels", *KERNEL_MODULES)}
+    while unread:
+        found |= unread
+        imported = {line for path in unread for line in _IMPORTED.findall(path.read_text())}
+        unread = {path for line in imported for path in _files(folder, *line)} - found
+    return sorted(found)
+
+
+def _files(folder: Path, module: str, names: str) -> list[Path]:
+    """The files of an import: the module itself, or the modules imported from a package."""
+    file = _file(folder, module)
+    if file.is_file():
+        return [file]
+    return [_file(folder, f"{module}.{name}") for name in re.findall(r"\w+", names)]
 
 
 def _file(folder: Path, module: str) -> Path:
     return folder.joinpath(*module.split(".")).with_suffix(".py")
 
 
-def dependencies() -> str:
-    """Sixteen hex digits that change with whatever the machine code depends on."""
+def dependency_hash() -> str:
+    """Hash of everything the machine code depends on: sixteen hex digits."""
     parts = [
         sys.implementation.cache_tag or "", platform.machine(), numba.__version__,
         binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(),
-        *(path.read_text() for path in sources()),
+        *(path.read_text() for path in kernel_sources()),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def is_name(name: str) -> bool:
-    """Whether a folder of this name is one of ours."""
+def is_cache_name(name: str) -> bool:
+    """Whether a folder name is such a hash."""
     return re.fullmatch("[0-9a-f]{16}", name) is not None
 
 
-def roots() -> list[Path]:
-    """Where machine code may be kept, best first."""
-    chosen = os.environ.get(VARIABLE)
+def cache_roots() -> list[Path]:
+    """Folders that may hold the cache, in order of preference."""
+    chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return [Path(chosen)]
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -89,26 +100,26 @@ def roots() -> list[Path]:
     return [Path(sys.prefix, "var", "kvlane-kernels"), home] if in_environment else [home]
 
 
-def settle(candidates: list[Path]) -> Path | None:
-    """The first folder that is complete or can be written; None if none can.
+def choose_cache_folder(candidates: list[Path]) -> Path | None:
+    """The first folder that is complete or writable; None if there is none.
 
-    Numba wants to write where it reads, so what is complete and read-only is copied.
+    Numba needs to write where it reads, so a complete read-only folder is copied.
     """
     for folder in candidates:
         if is_writable(folder):
             return folder
-        if (folder / COMPLETE).is_file():
-            copy = _private()
+        if (folder / COMPLETE_MARKER).is_file():
+            copy = _temporary_folder()
             return copy and Path(shutil.copytree(folder, copy, dirs_exist_ok=True))
     log.warning(
-        "no folder for machine code can be written: not %s; so the kernels are compiled at every "
-        "start. %s names another folder", ", ".join(map(str, candidates)), VARIABLE,
+        "cannot cache compiled kernels in %s, so they are compiled at every start: set %s to a "
+        "writable folder", ", ".join(map(str, candidates)), CACHE_VARIABLE,
     )  # fmt: skip
-    return _private()
+    return _temporary_folder()
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made if need be."""
+    """Whether files can be created in a folder, which is created if missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -117,8 +128,8 @@ def is_writable(folder: Path) -> bool:
     return True
 
 
-def _private() -> Path | None:
-    """A folder that ends with this process; None where not even that can be made."""
+def _temporary_folder() -> Path | None:
+    """A temporary folder of this process; None if it cannot be created."""
     try:
         folder = tempfile.mkdtemp(prefix="kvlane-kernels-")
     except OSError:
@@ -127,71 +138,71 @@ def _private() -> Path | None:
     return Path(folder)
 
 
-FOLDER = settle([root / dependencies() for root in roots()])
-if FOLDER is not None:
-    numba.config.CACHE_DIR = str(FOLDER)
+CACHE_FOLDER = choose_cache_folder([root / dependency_hash() for root in cache_roots()])
+if CACHE_FOLDER is not None:
+    numba.config.CACHE_DIR = str(CACHE_FOLDER)
 
 
 def is_complete() -> bool:
-    """Whether all kernels are there in machine code."""
-    return FOLDER is not None and (FOLDER / COMPLETE).is_file()
+    """Whether the cache has the machine code of all kernels."""
+    return CACHE_FOLDER is not None and (CACHE_FOLDER / COMPLETE_MARKER).is_file()
 
 
-def set_complete() -> None:
-    """Tell later processes that nothing is left to compile."""
-    if FOLDER is not None:
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        (FOLDER / COMPLETE).touch()
+def mark_complete() -> None:
+    """Mark the cache as complete for later processes."""
+    if CACHE_FOLDER is not None:
+        CACHE_FOLDER.mkdir(parents=True, exist_ok=True)
+        (CACHE_FOLDER / COMPLETE_MARKER).touch()
 
 
-class Announcer(event.Listener):  # type: ignore[misc]
-    """Says that compiling begins, once: this process will do little else for a while."""
+class CompileNotifier(event.Listener):  # type: ignore[misc]
+    """Logs once that kernels are being compiled, since this delays the process by seconds."""
 
-    said = False
+    has_logged = False
 
     def on_start(self, begun: Any) -> None:
-        """Numba begins to compile something, which may not be ours."""
-        ours = begun.data["dispatcher"].py_func.__module__.startswith(("indexer.", "app."))
-        if ours and not self.said:
-            self.said = True
+        """Log the first compilation of a kernel of this project."""
+        is_kernel = begun.data["dispatcher"].py_func.__module__.startswith(("indexer.", "app."))
+        if is_kernel and not self.has_logged:
+            self.has_logged = True
             log.warning(
                 "compiling the kernels for this processor: up to 15 s, once "
-                "(`make setup`, or `python -m indexer.warm`)"
+                "(`make setup`, or `python -m indexer.precompile`)"
             )
 
     def on_end(self, ended: Any) -> None:
-        """Nothing to say."""
+        """Ignored."""
 
 
-event.register("numba:compile", Announcer())
+event.register("numba:compile", CompileNotifier())
 
 
 def kernel(*signatures: Any, allocates: bool = False) -> Callable[[F], F]:
     """Compile for these numba signatures, and no others, where the function is defined.
 
-    Without any: for whatever it is called with, when it is called. Read-only arrays are another
-    type than others, unless a signature takes both.
+    Without signatures: for the argument types of each call, at the call. Read-only arrays have a
+    different type from writable ones, unless a signature accepts both.
 
-    Only what `allocates` counts references, two locked instructions for each array of each call: a
-    match of 64 blocks took 2.1 us with them and takes 0.7 without. What does not must make no
-    arrays (no np.empty, no assignment to a slice; views are fine), and what does must not get
-    arrays as results from what does not.
+    Only a kernel that `allocates` counts references, two locked instructions for each array of each
+    call: a match of 64 blocks took 2.1 us with them and takes 0.7 without. A kernel without must
+    create no arrays (no np.empty, no assignment to a slice; views are fine), and a kernel with must
+    not use array results of one without.
     """
     given = list(signatures) or None
-    options = {"nogil": True, "cache": FOLDER is not None, "_nrt": allocates}
+    options = {"nogil": True, "cache": CACHE_FOLDER is not None, "_nrt": allocates}
     return lambda function: _compiled(function, given, **options)
 
 
 def inlined(function: F) -> F:
-    """A scalar function that disappears in the kernels which use it."""
+    """Compile a scalar function that is always inlined into its callers."""
     return _compiled(function, None, forceinline=True, _nrt=False)
 
 
 def _compiled(function: F, signatures: list[Any] | None, **options: bool) -> F:
-    """Numba's decorator, less what takes time for nothing: a sixth of it.
+    """Numba's decorator without unneeded work, a sixth of the compile time.
 
-    No code for being called from C. And once for all integers: numba would compile a function anew
-    for every constant that it is called with.
+    No wrapper for calls from C, and one version for all integers: numba would compile a function
+    again for every integer constant that it is called with.
     """
     dispatcher = numba.njit(
         signatures, error_model="numpy", no_cfunc_wrapper=True, **options

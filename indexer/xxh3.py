@@ -1,7 +1,7 @@
-"""XXH3-64 with a seed, in plain integers: for single values such as names, and as the reference.
+"""XXH3-64 with a seed, in plain Python: for single values such as names, and as the reference.
 
-Owns the format, which the xxHash specification fixes for every length and seed, and its constants.
-Columns of blocks are hashed by the same formulas in `indexer/hash_kernels.py`.
+Owns the constants and the format, as the xxHash specification defines it for every length and seed.
+`indexer/native/xxh3_kernels.py` has the same formulas for arrays of blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STRIPES_PER_BLOCK = 16
 
 
 def xxh3(data: bytes, seed: int = 0) -> int:
-    """The hash of some bytes."""
+    """XXH3-64 hash of bytes."""
     seed &= M64
     if len(data) > 240:
         return _long(data, seed)
@@ -54,7 +54,7 @@ def _u64(data: bytes, offset: int) -> int:
 
 
 def _folded(a: int, b: int) -> int:
-    """Both halves of the 128-bit product, xored."""
+    """Xor of both halves of the 128-bit product."""
     product = a * b
     return (product ^ (product >> 64)) & M64
 
@@ -104,7 +104,7 @@ def _upto_16(data: bytes, seed: int) -> int:
 
 
 def _mix(data: bytes, at: int, secret: int, seed: int) -> int:
-    """16 bytes of the input against 16 bytes of the secret."""
+    """Mix 16 bytes of the input with 16 bytes of the secret."""
     low = _u64(data, at) ^ ((SECRET_WORDS[secret] + seed) & M64)
     high = _u64(data, at + 8) ^ ((SECRET_WORDS[secret + 8] - seed) & M64)
     return _folded(low, high)
@@ -151,7 +151,7 @@ def _long(data: bytes, seed: int) -> int:
 
 
 def _accumulate(data: bytes, at: int, secret: list[int], key: int, sums: list[int]) -> None:
-    """Take in one stripe."""
+    """Accumulate one stripe."""
     for lane in range(8):
         word = _u64(data, at + 8 * lane)
         mixed = word ^ secret[key + 8 * lane]
@@ -160,7 +160,7 @@ def _accumulate(data: bytes, at: int, secret: list[int], key: int, sums: list[in
 
 
 def _seeded_secret(seed: int) -> list[int]:
-    """The secret as long inputs use it, u64 at every byte offset."""
+    """The seeded secret of long inputs: u64 at every byte offset."""
     if not seed:
         return SECRET_WORDS
     words = b"".join(

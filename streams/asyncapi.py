@@ -1,9 +1,9 @@
-"""What clients need to know of a deployment's topics, as AsyncAPI: `prompts` and `responses`.
+"""The AsyncAPI document of the client topics, `prompts` and `responses`.
 
-    faststream docs gen app:app      (or any other process: they all say the same)
+    faststream docs gen app:app      (or any other process: the result is the same)
 
-The FastStream broker here is a description. It never connects: how far a process has read is part
-of its state, so it reads and writes through a `Log` of its own.
+The FastStream broker is only a description and never connects: read positions are part of the state
+of a process, so it uses a `Log`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from streams.topics import PROMPTS, RESPONSES
 
 
 def specification() -> AsyncAPI:
-    """What the document says of the deployment as a whole; of one application each."""
+    """Title and description of the document, one per application."""
     return AsyncAPI(
         title="kvlane",
         description="Prompts in, streams of answers out. Both topics are keyed by the request id. "
-        "The rule by which a stream is read stands in streams/transcript.py, with test vectors in "
+        "The rule by which a stream is read stands in streams/responses/transcript.py, with "
+        "test vectors in "
         "streams/vectors.",
     )
 
 
 class Description(KafkaBroker):
-    """A broker that is described and never started."""
+    """A broker for documentation that is never started."""
 
     async def start(self) -> None:
         """Nothing: see the module."""
@@ -43,7 +44,7 @@ class Description(KafkaBroker):
 
 
 def public_topics(servers: Sequence[str], prefix: str) -> Description:
-    """The topics that clients write and read, in a deployment with this prefix."""
+    """The topics that clients write and read."""
     broker = Description(servers)
 
     @broker.subscriber(prefix + PROMPTS, title=PROMPTS, description="What clients ask.")
@@ -62,7 +63,10 @@ def public_topics(servers: Sequence[str], prefix: str) -> Description:
 def document(servers: Sequence[str], prefix: str) -> str:
     """The whole document, in YAML; the same text for the same arguments."""
     app = FastStream(public_topics(servers, prefix), specification=specification())
-    text: str = app.schema.to_specification().to_yaml()
+    described: Any = app.schema.to_specification()
+    for message in described.components.messages.values():
+        message.correlationId = None  # FastStream's default: no record of kvlane has this header
+    text: str = described.to_yaml()
     return text
 
 

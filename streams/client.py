@@ -1,20 +1,21 @@
-"""Asking and listening, for programs that speak Kafka rather than HTTP.
+"""The client library: publish requests and read replies over Kafka.
 
     async with Client(log, SystemClock()) as client:
         request_id = await client.publish(Prompt(id=client.new_request_id(), body={...}))
         async for piece in client.stream(request_id):
-            print(piece.text, end="")
+            print(piece.text if isinstance(piece, Chunk) else piece.code, end="")
 
-A client publishes to `prompts` and reads `responses`; it needs no rights on any other topic. What
-it shows is what every reader shows (`streams/transcript.py`), however often workers, routers or
-brokers failed on the way. It holds no state that matters: another client, or the same program
-after a restart, goes on reading by the request id alone for as long as the log keeps the records.
+A client publishes to `prompts` and reads `responses`; it needs no rights on any other topic. All
+readers see the same reply (`streams/responses/transcript.py`), whatever workers, routers or brokers
+failed in the meantime. The client has no durable state: another client, or the same program after a
+restart, continues with the request id alone, as long as the log keeps the records.
 
-It never ends the log it was given, and never reads more of `responses` than the lanes in use.
+It never closes the log that it was given, and reads only the lanes of `responses` that are in use.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import AsyncGenerator
 from types import TracebackType
@@ -22,31 +23,31 @@ from typing import NamedTuple, Self
 
 from streams.clock import Clock
 from streams.errors import LogClosed
-from streams.ids import RequestIds, is_sealed, issued_ms, new_request_id
-from streams.outbox import Outbox
-from streams.patience import until_answered
+from streams.ids import RequestIds, has_tenant_tag, issued_ms, new_request_id
 from streams.ports import Log
 from streams.prompt import Prompt, encode_prompt
-from streams.records import Aside, Chunk, End, Placed, Usage
-from streams.replies import CLOCK_MARGIN_MS, LONGEST_LIFE_MS, Replies
-from streams.reply import Reply
-from streams.topics import BY_NAME, PROMPTS, RESPONSES
+from streams.record_publisher import RecordPublisher
+from streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
+from streams.responses.reply_reader import CLOCK_MARGIN_MS, MAX_REQUEST_LIFETIME_MS, ReplyReader
+from streams.responses.reply_stream import Reply
+from streams.retry import retry_while_unavailable
+from streams.topics import PROMPTS, RESPONSES, TOPICS_BY_NAME
 
-__all__ = ["Answer", "Client", "new_request_id"]
+__all__ = ["Client", "ReplyResult", "new_request_id"]
 
 PUBLISH_TIMEOUT_S = 30.0
 """Long enough to outlast the election of a new leader several times."""
 STREAM_TIMEOUT_S = 660.0
-"""The longest that a request may take, and a minute for its way to a router and its end."""
-UNCLAIMED = 1000
-"""Replies that were published here and that nobody listens to yet. Beyond that the oldest are let
-go: listening to one of those reads its lane again, so nothing is lost by it."""
+"""The longest duration of a request, and a minute for routing and its end."""
+MAX_UNCLAIMED_REPLIES = 1000
+"""Bound of subscribed replies that no `stream` call has claimed yet. Beyond it the oldest are
+dropped: streaming one of those reads its lane again, so nothing is lost."""
 
 
-class Answer(NamedTuple):
-    """A whole reply. `code` and `message` are a router's, None and "" where the worker ended it.
+class ReplyResult(NamedTuple):
+    """A complete reply. `code` and `message` are set if a router ended the request.
 
-    `placed`: of a dry run, where the request would go. `data`: what is no text, see `Chunk`.
+    `placed`: the result of a dry run. `data`: output that is not text, see `Chunk`.
     """
 
     text: str
@@ -56,24 +57,44 @@ class Answer(NamedTuple):
     message: str = ""
     retry_after_s: float | None = None
     usage: Usage | None = None
-    placed: Placed | None = None
-    data: tuple[Aside, ...] = ()
+    placed: DryRunResult | None = None
+    data: tuple[PassthroughDelta, ...] = ()
 
 
 class Client:
-    """Publishes requests and reads their replies, many at a time. `log` is started by its owner.
+    """Publishes prompts and reads their replies, many at a time.
 
-    Ids are idempotency keys: what may have been published is published again until the log has
-    acknowledged it, and a request that stands there twice runs once.
+    Request ids are idempotency keys: a prompt is published again until the log has acknowledged it,
+    and one that is in the log twice runs once. A reply can be read by its id from any client, also
+    after a restart, as long as the log retains it (an hour).
+
+    Args:
+        log: the connection, already started; its owner closes it.
+        clock: `SystemClock()` outside of tests.
+        rng: source of request ids; default: one whose ids cannot be guessed.
+
+    Raises (all derive from `StreamError`):
+        BrokerUnavailable: no broker answers within the time limit; try again.
+        LogClosed: the client or its log was closed.
+        PositionLost, NotFound: the reply is no longer retained, or there was none.
+
+    Example:
+        log = KafkaLog(Connection("127.0.0.1:9092", "my-program"))
+        await log.start()
+        async with Client(log, SystemClock()) as client:
+            body = {"messages": [{"role": "user", "content": "hi"}]}
+            request_id = await client.publish(Prompt(id=client.new_request_id(), body=body))
+            async for piece in client.stream(request_id, timeout_s=60):
+                print(piece.text if isinstance(piece, Chunk) else piece.code, end="")
+        await log.close()
     """
 
     def __init__(self, log: Log, clock: Clock, rng: random.Random | None = None) -> None:
-        """Without `rng`, ids are drawn so that they cannot be guessed."""
         self._log = log
         self._clock = clock
-        self._outbox = Outbox(log, clock)
+        self._outbox = RecordPublisher(log, clock)
         self._ids = RequestIds(clock, rng or random.SystemRandom())
-        self._replies: Replies | None = None
+        self._replies: ReplyReader | None = None
         self._unclaimed: dict[str, Reply] = {}
 
     async def __aenter__(self) -> Self:
@@ -89,64 +110,65 @@ class Client:
         await self.close()
 
     async def start(self) -> None:
-        """Begin to listen. Raises BrokerUnavailable, TopicsDiffer."""
+        """Start reading replies. Raises BrokerUnavailable, TopicMismatch."""
         assert self._replies is None, "a client is started once"
-        self._replies = Replies(self._log, self._clock, await self._log.partitions(RESPONSES))
+        self._replies = ReplyReader(self._log, self._clock, await self._log.partitions(RESPONSES))
         self._replies.start()
 
     async def close(self) -> None:
-        """Stop listening: open streams raise LogClosed. Requests run on. Idempotent."""
+        """Stop reading: open streams raise LogClosed. Requests keep running. Idempotent."""
         if self._replies is not None:
             await self._replies.close()
         self._unclaimed.clear()
 
     def new_request_id(self) -> str:
-        """An id that rises with time; replies to it are found quickly by anyone."""
+        """A time-ordered id, whose replies any reader finds quickly."""
         return self._ids.new()
 
     async def publish(
-        self, prompt: Prompt, *, listen: bool = True, timeout_s: float = PUBLISH_TIMEOUT_S
+        self, prompt: Prompt, *, subscribe: bool = True, timeout_s: float = PUBLISH_TIMEOUT_S
     ) -> str:
-        """Publish a prompt; its id, when the log has it.
+        """Publish a prompt; returns its id once acknowledged.
 
-        With `listen` its reply is listened to from now on, so that `stream` has it at once. Say
-        False where nobody will ask here, and where the id may have been published before (by this
-        program before a restart, say): `stream` reads the reply from the log then, all of it.
+        With `subscribe` the client subscribes to the reply now, so that `stream` has it at once.
+        Pass False if this client will not stream it, or if the id may have been published before
+        (for example by this program before a restart): `stream` then reads the whole reply from the
+        log.
 
-        Raises AppendFailed or BrokerUnavailable past the time-out: it may be in the log all the
-        same, and publishing it again is harmless. RecordTooLarge, and what ended the listening.
+        Raises AppendFailed or BrokerUnavailable past the time-out: the prompt may be in the log
+        all the same, and publishing it again is harmless. RecordTooLarge, and the reader's error.
         """
         deadline = self._clock.now() + timeout_s
-        if listen:  # first, so that no part of the reply can be missed
+        if subscribe:  # first, so that no part of the reply can be missed
             await self._listen(prompt.id, deadline)
-        # A failure leaves the reply listened to: what was not acknowledged may be answered.
-        await self._outbox.persist_entry(PROMPTS, encode_prompt(prompt), until=deadline)
+        # After a failure the subscription stays: an unacknowledged prompt may be answered.
+        await self._outbox.publish_entry(PROMPTS, encode_prompt(prompt), until=deadline)
         return prompt.id
 
     async def cancel(self, request_id: str, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
-        """Ask for the end of a request; its stream ends with `cancelled`, or as it was about to.
+        """Cancel a request; its stream ends with `cancelled`, unless it ends otherwise first.
 
-        The wish goes through `prompts`, under the key of the request: so it cannot overtake a
-        prompt that still waits there, and takes no other rights than publishing does. Cancelling
-        what is over changes nothing. Raises AppendFailed past the time-out: cancel again.
+        The cancel goes through `prompts`, under the key of the request: so it cannot overtake a
+        prompt that still waits there, and needs no other rights than publishing. Cancelling a
+        finished request has no effect. Raises AppendFailed past the time-out: cancel again.
         """
         entry = encode_prompt(Prompt(id=request_id, kind="cancel"))
-        await self._outbox.persist_entry(PROMPTS, entry, until=self._clock.now() + timeout_s)
+        await self._outbox.publish_entry(PROMPTS, entry, until=self._clock.now() + timeout_s)
 
     async def stream(
         self, request_id: str, *, from_token: int = 0, timeout_s: float = STREAM_TIMEOUT_S
     ) -> AsyncGenerator[Chunk | End, None]:
         """The visible pieces of a request's reply; the last has a finish reason or is an End.
 
-        Published here or elsewhere, now or before: a reply is read from its beginning, and what
-        lies before `from_token` is left out. A position is where a piece ended that was received
-        (`index + len(token_ids)`); for one in the middle of a piece that piece comes whole.
-        To stop early is to break out of the loop; a later call reads from the log again.
+        The request may have been published here or elsewhere, now or before: a reply is read from
+        its beginning, and pieces before `from_token` are skipped. `from_token` is the end of the
+        last received piece (`index + len(token_ids)`); one in the middle of a piece gives the
+        whole piece. Break out of the loop to stop early; a later call reads from the log again.
 
-        Raises TimeoutError when the end has not come in time (listen again), PositionLost when the
-        log does not hold the beginning any more (at once also when nothing of an id is there that
-        is too old to begin), UnknownType for records of a newer version,
-        BrokerUnavailable, LogClosed.
+        Raises TimeoutError if the end does not come in time (stream again), PositionLost if the
+        beginning is no longer in the log, also for an id that is too old to begin; NotFound for
+        such an id if the log has lost no records; NewerRecord for records that require newer
+        readers, BrokerUnavailable, LogClosed.
         """
         deadline = self._clock.now() + timeout_s
         reply = await self._claim(request_id, deadline, begun=from_token > 0)
@@ -154,7 +176,7 @@ class Client:
         try:
             while True:
                 try:
-                    piece = await reply.next(deadline - self._clock.now())
+                    piece = await reply.next_piece(deadline - self._clock.now())
                 except TimeoutError as e:
                     raise TimeoutError(
                         f"{request_id}: no end within {timeout_s:g} s, {received} tokens so far"
@@ -168,19 +190,19 @@ class Client:
                 if piece.finish_reason is not None:
                     return
         finally:
-            self._listening().leave(reply)
+            self._listening().detach(reply)
 
-    async def result(self, request_id: str, timeout_s: float = STREAM_TIMEOUT_S) -> Answer:
-        """The whole reply, when it is over. Raises as `stream`."""
+    async def result(self, request_id: str, timeout_s: float = STREAM_TIMEOUT_S) -> ReplyResult:
+        """Wait for the complete reply. Raises as `stream`."""
         text: list[str] = []
         tokens: list[int] = []
-        data: list[Aside] = []
+        data: list[PassthroughDelta] = []
         usage: Usage | None = None
         async for piece in self.stream(request_id, timeout_s=timeout_s):
             usage = piece.usage or usage
             if isinstance(piece, End):
                 reason = piece.code if piece.code in ("stop", "length") else None
-                return Answer(
+                return ReplyResult(
                     "".join(text),
                     tuple(tokens),
                     reason,
@@ -195,7 +217,7 @@ class Client:
             tokens += piece.token_ids
             data += piece.data
             if piece.finish_reason is not None:
-                return Answer(
+                return ReplyResult(
                     "".join(text),
                     tuple(tokens),
                     piece.finish_reason,
@@ -208,46 +230,45 @@ class Client:
         replies = self._listening()
         if request_id in self._unclaimed:
             return
-        reply = await until_answered(
-            self._clock, lambda: replies.from_now(request_id), until=deadline
+        reply = await retry_while_unavailable(
+            self._clock, lambda: replies.subscribe(request_id), until=deadline
         )
         if request_id in self._unclaimed:  # published twice at the same time
-            replies.leave(reply)
+            replies.detach(reply)
             return
         self._unclaimed[request_id] = reply
-        while len(self._unclaimed) > UNCLAIMED:
-            replies.leave(self._unclaimed.pop(next(iter(self._unclaimed))))
+        while len(self._unclaimed) > MAX_UNCLAIMED_REPLIES:
+            replies.detach(self._unclaimed.pop(next(iter(self._unclaimed))))
 
     async def _claim(self, request_id: str, deadline: float, *, begun: bool) -> Reply:
-        """The reply that awaits its listener since it was published, or a new one from the log."""
+        """The subscribed reply of a published request, or a new one from the log."""
         replies = self._listening()
         if request_id in self._unclaimed:
             return self._unclaimed.pop(request_id)
-        return await until_answered(
+        may_begin_s = math.inf if _may_begin(request_id, self._clock.wall_ms()) else 0.0
+        return await retry_while_unavailable(
             self._clock,
-            lambda: replies.from_beginning(
-                request_id, begun=begun, may_begin=_may_begin(request_id, self._clock.wall_ms())
-            ),
+            lambda: replies.attach(request_id, begun=begun, may_begin_s=may_begin_s),
             until=deadline,
         )
 
-    def _listening(self) -> Replies:
+    def _listening(self) -> ReplyReader:
         if self._replies is None:
             raise LogClosed("the client was not started")
         return self._replies
 
 
 def _may_begin(request_id: str, now_ms: int) -> bool:
-    """Whether a reply may still begin: the prompt may wait as long as `prompts` keeps it, what a
-    gateway has asked for begins within its lifetime. An id without a time says nothing."""
+    """Whether a reply may still begin: a prompt may wait as long as `prompts` keeps it, a gateway's
+    request begins within its lifetime. True for an id without a time."""
     drawn_ms = issued_ms(request_id)
-    waits_ms = 0 if is_sealed(request_id) else BY_NAME[PROMPTS].retention_ms or 0
-    longest_ms = waits_ms + LONGEST_LIFE_MS + CLOCK_MARGIN_MS
+    waits_ms = 0 if has_tenant_tag(request_id) else TOPICS_BY_NAME[PROMPTS].retention_ms or 0
+    longest_ms = waits_ms + MAX_REQUEST_LIFETIME_MS + CLOCK_MARGIN_MS
     return drawn_ms is None or now_ms - drawn_ms < longest_ms
 
 
 def _from(piece: Chunk, token: int) -> Chunk | None:
-    """A piece as it is, without the tokens when they all lie before `token`, or None."""
+    """The piece, or its end without tokens if all of them are before `token`, or None."""
     if piece.index >= token or piece.index + len(piece.token_ids) > token:
         return piece
     if piece.finish_reason is None:

@@ -1,8 +1,8 @@
-"""Time, as it is handed to everything that waits or measures.
+"""Clocks, injected into all code that waits or measures.
 
 Nothing in kvlane calls `time.time()` or `asyncio.sleep()` by itself: a `Clock` is passed in, so
 that the same code runs against the machine's clock and against the virtual time of the
-deterministic simulation (`app/faults/vtime.py`).
+deterministic simulation (`app/testing/virtual_time.py`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _NEVER = float("-inf")
 
 
 class Clock(Protocol):
-    """A source of time and of waiting."""
+    """A source of time, and of sleeping."""
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back; only differences mean anything."""
+        """Seconds of a monotonic clock; only differences are meaningful."""
 
     def wall_ms(self) -> int:
-        """Milliseconds since 1970 by this machine, for ids and for people.
+        """Milliseconds since 1970 by this machine, for ids and for display.
 
-        It may differ from broker time: whoever compares the two allows for it with a margin.
+        It may differ from broker time: comparisons of the two need a margin.
         """
 
     async def sleep(self, seconds: float) -> None:
@@ -31,7 +31,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clock."""
+    """The clock of this machine, for everything outside of tests and simulations."""
 
     def now(self) -> float:
         """As `Clock.now`."""
@@ -47,20 +47,21 @@ class SystemClock:
 
 
 WINDOW_S = 60
-"""How long records count, once or twice. Long enough to hold a record that came without delay, also
-where little is written; short enough that no clock drifts far in it (100 ppm: 12 ms in two)."""
+"""Length of the two windows whose records count. Long enough to contain a record that was read
+without delay, also at low traffic; short enough to bound clock drift (100 ppm: 12 ms in two
+windows)."""
 
 
 class BrokerClock:
     """An estimate of the broker's append time, in milliseconds, from the records that were read.
 
     Deadlines and ages are in broker time, because it is the one clock that every process sees
-    alike. A record with append time t that was read at local time m shows that the clock of its
-    broker had reached t; from then on that is carried forward by the local clock. The estimate is
-    the latest time shown by the records of the last one to two windows; older ones count only
-    while no newer come. So it is behind by at most the delay of the freshest of these, and
-    ahead by at most what the clocks of the cluster's brokers differ, plus the drift of a window.
-    It may go back by as much when a record leaves the window.
+    alike. A record with append time t, read at local time m, shows that the clock of its broker had
+    reached t; the local clock extrapolates from there. The estimate is the latest time shown by
+    the records of the last one to two windows; older ones count only while there are no newer ones.
+    So it lags by at most the delay of the freshest record, and leads by at most the difference
+    between the clocks of the brokers plus the drift of a window. It may go back by as much when a
+    record leaves the window.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -70,7 +71,7 @@ class BrokerClock:
         self._before_ms = _NEVER  # and in the one before
 
     def observe(self, timestamp_ms: int) -> None:
-        """Learn from the append time of a record that was just read or acknowledged."""
+        """Observe the append time of a record that was just read or acknowledged."""
         now_ms = self._clock.now() * 1000
         if now_ms - self._since_ms >= WINDOW_S * 1000:
             self._before_ms, self._present_ms = self._present_ms, _NEVER
@@ -78,7 +79,7 @@ class BrokerClock:
         self._present_ms = max(self._present_ms, timestamp_ms - now_ms)
 
     def now_ms(self) -> int:
-        """Milliseconds of broker time; 0 before the first record (nothing is late then)."""
+        """Milliseconds of broker time; 0 before the first record (then nothing is late)."""
         ahead_ms = max(self._present_ms, self._before_ms)
         if ahead_ms == _NEVER:
             return 0

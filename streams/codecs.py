@@ -1,8 +1,14 @@
-"""Records to bytes and back.
+"""Encoding of records to log entries, and decoding.
 
-`encode` gives a log entry, `decode` a record; the header `t` decides the type. Nothing else in
-kvlane knows how a record looks on the wire. Golden bytes for every type stand in
+`encode` gives a log entry, `decode` a record; the header `t` decides the type. No other
+code knows the wire format of records. Golden bytes of every type are in
 `tests/unit/test_codecs.py`; they may gain fields, never change meaning.
+
+Any program with the rights may write anything to a topic, so an undecodable record is `Malformed`
+and skipped, as is an unknown type. If older readers must not skip a record of a later version (a
+new type, a field that changes the meaning of others), its writer marks it: the header `r` is the
+least record version that a reader must have, in decimals. A reader below it refuses the record
+(`NewerRecord`). Records of this version bear no mark.
 """
 
 from __future__ import annotations
@@ -14,27 +20,37 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from streams import records
-from streams.errors import Malformed, UnknownType
-from streams.ports import Entry, Record
+from streams import record_base, records, request
+from streams.errors import Malformed, NewerRecord, UnknownType
+from streams.ports import Entry, Record, Unreadable
 
-TYPE = "t"
+TYPE_HEADER = "t"
 """Name of the header that carries the record type."""
 
-TOMBSTONE = b"Tombstone"
-"""Type of a tombstone; a null value without any header is one, too."""
+READER_VERSION_HEADER = "r"
+"""Name of the header with the least record version that a reader must have."""
 
-EPOCH = "epoch"
+RECORD_VERSION = 1
+"""The record version of this code, incremented with each change that older readers must not
+skip."""
+
+TOMBSTONE_TYPE = b"Tombstone"
+"""Type of a tombstone; so is a null value without headers."""
+
+EPOCH_HEADER = "epoch"
 """Header of a tombstone: the epoch it ends, in decimals."""
 
-AnyRecord = records.Inner | records.Public
-R = TypeVar("R", bound=AnyRecord)
+_EPOCH_DIGITS = 18
+"""Digits of a valid epoch: one that does not fit into 64 bits could not be stored in a snapshot."""
+
+AnyRecord = record_base.InternalRecord | record_base.PublicRecord
+RecordT = TypeVar("RecordT", bound=AnyRecord)
 
 TOKEN_BYTES = 4
 """Size of a packed token."""
 
-_INNER: tuple[type[records.Inner], ...] = (
-    records.Request,
+_INNER: tuple[type[record_base.InternalRecord], ...] = (
+    request.Request,
     records.Cancel,
     records.Refused,
     records.Assigned,
@@ -49,12 +65,14 @@ _INNER: tuple[type[records.Inner], ...] = (
     records.Blocks,
     records.Heartbeat,
     records.Probe,
+    records.RouterCapacity,
     records.WorkerCard,
     records.ModelCard,
     records.SnapshotPointer,
     records.Deployment,
+    records.Skip,
 )
-_PUBLIC: tuple[type[records.Public], ...] = (records.Chunk, records.Fence, records.End)
+_PUBLIC: tuple[type[record_base.PublicRecord], ...] = (records.Chunk, records.Fence, records.End)
 
 _msgpack = msgspec.msgpack.Encoder()
 _json = msgspec.json.Encoder()
@@ -63,32 +81,37 @@ _decoders: dict[bytes, Any] = {
     **{t.__name__.encode(): msgspec.json.Decoder(t) for t in _PUBLIC},
 }
 _types: tuple[type[AnyRecord], ...] = (*_INNER, *_PUBLIC)
-_headers = {t: ((TYPE, t.__name__.encode()),) for t in _types}
+_headers = {t: ((TYPE_HEADER, t.__name__.encode()),) for t in _types}
 
 
 def encode(record: AnyRecord, key: str) -> Entry:
     """The log entry of a record under a key."""
     if isinstance(record, records.Tombstone):
-        epoch = () if record.epoch is None else ((EPOCH, b"%d" % record.epoch),)
-        return Entry(key.encode(), None, ((TYPE, TOMBSTONE), *epoch))
-    encoder = _json if isinstance(record, records.Public) else _msgpack
+        epoch = () if record.epoch is None else ((EPOCH_HEADER, b"%d" % record.epoch),)
+        return Entry(key.encode(), None, ((TYPE_HEADER, TOMBSTONE_TYPE), *epoch))
+    encoder = _json if isinstance(record, record_base.PublicRecord) else _msgpack
     return Entry(key.encode(), encoder.encode(record), _headers[type(record)])
 
 
 def decode(record: Record) -> AnyRecord:
     """The record in a log entry.
 
-    Raises UnknownType for a type of a newer version, Malformed for anything else that is not a
-    record of ours.
+    Raises NewerRecord for a record that is marked for newer readers, Malformed for anything else
+    that is not a record of kvlane (UnknownType for a type that this version does not know).
     """
+    headers = record.headers
+    if len(headers) > 1:  # kvlane's have one, tombstones two
+        _check_version(headers)
     name = type_of(record)
     if record.value is None:
         return _tombstone(record)
     decoder = _decoders.get(name)
     if decoder is None:
+        if isinstance(record.value, Unreadable):
+            raise Malformed(record.value.reason)
         if not name:
-            raise Malformed(f"no header {TYPE!r}")
-        if name == TOMBSTONE:
+            raise Malformed(f"no header {TYPE_HEADER!r}")
+        if name == TOMBSTONE_TYPE:
             raise Malformed("a tombstone with a value")
         raise UnknownType(name.decode(errors="replace"))
     try:
@@ -101,23 +124,34 @@ def decode(record: Record) -> AnyRecord:
 def type_of(record: Record) -> bytes:
     """The type name in the header, b"" without one; cheap, decodes nothing."""
     for name, value in record.headers:
-        if name == TYPE:
-            return value
+        if name == TYPE_HEADER:
+            return value or b""
     return b""
+
+
+def _check_version(headers: Sequence[tuple[str, bytes | None]]) -> None:
+    """Raises NewerRecord. A mark that is not a number is ignored: no version writes that."""
+    for name, value in headers:
+        if name == READER_VERSION_HEADER and value and len(value) < 10 and value.isdigit():
+            required = int(value)
+            if required > RECORD_VERSION:
+                raise NewerRecord(required, RECORD_VERSION)
 
 
 def _tombstone(record: Record) -> records.Tombstone:
     if record.key is None:
         raise Malformed("a tombstone without a key")
     try:
-        epoch = next((int(v) for k, v in record.headers if k == EPOCH), None)
+        epoch = next(
+            (int((v or b"")[:_EPOCH_DIGITS]) for k, v in record.headers if k == EPOCH_HEADER), None
+        )
         return records.Tombstone(key=record.key.decode(), epoch=epoch)
-    except (TypeError, ValueError) as e:  # TypeError: Kafka knows headers whose value is null
+    except ValueError as e:
         raise Malformed(f"tombstone: {e}") from e
 
 
 def token_count(packed: bytes) -> int:
-    """How many tokens pack_tokens made this of."""
+    """Number of packed tokens."""
     return len(packed) // TOKEN_BYTES
 
 

@@ -1,46 +1,53 @@
-"""The errors that leave `streams`. Their names say what happened, without a suffix.
+"""The public errors of `streams`. Their names have no suffix.
 
     StreamError
-    ├── BrokerUnavailable     nothing answers, or not within the deadline: ask again
-    ├── Denied                the broker answers, and refuses: a person must change something
-    ├── TopicsDiffer          a topic is missing or has other partitions than this deployment says
+    ├── BrokerUnavailable     no answer within the deadline: retry
+    ├── AccessDenied          the broker refuses: an operator must change something
+    ├── TopicMismatch         a topic is missing or has another number of partitions than expected
     ├── RecordError
-    │   ├── UnknownType       a record type this version does not know
     │   ├── Malformed         bytes that are not what their header says
+    │   │   └── UnknownType   a record type this version does not know
+    │   ├── NewerRecord       a record whose writer asks for newer readers
     │   └── RecordTooLarge    above max.message.bytes
     ├── AppendFailed          no acknowledgement: the record may or may not be in the log
     ├── PositionLost          a reader's position lies outside of the log
+    ├── NotFound              the log is complete, and has no record of the request
+    ├── NothingToSkip         a position that holds no record which readers stop at
     ├── OwnershipLost         a commit for a partition that this member no longer owns
     └── LogClosed             use after close()
 
 Errors of the Kafka client are translated where they enter (`streams/kafka/`, and
-`streams/provision.py` for administration), with the cause kept; nothing else catches a client's own
-exception. What an outage broke off is repeated in one place, `streams/patience.py`.
+`streams/kafka/provision.py` for administration), with the cause attached; no other code catches a
+client's exceptions. Calls that an outage interrupted are retried in one place,
+`streams/retry.py`.
 """
 
 from __future__ import annotations
 
+MAX_NAME_CHARS = 100
+"""Characters of a foreign name that a message includes."""
+
 
 class StreamError(Exception):
-    """Root of everything `streams` raises on purpose."""
+    """Base of all errors that `streams` raises."""
 
 
 class BrokerUnavailable(StreamError):
     """No broker answers. Check KVLANE_BOOTSTRAP_SERVERS, the network, and whether Kafka runs.
 
-    Asking again is right: an outage ends, and then everything goes on where it was.
+    Retrying is right: after an outage everything continues where it was.
     """
 
 
-class Denied(StreamError):
-    """The broker refuses us. Check the credentials (KVLANE_SASL_*, KVLANE_SSL_*) and the ACLs.
+class AccessDenied(StreamError):
+    """The broker refuses access. Check the credentials (KVLANE_SASL_*, KVLANE_SSL_*) and the ACLs.
 
-    Asking again changes nothing, so nobody does: the process ends, and the message says what was
-    refused. Which rights a process needs is in the topic table (`streams/topics.py`).
+    A retry does not help: the process ends, and the message says what was refused. Which rights a
+    process needs is in the topic table (`streams/topics.py`).
     """
 
 
-class TopicsDiffer(StreamError):
+class TopicMismatch(StreamError):
     """A topic is missing or shaped differently. `kvlane topics describe` shows what differs."""
 
 
@@ -48,18 +55,37 @@ class RecordError(StreamError):
     """A record that cannot be read or written as it is."""
 
 
-class UnknownType(RecordError):
-    """A record type of a newer version. Upgrade this reader: readers go before writers."""
+class Malformed(RecordError):
+    """Bytes that are not what their header says. Do not retry."""
+
+
+class UnknownType(Malformed):
+    """A record type that this version does not know. Readers skip it, like any malformed record.
+
+    The writer marks records that readers must not skip (`NewerRecord`).
+    """
 
     def __init__(self, type_name: str) -> None:
-        super().__init__(
-            f"unknown record type {type_name!r}: upgrade this process before the writers"
-        )
+        super().__init__(f"unknown record type {type_name[:MAX_NAME_CHARS]!r}")
         self.type_name = type_name
 
 
-class Malformed(RecordError):
-    """Bytes that are not what their header says. They never will be: do not retry."""
+class NewerRecord(RecordError):
+    """A record whose writer requires readers of a newer version (`streams/codecs.py`,
+    `READER_VERSION_HEADER`).
+
+    State built by a reader of this version would be wrong from there on. Upgrade it, or skip the
+    record (`kvlane topics skip`).
+    """
+
+    def __init__(self, required: int, version: int, place: str = "") -> None:
+        at = f"the record at {place}" if place else "a record"
+        remedy = f"`kvlane topics skip {place}`" if place else "`kvlane topics skip`"
+        super().__init__(
+            f"{at} requires readers of record version {required}, this process reads version "
+            f"{version}: upgrade it, or skip the record with {remedy}"
+        )
+        self.required, self.version = required, version
 
 
 class RecordTooLarge(RecordError):
@@ -67,7 +93,8 @@ class RecordTooLarge(RecordError):
 
 
 class AppendFailed(StreamError):
-    """No acknowledgement came. The record may be in the log: repeat only what may stand twice."""
+    """No acknowledgement came. The record may be in the log: repeat it only if duplicates are
+    harmless."""
 
 
 class PositionLost(StreamError):
@@ -78,8 +105,17 @@ class PositionLost(StreamError):
         self.topic, self.partition, self.wanted, self.start = topic, partition, wanted, start
 
 
+class NotFound(StreamError):
+    """No record of a request exists, and the log has lost none. Check the id."""
+
+
+class NothingToSkip(StreamError):
+    """Only a record that stops readers can be skipped: one that is marked for newer readers."""
+
+
 class OwnershipLost(StreamError):
-    """The group moved on without this member; its records are redelivered to the new owner."""
+    """The group has rebalanced without this member; its records are redelivered to the new
+    owner."""
 
 
 class LogClosed(StreamError):

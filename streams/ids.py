@@ -1,10 +1,11 @@
-"""Request ids: UUIDs of version 7, which say when they were drawn and rise as they are drawn.
+"""Request ids: UUIDs of version 7, which contain their creation time and are time-ordered.
 
-The time in an id bounds every search for its records. Ids of any other form are as good as keys;
-they only cost a longer search.
+The time in an id bounds every search for its records. Ids of other forms work as keys as well; they
+only cost a longer search.
 
-Ids of gateways are *sealed*: eight hex digits follow the UUID, by which any gateway can tell whose
-request it is, without having seen it. An id is no secret; who may read its stream is.
+Ids of gateways carry a tenant tag: eight hex digits after the UUID, by which any gateway can verify
+the tenant of a request that it has not seen. An id is not secret; read access to its stream is
+restricted. The same secret is used for the cache salts of tenants.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import uuid
 
 from streams.clock import Clock
 
-SEALED_CHARS = 8
+TAG_CHARS = 8
+SALT_CHARS = 32
 _UUID_CHARS = 36
 _COUNTER_BITS = 12
 _SEED_BITS = 11  # a counter starts in its lower half, so a millisecond has room for 2048 ids
 
 
 class RequestIds:
-    """Draws ids that rise as strings within this process, also when the clock goes back."""
+    """Generates ids that increase as strings within this process, even if the clock goes back."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self._clock = clock
@@ -44,46 +46,56 @@ class RequestIds:
         self._ms, self._counter = ms, self._rng.getrandbits(_SEED_BITS)
 
 
-class Seal:
-    """Binds ids to tenants: SEALED_CHARS hex digits of HMAC-SHA256(secret, tenant, UUID).
+class TenantTag:
+    """Binds ids to tenants: TAG_CHARS hex digits of HMAC-SHA256(secret, tenant, UUID).
 
-    Equal for all gateways with the same secret. A guess is right once in four billion times; what
-    it could win is one stream whose UUID must be known already.
+    Equal for all gateways with the same secret. A guess succeeds once in four billion times, and
+    gives access to one stream whose UUID must be known already.
     """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def sealed(self, drawn: str, tenant: str) -> str:
-        """The id of a tenant's request; `drawn` is the UUID before it."""
+    def tagged(self, drawn: str, tenant: str) -> str:
+        """The id of a tenant's request; `drawn` is its UUID."""
         return f"{drawn}-{self._digits(drawn, tenant)}"
 
-    def is_of(self, request_id: str, tenant: str) -> bool:
-        """Whether a gateway drew this id for this tenant."""
+    def matches(self, request_id: str, tenant: str) -> bool:
+        """Whether a gateway made this id for this tenant."""
         drawn, digits = request_id[:_UUID_CHARS], request_id[_UUID_CHARS:]
         expected = f"-{self._digits(drawn, tenant)}"
-        return is_sealed(request_id) and hmac.compare_digest(digits.encode(), expected.encode())
+        return has_tenant_tag(request_id) and hmac.compare_digest(
+            digits.encode(), expected.encode()
+        )
+
+    def cache_salt(self, tenant: str, salt: str) -> str:
+        """The cache salt of a tenant's request; `cache_salt` is the client's.
+
+        An HMAC, so that no client can choose a salt whose block hashes are another tenant's.
+        """
+        parts = f"cache\0{tenant}\0{salt}".encode(errors="surrogatepass")
+        return hmac.digest(self._secret, parts, "sha256").hex()[:SALT_CHARS]
 
     def _digits(self, drawn: str, tenant: str) -> str:
         said = f"{tenant}\0{drawn}".encode(errors="surrogatepass")
-        return hmac.digest(self._secret, said, "sha256").hex()[:SEALED_CHARS]
+        return hmac.digest(self._secret, said, "sha256").hex()[:TAG_CHARS]
 
 
-def is_sealed(request_id: str) -> bool:
-    """Whether an id has the form of a gateway's, whoever drew it."""
-    long = len(request_id) == _UUID_CHARS + 1 + SEALED_CHARS
+def has_tenant_tag(request_id: str) -> bool:
+    """Whether an id has the form of a gateway's id; the tag is not verified."""
+    long = len(request_id) == _UUID_CHARS + 1 + TAG_CHARS
     return long and request_id[_UUID_CHARS] == "-" and issued_ms(request_id) is not None
 
 
 def new_request_id(clock: Clock, rng: random.Random) -> str:
-    """One id. Ids of the same millisecond rise only if one `RequestIds` draws them."""
+    """One id. Ids of the same millisecond are ordered only if one `RequestIds` makes them."""
     return RequestIds(clock, rng).new()
 
 
 def issued_ms(request_id: str) -> int | None:
-    """When an id was drawn, by the clock of whoever drew it; None if it does not say.
+    """Creation time of an id, by the clock of its maker; None for ids without a time.
 
-    Whatever follows the UUID in the id is not looked at.
+    Characters after the UUID are ignored.
     """
     try:
         drawn = uuid.UUID(request_id[:_UUID_CHARS])

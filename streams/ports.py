@@ -1,4 +1,4 @@
-"""The log as kvlane sees it: five small interfaces, implemented twice.
+"""The interfaces of the log: `Log`, `Reader`, `Member`, `Record` and `RebalanceListener`.
 
 `streams/kafka/` implements them over a real broker, `streams/memory/` in this process; one contract
 suite (`tests/contracts`) runs over both. Topic names here are the short ones of
@@ -6,15 +6,16 @@ suite (`tests/contracts`) runs over both. Topic names here are the short ones of
 
     Log      append, ask for offsets, open readers and group members, administer topics
     Reader   reads chosen partitions from chosen positions, without a group
-    Member   one member of a consumer group: owns partitions, commits by its own account
+    Member   one member of a consumer group: owns partitions, commits explicitly
     Record   one record as it was read            Entry   one record to append
+    Unreadable   the value of a record that could not be read
 
-All waiting calls take a deadline or have one from the settings; none waits for ever.
+Every waiting call has a deadline, from its caller or from the settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -30,21 +31,35 @@ class Entry(NamedTuple):
 
     key: bytes | None
     value: bytes | None
-    headers: tuple[tuple[str, bytes], ...] = ()
+    headers: tuple[tuple[str, bytes | None], ...] = ()
 
 
 class Appended(NamedTuple):
-    """Where an entry (the first one of a batch) stands in the log; append time in broker ms."""
+    """Position of an entry (of the first one of a batch), and its append time in broker ms."""
 
     partition: int
     offset: int
     timestamp_ms: int
 
 
+class Unreadable(bytes):
+    """Replaces the value of a record, or of a batch of records, that could not be read.
+
+    The bytes are the reason, as text. The offset of the record is that of the last missing one.
+    """
+
+    __slots__ = ()
+
+    @property
+    def reason(self) -> str:
+        """Why the record could not be read."""
+        return self.decode(errors="replace")
+
+
 class Record(Protocol):
     """One record as it was read.
 
-    The attribute names are those of the Kafka client's own record, which is handed out as it is:
+    The attribute names are those of the Kafka client's record, which is passed on unchanged:
     wrapping every record would cost more than reading it.
     """
 
@@ -54,7 +69,7 @@ class Record(Protocol):
 
     @property
     def offset(self) -> int:
-        """Its place in the partition."""
+        """The offset in the partition."""
 
     @property
     def timestamp(self) -> int:
@@ -62,48 +77,57 @@ class Record(Protocol):
 
     @property
     def key(self) -> bytes | None:
-        """What decided the partition; names a request, a worker or an entity."""
+        """The key that determined the partition: a request, a worker or an entity."""
 
     @property
     def value(self) -> bytes | None:
         """The bytes of the record; None for a tombstone."""
 
     @property
-    def headers(self) -> Sequence[tuple[str, bytes]]:
-        """Names and values, in the order they were written."""
+    def headers(self) -> Sequence[tuple[str, bytes | None]]:
+        """Names and values, in the order they were written. Kafka's values may be null."""
 
 
 Batches = Mapping[Partition, Sequence[Record]]
-"""What one poll returns: records by partition, each list in offset order and never empty."""
+"""The result of a poll: records by partition, each list in offset order and never empty."""
 
 
 class Reader(Protocol):
     """Reads partitions from explicit positions; belongs to no group and commits nothing."""
 
-    def assign(self, positions: Mapping[Partition, int]) -> None:
-        """Read exactly these partitions, each from the given offset on."""
+    def assign(
+        self,
+        positions: Mapping[Partition, int],
+        keys: Container[bytes | None] | None = None,
+    ) -> None:
+        """Read exactly these partitions, each from the given offset on.
+
+        With `keys`, records with other keys are skipped, at a fraction of the cost; a poll that has
+        skipped some may return nothing at once. Keys that are added between two polls apply from
+        `position` on.
+        """
 
     async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
         """The next records; empty after `timeout_s` without any.
 
-        Raises PositionLost when a position lies outside of the log: what it was to read is gone.
-        Outages of the broker are waited out: the poll comes back empty.
+        Raises PositionLost if a position is outside of the log: its records are gone. During an
+        outage of the broker the poll returns nothing.
         """
 
     def position(self, partition: Partition) -> int:
         """Every record below this offset was returned by a poll, or is known to be gone.
 
-        Compaction and retention leave gaps, at the end of a log too. A later poll that finds
-        nothing left in a partition moves its position to the end that it saw, also while other
-        partitions keep returning records: waiting for an end offset must come to an end.
+        Compaction and retention leave gaps, also at the end of a log. A later poll that finds
+        nothing left in a partition moves its position to the end that it saw, even while other
+        partitions keep returning records, so that waiting for an end offset terminates.
         """
 
     async def close(self) -> None:
         """Stop reading; idempotent."""
 
 
-class Ownership(Protocol):
-    """Who is told about the partitions a member owns.
+class RebalanceListener(Protocol):
+    """The listener for changes of the partitions that a member owns.
 
     Called on the event loop, synchronously. After `revoked` no poll returns records of those
     partitions until they are `assigned` again, and then from the committed offset on.
@@ -116,7 +140,7 @@ class Ownership(Protocol):
         """
 
     def revoked(self, partitions: frozenset[int]) -> None:
-        """These partitions are no longer owned; what is unfinished there is somebody else's."""
+        """These partitions are no longer owned; unfinished records go to another member."""
 
 
 class Member(Protocol):
@@ -128,10 +152,17 @@ class Member(Protocol):
     def resume(self, partition: int) -> None:
         """Start reading an owned partition. Ignored when it is not owned (any more)."""
 
+    def pause(self, partition: int, position: int | None = None) -> None:
+        """Stop reading an owned partition until `resume`, which continues at the same position.
+
+        With a `position`, at or below that, it continues there. Ownership is kept as long as `poll`
+        is called. Ignored if the partition is not owned (any more), or not being read.
+        """
+
     async def commit(self, offsets: Mapping[int, int]) -> None:
         """Commit next offsets by partition.
 
-        Raises OwnershipLost when the group has moved on, AppendFailed when no answer came.
+        Raises OwnershipLost if the group has rebalanced, AppendFailed without an answer.
         """
 
     async def close(self) -> None:
@@ -141,18 +172,18 @@ class Member(Protocol):
 class Log(Protocol):
     """A connection to the log, for one process.
 
-    Everything here and in its readers and members may raise Denied, which repeating cannot cure,
+    All methods, also those of its readers and members, may raise Denied, which a retry cannot cure,
     and LogClosed after `close`.
     """
 
     async def start(self) -> None:
-        """Connect. Raises BrokerUnavailable, Denied."""
+        """Connect. Raises BrokerUnavailable, AccessDenied."""
 
     async def close(self) -> None:
         """Flush and disconnect; idempotent."""
 
     async def partitions(self, topic: str) -> int:
-        """How many partitions a topic has. Raises TopicsDiffer when it does not exist."""
+        """How many partitions a topic has. Raises TopicMismatch when it does not exist."""
 
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
         """Append one record and wait for its acknowledgement by all in-sync replicas.
@@ -179,9 +210,9 @@ class Log(Protocol):
     def reader(self, *, moving: bool = True) -> Reader:
         """A reader that reads nothing until `assign`.
 
-        Without `moving` it is for positions that stay: brokers are asked less often when there is
-        nothing new, and what is assigned while it reads may wait a quarter of a second.
+        `moving=False` is for a fixed assignment: brokers are polled less often while there is
+        nothing new, and a new assignment may wait a quarter of a second.
         """
 
-    def member(self, topic: str, group: str, ownership: Ownership) -> Member:
+    def member(self, topic: str, group: str, ownership: RebalanceListener) -> Member:
         """Join a group at the first poll. Partitions without a commit start at the log's start."""

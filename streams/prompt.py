@@ -1,7 +1,7 @@
-"""What a client publishes to `prompts`: JSON, checked by pydantic.
+"""The JSON record that a client publishes to `prompts`, validated by pydantic.
 
-It lives beside `streams/records.py`, not in it, because routing and indexing import the records
-and must stay free of pydantic.
+Separate from `streams/records.py`, because routing and indexing import the records and must not
+depend on pydantic.
 """
 
 from __future__ import annotations
@@ -10,18 +10,24 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from streams.codecs import TYPE
+from streams.codecs import TYPE_HEADER
 from streams.ports import Entry
-from streams.records import LONGEST_ID
+from streams.records import MAX_ID_CHARS
 
 
 class Prompt(BaseModel):
-    """One request as a client words it; the record key is the same `id`."""
+    """A request as a client publishes it; the record key is the same `id`.
+
+    Raises pydantic's ValidationError for values out of range.
+
+    Example:
+        Prompt(id="job-17", kind="completion", body={"prompt": "Once", "max_tokens": 20})
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     id: str = Field(
-        min_length=1, max_length=LONGEST_ID, description="request id and idempotency key"
+        min_length=1, max_length=MAX_ID_CHARS, description="request id and idempotency key"
     )
     kind: Literal["chat", "completion", "tokens", "cancel", "embedding"] = Field(
         default="chat", description="how to read `body`"
@@ -35,6 +41,6 @@ class Prompt(BaseModel):
 
 
 def encode_prompt(prompt: Prompt) -> Entry:
-    """The log entry of a prompt. Other publishers may leave the header out."""
+    """The log entry of a prompt. Other publishers may omit the header."""
     value = prompt.model_dump_json(exclude_defaults=True)
-    return Entry(prompt.id.encode(), value.encode(), ((TYPE, b"Prompt"),))
+    return Entry(prompt.id.encode(), value.encode(), ((TYPE_HEADER, b"Prompt"),))

@@ -1,4 +1,4 @@
-"""Every record kvlane writes, field by field; the only place where their shapes are defined.
+"""Every record that kvlane writes, field by field; `Request` is in `streams/request.py`.
 
 Inner records travel as msgpack maps, `Chunk`, `Fence` and `End` as JSON, because clients of any
 language read them. The header `t` names the type; JSON records carry it as field `t` as well, for
@@ -8,16 +8,21 @@ may write it; `streams/prompt.py` holds what a client publishes.
 Evolution: fields are only added, optional, at the end; unknown fields are ignored. A change that
 breaks this is a new topic name. Fields at their default are left out on the wire.
 
-Words: a *run* is one execution of an *attempt* of a request in a *phase*; (id, attempt, phase) is
+Terms: a *run* is one execution of an *attempt* of a request in a *phase*; (id, attempt, phase) is
 its run key, `run` a random number that tells two executions of one run key apart. An *epoch* is
 one life of a worker. Units are in the names; `*_ms` points in time are broker append time.
 """
+
+# ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
 
 from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+
+from streams.record_base import InternalRecord, ModelKind, PublicRecord
+from streams.request import Request, SamplingOptions
 
 Phase = Literal["aggregated", "prefill", "decode"]
 RunCode = Literal[
@@ -27,7 +32,9 @@ RunCode = Literal[
 FinishReason = Literal[
     "stop", "length", "cancelled", "error", "content_filter", "tool_calls", "function_call"
 ]
-"""How an answer ended; the last two if a server says so. On the wire any string, see `Public`."""
+"""How an answer ended; the last two if a server says so. On the wire any string, see
+`PublicRecord`.
+"""
 EndCode = Literal[
     "refused",
     "deadline",
@@ -48,391 +55,71 @@ EndCode = Literal[
     "pinned_busy",
     "pin_not_allowed",
 ]
-"""Why a router ended a request; stop and length: the answer was whole, its last Chunk lost."""
+"""Why a router ended a request; stop and length: the answer was complete, its last Chunk lost."""
 WorkerState = Literal["ready", "draining", "unhealthy"]
 Role = Literal["aggregated", "prefill", "decode"]
-ModelKind = Literal["tokens", "chat", "completion", "embedding"]
-"""What a model takes: tokens, which serve chats and completions, or OpenAI's bodies of one kind."""
-LONGEST_ID = 200
-"""Of a request's id, in characters: it is a record key, and part of every line about it."""
-Json = bytes
-"""A JSON value of whatever form, in UTF-8: passed on as it came, read by its receiver only."""
+GUIDED_DECODING_FEATURE = "guided_decoding"
+LOGPROBS_FEATURE = "logprobs"
+"""Features that an engine may not support: names in `EngineConfig.unsupported`."""
+MAX_ID_CHARS = 200
+"""Longest request id in characters: it is a record key, and part of every log line."""
 
 
 class RunKey(NamedTuple):
-    """What makes an assignment unique: a worker starts each run key at most once."""
+    """The identity of an assignment: a worker starts each run key at most once."""
 
     id: str
     attempt: int
     phase: Phase
 
 
-class Fact(msgspec.Struct, frozen=True, gc=False):
-    """A decoded record at its place in the log; what folds are made of."""
+class LogRecord(msgspec.Struct, frozen=True, gc=False):
+    """A decoded record with its position in the log, the input of views."""
 
     offset: int
     timestamp_ms: int
-    record: Inner | Public
-
-
-class Inner(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """A record that only kvlane's own processes read: a msgpack map."""
-
-
-class Public(
-    msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False, tag_field="t", tag=True
-):
-    """A record that clients read: a JSON object with its type in field `t`.
-
-    Codes and reasons in them are plain strings: clients are not upgraded before the writers, and
-    one that does not know a new code must still see the end that it comes with.
-    """
+    record: InternalRecord | PublicRecord
 
 
 # --- requests: keyed by request id ---------------------------------------------------------------
 
 
-class StopConditions(Inner, frozen=True):
-    """When generation ends, besides the model's own end of text.
-
-    Tokens in `stop_token_ids` are named as the reason when they end an answer, those in
-    `stop_token_ids_hidden` end it as an end of text does. Nothing ends it before `min_tokens`.
-    """
-
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    stop_token_ids_hidden: tuple[int, ...] = ()
-    max_thinking_tokens: int | None = None
-
-
-class GuidedDecoding(Inner, frozen=True):
-    """What form an answer must have; at most one of json, regex, choice, grammar and tag."""
-
-    json: Json | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = None
-    backend: str | None = None
-    whitespace_pattern: str | None = None
-    structural_tag: Json | None = None
-
-
-class SamplingOptions(Inner, frozen=True):
-    """How a token is drawn; None leaves the engine's default."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_p: float | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    include_stop_str_in_output: bool | None = None
-    guided_decoding: GuidedDecoding | None = None
-    detokenize: bool | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words_token_ids: tuple[tuple[int, ...], ...] | None = None
-    logit_bias: dict[int, float] | None = None
-
-
-class OutputOptions(Inner, frozen=True):
-    """What comes back besides text; None leaves the default of whoever writes it."""
-
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool | None = None
-    formatted_prompt: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-
-
-class RoutingConstraints(Inner, frozen=True):
-    """Taints a worker must have, and taints that speak for it, with their weights."""
-
-    required_taints: tuple[str, ...] = ()
-    preferred_taints: dict[str, float] = {}
-
-
-class SessionControl(Inner, frozen=True):
-    """Which session a request belongs to, and whether the session begins or ends with it."""
-
-    session_id: str
-    action: Literal["open", "close", "bind"] | None = None
-    timeout: int = 300  # idle seconds
-
-
-class Hints(Inner, frozen=True):
-    """What a request may say about its routing. Ids of workers are names, or hashes in decimals."""
-
-    backend_instance_id: str | None = None
-    allowed_worker_ids: tuple[str, ...] = ()
-    prefill_worker_id: str | None = None
-    decode_worker_id: str | None = None
-    dp_rank: int | None = None
-    prefill_dp_rank: int | None = None
-    expected_output_tokens: int | None = None
-    lora_name: str | None = None
-    priority_jump: float | None = None  # seconds by which it counts as older
-    priority: int | None = None  # for the engine
-    strict_priority: int | None = None
-    routing_constraints: RoutingConstraints | None = None
-    session_control: SessionControl | None = None
-    queue_class: str | None = None
-
-
-NO_HINTS = Hints()
-"""Those of a request that asks for nothing: mostly this very object."""
-
-
-class RouterConfigOverride(Inner, frozen=True):
-    """Settings of the cost function for this request alone."""
-
-    overlap_score_credit: float | None = None
-    prefill_load_scale: float | None = None
-    router_temperature: float | None = None
-    assume_kv_reuse: bool | None = None
-    track_prefill_tokens: bool | None = None
-    shared_cache_multiplier: float | None = None
-
-
-class RouterParams(Inner, frozen=True):
-    """Latencies the client wants, in ms: to the first token, and from token to token."""
-
-    ttft_target: float | None = None
-    itl_target: float | None = None
-
-
-class BootstrapInfo(Inner, frozen=True):
-    """Where prefill and decode of one request meet. `room`: u64, unique to the request."""
-
-    bootstrap_host: str = ""
-    bootstrap_port: int = 0
-    bootstrap_room: int = 0
-
-
-class TraceLink(Inner, frozen=True):
-    """The span of the worker that had the request before: W3C ids in hex."""
-
-    trace_id: str
-    span_id: str
-
-
-class PromptTokensDetails(Inner, frozen=True):
-    """Of the prompt's tokens, how many were audio and how many came from the cache."""
-
-    audio_tokens: int | None = None
-    cached_tokens: int | None = None
-
-
-class PrefillResult(Inner, frozen=True):
-    """What prefill hands to decode. The parameters are the engine's own."""
-
-    disaggregated_params: Json
-    prompt_tokens_details: PromptTokensDetails | None = None
-
-
-class MmObject(Inner, frozen=True):
-    """An image or the like in a block: hash of its content (u64), token ranges in the block."""
-
-    mm_hash: int
-    offsets: tuple[tuple[int, int], ...] = ()
-
-
-class BlockExtraInfo(Inner, frozen=True):
-    """What is in a block besides its tokens."""
-
-    mm_objects: tuple[MmObject, ...] = ()
-
-
-class MmRoutingInfo(Inner, frozen=True):
-    """Other tokens for finding overlap (u32, little endian), with what each block holds."""
-
-    routing_token_ids: bytes = b""
-    block_mm_infos: tuple[BlockExtraInfo | None, ...] = ()
-
-
-class MultimodalData(Inner, frozen=True):
-    """One image or the like: by URL, by a string that is used as one, or decoded already.
-
-    `decoded` describes the memory that holds it, in the words of the transfer library.
-    """
-
-    kind: Literal["url", "raw_url", "decoded"]
-    url: str = ""
-    decoded: Json | None = None
-
-
-class RoutingTokens(NamedTuple):
-    """What overlap is found by: tokens (u32, little endian), and what each block holds."""
-
-    token_ids: bytes
-    blocks: tuple[BlockExtraInfo | None, ...] | None
-
-
-class OpenAiBody(Inner, frozen=True):
-    """A request in OpenAI's words, for an engine that takes it as it came: a JSON object.
-
-    `prompt_tokens`: how long its prompt is thought to be; only the engine can count it.
-    """
-
-    kind: Literal["chat", "completion", "embedding"]
-    json: Json
-    prompt_tokens: int = 0
-
-
-class Request(Inner, frozen=True):
-    """A request that is ready for a worker. `token_ids`: u32, little endian; none with a `body`.
-
-    On the topics it is msgpack, like the rest; `app/preprocess/wire.py` turns it into the JSON in
-    which other systems hold it, and back.
-    """
-
-    id: str
-    model: str = ""
-    token_ids: bytes = b""
-    tenant: str = ""
-    deadline_s: float = 600.0
-    received_ms: int = 0
-    stop: StopConditions = StopConditions()
-    sampling: SamplingOptions = SamplingOptions()
-    hints: Hints = NO_HINTS
-    output: OutputOptions = OutputOptions()
-    eos_token_ids: tuple[int, ...] = ()
-    mdc_sum: str | None = None  # checksum of the model card it was made with
-    annotations: tuple[str, ...] = ()
-    cache_salt: str = ""  # requests with different salts share no cache
-    prompt_embeds: str | None = None  # base64 of a tensor, used instead of the tokens
-    multi_modal_data: dict[str, tuple[MultimodalData, ...]] | None = None  # by type of part
-    mm_routing_info: MmRoutingInfo | None = None
-    router_config_override: RouterConfigOverride | None = None
-    prefill_result: PrefillResult | None = None
-    migration_link: TraceLink | None = None
-    bootstrap_info: BootstrapInfo | None = None
-    extra_args: Json | None = None
-    router: RouterParams | None = None
-    agent_context: Json | None = None
-    mm_processor_kwargs: Json | None = None
-    request_timestamp_ms: float | None = None
-    is_probe: bool = msgspec.field(default=False, name="_HEALTH_CHECK")
-    body: OpenAiBody | None = None
-
-    @property
-    def kind(self) -> ModelKind:
-        """What its model has to take."""
-        return "tokens" if self.body is None else self.body.kind
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt, in tokens; of a body an estimate."""
-        return len(self.token_ids) // 4 if self.body is None else self.body.prompt_tokens
-
-    @property
-    def prompt_bytes(self) -> int:
-        """What its prompt takes of memory, in whatever form it came."""
-        info = self.mm_routing_info
-        media = (data for of in (self.multi_modal_data or {}).values() for data in of)
-        return (
-            len(self.token_ids)
-            + (0 if self.body is None else len(self.body.json))
-            + len(self.prompt_embeds or "")
-            + len(self.extra_args or b"")
-            + (0 if info is None else len(info.routing_token_ids))
-            + sum(len(data.url) + len(data.decoded or b"") for data in media)
-        )
-
-    def has_annotation(self, annotation: str) -> bool:
-        """Whether exactly this annotation was given."""
-        return annotation in self.annotations
-
-    @property
-    def is_query(self) -> bool:
-        """Whether it only asks where it would go, and goes nowhere.
-
-        It has the annotation query_instance_id with a value, whatever that is.
-        """
-        return bool(self.annotations) and self.annotation_value("query_instance_id") is not None
-
-    def annotation_value(self, key: str) -> str | None:
-        """What follows `key:` in the first annotation that begins so; None without one."""
-        prefix = f"{key}:"
-        return next(
-            (a.removeprefix(prefix) for a in self.annotations if a.startswith(prefix)), None
-        )
-
-    def routing_tokens(self) -> RoutingTokens:
-        """What overlap is to be found by: the prompt, unless other tokens stand in for it.
-
-        With `prompt_embeds` the tokens are not what is computed, so nothing overlaps.
-        """
-        if self.prompt_embeds is not None:
-            return RoutingTokens(b"", None)
-        info = self.mm_routing_info
-        if info is None or not info.routing_token_ids:
-            return RoutingTokens(self.token_ids, None)
-        return RoutingTokens(info.routing_token_ids, info.block_mm_infos)
-
-
-class EmbeddingRequest(Inner, frozen=True):
-    """Texts to be embedded, tokenised: for each text its tokens (u32, little endian)."""
-
-    id: str
-    token_ids: tuple[bytes, ...]
-    model: str = ""
-    encoding_format: str | None = None
-    dimensions: int | None = None
-    mdc_sum: str | None = None
-    annotations: tuple[str, ...] = ()
-    tenant: str = ""
-    deadline_s: float = 600.0
-    received_ms: int = 0
-
-    def has_annotation(self, annotation: str) -> bool:
-        """Whether exactly this annotation was given."""
-        return annotation in self.annotations
-
-
-class Cancel(Inner, frozen=True):
-    """The client wants no more of this request. Shares the request's key, so it comes after it."""
+class Cancel(InternalRecord, frozen=True):
+    """The client cancels this request. It has the request's key, so it is read after the
+    request."""
 
     id: str
     reason: str = ""
 
 
-class Refused(Inner, frozen=True):
-    """A preprocessor could not turn a prompt into a Request; the lane's owner ends it visibly."""
+class Refused(InternalRecord, frozen=True):
+    """A preprocessor rejected a prompt; the lane's owner ends the request visibly."""
 
     id: str
     code: EndCode
     message: str = ""
 
 
-# --- ledger: keyed by request id; the life story of each request ---------------------------------
+# --- ledger: keyed by request id; the history of each request ---------------------------------
 
 
-class Origin(Inner, frozen=True):
-    """Where the Request of a request lies."""
+class RequestOffset(InternalRecord, frozen=True):
+    """The position of a Request."""
 
     topic: str
     partition: int
     offset: int
 
 
-class Candidate(Inner, frozen=True, kw_only=False):
-    """A worker that was considered, with the inputs of its cost, so that it can be recomputed.
+class Candidate(InternalRecord, frozen=True, kw_only=False):
+    """A candidate worker with the inputs of its cost, so that the cost can be recomputed.
 
-    From `prompt_tokens` on it is what policy predictive looks at. `prompt_tokens`: of the open
+    The fields from `prompt_tokens` on are inputs of policy predictive. `prompt_tokens`: of the open
     runs. `prefill_runs`: those of them without a first token, `busy_ms`: for how long the worker
     has been at their prompts. `ahead_ms`: prefill, computed alone, of each other request that
-    waited in the router and was to go there, by arrival. Then its pace, see `Pace`
-    (app/routing/paces.py); without a `curve` it is the published one. `later_ms`: by how much later
-    than others the router counted on it.
+    waited in the router and was to go there, by arrival. Then its pace, see `EngineProfile`
+    (app/routing/state/performance.py); without a `curve` it is the published one. `later_ms`: by
+    how much later than others the router counted on it.
     """
 
     worker: str
@@ -457,10 +144,10 @@ class Candidate(Inner, frozen=True, kw_only=False):
     later_ms: float = 0.0
 
 
-class SessionUse(Inner, frozen=True):
-    """That a session's request went somewhere. `timeout_s`: idle time after which it is forgotten.
+class SessionUse(InternalRecord, frozen=True):
+    """The use of a session by a request. `timeout_s`: idle time after which the session expires.
 
-    `closes`: the session is over with this. `bound_*`: where it was before, if that counted.
+    `closes`: the session ends with this request. `bound_*`: its previous worker, if it applied.
     """
 
     id: str
@@ -471,7 +158,7 @@ class SessionUse(Inner, frozen=True):
     bound_rank: int = 0
 
 
-class Assigned(Inner, frozen=True):
+class Assigned(InternalRecord, frozen=True):
     """The decision: this run of the request goes to this worker.
 
     `prefill_tokens`: what it adds to the worker's prefill until it is done. `params`: the settings
@@ -486,7 +173,7 @@ class Assigned(Inner, frozen=True):
     phase: Phase
     worker: str
     epoch: int
-    origin: Origin
+    origin: RequestOffset
     responses_from: int
     deadline_ms: int
     rank: int = 0
@@ -507,8 +194,8 @@ class Assigned(Inner, frozen=True):
     known_ms: int = 0
 
 
-class Started(Inner, frozen=True):
-    """A worker has taken the run; acknowledged before its first Chunk."""
+class Started(InternalRecord, frozen=True):
+    """A worker has accepted the run; acknowledged before its first Chunk."""
 
     id: str
     attempt: int
@@ -516,16 +203,16 @@ class Started(Inner, frozen=True):
     worker: str
     epoch: int
     run: int
-    origin: Origin
+    origin: RequestOffset
     responses_from: int
     deadline_ms: int
     prompt_tokens: int = 0
 
 
-class PrefillDone(Inner, frozen=True):
+class PrefillDone(InternalRecord, frozen=True):
     """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it.
 
-    `handoff` is the engine's own, in whatever form it likes; nobody between the two reads it.
+    `handoff` is the engine's own, opaque to everything between the two.
     """
 
     id: str
@@ -540,7 +227,7 @@ class PrefillDone(Inner, frozen=True):
     handoff: bytes = b""
 
 
-class Finished(Inner, frozen=True):
+class Finished(InternalRecord, frozen=True):
     """The run is over. Sent after the acknowledgement of its last Chunk."""
 
     id: str
@@ -558,7 +245,7 @@ class Finished(Inner, frozen=True):
     message: str = ""
 
 
-class Fencing(Inner, frozen=True):
+class Fencing(InternalRecord, frozen=True):
     """The owner intends to start `attempt`; acknowledged before the Fence is sent."""
 
     id: str
@@ -566,8 +253,8 @@ class Fencing(Inner, frozen=True):
     reason: str = ""
 
 
-class Ended(Inner, frozen=True):
-    """The request is over. Written last of all: nothing is due after it."""
+class Ended(InternalRecord, frozen=True):
+    """The request is over. Its last record: no further action is due."""
 
     id: str
     code: EndCode | Literal["seen"]
@@ -595,10 +282,10 @@ class LogProb(msgspec.Struct, frozen=True, array_like=True, gc=False):
     log_prob: float
 
 
-class Aside(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """What a server said besides the text, as it came. Part of a Chunk.
+class PassthroughDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """Output of a server that is not text, unchanged. Part of a Chunk.
 
-    `at`: how much of the whole text stands before it. In an event of OpenAI's form, `delta` is of
+    `at`: length of the whole text before it. In an event of OpenAI's form, `delta` is of
     its choice's delta (tool calls, reasoning …), `choice` of the choice, `event` of the event.
     """
 
@@ -608,7 +295,7 @@ class Aside(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=Fa
     event: dict[str, Any] = {}
 
 
-class Chunk(Public, frozen=True, tag="Chunk"):
+class Chunk(PublicRecord, frozen=True, tag="Chunk"):
     """Some tokens of the answer. `run` is a u64 in decimals, for JSON readers without 64 bits.
 
     `seq` counts the Chunks of a run from 0; `index` is the place of the first token in the whole
@@ -617,6 +304,7 @@ class Chunk(Public, frozen=True, tag="Chunk"):
     `log_probs`: for each token, if they were asked for, first its own and then the likeliest ones.
     `invalid`: what is wrong with the request, where that is why it ends with an error.
     `data`: of models that are asked in OpenAI's words, what is no text. They bring no tokens.
+    `model`: the name of the model, on the first Chunk of a run.
     """
 
     id: str
@@ -632,10 +320,11 @@ class Chunk(Public, frozen=True, tag="Chunk"):
     stop_reason: int | str | None = None
     log_probs: tuple[tuple[LogProb, ...], ...] | None = None
     invalid: str = ""
-    data: tuple[Aside, ...] = ()
+    data: tuple[PassthroughDelta, ...] = ()
+    model: str = ""
 
 
-class Fence(Public, frozen=True, tag="Fence"):
+class Fence(PublicRecord, frozen=True, tag="Fence"):
     """`attempt` begins here; Chunks of lower attempts that come later do not count."""
 
     id: str
@@ -643,15 +332,15 @@ class Fence(Public, frozen=True, tag="Fence"):
     reason: str = ""
 
 
-class Placed(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """Where a request would go that only asks for that, and its tokens. Part of an End."""
+class DryRunResult(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """The result of a dry run: the worker, and the tokens of the prompt. Part of an End."""
 
     worker_id: str
     dp_rank: int = 0
     token_ids: tuple[int, ...] = ()
 
 
-class End(Public, frozen=True, tag="End"):
+class End(PublicRecord, frozen=True, tag="End"):
     """A router ended the request with an EndCode; no last Chunk will come."""
 
     id: str
@@ -659,13 +348,13 @@ class End(Public, frozen=True, tag="End"):
     message: str = ""
     retry_after_s: float | None = None
     usage: Usage | None = None
-    placed: Placed | None = None
+    placed: DryRunResult | None = None
 
 
-# --- assignments: one partition per slot; what a worker is told ----------------------------------
+# --- assignments: one partition per slot; commands to a worker ----------------------------------
 
 
-class Assignment(Inner, frozen=True):
+class Assignment(InternalRecord, frozen=True):
     """Run this. `taken`: tokens the reader has (u32, little endian), to continue from."""
 
     worker: str
@@ -673,7 +362,7 @@ class Assignment(Inner, frozen=True):
     attempt: int
     phase: Phase
     request: Request
-    origin: Origin
+    origin: RequestOffset
     responses_from: int
     deadline_ms: int
     budget_s: float
@@ -682,8 +371,8 @@ class Assignment(Inner, frozen=True):
     taken_chars: int = 0
 
 
-class CancelRun(Inner, frozen=True):
-    """Stop this run; its reader has been served otherwise."""
+class CancelRun(InternalRecord, frozen=True):
+    """Stop this run; the reader no longer needs it."""
 
     worker: str
     epoch: int
@@ -693,8 +382,8 @@ class CancelRun(Inner, frozen=True):
     reason: str = ""
 
 
-class Lost(Inner, frozen=True):
-    """This epoch of the worker is dead to everybody, whether it still runs or not."""
+class Lost(InternalRecord, frozen=True):
+    """This epoch of the worker counts as dead, whether it still runs or not."""
 
     worker: str
     epoch: int
@@ -705,7 +394,7 @@ class Lost(Inner, frozen=True):
 # --- kv-events: keyed by worker id ---------------------------------------------------------------
 
 
-class Blocks(Inner, frozen=True):
+class Blocks(InternalRecord, frozen=True):
     """Cache changes of one worker, as columns: one row per event, keys of all rows end to end.
 
     kinds u8 (0 stored, 1 removed, 2 cleared), tiers u8, positions u32 (of the first block),
@@ -725,8 +414,9 @@ class Blocks(Inner, frozen=True):
     keys: bytes = b""
 
 
-class RunProgress(Inner, frozen=True):
-    """An open run, as its worker sees it. `expected_output_tokens`: by its request, 0 if unsaid."""
+class RunProgress(InternalRecord, frozen=True):
+    """An open run, as its worker reports it. `expected_output_tokens`: by its request, 0 if
+    unsaid."""
 
     id: str
     attempt: int
@@ -735,8 +425,8 @@ class RunProgress(Inner, frozen=True):
     expected_output_tokens: int = 0
 
 
-class EngineFigures(Inner, frozen=True):
-    """What an engine does at the moment; `steps` since its start."""
+class EngineStats(InternalRecord, frozen=True):
+    """Current figures of an engine; `steps` since its start."""
 
     running: int = 0
     waiting: int = 0
@@ -745,11 +435,11 @@ class EngineFigures(Inner, frozen=True):
     steps: int = 0
 
 
-class Heartbeat(Inner, frozen=True):
-    """The worker lives; `slot_offset` is the next offset it will read of its assignments.
+class Heartbeat(InternalRecord, frozen=True):
+    """The worker is alive; `slot_offset` is the next offset of its assignments that it will read.
 
-    `last_event_ids`: for each rank the last cache event of this epoch that stands in the log before
-    this record, -1 for none. `waiting` counts runs outside the engine, `engine` what is inside.
+    `last_event_ids`: for each rank the last cache event of this epoch before this record in the
+    log, -1 for none. `waiting` counts runs outside the engine, `engine` what is inside.
     """
 
     worker: str
@@ -760,26 +450,44 @@ class Heartbeat(Inner, frozen=True):
     running: tuple[RunProgress, ...] = ()
     waiting: int = 0
     last_event_ids: tuple[int, ...] = ()
-    engine: EngineFigures | None = None
+    engine: EngineStats | None = None
 
 
-class Probe(Inner, frozen=True):
-    """A router's own record, written to find out whether the broker still takes records."""
+class Probe(InternalRecord, frozen=True):
+    """A router's probe record: tests whether the broker still accepts appends."""
 
     by: str
+
+
+# --- capacity: keyed by router -------------------------------------------------------------------
+
+
+class RouterCapacity(InternalRecord, frozen=True):
+    """Remaining capacity of a router: requests, and tokens and bytes of their prompts.
+
+    `positions`: the lanes that it serves, each with the offset up to which it had read `requests`
+    at that time. Later records are not counted.
+    """
+
+    router: str
+    requests: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    positions: dict[int, int] = {}
 
 
 # --- registry: compacted, keyed by entity --------------------------------------------------------
 
 
-class EngineConfig(Inner, frozen=True):
-    """What an engine says about itself; None means: not advertised.
+class EngineConfig(InternalRecord, frozen=True):
+    """The properties that an engine advertises; None: not advertised.
 
-    `curve`: how long its steps take, see `numbers` in app/engine/curves.py. `lora_names`: adapters
-    that it has, `max_loras`: how many it can load besides, at a time. `data_parallel_size`: its
-    ranks, each with a cache of its own; None is one. Without `gives_tokens` it gives text only, and
-    nobody can continue its answers; with `guesses_cache` its cache events are a guess. `kind`: what
-    it takes.
+    `curve`: how long its steps take, see `numbers` in app/engine/perf_curves.py. `lora_names`:
+    adapters that it has, `max_loras`: how many it can load besides, at a time.
+    `data_parallel_size`: its ranks, each with a cache of its own; None is one. Without
+    `gives_tokens` it gives text only, and nobody can continue its answers; with `guesses_cache` its
+    cache events are a guess. `kind`: what it takes. `unsupported`: features that it would ignore
+    (`guided_decoding`, `logprobs`); requests for them are refused.
     """
 
     model: str
@@ -798,10 +506,11 @@ class EngineConfig(Inner, frozen=True):
     gives_tokens: bool = True
     guesses_cache: bool = False
     kind: ModelKind = "tokens"
+    unsupported: tuple[str, ...] = ()
 
 
-class WorkerCard(Inner, frozen=True):
-    """A worker offers itself. Key `worker/<id>`.
+class WorkerCard(InternalRecord, frozen=True):
+    """The registration of a worker. Key `worker/<id>`.
 
     The first card of a life has no epoch: the offset it gets *is* the epoch, unique and rising.
     Every later card of that life repeats it. `life` is random: it tells processes of one name
@@ -826,14 +535,14 @@ class WorkerCard(Inner, frozen=True):
     max_runs: int | None = None
 
 
-class Artifact(Inner, frozen=True):
+class Artifact(InternalRecord, frozen=True):
     """A file on `artifacts`: its SHA-256 in hex, and its size in bytes."""
 
     sha256: str
     size: int
 
 
-class ModelCard(Inner, frozen=True):
+class ModelCard(InternalRecord, frozen=True):
     """A model that clients may ask for. Key `model/<name>`.
 
     `special_tokens` are the names a template knows (bos_token, eos_token …). `checksum` is over
@@ -856,8 +565,9 @@ class ModelCard(Inner, frozen=True):
     served_as: str = ""
 
 
-class SnapshotPointer(Inner, frozen=True):
-    """Where a whole snapshot of a fold's partition lies. Key `snapshot/<fold>/<partition>`."""
+class SnapshotPointer(InternalRecord, frozen=True):
+    """The position of a complete snapshot of one partition of a view. Key
+    `snapshot/<fold>/<partition>`."""
 
     fold: str
     partition: int
@@ -869,16 +579,28 @@ class SnapshotPointer(Inner, frozen=True):
     format: int = 1
 
 
-class Deployment(Inner, frozen=True):
-    """The shape all processes of a deployment must agree on. Key `deployment`."""
+class Deployment(InternalRecord, frozen=True):
+    """Parameters that all processes of a deployment must share. Key `deployment`."""
 
     lanes: int
     partitions: dict[str, int]
     format: int = 1
 
 
-class Tombstone(Inner, frozen=True):
-    """An entity left. On the wire: a null value, so that it compacts away, and an epoch header."""
+class Skip(InternalRecord, frozen=True):
+    """A record that readers skip. Key `skip/<topic>/<partition>/<offset>`.
+
+    Counts for records that are marked for newer readers only (`streams/reading/decoding.py`).
+    """
+
+    topic: str
+    partition: int
+    offset: int
+
+
+class Tombstone(InternalRecord, frozen=True):
+    """The removal of an entity. On the wire: a null value, so that it compacts away, and an epoch
+    header."""
 
     key: str
     epoch: int | None = None

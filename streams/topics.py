@@ -1,25 +1,25 @@
-"""Which topics there are, what lies on them, who writes and who reads them.
+"""The topic table: names, keys, partitions, retention, record types, writers and readers.
 
-This table is the one source for the code and for `kvlane topics create|describe|acls`. Names here
+This table is the only source for the code and for `kvlane topics create|describe|acls`. Names here
 are short; the deployment's prefix (`KVLANE_TOPIC_PREFIX`, default `kvlane.`) is added where the log
 is opened.
 
 `requests`, `ledger` and `responses` have the same number of partitions and the same key: a request
-lives in one *lane*, the same partition of all three, so whoever owns a lane can answer for every
-request in it. `assignments` and `kv-events` are keyed by the worker that they are for or from.
+is in one *lane*, the same partition of all three, so the owner of a lane can answer every request
+in it. `assignments` and `kv-events` are keyed by the worker that they are for or from.
 
-Brokers compress the `ledger`, whatever its writers do: it is kept for a day, and every router reads
-all of it. A decision among 64 workers is 4.4 kB, and 1.3 in lz4; with zstd 1.0, but every reader
-would take 13 us for each batch instead of 4. In all a request takes a quarter of the bytes there,
-and neither broker nor router any CPU that could be told from noise (2 ms a request, of each, on
-a busy machine). Nothing else is compressed, since most batches are single records: of tokens and
-block keys, which `requests`, `assignments` and `kv-events` consist of, lz4 saves nothing (zstd a
-third and nothing, for 50 us a prompt), and of a Chunk with one token zstd saves 53 of 232 bytes,
-for 13 us to write and 11 to read.
+Brokers compress the `ledger`, regardless of its writers: it is kept for a day, and every router
+reads all of it. A decision among 64 workers is 4.4 kB, in lz4 1.3 kB; in zstd 1.0, but every reader
+would need 13 us per batch instead of 4. In total a request takes a quarter of the bytes there, with
+no measurable CPU cost in brokers and routers (noise: 2 ms a request, of each, on a busy machine).
+Other topics are not compressed, since most batches are single records: for tokens and block keys,
+the content of `requests`, `assignments` and `kv-events`, lz4 saves nothing (zstd a third and
+nothing, at 50 us a prompt), and for a Chunk with one token zstd saves 53 of 232 bytes, at 13 us to
+write and 11 to read.
 
 Writers and readers are roles. A process has the role of its name (`router`, `worker` …); `client`
 is any program that publishes prompts and reads answers, `operator` a person with the command line.
-A client that publishes requests that are tokenised already needs the rights of a gateway.
+A client that publishes tokenised requests needs the rights of a gateway.
 """
 
 from __future__ import annotations
@@ -34,16 +34,20 @@ LEDGER = "ledger"
 RESPONSES = "responses"
 ASSIGNMENTS = "assignments"
 KV_EVENTS = "kv-events"
+CAPACITY = "capacity"
 REGISTRY = "registry"
 ARTIFACTS = "artifacts"
 SNAPSHOTS = "snapshots"
 DEAD_LETTERS = "dead-letters"
 
-LANES = -1
+PER_LANE = -1
 """Stands for "as many as there are lanes" in the table."""
 
 _HOUR_MS = 3_600_000
 MAX_RECORD_BYTES = 8 * 1024 * 1024
+MAX_UNCOMPRESSED_BYTES = 2 * MAX_RECORD_BYTES
+"""Size limit of a batch after decompression, which brokers do not bound. The client holds one such
+batch at a time per partition, and 16 MiB decompress in 10 to 20 ms."""
 
 
 class Topic(NamedTuple):
@@ -58,7 +62,7 @@ class Topic(NamedTuple):
     writers: tuple[str, ...]
     readers: tuple[str, ...]
     compression: Literal["lz4"] | None = None
-    """What brokers store its batches in; None: as they come."""
+    """Compression by the broker; None: as the producer sent it."""
 
     def config(self, min_insync: int) -> dict[str, str]:
         """Broker settings of the topic.
@@ -71,6 +75,8 @@ class Topic(NamedTuple):
             "message.timestamp.type": "LogAppendTime",
             "max.message.bytes": str(MAX_RECORD_BYTES),
             "min.insync.replicas": str(min_insync),
+            # A leader that was not in sync would lose what was acknowledged.
+            "unclean.leader.election.enable": "false",
         }
         if self.compression is not None:
             shared["compression.type"] = self.compression
@@ -85,6 +91,8 @@ class Topic(NamedTuple):
         return shared | {
             "cleanup.policy": "delete",
             "retention.ms": str(self.retention_ms),
+            # Retention by time alone: unfinished work stays readable, however much is written.
+            "retention.bytes": "-1",
             "segment.ms": str(self.retention_ms // 4),
         }
 
@@ -96,17 +104,17 @@ TOPICS: tuple[Topic, ...] = (
         ("client",), ("preprocessor",),
     ),
     Topic(
-        REQUESTS, "request id", LANES, _HOUR_MS, "msgpack",
+        REQUESTS, "request id", PER_LANE, _HOUR_MS, "msgpack",
         ("Request", "Cancel", "Refused"),
         ("gateway", "preprocessor"), ("router", "operator"),
     ),
     Topic(
-        LEDGER, "request id", LANES, 24 * _HOUR_MS, "msgpack",
+        LEDGER, "request id", PER_LANE, 24 * _HOUR_MS, "msgpack",
         ("Assigned", "Started", "PrefillDone", "Finished", "Fencing", "Ended"),
         ("router", "worker"), ("router", "operator"), "lz4",
     ),
     Topic(
-        RESPONSES, "request id", LANES, _HOUR_MS, "JSON",
+        RESPONSES, "request id", PER_LANE, _HOUR_MS, "JSON",
         ("Chunk", "Fence", "End"),
         ("worker", "router"), ("gateway", "client", "router", "operator"),
     ),
@@ -121,8 +129,13 @@ TOPICS: tuple[Topic, ...] = (
         ("worker", "router"), ("router", "indexer", "operator"),
     ),
     Topic(
+        CAPACITY, "router", 1, _HOUR_MS, "msgpack",
+        ("RouterCapacity",),
+        ("router",), ("preprocessor", "operator"),
+    ),
+    Topic(
         REGISTRY, "entity", 1, None, "msgpack",
-        ("WorkerCard", "ModelCard", "SnapshotPointer", "Deployment", "Tombstone"),
+        ("WorkerCard", "ModelCard", "SnapshotPointer", "Deployment", "Skip", "Tombstone"),
         ("worker", "router", "indexer", "operator"),
         ("gateway", "preprocessor", "router", "worker", "indexer", "operator"),
     ),
@@ -143,16 +156,15 @@ TOPICS: tuple[Topic, ...] = (
     ),
 )  # fmt: skip
 
-BY_NAME = {topic.name: topic for topic in TOPICS}
+TOPICS_BY_NAME = {topic.name: topic for topic in TOPICS}
 
 GROUPS = {PROMPTS: "preprocessor", REQUESTS: "router", KV_EVENTS: "indexer"}
-"""The consumer group, with the deployment's prefix, that shares a topic; it bears the name of the
-role. Indexers share the duty of writing snapshots so; what they read, like everything else, is read
-without a group."""
+"""The consumer group of a topic, named after the role; the deployment's prefix is added. The group
+of the indexers only shares the writing of snapshots; all other reads use no group."""
 
 
-class Right(NamedTuple):
-    """What one role may do. `name` is that of a topic or group, "" stands for all of them."""
+class AclRule(NamedTuple):
+    """An ACL rule of a role. `name` is a topic or a group, "" all of them."""
 
     role: str
     operation: Literal["All", "Describe", "Read", "Write"]
@@ -160,22 +172,22 @@ class Right(NamedTuple):
     name: str
 
 
-def rights() -> list[Right]:
-    """Every right that a deployment needs, role by role; no more than these.
+def required_acls() -> list[AclRule]:
+    """The complete ACL rules of a deployment, by role.
 
-    Each process compares all topics with the deployment when it starts, clients do not.
+    Each process compares all topics with the deployment at start, clients do not.
     """
     roles = sorted({role for t in TOPICS for role in (*t.writers, *t.readers)})
     found = []
     for role in roles:
         if role == "operator":
-            found += [Right(role, "All", "topic", ""), Right(role, "All", "group", "")]
+            found += [AclRule(role, "All", "topic", ""), AclRule(role, "All", "group", "")]
             continue
         if role != "client":
-            found.append(Right(role, "Describe", "topic", ""))
-        found += [Right(role, "Write", "topic", t.name) for t in TOPICS if role in t.writers]
-        found += [Right(role, "Read", "topic", t.name) for t in TOPICS if role in t.readers]
-        found += [Right(role, "Read", "group", g) for g in GROUPS.values() if g == role]
+            found.append(AclRule(role, "Describe", "topic", ""))
+        found += [AclRule(role, "Write", "topic", t.name) for t in TOPICS if role in t.writers]
+        found += [AclRule(role, "Read", "topic", t.name) for t in TOPICS if role in t.readers]
+        found += [AclRule(role, "Read", "group", g) for g in GROUPS.values() if g == role]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Brokers for tests: a pytest plugin with the fixtures, and a report of what really ran.
+"""Broker fixtures for tests: a pytest plugin, with a report of the brokers that ran.
 
     kafka           one real broker, shared by the whole run
     kafka_cluster   three real brokers, one cluster per module; nodes may be killed
@@ -21,36 +21,36 @@ from typing import Any, cast, get_args
 
 import pytest
 
+from streams.brokers.broker_factory import Broker, JvmBroker, Kind, obtain_broker
 from streams.brokers.jvm import prepare
-from streams.brokers.local import Broker, JvmBroker, Kind, obtain
 from streams.errors import BrokerUnavailable
 
 _NEEDS = {"kafka": ("kafka", "kafka_cluster"), "cluster": ("kafka_cluster",)}
-"""Which marks a test gets by the fixtures that it takes."""
+"""Marks of a test by the fixtures that it uses."""
 
 
-class BrokerLedger:
-    """Which brokers ran in this session, for how many tests, and which ones were not to be had."""
+class BrokerUsage:
+    """The brokers of this session: number of tests on each, and kinds that were unavailable."""
 
     def __init__(self) -> None:
         self.running: dict[str, Broker] = {}  # by fixture
         self.tests: Counter[str] = Counter()
         self.missing: dict[str, str] = {}
 
-    def used(self, broker: Broker) -> None:
-        """One more test runs on this broker."""
+    def count_test(self, broker: Broker) -> None:
+        """Count a test on this broker."""
         self.tests[f"{broker.kind}: {broker.description}"] += 1
 
 
-_ledger = pytest.StashKey[BrokerLedger]()
+_ledger = pytest.StashKey[BrokerUsage]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_ledger] = BrokerLedger()
+    config.stash[_ledger] = BrokerUsage()
 
 
-def wanted() -> str:
-    """What KVLANE_BROKER asks for. Raises UsageError for something else than a kind."""
+def requested_kind() -> str:
+    """The kind in KVLANE_BROKER. Raises UsageError for an unknown one."""
     kind = os.environ.get("KVLANE_BROKER", "") or "auto"
     if kind != "auto" and kind not in get_args(Kind):
         raise pytest.UsageError(f"KVLANE_BROKER={kind}: must be one of {', '.join(get_args(Kind))}")
@@ -66,14 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, fixtures in _NEEDS.items():
             if any(fixture in taken for fixture in fixtures):
                 item.add_marker(mark)
-        if wanted() == "memory" and item.get_closest_marker("kafka"):
+        if requested_kind() == "memory" and item.get_closest_marker("kafka"):
             item.add_marker(skip)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fetch jars before the first test, whose time limit is not meant for downloads."""
     needed = any(item.get_closest_marker("kafka") for item in session.items)
-    if not needed or session.config.option.collectonly or wanted() not in ("auto", "jvm"):
+    if not needed or session.config.option.collectonly or requested_kind() not in ("auto", "jvm"):
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     try:
@@ -86,21 +86,21 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     ledger = item.config.stash[_ledger]
     for fixture, broker in ledger.running.items():
         if fixture in getattr(item, "fixturenames", ()):
-            ledger.used(broker)
+            ledger.count_test(broker)
 
 
 @pytest.fixture(scope="session")
-def broker_ledger(request: pytest.FixtureRequest) -> BrokerLedger:
+def broker_ledger(request: pytest.FixtureRequest) -> BrokerUsage:
     return request.config.stash[_ledger]
 
 
 @pytest.fixture(scope="session")
-def kafka(broker_ledger: BrokerLedger) -> Iterator[Broker]:
+def kafka(broker_ledger: BrokerUsage) -> Iterator[Broker]:
     """A real broker, the same one for the whole run."""
     said: list[str] = []
     try:
-        broker = obtain(
-            cast("Kind", wanted()),
+        broker = obtain_broker(
+            cast("Kind", requested_kind()),
             bootstrap_servers=os.environ.get("KVLANE_BOOTSTRAP_SERVERS", ""),
             report=said.append,
         )
@@ -116,13 +116,13 @@ def kafka(broker_ledger: BrokerLedger) -> Iterator[Broker]:
 
 
 @pytest.fixture(scope="module")
-def kafka_cluster(broker_ledger: BrokerLedger) -> Iterator[JvmBroker]:
+def kafka_cluster(broker_ledger: BrokerUsage) -> Iterator[JvmBroker]:
     """Three brokers with a copy of everything on each, the same ones for a module.
 
     A test that kills or pauses a node starts or resumes it before it ends.
     """
     try:
-        broker = obtain("jvm", brokers=3, report=lambda _: None)
+        broker = obtain_broker("jvm", brokers=3, report=lambda _: None)
     except BrokerUnavailable as reason:
         pytest.fail(f"no cluster: {reason}", pytrace=False)
     with broker:
@@ -137,7 +137,7 @@ def topic_prefix() -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What this worker's ledger says goes to the process that reports."""
+    """Send this worker's ledger to the reporting process."""
     if (told := getattr(session.config, "workeroutput", None)) is not None:
         ledger = session.config.stash[_ledger]
         told["brokers"] = {"tests": dict(ledger.tests), "missing": ledger.missing}
@@ -145,7 +145,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Add what a worker told; one that crashed told nothing."""
+    """Add the ledger of a worker; one that crashed has sent none."""
     told = getattr(node, "workeroutput", {}).get("brokers", {"tests": {}, "missing": {}})
     ledger = node.config.stash[_ledger]
     ledger.tests.update(told["tests"])

@@ -1,4 +1,4 @@
-"""What every engine is held to, whatever is inside: `app/engine/contract.py`, tried out.
+"""What every engine is held to, whatever is inside: `app/engine/interface.py`, tried out.
 
 A test class of an engine inherits from `Conformance` and gives the fixture `subject`. Every engine
 runs behind the validator, so each of these tests checks all rules about outputs as well.
@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
-from app.engine.contract import Engine, EngineError, EngineOutput, GenerateContext
-from app.engine.validator import ValidatedEngine
-from indexer.bridge import Bridge
-from indexer.engine_events import EngineEvent
-from indexer.hashing import local_hashes
-from indexer.keys import derive, prompt_keys
+from app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext
+from app.engine.validator import ValidatingEngine
+from indexer.block_hashes import local_hashes
+from indexer.block_keys import derive_secret, prompt_keys
+from indexer.cache_events.engine_events import EngineEvent
+from indexer.cache_events.event_normalizer import EventNormalizer
 from streams.codecs import pack_tokens
-from streams.records import EngineConfig, Request, SamplingOptions, StopConditions
+from streams.records import EngineConfig
+from streams.request import Request, SamplingOptions, StopConditions
 
 WITHIN_S = 30.0
 """For what takes milliseconds; it only keeps a broken engine from hanging the suite."""
-SECRET = derive(b"s")
+SECRET = derive_secret(b"s")
 
 
 @dataclass
@@ -218,13 +219,13 @@ class Conformance:
             pytest.skip("it advertises no blocks")
         prompt = subject.prompt(3 * size + 1)
         await subject.run(subject.ask(prompt))
-        bridge = Bridge(size, SECRET)
+        bridge = EventNormalizer(size, SECRET)
         wanted = set(prompt_keys(local_hashes(prompt, size), SECRET).tolist())
 
         def keys() -> set[int]:
-            bridge.feed(subject.told, 0.0)
+            bridge.on_events(subject.told, 0.0)
             subject.told.clear()
-            batch = bridge.take()
+            batch = bridge.take_batch()
             return {key for event in batch.events for key in event.keys} if batch else set()
 
         found = keys()
@@ -232,7 +233,7 @@ class Conformance:
             while not wanted <= found:
                 await asyncio.sleep(0.01)
                 found |= keys()
-        assert bridge.wrong_block_size is None
+        assert bridge.mismatched_block_size is None
         assert bridge.counters.malformed == 0
 
     async def test_what_was_served_before_comes_from_the_cache(self, subject: Subject) -> None:
@@ -253,14 +254,14 @@ class Lifecycle:
 
     async def test_worker_ids_are_opaque(self, make: Callable[[], Engine]) -> None:
         for worker_id in ("w", "0" * 128, "a:b.c_d-e"):
-            engine = ValidatedEngine(make())
+            engine = ValidatingEngine(make())
             assert (await engine.start(worker_id)).model
             await engine.cleanup()  # twice, by the validator
 
     async def test_drain_comes_before_cleanup_and_needs_nothing(
         self, make: Callable[[], Engine]
     ) -> None:
-        engine = ValidatedEngine(make())
+        engine = ValidatingEngine(make())
         await engine.start("w")
         await engine.drain()
         await engine.cleanup()

@@ -1,4 +1,4 @@
-"""What every test needs. Brokers come from `tests.brokers`."""
+"""Settings of all tests. Broker fixtures are in `tests.brokers`."""
 
 from hypothesis import settings
 

@@ -1,4 +1,4 @@
-"""A deployment of real processes on a real broker, for tests that end them in every way.
+"""A deployment of real processes on a real broker, for tests that stop and kill them.
 
 Each part runs as `faststream run app.KIND:app`, the way deployments do. Owns the processes and how
 each of them ended: one that ends without being asked to is an error of the test, and none is left,
@@ -15,12 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from app.settings import variable
-from streams.brokers.watchdog import Guard, marked
+from app.settings import variable_name
+from streams.brokers.watchdog import ProcessGuard, marked_processes
 from streams.clock import SystemClock
 
 READY = b" is ready\n"
-"""What every process logs when it has started."""
+"""The log line of every started process."""
 READY_S = 60.0
 LAST_LINES = 30
 POLL_S = 0.02
@@ -40,11 +40,11 @@ class Deployment:
     def __init__(self, parts: Sequence[Part], settings: Mapping[str, object]) -> None:
         self._parts = {part.name: part for part in parts}
         self._settings = settings
-        self._guard = Guard()
+        self._guard = ProcessGuard()
         self._clock = SystemClock()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._said_before: dict[str, int] = {}
-        """How much the earlier lives of a part have logged."""
+        """Size of the log of a part's earlier processes."""
 
     @property
     def names(self) -> set[str]:
@@ -72,7 +72,7 @@ class Deployment:
                     ],
                     env={
                         **{k: v for k, v in os.environ.items() if not k.startswith("KVLANE_")},
-                        **{variable(key): str(value) for key, value in own.items()},
+                        **{variable_name(key): str(value) for key, value in own.items()},
                     },
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -126,10 +126,10 @@ class Deployment:
         self._guard.close()
         for process in self._running.values():
             process.wait()
-        assert not marked(self._guard.mark)
+        assert not marked_processes(self._guard.mark)
 
     def _said(self, name: str) -> bytes:
-        """What the present life of a part has logged."""
+        """Log output of a part's present process."""
         return self._log(name).read_bytes()[self._said_before[name] :]
 
     def _log(self, name: str) -> Path:

@@ -10,7 +10,7 @@ READ_BYTES = 1 << 16
 
 
 class Link:
-    """Carries what comes to `port` to `target` on loopback, and back. `async with` it."""
+    """A proxy from `port` to `target` on loopback. `async with` it."""
 
     def __init__(self, port: int, target: int) -> None:
         self.port = port
@@ -37,11 +37,11 @@ class Link:
         self._flowing.clear()
 
     def flow(self) -> None:
-        """Everything arrives, also what was sent meanwhile."""
+        """Forward again, also the bytes held back meanwhile."""
         self._flowing.set()
 
     async def cut(self) -> None:
-        """End all connections at once; new ones are carried."""
+        """Close all connections at once; new ones are forwarded."""
         for task in self._carrying:
             task.cancel()
         await asyncio.gather(*self._carrying, return_exceptions=True)

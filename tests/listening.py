@@ -1,4 +1,4 @@
-"""A client and the worker that answers it, for tests on the log in memory."""
+"""A client and a fake worker that answers it, for tests on the log in memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from streams.client import Client
 from streams.prompt import Prompt
 from streams.records import Chunk, End, Fence
 from streams.topics import RESPONSES, lane_of
-from tests.worlds import World
+from tests.harness.memory_world import MemoryWorld
 
 
 class Worker:
-    """Writes the reply of one request, a piece at a time; a token is a character."""
+    """Writes the stream of one request, chunk by chunk; a token is a character."""
 
-    def __init__(self, world: World, request_id: str, attempt: int = 0, index: int = 0) -> None:
+    def __init__(
+        self, world: MemoryWorld, request_id: str, attempt: int = 0, index: int = 0
+    ) -> None:
         self.id = request_id
         self._world = world
         self._lane = lane_of(request_id, world.lanes)
@@ -43,7 +45,7 @@ class Worker:
         self._world.append(RESPONSES, self._lane, record, key=self.id)
 
 
-async def connect(world: World, name: str = "client") -> Client:
+async def connect(world: MemoryWorld, name: str = "client") -> Client:
     client = Client(await world.connect(name), world.clock)
     await client.start()
     return client
@@ -58,7 +60,7 @@ async def read(client: Client, request_id: str, from_token: int = 0) -> list[Chu
 
 
 def in_lane(lane: int, name: str) -> str:
-    """An id that begins so and lies in this lane, of two."""
+    """An id with this prefix in this lane, of two."""
     return next(i for i in (f"{name}-{n}" for n in range(100)) if lane_of(i, 2) == lane)
 
 

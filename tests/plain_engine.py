@@ -1,14 +1,14 @@
-"""The step model once more, written for obviousness: every sequence and block is looked at, always.
+"""A reference implementation of the engine's step model, written for clarity, not speed.
 
-What `app/engine/step.py` and `app/engine/block_cache.py` are held against. Shares nothing with them
-but the timing curves.
+`app/engine/simulated/step.py` and `app/engine/simulated/block_cache.py` are compared with it.
+Shares nothing with them but the timing curves.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.engine.batch import Shape
+from app.engine.simulated.batch import EngineLimits
 
 
 @dataclass(eq=False)
@@ -18,13 +18,13 @@ class PlainBlock:
     name: int | None = None
     users: int = 0
     released: int = 0
-    """When it was released last; the smallest number goes first."""
+    """Order of the last release; the smallest number is evicted first."""
     told: bool = False
     """Whether it was reported as stored."""
 
 
 class PlainCache:
-    """A list of blocks; searched from end to end for everything."""
+    """A list of blocks, searched linearly."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -109,11 +109,11 @@ class PlainStep:
 
 
 class PlainEngine:
-    """The rules of `app/engine/step.py`, one loop each."""
+    """The rules of `app/engine/simulated/step.py`, one loop each."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: EngineLimits) -> None:
         self.shape = shape
-        self.cache = PlainCache(shape.blocks)
+        self.cache = PlainCache(shape.cache_blocks)
         self.waiting: list[PlainSequence] = []
         self.running: list[PlainSequence] = []
 

@@ -1,8 +1,8 @@
-"""What five parts of NVIDIA Dynamo do, line by line, and which tests hold kvlane to it.
+"""Coverage of the behaviour of five parts of NVIDIA Dynamo, line by line, by tests of kvlane.
 
-Names of fields carry over from there, behaviour too where a line is held; text does not. A line is
-held by tests that would fail without it, or it is missing, with the reason. Rows that have to be
-whole are in `WHOLE`.
+Field names are the same as there, and so is the behaviour of covered lines; texts are not. A line
+is covered by tests that would fail without it, or it is missing, with the reason. Rows that must be
+complete are in `WHOLE`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 
 
 class Missing(str):
-    """Why no test holds a line yet."""
+    """The reason why no test covers a line yet."""
 
     __slots__ = ()
 
@@ -27,10 +27,10 @@ Held = tuple[str, ...]
 """Ids of tests, from the folder `tests` on."""
 Row = dict[str, Held | Missing]
 
-WIRE = "unit/test_wire.py::test_"
+FORM = "flows/test_preprocessed_requests.py::test_"
+CODECS = "unit/test_codecs.py::test_"
 PLAN = "unit/test_plan.py::test_"
 WHO = "unit/test_eligibility.py::test_"
-TOPOLOGY = "unit/test_topology.py::test_"
 HINTS = "flows/test_hints.py::test_"
 DRY = "flows/test_dry_runs.py::test_"
 ROUTER = "flows/test_router_metrics.py::test_"
@@ -48,88 +48,62 @@ _DISAGGREGATED = Missing("requests are not split into prefill and decode yet")
 
 PREPROCESSED_REQUEST: Row = {
     "a request that says nothing: every field's default, and what is left out": (
-        f"{WIRE}a_request_that_says_nothing_writes_this",
-        f"{WIRE}every_field_of_a_request_has_a_form_but_those_of_the_log",
-        f"{WIRE}null_is_as_good_as_nothing",
-        f"{WIRE}tokens_are_needed",
+        f"{FORM}a_request_that_sets_no_option_is_as_one_of_tokens_alone",
+        f"{FORM}what_cannot_be_honoured_is_refused_by_name",
     ),
     "mdc_sum and router_config_override are null when there are none": (
-        f"{WIRE}these_are_null_when_there_are_none",
+        f"{FORM}a_request_that_sets_no_option_is_as_one_of_tokens_alone",
     ),
-    "every field is written under its name and read from it": (
-        f"{WIRE}a_field_is_written_under_its_name",
-        f"{WIRE}a_field_is_read_from_its_name",
-        f"{WIRE}an_option_is_written",
-        f"{WIRE}an_option_is_read",
-        f"{WIRE}every_option_is_tried",
-        f"{WIRE}what_is_written_is_read",
+    "every field is read from its name, and carried to the worker": (
+        f"{FORM}every_option_reaches_the_request",
+        f"{CODECS}golden_bytes_are_written",
+        f"{CODECS}golden_bytes_are_read",
+        f"{CODECS}the_golden_request_sets_every_field",
     ),
     "RoutingHints: all fields": (
-        f"{WIRE}a_hint_is_written_and_no_other",
-        f"{WIRE}a_hint_is_read",
-        f"{WIRE}every_hint_is_tried",
-        f"{WIRE}a_set_of_no_workers_is_refused",
+        f"{FORM}every_option_reaches_the_request",
         "unit/test_nvext.py::test_hints_are_taken_over",
     ),
     "RoutingHints appear with the first one that is written": (
-        f"{WIRE}hints_appear_with_the_first_one",
+        "unit/test_nvext.py::test_who_asks_for_nothing_has_the_hints_that_every_router_knows",
         f"{HINTS}the_rank_that_was_chosen_stands_in_the_request_of_the_worker",
     ),
     "RouterParams: ttft and itl targets": (
         "unit/test_nvext.py::test_targets_are_taken_over",
-        f"{WIRE}a_field_is_written_under_its_name",
+        f"{FORM}every_option_reaches_the_request",
         f"{HINTS}what_only_informs_is_carried_to_the_worker_and_kept_on_the_log",
     ),
-    "BootstrapInfo: host, port, room": (
-        f"{WIRE}a_field_is_written_under_its_name",
-        f"{WIRE}a_field_is_read_from_its_name",
-        f"{WIRE}what_cannot_be_is_malformed",
-    ),
-    "TraceLink: trace and span of the worker before": (
-        f"{WIRE}a_field_is_written_under_its_name",
-        f"{WIRE}a_field_is_read_from_its_name",
-    ),
-    "PrefillResult: opaque parameters and details of the prompt's tokens": (
-        f"{WIRE}a_field_is_written_under_its_name",
-        f"{WIRE}a_field_is_read_from_its_name",
+    "BootstrapInfo, TraceLink and PrefillResult: carried between servers, refused of clients": (
+        f"{CODECS}the_golden_request_sets_every_field",
+        f"{FORM}what_cannot_be_honoured_is_refused_by_name",
     ),
     "MmRoutingInfo: other tokens for overlap; empty or missing means the prompt": (
-        f"{WIRE}overlap_is_found_by_other_tokens_if_there_are_any",
-        f"{WIRE}overlap_is_found_by_the_prompt_if_the_other_tokens_are_none",
-        f"{WIRE}overlap_is_found_by_the_prompt",
+        f"{FORM}every_option_reaches_the_request",
         f"{HINTS}routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone",
         f"{KEYS}routing_tokens_and_what_is_in_their_blocks_stand_in_for_the_prompt",
     ),
-    "MultimodalData: a url, a raw url that is written as a url, a descriptor": (
-        f"{WIRE}a_raw_url_is_written_as_a_url",
-        f"{WIRE}a_url_is_read_as_a_url",
-        f"{WIRE}what_is_no_url_or_says_so_is_read_as_a_raw_one",
-        f"{WIRE}decoded_data_is_written_in_the_words_of_the_transfer",
-        f"{WIRE}decoded_data_is_read_as_it_came",
-        f"{WIRE}data_of_no_known_kind_is_malformed",
+    "MultimodalData: a url, a raw url, a descriptor of decoded data": (
+        f"{FORM}every_option_reaches_the_request",
+        f"{FORM}what_cannot_be_honoured_is_refused_by_name",
+        f"{FORM}a_model_of_bytes_takes_text_only",
     ),
     "prompt_embeds override the tokens": (
-        f"{WIRE}embeddings_instead_of_tokens_overlap_with_nothing",
+        f"{FORM}every_option_reaches_the_request",
         f"{HINTS}embeddings_have_no_overlap",
     ),
     "annotations with a value and without": (
-        f"{WIRE}an_annotation_is_there_or_not",
-        f"{WIRE}an_annotation_may_have_a_value",
+        f"{FORM}every_option_reaches_the_request",
         f"{DRY}an_annotation_without_a_value_is_no_dry_run",
     ),
     "the mark of a probe: its own name, left out when false, a minimal probe is valid": (
-        f"{WIRE}a_probe_is_marked_by_a_name_of_its_own",
-        f"{WIRE}a_request_that_is_no_probe_has_no_mark",
-        f"{WIRE}an_absent_mark_is_no_probe",
-        f"{WIRE}a_probe_needs_its_tokens_and_its_mark_only",
+        f"{FORM}every_option_reaches_the_request",
+        f"{FORM}a_probe_needs_its_tokens_and_its_mark_only",
     ),
     "a request for embeddings with model, checksum and annotations": (
-        f"{WIRE}a_request_for_embeddings_is_written",
-        f"{WIRE}a_request_for_embeddings_is_read",
-        f"{WIRE}a_request_for_embeddings_writes_null_for_what_it_does_not_say",
-        f"{WIRE}a_request_for_embeddings_has_annotations",
+        "unit/test_passed.py::test_embeddings_keep_their_model_checksum_and_annotations",
     ),
     "agent_context, request_timestamp_ms, mm_processor_kwargs and extra_args are carried": (
+        f"{FORM}every_option_reaches_the_request",
         f"{HINTS}what_only_informs_is_carried_to_the_worker_and_kept_on_the_log",
         "unit/test_nvext.py::test_what_an_agent_says_of_itself_is_passed_on",
     ),
@@ -246,16 +220,9 @@ PREFILL_ROUTER: Row = {
         f"{DRY}a_dry_run_sees_pins_and_opens_no_session",
     ),
     "the prefill's worker and rank are on its copy, its id on decode": _DISAGGREGATED,
-    "topology: required and unknown fails before prefill starts": (
-        f"{TOPOLOGY}an_unknown_place_that_is_required_fails_before_anything_is_computed",
-    ),
-    "topology is merged with the request's; its value wins on an equal preferred taint": (
-        f"{TOPOLOGY}a_required_domain_joins_what_the_request_requires",
-        f"{TOPOLOGY}a_preferred_domain_wins_over_an_equal_taint_of_the_request",
-    ),
-    "topology that says nothing makes no constraints": (
-        f"{TOPOLOGY}an_unknown_place_that_is_preferred_makes_no_constraints",
-    ),
+    "topology: required and unknown fails before prefill starts": _DISAGGREGATED,
+    "topology joins the request's; its value wins on an equal preferred taint": _DISAGGREGATED,
+    "topology that says nothing makes no constraints": _DISAGGREGATED,
     "decode's overrides keep the request's others": _DISAGGREGATED,
     "a cancel after prefill still dispatches decode": _DISAGGREGATED,
     "deactivation and reactivation are idempotent; readiness with and without enforce_disagg": (

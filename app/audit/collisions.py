@@ -1,16 +1,16 @@
-"""Decisions of several routers that met: what each would have done, had it read of the other.
+"""Concurrent decisions of several routers, and the choice of each with knowledge of the other.
 
-    A decides for w ── Assigned ──► ledger ──► every router has read it, and counts it on w
-                  B decides for w: it has not, since A stands behind `known_ms` of B
+    A chooses w ── Assigned ──► ledger ──► every router has read it, and adds its load to w
+                  B chooses w: not read yet, since A is newer than `known_ms` of B
 
-Two decisions of different routers *meet* when they chose the same place and neither was read yet
-where the other was taken. They *collide* when moreover each would have gone elsewhere: taken again
-from its own record, with the other one's burden added to what its router knew of that place.
-Others that meet were right to: the place was the best for both, such as for what it has cached.
+Two decisions of different routers *meet* when they chose the same worker rank and neither router
+had read the other decision. They *collide* when in addition each would have chosen another rank:
+each is recomputed from its own record, with the load of the other added to the chosen rank.
+Meeting without a collision is right: the rank was the best for both, such as for its cache.
 
-What is unread is told from the ledger alone. A record of the same millisecond as the youngest that
-was read counts as read, so of those that met within one millisecond a few are missed. Each of two
-is taken again with nothing but the other one added. Pure.
+Whether a decision was read follows from the ledger alone. A record of the same millisecond as the
+newest read one counts as read, so a few meetings within one millisecond are missed. A decision is
+recomputed with only the other one added. Pure.
 """
 
 from __future__ import annotations
@@ -21,69 +21,72 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from app.audit.recompute import has_inputs
-from app.routing.plan import replan
-from app.routing.policies import Place
-from streams.records import Assigned, Candidate, Fact
+from app.routing.selection.select import recompute_choice
+from app.routing.worker_rank import WorkerRank
+from streams.records import Assigned, Candidate, LogRecord
 
 
-class Met(NamedTuple):
-    """Counts of decisions: all that were looked at, those that met one, and that collided with one.
+class ConcurrentDecisions(NamedTuple):
+    """Numbers of decisions: examined ones, those that met another, and those that collided.
 
-    `unread_ms`: of each decision whose router had not read some decision of another one: since when
-    the oldest of these stood in the log. So long it takes, at least, to hear of one another.
+    `unread_ms`: for each decision whose router had not read a decision of another router, the age
+    of the oldest such decision. A lower bound of the delay between routers.
     """
 
     decisions: int = 0
-    met: int = 0
+    concurrent: int = 0
     collided: int = 0
     unread_ms: tuple[int, ...] = ()
 
 
-class _Taken(NamedTuple):
-    """A decision, and when it was appended."""
+class _Timed(NamedTuple):
+    """A decision, and the time it was appended."""
 
     at_ms: int
     decision: Assigned
 
     @property
-    def place(self) -> Place:
+    def place(self) -> WorkerRank:
         each = self.decision
-        return Place(each.worker, each.epoch, each.rank)
+        return WorkerRank(each.worker, each.epoch, each.rank)
 
 
-def meetings(ledger: Iterable[Fact]) -> Met:
-    """Of the decisions in these records, of all lanes together, in any order.
+def find_concurrent(ledger: Iterable[LogRecord]) -> ConcurrentDecisions:
+    """Find meetings and collisions among the decisions of all lanes, given in any order.
 
-    Those that do not say what was known are left out: no inputs, or nothing read yet.
+    Decisions without recorded inputs, or without a read position, are ignored.
     """
-    taken = [
-        _Taken(fact.timestamp_ms, fact.record)
+    decisions = [
+        _Timed(fact.timestamp_ms, fact.record)
         for fact in ledger
         if isinstance(fact.record, Assigned) and fact.record.known_ms and has_inputs(fact.record)
     ]
-    taken.sort(key=lambda each: each.at_ms)
+    decisions.sort(key=lambda each: each.at_ms)
     met: set[int] = set()
     collided: set[int] = set()
     unread_ms: list[int] = []
-    for number, each in enumerate(taken):
-        unread = _unread(taken, number)
+    for number, each in enumerate(decisions):
+        unread = _unread(decisions, number)
         if unread:
-            unread_ms.append(each.at_ms - taken[unread[-1]].at_ms)
+            unread_ms.append(each.at_ms - decisions[unread[-1]].at_ms)
         for other in unread:
-            if taken[other].place == each.place and taken[other].decision.known_ms < each.at_ms:
+            if (
+                decisions[other].place == each.place
+                and decisions[other].decision.known_ms < each.at_ms
+            ):
                 met |= {number, other}
-                if _both_go_elsewhere(each.decision, taken[other].decision):
+                if _both_go_elsewhere(each.decision, decisions[other].decision):
                     collided |= {number, other}
-    return Met(len(taken), len(met), len(collided), tuple(unread_ms))
+    return ConcurrentDecisions(len(decisions), len(met), len(collided), tuple(unread_ms))
 
 
-def _unread(taken: Sequence[_Taken], number: int) -> list[int]:
-    """Decisions of other routers that stood in the log before one, unread by its router."""
-    each, found = taken[number].decision, []
+def _unread(decisions: Sequence[_Timed], number: int) -> list[int]:
+    """Indices of earlier decisions of other routers that the router of one had not read."""
+    each, found = decisions[number].decision, []
     for before in range(number - 1, -1, -1):
-        if taken[before].at_ms <= each.known_ms:
+        if decisions[before].at_ms <= each.known_ms:
             break
-        if taken[before].decision.router != each.router:
+        if decisions[before].decision.router != each.router:
             found.append(before)
     return found
 
@@ -93,18 +96,18 @@ def _both_go_elsewhere(one: Assigned, other: Assigned) -> bool:
 
 
 def _goes_elsewhere(decision: Assigned, other: Assigned) -> bool:
-    """Whether a decision would have been another one with one more on the place that it chose."""
-    place = Place(decision.worker, decision.epoch, decision.rank)
+    """Whether a decision changes with the load of the other added to the chosen rank."""
+    place = WorkerRank(decision.worker, decision.epoch, decision.rank)
     candidates = tuple(
-        _burdened(each, other) if (each.worker, each.epoch, each.rank) == place else each
+        _with_load(each, other) if (each.worker, each.epoch, each.rank) == place else each
         for each in decision.candidates
     )
-    return replan(replace(decision, candidates=candidates)) != place
+    return recompute_choice(replace(decision, candidates=candidates)) != place
 
 
-def _burdened(candidate: Candidate, other: Assigned) -> Candidate:
-    """A candidate with a decision more on it. It has just come: for how long the place has been at
-    its prompts does not change by it."""
+def _with_load(candidate: Candidate, other: Assigned) -> Candidate:
+    """A candidate with the load of one more decision. The decision is new, so the time since the
+    rank began its current prompts does not change."""
     tokens = (other.prompt_tokens + other.base_tokens) * (other.policy != "direct")
     return replace(
         candidate,

@@ -1,8 +1,8 @@
-"""Taking recorded decisions again, from nothing but their own records, to the last bit. Pure.
+"""Recomputation of recorded decisions, from their own records alone, to the last bit. Pure.
 
-What is compared: the place, the cost of every candidate, how much of the prompt was expected in its
-cache, what the decision adds to the prefill there, and the expected time to the first token. How
-long a request was held is no part of it: that is what happened, not what was decided.
+Compared are the chosen rank, the cost of every candidate, the predicted cached tokens, the added
+prefill tokens, and the predicted time to first token. The queueing time of a request is not
+compared: it is an observation, not a decision.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from app.captured import AnyLine, Asked, Decided
-from app.routing.plan import recall, replan
-from app.routing.policies import POLICIES, Place
+from app.capture_format import AnyCaptureLine, CapturedDecision, CapturedRequest
+from app.routing.selection.policies import POLICIES
+from app.routing.selection.select import recompute_choice, reconstruct
+from app.routing.worker_rank import WorkerRank
 from streams.records import Assigned
 
 
 @dataclass
-class Recomputed:
-    """Decisions that were taken again, line by line of a capture.
+class RecomputeReport:
+    """Counts of recomputed decisions of a capture.
 
-    `first`: the first one that came out otherwise, and how. `without_inputs`: records that
-    cannot be taken again, see `has_inputs`; `without_session`: those of policy session_hash whose
-    request is not in the capture.
+    `first`: the first difference, with its decision. `without_inputs`: decisions that
+    cannot be recomputed, see `has_inputs`; `without_session`: decisions of policy session_hash
+    whose request is not in the capture.
     """
 
     decisions: int = 0
@@ -34,14 +35,14 @@ class Recomputed:
     policies: Counter[str] = field(default_factory=Counter)
     _sessions: dict[str, str] = field(default_factory=dict)
 
-    def take(self, line: AnyLine) -> None:
-        """One line more."""
-        if isinstance(line, Asked):
+    def add_line(self, line: AnyCaptureLine) -> None:
+        """Apply the next line of the capture."""
+        if isinstance(line, CapturedRequest):
             self._sessions[line.id] = line.session
-        elif isinstance(line, Decided):
+        elif isinstance(line, CapturedDecision):
             self._decide(line)
 
-    def _decide(self, line: Decided) -> None:
+    def _decide(self, line: CapturedDecision) -> None:
         decision = line.decision
         session = self._sessions.get(decision.id)
         self.decisions += 1
@@ -50,7 +51,7 @@ class Recomputed:
             self.without_inputs += 1
         elif decision.policy == "session_hash" and session is None:
             self.without_session += 1
-        elif difference := difference_of(decision, session or ""):
+        elif difference := find_difference(decision, session or ""):
             self.differ += 1
             where = f"ledger/{line.lane}:{line.offset}"
             self.first = self.first or f"{decision.id} at {where}: {difference}"
@@ -59,21 +60,21 @@ class Recomputed:
 
 
 def has_inputs(decision: Assigned) -> bool:
-    """Whether a record says what was decided on, by a policy that this version knows."""
+    """Whether a record has the inputs of its decision, by a policy that this version knows."""
     return bool(decision.candidates) and decision.policy in ("predictive", *POLICIES)
 
 
-def difference_of(decision: Assigned, session: str = "") -> str:
-    """What comes out otherwise when a decision with inputs is taken again; "" for nothing."""
-    recalled, place = recall(decision, session), replan(decision, session)
+def find_difference(decision: Assigned, session: str = "") -> str:
+    """First difference of a recomputed decision from its record; "" for none."""
+    recalled, place = reconstruct(decision, session), recompute_choice(decision, session)
     assert recalled is not None, "it has inputs"
-    recorded = Place(decision.worker, decision.epoch, decision.rank)
+    recorded = WorkerRank(decision.worker, decision.epoch, decision.rank)
     if place != recorded:
         return f"the place is {place}, and was {recorded}"
     for candidate, cost in zip(decision.candidates, recalled.costs, strict=True):
         if float(cost) != candidate.cost:
             return f"the cost of {candidate.worker} is {float(cost)!r}, and was {candidate.cost!r}"
-    chosen = recalled.options.places.index(recorded)
+    chosen = recalled.candidates.worker_ranks.index(recorded)
     each = decision.candidates[chosen]
     tokens = decision.prompt_tokens + decision.base_tokens
     blocks = each.overlap_blocks + each.host_blocks + each.disk_blocks

@@ -1,4 +1,4 @@
-"""The form all benchmark results have: a table for people, and the same as JSON for programs."""
+"""Benchmark reports: a table for the terminal, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PARTS = " / "
 """Between figures that share a column."""
 
 
-def machine() -> dict[str, Any]:
-    """What it ran on."""
+def machine_info() -> dict[str, Any]:
+    """The machine of a run."""
     return {
         "cpus": os.cpu_count(),
         "processor": _processor(),
@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Its name, where the system tells; at least its architecture."""
+    """The name of the processor if known, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
@@ -36,10 +36,10 @@ def _processor() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-class Bar(msgspec.Struct, frozen=True):
-    """A figure that has to reach something. `bar` says it in words, `met` whether it does.
+class Threshold(msgspec.Struct, frozen=True):
+    """A figure and its threshold. `bar`: the threshold as text; `met`: whether the figure passes.
 
-    Without words it is only told.
+    Without a text the figure is only shown.
     """
 
     name: str
@@ -50,20 +50,20 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one benchmark found, and where."""
+    """The results of a benchmark and the machine of the run."""
 
     bench: str
     rows: list[dict[str, Any]]
-    bars: list[Bar]
-    machine: dict[str, Any] = msgspec.field(default_factory=machine)
+    bars: list[Threshold]
+    machine: dict[str, Any] = msgspec.field(default_factory=machine_info)
 
     @property
-    def is_met(self) -> bool:
-        """Whether every bar is."""
+    def is_passed(self) -> bool:
+        """Whether the figures pass all thresholds."""
         return all(bar.met for bar in self.bars)
 
     def show(self, console: Console) -> None:
-        """The rows, then the bars."""
+        """Print the rows, then the thresholds."""
         table = Table(box=None, pad_edge=False)
         for name, value in self.rows[0].items() if self.rows else ():
             parts = f" {_PARTS.join(value)}" if isinstance(value, dict) else ""
@@ -72,13 +72,13 @@ class Report(msgspec.Struct, frozen=True):
             table.add_row(*(_shown(v) for v in row.values()))
         console.print(table, highlight=False)
         for bar in self.bars:
-            verdict = "[green]met[/]" if bar.met else "[red]not met[/]"
+            verdict = "[green]passed[/]" if bar.met else "[red]failed[/]"
             wanted = f"({bar.bar}) {verdict}" if bar.bar else ""
             shown = " ".join(filter(None, (f"{bar.value:g}", bar.unit, wanted)))
             console.print(f"{bar.name}: {shown}", highlight=False)
 
     def write(self, file: Path) -> None:
-        """As JSON."""
+        """Write the report as JSON."""
         file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 

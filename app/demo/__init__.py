@@ -1,1 +1,1 @@
-"""`kvlane demo` and `kvlane up`: a deployment on one machine, and the story the demo tells."""
+"""The command `kvlane demo`: a deployment on one machine, and a scenario that shows it."""

@@ -1,8 +1,8 @@
-"""A real Llama that is small enough for any CPU, made on the spot: two layers of random weights.
+"""A tiny Llama model for any CPU: two layers of random weights.
 
-`python -m app.demo.tiny_model FOLDER` makes one. What it says makes no sense, but it depends on
-every token before, and vLLM loads it like any other model. Its tokenizer learns from the sentences
-of the demo. Needs `safetensors`, which vLLM brings.
+`python -m app.demo.tiny_model FOLDER` writes one. Its text makes no sense, but depends on every
+token before, and vLLM loads it like any other model. Its tokenizer is trained on the sentences of
+the demo. Needs `safetensors`, a dependency of vLLM.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from app.engine.continuation import corpus
+from app.engine.simulated.text_generator import demo_sentences
 
-VOCABULARY = 1024
+VOCABULARY_SIZE = 1024
 LAYERS = 2
 HEADS = 2
-HEAD = 32
-HIDDEN = HEADS * HEAD
-INNER = 128
-POSITIONS = 2048
-BLOCK = 32
+HEAD_SIZE = 32
+HIDDEN_SIZE = HEADS * HEAD_SIZE
+INTERMEDIATE_SIZE = 128
+MAX_POSITIONS = 2048
+BLOCK_SIZE = 32
 """Tokens in a block of its cache: the fewest that vLLM's attention on CPUs takes."""
 SPECIAL = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 TEMPLATE = (
@@ -38,11 +38,11 @@ _ENV = {
     "DO_NOT_TRACK": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # One process and one thread an engine: with the defaults they fight over small machines.
+    # One process and one thread an engine: with the defaults they compete for few cores.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # spares importing vLLM once more, for each engine
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # saves another import of vLLM for each engine
     "TORCHDYNAMO_DISABLE": "1",  # compiling for log probabilities takes 20 s, at the first request
 }
 
@@ -50,19 +50,21 @@ Weights = dict[str, NDArray[np.float32]]
 
 
 def environment() -> dict[str, str]:
-    """Variables under which vLLM serves it quickly, on few cores and without a network."""
+    """Environment variables for vLLM on few cores and without a network."""
     return dict(_ENV)
 
 
-def arguments(blocks: int = 128, context_length: int = 1024, sequences: int = 16) -> dict[str, Any]:
-    """Arguments of `vllm.AsyncEngineArgs` that fit it; `blocks`: what its cache holds."""
+def engine_arguments(
+    blocks: int = 128, context_length: int = 1024, sequences: int = 16
+) -> dict[str, Any]:
+    """Arguments of `vllm.AsyncEngineArgs` for this model; `blocks`: size of its cache."""
     return {
         "dtype": "float32",
         "max_model_len": context_length,
         "max_num_batched_tokens": max(context_length, 512),
         "max_num_seqs": sequences,
-        "block_size": BLOCK,
-        "num_gpu_blocks_override": blocks + 1,  # one of them stands for nothing
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": blocks + 1,  # one block is vLLM's null block
         "kv_cache_memory_bytes": 256 << 20,
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
@@ -70,7 +72,7 @@ def arguments(blocks: int = 128, context_length: int = 1024, sequences: int = 16
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
-    """Write it into a folder, which is made; returns the folder."""
+    """Write the model to a folder, which is created; returns the folder."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,13 +80,14 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     _write(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>",
-        "model_max_length": POSITIONS, "chat_template": TEMPLATE,
+        "model_max_length": MAX_POSITIONS, "chat_template": TEMPLATE,
     })  # fmt: skip
     _write(folder / "config.json", {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
-        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER,
+        "vocab_size": VOCABULARY_SIZE, "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": INTERMEDIATE_SIZE,
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
-        "head_dim": HEAD, "max_position_embeddings": POSITIONS, "hidden_act": "silu",
+        "head_dim": HEAD_SIZE, "max_position_embeddings": MAX_POSITIONS, "hidden_act": "silu",
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     })  # fmt: skip
@@ -93,7 +96,7 @@ def make_model(folder: Path, seed: int = 0) -> Path:
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
-    """Write an adapter (LoRA) for it into a folder, which is made; returns the folder."""
+    """Write a LoRA adapter for it to a folder, which is created; returns the folder."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,8 +105,8 @@ def make_adapter(folder: Path, seed: int) -> Path:
     for layer in range(LAYERS):
         for part in ("q_proj", "v_proj"):
             name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
-            weights[f"{name}.lora_A.weight"] = _normal(rng, 0.2, rank, HIDDEN)
-            weights[f"{name}.lora_B.weight"] = _normal(rng, 0.2, HIDDEN, rank)
+            weights[f"{name}.lora_A.weight"] = _normal(rng, 0.2, rank, HIDDEN_SIZE)
+            weights[f"{name}.lora_B.weight"] = _normal(rng, 0.2, HIDDEN_SIZE, rank)
     save_file(weights, folder / "adapter_model.safetensors")
     _write(folder / "adapter_config.json", {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 16,
@@ -119,32 +122,34 @@ def _tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY_SIZE,
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.train_from_iterator(demo_sentences(), trainer)
     return tokenizer
 
 
 def _weights(seed: int) -> Weights:
-    """Attention is sharp enough for early tokens to matter, unlike that of untrained models."""
+    """Weights with sharp attention, so that early tokens matter, unlike in untrained models."""
     rng = np.random.default_rng(seed)
     weights: Weights = {
-        "model.embed_tokens.weight": _normal(rng, 1.0, VOCABULARY, HIDDEN),
-        "model.norm.weight": np.ones(HIDDEN, np.float32),
-        "lm_head.weight": _normal(rng, 0.5, VOCABULARY, HIDDEN),
+        "model.embed_tokens.weight": _normal(rng, 1.0, VOCABULARY_SIZE, HIDDEN_SIZE),
+        "model.norm.weight": np.ones(HIDDEN_SIZE, np.float32),
+        "lm_head.weight": _normal(rng, 0.5, VOCABULARY_SIZE, HIDDEN_SIZE),
     }
     for layer in range(LAYERS):
         name = f"model.layers.{layer}"
         for part in "qkvo":
-            weights[f"{name}.self_attn.{part}_proj.weight"] = _normal(rng, 0.25, HIDDEN, HIDDEN)
-        weights[f"{name}.mlp.gate_proj.weight"] = _normal(rng, 0.2, INNER, HIDDEN)
-        weights[f"{name}.mlp.up_proj.weight"] = _normal(rng, 0.2, INNER, HIDDEN)
-        weights[f"{name}.mlp.down_proj.weight"] = _normal(rng, 0.2, HIDDEN, INNER)
+            weights[f"{name}.self_attn.{part}_proj.weight"] = _normal(
+                rng, 0.25, HIDDEN_SIZE, HIDDEN_SIZE
+            )
+        weights[f"{name}.mlp.gate_proj.weight"] = _normal(rng, 0.2, INTERMEDIATE_SIZE, HIDDEN_SIZE)
+        weights[f"{name}.mlp.up_proj.weight"] = _normal(rng, 0.2, INTERMEDIATE_SIZE, HIDDEN_SIZE)
+        weights[f"{name}.mlp.down_proj.weight"] = _normal(rng, 0.2, HIDDEN_SIZE, INTERMEDIATE_SIZE)
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{name}.{norm}.weight"] = np.ones(HIDDEN, np.float32)
+            weights[f"{name}.{norm}.weight"] = np.ones(HIDDEN_SIZE, np.float32)
     return weights
 
 

@@ -1,15 +1,15 @@
-"""Cache events as vLLM and those who followed it publish them, read into `indexer.engine_events`.
+"""Decoder of KV cache events in vLLM's format, into `indexer.cache_events.engine_events`.
 
-    frames ─► read ─► EngineBatch ─► Sequence.follow ─► what is missing ─► replay ─► recovered
+    frames ─► EngineEventBatch ─► BatchNumberTracker ─► missing batches ─► replay ─► recovered
 
-A message is three frames: topic, number of the batch (i64, big endian, from 0 on, one more each
-time), and a msgpack array of time, events and rank. Answers to a replay have an empty frame before
-them, older ones no topic. An event is a map, or in older engines an array, with its type inside;
-hashes are integers of either sign or bytes. Fields and types of events that are not known here are
-skipped, so that newer engines can be read.
+A message has three frames: topic, batch number (i64, big endian, from 0, increased by one), and a
+msgpack array of time, events and rank. Answers to a replay have an empty frame first, older ones no
+topic. An event is a map, or in older engines an array, with its type inside; hashes are bytes or
+signed integers. Unknown fields and unknown types of events are skipped, so that newer engines can
+be read.
 
-Owns the formats, nothing else: no socket, no state of the cache, no time. Never raises for what an
-engine may send; what cannot be read is counted, because the engine's loop must not end for it.
+Owns the formats only: no socket, no state of the cache, no time. Input of an engine never raises:
+an unreadable message is counted, since it must not end the reading task.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from indexer.engine_events import (
+from indexer.block_hashes import multimodal_hash
+from indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
     EngineEvent,
     EventsLost,
 )
-from indexer.hashing import multimodal_hash
 from indexer.xxh3 import xxh3
 
-END = -1
-"""In place of a batch's number: the replay is over."""
+END_OF_REPLAY = -1
+"""Batch number that marks the end of a replay."""
 
 
-class EngineBatch(NamedTuple):
-    """What the engine published after one step; `rank` is the data-parallel one."""
+class EngineEventBatch(NamedTuple):
+    """The events of one engine step; `rank`: data-parallel."""
 
     number: int
     rank: int = 0
@@ -43,45 +43,45 @@ class EngineBatch(NamedTuple):
 
 
 @dataclass
-class Unread:
-    """What was skipped, since it was made."""
+class UnreadableCounts:
+    """Counts of skipped input."""
 
     messages: int = 0
-    """No batch, or frames that are none."""
+    """Messages that are not a batch."""
     events: int = 0
-    """Of a known type, but not of its shape."""
-    unknown: int = 0
-    """Events of a type that is not known here, or of none."""
+    """Malformed events of a known type."""
+    unknown_events: int = 0
+    """Events of an unknown type, or of none."""
 
 
-class Followed(NamedTuple):
-    """What a batch's number says about those before it."""
+class BatchGap(NamedTuple):
+    """The state of the earlier batches, by the number of a batch."""
 
-    restarted: bool
-    """The engine began anew, with an empty cache: `AllCleared` comes before anything else."""
+    is_restart: bool
+    """The engine has restarted with an empty cache: `AllCleared` precedes its events."""
     missing: range
-    """Batches that were not seen; to be asked for from `missing.start` on."""
+    """Numbers of batches that were not received, to be replayed from `missing.start`."""
 
 
-class Numbers:
-    """Follows the numbers of one rank's batches; `expected` is the next one."""
+class BatchNumberTracker:
+    """Tracks the batch numbers of one rank; `next_number`: the next one."""
 
     def __init__(self) -> None:
-        self.expected = 0
+        self.next_number = 0
 
-    def follow(self, number: int) -> Followed:
-        """Take a number that was published; those of replays are `recovered`'s."""
-        restarted = number < self.expected
-        missing = range(0 if restarted else self.expected, number)
-        self.expected = number + 1
-        return Followed(restarted, missing)
+    def advance(self, number: int) -> BatchGap:
+        """Advance to a published number. Replayed batches go to `recovered_events`."""
+        restarted = number < self.next_number
+        missing = range(0 if restarted else self.next_number, number)
+        self.next_number = number + 1
+        return BatchGap(restarted, missing)
 
 
-def recovered(missing: range, replay: Iterable[EngineBatch]) -> tuple[EngineEvent, ...]:
-    """The events of missing batches in their order, `EventsLost` first if some never came.
+def recovered_events(missing: range, replay: Iterable[EngineEventBatch]) -> tuple[EngineEvent, ...]:
+    """The events of missing batches in order, with `EventsLost` first if some are lost.
 
-    Engines keep a limited past, and some lose parts of it when they answer slowly. Then only what
-    came without a gap up to the end counts: what was stored before a gap may be gone since.
+    Engines keep a limited history, and some lose parts of it when they answer slowly. Then only the
+    batches after the last gap count: blocks stored before a gap may be gone since.
     """
     found = {batch.number: batch.events for batch in replay if batch.number in missing}
     start = missing.stop
@@ -91,15 +91,17 @@ def recovered(missing: range, replay: Iterable[EngineBatch]) -> tuple[EngineEven
     return events if start == missing.start else (EventsLost(), *events)
 
 
-def read(frames: Sequence[bytes], unread: Unread) -> EngineBatch | None:
-    """A message, live or of a replay; its end is a batch of number `END`. None for no batch."""
+def decode_batch(frames: Sequence[bytes], unread: UnreadableCounts) -> EngineEventBatch | None:
+    """Decode a live or replayed message; `END_OF_REPLAY` is the number of its end. None if
+    unreadable.
+    """
     try:
         *_, number_bytes, payload = frames
         number = int.from_bytes(number_bytes, "big", signed=True)
-        if len(number_bytes) != 8 or number < END:
+        if len(number_bytes) != 8 or number < END_OF_REPLAY:
             raise ValueError(f"number {number}, of {len(number_bytes)} bytes")
-        if number == END:
-            return EngineBatch(END)
+        if number == END_OF_REPLAY:
+            return EngineEventBatch(END_OF_REPLAY)
         message = _MESSAGE.decode(payload)
     except _UNREADABLE:
         unread.messages += 1
@@ -109,7 +111,7 @@ def read(frames: Sequence[bytes], unread: Unread) -> EngineBatch | None:
         event = _event(raw, unread)
         if event is not None and not (events and _joins(events[-1], event)):
             events.append(event)
-    return EngineBatch(number, message.data_parallel_rank or 0, tuple(events))
+    return EngineEventBatch(number, message.data_parallel_rank or 0, tuple(events))
 
 
 # --- shapes ----------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Stored(msgspec.Struct, gc=False):
-    """As long as events were arrays they ended here."""
+    """The fields of array events; maps have more."""
 
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
@@ -183,8 +185,8 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _KNOWN = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
-def _event(raw: msgspec.Raw, unread: Unread) -> EngineEvent | None:
-    """The event of some msgpack; None, and counted, for one that cannot be read."""
+def _event(raw: msgspec.Raw, unread: UnreadableCounts) -> EngineEvent | None:
+    """Decode one event; None, and counted, if it is unreadable."""
     first = memoryview(raw)[0]
     is_map = 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
     try:
@@ -199,7 +201,7 @@ def _event(raw: msgspec.Raw, unread: Unread) -> EngineEvent | None:
         if kind in _KNOWN:
             unread.events += 1
         else:
-            unread.unknown += 1
+            unread.unknown_events += 1
         return None
 
 
@@ -219,7 +221,7 @@ def _removed(event: _Removed) -> BlocksRemoved:
 
 
 def _joins(last: EngineEvent, event: EngineEvent) -> bool:
-    """Put a removal to the one before it: engines evict one block an event, hundreds in a row."""
+    """Merge a removal into the one before: engines evict one block per event, hundreds in a row."""
     if not isinstance(event, BlocksRemoved) or not isinstance(last, BlocksRemoved):
         return False
     if event[1:] != last[1:]:
@@ -230,7 +232,7 @@ def _joins(last: EngineEvent, event: EngineEvent) -> bool:
 
 
 def _stored(event: _Stored) -> BlocksStored:
-    # Old engines give adapters a number only; it must not pass for the model without one.
+    # Old engines number adapters; such blocks must not pass for those of the base model.
     adapter = event.lora_name or ("" if event.lora_id is None else f"adapter {event.lora_id}")
     salt, objects = _extra(event)
     stored = BlocksStored(
@@ -247,11 +249,11 @@ def _stored(event: _Stored) -> BlocksStored:
 
 
 def _extra(event: _Stored) -> tuple[str, list[set[int]] | None]:
-    """The salt, and what else than tokens is in each block.
+    """The salt, and the non-token contents of each block.
 
-    Engines list for each block what went into its hash: the adapter, multimodal objects as pairs of
-    an identifier and an offset (older ones: the identifier alone), the salt in a prompt's first
-    block, and digests of embeddings.
+    Engines list for each block the extra inputs of its hash: the adapter, multimodal objects as
+    pairs of an identifier and an offset (older ones: the identifier alone), the salt in the first
+    block of a prompt, and digests of embeddings.
     """
     if not event.extra_keys or not any(event.extra_keys):
         return "", None
@@ -269,7 +271,7 @@ def _extra(event: _Stored) -> tuple[str, list[set[int]] | None]:
 
 
 def _object(key: Any) -> int | None:
-    """One u64 for what a key stands for."""
+    """A u64 for the object of a key."""
     if isinstance(key, list) and len(key) == 2:
         key = key[0]
     if isinstance(key, str):

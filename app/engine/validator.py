@@ -1,32 +1,33 @@
-"""An engine that watches another one: every broken rule of the contract is named where it breaks.
+"""Validator of the engine contract: wraps an engine and raises at the first broken rule.
 
-Wraps engines in tests and where `KVLANE_DEBUG` is set. Changes nothing in what it passes on.
+Used in tests and with `KVLANE_VALIDATE_ENGINE`. Passes all outputs on unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 
-from app.engine.contract import (
+from app.engine.interface import (
     U32_MAX,
-    BlocksListener,
     Engine,
     EngineError,
     EngineOutput,
     GenerateContext,
+    KvEventListener,
 )
-from streams.records import EngineConfig, EngineFigures, Request
+from streams.records import EngineConfig, EngineStats
+from streams.request import Request
 
-OUTPUTS_AFTER_STOP = 1
-"""One output may be on its way when the context stops; the next one has seen the stop."""
-
-
-class ContractBroken(AssertionError):
-    """An engine broke a rule of `app/engine/contract.py`; the message names it."""
+MAX_OUTPUTS_AFTER_STOP = 1
+"""One output may be in flight when the context stops; the next one must see the stop."""
 
 
-class ValidatedEngine(Engine):
-    """Passes every call on to `engine` and raises ContractBroken when a rule is broken."""
+class ContractViolation(AssertionError):
+    """An engine broke a rule of `app/engine/interface.py`; the message names it."""
+
+
+class ValidatingEngine(Engine):
+    """Forwards all calls to `engine`, and raises ContractViolation if a rule is broken."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -35,38 +36,34 @@ class ValidatedEngine(Engine):
         self._cleaned = False
         self._drained = False
 
-    def listen(self, listener: BlocksListener) -> None:
+    def set_kv_event_listener(self, listener: KvEventListener) -> None:
         """Pass the listener on, before the start."""
         _rule(self._starts == 0, "listen is called before start")
-        self._engine.listen(listener)
+        self._engine.set_kv_event_listener(listener)
 
-    def figures(self) -> EngineFigures | None:
-        """Its own."""
-        return self._engine.figures()
+    def stats(self) -> EngineStats | None:
+        return self._engine.stats()
 
     def versions(self) -> Mapping[str, str]:
-        """Its own, asked when it is ready."""
-        _rule(self._ready, "versions are asked for after start")
+        _rule(self._ready, "versions is called after start")
         return self._engine.versions()
 
     def adapters(self) -> tuple[str, ...] | None:
-        """Its own."""
         return self._engine.adapters()
 
     @property
-    def silence_s(self) -> float:
-        """Its own."""
-        return self._engine.silence_s
+    def output_timeout_s(self) -> float:
+        return self._engine.output_timeout_s
 
     async def start(self, worker_id: str) -> EngineConfig:
-        """Start it, once, and check what it says of itself."""
+        """Start the engine once, and check its configuration."""
         _rule(self._starts == 0, "start is called once")
         self._starts += 1
         config = await self._engine.start(worker_id)
         _rule(bool(config.model), "the config names a model")
         _rule(
             all(number is None or number > 0 for number in _numbers(config)),
-            "what is advertised in numbers is above 0; None says nothing",
+            "advertised numbers are above 0; None advertises nothing",
         )
         _rule(
             (config.bootstrap_host is None) == (config.bootstrap_port is None),
@@ -95,7 +92,7 @@ class ValidatedEngine(Engine):
 
     async def abort(self, context: GenerateContext) -> None:
         """Tell it of a cancel; without one that is a mistake of the caller."""
-        _rule(context.stopped, "abort is called on an explicit cancel only")
+        _rule(context.is_stopped, "abort is called on an explicit cancel only")
         await self._engine.abort(context)
 
     async def drain(self) -> None:
@@ -106,7 +103,7 @@ class ValidatedEngine(Engine):
         await self._engine.drain()
 
     async def cleanup(self) -> None:
-        """Clean up, twice: that the second call does nothing is part of the contract."""
+        """Clean up twice: by the contract the second call does nothing."""
         _rule(self._starts > 0, "cleanup is not called when start never was")
         _rule(not self._cleaned, "cleanup is called once")
         self._ready, self._cleaned = False, True
@@ -136,22 +133,22 @@ class _StreamCheck:
             _rule(fit <= U32_MAX, "usage saturates at u32")
         _rule(
             output.transfer is None or output.finish_reason is not None,
-            "what is handed to decode comes with the terminal output",
+            "the transfer to decode comes with the terminal output",
         )
         if output.finish_reason is not None:
             self.ended = True
             _rule(
-                output.finish_reason != "cancelled" or self._context.stopped,
+                output.finish_reason != "cancelled" or self._context.is_stopped,
                 "cancelled is the end of a stopped context only; raise EngineError otherwise",
             )
             _rule(
                 output.finish_reason != "error" or output.message,
-                "an output that ends with an error says which",
+                "an output that ends with an error has a message",
             )
-        elif self._context.stopped:
+        elif self._context.is_stopped:
             _rule(
-                self._since_stop < OUTPUTS_AFTER_STOP,
-                "a stream polls context.stopped between outputs and ends with cancelled",
+                self._since_stop < MAX_OUTPUTS_AFTER_STOP,
+                "a stream polls context.is_stopped between outputs and ends with cancelled",
             )
             self._since_stop += 1
 
@@ -169,4 +166,4 @@ def _numbers(config: EngineConfig) -> tuple[int | None, ...]:
 
 def _rule(kept: object, rule: str) -> None:
     if not kept:
-        raise ContractBroken(f"engine contract broken: {rule}")
+        raise ContractViolation(f"engine contract broken: {rule}")

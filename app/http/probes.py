@@ -1,4 +1,8 @@
-"""What an orchestrator asks of a process that follows the log: /livez, /readyz, /metrics."""
+"""Health and metrics endpoints: /livez, /readyz, /metrics.
+
+`Probes` adds them to an HTTP application; `StatusServer` is the application of processes without
+another one (router, worker, preprocessor), on the port `KVLANE_STATUS_PORT`.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,44 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from streams.follow import Follower
+from app.http.authentication import AccessControl, Authentication
+from app.http.http_server import TlsFiles, UvicornServer
+from app.http.origin_guard import OriginGuard
+from app.metrics.gateway_metrics import LoopDelayMonitor
+from app.runtime.process import ProcessContext
+from app.settings import Settings
+from streams.views.follower import Follower
 
 JSON = "application/json"
 
+Checks = Mapping[str, bool | int]
+"""Conditions of readiness by name; numbers are shown and decide nothing."""
+
+
+def catch_up_checks(followers: Mapping[str, Follower]) -> Checks:
+    """Whether each follower has caught up since the start, and its remaining lag."""
+    read = {f"{name}_read": follower.caught_up for name, follower in followers.items()}
+    return read | {
+        f"{name}_left": follower.remaining_offsets for name, follower in followers.items()
+    }
+
 
 class Probes:
-    """The three endpoints. Ready is who has read its topics to where they ended at the start."""
+    """The three endpoints of one process."""
 
     def __init__(
         self,
-        followers: Mapping[str, Follower],
+        checks: Callable[[], Checks],
         page: Callable[[], Awaitable[bytes]],
         is_alive: Callable[[], bool],
     ) -> None:
-        """`page`: the figures in Prometheus' text format."""
-        self._followers = followers
+        """`page`: metrics in Prometheus' text format. A process is ready if all checks are true."""
+        self._checks = checks
         self._page = page
         self._is_alive = is_alive
 
     def add_to(self, api: FastAPI) -> None:
-        """Answer them in an application."""
+        """Add the endpoints to an application."""
         for path, handler in (
             ("/livez", self.livez),
             ("/readyz", self.readyz),
@@ -39,21 +60,64 @@ class Probes:
             api.add_api_route(path, handler, methods=["GET"])
 
     async def livez(self) -> Response:
-        """Whether this process is worth keeping."""
-        return _judged("alive", is_good=self._is_alive())
+        """200 while the process works, 503 if it must be restarted."""
+        return _judged("alive", self._is_alive(), {})
 
     async def readyz(self) -> Response:
-        """Whether what it knows is what the log held at the start, or later."""
-        read = {f"{name}_read": follower.caught_up for name, follower in self._followers.items()}
-        left = {f"{name}_left": follower.left for name, follower in self._followers.items()}
-        is_good = bool(read) and all(read.values())
-        return _judged("ready", is_good=is_good, **read, **left)
+        """200 if all checks are true, else 503; the body lists the checks."""
+        checks = self._checks()
+        return _judged("ready", all(v for v in checks.values() if isinstance(v, bool)), checks)
 
     async def metrics(self) -> Response:
-        """For Prometheus."""
+        """The metrics in Prometheus' text format."""
         return Response(await self._page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def _judged(name: str, *, is_good: bool, **more: bool | int) -> Response:
+class StatusServer:
+    """HTTP server for probes only. `http` is its application; without a port there is no server.
+
+    Raises SettingsError, KeyFileError as `AccessControl` and `TlsFiles` do.
+    """
+
+    def __init__(
+        self, settings: Settings, life: ProcessContext, probes: Probes, loop_delay: LoopDelayMonitor
+    ) -> None:
+        self._life = life
+        self._loop_delay = loop_delay
+        self.http = FastAPI(title=f"kvlane {life.name}", openapi_url=None)
+        probes.add_to(self.http)
+        port = settings.status_port
+        self._server: UvicornServer | None = None
+        if port is not None:
+            self._access = AccessControl(settings, life)
+            self.http.add_middleware(Authentication, access=self._access, needs="operator")
+            self.http.add_middleware(
+                OriginGuard, host=settings.http_host, origins=settings.allowed_origins
+            )
+            self._server = UvicornServer(
+                self.http, settings.http_host, port, life, setting="status_port",
+                tls=TlsFiles.of(settings),
+            )  # fmt: skip
+
+    @property
+    def url(self) -> str:
+        """The address. Only after `start`, and with a port."""
+        assert self._server is not None
+        return self._server.url
+
+    async def start(self) -> None:
+        """Listen, and measure the delay of the event loop. Raises CannotListen."""
+        if self._server is not None:
+            self._access.start()
+            await self._server.start()
+            self._life.spawn("loop delay", self._loop_delay.watch(self._life.clock))
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._server is not None:
+            await self._server.stop()
+
+
+def _judged(name: str, is_good: bool, more: Checks) -> Response:  # noqa: FBT001 - the verdict
     status = HTTPStatus.OK if is_good else HTTPStatus.SERVICE_UNAVAILABLE
-    return Response(msgspec.json.encode({name: is_good} | more), status, media_type=JSON)
+    return Response(msgspec.json.encode({name: is_good} | dict(more)), status, media_type=JSON)

@@ -1,11 +1,17 @@
-"""What a router does for the lanes it owns.
+"""The lanes of a router: dispatch, failover and termination of the requests in them.
 
-owner.py        answers for every request of one lane: which job is next
-procedures.py   the jobs, step by step: assign, restart, verify
-endings.py      how a request ends
-resumption.py   whether an answer that broke off can go on
-places.py       which workers have room, and who waits for one
-scan.py         looks up in the log what was asked and what was shown
-deaths.py       finds out which workers are dead
-context.py      what all of these share
+owner.py               all requests of one lane: which job is next
+dispatch.py            wait for a worker, write decision and assignment
+failover.py            move a request to another worker
+termination.py         end a request
+scheduler.py           the requests that wait for a worker, and their order
+cancellable_waits.py   waits that a Cancel ends
+request_timers.py      when a request is looked at again
+worker_capacity.py     workers that take no more runs
+deferred_prompts.py    prompts from Kafka that wait in the log
+model_availability.py  models without workers
+shared_scan.py         shared scans of the log: requests, and what readers have seen
+failure_detector.py    the failure detector of workers
+capacity_reports.py    reports of free capacity to preprocessors
+context.py             the state that all of these share
 """

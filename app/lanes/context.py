@@ -1,48 +1,59 @@
-"""What the parts of one router share: its view of the world, and its ways to act on it.
+"""The shared context of a router's parts: its state, and its ways to act.
 
-The view is the three folds plus the overlay, i.e. this router's own decisions that it has not yet
-read back from the ledger. Nothing here decides anything.
+The state is the three folds plus this router's own decisions that it has not yet read back from the
+ledger. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from app.bell import Bell
-from app.http.router_metrics import RouterMetrics
-from app.lanes.places import Places
-from app.lanes.scan import Scanner
-from app.lifetime import Lifetime
-from app.routing.burdens import Burden, Burdens
-from app.routing.classes import Classes
-from app.routing.decisions import Tuning
-from app.routing.fleet import Fleet
-from app.routing.index import Index
-from app.routing.load import Load, RunId
-from app.routing.obligations import Patience
-from app.routing.policies import DynamoWeights
-from app.routing.predictive import PredictiveWeights
-from app.routing.turns import Turns
+from app.lanes.scheduler import Scheduler
+from app.lanes.shared_scan import SharedScanner
+from app.metrics.router_metrics import RouterMetrics
+from app.routing.queueing.fair_share import FairQueue
+from app.routing.queueing.herd_avoidance import HerdAvoidance
+from app.routing.reconcile import ReconcileTimeouts
+from app.routing.selection.decision import RoutingConfig
+from app.routing.selection.policies import DynamoWeights
+from app.routing.selection.predictive import PredictiveWeights
+from app.routing.state.active_load import ActiveLoad, WorkerLoad
+from app.routing.state.fleet import Fleet
+from app.routing.state.kv_index import KvIndexView
+from app.routing.state.ledger import LedgerState, RunId
+from app.runtime.process import ProcessContext
 from app.settings import Settings
+from app.wait_queue import WaitQueue
 from streams.clock import BrokerClock
-from streams.follow import Follower
-from streams.intake import Claim
-from streams.outbox import Outbox
-from streams.patience import until_answered
 from streams.ports import Log, Partition
+from streams.reading.group_consumer import PartitionClaim
+from streams.reading.range_reader import end_offset_of
+from streams.record_publisher import RecordPublisher
+from streams.records import LogRecord
 from streams.topics import ASSIGNMENTS, KV_EVENTS, partition_of
+from streams.views.follower import Follower
 
 
-class FoldStopped(Exception):
-    """A fold of this router ended, so it no longer knows what is true. It ends, too.
+class ViewStopped(Exception):
+    """A fold of this router stopped, so its state is stale. The router ends, too.
 
     The cause is what ended the fold; the log of the process says more.
     """
 
 
-def tuning_of(settings: Settings) -> Tuning:
+class LedgerListener(Protocol):
+    """A part of a router that reacts to records of the ledger, after they were folded."""
+
+    def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
+        """A record was folded. `is_replay`: it was read while the router was catching up."""
+
+
+def routing_config(settings: Settings) -> RoutingConfig:
     """The policy that the settings ask for."""
     weights = DynamoWeights(
         overlap_score_credit=settings.overlap_score_credit,
@@ -50,9 +61,9 @@ def tuning_of(settings: Settings) -> Tuning:
         temperature=settings.router_temperature,
     )
     # Where nobody may wait, who is held for a better place would be refused beside a free one.
-    max_hold_s = settings.max_hold_s if settings.held_requests else 0.0
-    predicting = PredictiveWeights(settings.decode_weight, max_hold_s * 1000)
-    return Tuning(settings.policy, weights, predicting, settings.session_slack)
+    max_queue_wait_s = settings.max_queue_wait_s if settings.max_queued_requests else 0.0
+    predicting = PredictiveWeights(settings.decode_weight, max_queue_wait_s * 1000)
+    return RoutingConfig(settings.policy, weights, predicting, settings.session_affinity_tolerance)
 
 
 @dataclass
@@ -62,41 +73,51 @@ class RouterContext:
     name: str
     log: Log
     settings: Settings
-    life: Lifetime
+    ctx: ProcessContext
     broker_clock: BrokerClock
-    outbox: Outbox
-    scanner: Scanner
-    load: Load
-    load_follower: Follower
+    outbox: RecordPublisher
+    scanner: SharedScanner
+    ledger: LedgerState
+    ledger_follower: Follower
     fleet: Fleet
     fleet_follower: Follower
-    index: Index
+    kv_index: KvIndexView
     partitions: dict[str, int]
     """Partition counts of the topics this router addresses by key."""
-    resume: Callable[[Claim], None]
-    """Tells the intake that a lane may be read."""
-    patience: Patience = field(default_factory=Patience)
+    resume: Callable[[PartitionClaim], None]
+    """Lets the intake read a lane."""
+    pause: Callable[[PartitionClaim], None] = lambda _: None
+    """Stops the intake from reading a lane."""
+    timeouts: ReconcileTimeouts = field(default_factory=ReconcileTimeouts)
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
-    heard: Bell = field(default_factory=Bell)
-    """Rung when heartbeats were read."""
-    places: Places = field(init=False)
-    responses_ends: dict[int, int] = field(default_factory=dict)
+    heartbeat_read: WaitQueue = field(default_factory=WaitQueue)
+    """Notified when heartbeats were read."""
+    scheduler: Scheduler = field(init=False)
+    response_end_offsets: dict[int, int] = field(default_factory=dict)
     """Ends of the response lanes as of a moment ago: where a new request's answer begins, or
     before it. A lower bound is enough, it only makes a later scan longer."""
-    _undelivered: Burdens = field(default_factory=Burdens)
+    _undelivered: ActiveLoad = field(default_factory=ActiveLoad)
+    _ends: dict[Partition, asyncio.Task[int]] = field(default_factory=dict)
+    """Fetches of end offsets that are still to be sent."""
+    _asks: defaultdict[Partition, asyncio.Lock] = field(
+        default_factory=lambda: defaultdict(asyncio.Lock)
+    )
+    """Held while a fetch of the end of a partition is under way."""
 
-    _turns: Turns = field(init=False)
+    _turns: HerdAvoidance = field(init=False)
 
     def __post_init__(self) -> None:
-        self._turns = Turns(self.name)
-        self.places = Places(
-            self.fleet, self.load, self.index, self._undelivered, tuning_of(self.settings),
-            self.broker_clock, self.worker_timeout_ms, self.settings.held_requests,
+        self._turns = HerdAvoidance(self.name)
+        self.scheduler = Scheduler(
+            self.fleet, self.ledger, self.kv_index, self._undelivered,
+            routing_config(self.settings),
+            self.broker_clock, self.worker_timeout_ms, self.settings.max_queued_requests,
             turns=self._turns, counts_output=self.settings.track_output_blocks,
-            bound_tokens=self.settings.held_tokens, bound_bytes=self.settings.held_bytes,
-            absence_ms=1000 * self.settings.wait_for_worker_s,
+            bound_tokens=self.settings.max_queued_tokens,
+            bound_bytes=self.settings.max_queued_bytes,
+            absence_ms=1000 * self.settings.no_worker_timeout_s,
             queue_order=self.settings.queue_order,
-            classes=Classes(self.settings.queue_classes),
+            classes=FairQueue(self.settings.queue_classes),
         )  # fmt: skip
 
     @property
@@ -105,40 +126,50 @@ class RouterContext:
         return int(self.settings.worker_timeout_s * 1000)
 
     @property
-    def holding(self) -> int:
-        """How many requests wait in this router; bounded by `settings.held_requests`."""
-        return len(self.places.waiting)
+    def queued_requests(self) -> int:
+        """Number of requests that wait here; bounded by `settings.max_queued_requests`."""
+        return len(self.scheduler.waiting_keys)
 
     @contextmanager
-    def overlay(self, run: RunId, rank: int, burden: Burden, adapter: str = "") -> Iterator[None]:
-        """Count a decision at once, until it is read back (or given up)."""
-        began_s = self.life.clock.now()
-        self._undelivered.add(run.place(rank), burden, adapter)
-        self.places.room.sent(run.worker, run.epoch)
+    def count_in_flight(
+        self, run: RunId, rank: int, burden: WorkerLoad, adapter: str = ""
+    ) -> Iterator[None]:
+        """Count the load of a decision until it is read back, or given up."""
+        began_s = self.ctx.clock.now()
+        self._undelivered.add(run.worker_rank(rank), burden, adapter)
+        self.scheduler.worker_capacity.on_assigned(run.worker, run.epoch)
         try:
             yield
-            self._turns.read_back(1000 * (self.life.clock.now() - began_s))
+            self._turns.observe_lag(1000 * (self.ctx.clock.now() - began_s))
         finally:
-            self._undelivered.remove(run.place(rank), burden, adapter)
+            self._undelivered.remove(run.worker_rank(rank), burden, adapter)
 
-    async def end_of(self, source: Partition) -> int:
-        """The next offset of a partition; asks until the broker answers."""
-        ends = await until_answered(
-            self.life.clock, lambda: self.log.end_offsets(source.topic, [source.partition])
-        )
-        return ends[source.partition]
+    async def end_offset(self, source: Partition) -> int:
+        """The next offset of a partition, as of now or later; asks until the broker answers.
 
-    async def ledger_read(self, source: Partition, offset: int) -> None:
-        """Wait until everything below `offset` of a lane's ledger is folded. Raises FoldStopped."""
+        Those who ask while a question is on its way share the next one, however many they are.
+        """
+        asking = self._ends.get(source)
+        if asking is None:
+            asking = self._ends[source] = self.ctx.spawn("end offset", self._ask_end(source))
+        return await asyncio.shield(asking)
+
+    async def _ask_end(self, source: Partition) -> int:
+        async with self._asks[source]:
+            del self._ends[source]  # whoever asks from now on may mean a later end
+            return await end_offset_of(self.log, self.ctx.clock, source)
+
+    async def wait_for_ledger(self, source: Partition, offset: int) -> None:
+        """Wait until this ledger is folded up to `offset`, exclusive. Raises ViewStopped."""
         try:
-            await self.load_follower.wait_for(source, offset)
+            await self.ledger_follower.wait_for(source, offset)
         except Exception as e:
-            raise FoldStopped(f"the ledger is not followed any more: {e}") from e
+            raise ViewStopped(f"the ledger is not followed any more: {e}") from e
 
-    def slot_of(self, worker: str) -> Partition:
-        """Where a worker's assignments lie."""
+    def assignments_partition(self, worker: str) -> Partition:
+        """The partition of a worker's assignments."""
         return Partition(ASSIGNMENTS, partition_of(worker.encode(), self.partitions[ASSIGNMENTS]))
 
-    def events_of(self, worker: str) -> Partition:
-        """Where a worker's heartbeats and cache events lie."""
+    def kv_events_partition(self, worker: str) -> Partition:
+        """The partition of a worker's heartbeats and cache events."""
         return Partition(KV_EVENTS, partition_of(worker.encode(), self.partitions[KV_EVENTS]))

@@ -1,12 +1,12 @@
-"""What the owner of a lane does: answer for every request in it.
+"""The owner of a lane, responsible for every request in it.
 
 A `LaneOwner` lives from the moment a lane is assigned to this router until it is revoked. It takes
 requests in (each is done when its decision or its end is in the ledger), and it meets the
-obligations that `app/routing/obligations.py` finds, for its own requests as for those of the owner
+obligations that `app/routing/reconcile.py` finds, for its own requests as for those of the owner
 before it. At most one job per request runs at a time; all jobs die with the ownership, in the
 middle of whatever they do, which is safe because every obligation can be found again in the log.
 
-What the jobs do, step by step, stands in `app/lanes/procedures.py`.
+The jobs, step by step: `dispatch.py` (dispatch), `failover.py`, `termination.py`.
 """
 
 from __future__ import annotations
@@ -15,50 +15,71 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from app.lanes.cancellable_waits import CancellableWaits, RequestCancelled
 from app.lanes.context import RouterContext
-from app.lanes.endings import Endings
-from app.lanes.places import Key
-from app.lanes.procedures import CalledOff, Procedures, Remainder, blames_request
-from app.routing.load import OPEN, LedgerRecord, RunId, Story
-from app.routing.obligations import Finish, Restart, Verify, due
+from app.lanes.dispatch import Dispatcher, RemainingWork, RequestDeferred, is_request_fault
+from app.lanes.failover import Failover
+from app.lanes.request_timers import RequestTimers
+from app.lanes.scheduler import RequestKey
+from app.lanes.termination import RequestTermination
+from app.routing.reconcile import Finish, Restart, Verify, next_action, next_action_ms
+from app.routing.state.fleet import LastHeartbeat
+from app.routing.state.ledger import OPEN, LedgerRecord, RequestState, RunId, WorkerEpoch
 from streams.codecs import TOKEN_BYTES
 from streams.errors import RecordError, StreamError
-from streams.intake import Claim
 from streams.ports import Partition
-from streams.records import Cancel, Fact, Origin, Refused, Request, RunProgress
+from streams.reading.group_consumer import PartitionClaim
+from streams.records import Cancel, LogRecord, Refused, RequestOffset, RunKey, RunProgress
+from streams.request import Request
 from streams.topics import REQUESTS, RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[], Coroutine[Any, Any, None]]
+MAX_APPENDING_JOBS = 150
+MAX_APPENDING_BYTES = 64 * 1024 * 1024
+"""Jobs of a lane, and bytes of their prompts, that do not wait for a worker: they append to its
+topics, in a few milliseconds each. With more of them under way the lane takes no appends, or too
+few, and is not read until half of them are done. A Cancel that waits there could not be answered
+either; the other lanes are read on."""
+STUCK_WARNING_S = 2.0
+"""How long a lane is paused before that is worth a line: a burst is over in less."""
+
+JobFactory = Callable[[], Coroutine[Any, Any, None]]
 """A job to be begun. Called when its task runs: one that is cancelled before leaves nothing."""
 
 
 class LaneOwner:
     """One claim on one lane."""
 
-    def __init__(self, context: RouterContext, claim: Claim) -> None:
+    def __init__(self, context: RouterContext, claim: PartitionClaim) -> None:
         self.claim = claim
         self.serving = False
         self._context = context
         self._lane = claim.partition
-        self._ends = Endings(context, claim.partition)
-        self._do = Procedures(context, self._ends, claim.partition, self._is_called_off)
+        self._ends = RequestTermination(context, claim.partition)
+        self._waits = waits = CancellableWaits(self._is_called_off)
+        self._dispatcher = Dispatcher(context, self._ends, self._lane, waits)
+        self._failover = Failover(context, self._ends, self._lane, self._dispatcher, waits)
+        self._timers = RequestTimers()
         self._jobs: dict[str, asyncio.Task[None]] = {}
-        self._waiting: dict[str, deque[Fact]] = {}
+        self._waiting: dict[str, deque[LogRecord]] = {}
         self._arrived: dict[str, int] = {}  # offsets of the requests being admitted
-        self._take_over = context.life.spawn(f"take over lane {self._lane}", self._begin())
+        self._sizes: dict[str, int] = {}  # bytes of the prompts that jobs have in hand
+        self._bytes = 0  # of them all
+        self._paused_at = 0.0
+        self._is_stuck = False  # and that was logged
+        self._take_over = context.ctx.spawn(f"take over lane {self._lane}", self._begin())
 
     # --- from outside ----------------------------------------------------------------------------
 
-    def received(self, fact: Fact) -> None:
+    def on_request_record(self, fact: LogRecord) -> None:
         """A record of `requests` arrived in this lane.
 
-        Raises RecordError when it belongs in another one: its worker would write its story there,
+        Raises RecordError when it belongs in another one: its worker would write its records there,
         and its reader look for it there, so here it could only be run in vain, again and again.
         """
         record = fact.record
@@ -71,12 +92,14 @@ class LaneOwner:
         job = self._jobs.get(record.id)
         if job is None:
             self._start(record.id, partial(self._take, fact), fact)
+            if self._is_clogged(1.0) and not self.claim.is_paused:
+                self._pause()
             return
         self._queue(fact, record)
-        if isinstance(record, Cancel) and record.id in self._do.interruptible:
+        if isinstance(record, Cancel) and record.id in self._waits.waiting_ids:
             job.cancel()  # `_ended` goes on with the Cancel
 
-    def _queue(self, fact: Fact, record: Request | Cancel | Refused) -> None:
+    def _queue(self, fact: LogRecord, record: Request | Cancel | Refused) -> None:
         """Let a record wait for the job of its request.
 
         Bound: one of each kind waits. Another one, or a Request whose first is being admitted, says
@@ -85,7 +108,7 @@ class LaneOwner:
         waiting = self._waiting.setdefault(record.id, deque())
         again = isinstance(record, Request) and record.id in self._arrived
         if again or any(type(w.record) is type(record) for w in waiting):
-            self.claim.done(fact.offset)
+            self.claim.mark_done(fact.offset)
         else:
             waiting.append(fact)
 
@@ -93,56 +116,93 @@ class LaneOwner:
         """Whether a Cancel waits for the job of its request."""
         return any(isinstance(w.record, Cancel) for w in self._waiting.get(request_id, ()))
 
-    def read_back(self, fact: Fact) -> None:
+    def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:  # noqa: ARG002  a lane looks at all
         """A record of this lane's ledger was folded."""
         if isinstance(fact.record, LedgerRecord):
-            self.check(fact.record.id)
+            self.reconcile(fact.record.id)
 
-    def check(self, request_id: str) -> None:
+    def reconcile(self, request_id: str) -> None:
         """Look for an obligation of one request, and start to meet it."""
         if not self.serving or request_id in self._jobs:
-            return
-        s, action = self._context, None
-        story = s.load.story(self._lane, request_id)
+            return  # it is looked at when the job is over
+        s, action, at_ms = self._context, None, None
+        now_ms = s.broker_clock.now_ms()
+        story = s.ledger.request(self._lane, request_id)
         if story is not None:
-            action = due(request_id, story, s.fleet, s.broker_clock.now_ms(), s.patience)
-        waits, key = s.places.waiting, Key(self._lane, request_id)
+            action = next_action(request_id, story, s.fleet, now_ms, s.timeouts)
+            if action is None:
+                at_ms = next_action_ms(request_id, story, now_ms, s.timeouts)
+        self._timers.set(request_id, at_ms)
+        waits, key = s.scheduler.waiting_keys, RequestKey(self._lane, request_id)
         if story is not None and action is None and _backs_off(story):
             waits.add(key)
         else:
             waits.discard(key)
         match action:
             case Restart():
-                self._start(request_id, partial(self._do.restart, request_id, action))
+                self._start(request_id, partial(self._failover.restart, request_id, action))
             case Finish(code):
                 self._start(request_id, partial(self._ends.end, request_id, code))
             case Verify(run):
-                self._start(request_id, partial(self._do.verify, request_id, run))
+                self._start(request_id, partial(self._failover.verify, request_id, run))
             case None:
                 pass
 
-    def check_all(self) -> None:
-        """Look for the obligations of every request that is not over."""
-        if self.serving:
-            for request_id in list(self._context.load.lane(self._lane).unfinished):
-                self.check(request_id)
+    @property
+    def admitted_requests(self) -> int:
+        """How many requests were handed to this lane and are neither assigned nor ended."""
+        return len(self._arrived)
 
-    def reported(self, worker: str, epoch: int, key: RunProgress) -> None:
+    def reconcile_all(self) -> None:
+        """Look for the obligations of every request that is not over."""
+        for request_id in list(self._context.ledger.lane(self._lane).unfinished):
+            self.reconcile(request_id)
+
+    def reconcile_due(self) -> None:
+        """Look for what time and the fleet have made due since the last look.
+
+        All other requests are as they were: a record of the ledger has its own request looked at, a
+        heartbeat those that it should list.
+        """
+        if not self.serving:
+            return
+        for request_id in self._timers.due(self._context.broker_clock.now_ms()):
+            self.reconcile(request_id)
+        fleet = self._context.fleet
+        for (worker, epoch), runs in list(self._open_runs.items()):
+            beat = fleet.heartbeats.get(worker)
+            if beat is None or beat.epoch != epoch or fleet.is_lost(worker, epoch):
+                self._check_each(runs)
+
+    def reconcile_unlisted(self, worker: str, epoch: int, beat: LastHeartbeat) -> None:
+        """Look for what is due of the runs that a worker's last heartbeat does not list."""
+        if beat.epoch == epoch and (runs := self._open_runs.get((worker, epoch))):
+            self._check_each(sorted(runs.keys() - beat.running.keys()))
+
+    @property
+    def _open_runs(self) -> Mapping[WorkerEpoch, Mapping[RunKey, None]]:
+        return self._context.ledger.lane(self._lane).open_runs
+
+    def _check_each(self, runs: Iterable[RunKey]) -> None:
+        for request_id in dict.fromkeys(run.id for run in runs):
+            self.reconcile(request_id)
+
+    def on_heartbeat_run(self, worker: str, epoch: int, key: RunProgress) -> None:
         """A heartbeat lists a run of this lane: cancel it when readers do not see it any more.
 
         A Fencing alone does not make it so: before the Fence stands, the last word of a cancelled
         run would be the end of its request. A run of the new attempt shows that it does. Runs of
         ids that the ledger does not know are left alone: their Assigned may still come.
         """
-        story = self._context.load.story(self._lane, key.id)
-        if not self.serving or story is None or not story.known:
+        story = self._context.ledger.request(self._lane, key.id)
+        if not self.serving or story is None or not story.is_known:
             return
         run_id = RunId(key.attempt, key.phase, worker, epoch)
         run = story.runs.get(run_id)
         closed = run is not None and run.state not in OPEN
-        fenced = bool(story.runs) or self._do.fenced.get(key.id) == story.attempt
+        fenced = bool(story.runs) or self._failover.fenced.get(key.id) == story.attempt
         if story.ended or closed or (key.attempt < story.attempt and fenced):
-            self._context.life.spawn(
+            self._context.ctx.spawn(
                 "cancel run", self._ends.cancel_runs(key.id, [run_id], "superseded")
             )
 
@@ -154,65 +214,117 @@ class LaneOwner:
             job.cancel()
         self._jobs.clear()
         self._waiting.clear()
-        waits = self._context.places.waiting
+        waits = self._context.scheduler.waiting_keys
         waits -= {key for key in waits if key.lane == self._lane}
+
+    # --- a lane that takes no appends ------------------------------------------------------------
+
+    def _is_clogged(self, share: float) -> bool:
+        """Whether this share of the bound on jobs that do not wait for a worker is reached."""
+        writing = len(self._jobs) - len(self._waits.waiting_ids)
+        if writing >= share * MAX_APPENDING_JOBS:
+            return True
+        held_bytes = self._context.scheduler.queued_bytes_of_lane(self._lane)
+        return self._bytes - held_bytes >= share * MAX_APPENDING_BYTES
+
+    def _pause(self) -> None:
+        self._context.pause(self.claim)
+        self._paused_at = self._context.ctx.clock.now()
+
+    def resume_if_relieved(self) -> None:
+        """Read on, if the lane was paused and takes appends again."""
+        if not self.claim.is_paused or not self.serving:
+            return
+        paused_s = self._context.ctx.clock.now() - self._paused_at
+        if not self._is_clogged(0.5):
+            self._context.resume(self.claim)
+            if self._is_stuck:
+                log.info(
+                    "lane %d resumed after %.0f s: its topics take appends again",
+                    self._lane,
+                    paused_s,
+                )
+            self._is_stuck = False
+        elif paused_s > STUCK_WARNING_S and not self._is_stuck:
+            self._is_stuck = True
+            log.warning(
+                "lane %d is paused: %d of its records wait for appends to its topics",
+                self._lane, len(self._jobs) - len(self._waits.waiting_ids),
+            )  # fmt: skip
 
     # --- jobs ------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Serve only when the ledger, as it was after the assignment, has been read."""
+        """Serve only when the ledger, as it was after the assignment, has been read.
+
+        The fleet has been read already: before that a router joins no group.
+        """
         s = self._context
-        await self._ends.read_ledger()
-        await s.fleet_follower.wait_caught_up()
-        s.responses_ends[self._lane] = await s.end_of(Partition(RESPONSES, self._lane))
+        await self._ends.catch_up_with_ledger()
+        s.response_end_offsets[self._lane] = await s.end_offset(Partition(RESPONSES, self._lane))
         self.serving = True
         s.resume(self.claim)
-        self.check_all()
+        self.reconcile_all()
 
-    def _start(self, request_id: str, work: Work, fact: Fact | None = None) -> None:
+    def _start(self, request_id: str, work: JobFactory, fact: LogRecord | None = None) -> None:
         """Begin a job; `fact` is the record that it handles, done when the job is."""
-        job = self._context.life.spawn(
-            f"lane {self._lane} {request_id}", self._run(request_id, work, fact)
+        if fact is not None and isinstance(fact.record, Request):
+            self._sizes[request_id] = size = fact.record.prompt_bytes
+            self._bytes += size
+        job = self._context.ctx.spawn(
+            f"lane {self._lane} {request_id}",
+            self._run(request_id, work, None if fact is None else fact.offset),
         )
         self._jobs[request_id] = job
         job.add_done_callback(lambda _: self._ended(request_id, job))
 
-    async def _run(self, request_id: str, work: Work, fact: Fact | None) -> None:
-        """A job, whatever becomes of it. One that cannot be done ends its request."""
+    async def _run(self, request_id: str, work: JobFactory, offset: int | None) -> None:
+        """Run a job to its end. One that fails ends its request.
+
+        One that is deferred goes on without the record it began with.
+        """
         try:
-            await work()
-        except CalledOff:
+            while True:
+                try:
+                    await work()
+                    break
+                except RequestDeferred as e:
+                    work = partial(self._dispatcher.resume_deferred, e.deferred)
+                    self._bytes -= self._sizes.pop(request_id, 0)
+        except RequestCancelled:
             return
         except Exception as e:
-            if not blames_request(e):
+            if not is_request_fault(e):
                 raise
             log.exception("lane %d: %s cannot be handled and is ended", self._lane, request_id)
             await self._ends.end(request_id, "internal", f"the router failed on it: {_name(e)}")
-        if fact is not None:
-            for offset in (self._arrived.pop(request_id, fact.offset), fact.offset):
-                self.claim.done(offset)
+        if offset is not None:
+            for done in (self._arrived.pop(request_id, offset), offset):
+                self.claim.mark_done(done)
 
     def _ended(self, request_id: str, job: asyncio.Task[None]) -> None:
-        """Go on with what waited for this job, a Cancel first.
+        """Start the next record that waited for this job, a Cancel first.
 
         After a job that was cancelled for any other reason nothing begins: the process ends.
         """
         if self._jobs.get(request_id) is not job:
             return
         del self._jobs[request_id]
+        self._bytes -= self._sizes.pop(request_id, 0)
+        self.resume_if_relieved()
         called_off = self._is_called_off(request_id)
         if (job.cancelled() and not called_off) or (not job.cancelled() and job.exception()):
             return
         waiting = self._waiting.get(request_id)
         if not waiting:
             self._waiting.pop(request_id, None)
-            self.check(request_id)
+            self.reconcile(request_id)
             return
         fact = next((w for w in waiting if isinstance(w.record, Cancel)), waiting[0])
         waiting.remove(fact)
         self._start(request_id, partial(self._take, fact), fact)
 
-    async def _take(self, fact: Fact) -> None:
+    async def _take(self, fact: LogRecord) -> None:
         record = fact.record
         if isinstance(record, Request):
             await self._admit(fact, record)
@@ -221,7 +333,7 @@ class LaneOwner:
         elif isinstance(record, Refused) and not self._is_known(record.id):
             await self._ends.end(record.id, record.code, record.message)
 
-    async def _admit(self, fact: Fact, request: Request) -> None:
+    async def _admit(self, fact: LogRecord, request: Request) -> None:
         """Assign a request, or end it. A known id is a duplicate and needs nothing."""
         s = self._context
         if self._is_known(request.id):
@@ -231,38 +343,39 @@ class LaneOwner:
             await self._ends.end(request.id, "invalid", objection)
             return
         lifetime_s = min(request.deadline_s, s.settings.max_lifetime_s)
-        deadline_ms = fact.timestamp_ms + int(lifetime_s * 1000)
+        since_ms = min(fact.timestamp_ms, request.queued_ms or fact.timestamp_ms)
+        deadline_ms = since_ms + int(lifetime_s * 1000)
         if s.broker_clock.now_ms() > deadline_ms:
             await self._ends.end(request.id, "deadline", "its deadline passed before it was read")
         else:
-            origin = Origin(topic=REQUESTS, partition=self._lane, offset=fact.offset)
-            start = s.responses_ends[self._lane]
-            await self._do.assign(Remainder(request, 0, origin, start, deadline_ms))
+            origin = RequestOffset(topic=REQUESTS, partition=self._lane, offset=fact.offset)
+            start = s.response_end_offsets[self._lane]
+            await self._dispatcher.assign(RemainingWork(request, 0, origin, start, deadline_ms))
 
     async def _cancel(self, cancel: Cancel) -> None:
         """End a request that its client no longer wants; a Cancel of an unknown id is nothing."""
-        await self._ends.read_ledger()
-        story = self._context.load.story(self._lane, cancel.id)
-        if story is not None and story.known:
-            is_wanted = not story.over
+        await self._ends.catch_up_with_ledger()
+        story = self._context.ledger.request(self._lane, cancel.id)
+        if story is not None and story.is_known:
+            is_wanted = not story.is_finished
         else:
             is_wanted = cancel.id in self._arrived
         if is_wanted:
             await self._ends.end(cancel.id, "cancelled", cancel.reason)
 
     def _is_known(self, request_id: str) -> bool:
-        story = self._context.load.story(self._lane, request_id)
-        return story is not None and story.known
+        story = self._context.ledger.request(self._lane, request_id)
+        return story is not None and story.is_known
 
 
-def _backs_off(story: Story) -> bool:
-    """Whether workers refused it, and it is too early to ask another one."""
+def _backs_off(story: RequestState) -> bool:
+    """Whether workers refused it, and it is too early to try another one."""
     states = {run.state for run in story.runs.values()}
     return "worker_full" in states and not story.ended and not states & OPEN
 
 
 def _objection(request: Request) -> str:
-    """What is wrong with a request that no worker could run; "" when nothing is."""
+    """The fault of a request that no worker could run; "" if none."""
     if not (math.isfinite(request.deadline_s) and request.deadline_s >= 0):
         return f"deadline_s must be a time in seconds, not {request.deadline_s}"
     if len(request.token_ids) % TOKEN_BYTES:
@@ -271,5 +384,5 @@ def _objection(request: Request) -> str:
 
 
 def _name(error: Exception) -> str:
-    """What may be told of an error: records say what is wrong with them, others might quote."""
+    """The text of an error for readers: only our own errors quote no content of requests."""
     return str(error) if isinstance(error, StreamError) else type(error).__name__

@@ -1,1 +1,1 @@
-"""What a worker does with its runs: `runs.py` admits them, `execution.py` executes one."""
+"""The runs of a worker: `run_queue.py` admits them, `run_executor.py` executes one."""

@@ -1,44 +1,48 @@
-"""How a worker is known to the fleet: its card in the registry, and what others do to it there.
+"""Registration of a worker: its card in the registry, and the reaction to records about it.
 
-Owns one life after the other of a worker. A life is an *epoch*: the offset of its first card, so
-epochs are unique and rise. Whoever sees a newer card of a worker takes the older epochs for dead,
-so a worker that finds its own name used by a newer life must stop at once.
+Owns the epochs of one process. An *epoch* is the offset of its first card, so epochs are unique and
+increase. Every reader of a newer card of a worker treats the older epochs as dead, so a worker that
+finds its id used by a newer process must stop at once.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import msgspec
 
-from app.lifetime import Lifetime
-from streams.outbox import Outbox
-from streams.records import EngineConfig, Fact, Tombstone, WorkerCard
+from app.runtime.process import ProcessContext
+from streams.errors import AppendFailed
+from streams.record_publisher import RecordPublisher
+from streams.records import LogRecord, Tombstone, WorkerCard
 from streams.topics import REGISTRY
 
-REGISTER_S = 60.0
-"""How long a process that starts tries to register before it gives up and ends. Later it tries for
-as long as it takes: an engine that is loaded outlasts an outage of the broker."""
+log = logging.getLogger(__name__)
 
-Verdict = Literal["fine", "rewrite", "renew", "yield"]
-"""What a record means for us: nothing; our card was overwritten; this epoch is over, take a new
-one; another process has our name."""
+REGISTER_TIMEOUT_S = 60.0
+"""Time limit of the registration at the start of a process, in seconds. Later registrations have
+none: a loaded engine outlasts an outage of the broker."""
+
+CardAction = Literal["fine", "rewrite", "renew", "yield"]
+"""The action that a registry record demands: none; write the overwritten card again; begin a new
+epoch; stop, since another process has this worker id."""
 
 
-def key_of(worker: str) -> str:
+def registry_key(worker: str) -> str:
     """The registry key of a worker."""
     return f"worker/{worker}"
 
 
-def judge(fact: Fact, card: WorkerCard, written_at: int) -> Verdict:
-    """What a registry record says about us; our newest card stands at offset `written_at`."""
+def interpret(fact: LogRecord, card: WorkerCard, written_at: int) -> CardAction:
+    """The action for a registry record; this worker's newest card is at offset `card_offset`."""
     record = fact.record
     if isinstance(record, WorkerCard) and record.id == card.id:
         epoch = fact.offset if record.epoch is None else record.epoch
         own = record.life == card.life
-    elif isinstance(record, Tombstone) and record.key == key_of(card.id):
+    elif isinstance(record, Tombstone) and record.key == registry_key(card.id):
         epoch = fact.offset if record.epoch is None else record.epoch
-        own = True  # a tombstone ends an epoch, it does not claim the name
+        own = True  # a tombstone ends an epoch without claiming the id
     else:
         return "fine"
     assert card.epoch is not None, "judged before it was registered"
@@ -50,45 +54,68 @@ def judge(fact: Fact, card: WorkerCard, written_at: int) -> Verdict:
 
 
 class Registration:
-    """Writes the card of one process; every life of it has the same random `life`."""
+    """Writes the card of one process; all its epochs share the same random `ctx`."""
 
-    def __init__(self, outbox: Outbox, life: Lifetime, card: WorkerCard) -> None:
+    def __init__(
+        self,
+        outbox: RecordPublisher,
+        ctx: ProcessContext,
+        card: WorkerCard,
+        adapters: tuple[str, ...] | None = None,
+    ) -> None:
+        """`adapters`: the engine's own list at its start; the card may have one by the settings."""
         self._outbox = outbox
-        self.card = msgspec.structs.replace(card, life=f"{life.rng.getrandbits(64):016x}")
-        self.written_at = -1
+        self._adapters = adapters
+        self.card = msgspec.structs.replace(card, life=f"{ctx.rng.getrandbits(64):016x}")
+        self.card_offset = -1
 
     @property
     def epoch(self) -> int:
-        """The epoch of the present life. Only after `begin`."""
+        """The current epoch. Only after `begin_epoch`."""
         assert self.card.epoch is not None, "not registered yet"
         return self.card.epoch
 
-    async def begin(self, until: float | None = None) -> int:
-        """Start a life: the first card has no epoch, its offset is the epoch, the second says so.
+    async def begin_epoch(self, until: float | None = None) -> int:
+        """Begin an epoch: the offset of a card without epoch is the epoch of the card after it.
 
         Raises AppendFailed past `until`.
         """
-        unborn = msgspec.structs.replace(self.card, epoch=None)
-        first = await self._outbox.persist(REGISTRY, key_of(unborn.id), unborn, until=until)
-        self.card = msgspec.structs.replace(unborn, epoch=first.offset)
-        await self.rewrite(until)
+        unregistered = msgspec.structs.replace(self.card, epoch=None)
+        first = await self._outbox.publish(
+            REGISTRY, registry_key(unregistered.id), unregistered, until=until
+        )
+        self.card = msgspec.structs.replace(unregistered, epoch=first.offset)
+        await self.rewrite_card(until)
         return first.offset
 
-    async def rewrite(self, until: float | None = None) -> None:
-        """Write the card again, as it is. Raises AppendFailed past `until`."""
-        key = key_of(self.card.id)
-        self.written_at = (await self._outbox.persist(REGISTRY, key, self.card, until=until)).offset
+    async def rewrite_card(self, until: float | None = None) -> None:
+        """Write the card again, unchanged. Raises AppendFailed past `until`."""
+        key = registry_key(self.card.id)
+        self.card_offset = (
+            await self._outbox.publish(REGISTRY, key, self.card, until=until)
+        ).offset
 
-    async def tell(self, config: EngineConfig, until: float) -> None:
-        """Say what the engine is now; the life goes on. Raises AppendFailed past `until`."""
-        before, self.card = self.card, msgspec.structs.replace(self.card, config=config)
+    async def update_adapters(self, adapters: tuple[str, ...] | None, until: float) -> None:
+        """Write the card again if the engine's adapters have changed; the epoch stays.
+
+        Past `until` the card stays as it was, which is logged; the next call tries again.
+        """
+        if adapters == self._adapters:
+            return
+        before = self.card.config
+        config = msgspec.structs.replace(before, lora_names=adapters or None)
+        self.card = msgspec.structs.replace(self.card, config=config)
         try:
-            await self.rewrite(until)
-        except BaseException:
-            self.card = msgspec.structs.replace(self.card, config=before.config)
-            raise
+            await self.rewrite_card(until)
+        except BaseException as e:
+            self.card = msgspec.structs.replace(self.card, config=before)
+            if not isinstance(e, AppendFailed):
+                raise
+            log.warning("the adapters of %s are not on its card yet: %s", self.card.id, e)
+        else:
+            self._adapters = adapters
 
-    async def leave(self, until: float) -> None:
-        """Say that this epoch is over for good. Raises AppendFailed past `until`."""
-        key = key_of(self.card.id)
-        await self._outbox.persist(REGISTRY, key, Tombstone(key=key, epoch=self.epoch), until=until)
+    async def write_tombstone(self, until: float) -> None:
+        """Write the tombstone of this epoch. Raises AppendFailed past `until`."""
+        key = registry_key(self.card.id)
+        await self._outbox.publish(REGISTRY, key, Tombstone(key=key, epoch=self.epoch), until=until)

@@ -2,9 +2,9 @@
 # From a bare Debian or Ubuntu machine to a Kafka image that the tests can run in Docker:
 #   build-image.sh         install Docker, start its daemon, pull or build the image
 #   build-image.sh stop    end the daemon that this script started, and delete its data
-# Every step looks first whether it is needed, so it is safe to run again. Needs root or sudo.
+# Every step is skipped if it is done already, so it is safe to run again. Needs root or sudo.
 #
-# The official image is pulled where a registry answers. Elsewhere kvlane/kafka:<version> is built
+# The official image is pulled where a registry is reachable. Elsewhere kvlane/kafka:<version> is built
 # from the machine's own package mirror (Debian, Java) and from Maven (Kafka): about 4 minutes.
 #
 # Settings, from the environment:
@@ -72,7 +72,7 @@ start_daemon() {
   $SUDO mkdir -p "$STATE"
   # Without rules of its own in the firewall, which would outlive it: published ports go through
   # its proxy, and containers reach nothing outside, which brokers need not.
-  # setsid: the Ctrl-C that ends this script is not for the daemon.
+  # setsid: Ctrl-C in this script does not reach the daemon.
   $SUDO setsid sh -c 'log=$1; shift; exec "$@" > "$log" 2>&1 < /dev/null' - "$STATE/dockerd.log" \
     dockerd --host "$DOCKER_HOST" --data-root "$STATE/data" --exec-root "$STATE/exec" \
     --pidfile "$STATE/dockerd.pid" --iptables=false --ip6tables=false --ip-forward=false &

@@ -1,4 +1,4 @@
-"""Make the tokenizer of the demo model: byte-level BPE, from the texts of this repository.
+"""Training of the demo model's tokenizer: byte-level BPE on the texts of this repository.
 
     .venv/bin/python deploy/model/train_tokenizer.py [FOLDER]
 
@@ -23,11 +23,11 @@ VOCABULARY = 4096
 CONTEXT = 131_072
 END_OF_TEXT, END = "<|endoftext|>", "<|end|>"
 SPECIAL = [END_OF_TEXT, END, "<|system|>", "<|user|>", "<|assistant|>"]
-"""Their places in this list are their ids."""
+"""Positions in this list are token ids."""
 
 
 def texts() -> list[str]:
-    """What the repository's people have written, in the order of the paths."""
+    """The tracked text files, in the order of their paths."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"],  # noqa: S607
         cwd=ROOT,
@@ -39,7 +39,7 @@ def texts() -> list[str]:
 
 
 def train(corpus: list[str]) -> Tokenizer:
-    """Merges of the commonest pairs of bytes, within words and runs of spaces."""
+    """Merges of the most common byte pairs, within words and runs of spaces."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -49,6 +49,6 @@ say "installing $(cat "$lock" "$here/requirements.txt" | grep -c '==') packages 
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
   --editable "$root" || die "the project itself could not be installed: check pyproject.toml"
 "$venv/bin/python" "$here/stub_cuda_libs.py" >/dev/null
-(cd "$root" && "$venv/bin/python" -m indexer.warm) || say "the kernels of the index could not be compiled"
+(cd "$root" && "$venv/bin/python" -m indexer.precompile) || say "the kernels of the index could not be compiled"
 fingerprint >"$stamp"
 say "done: $venv/bin/python deploy/vllm-cpu/smoke.py tries it"

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Try the real vLLM on this CPU: does it generate, announce its cache, reuse it and hand it over?
+"""A smoke test of vLLM on this CPU: generation, cache events, cache reuse, and KV transfer.
 
     python deploy/vllm-cpu/smoke.py [FOLDER]      FOLDER keeps the tiny model for the next time
 
-Takes about a minute. Every check prints one line; the exit status is 0 when all of them hold.
+Takes about a minute. Every check prints one line; the exit status is 0 when all of them pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from app.demo import tiny_model
 
 PROMPT = list(range(100, 200))
-BLOCK_SIZE = tiny_model.BLOCK
+BLOCK_SIZE = tiny_model.BLOCK_SIZE
 OUTPUT_TOKENS = 20
 
 os.environ |= tiny_model.environment() | {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
@@ -32,7 +32,7 @@ def report(text: str, since: float) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
+    """A free TCP port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -112,7 +112,7 @@ async def check_handover(prefill: Any, decode: Any, expected: list[int]) -> None
 
 
 async def check(model: Path, since: float) -> None:
-    """Every check in turn; an AssertionError names the one that does not hold."""
+    """Run every check; an AssertionError names the one that fails."""
     import zmq
     import zmq.asyncio
     from vllm.config import KVEventsConfig, KVTransferConfig
@@ -147,7 +147,7 @@ async def check(model: Path, since: float) -> None:
 
 
 def main() -> None:
-    """Make the model unless it is there, then check."""
+    """Make the model unless it exists, then run the checks."""
     since = time.monotonic()
     import vllm
 

@@ -1,1 +1,1 @@
-"""Getting a broker for tests and demos (`choice.py`): given, Docker, JVM; none is left behind."""
+"""Brokers for tests and demos (`broker_factory.py`): given, Docker, JVM; none is left behind."""

@@ -8,15 +8,17 @@ package's own reaper would be one more image to pull, so it is off and `watchdog
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any, Self
 
-from streams.brokers.choice import LOOPBACK, Broker, Report, ask
-from streams.brokers.java import KAFKA_VERSION
-from streams.brokers.settings import SMALL, replication
-from streams.brokers.watchdog import Guard
+from streams.brokers.broker import LOOPBACK, Broker, KeptData, Report, free_ports, query_metadata
+from streams.brokers.broker_settings import SMALL_BROKER, replication_settings
+from streams.brokers.jvm_artifacts import KAFKA_VERSION
+from streams.brokers.watchdog import ProcessGuard
 from streams.errors import BrokerUnavailable
 
 OFFICIAL_IMAGE = f"apache/kafka:{KAFKA_VERSION}"
@@ -27,10 +29,11 @@ _DAEMON_DEADLINE_S = 2
 _REGISTRY_DEADLINE_S = 5
 _PULL_DEADLINE_S = 600.0
 _PORT = 9092
+_DATA = "/var/lib/kafka/data"
 _ADVERTISED = "/tmp/kvlane-advertised"  # noqa: S108 - inside the container
 _SETTINGS = {
-    **SMALL,
-    **replication(1),
+    **SMALL_BROKER,
+    **replication_settings(1),
     "process.roles": "broker,controller",
     "node.id": "1",
     "listeners": f"PLAINTEXT://0.0.0.0:{_PORT},CONTROLLER://127.0.0.1:9093",
@@ -47,19 +50,32 @@ _COMMAND = (
 
 
 class DockerBroker(Broker):
-    """One broker in a container with a free port on this machine."""
+    """One broker in a container, on a port of this machine, 0 for any.
+
+    The data disappear with it, unless they are `kept`: then they are in a volume of Docker's, whose
+    name is made of the folder's.
+    """
 
     kind = "docker"
 
-    def __init__(self, *, full_jit: bool = False, report: Report) -> None:
+    def __init__(
+        self,
+        *,
+        port: int = 0,
+        full_jit: bool = False,
+        kept: KeptData | None = None,
+        report: Report,
+    ) -> None:
         self.version = KAFKA_VERSION
         self.bootstrap_servers = ""
         self.image = ""
         self.description = "Kafka in a Docker container"
         self._report = report
+        self._port = port
+        self._kept = kept
         self._heap = "-Xms256m -Xmx512m" if full_jit else "-Xms64m -Xmx256m"
         self._jvm = "-XX:+UseSerialGC" + ("" if full_jit else " -XX:TieredStopAtLevel=1")
-        self._guard: Guard | None = None
+        self._guard: ProcessGuard | None = None
         self._container: Any = None
 
     def start(self) -> Self:
@@ -82,7 +98,12 @@ class DockerBroker(Broker):
         from testcontainers.core.container import DockerContainer
 
         testcontainers_config.ryuk_disabled = True
-        self._guard = Guard(docker=True)
+        kept = self._kept
+        self._guard = (
+            ProcessGuard(parent=kept.folder, docker=True, inherited=[kept.lock])
+            if kept is not None
+            else ProcessGuard(docker=True)
+        )
         container = DockerContainer(self.image, entrypoint=["bash", "-c"], labels=self._guard.label)
         container.with_command([_COMMAND])
         for name, value in _SETTINGS.items():
@@ -91,11 +112,18 @@ class DockerBroker(Broker):
         container.with_env("KAFKA_HEAP_OPTS", self._heap)
         container.with_env("KAFKA_JVM_PERFORMANCE_OPTS", self._jvm)
         container.with_exposed_ports(_PORT)
+        port = self._port
+        if kept is not None:
+            container.with_env("KAFKA_LOG_DIRS", _DATA)
+            container.with_volume_mapping(volume(kept.folder), _DATA, "rw")
+            port = port or free_ports(1)[0]  # a container that is started again keeps a fixed one
         daemon: Any = container.get_docker_client()
         direct = daemon.get_connection_mode() is ConnectionMode.docker_host
         if direct and daemon.host() in ("localhost", LOOPBACK):
             ports: dict[str, Any] = container.ports
-            ports[str(_PORT)] = (LOOPBACK,)  # a free port, but not for the network
+            ports[str(_PORT)] = (LOOPBACK, port) if port else (LOOPBACK,)  # not for the network
+        elif port:
+            container.with_bind_ports(_PORT, port)
         container.start()
         self._container = container
         host, port = container.get_container_host_ip(), int(container.get_exposed_port(_PORT))
@@ -106,8 +134,8 @@ class DockerBroker(Broker):
 
     def _wait_ready(self, host: str, port: int) -> None:
         deadline = time.monotonic() + _START_DEADLINE_S
-        while ask(host, port) is None:
-            self.check()
+        while query_metadata(host, port) is None:
+            self.check_running()
             if time.monotonic() > deadline:
                 raise BrokerUnavailable(
                     f"the broker in {self.image} is not ready after {_START_DEADLINE_S:.0f} s:\n"
@@ -115,7 +143,7 @@ class DockerBroker(Broker):
                 )
             time.sleep(0.1)
 
-    def check(self) -> None:
+    def check_running(self) -> None:
         """See `Broker`."""
         if self._container is None:
             raise BrokerUnavailable("the broker was not started")
@@ -129,8 +157,23 @@ class DockerBroker(Broker):
                 f"the container of {self.image} is {container.status}:\n{self._tail()}"
             )
 
+    def restart(self) -> None:
+        """See `Broker`."""
+        try:
+            self.check_running()
+        except BrokerUnavailable:
+            try:
+                self._container.get_wrapped_container().start()
+            except Exception as error:
+                raise BrokerUnavailable(f"Docker cannot start it again: {error}") from error
+        host, _, port = self.bootstrap_servers.rpartition(":")
+        self._wait_ready(host, int(port))
+
     def stop(self) -> None:
         """See `Broker`."""
+        if self._container is not None and self._kept is not None:
+            with contextlib.suppress(Exception):  # an orderly end; what is left is the guard's
+                self._container.get_wrapped_container().stop(timeout=10)
         if self._container is not None:
             with contextlib.suppress(Exception):  # what is left is the guard's
                 self._container.get_docker_client().client.close()
@@ -143,6 +186,11 @@ class DockerBroker(Broker):
     def _tail(self) -> str:
         output, errors = self._container.get_logs()
         return bytes(output + errors)[-3000:].decode(errors="replace")
+
+
+def volume(folder: Path) -> str:
+    """The name of the volume with the data that belong to a folder."""
+    return f"kvlane-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
 
 
 def find_image(report: Report) -> str:

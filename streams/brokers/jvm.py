@@ -1,8 +1,8 @@
-"""Real Kafka brokers without Docker: one JVM each, on loopback, with data that disappears.
+"""Real Kafka brokers without Docker: one JVM each, on loopback.
 
 Every node is broker and controller at once, so that a cluster of three outlives the loss of any
 one. Nodes can be killed, paused, resumed and started again for fault tests. The first start on a
-machine fetches the jars and prepares quick starts (`javaruntime`); later ones take a second or two.
+machine fetches the jars and prepares quick starts (`java`); later ones take a second or two.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from streams.brokers.choice import LOOPBACK, Broker, Report, free_ports
-from streams.brokers.java import (
+from streams.brokers.broker import LOOPBACK, Broker, KeptData, PortTaken, Report, free_ports
+from streams.brokers.broker_settings import SMALL_BROKER, replication_settings, to_properties
+from streams.brokers.jvm_artifacts import (
     FULL_JIT,
     KAFKA_VERSION,
     QUICK_START,
@@ -29,12 +30,13 @@ from streams.brokers.java import (
     java,
     java_command,
 )
-from streams.brokers.jvmnode import START_DEADLINE_S, Node, PortTaken
-from streams.brokers.settings import SMALL, properties, replication
-from streams.brokers.watchdog import Guard
+from streams.brokers.jvm_node import START_DEADLINE_S, JvmNode
+from streams.brokers.watchdog import ProcessGuard
 from streams.errors import BrokerUnavailable
 
-NONE: Mapping[str, str] = {}
+NO_CHANGES: Mapping[str, str] = {}
+STOP_DEADLINE_S = 10.0
+"""After an orderly end the next start reads no log again; it takes a second or two."""
 
 
 class JvmBroker(Broker):
@@ -43,6 +45,7 @@ class JvmBroker(Broker):
     `nodes` are the running processes, in the order of their ids. `port` is the port of the first
     one, 0 for any. `full_jit` gives the JVM its whole compiler and more heap, for measurements;
     without it, it starts sooner and is half as quick. `changes` are to the settings of all nodes.
+    The data disappear with the broker, unless they are `kept`.
     """
 
     kind = "jvm"
@@ -53,12 +56,13 @@ class JvmBroker(Broker):
         brokers: int = 1,
         port: int = 0,
         full_jit: bool = False,
-        changes: Mapping[str, str] = NONE,
+        changes: Mapping[str, str] = NO_CHANGES,
+        kept: KeptData | None = None,
         report: Report,
     ) -> None:
         self.version = KAFKA_VERSION
         self.bootstrap_servers = ""
-        self.nodes: tuple[Node, ...] = ()
+        self.nodes: tuple[JvmNode, ...] = ()
         self.directory: Path | None = None
         many = f"{brokers} brokers in local JVMs" if brokers > 1 else "one broker in a local JVM"
         self.description = f"Kafka {KAFKA_VERSION}, {many} on loopback"
@@ -66,8 +70,9 @@ class JvmBroker(Broker):
         self._port = port
         self._jvm = FULL_JIT if full_jit else QUICK_START
         self._changes = changes
+        self._kept = kept
         self._report = report
-        self._guard: Guard | None = None
+        self._guard: ProcessGuard | None = None
 
     def start(self) -> Self:
         """See `Broker`. The first time on a machine, fetches the jars and prepares quick starts."""
@@ -92,8 +97,14 @@ class JvmBroker(Broker):
         return self
 
     def _start(self, prepared: Path) -> None:
-        self._guard = Guard()
+        kept = self._kept
+        self._guard = (
+            ProcessGuard(parent=kept.folder, inherited=[kept.lock])
+            if kept is not None
+            else ProcessGuard()
+        )
         self.directory = self._guard.directory
+        data = self.directory if kept is None else kept.folder
         ports = free_ports(2 * self._brokers)
         client_ports, controller_ports = ports[: self._brokers], ports[self._brokers :]
         if self._port:
@@ -106,10 +117,12 @@ class JvmBroker(Broker):
         nodes = []
         for number, port in enumerate(client_ports, start=1):
             directory = self.directory / f"node{number}"
-            _copy_formatted(prepared / "formatted", directory / "data", number, cluster_id)
-            settings = node_settings(number, directory / "data", port, controller_ports)
+            own = data / "kafka" / f"node{number}"
+            if not own.exists():
+                _copy_formatted(prepared / "formatted", own, number, cluster_id)
+            settings = node_settings(number, own, port, controller_ports)
             settings |= self._changes
-            nodes.append(Node(number, directory, port, settings, jvm))
+            nodes.append(JvmNode(number, directory, port, settings, jvm))
         self.nodes = tuple(nodes)
         for node in self.nodes:
             node.spawn()
@@ -117,20 +130,31 @@ class JvmBroker(Broker):
             node.wait_ready(self._brokers)
         self.bootstrap_servers = ",".join(node.bootstrap_servers for node in self.nodes)
 
-    def node(self, number: int) -> Node:
+    def node(self, number: int) -> JvmNode:
         """The broker with this id, from 1."""
         return self.nodes[number - 1]
 
-    def check(self) -> None:
+    def check_running(self) -> None:
         """See `Broker`. A node that was killed on purpose counts as ended."""
         if not self.nodes:
             raise BrokerUnavailable("the broker was not started")
         for node in self.nodes:
-            node.check()
+            node.check_running()
+
+    def restart(self) -> None:
+        """See `Broker`. A node that was killed on purpose is started, too."""
+        for node in self.nodes:
+            if not node.is_alive:
+                node.start()
 
     def stop(self) -> None:
-        """See `Broker`. The data goes too, so there is nothing to end in order: they are killed."""
+        """See `Broker`. Without data that are kept there is nothing to end in order.
+
+        Nor is there with several nodes: an orderly end waits for a quorum that is gone.
+        """
         try:
+            if self._kept is not None and len(self.nodes) == 1:
+                self.nodes[0].stop(STOP_DEADLINE_S)
             for node in self.nodes:
                 node.kill()
         finally:
@@ -149,8 +173,8 @@ def node_settings(
     client = f"PLAINTEXT://{LOOPBACK}:{port}"
     voters = (f"{n}@{LOOPBACK}:{p}" for n, p in enumerate(controller_ports, start=1))
     return {
-        **SMALL,
-        **replication(len(controller_ports)),
+        **SMALL_BROKER,
+        **replication_settings(len(controller_ports)),
         "process.roles": "broker,controller",
         "node.id": str(number),
         "log.dirs": str(data),
@@ -178,7 +202,7 @@ def prepare(report: Report) -> Path:
     )
 
 
-def _prepare(guard: Guard, report: Report) -> Path:
+def _prepare(guard: ProcessGuard, report: Report) -> Path:
     check_java_version()
     report("preparing quick starts of the broker: 5 to 15 s, only this once")
     prepared = guard.directory / "prepared"
@@ -193,15 +217,15 @@ def _prepare(guard: Guard, report: Report) -> Path:
     _format(guard, settings)
     trial = guard.directory / "trial"
     shutil.copytree(formatted, trial / "data")
-    node = Node(1, trial, port, settings | {"log.dirs": str(trial / "data")}, jvm)
+    node = JvmNode(1, trial, port, settings | {"log.dirs": str(trial / "data")}, jvm)
     node.start()
     node.stop()  # in order: the archive is written at the end
     return prepared
 
 
-def _format(guard: Guard, settings: dict[str, str]) -> None:
+def _format(guard: ProcessGuard, settings: dict[str, str]) -> None:
     config = guard.directory / "format.properties"
-    config.write_text(properties(settings))
+    config.write_text(to_properties(settings))
     command = java_command(
         "kafka.tools.StorageTool",
         ["format", "--cluster-id", _random_id(), "--config", str(config)],
@@ -218,15 +242,18 @@ def _copy_formatted(formatted: Path, data: Path, number: int, cluster_id: str) -
     """With the voters given by configuration, only these three lines belong to one node.
 
     The cluster's id is new for every broker: one that gets a port that another one had before can
-    then never take part in the other's quorum.
+    then never take part in the other's quorum. What was interrupted leaves no `data`.
     """
-    shutil.copytree(formatted, data)
+    copy = data.with_name(f"{data.name}.new")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(formatted, copy)
     own = {"node.id": str(number), "directory.id": _random_id(), "cluster.id": cluster_id}
-    meta = data / "meta.properties"
+    meta = copy / "meta.properties"
     text = meta.read_text()
     for name, value in own.items():
         text = re.sub(rf"(?m)^{re.escape(name)}=.*$", f"{name}={value}", text)
     meta.write_text(text)
+    copy.rename(data)
 
 
 def _random_id() -> str:

@@ -1,10 +1,10 @@
-"""Nothing outlives its owner: a small process that cleans up when the owner is gone.
+"""A watchdog process that removes processes, containers and files when their owner is gone.
 
-A `Guard` is a new directory, and a process of this file in its own session that holds the reading
-end of a pipe. However the owner ends (return, exception, Ctrl-C, SIGKILL), the pipe closes, and
-the watchdog then kills every process that carries the guard's mark on its command line, removes
-every container with the guard's label, and deletes the directory. There is no other way of
-cleaning up, so the one for accidents is the one that always runs.
+A `ProcessGuard` is a new directory, and a process of this file in its own session that holds the
+reading end of a pipe. However the owner ends (return, exception, Ctrl-C, SIGKILL), the pipe closes,
+and the watchdog then kills every process that carries the guard's mark on its command line, removes
+every container with the guard's label, and deletes the directory. There is no other way of cleaning
+up, so the one for accidents is the one that always runs.
 
 Processes are found by their mark and not by registered ids: an owner that dies between starting a
 process and writing down its id leaves nothing behind, and an id used again by the system is
@@ -25,26 +25,36 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 MARK = "-Dkvlane.guard="
 """Start of the argument that marks a process; a system property, since the processes are JVMs."""
 LABEL = "kvlane.guard"
 """Label of containers; its value is the name of the guard's directory."""
+NAME = "kvlane-"
+"""Start of the names of the directories."""
 _CLEAN_DEADLINE_S = 20.0
 _SETTLED_S = 0.25
 """A process may be between fork and exec, where it cannot be found: nothing twice is nothing."""
 
 
-class Guard:
+class ProcessGuard:
     """A directory that disappears, with all marked processes and containers, after its owner.
 
     `directory` is made under `parent` (default: the system's temporary directory). Processes must
-    be started with `mark` as an argument, containers with `label`, where `docker` is true.
+    be started with `mark` as an argument, containers with `label`, where `docker` is true. The
+    watchdog inherits the file descriptors `inherited`, and so what is locked by them.
     """
 
-    def __init__(self, *, parent: Path | None = None, docker: bool = False) -> None:
-        name = f"kvlane-{uuid.uuid4().hex[:12]}"
+    def __init__(
+        self,
+        *,
+        parent: Path | None = None,
+        docker: bool = False,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        name = f"{NAME}{uuid.uuid4().hex[:12]}"
         self.directory = (parent or Path(tempfile.gettempdir())).absolute() / name
         self.mark = f"{MARK}{self.directory}"
         self.label = {LABEL: name}
@@ -65,6 +75,7 @@ class Guard:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
+                pass_fds=inherited,
             )
         except BaseException:
             os.close(self._pipe)
@@ -85,10 +96,10 @@ class Guard:
             self._process.kill()
             status = self._process.wait()
         if status != 0:  # somebody ended the watchdog
-            clean(self.directory, docker=self._docker)
+            clean_up(self.directory, docker=self._docker)
 
 
-def clean(directory: Path, *, docker: bool) -> None:
+def clean_up(directory: Path, *, docker: bool) -> None:
     """Kill, remove and delete what belongs to the guard of `directory`."""
     deadline = time.monotonic() + _CLEAN_DEADLINE_S
     kill_marked(f"{MARK}{directory}", deadline)
@@ -102,7 +113,7 @@ def kill_marked(mark: str, deadline: float) -> None:
     """SIGKILL every process with this argument until none was there for a moment."""
     settled_at = time.monotonic() + _SETTLED_S
     while time.monotonic() < min(settled_at, deadline):
-        for process in marked(mark):
+        for process in marked_processes(mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if os.getpgid(process) == process:  # with what it started itself
                     os.killpg(process, signal.SIGKILL)
@@ -111,7 +122,7 @@ def kill_marked(mark: str, deadline: float) -> None:
         time.sleep(0.02)
 
 
-def marked(mark: str) -> list[int]:
+def marked_processes(mark: str) -> list[int]:
     """Ids of the processes with this argument. A dead one that nobody waited for has none left."""
     if not Path("/proc/self/cmdline").exists():  # macOS
         listing = subprocess.run(
@@ -171,7 +182,7 @@ def _main(owner: str, directory: str, docker: str) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     _watch(int(owner))
-    clean(Path(directory), docker=bool(docker))
+    clean_up(Path(directory), docker=bool(docker))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Appending to Kafka: one idempotent producer, and what is to be done when it breaks.
+"""Appending to Kafka: one idempotent producer, and its replacement after a failure.
 
 Owns the producer of a process and the queue in front of the broker. Guarantees, beyond what the
 client does:
 
-- Appends to one partition stand in the log in the order of the calls, also when several wait.
-- An idempotent producer numbers its batches; one that is given up leaves a hole in the numbers,
-  and the broker refuses all that follow. So after any failed delivery the producer is replaced,
-  and whoever still waits on it gets the error too: an acknowledged append is never overtaken by
+- Appends to one partition are in the log in the order of the calls, even if several are pending.
+- An idempotent producer numbers its batches; one that is abandoned leaves a gap in the numbers,
+  and the broker rejects all later ones. So after any failed delivery the producer is replaced,
+  and all pending appends fail with the same error: an acknowledged append is never overtaken by
   one that was called later and acknowledged.
-- A wait ends at its deadline, though the client itself never gives a batch up: what was queued by
-  then may still be appended afterwards. The same is true of a caller that is cancelled.
+- A wait ends at its deadline, though the client never drops a batch: a queued one may still be
+  appended afterwards. The same holds for a cancelled caller.
 
 An append of 8 records on each of 32 partitions takes 41 us of CPU, 32 of them the client's; each
 record more takes 1 us.
@@ -40,7 +40,7 @@ from streams.errors import (
     RecordTooLarge,
     StreamError,
 )
-from streams.kafka.client import REFUSALS, RETRY_S, connect, denied
+from streams.kafka.aiokafka_client import REFUSAL_ERRORS, RETRY_S, start_client, to_access_denied
 from streams.ports import Appended, Entry
 from streams.topics import MAX_RECORD_BYTES
 
@@ -48,21 +48,21 @@ log = logging.getLogger(__name__)
 
 MAX_BATCH_BYTES = 1024 * 1024
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
-"""Bound of the queue; beyond it an append fails at once, with nothing appended. The client puts
-all that waits for one broker into one request, and brokers take requests of up to 100 MiB."""
+"""Bound of the queue; beyond it an append fails at once, with nothing appended. The client sends
+all pending batches for a broker in one request, and brokers accept up to 100 MiB."""
 
 _ENTRY_BYTES = 100  # around key and value, roughly
 _OVERSIZE = (MessageSizeTooLargeError, RecordListTooLargeError)
-_HARMLESS = (*_OVERSIZE, *REFUSALS)
-"""Raised before anything was queued, so that the numbering is still whole."""
+_HARMLESS = (*_OVERSIZE, *REFUSAL_ERRORS)
+"""Raised before anything was queued, so that the numbering is still intact."""
 
 _Sent = asyncio.Future[RecordMetadata]
 _Put = Callable[[AIOKafkaProducer], Awaitable[_Sent]]
 _Queued = tuple[AIOKafkaProducer, _Sent]
 
 
-class _Waiter(NamedTuple):
-    """Who waits for an acknowledgement, how many bytes wait with him, and until when."""
+class _PendingAppend(NamedTuple):
+    """A pending append: its future, its size in bytes, and its deadline."""
 
     future: asyncio.Future[RecordMetadata]
     size: int
@@ -79,14 +79,14 @@ class Producer:
         keeps, costs one until it is noticed, finding the new leader may ask the same broker once
         more, and then there must be time left to append.
         """
-        self.patience_s = 3 * request_timeout_s
+        self.append_timeout_s = 3 * request_timeout_s
         self._look_every_s = request_timeout_s / 10
         self._grace_s = request_timeout_s
         self._options = dict(options)
         self._producer: AIOKafkaProducer | None = None
         self._starting = asyncio.Lock()
         self._turns: defaultdict[TopicPartition, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._sent: dict[_Sent, _Waiter] = {}
+        self._sent: dict[_Sent, _PendingAppend] = {}
         self._queued_bytes = 0
         self._heard_at = 0.0
         self._look_at_deadlines: asyncio.TimerHandle | None = None
@@ -153,24 +153,28 @@ class Producer:
 
     async def _deliver(self, to: TopicPartition, size: int, put: _Put) -> Appended:
         if self._queued_bytes + size > MAX_QUEUED_BYTES and self._queued_bytes:
-            raise AppendFailed(f"{_name(to)}: {self._queued_bytes} bytes wait for the broker")
-        deadline = asyncio.get_running_loop().time() + self.patience_s
+            raise AppendFailed(
+                f"{_name(to)}: queue full, {self._queued_bytes} bytes wait for the broker"
+            )
+        deadline = asyncio.get_running_loop().time() + self.append_timeout_s
         try:
             sent = await (await self._queue(to, size, put, deadline))
         except TimeoutError as e:
             self._lose_patience()
-            raise AppendFailed(f"{_name(to)}: no acknowledgement in {self.patience_s:g} s") from e
+            raise AppendFailed(
+                f"{_name(to)}: no acknowledgement in {self.append_timeout_s:g} s"
+            ) from e
         except KafkaError as e:
             raise _translated(e, to) from e
         if sent.offset < 0:  # a repeat that the broker knows, but no longer where it stands
-            raise AppendFailed(f"{_name(to)}: appended, but nobody knows where any more")
+            raise AppendFailed(f"{_name(to)}: appended, but at an unknown offset")
         return Appended(sent.partition, sent.offset, sent.timestamp)
 
     async def _queue(self, to: TopicPartition, size: int, put: _Put, deadline: float) -> _Sent:
-        """Queue one entry or batch in its turn; the future is done with its acknowledgement.
+        """Queue one entry or batch in order; the future completes with its acknowledgement.
 
-        It is not the client's own future: that one must be heard to its end even when the caller
-        is gone, because an error breaks the producer for everybody.
+        It is not the client's future: that one must be awaited even if the caller is gone, because
+        an error breaks the producer for all appends.
         """
         self._queued_bytes += size
         try:
@@ -188,7 +192,7 @@ class Producer:
             self._queued_bytes -= size
             raise
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(loop.create_future(), size, deadline)
+        waiter = _PendingAppend(loop.create_future(), size, deadline)
         self._sent[sent] = waiter
         sent.add_done_callback(partial(self._settle, producer))
         if self._look_at_deadlines is None:
@@ -196,7 +200,7 @@ class Producer:
         return waiter.future
 
     async def _put(self, to: TopicPartition, put: _Put, deadline: float) -> _Queued:
-        """Hand it to the client as soon as there is one, with room, that knows the partition."""
+        """Pass it to the client once it is connected, has room, and knows the partition."""
         # Nearly always the first try is the last. It goes without a deadline, which would cost as
         # much as all the rest here (5 of 11 us): to a partition that it knows, the client waits for
         # room only, one request time-out at most.
@@ -215,11 +219,10 @@ class Producer:
     async def _try(
         self, producer: AIOKafkaProducer, to: TopicPartition, put: _Put
     ) -> _Queued | None:
-        """Hand it to the client; None when it had no room, or did not know the partition.
+        """Pass it to the client; None if it had no room, or did not know the partition.
 
-        That the partition exists is the caller's word. The client looks for it when it is first
-        written to, and after every change in the cluster, and finds nothing while no broker or
-        none that has heard of it answers.
+        The caller has checked that the partition exists. The client looks it up at the first write
+        and after every change of the cluster, and fails while no broker that knows it answers.
         """
         try:
             sent = await put(producer)
@@ -255,7 +258,7 @@ class Producer:
         error = KafkaError("cancelled") if sent.cancelled() else sent.exception()
         waiter = self._sent.pop(sent, None)
         if waiter is None:
-            return  # of a producer that was replaced; the caller has been told
+            return  # of a replaced producer; the caller has its error
         self._queued_bytes -= waiter.size
         if error is not None:
             if not waiter.future.done():
@@ -267,16 +270,18 @@ class Producer:
             waiter.future.set_result(sent.result())
 
     def _lose_patience(self) -> None:
-        """Connect anew when no append at all was acknowledged for as long as one waits.
+        """Reconnect if no append was acknowledged for as long as one waits.
 
-        The client never gives up a broker that has moved to another address, nor a record.
+        The client never drops a broker that has moved to another address, nor a record.
         """
         now = asyncio.get_running_loop().time()
-        if self._producer is not None and now - self._heard_at >= self.patience_s:
-            self._replace(self._producer, KafkaError(f"silence for {self.patience_s:g} s"))
+        if self._producer is not None and now - self._heard_at >= self.append_timeout_s:
+            self._replace(
+                self._producer, KafkaError(f"no acknowledgement for {self.append_timeout_s:g} s")
+            )
 
     def _replace(self, producer: AIOKafkaProducer, error: BaseException) -> None:
-        """Part with a producer whose numbering is broken; the next append makes a new one."""
+        """Drop a producer whose numbering is broken; the next append creates a new one."""
         if producer is self._producer:
             log.warning("replacing the Kafka producer after %r", error)
             self._producer = None
@@ -288,7 +293,7 @@ class Producer:
             if not waiter.future.done():
                 waiter.future.set_exception(error)
         self._sent.clear()
-        task = asyncio.create_task(_end_unflushed(producer, self.patience_s))
+        task = asyncio.create_task(_end_unflushed(producer, self.append_timeout_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
@@ -303,7 +308,7 @@ class Producer:
             # What is larger is refused here: a refusal by the broker would break the numbering.
             max_request_size=MAX_RECORD_BYTES,
         )
-        await connect(producer, self._options)
+        await start_client(producer, self._options)
         try:
             self._check_open()
         except LogClosed:
@@ -318,10 +323,10 @@ class Producer:
 
 
 async def _end_unflushed(producer: AIOKafkaProducer, grace_s: float) -> None:
-    """End a producer without sending what it has queued.
+    """Stop a producer without flushing its queue.
 
-    Its `stop` would wait for the queue, for ever if need be. Requests under way are waited for,
-    since nothing in the client ends them properly once the connections are gone.
+    Its `stop` would wait for the queue, possibly for ever. Pending requests are awaited, since the
+    client does not end them properly once the connections are closed.
     """
     sender = producer._sender.sender_task  # noqa: SLF001
     try:
@@ -338,8 +343,8 @@ async def _end_unflushed(producer: AIOKafkaProducer, grace_s: float) -> None:
 def _translated(error: KafkaError, to: TopicPartition) -> StreamError:
     if isinstance(error, _OVERSIZE):
         return RecordTooLarge(f"{_name(to)}: {error}")
-    if isinstance(error, REFUSALS):
-        return denied(error, _name(to))
+    if isinstance(error, REFUSAL_ERRORS):
+        return to_access_denied(error, _name(to))
     return AppendFailed(f"{_name(to)}: {error!r}")
 
 

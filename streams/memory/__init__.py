@@ -1,1 +1,3 @@
-"""The log in this process: `broker.py` is what connections share, `client.py` is one of them."""
+"""The log in this process: `memory_broker.py` is what connections share, `client.py` is one of
+them.
+"""

@@ -1,7 +1,7 @@
 """The cases behind the JSON files: logs written by hand, with what a reader must show of each.
 
-The expectations stand here as literals; they are never computed from `streams/transcript.py`,
-which has to meet them.
+The expectations stand here as literals; they are never computed from
+`streams/responses/transcript.py`, which has to meet them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Logs drawn at random: several attempts, twin runs, repeats, zombies and losses in one stream.
 
 All runs compute the same answer and continue where the text before their attempt's Fence ends, as
-workers and routers do. What a reader shows of them is computed by `streams/transcript.py`; the
-tests hold it against a second reading of the rule.
+workers and routers do. What a reader shows of them is computed by
+`streams/responses/transcript.py`; the tests hold it against a second reading of the rule.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 from streams.records import Chunk
-from streams.transcript import Transcript, gather
+from streams.responses.transcript import Transcript, transcript_before
 from streams.vectors.cases import REQUEST, Case, Line, end, fence
 
 MAX_LINES = 30
@@ -23,7 +23,7 @@ def stray(seed: int) -> Case:
     log = _log(random.Random(seed))
     seen = Transcript()
     for line in log:
-        seen.feed(line)
+        seen.apply(line)
     return Case(
         f"strays {seed}",
         "drawn at random: twin runs, repeats, zombies, losses",
@@ -33,7 +33,7 @@ def stray(seed: int) -> Case:
         finish_reason=seen.finish_reason,
         end=seen.end.code if seen.end else None,
         attempt=seen.attempt,
-        holes=seen.holes,
+        holes=seen.gaps,
     )
 
 
@@ -47,9 +47,16 @@ def _log(rng: random.Random) -> tuple[Line, ...]:
         if draw < 0.12 and attempt < ATTEMPTS:
             attempt += 1
             log.append(fence(attempt))
-            runs.append(_run(rng, answer, attempt, gather(log, attempt).shown))
+            runs.append(_run(rng, answer, attempt, transcript_before(log, attempt).shown_tokens))
         elif draw < 0.18:
-            runs.append(_run(rng, answer, attempt, gather(log, attempt).shown if attempt else 0))
+            runs.append(
+                _run(
+                    rng,
+                    answer,
+                    attempt,
+                    transcript_before(log, attempt).shown_tokens if attempt else 0,
+                )
+            )
         elif draw < 0.21:
             rng.choice(runs).pop(0)
         elif draw < 0.22:

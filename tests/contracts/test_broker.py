@@ -13,10 +13,10 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.choice import GivenBroker, ask
-from streams.brokers.local import Broker, JvmBroker, Kind, java_tool, obtain
+from streams.brokers.broker import ExternalBroker, query_metadata
+from streams.brokers.broker_factory import Broker, JvmBroker, Kind, java_tool, obtain_broker
 from streams.errors import BrokerUnavailable
-from tests.brokers import BrokerLedger, wanted
+from tests.brokers import BrokerUsage, requested_kind
 
 CONSOLE_CONSUMER = "org.apache.kafka.tools.consumer.ConsoleConsumer"
 
@@ -54,20 +54,20 @@ async def read(broker: Broker, topic: str, count: int) -> list[bytes]:
 
 
 @pytest.fixture(params=["env", "docker", "jvm"])
-def each_broker(request: pytest.FixtureRequest, broker_ledger: BrokerLedger) -> Iterator[Broker]:
+def each_broker(request: pytest.FixtureRequest, broker_ledger: BrokerUsage) -> Iterator[Broker]:
     """Every kind that this machine has; one that was asked for by name must be there."""
     kind: Kind = request.param
     servers = os.environ.get("KVLANE_BOOTSTRAP_SERVERS", "")
     try:
-        broker = obtain(kind, bootstrap_servers=servers, report=lambda _: None)
+        broker = obtain_broker(kind, bootstrap_servers=servers, report=lambda _: None)
     except BrokerUnavailable as reason:
-        asked = wanted() == kind or (kind == "env" and servers)
+        asked = requested_kind() == kind or (kind == "env" and servers)
         if asked:
             raise
         broker_ledger.missing[kind] = str(reason)
         pytest.skip(str(reason))
     with broker:
-        broker_ledger.used(broker)
+        broker_ledger.count_test(broker)
         yield broker
 
 
@@ -129,8 +129,8 @@ async def test_paused_node_is_silent_until_it_is_resumed(kafka_cluster: JvmBroke
     victim = kafka_cluster.node(3)
     victim.pause()
     try:
-        assert ask("127.0.0.1", victim.port, timeout_s=0.5) is None
-        assert victim.alive
+        assert query_metadata("127.0.0.1", victim.port, timeout_s=0.5) is None
+        assert victim.is_alive
     finally:
         victim.resume()
     await asyncio.to_thread(victim.wait_ready, brokers=3)
@@ -138,7 +138,7 @@ async def test_paused_node_is_silent_until_it_is_resumed(kafka_cluster: JvmBroke
 
 def test_given_servers_that_do_not_answer_are_an_error() -> None:
     with pytest.raises(BrokerUnavailable, match="none of the given servers answers"):
-        GivenBroker("127.0.0.1:1", deadline_s=0.1).start()
+        ExternalBroker("127.0.0.1:1", deadline_s=0.1).start()
 
 
 def test_docker_daemon_that_hangs_is_given_up(
@@ -149,7 +149,7 @@ def test_docker_daemon_that_hangs_is_given_up(
         silent.listen()
         monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'docker.sock'}")
         with pytest.raises(BrokerUnavailable, match="no Docker daemon answers"):
-            obtain("docker", report=lambda _: None)
+            obtain_broker("docker", report=lambda _: None)
 
 
 def test_without_docker_and_java_the_log_is_kept_in_memory_and_that_is_said(
@@ -158,7 +158,7 @@ def test_without_docker_and_java_the_log_is_kept_in_memory_and_that_is_said(
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'docker.sock'}")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     said: list[str] = []
-    with obtain("auto", report=said.append) as broker:
+    with obtain_broker("auto", report=said.append) as broker:
         assert broker.kind == "memory"
     assert [line.partition(":")[0] for line in said] == [
         "not docker",
@@ -169,10 +169,10 @@ def test_without_docker_and_java_the_log_is_kept_in_memory_and_that_is_said(
 
 def test_cluster_is_not_to_be_had_from_docker() -> None:
     with pytest.raises(BrokerUnavailable, match="JVMs only"):
-        obtain("docker", brokers=3, report=lambda _: None)
+        obtain_broker("docker", brokers=3, report=lambda _: None)
 
 
 def test_missing_java_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(BrokerUnavailable, match="apt-get install openjdk-17-jre-headless"):
-        obtain("jvm", report=lambda _: None)
+        obtain_broker("jvm", report=lambda _: None)

@@ -14,43 +14,35 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.engine.attached.beside import Attachment
-from app.engine.attached.engine import AttachedEngine, Guess
-from app.engine.attached.passing import PassingEngine
-from app.engine.batch import Shape
-from app.engine.choice import chosen
-from app.engine.contract import BlocksListener, Engine, EngineError
-from app.engine.curves import Curves
+from app.engine.attached.passthrough_engine import PassthroughEngine
+from app.engine.attached.server_engine import ServerAddress
+from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
 from app.engine.echo import EchoEngine
-from app.engine.simulated import SimulatedEngine
-from app.engine.validator import ContractBroken, ValidatedEngine
-from app.lifetime import Lifetime
-from app.preprocess.byte_level import ASSISTANT
-from app.preprocess.modelfolder import DEMO, card_of, read_folder
-from app.routing.paces import pace_of
+from app.engine.engine_factory import create_engine
+from app.engine.interface import Engine, EngineError, KvEventListener
+from app.engine.perf_curves import PerfCurves
+from app.engine.simulated.batch import EngineLimits
+from app.engine.simulated.engine import SimulatedEngine
+from app.engine.validator import ContractViolation, ValidatingEngine
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
+from app.preprocess.text.byte_level import ASSISTANT
+from app.routing.state.performance import profile_from_card
+from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.worker import Worker
-from indexer.engine_events import BlocksStored, EngineEvent
+from indexer.cache_events.engine_events import BlocksStored, EngineEvent
 from streams.clock import SystemClock
-from streams.records import (
-    Artifact,
-    Blocks,
-    EngineConfig,
-    Lost,
-    ModelCard,
-    OpenAiBody,
-    Request,
-    WorkerCard,
-)
+from streams.records import Artifact, Blocks, EngineConfig, Lost, ModelCard, WorkerCard
+from streams.request import OpenAiBody, Request
 from streams.topics import KV_EVENTS, REGISTRY
 from tests.conformance import Conformance, Lifecycle, Subject
-from tests.desks import TOKEN, Desk, Scripted
-from tests.servers import TOKENIZER, ModelServer, Publisher, WordServer
-from tests.stages import Stage
-from tests.worlds import World, in_world
+from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.harness.model_servers import TOKENIZER, EventPublisher, ModelServer, TextServer
+from tests.harness.routing_harness import RoutingHarness
+from tests.harness.worker_harness import TOKEN, ScriptedEngine, WorkerHarness
 
 CONTEXT = 512
-SHAPE = Shape(block_size=16, blocks=40)
+SHAPE = EngineLimits(block_size=16, cache_blocks=40)
 
 
 def simulated() -> SimulatedEngine:
@@ -58,8 +50,8 @@ def simulated() -> SimulatedEngine:
 
 
 async def begun(engine: Engine) -> Subject:
-    validated, told = ValidatedEngine(engine), list[EngineEvent]()
-    validated.listen(lambda events, rank=0: told.extend(events))
+    validated, told = ValidatingEngine(engine), list[EngineEvent]()
+    validated.set_kv_event_listener(lambda events, rank=0: told.extend(events))
     return Subject(validated, await validated.start("w"), told=told, mark=(ASSISTANT,))
 
 
@@ -72,7 +64,9 @@ class TestSimulated(Conformance, Lifecycle):
     async def subject(self) -> AsyncIterator[Subject]:
         engine = simulated()
         subject = await begun(engine)
-        subject.idle = lambda: not (engine.running or engine.waiting or engine.used_blocks)
+        subject.idle = lambda: (
+            not (engine.running_count or engine.waiting_count or engine.used_blocks)
+        )
         yield subject
         await subject.engine.cleanup()
 
@@ -86,7 +80,7 @@ class TestEcho(Conformance, Lifecycle):
     async def subject(self) -> AsyncIterator[Subject]:
         engine = EchoEngine(SystemClock(), 0.001, context_length=CONTEXT)
         subject = await begun(engine)
-        subject.idle = lambda: not engine.running
+        subject.idle = lambda: not engine.running_count
         yield subject
         await subject.engine.cleanup()
 
@@ -100,15 +94,15 @@ async def behind() -> AsyncIterator[SimulatedEngine]:
     await engine.cleanup()
 
 
-def beside(server: ModelServer | WordServer) -> Attachment:
-    return Attachment(server.url, silence_s=5.0, start_s=5.0)
+def beside(server: ModelServer | TextServer) -> ServerAddress:
+    return ServerAddress(server.url, read_timeout_s=5.0, start_timeout_s=5.0)
 
 
-def attached(server: ModelServer, publisher: Publisher | None = None) -> AttachedEngine:
+def attached(server: ModelServer, publisher: EventPublisher | None = None) -> AttachedEngine:
     where = beside(server)
     if publisher is not None:
-        where = where._replace(events=publisher.endpoint, replay=publisher.replay)
-    return AttachedEngine(SystemClock(), where, TOKENIZER, Guess(CONTEXT, 16, 40))
+        where = where._replace(events_endpoint=publisher.endpoint, replay_endpoint=publisher.replay)
+    return AttachedEngine(SystemClock(), where, TOKENIZER, AssumedLimits(CONTEXT, 16, 40))
 
 
 class TestAttached(Conformance):
@@ -116,11 +110,11 @@ class TestAttached(Conformance):
 
     @pytest.fixture
     async def subject(self, behind: SimulatedEngine) -> AsyncIterator[Subject]:
-        publisher = Publisher()
-        behind.listen(lambda events, rank=0: publisher.publish(events))
+        publisher = EventPublisher()
+        behind.set_kv_event_listener(lambda events, rank=0: publisher.publish(events))
         async with ModelServer(behind) as server:
             subject = await begun(attached(server, publisher))
-            subject.idle = lambda: not (server.running or behind.running)
+            subject.idle = lambda: not (server.running or behind.running_count)
             yield subject
             await subject.engine.cleanup()
         await publisher.close()
@@ -152,7 +146,7 @@ class TestAttachedWithoutEvents(Conformance, Lifecycle):
 
 @dataclass
 class InWords(Subject):
-    """An engine of bodies beside a `WordServer`, whose tokens are characters."""
+    """An engine of bodies beside a `TextServer`, whose tokens are characters."""
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Request:
         text = "".join(map(chr, prompt))
@@ -173,20 +167,20 @@ class TestPassing(Conformance, Lifecycle):
     @pytest.fixture(params=["chat", "completion"])
     async def server(
         self, request: pytest.FixtureRequest, behind: SimulatedEngine
-    ) -> AsyncIterator[WordServer]:
-        async with WordServer(behind, request.param) as server:
+    ) -> AsyncIterator[TextServer]:
+        async with TextServer(behind, request.param) as server:
             yield server
 
     @pytest.fixture
-    def make(self, server: WordServer) -> Callable[[], Engine]:
+    def make(self, server: TextServer) -> Callable[[], Engine]:
         kind: Any = "chat" if server.is_chat else "completion"
-        return lambda: PassingEngine(SystemClock(), beside(server), kind)
+        return lambda: PassthroughEngine(SystemClock(), beside(server), kind)
 
     @pytest.fixture
     async def subject(
-        self, server: WordServer, make: Callable[[], Engine]
+        self, server: TextServer, make: Callable[[], Engine]
     ) -> AsyncIterator[Subject]:
-        engine = ValidatedEngine(make())
+        engine = ValidatingEngine(make())
         subject = InWords(engine, await engine.start("w"), draws_tokens=False)
         subject.idle = lambda: not server.running
         yield subject
@@ -201,15 +195,15 @@ def test_the_real_vllm_conforms() -> None:
 # --- what a worker does with it ------------------------------------------------------------------
 
 
-class Described(Scripted):
+class Described(ScriptedEngine):
     """An engine that is its config; it never ends an answer."""
 
-    def __init__(self, world: World, **fields: Any) -> None:
+    def __init__(self, world: MemoryWorld, **fields: Any) -> None:
         super().__init__(world, TOKEN, 1e6)
         self.fields = {"model": "m"} | fields
         self.worker_ids: list[str] = []
 
-    def listen(self, listener: BlocksListener) -> None:
+    def set_kv_event_listener(self, listener: KvEventListener) -> None:
         self.listener = listener
 
     async def start(self, worker_id: str) -> EngineConfig:
@@ -217,108 +211,116 @@ class Described(Scripted):
         return EngineConfig(**self.fields)
 
 
-async def registered(world: World, **fields: Any) -> WorkerCard:
-    desk = Desk(world)
+async def registered(world: MemoryWorld, **fields: Any) -> WorkerCard:
+    desk = WorkerHarness(world)
     await desk.start(Described(world, **fields))
-    return desk.said(REGISTRY, WorkerCard)[-1]
+    return desk.records_of(REGISTRY, WorkerCard)[-1]
 
 
-@in_world
-async def test_the_worker_id_is_that_of_the_card_in_all_its_lives(world: World) -> None:
-    desk, engine = Desk(world), Described(world)
+@scenario_test
+async def test_the_worker_id_is_that_of_the_card_in_all_its_lives(world: MemoryWorld) -> None:
+    desk, engine = WorkerHarness(world), Described(world)
     await desk.start(engine)
-    desk.tell(Lost(worker="w", epoch=desk.epoch))
-    await world.until(lambda: len(desk.said(REGISTRY, WorkerCard)) == 4)
-    assert {card.id for card in desk.said(REGISTRY, WorkerCard)} == set(engine.worker_ids) == {"w"}
+    desk.send(Lost(worker="w", epoch=desk.epoch))
+    await world.wait_until(lambda: len(desk.records_of(REGISTRY, WorkerCard)) == 4)
+    assert (
+        {card.id for card in desk.records_of(REGISTRY, WorkerCard)}
+        == set(engine.worker_ids)
+        == {"w"}
+    )
     assert len(engine.worker_ids) == 1
 
 
-@in_world
-async def test_without_a_served_name_the_model_is_served_as_itself(world: World) -> None:
+@scenario_test
+async def test_without_a_served_name_the_model_is_served_as_itself(world: MemoryWorld) -> None:
     assert (await registered(world)).model == "m"
 
 
-@in_world
-async def test_a_served_name_is_what_clients_ask_for(world: World) -> None:
+@scenario_test
+async def test_a_served_name_is_what_clients_ask_for(world: MemoryWorld) -> None:
     assert (await registered(world, served_model_name="public")).model == "public"
 
 
-@in_world
-async def test_without_a_block_size_nothing_is_told_of_the_cache(world: World) -> None:
+@scenario_test
+async def test_without_a_block_size_nothing_is_told_of_the_cache(world: MemoryWorld) -> None:
     for block_size in (None, 2):
-        desk, engine = Desk(world, f"w{block_size}"), Described(world)
+        desk, engine = WorkerHarness(world, f"w{block_size}"), Described(world)
         engine.fields["kv_cache_block_size"] = block_size
         await desk.start(engine)
         engine.listener([BlocksStored([1], None, [7, 8], 2)])
         await world.sleep(1)
-        told = [r for r in desk.said(KV_EVENTS, Blocks) if r.worker == desk.name and r.keys]
+        told = [r for r in desk.records_of(KV_EVENTS, Blocks) if r.worker == desk.name and r.keys]
         assert bool(told) == (block_size is not None)
 
 
 def test_without_a_block_size_requests_are_not_routed_by_cache() -> None:
-    stage = Stage()
+    stage = RoutingHarness()
     stage.registry(ModelCard(name="m"))
-    stage.holds(stage.worker("w", block_size=None), 10)  # type: ignore[arg-type]
+    stage.add_blocks(stage.worker("w", block_size=None), 10)  # type: ignore[arg-type]
     assert [c.overlap_blocks for c in stage.chosen().candidates] == [0]
 
 
-@in_world
-async def test_without_max_num_seqs_the_setting_bounds_what_runs(world: World) -> None:
+@scenario_test
+async def test_without_max_num_seqs_the_setting_bounds_what_runs(world: MemoryWorld) -> None:
     for name, advertised, running in (("a", None, 3), ("b", 1, 1)):
-        desk = Desk(world, name)
+        desk = WorkerHarness(world, name)
         await desk.start(Described(world, max_num_seqs=advertised), max_num_seqs=3)
         for n in range(5):
             desk.assign(f"{name}{n}")
         await world.sleep(2)
-        (beat,) = [b for b in desk.beats() if b.worker == name][-1:]
+        (beat,) = [b for b in desk.heartbeats() if b.worker == name][-1:]
         assert len(beat.running) - beat.waiting == running
 
 
 def test_without_a_context_length_that_of_the_models_files_counts() -> None:
-    files = read_folder(DEMO)._replace(context_length=100)
+    files = read_folder(DEMO_MODEL_FOLDER)._replace(context_length=100)
     tokenizer = Artifact(sha256="-", size=1)
     cards = [card_of("m", files, tokenizer, None, context_length=n) for n in (None, 50, 200)]
     assert [card.context_length for card in cards] == [100, 50, 100]
 
 
 def test_without_numbers_of_its_cache_and_steps_the_published_ones_count() -> None:
-    pace = pace_of(EngineConfig(model="m"))
-    assert (pace.capacity_tokens, pace.curves) == (0, Curves())
-    told = pace_of(
+    pace = profile_from_card(EngineConfig(model="m"))
+    assert (pace.capacity_tokens, pace.curves) == (0, PerfCurves())
+    told = profile_from_card(
         EngineConfig(
             model="m", total_kv_blocks=10, kv_cache_block_size=16, max_num_batched_tokens=99,
-            curve=Curves().numbers(2.0),
+            curve=PerfCurves().coefficients(2.0),
         )
     )  # fmt: skip
     assert (told.capacity_tokens, told.chunk_tokens) == (160, 99)
-    assert told.curves != Curves()
+    assert told.curves != PerfCurves()
 
 
-@in_world
-async def test_bootstrap_host_and_port_are_on_the_card_both_or_not_at_all(world: World) -> None:
+@scenario_test
+async def test_bootstrap_host_and_port_are_on_the_card_both_or_not_at_all(
+    world: MemoryWorld,
+) -> None:
     card = await registered(world, bootstrap_host="h", bootstrap_port=7)
     assert (card.config.bootstrap_host, card.config.bootstrap_port) == ("h", 7)
-    with pytest.raises(ContractBroken, match="both or not at all"):
-        await Desk(world, "v").start(ValidatedEngine(Described(world, bootstrap_host="h")))
+    with pytest.raises(ContractViolation, match="both or not at all"):
+        await WorkerHarness(world, "v").start(
+            ValidatingEngine(Described(world, bootstrap_host="h"))
+        )
 
 
-@in_world
+@scenario_test
 async def test_an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    desk, engine = Desk(world), Described(world)
+    desk, engine = WorkerHarness(world), Described(world)
     await desk.start(engine, drain_grace_s=1)
     desk.assign()
-    await world.until(lambda: bool(desk.chunks()))
+    await world.wait_until(lambda: bool(desk.chunks()))
     await desk.worker.stop()
-    await desk.life.end()
-    assert engine.left
+    await desk.life.cancel_tasks()
+    assert engine.is_closed
     assert engine.calls == ["drain", "cleanup"]
 
 
-@in_world
+@scenario_test
 async def test_a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     class Sticky(Described):
         async def drain(self) -> None:
@@ -327,22 +329,24 @@ async def test_a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye
         async def cleanup(self) -> None:
             raise EngineError("stuck too")
 
-    desk = Desk(world)
+    desk = WorkerHarness(world)
     await desk.start(Sticky(world))
     await desk.worker.stop()
-    await desk.life.end()
-    assert desk.life.failed is None
-    assert world.everywhere(REGISTRY)[-1].value is None
+    await desk.life.cancel_tasks()
+    assert desk.life.error is None
+    assert world.all_records(REGISTRY)[-1].value is None
 
 
-@in_world
-async def test_an_engine_that_was_cancelled_while_it_started_is_cleaned_up(world: World) -> None:
+@scenario_test
+async def test_an_engine_that_was_cancelled_while_it_started_is_cleaned_up(
+    world: MemoryWorld,
+) -> None:
     class Slow(Described):
         async def start(self, worker_id: str) -> EngineConfig:
             await world.sleep(1000)
             return EngineConfig(model="m")
 
-    desk, engine = Desk(world), Slow(world)
+    desk, engine = WorkerHarness(world), Slow(world)
     starting = world.spawn(desk.start(engine))
     await world.sleep(1)
     starting.cancel()
@@ -350,18 +354,20 @@ async def test_an_engine_that_was_cancelled_while_it_started_is_cleaned_up(world
     assert engine.calls == ["cleanup"]
 
 
-@in_world
-async def test_an_engine_that_was_never_started_is_not_cleaned_up(world: World) -> None:
+@scenario_test
+async def test_an_engine_that_was_never_started_is_not_cleaned_up(world: MemoryWorld) -> None:
     engine = Described(world)
     log = await world.connect("w")
-    Worker(log, Settings(worker_id="w", router_id="-"), Lifetime("w", world.clock), engine)
+    Worker(log, Settings(worker_id="w", router_id="-"), ProcessContext("w", world.clock), engine)
     await world.sleep(10)
     assert engine.calls == []
 
 
-@in_world
-async def test_debug_puts_the_validator_before_every_engine(world: World) -> None:
+@scenario_test
+async def test_debug_puts_the_validator_before_every_engine(world: MemoryWorld) -> None:
     for name in ("echo", "simulated"):
         for debug in (True, False):
-            settings = Settings(worker_id="w", router_id="-", engine=name, debug=debug)
-            assert isinstance(chosen(settings, world.clock).engine, ValidatedEngine) == debug
+            settings = Settings(worker_id="w", router_id="-", engine=name, validate_engine=debug)
+            assert (
+                isinstance(create_engine(settings, world.clock).engine, ValidatingEngine) == debug
+            )

@@ -12,35 +12,36 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from streams import provision
-from streams.brokers.local import Broker
+from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
-from streams.connection import Connection
-from streams.errors import PositionLost, RecordTooLarge, StreamError, TopicsDiffer
-from streams.kafka.log import KafkaLog
-from streams.kafka.member import KafkaMember
-from streams.kafka.reader import KafkaReader
-from streams.memory.broker import MemoryBroker
-from streams.ports import Entry, Partition, Record
-from streams.provision import (
+from streams.errors import PositionLost, RecordTooLarge, StreamError, TopicMismatch
+from streams.kafka import provision
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.group_member import KafkaMember
+from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.kafka_reader import KafkaReader
+from streams.kafka.provision import (
     REPLICATION,
     TopicState,
     check_partitions,
-    create,
-    deployment,
-    describe,
-    watch,
+    create_topics,
+    describe_topics,
+    read_deployment,
+    watch_topics,
 )
-from streams.topics import LANES as ANY_LANES
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_log import MemoryLog
+from streams.ports import Entry, Partition, Record
 from streams.topics import MAX_RECORD_BYTES, PROMPTS, REGISTRY, REQUESTS, RESPONSES, TOPICS
+from streams.topics import PER_LANE as ANY_LANES
 
 LANES = 2
 SHAPE = {"lanes": LANES, "replication": 1, "min_insync": 1}
 WAIT_S = 30.0
 
 
-def connection(kafka: Broker, **changes: Any) -> Connection:
-    return Connection(kafka.bootstrap_servers, "test", **changes)
+def connection(kafka: Broker, **changes: Any) -> ConnectionOptions:
+    return ConnectionOptions(kafka.bootstrap_servers, "test", **changes)
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def full(narrow: None, empty: KafkaLog) -> KafkaLog:
     """A log with all topics of the table."""
-    await create(empty, **SHAPE)
+    await create_topics(empty, **SHAPE)
     return empty
 
 
@@ -115,7 +116,7 @@ async def until_described(
 ) -> dict[str, TopicState]:
     """Describe until a change has gone round; brokers hear of it one after the other."""
     async with asyncio.timeout(WAIT_S):
-        while not so(states := {s.name: s for s in await describe(log, **SHAPE)}):
+        while not so(states := {s.name: s for s in await describe_topics(log, **SHAPE)}):
             await SystemClock().sleep(0.05)
     return states
 
@@ -164,28 +165,38 @@ async def poll_for_ever(*pollers: KafkaReader | KafkaMember) -> None:
 
 class TestTopics:
     async def test_create_makes_the_whole_table(self, empty: KafkaLog) -> None:
-        states = await create(empty, **SHAPE)
+        states = await create_topics(empty, **SHAPE)
         assert [s.name for s in states] == [t.name for t in TOPICS]
-        assert all(s.exists and s.as_it_should_be for s in states)
+        assert all(s.exists and s.is_as_expected for s in states)
 
     async def test_creating_again_changes_nothing(self, narrow: None, empty: KafkaLog) -> None:
-        first = await create(empty, **SHAPE)
-        assert await create(empty, **SHAPE) == first
+        first = await create_topics(empty, **SHAPE)
+        assert await create_topics(empty, **SHAPE) == first
         assert await empty.end_offsets(REGISTRY, [0]) == {0: 1}
 
     async def test_create_adds_what_is_missing(
         self, narrow: None, empty: KafkaLog, admin: AIOKafkaAdminClient
     ) -> None:
-        await create(empty, **SHAPE)
+        await create_topics(empty, **SHAPE)
         await admin.delete_topics([empty.prefix + RESPONSES])
         await until_described(empty, lambda states: not states[RESPONSES].exists)
-        assert all(s.as_it_should_be for s in await create(empty, **SHAPE))
+        assert all(s.is_as_expected for s in await create_topics(empty, **SHAPE))
 
     async def test_missing_topics_are_described(self, empty: KafkaLog) -> None:
-        states = await describe(empty, **SHAPE)
+        states = await describe_topics(empty, **SHAPE)
         assert {s.name: (s.exists, s.partitions) for s in states} == {
             t.name: (False, 0) for t in TOPICS
         }
+
+    async def test_topic_deleted_between_two_answers_is_described_as_missing(
+        self, empty: KafkaLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def before_the_deletion(*_: Any) -> dict[str, list[int]]:
+            return {RESPONSES: [1]}
+
+        monkeypatch.setattr(provision, "_partitions", before_the_deletion)
+        states = {s.name: s for s in await describe_topics(empty, **SHAPE)}
+        assert (states[RESPONSES].exists, states[RESPONSES].partitions) == (False, 0)
 
     async def test_differing_setting_is_described(
         self, full: KafkaLog, admin: AIOKafkaAdminClient
@@ -194,22 +205,22 @@ class TestTopics:
             ConfigResourceType.TOPIC, full.prefix + REQUESTS, {"retention.ms": "1000"}
         )
         await admin.alter_configs([topic])
-        states = await until_described(full, lambda states: not states[REQUESTS].as_it_should_be)
+        states = await until_described(full, lambda states: not states[REQUESTS].is_as_expected)
         differing = states[REQUESTS].differing_configs
         assert differing["retention.ms"] == ("1000", "3600000")
         assert differing["message.timestamp.type"] == ("CreateTime", "LogAppendTime")
 
     async def test_other_replication_is_described(self, full: KafkaLog) -> None:
-        states = await describe(full, lanes=LANES, replication=3, min_insync=1)
+        states = await describe_topics(full, lanes=LANES, replication=3, min_insync=1)
         assert {s.differing_configs[REPLICATION] for s in states} == {("1", "3")}
 
     async def test_other_partitions_are_described(self, full: KafkaLog) -> None:
-        states = await describe(full, lanes=8, replication=1, min_insync=1)
+        states = await describe_topics(full, lanes=8, replication=1, min_insync=1)
         counts = {s.name: (s.partitions, s.expected_partitions) for s in states}
         assert counts[REQUESTS] == (LANES, 8)
 
     async def test_process_with_other_lanes_is_told_the_right_number(self, full: KafkaLog) -> None:
-        with pytest.raises(TopicsDiffer, match=f"set KVLANE_LANES={LANES}"):
+        with pytest.raises(TopicMismatch, match=f"set KVLANE_LANES={LANES}"):
             await check_partitions(full, 8)
 
     async def test_nothing_is_created_beside_other_lanes(
@@ -217,19 +228,19 @@ class TestTopics:
     ) -> None:
         await admin.create_topics([NewTopic(empty.prefix + REQUESTS, LANES, 1)])
         await until_described(empty, lambda states: states[REQUESTS].exists)
-        with pytest.raises(TopicsDiffer, match=f"KVLANE_LANES={LANES}"):
-            await create(empty, lanes=8, replication=1, min_insync=1)
-        assert [s.name for s in await describe(empty, **SHAPE) if s.exists] == [REQUESTS]
+        with pytest.raises(TopicMismatch, match=f"KVLANE_LANES={LANES}"):
+            await create_topics(empty, lanes=8, replication=1, min_insync=1)
+        assert [s.name for s in await describe_topics(empty, **SHAPE) if s.exists] == [REQUESTS]
 
     async def test_process_without_topics_is_told_to_create_them(self, empty: KafkaLog) -> None:
-        with pytest.raises(TopicsDiffer, match="kvlane topics create"):
+        with pytest.raises(TopicMismatch, match="kvlane topics create"):
             await check_partitions(empty, LANES)
 
     async def test_too_many_replicas_are_refused_with_the_brokers_words(
         self, empty: KafkaLog
     ) -> None:
-        with pytest.raises(TopicsDiffer, match="cannot be created"):
-            await create(empty, lanes=LANES, replication=99, min_insync=1)
+        with pytest.raises(TopicMismatch, match="cannot be created"):
+            await create_topics(empty, lanes=LANES, replication=99, min_insync=1)
 
     async def test_created_deployment_passes_the_check(self, full: KafkaLog) -> None:
         await check_partitions(full, LANES)
@@ -242,7 +253,7 @@ class TestTopics:
         later = KafkaLog(full.connection, full.prefix)
         await later.start()
         try:
-            with pytest.raises(TopicsDiffer, match="was created with"):
+            with pytest.raises(TopicMismatch, match="was created with"):
                 await check_partitions(later, LANES)
         finally:
             await later.close()
@@ -250,11 +261,11 @@ class TestTopics:
     async def test_a_topic_that_was_deleted_is_noticed_and_named(
         self, full: KafkaLog, admin: AIOKafkaAdminClient
     ) -> None:
-        watching = asyncio.create_task(watch(full, SystemClock(), every_s=0.2))
+        watching = asyncio.create_task(watch_topics(full, SystemClock(), every_s=0.2))
         await asyncio.sleep(0.5)
         assert not watching.done()
         await admin.delete_topics([full.prefix + RESPONSES])
-        with pytest.raises(TopicsDiffer, match=f"{full.prefix}{RESPONSES} had {LANES}"):
+        with pytest.raises(TopicMismatch, match=f"{full.prefix}{RESPONSES} had {LANES}"):
             async with asyncio.timeout(10):
                 await watching
 
@@ -266,7 +277,7 @@ class TestTopics:
         await check_partitions(full, LANES)
 
     async def test_deployment_is_on_record(self, full: KafkaLog) -> None:
-        made = await deployment(full)
+        made = await read_deployment(full)
         assert made is not None
         assert (made.lanes, made.partitions[REQUESTS], made.partitions[PROMPTS]) == (
             LANES,
@@ -275,10 +286,10 @@ class TestTopics:
         )
 
     async def test_log_in_memory_passes_the_check(self) -> None:
-        twin = MemoryBroker(SystemClock(), lanes=LANES).connect("test")
+        twin = MemoryLog(MemoryBroker(SystemClock(), lanes=LANES), "test")
         await twin.start()
         await check_partitions(twin, LANES)
-        with pytest.raises(TopicsDiffer):
+        with pytest.raises(TopicMismatch):
             await check_partitions(twin, 8)
 
 
@@ -326,7 +337,7 @@ class TestAppending:
         assert [r.value for r in records] == [b"%d" % i for i in range(200)]
 
     async def test_unknown_partition_differs(self, log: KafkaLog) -> None:
-        with pytest.raises(TopicsDiffer, match="no partition 2"):
+        with pytest.raises(TopicMismatch, match="no partition 2"):
             await log.append(REQUESTS, Entry(b"id", b"x"), LANES)
 
 
@@ -381,7 +392,7 @@ class TestGroups:
         second, owner = joined(log)
         await poll_until_owned((second, owner), n=LANES)
         assert owner.owned == {0: 0, 1: 4}
-        assert second.outside == 1
+        assert second.out_of_range_count == 1
         assert "wanted 2, the log starts at 4" in caplog.text
 
     async def test_records_deleted_under_a_member_are_an_alarm(
@@ -401,7 +412,7 @@ class TestGroups:
             while len(got) < 2:
                 got += (await member.poll(0.1)).get(Partition(REQUESTS, 0), ())
         assert [r.value for r in got] == [b"3", b"4"]
-        assert member.outside == 1
+        assert member.out_of_range_count == 1
 
     @pytest.mark.slow
     async def test_member_that_is_not_polled_loses_its_lanes(
@@ -460,6 +471,6 @@ async def test_closing_leaves_no_task_behind(kafka: Broker, log: KafkaLog) -> No
 
 
 async def test_broker_that_is_not_there_is_unavailable() -> None:
-    log = KafkaLog(Connection("127.0.0.1:1", "test"))
+    log = KafkaLog(ConnectionOptions("127.0.0.1:1", "test"))
     with pytest.raises(StreamError, match=r"no Kafka at 127\.0\.0\.1:1"):
         await log.start()

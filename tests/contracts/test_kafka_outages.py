@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.local import JvmBroker, Node, obtain
-from streams.connection import Connection
-from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, TopicsDiffer
-from streams.kafka.log import KafkaLog
+from streams.brokers.broker_factory import JvmBroker, JvmNode, obtain_broker
+from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, TopicMismatch
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition
 from streams.topics import LEDGER, REQUESTS, TOPICS
-from tests.traffic import Traffic
+from tests.harness.record_traffic import RecordTraffic
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -28,7 +28,7 @@ PATIENCE_S = 3 * REQUEST_TIMEOUT_S  # of an append
 def broker() -> Iterator[JvmBroker]:
     """A broker of this module's own, since it is hurt."""
     try:
-        broker = obtain("jvm", report=lambda _: None)
+        broker = obtain_broker("jvm", report=lambda _: None)
     except BrokerUnavailable as reason:
         pytest.fail(f"no broker: {reason}", pytrace=False)
     with broker:
@@ -36,17 +36,17 @@ def broker() -> Iterator[JvmBroker]:
 
 
 @pytest.fixture
-def node(broker: JvmBroker) -> Iterator[Node]:
+def node(broker: JvmBroker) -> Iterator[JvmNode]:
     node = broker.node(1)
     yield node
     node.resume()
-    if not node.alive:
+    if not node.is_alive:
         node.spawn()
     node.wait_ready()
 
 
 @pytest.fixture
-async def log(broker: JvmBroker, node: Node, topic_prefix: str) -> AsyncIterator[KafkaLog]:
+async def log(broker: JvmBroker, node: JvmNode, topic_prefix: str) -> AsyncIterator[KafkaLog]:
     config = next(t for t in TOPICS if t.name == LEDGER).config(1)
     admin = AIOKafkaAdminClient(bootstrap_servers=broker.bootstrap_servers)
     await admin.start()
@@ -63,7 +63,7 @@ async def log(broker: JvmBroker, node: Node, topic_prefix: str) -> AsyncIterator
             await asyncio.sleep(0.2)
     await admin.close()
     log = KafkaLog(
-        Connection(
+        ConnectionOptions(
             broker.bootstrap_servers,
             "test",
             request_timeout_ms=int(REQUEST_TIMEOUT_S * 1000),
@@ -76,83 +76,85 @@ async def log(broker: JvmBroker, node: Node, topic_prefix: str) -> AsyncIterator
     await log.close()
 
 
-async def hang(node: Node) -> None:
+async def hang(node: JvmNode) -> None:
     """Pause, and give all its threads time to stop."""
     node.pause()
     await asyncio.sleep(0.2)
 
 
-async def kill(node: Node) -> None:
+async def kill(node: JvmNode) -> None:
     await asyncio.to_thread(node.kill)
 
 
-async def start(node: Node) -> None:
+async def start(node: JvmNode) -> None:
     await asyncio.to_thread(node.start)
 
 
 async def test_hang_within_the_patience_of_an_append_fails_nothing(
-    log: KafkaLog, node: Node
+    log: KafkaLog, node: JvmNode
 ) -> None:
     """The broker gets requests twice, before and after the client gave them up, and keeps one."""
-    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
-        await traffic.flow(20)
+    async with RecordTraffic(log, LEDGER, PARTITIONS) as traffic:
+        await traffic.wait_acknowledged(20)
         await hang(node)
         await asyncio.sleep(1.5 * REQUEST_TIMEOUT_S)
         node.resume()
-        await traffic.flow(20)
+        await traffic.wait_acknowledged(20)
         await traffic.settle()
     assert traffic.longest_stall_s > REQUEST_TIMEOUT_S, "the broker did not hang"
-    assert (traffic.failed, traffic.lost, traffic.doubled) == ({}, [], [])
-    assert (traffic.overtaken, traffic.out_of_order) == ([], 0)
+    assert (traffic.failed, traffic.lost, traffic.duplicated) == ({}, [], [])
+    assert (traffic.reordered, traffic.out_of_order) == ([], 0)
 
 
 async def test_restart_loses_and_doubles_nothing(
-    log: KafkaLog, node: Node, caplog: pytest.LogCaptureFixture
+    log: KafkaLog, node: JvmNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
-        await traffic.flow(20)
+    async with RecordTraffic(log, LEDGER, PARTITIONS) as traffic:
+        await traffic.wait_acknowledged(20)
         caplog.clear()
         await kill(node)
         await asyncio.sleep(0.5)
         await start(node)
-        await traffic.flow(20)
+        await traffic.wait_acknowledged(20)
         lines = [r for r in caplog.records if r.levelno >= logging.WARNING]
         await traffic.settle()
-    assert (traffic.lost, traffic.doubled) == ([], [])
-    assert (traffic.overtaken, traffic.out_of_order) == ([], 0)
+    assert (traffic.lost, traffic.duplicated) == ([], [])
+    assert (traffic.reordered, traffic.out_of_order) == ([], 0)
     assert traffic.given_twice == 0 or traffic.revocations
     assert len(lines) < 30, "the client writes as much in a second when nobody stops it"
 
 
-async def test_long_hang_fails_appends_in_time_and_then_goes_on(log: KafkaLog, node: Node) -> None:
-    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
-        await traffic.flow(20)
+async def test_long_hang_fails_appends_in_time_and_then_goes_on(
+    log: KafkaLog, node: JvmNode
+) -> None:
+    async with RecordTraffic(log, LEDGER, PARTITIONS) as traffic:
+        await traffic.wait_acknowledged(20)
         await hang(node)
-        await traffic.failure(within_s=PATIENCE_S + 2)
+        await traffic.wait_failure(within_s=PATIENCE_S + 2)
         node.resume()
-        await traffic.flow(20)
+        await traffic.wait_acknowledged(20)
         await traffic.settle()
-    assert (traffic.lost, traffic.doubled) == ([], [])
+    assert (traffic.lost, traffic.duplicated) == ([], [])
     assert traffic.out_of_order == 0
 
 
 async def test_reader_and_member_made_during_an_outage_begin_after_it(
-    log: KafkaLog, node: Node
+    log: KafkaLog, node: JvmNode
 ) -> None:
     await log.append(LEDGER, Entry(b"key", b"0 0"), 0)
     await kill(node)
-    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
+    async with RecordTraffic(log, LEDGER, PARTITIONS) as traffic:
         await asyncio.sleep(1)
         assert not traffic.claims
         await start(node)
-        await traffic.flow(5)
+        await traffic.wait_acknowledged(5)
         await traffic.settle()
     assert traffic.log_of[0][0] == (0, 0)
 
 
 @pytest.mark.parametrize("how", ["append", "append_batch"])
 async def test_first_append_to_a_topic_may_fall_into_an_outage(
-    log: KafkaLog, node: Node, how: str
+    log: KafkaLog, node: JvmNode, how: str
 ) -> None:
     """The client asks where a topic lies when it first writes to it."""
 
@@ -170,18 +172,18 @@ async def test_first_append_to_a_topic_may_fall_into_an_outage(
 
 
 async def test_append_to_a_topic_that_was_never_seen_fails_retryably_in_an_outage(
-    log: KafkaLog, node: Node
+    log: KafkaLog, node: JvmNode
 ) -> None:
     await kill(node)
     with pytest.raises(AppendFailed):
         await log.append(REQUESTS, Entry(b"key", b"first"), 0)
     await start(node)
-    with pytest.raises(TopicsDiffer):
+    with pytest.raises(TopicMismatch):
         await log.append(REQUESTS, Entry(b"key", b"first"), 0)
 
 
 async def test_poll_during_an_outage_comes_back_empty_in_its_time(
-    log: KafkaLog, node: Node
+    log: KafkaLog, node: JvmNode
 ) -> None:
     reader = log.reader()
     reader.assign({Partition(LEDGER, 0): 0})
@@ -193,7 +195,7 @@ async def test_poll_during_an_outage_comes_back_empty_in_its_time(
 
 
 async def test_questions_during_an_outage_are_answered_with_its_name(
-    log: KafkaLog, node: Node
+    log: KafkaLog, node: JvmNode
 ) -> None:
     await log.end_offsets(LEDGER, [0])
     await hang(node)
@@ -202,19 +204,19 @@ async def test_questions_during_an_outage_are_answered_with_its_name(
             await log.end_offsets(LEDGER, [0])
 
 
-async def test_start_without_a_broker_is_bounded(broker: JvmBroker, node: Node) -> None:
+async def test_start_without_a_broker_is_bounded(broker: JvmBroker, node: JvmNode) -> None:
     await hang(node)
-    log = KafkaLog(Connection(broker.bootstrap_servers, "test", request_timeout_ms=1000))
+    log = KafkaLog(ConnectionOptions(broker.bootstrap_servers, "test", request_timeout_ms=1000))
     async with asyncio.timeout(10):
         with pytest.raises(BrokerUnavailable):
             await log.start()
 
 
 @pytest.mark.parametrize("hurt", ["killed", "paused"])
-async def test_close_during_an_outage_is_bounded(log: KafkaLog, node: Node, hurt: str) -> None:
+async def test_close_during_an_outage_is_bounded(log: KafkaLog, node: JvmNode, hurt: str) -> None:
     before = asyncio.all_tasks()
-    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
-        await traffic.flow(5)
+    async with RecordTraffic(log, LEDGER, PARTITIONS) as traffic:
+        await traffic.wait_acknowledged(5)
         if hurt == "killed":
             await kill(node)
         else:

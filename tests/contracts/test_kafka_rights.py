@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 import pytest
 
-from app.commands.topics import _command
-from streams.brokers.choice import LOOPBACK, free_ports
-from streams.brokers.local import java_tool, obtain
+from app.commands.topic_commands import _command
+from streams.brokers.broker import LOOPBACK, free_ports
+from streams.brokers.broker_factory import java_tool, obtain_broker
 from streams.clock import SystemClock
-from streams.connection import Connection
-from streams.errors import BrokerUnavailable, Denied
-from streams.follow import Follower
-from streams.kafka.log import KafkaLog
-from streams.outbox import Outbox
+from streams.errors import AccessDenied, BrokerUnavailable
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.provision import check_partitions, create_topics, describe_topics
 from streams.ports import Entry, Partition
-from streams.provision import check_partitions, create, describe
+from streams.record_publisher import RecordPublisher
 from streams.records import Fencing
-from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS, rights
-from tests.tally import Tally
+from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS, required_acls
+from streams.views.follower import Follower
+from tests.harness.recording_view import RecordingView
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -39,7 +39,7 @@ class Guarded(NamedTuple):
 @pytest.fixture(scope="module")
 def broker() -> Iterator[Guarded]:
     try:
-        broker = obtain("jvm", report=lambda _: None)
+        broker = obtain_broker("jvm", report=lambda _: None)
     except BrokerUnavailable as reason:
         pytest.fail(f"no broker: {reason}", pytrace=False)
     with broker:
@@ -74,15 +74,15 @@ def _allow_guest(servers: str, operation: str, topic: str) -> None:
 
 
 async def _make_topics(servers: str) -> None:
-    log = KafkaLog(Connection(servers, "operator"))
+    log = KafkaLog(ConnectionOptions(servers, "operator"))
     await log.start()
-    await create(log, lanes=2, replication=1, min_insync=1)
+    await create_topics(log, lanes=2, replication=1, min_insync=1)
     await log.close()
 
 
 def opened_by(broker: Guarded, name: str, password: str = "known") -> KafkaLog:
     return KafkaLog(
-        Connection(
+        ConnectionOptions(
             broker.guarded,
             name,
             security_protocol="SASL_PLAINTEXT",
@@ -106,16 +106,16 @@ async def opened(broker: Guarded, name: str) -> AsyncIterator[KafkaLog]:
 
 
 async def test_wrong_password_is_named(broker: Guarded) -> None:
-    with pytest.raises(Denied, match=r"(?i)authentication failed"):
+    with pytest.raises(AccessDenied, match=r"(?i)authentication failed"):
         await opened_by(broker, "guest", "wrong").start()
 
 
 async def test_mechanism_that_the_broker_does_not_take_is_named(broker: Guarded) -> None:
-    connection = Connection(
+    connection = ConnectionOptions(
         broker.guarded, "guest", security_protocol="SASL_PLAINTEXT",
         sasl_mechanism="SCRAM-SHA-256", sasl_username="guest", sasl_password="known",
     )  # fmt: skip
-    with pytest.raises(Denied, match="UnsupportedSaslMechanism"):
+    with pytest.raises(AccessDenied, match="UnsupportedSaslMechanism"):
         await KafkaLog(connection).start()
 
 
@@ -128,7 +128,7 @@ async def append_batch(log: KafkaLog) -> None:
 
 
 async def persist(log: KafkaLog) -> None:
-    await Outbox(log, SystemClock()).persist(LEDGER, "a", Fencing(id="a", attempt=1))
+    await RecordPublisher(log, SystemClock()).publish(LEDGER, "a", Fencing(id="a", attempt=1))
 
 
 async def read(log: KafkaLog) -> None:
@@ -139,7 +139,7 @@ async def read(log: KafkaLog) -> None:
 
 
 async def follow(log: KafkaLog) -> None:
-    await Follower(log, Tally(), [REGISTRY], SystemClock()).run()
+    await Follower(log, RecordingView(), [REGISTRY], SystemClock()).run()
 
 
 class Owner:
@@ -161,27 +161,27 @@ async def join(log: KafkaLog) -> None:
         await member.poll(1.0)
 
 
-async def create_topics(log: KafkaLog) -> None:
-    await create(log, lanes=2, replication=1, min_insync=1)
+async def make_topics(log: KafkaLog) -> None:
+    await create_topics(log, lanes=2, replication=1, min_insync=1)
 
 
-async def describe_topics(log: KafkaLog) -> None:
-    await describe(log, lanes=2, replication=1, min_insync=1)
+async def list_topics(log: KafkaLog) -> None:
+    await describe_topics(log, lanes=2, replication=1, min_insync=1)
 
 
 @pytest.mark.parametrize(
-    "deed", [append, append_batch, persist, read, follow, join, create_topics, describe_topics]
+    "deed", [append, append_batch, persist, read, follow, join, make_topics, list_topics]
 )
 async def test_what_a_guest_may_not_do_is_denied_and_not_repeated(
     broker: Guarded, deed: Callable[[KafkaLog], Awaitable[None]]
 ) -> None:
     async with opened(broker, "guest") as log, asyncio.timeout(10):
-        with pytest.raises(Denied):
+        with pytest.raises(AccessDenied):
             await deed(log)
 
 
 async def test_the_rights_of_the_table_are_enough_for_a_preprocessor(broker: Guarded) -> None:
-    for right in rights():
+    for right in required_acls():
         if right.role == "preprocessor":
             command = _command(right, broker.servers, "kvlane.")[1:]
             tool = java_tool("org.apache.kafka.tools.AclCommand", *command)
@@ -196,7 +196,7 @@ async def test_the_rights_of_the_table_are_enough_for_a_preprocessor(broker: Gua
         while not owner.owned:
             await member.poll(0.5)
         await member.commit({0: 0})
-        with pytest.raises(Denied):
+        with pytest.raises(AccessDenied):
             await log.append(LEDGER, Entry(b"key", b"value"), 0)
 
 

@@ -12,10 +12,11 @@ from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 
 from streams.clock import SystemClock
-from streams.connection import Connection
-from streams.errors import LogClosed, OwnershipLost, PositionLost, RecordTooLarge, TopicsDiffer
-from streams.kafka.log import KafkaLog
-from streams.memory.broker import MemoryBroker
+from streams.errors import LogClosed, OwnershipLost, PositionLost, RecordTooLarge, TopicMismatch
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_log import MemoryLog
 from streams.ports import Entry, Log, Member, Partition, Reader, Record
 from streams.topics import MAX_RECORD_BYTES, partition_of
 
@@ -44,7 +45,7 @@ class InMemory:
         return name
 
     async def connect(self) -> Log:
-        log = self.broker.connect(f"client-{next(self._numbers)}")
+        log = MemoryLog(self.broker, f"client-{next(self._numbers)}")
         await log.start()
         self._logs.append(log)
         return log
@@ -82,7 +83,7 @@ class RealKafka:
         return name
 
     async def connect(self) -> Log:
-        connection = Connection(bootstrap_servers=self._bootstrap, client_id="contract")
+        connection = ConnectionOptions(bootstrap_servers=self._bootstrap, client_id="contract")
         log = KafkaLog(connection, prefix=self._prefix)
         await log.start()
         self._logs.append(log)
@@ -275,7 +276,7 @@ class TestAsking:
         assert await log.partitions(await broker.topic(3)) == 3
 
     async def test_unknown_topic_differs(self, broker: Broker, log: Log) -> None:
-        with pytest.raises(TopicsDiffer):
+        with pytest.raises(TopicMismatch):
             await log.partitions("never-made")
 
     async def test_start_and_end_offsets(self, broker: Broker, log: Log) -> None:
@@ -363,6 +364,28 @@ class TestReading:
         reader.assign({Partition(topic, 0): 0})
         async with asyncio.timeout(WAIT_S):
             assert await reader.poll(0.05) == {}
+
+    async def test_records_of_other_keys_are_passed_over(self, broker: Broker, log: Log) -> None:
+        topic = await broker.topic(1)
+        source = Partition(topic, 0)
+        for batch in range(3):
+            entries = [Entry(b"%d" % key, b"%d" % batch, ()) for key in range(5)]
+            await log.append_batch(topic, 0, [*entries, Entry(None, b"no key", ())])
+        reader = log.reader()
+        keys = {b"1"}
+        reader.assign({source: 2}, keys)
+        records = await read(reader, 2)
+        assert [(r.offset, r.key, r.value) for r in records] == [(7, b"1", b"1"), (13, b"1", b"2")]
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while reader.position(source) < 18:
+            assert asyncio.get_running_loop().time() < deadline
+            assert await reader.poll(0.1) == {}
+        keys.add(b"later")
+        await log.append(topic, entry("x"), 0)
+        await log.append(topic, Entry(b"later", b"y", ()), 0)
+        assert [r.offset for r in await read(reader, 1)] == [19]
+        reader.assign({source: 0})
+        assert len(await read(reader, 20)) == 20
 
     async def test_deleted_records_are_a_lost_position(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic(1)
@@ -467,6 +490,51 @@ class TestGroups:
         assert values(await read(member, 1)) == [b"in 1"]
         member.resume(0)
         assert values(await read(member, 1)) == [b"in 0"]
+
+    async def test_a_paused_partition_is_kept_and_goes_on_where_it_was(
+        self, broker: Broker, log: Log
+    ) -> None:
+        topic = await broker.topic(2)
+        for partition in (0, 1):
+            await log.append_batch(topic, partition, [entry(f"{partition}/{n}") for n in range(4)])
+        member, owner = joined(log, topic)
+        assert len(await read(member, 8)) == 8
+        member.pause(0)
+        member.pause(1, 2)
+        for partition in (0, 1):
+            await log.append(topic, entry(f"{partition}/4"), partition)
+        assert await member.poll(0.5) == {}
+        assert await member.poll(0.5) == {}
+        member.resume(1)
+        assert values(await read(member, 3)) == [b"1/2", b"1/3", b"1/4"]
+        assert await member.poll(0.3) == {}
+        member.resume(0)
+        assert values(await read(member, 1)) == [b"0/4"]
+        assert owner.revocations == []
+        await member.commit({0: 5, 1: 5})
+
+    async def test_what_was_fetched_ahead_of_a_pause_is_not_lost(
+        self, broker: Broker, log: Log
+    ) -> None:
+        topic = await broker.topic(1)
+        await log.append_batch(topic, 0, [entry(f"{n}") for n in range(6)])
+        member, _ = joined(log, topic)
+        first: list[Record] = []
+        while not first:
+            batches = await member.poll(1.0, 2)
+            first += [r for records in batches.values() for r in records]
+        member.pause(0)
+        assert await member.poll(0.3) == {}
+        member.resume(0)
+        assert values(first + await read(member, 6 - len(first))) == [
+            f"{n}".encode() for n in range(6)
+        ]
+
+    async def test_pausing_what_is_not_owned_is_ignored(self, broker: Broker, log: Log) -> None:
+        topic = await broker.topic()
+        member, owner = joined(log, topic)
+        await until([member], lambda: len(owner.owned) == PARTITIONS)
+        member.pause(99)
 
     async def test_resuming_what_is_not_owned_is_ignored(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic()

@@ -9,30 +9,37 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.engine.attached import health
-from app.engine.attached.beside import Attachment
-from app.engine.attached.engine import AttachedEngine, Guess
-from app.engine.choice import chosen
-from app.engine.continuation import Speaker, corpus
-from app.engine.contract import Engine
-from app.engine.simulated import SimulatedEngine
-from app.engine.validator import ValidatedEngine
-from app.preprocess.modelfolder import DEMO
+from app.engine.attached import server_health
+from app.engine.attached.server_engine import ServerAddress
+from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from app.engine.engine_factory import create_engine
+from app.engine.interface import Engine
+from app.engine.simulated.engine import SimulatedEngine
+from app.engine.simulated.text_generator import TextGenerator, demo_sentences
+from app.engine.validator import ValidatingEngine
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
 from app.settings import Settings
-from indexer.engine_events import AllCleared, BlocksStored, EngineEvent
+from indexer.cache_events.engine_events import AllCleared, BlocksStored, EngineEvent
 from streams.clock import SystemClock
 from streams.codecs import decode, pack_tokens
-from streams.records import Request, StopConditions
+from streams.request import Request, StopConditions
+from streams.responses.transcript import Transcript
 from streams.topics import REQUESTS, RESPONSES
-from streams.transcript import Transcript
 from tests.conformance import Subject
 from tests.contracts.test_engine import SHAPE
-from tests.desks import Desk, visible
 from tests.flows.test_attached_faults import RealWorld, until
-from tests.routers import route, write
-from tests.servers import EOS, TOKENIZER, Exchange, Handler, Hangup, ModelServer
+from tests.harness.fake_worker import append_record, start_router
+from tests.harness.model_servers import (
+    EOS,
+    TOKENIZER,
+    CloseConnection,
+    Handler,
+    ModelServer,
+    ServerExchange,
+)
+from tests.harness.worker_harness import WorkerHarness, visible
 
-SAYS = Speaker(corpus(), TOKENIZER.encode_now, EOS[0])
+SAYS = TextGenerator(demo_sentences(), TOKENIZER.encode_now, EOS[0])
 PROMPT = list(
     TOKENIZER.encode_now("Tell me of the book that walked to the sea, and what it found.")
 )
@@ -49,14 +56,14 @@ async def behind() -> AsyncIterator[SimulatedEngine]:
 
 
 def beside(server: ModelServer, **over: Any) -> AttachedEngine:
-    where = Attachment(server.url, silence_s=5.0, start_s=5.0)._replace(**over)
-    return AttachedEngine(SystemClock(), where, TOKENIZER, Guess(512, 8, 100))
+    where = ServerAddress(server.url, read_timeout_s=5.0, start_timeout_s=5.0)._replace(**over)
+    return AttachedEngine(SystemClock(), where, TOKENIZER, AssumedLimits(512, 8, 100))
 
 
 async def begun(engine: Engine) -> Subject:
     told: list[EngineEvent] = []
-    engine = ValidatedEngine(engine)
-    engine.listen(lambda events, rank=0: told.extend(events))
+    engine = ValidatingEngine(engine)
+    engine.set_kv_event_listener(lambda events, rank=0: told.extend(events))
     return Subject(engine, await engine.start("w"), told=told)
 
 
@@ -80,7 +87,7 @@ async def test_the_best_way_to_speak_is_found(
     async with ModelServer(behind, kind) as server:
         engine = beside(server)
         config = await engine.start("w")
-        assert (engine._speech.prompts, engine._speech.answers) == (prompts, answers)
+        assert (engine._dialect.prompt_form, engine._dialect.answer_tokens) == (prompts, answers)
         assert config.gives_tokens == (answers != "text")
         await engine.cleanup()
 
@@ -90,7 +97,7 @@ async def test_the_version_of_a_server_that_tells_it_is_known(
     behind: SimulatedEngine, kind: str, versions: dict[str, str]
 ) -> None:
     async with ModelServer(behind, kind) as server:
-        engine = ValidatedEngine(beside(server))
+        engine = ValidatingEngine(beside(server))
         await engine.start("w")
         assert engine.versions() == versions
         await engine.cleanup()
@@ -103,10 +110,10 @@ async def test_the_text_is_the_servers_whatever_it_gives(
     monkeypatch.setattr("app.worker.ByteModel", Words)
     async with ModelServer(behind, kind) as server:
         world = RealWorld()
-        desk = Desk(world)
-        await desk.start(ValidatedEngine(beside(server)), model="tiny", worker_timeout_s=60)
+        desk = WorkerHarness(world)
+        await desk.start(ValidatingEngine(beside(server)), model="tiny", worker_timeout_s=60)
         desk.assign(request=request(40))
-        finished = await desk.finished()
+        finished = await desk.wait_finished()
         seen = visible(desk.chunks())
         said = TOKENIZER.decode(answer_of(40))
         assert (seen.text, finished.code) == (
@@ -114,7 +121,7 @@ async def test_the_text_is_the_servers_whatever_it_gives(
             "length" if len(answer_of(40)) == 40 else "stop",
         )
         assert seen.tokens == (answer_of(40) if kind in ("vllm", "llamacpp") else [])
-        await desk.life.end()
+        await desk.life.cancel_tasks()
 
 
 def answer_of(limit: int) -> list[int]:
@@ -130,7 +137,7 @@ class Words:
     """The demo's model, as a worker reads answers with it."""
 
     def text_stream(self, request: Request, taken: Any = ()) -> Any:
-        from app.preprocess.stops import TextStream
+        from app.preprocess.text.stop_conditions import TextStream
 
         return TextStream(
             TOKENIZER.detokenizer(PROMPT), request.stop, eos_token_ids=EOS, taken=taken
@@ -145,14 +152,14 @@ async def test_a_stop_string_is_found_in_text_that_was_tokenised_again(
     word = said.split()[3]
     async with ModelServer(behind, "words") as server:
         world = RealWorld()
-        desk = Desk(world)
-        await desk.start(ValidatedEngine(beside(server)), model="tiny", worker_timeout_s=60)
+        desk = WorkerHarness(world)
+        await desk.start(ValidatingEngine(beside(server)), model="tiny", worker_timeout_s=60)
         desk.assign(request=request(40, stop=(word,)))
-        assert (await desk.finished()).code == "stop"
+        assert (await desk.wait_finished()).code == "stop"
         assert visible(desk.chunks()).text == said[: said.index(word)]
         assert desk.chunks()[-1].stop_reason == word
         await until(lambda: not server.running)
-        await desk.life.end()
+        await desk.life.cancel_tasks()
 
 
 async def test_a_key_is_sent_and_no_other_words_are(behind: SimulatedEngine) -> None:
@@ -176,7 +183,7 @@ async def test_connections_are_used_again(behind: SimulatedEngine) -> None:
 
 
 async def guessed(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> Subject:
-    monkeypatch.setattr(health, "LOOK_S", 0.02)
+    monkeypatch.setattr(server_health, "CHECK_INTERVAL_S", 0.02)
     subject = await begun(beside(server))
     await subject.run(request())
     stored = [event for event in subject.told if isinstance(event, BlocksStored)]
@@ -236,7 +243,7 @@ async def test_metrics_are_figures_of_heartbeats_and_a_server_without_them_has_n
         async with ModelServer(behind, kind) as server:
             engine = beside(server)
             config = await engine.start("w")
-            figures = engine.figures()
+            figures = engine.stats()
             assert (figures is not None) == has_some
             assert config.total_kv_blocks == (40 if has_some else 100)
             assert config.kv_cache_block_size == (16 if has_some else 8)
@@ -251,9 +258,9 @@ async def test_settings_attach_a_worker(behind: SimulatedEngine) -> None:
         for name, serves_as in (({}, "tiny"), ({"model": "public"}, "public")):
             settings = Settings(
                 worker_id="w", router_id="-", engine="attached", attach_url=f"{server.url}/v1",
-                model_path=DEMO, **name,
+                model_path=DEMO_MODEL_FOLDER, **name,
             )  # fmt: skip
-            engine, files = chosen(settings, SystemClock())
+            engine, files = create_engine(settings, SystemClock())
             assert files is not None
             config = await engine.start("w")
             assert (config.model, config.served_model_name) == ("tiny", serves_as)
@@ -263,15 +270,15 @@ async def test_settings_attach_a_worker(behind: SimulatedEngine) -> None:
 # --- failover -------------------------------------------------------------------------------------
 
 
-async def breaks_off(x: Exchange) -> None:
-    raise Hangup
+async def breaks_off(x: ServerExchange) -> None:
+    raise CloseConnection
 
 
-async def stalls(x: Exchange) -> None:
-    await x.gone()
+async def stalls(x: ServerExchange) -> None:
+    await x.wait_closed()
 
 
-async def fails(x: Exchange) -> None:
+async def fails(x: ServerExchange) -> None:
     await x.event({"error": {"message": "core died", "code": 500}})
 
 
@@ -286,7 +293,7 @@ class Pair:
         self._may_fail = asyncio.Event()
         self._servers[0].handlers["/v1/completions"] = self._first
 
-    async def _first(self, x: Exchange) -> None:
+    async def _first(self, x: ServerExchange) -> None:
         if x.body["max_tokens"] < 40:
             await self._whole(x)  # the worker finds out how to speak
             return
@@ -300,29 +307,29 @@ class Pair:
     async def answer(self) -> Transcript:
         world = self.world
         async with self._servers[0] as first, self._servers[1] as second:
-            desks = [Desk(world, name) for name in ("w1", "w2")]
+            desks = [WorkerHarness(world, name) for name in ("w1", "w2")]
             await self._begin(desks[0], first)
-            router = await route(world, worker_timeout_s=60)
+            router = await start_router(world, worker_timeout_s=60)
             asked = request(40)
-            write(world, REQUESTS, replace(asked, model="tiny"))
+            append_record(world, REQUESTS, replace(asked, model="tiny"))
             await until(lambda: bool(desks[0].chunks()))
             await self._begin(desks[1], second)
             self._may_fail.set()
-            await until(lambda: self._read().over)
+            await until(lambda: self._read().is_over)
             transcript = self._read()
-            for life in (router._context.life, *(desk.life for desk in desks)):
-                assert life.failed is None
-                await life.end()
+            for life in (router._context.ctx, *(desk.life for desk in desks)):
+                assert life.error is None
+                await life.cancel_tasks()
         return transcript
 
-    async def _begin(self, desk: Desk, server: ModelServer) -> None:
-        engine = ValidatedEngine(beside(server, silence_s=0.4))
+    async def _begin(self, desk: WorkerHarness, server: ModelServer) -> None:
+        engine = ValidatingEngine(beside(server, read_timeout_s=0.4))
         await desk.start(engine, model="tiny", worker_timeout_s=60)
 
     def _read(self) -> Transcript:
         transcript = Transcript("a")
         for record in map(decode, self.world.records(RESPONSES, key="a")):
-            transcript.feed(record)  # type: ignore[arg-type]
+            transcript.apply(record)  # type: ignore[arg-type]
         return transcript
 
 

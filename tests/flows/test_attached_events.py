@@ -9,14 +9,14 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from app.engine.attached import events as events_module
-from app.engine.attached.events import ServerEvents
-from app.engine.contract import EngineError
-from indexer.bridge import Bridge
-from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent
-from indexer.keys import derive
+from app.engine.attached import zmq_events as events_module
+from app.engine.attached.zmq_events import ZmqEventFollower
+from app.engine.interface import EngineError
+from indexer.block_keys import derive_secret
+from indexer.cache_events.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent
+from indexer.cache_events.event_normalizer import EventNormalizer
 from tests.conformance import WITHIN_S
-from tests.servers import Publisher
+from tests.harness.model_servers import EventPublisher
 
 SIZE = 2
 
@@ -28,29 +28,29 @@ def block(name: int, parent: int | None = None) -> BlocksStored:
 class Follower:
     """Follows a publisher, and holds what a worker would."""
 
-    def __init__(self, publisher: Publisher, *, replay: bool = True) -> None:
+    def __init__(self, publisher: EventPublisher, *, replay: bool = True) -> None:
         self.publisher, self._replays = publisher, replay
-        self.bridge = Bridge(SIZE, derive(b"s"))
+        self.bridge = EventNormalizer(SIZE, derive_secret(b"s"))
         self.told: list[EngineEvent] = []
-        self.events = ServerEvents(
+        self.events = ZmqEventFollower(
             publisher.endpoint, publisher.replay if replay else "", self._listen
         )
 
     def _listen(self, events: object, rank: int = 0, /) -> None:
         assert isinstance(events, list | tuple)
         self.told += events
-        self.bridge.feed(events, 0.0)
+        self.bridge.on_events(events, 0.0)
 
     async def begin(self) -> Follower:
         await self.events.connect()
-        await self.publisher.subscribed()
+        await self.publisher.wait_subscribed()
         self._running = asyncio.create_task(self.events.run())
         if self._replays:
             await until(lambda: bool(self.told))  # the past was read
         return self
 
     async def holds(self, blocks: int) -> None:
-        await until(lambda: self.bridge.held == blocks)
+        await until(lambda: self.bridge.held_blocks == blocks)
 
     async def end(self) -> None:
         self._running.cancel()
@@ -65,31 +65,31 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-async def publisher() -> AsyncIterator[Publisher]:
-    publisher = Publisher()
+async def publisher() -> AsyncIterator[EventPublisher]:
+    publisher = EventPublisher()
     yield publisher
     await publisher.close()
 
 
 @pytest.fixture
-async def follower(publisher: Publisher) -> AsyncIterator[Follower]:
+async def follower(publisher: EventPublisher) -> AsyncIterator[Follower]:
     follower = await Follower(publisher).begin()
     yield follower
     await follower.end()
 
 
-async def test_what_was_cached_before_it_came_is_known(publisher: Publisher) -> None:
+async def test_what_was_cached_before_it_came_is_known(publisher: EventPublisher) -> None:
     publisher.publish([block(1)])
     publisher.publish([block(2, 1)])
     follower = await Follower(publisher).begin()
     await follower.holds(2)
     publisher.publish([block(3, 2)])
     await follower.holds(3)
-    assert (follower.events.repaired, follower.events.lost) == (0, 0)
+    assert (follower.events.replay_count, follower.events.gap_count) == (0, 0)
     await follower.end()
 
 
-async def test_without_replays_only_what_it_sees_is_known(publisher: Publisher) -> None:
+async def test_without_replays_only_what_it_sees_is_known(publisher: EventPublisher) -> None:
     publisher.publish([block(1)])
     follower = await Follower(publisher, replay=False).begin()
     publisher.publish([block(2, 1)])
@@ -99,20 +99,20 @@ async def test_without_replays_only_what_it_sees_is_known(publisher: Publisher) 
     await follower.end()
 
 
-async def test_a_lost_message_is_asked_for(publisher: Publisher, follower: Follower) -> None:
+async def test_a_lost_message_is_asked_for(publisher: EventPublisher, follower: Follower) -> None:
     publisher.dropped = {1, 2}
     for number in range(4):
         publisher.publish([block(number + 1, number or None)])
     await follower.holds(4)
     assert publisher.replays[-1] == 1
-    assert (follower.events.repaired, follower.events.lost) == (1, 0)
+    assert (follower.events.replay_count, follower.events.gap_count) == (1, 0)
     assert follower.bridge.counters.orphans == 0
 
 
 async def test_the_last_message_is_missed_too(
-    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(events_module, "IDLE_CHECK_S", 0.05)
     follower = await Follower(publisher).begin()
     publisher.dropped = {1}
     publisher.publish([block(1)])
@@ -122,7 +122,7 @@ async def test_the_last_message_is_missed_too(
 
 
 async def test_what_cannot_be_replayed_leaves_nothing_that_may_be_gone(
-    publisher: Publisher, follower: Follower
+    publisher: EventPublisher, follower: Follower
 ) -> None:
     publisher.publish([block(1), block(2, 1), block(9)])
     await follower.holds(3)
@@ -131,10 +131,12 @@ async def test_what_cannot_be_replayed_leaves_nothing_that_may_be_gone(
     publisher.publish([block(3, 2)])
     await until(lambda: follower.bridge.counters.gaps == 1)
     await follower.holds(3)  # 3, and 1 and 2, which it continues
-    assert follower.events.lost == 1
+    assert follower.events.gap_count == 1
 
 
-async def test_without_replays_a_gap_leaves_nothing_that_may_be_gone(publisher: Publisher) -> None:
+async def test_without_replays_a_gap_leaves_nothing_that_may_be_gone(
+    publisher: EventPublisher,
+) -> None:
     follower = await Follower(publisher, replay=False).begin()
     publisher.publish([block(1), block(9)])
     await follower.holds(2)
@@ -147,20 +149,20 @@ async def test_without_replays_a_gap_leaves_nothing_that_may_be_gone(publisher: 
 
 
 async def test_a_replay_that_never_ends_is_left(
-    publisher: Publisher, follower: Follower, monkeypatch: pytest.MonkeyPatch
+    publisher: EventPublisher, follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "REPLAY_S", 0.05)
+    monkeypatch.setattr(events_module, "REPLAY_TIMEOUT_S", 0.05)
     publisher.publish([block(1)])
     await follower.holds(1)
     publisher.answers, publisher.dropped = False, {1}
     publisher.publish([block(2)])
     publisher.publish([block(3)])
-    await until(lambda: follower.events.lost == 1)
+    await until(lambda: follower.events.gap_count == 1)
     await follower.holds(1)
 
 
 async def test_what_comes_both_by_a_replay_and_by_itself_counts_once(
-    publisher: Publisher, follower: Follower
+    publisher: EventPublisher, follower: Follower
 ) -> None:
     publisher.dropped = {0}
     for number in range(50):
@@ -169,7 +171,7 @@ async def test_what_comes_both_by_a_replay_and_by_itself_counts_once(
     assert not follower.bridge._copies
 
 
-async def test_another_life_of_the_server_begins_with_nothing(publisher: Publisher) -> None:
+async def test_another_life_of_the_server_begins_with_nothing(publisher: EventPublisher) -> None:
     follower = await Follower(publisher).begin()
     publisher.publish([block(1), block(2, 1)])
     await follower.holds(2)
@@ -177,7 +179,7 @@ async def test_another_life_of_the_server_begins_with_nothing(publisher: Publish
     await publisher.close()
     await follower.holds(0)
     again = await rebound(port, replay_port)
-    await again.subscribed()
+    await again.wait_subscribed()
     again.publish([block(7)])
     await follower.holds(1)
     again.publish([AllCleared()])
@@ -186,34 +188,34 @@ async def test_another_life_of_the_server_begins_with_nothing(publisher: Publish
     await again.close()
 
 
-async def rebound(port: int, replay_port: int) -> Publisher:
+async def rebound(port: int, replay_port: int) -> EventPublisher:
     async with asyncio.timeout(WITHIN_S):
         while True:
             with suppress(zmq.ZMQError):
-                return Publisher(port, replay_port)
+                return EventPublisher(port, replay_port)
             await asyncio.sleep(0.05)
 
 
 async def test_messages_that_cannot_be_read_are_passed_over(
-    publisher: Publisher, follower: Follower
+    publisher: EventPublisher, follower: Follower
 ) -> None:
     await publisher._pub.send_multipart([b"kv", b"short", b"\xc1"])
     publisher.publish([block(1)])
     await follower.holds(1)
-    assert follower.events.unread.messages == 1
+    assert follower.events.unreadable.messages == 1
 
 
 @pytest.mark.parametrize("missing", ["publisher", "replay"])
 async def test_an_address_where_nobody_publishes_is_told_with_the_remedy(
-    publisher: Publisher, missing: str, monkeypatch: pytest.MonkeyPatch
+    publisher: EventPublisher, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "CONNECT_S", 0.2)
-    monkeypatch.setattr(events_module, "REPLAY_S", 0.2)
+    monkeypatch.setattr(events_module, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(events_module, "REPLAY_TIMEOUT_S", 0.2)
     if missing == "publisher":
         publisher.endpoint = "tcp://127.0.0.1:1"
     else:
         publisher.replay = "tcp://127.0.0.1:1"
     follower = Follower(publisher)
-    with pytest.raises(EngineError, match=r"--kv-events-config.*KVLANE_ATTACH_REPLAY"):
+    with pytest.raises(EngineError, match=r"--kv-events-config.*KVLANE_ATTACH_REPLAY_ENDPOINT"):
         await follower.events.connect()
     follower.events.close()

@@ -10,28 +10,36 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
-from app.engine.attached import answer as attached_answer
-from app.engine.attached.beside import Attachment
-from app.engine.attached.engine import AttachedEngine, Guess
-from app.engine.attached.passing import PassingEngine
-from app.engine.contract import (
+from app.engine.attached import token_completion as attached_answer
+from app.engine.attached.passthrough_engine import PassthroughEngine
+from app.engine.attached.server_engine import ServerAddress
+from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from app.engine.echo import EchoEngine
+from app.engine.interface import (
     Engine,
     EngineError,
     EngineOutput,
     GenerateContext,
     InvalidRequest,
 )
-from app.engine.echo import EchoEngine
-from app.engine.validator import ValidatedEngine
+from app.engine.validator import ValidatingEngine
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens
-from streams.memory.broker import MemoryBroker
-from streams.records import Finished, OpenAiBody, Request, StopConditions
+from streams.memory.memory_broker import MemoryBroker
+from streams.records import Finished
+from streams.request import OpenAiBody, Request, StopConditions
 from streams.topics import LEDGER
 from tests.conformance import WITHIN_S
-from tests.desks import Desk
-from tests.servers import TOKENIZER, Exchange, Handler, Hangup, ModelServer, collected
-from tests.worlds import Script, World
+from tests.harness.memory_world import MemoryWorld, ScriptedFaults
+from tests.harness.model_servers import (
+    TOKENIZER,
+    CloseConnection,
+    Handler,
+    ModelServer,
+    ServerExchange,
+    collect,
+)
+from tests.harness.worker_harness import WorkerHarness
 
 SILENCE_S = 0.8
 PIECE = {"choices": [{"text": "a", "token_ids": [64]}]}
@@ -42,114 +50,114 @@ PROMPT = list(range(50, 60))
 # --- what it does wrong ---------------------------------------------------------------------------
 
 
-async def says_nothing(x: Exchange) -> None:
-    await x.gone()
+async def says_nothing(x: ServerExchange) -> None:
+    await x.wait_closed()
 
 
-async def stalls_behind_the_head(x: Exchange) -> None:
+async def stalls_behind_the_head(x: ServerExchange) -> None:
     await x.head()
-    await x.gone()
+    await x.wait_closed()
 
 
-async def stalls_in_the_middle(x: Exchange) -> None:
+async def stalls_in_the_middle(x: ServerExchange) -> None:
     await x.head()
     await x.event(PIECE)
-    await x.gone()
+    await x.wait_closed()
 
 
-async def only_pings(x: Exchange) -> None:
+async def only_pings(x: ServerExchange) -> None:
     await x.head()
     for _ in range(1000):
         await x.chunk(b": ping\n\n")
         await asyncio.sleep(0.01)
 
 
-async def closes_at_once(x: Exchange) -> None:
-    raise Hangup
+async def closes_at_once(x: ServerExchange) -> None:
+    raise CloseConnection
 
 
-async def closes_in_the_middle(x: Exchange) -> None:
+async def closes_in_the_middle(x: ServerExchange) -> None:
     await x.head()
     await x.event(PIECE)
-    raise Hangup
+    raise CloseConnection
 
 
-async def resets(x: Exchange) -> None:
+async def resets(x: ServerExchange) -> None:
     await x.head()
     await x.event(PIECE)
     sock = x._writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     x._writer.transport.abort()
-    raise Hangup
+    raise CloseConnection
 
 
-async def sends_half_a_chunk(x: Exchange) -> None:
+async def sends_half_a_chunk(x: ServerExchange) -> None:
     await x.head()
     await x.event(PIECE)
     await x.send(b"ff\r\ndata: {")
-    raise Hangup
+    raise CloseConnection
 
 
-async def sends_a_chunk_of_no_size(x: Exchange) -> None:
+async def sends_a_chunk_of_no_size(x: ServerExchange) -> None:
     await x.head()
     await x.send(b"many\r\ndata: {}\r\n")
-    await x.gone()
+    await x.wait_closed()
 
 
-async def ends_without_an_end(x: Exchange) -> None:
+async def ends_without_an_end(x: ServerExchange) -> None:
     await x.head()
     await x.event(PIECE)
     await x.event(b"[DONE]")
     await x.end()
 
 
-async def floods_headers(x: Exchange) -> None:
+async def floods_headers(x: ServerExchange) -> None:
     await x.send(b"HTTP/1.1 200 -\r\n")
     for number in range(100_000):
         await x.send(f"x-{number}: {'y' * 100}\r\n".encode())
 
 
-async def one_header_without_an_end(x: Exchange) -> None:
+async def one_header_without_an_end(x: ServerExchange) -> None:
     await x.send(b"HTTP/1.1 200 -\r\nx: ")
     for _ in range(1000):
         await x.send(b"y" * 10_000)
 
 
-async def drips_headers(x: Exchange) -> None:
+async def drips_headers(x: ServerExchange) -> None:
     await x.send(b"HTTP/1.1 200 -\r\n")
     for number in range(1000):
         await x.send(f"x-{number}: y\r\n".encode())
         await asyncio.sleep(0.02)
 
 
-async def speaks_no_http(x: Exchange) -> None:
+async def speaks_no_http(x: ServerExchange) -> None:
     await x.send(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
-    await x.gone()
+    await x.wait_closed()
 
 
-async def one_event_without_an_end(x: Exchange) -> None:
+async def one_event_without_an_end(x: ServerExchange) -> None:
     await x.head()
     for _ in range(1000):
         await x.chunk(b"x" * 65536)
 
 
-async def redirects(x: Exchange) -> None:
+async def redirects(x: ServerExchange) -> None:
     await x.send(b"HTTP/1.1 307 -\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n")
 
 
-async def a_long_error(x: Exchange) -> None:
+async def a_long_error(x: ServerExchange) -> None:
     await x.send(b"HTTP/1.1 500 -\r\ncontent-length: 1000000000\r\n\r\n")
     for _ in range(1000):
         await x.send(b"x" * 65536)
 
 
-async def stalls_in_an_error(x: Exchange) -> None:
+async def stalls_in_an_error(x: ServerExchange) -> None:
     await x.send(b"HTTP/1.1 500 -\r\ncontent-length: 100\r\n\r\n{")
-    await x.gone()
+    await x.wait_closed()
 
 
 def says(*events: object) -> Handler:
-    async def handler(x: Exchange) -> None:
+    async def handler(x: ServerExchange) -> None:
         await x.head()
         for event in events:
             await x.event(event)
@@ -159,7 +167,7 @@ def says(*events: object) -> Handler:
 
 
 def answers(status: int, body: object = b"") -> Handler:
-    async def handler(x: Exchange) -> None:
+    async def handler(x: ServerExchange) -> None:
         await x.answer(body, status)
 
     return handler
@@ -212,13 +220,17 @@ async def server() -> AsyncIterator[ModelServer]:
 
 
 def beside(server: ModelServer, **over: object) -> AttachedEngine:
-    where = Attachment(server.url, silence_s=SILENCE_S, start_s=1.0)._replace(**over)
-    return AttachedEngine(SystemClock(), where, TOKENIZER, Guess(512, 16, 40))
+    where = ServerAddress(server.url, read_timeout_s=SILENCE_S, start_timeout_s=1.0)._replace(
+        **over
+    )
+    return AttachedEngine(SystemClock(), where, TOKENIZER, AssumedLimits(512, 16, 40))
 
 
-def passing(server: ModelServer, **over: object) -> PassingEngine:
-    where = Attachment(server.url, silence_s=SILENCE_S, start_s=1.0)._replace(**over)
-    return PassingEngine(SystemClock(), where, "completion")
+def passing(server: ModelServer, **over: object) -> PassthroughEngine:
+    where = ServerAddress(server.url, read_timeout_s=SILENCE_S, start_timeout_s=1.0)._replace(
+        **over
+    )
+    return PassthroughEngine(SystemClock(), where, "completion")
 
 
 BESIDE: dict[str, Callable[..., Engine]] = {"tokens": beside, "bodies": passing}
@@ -227,8 +239,8 @@ BESIDE: dict[str, Callable[..., Engine]] = {"tokens": beside, "bodies": passing}
 @pytest.fixture(params=BESIDE)
 async def engine(
     server: ModelServer, request: pytest.FixtureRequest
-) -> AsyncIterator[ValidatedEngine]:
-    engine = ValidatedEngine(BESIDE[request.param](server))
+) -> AsyncIterator[ValidatingEngine]:
+    engine = ValidatingEngine(BESIDE[request.param](server))
     await engine.start("w")
     yield engine
     await engine.cleanup()
@@ -244,20 +256,20 @@ def request(max_tokens: int = 4, name: str = "r") -> Request:
 
 
 async def ask(
-    engine: ValidatedEngine, context: GenerateContext | None = None
+    engine: ValidatingEngine, context: GenerateContext | None = None
 ) -> list[EngineOutput]:
     async with asyncio.timeout(WITHIN_S):
-        return await collected(engine.generate(request(), context or GenerateContext("r")))
+        return await collect(engine.generate(request(), context or GenerateContext("r")))
 
 
 def test_an_engine_beside_a_server_says_how_long_that_may_be_silent() -> None:
-    where = Attachment("http://127.0.0.1:1", silence_s=7.0)
-    assert ValidatedEngine(PassingEngine(SystemClock(), where, "chat")).silence_s == 7.0
+    where = ServerAddress("http://127.0.0.1:1", read_timeout_s=7.0)
+    assert ValidatingEngine(PassthroughEngine(SystemClock(), where, "chat")).output_timeout_s == 7.0
 
 
 @pytest.mark.parametrize("fault", OTHERS_MAY_SUCCEED)
 async def test_what_a_server_does_wrong_may_well_succeed_elsewhere(
-    server: ModelServer, engine: ValidatedEngine, fault: str
+    server: ModelServer, engine: ValidatingEngine, fault: str
 ) -> None:
     good = server.handlers["/v1/completions"]
     server.handlers["/v1/completions"] = OTHERS_MAY_SUCCEED[fault]
@@ -270,7 +282,7 @@ async def test_what_a_server_does_wrong_may_well_succeed_elsewhere(
 
 
 async def test_an_event_without_an_end_is_the_servers_fault_and_in_its_own_words_the_answers(
-    server: ModelServer, engine: ValidatedEngine, request: pytest.FixtureRequest
+    server: ModelServer, engine: ValidatingEngine, request: pytest.FixtureRequest
 ) -> None:
     server.handlers["/v1/completions"] = one_event_without_an_end
     with pytest.raises(EngineError, match="an event of more than") as failed:
@@ -283,25 +295,27 @@ async def test_an_event_without_an_end_is_the_servers_fault_and_in_its_own_words
 
 @pytest.mark.parametrize("asked_in", BESIDE)
 async def test_an_answer_without_an_end_is_broken_off(server: ModelServer, asked_in: str) -> None:
-    async def goes_on(x: Exchange) -> None:
+    async def goes_on(x: ServerExchange) -> None:
         await x.head()
         piece = {"choices": [{"index": 0, "text": "a" * 1000, "token_ids": []}]}
         while True:
             await x.event(piece)
 
-    engine = ValidatedEngine(BESIDE[asked_in](server, answer_bytes=20_000))
+    engine = ValidatingEngine(BESIDE[asked_in](server, max_response_bytes=20_000))
     await engine.start("w")
     server.handlers["/v1/completions"] = goes_on
-    with pytest.raises(EngineError, match=r"more than 20000 bytes \(KVLANE_ATTACH_ANSWER_BYTES"):
+    with pytest.raises(
+        EngineError, match=r"more than 20000 bytes \(KVLANE_ATTACH_MAX_RESPONSE_BYTES"
+    ):
         await ask(engine)
     await engine.cleanup()
 
 
 async def test_a_server_is_tried_out_as_it_will_be_asked(server: ModelServer) -> None:
-    engine = ValidatedEngine(passing(server))
+    engine = ValidatingEngine(passing(server))
     await engine.start("w")
     await ask(engine)
-    tried, asked = server.asked()
+    tried, asked = server.received_bodies()
     ours = {"model", "stream", "stream_options"}
     assert {name: tried[name] for name in ours} == {name: asked[name] for name in ours}
     await engine.cleanup()
@@ -309,7 +323,7 @@ async def test_a_server_is_tried_out_as_it_will_be_asked(server: ModelServer) ->
 
 async def test_in_a_servers_own_words_an_event_may_be_large(server: ModelServer) -> None:
     drawn = "a" * 3 * 1024 * 1024
-    engine = ValidatedEngine(passing(server))
+    engine = ValidatingEngine(passing(server))
     await engine.start("w")
     server.handlers["/v1/completions"] = says(
         {"choices": [{"index": 0, "text": drawn, "finish_reason": "stop"}]}
@@ -320,7 +334,7 @@ async def test_in_a_servers_own_words_an_event_may_be_large(server: ModelServer)
 
 
 async def test_what_comes_behind_an_answers_end_stands_behind_its_text(server: ModelServer) -> None:
-    engine = ValidatedEngine(passing(server))
+    engine = ValidatingEngine(passing(server))
     await engine.start("w")
     last = {"index": 0, "text": "ab", "logprobs": {"tokens": ["ab"]}, "finish_reason": "length"}
     server.handlers["/v1/completions"] = says(
@@ -334,7 +348,7 @@ async def test_what_comes_behind_an_answers_end_stands_behind_its_text(server: M
 
 
 async def test_a_reason_without_a_letter_is_no_end(server: ModelServer) -> None:
-    engine = ValidatedEngine(passing(server))
+    engine = ValidatingEngine(passing(server))
     await engine.start("w")
     going_on = {"choices": [{"index": 0, "text": "a", "finish_reason": ""}]}
     server.handlers["/v1/completions"] = says(going_on, going_on, LAST)
@@ -344,7 +358,7 @@ async def test_a_reason_without_a_letter_is_no_end(server: ModelServer) -> None:
 
 
 async def test_what_cannot_be_read_is_not_quoted(
-    server: ModelServer, engine: ValidatedEngine
+    server: ModelServer, engine: ValidatingEngine
 ) -> None:
     server.handlers["/v1/completions"] = says(b"mellon")
     with pytest.raises(EngineError) as failed:
@@ -354,7 +368,7 @@ async def test_what_cannot_be_read_is_not_quoted(
 
 @pytest.mark.parametrize("fault", NOBODY_WILL)
 async def test_what_a_server_refuses_is_refused(
-    server: ModelServer, engine: ValidatedEngine, fault: str
+    server: ModelServer, engine: ValidatingEngine, fault: str
 ) -> None:
     server.handlers["/v1/completions"] = NOBODY_WILL[fault]
     with pytest.raises(EngineError) as failed:
@@ -363,27 +377,29 @@ async def test_what_a_server_refuses_is_refused(
 
 
 async def test_a_server_that_is_gone_is_an_error_and_one_that_is_back_is_none(
-    server: ModelServer, engine: ValidatedEngine
+    server: ModelServer, engine: ValidatingEngine
 ) -> None:
     await server.__aexit__()
-    with pytest.raises(EngineError, match=r"cannot be reached|broke off") as failed:
+    with pytest.raises(EngineError, match=r"cannot be reached|the connection broke") as failed:
         await ask(engine)
     assert failed.value.retryable
     await server.__aenter__()
     assert (await ask(engine))[-1].finish_reason == "length"
 
 
-async def test_a_slow_first_byte_is_waited_for(
-    server: ModelServer, engine: ValidatedEngine
-) -> None:
+@pytest.mark.parametrize("asked_in", BESIDE)
+async def test_a_slow_first_byte_is_waited_for(server: ModelServer, asked_in: str) -> None:
+    engine = ValidatingEngine(BESIDE[asked_in](server, read_timeout_s=30.0))
+    await engine.start("w")
     good = server.handlers["/v1/completions"]
 
-    async def slow(x: Exchange) -> None:
-        await asyncio.sleep(SILENCE_S / 2)
+    async def slow(x: ServerExchange) -> None:
+        await asyncio.sleep(SILENCE_S)
         await good(x)
 
     server.handlers["/v1/completions"] = slow
     assert (await ask(engine))[-1].finish_reason == "length"
+    await engine.cleanup()
 
 
 @pytest.mark.parametrize("asked_in", BESIDE)
@@ -391,7 +407,7 @@ async def test_a_slow_first_byte_is_waited_for(
 async def test_a_cancel_ends_the_wait_for_a_server_that_stalls(
     server: ModelServer, fault: str, asked_in: str
 ) -> None:
-    engine = ValidatedEngine(BESIDE[asked_in](server, silence_s=1000.0))
+    engine = ValidatingEngine(BESIDE[asked_in](server, read_timeout_s=1000.0))
     await engine.start("w")
     server.handlers["/v1/completions"] = OTHERS_MAY_SUCCEED[fault]
     context = GenerateContext("r")
@@ -404,15 +420,15 @@ async def test_a_cancel_ends_the_wait_for_a_server_that_stalls(
 
 
 async def test_an_answer_is_whole_without_what_comes_behind_it(
-    server: ModelServer, engine: ValidatedEngine, monkeypatch: pytest.MonkeyPatch
+    server: ModelServer, engine: ValidatingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def stalls_behind_the_end(x: Exchange) -> None:
+    async def stalls_behind_the_end(x: ServerExchange) -> None:
         await x.head()
         await x.event(PIECE)
         await x.event(LAST)
-        await x.gone()
+        await x.wait_closed()
 
-    monkeypatch.setattr(attached_answer, "TAIL_S", 0.1)
+    monkeypatch.setattr(attached_answer, "USAGE_TIMEOUT_S", 0.1)
     server.handlers["/v1/completions"] = stalls_behind_the_end
     first, last = await ask(engine)
     assert (first.token_ids or first.text, last.finish_reason) in (((64,), "stop"), ("a", "stop"))
@@ -421,17 +437,17 @@ async def test_an_answer_is_whole_without_what_comes_behind_it(
 async def test_a_server_that_never_ends_has_failed_when_more_came_than_was_asked(
     server: ModelServer,
 ) -> None:
-    engine = ValidatedEngine(beside(server))
+    engine = ValidatingEngine(beside(server))
     await engine.start("w")
 
-    async def never_ends(x: Exchange) -> None:
+    async def never_ends(x: ServerExchange) -> None:
         await x.head()
         while True:
             await x.event(PIECE)
             await asyncio.sleep(0)
 
     server.handlers["/v1/completions"] = never_ends
-    with pytest.raises(EngineError, match="more than it was asked for"):
+    with pytest.raises(EngineError, match="more than requested"):
         await ask(engine)
     await engine.cleanup()
 
@@ -439,12 +455,12 @@ async def test_a_server_that_never_ends_has_failed_when_more_came_than_was_asked
 # --- in a worker ----------------------------------------------------------------------------------
 
 
-class RealWorld(World):
+class RealWorld(MemoryWorld):
     """The log in memory by the machine's clock: sockets know no other."""
 
     def __init__(self) -> None:
         self.clock = SystemClock()  # type: ignore[assignment]
-        self.faults = Script()
+        self.faults = ScriptedFaults()
         self.broker = MemoryBroker(self.clock, lanes=2, faults=self.faults)
         self.lanes = 2
 
@@ -458,24 +474,24 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("asked_in", BESIDE)
 async def test_a_worker_reports_every_fault_and_goes_on(server: ModelServer, asked_in: str) -> None:
     world = RealWorld()
-    desk = Desk(world)
-    engine = ValidatedEngine(BESIDE[asked_in](server))
+    desk = WorkerHarness(world)
+    engine = ValidatingEngine(BESIDE[asked_in](server))
     await desk.start(engine, model="tiny", worker_timeout_s=60)
     good = server.handlers["/v1/completions"]
     faults = OTHERS_MAY_SUCCEED | NOBODY_WILL
     for name, fault in faults.items():
         server.handlers["/v1/completions"] = fault
         desk.assign(name, request=request(name=name), budget_s=WITHIN_S)
-        finished = await desk.finished(name)
+        finished = await desk.wait_finished(name)
         code = "worker_full" if name in IS_FULL else "error"
         assert (finished.code, finished.retryable) == (code, name in OTHERS_MAY_SUCCEED), name
         assert finished.message
     server.handlers["/v1/completions"] = good
     desk.assign("good", request=request(name="good"))
-    assert (await desk.finished("good")).code == "length"
-    assert desk.life.failed is None
-    assert len({f.id for f in desk.said(LEDGER, Finished)}) == len(faults) + 1
-    await desk.life.end()
+    assert (await desk.wait_finished("good")).code == "length"
+    assert desk.life.error is None
+    assert len({f.id for f in desk.records_of(LEDGER, Finished)}) == len(faults) + 1
+    await desk.life.cancel_tasks()
 
 
 # --- at the start ---------------------------------------------------------------------------------
@@ -490,7 +506,7 @@ async def test_a_server_that_does_not_answer_what_it_is_to_be_asked_is_told_with
     server: ModelServer, handler: Handler
 ) -> None:
     server.handlers["/v1/completions"] = handler
-    engine = ValidatedEngine(passing(server))
+    engine = ValidatingEngine(passing(server))
     with pytest.raises(EngineError, match=r"KVLANE_ATTACH_KIND.*POST /v1/completions"):
         await engine.start("w")
     await engine.cleanup()
@@ -499,10 +515,10 @@ async def test_a_server_that_does_not_answer_what_it_is_to_be_asked_is_told_with
 @pytest.mark.parametrize(
     ("path", "handler", "over", "words"),
     [
-        ("/health", answers(503), {}, "no server is ready there.*KVLANE_ATTACH_START_S"),
-        ("/v1/models", answers(404), {}, "speaks to OpenAI clients"),
-        ("/v1/models", answers(200, b"<html>"), {}, "speaks to OpenAI clients"),
-        ("/v1/models", answers(200, b'{"data":[{"id":"\xff"}]}'), {}, "speaks to OpenAI clients"),
+        ("/health", answers(503), {}, "no server is ready there.*KVLANE_ATTACH_START_TIMEOUT_S"),
+        ("/v1/models", answers(404), {}, "OpenAI-compatible"),
+        ("/v1/models", answers(200, b"<html>"), {}, "OpenAI-compatible"),
+        ("/v1/models", answers(200, b'{"data":[{"id":"\xff"}]}'), {}, "OpenAI-compatible"),
         ("/v1/models", answers(401), {}, "KVLANE_ATTACH_API_KEY"),
         ("/v1/models", lists(), {}, "serves no model"),
         ("/v1/models", lists({"id": "a"}, {"id": "b"}), {}, "'a', 'b'.*KVLANE_ATTACH_MODEL"),
@@ -510,8 +526,8 @@ async def test_a_server_that_does_not_answer_what_it_is_to_be_asked_is_told_with
         ("/tokenize", answers(200, {"tokens": [1, 2]}), {}, "KVLANE_MODEL_PATH.*'tiny'"),
         ("/v1/completions", answers(400), {}, "completes no prompt"),
         ("/v1/completions", answers(500), {}, "500"),
-        ("/v1/completions", says_nothing, {}, "said nothing for"),
-        ("/v1/completions", OTHERS_MAY_SUCCEED["resets"], {}, "broke off"),
+        ("/v1/completions", says_nothing, {}, "sent nothing for"),
+        ("/v1/completions", OTHERS_MAY_SUCCEED["resets"], {}, "the connection broke"),
         ("/v1/models", says_nothing, {}, "KVLANE_ATTACH_URL"),
     ],
 )
@@ -519,10 +535,10 @@ async def test_what_is_wrong_with_an_attachment_is_told_with_the_remedy(
     server: ModelServer, path: str, handler: Handler, over: dict[str, object], words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("app.engine.attached.introduction.ASK_S", 0.3)
-    monkeypatch.setattr("app.engine.attached.introduction.AGAIN_S", 0.05)
+    monkeypatch.setattr("app.engine.attached.discovery.REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("app.engine.attached.discovery.RETRY_INTERVAL_S", 0.05)
     server.handlers[path] = handler
-    engine = ValidatedEngine(beside(server, **over))
+    engine = ValidatingEngine(beside(server, **over))
     with pytest.raises(EngineError, match=words):
         await engine.start("w")
     await engine.cleanup()
@@ -532,20 +548,20 @@ async def test_a_worker_waits_for_its_server(server: ModelServer) -> None:
     asked = 0
     good = server.handlers["/health"]
 
-    async def loads(x: Exchange) -> None:
+    async def loads(x: ServerExchange) -> None:
         nonlocal asked
         asked += 1
         await (good(x) if asked > 2 else x.answer({"error": "loading"}, 503))
 
     server.handlers["/health"] = loads
-    engine = beside(server, start_s=30.0)
+    engine = beside(server, start_timeout_s=30.0)
     assert (await engine.start("w")).model == "tiny"
     await engine.cleanup()
 
 
 async def test_nobody_listening_is_told_with_the_url() -> None:
-    where = Attachment("http://127.0.0.1:1", start_s=0.0)
-    engine = AttachedEngine(SystemClock(), where, TOKENIZER, Guess(512, 16, 40))
+    where = ServerAddress("http://127.0.0.1:1", start_timeout_s=0.0)
+    engine = AttachedEngine(SystemClock(), where, TOKENIZER, AssumedLimits(512, 16, 40))
     with pytest.raises(EngineError, match=r"KVLANE_ATTACH_URL=http://127\.0\.0\.1:1: no server"):
         await engine.start("w")
     await engine.cleanup()

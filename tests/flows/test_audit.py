@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.audit.explain import explain
-from app.audit.replay import SOURCES, FoldName, replay
+from app.audit.rebuild import VIEW_TOPICS, ViewName, rebuild_view
+from app.audit.timeline import explain_request
 from app.cli import app
-from app.lifetime import Lifetime
 from app.router import Router
+from app.runtime.process import ProcessContext
 from streams.clock import SystemClock
 from streams.codecs import encode, pack_tokens
-from streams.errors import UnknownType
+from streams.errors import NewerRecord
 from streams.ids import new_request_id
-from streams.memory.broker import MemoryBroker
+from streams.memory.memory_broker import MemoryBroker
 from streams.ports import Entry, Partition
 from streams.records import (
     Assigned,
+    Cancel,
     Candidate,
     Chunk,
     Ended,
@@ -29,126 +30,127 @@ from streams.records import (
     Fence,
     Fencing,
     Finished,
-    Origin,
     PrefillDone,
-    Request,
+    Refused,
+    RequestOffset,
     Started,
     Usage,
     WorkerCard,
 )
+from streams.request import Request
 from streams.topics import KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of, partition_of
-from tests.commands import over
-from tests.gateways import House, settings_of
-from tests.routers import Hand
-from tests.worlds import World, in_world
+from tests.harness.fake_worker import FakeWorker
+from tests.harness.gateway_harness import GatewayHarness, memory_settings
+from tests.harness.memory_commands import connect_commands
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
-FOLDS: tuple[tuple[FoldName, str], ...] = (
+FOLDS: tuple[tuple[ViewName, str], ...] = (
     ("load", "_load"), ("fleet", "_fleet"), ("index", "_index"),
 )  # fmt: skip
 
 
-async def with_a_death(world: World) -> House:
+async def with_a_death(world: MemoryWorld) -> GatewayHarness:
     """A world in which a worker died in the middle of an answer."""
-    house = await House.open(world)
-    await house.staff(worker_timeout_s=3)
+    house = await GatewayHarness.open(world)
+    await house.start_backend(worker_timeout_s=3)
     answer = house.chat("x" * 200, stream=True)
-    await world.until(lambda: len(answer.text) > 20)
+    await world.wait_until(lambda: len(answer.text) > 20)
     await house.kill("w1")
-    await house.hire("w2")
-    await answer.done()
+    await house.start_worker("w2")
+    await answer.wait_done()
     return house
 
 
-@in_world
-async def test_a_fold_that_is_built_again_is_the_routers(world: World) -> None:
+@scenario_test
+async def test_a_fold_that_is_built_again_is_the_routers(world: MemoryWorld) -> None:
     await with_a_death(world)
-    life = Lifetime("r2", world.clock, random.Random("r2"))
-    router = Router(await world.connect("r2"), settings_of(), life)
+    life = ProcessContext("r2", world.clock, random.Random("r2"))
+    router = Router(await world.connect("r2"), memory_settings(), life)
     await router.start()
     await world.sleep(3)
     log = await world.connect("audit")
     for name, attribute in FOLDS:
         fold = getattr(router, attribute)
         positions = {}
-        for topic in SOURCES[name]:
+        for topic in VIEW_TOPICS[name]:
             for number in range(await log.partitions(topic)):
                 source = Partition(topic, number)
                 positions[source] = fold.position(source)
-        again = await replay(log, settings_of(), world.clock, name, positions)
+        again = await rebuild_view(log, memory_settings(), world.clock, name, positions)
         told = {Partition(s.topic, s.partition): s.state_hash for s in again.partitions}
         assert told == {source: fold.state_hash(source) for source in positions}
     await router.stop()
-    await life.end()
+    await life.cancel_tasks()
 
 
-@in_world
-async def test_a_fold_stops_where_it_is_told_to(world: World) -> None:
-    house = await House.open(world)
-    await house.staff()
-    await house.chat("hello").done()
+@scenario_test
+async def test_a_fold_stops_where_it_is_told_to(world: MemoryWorld) -> None:
+    house = await GatewayHarness.open(world)
+    await house.start_backend()
+    await house.chat("hello").wait_done()
     first = house.requests()[0]
     lane = lane_of(first.id, world.lanes)
     await world.sleep(1)  # its end is told before it is in the ledger
     before_ms = world.clock.wall_ms()
     await world.sleep(1)
-    await house.chat("hello").done()
+    await house.chat("hello").wait_done()
     log = await world.connect("audit")
-    args = (log, settings_of(), world.clock, "load")
-    open_one = await replay(*args, {Partition(LEDGER, lane): 1})
+    args = (log, memory_settings(), world.clock, "load")
+    open_one = await rebuild_view(*args, {Partition(LEDGER, lane): 1})
     assert open_one.summary["unfinished requests"] == 1
-    by_time = await replay(*args, before_ms)
+    by_time = await rebuild_view(*args, before_ms)
     assert sum(by_time.summary["ended requests by code"].values()) == 1
-    whole = await replay(*args)
+    whole = await rebuild_view(*args)
     assert sum(whole.summary["ended requests by code"].values()) == 2
     assert len({open_one.state_hash, by_time.state_hash, whole.state_hash}) == 3
-    assert (await replay(*args)) == whole
+    assert (await rebuild_view(*args)) == whole
 
 
-@in_world
-async def test_what_caches_held_at_some_time_is_told(world: World) -> None:
-    worker = Hand(world)
-    worker.holds(list(range(10 * 16)), 16)
+@scenario_test
+async def test_what_caches_held_at_some_time_is_told(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
+    worker.publish_blocks(list(range(10 * 16)), 16)
     await world.sleep(10)
     before_ms = world.clock.wall_ms()
     await world.sleep(10)
-    worker.holds(list(range(30 * 16)), 16, first_event_id=2)
-    args = (await world.connect("audit"), settings_of(), world.clock, "index")
-    then, now = await replay(*args, before_ms), await replay(*args)
+    worker.publish_blocks(list(range(30 * 16)), 16, first_event_id=2)
+    args = (await world.connect("audit"), memory_settings(), world.clock, "index")
+    then, now = await rebuild_view(*args, before_ms), await rebuild_view(*args)
     assert then.summary["blocks by worker and rank"] == {"w1/0": 10}
     assert now.summary["blocks by worker and rank"] == {"w1/0": 30}
     partition = partition_of(b"w1", world.broker.partitions[KV_EVENTS])
-    by_offset = await replay(
+    by_offset = await rebuild_view(
         *args, {Partition(KV_EVENTS, partition): then.partitions[partition].position}
     )
     assert by_offset.partitions[partition] == then.partitions[partition]
     assert then.state_hash != now.state_hash
 
 
-@in_world
-async def test_progress_reaches_the_end_and_broken_records_are_counted(world: World) -> None:
+@scenario_test
+async def test_progress_reaches_the_end_and_broken_records_are_counted(world: MemoryWorld) -> None:
     world.broker.append(LEDGER, 1, [Entry(b"a", b"\xff", (("t", b"Ended"),))])
     world.append(LEDGER, 1, Ended(id="a", code="lost"), key="a")
     heard: list[tuple[int, int]] = []
     log = await world.connect("audit")
-    again = await replay(
-        log, settings_of(), world.clock, "load", progress=lambda *both: heard.append(both)
+    again = await rebuild_view(
+        log, memory_settings(), world.clock, "load", progress=lambda *both: heard.append(both)
     )
     assert (again.partitions[1].records, again.partitions[1].malformed) == (2, 1)
     assert heard[-1] == (2, 2)
 
 
-@in_world
-async def test_a_record_of_a_newer_version_is_not_left_out(world: World) -> None:
-    world.broker.append(LEDGER, 0, [Entry(b"a", b"\x80", (("t", b"Poem"),))])
-    with pytest.raises(UnknownType):
-        await replay(await world.connect("audit"), settings_of(), world.clock, "load")
+@scenario_test
+async def test_a_record_for_newer_readers_is_not_left_out(world: MemoryWorld) -> None:
+    world.broker.append(LEDGER, 0, [Entry(b"a", b"\x80", (("t", b"Poem"), ("r", b"7")))])
+    with pytest.raises(NewerRecord, match="ledger:0:0"):
+        await rebuild_view(await world.connect("audit"), memory_settings(), world.clock, "load")
 
 
-@in_world
-async def test_the_story_of_a_request_has_its_move_to_another_worker(world: World) -> None:
+@scenario_test
+async def test_the_story_of_a_request_has_its_move_to_another_worker(world: MemoryWorld) -> None:
     house = await with_a_death(world)
     (request,) = house.requests()
-    story = await explain(await world.connect("audit"), world.clock, request.id)
+    story = await explain_request(await world.connect("audit"), world.clock, request.id)
     names = [step.name for step in story.steps]
     assert names[:3] == ["Request", "Assigned", "Started"]
     fencing = names.index("Fencing")
@@ -165,21 +167,21 @@ async def test_the_story_of_a_request_has_its_move_to_another_worker(world: Worl
     assert story.ending == "stop"
 
 
-@in_world
-async def test_the_words_of_a_prompt_are_not_in_its_story(world: World) -> None:
-    house = await House.open(world)
-    await house.staff()
-    await house.chat("sesame").done()
+@scenario_test
+async def test_the_words_of_a_prompt_are_not_in_its_story(world: MemoryWorld) -> None:
+    house = await GatewayHarness.open(world)
+    await house.start_backend()
+    await house.chat("sesame").wait_done()
     (request,) = house.requests()
-    story = await explain(await world.connect("audit"), world.clock, request.id)
+    story = await explain_request(await world.connect("audit"), world.clock, request.id)
     assert story.steps[0].fields["prompt_tokens"] == len(request.token_ids) // 4
     assert "sesame" not in str(story)
 
 
-@in_world
-async def test_nothing_is_told_of_an_id_that_was_never_there(world: World) -> None:
+@scenario_test
+async def test_nothing_is_told_of_an_id_that_was_never_there(world: MemoryWorld) -> None:
     world.append(LEDGER, lane_of("job-17", 2), Ended(id="other", code="lost"), key="other")
-    story = await explain(await world.connect("audit"), world.clock, "job-17")
+    story = await explain_request(await world.connect("audit"), world.clock, "job-17")
     assert (story.steps, story.ending) == ([], "")
 
 
@@ -199,7 +201,7 @@ class Ticking(SystemClock):
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
-    return over(MemoryBroker(Ticking(), lanes=4), monkeypatch)
+    return connect_commands(MemoryBroker(Ticking(), lanes=4), monkeypatch)
 
 
 def kvlane(*arguments: str) -> Result:
@@ -209,7 +211,7 @@ def kvlane(*arguments: str) -> Result:
 def tell(broker: MemoryBroker) -> None:
     """The story of job-17, as records."""
     lane = lane_of("job-17", 4)
-    origin = Origin(topic="requests", partition=lane, offset=0)
+    origin = RequestOffset(topic="requests", partition=lane, offset=0)
     run = {"id": "job-17", "phase": "aggregated", "epoch": 3}
     due = {"origin": origin, "responses_from": 0, "deadline_ms": 99}
 
@@ -297,26 +299,43 @@ def test_a_decision_that_comes_out_otherwise_is_pointed_at(memory: MemoryBroker)
     assert "differs" not in kvlane("explain", "job-17").stdout
     tell_other = Assigned(
         id="job-19", attempt=0, phase="aggregated", worker="w1", epoch=3, responses_from=0,
-        deadline_ms=9, origin=Origin(topic="requests", partition=0, offset=0), prompt_tokens=4,
+        deadline_ms=9, origin=RequestOffset(topic="requests", partition=0, offset=0),
+        prompt_tokens=4,
         policy="dynamo", block_size=2, candidates=(Candidate(worker="w1", epoch=3, cost=1.0),),
     )  # fmt: skip
     memory.append(LEDGER, lane_of("job-19", 4), [encode(tell_other, "job-19")])
     shown = kvlane("explain", "job-19").stdout
-    assert "taken again it differs: the cost of w1 is 2.0, and was 1.0" in shown
-    assert "what was asked is not kept any more (1 h)" in shown
+    assert "recomputed, it differs: the cost of w1 is 2.0, and was 1.0" in shown
+    assert "the request is no longer retained (1 h)" in shown
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (Refused(id="job-20", code="invalid"), "its prompt was rejected before a router got it"),
+        (Cancel(id="job-20"), "only a cancel has this id"),
+    ],
+)
+def test_what_came_without_a_request_is_said(
+    memory: MemoryBroker, record: Refused | Cancel, words: str
+) -> None:
+    memory.append(REQUESTS, lane_of("job-20", 4), [encode(record, "job-20")])
+    shown = kvlane("explain", "job-20").stdout
+    assert words in shown
+    assert "no longer retained (1 h)" not in shown
 
 
 def test_an_unknown_id_says_what_may_be_wrong(memory: MemoryBroker) -> None:
     shown = kvlane("explain", "job-18")
     assert shown.exit_code == 1
-    assert "nothing is known of job-18" in shown.stdout
-    assert "Is the id whole" in shown.stdout
+    assert "nothing found about job-18" in shown.stdout
+    assert "Is the id complete" in shown.stdout
 
 
 def test_an_id_that_is_older_than_the_ledger_is_said_to_be(memory: MemoryBroker) -> None:
     shown = kvlane("explain", "018bcfe5-6800-7c02-9d41-0123456789ab")
     assert shown.exit_code == 1
-    assert "it is of 2023-11-14 22:13:20.000 UTC, and what is older than 24 h is" in shown.stdout
+    assert "issued at 2023-11-14 22:13:20.000 UTC, and records older than 24 h are" in shown.stdout
 
 
 def test_an_id_of_today_is_said_to_be_wrong(memory: MemoryBroker) -> None:
@@ -339,7 +358,7 @@ def test_a_request_that_waited_long_before_it_came_is_found(memory: MemoryBroker
 def test_a_fold_is_shown_and_written(memory: MemoryBroker, tmp_path: Path) -> None:
     tell(memory)
     file = tmp_path / "load.json"
-    shown = kvlane("replay", "--fold", "load", "--json", str(file))
+    shown = kvlane("replay", "--view", "load", "--json", str(file))
     assert shown.exit_code == 0, shown.output
     told = json.loads(file.read_bytes())
     lane = lane_of("job-17", 4)
@@ -350,7 +369,7 @@ def test_a_fold_is_shown_and_written(memory: MemoryBroker, tmp_path: Path) -> No
     assert f"ledger/{lane}" in shown.stdout
     assert "3 partitions without records" in shown.stdout
     for fold in ("fleet", "index"):
-        assert kvlane("replay", "--fold", fold).exit_code == 0
+        assert kvlane("replay", "--view", fold).exit_code == 0
 
 
 def test_the_fleet_is_shown_with_its_versions(memory: MemoryBroker, tmp_path: Path) -> None:
@@ -359,7 +378,7 @@ def test_the_fleet_is_shown_with_its_versions(memory: MemoryBroker, tmp_path: Pa
         versions={"kvlane": "0.1.0", "vllm": "0.32.1"},
     )  # fmt: skip
     memory.append(REGISTRY, 0, [encode(card, "worker/w1")])
-    shown = kvlane("replay", "--fold", "fleet", "--json", str(tmp_path / "fleet.json"))
+    shown = kvlane("replay", "--view", "fleet", "--json", str(tmp_path / "fleet.json"))
     assert shown.exit_code == 0, shown.output
     workers = json.loads((tmp_path / "fleet.json").read_bytes())["summary"]["workers"]
     assert workers["w1"].endswith("kvlane 0.1.0, vllm 0.32.1")
@@ -369,7 +388,7 @@ def test_the_fleet_is_shown_with_its_versions(memory: MemoryBroker, tmp_path: Pa
     "at", ["yesterday", "ledger/3", "ledger/99:5", "registry/0:1", "-5 apples"]
 )
 def test_a_moment_that_is_none_is_explained(memory: MemoryBroker, at: str) -> None:
-    shown = kvlane("replay", "--fold", "load", "--at", at)
+    shown = kvlane("replay", "--view", "load", "--at", at)
     assert shown.exit_code == 1
     assert "error:" in shown.output
     assert "Traceback" not in shown.output
@@ -387,10 +406,10 @@ def test_a_period_is_captured_and_its_decisions_taken_again(
     assert wrote.exit_code == 0, wrote.output
     assert "1 requests, 2 decisions, 1 runs, 0 workers" in wrote.stdout
     for source in (str(file), "-1h"):
-        shown = kvlane("replay", "--decisions", source)
+        shown = kvlane("verify-decisions", source)
         assert shown.exit_code == 0, shown.output
-        assert "2 decisions taken again (dynamo 1, none 1): 1 the same" in shown.stdout
-        assert "1 could not be taken again" in shown.stdout
+        assert "2 decisions recomputed (dynamo 1, none 1): 1 equal" in shown.stdout
+        assert "1 could not be recomputed" in shown.stdout
 
 
 def test_a_decision_that_comes_out_otherwise_fails_the_replay(
@@ -400,10 +419,10 @@ def test_a_decision_that_comes_out_otherwise_fails_the_replay(
     file = tmp_path / "run.jsonl"
     kvlane("capture", "--from", "-1h", "--out", str(file))
     file.write_bytes(file.read_bytes().replace(b'"cost":1.5', b'"cost":1.25'))
-    shown = kvlane("replay", "--decisions", str(file), "--json", str(tmp_path / "result"))
+    shown = kvlane("verify-decisions", str(file), "--json", str(tmp_path / "result"))
     assert shown.exit_code == 1
     lane = lane_of("job-17", 4)
-    assert f"the first: job-17 at ledger/{lane}:0: the cost of w1 is 1.5, and was 1.25" in (
+    assert f"first difference: job-17 at ledger/{lane}:0: the cost of w1 is 1.5, and was 1.25" in (
         shown.stdout
     )
     assert json.loads((tmp_path / "result").read_bytes())["differ"] == 1
@@ -412,13 +431,13 @@ def test_a_decision_that_comes_out_otherwise_fails_the_replay(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("capture", "--from", "-5m", "--to", "-10m", "--out", "x"), "nothing is between"),
-        (("capture", "--from", "ledger/0:1", "--out", "x"), "is no time"),
+        (("capture", "--from", "-5m", "--to", "-10m", "--out", "x"), "empty period"),
+        (("capture", "--from", "ledger/0:1", "--out", "x"), "is not a time"),
         (("capture", "--from", "-5m", "--out", "/absent/x"), "No such file"),
-        (("replay", "--decisions", "absent.jsonl"), "no such file, nor a period"),
-        (("replay", "--decisions", "-5x"), "is no moment"),
-        (("replay",), "one of --fold and --decisions"),
-        (("replay", "--fold", "load", "--decisions", "-1h"), "one of --fold and --decisions"),
+        (("verify-decisions", "absent.jsonl"), "not a file and not a period"),
+        (("verify-decisions", "-5x"), "invalid time"),
+        (("replay",), "Missing option '--view'"),
+        (("verify-decisions",), "Missing argument"),
     ],
 )
 def test_what_cannot_be_captured_or_replayed_is_explained(
@@ -433,4 +452,4 @@ def test_what_cannot_be_captured_or_replayed_is_explained(
 def test_an_empty_period_is_warned_of(memory: MemoryBroker, tmp_path: Path) -> None:
     shown = kvlane("capture", "--from", "-1h", "--out", str(tmp_path / "x"))
     assert shown.exit_code == 0
-    assert "nothing was decided in this period" in shown.stdout
+    assert "no decision in this period" in shown.stdout

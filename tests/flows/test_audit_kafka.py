@@ -11,14 +11,15 @@ from typer.testing import CliRunner
 
 from app.cli import app
 from app.settings import Settings
-from streams import provision
-from streams.brokers.local import Broker
+from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
-from streams.kafka.log import KafkaLog
-from streams.outbox import Outbox
-from streams.records import Assigned, Candidate, Chunk, Ended, Finished, Origin, Request
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
+from streams.record_publisher import RecordPublisher
+from streams.records import Assigned, Candidate, Chunk, Ended, Finished, RequestOffset
+from streams.request import Request
 from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
-from tests.leftovers import delete_topics
+from tests.harness.topic_cleanup import delete_topics
 
 LANES = 4
 IDS = [f"job-{n}" for n in range(20)]
@@ -26,12 +27,12 @@ IDS = [f"job-{n}" for n in range(20)]
 
 async def tell(settings: Settings) -> None:
     """The stories of all ids."""
-    log = KafkaLog(settings.connection("test"), prefix=settings.topic_prefix)
+    log = KafkaLog(settings.kafka_connection("test"), prefix=settings.topic_prefix)
     await log.start()
-    await provision.create(log, lanes=LANES, replication=1, min_insync=1)
-    outbox = Outbox(log, SystemClock())
+    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
+    outbox = RecordPublisher(log, SystemClock())
     for request_id in IDS:
-        origin = Origin(topic=REQUESTS, partition=lane_of(request_id, LANES), offset=0)
+        origin = RequestOffset(topic=REQUESTS, partition=lane_of(request_id, LANES), offset=0)
         run = {"id": request_id, "attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": 1}
         assigned = Assigned(
             **run, origin=origin, responses_from=0, deadline_ms=1,
@@ -47,8 +48,8 @@ async def tell(settings: Settings) -> None:
             (RESPONSES, chunk),
             (LEDGER, Finished(**run, code="stop", output_tokens=2)),
         ):
-            await outbox.persist(topic, request_id, record)
-    await outbox.persist(LEDGER, "lost", Ended(id="lost", code="lost"))
+            await outbox.publish(topic, request_id, record)
+    await outbox.publish(LEDGER, "lost", Ended(id="lost", code="lost"))
     await log.close()
 
 
@@ -64,13 +65,13 @@ async def test_the_log_of_a_real_broker_tells_what_was(
         results = []
         for name in ("one", "two"):
             file = tmp_path / name
-            shown = await kvlane("replay", "--fold", "load", "--json", str(file))
+            shown = await kvlane("replay", "--view", "load", "--json", str(file))
             assert "20" in shown
             results.append(json.loads(file.read_bytes()))
         assert results[0] == results[1]
         assert results[0]["summary"]["ended requests by code"] == {"stop": 20, "lost": 1}
         assert sum(p["records"] for p in results[0]["partitions"]) == 41
-        none = await kvlane("replay", "--fold", "load", "--at", "-1h")
+        none = await kvlane("replay", "--view", "load", "--at", "-1h")
         assert "ended requests by code" in none
         assert "stop" not in none
         story = await kvlane("explain", "job-7")

@@ -6,16 +6,23 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from app.engine.contract import EngineOutput, GenerateContext
 from app.engine.echo import EchoEngine
-from app.routing.policies import Place
+from app.engine.interface import EngineOutput, GenerateContext
+from app.routing.worker_rank import WorkerRank
 from streams.codecs import decode
-from streams.memory.broker import Fate
-from streams.records import Finished, PrefillDone, Request, Started
+from streams.memory.broker_faults import AppendFate
+from streams.records import Finished, PrefillDone, Started
+from streams.request import Request
 from streams.topics import KV_EVENTS, LEDGER
-from tests.gateways import CONTEXT, STEP_S
-from tests.towns import PROMPT, TOKENS, Town, caching, stopped
-from tests.worlds import World, in_world, play
+from tests.harness.cluster_harness import (
+    PROMPT,
+    TOKENS,
+    ClusterHarness,
+    caching_engine,
+    slow_engine,
+)
+from tests.harness.gateway_harness import CONTEXT, STEP_S
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 
 class Hesitant(EchoEngine):
@@ -31,43 +38,45 @@ class Hesitant(EchoEngine):
             yield output
 
 
-@in_world
+@scenario_test
 async def test_prefill_is_done_with_the_first_token_and_not_with_an_empty_output(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    town = await Town.found(world, ())
+    town = await ClusterHarness.start(world, ())
     engine = Hesitant(world.clock, STEP_S, model="demo", context_length=CONTEXT)
-    worker = await town.hire("w1", engine=engine)
+    worker = await town.start_worker("w1", engine=engine)
     assert worker.epoch is not None
-    place = Place("w1", worker.epoch)
-    answer = town.say(body={"max_tokens": 200})
-    await world.until(lambda: any(isinstance(r, Started) for r in _ledger(world)))
+    place = WorkerRank("w1", worker.epoch)
+    answer = town.complete_with(body={"max_tokens": 200})
+    await world.wait_until(lambda: any(isinstance(r, Started) for r in _ledger(world)))
     await world.sleep(2)
-    (burden,) = town.router._load.burdens.at([place])
+    (burden,) = town.router._load.active_load.loads([place])
     assert burden.prefill_tokens == TOKENS, "two empty outputs came"
-    await world.until(lambda: any(isinstance(r, PrefillDone) for r in _ledger(world)))
+    await world.wait_until(lambda: any(isinstance(r, PrefillDone) for r in _ledger(world)))
     await world.sleep(0.1)
-    (burden,) = town.router._load.burdens.at([place])
+    (burden,) = town.router._load.active_load.loads([place])
     assert (burden.runs, burden.prefill_tokens) == (1, 0)
-    await answer.done()
+    await answer.wait_done()
 
 
 @pytest.mark.parametrize("way", ["end", "cancel", "leave", "death", "deadline"])
 def test_what_a_request_was_booked_with_is_given_back_once_however_it_ends(way: str) -> None:
-    async def scenario(world: World) -> None:
-        town = await Town.found(world, (), deadline_s=30)
-        engine = caching(world) if way == "end" else stopped(world)
-        await town.hire("w1", engine=engine)
-        answer = town.say(body={"stream": True})
-        await world.until(lambda: len(town.decisions()) == 1)
+    async def scenario(world: MemoryWorld) -> None:
+        town = await ClusterHarness.start(world, (), deadline_s=30)
+        engine = caching_engine(world) if way == "end" else slow_engine(world)
+        await town.start_worker("w1", engine=engine)
+        answer = town.complete_with(body={"stream": True})
+        await world.wait_until(lambda: len(town.decisions()) == 1)
         await world.sleep(1)
         (decision,) = town.decisions()
         if way != "end":
             assert not town.is_idle
         if way == "cancel":
-            assert (await town.ask("DELETE", f"/v1/streams/{decision.id}").done()).status < 300
+            assert (
+                await town.send("DELETE", f"/v1/streams/{decision.id}").wait_done()
+            ).status < 300
         elif way == "leave":
-            answer.leave()
+            answer.disconnect()
         elif way == "death":
             await town.kill("w1")
         await answer.task
@@ -76,62 +85,64 @@ def test_what_a_request_was_booked_with_is_given_back_once_however_it_ends(way: 
         assert not town.router._load.lane(0).unfinished
         assert not town.router._load.lane(1).unfinished
 
-    play(scenario)
+    run_scenario(scenario)
 
 
-@in_world
-async def test_two_ends_of_one_request_give_back_what_one_was_booked_with(world: World) -> None:
-    town = await Town.found(world, ())
-    await town.hire("w1", engine=stopped(world))
-    first, second = town.say(), town.say()
-    await world.until(lambda: len(town.decisions()) == 2)
+@scenario_test
+async def test_two_ends_of_one_request_give_back_what_one_was_booked_with(
+    world: MemoryWorld,
+) -> None:
+    town = await ClusterHarness.start(world, ())
+    await town.start_worker("w1", engine=slow_engine(world))
+    first, second = town.complete_with(), town.complete_with()
+    await world.wait_until(lambda: len(town.decisions()) == 2)
     one = next(d for d in town.decisions())
-    await town.ask("DELETE", f"/v1/streams/{one.id}").done()
-    await town.ask("DELETE", f"/v1/streams/{one.id}").done()
+    await town.send("DELETE", f"/v1/streams/{one.id}").wait_done()
+    await town.send("DELETE", f"/v1/streams/{one.id}").wait_done()
     await world.sleep(2)
-    place = Place("w1", one.epoch)
-    (burden,) = town.router._load.burdens.at([place])
+    place = WorkerRank("w1", one.epoch)
+    (burden,) = town.router._load.active_load.loads([place])
     assert (burden.runs, burden.tokens) == (1, TOKENS)
     for answer in (first, second):
-        answer.leave()
+        answer.disconnect()
         await answer.task
 
 
-@in_world
-async def test_news_that_get_lost_on_their_way_cost_no_request(world: World) -> None:
+@scenario_test
+async def test_news_that_get_lost_on_their_way_cost_no_request(world: MemoryWorld) -> None:
     """Of the prefill's end, of the cache, and of the run's end, which is said until it stands."""
-    town = await Town.found(world, ())
-    await town.hire("w1", engine=caching(world))
-    kept = [Fate.KEPT] * 2  # Assigned, Started
-    world.faults.next_fates(LEDGER, *kept, Fate.LOST, Fate.LOST, Fate.KEPT)
-    world.faults.next_fates(KV_EVENTS, Fate.LOST)
-    answer = await town.say().done()
+    town = await ClusterHarness.start(world, ())
+    await town.start_worker("w1", engine=caching_engine(world))
+    kept = [AppendFate.KEPT] * 2  # Assigned, Started
+    world.faults.next_fates(LEDGER, *kept, AppendFate.LOST, AppendFate.LOST, AppendFate.KEPT)
+    world.faults.next_fates(KV_EVENTS, AppendFate.LOST)
+    answer = await town.complete_with().wait_done()
     assert answer.status == 200
     await world.sleep(5)
     kinds = [type(r) for r in _ledger(world)]
     assert kinds.count(PrefillDone) <= 1
     assert kinds.count(Finished) == 1
     assert town.is_idle
-    assert (await town.placed()).worker == "w1"
+    assert (await town.wait_decision()).worker == "w1"
 
 
-@in_world
-async def test_a_cancel_wins_over_tokens_that_are_ready(world: World) -> None:
+@scenario_test
+async def test_a_cancel_wins_over_tokens_that_are_ready(world: MemoryWorld) -> None:
     """Tokens that an engine makes after its run was cancelled are not in the answer."""
-    town = await Town.found(world, ())
-    await town.hire("w1")
-    answer = town.say(body={"stream": True, "max_tokens": 300, "prompt": PROMPT})
-    await world.until(lambda: len(answer.text) > 5)
+    town = await ClusterHarness.start(world, ())
+    await town.start_worker("w1")
+    answer = town.complete_with(body={"stream": True, "max_tokens": 300, "prompt": PROMPT})
+    await world.wait_until(lambda: len(answer.text) > 5)
     (decision,) = town.decisions()
-    await town.ask("DELETE", f"/v1/streams/{decision.id}").done()
+    await town.send("DELETE", f"/v1/streams/{decision.id}").wait_done()
     shown = len(answer.text)
     await answer.task
     assert len(answer.text) <= shown + 3
-    await world.until(lambda: any(isinstance(r, Finished) for r in _ledger(world)))
+    await world.wait_until(lambda: any(isinstance(r, Finished) for r in _ledger(world)))
     (finished,) = (r for r in _ledger(world) if isinstance(r, Finished))
     assert finished.code == "cancelled"
     assert finished.output_tokens < 300
 
 
-def _ledger(world: World) -> list[object]:
-    return [decode(record) for record in world.everywhere(LEDGER)]
+def _ledger(world: MemoryWorld) -> list[object]:
+    return [decode(record) for record in world.all_records(LEDGER)]

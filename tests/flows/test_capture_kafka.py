@@ -13,22 +13,22 @@ import pytest
 from typer.testing import CliRunner
 
 from app.cli import app
-from app.engine.simulated import SimulatedEngine
-from app.lifetime import Lifetime
+from app.engine.simulated.engine import SimulatedEngine
 from app.router import Router
+from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.worker import Worker
-from streams import provision
-from streams.brokers.local import Broker
+from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.codecs import decode
-from streams.kafka.log import KafkaLog
-from streams.outbox import Outbox
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
+from streams.record_publisher import RecordPublisher
 from streams.records import Finished
 from streams.topics import LEDGER, REQUESTS
-from tests.captures import SHAPE, conversations
-from tests.leftovers import delete_topics
+from tests.harness.capture_harness import SHAPE, conversations
+from tests.harness.topic_cleanup import delete_topics
 
 LANES = 4
 COUNT = 60
@@ -38,7 +38,7 @@ SPEEDUP = 20.0
 
 @asynccontextmanager
 async def connected(settings: Settings, name: str) -> AsyncIterator[KafkaLog]:
-    log = KafkaLog(settings.connection(name), prefix=settings.topic_prefix)
+    log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
     await log.start()
     try:
         yield log
@@ -51,8 +51,8 @@ async def staff(settings: Settings) -> AsyncIterator[None]:
     """Two routers and three workers in this process, each on its own connection."""
     lives = []
     for name in ("w0", "w1", "w2", "r0", "r1"):
-        life = Lifetime(name)
-        log = KafkaLog(settings.connection(name), prefix=settings.topic_prefix)
+        life = ProcessContext(name)
+        log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
         await log.start()
         part: Router | Worker
         if name.startswith("r"):
@@ -68,9 +68,9 @@ async def staff(settings: Settings) -> AsyncIterator[None]:
         yield
     finally:
         for log, life, part in reversed(lives):
-            assert life.failed is None
+            assert life.error is None
             await part.stop()
-            await life.end()
+            await life.cancel_tasks()
             await log.close()
 
 
@@ -103,11 +103,11 @@ async def test_every_decision_on_a_real_broker_is_recomputed_bit_for_bit(
     settings = Settings()
     try:
         async with connected(settings, "test") as log:
-            await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+            await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
             async with staff(settings):
-                outbox, clock = Outbox(log, SystemClock()), SystemClock()
+                outbox, clock = RecordPublisher(log, SystemClock()), SystemClock()
                 for request in conversations(clock, random.Random(policy), COUNT):
-                    await outbox.persist(REQUESTS, request.id, request)
+                    await outbox.publish(REQUESTS, request.id, request)
                     await clock.sleep(0.02)
                 assert len(await answers(log)) == COUNT
         file = tmp_path / "run.jsonl.zst"
@@ -115,7 +115,7 @@ async def test_every_decision_on_a_real_broker_is_recomputed_bit_for_bit(
         assert f"{COUNT} requests, " in wrote
         for source in (str(file), "-10m"):
             result = tmp_path / "result"
-            await kvlane("replay", "--decisions", source, "--json", str(result))
+            await kvlane("verify-decisions", source, "--json", str(result))
             again = json.loads(result.read_bytes())
             assert (again["differ"], again["first"]) == (0, "")
             assert again["same"] == again["decisions"] >= COUNT

@@ -9,24 +9,27 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.bench.report import Bar, Report
+from app.bench.report import Report, Threshold
 from app.cli import app
-from app.preprocess.byte_level import encode as tokens_of
+from app.preprocess.text.byte_level import encode_bytes as tokens_of
 from streams.clock import SystemClock
 from streams.codecs import encode
-from streams.memory.broker import MemoryBroker
+from streams.memory.memory_broker import MemoryBroker
 from streams.records import Chunk, End
 from streams.topics import PROMPTS, RESPONSES, lane_of
-from tests.commands import over
+from tests.harness.memory_commands import connect_commands
 
 COMMANDS = [
     [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"], ["asyncapi"],
-    ["explain"], ["replay"], ["simulate"],
-    ["topics"], ["topics", "create"], ["topics", "describe"],
+    ["explain"], ["replay"], ["verify-decisions"], ["simulate"],
+    ["topics"], ["topics", "skip"], ["topics", "create"], ["topics", "describe"],
+    ["keys"], ["keys", "create"], ["keys", "list"], ["keys", "revoke"], ["keys", "limit"],
     ["dead-letters"], ["dead-letters", "list"], ["dead-letters", "show"], ["dead-letters", "retry"],
     ["bench"],
-    ["bench", "faults"], ["bench", "hop"], ["bench", "tokens"], ["bench", "gateway"],
+    ["bench", "faults"], ["bench", "router-latency"], ["bench", "tokens"], ["bench", "gateway"],
+    ["bench", "attach"],
     ["bench", "rebuild"], ["bench", "index"], ["bench", "simulate"], ["bench", "routers"],
+    ["bench", "decision"],
     ["bench", "all"],
 ]  # fmt: skip
 
@@ -39,7 +42,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
-    return over(MemoryBroker(SystemClock(), lanes=4), monkeypatch)
+    return connect_commands(MemoryBroker(SystemClock(), lanes=4), monkeypatch)
 
 
 def kvlane(*arguments: str, given: str | None = None) -> Result:
@@ -110,6 +113,14 @@ def test_an_empty_prompt_is_refused_in_one_line(memory: MemoryBroker) -> None:
     assert not prompts(memory)
 
 
+@pytest.mark.parametrize("limit", ["0", "-1", "2147483648"])
+def test_a_limit_that_no_answer_can_have_is_refused(memory: MemoryBroker, limit: str) -> None:
+    result = kvlane("publish", "--max-tokens", limit, "hello")
+    assert result.exit_code == 2
+    assert "--max-tokens" in result.stderr
+    assert prompts(memory) == []
+
+
 def test_a_file_brings_many_prompts_with_ids_or_without(
     memory: MemoryBroker, tmp_path: Path
 ) -> None:
@@ -125,8 +136,8 @@ def test_a_file_brings_many_prompts_with_ids_or_without(
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("nonsense", "line 2 is no JSON object"),
-        ("[]", "line 2 is no JSON object"),
+        ("nonsense", "line 2 is not a JSON object"),
+        ("[]", "line 2 is not a JSON object"),
         ('{"kind":"sing"}', "line 2, kind: "),
     ],
 )
@@ -166,6 +177,49 @@ def test_waiting_ends_with_the_time_out(memory: MemoryBroker) -> None:
     result = kvlane("follow", "a", "--timeout", "0.3")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: a: no end within 0.3 s")
+
+
+def test_an_id_that_nothing_was_published_under_is_an_error_at_once(
+    memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.commands.request_commands.CHECK_AFTER_S", 0.1)
+    result = kvlane("follow", "nosuch")
+    assert result.exit_code == 1
+    assert "error: nosuch: no record has this id" in result.stderr
+    awaited = kvlane("follow", "nosuch", "--timeout", "0.5")
+    assert awaited.exit_code == 1
+    assert "no record has this id" in awaited.stderr
+    assert "no end within 0.5 s" in awaited.stderr
+
+
+def test_an_id_that_is_too_old_says_so(memory: MemoryBroker) -> None:
+    result = kvlane("follow", "018bcfe5-6800-7c02-9d41-0123456789ab")
+    assert result.exit_code == 1
+    assert "records older than 24 h are deleted" in result.stderr
+
+
+def test_a_stream_that_was_cut_says_so(memory: MemoryBroker) -> None:
+    answer(memory, "a", "Hel", "lo ", "wörld")
+    memory.delete_records(RESPONSES, lane_of("a", 4), 1)
+    result = kvlane("follow", "a")
+    assert result.exit_code == 1
+    assert "a: the beginning of its stream is no longer retained" in result.stderr
+
+
+def test_a_prompt_that_waits_is_waited_for(
+    memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.commands.request_commands.CHECK_AFTER_S", 0.1)
+    kvlane("publish", "hello", "--id", "a")
+    result = kvlane("follow", "a", "--timeout", "0.5")
+    assert result.stderr.startswith("error: a: no end within 0.5 s")
+
+
+def test_an_id_cannot_act_on_the_terminal(memory: MemoryBroker) -> None:
+    answer(memory, "a\nb\x1b[2J", "hello")
+    result = kvlane("publish", "hello", "--id", "a\nb\x1b[2J", "--follow")
+    assert (result.stdout, result.stderr) == ("hello\n", "a\\nb\\x1b[2J\n")
+    assert kvlane("publish", "hello", "--id", "c\nd").stdout == "c\\nd\n"
 
 
 def test_publish_can_follow(memory: MemoryBroker) -> None:
@@ -232,7 +286,7 @@ def test_settings_shows_variables_and_values(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.demo.command.demo", lambda *_: False)
+    monkeypatch.setattr("app.demo.demo_run.run_demo", lambda *_: False)
     assert kvlane("demo", "hello", "--broker", "memory").exit_code == 1
 
 
@@ -257,9 +311,9 @@ def test_bench_of_real_routers_fails_when_one_of_them_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def wrong(*_: object) -> Report:
-        return Report("routers", [], [Bar("unlike the log", 1, "", "0", met=False)])
+        return Report("routers", [], [Threshold("unlike the log", 1, "", "0", met=False)])
 
-    monkeypatch.setattr("app.bench.several.several", wrong)
+    monkeypatch.setattr("app.bench.routing.routers_kafka.bench_kafka_routers", wrong)
     assert kvlane("bench", "routers", "--kafka").exit_code == 1
 
 
@@ -268,7 +322,12 @@ def test_simulate_shows_a_row_for_each_policy_and_seed(tmp_path: Path) -> None:
     asked = ("--policy", "dynamo:16,round_robin", "--workers", "2", "--speed", "4", "--seeds", "2")
     result = kvlane("simulate", *asked, "--json", str(file))
     assert result.exit_code == 0, result.output
-    assert "ttft_ms mean / p50 / p99" in result.stdout
+    *_, heading, first, second, third, _, _ = result.stdout.splitlines()
+    assert heading.split()[:5] == ["policy", "seed", "reuse", "TTFT", "ms"]
+    assert [row.split()[:2] for row in (first, second, third)] == [
+        ["dynamo:16", "0"], ["dynamo:16", "1"], ["round_robin", "0"],
+    ]  # fmt: skip
+    assert max(len(row.rstrip()) for row in (heading, first, second, third)) <= 80
     rows = json.loads(file.read_text())["rows"]
     assert [(r["policy"], r["seed"]) for r in rows] == [
         ("dynamo:16", 0), ("dynamo:16", 1), ("round_robin", 0), ("round_robin", 1),

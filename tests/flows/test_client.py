@@ -7,26 +7,26 @@ from contextlib import aclosing
 
 import pytest
 
-from app.publishing import stream
-from streams.client import Answer
+from app.commands.kafka_client import write_stream
+from streams.client import ReplyResult
 from streams.errors import (
     AppendFailed,
     RecordTooLarge,
 )
-from streams.memory.broker import Fate
+from streams.memory.broker_faults import AppendFate
 from streams.prompt import Prompt
-from streams.records import Chunk, End, Fence, Placed, Usage
-from streams.replies import LINGER_S
-from streams.reply import PIECES
+from streams.records import Chunk, DryRunResult, End, Fence, Usage
+from streams.responses.reply_reader import IDLE_LANE_TTL_S
+from streams.responses.reply_stream import MAX_PENDING_PIECES
 from streams.topics import PROMPTS, RESPONSES, lane_of
+from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.listening import Worker, connect, publish, read, text
-from tests.worlds import World, in_world
 
 # --- publishing -----------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_prompt_lies_on_the_log_when_publish_returns(world: World) -> None:
+@scenario_test
+async def test_a_prompt_lies_on_the_log_when_publish_returns(world: MemoryWorld) -> None:
     client = await connect(world)
     prompt = Prompt(id="job-17", kind="tokens", body={"token_ids": [104, 258]}, deadline_s=30)
     assert await client.publish(prompt) == "job-17"
@@ -35,34 +35,34 @@ async def test_a_prompt_lies_on_the_log_when_publish_returns(world: World) -> No
     assert Prompt.model_validate_json(record.value or b"") == prompt
 
 
-@in_world
-async def test_an_unacknowledged_prompt_is_published_again(world: World) -> None:
+@scenario_test
+async def test_an_unacknowledged_prompt_is_published_again(world: MemoryWorld) -> None:
     client = await connect(world)
-    world.faults.next_fates(PROMPTS, Fate.LOST, Fate.UNREPORTED)
+    world.faults.next_fates(PROMPTS, AppendFate.LOST, AppendFate.UNREPORTED)
     await publish(client, "job-17")
     assert len(world.records(PROMPTS, key="job-17")) == 2
 
 
-@in_world
-async def test_publishing_gives_up_at_its_deadline(world: World) -> None:
+@scenario_test
+async def test_publishing_gives_up_at_its_deadline(world: MemoryWorld) -> None:
     client = await connect(world)
     await publish(client, "warm")
-    world.faults.next_fates(PROMPTS, *[Fate.LOST] * 1000)
+    world.faults.next_fates(PROMPTS, *[AppendFate.LOST] * 1000)
     before = world.clock.now()
     with pytest.raises(AppendFailed):
         await client.publish(Prompt(id="warm"), timeout_s=5)
     assert 5 <= world.clock.now() - before < 7
 
 
-@in_world
-async def test_a_prompt_that_is_too_large_is_refused_at_once(world: World) -> None:
+@scenario_test
+async def test_a_prompt_that_is_too_large_is_refused_at_once(world: MemoryWorld) -> None:
     client = await connect(world)
     with pytest.raises(RecordTooLarge):
         await client.publish(Prompt(id="a", body={"prompt": "x" * 9_000_000}))
 
 
-@in_world
-async def test_a_cancel_follows_its_prompt_on_the_same_partition(world: World) -> None:
+@scenario_test
+async def test_a_cancel_follows_its_prompt_on_the_same_partition(world: MemoryWorld) -> None:
     client = await connect(world)
     await publish(client, "job-17")
     await client.cancel("job-17")
@@ -71,8 +71,8 @@ async def test_a_cancel_follows_its_prompt_on_the_same_partition(world: World) -
     assert Prompt.model_validate_json(cancel.value or b"") == Prompt(id="job-17", kind="cancel")
 
 
-@in_world
-async def test_ids_rise(world: World) -> None:
+@scenario_test
+async def test_ids_rise(world: MemoryWorld) -> None:
     client = await connect(world)
     ids = [client.new_request_id() for _ in range(100)]
     assert ids == sorted(set(ids))
@@ -81,8 +81,8 @@ async def test_ids_rise(world: World) -> None:
 # --- reading --------------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_stream_gives_every_piece_to_the_end(world: World) -> None:
+@scenario_test
+async def test_a_stream_gives_every_piece_to_the_end(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     reading = world.spawn(read(client, worker.id))
@@ -93,8 +93,8 @@ async def test_a_stream_gives_every_piece_to_the_end(world: World) -> None:
     assert await reading == written
 
 
-@in_world
-async def test_a_piece_is_there_as_soon_as_it_is_written(world: World) -> None:
+@scenario_test
+async def test_a_piece_is_there_as_soon_as_it_is_written(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     async with aclosing(client.stream(worker.id)) as stream:
@@ -104,8 +104,8 @@ async def test_a_piece_is_there_as_soon_as_it_is_written(world: World) -> None:
         assert world.clock.now() == before
 
 
-@in_world
-async def test_nothing_is_missed_between_publishing_and_listening(world: World) -> None:
+@scenario_test
+async def test_nothing_is_missed_between_publishing_and_listening(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = await publish(client)
     Worker(world, request_id).write("hello", "stop")
@@ -113,13 +113,13 @@ async def test_nothing_is_missed_between_publishing_and_listening(world: World) 
     assert text(await read(client, request_id)) == "hello"
 
 
-@in_world
-async def test_a_reply_that_starts_before_publish_returns_is_whole(world: World) -> None:
+@scenario_test
+async def test_a_reply_that_starts_before_publish_returns_is_whole(world: MemoryWorld) -> None:
     """The broker is slow to acknowledge; the worker is not slow to answer."""
     client = await connect(world)
     world.faults.slow["append"] = 2.0
     publishing = world.spawn(publish(client, "job-17"))
-    await world.until(lambda: bool(world.records(PROMPTS, key="job-17")))
+    await world.wait_until(lambda: bool(world.records(PROMPTS, key="job-17")))
     worker = Worker(world, "job-17")
     worker.write("hel")
     await world.sleep(1)
@@ -128,8 +128,8 @@ async def test_a_reply_that_starts_before_publish_returns_is_whole(world: World)
     assert text(await read(client, "job-17")) == "hello"
 
 
-@in_world
-async def test_many_streams_at_once_do_not_mix(world: World) -> None:
+@scenario_test
+async def test_many_streams_at_once_do_not_mix(world: MemoryWorld) -> None:
     client = await connect(world)
     ids = [await publish(client) for _ in range(200)]
     reading = [world.spawn(client.result(request_id)) for request_id in ids]
@@ -144,8 +144,8 @@ async def test_many_streams_at_once_do_not_mix(world: World) -> None:
     ]
 
 
-@in_world
-async def test_a_fail_over_shows_each_token_once(world: World) -> None:
+@scenario_test
+async def test_a_fail_over_shows_each_token_once(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = await publish(client)
     first = Worker(world, request_id)
@@ -156,8 +156,8 @@ async def test_a_fail_over_shows_each_token_once(world: World) -> None:
     assert text(await read(client, request_id)) == "hello"
 
 
-@in_world
-async def test_an_end_is_the_last_piece(world: World) -> None:
+@scenario_test
+async def test_an_end_is_the_last_piece(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     worker.write("he")
@@ -166,8 +166,8 @@ async def test_an_end_is_the_last_piece(world: World) -> None:
     assert (await read(client, worker.id))[1:] == [end]
 
 
-@in_world
-async def test_only_lanes_in_use_are_read(world: World) -> None:
+@scenario_test
+async def test_only_lanes_in_use_are_read(world: MemoryWorld) -> None:
     client = await connect(world)
     replies = client._listening()
     assert not replies._live.lanes
@@ -175,14 +175,14 @@ async def test_only_lanes_in_use_are_read(world: World) -> None:
     assert set(replies._live.lanes) == {lane_of(request_id, world.lanes)}
 
 
-@in_world
-async def test_a_lane_is_left_some_time_after_its_last_stream(world: World) -> None:
+@scenario_test
+async def test_a_lane_is_left_some_time_after_its_last_stream(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     worker.write("hello", "stop")
     await client.result(worker.id)
     lanes = client._listening()._live.lanes
-    await world.sleep(LINGER_S - 1)
+    await world.sleep(IDLE_LANE_TTL_S - 1)
     assert lanes
     await world.sleep(2)
     assert not lanes
@@ -191,19 +191,19 @@ async def test_a_lane_is_left_some_time_after_its_last_stream(world: World) -> N
     assert (await client.result(again.id)).text == "hello"
 
 
-@in_world
-async def test_whoever_stops_listening_leaves_nothing_behind(world: World) -> None:
+@scenario_test
+async def test_whoever_stops_listening_leaves_nothing_behind(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     worker.write("he")
     async with aclosing(client.stream(worker.id)) as stream:
         await anext(stream)
     assert not client._unclaimed
-    assert not client._listening()._live.all()
+    assert not client._listening()._live.all_replies()
 
 
-@in_world
-async def test_a_stream_that_was_left_can_be_taken_up_again(world: World) -> None:
+@scenario_test
+async def test_a_stream_that_was_left_can_be_taken_up_again(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     worker.write("he")
@@ -217,8 +217,8 @@ async def test_a_stream_that_was_left_can_be_taken_up_again(world: World) -> Non
 # --- results --------------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_result_is_the_whole_answer(world: World) -> None:
+@scenario_test
+async def test_a_result_is_the_whole_answer(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = await publish(client)
     usage = Usage(prompt_tokens=3, completion_tokens=2)
@@ -236,35 +236,35 @@ async def test_a_result_is_the_whole_answer(world: World) -> None:
     )
     lane = lane_of(request_id, world.lanes)
     world.append(RESPONSES, lane, chunk, last, key=request_id)
-    assert await client.result(request_id) == Answer("hi", (104, 105), "length", usage=usage)
+    assert await client.result(request_id) == ReplyResult("hi", (104, 105), "length", usage=usage)
 
 
-@in_world
-async def test_a_result_says_why_a_router_ended_it(world: World) -> None:
+@scenario_test
+async def test_a_result_says_why_a_router_ended_it(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     worker.write("he")
     worker.append(End(id=worker.id, code="queue_full", message="32 wait", retry_after_s=1.5))
-    assert await client.result(worker.id) == Answer(
+    assert await client.result(worker.id) == ReplyResult(
         "he", (104, 101), None, "queue_full", "32 wait", 1.5
     )
 
 
-@in_world
-async def test_a_dry_run_tells_where_a_request_would_go(world: World) -> None:
+@scenario_test
+async def test_a_dry_run_tells_where_a_request_would_go(world: MemoryWorld) -> None:
     client = await connect(world)
-    placed = Placed(worker_id="w1", dp_rank=1, token_ids=(104, 258))
+    placed = DryRunResult(worker_id="w1", dp_rank=1, token_ids=(104, 258))
     for name in ("a", "b"):
         worker = Worker(world, await publish(client, name))
         worker.append(End(id=worker.id, code="stop", placed=placed))
     assert (await client.result("a")).placed == placed
     told: list[str] = []
-    assert await stream(client, "b", told.append, timeout_s=5) == ""
+    assert await write_stream(client, "b", told.append, timeout_s=5) == ""
     assert told == ["w1 1"]
 
 
-@in_world
-async def test_an_answer_whose_last_chunk_was_lost_ends_normally(world: World) -> None:
+@scenario_test
+async def test_an_answer_whose_last_chunk_was_lost_ends_normally(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     worker.write("he")
@@ -274,8 +274,8 @@ async def test_an_answer_whose_last_chunk_was_lost_ends_normally(world: World) -
     assert answer.usage == Usage(completion_tokens=2)
 
 
-@in_world
-async def test_waiting_ends_at_its_deadline_and_can_go_on(world: World) -> None:
+@scenario_test
+async def test_waiting_ends_at_its_deadline_and_can_go_on(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     worker.write("he")
@@ -288,15 +288,15 @@ async def test_waiting_ends_at_its_deadline_and_can_go_on(world: World) -> None:
 # --- a slow consumer ------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_slow_consumer_gets_all_the_text_in_fewer_pieces(world: World) -> None:
+@scenario_test
+async def test_a_slow_consumer_gets_all_the_text_in_fewer_pieces(world: MemoryWorld) -> None:
     client = await connect(world)
     slow, quick = Worker(world, await publish(client)), Worker(world, await publish(client))
     async with aclosing(client.stream(slow.id)) as stream:
         slow.write("a")
         pieces = [await anext(stream)]
         expected = "a"
-        for number in range(20 * PIECES):
+        for number in range(20 * MAX_PENDING_PIECES):
             expected += slow.write(f"{number} ").text
         quick.write("hello", "stop")
         assert (await client.result(quick.id, timeout_s=1)).text == "hello"
@@ -304,16 +304,16 @@ async def test_a_slow_consumer_gets_all_the_text_in_fewer_pieces(world: World) -
         await world.sleep(1)
         pieces += [piece async for piece in stream]
     assert text(pieces) == expected + "end"
-    assert len(pieces) <= PIECES + 1
+    assert len(pieces) <= MAX_PENDING_PIECES + 1
     assert isinstance(pieces[-1], Chunk)
     assert pieces[-1].finish_reason == "stop"
 
 
-@in_world
-async def test_joined_pieces_follow_each_other_without_a_gap(world: World) -> None:
+@scenario_test
+async def test_joined_pieces_follow_each_other_without_a_gap(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
-    for number in range(3 * PIECES):
+    for number in range(3 * MAX_PENDING_PIECES):
         worker.write(f"{number} ")
     worker.append(End(id=worker.id, code="deadline"))
     await world.sleep(1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.faults.vtime import VirtualClock
+from app.testing.virtual_time import VirtualClock
 from streams import client as module
 from streams.client import Client
 from streams.codecs import encode
@@ -16,18 +16,18 @@ from streams.errors import (
     BrokerUnavailable,
     PositionLost,
 )
-from streams.ids import Seal
-from streams.memory.broker import Fate
+from streams.ids import TenantTag
+from streams.memory.broker_faults import AppendFate
 from streams.prompt import Prompt
 from streams.records import Chunk, End, Fence
-from streams.replies import CLOCK_MARGIN_MS, LONGEST_LIFE_MS
+from streams.responses.reply_reader import CLOCK_MARGIN_MS, MAX_REQUEST_LIFETIME_MS
 from streams.topics import PROMPTS, RESPONSES, lane_of
+from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.listening import Worker, connect, in_lane, publish, read, text
-from tests.worlds import World, in_world
 
 
-@in_world
-async def test_a_stream_published_elsewhere_is_read_from_its_beginning(world: World) -> None:
+@scenario_test
+async def test_a_stream_published_elsewhere_is_read_from_its_beginning(world: MemoryWorld) -> None:
     publisher, client = await connect(world, "one"), await connect(world, "two")
     worker = Worker(world, await publish(publisher))
     worker.write("he")
@@ -40,8 +40,8 @@ async def test_a_stream_published_elsewhere_is_read_from_its_beginning(world: Wo
 
 @pytest.mark.parametrize("request_id", ["job-17", "0190a8c4-0000-7000-8000-000000000001"])
 def test_a_finished_stream_is_read_whatever_its_id(request_id: str) -> None:
-    @in_world
-    async def scenario(world: World) -> None:
+    @scenario_test
+    async def scenario(world: MemoryWorld) -> None:
         Worker(world, request_id).write("hello", "stop")
         await world.sleep(1800)
         client = await connect(world)
@@ -50,8 +50,8 @@ def test_a_finished_stream_is_read_whatever_its_id(request_id: str) -> None:
     scenario()
 
 
-@in_world
-async def test_a_stream_may_be_awaited_before_it_begins(world: World) -> None:
+@scenario_test
+async def test_a_stream_may_be_awaited_before_it_begins(world: MemoryWorld) -> None:
     client = await connect(world)
     reading = world.spawn(client.result("job-17"))
     await world.sleep(5)
@@ -59,8 +59,8 @@ async def test_a_stream_may_be_awaited_before_it_begins(world: World) -> None:
     assert (await reading).text == "hello"
 
 
-@in_world
-async def test_two_listeners_get_the_same(world: World) -> None:
+@scenario_test
+async def test_two_listeners_get_the_same(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     worker.write("he")
@@ -73,27 +73,27 @@ async def test_two_listeners_get_the_same(world: World) -> None:
     assert text(await first) == "hello"
 
 
-@in_world
-async def test_an_attached_stream_goes_on_with_the_live_reader(world: World) -> None:
+@scenario_test
+async def test_an_attached_stream_goes_on_with_the_live_reader(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, "job-17")
     worker.write("he")
     reading = world.spawn(client.result("job-17"))
     replies = client._listening()
-    await world.until(lambda: bool(replies._live.all()))
-    await world.until(lambda: not replies._history.lanes)
+    await world.wait_until(lambda: bool(replies._live.all_replies()))
+    await world.wait_until(lambda: not replies._history.all_replies())
     worker.write("llo", "stop")
     assert (await reading).text == "hello"
 
 
-def backlog(world: World, lane: int, records: int = 7000) -> None:
+def backlog(world: MemoryWorld, lane: int, records: int = 7000) -> None:
     """Records of others, for several polls that take their time."""
     stranger = encode(Fence(id="other", attempt=1), "other")
     world.append_raw(RESPONSES, lane, *[stranger] * records)
     world.faults.slow["poll"] = 0.3
 
 
-async def id_of_a_clock_that_is_ahead(world: World) -> str:
+async def id_of_a_clock_that_is_ahead(world: MemoryWorld) -> str:
     ahead = VirtualClock(world.clock._loop, ahead_ms=2 * CLOCK_MARGIN_MS)
     return Client(await world.connect("ahead"), ahead).new_request_id()
 
@@ -101,41 +101,45 @@ async def id_of_a_clock_that_is_ahead(world: World) -> str:
 def test_an_attached_stream_goes_on_when_the_live_reader_has_left_its_lane_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("streams.replies.LINGER_S", 0.0)
+    monkeypatch.setattr("streams.responses.reply_reader.IDLE_LANE_TTL_S", 0.0)
 
-    @in_world
-    async def scenario(world: World) -> None:
+    @scenario_test
+    async def scenario(world: MemoryWorld) -> None:
         client = await connect(world)
         worker = Worker(world, "job-17")
         worker.write("he")
         backlog(world, lane_of("job-17", world.lanes))
         reading = world.spawn(client.result("job-17"))
         replies = client._listening()
-        await world.until(lambda: bool(replies._history.lanes))
-        await world.until(lambda: not replies._live.lanes)
-        await world.until(lambda: bool(replies._live.lanes))
+        await world.wait_until(lambda: bool(replies._history.active_passes))
+        await world.wait_until(lambda: not replies._live.lanes)
+        await world.wait_until(lambda: bool(replies._live.lanes))
         worker.write("llo", "stop")
         assert (await reading).text == "hello"
 
     scenario()
 
 
-@in_world
-async def test_a_stream_that_is_left_before_it_was_read_leaves_nothing_behind(world: World) -> None:
+@scenario_test
+async def test_a_stream_that_is_left_before_it_was_read_leaves_nothing_behind(
+    world: MemoryWorld,
+) -> None:
     client = await connect(world)
     replies = client._listening()
     lane = lane_of("job-17", world.lanes)
     backlog(world, lane)
-    first = await replies.from_beginning("job-17")
-    await world.until(lambda: replies._history.lanes[lane].position > 0)
-    second = await replies.from_beginning("job-17", begun=True)
-    replies.leave(second)
-    await world.until(lambda: not replies._history.lanes)
-    assert replies._live.all() == [first]
+    first = await replies.attach("job-17")
+    await world.wait_until(
+        lambda: any(p.position > 0 for p in replies._history.active_passes.values())
+    )
+    second = await replies.attach("job-17", begun=True)
+    replies.detach(second)
+    await world.wait_until(lambda: not replies._history.active_passes)
+    assert replies._live.all_replies() == [first]
 
 
-@in_world
-async def test_attaching_in_a_busy_lane_misses_and_repeats_nothing(world: World) -> None:
+@scenario_test
+async def test_attaching_in_a_busy_lane_misses_and_repeats_nothing(world: MemoryWorld) -> None:
     """Others write into the lane all the time while several streams attach one after the other."""
     client = await connect(world)
     workers = [Worker(world, f"job-{n}") for n in range(30)]
@@ -150,22 +154,26 @@ async def test_attaching_in_a_busy_lane_misses_and_repeats_nothing(world: World)
     assert {a.text for a in answers} == {"".join(f"{k} " for k in range(40))}
 
 
-@in_world
-async def test_a_client_that_was_restarted_publishes_again_and_reads_it_all(world: World) -> None:
+@scenario_test
+async def test_a_client_that_was_restarted_publishes_again_and_reads_it_all(
+    world: MemoryWorld,
+) -> None:
     first = await connect(world, "one")
     worker = Worker(world, await publish(first))
     worker.write("he")
     await first.close()
     again = await connect(world, "two")
-    await again.publish(Prompt(id=worker.id), listen=False)
+    await again.publish(Prompt(id=worker.id), subscribe=False)
     worker.write("llo", "stop")
     assert text(await read(again, worker.id)) == "hello"
 
 
-@in_world
-async def test_a_failed_publish_that_was_answered_all_the_same_loses_nothing(world: World) -> None:
+@scenario_test
+async def test_a_failed_publish_that_was_answered_all_the_same_loses_nothing(
+    world: MemoryWorld,
+) -> None:
     client = await connect(world)
-    world.faults.next_fates(PROMPTS, *[Fate.UNREPORTED] * 100)
+    world.faults.next_fates(PROMPTS, *[AppendFate.UNREPORTED] * 100)
     with pytest.raises(AppendFailed):
         await client.publish(Prompt(id="job-17"), timeout_s=1)
     worker = Worker(world, "job-17")
@@ -177,8 +185,8 @@ async def test_a_failed_publish_that_was_answered_all_the_same_loses_nothing(wor
     assert text(await read(client, "job-17")) == "hello"
 
 
-@in_world
-async def test_reading_starts_where_the_listener_had_come_to(world: World) -> None:
+@scenario_test
+async def test_reading_starts_where_the_listener_had_come_to(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, "job-17")
     pieces = [worker.write("he"), worker.write("ll"), worker.write("o", "stop")]
@@ -187,8 +195,8 @@ async def test_reading_starts_where_the_listener_had_come_to(world: World) -> No
     assert await read(client, "job-17", from_token=4) == pieces[2:]
 
 
-@in_world
-async def test_a_listener_that_has_everything_is_told_of_the_end_only(world: World) -> None:
+@scenario_test
+async def test_a_listener_that_has_everything_is_told_of_the_end_only(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, "job-17")
     worker.write("hello", "stop")
@@ -198,8 +206,8 @@ async def test_a_listener_that_has_everything_is_told_of_the_end_only(world: Wor
     assert piece.finish_reason == "stop"
 
 
-@in_world
-async def test_an_id_from_a_clock_that_is_ahead_is_found_all_the_same(world: World) -> None:
+@scenario_test
+async def test_an_id_from_a_clock_that_is_ahead_is_found_all_the_same(world: MemoryWorld) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
     worker = Worker(world, request_id)
     worker.write("he")
@@ -213,9 +221,9 @@ async def test_an_id_from_a_clock_that_is_ahead_is_found_all_the_same(world: Wor
     assert (await reading).text == "hello"
 
 
-@in_world
+@scenario_test
 async def test_a_finished_stream_of_a_clock_that_is_ahead_is_found_in_a_quiet_lane(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
     Worker(world, request_id).write("hello", "stop")
@@ -223,8 +231,8 @@ async def test_a_finished_stream_of_a_clock_that_is_ahead_is_found_in_a_quiet_la
     assert (await client.result(request_id, timeout_s=5)).text == "hello"
 
 
-@in_world
-async def test_a_stream_whose_beginning_was_deleted_says_so(world: World) -> None:
+@scenario_test
+async def test_a_stream_whose_beginning_was_deleted_says_so(world: MemoryWorld) -> None:
     worker = Worker(world, "job-17")
     worker.write("he")
     worker.write("ll")
@@ -234,8 +242,8 @@ async def test_a_stream_whose_beginning_was_deleted_says_so(world: World) -> Non
         await read(client, "job-17")
 
 
-@in_world
-async def test_a_stream_whose_last_fence_was_deleted_says_so(world: World) -> None:
+@scenario_test
+async def test_a_stream_whose_last_fence_was_deleted_says_so(world: MemoryWorld) -> None:
     worker = Worker(world, "job-17")
     worker.write("he")
     worker.append(Fence(id="job-17", attempt=1))
@@ -246,9 +254,9 @@ async def test_a_stream_whose_last_fence_was_deleted_says_so(world: World) -> No
         await read(client, "job-17")
 
 
-@in_world
+@scenario_test
 async def test_a_stream_that_went_on_elsewhere_is_found_though_its_clock_is_ahead(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
     worker = Worker(world, request_id)
@@ -262,8 +270,8 @@ async def test_a_stream_that_went_on_elsewhere_is_found_though_its_clock_is_ahea
 
 @pytest.mark.parametrize("others", [0, 1, 7000])
 def test_who_has_some_of_a_stream_is_told_when_nothing_of_it_is_left(others: int) -> None:
-    @in_world
-    async def scenario(world: World) -> None:
+    @scenario_test
+    async def scenario(world: MemoryWorld) -> None:
         client = await connect(world)
         worker = Worker(world, client.new_request_id())
         worker.write("he")
@@ -277,8 +285,10 @@ def test_who_has_some_of_a_stream_is_told_when_nothing_of_it_is_left(others: int
     scenario()
 
 
-@in_world
-async def test_who_has_nothing_of_a_stream_awaits_its_beginning_in_a_cut_lane(world: World) -> None:
+@scenario_test
+async def test_who_has_nothing_of_a_stream_awaits_its_beginning_in_a_cut_lane(
+    world: MemoryWorld,
+) -> None:
     client = await connect(world)
     worker = Worker(world, client.new_request_id())
     lane = lane_of(worker.id, world.lanes)
@@ -290,8 +300,8 @@ async def test_who_has_nothing_of_a_stream_awaits_its_beginning_in_a_cut_lane(wo
     assert text(await reading) == "hello"
 
 
-@in_world
-async def test_what_was_not_read_yet_is_not_taken_for_deleted(world: World) -> None:
+@scenario_test
+async def test_what_was_not_read_yet_is_not_taken_for_deleted(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, "job-17")
     lane = lane_of("job-17", world.lanes)
@@ -306,8 +316,10 @@ async def test_what_was_not_read_yet_is_not_taken_for_deleted(world: World) -> N
     assert text(await first) == text(await second) == "llo"
 
 
-@in_world
-async def test_who_has_some_of_a_stream_finds_it_though_its_clock_is_ahead(world: World) -> None:
+@scenario_test
+async def test_who_has_some_of_a_stream_finds_it_though_its_clock_is_ahead(
+    world: MemoryWorld,
+) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
     Worker(world, request_id).write("hello", "stop")
     await world.sleep(1.2 * CLOCK_MARGIN_MS / 1000)
@@ -318,9 +330,9 @@ async def test_who_has_some_of_a_stream_finds_it_though_its_clock_is_ahead(world
     assert piece.finish_reason == "stop"
 
 
-@in_world
+@scenario_test
 async def test_who_has_some_of_a_stream_is_told_it_is_gone_though_its_clock_is_ahead(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
     Worker(world, request_id).write("hello", "stop")
@@ -334,14 +346,16 @@ async def test_who_has_some_of_a_stream_is_told_it_is_gone_though_its_clock_is_a
         await read(client, request_id, from_token=2)
 
 
-@in_world
-async def test_the_oldest_of_too_many_unclaimed_replies_are_read_from_the_log(world: World) -> None:
+@scenario_test
+async def test_the_oldest_of_too_many_unclaimed_replies_are_read_from_the_log(
+    world: MemoryWorld,
+) -> None:
     client = await connect(world)
     first = Worker(world, await publish(client))
     first.write("he")
-    for _ in range(module.UNCLAIMED):
+    for _ in range(module.MAX_UNCLAIMED_REPLIES):
         await publish(client)
-    assert len(client._unclaimed) == module.UNCLAIMED
+    assert len(client._unclaimed) == module.MAX_UNCLAIMED_REPLIES
     assert first.id not in client._unclaimed
     first.write("llo", "stop")
     assert (await client.result(first.id)).text == "hello"
@@ -350,13 +364,13 @@ async def test_the_oldest_of_too_many_unclaimed_replies_are_read_from_the_log(wo
 # --- ends without a beginning --------------------------------------------------------------------
 
 
-def cut(world: World, request_id: str, before: int) -> None:
+def cut(world: MemoryWorld, request_id: str, before: int) -> None:
     world.broker.delete_records(RESPONSES, lane_of(request_id, world.lanes), before)
 
 
-@in_world
+@scenario_test
 async def test_an_end_whose_text_was_deleted_is_not_told_as_an_end_without_text(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     worker = Worker(world, "job-17")
     worker.write("hello")
@@ -367,8 +381,8 @@ async def test_an_end_whose_text_was_deleted_is_not_told_as_an_end_without_text(
         await read(client, "job-17")
 
 
-@in_world
-async def test_an_end_whose_text_and_fence_were_deleted_is_not_either(world: World) -> None:
+@scenario_test
+async def test_an_end_whose_text_and_fence_were_deleted_is_not_either(world: MemoryWorld) -> None:
     worker = Worker(world, "job-17")
     worker.write("hello")
     worker.append(Fence(id="job-17", attempt=1))
@@ -379,15 +393,15 @@ async def test_an_end_whose_text_and_fence_were_deleted_is_not_either(world: Wor
         await read(client, "job-17")
 
 
-@in_world
+@scenario_test
 async def test_an_end_that_never_had_text_is_told_while_its_whole_life_is_in_the_log(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     lane = lane_of("job-17", world.lanes)
     backlog(world, lane, 2)
     await world.sleep(1.0)
     cut(world, "job-17", 1)
-    await world.sleep(LONGEST_LIFE_MS / 1000)
+    await world.sleep(MAX_REQUEST_LIFETIME_MS / 1000)
     backlog(world, lane, 1)
     Worker(world, "job-17").append(End(id="job-17", code="deadline"))
     client = await connect(world)
@@ -398,8 +412,8 @@ async def test_an_end_that_never_had_text_is_told_while_its_whole_life_is_in_the
 
 @pytest.mark.parametrize("code", ["refused", "invalid", "too_large", "queue_full"])
 def test_an_end_at_the_door_is_told_however_much_was_deleted(code: Any) -> None:
-    @in_world
-    async def scenario(world: World) -> None:
+    @scenario_test
+    async def scenario(world: MemoryWorld) -> None:
         backlog(world, lane_of("job-17", world.lanes), 2)
         cut(world, "job-17", 1)
         Worker(world, "job-17").append(End(id="job-17", code=code))
@@ -409,8 +423,8 @@ def test_an_end_at_the_door_is_told_however_much_was_deleted(code: Any) -> None:
     scenario()
 
 
-@in_world
-async def test_an_end_is_told_when_its_id_says_that_all_of_it_is_there(world: World) -> None:
+@scenario_test
+async def test_an_end_is_told_when_its_id_says_that_all_of_it_is_there(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = client.new_request_id()
     lane = lane_of(request_id, world.lanes)
@@ -423,8 +437,10 @@ async def test_an_end_is_told_when_its_id_says_that_all_of_it_is_there(world: Wo
     assert isinstance(end, End)
 
 
-@in_world
-async def test_who_has_some_of_a_stream_is_not_told_an_end_without_the_rest(world: World) -> None:
+@scenario_test
+async def test_who_has_some_of_a_stream_is_not_told_an_end_without_the_rest(
+    world: MemoryWorld,
+) -> None:
     client = await connect(world)
     worker = Worker(world, client.new_request_id())
     worker.write("he")
@@ -435,9 +451,9 @@ async def test_who_has_some_of_a_stream_is_not_told_an_end_without_the_rest(worl
         await read(client, worker.id, from_token=2)
 
 
-@in_world
+@scenario_test
 async def test_a_broker_that_does_not_answer_fails_who_asks_about_an_end_and_no_others(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     client = await connect(world)
     other = Worker(world, in_lane(1 - lane_of("job-17", 2), "job"))
@@ -460,8 +476,8 @@ async def test_a_broker_that_does_not_answer_fails_who_asks_about_an_end_and_no_
 
 @pytest.mark.parametrize("others", [1, 7000])
 def test_a_stream_that_is_gone_and_too_old_to_begin_is_not_awaited(others: int) -> None:
-    @in_world
-    async def scenario(world: World) -> None:
+    @scenario_test
+    async def scenario(world: MemoryWorld) -> None:
         client = await connect(world)
         worker = Worker(world, client.new_request_id())
         worker.write("hello", "stop")
@@ -476,21 +492,21 @@ def test_a_stream_that_is_gone_and_too_old_to_begin_is_not_awaited(others: int) 
     scenario()
 
 
-@in_world
+@scenario_test
 async def test_a_gateways_stream_that_is_gone_is_not_awaited_as_long_as_prompts_may_wait(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     client = await connect(world)
-    request_id = Seal(b"secret").sealed(client.new_request_id(), "")
+    request_id = TenantTag(b"secret").tagged(client.new_request_id(), "")
     Worker(world, request_id).write("hello", "stop")
     cut(world, request_id, 1)
-    await world.sleep(LONGEST_LIFE_MS / 1000 + 2 * CLOCK_MARGIN_MS / 1000)
+    await world.sleep(MAX_REQUEST_LIFETIME_MS / 1000 + 2 * CLOCK_MARGIN_MS / 1000)
     with pytest.raises(PositionLost):
         await read(client, request_id)
 
 
-@in_world
-async def test_a_prompt_that_waits_for_a_day_is_answered_all_the_same(world: World) -> None:
+@scenario_test
+async def test_a_prompt_that_waits_for_a_day_is_answered_all_the_same(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, client.new_request_id())
     backlog(world, lane_of(worker.id, world.lanes), 2)
@@ -502,11 +518,11 @@ async def test_a_prompt_that_waits_for_a_day_is_answered_all_the_same(world: Wor
     assert text(await reading) == "hello"
 
 
-@in_world
-async def test_an_old_end_without_text_is_told_however_old_its_id(world: World) -> None:
+@scenario_test
+async def test_an_old_end_without_text_is_told_however_old_its_id(world: MemoryWorld) -> None:
     client = await connect(world)
-    request_id = Seal(b"secret").sealed(client.new_request_id(), "")
+    request_id = TenantTag(b"secret").tagged(client.new_request_id(), "")
     Worker(world, request_id).append(End(id=request_id, code="deadline"))
-    await world.sleep(LONGEST_LIFE_MS / 1000 + 2 * CLOCK_MARGIN_MS / 1000)
+    await world.sleep(MAX_REQUEST_LIFETIME_MS / 1000 + 2 * CLOCK_MARGIN_MS / 1000)
     (end,) = await read(client, request_id)
     assert isinstance(end, End)

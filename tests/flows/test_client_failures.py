@@ -9,19 +9,19 @@ from streams.codecs import encode
 from streams.errors import (
     BrokerUnavailable,
     LogClosed,
+    NewerRecord,
     PositionLost,
-    UnknownType,
 )
 from streams.ports import Entry
 from streams.prompt import Prompt
-from streams.records import Request
+from streams.request import Request
 from streams.topics import PROMPTS, RESPONSES, lane_of
+from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.listening import Worker, connect, in_lane, publish, text
-from tests.worlds import World, in_world
 
 
-@in_world
-async def test_an_outage_is_waited_out(world: World) -> None:
+@scenario_test
+async def test_an_outage_is_waited_out(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     worker.write("he")
@@ -37,8 +37,8 @@ async def test_an_outage_is_waited_out(world: World) -> None:
     assert world.records(PROMPTS, key="during")
 
 
-@in_world
-async def test_publishing_into_an_outage_fails_at_its_deadline(world: World) -> None:
+@scenario_test
+async def test_publishing_into_an_outage_fails_at_its_deadline(world: MemoryWorld) -> None:
     client = await connect(world)
     world.broker.available = False
     with pytest.raises(BrokerUnavailable):
@@ -46,8 +46,8 @@ async def test_publishing_into_an_outage_fails_at_its_deadline(world: World) -> 
     assert world.clock.now() <= 7
 
 
-@in_world
-async def test_listening_into_an_outage_fails_at_its_deadline(world: World) -> None:
+@scenario_test
+async def test_listening_into_an_outage_fails_at_its_deadline(world: MemoryWorld) -> None:
     client = await connect(world)
     world.broker.available = False
     with pytest.raises(BrokerUnavailable):
@@ -55,8 +55,8 @@ async def test_listening_into_an_outage_fails_at_its_deadline(world: World) -> N
     assert world.clock.now() <= 7
 
 
-@in_world
-async def test_a_lane_that_lost_records_fails_its_streams_and_no_others(world: World) -> None:
+@scenario_test
+async def test_a_lane_that_lost_records_fails_its_streams_and_no_others(world: MemoryWorld) -> None:
     client = await connect(world)
     lost, other, again = (
         Worker(world, in_lane(*where)) for where in ((0, "lost"), (1, "other"), (0, "again"))
@@ -79,23 +79,25 @@ async def test_a_lane_that_lost_records_fails_its_streams_and_no_others(world: W
     assert (await client.result(again.id)).text == "hello"
 
 
-@in_world
-async def test_a_record_of_a_newer_version_ends_its_stream_with_a_clear_error(world: World) -> None:
+@scenario_test
+async def test_a_record_for_newer_readers_ends_its_stream_with_a_clear_error(
+    world: MemoryWorld,
+) -> None:
     client = await connect(world)
     worker, other = Worker(world, await publish(client)), Worker(world, await publish(client))
     worker.write("he")
-    shiny = Entry(worker.id.encode(), b"{}", (("t", b"Shiny"),))
+    shiny = Entry(worker.id.encode(), b"{}", (("t", b"Shiny"), ("r", b"2")))
     world.append_raw(RESPONSES, lane_of(worker.id, world.lanes), shiny)
     stream = client.stream(worker.id)
     assert text([await anext(stream)]) == "he"
-    with pytest.raises(UnknownType, match="Shiny"):
+    with pytest.raises(NewerRecord, match="record version 2"):
         await anext(stream)
     other.write("hello", "stop")
     assert (await client.result(other.id)).text == "hello"
 
 
-@in_world
-async def test_malformed_records_are_skipped_and_counted(world: World) -> None:
+@scenario_test
+async def test_malformed_records_are_skipped_and_counted(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, await publish(client))
     reply = client._unclaimed[worker.id]
@@ -106,15 +108,17 @@ async def test_malformed_records_are_skipped_and_counted(world: World) -> None:
         Entry(worker.id.encode(), None),
         cancel,
         Entry(None, b"{}", (("t", b"Chunk"),)),
+        Entry(worker.id.encode(), b"{}", (("t", b"Shiny"),)),
+        Entry(worker.id.encode(), b"{}", (("t", None),)),
     ):
         world.append_raw(RESPONSES, lane, junk)
     worker.write("hello", "stop")
     assert (await client.result(worker.id)).text == "hello"
-    assert reply.malformed == 3
+    assert reply.malformed == 5
 
 
-@in_world
-async def test_closing_ends_open_streams(world: World) -> None:
+@scenario_test
+async def test_closing_ends_open_streams(world: MemoryWorld) -> None:
     client = await connect(world)
     reading = world.spawn(client.result(await publish(client)))
     await world.sleep(1)
@@ -126,8 +130,8 @@ async def test_closing_ends_open_streams(world: World) -> None:
     await client.close()
 
 
-@in_world
-async def test_a_log_that_is_closed_by_its_owner_ends_open_streams(world: World) -> None:
+@scenario_test
+async def test_a_log_that_is_closed_by_its_owner_ends_open_streams(world: MemoryWorld) -> None:
     log = await world.connect()
     client = Client(log, world.clock)
     await client.start()
@@ -141,8 +145,8 @@ async def test_a_log_that_is_closed_by_its_owner_ends_open_streams(world: World)
     await client.close()
 
 
-@in_world
-async def test_a_client_lives_as_long_as_its_block(world: World) -> None:
+@scenario_test
+async def test_a_client_lives_as_long_as_its_block(world: MemoryWorld) -> None:
     async with Client(await world.connect(), world.clock) as client:
         worker = Worker(world, await publish(client))
         worker.write("hello", "stop")
@@ -151,8 +155,8 @@ async def test_a_client_lives_as_long_as_its_block(world: World) -> None:
         await client.result("job-17")
 
 
-@in_world
-async def test_a_client_that_was_not_started_says_so(world: World) -> None:
+@scenario_test
+async def test_a_client_that_was_not_started_says_so(world: MemoryWorld) -> None:
     client = Client(await world.connect(), world.clock)
     with pytest.raises(LogClosed, match="not started"):
         await client.publish(Prompt(id="job-17"))

@@ -8,17 +8,16 @@ from contextlib import aclosing
 
 import pytest
 
-from app.faults.vtime import VirtualLoop, run
+from app.testing.virtual_time import VirtualLoop, run_virtual
 from streams.client import Client
-from streams.memory.broker import Fate
-from streams.memory.faults import Operation
+from streams.memory.broker_faults import AppendFate, Operation
 from streams.prompt import Prompt
 from streams.records import Chunk, Fence
+from tests.harness.memory_world import MemoryWorld, ScriptedFaults
 from tests.listening import Worker, connect
-from tests.worlds import Script, World
 
 
-class Weather(Script):
+class Weather(ScriptedFaults):
     """Questions, polls and appends take random times; some appends are repeated or unreported."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -31,8 +30,16 @@ class Weather(Script):
     def answer_s(self, client: str, operation: Operation) -> float:
         return self._rng.choice((0.0, 0.001, 0.02, 0.3))
 
-    def fate(self, client: str, topic: str, partition: int) -> Fate:
-        return self._rng.choice((Fate.KEPT, Fate.KEPT, Fate.KEPT, Fate.UNREPORTED, Fate.LOST))
+    def fate(self, client: str, topic: str, partition: int) -> AppendFate:
+        return self._rng.choice(
+            (
+                AppendFate.KEPT,
+                AppendFate.KEPT,
+                AppendFate.KEPT,
+                AppendFate.UNREPORTED,
+                AppendFate.LOST,
+            )
+        )
 
 
 async def listen(client: Client, request_id: str, rng: random.Random) -> str:
@@ -49,7 +56,7 @@ async def listen(client: Client, request_id: str, rng: random.Random) -> str:
                     break
 
 
-async def write(world: World, request_id: str, answer: str, rng: random.Random) -> None:
+async def write(world: MemoryWorld, request_id: str, answer: str, rng: random.Random) -> None:
     """A worker that dies now and then, with the router that lets another one go on."""
     attempt, worker = 0, Worker(world, request_id)
     while True:
@@ -70,7 +77,7 @@ async def write(world: World, request_id: str, answer: str, rng: random.Random) 
 
 async def many_streams(loop: VirtualLoop, seed: int) -> None:
     rng = random.Random(seed)
-    world = World(loop, lanes=3)
+    world = MemoryWorld(loop, lanes=3)
     world.broker.faults = Weather(rng)
     clients = [await connect(world, f"client-{n}") for n in range(2)]
 
@@ -78,7 +85,7 @@ async def many_streams(loop: VirtualLoop, seed: int) -> None:
         await world.sleep(rng.random() * 100)
         client, other = rng.sample(clients, 2)
         request_id = rng.choice((client.new_request_id(), f"job-{number}"))
-        await client.publish(Prompt(id=request_id), listen=rng.random() < 0.8)
+        await client.publish(Prompt(id=request_id), subscribe=rng.random() < 0.8)
         answer = f"{number}-" + "".join(rng.choice("abcdefgh") for _ in range(rng.randint(1, 60)))
         writing = world.spawn(write(world, request_id, answer, rng))
         await world.sleep(rng.choice((0.0, 0.0, 0.5, 5.0, 90.0)))
@@ -96,11 +103,11 @@ async def many_streams(loop: VirtualLoop, seed: int) -> None:
     world.spawn(outages())
     await asyncio.gather(*(one(number) for number in range(30)))
     for client in clients:
-        assert not client._listening()._live.all()
-        assert not client._listening()._history.all()
+        assert not client._listening()._live.all_replies()
+        assert not client._listening()._history.all_replies()
         await client.close()
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_every_listener_hears_the_whole_answer_in_any_weather(seed: int) -> None:
-    run(lambda loop: many_streams(loop, seed), random.Random(seed))
+    run_virtual(lambda loop: many_streams(loop, seed), random.Random(seed))

@@ -10,20 +10,34 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from app.audit.dead_letter_retry import (
+    InvalidDeadLetter,
+    find_dead_letter,
+    list_dead_letters,
+    retry_dead_letter,
+)
 from app.cli import app
-from app.letters import BadLetter, find, letters, retry
 from streams.clock import SystemClock
 from streams.codecs import encode
-from streams.deadletters import DeadLetters, Letter
-from streams.memory.broker import MemoryBroker
-from streams.memory.partition import MemoryRecord
-from streams.outbox import Outbox
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.partition_log import MemoryRecord
 from streams.ports import Entry
-from streams.records import Assigned, Assignment, Ended, Finished, Origin, Refused, Request
+from streams.reading.dead_letter_format import DeadLetter, DeadLetterWriter
+from streams.record_publisher import RecordPublisher
+from streams.records import Assigned, Assignment, Ended, Finished, Refused, RequestOffset
+from streams.request import Request
 from streams.topics import DEAD_LETTERS, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
-from tests.commands import over
-from tests.routers import PROMPT, Hand, chunk, read, route, some, write
-from tests.worlds import World, in_world
+from tests.harness.fake_worker import (
+    PROMPT,
+    FakeWorker,
+    append_record,
+    chunk,
+    read_records,
+    start_router,
+    wait_for_items,
+)
+from tests.harness.memory_commands import connect_commands
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 # --- the command line ----------------------------------------------------------------------------
 
@@ -31,7 +45,7 @@ from tests.worlds import World, in_world
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
     monkeypatch.setenv("COLUMNS", "200")
-    return over(MemoryBroker(SystemClock(), lanes=4), monkeypatch)
+    return connect_commands(MemoryBroker(SystemClock(), lanes=4), monkeypatch)
 
 
 def kvlane(*arguments: str) -> Result:
@@ -47,11 +61,11 @@ def put_aside(
     kept: bool = False,
 ) -> str:
     """Append a record and its letter, as an intake does; the letter's name."""
-    from streams.deadletters import letter_of
+    from streams.reading.dead_letter_format import to_dead_letter
 
     at = broker.append(topic, 0, [entry])
     record = MemoryRecord(topic, at.partition, at.offset, at.timestamp_ms, *entry)
-    letter = letter_of(topic, record, reason, 1, keep_value=kept)
+    letter = to_dead_letter(topic, record, reason, 1, keep_value=kept)
     stands = broker.append(DEAD_LETTERS, 1, [letter])
     return f"{stands.partition}:{stands.offset}"
 
@@ -83,7 +97,7 @@ def test_letters_are_chosen_by_topic_and_reason(memory: MemoryBroker) -> None:
     put_aside(memory, request("job-8"), PROMPTS, reason="two")
     put_aside(memory, request("job-9"), reason="two")
     assert "1 dead letters" in kvlane("list", "--topic", "requests", "--reason", "two").stdout
-    assert "3 dead letters, the newest 1 are shown" in kvlane("list", "--limit", "1").stdout
+    assert "3 dead letters, showing the newest 1" in kvlane("list", "--limit", "1").stdout
 
 
 def test_no_letters_are_no_error(memory: MemoryBroker) -> None:
@@ -93,21 +107,21 @@ def test_no_letters_are_no_error(memory: MemoryBroker) -> None:
 
 def test_a_letter_that_can_be_read_is_shown_as_a_record(memory: MemoryBroker) -> None:
     shown = kvlane("show", put_aside(memory, request(tenant="acme"), kept=True))
-    assert "kept in the letter, it can be read" in shown.stdout
+    assert "kept in the dead letter, decoded" in shown.stdout
     assert '"tenant": "acme"' in shown.stdout
 
 
 def test_a_redacted_letter_is_read_from_where_it_stood(memory: MemoryBroker) -> None:
     shown = kvlane("show", put_aside(memory, request(tenant="acme")))
-    assert "read from requests/0:0, it can be read" in shown.stdout
+    assert "read from requests/0:0, decoded" in shown.stdout
 
 
 def test_a_letter_that_cannot_be_read_is_shown_in_hex(memory: MemoryBroker) -> None:
     bad = Entry(b"job-7", b"\xc1 not msgpack" * 100, (("t", b"Request"),))
     shown = kvlane("show", put_aside(memory, bad))
-    assert "still cannot be read" in shown.stdout
+    assert "still malformed" in shown.stdout
     assert "c1 20 6e 6f 74" in shown.stdout
-    assert "bytes more" in shown.stdout
+    assert "more bytes" in shown.stdout
 
 
 def test_a_letter_whose_content_is_gone_says_what_would_keep_it(memory: MemoryBroker) -> None:
@@ -159,13 +173,13 @@ def test_a_prompt_is_published_again_to_prompts(memory: MemoryBroker) -> None:
 @pytest.mark.parametrize(
     ("entry", "topic", "why"),
     [
-        (Entry(b"job-7", b"\xc1", (("t", b"Request"),)), REQUESTS, "still cannot be read"),
-        (Entry(b"job-7", b"", (("t", b"Future"),)), REQUESTS, "upgrade this process"),
-        (Entry(b"job-7", b"{", ()), PROMPTS, "still cannot be read"),
+        (Entry(b"job-7", b"\xc1", (("t", b"Request"),)), REQUESTS, "still malformed"),
+        (Entry(b"job-7", b"", (("t", b"Future"),)), REQUESTS, "unknown record type 'Future'"),
+        (Entry(b"job-7", b"{", ()), PROMPTS, "still malformed"),
         (encode(Ended(id="job-7", code="lost"), "job-7"), REQUESTS, "does not belong"),
         (request("other")._replace(key=b"job-7"), REQUESTS, "its key is"),
         (request()._replace(key=None), REQUESTS, "its key is"),
-        (encode(Refused(id="w", code="lost"), "w"), LEDGER, "are taken in again"),
+        (encode(Refused(id="w", code="lost"), "w"), LEDGER, "can be retried"),
     ],
 )
 def test_what_could_not_help_is_refused(
@@ -193,91 +207,93 @@ def test_an_id_that_has_ended_is_not_asked_again(memory: MemoryBroker) -> None:
     done = kvlane("retry", name)
     assert done.exit_code == 1
     assert "job-7" in done.stderr
-    assert "has ended (lost)" in done.stderr
-    assert "under another one" in done.stderr
+    assert "ended (lost)" in done.stderr
+    assert "under another id" in done.stderr
 
 
 def test_an_id_that_is_under_way_is_left_alone(memory: MemoryBroker) -> None:
     name = put_aside(memory, request())
     assigned = Assigned(
         id="job-7", attempt=0, phase="aggregated", worker="w", epoch=1, deadline_ms=1,
-        origin=Origin(topic=REQUESTS, partition=0, offset=0), responses_from=0,
+        origin=RequestOffset(topic=REQUESTS, partition=0, offset=0), responses_from=0,
     )  # fmt: skip
     memory.append(LEDGER, lane_of("job-7", 4), [encode(assigned, "job-7")])
     done = kvlane("retry", name)
     assert done.exit_code == 1
-    assert "under way" in done.stderr
+    assert "is open" in done.stderr
 
 
 # --- with a router -------------------------------------------------------------------------------
 
 
-async def the_letter(world: World) -> Letter:
+async def the_letter(world: MemoryWorld) -> DeadLetter:
     log = await world.connect("people")
-    found: list[Letter] = []
+    found: list[DeadLetter] = []
 
     async def look() -> None:
         while not found:
-            found.extend((await letters(log, world.clock, 10))[0])
+            found.extend((await list_dead_letters(log, world.clock, 10))[0])
             await world.sleep(0.1)
 
     await look()
     return found[0]
 
 
-@in_world
-async def test_a_request_in_a_wrong_lane_is_answered_after_a_retry(world: World) -> None:
-    worker = Hand(world)
-    await route(world)
+@scenario_test
+async def test_a_request_in_a_wrong_lane_is_answered_after_a_retry(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
+    await start_router(world)
     wrong = 1 - lane_of("a", world.lanes)
     world.append(REQUESTS, wrong, PROMPT, key="a")
     letter = await the_letter(world)
     assert "belongs in lane" in letter.reason
     log = await world.connect("people2")
-    assert (await retry(log, world.clock, letter))[0] == "a"
-    (assignment,) = await some(world, lambda: worker.told(Assignment))
+    assert (await retry_dead_letter(log, world.clock, letter))[0] == "a"
+    (assignment,) = await wait_for_items(world, lambda: worker.received(Assignment))
     assert assignment.request == PROMPT
 
 
-@in_world
-async def test_a_letter_that_is_retried_over_and_over_is_run_once(world: World) -> None:
-    worker = Hand(world)
-    await route(world)
+@scenario_test
+async def test_a_letter_that_is_retried_over_and_over_is_run_once(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
+    await start_router(world)
     world.append(REQUESTS, 1 - lane_of("a", world.lanes), PROMPT, key="a")
     letter = await the_letter(world)
     log = await world.connect("people2")
-    await asyncio.gather(*(retry(log, world.clock, letter) for _ in range(3)))
-    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
-    with pytest.raises(BadLetter, match="under way"):
-        await retry(log, world.clock, letter)
-    write(world, RESPONSES, chunk(0, 7, finish_reason="stop"))
+    await asyncio.gather(*(retry_dead_letter(log, world.clock, letter) for _ in range(3)))
+    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    with pytest.raises(InvalidDeadLetter, match="is open"):
+        await retry_dead_letter(log, world.clock, letter)
+    append_record(world, RESPONSES, chunk(0, 7, finish_reason="stop"))
     worker.finish(run, "stop")
-    await some(world, lambda: read(world, LEDGER, Finished))
-    with pytest.raises(BadLetter, match="answered"):
-        await retry(log, world.clock, letter)
+    await wait_for_items(world, lambda: read_records(world, LEDGER, Finished))
+    with pytest.raises(InvalidDeadLetter, match="answered"):
+        await retry_dead_letter(log, world.clock, letter)
     await world.sleep(30)
-    assert len(worker.told(Assignment)) == 1
+    assert len(worker.received(Assignment)) == 1
 
 
-@in_world
-async def test_a_request_that_was_refused_as_unreadable_has_ended(world: World) -> None:
-    Hand(world)
-    await route(world)
+@scenario_test
+async def test_a_request_that_was_refused_as_unreadable_has_ended(world: MemoryWorld) -> None:
+    FakeWorker(world)
+    await start_router(world)
     bad = Entry(b"a", b"\xc1", (("t", b"Request"),))
     world.append_raw(REQUESTS, lane_of("a", world.lanes), bad)
-    await some(world, lambda: read(world, LEDGER, Ended))
+    await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
     letter = await the_letter(world)
     log = await world.connect("people2")
-    with pytest.raises(BadLetter, match="still cannot be read"):
-        await retry(log, world.clock, letter)
+    with pytest.raises(InvalidDeadLetter, match="still malformed"):
+        await retry_dead_letter(log, world.clock, letter)
 
 
-@in_world
-async def test_a_letter_is_found_by_its_name(world: World) -> None:
+@scenario_test
+async def test_a_letter_is_found_by_its_name(world: MemoryWorld) -> None:
     log = await world.connect("people")
     record = MemoryRecord(REQUESTS, 3, 41, 0, b"job-7", b"tell me", (("t", b"Request"),))
-    stands = await DeadLetters(Outbox(log, world.clock)).persist(REQUESTS, record, "why", tries=2)
-    letter = await find(log, world.clock, f"{stands.partition}:{stands.offset}")
+    stands = await DeadLetterWriter(RecordPublisher(log, world.clock)).write(
+        REQUESTS, record, "why", tries=2
+    )
+    letter = await find_dead_letter(log, world.clock, f"{stands.partition}:{stands.offset}")
     assert (letter.key, letter.type, letter.reason) == (b"job-7", b"Request", "why")
     assert (letter.origin_topic, letter.origin_partition, letter.origin_offset) == (REQUESTS, 3, 41)
     assert (letter.tries, letter.value, letter.value_bytes) == (2, None, 7)

@@ -10,17 +10,18 @@ from typer.testing import CliRunner, Result
 
 from app.cli import app
 from app.settings import Settings
-from streams import provision
-from streams.brokers.local import Broker
+from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.codecs import encode, pack_tokens
 from streams.errors import RecordError
-from streams.intake import Claim, Intake
-from streams.kafka.log import KafkaLog
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition
-from streams.records import Ended, Fact, Request
+from streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from streams.records import Ended, LogRecord
+from streams.request import Request
 from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, lane_of
-from tests.leftovers import delete_topics
+from tests.harness.topic_cleanup import delete_topics
 
 LANES = 4
 STRAY = Request(id="job-7", model="demo", token_ids=pack_tokens([1, 2, 3]))
@@ -30,17 +31,17 @@ HEADERS = (("t", b"Request"), ("traceparent", b"00-1-2-01"))
 class Strict:
     """Lanes that take nothing that belongs elsewhere, as routers do."""
 
-    intake: Intake
+    intake: GroupConsumer
 
-    def opened(self, claim: Claim) -> None:
+    def on_claimed(self, claim: PartitionClaim) -> None:
         self.intake.resume(claim)
 
-    def received(self, claim: Claim, fact: Fact) -> None:
+    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
         if lane_of(fact.record.id, LANES) != claim.partition:  # type: ignore[union-attr]
             raise RecordError("it belongs in another lane")
-        claim.done(fact.offset)
+        claim.mark_done(fact.offset)
 
-    def closed(self, claim: Claim) -> None:
+    def on_released(self, claim: PartitionClaim) -> None:
         pass
 
 
@@ -59,14 +60,14 @@ async def test_a_stray_record_is_put_aside_listed_and_taken_in_again(
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
     monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
     settings, clock, lanes = Settings(), SystemClock(), Strict()
-    log = KafkaLog(settings.connection("test"), prefix=topic_prefix)
+    log = KafkaLog(settings.kafka_connection("test"), prefix=topic_prefix)
     await log.start()
     try:
-        await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+        await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
         right = lane_of(STRAY.id, LANES)
         entry = Entry(*encode(STRAY, STRAY.id)[:2], HEADERS)
         await log.append(REQUESTS, entry, (right + 1) % LANES)
-        lanes.intake = Intake(log, REQUESTS, "router", lanes, clock)
+        lanes.intake = GroupConsumer(log, REQUESTS, "router", lanes, clock)
         running = asyncio.create_task(lanes.intake.run())
         while not any((await ends(log, DEAD_LETTERS)).values()):
             await clock.sleep(0.05)
@@ -93,7 +94,7 @@ async def test_a_stray_record_is_put_aside_listed_and_taken_in_again(
         await log.append(LEDGER, encode(Ended(id=STRAY.id, code="lost"), STRAY.id))
         refused = await kvlane("retry", name)
         assert refused.exit_code == 1
-        assert "has ended (lost)" in refused.stderr
+        assert "ended (lost)" in refused.stderr
         assert (await ends(log, REQUESTS))[right] == 1
     finally:
         await log.close()

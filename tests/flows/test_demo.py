@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from app.demo.stage import free_port
-from streams.brokers.local import Broker
-from tests.leftovers import delete_topics
+from app.local.processes import free_port
+from streams.brokers.broker_factory import Broker
+from tests.harness.topic_cleanup import delete_topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -46,10 +46,10 @@ def check_story(shown: str) -> None:
     assert re.search(r"round robin +\d+\.\d% +\d+ ms", shown)
     assert re.search(r"KV-aware +\d+\.\d% +\d+ ms", shown)
     assert re.search(r"→ worker-\d +cost", shown)
-    assert re.search(r"by the indexer: worker-1 \d+, worker-2 \d+", shown)
+    assert re.search(r"from the indexer: worker-1 \d+, worker-2 \d+", shown)
     assert "kill -9 worker-" in shown
     assert re.search(r"the answer is complete: worker-\d, then worker-\d", shown)
-    right = re.search(r"(\d+) of (\d+) texts are exactly what the engine says", shown)
+    right = re.search(r"(\d+) of (\d+) texts are exactly as expected", shown)
     assert right is not None
     assert right[1] == right[2]
     assert int(right[2]) >= 600  # the trace twice, and what was asked by hand
@@ -150,7 +150,7 @@ def test_up_serves_publish_follow_and_cancel(
         '"max_tokens":5000,"ignore_eos":true}}'
     )
     with running("up", "--workers", "1", **on_kafka) as deployment:
-        read_until(deployment, "Ctrl-C ends everything")
+        read_until(deployment, "Ctrl-C stops everything")
         answer = kvlane("publish", "--follow", "héllo", **on_kafka)
         assert answer == kvlane("publish", "--follow", "héllo", **on_kafka)
         assert answer.endswith(".\n")

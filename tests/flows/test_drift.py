@@ -10,27 +10,28 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.http.metrics import Metrics
 from app.indexer import Indexer
-from app.lifetime import Lifetime
-from app.preprocess.pool import Inline
+from app.metrics.gateway_metrics import GatewayMetrics
+from app.preprocess.thread_pool import InlinePool
 from app.router import Router
+from app.runtime.process import ProcessContext
 from streams.codecs import pack_tokens
-from streams.records import Assignment, Request
+from streams.records import Assignment
+from streams.request import Request
 from streams.topics import REQUESTS
-from tests.gateways import settings_of
-from tests.routers import Hand, route, some, write
-from tests.worlds import World, play
+from tests.harness.fake_worker import FakeWorker, append_record, start_router, wait_for_items
+from tests.harness.gateway_harness import memory_settings
+from tests.harness.memory_world import MemoryWorld, run_scenario
 
 ALERTS = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "alerts.yaml"
 TOKENS = list(range(320))
 
 
-async def serve(world: World, hand: Hand, name: str, cached: int) -> None:
+async def serve(world: MemoryWorld, hand: FakeWorker, name: str, cached: int) -> None:
     """A request of twenty blocks, of which the engine finds so many tokens."""
-    before = len(hand.told(Assignment))
-    write(world, REQUESTS, Request(id=name, model="demo", token_ids=pack_tokens(TOKENS)))
-    told = await some(world, lambda: hand.told(Assignment)[before:])
+    before = len(hand.received(Assignment))
+    append_record(world, REQUESTS, Request(id=name, model="demo", token_ids=pack_tokens(TOKENS)))
+    told = await wait_for_items(world, lambda: hand.received(Assignment)[before:])
     run = hand.start(told[0])
     await world.sleep(0.1)
     hand.finish(run, "stop", cached_tokens=cached, ttft_ms=100.0, output_tokens=3)
@@ -38,7 +39,9 @@ async def serve(world: World, hand: Hand, name: str, cached: int) -> None:
 
 async def figures(router: Router) -> dict[str, float]:
     page = (await router._context.metrics.page()).decode()
-    lines = (line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("kvlane_drift"))
+    lines = (
+        line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("kvlane_router_drift")
+    )
     return {name.split("_drift_")[1].split("{")[0]: float(value) for name, value in lines}
 
 
@@ -48,34 +51,34 @@ def test_a_cache_that_is_not_what_it_is_expected_to_be_raises_the_alarm_once(
     caplog.set_level(logging.INFO, "app.router")
 
     def alarms() -> list[str]:
-        return [r.levelname for r in caplog.records if "the cache of w1 (demo)" in r.message]
+        return [r.levelname for r in caplog.records if "worker w1 (demo)" in r.message]
 
-    async def scenario(world: World) -> None:
-        hand = Hand(world, block_size=16)
-        hand.holds(TOKENS, 16)
-        router = await route(world, policy="predictive")
+    async def scenario(world: MemoryWorld) -> None:
+        hand = FakeWorker(world, block_size=16)
+        hand.publish_blocks(TOKENS, 16)
+        router = await start_router(world, policy="predictive")
         assert await figures(router) == {}
         for n in range(60):
             await serve(world, hand, f"right-{n}", 320 if n % 2 else 304)
         now = await figures(router)
-        assert (now["runs"], now["cached_blocks_p95"], now["alarm"]) == (60, 1, 0)
-        assert 0 < now["ttft_seconds_p95"] < 0.2
+        assert (now["runs"], now["p95_cached_blocks"], now["alert"]) == (60, 1, 0)
+        assert 0 < now["p95_time_to_first_token_seconds"] < 0.2
         for n in range(10):
             await serve(world, hand, f"wrong-{n}", 160)
         await world.sleep(30)
         now = await figures(router)
-        assert (now["runs"], now["cached_blocks_p95"], now["alarm"]) == (70, 10, 1)
+        assert (now["runs"], now["p95_cached_blocks"], now["alert"]) == (70, 10, 1)
         assert alarms() == ["WARNING"]
         for n in range(256):
             await serve(world, hand, f"well-{n}", 320)
         await world.sleep(30)
-        assert (await figures(router))["alarm"] == 0
+        assert (await figures(router))["alert"] == 0
         assert alarms() == ["WARNING", "INFO"]
         await world.sleep(600)
         assert await figures(router) == {}
         assert len(alarms()) == 2
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_alerts_are_about_metrics_that_there_are() -> None:
@@ -85,17 +88,17 @@ def test_alerts_are_about_metrics_that_there_are() -> None:
     named = {*re.findall(r"kvlane_[a-z0-9_]+", text)}
     names: set[str] = set()
 
-    async def scenario(world: World) -> None:
-        router = await route(world)
-        life = Lifetime("indexer", world.clock, random.Random(1))
-        indexer = Indexer(await world.connect("indexer"), settings_of(), life, Inline())
+    async def scenario(world: MemoryWorld) -> None:
+        router = await start_router(world)
+        life = ProcessContext("indexer", world.clock, random.Random(1))
+        indexer = Indexer(await world.connect("indexer"), memory_settings(), life, InlinePool())
         for registry in (
-            router._context.metrics.registry, indexer._metrics.registry, Metrics().registry,
+            router._context.metrics.registry, indexer._metrics.registry, GatewayMetrics().registry,
         ):  # fmt: skip
             for family in registry.collect():
                 names.update({family.name, *(sample.name for sample in family.samples)})
                 if family.type == "counter":
                     names.add(f"{family.name}_total")
 
-    play(scenario)
+    run_scenario(scenario)
     assert named <= names

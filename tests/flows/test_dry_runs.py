@@ -7,16 +7,23 @@ from typing import Any
 import pytest
 
 from streams.codecs import unpack_tokens
-from tests.towns import BLOCK, PROMPT, Town, session, stopped, two_caches
-from tests.worlds import World, in_world, play
+from tests.harness.cluster_harness import (
+    BLOCK,
+    PROMPT,
+    ClusterHarness,
+    session_hint,
+    slow_engine,
+    two_caches,
+)
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 
 @pytest.mark.parametrize("value", ["", "yes", "w2", "a:b"])
 def test_a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing(value: str) -> None:
-    async def scenario(world: World) -> None:
+    async def scenario(world: MemoryWorld) -> None:
         town = await two_caches(world)
         before = len(town.decisions())
-        answer = await town.say(annotations=[f"query_instance_id:{value}"]).done()
+        answer = await town.complete_with(annotations=[f"query_instance_id:{value}"]).wait_done()
         assert answer.status == 200
         told = answer.json["nvext"]
         assert (told["worker_id"], told["dp_rank"]) == ("w1", 0)
@@ -27,54 +34,60 @@ def test_a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing(value: str)
         assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 * BLOCK
         assert len(town.decisions()) == before
         assert len(town.assigned()) == before
-        await world.until(lambda: answer.headers["x-kvlane-id"] in town.ended())
+        await world.wait_until(lambda: answer.headers["x-kvlane-id"] in town.ended_codes())
 
-    play(scenario)
+    run_scenario(scenario)
 
 
-@in_world
-async def test_a_dry_run_is_told_in_a_stream_too(world: World) -> None:
-    town = await Town.found(world, ("w1",))
+@scenario_test
+async def test_a_dry_run_is_told_in_a_stream_too(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ("w1",))
     ask = {"annotations": ["query_instance_id:x"]}
-    answer = await town.chat("hello", stream=True, nvext=ask).done()
+    answer = await town.chat("hello", stream=True, nvext=ask).wait_done()
     told = [event["nvext"] for event in answer.events[:-1] if "nvext" in event]
     assert [each["worker_id"] for each in told] == ["w1"]
     assert answer.events[-1] == "[DONE]"
 
 
-@in_world
-async def test_an_annotation_without_a_value_is_no_dry_run(world: World) -> None:
-    town = await Town.found(world)
+@scenario_test
+async def test_an_annotation_without_a_value_is_no_dry_run(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world)
     for annotation in ("query_instance_id", "my_query_instance_id:x"):
-        await town.placed(annotations=[annotation])
+        await town.wait_decision(annotations=[annotation])
     assert len(town.assigned()) == 2
 
 
-@in_world
-async def test_a_dry_run_sees_pins_and_opens_no_session(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2"), policy="round_robin")
+@scenario_test
+async def test_a_dry_run_sees_pins_and_opens_no_session(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ("w1", "w2"), policy="round_robin")
     ask: dict[str, Any] = {"annotations": ["query_instance_id:x"]}
     for _ in range(3):
-        answer = await town.say(**ask, **session(), backend_instance_id="w2").done()
+        answer = await town.complete_with(
+            **ask, **session_hint(), backend_instance_id="w2"
+        ).wait_done()
         assert answer.json["nvext"]["worker_id"] == "w2"
-    turns = [(await town.say(**ask).done()).json["nvext"]["worker_id"] for _ in range(3)]
+    turns = [
+        (await town.complete_with(**ask).wait_done()).json["nvext"]["worker_id"] for _ in range(3)
+    ]
     assert len(set(turns)) == 1, "its turn goes on with what is dispatched only"
-    began = await town.placed(**session())
+    began = await town.wait_decision(**session_hint())
     assert began.session is not None
     assert began.session.bound_worker == ""
 
 
-@in_world
-async def test_a_dry_run_waits_for_no_busy_worker(world: World) -> None:
-    town = await Town.found(world, (), policy="predictive")
-    await town.hire("w1", engine=stopped(world))
+@scenario_test
+async def test_a_dry_run_waits_for_no_busy_worker(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, (), policy="predictive")
+    await town.start_worker("w1", engine=slow_engine(world))
     await town.occupy("w1")
-    answer = await town.say(annotations=["query_instance_id:x"]).done()
+    answer = await town.complete_with(annotations=["query_instance_id:x"]).wait_done()
     assert answer.json["nvext"]["worker_id"] == "w1"
 
 
-@in_world
-async def test_a_dry_run_is_about_one_answer(world: World) -> None:
-    town = await Town.found(world)
-    answer = await town.say(body={"n": 2}, annotations=["query_instance_id:x"]).done()
+@scenario_test
+async def test_a_dry_run_is_about_one_answer(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world)
+    answer = await town.complete_with(
+        body={"n": 2}, annotations=["query_instance_id:x"]
+    ).wait_done()
     assert (answer.status, answer.error["param"]) == (400, "nvext.annotations")

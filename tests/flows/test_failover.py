@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from app.engine.contract import EngineError, EngineOutput, GenerateContext
 from app.engine.echo import EchoEngine, echo_answer
-from app.lanes import scan
-from app.preprocess.byte_level import ASSISTANT, USER
-from app.preprocess.byte_level import decode as text_of
-from app.serving.execution import continuation
+from app.engine.interface import EngineError, EngineOutput, GenerateContext
+from app.lanes import shared_scan
+from app.preprocess.text.byte_level import ASSISTANT, USER
+from app.preprocess.text.byte_level import decode_bytes as text_of
+from app.serving.run_executor import resumed_request
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.records import (
     Assigned,
@@ -29,17 +29,21 @@ from streams.records import (
     Heartbeat,
     Lost,
     PrefillDone,
-    Request,
-    SamplingOptions,
     Started,
-    StopConditions,
     Tombstone,
 )
+from streams.request import Request, SamplingOptions, StopConditions
 from streams.topics import LEDGER, REQUESTS, RESPONSES
-from tests.desks import PROMPT, STEP_S
-from tests.processes import MODEL, Heard, Processes, ask, whole
-from tests.routers import read, write
-from tests.worlds import World, in_world, play
+from tests.harness.fake_worker import append_record, read_records
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.simulated_processes import (
+    MODEL,
+    ObservedAnswer,
+    SimulatedProcesses,
+    publish_request,
+    wait_complete,
+)
+from tests.harness.worker_harness import PROMPT, STEP_S
 
 
 class Prefilling(EchoEngine):
@@ -56,204 +60,206 @@ class Prefilling(EchoEngine):
             yield output
 
 
-def started(world: World) -> bool:
-    return bool(read(world, LEDGER, Started))
+def started(world: MemoryWorld) -> bool:
+    return bool(read_records(world, LEDGER, Started))
 
 
-def decisions(world: World) -> list[Assigned]:
-    return read(world, LEDGER, Assigned)
+def decisions(world: MemoryWorld) -> list[Assigned]:
+    return read_records(world, LEDGER, Assigned)
 
 
-def spoken(world: World, tokens: int) -> Callable[[], bool]:
-    return lambda: len(Heard(world).tokens) >= tokens
+def spoken(world: MemoryWorld, tokens: int) -> Callable[[], bool]:
+    return lambda: len(ObservedAnswer(world).tokens) >= tokens
 
 
 # --- a worker dies -------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_request_that_is_held_when_a_worker_dies_goes_to_the_next_one(world: World) -> None:
-    processes = Processes(world)
+@scenario_test
+async def test_a_request_that_is_held_when_a_worker_dies_goes_to_the_next_one(
+    world: MemoryWorld,
+) -> None:
+    processes = SimulatedProcesses(world)
     await processes.router()
-    await processes.worker("w1", max_num_seqs=1, worker_queue=0)
-    ask(world, 500, "busy")
-    await world.until(lambda: bool(read(world, LEDGER, Started, "busy")))
-    ask(world)
+    await processes.worker("w1", max_num_seqs=1, worker_max_waiting=0)
+    publish_request(world, 500, "busy")
+    await world.wait_until(lambda: bool(read_records(world, LEDGER, Started, "busy")))
+    publish_request(world)
     await world.sleep(1.0)
     processes.kill("w1")
     await processes.worker("w2", max_num_seqs=2)
-    await whole(world)
-    assert {s.worker for s in read(world, LEDGER, Started)} == {"w2"}
+    await wait_complete(world)
+    assert {s.worker for s in read_records(world, LEDGER, Started)} == {"w2"}
 
 
-@in_world
-async def test_a_request_that_waits_in_its_worker_goes_on_elsewhere(world: World) -> None:
-    processes = Processes(world)
+@scenario_test
+async def test_a_request_that_waits_in_its_worker_goes_on_elsewhere(world: MemoryWorld) -> None:
+    processes = SimulatedProcesses(world)
     await processes.router()
-    await processes.worker("w1", max_num_seqs=1, worker_queue=4)
-    ask(world, 500, "busy")
-    await world.until(lambda: bool(read(world, LEDGER, Started, "busy")))
-    ask(world)
-    await world.until(lambda: bool(decisions(world)))
+    await processes.worker("w1", max_num_seqs=1, worker_max_waiting=4)
+    publish_request(world, 500, "busy")
+    await world.wait_until(lambda: bool(read_records(world, LEDGER, Started, "busy")))
+    publish_request(world)
+    await world.wait_until(lambda: bool(decisions(world)))
     assert not started(world)
     await processes.worker("w2")
     processes.kill("w1")
-    heard = await whole(world)
+    heard = await wait_complete(world)
     assert heard.fences == 1
     assert [d.worker for d in decisions(world)] == ["w1", "w2"]
 
 
-@in_world
-async def test_a_prefill_that_dies_is_done_again(world: World) -> None:
-    processes = Processes(world)
+@scenario_test
+async def test_a_prefill_that_dies_is_done_again(world: MemoryWorld) -> None:
+    processes = SimulatedProcesses(world)
     await processes.router()
     await processes.worker("w1", Prefilling(world.clock, STEP_S, model=MODEL))
-    ask(world)
-    await world.until(lambda: started(world))
+    publish_request(world)
+    await world.wait_until(lambda: started(world))
     await processes.worker("w2")
     processes.kill("w1")
-    heard = await whole(world)
+    heard = await wait_complete(world)
     assert heard.fences == 1
     assert decisions(world)[-1].base_tokens == 0
 
 
-@in_world
-async def test_an_answer_goes_on_where_its_worker_died(world: World) -> None:
-    processes = Processes(world)
+@scenario_test
+async def test_an_answer_goes_on_where_its_worker_died(world: MemoryWorld) -> None:
+    processes = SimulatedProcesses(world)
     await processes.router()
     await processes.worker("w1")
-    ask(world)
-    await world.until(spoken(world, 8))
-    shown = len(Heard(world).tokens)
+    publish_request(world)
+    await world.wait_until(spoken(world, 8))
+    shown = len(ObservedAnswer(world).tokens)
     await processes.worker("w2")
     processes.kill("w1")
-    await whole(world)
+    await wait_complete(world)
     assert decisions(world)[-1].base_tokens >= shown
 
 
-@in_world
+@scenario_test
 async def test_an_answer_whose_last_chunk_stood_is_over_though_nobody_said_so(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    processes = Processes(world)
+    processes = SimulatedProcesses(world)
     await processes.router()
     await processes.worker("w1")
-    ask(world)
-    await world.until(spoken(world, 19))
-    processes.when("w1", Chunk, processes.kill)
-    heard = await whole(world)
-    await world.until(lambda: bool(read(world, LEDGER, Ended)))
-    assert not read(world, LEDGER, Finished)
-    if heard.records[-1] is not heard.pieces[-1]:  # a Fence behind the end
+    publish_request(world)
+    await world.wait_until(spoken(world, 19))
+    processes.on_append("w1", Chunk, processes.kill)
+    heard = await wait_complete(world)
+    await world.wait_until(lambda: bool(read_records(world, LEDGER, Ended)))
+    assert not read_records(world, LEDGER, Finished)
+    if heard.records[-1] is not heard.visible_records[-1]:  # a Fence behind the end
         assert isinstance(heard.records[-1], Fence)
-    assert {e.code for e in read(world, LEDGER, Ended)} <= {"seen", "length"}
+    assert {e.code for e in read_records(world, LEDGER, Ended)} <= {"seen", "length"}
 
 
 @pytest.mark.parametrize("kind", [Started, PrefillDone, Chunk, Finished, Heartbeat])
 def test_a_worker_may_die_at_any_of_its_records(kind: type) -> None:
-    async def scenario(world: World) -> None:
-        processes = Processes(world)
+    async def scenario(world: MemoryWorld) -> None:
+        processes = SimulatedProcesses(world)
         await processes.router()
         await processes.worker("w1")
-        processes.when("w1", kind, processes.kill)
-        ask(world)
-        await world.until(lambda: not processes.armed)
+        processes.on_append("w1", kind, processes.kill)
+        publish_request(world)
+        await world.wait_until(lambda: not processes.has_pending_faults)
         await processes.worker("w2")
-        await whole(world)
+        await wait_complete(world)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("tokens", range(1, 14))
 def test_half_a_character_is_completed_by_the_next_worker(tokens: int) -> None:
     """The prompt has characters of two and of three bytes, each byte a token."""
 
-    async def scenario(world: World) -> None:
-        processes = Processes(world)
+    async def scenario(world: MemoryWorld) -> None:
+        processes = SimulatedProcesses(world)
         await processes.router()
         await processes.worker("w1")
-        ask(world)
-        await world.until(spoken(world, tokens))
+        publish_request(world)
+        await world.wait_until(spoken(world, tokens))
         processes.kill("w1")
         await processes.worker("w2")
-        await whole(world)
+        await wait_complete(world)
         assert decisions(world)[-1].base_tokens in (tokens, tokens + 1)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("tokens", [*range(1, 12)])
 def test_a_stop_string_that_a_death_cuts_in_two_is_found_and_never_shown(tokens: int) -> None:
-    async def scenario(world: World) -> None:
+    async def scenario(world: MemoryWorld) -> None:
         prompt = [USER, *b"one two END three", ASSISTANT]
-        processes = Processes(world)
+        processes = SimulatedProcesses(world)
         await processes.router()
         await processes.worker("w1")
-        ask(world, prompt=prompt, stop=StopConditions(max_tokens=17, stop=("END",)))
-        await world.until(spoken(world, tokens))
+        publish_request(world, prompt=prompt, stop=StopConditions(max_tokens=17, stop=("END",)))
+        await world.wait_until(spoken(world, tokens))
         processes.kill("w1")
         await processes.worker("w2")
-        await world.until(lambda: Heard(world).over, 90.0)
-        heard = Heard(world)
+        await world.wait_until(lambda: ObservedAnswer(world).is_over, 90.0)
+        heard = ObservedAnswer(world)
         assert heard.text == "one two "
-        assert heard.reason == "stop"
+        assert heard.finish_reason == "stop"
         assert text_of(heard.tokens) == "one two END"
-        last = heard.pieces[-1]
+        last = heard.visible_records[-1]
         assert isinstance(last, Chunk)
         assert last.stop_reason == "END"
 
-    play(scenario)
+    run_scenario(scenario)
 
 
-@in_world
-async def test_two_deaths_in_one_answer_leave_no_mark_on_it(world: World) -> None:
-    processes = Processes(world)
+@scenario_test
+async def test_two_deaths_in_one_answer_leave_no_mark_on_it(world: MemoryWorld) -> None:
+    processes = SimulatedProcesses(world)
     await processes.router()
     await processes.worker("w1")
-    ask(world, 40)
-    await world.until(spoken(world, 7))
+    publish_request(world, 40)
+    await world.wait_until(spoken(world, 7))
     await processes.worker("w2")
     processes.kill("w1")
-    await world.until(spoken(world, 22), 30.0)
+    await world.wait_until(spoken(world, 22), 30.0)
     await processes.worker("w3")
     processes.kill("w2")
-    heard = await whole(world, max_tokens=40)
+    heard = await wait_complete(world, max_tokens=40)
     assert heard.fences == 2
 
 
-@in_world
-async def test_a_stopped_worker_that_goes_on_is_not_heard_any_more(world: World) -> None:
-    processes = Processes(world)
+@scenario_test
+async def test_a_stopped_worker_that_goes_on_is_not_heard_any_more(world: MemoryWorld) -> None:
+    processes = SimulatedProcesses(world)
     await processes.router()
     await processes.worker("w1")
-    ask(world, 60)
-    await world.until(spoken(world, 7))
+    publish_request(world, 60)
+    await world.wait_until(spoken(world, 7))
     await processes.worker("w2")
     processes.stop("w1")
-    await world.until(lambda: bool(read(world, RESPONSES, Fence)), 30.0)
+    await world.wait_until(lambda: bool(read_records(world, RESPONSES, Fence)), 30.0)
     processes.resume("w1")
-    await whole(world, max_tokens=60)
-    runs = [chunk.run for chunk in read(world, RESPONSES, Chunk) if chunk.finish_reason]
+    await wait_complete(world, max_tokens=60)
+    runs = [chunk.run for chunk in read_records(world, RESPONSES, Chunk) if chunk.finish_reason]
     assert len(runs) == 1
 
 
-@in_world
-async def test_a_seed_goes_on_as_a_function_of_what_was_said(world: World) -> None:
+@scenario_test
+async def test_a_seed_goes_on_as_a_function_of_what_was_said(world: MemoryWorld) -> None:
     """Drawn again as it is, it would repeat the draws of the beginning."""
     request = Request(
         id="a", token_ids=pack_tokens(PROMPT), sampling=SamplingOptions(seed=7),
         stop=StopConditions(max_tokens=20, min_tokens=9),
     )  # fmt: skip
-    rest = continuation(request, pack_tokens([1, 2, 3]))
+    rest = resumed_request(request, pack_tokens([1, 2, 3]))
     assert rest.sampling.seed not in (None, 7)
-    assert rest == continuation(request, pack_tokens([1, 2, 3]))
-    assert rest.sampling.seed != continuation(request, pack_tokens([1, 2, 4])).sampling.seed
+    assert rest == resumed_request(request, pack_tokens([1, 2, 3]))
+    assert rest.sampling.seed != resumed_request(request, pack_tokens([1, 2, 4])).sampling.seed
     assert (rest.stop.max_tokens, rest.stop.min_tokens) == (17, 6)
     assert list(unpack_tokens(rest.token_ids)) == [*PROMPT, 1, 2, 3]
 
 
-@in_world
-async def test_a_worker_that_failed_a_request_does_not_get_it_again(world: World) -> None:
+@scenario_test
+async def test_a_worker_that_failed_a_request_does_not_get_it_again(world: MemoryWorld) -> None:
     failed: dict[str, str] = {}
     names = [f"r{n}" for n in range(10)]
 
@@ -270,64 +276,64 @@ async def test_a_worker_that_failed_a_request_does_not_get_it_again(world: World
             async for output in super().generate(request, context):
                 yield output
 
-    processes = Processes(world)
+    processes = SimulatedProcesses(world)
     await processes.router()
     for worker in ("w1", "w2"):
         await processes.worker(worker, Failing(world.clock, STEP_S, model=MODEL))
     for name in names:
-        ask(world, 20, name)
+        publish_request(world, 20, name)
     for name in names:
-        await whole(world, name)
-        assert len(read(world, LEDGER, Assigned, name)) == 2
+        await wait_complete(world, name)
+        assert len(read_records(world, LEDGER, Assigned, name)) == 2
 
 
-@in_world
+@scenario_test
 async def test_all_requests_of_a_dead_worker_are_gathered_in_one_pass_over_their_lane(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     passes: list[int] = []
 
-    class Counted(scan._Pass):
+    class Counted(shared_scan._Scan):
         def __init__(self, questions: Any) -> None:
             super().__init__(questions)
             if questions[0].key is not None:
                 passes.append(len(questions))
 
-    original, scan._Pass = scan._Pass, Counted  # type: ignore[misc]
+    original, shared_scan._Scan = shared_scan._Scan, Counted  # type: ignore[misc]
     try:
-        processes = Processes(world)
+        processes = SimulatedProcesses(world)
         await processes.router()
         await processes.worker("w1")
         names = [f"r{n}" for n in range(40)]
         for name in names:
-            ask(world, 30, name)
-        await world.until(lambda: all(len(Heard(world, n).tokens) > 3 for n in names))
+            publish_request(world, 30, name)
+        await world.wait_until(lambda: all(len(ObservedAnswer(world, n).tokens) > 3 for n in names))
         await processes.worker("w2")
         processes.kill("w1")
-        await world.until(lambda: all(Heard(world, n).over for n in names), 60.0)
+        await world.wait_until(lambda: all(ObservedAnswer(world, n).is_over for n in names), 60.0)
     finally:
-        scan._Pass = original  # type: ignore[misc]
+        shared_scan._Scan = original  # type: ignore[misc]
     assert sum(passes) == 40
     assert len(passes) <= 2 * world.lanes, passes
     for name in names:
-        assert Heard(world, name).tokens == echo_answer(PROMPT, 30)
+        assert ObservedAnswer(world, name).tokens == echo_answer(PROMPT, 30)
 
 
-@in_world
-async def test_a_cancel_of_a_request_whose_worker_died_ends_it_once(world: World) -> None:
-    processes = Processes(world)
+@scenario_test
+async def test_a_cancel_of_a_request_whose_worker_died_ends_it_once(world: MemoryWorld) -> None:
+    processes = SimulatedProcesses(world)
     await processes.router()
     await processes.worker("w1")
-    ask(world, 500)
-    await world.until(spoken(world, 5))
+    publish_request(world, 500)
+    await world.wait_until(spoken(world, 5))
     processes.kill("w1")
     await world.sleep(1.0)
-    write(world, REQUESTS, Cancel(id="a", reason="enough"))
-    await world.until(lambda: bool(read(world, RESPONSES, End)), 30.0)
+    append_record(world, REQUESTS, Cancel(id="a", reason="enough"))
+    await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)), 30.0)
     await processes.worker("w2")
     await world.sleep(30.0)
-    heard = Heard(world)
-    assert heard.reason == "cancelled"
+    heard = ObservedAnswer(world)
+    assert heard.finish_reason == "cancelled"
     assert len(decisions(world)) == 1
 
 
@@ -336,12 +342,12 @@ async def test_a_cancel_of_a_request_whose_worker_died_ends_it_once(world: World
 STEPS = [Lost, Tombstone, Fencing, Fence, Assigned, Assignment]
 
 
-async def failing_over(world: World, processes: Processes) -> None:
+async def failing_over(world: MemoryWorld, processes: SimulatedProcesses) -> None:
     """A worker has died in mid answer, another one is there; nothing was noticed yet."""
     await processes.worker("w1")
     await world.sleep(1.0)
-    ask(world, 40)
-    await world.until(spoken(world, 9))
+    publish_request(world, 40)
+    await world.wait_until(spoken(world, 9))
     await processes.worker("w2")
     await processes.worker("w3")
     processes.stop("w1")  # so that it may still speak afterwards
@@ -349,33 +355,33 @@ async def failing_over(world: World, processes: Processes) -> None:
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_router_may_die_at_any_step_of_a_failover(kind: type) -> None:
-    async def scenario(world: World) -> None:
-        processes = Processes(world)
+    async def scenario(world: MemoryWorld) -> None:
+        processes = SimulatedProcesses(world)
         await processes.router("r1")
         await failing_over(world, processes)
-        processes.when("r1", kind, processes.kill)
-        await world.until(lambda: not processes.armed, 30.0)
+        processes.on_append("r1", kind, processes.kill)
+        await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
         await processes.router("r2")
-        await whole(world, max_tokens=40)
+        await wait_complete(world, max_tokens=40)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_router_that_is_stopped_in_a_failover_and_goes_on_does_no_harm(kind: type) -> None:
-    async def scenario(world: World) -> None:
-        processes = Processes(world)
+    async def scenario(world: MemoryWorld) -> None:
+        processes = SimulatedProcesses(world)
         await processes.router("r1")
         await failing_over(world, processes)
-        processes.when("r1", kind, processes.stop)
-        await world.until(lambda: not processes.armed, 30.0)
+        processes.on_append("r1", kind, processes.stop)
+        await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
         await processes.router("r2")
-        await world.until(lambda: bool(len(Heard(world).tokens) > 15), 60.0)
+        await world.wait_until(lambda: bool(len(ObservedAnswer(world).tokens) > 15), 60.0)
         processes.resume("r1")
         processes.resume("w1")
-        await whole(world, max_tokens=40)
+        await wait_complete(world, max_tokens=40)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("first", STEPS)
@@ -383,19 +389,19 @@ def test_a_router_that_is_stopped_in_a_failover_and_goes_on_does_no_harm(kind: t
 def test_two_routers_may_die_one_after_the_other_in_the_same_failover(
     first: type, second: type
 ) -> None:
-    async def scenario(world: World) -> None:
-        processes = Processes(world)
+    async def scenario(world: MemoryWorld) -> None:
+        processes = SimulatedProcesses(world)
         await processes.router("r1")
         await failing_over(world, processes)
-        processes.when("r1", first, processes.kill)
-        await world.until(lambda: not processes.armed, 30.0)
-        processes.when("r2", second, processes.kill)
+        processes.on_append("r1", first, processes.kill)
+        await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
+        processes.on_append("r2", second, processes.kill)
         await processes.router("r2")
         await world.sleep(20.0)  # it may find nothing left to do
         await processes.router("r3")
-        await whole(world, max_tokens=40)
+        await wait_complete(world, max_tokens=40)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("kind", [Fencing, Fence, CancelRun, Assigned, Assignment])
@@ -405,94 +411,96 @@ def test_a_router_may_be_struck_when_it_moves_a_run_that_lost_a_chunk(
 ) -> None:
     """Its worker lives, and is told to stop."""
 
-    async def scenario(world: World) -> None:
-        processes = Processes(world)
+    async def scenario(world: MemoryWorld) -> None:
+        processes = SimulatedProcesses(world)
         await processes.router("r1")
         await processes.worker("w1")
-        ask(world, 40)
-        await world.until(spoken(world, 9))
+        publish_request(world, 40)
+        await world.wait_until(spoken(world, 9))
         await processes.worker("w2")
-        processes.when("r1", kind, processes.kill if struck == "killed" else processes.stop)
-        write(world, LEDGER, Fencing(id="a", attempt=1, reason="broken"))
+        processes.on_append("r1", kind, processes.kill if struck == "killed" else processes.stop)
+        append_record(world, LEDGER, Fencing(id="a", attempt=1, reason="broken"))
         if kind is Fencing:  # the one that the router would have written
             processes.kill("r1")
         else:
-            await world.until(lambda: not processes.armed, 30.0)
+            await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
         await processes.router("r2")
-        await world.until(spoken(world, 15), 60.0)
+        await world.wait_until(spoken(world, 15), 60.0)
         if struck == "stopped" and kind is not Fencing:
             processes.resume("r1")
-        await whole(world, max_tokens=40)
+        await wait_complete(world, max_tokens=40)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("kind", [Assigned, Assignment])
 def test_a_router_may_die_at_any_step_of_an_admission(kind: type) -> None:
-    async def scenario(world: World) -> None:
-        processes = Processes(world)
+    async def scenario(world: MemoryWorld) -> None:
+        processes = SimulatedProcesses(world)
         await processes.router("r1")
         await processes.worker("w1")
-        processes.when("r1", kind, processes.kill)
-        ask(world)
-        await world.until(lambda: not processes.armed)
+        processes.on_append("r1", kind, processes.kill)
+        publish_request(world)
+        await world.wait_until(lambda: not processes.has_pending_faults)
         await processes.router("r2")
-        await whole(world)
+        await wait_complete(world)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
-@in_world
-async def test_a_request_that_a_dead_router_held_is_held_by_the_next_one(world: World) -> None:
-    processes = Processes(world)
+@scenario_test
+async def test_a_request_that_a_dead_router_held_is_held_by_the_next_one(
+    world: MemoryWorld,
+) -> None:
+    processes = SimulatedProcesses(world)
     await processes.router("r1")
-    ask(world)
+    publish_request(world)
     await world.sleep(2.0)
     processes.kill("r1")
     await processes.router("r2")
     await processes.worker("w1")
-    heard = await whole(world)
+    heard = await wait_complete(world)
     assert heard.fences == 0
 
 
 @pytest.mark.parametrize("kind", [End, CancelRun, Ended])
 def test_a_router_may_die_at_any_step_of_an_end(kind: type) -> None:
-    async def scenario(world: World) -> None:
-        processes = Processes(world)
+    async def scenario(world: MemoryWorld) -> None:
+        processes = SimulatedProcesses(world)
         await processes.router("r1")
         await processes.worker("w1")
-        ask(world, 500)
-        await world.until(spoken(world, 5))
-        processes.when("r1", kind, processes.kill)
-        write(world, REQUESTS, Cancel(id="a", reason="enough"))
-        await world.until(lambda: not processes.armed)
+        publish_request(world, 500)
+        await world.wait_until(spoken(world, 5))
+        processes.on_append("r1", kind, processes.kill)
+        append_record(world, REQUESTS, Cancel(id="a", reason="enough"))
+        await world.wait_until(lambda: not processes.has_pending_faults)
         await processes.router("r2")
         await world.sleep(30.0)
-        assert Heard(world).reason == "cancelled"
-        assert read(world, LEDGER, Ended) or read(world, LEDGER, Finished)
-        assert len(Heard(world).tokens) < 100, "its worker was told to stop"
-        chunks = len(read(world, RESPONSES, Chunk))
+        assert ObservedAnswer(world).finish_reason == "cancelled"
+        assert read_records(world, LEDGER, Ended) or read_records(world, LEDGER, Finished)
+        assert len(ObservedAnswer(world).tokens) < 100, "its worker was told to stop"
+        chunks = len(read_records(world, RESPONSES, Chunk))
         await world.sleep(5.0)
-        assert len(read(world, RESPONSES, Chunk)) == chunks
+        assert len(read_records(world, RESPONSES, Chunk)) == chunks
 
-    play(scenario)
+    run_scenario(scenario)
 
 
-@in_world
-async def test_two_routers_that_both_own_a_lane_answer_once(world: World) -> None:
+@scenario_test
+async def test_two_routers_that_both_own_a_lane_answer_once(world: MemoryWorld) -> None:
     """One of them was given up by the group and does not know it."""
-    processes = Processes(world)
+    processes = SimulatedProcesses(world)
     first = await processes.router("r1")
     await processes.worker("w1")
     await processes.worker("w2")
-    processes.when("r1", Assigned, processes.stop)
-    ask(world, 40)
-    await world.until(lambda: not processes.armed)
+    processes.on_append("r1", Assigned, processes.stop)
+    publish_request(world, 40)
+    await world.wait_until(lambda: not processes.has_pending_faults)
     group = world.broker.group(REQUESTS, "router")
     for member in list(group.members):
         group.evict(member)
     await processes.router("r2")
-    await world.until(spoken(world, 3), 60.0)
+    await world.wait_until(spoken(world, 3), 60.0)
     processes.resume("r1")
     assert first._owners
-    await whole(world, max_tokens=40)
+    await wait_complete(world, max_tokens=40)

@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.choice import Broker
+from streams.brokers.broker import Broker
 from streams.clock import SystemClock
-from streams.connection import Connection
-from streams.follow import Follower
-from streams.kafka.log import KafkaLog
-from streams.outbox import Outbox
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition
+from streams.record_publisher import RecordPublisher
 from streams.records import Ended
-from streams.snapshots import Snapshots
+from streams.snapshots.snapshot_store import SnapshotStore
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS, TOPICS
-from tests.tally import Tally
+from streams.views.follower import Follower
+from tests.harness.recording_view import RecordingView
 
 PARTITIONS = {LEDGER: 2, REGISTRY: 1, SNAPSHOTS: 2}
 LANES = [Partition(LEDGER, lane) for lane in range(PARTITIONS[LEDGER])]
@@ -39,7 +39,7 @@ async def log(kafka: Broker, topic_prefix: str) -> AsyncIterator[KafkaLog]:
             for name, count in PARTITIONS.items()
         ]
     )
-    log = KafkaLog(Connection(kafka.bootstrap_servers, "test"), topic_prefix)
+    log = KafkaLog(ConnectionOptions(kafka.bootstrap_servers, "test"), topic_prefix)
     await log.start()
     yield log
     await log.close()
@@ -49,17 +49,17 @@ async def log(kafka: Broker, topic_prefix: str) -> AsyncIterator[KafkaLog]:
 
 async def append(log: KafkaLog, lane: int, count: int) -> None:
     """Batches of whole records, each followed by one that is malformed."""
-    outbox = Outbox(log, SystemClock())
+    outbox = RecordPublisher(log, SystemClock())
     for first in range(0, count, BATCH):
         ids = [f"request-{lane}-{n}" for n in range(first, first + BATCH)]
-        await outbox.send_batch(LEDGER, lane, [(i, Ended(id=i, code="seen")) for i in ids])
+        await outbox.publish_batch_once(LEDGER, lane, [(i, Ended(id=i, code="seen")) for i in ids])
         await log.append(LEDGER, MALFORMED, lane)
 
 
 async def test_a_copy_from_a_snapshot_equals_one_from_the_log(log: KafkaLog) -> None:
-    clock, snapshots = SystemClock(), Snapshots(log, SystemClock())
+    clock, snapshots = SystemClock(), SnapshotStore(log, SystemClock())
     await asyncio.gather(*(append(log, lane, 20 * BATCH) for lane in range(2)))
-    first, second = Tally(), Tally()
+    first, second = RecordingView(), RecordingView()
     following = Follower(log, first, [LEDGER], clock)
     other = Follower(log, second, [LEDGER], clock, snapshots=snapshots)
     async with asyncio.timeout(DEADLINE_S):

@@ -6,11 +6,14 @@ import json
 from typing import Any
 from urllib.parse import quote, urlencode
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
-from tests.gateways import House
-from tests.worlds import World, play
+from tests.harness.gateway_harness import GatewayHarness
+from tests.harness.memory_world import MemoryWorld, run_scenario
+from tests.harness.schema_values import values_of_schema
 
 FIELDS = (
     "model", "messages", "prompt", "n", "stream", "stream_options", "max_tokens", "stop", "seed",
@@ -46,23 +49,24 @@ right = st.sampled_from(
     )
 )
 endpoints = st.sampled_from(("/v1/chat/completions", "/v1/completions"))
+UNPLACEABLE = {"pinned_gone", "none_eligible"}
 REFUSED = {400, 404, 413, 529}
 
 
-async def _ask(world: World, method: str, url: str, body: Any) -> None:
-    house = await House.open(world)
-    await house.listed()
-    answer = house.ask(method, url, body)
+async def _ask(world: MemoryWorld, method: str, url: str, body: Any) -> None:
+    house = await GatewayHarness.open(world)
+    await house.register_and_wait()
+    answer = house.send(method, url, body)
     await world.sleep(0.5)
     if answer.status == 0:  # it was taken: somebody ends it
         for request in house.requests():
-            house.end(request.id, "stop")
-    await answer.done()
+            house.end_request(request.id, "stop")
+    await answer.wait_done()
     assert answer.status in REFUSED | {200, 202}, answer.content
     if answer.status in REFUSED:
         assert answer.error["message"]
-    assert house.life.failed is None
-    assert house.gateway.parts.streams.open == 0
+    assert house.life.error is None
+    assert house.gateway.parts.streams.open_streams == 0
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
@@ -71,13 +75,13 @@ def test_any_object_is_answered(
     endpoint: str, base: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     body = json.dumps(base | fields).encode()
-    play(lambda world: _ask(world, "POST", endpoint, body))
+    run_scenario(lambda world: _ask(world, "POST", endpoint, body))
 
 
 @settings(max_examples=60)
 @given(endpoint=endpoints, body=st.binary(max_size=200))
 def test_any_bytes_are_answered(endpoint: str, body: bytes) -> None:
-    play(lambda world: _ask(world, "POST", endpoint, body))
+    run_scenario(lambda world: _ask(world, "POST", endpoint, body))
 
 
 @settings(max_examples=60)
@@ -90,11 +94,56 @@ def test_any_bytes_are_answered(endpoint: str, body: bytes) -> None:
 )
 def test_any_stream_is_answered(name: str, query: dict[str, str]) -> None:
     url = f"/v1/streams/{quote(name, safe='', errors='replace')}?{urlencode(query)}"
-    play(lambda world: _found(world, url))
+    run_scenario(lambda world: _found(world, url))
 
 
-async def _found(world: World, url: str) -> None:
-    house = await House.open(world)
-    answer = await house.ask("GET", url).done()
+def _documented() -> tuple[dict[str, Any], dict[str, st.SearchStrategy[Any]]]:
+    """The document, and by path the bodies that are right by it."""
+    found: list[dict[str, Any]] = []
+
+    async def scenario(world: MemoryWorld) -> None:
+        house = await GatewayHarness.open(world)
+        found.append((await house.send("GET", "/openapi.json").wait_done()).json)
+
+    run_scenario(scenario)
+    (document,) = found
+    schemas = document["components"]["schemas"]
+    names = {"/v1/chat/completions": "ChatBody", "/v1/completions": "CompletionBody"}
+    return document, {
+        path: values_of_schema(schemas[name], schemas) for path, name in names.items()
+    }
+
+
+DOCUMENT, BODIES = _documented()
+
+
+async def _answered(world: MemoryWorld, url: str, body: Any) -> None:
+    """The answer to a body, of a worker where it is taken, as the document describes it."""
+    house = await GatewayHarness.open(world)
+    await house.start_backend()
+    answer = await house.send("POST", url, body).wait_done()
+    told = DOCUMENT["paths"][url]["post"]["responses"][str(answer.status)]
+    kind = answer.headers["content-type"]
+    schema = told["content"][kind]["schema"] | {"components": DOCUMENT["components"]}
+    whole = answer.content.decode() if kind == "text/event-stream" else answer.json
+    assert list(Draft202012Validator(schema).iter_errors(whole)) == [], answer.content
+    # Pins on workers that are not there, and taints that none has, are told from what is broken.
+    assert answer.status < 500 or answer.error["code"] in UNPLACEABLE, answer.content
+    assert house.life.error is None
+
+
+@pytest.mark.parametrize("url", BODIES)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_is_right_by_the_document_is_answered_by_it(url: str, data: st.DataObject) -> None:
+    body = data.draw(BODIES[url])
+    served = st.sampled_from(("demo", "demo", "demo", body["model"]))
+    body = body | {"model": data.draw(served)}
+    run_scenario(lambda world: _answered(world, url, json.dumps(body).encode()))
+
+
+async def _found(world: MemoryWorld, url: str) -> None:
+    house = await GatewayHarness.open(world)
+    answer = await house.send("GET", url).wait_done()
     assert answer.status in {400, 404}
     assert answer.error["message"]

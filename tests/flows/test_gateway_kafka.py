@@ -16,16 +16,16 @@ import openai
 import pytest
 
 from app.engine.echo import EchoEngine, echo_answer
-from app.lifetime import Lifetime
-from app.preprocess.byte_level import decode, render_chat
+from app.preprocess.text.byte_level import decode_bytes, render_chat
 from app.router import Router
+from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.worker import Worker
-from streams import provision
-from streams.brokers.local import Broker
+from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
-from streams.kafka.log import KafkaLog
-from tests.leftovers import delete_topics
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
+from tests.harness.topic_cleanup import delete_topics
 
 LANES = 4
 CONTEXT = 2000
@@ -46,9 +46,9 @@ async def settings(
     monkeypatch.setenv("KVLANE_LANES", str(LANES))
     monkeypatch.setenv("KVLANE_HTTP_PORT", str(port))
     settings = Settings()
-    log = KafkaLog(settings.connection("test"), prefix=topic_prefix)
+    log = KafkaLog(settings.kafka_connection("test"), prefix=topic_prefix)
     await log.start()
-    await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
     yield settings
     await log.close()
     await delete_topics(kafka.bootstrap_servers, topic_prefix)
@@ -59,8 +59,8 @@ async def staff(settings: Settings) -> AsyncIterator[None]:
     """A router and a worker in this process, each on its own connection."""
     logs, lives, parts = [], [], []
     for name in ("worker", "router"):
-        log = KafkaLog(settings.connection(name), prefix=settings.topic_prefix)
-        life = Lifetime(name)
+        log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
+        life = ProcessContext(name)
         await log.start()
         if name == "router":
             part: Router | Worker = Router(log, settings, life)
@@ -73,10 +73,10 @@ async def staff(settings: Settings) -> AsyncIterator[None]:
         parts.append(part)
     yield
     for log, life, part in zip(logs, lives, parts, strict=True):
-        assert life.failed is None
+        assert life.error is None
         if isinstance(part, Router):
             await part.stop()
-        await life.end()
+        await life.cancel_tasks()
         await log.close()
 
 
@@ -124,7 +124,7 @@ async def chat(client: openai.AsyncOpenAI, text: str, max_tokens: int) -> str:
 
 
 def answer(text: str, max_tokens: int) -> str:
-    return decode(echo_answer(render_chat([("user", text)]), max_tokens))
+    return decode_bytes(echo_answer(render_chat([("user", text)]), max_tokens))
 
 
 async def test_streams_are_answered_over_kafka_and_a_stopping_gateway_ends_them(

@@ -6,36 +6,39 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.artifacts import Artifacts
-from app.preprocess.loaded import publish
-from app.preprocess.loader import KEPT, RETRY_S
-from app.preprocess.modelfolder import DEMO
-from app.preprocess.pool import Inline
-from app.preprocess.tokenizer import Tokenizer
+from app.preprocess.models.artifacts import ArtifactStore
+from app.preprocess.models.model import publish_folder
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from app.preprocess.models.model_loader import LOAD_RETRY_S, MAX_SPARE_MODELS
+from app.preprocess.text.tokenizer import Tokenizer
+from app.preprocess.thread_pool import InlinePool
 from streams.codecs import unpack_tokens
-from streams.records import Artifact, ModelCard, Request, Tombstone
+from streams.records import Artifact, ModelCard, Tombstone
+from streams.request import Request
 from streams.topics import REGISTRY
-from tests.gateways import CONTEXT, House
-from tests.worlds import World, in_world, play
+from tests.harness.gateway_harness import CONTEXT, GatewayHarness
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 
-async def publish_model(world: World, name: str = "demo", **over: Any) -> ModelCard:
-    artifacts = Artifacts(await world.connect("publisher"), world.clock, Inline(), None)
-    card = await publish(name, DEMO, artifacts, **({"context_length": CONTEXT} | over))
+async def publish_model(world: MemoryWorld, name: str = "demo", **over: Any) -> ModelCard:
+    artifacts = ArtifactStore(await world.connect("publisher"), world.clock, InlinePool(), None)
+    card = await publish_folder(
+        name, DEMO_MODEL_FOLDER, artifacts, **({"context_length": CONTEXT} | over)
+    )
     world.append(REGISTRY, 0, card, key=f"model/{name}")
     return card
 
 
 def text_of(request: Request) -> str:
-    tokenizer = Tokenizer((DEMO / "tokenizer.json").read_bytes(), Inline())
+    tokenizer = Tokenizer((DEMO_MODEL_FOLDER / "tokenizer.json").read_bytes(), InlinePool())
     return tokenizer.decode(unpack_tokens(request.token_ids), skip_special=False)
 
 
-@in_world
-async def test_a_chat_is_rendered_by_the_template_of_its_model(world: World) -> None:
-    house = await House.open(world)
+@scenario_test
+async def test_a_chat_is_rendered_by_the_template_of_its_model(world: MemoryWorld) -> None:
+    house = await GatewayHarness.open(world)
     card = await publish_model(world)
-    await house.listed()
+    await house.register_and_wait()
     house.chat("how are you?")
     (request,) = await house.published()
     assert "how are you?" in text_of(request)
@@ -47,55 +50,57 @@ async def test_a_chat_is_rendered_by_the_template_of_its_model(world: World) -> 
     assert request.eos_token_ids == card.eos_token_ids
 
 
-@in_world
-async def test_a_model_is_loaded_before_its_first_request(world: World) -> None:
-    house = await House.open(world)
+@scenario_test
+async def test_a_model_is_loaded_before_its_first_request(world: MemoryWorld) -> None:
+    house = await GatewayHarness.open(world)
     await publish_model(world)
-    await house.listed()
+    await house.register_and_wait()
     (load,) = house.gateway._library._loader._loads.values()
-    await world.until(load.done)
+    await world.wait_until(load.done)
     world.faults.unanswered.add("offsets")  # its files could not be read any more
     house.chat()
     await house.published()
 
 
-@in_world
-async def test_a_model_that_was_there_before_the_gateway_is_loaded(world: World) -> None:
+@scenario_test
+async def test_a_model_that_was_there_before_the_gateway_is_loaded(world: MemoryWorld) -> None:
     await publish_model(world)
-    first = await House.open(world)
-    await first.listed()
-    house = await House.open(world, "g2")
+    first = await GatewayHarness.open(world)
+    await first.register_and_wait()
+    house = await GatewayHarness.open(world, "g2")
     assert len(house.gateway._library._loader._loads) == 1
-    assert (await house.ask("GET", "/v1/models").done()).json["data"][0]["id"] == "demo"
+    assert (await house.send("GET", "/v1/models").wait_done()).json["data"][0]["id"] == "demo"
 
 
-@in_world
-async def test_a_prompt_is_held_against_the_context_in_tokens_of_its_model(world: World) -> None:
-    house = await House.open(world)
+@scenario_test
+async def test_a_prompt_is_held_against_the_context_in_tokens_of_its_model(
+    world: MemoryWorld,
+) -> None:
+    house = await GatewayHarness.open(world)
     await publish_model(world, context_length=64)
-    await house.listed()
+    await house.register_and_wait()
     taken = house.complete("word " * 40)
     await house.published()
-    taken.leave()
-    refused = await house.complete("word " * 400).done()
+    taken.disconnect()
+    refused = await house.complete("word " * 400).wait_done()
     assert refused.status == 400
     assert "64" in refused.error["message"]
 
 
-@in_world
+@scenario_test
 async def test_a_model_whose_files_are_missing_is_unavailable_until_they_come(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    house = await House.open(world)
+    house = await GatewayHarness.open(world)
     whole = await publish_model(world, "other")
     missing = Artifact(sha256="0" * 64, size=10)
     broken = ModelCard(name="demo", tokenizer=missing, checksum="x")
     world.append(REGISTRY, 0, broken, key="model/demo")
-    await house.listed()
-    answer = await house.chat().done()
+    await house.register_and_wait()
+    answer = await house.chat().wait_done()
     assert (answer.status, answer.error["code"]) == (503, "model_unavailable")
     assert answer.error["param"] == "model"
-    assert house.life.failed is None
+    assert house.life.error is None
     repaired = ModelCard(name="demo", tokenizer=whole.tokenizer, checksum="y")
     world.append(REGISTRY, 0, repaired, key="model/demo")
     await world.sleep(1)
@@ -103,16 +108,16 @@ async def test_a_model_whose_files_are_missing_is_unavailable_until_they_come(
     await house.published()
 
 
-@in_world
-async def test_a_model_that_could_not_be_loaded_is_tried_again(world: World) -> None:
-    house = await House.open(world)
+@scenario_test
+async def test_a_model_that_could_not_be_loaded_is_tried_again(world: MemoryWorld) -> None:
+    house = await GatewayHarness.open(world)
     await publish_model(world)
     world.faults.unanswered.add("offsets")
-    await house.listed()
-    assert (await house.chat().done()).status == 503
+    await house.register_and_wait()
+    assert (await house.chat().wait_done()).status == 503
     world.faults.unanswered.clear()
-    assert (await house.chat().done()).status == 503, "not at once"
-    await world.sleep(RETRY_S)
+    assert (await house.chat().wait_done()).status == 503, "not at once"
+    await world.sleep(LOAD_RETRY_S)
     house.chat()
     await house.published()
 
@@ -122,10 +127,10 @@ async def test_a_model_that_could_not_be_loaded_is_tried_again(world: World) -> 
     [("tokens", 0, 0), ("chat", 0, 400), ("completion", 400, 0), ("embedding", 400, 400)],
 )
 def test_a_model_answers_what_its_card_says(kind: Any, chat: int, completion: int) -> None:
-    async def scenario(world: World) -> None:
-        house = await House.open(world)
+    async def scenario(world: MemoryWorld) -> None:
+        house = await GatewayHarness.open(world)
         world.append(REGISTRY, 0, ModelCard(name="demo", kind=kind), key="model/demo")
-        await house.listed()
+        await house.register_and_wait()
         asked = [house.chat(), house.complete()]
         await world.sleep(1)
         assert [exchange.status for exchange in asked] == [chat, completion]
@@ -133,19 +138,19 @@ def test_a_model_answers_what_its_card_says(kind: Any, chat: int, completion: in
             if exchange.status:
                 assert exchange.error["code"] == "model_not_supported"
 
-    play(scenario)
+    run_scenario(scenario)
 
 
-@in_world
-async def test_models_that_are_not_served_any_more_are_let_go(world: World) -> None:
-    house = await House.open(world)
-    for number in range(KEPT + 4):
+@scenario_test
+async def test_models_that_are_not_served_any_more_are_let_go(world: MemoryWorld) -> None:
+    house = await GatewayHarness.open(world)
+    for number in range(MAX_SPARE_MODELS + 4):
         name = f"m{number}"
         await publish_model(world, name, context_length=100 + number)
-        epoch = house.card(name, f"w{number}")
-        await world.until(lambda name=name: name in house.models())  # type: ignore[misc]
+        epoch = house.register_worker(name, f"w{number}")
+        await world.wait_until(lambda name=name: name in house.models())  # type: ignore[misc]
         await world.sleep(1)
         tombstone = Tombstone(key=f"worker/w{number}", epoch=epoch)
         world.append(REGISTRY, 0, tombstone, key=f"worker/w{number}")
     await world.sleep(1)
-    assert len(house.gateway._library._loader._loads) == KEPT
+    assert len(house.gateway._library._loader._loads) == MAX_SPARE_MODELS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,32 +15,33 @@ import pytest
 
 from app.engine.echo import EchoEngine, echo_answer
 from app.gateway import Gateway
-from app.http import protocol
-from app.lifetime import Lifetime
-from app.preprocess.byte_level import ASSISTANT, decode, encode, render_chat
+from app.http import http_protocol
+from app.http.http_server import CannotListen
+from app.preprocess.text.byte_level import ASSISTANT, decode_bytes, encode_bytes, render_chat
+from app.runtime.process import ProcessContext
 from streams.clock import SystemClock
 from streams.codecs import decode as decode_record
-from streams.memory.broker import MemoryBroker
+from streams.memory.memory_broker import MemoryBroker
 from streams.records import Cancel
 from streams.topics import REQUESTS
-from tests.fronts import WAIT_S, Front, to, until
+from tests.harness.http_harness import WAIT_S, HttpHarness, connect_to, until
 
 LANES = 4
 CONTEXT = 2000
 
 
-class Deployment(Front):
+class Deployment(HttpHarness):
     """With two workers on the log in memory."""
 
     def __init__(self) -> None:
         self.broker = MemoryBroker(SystemClock(), lanes=LANES)
-        super().__init__(to(self.broker), model="demo", context_length=CONTEXT, lanes=LANES)
+        super().__init__(connect_to(self.broker), model="demo", context_length=CONTEXT, lanes=LANES)
 
     async def open(self) -> None:
         for name in ("w1", "w2"):
-            await self.employ(name, self._echo)
+            await self.start_worker(name, self._echo)
         await super().open()
-        await until(lambda: bool(self.gateway.parts.served.models()))
+        await until(lambda: bool(self.gateway.parts.served_models.models()))
 
     def cancels(self) -> list[str]:
         lanes = (self.broker.records(REQUESTS, lane) for lane in range(LANES))
@@ -47,7 +49,7 @@ class Deployment(Front):
         return [r.id for r in records if isinstance(r, Cancel)]
 
     @staticmethod
-    def _echo(life: Lifetime) -> EchoEngine:
+    def _echo(life: ProcessContext) -> EchoEngine:
         return EchoEngine(life.clock, 0.005, model="demo", context_length=CONTEXT, max_num_seqs=256)
 
 
@@ -65,11 +67,11 @@ def client(deployment: Deployment) -> openai.AsyncOpenAI:
 
 
 def chat_answer(text: str, max_tokens: int | None = None) -> str:
-    return decode(echo_answer(render_chat([("user", text)]), max_tokens))
+    return decode_bytes(echo_answer(render_chat([("user", text)]), max_tokens))
 
 
 def completion(text: str, max_tokens: int | None = None) -> str:
-    return decode(echo_answer([*encode(text), ASSISTANT], max_tokens))
+    return decode_bytes(echo_answer([*encode_bytes(text), ASSISTANT], max_tokens))
 
 
 def user(text: str) -> Any:
@@ -84,6 +86,16 @@ async def test_the_openai_client_gets_a_chat(client: openai.AsyncOpenAI) -> None
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 20
+
+
+async def test_small_writes_are_not_collected(deployment: Deployment) -> None:
+    async with httpx.AsyncClient() as http:
+        await http.get(f"{deployment.gateway.url}/livez")
+        server = deployment.gateway._server
+        assert server is not None
+        (connection,) = server._server.server_state.connections
+        peer = connection.transport.get_extra_info("socket")
+        assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_the_openai_client_streams_a_chat(client: openai.AsyncOpenAI) -> None:
@@ -123,6 +135,40 @@ async def test_errors_come_as_the_errors_of_the_openai_client(client: openai.Asy
     assert (wrong.value.param, wrong.value.type) == ("messages", "invalid_request_error")
 
 
+async def test_a_prompt_beyond_the_context_has_a_code_that_libraries_look_for(
+    client: openai.AsyncOpenAI,
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(model="demo", messages=user("x" * CONTEXT))
+    assert refused.value.code == "context_length_exceeded"
+
+
+async def test_a_call_that_cannot_be_enforced_is_refused(client: openai.AsyncOpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(
+            model="demo", messages=user("hi"), tools=[tool], tool_choice="required"
+        )
+    assert refused.value.param == "tool_choice"
+    form: Any = {"type": "json_object"}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(
+            model="demo", messages=user("hi"), response_format=form
+        )
+    assert refused.value.param == "response_format"
+
+
+async def test_the_openai_client_has_a_request_id_for_every_answer(
+    client: openai.AsyncOpenAI,
+) -> None:
+    answer = await client.chat.completions.create(model="demo", messages=user("hi"), max_tokens=2)
+    assert answer._request_id == answer.id
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.chat.completions.create(model="nonsense", messages=user("hi"))
+    assert unknown.value.request_id
+    assert unknown.value.request_id.startswith("req-")
+
+
 async def test_a_large_body_is_answered_before_the_connection_closes(
     client: openai.AsyncOpenAI,
 ) -> None:
@@ -130,6 +176,25 @@ async def test_a_large_body_is_answered_before_the_connection_closes(
         await client.completions.create(model="demo", prompt="x" * 9_000_000)
     assert large.value.status_code == 413
     assert (await client.completions.create(model="demo", prompt="abc")).choices
+
+
+async def test_a_body_without_end_is_answered_and_the_connection_closed(
+    deployment: Deployment,
+) -> None:
+    url = httpx.URL(deployment.gateway.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(
+        f"POST /v1/completions HTTP/1.1\r\nhost: {url.host}:{url.port}\r\n"
+        f"content-type: application/json\r\ncontent-length: {2**40}\r\n\r\n".encode()
+    )
+    try:
+        async with asyncio.timeout(WAIT_S):
+            answer = await reader.read()  # to the end of the connection
+    finally:
+        writer.close()
+        await writer.wait_closed()
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer.lower()
 
 
 async def read_all(stream: Any) -> list[Any]:
@@ -159,7 +224,7 @@ async def test_a_client_that_closes_its_connection_cancels(
     first = await anext(stream)
     await stream.close()
     await until(lambda: deployment.cancels() == [first.id])
-    await until(lambda: deployment.gateway.parts.streams.open == 0)
+    await until(lambda: deployment.gateway.parts.streams.open_streams == 0)
 
 
 async def test_a_broken_connection_goes_on_where_it_broke(
@@ -207,29 +272,29 @@ async def test_200_streams_at_a_time_are_each_told_their_own_answer(
 
     answers = await asyncio.gather(*(ask(number) for number in range(200)))
     assert [told for told, _ in answers] == [expected for _, expected in answers]
-    assert deployment.gateway.parts.streams.open == 0
+    assert deployment.gateway.parts.streams.open_streams == 0
     page = (await client.get("/../metrics", cast_to=httpx.Response)).text
-    assert "\nkvlane_holes_total 0.0\n" in page
-    assert '\nkvlane_http_responses_total{endpoint="chat",status="200"} 200.0\n' in page
+    assert "\nkvlane_gateway_stream_gaps_total 0.0\n" in page
+    assert '\nkvlane_gateway_http_responses_total{endpoint="chat",status="200"} 200.0\n' in page
 
 
 async def test_a_port_in_use_is_an_error_of_the_start(deployment: Deployment) -> None:
     port = int(deployment.gateway.url.rsplit(":", 1)[1])
-    log, settings, life = await deployment.part("g2")
+    log, settings, life = await deployment.process_arguments("g2")
     second = Gateway(log, settings.model_copy(update={"http_port": port}), life)
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(CannotListen, match="in use"):
         await second.start()
 
 
 async def test_a_server_that_ends_by_itself_fails_the_process() -> None:
     deployment = Deployment()
-    log, settings, life = await deployment.part("g1")
+    log, settings, life = await deployment.process_arguments("g1")
     gateway = Gateway(log, settings, life)
     await gateway.start()
     assert gateway._server is not None
     gateway._server._server.limit_max_requests = 0
-    await until(lambda: life.failed is not None)
-    await life.end()
+    await until(lambda: life.error is not None)
+    await life.cancel_tasks()
 
 
 # --- below HTTP -----------------------------------------------------------------------------------
@@ -240,10 +305,86 @@ async def connect(deployment: Deployment) -> tuple[asyncio.StreamReader, asyncio
     return await asyncio.open_connection("127.0.0.1", port)
 
 
+def post(path: str, version: str = "1.1", **body: Any) -> bytes:
+    content = json.dumps({"model": "demo"} | body).encode()
+    head = f"POST {path} HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+async def half_closed(deployment: Deployment, sent: bytes) -> bytes:
+    """All that a client reads that closes its sending side behind its request."""
+    incoming, out = await connect(deployment)
+    out.write(sent)
+    out.write_eof()
+    async with asyncio.timeout(WAIT_S):
+        told = await incoming.read()
+    out.close()
+    return told.removeprefix(http_protocol.INTERIM)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_closes_its_sending_side_gets_its_answer(
+    deployment: Deployment,
+    stream: bool,
+) -> None:
+    request = post("/v1/chat/completions", messages=user("half"), max_tokens=50, stream=stream)
+    told = await half_closed(deployment, request)
+    head, _, body = told.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    if stream:
+        assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    else:
+        assert json.loads(body)["choices"][0]["message"]["content"] == chat_answer("half", 50)
+    assert deployment.cancels() == []
+
+
+async def test_a_half_closed_client_gets_the_answers_to_all_its_requests(
+    deployment: Deployment,
+) -> None:
+    request = post("/v1/completions", prompt="abc", max_tokens=3)
+    told = await half_closed(deployment, request * 3)
+    assert told.count(b"HTTP/1.1 200") == 3
+
+
+async def test_a_half_closed_client_gets_the_end_of_an_answer_that_had_begun(
+    deployment: Deployment,
+) -> None:
+    incoming, out = await connect(deployment)
+    out.write(post("/v1/chat/completions", messages=user("x" * 200), stream=True))
+    async with asyncio.timeout(WAIT_S):
+        await incoming.readuntil(b"data: ")
+        out.write_eof()
+        assert (await incoming.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    out.close()
+    assert deployment.cancels() == []
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_closes_before_its_answer_cancels(
+    deployment: Deployment,
+    stream: bool,
+    version: str,
+) -> None:
+    _, out = await connect(deployment)
+    out.write(post("/v1/completions", version, prompt="x" * 1500, stream=stream))
+    streams = deployment.gateway.parts.streams
+    await until(lambda: streams.open_streams == 1)
+    out.close()
+    await until(lambda: len(deployment.cancels()) == 1)
+    await until(lambda: streams.open_streams == 0)
+
+
+async def test_half_a_request_is_not_waited_for(deployment: Deployment) -> None:
+    whole = post("/v1/completions", prompt="abc")
+    for half in (whole[:30], whole[:-5], b""):
+        assert await half_closed(deployment, half) == b""
+
+
 async def test_a_head_that_does_not_come_is_not_waited_for(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "HEAD_S", 0.3)
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
     silent, silent_out = await connect(deployment)
     slow, slow_out = await connect(deployment)
     slow_out.write(b"GET /livez HTTP/1.1\r\nho")
@@ -252,6 +393,21 @@ async def test_a_head_that_does_not_come_is_not_waited_for(
         assert await slow.read() == b""
     silent_out.close()
     slow_out.close()
+
+
+async def test_an_empty_line_after_a_body_begins_no_head(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
+    incoming, out = await connect(deployment)
+    out.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    async with asyncio.timeout(WAIT_S):
+        await incoming.readuntil(b"}")
+        out.write(b"\r\n")
+        await asyncio.sleep(0.5)
+        out.write(b"\r\nGET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await incoming.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+    out.close()
 
 
 async def test_a_head_without_end_is_refused(deployment: Deployment) -> None:
@@ -272,10 +428,11 @@ async def test_a_head_without_end_is_refused(deployment: Deployment) -> None:
 async def test_a_connection_may_rest_and_its_body_take_its_time(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "HEAD_S", 0.2)
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
     incoming, out = await connect(deployment)
     body = json.dumps({"model": "demo", "prompt": "abc", "max_tokens": 3}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     async with asyncio.timeout(WAIT_S):
         for _ in range(2):
             out.write(head + body[:10])

@@ -14,18 +14,28 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.engine.contract import BlocksListener, EngineOutput, GenerateContext
 from app.engine.echo import EchoEngine
-from app.routing.classes import Share
-from app.routing.eligibility import number_of
-from indexer.modelled import ModelledCache
+from app.engine.interface import EngineOutput, GenerateContext, KvEventListener
+from app.routing.queueing.fair_share import ClassConfig
+from app.routing.selection.eligibility import worker_number
+from indexer.cache_events.estimated_cache import EstimatedCache
 from streams.codecs import decode, unpack_tokens
-from streams.records import Assigned, EngineConfig, Request
+from streams.records import Assigned, EngineConfig
+from streams.request import Request
 from streams.topics import LEDGER
-from tests.exchange import Exchange
-from tests.gateways import CONTEXT, STEP_S
-from tests.towns import BLOCK, PROMPT, TOKENS, Town, caching, ranked, stopped, two_caches
-from tests.worlds import World, in_world, play
+from tests.harness.cluster_harness import (
+    BLOCK,
+    PROMPT,
+    TOKENS,
+    ClusterHarness,
+    caching_engine,
+    ranked_engine,
+    slow_engine,
+    two_caches,
+)
+from tests.harness.gateway_harness import CONTEXT, STEP_S
+from tests.harness.http_exchange import HttpExchange
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 MISSED = 1e9
 """What a missed target costs: more than anything else."""
@@ -63,6 +73,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"router_config_override": {"assume_kv_reuse": 1}}, "router_config_override.assume_kv_reuse"),
     ({"router_config_override": {"track_prefill_tokens": "no"}},
      "router_config_override.track_prefill_tokens"),
+    ({"router_config_override": {"shared_cache_multiplier": 0.5}},
+     "router_config_override.shared_cache_multiplier"),
+    ({"agent_hints": {"speculative_prefill": True}}, "agent_hints.speculative_prefill"),
+    ({"extra_fields": ["timing"]}, "extra_fields"),
     ({"annotations": "query_instance_id:x"}, "annotations"),
     ({"agent_context": "me"}, "agent_context"),
     ({"request_timestamp_ms": "now"}, "request_timestamp_ms"),
@@ -73,13 +87,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("ext", "field"), WRONG, ids=[field for _, field in WRONG])
 def test_a_wrong_hint_is_refused_by_name(ext: dict[str, Any], field: str) -> None:
-    async def scenario(world: World) -> None:
-        town = await Town.gate(world)
-        answer = await town.say(**ext).done()
+    async def scenario(world: MemoryWorld) -> None:
+        town = await ClusterHarness.gateway_only(world)
+        answer = await town.complete_with(**ext).wait_done()
         assert (answer.status, answer.error["param"]) == (400, f"nvext.{field}")
         assert town.requests() == []
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +104,12 @@ def test_a_wrong_hint_is_refused_by_name(ext: dict[str, Any], field: str) -> Non
     ],
 )
 def test_a_wrong_field_beside_nvext_is_refused_by_name(body: dict[str, Any], field: str) -> None:
-    async def scenario(world: World) -> None:
-        town = await Town.gate(world)
-        answer = await town.say(body=body).done()
+    async def scenario(world: MemoryWorld) -> None:
+        town = await ClusterHarness.gateway_only(world)
+        answer = await town.complete_with(body=body).wait_done()
         assert (answer.status, answer.error["param"]) == (400, field)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
@@ -110,46 +124,48 @@ def test_a_wrong_field_beside_nvext_is_refused_by_name(body: dict[str, Any], fie
     ],
 )
 def test_a_wrong_header_is_refused_by_name(header: str, value: str) -> None:
-    async def scenario(world: World) -> None:
-        town = await Town.gate(world)
-        answer = await town.say({header: value}).done()
+    async def scenario(world: MemoryWorld) -> None:
+        town = await ClusterHarness.gateway_only(world)
+        answer = await town.complete_with({header: value}).wait_done()
         assert (answer.status, answer.error["param"]) == (400, header)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 # --- pins -----------------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_pin_decides_by_name_by_number_and_by_header(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2", "w3"))
+@scenario_test
+async def test_a_pin_decides_by_name_by_number_and_by_header(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ("w1", "w2", "w3"))
     for worker in ("w1", "w2", "w3"):
-        assert (await town.placed(backend_instance_id=worker)).worker == worker
-        number = int(number_of(worker))
-        assert (await town.placed(backend_instance_id=number)).worker == worker
-        answer = await town.say({"x-worker-instance-id": worker}).done()
+        assert (await town.wait_decision(backend_instance_id=worker)).worker == worker
+        number = int(worker_number(worker))
+        assert (await town.wait_decision(backend_instance_id=number)).worker == worker
+        answer = await town.complete_with({"x-worker-instance-id": worker}).wait_done()
         assert town.decision(answer).worker == worker
 
 
-@in_world
-async def test_a_rank_decides_and_a_pin_without_one_means_rank_0(world: World) -> None:
-    town = await Town.found(world, ())
-    await town.hire("w1", engine=ranked(world))
-    assert (await town.placed(dp_rank=2)).rank == 2
-    answer = await town.say({"x-dp-rank": "1"}).done()
+@scenario_test
+async def test_a_rank_decides_and_a_pin_without_one_means_rank_0(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ())
+    await town.start_worker("w1", engine=ranked_engine(world))
+    assert (await town.wait_decision(dp_rank=2)).rank == 2
+    answer = await town.complete_with({"x-dp-rank": "1"}).wait_done()
     assert town.decision(answer).rank == 1
     for _ in range(3):
-        assert (await town.placed(backend_instance_id="w1")).rank == 0
+        assert (await town.wait_decision(backend_instance_id="w1")).rank == 0
 
 
-@in_world
-async def test_the_rank_that_was_chosen_stands_in_the_request_of_the_worker(world: World) -> None:
-    town = await Town.found(world, ())
-    await town.hire("w1", engine=ranked(world))
-    together = [town.say() for _ in range(3)]
+@scenario_test
+async def test_the_rank_that_was_chosen_stands_in_the_request_of_the_worker(
+    world: MemoryWorld,
+) -> None:
+    town = await ClusterHarness.start(world, ())
+    await town.start_worker("w1", engine=ranked_engine(world))
+    together = [town.complete_with() for _ in range(3)]
     for answer in together:
-        await answer.done()
+        await answer.wait_done()
     ranks = {d.id: d.rank for d in town.decisions()}
     assert set(ranks.values()) == {0, 1, 2}
     for assignment in town.assigned():
@@ -157,38 +173,44 @@ async def test_the_rank_that_was_chosen_stands_in_the_request_of_the_worker(worl
         assert (assignment.request.hints.dp_rank or 0) == assignment.rank
 
 
-@in_world
-async def test_policy_direct_goes_by_the_decode_worker_else_by_the_backend(world: World) -> None:
-    town = await Town.found(world, policy="direct")
-    assert (await town.placed(decode_worker_id="w2", backend_instance_id="w1")).worker == "w2"
-    assert (await town.placed(backend_instance_id="w1")).worker == "w1"
-    refused = await town.say().done()
+@scenario_test
+async def test_policy_direct_goes_by_the_decode_worker_else_by_the_backend(
+    world: MemoryWorld,
+) -> None:
+    town = await ClusterHarness.start(world, policy="direct")
+    assert (
+        await town.wait_decision(decode_worker_id="w2", backend_instance_id="w1")
+    ).worker == "w2"
+    assert (await town.wait_decision(backend_instance_id="w1")).worker == "w1"
+    refused = await town.complete_with().wait_done()
     assert refused.status == 400
     assert "decode_worker_id" in refused.error["message"]
     assert "backend_instance_id" in refused.error["message"]
 
 
-@in_world
-async def test_pins_of_the_phases_do_not_bind_a_whole_request(world: World) -> None:
-    town = await Town.found(world)
-    busy = town.say(backend_instance_id="w1")
-    await world.until(lambda: len(town.decisions()) == 1)
-    decision = await town.placed(prefill_worker_id="w1", decode_worker_id="w1", prefill_dp_rank=7)
+@scenario_test
+async def test_pins_of_the_phases_do_not_bind_a_whole_request(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world)
+    busy = town.complete_with(backend_instance_id="w1")
+    await world.wait_until(lambda: len(town.decisions()) == 1)
+    decision = await town.wait_decision(
+        prefill_worker_id="w1", decode_worker_id="w1", prefill_dp_rank=7
+    )
     assert decision.worker == "w2"
-    hints = town.given(decision).hints
+    hints = town.assigned_request(decision).hints
     assert (hints.prefill_worker_id, hints.decode_worker_id) == ("w1", "w1")
     assert hints.prefill_dp_rank == 7
-    await busy.done()
+    await busy.wait_done()
 
 
-@in_world
-async def test_a_pinned_request_is_booked_with_its_overlap(world: World) -> None:
-    town = await Town.found(world, ())
-    await town.hire("w1", engine=caching(world))
-    await town.hire("w2", engine=caching(world))
-    await town.placed(backend_instance_id="w1")
+@scenario_test
+async def test_a_pinned_request_is_booked_with_its_overlap(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ())
+    await town.start_worker("w1", engine=caching_engine(world))
+    await town.start_worker("w2", engine=caching_engine(world))
+    await town.wait_decision(backend_instance_id="w1")
     await world.sleep(2)
-    again = await town.placed(backend_instance_id="w1")
+    again = await town.wait_decision(backend_instance_id="w1")
     assert again.cached_tokens_predicted == 6 * BLOCK
     assert again.prefill_tokens == TOKENS - 6 * BLOCK
 
@@ -196,63 +218,65 @@ async def test_a_pinned_request_is_booked_with_its_overlap(world: World) -> None
 # --- who is eligible ------------------------------------------------------------------------------
 
 
-@in_world
-async def test_only_allowed_workers_are_considered(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2", "w3"))
-    decision = await town.placed(allowed_worker_ids=["w1", int(number_of("w3"))])
+@scenario_test
+async def test_only_allowed_workers_are_considered(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ("w1", "w2", "w3"))
+    decision = await town.wait_decision(allowed_worker_ids=["w1", int(worker_number("w3"))])
     assert {c.worker for c in decision.candidates} == {"w1", "w3"}
 
 
-@in_world
-async def test_taints_are_required_and_preferred(world: World) -> None:
-    town = await Town.found(world, ())
-    await town.hire("w1")
-    await town.hire("w2", taints="gpu=h200, topology/zone=a")
-    await town.hire("w3", taints="topology/zone=b")
-    required = await town.placed(routing_constraints={"required_taints": ["topology/zone=a"]})
+@scenario_test
+async def test_taints_are_required_and_preferred(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ())
+    await town.start_worker("w1")
+    await town.start_worker("w2", taints="gpu=h200, topology/zone=a")
+    await town.start_worker("w3", taints="topology/zone=b")
+    required = await town.wait_decision(
+        routing_constraints={"required_taints": ["topology/zone=a"]}
+    )
     assert [c.worker for c in required.candidates] == ["w2"]
     preferred = {"preferred_taints": {"topology/zone=b": 1.0, "gpu=h200": 0.5}}
-    decision = await town.placed(routing_constraints=preferred)
+    decision = await town.wait_decision(routing_constraints=preferred)
     assert decision.worker == "w3"
     weights = {c.worker: c.taint_weight for c in decision.candidates}
     assert weights == {"w1": 0, "w2": 0.5, "w3": 1}
 
 
-@in_world
-async def test_an_adapter_goes_to_who_has_it(world: World) -> None:
-    town = await Town.found(world, ())
-    await town.hire("w1")
-    await town.hire("w2", adapters={"sql": "/dev/null"})
-    decision = await town.placed(lora_name="sql")
+@scenario_test
+async def test_an_adapter_goes_to_who_has_it(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ())
+    await town.start_worker("w1")
+    await town.start_worker("w2", adapters={"sql": "/dev/null"})
+    decision = await town.wait_decision(lora_name="sql")
     assert (decision.worker, decision.lora_name) == ("w2", "sql")
-    assert town.given(decision).hints.lora_name == "sql"
+    assert town.assigned_request(decision).hints.lora_name == "sql"
 
 
-@in_world
-async def test_a_new_adapter_is_loaded_in_one_place(world: World) -> None:
-    town = await Town.found(world, ("w1", "w2", "w3"), max_loras=2)
-    placed = [await town.placed(lora_name="new") for _ in range(4)]
+@scenario_test
+async def test_a_new_adapter_is_loaded_in_one_place(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ("w1", "w2", "w3"), max_loras=2)
+    placed = [await town.wait_decision(lora_name="new") for _ in range(4)]
     assert len({decision.worker for decision in placed}) == 1
 
 
 # --- who goes first -------------------------------------------------------------------------------
 
 
-async def placed_in_turn(world: World, answers: dict[str, Exchange]) -> list[str]:
+async def placed_in_turn(world: MemoryWorld, answers: dict[str, HttpExchange]) -> list[str]:
     """The names of requests in the order in which they were given to workers; all are answered."""
     for answer in answers.values():
-        await answer.done()
+        await answer.wait_done()
     names = {answer.headers["x-kvlane-id"]: name for name, answer in answers.items()}
-    came = sorted(world.everywhere(LEDGER), key=lambda record: record.timestamp)
+    came = sorted(world.all_records(LEDGER), key=lambda record: record.timestamp)
     decided = [r for r in map(decode, came) if isinstance(r, Assigned)]
     return [names[r.id] for r in decided if r.id in names]
 
 
-@in_world
-async def test_strict_priority_goes_first_and_a_priority_makes_older(world: World) -> None:
-    town = await Town.found(world, ())
+@scenario_test
+async def test_strict_priority_goes_first_and_a_priority_makes_older(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ())
     slow = EchoEngine(world.clock, 5.0, model="demo", context_length=CONTEXT)
-    await town.hire("w1", engine=slow, busy_prefill_tokens=50)
+    await town.start_worker("w1", engine=slow, max_pending_prefill_tokens=50)
     await town.occupy("w1")
     asked = {
         "plain": {},
@@ -263,20 +287,20 @@ async def test_strict_priority_goes_first_and_a_priority_makes_older(world: Worl
     }  # fmt: skip
     answers = {}
     for name, hints in asked.items():
-        answers[name] = town.say(agent_hints=hints)
+        answers[name] = town.complete_with(agent_hints=hints)
         await world.sleep(0.1)
     assert await placed_in_turn(world, answers) == ["most", "strict", "engine", "older", "plain"]
 
 
-@in_world
-async def test_a_class_is_waited_in_by_the_weight_it_has(world: World) -> None:
-    town = await Town.found(world, (), queue_classes={"batch": Share(weight=0.25)})
+@scenario_test
+async def test_a_class_is_waited_in_by_the_weight_it_has(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, (), queue_classes={"batch": ClassConfig(weight=0.25)})
     slow = EchoEngine(world.clock, 5.0, model="demo", context_length=CONTEXT)
-    await town.hire("w1", engine=slow, busy_prefill_tokens=50)
+    await town.start_worker("w1", engine=slow, max_pending_prefill_tokens=50)
     await town.occupy("w1")
     answers = {}
     for name in ("b1", "b2", "b3", "o1", "o2", "o3"):
-        answers[name] = town.say({"x-queue-class": "batch"} if name[0] == "b" else {})
+        answers[name] = town.complete_with({"x-queue-class": "batch"} if name[0] == "b" else {})
         await world.sleep(0.1)
     assert await placed_in_turn(world, answers) == ["b1", "o1", "o2", "o3", "b2", "b3"]
 
@@ -284,102 +308,111 @@ async def test_a_class_is_waited_in_by_the_weight_it_has(world: World) -> None:
 # --- costs ----------------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_request_sets_the_credit_of_its_overlap(world: World) -> None:
+@scenario_test
+async def test_a_request_sets_the_credit_of_its_overlap(world: MemoryWorld) -> None:
     town = await two_caches(world, policy="dynamo")
-    known = await town.placed()
+    known = await town.wait_decision()
     assert known.worker == "w1"
     assert {c.worker: c.cost for c in known.candidates} == {
         "w1": TOKENS / BLOCK - 6, "w2": TOKENS / BLOCK
     }  # fmt: skip
-    none = await town.placed(router_config_override={"overlap_score_credit": 0})
+    none = await town.wait_decision(router_config_override={"overlap_score_credit": 0})
     assert none.params["overlap_score_credit"] == 0
     assert {c.cost for c in none.candidates} == {TOKENS / BLOCK}
 
 
-@in_world
-async def test_a_request_sets_the_scale_of_its_prefill(world: World) -> None:
+@scenario_test
+async def test_a_request_sets_the_scale_of_its_prefill(world: MemoryWorld) -> None:
     town = await two_caches(world, policy="dynamo")
-    decision = await town.placed(router_config_override={"prefill_load_scale": 4})
+    decision = await town.wait_decision(router_config_override={"prefill_load_scale": 4})
     assert {c.worker: c.cost for c in decision.candidates} == {
         "w1": 4 * (TOKENS / BLOCK - 6), "w2": 4 * TOKENS / BLOCK
     }  # fmt: skip
 
 
-@in_world
-async def test_a_request_sets_its_temperature(world: World) -> None:
+@scenario_test
+async def test_a_request_sets_its_temperature(world: MemoryWorld) -> None:
     town = await two_caches(world, policy="dynamo")
-    hot = [await town.placed(router_config_override={"router_temperature": 50}) for _ in range(16)]
+    hot = [
+        await town.wait_decision(router_config_override={"router_temperature": 50})
+        for _ in range(16)
+    ]
     assert {d.params["temperature"] for d in hot} == {50}
     assert {d.worker for d in hot} == {"w1", "w2"}
 
 
-@in_world
-async def test_a_request_may_count_on_no_cache(world: World) -> None:
+@scenario_test
+async def test_a_request_may_count_on_no_cache(world: MemoryWorld) -> None:
     town = await two_caches(world)
-    decision = await town.placed(router_config_override={"assume_kv_reuse": False})
+    decision = await town.wait_decision(router_config_override={"assume_kv_reuse": False})
     assert decision.params["assume_kv_reuse"] == 0
     assert decision.cached_tokens_predicted == 6 * BLOCK
     assert decision.prefill_tokens == TOKENS
 
 
-@in_world
-async def test_a_request_may_leave_its_prefill_out_of_the_load(world: World) -> None:
+@scenario_test
+async def test_a_request_may_leave_its_prefill_out_of_the_load(world: MemoryWorld) -> None:
     town = await two_caches(world)
-    decision = await town.placed(router_config_override={"track_prefill_tokens": False})
+    decision = await town.wait_decision(router_config_override={"track_prefill_tokens": False})
     assert decision.params["track_prefill_tokens"] == 0
     assert decision.prefill_tokens == 0
 
 
-@in_world
-async def test_the_expected_length_counts_in_the_prediction(world: World) -> None:
-    town = await Town.found(world, policy="predictive")
-    decision = await town.placed(agent_hints={"osl": 50}, body={"max_tokens": None})
+@scenario_test
+async def test_the_expected_length_counts_in_the_prediction(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, policy="predictive")
+    decision = await town.wait_decision(agent_hints={"osl": 50}, body={"max_tokens": None})
     assert decision.params["output_tokens"] == 50
-    shorter = await town.placed(agent_hints={"osl": 50})
+    shorter = await town.wait_decision(agent_hints={"osl": 50})
     assert shorter.params["output_tokens"] == 4, "max_tokens is the limit"
 
 
-@in_world
-async def test_a_worker_that_misses_a_target_ranks_behind_those_that_meet_it(world: World) -> None:
-    town = await Town.found(world, ("w2",), policy="predictive")
-    await town.hire("w1", engine=stopped(world))
+@scenario_test
+async def test_a_worker_that_misses_a_target_ranks_behind_those_that_meet_it(
+    world: MemoryWorld,
+) -> None:
+    town = await ClusterHarness.start(world, ("w2",), policy="predictive")
+    await town.start_worker("w1", engine=slow_engine(world))
     await town.occupy("w1")
-    free = await town.placed()
+    free = await town.wait_decision()
     assert free.worker == "w2"
     assert max(c.cost for c in free.candidates) < MISSED
     target = {"ttft_target": 1.2 * free.ttft_ms_predicted}
-    asked = await town.placed(router=target)
+    asked = await town.wait_decision(router=target)
     assert asked.params["ttft_target_ms"] == target["ttft_target"]
     assert {c.worker: c.cost >= MISSED for c in asked.candidates} == {"w1": True, "w2": False}
-    slow = await town.placed(router={"itl_target": 1e-6})
+    slow = await town.wait_decision(router={"itl_target": 1e-6})
     assert {c.cost >= MISSED for c in slow.candidates} == {True}, "all miss it, one is taken"
 
 
-@in_world
-async def test_embeddings_have_no_overlap(world: World) -> None:
+@scenario_test
+async def test_embeddings_have_no_overlap(world: MemoryWorld) -> None:
     town = await two_caches(world)
     tensor = base64.b64encode(b"tensor").decode()
-    decision = await town.placed(body={"prompt_embeds": tensor})
+    decision = await town.wait_decision(body={"prompt_embeds": tensor})
     assert {c.overlap_blocks for c in decision.candidates} == {0}
-    assert town.given(decision).prompt_embeds == tensor
+    assert town.assigned_request(decision).prompt_embeds == tensor
 
 
-@in_world
-async def test_routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone(world: World) -> None:
+@scenario_test
+async def test_routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone(
+    world: MemoryWorld,
+) -> None:
     town = await two_caches(world)
     other = [5] * len(PROMPT)
     held = list(unpack_tokens(town.requests()[0].token_ids))
-    seen = await town.placed(body={"prompt": other}, mm_routing_info={"routing_token_ids": held})
+    seen = await town.wait_decision(
+        body={"prompt": other}, mm_routing_info={"routing_token_ids": held}
+    )
     assert (seen.worker, seen.cached_tokens_predicted) == ("w1", 6 * BLOCK)
-    request = town.given(seen)
+    request = town.assigned_request(seen)
     assert list(unpack_tokens(request.token_ids))[:-1] == other
     nothing: tuple[dict[str, Any], ...] = ({}, {"routing_token_ids": []})
     for empty in nothing:
-        unseen = await town.placed(mm_routing_info=empty)
+        unseen = await town.wait_decision(mm_routing_info=empty)
         assert unseen.cached_tokens_predicted == 6 * BLOCK, "the prompt's own"
     images = [{"mm_objects": [{"mm_hash": 2**64 - 1, "offsets": [[0, 2]]}]}]
-    pictured = await town.placed(
+    pictured = await town.wait_decision(
         mm_routing_info={"routing_token_ids": held, "block_mm_infos": images}
     )
     assert pictured.cached_tokens_predicted == 0, "an image makes another block"
@@ -388,11 +421,11 @@ async def test_routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone(world
 class Guessed(EchoEngine):
     """An engine that says nothing of its cache, so that it is guessed from what it serves."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: MemoryWorld) -> None:
         super().__init__(world.clock, STEP_S, model="demo", context_length=CONTEXT)
-        self._guess = ModelledCache(BLOCK, 256)
+        self._guess = EstimatedCache(BLOCK, 256)
 
-    def listen(self, listener: BlocksListener) -> None:
+    def set_kv_event_listener(self, listener: KvEventListener) -> None:
         self._listener = listener
 
     async def start(self, worker_id: str) -> EngineConfig:
@@ -407,22 +440,24 @@ class Guessed(EchoEngine):
                 tokens += output.token_ids
                 yield output
         finally:  # who listens leaves at the last output
-            self._listener(self._guess.serve(tokens))
+            self._listener(self._guess.on_served(tokens))
 
 
-@in_world
-async def test_what_a_silent_engine_served_counts_as_cached_pinned_or_not(world: World) -> None:
-    town = await Town.found(world, ())
+@scenario_test
+async def test_what_a_silent_engine_served_counts_as_cached_pinned_or_not(
+    world: MemoryWorld,
+) -> None:
+    town = await ClusterHarness.start(world, ())
     for name in ("w1", "w2"):
-        await town.hire(name, engine=Guessed(world))
-    first = await town.placed()
+        await town.start_worker(name, engine=Guessed(world))
+    first = await town.wait_decision()
     await world.sleep(2)
-    again = await town.placed()
+    again = await town.wait_decision()
     assert (again.worker, again.cached_tokens_predicted) == (first.worker, 6 * BLOCK)
     other = {"prompt": [5] * len(PROMPT)}
-    pinned = await town.placed(body=other, backend_instance_id="w2")
+    pinned = await town.wait_decision(body=other, backend_instance_id="w2")
     await world.sleep(2)
-    after = await town.placed(body=other)
+    after = await town.wait_decision(body=other)
     assert (after.worker, after.cached_tokens_predicted) == (pinned.worker, 6 * BLOCK)
 
 
@@ -446,8 +481,6 @@ CARRIED: list[tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any], Any]] 
     ({}, {"mm_processor_kwargs": {"fps": 2}}, lambda r: told(r.mm_processor_kwargs),
      {"fps": 2}),
     ({"annotations": ["a", "b:c"]}, {}, lambda r: r.annotations, ("a", "b:c")),
-    ({"router_config_override": {"shared_cache_multiplier": 0.5}}, {},
-     lambda r: r.router_config_override.shared_cache_multiplier, 0.5),
 ]  # fmt: skip
 
 
@@ -455,12 +488,12 @@ CARRIED: list[tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any], Any]] 
 def test_what_only_informs_is_carried_to_the_worker_and_kept_on_the_log(
     ext: dict[str, Any], body: dict[str, Any], of: Callable[[Any], Any], value: Any
 ) -> None:
-    async def scenario(world: World) -> None:
-        town = await Town.found(world, ("w1",))
-        decision = await town.placed(body=body, **ext)
+    async def scenario(world: MemoryWorld) -> None:
+        town = await ClusterHarness.start(world, ("w1",))
+        decision = await town.wait_decision(body=body, **ext)
         (assignment,) = town.assigned()
         assert of(assignment.request) == value
         (request,) = town.requests()
         assert (of(request), request.id) == (value, decision.id)
 
-    play(scenario)
+    run_scenario(scenario)

@@ -9,32 +9,32 @@ from typing import Any
 import pytest
 
 from app.indexer import Indexer
-from app.lifetime import Lifetime
-from app.preprocess.pool import Inline
-from app.routing.eligibility import number_of
-from indexer.hashing import local_hashes
+from app.preprocess.thread_pool import InlinePool
+from app.routing.selection.eligibility import worker_number
+from app.runtime.process import ProcessContext
+from indexer.block_hashes import local_hashes
 from streams.records import Lost, ModelCard, Tombstone
-from streams.topics import BY_NAME, KV_EVENTS, REGISTRY, partition_of
-from tests.exchange import Exchange
-from tests.gateways import settings_of
-from tests.routers import Hand
-from tests.worlds import World, in_world, play
+from streams.topics import KV_EVENTS, REGISTRY, TOPICS_BY_NAME, partition_of
+from tests.harness.fake_worker import FakeWorker
+from tests.harness.gateway_harness import memory_settings
+from tests.harness.http_exchange import HttpExchange
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 SIZE = 16
 TOKENS = list(range(10 * SIZE + 3))
-PARTITION = partition_of(b"w1", BY_NAME[KV_EVENTS].partitions)
+PARTITION = partition_of(b"w1", TOPICS_BY_NAME[KV_EVENTS].partitions)
 
 
-async def opened(world: World, **over: Any) -> Indexer:
-    life = Lifetime("i1", world.clock, random.Random("i1"))
-    indexer = Indexer(await world.connect("i1"), settings_of(**over), life, Inline())
+async def opened(world: MemoryWorld, **over: Any) -> Indexer:
+    life = ProcessContext("i1", world.clock, random.Random("i1"))
+    indexer = Indexer(await world.connect("i1"), memory_settings(**over), life, InlinePool())
     await indexer.open()
     return indexer
 
 
-async def call(indexer: Indexer, method: str, path: str, body: Any = None) -> Exchange:
-    exchange = Exchange(indexer.http, method, path, body)
-    await exchange.done()
+async def call(indexer: Indexer, method: str, path: str, body: Any = None) -> HttpExchange:
+    exchange = HttpExchange(indexer.http, method, path, body)
+    await exchange.wait_done()
     return exchange
 
 
@@ -55,10 +55,10 @@ def holders(told: dict[str, Any]) -> dict[str, int]:
     return {holder["worker"]: holder["blocks"] for holder in told["holders"]}
 
 
-@in_world
-async def test_holders_of_a_prompt_are_told_by_tokens_best_first(world: World) -> None:
+@scenario_test
+async def test_holders_of_a_prompt_are_told_by_tokens_best_first(world: MemoryWorld) -> None:
     for name, blocks in (("w1", 3), ("w2", 10), ("w3", 0)):
-        Hand(world, name, block_size=SIZE).holds(TOKENS[: blocks * SIZE], SIZE)
+        FakeWorker(world, name, block_size=SIZE).publish_blocks(TOKENS[: blocks * SIZE], SIZE)
     told = await asked(await opened(world), token_ids=TOKENS, model="demo")
     assert (told["block_size"], told["blocks"]) == (SIZE, 10)
     assert [(h["worker"], h["blocks"], h["device"], h["host"]) for h in told["holders"]] == [
@@ -66,9 +66,9 @@ async def test_holders_of_a_prompt_are_told_by_tokens_best_first(world: World) -
     ]  # fmt: skip
 
 
-@in_world
-async def test_hashes_signed_or_not_answer_as_tokens_do(world: World) -> None:
-    Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
+@scenario_test
+async def test_hashes_signed_or_not_answer_as_tokens_do(world: MemoryWorld) -> None:
+    FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
     indexer = await opened(world)
     hashes = local_hashes(TOKENS, SIZE)
     for told in (hashes.tolist(), hashes.astype("i8").tolist()):
@@ -76,10 +76,10 @@ async def test_hashes_signed_or_not_answer_as_tokens_do(world: World) -> None:
         assert by_hash == await asked(indexer, token_ids=TOKENS, model="demo")
 
 
-@in_world
-async def test_models_salts_and_adapters_are_kept_apart(world: World) -> None:
-    Hand(world, "w1", block_size=SIZE).holds(TOKENS, SIZE)
-    Hand(world, "w2", "big", block_size=SIZE).holds(TOKENS, SIZE)
+@scenario_test
+async def test_models_salts_and_adapters_are_kept_apart(world: MemoryWorld) -> None:
+    FakeWorker(world, "w1", block_size=SIZE).publish_blocks(TOKENS, SIZE)
+    FakeWorker(world, "w2", "big", block_size=SIZE).publish_blocks(TOKENS, SIZE)
     indexer = await opened(world)
     assert holders(await asked(indexer, token_ids=TOKENS)) == {"w1": 10, "w2": 10}
     assert holders(await asked(indexer, token_ids=TOKENS, model="big")) == {"w2": 10}
@@ -87,20 +87,20 @@ async def test_models_salts_and_adapters_are_kept_apart(world: World) -> None:
         assert holders(await asked(indexer, token_ids=TOKENS, **more)) == {}
 
 
-@in_world
-async def test_the_block_size_is_that_of_the_models_card(world: World) -> None:
-    Hand(world, block_size=SIZE)
+@scenario_test
+async def test_the_block_size_is_that_of_the_models_card(world: MemoryWorld) -> None:
+    FakeWorker(world, block_size=SIZE)
     world.append(REGISTRY, 0, ModelCard(name="demo", block_size=32), key="model/demo")
     told = await asked(await opened(world), token_ids=TOKENS, model="demo")
     assert (told["block_size"], told["blocks"]) == (32, 5)
 
 
-@in_world
-async def test_answers_follow_the_log(world: World) -> None:
-    worker = Hand(world, block_size=SIZE)
+@scenario_test
+async def test_answers_follow_the_log(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, block_size=SIZE)
     indexer = await opened(world)
     assert holders(await asked(indexer, token_ids=TOKENS)) == {}
-    worker.holds(TOKENS, SIZE)
+    worker.publish_blocks(TOKENS, SIZE)
     await world.sleep(0.1)
     assert holders(await asked(indexer, token_ids=TOKENS)) == {"w1": 10}
     partition = partition_of(b"w1", world.broker.partitions[KV_EVENTS])
@@ -109,39 +109,39 @@ async def test_answers_follow_the_log(world: World) -> None:
     assert holders(await asked(indexer, token_ids=TOKENS)) == {}
 
 
-@in_world
-async def test_workers_are_listed_with_what_is_known_of_their_caches(world: World) -> None:
+@scenario_test
+async def test_workers_are_listed_with_what_is_known_of_their_caches(world: MemoryWorld) -> None:
     for name in ("w1", "w2", "gone"):
-        Hand(world, name, block_size=SIZE)
-    told = Hand(world, "w3", block_size=SIZE)
-    told.holds(TOKENS, SIZE)
+        FakeWorker(world, name, block_size=SIZE)
+    told = FakeWorker(world, "w3", block_size=SIZE)
+    told.publish_blocks(TOKENS, SIZE)
     world.append(REGISTRY, 0, Tombstone(key="worker/gone"), key="worker/gone")
     listed = (await call(await opened(world), "GET", "/workers")).json["workers"]
     tiers = dict.fromkeys(("device", "host", "disk", "external"), 0)
     assert [worker["worker"] for worker in listed] == ["w1", "w2", "w3"]
     assert listed[2] == {
-        "worker": "w3", "number": number_of("w3"), "epoch": told.epoch, "model": "demo",
+        "worker": "w3", "number": worker_number("w3"), "epoch": told.epoch, "model": "demo",
         "role": "aggregated", "versions": {}, "block_size": SIZE, "known": True,
         "ranks": [{"rank": 0, "blocks": 10, "complete": True, **tiers, "device": 10}],
     }  # fmt: skip
     assert listed[0]["ranks"] == [{"rank": 0, "blocks": 0, "complete": False, **tiers}]
 
 
-@in_world
-async def test_keys_of_another_secret_show_wherever_one_looks(world: World) -> None:
-    Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
+@scenario_test
+async def test_keys_of_another_secret_show_wherever_one_looks(world: MemoryWorld) -> None:
+    FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
     indexer = await opened(world, hash_secret="another")
     assert holders(await asked(indexer, token_ids=TOKENS)) == {}
     listed = (await call(indexer, "GET", "/workers")).json["workers"]
     assert [worker["known"] for worker in listed] == [False]
     page = await metrics(indexer)
-    assert page['kvlane_index_skipped_records_total{reason="foreign"}'] == 1
+    assert page['kvlane_indexer_skipped_records_total{reason="wrong_secret"}'] == 1
 
 
-@in_world
-async def test_a_dump_has_every_key_of_every_cache(world: World) -> None:
+@scenario_test
+async def test_a_dump_has_every_key_of_every_cache(world: MemoryWorld) -> None:
     for name, blocks in (("w1", 3), ("w2", 10)):
-        Hand(world, name, block_size=SIZE).holds(TOKENS[: blocks * SIZE], SIZE)
+        FakeWorker(world, name, block_size=SIZE).publish_blocks(TOKENS[: blocks * SIZE], SIZE)
     lines = (await call(await opened(world), "GET", "/dump")).content.splitlines()
     first, second = (json.loads(line) for line in lines)
     assert (first["worker"], first["rank"], first["tier"]) == ("w1", 0, "device")
@@ -150,65 +150,68 @@ async def test_a_dump_has_every_key_of_every_cache(world: World) -> None:
     assert all(isinstance(key, str) for key in first["keys"])
 
 
-@in_world
-async def test_health_and_metrics(world: World) -> None:
-    Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
+@scenario_test
+async def test_health_and_metrics(world: MemoryWorld) -> None:
+    FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
     indexer = await opened(world)
     assert (await call(indexer, "GET", "/livez")).json == {"alive": True}
     ready = (await call(indexer, "GET", "/readyz")).json
     assert ready == {
         "ready": True, "index_read": True, "fleet_read": True, "index_left": 0, "fleet_left": 0,
+        "log_answers": True,
     }  # fmt: skip
     page = await metrics(indexer)
-    assert page["kvlane_index_blocks"] == page['kvlane_index_worker_blocks{rank="0",worker="w1"}']
-    assert page["kvlane_index_blocks"] == 10
-    assert page['kvlane_index_worker_complete{rank="0",worker="w1"}'] == 1
-    assert page['kvlane_index_events_total{outcome="applied"}'] == 2
-    assert page['kvlane_fold_caught_up{fold="index"}'] == 1
-    of = f'{{fold="index",partition="{PARTITION}",topic="kv-events"}}'
-    assert page[f"kvlane_fold_position{of}"] == len(world.records(KV_EVENTS, PARTITION))
-    assert page[f"kvlane_fold_state_hash{of}"] > 0
+    assert (
+        page["kvlane_indexer_blocks"] == page['kvlane_indexer_worker_blocks{rank="0",worker="w1"}']
+    )
+    assert page["kvlane_indexer_blocks"] == 10
+    assert page['kvlane_indexer_worker_complete{rank="0",worker="w1"}'] == 1
+    assert page['kvlane_indexer_events_total{outcome="applied"}'] == 2
+    assert page['kvlane_view_caught_up{view="index"}'] == 1
+    of = f'{{partition="{PARTITION}",topic="kv-events",view="index"}}'
+    assert page[f"kvlane_view_offset{of}"] == len(world.records(KV_EVENTS, PARTITION))
+    assert page[f"kvlane_view_state_hash{of}"] > 0
 
 
-@in_world
-async def test_metrics_are_there_before_there_is_anything_to_tell(world: World) -> None:
+@scenario_test
+async def test_metrics_are_there_before_there_is_anything_to_tell(world: MemoryWorld) -> None:
     page = await metrics(await opened(world))
     for name in (
-        "kvlane_index_blocks", 'kvlane_index_events_total{outcome="stale"}',
-        'kvlane_index_skipped_records_total{reason="foreign"}',
-        "kvlane_index_refused_blocks_total", "kvlane_index_gaps_total",
-        'kvlane_fold_lag_records{fold="index",partition="0",topic="kv-events"}',
-        'kvlane_fold_malformed_records_total{fold="fleet"}', "kvlane_snapshots_total",
-        'kvlane_query_seconds_count{endpoint="query"}',
+        "kvlane_indexer_blocks", 'kvlane_indexer_events_total{outcome="stale"}',
+        'kvlane_indexer_skipped_records_total{reason="wrong_secret"}',
+        "kvlane_indexer_rejected_blocks_total", "kvlane_indexer_event_gaps_total",
+        'kvlane_view_lag_records{partition="0",topic="kv-events",view="index"}',
+        'kvlane_view_malformed_records_total{view="fleet"}', "kvlane_indexer_snapshots_total",
+        'kvlane_indexer_query_duration_seconds_count{endpoint="query"}',
     ):  # fmt: skip
         assert page[name] == 0, name
 
 
-@in_world
-async def test_metrics_tell_how_far_it_is_behind_and_count_answers(world: World) -> None:
+@scenario_test
+async def test_metrics_tell_how_far_it_is_behind_and_count_answers(world: MemoryWorld) -> None:
     indexer = await opened(world)
     await asked(indexer, token_ids=TOKENS)
-    async with indexer._followers["index"].still():
+    async with indexer._followers["index"].paused():
         world.append(KV_EVENTS, PARTITION, *[Lost(worker="w1", epoch=1)] * 7, key="w1")
         page = await metrics(indexer)
-    of = f'{{fold="index",partition="{PARTITION}",topic="kv-events"}}'
-    assert page[f"kvlane_fold_lag_records{of}"] == 7
-    assert page['kvlane_query_seconds_count{endpoint="query"}'] == 1
+    of = f'{{partition="{PARTITION}",topic="kv-events",view="index"}}'
+    assert page[f"kvlane_view_lag_records{of}"] == 7
+    assert page['kvlane_indexer_query_duration_seconds_count{endpoint="query"}'] == 1
 
 
-@in_world
-async def test_metrics_are_told_while_no_broker_answers(world: World) -> None:
-    Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
+@scenario_test
+async def test_metrics_are_told_while_no_broker_answers(world: MemoryWorld) -> None:
+    FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
     indexer = await opened(world)
     world.broker.available = False
     page = await metrics(indexer)
-    assert page["kvlane_index_blocks"] == 10
+    assert page["kvlane_indexer_blocks"] == 10
 
 
-@in_world
-async def test_it_is_not_ready_before_the_log_is_read(world: World) -> None:
-    life = Lifetime("i1", world.clock, random.Random("i1"))
-    indexer = Indexer(await world.connect("i1"), settings_of(), life, Inline())
+@scenario_test
+async def test_it_is_not_ready_before_the_log_is_read(world: MemoryWorld) -> None:
+    life = ProcessContext("i1", world.clock, random.Random("i1"))
+    indexer = Indexer(await world.connect("i1"), memory_settings(), life, InlinePool())
     exchange = await call(indexer, "GET", "/readyz")
     assert exchange.status == 503
     assert exchange.json["ready"] is False
@@ -228,22 +231,22 @@ async def test_it_is_not_ready_before_the_log_is_read(world: World) -> None:
     ],
 )
 def test_what_is_no_question_is_refused_with_the_reason(path: str, body: Any, words: str) -> None:
-    async def scenario(world: World) -> None:
+    async def scenario(world: MemoryWorld) -> None:
         exchange = await call(await opened(world), "POST", path, body)
         assert exchange.status == 400, exchange.content
         assert words in exchange.error["message"]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
-@in_world
-async def test_a_body_that_is_too_large_is_not_read(world: World) -> None:
-    indexer = await opened(world, http_body_bytes=1024)
+@scenario_test
+async def test_a_body_that_is_too_large_is_not_read(world: MemoryWorld) -> None:
+    indexer = await opened(world, http_max_body_bytes=1024)
     assert (await call(indexer, "POST", "/query", {"token_ids": TOKENS * 10})).status == 413
 
 
-@in_world
-async def test_unknown_urls_are_answered_in_the_same_form(world: World) -> None:
+@scenario_test
+async def test_unknown_urls_are_answered_in_the_same_form(world: MemoryWorld) -> None:
     exchange = await call(await opened(world), "GET", "/nowhere")
     assert exchange.status == 404
     assert exchange.error["code"] == "unknown_url"

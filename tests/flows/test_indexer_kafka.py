@@ -14,17 +14,17 @@ import httpx
 import pytest
 
 from app.settings import Settings
-from indexer.events import CLEARED, Event, Kind, encode
-from indexer.hashing import local_hashes
-from indexer.keys import derive, prompt_keys
-from streams import provision
-from streams.brokers.local import Broker
+from indexer.block_hashes import local_hashes
+from indexer.block_keys import derive_secret, prompt_keys
+from indexer.events import CLEARED, CacheEvent, EventKind, encode_events
+from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
-from streams.kafka.log import KafkaLog
-from streams.outbox import Outbox
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
+from streams.record_publisher import RecordPublisher
 from streams.records import Blocks, EngineConfig, WorkerCard
 from streams.topics import KV_EVENTS, REGISTRY
-from tests.leftovers import delete_topics
+from tests.harness.topic_cleanup import delete_topics
 
 SECRET = "not the known one"
 SIZE = 16
@@ -46,9 +46,9 @@ async def settings(
     monkeypatch.setenv("KVLANE_INDEXER_PORT", str(port))
     monkeypatch.setenv("KVLANE_HASH_SECRET", SECRET)
     settings = Settings()
-    log = KafkaLog(settings.connection("test"), prefix=topic_prefix)
+    log = KafkaLog(settings.kafka_connection("test"), prefix=topic_prefix)
     await log.start()
-    await provision.create(log, lanes=2, replication=1, min_insync=1)
+    await provision.create_topics(log, lanes=2, replication=1, min_insync=1)
     await tell(log)
     yield settings
     await log.close()
@@ -57,17 +57,17 @@ async def settings(
 
 async def tell(log: KafkaLog) -> None:
     """A worker's card, and what its cache holds."""
-    outbox, secret = Outbox(log, SystemClock()), derive(SECRET.encode())
+    outbox, secret = RecordPublisher(log, SystemClock()), derive_secret(SECRET.encode())
     config = EngineConfig(model="demo", kv_cache_block_size=SIZE)
     card = WorkerCard(id="w1", slot=0, model="demo", config=config)
-    epoch = (await outbox.persist(REGISTRY, "worker/w1", card)).offset
+    epoch = (await outbox.publish(REGISTRY, "worker/w1", card)).offset
     keys = prompt_keys(local_hashes(TOKENS, SIZE), secret).tolist()
-    columns = encode([CLEARED, Event(Kind.STORED, keys=tuple(keys))])
+    columns = encode_events([CLEARED, CacheEvent(EventKind.STORED, keys=tuple(keys))])
     blocks = Blocks(
         worker="w1", epoch=epoch, first_event_id=0, hash_fingerprint=secret.fingerprint,
         **columns._asdict(),
     )  # fmt: skip
-    await outbox.persist(KV_EVENTS, "w1", blocks)
+    await outbox.publish(KV_EVENTS, "w1", blocks)
 
 
 @pytest.fixture

@@ -13,16 +13,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from streams.brokers.local import Broker
+from streams.brokers.broker_factory import Broker
 from streams.codecs import encode
-from streams.connection import Connection
-from streams.kafka.log import KafkaLog
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.provision import create_topics
 from streams.ports import Entry, Partition, Record
 from streams.prompt import Prompt
-from streams.provision import create
 from streams.records import Chunk, End, Fence
 from streams.topics import PROMPTS, REQUESTS, RESPONSES, lane_of, partition_of
-from tests.java import java_publishes, java_reads, shown, tool
+from tests.harness.java_tools import java_publishes, java_reads, tool, transcript_of
 
 LANES = 8
 WAIT_S = 30.0
@@ -33,9 +33,9 @@ pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
 
 @pytest.fixture
 async def log(kafka: Broker, topic_prefix: str) -> AsyncIterator[KafkaLog]:
-    log = KafkaLog(Connection(kafka.bootstrap_servers, "test"), topic_prefix)
+    log = KafkaLog(ConnectionOptions(kafka.bootstrap_servers, "test"), topic_prefix)
     await log.start()
-    await create(log, lanes=LANES, replication=1, min_insync=1)
+    await create_topics(log, lanes=LANES, replication=1, min_insync=1)
     yield log
     await log.close()
 
@@ -146,10 +146,10 @@ async def test_a_java_program_reads_a_reply_by_its_key_alone(
 
     printed = await java_reads(kafka, topic_prefix + RESPONSES, lane, len(records))
 
-    transcript = shown([value for key, value in printed if key == request_id])
+    transcript = transcript_of([value for key, value in printed if key == request_id])
     assert transcript.text == "grüße 😀"
     assert transcript.finish_reason == "stop"
-    assert transcript.holes == 0
+    assert transcript.gaps == 0
 
 
 # --- librdkafka -----------------------------------------------------------------------------------
@@ -198,4 +198,4 @@ async def test_librdkafka_reads_a_reply_and_its_headers(
     assert [(key, headers) for key, headers, _ in printed] == [
         (request_id, f"t={type(line).__name__}") for line in lines
     ]
-    assert shown([value for _, _, value in printed]).text == "grüße 😀"
+    assert transcript_of([value for _, _, value in printed]).text == "grüße 😀"

@@ -6,43 +6,45 @@ from typing import Any
 
 import pytest
 
-from tests.exchange import Exchange
-from tests.towns import Town, stopped
-from tests.worlds import World, in_world, play
+from tests.harness.cluster_harness import ClusterHarness, slow_engine
+from tests.harness.http_exchange import HttpExchange
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 
-async def _refused(answer: Exchange, status: int, code: str, *said: str) -> None:
-    await answer.done()
+async def _refused(answer: HttpExchange, status: int, code: str, *said: str) -> None:
+    await answer.wait_done()
     assert (answer.status, answer.error["code"]) == (status, code), answer.content
     for each in said:
         assert each in answer.error["message"]
 
 
-@in_world
-async def test_a_pin_to_nobody_is_gone(world: World) -> None:
-    town = await Town.found(world)
-    await _refused(town.say(backend_instance_id="w9"), 503, "pinned_gone", "w9")
+@scenario_test
+async def test_a_pin_to_nobody_is_gone(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world)
+    await _refused(town.complete_with(backend_instance_id="w9"), 503, "pinned_gone", "w9")
 
 
-@in_world
-async def test_a_pin_to_a_dead_worker_is_gone(world: World) -> None:
-    town = await Town.found(world)
+@scenario_test
+async def test_a_pin_to_a_dead_worker_is_gone(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world)
     await town.kill("w2")
     await world.sleep(20)
-    await _refused(town.say(backend_instance_id="w2"), 503, "pinned_gone", "w2")
+    await _refused(town.complete_with(backend_instance_id="w2"), 503, "pinned_gone", "w2")
 
 
-@in_world
-async def test_a_pin_that_is_not_allowed_is_the_clients_mistake(world: World) -> None:
-    town = await Town.found(world)
-    answer = town.say(backend_instance_id="w1", allowed_worker_ids=["w2"])
+@scenario_test
+async def test_a_pin_that_is_not_allowed_is_the_clients_mistake(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world)
+    answer = town.complete_with(backend_instance_id="w1", allowed_worker_ids=["w2"])
     await _refused(answer, 400, "pin_not_allowed", "allowed_worker_ids")
 
 
-@in_world
-async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: World) -> None:
-    town = await Town.found(world)
-    await _refused(town.say(backend_instance_id="w1", dp_rank=3), 400, "invalid", "rank 3")
+@scenario_test
+async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world)
+    await _refused(
+        town.complete_with(backend_instance_id="w1", dp_rank=3), 400, "invalid", "rank 3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,62 +57,62 @@ async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: W
     ],
 )
 def test_the_rule_that_leaves_no_worker_is_named(ext: dict[str, Any], rule: str) -> None:
-    async def scenario(world: World) -> None:
-        town = await Town.found(world)
+    async def scenario(world: MemoryWorld) -> None:
+        town = await ClusterHarness.start(world)
         asked_at = world.clock.now()
-        answer = town.say(**ext)
+        answer = town.complete_with(**ext)
         await _refused(answer, 503, "none_eligible", rule)
         assert world.clock.now() - asked_at < 5, "no waiting would help"
         assert answer.headers["retry-after"]
         assert town.decisions() == []
 
-    play(scenario)
+    run_scenario(scenario)
 
 
-@in_world
+@scenario_test
 async def test_busy_workers_take_nothing_and_all_busy_is_told_when_the_time_is_up(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    town = await Town.found(world, (), deadline_s=5)
-    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
+    town = await ClusterHarness.start(world, (), deadline_s=5)
+    await town.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
     await town.occupy("w1")
-    answer = town.say()
+    answer = town.complete_with()
     await _refused(answer, 529, "all_busy", "busy")
     assert answer.headers["retry-after"]
-    await town.hire("w2")
-    assert (await town.placed()).worker == "w2"
+    await town.start_worker("w2")
+    assert (await town.wait_decision()).worker == "w2"
 
 
-@in_world
-async def test_a_busy_pin_is_told_when_the_time_is_up(world: World) -> None:
-    town = await Town.found(world, ("w2",), deadline_s=5)
-    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
+@scenario_test
+async def test_a_busy_pin_is_told_when_the_time_is_up(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, ("w2",), deadline_s=5)
+    await town.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
     await town.occupy("w1")
-    await _refused(town.say(backend_instance_id="w1"), 503, "pinned_busy", "w1")
+    await _refused(town.complete_with(backend_instance_id="w1"), 503, "pinned_busy", "w1")
 
 
-@in_world
-async def test_when_the_last_worker_dies_there_are_none(world: World) -> None:
-    town = await Town.found(world, (), deadline_s=15)
-    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
+@scenario_test
+async def test_when_the_last_worker_dies_there_are_none(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, (), deadline_s=15)
+    await town.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
     await town.occupy("w1")
-    waiting = town.say()
+    waiting = town.complete_with()
     await world.sleep(1)
     await town.kill("w1")
     await _refused(waiting, 503, "no_workers")
-    await _refused(town.say(), 503, "no_workers")
+    await _refused(town.complete_with(), 503, "no_workers")
 
 
-@in_world
-async def test_a_full_queue_is_told_at_once(world: World) -> None:
-    town = await Town.found(world, (), held_requests=0)
-    await town.hire("w1", engine=stopped(world), busy_prefill_tokens=50)
+@scenario_test
+async def test_a_full_queue_is_told_at_once(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, (), max_queued_requests=0)
+    await town.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
     await town.occupy("w1")
-    await _refused(town.say(), 529, "queue_full", "busy")
+    await _refused(town.complete_with(), 529, "queue_full", "busy")
 
 
-@in_world
-async def test_a_deadline_in_the_worker_is_a_deadline(world: World) -> None:
-    town = await Town.found(world, (), deadline_s=5)
-    await town.hire("w1", engine=stopped(world))
-    await _refused(town.say(), 408, "deadline")
+@scenario_test
+async def test_a_deadline_in_the_worker_is_a_deadline(world: MemoryWorld) -> None:
+    town = await ClusterHarness.start(world, (), deadline_s=5)
+    await town.start_worker("w1", engine=slow_engine(world))
+    await _refused(town.complete_with(), 408, "deadline")

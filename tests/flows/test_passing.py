@@ -16,58 +16,70 @@ import httpx
 import openai
 import pytest
 
-from app.audit.explain import explain
-from app.engine.attached.beside import Attachment
-from app.engine.attached.passing import Kind, PassingEngine
-from app.engine.validator import ValidatedEngine
-from app.lifetime import Lifetime
-from app.preprocess.pool import Inline
+from app.audit.timeline import explain_request
+from app.engine.attached.passthrough_engine import BodyKind, PassthroughEngine
+from app.engine.attached.server_engine import ServerAddress
+from app.engine.validator import ValidatingEngine
+from app.preprocess.thread_pool import InlinePool
 from app.preprocessor import Preprocessor
+from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.worker import Worker
-from streams import provision
-from streams.brokers.local import Broker
+from streams.brokers.broker_factory import Broker
 from streams.client import Client
 from streams.clock import SystemClock
 from streams.codecs import AnyRecord, decode
-from streams.kafka.log import KafkaLog
-from streams.memory.broker import MemoryBroker
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
+from streams.memory.memory_broker import MemoryBroker
 from streams.ports import Log
 from streams.prompt import Prompt
-from streams.records import Chunk, Fence, Finished, Heartbeat, Request
+from streams.records import Chunk, Fence, Finished, Heartbeat
+from streams.request import Request
 from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES
-from tests.fronts import WAIT_S, Connect, Front, to, until
-from tests.leftovers import delete_topics
-from tests.servers import Exchange, Hangup, OpenAiServer, counted, said
+from tests.harness.http_harness import WAIT_S, Connect, HttpHarness, connect_to, until
+from tests.harness.model_servers import (
+    CloseConnection,
+    ScriptedServer,
+    ServerExchange,
+    chat_event,
+    usage_event,
+)
+from tests.harness.topic_cleanup import delete_topics
 
 LANES = 2
 NOWHERE = "/dev/null/cache"
+SENDS_JSON = {"content-type": "application/json"}
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 LOOK = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at":1}'}}
 THOUGHTFUL = [
-    said({"role": "assistant", "content": ""}),
-    said({"reasoning_content": "Let me "}),
-    said({"reasoning_content": "see."}),
-    said({"content": "One "}),
-    said({"content": "moment."}),
-    said({"tool_calls": [{"index": 0, "id": "call-1", "type": "function",
+    chat_event({"role": "assistant", "content": ""}),
+    chat_event({"reasoning_content": "Let me "}),
+    chat_event({"reasoning_content": "see."}),
+    chat_event({"content": "One "}),
+    chat_event({"content": "moment."}),
+    chat_event({"tool_calls": [{"index": 0, "id": "call-1", "type": "function",
                           "function": {"name": "look", "arguments": ""}}]}),
-    said({"tool_calls": [{"index": 0, "function": {"arguments": '{"at"'}}]}),
-    said({"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}),
-    said({}, finish_reason="tool_calls") | {"system_fingerprint": "fp"},
-    counted(9, 7, completion_tokens_details={"reasoning_tokens": 2}),
+    chat_event({"tool_calls": [{"index": 0, "function": {"arguments": '{"at"'}}]}),
+    chat_event({"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}),
+    chat_event({}, finish_reason="tool_calls") | {"system_fingerprint": "fp"},
+    usage_event(9, 7, completion_tokens_details={"reasoning_tokens": 2}),
 ]  # fmt: skip
 """An answer with everything in it."""
-PLAIN = [said({"content": "Good "}), said({"content": "day."}), said({}, finish_reason="stop")]
+PLAIN = [
+    chat_event({"content": "Good "}),
+    chat_event({"content": "day."}),
+    chat_event({}, finish_reason="stop"),
+]
 
 
-async def hangs_up(_: Exchange) -> None:
+async def hangs_up(_: ServerExchange) -> None:
     await asyncio.sleep(0.05)
-    raise Hangup
+    raise CloseConnection
 
 
-class Town(Front):
+class Town(HttpHarness):
     """With a preprocessor, and workers beside servers; clients of both ways."""
 
     memory: MemoryBroker | None = None
@@ -75,12 +87,14 @@ class Town(Front):
     def __init__(self, connect: Connect, **over: Any) -> None:
         super().__init__(
             connect, worker_id="-", router_id="r", lanes=LANES, cache_dir=NOWHERE,
-            heartbeat_s=0.2, worker_timeout_s=20, **over,
+            heartbeat_interval_s=0.2, worker_timeout_s=20, **over,
         )  # fmt: skip
         self.workers: list[Worker] = []
 
     async def open(self) -> None:
-        self._preprocessor = Preprocessor(*await self.part("preprocessor"), Inline())
+        self._preprocessor = Preprocessor(
+            *await self.process_arguments("preprocessor"), InlinePool()
+        )
         await self._preprocessor.start()
         await super().open()
         self.http = httpx.AsyncClient(base_url=self.gateway.url, timeout=WAIT_S)
@@ -88,14 +102,14 @@ class Town(Front):
         self.client = Client(self.log, SystemClock())
         await self.client.start()
 
-    async def hire(self, server: OpenAiServer, kind: Kind = "chat", model: str = "m") -> None:
-        where = Attachment(server.url, silence_s=2.0, start_s=5.0)
+    async def hire(self, server: ScriptedServer, kind: BodyKind = "chat", model: str = "m") -> None:
+        where = ServerAddress(server.url, read_timeout_s=2.0, start_timeout_s=5.0)
 
-        def make(life: Lifetime) -> ValidatedEngine:
-            return ValidatedEngine(PassingEngine(life.clock, where, kind, serves_as=model))
+        def make(life: ProcessContext) -> ValidatingEngine:
+            return ValidatingEngine(PassthroughEngine(life.clock, where, kind, served_name=model))
 
-        self.workers.append(await self.employ(f"w{len(self.workers)}", make))
-        served = self.gateway.parts.served
+        self.workers.append(await self.start_worker(f"w{len(self.workers)}", make))
+        served = self.gateway.parts.served_models
         await until(lambda: served.kind(model) == kind)
 
     async def close(self) -> None:
@@ -111,10 +125,16 @@ class Town(Front):
             found += [decode(r) for r in self.memory.records(topic, lane)]
         return [r for r in found if isinstance(r, kind)]
 
+    async def finished(self, count: int) -> list[Finished]:
+        """The reports of so many runs, which come after the last Chunk of each."""
+        while len(found := await self.records(LEDGER, Finished)) < count:  # noqa: ASYNC110 - a log has no bell
+            await asyncio.sleep(0.01)
+        return found
+
 
 @pytest.fixture
-async def server() -> AsyncIterator[OpenAiServer]:
-    async with OpenAiServer() as server:
+async def server() -> AsyncIterator[ScriptedServer]:
+    async with ScriptedServer() as server:
         server.events = list(THOUGHTFUL)
         yield server
 
@@ -123,7 +143,7 @@ async def server() -> AsyncIterator[OpenAiServer]:
 async def empty() -> AsyncIterator[Town]:
     """Nobody works there yet."""
     broker = MemoryBroker(SystemClock(), lanes=LANES)
-    town = Town(to(broker))
+    town = Town(connect_to(broker))
     town.memory = broker
     await town.open()
     yield town
@@ -131,7 +151,7 @@ async def empty() -> AsyncIterator[Town]:
 
 
 @pytest.fixture
-async def town(empty: Town, server: OpenAiServer) -> Town:
+async def town(empty: Town, server: ScriptedServer) -> Town:
     await empty.hire(server)
     return empty
 
@@ -154,7 +174,9 @@ def together(chunks: list[Any]) -> dict[str, Any]:
 # --- there ----------------------------------------------------------------------------------------
 
 
-async def test_a_body_comes_to_the_server_as_it_was_sent(town: Town, server: OpenAiServer) -> None:
+async def test_a_body_comes_to_the_server_as_it_was_sent(
+    town: Town, server: ScriptedServer
+) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     body = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, picture]}],
@@ -172,9 +194,9 @@ async def test_a_body_comes_to_the_server_as_it_was_sent(town: Town, server: Ope
 
 
 async def test_several_answers_are_several_requests_with_seeds_of_their_own(
-    town: Town, server: OpenAiServer
+    town: Town, server: ScriptedServer
 ) -> None:
-    server.events = [*PLAIN, counted(9, 2, completion_tokens_details={"reasoning_tokens": 2})]
+    server.events = [*PLAIN, usage_event(9, 2, completion_tokens_details={"reasoning_tokens": 2})]
     answer = await town.openai.chat.completions.create(model="m", n=3, seed=7, **HELLO)
     assert [choice.message.content for choice in answer.choices] == ["Good day."] * 3
     assert sorted(body["seed"] for body in server.bodies) == [7, 8, 9]
@@ -183,8 +205,12 @@ async def test_several_answers_are_several_requests_with_seeds_of_their_own(
 
 
 async def test_each_prompt_of_a_completion_is_a_request(empty: Town) -> None:
-    async with OpenAiServer("completion") as server:
-        server.events = [said(text="so "), said(text="be it"), said(text="", finish_reason="stop")]
+    async with ScriptedServer("completion") as server:
+        server.events = [
+            chat_event(text="so "),
+            chat_event(text="be it"),
+            chat_event(text="", finish_reason="stop"),
+        ]
         await empty.hire(server, "completion")
         answer = await empty.openai.completions.create(model="m", prompt=["a", "b"], max_tokens=9)
         assert [choice.text for choice in answer.choices] == ["so be it"] * 2
@@ -193,8 +219,8 @@ async def test_each_prompt_of_a_completion_is_a_request(empty: Town) -> None:
         assert server.bodies[-1]["prompt"] == [[1, 2]]
 
 
-async def test_a_model_is_asked_for_what_it_is_for_only(town: Town, server: OpenAiServer) -> None:
-    with pytest.raises(openai.BadRequestError, match="it is for chat requests") as refused:
+async def test_a_model_is_asked_for_what_it_is_for_only(town: Town, server: ScriptedServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="is for chat requests") as refused:
         await town.openai.completions.create(model="m", prompt="a")
     assert refused.value.code == "model_not_supported"
     with pytest.raises(openai.NotFoundError):
@@ -202,7 +228,7 @@ async def test_a_model_is_asked_for_what_it_is_for_only(town: Town, server: Open
     for kind, body in (("completion", {"prompt": "a"}), ("tokens", {"token_ids": [1]})):
         name = await town.client.publish(Prompt(id=f"k-{kind}", kind=kind, body=body))
         answer = await town.client.result(name, WAIT_S)
-        assert (answer.code, "it is for chat requests" in answer.message) == ("invalid", True)
+        assert (answer.code, "is for chat requests" in answer.message) == ("invalid", True)
     assert not server.bodies
 
 
@@ -210,7 +236,7 @@ async def test_while_its_workers_are_away_a_model_is_still_asked_in_its_own_word
     town: Town,
 ) -> None:
     await town.workers[0].stop()
-    served = town.gateway.parts.served
+    served = town.gateway.parts.served_models
     await until(lambda: not served.models())
     body = {"model": "m", "of_theirs": 1, "top_k": "many"} | HELLO
     answer = await town.http.post("/v1/chat/completions", json=body)
@@ -221,16 +247,18 @@ async def test_what_is_nested_too_deep_is_refused(town: Town) -> None:
     codes = set()
     for depth in range(800, 1000, 4):
         body = json.dumps({"model": "m"} | HELLO)[:-1] + ',"deep":' + "[" * depth + "]" * depth
-        answer = await town.http.post("/v1/chat/completions", content=body + "}")
+        answer = await town.http.post(
+            "/v1/chat/completions", content=body + "}", headers=SENDS_JSON
+        )
         codes.add(answer.status_code)
     assert codes <= {200, 400}
     assert 400 in codes
 
 
 async def test_what_the_server_refuses_is_refused_with_its_words(
-    town: Town, server: OpenAiServer
+    town: Town, server: ScriptedServer
 ) -> None:
-    async def refuses(x: Exchange) -> None:
+    async def refuses(x: ServerExchange) -> None:
         await x.answer({"error": {"message": "messages: too many of them"}}, 400)
 
     server.handlers[server.path] = refuses
@@ -247,7 +275,7 @@ async def test_what_the_server_refuses_is_refused_with_its_words(
     ],
 )  # fmt: skip
 async def test_what_is_not_for_the_server_is_checked_before(
-    town: Town, server: OpenAiServer, body: dict[str, Any], field: str
+    town: Town, server: ScriptedServer, body: dict[str, Any], field: str
 ) -> None:
     answer = await town.http.post("/v1/chat/completions", json={"model": "m"} | HELLO | body)
     assert answer.status_code == 400
@@ -286,21 +314,22 @@ async def test_a_whole_answer_has_all_that_the_server_said(town: Town) -> None:
     assert answer.system_fingerprint == "fp"
 
 
-async def test_a_call_without_text_has_no_content(town: Town, server: OpenAiServer) -> None:
+async def test_a_call_without_text_has_no_content(town: Town, server: ScriptedServer) -> None:
     server.events = [e for e in THOUGHTFUL if "content" not in json.dumps(e)]
     answer = await town.openai.chat.completions.create(model="m", **HELLO)
     assert answer.choices[0].message.content is None
     assert len(answer.choices[0].message.tool_calls) == 1
 
 
-async def test_log_probabilities_are_the_servers(town: Town, server: OpenAiServer) -> None:
+async def test_log_probabilities_are_the_servers(town: Town, server: ScriptedServer) -> None:
     def likely(token: str) -> dict[str, Any]:
         at = {"token": token, "logprob": -0.5, "bytes": None, "top_logprobs": []}
         return {"content": [at], "refusal": None}
 
     server.events = [
-        said({"content": "a"}, logprobs=likely("a")), said({"content": "b"}, logprobs=likely("b")),
-        said({}, finish_reason="stop"),
+        chat_event({"content": "a"}, logprobs=likely("a")),
+        chat_event({"content": "b"}, logprobs=likely("b")),
+        chat_event({}, finish_reason="stop"),
     ]  # fmt: skip
     answer = await town.openai.chat.completions.create(model="m", logprobs=True, **HELLO)
     assert [at.token for at in answer.choices[0].logprobs.content] == ["a", "b"]
@@ -308,7 +337,7 @@ async def test_log_probabilities_are_the_servers(town: Town, server: OpenAiServe
 
 
 async def test_on_kafka_a_prompt_is_answered_in_text_and_asides(
-    town: Town, server: OpenAiServer
+    town: Town, server: ScriptedServer
 ) -> None:
     body = {"model": "m", "stop": "x" * 2000} | HELLO
     prompt = Prompt(id=town.client.new_request_id(), body=body)
@@ -323,14 +352,16 @@ async def test_on_kafka_a_prompt_is_answered_in_text_and_asides(
     assert server.bodies[0]["stop"] == "x" * 2000
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 9
-    await town.client.publish(prompt, listen=False)
+    await town.client.publish(prompt, subscribe=False)
     other = Prompt(id=town.client.new_request_id(), body=body)
     await town.client.publish(other)
     await town.client.result(other.id, WAIT_S)
     assert len(server.bodies) == 2, "an id is asked once"
 
 
-async def test_a_stream_goes_on_behind_what_was_received(town: Town, server: OpenAiServer) -> None:
+async def test_a_stream_goes_on_behind_what_was_received(
+    town: Town, server: ScriptedServer
+) -> None:
     headers = {"x-kvlane-detach": "true"}
     body = {"model": "m", "stream": True} | HELLO
     whole = await town.http.post("/v1/chat/completions", json=body, headers=headers)
@@ -354,8 +385,8 @@ def deltas(event: str) -> Any:
 # --- embeddings -----------------------------------------------------------------------------------
 
 
-def embedded(*vectors: Any) -> Callable[[Exchange], Awaitable[None]]:
-    async def answer(x: Exchange) -> None:
+def embedded(*vectors: Any) -> Callable[[ServerExchange], Awaitable[None]]:
+    async def answer(x: ServerExchange) -> None:
         data = [
             {"object": "embedding", "index": n, "embedding": each} for n, each in enumerate(vectors)
         ]
@@ -366,51 +397,51 @@ def embedded(*vectors: Any) -> Callable[[Exchange], Awaitable[None]]:
 
 
 @pytest.fixture
-async def embedder(empty: Town) -> AsyncIterator[OpenAiServer]:
-    async with OpenAiServer("embedding") as server:
+async def embedder(empty: Town) -> AsyncIterator[ScriptedServer]:
+    async with ScriptedServer("embedding") as server:
         server.handlers[server.path] = embedded([0.5, -1.25], [2.0, 0.1])
         await empty.hire(server, "embedding")
         yield server
 
 
-async def test_embeddings_come_back_as_they_are(empty: Town, embedder: OpenAiServer) -> None:
+async def test_embeddings_come_back_as_they_are(empty: Town, embedder: ScriptedServer) -> None:
     answer = await empty.openai.embeddings.create(
         model="m", input=["one", "two"], encoding_format="float", dimensions=2
     )
     assert [each.embedding for each in answer.data] == [[0.5, -1.25], [2.0, 0.1]]
     assert (answer.model, answer.usage.prompt_tokens) == ("m", 7)
     asked = {"input": ["one", "two"], "encoding_format": "float", "dimensions": 2}
-    assert embedder.asked(embedder.path)[-1] == asked | {"model": "theirs"}
+    assert embedder.received_bodies(embedder.path)[-1] == asked | {"model": "theirs"}
     prompt = Prompt(id="e", kind="embedding", body={"model": "m", "input": "one"})
     await empty.client.publish(prompt)
     told = await empty.client.result("e", WAIT_S)
     (aside,) = told.data
     assert [each["embedding"] for each in aside.event["data"]] == [[0.5, -1.25], [2.0, 0.1]]
     assert (told.text, told.finish_reason) == ("", "stop")
-    assert {f.output_tokens for f in await empty.records(LEDGER, Finished)} == {0}
+    assert {f.output_tokens for f in await empty.finished(2)} == {0}
 
 
 async def test_embeddings_larger_than_a_batch_come_whole_and_larger_than_a_record_not_at_all(
-    empty: Town, embedder: OpenAiServer
+    empty: Town, embedder: ScriptedServer
 ) -> None:
     large = [0.123456789] * 200_000
     embedder.handlers[embedder.path] = embedded(large)
     answer = await empty.openai.embeddings.create(model="m", input="a", encoding_format="float")
     assert answer.data[0].embedding == large
     embedder.handlers[embedder.path] = embedded(large, large, large)
-    with pytest.raises(openai.BadRequestError, match="fewer texts at a time"):
+    with pytest.raises(openai.BadRequestError, match="fewer texts per request"):
         await empty.openai.embeddings.create(model="m", input="a", encoding_format="float")
 
 
 async def test_embeddings_are_for_models_that_embed_and_these_for_nothing_else(
     town: Town,
 ) -> None:
-    async with OpenAiServer("embedding") as embedder:
+    async with ScriptedServer("embedding") as embedder:
         embedder.handlers[embedder.path] = embedded([0.5])
         await town.hire(embedder, "embedding", "e")
-    with pytest.raises(openai.BadRequestError, match="it is for chat requests"):
+    with pytest.raises(openai.BadRequestError, match="is for chat requests"):
         await town.openai.embeddings.create(model="m", input="a")
-    with pytest.raises(openai.BadRequestError, match="it is for embedding requests"):
+    with pytest.raises(openai.BadRequestError, match="is for embedding requests"):
         await town.openai.chat.completions.create(model="e", **HELLO)
     with pytest.raises(openai.NotFoundError):
         await town.openai.embeddings.create(model="another", input="a")
@@ -419,13 +450,13 @@ async def test_embeddings_are_for_models_that_embed_and_these_for_nothing_else(
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(wrong)))
 
 
-async def talks_nonsense(x: Exchange) -> None:
+async def talks_nonsense(x: ServerExchange) -> None:
     await x.answer({"data": "none"})
 
 
 @pytest.mark.parametrize("handler", [hangs_up, talks_nonsense])
 async def test_embeddings_that_fail_end_with_an_error(
-    empty: Town, embedder: OpenAiServer, handler: Callable[[Exchange], Awaitable[None]]
+    empty: Town, embedder: ScriptedServer, handler: Callable[[ServerExchange], Awaitable[None]]
 ) -> None:
     embedder.handlers[embedder.path] = handler
     with pytest.raises(openai.InternalServerError):
@@ -436,11 +467,14 @@ async def test_embeddings_that_fail_end_with_an_error(
 
 
 async def test_an_answer_that_breaks_off_after_it_began_ends_with_an_error(
-    town: Town, server: OpenAiServer
+    town: Town, server: ScriptedServer
 ) -> None:
-    async with OpenAiServer() as other:
+    async with ScriptedServer() as other:
         await town.hire(other)
-        for begun in (said({"content": "One "}), said({"reasoning_content": "Let me "})):
+        for begun in (
+            chat_event({"content": "One "}),
+            chat_event({"reasoning_content": "Let me "}),
+        ):
             server.events = other.events = [begun, hangs_up]
             stream = await town.openai.chat.completions.create(model="m", stream=True, **HELLO)
             with pytest.raises(openai.APIError, match="no token ids to continue from") as failed:
@@ -451,11 +485,11 @@ async def test_an_answer_that_breaks_off_after_it_began_ends_with_an_error(
 
 
 async def test_before_its_first_word_an_answer_is_had_elsewhere(
-    town: Town, server: OpenAiServer
+    town: Town, server: ScriptedServer
 ) -> None:
-    async with OpenAiServer() as other:
+    async with ScriptedServer() as other:
         await town.hire(other)
-        role = said({"role": "assistant", "content": ""}) | {"system_fingerprint": "fp"}
+        role = chat_event({"role": "assistant", "content": ""}) | {"system_fingerprint": "fp"}
         server.events, other.events = [role, hangs_up], PLAIN
         for _ in range(6):  # until the first one was tried, too
             answer = await town.openai.chat.completions.create(model="m", **HELLO)
@@ -469,11 +503,11 @@ async def test_before_its_first_word_an_answer_is_had_elsewhere(
 
 @pytest.mark.parametrize("status", [429, 503, 529])
 async def test_a_server_that_has_enough_to_do_is_asked_again_until_it_has_not(
-    town: Town, server: OpenAiServer, status: int
+    town: Town, server: ScriptedServer, status: int
 ) -> None:
     asked, answer = 0, server.handlers[server.path]
 
-    async def is_full(x: Exchange) -> None:
+    async def is_full(x: ServerExchange) -> None:
         nonlocal asked
         asked += 1
         await (answer(x) if asked > 4 else x.answer({"error": {"message": "busy"}}, status))
@@ -486,15 +520,15 @@ async def test_a_server_that_has_enough_to_do_is_asked_again_until_it_has_not(
 
 
 async def test_a_worker_that_dies_before_the_first_word_is_replaced(
-    town: Town, server: OpenAiServer
+    town: Town, server: ScriptedServer
 ) -> None:
-    async def waits(x: Exchange) -> None:
-        await x.gone()
+    async def waits(x: ServerExchange) -> None:
+        await x.wait_closed()
 
     server.events = [waits]
     asking = asyncio.create_task(town.openai.chat.completions.create(model="m", **HELLO))
     await until(lambda: bool(server.bodies))
-    async with OpenAiServer() as other:
+    async with ScriptedServer() as other:
         other.events = PLAIN
         await town.hire(other)
         await town.workers[0].stop()
@@ -502,16 +536,16 @@ async def test_a_worker_that_dies_before_the_first_word_is_replaced(
 
 
 async def test_a_client_that_leaves_ends_the_answer_at_the_server(
-    town: Town, server: OpenAiServer
+    town: Town, server: ScriptedServer
 ) -> None:
     left = asyncio.Event()
 
-    async def waits(x: Exchange) -> None:
-        await x.gone()
+    async def waits(x: ServerExchange) -> None:
+        await x.wait_closed()
         left.set()
-        raise Hangup
+        raise CloseConnection
 
-    server.events = [said({"content": "One "}), waits]
+    server.events = [chat_event({"content": "One "}), waits]
     stream = await town.openai.chat.completions.create(model="m", stream=True, **HELLO)
     await anext(aiter(stream))
     await stream.close()
@@ -519,11 +553,11 @@ async def test_a_client_that_leaves_ends_the_answer_at_the_server(
         await left.wait()
 
 
-async def test_a_request_whose_time_is_up_ends(town: Town, server: OpenAiServer) -> None:
-    async def waits(x: Exchange) -> None:
-        await x.gone()
+async def test_a_request_whose_time_is_up_ends(town: Town, server: ScriptedServer) -> None:
+    async def waits(x: ServerExchange) -> None:
+        await x.wait_closed()
 
-    server.events = [said({"content": "One "}), waits]
+    server.events = [chat_event({"content": "One "}), waits]
     prompt = Prompt(id="late", body={"model": "m"} | HELLO, deadline_s=0.5)
     await town.client.publish(prompt)
     answer = await town.client.result(prompt.id, WAIT_S)
@@ -535,7 +569,7 @@ async def test_a_request_whose_time_is_up_ends(town: Town, server: OpenAiServer)
 
 async def test_its_story_is_told_without_its_words(town: Town) -> None:
     answer = await town.openai.chat.completions.create(model="m", tools=[TOOL], **HELLO)
-    story = await explain(town.log, SystemClock(), answer.id)
+    story = await explain_request(town.log, SystemClock(), answer.id)
     steps = {step.name: step.fields for step in story.steps}
     assert steps["Request"]["kind"] == "chat"
     assert steps["Request"]["prompt_tokens"] == steps["Assigned"]["prompt_tokens"] > 0
@@ -550,8 +584,8 @@ async def test_its_story_is_told_without_its_words(town: Town) -> None:
 async def test_its_times_and_tokens_are_in_the_figures(town: Town) -> None:
     await town.openai.chat.completions.create(model="m", tools=[TOOL], **HELLO)
     page = (await town.http.get("/metrics")).text.splitlines()
-    assert "kvlane_ttft_seconds_count 1.0" in page
-    assert "kvlane_output_tokens_sum 7.0" in page
+    assert "kvlane_gateway_time_to_first_token_seconds_count 1.0" in page
+    assert "kvlane_gateway_output_tokens_sum 7.0" in page
 
 
 async def test_its_load_is_counted_by_the_size_of_its_body(town: Town) -> None:
@@ -562,7 +596,7 @@ async def test_its_load_is_counted_by_the_size_of_its_body(town: Town) -> None:
     small, large = sorted(r.prompt_tokens for r in await town.records(REQUESTS, Request))
     assert small < 40
     assert 1250 <= large < 1300
-    finished = await town.records(LEDGER, Finished)
+    finished = await town.finished(2)
     assert [f.code for f in finished] == ["stop", "stop"]
     chunks = await town.records(RESPONSES, Chunk)
     assert not any(chunk.token_ids for chunk in chunks)
@@ -580,21 +614,21 @@ async def test_the_model_is_listed_with_its_context(town: Town) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_on_a_real_kafka_both_ways_bring_all_that_the_server_says(
-    kafka: Broker, topic_prefix: str, server: OpenAiServer
+    kafka: Broker, topic_prefix: str, server: ScriptedServer
 ) -> None:
     where = {"bootstrap_servers": kafka.bootstrap_servers, "topic_prefix": topic_prefix}
     settings = Settings(worker_id="-", router_id="-", **where)
     async with contextlib.AsyncExitStack() as stack:
 
         async def connect(name: str) -> Log:
-            log = KafkaLog(settings.connection(name), prefix=topic_prefix)
+            log = KafkaLog(settings.kafka_connection(name), prefix=topic_prefix)
             await log.start()
             stack.push_async_callback(log.close)
             return log
 
         setup = await connect("setup")
         assert isinstance(setup, KafkaLog)
-        await provision.create(setup, lanes=LANES, replication=1, min_insync=1)
+        await provision.create_topics(setup, lanes=LANES, replication=1, min_insync=1)
         town = Town(connect, **where)
         await town.open()
         await town.hire(server)

@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from app.lifetime import Lifetime
-from app.preprocess.artifacts import Artifacts
-from app.preprocess.byte_level import render_chat
-from app.preprocess.loaded import publish as publish_model
-from app.preprocess.modelfolder import DEMO
-from app.preprocess.pool import Inline
-from app.preprocess.tokenizer import Tokenizer
+from app.preprocess.models.artifacts import ArtifactStore
+from app.preprocess.models.model import publish_folder as publish_model
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from app.preprocess.text.byte_level import render_chat
+from app.preprocess.text.tokenizer import Tokenizer
+from app.preprocess.thread_pool import InlinePool
 from app.preprocessor import Preprocessor
+from app.runtime.process import ProcessContext
 from app.settings import Settings
 from streams.codecs import AnyRecord, decode, pack_tokens, unpack_tokens
-from streams.memory.broker import Fate
+from streams.memory.broker_faults import AppendFate
 from streams.ports import Entry
 from streams.records import (
     Artifact,
@@ -26,89 +26,90 @@ from streams.records import (
     EngineConfig,
     ModelCard,
     Refused,
-    Request,
     Tombstone,
     WorkerCard,
 )
+from streams.request import Request
 from streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS, lane_of, partition_of
-from tests.worlds import World, in_world
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 R = TypeVar("R", bound=AnyRecord)
-TOKENIZER = Tokenizer((DEMO / "tokenizer.json").read_bytes(), Inline())
+TOKENIZER = Tokenizer((DEMO_MODEL_FOLDER / "tokenizer.json").read_bytes(), InlinePool())
 
 
 async def begin(
-    world: World, name: str = "p1", *, models: bool = True, **over: Any
-) -> tuple[Preprocessor, Lifetime]:
+    world: MemoryWorld, name: str = "p1", *, models: bool = True, **over: Any
+) -> tuple[Preprocessor, ProcessContext]:
     """A preprocessor; `models`: of a deployment that serves a model of bytes."""
-    if models and not world.everywhere(REGISTRY):
+    if models and not world.all_records(REGISTRY):
         serve(world, "m")
-    nowhere = {"worker_id": "-", "router_id": "-", "cache_dir": "/dev/null/cache"}
-    life = Lifetime(name, world.clock, random.Random(1))
+    ids = {"worker_id": "-", "router_id": "-"}
+    nowhere = ids | {"cache_dir": "/dev/null/cache", "status_port": None}
+    life = ProcessContext(name, world.clock, random.Random(1))
     preprocessor = Preprocessor(
-        await world.connect(name), Settings(**(nowhere | over)), life, Inline()
+        await world.connect(name), Settings(**(nowhere | over)), life, InlinePool()
     )
     await preprocessor.start()
     return preprocessor, life
 
 
-def serve(world: World, model: str, context: int | None = None) -> None:
-    config = EngineConfig(model=model, context_length=context)
+def serve(world: MemoryWorld, model: str, context: int | None = None, **engine: Any) -> None:
+    config = EngineConfig(model=model, context_length=context, **engine)
     card = WorkerCard(id=f"w-{model}", slot=0, model=model, config=config)
     world.append(REGISTRY, 0, card, key=f"worker/{card.id}")
 
 
-async def serve_demo(world: World, name: str = "demo", context: int = 512) -> ModelCard:
+async def serve_demo(world: MemoryWorld, name: str = "demo", context: int = 512) -> ModelCard:
     """The demo model, with its files in the log."""
-    artifacts = Artifacts(await world.connect("publisher"), world.clock, Inline(), None)
-    card = await publish_model(name, DEMO, artifacts, context_length=context)
+    artifacts = ArtifactStore(await world.connect("publisher"), world.clock, InlinePool(), None)
+    card = await publish_model(name, DEMO_MODEL_FOLDER, artifacts, context_length=context)
     world.append(REGISTRY, 0, card, key=f"model/{name}")
     serve(world, name, context)
     return card
 
 
-def publish(world: World, key: bytes | None, value: bytes | None) -> None:
+def publish(world: MemoryWorld, key: bytes | None, value: bytes | None) -> None:
     partition = 0 if key is None else partition_of(key, world.broker.partitions[PROMPTS])
     world.append_raw(PROMPTS, partition, Entry(key, value))
 
 
-def ask(world: World, request_id: str, text: str = "hi", **fields: Any) -> None:
+def ask(world: MemoryWorld, request_id: str, text: str = "hi", **fields: Any) -> None:
     body = {"messages": [{"role": "user", "content": text}]}
     prompt = {"id": request_id, "body": body} | fields
     publish(world, request_id.encode(), json.dumps(prompt).encode())
 
 
-def asked(world: World, kind: type[R]) -> list[R]:
-    return [r for r in map(decode, world.everywhere(REQUESTS)) if isinstance(r, kind)]
+def asked(world: MemoryWorld, kind: type[R]) -> list[R]:
+    return [r for r in map(decode, world.all_records(REQUESTS)) if isinstance(r, kind)]
 
 
-@in_world
-async def test_a_prompt_becomes_a_request_in_the_lane_of_its_id(world: World) -> None:
+@scenario_test
+async def test_a_prompt_becomes_a_request_in_the_lane_of_its_id(world: MemoryWorld) -> None:
     await begin(world)
     ask(world, "a")
-    await world.until(lambda: bool(asked(world, Request)))
+    await world.wait_until(lambda: bool(asked(world, Request)))
     (record,) = world.records(REQUESTS, lane_of("a", world.lanes))
     assert record.key == b"a"
     request = decode(record)
     assert isinstance(request, Request)
     assert request.token_ids == pack_tokens(render_chat([("user", "hi")]))
-    assert request.received_ms == world.everywhere(PROMPTS)[0].timestamp
+    assert request.received_ms == world.all_records(PROMPTS)[0].timestamp
 
 
-@in_world
-async def test_a_cancel_stays_behind_its_request(world: World) -> None:
+@scenario_test
+async def test_a_cancel_stays_behind_its_request(world: MemoryWorld) -> None:
     for n in range(50):
         ask(world, f"r{n}")
         ask(world, f"r{n}", kind="cancel")
     await begin(world)
-    await world.until(lambda: len(asked(world, Cancel)) == 50)
+    await world.wait_until(lambda: len(asked(world, Cancel)) == 50)
     for n in range(50):
-        lane = [decode(r) for r in world.everywhere(REQUESTS) if r.key == f"r{n}".encode()]
+        lane = [decode(r) for r in world.all_records(REQUESTS) if r.key == f"r{n}".encode()]
         assert [type(r) for r in lane] == [Request, Cancel]
 
 
-@in_world
-async def test_bad_prompts_are_answered_and_stop_nothing(world: World) -> None:
+@scenario_test
+async def test_bad_prompts_are_answered_and_stop_nothing(world: MemoryWorld) -> None:
     await begin(world)
     publish(world, b"b1", b'{"id":"b1","body":{"messages":[]}}')
     publish(world, b"b2", b"not json")
@@ -117,8 +118,8 @@ async def test_bad_prompts_are_answered_and_stop_nothing(world: World) -> None:
     publish(world, None, b"nobody")
     publish(world, b"\xff", b"{}")
     ask(world, "good")
-    await world.until(
-        lambda: bool(asked(world, Request)) and len(world.everywhere(DEAD_LETTERS)) == 2
+    await world.wait_until(
+        lambda: bool(asked(world, Request)) and len(world.all_records(DEAD_LETTERS)) == 5
     )
     await world.sleep(5)
     refused = {r.id: r for r in asked(world, Refused)}
@@ -126,35 +127,56 @@ async def test_bad_prompts_are_answered_and_stop_nothing(world: World) -> None:
     assert {r.code for r in refused.values()} == {"invalid"}
     assert "body.messages" in refused["b1"].message
     assert [r.id for r in asked(world, Request)] == ["good"]
-    letter = dict(world.everywhere(DEAD_LETTERS)[0].headers)
-    assert letter["origin_topic"] == PROMPTS.encode()
-    assert b"JSON" in letter["reason"]
+    letters = world.all_records(DEAD_LETTERS)
+    assert sorted(letter.key or b"" for letter in letters) == [b"", b"b2", b"b3", b"b4", b"\xff"]
+    assert {dict(letter.headers)["origin_topic"] for letter in letters} == {PROMPTS.encode()}
+    reasons = {letter.key: dict(letter.headers)["reason"] or b"" for letter in letters}
+    assert b"JSON" in reasons[b"b2"]
 
 
-@in_world
-async def test_dead_letters_hide_what_was_written_unless_asked_to_keep_it(world: World) -> None:
+@scenario_test
+async def test_dead_letters_hide_what_was_written_unless_asked_to_keep_it(
+    world: MemoryWorld,
+) -> None:
     await begin(world)
     publish(world, None, b"private")
-    await world.until(lambda: len(world.everywhere(DEAD_LETTERS)) == 1)
-    assert b"private" not in (world.everywhere(DEAD_LETTERS)[0].value or b"")
+    await world.wait_until(lambda: len(world.all_records(DEAD_LETTERS)) == 1)
+    assert b"private" not in (world.all_records(DEAD_LETTERS)[0].value or b"")
 
 
-@in_world
-async def test_the_context_of_the_served_model_is_known_from_the_start(world: World) -> None:
+@scenario_test
+async def test_features_that_the_engine_lacks_are_refused_by_their_field(
+    world: MemoryWorld,
+) -> None:
+    serve(world, "m", unsupported=("guided_decoding", "logprobs"))
+    await begin(world)
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    ask(world, "a", body=messages | {"logprobs": True})
+    ask(world, "b", body=messages | {"response_format": {"type": "json_object"}})
+    await world.wait_until(lambda: len(asked(world, Refused)) == 2)
+    told = {r.id: r.message for r in asked(world, Refused)}
+    assert told["a"].startswith("body.logprobs: the engine of this model")
+    assert told["b"].startswith("body.response_format: the engine of this model")
+
+
+@scenario_test
+async def test_the_context_of_the_served_model_is_known_from_the_start(world: MemoryWorld) -> None:
     serve(world, "m", 10)
     await begin(world)
     ask(world, "a", "x" * 20)
-    await world.until(lambda: bool(asked(world, Refused)))
-    assert "has 22 tokens" in asked(world, Refused)[0].message
-    assert "model's 10" in asked(world, Refused)[0].message
+    await world.wait_until(lambda: bool(asked(world, Refused)))
+    assert "the prompt has 22 " in asked(world, Refused)[0].message
+    assert "length is 10 tokens" in asked(world, Refused)[0].message
 
 
-@in_world
-async def test_prompts_are_rendered_and_tokenised_as_their_model_does_it(world: World) -> None:
+@scenario_test
+async def test_prompts_are_rendered_and_tokenised_as_their_model_does_it(
+    world: MemoryWorld,
+) -> None:
     card = await serve_demo(world)
     await begin(world)
     ask(world, "a", "how are you?")
-    await world.until(lambda: bool(asked(world, Request)))
+    await world.wait_until(lambda: bool(asked(world, Request)))
     (request,) = asked(world, Request)
     tokens = unpack_tokens(request.token_ids)
     text = TOKENIZER.decode(tokens, skip_special=False)
@@ -164,8 +186,8 @@ async def test_prompts_are_rendered_and_tokenised_as_their_model_does_it(world: 
     assert request.eos_token_ids == card.eos_token_ids
 
 
-@in_world
-async def test_each_model_prepares_its_own_prompts(world: World) -> None:
+@scenario_test
+async def test_each_model_prepares_its_own_prompts(world: MemoryWorld) -> None:
     await serve_demo(world)
     serve(world, "bytes")
     await begin(world)
@@ -173,33 +195,35 @@ async def test_each_model_prepares_its_own_prompts(world: World) -> None:
         body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
         prompt = {"id": f"for {model}", "body": body}
         publish(world, prompt["id"].encode(), json.dumps(prompt).encode())  # type: ignore[attr-defined]
-    await world.until(lambda: len(world.everywhere(REQUESTS)) == 4)
+    await world.wait_until(lambda: len(world.all_records(REQUESTS)) == 4)
     tokens = {r.model: list(unpack_tokens(r.token_ids)) for r in asked(world, Request)}
     assert tokens["bytes"] == render_chat([("user", "hello")])
     assert TOKENIZER.decode(tokens["demo"]) == "hello"
     refused = {r.id: r.message for r in asked(world, Refused)}
-    assert refused["for other"].startswith("body.model: there is no such model")
+    assert refused["for other"].startswith(
+        "body.model: the model 'other' does not exist; available: "
+    )
     assert refused["for "].startswith("body.model: is needed")
 
 
-@in_world
-async def test_prompts_wait_until_there_is_a_model(world: World) -> None:
+@scenario_test
+async def test_prompts_wait_until_there_is_a_model(world: MemoryWorld) -> None:
     await begin(world, models=False)
     ask(world, "a")
     await world.sleep(20)
-    assert not world.everywhere(REQUESTS)
+    assert not world.all_records(REQUESTS)
     await serve_demo(world)
-    await world.until(lambda: bool(asked(world, Request)))
+    await world.wait_until(lambda: bool(asked(world, Request)))
     assert asked(world, Request)[0].model == "demo"
 
 
-@in_world
-async def test_a_model_that_comes_later_is_known(world: World) -> None:
+@scenario_test
+async def test_a_model_that_comes_later_is_known(world: MemoryWorld) -> None:
     await begin(world)
     await serve_demo(world)
     await world.sleep(1)
     ask(world, "a", body={"model": "demo", "messages": [{"role": "user", "content": "x"}]})
-    await world.until(lambda: bool(asked(world, Request)))
+    await world.wait_until(lambda: bool(asked(world, Request)))
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -207,8 +231,8 @@ async def test_a_model_that_comes_later_is_known(world: World) -> None:
 def test_a_prompt_for_a_model_whose_only_worker_restarts_is_taken(
     restarted: bool, named: bool
 ) -> None:
-    @in_world
-    async def scenario(world: World) -> None:
+    @scenario_test
+    async def scenario(world: MemoryWorld) -> None:
         serve(world, "m", 512)
         if not restarted:
             await begin(world, models=False)
@@ -222,17 +246,17 @@ def test_a_prompt_for_a_model_whose_only_worker_restarts_is_taken(
         body = {"messages": [{"role": "user", "content": "hi"}]} | ({"model": "m"} if named else {})
         ask(world, "a", body=body)
         if restarted and not named:  # there were two
-            await world.until(lambda: bool(asked(world, Refused)))
+            await world.wait_until(lambda: bool(asked(world, Refused)))
         else:
-            await world.until(lambda: bool(asked(world, Request)))
+            await world.wait_until(lambda: bool(asked(world, Request)))
             assert asked(world, Request)[0].model in ("m", "")
 
     scenario()
 
 
-@in_world
+@scenario_test
 async def test_a_model_that_left_is_not_one_of_those_an_unnamed_prompt_may_mean(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     serve(world, "old")
     await begin(world, models=False)
@@ -241,66 +265,66 @@ async def test_a_model_that_left_is_not_one_of_those_an_unnamed_prompt_may_mean(
     serve(world, "new")
     await world.sleep(1.0)
     ask(world, "a")
-    await world.until(lambda: bool(asked(world, Request)))
+    await world.wait_until(lambda: bool(asked(world, Request)))
     assert asked(world, Request)[0].model == "new"
 
 
-@in_world
-async def test_a_model_without_its_files_is_refused_and_others_go_on(world: World) -> None:
+@scenario_test
+async def test_a_model_without_its_files_is_refused_and_others_go_on(world: MemoryWorld) -> None:
     missing = ModelCard(name="broken", tokenizer=Artifact(sha256="0" * 64, size=9), checksum="x")
     world.append(REGISTRY, 0, missing, key="model/broken")
     serve(world, "m")
     await begin(world)
     for model in ("broken", "m"):
         ask(world, model, body={"model": model, "prompt": "x"}, kind="completion")
-    await world.until(lambda: len(world.everywhere(REQUESTS)) == 2)
+    await world.wait_until(lambda: len(world.all_records(REQUESTS)) == 2)
     (refused,) = asked(world, Refused)
     assert (refused.id, refused.code) == ("broken", "internal")
 
 
-@in_world
-async def test_files_that_cannot_be_read_in_an_outage_are_waited_for(world: World) -> None:
+@scenario_test
+async def test_files_that_cannot_be_read_in_an_outage_are_waited_for(world: MemoryWorld) -> None:
     await serve_demo(world)
     preprocessor, life = await begin(world)
     world.faults.unanswered.add("offsets")
     preprocessor._loader._loads.clear()
     ask(world, "a")
     await world.sleep(60)
-    assert life.failed is None
-    assert not world.everywhere(REQUESTS)
+    assert life.error is None
+    assert not world.all_records(REQUESTS)
     world.faults.unanswered.clear()
-    await world.until(lambda: bool(asked(world, Request)))
+    await world.wait_until(lambda: bool(asked(world, Request)))
 
 
-@in_world
-async def test_a_request_too_large_for_a_record_is_refused(world: World) -> None:
+@scenario_test
+async def test_a_request_too_large_for_a_record_is_refused(world: MemoryWorld) -> None:
     await begin(world)
     ask(world, "a", "x" * 3_000_000)  # four bytes a token
-    await world.until(lambda: bool(asked(world, Refused)))
+    await world.wait_until(lambda: bool(asked(world, Refused)))
     assert asked(world, Refused)[0].code == "too_large"
 
 
-@in_world
-async def test_what_was_handled_is_not_read_again(world: World) -> None:
+@scenario_test
+async def test_what_was_handled_is_not_read_again(world: MemoryWorld) -> None:
     first, life = await begin(world)
     ask(world, "a")
-    await world.until(lambda: bool(asked(world, Request)))
+    await world.wait_until(lambda: bool(asked(world, Request)))
     await world.sleep(1)
     await first.stop()
-    await life.end()
+    await life.cancel_tasks()
     await begin(world, "p2")
     ask(world, "b")
-    await world.until(lambda: len(asked(world, Request)) == 2)
+    await world.wait_until(lambda: len(asked(world, Request)) == 2)
     await world.sleep(5)
     assert sorted(r.id for r in asked(world, Request)) == ["a", "b"]
 
 
-@in_world
-async def test_a_commit_without_an_answer_is_repeated(world: World) -> None:
+@scenario_test
+async def test_a_commit_without_an_answer_is_repeated(world: MemoryWorld) -> None:
     await begin(world)
     world.faults.unanswered = {"commit"}
     ask(world, "a")
-    await world.until(lambda: bool(asked(world, Request)))
+    await world.wait_until(lambda: bool(asked(world, Request)))
     await world.sleep(5.0)
     assert not world.broker.group(PROMPTS, "preprocessor").committed
     world.faults.unanswered = set()
@@ -308,77 +332,77 @@ async def test_a_commit_without_an_answer_is_repeated(world: World) -> None:
     assert 1 in world.broker.group(PROMPTS, "preprocessor").committed.values()
 
 
-@in_world
-async def test_prompts_are_read_on_while_commits_are_not_answered(world: World) -> None:
+@scenario_test
+async def test_prompts_are_read_on_while_commits_are_not_answered(world: MemoryWorld) -> None:
     await begin(world)
     ask(world, "a")
-    await world.until(lambda: bool(asked(world, Request)))
+    await world.wait_until(lambda: bool(asked(world, Request)))
     world.faults.unanswered = {"commit"}
     begun = world.clock.now()
     for n in range(4):
         ask(world, f"r{n}")
-        await world.until(lambda: f"r{n}" in {r.id for r in asked(world, Request)})  # noqa: B023
+        await world.wait_until(lambda: f"r{n}" in {r.id for r in asked(world, Request)})  # noqa: B023
     assert world.clock.now() - begun < 4
 
 
-@in_world
-async def test_what_has_piled_up_in_a_lane_goes_out_together(world: World) -> None:
+@scenario_test
+async def test_what_has_piled_up_in_a_lane_goes_out_together(world: MemoryWorld) -> None:
     serve(world, "m")
     lanes = world.broker.partitions[REQUESTS]
     ids = [name for n in range(40 * lanes) if lane_of(name := f"r{n}", lanes) == 0]
     for name in ids:
         ask(world, name)
-    world.faults.next_fates(REQUESTS, Fate.UNREPORTED)
+    world.faults.next_fates(REQUESTS, AppendFate.UNREPORTED)
     await begin(world)
-    await world.until(lambda: len(asked(world, Request)) == 2 * len(ids))
+    await world.wait_until(lambda: len(asked(world, Request)) == 2 * len(ids))
     found = [request.id for request in asked(world, Request)]
     assert found == 2 * found[: len(ids)]
 
 
-@in_world
-async def test_what_is_too_large_together_goes_out_in_parts(world: World) -> None:
+@scenario_test
+async def test_what_is_too_large_together_goes_out_in_parts(world: MemoryWorld) -> None:
     serve(world, "m")
     lanes = world.broker.partitions[REQUESTS]
     ids = [name for n in range(9 * lanes) if lane_of(name := f"r{n}", lanes) == 0]
     for name in ids:
         ask(world, name, "x" * 100_000)
     await begin(world)
-    await world.until(lambda: len(asked(world, Request)) == len(ids))
+    await world.wait_until(lambda: len(asked(world, Request)) == len(ids))
     assert {r.id for r in asked(world, Request)} == set(ids)
 
 
-@in_world
-async def test_what_was_not_acknowledged_is_read_again_by_the_next_one(world: World) -> None:
+@scenario_test
+async def test_what_was_not_acknowledged_is_read_again_by_the_next_one(world: MemoryWorld) -> None:
     first, life = await begin(world)
-    world.faults.next_fates(REQUESTS, *[Fate.LOST] * 10**4)
+    world.faults.next_fates(REQUESTS, *[AppendFate.LOST] * 10**4)
     ask(world, "a")
     await world.sleep(10)
     await first.stop()
-    await life.end()
+    await life.cancel_tasks()
     world.faults.fates.clear()
     assert not asked(world, Request)
     await begin(world, "p2")
-    await world.until(lambda: [r.id for r in asked(world, Request)] == ["a"])
+    await world.wait_until(lambda: [r.id for r in asked(world, Request)] == ["a"])
 
 
-@in_world
-async def test_two_share_the_prompts_and_take_over_from_each_other(world: World) -> None:
+@scenario_test
+async def test_two_share_the_prompts_and_take_over_from_each_other(world: MemoryWorld) -> None:
     first, life = await begin(world, "p1")
     await begin(world, "p2")
     await world.sleep(5)
     for n in range(40):
         ask(world, f"r{n}")
-    await world.until(lambda: len(asked(world, Request)) == 40)
+    await world.wait_until(lambda: len(asked(world, Request)) == 40)
     await first.stop()
-    await life.end()
+    await life.cancel_tasks()
     for n in range(40, 80):
         ask(world, f"r{n}")
-    await world.until(lambda: len({r.id for r in asked(world, Request)}) == 80)
+    await world.wait_until(lambda: len({r.id for r in asked(world, Request)}) == 80)
 
 
-@in_world
-async def test_a_lost_append_is_repeated(world: World) -> None:
+@scenario_test
+async def test_a_lost_append_is_repeated(world: MemoryWorld) -> None:
     await begin(world)
-    world.faults.next_fates(REQUESTS, Fate.LOST, Fate.UNREPORTED)
+    world.faults.next_fates(REQUESTS, AppendFate.LOST, AppendFate.UNREPORTED)
     ask(world, "a")
-    await world.until(lambda: len(asked(world, Request)) == 2)
+    await world.wait_until(lambda: len(asked(world, Request)) == 2)

@@ -11,13 +11,13 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from app.lifetime import Lifetime
 from app.preprocessor import Preprocessor
+from app.runtime.process import ProcessContext
 from streams.client import Client
 from streams.prompt import Prompt
 from streams.topics import PROMPTS, RESPONSES
-from tests.gateways import House, settings_of
-from tests.worlds import World, play
+from tests.harness.gateway_harness import GatewayHarness, memory_settings
+from tests.harness.memory_world import MemoryWorld, run_scenario
 
 DOCUMENT = Path(__file__).parents[2] / "deploy/asyncapi.yaml"
 
@@ -28,12 +28,12 @@ def schemas() -> dict[str, Any]:
     return told
 
 
-async def traffic(world: World, said: dict[str, list[Any]]) -> None:
+async def traffic(world: MemoryWorld, said: dict[str, list[Any]]) -> None:
     """Prompts of every kind, a worker that dies, an end by a router; `said` gets all records."""
-    house = await House.open(world)
-    life = Lifetime("p1", world.clock, random.Random("p1"))
-    await Preprocessor(await world.connect("p1"), settings_of(), life).start()
-    await house.staff(worker_timeout_s=3)
+    house = await GatewayHarness.open(world)
+    life = ProcessContext("p1", world.clock, random.Random("p1"))
+    await Preprocessor(await world.connect("p1"), memory_settings(), life).start()
+    await house.start_backend(worker_timeout_s=3)
     async with Client(await world.connect("client"), world.clock, random.Random(1)) as client:
         messages = [{"role": "user", "content": "x" * 200}]
         ids = [
@@ -45,23 +45,23 @@ async def traffic(world: World, said: dict[str, list[Any]]) -> None:
                 {"body": {"messages": []}},
             )
         ]
-        await world.until(lambda: len(world.everywhere(RESPONSES)) > 3)
+        await world.wait_until(lambda: len(world.all_records(RESPONSES)) > 3)
         await client.cancel(ids[0])
         asked = house.chat("y" * 100, stream=True)
-        await world.until(lambda: len(asked.text) > 5)
+        await world.wait_until(lambda: len(asked.text) > 5)
         await house.kill("w1")
-        await house.hire("w2")
-        await asked.done()
+        await house.start_worker("w2")
+        await asked.wait_done()
         for request_id in ids:
             await client.result(request_id)
     for topic in (PROMPTS, RESPONSES):
-        said[topic] = [json.loads(r.value or b"") for r in world.everywhere(topic)]
+        said[topic] = [json.loads(r.value or b"") for r in world.all_records(topic)]
 
 
 def test_every_record_of_a_flow_is_as_clients_are_told(schemas: dict[str, Any]) -> None:
     kinds = set()
     said: dict[str, list[Any]] = {}
-    play(lambda world: traffic(world, said))
+    run_scenario(lambda world: traffic(world, said))
     for topic, name in ((PROMPTS, "Prompt"), (RESPONSES, "responses:Message:Payload")):
         schema = Draft202012Validator(schemas[name])
         for record in said[topic]:

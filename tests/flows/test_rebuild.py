@@ -9,55 +9,55 @@ import msgspec
 import pytest
 
 from app.indexer import Indexer
-from app.lifetime import Lifetime
-from app.preprocess.pool import Inline
+from app.preprocess.thread_pool import InlinePool
 from app.router import Router
-from indexer.events import CLEARED, Event, Kind, Tier, encode
-from indexer.keys import derive
+from app.runtime.process import ProcessContext
+from indexer.block_keys import derive_secret
+from indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
 from streams.codecs import decode
 from streams.codecs import encode as encoded
-from streams.memory.broker import MemoryLog
+from streams.memory.memory_log import MemoryLog
 from streams.records import Blocks, Heartbeat, SnapshotPointer
-from streams.topics import BY_NAME, KV_EVENTS, REGISTRY, SNAPSHOTS, partition_of
-from tests.exchange import Exchange
-from tests.gateways import settings_of
-from tests.routers import Hand
-from tests.worlds import World, in_world
+from streams.topics import KV_EVENTS, REGISTRY, SNAPSHOTS, TOPICS_BY_NAME, partition_of
+from tests.harness.fake_worker import FakeWorker
+from tests.harness.gateway_harness import memory_settings
+from tests.harness.http_exchange import HttpExchange
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 SECRET = "ours"
 EVERY_S = 60.0
-PARTITION = partition_of(b"w1", BY_NAME[KV_EVENTS].partitions)
+PARTITION = partition_of(b"w1", TOPICS_BY_NAME[KV_EVENTS].partitions)
 
 
 class Replica:
     """An indexer on a connection of its own."""
 
-    def __init__(self, world: World, log: MemoryLog, name: str, secret: str) -> None:
+    def __init__(self, world: MemoryWorld, log: MemoryLog, name: str, secret: str) -> None:
         self.log = log
-        self.life = Lifetime(name, world.clock, random.Random(name))
-        settings = settings_of(hash_secret=secret, snapshot_every_s=EVERY_S)
-        self.indexer = Indexer(log, settings, self.life, Inline())
+        self.life = ProcessContext(name, world.clock, random.Random(name))
+        settings = memory_settings(hash_secret=secret, snapshot_interval_s=EVERY_S)
+        self.indexer = Indexer(log, settings, self.life, InlinePool())
 
     @staticmethod
-    async def open(world: World, name: str = "i1", secret: str = SECRET) -> Replica:
+    async def open(world: MemoryWorld, name: str = "i1", secret: str = SECRET) -> Replica:
         replica = Replica(world, await world.connect(name), name, secret)
         await replica.indexer.open()
         return replica
 
     async def kill(self) -> None:
-        self.log.cut()
-        await self.life.end()
+        self.log.kill()
+        await self.life.cancel_tasks()
 
-    async def get(self, path: str) -> Exchange:
-        exchange = Exchange(self.indexer.http, "GET", path)
-        await exchange.done()
+    async def get(self, path: str) -> HttpExchange:
+        exchange = HttpExchange(self.indexer.http, "GET", path)
+        await exchange.wait_done()
         return exchange
 
     async def knows(self) -> tuple[bytes, dict[str, str]]:
         """Everything that it knows of the caches, and the hashes of it."""
         page = (await self.get("/metrics")).content.decode().splitlines()
         hashes = dict(
-            line.rsplit(" ", 1) for line in page if line.startswith("kvlane_fold_state_hash{")
+            line.rsplit(" ", 1) for line in page if line.startswith("kvlane_view_state_hash{")
         )
         return (await self.get("/dump")).content, hashes
 
@@ -73,18 +73,18 @@ class Replica:
 class Cache:
     """A worker's cache, told of event by event."""
 
-    def __init__(self, world: World, name: str = "w1") -> None:
-        self.hand = Hand(world, name)
-        self.hand.beating.cancel()  # its heartbeats would not know the ids of these events
+    def __init__(self, world: MemoryWorld, name: str = "w1") -> None:
+        self.hand = FakeWorker(world, name)
+        self.hand.heartbeat_task.cancel()  # its heartbeats would not know the ids of these events
         self.world = world
         self.at = 0
 
-    def say(self, *events: Event) -> int:
+    def say(self, *events: CacheEvent) -> int:
         """The offset of the record."""
-        secret = derive(SECRET.encode())
+        secret = derive_secret(SECRET.encode())
         blocks = Blocks(
             worker=self.hand.name, epoch=self.hand.epoch, first_event_id=self.at,
-            hash_fingerprint=secret.fingerprint, **encode(events)._asdict(),
+            hash_fingerprint=secret.fingerprint, **encode_events(events)._asdict(),
         )  # fmt: skip
         self.at += len(events)
         return self.world.append(KV_EVENTS, self.partition, blocks, key=self.hand.name)
@@ -98,23 +98,23 @@ class Cache:
 
     @property
     def partition(self) -> int:
-        return partition_of(self.hand.name.encode(), BY_NAME[KV_EVENTS].partitions)
+        return partition_of(self.hand.name.encode(), TOPICS_BY_NAME[KV_EVENTS].partitions)
 
 
-def stored(first: int, count: int, position: int = 0, tier: Tier = Tier.DEVICE) -> Event:
-    return Event(Kind.STORED, tier, position, tuple(range(first, first + count)))
+def stored(first: int, count: int, position: int = 0, tier: Tier = Tier.DEVICE) -> CacheEvent:
+    return CacheEvent(EventKind.STORED, tier, position, tuple(range(first, first + count)))
 
 
-def removed(*keys: int) -> Event:
-    return Event(Kind.REMOVED, keys=keys)
+def removed(*keys: int) -> CacheEvent:
+    return CacheEvent(EventKind.REMOVED, keys=keys)
 
 
-def pointers(world: World) -> list[SnapshotPointer]:
+def pointers(world: MemoryWorld) -> list[SnapshotPointer]:
     found = [decode(record) for record in world.records(REGISTRY, 0)]
     return [each for each in found if isinstance(each, SnapshotPointer)]
 
 
-def repoint(world: World, **changes: object) -> None:
+def repoint(world: MemoryWorld, **changes: object) -> None:
     """Change every pointer there is."""
     log = world.broker.log(REGISTRY, 0).records
     for at, record in enumerate(log):
@@ -124,7 +124,7 @@ def repoint(world: World, **changes: object) -> None:
             log[at] = record._replace(value=encoded(changed, "").value)
 
 
-def drop_parts(world: World, number: int) -> None:
+def drop_parts(world: MemoryWorld, number: int) -> None:
     for partition in range(world.broker.partitions[SNAPSHOTS]):
         records = world.broker.log(SNAPSHOTS, partition).records
         for at, record in enumerate(records):
@@ -132,7 +132,7 @@ def drop_parts(world: World, number: int) -> None:
                 records[at] = record._replace(value=None)
 
 
-def flip_parts(world: World) -> None:
+def flip_parts(world: MemoryWorld) -> None:
     for partition in range(world.broker.partitions[SNAPSHOTS]):
         records = world.broker.log(SNAPSHOTS, partition).records
         for at, record in enumerate(records):
@@ -140,7 +140,7 @@ def flip_parts(world: World) -> None:
             records[at] = record._replace(value=value[:-1] + bytes([value[-1] ^ 1]))
 
 
-def cut_snapshots(world: World) -> None:
+def cut_snapshots(world: MemoryWorld) -> None:
     for partition in range(world.broker.partitions[SNAPSHOTS]):
         log = world.broker.log(SNAPSHOTS, partition)
         world.broker.delete_records(SNAPSHOTS, partition, log.end)
@@ -149,8 +149,10 @@ def cut_snapshots(world: World) -> None:
 # --- from snapshots ------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_replica_from_snapshots_and_the_tail_equals_one_from_the_log(world: World) -> None:
+@scenario_test
+async def test_a_replica_from_snapshots_and_the_tail_equals_one_from_the_log(
+    world: MemoryWorld,
+) -> None:
     caches = [Cache(world, f"w{n}") for n in range(1, 6)]
     for n, cache in enumerate(caches):
         cache.say(CLEARED, stored(1, 40), stored(100 * n + 100, 60, 40))
@@ -170,26 +172,26 @@ async def test_a_replica_from_snapshots_and_the_tail_equals_one_from_the_log(wor
     assert b"9004" in knows[0]
 
 
-@in_world
-async def test_a_router_starts_from_them_too(world: World) -> None:
+@scenario_test
+async def test_a_router_starts_from_them_too(world: MemoryWorld) -> None:
     cache = Cache(world)
     end = cache.say(CLEARED, stored(1, 40)) + 1
     await Replica.open(world)
     await world.sleep(EVERY_S / 2)
     world.broker.delete_records(KV_EVENTS, cache.partition, end)  # so that there is no other way
-    life = Lifetime("r1", world.clock, random.Random("r1"))
-    router = Router(await world.connect("r1"), settings_of(hash_secret=SECRET), life)
+    life = ProcessContext("r1", world.clock, random.Random("r1"))
+    router = Router(await world.connect("r1"), memory_settings(hash_secret=SECRET), life)
     await router.start()
-    assert {tuple(h): held.blocks for h, held in router._index.holdings().items()} == {
+    assert {tuple(h): held.total_blocks for h, held in router._index.cache_sizes().items()} == {
         ("w1", 0): 40
     }
     await router.stop()
-    await life.end()
+    await life.cancel_tasks()
 
 
-@in_world
+@scenario_test
 async def test_snapshots_know_who_is_complete_though_the_log_does_not_any_more(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     whole, half = Cache(world, "w1"), Cache(world, "w2")
     whole.say(CLEARED, stored(1, 40))
@@ -204,8 +206,8 @@ async def test_snapshots_know_who_is_complete_though_the_log_does_not_any_more(
     assert await replica.complete() == {"w1": True, "w2": False}
 
 
-@in_world
-async def test_the_partitions_of_a_dead_indexer_are_written_by_another(world: World) -> None:
+@scenario_test
+async def test_the_partitions_of_a_dead_indexer_are_written_by_another(world: MemoryWorld) -> None:
     cache = Cache(world)
     cache.say(CLEARED, stored(1, 40))
     first, second = await Replica.open(world, "i1"), await Replica.open(world, "i2")
@@ -223,7 +225,7 @@ async def test_the_partitions_of_a_dead_indexer_are_written_by_another(world: Wo
 
 # --- from what is left ---------------------------------------------------------------------------
 
-UNUSABLE: dict[str, Callable[[World], None]] = {
+UNUSABLE: dict[str, Callable[[MemoryWorld], None]] = {
     "a part is gone": lambda w: drop_parts(w, 1),
     "the cover is gone": lambda w: drop_parts(w, 0),
     "parts are flipped": flip_parts,
@@ -235,9 +237,9 @@ UNUSABLE: dict[str, Callable[[World], None]] = {
 
 
 @pytest.mark.parametrize("spoil", UNUSABLE.values(), ids=UNUSABLE.keys())
-def test_without_a_whole_snapshot_the_log_is_read(spoil: Callable[[World], None]) -> None:
-    @in_world
-    async def scenario(world: World) -> None:
+def test_without_a_whole_snapshot_the_log_is_read(spoil: Callable[[MemoryWorld], None]) -> None:
+    @scenario_test
+    async def scenario(world: MemoryWorld) -> None:
         cache = Cache(world)
         cache.say(CLEARED, stored(1, 40))
         cache.say(stored(41, 2, 40))
@@ -252,8 +254,8 @@ def test_without_a_whole_snapshot_the_log_is_read(spoil: Callable[[World], None]
     scenario()
 
 
-@in_world
-async def test_snapshots_under_another_secret_are_left_alone(world: World) -> None:
+@scenario_test
+async def test_snapshots_under_another_secret_are_left_alone(world: MemoryWorld) -> None:
     cache = Cache(world)
     cache.say(CLEARED, stored(1, 40))
     live = await Replica.open(world)
@@ -273,8 +275,8 @@ async def test_snapshots_under_another_secret_are_left_alone(world: World) -> No
     assert (await replica.knows())[0] == (await live.knows())[0]
 
 
-@in_world
-async def test_a_snapshot_from_before_the_logs_start_is_dropped(world: World) -> None:
+@scenario_test
+async def test_a_snapshot_from_before_the_logs_start_is_dropped(world: MemoryWorld) -> None:
     cache = Cache(world)
     cache.say(CLEARED, stored(1, 40))
     live = await Replica.open(world)
@@ -290,9 +292,9 @@ async def test_a_snapshot_from_before_the_logs_start_is_dropped(world: World) ->
     assert await replica.complete() == {"w1": False}
 
 
-@in_world
+@scenario_test
 async def test_a_cache_whose_log_was_cut_is_not_complete_before_it_begins_anew(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     cache = Cache(world)
     cache.say(CLEARED, stored(1, 40))
@@ -308,8 +310,8 @@ async def test_a_cache_whose_log_was_cut_is_not_complete_before_it_begins_anew(
     assert await replica.complete() == {"w1": True}
 
 
-@in_world
-async def test_at_the_edge_of_retention_the_log_alone_gives_what_is_so(world: World) -> None:
+@scenario_test
+async def test_at_the_edge_of_retention_the_log_alone_gives_what_is_so(world: MemoryWorld) -> None:
     """Workers announce all they hold again and again, without *cleared*: the rest may go."""
     cache = Cache(world)
     rng = random.Random(5)
@@ -335,15 +337,17 @@ async def test_at_the_edge_of_retention_the_log_alone_gives_what_is_so(world: Wo
         assert (await replica.knows())[1] == (await live.knows())[1]
 
 
-@in_world
-async def test_what_is_lost_while_it_runs_is_built_again_from_a_snapshot(world: World) -> None:
+@scenario_test
+async def test_what_is_lost_while_it_runs_is_built_again_from_a_snapshot(
+    world: MemoryWorld,
+) -> None:
     """A replica that was stopped for so long that its place in the log is gone."""
     cache = Cache(world)
     cache.say(CLEARED, stored(1, 40))
     live, slow = await Replica.open(world), await Replica.open(world, "slow")
     await world.sleep(EVERY_S / 2)
     slow.indexer._duty.revoked(frozenset(range(99)))
-    async with slow.indexer._followers["index"].still():
+    async with slow.indexer._followers["index"].paused():
         for n in range(3):
             cache.say(stored(100 * n + 100, 20))
         for _ in range(10):
@@ -352,6 +356,6 @@ async def test_what_is_lost_while_it_runs_is_built_again_from_a_snapshot(world: 
         position = pointers(world)[-1].position
         world.broker.delete_records(KV_EVENTS, cache.partition, position)
     await world.sleep(20)
-    assert slow.indexer._followers["index"].rebuilt == 1
+    assert slow.indexer._followers["index"].rebuilds == 1
     assert (await slow.knows())[1] == (await live.knows())[1]
     assert await slow.complete() == {"w1": True}

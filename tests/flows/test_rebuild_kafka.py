@@ -21,22 +21,22 @@ from typer.testing import CliRunner
 
 from app.cli import app
 from app.settings import Settings
-from indexer.events import CLEARED, Event, Kind, encode
-from streams import provision
-from streams.brokers.choice import free_ports
-from streams.brokers.local import Broker
+from indexer.events import CLEARED, CacheEvent, EventKind, encode_events
+from streams.brokers.broker import free_ports
+from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.codecs import decode
-from streams.kafka.log import KafkaLog
-from streams.outbox import Outbox
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
+from streams.reading.range_reader import read_range
+from streams.record_publisher import RecordPublisher
 from streams.records import Blocks, SnapshotPointer
-from streams.stretch import stretch
-from streams.topics import BY_NAME, KV_EVENTS, REGISTRY, partition_of
-from tests.leftovers import delete_topics
+from streams.topics import KV_EVENTS, REGISTRY, TOPICS_BY_NAME, partition_of
+from tests.harness.topic_cleanup import delete_topics
 
 WORKERS = [f"w{n}" for n in range(12)]
-PARTITIONS = BY_NAME[KV_EVENTS].partitions
+PARTITIONS = TOPICS_BY_NAME[KV_EVENTS].partitions
 FILLED = {partition_of(name.encode(), PARTITIONS) for name in WORKERS}
 WAIT_S = 40.0
 
@@ -47,7 +47,7 @@ class Caches:
     """What the caches of all workers say."""
 
     def __init__(self, log: KafkaLog, fingerprint: str) -> None:
-        self._outbox = Outbox(log, SystemClock())
+        self._outbox = RecordPublisher(log, SystemClock())
         self._fingerprint = fingerprint
         self._rng = random.Random(3)
         self._next = dict.fromkeys(WORKERS, 0)
@@ -56,18 +56,20 @@ class Caches:
         """So many records of each worker: blocks come and go."""
         for name in WORKERS:
             said = [(name, self._record(name)) for _ in range(records)]
-            await self._outbox.send_batch(KV_EVENTS, partition_of(name.encode(), PARTITIONS), said)
+            await self._outbox.publish_batch_once(
+                KV_EVENTS, partition_of(name.encode(), PARTITIONS), said
+            )
 
     def _record(self, name: str) -> Blocks:
         at = self._next[name]
         first, count = self._rng.randrange(1, 5000), self._rng.randrange(1, 128)
         keys = tuple(range(first, first + count))
-        kind = self._rng.choice([Kind.STORED, Kind.STORED, Kind.REMOVED])
-        events = [Event(kind, keys=keys)] if at else [CLEARED]
+        kind = self._rng.choice([EventKind.STORED, EventKind.STORED, EventKind.REMOVED])
+        events = [CacheEvent(kind, keys=keys)] if at else [CLEARED]
         self._next[name] += len(events)
         return Blocks(
             worker=name, epoch=1, first_event_id=at, hash_fingerprint=self._fingerprint,
-            **encode(events)._asdict(),
+            **encode_events(events)._asdict(),
         )  # fmt: skip
 
 
@@ -93,10 +95,10 @@ class Replica:
     async def state(self) -> tuple[dict[int, float], dict[int, float]]:
         """Positions and hashes by partition."""
         page = await self.page()
-        return _of(page, "kvlane_fold_position"), _of(page, "kvlane_fold_state_hash")
+        return _of(page, "kvlane_view_offset"), _of(page, "kvlane_view_state_hash")
 
     async def owned(self) -> int:
-        return int((await self.page()).get("kvlane_snapshot_partitions", 0))
+        return int((await self.page()).get("kvlane_indexer_snapshot_partitions", 0))
 
     @property
     def restored(self) -> int:
@@ -108,7 +110,7 @@ class Replica:
 def _of(page: dict[str, float], name: str) -> dict[int, float]:
     found = {}
     for series, value in page.items():
-        if series.startswith(f'{name}{{fold="index"'):
+        if series.startswith(f"{name}{{") and 'view="index"' in series:
             found[int(series.split('partition="')[1].split('"')[0])] = value
     return found
 
@@ -120,10 +122,10 @@ async def log(
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
     monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
     monkeypatch.setenv("KVLANE_LANES", "2")
-    monkeypatch.setenv("KVLANE_SNAPSHOT_EVERY_S", "2")
-    log = KafkaLog(Settings().connection("test"), prefix=topic_prefix)
+    monkeypatch.setenv("KVLANE_SNAPSHOT_INTERVAL_S", "2")
+    log = KafkaLog(Settings().kafka_connection("test"), prefix=topic_prefix)
     await log.start()
-    await provision.create(log, lanes=2, replication=1, min_insync=1)
+    await provision.create_topics(log, lanes=2, replication=1, min_insync=1)
     yield log
     await log.close()
     await delete_topics(kafka.bootstrap_servers, topic_prefix)
@@ -165,7 +167,7 @@ async def snapshots(log: KafkaLog) -> dict[int, int]:
     source = Partition(REGISTRY, 0)
     end = (await log.end_offsets(REGISTRY, [0]))[0]
     found = {}
-    async for piece in stretch(log, SystemClock(), {source: 0}, {source: end}):
+    async for piece in read_range(log, SystemClock(), {source: 0}, {source: end}):
         for record in piece.records:
             if isinstance(pointer := decode(record), SnapshotPointer):
                 found[pointer.partition] = pointer.position
@@ -194,7 +196,7 @@ async def agree(log: KafkaLog, *replicas: Replica) -> dict[int, float]:
 
 async def replayed(file: Path, *arguments: str) -> dict[int, float]:
     """What `kvlane replay` finds: state hashes as replicas tell them."""
-    command = ("replay", "--fold", "index", "--json", str(file), *arguments)
+    command = ("replay", "--view", "index", "--json", str(file), *arguments)
     result = await asyncio.to_thread(CliRunner().invoke, app, command)
     assert result.exit_code == 0, result.output
     partitions = json.loads(file.read_bytes())["partitions"]
@@ -204,7 +206,7 @@ async def replayed(file: Path, *arguments: str) -> dict[int, float]:
 async def test_replicas_agree_share_snapshots_and_outlive_each_other(
     log: KafkaLog, start: Callable[[str], Replica], tmp_path: Path, kafka: Broker
 ) -> None:
-    caches = Caches(log, Settings().key_secret().fingerprint)
+    caches = Caches(log, Settings().block_key_secret().fingerprint)
     await caches.say(100)
     one, two = start("one"), start("two")
 

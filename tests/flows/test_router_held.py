@@ -7,89 +7,96 @@ from typing import Any
 
 import pytest
 
-from app.engine.curves import Curves
-from app.lanes import places
+from app.engine.perf_curves import PerfCurves
+from app.lanes import scheduler
 from app.router import Router
-from app.routing.plan import plan
+from app.routing.selection.select import select_worker
 from streams.codecs import pack_tokens
-from streams.records import Assigned, Assignment, Cancel, End, PrefillDone, Request
+from streams.records import Assigned, Assignment, Cancel, End, PrefillDone
+from streams.request import Request
 from streams.topics import LEDGER, REQUESTS, RESPONSES
-from tests.routers import Hand, read, route, some, write
-from tests.worlds import World, in_world, play
+from tests.harness.fake_worker import (
+    FakeWorker,
+    append_record,
+    read_records,
+    start_router,
+    wait_for_items,
+)
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
-CURVES = Curves(prefill=(0.0, 0.1, 100.0), decode=(0.0, 0.0, 0.0), decode_floor=0.0)
+CURVES = PerfCurves(prefill=(0.0, 0.1, 100.0), decode=(0.0, 0.0, 0.0), min_decode_ms=0.0)
 """A step takes 100 ms and 0.1 ms a token; so 4000 tokens are half a second."""
-SLOW = {"curve": CURVES.numbers(), "max_num_batched_tokens": 65_536}
+SLOW = {"curve": CURVES.coefficients(), "max_num_batched_tokens": 65_536}
 
 
-def ask(world: World, name: str, tokens: int, **over: Any) -> None:
+def ask(world: MemoryWorld, name: str, tokens: int, **over: Any) -> None:
     fields = {
         "id": name,
         "model": "demo",
         "deadline_s": 100,
         "token_ids": pack_tokens([7] * tokens),
     }
-    write(world, REQUESTS, Request(**(fields | over)))
+    append_record(world, REQUESTS, Request(**(fields | over)))
 
 
-def prefilled(world: World, hand: Hand, name: str) -> None:
+def prefilled(world: MemoryWorld, hand: FakeWorker, name: str) -> None:
     done = PrefillDone(
         id=name, attempt=0, phase="aggregated", worker=hand.name, epoch=hand.epoch, run=1
     )
-    write(world, LEDGER, done)
+    append_record(world, LEDGER, done)
 
 
-async def compute(world: World, hand: Hand) -> None:
+async def compute(world: MemoryWorld, hand: FakeWorker) -> None:
     """Do what comes, one prompt after the other, and say when each is computed."""
     done = 0
     while True:
-        for assignment in hand.told(Assignment)[done:]:
+        for assignment in hand.received(Assignment)[done:]:
             done += 1
             await world.sleep(0.1 + 0.0001 * len(assignment.request.token_ids) / 4)
             prefilled(world, hand, assignment.request.id)
         await world.sleep(0.001)
 
 
-def taken(*hands: Hand) -> list[str]:
-    return [a.request.id for hand in hands for a in hand.told(Assignment)]
+def taken(*hands: FakeWorker) -> list[str]:
+    return [a.request.id for hand in hands for a in hand.received(Assignment)]
 
 
 def count_finds(router: Router) -> list[Any]:
     found: list[Any] = []
-    find = router._context.places.find
+    find = router._context.scheduler.schedule
 
     def counted(wanted: Any) -> Any:
         found.append(wanted)
         return find(wanted)
 
-    router._context.places.find = counted  # type: ignore[method-assign]
+    router._context.scheduler.schedule = counted  # type: ignore[method-assign]
     return found
 
 
-@in_world
-async def test_a_request_goes_when_its_worker_is_predicted_free(world: World) -> None:
-    hand = Hand(world, **SLOW)
-    await route(world, policy="predictive")
+@scenario_test
+async def test_a_request_goes_when_its_worker_is_predicted_free(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    await start_router(world, policy="predictive")
     ask(world, "a", 4000)
-    await some(world, lambda: hand.told(Assignment))
+    await wait_for_items(world, lambda: hand.received(Assignment))
     ask(world, "b", 4000)
     await world.sleep(0.4)
     assert taken(hand) == ["a"]
     await world.sleep(0.15)
     assert taken(hand) == ["a", "b"], "nothing was heard from the worker, only time passed"
-    (decision,) = read(world, LEDGER, Assigned, "b")
+    (decision,) = read_records(world, LEDGER, Assigned, "b")
     assert decision.policy == "predictive"
     assert 400 < decision.held_ms < 600
     assert decision.ttft_ms_predicted == pytest.approx(500)
     assert decision.candidates[0].prefill_runs == 1
 
 
-@in_world
-async def test_the_first_token_of_the_one_before_lets_it_go_at_once(world: World) -> None:
-    hand = Hand(world, **SLOW)
-    await route(world, policy="predictive")
+@scenario_test
+async def test_the_first_token_of_the_one_before_lets_it_go_at_once(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    await start_router(world, policy="predictive")
     ask(world, "a", 4000)
-    await some(world, lambda: hand.told(Assignment))
+    await wait_for_items(world, lambda: hand.received(Assignment))
     ask(world, "b", 4000)
     await world.sleep(0.1)
     prefilled(world, hand, "a")
@@ -97,13 +104,15 @@ async def test_the_first_token_of_the_one_before_lets_it_go_at_once(world: World
     assert taken(hand) == ["a", "b"]
 
 
-@in_world
-async def test_the_shortest_goes_first_and_each_when_the_one_before_is_done(world: World) -> None:
-    hand = Hand(world, **SLOW)
+@scenario_test
+async def test_the_shortest_goes_first_and_each_when_the_one_before_is_done(
+    world: MemoryWorld,
+) -> None:
+    hand = FakeWorker(world, **SLOW)
     world.spawn(compute(world, hand))
-    await route(world, policy="predictive")
+    await start_router(world, policy="predictive")
     ask(world, "a", 4000)
-    await some(world, lambda: hand.told(Assignment))
+    await wait_for_items(world, lambda: hand.received(Assignment))
     for name, tokens in (("long", 9000), ("short", 3000), ("middle", 6000)):
         ask(world, name, tokens)
         await world.sleep(0.01)
@@ -118,59 +127,73 @@ async def test_the_shortest_goes_first_and_each_when_the_one_before_is_done(worl
     assert went["long"] - went["middle"] == pytest.approx(0.7, abs=0.05)
 
 
-@in_world
-async def test_of_requests_that_come_together_the_shortest_goes_first(world: World) -> None:
-    hand = Hand(world, **SLOW)
+@scenario_test
+async def test_of_requests_that_come_together_the_shortest_goes_first(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
     world.spawn(compute(world, hand))
-    await route(world, policy="predictive")
+    await start_router(world, policy="predictive")
     await world.sleep(1)
     for name, tokens in (("long", 9000), ("short", 3000), ("middle", 6000)):
         ask(world, name, tokens)
-    await world.until(lambda: len(taken(hand)) == 3, within_s=5)
+    await world.wait_until(lambda: len(taken(hand)) == 3, within_s=5)
     assert taken(hand) == ["short", "middle", "long"]
 
 
-@in_world
+@scenario_test
 async def test_one_that_cannot_be_planned_does_not_keep_those_that_came_with_it(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    hand = Hand(world, **SLOW)
-    await route(world, policy="predictive")
+    hand = FakeWorker(world, **SLOW)
+    await start_router(world, policy="predictive")
     await world.sleep(1)
 
     def broken(prompt: Any, *args: Any, **over: Any) -> Any:
         if prompt.request.id == "poison":
             raise ArithmeticError("nobody thought of it")
-        return plan(prompt, *args, **over)
+        return select_worker(prompt, *args, **over)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "plan", broken)
-        patch.setattr(places, "survey", lambda *_: 1 // 0)
+        patch.setattr(scheduler, "select_worker", broken)
+        patch.setattr("app.routing.queueing.batch_select.plan_uniform", lambda *_: 1 // 0)
         for name in ("a", "poison", "b"):
             ask(world, name, 100)
-        await world.until(lambda: sorted(taken(hand)) == ["a", "b"], within_s=1)
-        await world.until(lambda: bool(read(world, RESPONSES, End, "poison")), within_s=1)
+        await world.wait_until(lambda: sorted(taken(hand)) == ["a", "b"], within_s=1)
+        await world.wait_until(
+            lambda: bool(read_records(world, RESPONSES, End, "poison")), within_s=1
+        )
 
 
-@in_world
-async def test_who_is_held_goes_to_a_worker_that_comes(world: World) -> None:
-    hand = Hand(world, **SLOW)
-    await route(world, policy="predictive")
+@scenario_test
+async def test_whoever_cannot_be_lined_up_still_gets_a_turn(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    await start_router(world, policy="predictive")
+    await world.sleep(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "plan_batch", lambda *_: 1 // 0)
+        for name in ("a", "b"):
+            ask(world, name, 100)
+        await world.wait_until(lambda: sorted(taken(hand)) == ["a", "b"], within_s=5)
+
+
+@scenario_test
+async def test_who_is_held_goes_to_a_worker_that_comes(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    await start_router(world, policy="predictive")
     ask(world, "a", 60_000)
-    await some(world, lambda: hand.told(Assignment))
+    await wait_for_items(world, lambda: hand.received(Assignment))
     ask(world, "b", 60_000)
     await world.sleep(1)
-    other = Hand(world, "w2", **SLOW)
+    other = FakeWorker(world, "w2", **SLOW)
     await world.sleep(0.1)
     assert taken(other) == ["b"]
 
 
-@in_world
-async def test_the_longest_hold_is_kept_though_the_cache_stays_full(world: World) -> None:
-    hand = Hand(world, block_size=16, total_kv_blocks=100, **SLOW)  # 1600 tokens
-    await route(world, policy="predictive", max_hold_s=3)
+@scenario_test
+async def test_the_longest_hold_is_kept_though_the_cache_stays_full(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, block_size=16, total_kv_blocks=100, **SLOW)  # 1600 tokens
+    await start_router(world, policy="predictive", max_queue_wait_s=3)
     ask(world, "a", 1200)
-    await some(world, lambda: hand.told(Assignment))
+    await wait_for_items(world, lambda: hand.received(Assignment))
     prefilled(world, hand, "a")
     for n in range(5):
         ask(world, f"b{n}", 1000 + n)
@@ -180,57 +203,61 @@ async def test_the_longest_hold_is_kept_though_the_cache_stays_full(world: World
     assert sorted(taken(hand)) == ["a", *[f"b{n}" for n in range(5)]]
 
 
-@in_world
-async def test_nobody_is_held_so_long_that_no_time_is_left(world: World) -> None:
-    hand = Hand(world, block_size=16, total_kv_blocks=100, **SLOW)
-    await route(world, policy="predictive")
+@scenario_test
+async def test_nobody_is_held_so_long_that_no_time_is_left(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, block_size=16, total_kv_blocks=100, **SLOW)
+    await start_router(world, policy="predictive")
     ask(world, "a", 1200)
-    await some(world, lambda: hand.told(Assignment))
+    await wait_for_items(world, lambda: hand.received(Assignment))
     prefilled(world, hand, "a")
     ask(world, "b", 1000, deadline_s=2)
     await world.sleep(1.9)
     assert taken(hand) == ["a", "b"]
-    assert read(world, RESPONSES, End, "b") == []
+    assert read_records(world, RESPONSES, End, "b") == []
 
 
-@in_world
-async def test_the_next_in_turn_follows_when_the_first_is_cancelled(world: World) -> None:
-    hand = Hand(world, **SLOW)
-    router = await route(world, policy="predictive")
+@scenario_test
+async def test_the_next_in_turn_follows_when_the_first_is_cancelled(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    router = await start_router(world, policy="predictive")
     ask(world, "a", 4000)
-    await some(world, lambda: hand.told(Assignment))
+    await wait_for_items(world, lambda: hand.received(Assignment))
     ask(world, "short", 3000)
     ask(world, "long", 6000)
     await world.sleep(0.1)
-    write(world, REQUESTS, Cancel(id="short"))
+    append_record(world, REQUESTS, Cancel(id="short"))
     await world.sleep(0.5)
     assert taken(hand) == ["a", "long"]
-    assert router._context.holding == 0
-    assert len(router._context.places._held) == 0
+    assert router._context.queued_requests == 0
+    assert len(router._context.scheduler._held) == 0
 
 
-@in_world
-async def test_a_lane_that_is_lost_takes_those_held_in_it_along(world: World) -> None:
-    hand = Hand(world, **SLOW)
-    router = await route(world, policy="predictive")
+@scenario_test
+async def test_a_lane_that_is_lost_takes_those_held_in_it_along(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    router = await start_router(world, policy="predictive")
     ask(world, "a", 60_000)
-    await some(world, lambda: hand.told(Assignment))
+    await wait_for_items(world, lambda: hand.received(Assignment))
     for n in range(5):
         ask(world, f"b{n}", 60_000)
     await world.sleep(0.1)
-    places = router._context.places
-    assert len(places._held) == 5
+    scheduler = router._context.scheduler
+    assert len(scheduler._held) == 5
     await router.stop()
     await world.sleep(0.1)
-    assert (len(places._held), len(places.waiting), len(places._bells)) == (0, 0, 0)
+    assert (
+        len(scheduler._held),
+        len(scheduler.waiting_keys),
+        len(scheduler._bells),
+    ) == (0, 0, 0)
 
 
-@in_world
-async def test_waiting_for_a_busy_worker_takes_few_looks(world: World) -> None:
-    hand = Hand(world, **SLOW)
-    router = await route(world, policy="predictive")
+@scenario_test
+async def test_waiting_for_a_busy_worker_takes_few_looks(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    router = await start_router(world, policy="predictive")
     ask(world, "a", 60_000)
-    await some(world, lambda: hand.told(Assignment))
+    await wait_for_items(world, lambda: hand.received(Assignment))
     found = count_finds(router)
     for n in range(40):
         ask(world, f"b{n:02}", 60_000 - n)
@@ -239,25 +266,25 @@ async def test_waiting_for_a_busy_worker_takes_few_looks(world: World) -> None:
     assert len(found) <= 40 * (2 + 5), "two when it comes and its order is found, one each second"
 
 
-@in_world
-async def test_many_that_arrive_together_all_get_their_turn(world: World) -> None:
-    hands = [Hand(world, f"w{n}", **SLOW) for n in range(3)]
-    router = await route(world, policy="predictive")
+@scenario_test
+async def test_many_that_arrive_together_all_get_their_turn(world: MemoryWorld) -> None:
+    hands = [FakeWorker(world, f"w{n}", **SLOW) for n in range(3)]
+    router = await start_router(world, policy="predictive")
     found = count_finds(router)
     for hand in hands:
         world.spawn(compute(world, hand))
     for n in range(60):
         ask(world, f"b{n:02}", 2000 + 100 * (n % 7))
-    await world.until(lambda: len(taken(*hands)) == 60, within_s=60)
+    await world.wait_until(lambda: len(taken(*hands)) == 60, within_s=60)
     assert all(len(taken(hand)) >= 15 for hand in hands)
     assert len(found) <= 60 * 20, "each token wakes sixteen at most"
-    assert len(router._context.places._held) == 0
+    assert len(router._context.scheduler._held) == 0
 
 
-async def stir(world: World, router: Router) -> None:
+async def stir(world: MemoryWorld, router: Router) -> None:
     """Let everybody look again, all the time."""
     while True:
-        router._context.places._ring_all()
+        router._context.scheduler._ring_all()
         await world.sleep(0.003)
 
 
@@ -265,10 +292,10 @@ def test_looking_more_often_changes_nothing_but_the_number_of_looks() -> None:
     """With one worker; among several a request may change its mind as often as it looks."""
     histories: dict[bool, list[tuple[str, float]]] = {False: [], True: []}
 
-    async def scenario(world: World, restless: bool) -> None:
-        hand = Hand(world, **SLOW)
+    async def scenario(world: MemoryWorld, restless: bool) -> None:
+        hand = FakeWorker(world, **SLOW)
         world.spawn(compute(world, hand))
-        router = await route(world, policy="predictive")
+        router = await start_router(world, policy="predictive")
         if restless:
             world.spawn(stir(world, router))
         for n in range(12):
@@ -281,7 +308,7 @@ def test_looking_more_often_changes_nothing_but_the_number_of_looks() -> None:
             await world.sleep(0.001)
 
     for restless in (False, True):
-        play(partial(scenario, restless=restless))
+        run_scenario(partial(scenario, restless=restless))
     calm, stirred = histories[False], histories[True]
     assert [request for request, _ in calm] == [request for request, _ in stirred]
     assert [at for _, at in calm] == pytest.approx([at for _, at in stirred], abs=0.02)

@@ -8,26 +8,35 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from app.bench.views import Lies, view_of
-from app.lifetime import Lifetime
+from app.bench.routing.router_views import LoadFigures, parse_view
 from app.router import Router
+from app.runtime.process import ProcessContext
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens
-from streams.memory.broker import MemoryBroker
-from streams.records import Assigned, Assignment, End, Hints, ModelCard, Request
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_log import MemoryLog
+from streams.records import Assigned, Assignment, End, ModelCard
+from streams.request import Hints, Request
 from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES
-from tests.exchange import Exchange
-from tests.gateways import settings_of
-from tests.routers import PROMPT, Hand, read, route, some, write
-from tests.worlds import World, in_world
+from tests.harness.fake_worker import (
+    PROMPT,
+    FakeWorker,
+    append_record,
+    read_records,
+    start_router,
+    wait_for_items,
+)
+from tests.harness.gateway_harness import memory_settings
+from tests.harness.http_exchange import HttpExchange
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 SIZE = 16
 TOKENS = list(range(5 * SIZE + 4))
 LONG = replace(PROMPT, token_ids=pack_tokens(TOKENS))
 
 
-async def get(router: Router, path: str) -> Exchange:
-    return await Exchange(router.http, "GET", path).done()
+async def get(router: Router, path: str) -> HttpExchange:
+    return await HttpExchange(router.http, "GET", path).wait_done()
 
 
 async def figures(router: Router) -> dict[str, float]:
@@ -36,130 +45,131 @@ async def figures(router: Router) -> dict[str, float]:
     return {name.removeprefix("kvlane_router_"): float(value) for name, _, value in lines}
 
 
-@in_world
-async def test_all_figures_are_there_as_zeros_before_the_first_request(world: World) -> None:
-    told = await figures(await route(world))
+@scenario_test
+async def test_all_figures_are_there_as_zeros_before_the_first_request(world: MemoryWorld) -> None:
+    told = await figures(await start_router(world))
     for policy in ("dynamo", "predictive", "least_loaded", "round_robin", "random",
                    "power_of_two", "session_hash", "direct"):  # fmt: skip
         assert told[f'decisions_total{{policy="{policy}"}}'] == 0
     for code in ("no_workers", "none_eligible", "all_busy", "pinned_gone", "pinned_busy",
                  "pin_not_allowed", "queue_full", "deadline"):  # fmt: skip
-        assert told[f'outcomes_total{{code="{code}"}}'] == 0
-    for name in ("queue_seconds_count", "prompt_tokens_count", "hit_rate_count", "queries_total",
-                 "waiting_requests", "waiting_tokens", "waiting_bytes"):  # fmt: skip
+        assert told[f'terminated_requests_total{{code="{code}"}}'] == 0
+    for name in ("queue_time_seconds_count", "prompt_tokens_count",
+                 "prefix_cache_hit_ratio_count", "dry_runs_total",
+                 "queued_requests", "queued_tokens", "queued_bytes"):  # fmt: skip
         assert told[name] == 0
 
 
-@in_world
+@scenario_test
 async def test_a_decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    router = await route(world)
-    write(world, REQUESTS, LONG)
+    router = await start_router(world)
+    append_record(world, REQUESTS, LONG)
     await world.sleep(3)
-    Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
-    await some(world, lambda: read(world, LEDGER, Assigned))
+    FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
+    await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned))
     told = await figures(router)
     assert told['decisions_total{policy="predictive"}'] == 1
     assert told["prompt_tokens_sum"] == len(TOKENS)
-    assert told["hit_rate_sum"] == pytest.approx(5 / 6), "the sixth block is not full"
-    assert 3 <= told["queue_seconds_sum"] < 5
+    assert told["prefix_cache_hit_ratio_sum"] == pytest.approx(5 / 6), "the sixth block is not full"
+    assert 3 <= told["queue_time_seconds_sum"] < 5
 
 
-@in_world
+@scenario_test
 async def test_a_second_attempt_is_a_decision_but_its_wait_began_with_the_first(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    router = await route(world)
-    hand = Hand(world)
-    write(world, REQUESTS, PROMPT)
-    (assignment,) = await some(world, lambda: hand.told(Assignment))
+    router = await start_router(world)
+    hand = FakeWorker(world)
+    append_record(world, REQUESTS, PROMPT)
+    (assignment,) = await wait_for_items(world, lambda: hand.received(Assignment))
     run = hand.start(assignment)
     hand.finish(run, "broken")
-    await some(world, lambda: read(world, LEDGER, Assigned), 2)
+    await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned), 2)
     told = await figures(router)
     assert told['decisions_total{policy="predictive"}'] == 2
-    assert told["queue_seconds_count"] == 1
-    assert told["prompt_tokens_count"] == told["hit_rate_count"] == 1
+    assert told["queue_time_seconds_count"] == 1
+    assert told["prompt_tokens_count"] == told["prefix_cache_hit_ratio_count"] == 1
 
 
-@in_world
+@scenario_test
 async def test_a_dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    router = await route(world)
-    Hand(world, block_size=SIZE).holds(TOKENS, SIZE)
+    router = await start_router(world)
+    FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
     await world.sleep(1)
-    write(world, REQUESTS, replace(LONG, annotations=("query_instance_id:",)))
-    (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    append_record(world, REQUESTS, replace(LONG, annotations=("query_instance_id:",)))
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
     assert end.placed is not None
     assert (end.placed.worker_id, list(end.placed.token_ids)) == ("w1", TOKENS)
     told = await figures(router)
-    assert told["queries_total"] == 1
+    assert told["dry_runs_total"] == 1
     assert told["prompt_tokens_sum"] == len(TOKENS)
-    assert told["hit_rate_sum"] == pytest.approx(5 / 6)
-    assert told['decisions_total{policy="predictive"}'] == told["queue_seconds_count"] == 0
-    assert read(world, LEDGER, Assigned) == []
+    assert told["prefix_cache_hit_ratio_sum"] == pytest.approx(5 / 6)
+    assert told['decisions_total{policy="predictive"}'] == told["queue_time_seconds_count"] == 0
+    assert read_records(world, LEDGER, Assigned) == []
 
 
-@in_world
-async def test_what_waits_is_told_in_tokens_that_no_cache_has(world: World) -> None:
+@scenario_test
+async def test_what_waits_is_told_in_tokens_that_no_cache_has(world: MemoryWorld) -> None:
     world.append(REGISTRY, 0, ModelCard(name="demo", block_size=SIZE), key="model/demo")
-    hand = Hand(world, block_size=SIZE)
-    hand.holds(TOKENS[: 2 * SIZE], SIZE)
+    hand = FakeWorker(world, block_size=SIZE)
+    hand.publish_blocks(TOKENS[: 2 * SIZE], SIZE)
     hand.state = "draining"
-    router = await route(world)
-    write(world, REQUESTS, LONG)
+    router = await start_router(world)
+    append_record(world, REQUESTS, LONG)
     await world.sleep(2)
     told = await figures(router)
-    assert told["waiting_requests"] == 1
-    assert told["waiting_tokens"] == len(TOKENS) - 2 * SIZE
+    assert told["queued_requests"] == 1
+    assert told["queued_tokens"] == len(TOKENS) - 2 * SIZE
     hand.state = "ready"
-    await some(world, lambda: read(world, LEDGER, Assigned))
+    await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned))
     told = await figures(router)
-    assert told["waiting_requests"] == told["waiting_tokens"] == 0
+    assert told["queued_requests"] == told["queued_tokens"] == 0
 
 
-@in_world
-async def test_ends_are_counted_by_code(world: World) -> None:
-    router = await route(world)
-    Hand(world)
+@scenario_test
+async def test_ends_are_counted_by_code(world: MemoryWorld) -> None:
+    router = await start_router(world)
+    FakeWorker(world)
     await world.sleep(1)
     for number, hints in enumerate(
         (Hints(backend_instance_id="w9"), Hints(lora_name="x"), Hints(lora_name="y"))
     ):
-        write(world, REQUESTS, Request(id=f"r{number}", model="demo", hints=hints))
+        append_record(world, REQUESTS, Request(id=f"r{number}", model="demo", hints=hints))
     await world.sleep(2)
     told = await figures(router)
-    assert told['outcomes_total{code="pinned_gone"}'] == 1
-    assert told['outcomes_total{code="none_eligible"}'] == 2
-    assert told['outcomes_total{code="deadline"}'] == 0
+    assert told['terminated_requests_total{code="pinned_gone"}'] == 1
+    assert told['terminated_requests_total{code="none_eligible"}'] == 2
+    assert told['terminated_requests_total{code="deadline"}'] == 0
 
 
-@in_world
-async def test_a_router_is_ready_when_it_has_read_what_there_was(world: World) -> None:
-    router = await route(world)
+@scenario_test
+async def test_a_router_is_ready_when_it_has_read_what_there_was(world: MemoryWorld) -> None:
+    router = await start_router(world)
     ready = await get(router, "/readyz")
     assert ready.status == 200
     assert ready.json["ready"]
     assert {"load_read", "fleet_read", "index_read"} <= set(ready.json)
     assert (await get(router, "/livez")).json == {"alive": True}
-    assert (await figures(router))['kvlane_fold_caught_up{fold="load"}'] == 1
+    assert (await figures(router))['kvlane_view_caught_up{view="load"}'] == 1
     assert (await get(router, "/nonsense")).status == 404
 
 
-@in_world
-async def test_a_router_that_failed_does_not_live(world: World) -> None:
-    router = await route(world)
+@scenario_test
+async def test_a_router_that_failed_does_not_live(world: MemoryWorld) -> None:
+    router = await start_router(world)
     router._life.fail(RuntimeError("broken"))
     assert (await get(router, "/livez")).status == 503
 
 
 async def test_a_router_listens_where_its_settings_say_and_not_at_all_without() -> None:
-    log = MemoryBroker(SystemClock(), lanes=2).connect("r1")
+    log = MemoryLog(MemoryBroker(SystemClock(), lanes=2), "r1")
     await log.start()
-    life = Lifetime("r1", rng=random.Random(1))
-    router = Router(log, settings_of(router_port=0), life)
+    life = ProcessContext("r1", rng=random.Random(1))
+    router = Router(log, memory_settings(status_port=0), life)
     await router.start()
     try:
         async with httpx.AsyncClient(base_url=router.url, timeout=20) as http:
@@ -167,27 +177,31 @@ async def test_a_router_listens_where_its_settings_say_and_not_at_all_without() 
             assert "kvlane_router_decisions_total" in (await http.get("/metrics")).text
     finally:
         await router.stop()
-        await life.end()
+        await life.cancel_tasks()
         await log.close()
 
 
-@in_world
-async def test_what_lies_on_workers_is_told_until_it_is_over(world: World) -> None:
-    router = await route(world)
-    hand = Hand(world, block_size=SIZE)
+@scenario_test
+async def test_what_lies_on_workers_is_told_until_it_is_over(world: MemoryWorld) -> None:
+    router = await start_router(world)
+    hand = FakeWorker(world, block_size=SIZE)
     await world.sleep(1)
-    assert (await figures(router))['open_runs{worker="w1"}'] == 0
-    write(world, REQUESTS, LONG)
-    (assignment,) = await some(world, lambda: hand.told(Assignment))
+    assert (await figures(router))['active_requests{worker="w1"}'] == 0
+    append_record(world, REQUESTS, LONG)
+    (assignment,) = await wait_for_items(world, lambda: hand.received(Assignment))
     await world.sleep(1)
     told = await figures(router)
-    assert told['open_runs{worker="w1"}'] == 1
-    assert told['open_tokens{worker="w1"}'] == told['prefill_tokens{worker="w1"}'] == len(TOKENS)
-    assert told["undelivered_runs"] == 0
+    assert told['active_requests{worker="w1"}'] == 1
+    assert (
+        told['active_tokens{worker="w1"}']
+        == told['pending_prefill_tokens{worker="w1"}']
+        == len(TOKENS)
+    )
+    assert told["unconfirmed_assignments"] == 0
     page = (await get(router, "/metrics")).content.decode()
-    assert view_of("r1", page).known.loads == {"w1": Lies(1, len(TOKENS), len(TOKENS))}
+    assert parse_view("r1", page).figures.loads == {"w1": LoadFigures(1, len(TOKENS), len(TOKENS))}
     hand.finish(hand.start(assignment), "stop")
     await world.sleep(1)
     told = await figures(router)
-    assert told['open_runs{worker="w1"}'] == told['open_tokens{worker="w1"}'] == 0
-    assert view_of("r1", (await get(router, "/metrics")).content.decode()).is_idle
+    assert told['active_requests{worker="w1"}'] == told['active_tokens{worker="w1"}'] == 0
+    assert parse_view("r1", (await get(router, "/metrics")).content.decode()).is_idle

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.router import Router
-from streams.errors import Denied, LogClosed, Malformed, PositionLost, UnknownType
+from streams.errors import AccessDenied, LogClosed, Malformed, NewerRecord, PositionLost
 from streams.ports import Entry
 from streams.records import (
     Assigned,
@@ -17,14 +17,21 @@ from streams.records import (
     End,
     Ended,
     Finished,
-    Origin,
     Refused,
-    Request,
+    RequestOffset,
     Started,
 )
+from streams.request import Request
 from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, RESPONSES, lane_of
-from tests.routers import PROMPT, Hand, read, route, some, write
-from tests.worlds import World, in_world, play
+from tests.harness.fake_worker import (
+    PROMPT,
+    FakeWorker,
+    append_record,
+    read_records,
+    start_router,
+    wait_for_items,
+)
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 BROKEN = {"id": "a", "attempt": 0, "phase": "aggregated", "worker": "w9", "epoch": 0}
 
@@ -36,162 +43,166 @@ def raising(error: Exception) -> Any:
     return never_well
 
 
-async def assert_serves(world: World, router: Router, worker: Hand) -> None:
+async def assert_serves(world: MemoryWorld, router: Router, worker: FakeWorker) -> None:
     """The router lives, serves others, and has everything committed."""
-    assert router._life.failed is None
-    end = write(world, REQUESTS, Request(id="after", model="demo")) + 1
-    await some(world, lambda: [a for a in worker.told(Assignment) if a.request.id == "after"])
+    assert router._life.error is None
+    end = append_record(world, REQUESTS, Request(id="after", model="demo")) + 1
+    await wait_for_items(
+        world, lambda: [a for a in worker.received(Assignment) if a.request.id == "after"]
+    )
     group = world.broker.group(REQUESTS, "router")
-    await world.until(lambda: group.committed.get(lane_of("after", world.lanes)) == end)
+    await world.wait_until(lambda: group.committed.get(lane_of("after", world.lanes)) == end)
 
 
 @pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -math.inf, -1.0])
 def test_a_deadline_that_is_no_time_is_refused(deadline_s: float) -> None:
-    async def scenario(world: World) -> None:
-        worker = Hand(world)
-        router = await route(world)
-        write(world, REQUESTS, Request(id="a", model="demo", deadline_s=deadline_s))
-        (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world)
+        router = await start_router(world)
+        append_record(world, REQUESTS, Request(id="a", model="demo", deadline_s=deadline_s))
+        (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
         assert end.code == "invalid"
         assert "deadline_s" in end.message
         await assert_serves(world, router, worker)
 
-    play(scenario, lanes=1)
+    run_scenario(scenario, lanes=1)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_request_whose_bytes_cannot_be_read_is_refused_once(copies: int) -> None:
-    async def scenario(world: World) -> None:
-        worker = Hand(world)
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world)
         unreadable = Entry(b"a", b"\xc1", (("t", b"Request"),))
         world.append_raw(REQUESTS, 0, *[unreadable] * copies)
-        router = await route(world)
-        await some(world, lambda: read(world, LEDGER, Ended))
+        router = await start_router(world)
+        await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
         await assert_serves(world, router, worker)
-        (end,) = read(world, RESPONSES, End)
+        (end,) = read_records(world, RESPONSES, End)
         assert end.code == "invalid"
         assert "not a Request" in end.message
-        assert len(world.everywhere(DEAD_LETTERS)) == copies
+        assert len(world.all_records(DEAD_LETTERS)) == copies
 
-    play(scenario, lanes=1)
+    run_scenario(scenario, lanes=1)
 
 
-@in_world
-async def test_tokens_that_are_no_whole_numbers_are_refused(world: World) -> None:
-    worker = Hand(world)
-    await route(world)
-    write(world, REQUESTS, Request(id="a", model="demo", token_ids=b"12345"))
-    (end,) = await some(world, lambda: read(world, RESPONSES, End))
+@scenario_test
+async def test_tokens_that_are_no_whole_numbers_are_refused(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
+    await start_router(world)
+    append_record(world, REQUESTS, Request(id="a", model="demo", token_ids=b"12345"))
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
     assert end.code == "invalid"
-    assert worker.told(Assignment) == []
+    assert worker.received(Assignment) == []
 
 
 def test_an_origin_that_holds_no_request_ends_its_request() -> None:
-    async def scenario(world: World) -> None:
-        worker = Hand(world)
-        offset = write(world, REQUESTS, Cancel(id="b"))
-        origin = Origin(topic=REQUESTS, partition=0, offset=offset)
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world)
+        offset = append_record(world, REQUESTS, Cancel(id="b"))
+        origin = RequestOffset(topic=REQUESTS, partition=0, offset=offset)
         times = {"responses_from": 0, "deadline_ms": world.broker.now_ms() + 100_000}
-        write(world, LEDGER, Started(run=1, origin=origin, **times, **BROKEN))
-        write(world, LEDGER, Finished(code="broken", **BROKEN))
-        router = await route(world)
-        (end,) = await some(world, lambda: read(world, RESPONSES, End))
+        append_record(world, LEDGER, Started(run=1, origin=origin, **times, **BROKEN))
+        append_record(world, LEDGER, Finished(code="broken", **BROKEN))
+        router = await start_router(world)
+        (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
         assert end.code == "internal"
-        assert [e.code for e in await some(world, lambda: read(world, LEDGER, Ended))]
+        assert [
+            e.code for e in await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
+        ]
         await assert_serves(world, router, worker)
 
-    play(scenario, lanes=1)
+    run_scenario(scenario, lanes=1)
 
 
 @pytest.mark.parametrize("error", [ValueError("what?"), Malformed("no Request")])
 def test_whatever_goes_wrong_with_one_request_ends_that_request(error: Exception) -> None:
-    async def scenario(world: World) -> None:
-        worker = Hand(world)
-        router = await route(world)
-        write(world, REQUESTS, PROMPT)
-        run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
-        router._context.scanner.fetch = raising(error)  # type: ignore[method-assign]
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world)
+        router = await start_router(world)
+        append_record(world, REQUESTS, PROMPT)
+        run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+        router._context.scanner.fetch_request = raising(error)  # type: ignore[method-assign]
         worker.finish(run, "broken")
-        (end,) = await some(world, lambda: read(world, RESPONSES, End))
+        (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
         assert end.code == "internal"
         await assert_serves(world, router, worker)
 
-    play(scenario, lanes=1)
+    run_scenario(scenario, lanes=1)
 
 
 def test_a_request_that_cannot_be_admitted_is_done_when_it_has_ended() -> None:
-    async def scenario(world: World) -> None:
-        worker = Hand(world)
-        router = await route(world)
-        honest = router._context.places.find
-        router._context.places.find = lambda *_: {}["surprise"]  # type: ignore[method-assign]
-        write(world, REQUESTS, PROMPT)
-        (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world)
+        router = await start_router(world)
+        honest = router._context.scheduler.schedule
+        router._context.scheduler.schedule = lambda *_: {}["surprise"]  # type: ignore[method-assign]
+        append_record(world, REQUESTS, PROMPT)
+        (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
         assert end.code == "internal"
-        router._context.places.find = honest  # type: ignore[method-assign]
+        router._context.scheduler.schedule = honest  # type: ignore[method-assign]
         await assert_serves(world, router, worker)
 
-    play(scenario, lanes=1)
+    run_scenario(scenario, lanes=1)
 
 
-@pytest.mark.parametrize("error", [LogClosed("closed"), Denied("no right")])
+@pytest.mark.parametrize("error", [LogClosed("closed"), AccessDenied("no right")])
 def test_what_is_not_about_one_request_ends_the_process_and_no_request(error: Exception) -> None:
-    async def scenario(world: World) -> None:
-        worker = Hand(world)
-        router = await route(world)
-        write(world, REQUESTS, PROMPT)
-        run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
-        router._context.scanner.fetch = raising(error)  # type: ignore[method-assign]
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world)
+        router = await start_router(world)
+        append_record(world, REQUESTS, PROMPT)
+        run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+        router._context.scanner.fetch_request = raising(error)  # type: ignore[method-assign]
         worker.finish(run, "broken")
-        await world.until(lambda: router._life.failed is error)
-        assert read(world, RESPONSES, End) == []
+        await world.wait_until(lambda: router._life.error is error)
+        assert read_records(world, RESPONSES, End) == []
 
-    play(scenario)
+    run_scenario(scenario)
 
 
-@in_world
+@scenario_test
 async def test_a_ledger_that_cannot_be_read_on_ends_the_process_and_no_request(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    Hand(world)
-    router = await route(world)
+    FakeWorker(world)
+    router = await start_router(world)
     world.faults.slow["append"] = 1.0
-    write(world, REQUESTS, PROMPT)
+    append_record(world, REQUESTS, PROMPT)
     await world.sleep(0.5)
     lane = lane_of("a", world.lanes)
-    world.append_raw(LEDGER, lane, Entry(b"x", b"", (("t", b"FromTheFuture"),)))
-    await some(world, lambda: read(world, LEDGER, Assigned))
+    world.append_raw(LEDGER, lane, Entry(b"x", b"", (("t", b"FromTheFuture"), ("r", b"2"))))
+    await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned))
     await world.sleep(5)
-    assert isinstance(router._life.failed, UnknownType)
-    assert read(world, RESPONSES, End) == []
+    assert isinstance(router._life.error, NewerRecord)
+    assert read_records(world, RESPONSES, End) == []
 
 
-@in_world
-async def test_a_request_that_is_gone_from_the_log_ends_as_lost(world: World) -> None:
-    worker = Hand(world)
-    router = await route(world)
-    write(world, REQUESTS, PROMPT)
-    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+@scenario_test
+async def test_a_request_that_is_gone_from_the_log_ends_as_lost(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
+    router = await start_router(world)
+    append_record(world, REQUESTS, PROMPT)
+    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
     gone = PositionLost(REQUESTS, 0, 0, 1)
-    router._context.scanner.fetch = raising(gone)  # type: ignore[method-assign]
+    router._context.scanner.fetch_request = raising(gone)  # type: ignore[method-assign]
     worker.finish(run, "broken")
-    (end,) = await some(world, lambda: read(world, RESPONSES, End))
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
     assert end.code == "lost"
 
 
-@in_world
-async def test_records_in_a_wrong_lane_are_put_aside_and_never_run(world: World) -> None:
-    worker = Hand(world)
-    router = await route(world)
+@scenario_test
+async def test_records_in_a_wrong_lane_are_put_aside_and_never_run(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
+    router = await start_router(world)
     wrong = 1 - lane_of("a", world.lanes)
     for record in (PROMPT, Cancel(id="a"), Refused(id="a", code="invalid")):
         offset = world.append(REQUESTS, wrong, record, key="a")
-    letters = await some(world, lambda: world.everywhere(DEAD_LETTERS), 3)
+    letters = await wait_for_items(world, lambda: world.all_records(DEAD_LETTERS), 3)
     reasons = {dict(letter.headers)["reason"] for letter in letters}
     assert len(reasons) == 1
     assert f"belongs in lane {1 - wrong}".encode() in reasons.pop()
     group = world.broker.group(REQUESTS, "router")
-    await world.until(lambda: group.committed.get(wrong) == offset + 1)
-    assert worker.told(Assignment) == []
-    assert read(world, RESPONSES, End) == []
-    assert router._life.failed is None
+    await world.wait_until(lambda: group.committed.get(wrong) == offset + 1)
+    assert worker.received(Assignment) == []
+    assert read_records(world, RESPONSES, End) == []
+    assert router._life.error is None

@@ -9,11 +9,18 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from app.lanes import procedures
+from app.lanes import dispatch as procedures
 from streams.records import Assigned
 from streams.topics import LEDGER, REQUESTS
-from tests.routers import PROMPT, Hand, read, route, some, write
-from tests.worlds import World, play
+from tests.harness.fake_worker import (
+    PROMPT,
+    FakeWorker,
+    append_record,
+    read_records,
+    start_router,
+    wait_for_items,
+)
+from tests.harness.memory_world import MemoryWorld, run_scenario
 
 
 @pytest.fixture
@@ -29,14 +36,14 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 def test_selecting_and_routing_are_spans_with_what_was_decided(
     spans: InMemorySpanExporter,
 ) -> None:
-    async def scenario(world: World) -> None:
-        Hand(world, block_size=1).holds([7, 8], 1)
-        await route(world)
-        write(world, REQUESTS, PROMPT)
-        await some(world, lambda: read(world, LEDGER, Assigned))
+    async def scenario(world: MemoryWorld) -> None:
+        FakeWorker(world, block_size=1).publish_blocks([7, 8], 1)
+        await start_router(world)
+        append_record(world, REQUESTS, PROMPT)
+        await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned))
         await world.sleep(1)
 
-    play(scenario)
+    run_scenario(scenario)
     select, dispatch = spans.get_finished_spans()
     assert (select.name, dispatch.name) == ("router.select_worker", "router.route_request")
     assert dict(select.attributes or {}) == {"request_id": "a"}

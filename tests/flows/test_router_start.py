@@ -4,140 +4,227 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from msgspec.structs import replace
+
 from app.router import Router
+from app.testing.virtual_time import VirtualClock
 from streams.codecs import decode
 from streams.ports import Entry
-from streams.records import Assignment, Lost, RunProgress, Tombstone
-from streams.topics import DEAD_LETTERS, KV_EVENTS, REGISTRY, REQUESTS, partition_of
-from tests.routers import PROMPT, Hand, route, some, write
-from tests.worlds import World, in_world
+from streams.records import Assignment, Ended, Fence, Lost, RunProgress, Tombstone
+from streams.topics import (
+    DEAD_LETTERS,
+    KV_EVENTS,
+    LEDGER,
+    REGISTRY,
+    REQUESTS,
+    RESPONSES,
+    partition_of,
+)
+from tests.harness.fake_worker import (
+    PROMPT,
+    FakeWorker,
+    append_record,
+    read_records,
+    start_router,
+    wait_for_items,
+)
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 
 def count_finds(router: Router) -> list[Any]:
     """How often a request looked for a place."""
     found: list[Any] = []
-    find = router._context.places.find
+    find = router._context.scheduler.schedule
 
     def counted(*asked: Any) -> Any:
         found.append(asked)
         return find(*asked)
 
-    router._context.places.find = counted  # type: ignore[method-assign]
+    router._context.scheduler.schedule = counted  # type: ignore[method-assign]
     return found
 
 
-@in_world
-async def test_an_id_is_recognised_for_as_long_as_the_window_says(world: World) -> None:
-    worker = Hand(world)
-    first = await route(world, "r1", dedup_window_s=4000)
-    write(world, REQUESTS, PROMPT)
-    run = worker.start((await some(world, lambda: worker.told(Assignment)))[0])
+@scenario_test
+async def test_an_id_is_recognised_for_as_long_as_the_window_says(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
+    first = await start_router(world, "r1", dedup_window_s=4000)
+    append_record(world, REQUESTS, PROMPT)
+    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
     worker.finish(run, "stop")
     await first.stop()
-    await first._life.end()
+    await first._life.cancel_tasks()
     await world.sleep(3000)
-    await route(world, "r2", dedup_window_s=4000)
-    write(world, REQUESTS, PROMPT)
+    await start_router(world, "r2", dedup_window_s=4000)
+    append_record(world, REQUESTS, PROMPT)
     await world.sleep(5)
-    assert len(worker.told(Assignment)) == 1
+    assert len(worker.received(Assignment)) == 1
 
 
-@in_world
-async def test_heartbeats_of_long_ago_are_not_read(world: World) -> None:
-    worker = Hand(world)
+@pytest.mark.parametrize("minutes", [-60, -22, 22, 60])
+def test_a_router_with_a_wrong_wall_clock_finds_what_is_owed(minutes: int) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        workers = {name: FakeWorker(world, name) for name in ("w1", "w2")}
+        first = await start_router(world)
+        append_record(world, REQUESTS, PROMPT)
+        assigned = await wait_for_items(
+            world, lambda: [a for w in workers.values() for a in w.received(Assignment)]
+        )
+        dead = workers.pop(assigned[0].worker)
+        dead.start(assigned[0])
+        await first._life.cancel_tasks()
+        dead.heartbeat_task.cancel()
+        wrong = VirtualClock(world.clock._loop, ahead_ms=minutes * 60_000)
+        await start_router(world, "r2", clock=wrong)
+        await wait_for_items(world, lambda: read_records(world, RESPONSES, Fence))
+        (living,) = workers.values()
+        assert [
+            a.attempt for a in await wait_for_items(world, lambda: living.received(Assignment))
+        ] == [1]
+
+    run_scenario(scenario, lanes=1)
+
+
+@pytest.mark.parametrize("minutes", [-60, 22, 60])
+def test_a_router_with_a_wrong_wall_clock_recognises_an_id(minutes: int) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world)
+        first = await start_router(world)
+        append_record(world, REQUESTS, PROMPT)
+        run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+        worker.finish(run, "stop")
+        await first.stop()
+        await first._life.cancel_tasks()
+        wrong = VirtualClock(world.clock._loop, ahead_ms=minutes * 60_000)
+        await start_router(world, "r2", clock=wrong)
+        append_record(world, REQUESTS, PROMPT)
+        append_record(world, REQUESTS, replace(PROMPT, id="b"))
+        ids = [
+            a.request.id
+            for a in await wait_for_items(world, lambda: worker.received(Assignment), 2)
+        ]
+        assert ids == ["a", "b"]
+
+    run_scenario(scenario, lanes=1)
+
+
+@scenario_test
+async def test_an_obligation_older_than_the_window_is_found(world: MemoryWorld) -> None:
+    """A lifetime is read back twice, however short the window is in which ids are recognised."""
+    worker = FakeWorker(world)
+    settings = {"max_lifetime_s": 600, "dedup_window_s": 600}
+    first = await start_router(world, "r1", **settings)
+    append_record(world, REQUESTS, PROMPT)
+    worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    await first.stop()
+    await first._life.cancel_tasks()
+    await world.sleep(1000)
+    await start_router(world, "r2", **settings)
+    await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
+
+
+@scenario_test
+async def test_heartbeats_of_long_ago_are_not_read(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
     await world.sleep(3600)
-    router = await route(world)
+    router = await start_router(world)
     assert router._context.fleet_follower.applied < 100
-    write(world, REQUESTS, PROMPT)
-    assert await some(world, lambda: worker.told(Assignment))
+    append_record(world, REQUESTS, PROMPT)
+    assert await wait_for_items(world, lambda: worker.received(Assignment))
 
 
-@in_world
+@scenario_test
 async def test_a_worker_that_died_long_ago_and_has_a_card_still_is_declared_lost_again(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     """The router that declared it lost died before it wrote the tombstone."""
-    dead, living = Hand(world, "w1"), Hand(world, "w2")
-    dead.beating.cancel()
+    dead, living = FakeWorker(world, "w1"), FakeWorker(world, "w2")
+    dead.heartbeat_task.cancel()
     where = partition_of(b"w1", world.broker.partitions[KV_EVENTS])
     world.append(KV_EVENTS, where, Lost(worker="w1", epoch=dead.epoch), key="w1")
     await world.sleep(3600)
-    await route(world)
-    write(world, REQUESTS, PROMPT)
-    assert await some(world, lambda: living.told(Assignment))
-    await world.until(
+    await start_router(world)
+    append_record(world, REQUESTS, PROMPT)
+    assert await wait_for_items(world, lambda: living.received(Assignment))
+    await world.wait_until(
         lambda: (
             Tombstone(key="worker/w1", epoch=dead.epoch)
             in [decode(r) for r in world.records(REGISTRY, 0)]
         ),
         within_s=20,
     )
-    assert dead.told(Assignment) == []
+    assert dead.received(Assignment) == []
 
 
-@in_world
-async def test_heartbeats_that_say_nothing_new_wake_nobody(world: World) -> None:
-    workers = [Hand(world, f"w{n}", model="other") for n in range(10)]
-    needed = Hand(world, "w")
+@scenario_test
+async def test_heartbeats_that_say_nothing_new_wake_nobody(world: MemoryWorld) -> None:
+    workers = [FakeWorker(world, f"w{n}", model="other") for n in range(10)]
+    needed = FakeWorker(world, "w")
     needed.state = "draining"
-    router = await route(world)
-    write(world, REQUESTS, PROMPT)
+    router = await start_router(world)
+    append_record(world, REQUESTS, PROMPT)
     await world.sleep(1)
     finds = count_finds(router)
     await world.sleep(20)
     assert len(finds) <= 21
-    assert workers[0].told(Assignment) == []
+    assert workers[0].received(Assignment) == []
 
 
-@in_world
-async def test_who_waits_is_woken_by_a_worker_that_is_ready_again(world: World) -> None:
-    worker = Hand(world)
+@scenario_test
+async def test_who_waits_is_woken_by_a_worker_that_is_ready_again(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
     worker.state = "draining"
-    await route(world)
-    write(world, REQUESTS, PROMPT)
+    await start_router(world)
+    append_record(world, REQUESTS, PROMPT)
     await world.sleep(5.5)
     worker.state = "ready"
-    worker.beat()
-    await world.until(lambda: bool(worker.told(Assignment)), within_s=0.1)
+    worker.send_heartbeat()
+    await world.wait_until(lambda: bool(worker.received(Assignment)), within_s=0.1)
 
 
-@in_world
-async def test_who_waits_is_woken_by_a_worker_that_is_heard_of_again(world: World) -> None:
-    worker = Hand(world)
-    await route(world)
+@scenario_test
+async def test_who_waits_is_woken_by_a_worker_that_is_heard_of_again(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
+    await start_router(world)
     await world.sleep(1)
-    worker.beating.cancel()
+    worker.heartbeat_task.cancel()
     await world.sleep(7)
-    write(world, REQUESTS, PROMPT)
+    append_record(world, REQUESTS, PROMPT)
     await world.sleep(0.5)
-    assert worker.told(Assignment) == []
-    worker.beat()
-    await world.until(lambda: bool(worker.told(Assignment)), within_s=0.1)
+    assert worker.received(Assignment) == []
+    worker.send_heartbeat()
+    await world.wait_until(lambda: bool(worker.received(Assignment)), within_s=0.1)
 
 
-@in_world
-async def test_heartbeats_alone_do_not_make_the_router_look_at_every_request(
-    world: World,
+@scenario_test
+async def test_runs_that_go_well_are_not_looked_at_however_many_they_are(
+    world: MemoryWorld,
 ) -> None:
-    worker = Hand(world)
-    router = await route(world)
-    write(world, REQUESTS, PROMPT)
-    worker.start((await some(world, lambda: worker.told(Assignment)))[0])
-    await world.sleep(1)
-    looks: list[int] = []
+    worker = FakeWorker(world)
+    router = await start_router(world)
+    for n in range(20):
+        append_record(world, REQUESTS, replace(PROMPT, id=f"r{n}"))
+    for assignment in await wait_for_items(world, lambda: worker.received(Assignment), 20):
+        worker.start(assignment)
+    await world.sleep(5)
+    looks: list[str] = []
     for owner in router._owners.values():
-        owner.check_all = lambda: looks.append(1)  # type: ignore[method-assign]
-    for _ in range(100):
-        worker.beat()
-        await world.sleep(0.01)
-    ticks = 2 * 4 + 2  # of two lanes, four times a second
-    assert len(looks) <= ticks
+        owner.reconcile = looks.append  # type: ignore[method-assign]
+    await world.sleep(60)
+    assert looks == []
+    gone = worker.running.pop()
+    await world.sleep(1.5)
+    assert set(looks) == {gone.id}
+    looks.clear()
+    worker.heartbeat_task.cancel()
+    await world.sleep(12)
+    assert {f"r{n}" for n in range(20)} <= set(looks), "it is lost"
 
 
-@in_world
-async def test_a_lane_is_hashed_once_for_a_run_that_goes_on(world: World) -> None:
-    worker = Hand(world)
-    router = await route(world)
+@scenario_test
+async def test_a_lane_is_hashed_once_for_a_run_that_goes_on(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
+    router = await start_router(world)
     worker.running = [RunProgress(id=f"r{n}", attempt=0, phase="aggregated") for n in range(50)]
     await world.sleep(10)
     info = router._lane_of.cache_info()
@@ -145,15 +232,17 @@ async def test_a_lane_is_hashed_once_for_a_run_that_goes_on(world: World) -> Non
     assert info.hits >= 300
 
 
-@in_world
+@scenario_test
 async def test_prompts_that_cannot_be_read_are_kept_only_if_the_settings_say_so(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     unreadable = Entry(b"a", b"\xc1 secret", (("t", b"Request"),))
     for name, keep in (("r1", False), ("r2", True)):
-        router = await route(world, name, keep_prompts=keep)
+        router = await start_router(world, name, keep_prompts=keep)
         world.append_raw(REQUESTS, 0, unreadable)
-        (letter, *_) = reversed(await some(world, lambda: world.everywhere(DEAD_LETTERS), 1 + keep))
+        (letter, *_) = reversed(
+            await wait_for_items(world, lambda: world.all_records(DEAD_LETTERS), 1 + keep)
+        )
         assert (letter.value == unreadable.value) == keep
         await router.stop()
-        await router._life.end()
+        await router._life.cancel_tasks()

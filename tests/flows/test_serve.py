@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from app.settings import Settings
-from streams import provision
-from streams.brokers.local import Broker
+from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.codecs import decode
-from streams.kafka.log import KafkaLog
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
+from streams.reading.range_reader import read_range
 from streams.records import Heartbeat
-from streams.stretch import stretch
 from streams.topics import KV_EVENTS
-from tests.leftovers import delete_topics
+from tests.harness.topic_cleanup import delete_topics
 
 LANES = 2
 ENDS_WITHIN_S = 10.0
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 BROKEN = """
 import asyncio
-from app.lifetime import serve
+from app.runtime.process import faststream_app
 
 class Broken:
     def __init__(self, log, settings, life):
@@ -50,13 +50,13 @@ class Broken:
     async def stop(self):
         print("STOPPED", flush=True)
 
-app = serve("broken", Broken)
+app = faststream_app("broken", Broken)
 """
 
 MORTAL = """
-from app.engine.contract import EngineDead
+from app.engine.interface import EngineDead
 from app.engine.echo import EchoEngine
-from app.lifetime import serve
+from app.runtime.process import faststream_app
 from app.worker import Worker
 
 class Mortal(EchoEngine):
@@ -67,7 +67,7 @@ class Mortal(EchoEngine):
 def build(log, settings, life):
     return Worker(log, settings, life, Mortal(life.clock, 0.02))
 
-app = serve("worker", build)
+app = faststream_app("worker", build)
 """
 
 Run = Callable[..., "Process"]
@@ -130,9 +130,9 @@ def silent() -> Iterator[str]:
 async def deployment(kafka: Broker, topic_prefix: str) -> AsyncIterator[dict[str, str]]:
     """What the environment says of a deployment with LANES lanes."""
     settings = Settings(bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix)
-    log = KafkaLog(settings.connection("test"), prefix=topic_prefix)
+    log = KafkaLog(settings.kafka_connection("test"), prefix=topic_prefix)
     await log.start()
-    await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
     await log.close()
     yield {
         "KVLANE_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
@@ -206,13 +206,15 @@ async def heartbeats(deployment: dict[str, str]) -> list[Heartbeat]:
         bootstrap_servers=deployment["KVLANE_BOOTSTRAP_SERVERS"],
         topic_prefix=deployment["KVLANE_TOPIC_PREFIX"],
     )
-    log = KafkaLog(settings.connection("test"), prefix=settings.topic_prefix)
+    log = KafkaLog(settings.kafka_connection("test"), prefix=settings.topic_prefix)
     await log.start()
     numbers = range(await log.partitions(KV_EVENTS))
     ends = await log.end_offsets(KV_EVENTS, numbers)
     starts = {Partition(KV_EVENTS, n): 0 for n in numbers}
     found = []
-    async for piece in stretch(log, SystemClock(), starts, {p: ends[p.partition] for p in starts}):
+    async for piece in read_range(
+        log, SystemClock(), starts, {p: ends[p.partition] for p in starts}
+    ):
         found += [(record.timestamp, decode(record)) for record in piece.records]
     await log.close()
     found.sort(key=lambda each: each[0])
@@ -223,7 +225,7 @@ async def test_a_worker_whose_engine_dies_says_so_and_ends_with_an_error(
     run: Run, deployment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "mortal.py").write_text(MORTAL)
-    process = run("mortal:app", KVLANE_CANARY_IDLE_S="0.5", **deployment)
+    process = run("mortal:app", KVLANE_HEALTH_PROBE_IDLE_S="0.5", **deployment)
     await process.says("worker is ready")
     assert await process.code(30) == 1
     assert "the GPU is gone" in process.text

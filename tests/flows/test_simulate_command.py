@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.bench.report import Bar, Report
+from app.bench.report import Report, Threshold
 from app.cli import app
 
 
@@ -24,7 +24,8 @@ def test_a_generated_trace_is_played_under_each_policy_and_seed(tmp_path: Path) 
     file = tmp_path / "found.json"
     done = simulate(
         *GENERATED, "--policy", "predictive,dynamo:16", "--seeds", "2", "--json", f"{file}",
-        "--routers", "2", "--lag-ms", "5", "--hop-ms", "1", "--notice-ms", "20", "--learn-curves",
+        "--routers", "2", "--ledger-lag-ms", "5", "--dispatch-delay-ms", "1",
+        "--event-delay-ms", "20", "--learn-performance",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     rows = json.loads(file.read_bytes())["rows"]
@@ -49,7 +50,7 @@ def test_the_result_is_drawn(tmp_path: Path, name: str, begins: bytes) -> None:
 def test_without_matplotlib_it_says_what_to_install_before_it_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("app.commands.simulate.find_spec", lambda _: None)
+    monkeypatch.setattr("app.commands.simulate_command.find_spec", lambda _: None)
     done = simulate("--plot", f"{tmp_path / 'it.png'}")
     assert done.exit_code == 2
     assert "pip install 'kvlane[plot]'" in done.output
@@ -79,12 +80,12 @@ def test_the_benchmark_draws_its_bars_and_ends_with_1_if_one_is_missed(
 
     async def found(*arguments: Any) -> Report:
         asked.extend(arguments)
-        return Report("simulate", [], [Bar("8x1: ours", 1.2, "x", "<= 1", met)])
+        return Report("simulate", [], [Threshold("8x1: ours", 1.2, "x", "<= 1", met)])
 
-    monkeypatch.setattr("app.bench.simulate.simulate", found)
+    monkeypatch.setattr("app.bench.routing.policy_simulation.bench_policies", found)
     file = tmp_path / "bars.png"
     done = CliRunner().invoke(app, ["bench", "simulate", "--jobs", "3", "--plot", f"{file}"])
     assert done.exit_code == (0 if met else 1), done.output
-    assert f"1.2 x (<= 1) {'met' if met else 'not met'}" in done.output
+    assert f"1.2 x (<= 1) {'passed' if met else 'failed'}" in done.output
     assert file.read_bytes().startswith(b"\x89PNG")
     assert asked[-1] == 3

@@ -13,38 +13,40 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from app.engine.choice import speaker_of
-from app.engine.continuation import Due, due
-from app.lifetime import Lifetime
-from app.preprocess import openai
-from app.preprocess.loaded import LoadedModel, of_files
-from app.preprocess.modelfolder import DEMO, card_of, read_folder
-from app.preprocess.pool import Inline
+from app.engine.engine_factory import text_generator_of
+from app.engine.simulated.text_generator import ExpectedAnswer, expected_answer
+from app.preprocess.models.model import LoadedModel, model_of_files
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
+from app.preprocess.requests import openai_requests
+from app.preprocess.thread_pool import InlinePool
+from app.runtime.process import ProcessContext
 from app.settings import Settings
-from app.standalone import Standalone
-from indexer.events import Columns
-from indexer.events import decode as events_of
-from indexer.hashing import local_hashes
-from indexer.keys import prompt_keys
-from indexer.lives import Holder
-from indexer.reference import ReferenceIndex
-from streams import provision
+from app.standalone import StandaloneProcess
+from indexer.block_hashes import local_hashes
+from indexer.block_keys import prompt_keys
+from indexer.epochs import CacheId
+from indexer.events import EventColumns
+from indexer.events import decode_events as events_of
+from indexer.reference_index import ReferenceIndex
 from streams.client import Client
 from streams.clock import SystemClock
 from streams.codecs import decode, unpack_tokens
-from streams.kafka.log import KafkaLog
-from streams.memory.broker import MemoryBroker
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_log import MemoryLog
 from streams.ports import Log, Partition
 from streams.prompt import Prompt
-from streams.records import Artifact, Blocks, Request
+from streams.records import Artifact, Blocks
+from streams.request import Request
 from streams.topics import KV_EVENTS
-from tests.leftovers import delete_topics
+from tests.harness.topic_cleanup import delete_topics
 
 LANES = 4
 CONTEXT = 4096
 WAIT_S = 40.0
-FILES = read_folder(DEMO)
-SPEAKER = speaker_of(FILES)
+FILES = read_folder(DEMO_MODEL_FOLDER)
+SPEAKER = text_generator_of(FILES)
 STORY = "The river rose in the night, and everybody went to look at it. " * 12
 SYSTEM = {"role": "system", "content": STORY}
 
@@ -66,11 +68,11 @@ class Deployed(NamedTuple):
     model: LoadedModel
 
     async def request(self, body: dict[str, Any]) -> Request:
-        return (await self.model.prepare(openai.read("chat", body))).requests[0]
+        return (await self.model.prepare(openai_requests.read_openai("chat", body))).requests[0]
 
-    async def due(self, body: dict[str, Any]) -> Due:
+    async def due(self, body: dict[str, Any]) -> ExpectedAnswer:
         request = await self.request(body)
-        return due(request, SPEAKER, self.model.text_stream(request))
+        return expected_answer(request, SPEAKER, self.model.text_stream(request))
 
     async def index(self) -> ReferenceIndex:
         """What somebody knows who reads kv-events now."""
@@ -84,12 +86,12 @@ class Deployed(NamedTuple):
             for source, records in (await reader.poll(0.2)).items():
                 for record in map(decode, records):
                     if isinstance(record, Blocks):
-                        told = Columns(
+                        told = EventColumns(
                             record.kinds, record.tiers, record.positions, record.counts, record.keys
                         )
-                        holder = Holder(record.worker, record.rank)
+                        holder = CacheId(record.worker, record.rank)
                         events = events_of(told)
-                        index.apply(
+                        index.apply_events(
                             source.partition, holder, record.epoch, record.first_event_id, events
                         )
         await reader.close()
@@ -112,28 +114,28 @@ async def deployed(
         indexer_port=0,
         context_length=CONTEXT,
         engine_speedup=20,
-        heartbeat_s=0.2,
-        debug=True,
+        heartbeat_interval_s=0.2,
+        validate_engine=True,
     )
-    life = Lifetime("standalone", rng=random.Random(1))
+    life = ProcessContext("standalone", rng=random.Random(1))
     log: Log
     if servers:
-        log = KafkaLog(settings.connection("standalone"), prefix=topic_prefix)
+        log = KafkaLog(settings.kafka_connection("standalone"), prefix=topic_prefix)
     else:
-        log = MemoryBroker(SystemClock(), lanes=LANES).connect("standalone")
+        log = MemoryLog(MemoryBroker(SystemClock(), lanes=LANES), "standalone")
     await log.start()
     if isinstance(log, KafkaLog):
-        await provision.create(log, lanes=LANES, replication=1, min_insync=1)
-    everything = Standalone(log, settings, life, workers=2)
+        await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
+    everything = StandaloneProcess(log, settings, life, workers=2)
     await everything.start()
     nothing = Artifact(sha256="", size=0)
     card = card_of("demo", FILES, nothing, None, context_length=CONTEXT)
-    model = await of_files(card, FILES, Inline(), life.clock)
+    model = await model_of_files(card, FILES, InlinePool(), life.clock)
     async with Client(log, life.clock) as client:
         yield Deployed(log, settings, client, everything.gateway.url, everything.indexer.url, model)
     await everything.stop()
-    assert life.failed is None
-    await life.end()
+    assert life.error is None
+    await life.cancel_tasks()
     await log.close()
     if servers:
         await delete_topics(servers, topic_prefix)
@@ -160,17 +162,17 @@ async def test_the_log_tells_which_worker_holds_a_prompt_that_was_served(
     request = await deployed.request(body)
     tokens = unpack_tokens(request.token_ids)
     size = deployed.settings.block_size
-    keys = prompt_keys(local_hashes(tokens, size), deployed.settings.key_secret())
+    keys = prompt_keys(local_hashes(tokens, size), deployed.settings.block_key_secret())
     clock = SystemClock()
     until = clock.now() + WAIT_S
-    while not (held := (await deployed.index()).match(keys.tolist())):
+    while not (held := (await deployed.index()).match_prefix(keys.tolist())):
         assert clock.now() < until
     (overlap,) = held.values()
     assert overlap.device == len(tokens) // size > 5
     async with httpx.AsyncClient(base_url=deployed.indexer, timeout=WAIT_S) as http:
         asked = {"model": "demo", "token_ids": list(tokens)}
         (told,) = (await http.post("/query", json=asked)).json()["holders"]
-    assert Holder(told["worker"], told["rank"]) in held
+    assert CacheId(told["worker"], told["rank"]) in held
     assert told["device"] == overlap.device
 
 
@@ -193,7 +195,7 @@ async def test_a_wrong_prompt_is_answered_with_the_name_of_its_field(deployed: D
             ({"messages": []}, "body.messages"),
             (chat("x", temperature="hot"), "body.temperature"),
             (chat("x") | {"model": "nobody"}, "body.model"),
-            (chat("word " * CONTEXT), f"model's {CONTEXT}"),
+            (chat("word " * CONTEXT), f"length is {CONTEXT}"),
         ]
     ):
         prompt = Prompt(id=f"wrong-{number}", body=body)

@@ -7,21 +7,21 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from app.engine.contract import (
+from app.engine.echo import EchoEngine, echo_answer
+from app.engine.interface import (
     EngineDead,
     EngineError,
     EngineOutput,
     GenerateContext,
-    usage,
+    token_usage,
 )
-from app.engine.echo import EchoEngine, echo_answer
-from app.preprocess.byte_level import decode as text_of
-from app.serving.chunks import PENDING_TOKENS
-from app.serving.registration import REGISTER_S
-from app.worker import NameTaken
+from app.preprocess.text.byte_level import decode_bytes as text_of
+from app.serving.chunk_writer import MAX_PENDING_TOKENS
+from app.serving.registration import REGISTER_TIMEOUT_S
+from app.worker import WorkerIdTaken
 from streams.codecs import decode, pack_tokens
 from streams.errors import AppendFailed
-from streams.memory.broker import Fate
+from streams.memory.broker_faults import AppendFate
 from streams.ports import Entry
 from streams.records import (
     Blocks,
@@ -32,13 +32,12 @@ from streams.records import (
     Heartbeat,
     Lost,
     PrefillDone,
-    Request,
-    SamplingOptions,
     Started,
-    StopConditions,
     Tombstone,
     WorkerCard,
 )
+from streams.request import Request, SamplingOptions, StopConditions
+from streams.responses.transcript import Transcript
 from streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
@@ -47,54 +46,62 @@ from streams.topics import (
     RESPONSES,
     lane_of,
 )
-from streams.transcript import Transcript
-from tests.desks import PROMPT, STEP_S, TOKEN, Desk, Scripted, count_batches, next_running, visible
-from tests.worlds import World, in_world
+from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.harness.worker_harness import (
+    PROMPT,
+    STEP_S,
+    TOKEN,
+    ScriptedEngine,
+    WorkerHarness,
+    count_batches,
+    next_running_runs,
+    visible,
+)
 
 # --- start -----------------------------------------------------------------------------------
 
 
-@in_world
-async def test_it_registers_clears_and_beats_in_this_order(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_it_registers_clears_and_beats_in_this_order(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     before = world.append(REGISTRY, 0, Tombstone(key="worker/other"), key="worker/other")
     await desk.start()
-    first, second = desk.said(REGISTRY, WorkerCard)
+    first, second = desk.records_of(REGISTRY, WorkerCard)
     assert first.epoch is None
     assert second.epoch == before + 1 == desk.epoch  # the offset of the first card
     assert (second.id, second.slot) == ("w", desk.slot)
-    kinds = [type(r) for r in map(decode, world.everywhere(KV_EVENTS))]
+    kinds = [type(r) for r in map(decode, world.all_records(KV_EVENTS))]
     assert kinds == [Blocks, Heartbeat]
-    (cleared,) = desk.said(KV_EVENTS, Blocks)
+    (cleared,) = desk.records_of(KV_EVENTS, Blocks)
     assert (cleared.epoch, cleared.kinds) == (desk.epoch, b"\x02")
 
 
-@in_world
-async def test_an_assignment_written_right_after_the_card_is_served(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_an_assignment_written_right_after_the_card_is_served(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     world.faults.slow["append"] = 0.5
     starting = world.spawn(desk.start())
-    await world.until(lambda: len(desk.said(REGISTRY, WorkerCard)) == 2)
-    epoch = desk.said(REGISTRY, WorkerCard)[1].epoch
+    await world.wait_until(lambda: len(desk.records_of(REGISTRY, WorkerCard)) == 2)
+    epoch = desk.records_of(REGISTRY, WorkerCard)[1].epoch
     assert epoch is not None
     desk.assign(epoch=epoch)
     await starting
-    assert (await desk.finished()).code == "length"
+    assert (await desk.wait_finished()).code == "length"
 
 
-@in_world
-async def test_a_card_that_was_sent_twice_still_gives_one_epoch(world: World) -> None:
-    desk = Desk(world)
-    world.faults.next_fates(REGISTRY, Fate.UNREPORTED)
+@scenario_test
+async def test_a_card_that_was_sent_twice_still_gives_one_epoch(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    world.faults.next_fates(REGISTRY, AppendFate.UNREPORTED)
     await desk.start()
-    cards = desk.said(REGISTRY, WorkerCard)
+    cards = desk.records_of(REGISTRY, WorkerCard)
     assert [c.epoch for c in cards] == [None, None, 1]
     assert desk.epoch == 1
 
 
-@in_world
-async def test_an_outage_delays_the_start_and_does_not_end_it(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_an_outage_delays_the_start_and_does_not_end_it(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     world.faults.unanswered = {"offsets"}
     starting = world.spawn(desk.start())
     await world.sleep(30.0)
@@ -103,48 +110,48 @@ async def test_an_outage_delays_the_start_and_does_not_end_it(world: World) -> N
     await starting
 
 
-@in_world
-async def test_an_engine_that_fails_to_start_is_cleaned_up(world: World) -> None:
-    class Failing(Scripted):
+@scenario_test
+async def test_an_engine_that_fails_to_start_is_cleaned_up(world: MemoryWorld) -> None:
+    class Failing(ScriptedEngine):
         async def start(self, worker_id: str) -> EngineConfig:
             raise EngineError("no memory")
 
     engine = Failing(world)
     try:
-        await Desk(world).start(engine)
+        await WorkerHarness(world).start(engine)
     except EngineError:
         pass
     else:
         raise AssertionError("the error was swallowed")
     assert engine.calls == ["cleanup"]
-    assert not world.everywhere(REGISTRY)
+    assert not world.all_records(REGISTRY)
 
 
 # --- a run -----------------------------------------------------------------------------------
 
 
-@in_world
-async def test_an_answer_is_the_engines_and_ends_with_usage(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_an_answer_is_the_engines_and_ends_with_usage(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign()
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     seen = visible(desk.chunks())
     assert seen.tokens == echo_answer(PROMPT, 20)
     assert seen.text == text_of(echo_answer(PROMPT, 20))
     assert (finished.code, finished.output_tokens, finished.retryable) == ("length", 20, False)
     last = desk.chunks()[-1]
     assert last.finish_reason == "length"
-    assert last.usage == usage(len(PROMPT), 20)
+    assert last.usage == token_usage(len(PROMPT), 20)
     assert abs(finished.itl_ms - STEP_S * 1000) < 1
 
 
-@in_world
-async def test_chunks_count_from_zero_and_tell_where_they_stand(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_chunks_count_from_zero_and_tell_where_they_stand(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign()
-    await desk.finished()
+    await desk.wait_finished()
     index, text = 0, ""
     for seq, chunk in enumerate(desk.chunks()):
         text += chunk.text
@@ -152,285 +159,320 @@ async def test_chunks_count_from_zero_and_tell_where_they_stand(world: World) ->
         index += len(chunk.token_ids)
 
 
-@in_world
-async def test_started_repeats_what_the_assignment_says(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_started_repeats_what_the_assignment_says(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     assignment = desk.assign()
-    finished = await desk.finished()
-    (started,) = desk.lane(LEDGER, Started)
+    finished = await desk.wait_finished()
+    (started,) = desk.lane_records(LEDGER, Started)
     assert started.origin == assignment.origin
     assert started.responses_from == assignment.responses_from
     assert started.deadline_ms == assignment.deadline_ms
     assert started.run == finished.run == int(desk.chunks()[0].run)
 
 
-@in_world
-async def test_no_chunk_goes_out_before_started_is_acknowledged(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_no_chunk_goes_out_before_started_is_acknowledged(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
-    world.faults.next_fates(LEDGER, *[Fate.LOST] * 4)
+    world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 4)
     desk.assign()
-    while not desk.lane(LEDGER, Started):
+    while not desk.lane_records(LEDGER, Started):
         assert not desk.chunks()
         await world.sleep(0.01)
-    await desk.finished()
+    await desk.wait_finished()
     assert visible(desk.chunks()).tokens == echo_answer(PROMPT, 20)
 
 
-@in_world
-async def test_the_prefill_does_not_wait_for_started(world: World) -> None:
-    desk = Desk(world)
-    engine = Scripted(world, 1.0, EngineOutput.stop().with_tokens([65]))
+@scenario_test
+async def test_the_prefill_does_not_wait_for_started(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    engine = ScriptedEngine(world, 1.0, EngineOutput.stop().with_tokens([65]))
     await desk.start(engine)
     world.faults.slow["append"] = 0.4  # on the way there and again on the way back
     began = world.clock.now()
     desk.assign()
-    await world.until(lambda: bool(desk.chunks()))
+    await world.wait_until(lambda: bool(desk.chunks()))
     assert world.clock.now() - began < 1.6
 
 
-@in_world
-async def test_the_ledger_tells_the_run_in_order(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_the_ledger_tells_the_run_in_order(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign()
-    await desk.finished()
+    await desk.wait_finished()
     records = [decode(r) for r in world.records(LEDGER, lane_of("a", world.lanes))]
     assert [type(r) for r in records] == [Started, PrefillDone, Finished]
 
 
-@in_world
-async def test_finished_waits_for_the_last_chunks_acknowledgement(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(Scripted(world, 2.0, EngineOutput.stop().with_tokens([65])))
+@scenario_test
+async def test_finished_waits_for_the_last_chunks_acknowledgement(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(ScriptedEngine(world, 2.0, EngineOutput.stop().with_tokens([65])))
     desk.assign()
     await world.sleep(1.0)
     world.faults.slow["append"] = 3.0  # when the last Chunk stands, its answer takes as long
-    await world.until(lambda: bool(desk.chunks()))
+    await world.wait_until(lambda: bool(desk.chunks()))
     await world.sleep(2.5)
-    assert not desk.lane(LEDGER, Finished)
-    assert (await desk.finished()).code == "stop"
+    assert not desk.lane_records(LEDGER, Finished)
+    assert (await desk.wait_finished()).code == "stop"
 
 
-@in_world
-async def test_finished_is_repeated_until_it_stands_and_listed_until_then(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(Scripted(world, 1.0, EngineOutput.stop()))
+@scenario_test
+async def test_finished_is_repeated_until_it_stands_and_listed_until_then(
+    world: MemoryWorld,
+) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(ScriptedEngine(world, 1.0, EngineOutput.stop()))
     desk.assign()
     await world.sleep(0.5)
-    world.faults.next_fates(LEDGER, *[Fate.LOST] * 5)
+    world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 5)
     await world.sleep(2.0)
-    assert not desk.lane(LEDGER, Finished)
-    assert [r.id for r in desk.beats()[-1].running] == ["a"]
-    assert (await desk.finished()).code == "stop"
+    assert not desk.lane_records(LEDGER, Finished)
+    assert [r.id for r in desk.heartbeats()[-1].running] == ["a"]
+    assert (await desk.wait_finished()).code == "stop"
     await world.sleep(1.5)
-    assert desk.beats()[-1].running == ()
+    assert desk.heartbeats()[-1].running == ()
 
 
-@in_world
-async def test_tokens_of_one_step_in_one_lane_travel_as_one_batch(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_tokens_of_one_step_in_one_lane_travel_as_one_batch(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     same_lane = [i for i in (f"r{n}" for n in range(40)) if lane_of(i, world.lanes) == 0][:5]
     asked = count_batches(desk)
     for request_id in same_lane:
         desk.assign(request_id, max_tokens=3)
-    await asyncio.gather(*(desk.finished(i) for i in same_lane))
+    await asyncio.gather(*(desk.wait_finished(i) for i in same_lane))
     assert asked == [5, 5, 5]
 
 
-@in_world
-async def test_tokens_that_wait_are_not_sent_after_its_own_lost(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_tokens_that_wait_are_not_sent_after_its_own_lost(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign(max_tokens=500)
-    await world.until(lambda: bool(desk.chunks()))
+    await world.wait_until(lambda: bool(desk.chunks()))
     world.faults.slow["append"] = 1.0
     await world.sleep(0.5)  # one batch is on its way, and tokens wait behind it
     count = len(desk.chunks())
-    desk.tell(Lost(worker="w", epoch=desk.epoch))
+    desk.send(Lost(worker="w", epoch=desk.epoch))
     await world.sleep(10)
     assert len(desk.chunks()) <= count + 1
 
 
-@in_world
-async def test_a_slow_broker_holds_the_engine_back(world: World) -> None:
-    desk = Desk(world)
-    engine = Scripted(world, *[TOKEN] * 2000, EngineOutput.stop())
+class Reluctant(EchoEngine):
+    """An engine that needs long to let go of a request."""
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        try:
+            async for output in super().generate(request, context):
+                yield output
+        finally:
+            await self._clock.sleep(5.0)
+
+
+@scenario_test
+async def test_its_own_lost_silences_runs_that_their_engine_does_not_let_go_of(
+    world: MemoryWorld,
+) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(Reluctant(world.clock, STEP_S))
+    desk.assign(max_tokens=500)
+    await world.wait_until(lambda: bool(desk.chunks()))
+    world.faults.slow["append"] = 1.0
+    await world.sleep(0.5)
+    count = len(desk.chunks())
+    desk.send(Lost(worker="w", epoch=desk.epoch))
+    await world.sleep(10)
+    assert len(desk.chunks()) <= count + 1
+
+
+@scenario_test
+async def test_a_slow_broker_holds_the_engine_back(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    engine = ScriptedEngine(world, *[TOKEN] * 2000, EngineOutput.stop())
     await desk.start(engine)
-    world.faults.next_fates(LEDGER, *[Fate.LOST] * 5)  # nothing goes out before Started stands
+    world.faults.next_fates(
+        LEDGER, *[AppendFate.LOST] * 5
+    )  # nothing goes out before Started stands
     desk.assign(max_tokens=5000)
-    (run,) = await next_running(desk)
-    assert PENDING_TOKENS <= run.output_tokens <= PENDING_TOKENS + 1
-    assert (await desk.finished()).output_tokens == 2000
+    (run,) = await next_running_runs(desk)
+    assert MAX_PENDING_TOKENS <= run.output_tokens <= MAX_PENDING_TOKENS + 1
+    assert (await desk.wait_finished()).output_tokens == 2000
     assert visible(desk.chunks()).tokens == [65] * 2000
 
 
-@in_world
-async def test_unanswerable_assignments_are_bounded_and_forgotten(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(max_num_seqs=2, worker_queue=1)
-    world.faults.next_fates(LEDGER, *[Fate.LOST] * 500)
+@scenario_test
+async def test_unanswerable_assignments_are_bounded_and_forgotten(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(max_num_seqs=2, worker_max_waiting=1)
+    world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 500)
     for n in range(50):
         desk.assign(f"r{n}")
     await world.sleep(2.5)
-    beat = desk.beats()[-1]
+    beat = desk.heartbeats()[-1]
     assert len(beat.running) == 6  # twice the places; the others are in no heartbeat
     assert beat.slot_offset == 50
 
 
-@in_world
-async def test_run_keys_are_forgotten_when_they_cannot_come_again(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_run_keys_are_forgotten_when_they_cannot_come_again(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start(max_lifetime_s=10, deadline_s=10)
     desk.assign()
-    await desk.finished()
+    await desk.wait_finished()
     await world.sleep(6)
     desk.assign()
     await world.sleep(3)
-    assert len(desk.lane(LEDGER, Started)) == 1
+    assert len(desk.lane_records(LEDGER, Started)) == 1
     desk.assign()
     await world.sleep(3)
-    assert len(desk.lane(LEDGER, Started)) == 2
+    assert len(desk.lane_records(LEDGER, Started)) == 2
 
 
-@in_world
-async def test_tokens_wait_for_the_batch_on_its_way_and_join_into_one_chunk(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_tokens_wait_for_the_batch_on_its_way_and_join_into_one_chunk(
+    world: MemoryWorld,
+) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign(max_tokens=20)
-    await world.until(lambda: bool(desk.chunks()))
+    await world.wait_until(lambda: bool(desk.chunks()))
     world.faults.slow["append"] = 5 * STEP_S
-    await desk.finished()
+    await desk.wait_finished()
     sizes = [len(c.token_ids) for c in desk.chunks()]
     assert max(sizes) >= 4
     assert visible(desk.chunks()).tokens == echo_answer(PROMPT, 20)
 
 
-@in_world
-async def test_a_resumed_run_continues_the_text_and_counts_the_whole(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_resumed_run_continues_the_text_and_counts_the_whole(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     whole = echo_answer(PROMPT, 20)
     taken = whole[:3]  # ends in the middle of the two bytes of "ï"
     desk.assign(attempt=1, taken=pack_tokens(taken), taken_chars=2)
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     chunks = desk.chunks()
     assert [t for c in chunks for t in c.token_ids] == whole[3:]
     assert "".join(c.text for c in chunks) == text_of(whole)[2:]
     assert (chunks[0].index, chunks[0].attempt) == (3, 1)
     assert chunks[-1].chars == len(text_of(whole))
-    assert chunks[-1].usage == usage(len(PROMPT), 20)
+    assert chunks[-1].usage == token_usage(len(PROMPT), 20)
     assert finished.output_tokens == 17
 
 
-@in_world
-async def test_a_resumed_run_asks_the_engine_for_the_rest_only(world: World) -> None:
-    desk = Desk(world)
-    engine = Scripted(world, EngineOutput.stop())
+@scenario_test
+async def test_a_resumed_run_asks_the_engine_for_the_rest_only(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    engine = ScriptedEngine(world, EngineOutput.stop())
     await desk.start(engine)
     request = Request(
         id="a", token_ids=pack_tokens(PROMPT), sampling=SamplingOptions(seed=5),
         stop=StopConditions(max_tokens=20, min_tokens=4),
     )  # fmt: skip
     desk.assign(request=request, attempt=1, taken=pack_tokens([1, 2, 3]), taken_chars=3)
-    await desk.finished()
+    await desk.wait_finished()
     (asked,) = engine.requests
     assert asked.token_ids == pack_tokens([*PROMPT, 1, 2, 3])
     assert (asked.stop.max_tokens, asked.stop.min_tokens) == (17, 1)
     assert asked.sampling.seed not in (None, 5)  # the same draws again would repeat the text
 
 
-@in_world
-async def test_nothing_left_to_generate_ends_as_length(world: World) -> None:
-    desk = Desk(world)
-    engine = Scripted(world)
+@scenario_test
+async def test_nothing_left_to_generate_ends_as_length(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    engine = ScriptedEngine(world)
     await desk.start(engine)
     desk.assign(attempt=1, max_tokens=3, taken=pack_tokens([1, 2, 3]), taken_chars=3)
-    assert (await desk.finished()).code == "length"
+    assert (await desk.wait_finished()).code == "length"
     assert not engine.requests
-    assert desk.chunks()[-1].usage == usage(len(PROMPT), 3)
+    assert desk.chunks()[-1].usage == token_usage(len(PROMPT), 3)
 
 
 # --- who is served ---------------------------------------------------------------------------
 
 
-@in_world
-async def test_orders_for_others_and_for_other_epochs_are_ignored(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_orders_for_others_and_for_other_epochs_are_ignored(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign("a", worker="other")
     desk.assign("b", epoch=desk.epoch + 1)
     desk.assign("c", epoch=desk.epoch - 1)
     desk.assign("d")
-    await desk.finished("d")
-    assert {r.id for r in desk.said(LEDGER, Started)} == {"d"}
+    await desk.wait_finished("d")
+    assert {r.id for r in desk.records_of(LEDGER, Started)} == {"d"}
 
 
-@in_world
-async def test_a_run_key_is_started_once(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_run_key_is_started_once(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign()
     desk.assign()
-    await desk.finished()
+    await desk.wait_finished()
     desk.assign()
     desk.assign(attempt=1)
     await world.sleep(10)
-    assert [(s.attempt) for s in desk.lane(LEDGER, Started)] == [0, 1]
+    assert [(s.attempt) for s in desk.lane_records(LEDGER, Started)] == [0, 1]
 
 
-@in_world
-async def test_a_refused_run_key_is_not_started_later(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(max_num_seqs=1, worker_queue=0)
+@scenario_test
+async def test_a_refused_run_key_is_not_started_later(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(max_num_seqs=1, worker_max_waiting=0)
     desk.assign("busy", max_tokens=5)
     desk.assign()
-    assert (await desk.finished()).code == "worker_full"
-    await desk.finished("busy")
+    assert (await desk.wait_finished()).code == "worker_full"
+    await desk.wait_finished("busy")
     desk.assign()
     await world.sleep(5)
-    assert not desk.lane(LEDGER, Started)
+    assert not desk.lane_records(LEDGER, Started)
 
 
-@in_world
-async def test_beyond_places_and_queue_a_run_is_refused_retryably(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(max_num_seqs=2, worker_queue=1)
+@scenario_test
+async def test_beyond_places_and_queue_a_run_is_refused_retryably(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(max_num_seqs=2, worker_max_waiting=1)
     ids = ["r1", "r2", "r3", "r4"]
     for request_id in ids:
         desk.assign(request_id)
-    refused = await desk.finished("r4")
+    refused = await desk.wait_finished("r4")
     assert (refused.code, refused.retryable, refused.run != 0) == ("worker_full", True, True)
-    assert not desk.lane(LEDGER, Started, "r3")  # it waits
-    assert [(await desk.finished(i)).code for i in ids[:3]] == ["length"] * 3
+    assert not desk.lane_records(LEDGER, Started, "r3")  # it waits
+    assert [(await desk.wait_finished(i)).code for i in ids[:3]] == ["length"] * 3
 
 
-@in_world
-async def test_a_budget_that_is_used_up_is_refused_as_expired(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_budget_that_is_used_up_is_refused_as_expired(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign(budget_s=0.0)
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     assert (finished.code, finished.retryable) == ("expired", False)
     assert not desk.chunks()
 
 
-@in_world
-async def test_time_in_the_log_counts_against_the_budget(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_time_in_the_log_counts_against_the_budget(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign(budget_s=60.0, deadline_ms=world.broker.now_ms() - 1)
-    assert (await desk.finished()).code == "expired"
+    assert (await desk.wait_finished()).code == "expired"
 
 
-@in_world
-async def test_a_run_past_its_deadline_stops_without_a_finish_reason(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_run_past_its_deadline_stops_without_a_finish_reason(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign(budget_s=3.0, max_tokens=500)
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     assert finished.code == "expired"
     assert 2.9 < len(visible(desk.chunks()).tokens) * STEP_S < 4.2
     assert desk.chunks()[-1].finish_reason is None
@@ -439,298 +481,314 @@ async def test_a_run_past_its_deadline_stops_without_a_finish_reason(world: Worl
 # --- failures --------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_lost_chunk_breaks_the_run_and_no_chunk_follows(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_lost_chunk_breaks_the_run_and_no_chunk_follows(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign(max_tokens=50)
-    await world.until(lambda: len(desk.chunks()) == 3)
-    world.faults.next_fates(RESPONSES, Fate.LOST)
-    finished = await desk.finished()
+    await world.wait_until(lambda: len(desk.chunks()) == 3)
+    world.faults.next_fates(RESPONSES, AppendFate.LOST)
+    finished = await desk.wait_finished()
     assert (finished.code, len(desk.chunks())) == ("broken", 3)
     await world.sleep(5)
     assert len(desk.chunks()) == 3
 
 
-@in_world
-async def test_an_unreported_chunk_breaks_the_run_too(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_an_unreported_chunk_breaks_the_run_too(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign(max_tokens=50)
-    await world.until(lambda: len(desk.chunks()) == 3)
-    world.faults.next_fates(RESPONSES, Fate.UNREPORTED)
-    assert (await desk.finished()).code == "broken"
+    await world.wait_until(lambda: len(desk.chunks()) == 3)
+    world.faults.next_fates(RESPONSES, AppendFate.UNREPORTED)
+    assert (await desk.wait_finished()).code == "broken"
     await world.sleep(5)
     assert len(desk.chunks()) == 4  # the one in doubt stands, nothing after it
 
 
-@in_world
-async def test_a_lost_last_chunk_ends_as_broken(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(Scripted(world, 1.0, EngineOutput.stop().with_tokens([65])))
+@scenario_test
+async def test_a_lost_last_chunk_ends_as_broken(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(ScriptedEngine(world, 1.0, EngineOutput.stop().with_tokens([65])))
     desk.assign()
     await world.sleep(0.5)
-    world.faults.next_fates(RESPONSES, Fate.LOST)
-    assert (await desk.finished()).code == "broken"
+    world.faults.next_fates(RESPONSES, AppendFate.LOST)
+    assert (await desk.wait_finished()).code == "broken"
 
 
-@in_world
-async def test_all_runs_of_a_failed_batch_break_and_others_go_on(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_all_runs_of_a_failed_batch_break_and_others_go_on(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     ids = [f"r{n}" for n in range(20)]
     failing = [i for i in ids if lane_of(i, world.lanes) == 0][:2]
     other = next(i for i in ids if lane_of(i, world.lanes) == 1)
     for request_id in (*failing, other):
         desk.assign(request_id)
-    await world.until(lambda: all(desk.chunks(i) for i in failing))
-    world.faults.next_fates(RESPONSES, Fate.LOST)
-    codes = [(await desk.finished(i)).code for i in (*failing, other)]
+    await world.wait_until(lambda: all(desk.chunks(i) for i in failing))
+    world.faults.next_fates(RESPONSES, AppendFate.LOST)
+    codes = [(await desk.wait_finished(i)).code for i in (*failing, other)]
     assert sorted(codes) in (["broken", "broken", "length"], ["broken", "length", "length"])
     broken_lanes = {lane_of(i, world.lanes) for i, c in zip((*failing, other), codes, strict=True)
                     if c == "broken"}  # fmt: skip
     assert len(broken_lanes) == 1
 
 
-@in_world
-async def test_a_retryable_engine_error_leaves_the_end_to_the_owner(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(Scripted(world, TOKEN, EngineError("oom", retryable=True)))
+@scenario_test
+async def test_a_retryable_engine_error_leaves_the_end_to_the_owner(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(ScriptedEngine(world, TOKEN, EngineError("oom", retryable=True)))
     desk.assign()
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     assert (finished.code, finished.retryable, finished.message) == ("error", True, "oom")
     assert all(c.finish_reason is None for c in desk.chunks())
 
 
-@in_world
-async def test_a_final_engine_error_has_a_last_chunk(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(Scripted(world, TOKEN, EngineError("bad grammar")))
+@scenario_test
+async def test_a_final_engine_error_has_a_last_chunk(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(ScriptedEngine(world, TOKEN, EngineError("bad grammar")))
     desk.assign()
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     assert (finished.code, finished.retryable) == ("error", False)
     assert desk.chunks()[-1].finish_reason == "error"
 
 
-@in_world
-async def test_a_bug_in_the_engine_is_retryable_and_the_worker_lives(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(Scripted(world, TOKEN, ZeroDivisionError()))
+@scenario_test
+async def test_a_bug_in_the_engine_is_retryable_and_the_worker_lives(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(ScriptedEngine(world, TOKEN, ZeroDivisionError()))
     desk.assign()
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     assert (finished.code, finished.retryable) == ("error", True)
-    assert desk.life.failed is None
+    assert desk.life.error is None
 
 
-@in_world
-async def test_an_answer_without_an_end_is_a_retryable_error(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(Scripted(world, TOKEN))
+@scenario_test
+async def test_an_answer_without_an_end_is_a_retryable_error(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(ScriptedEngine(world, TOKEN))
     desk.assign()
-    assert (await desk.finished()).retryable
+    assert (await desk.wait_finished()).retryable
 
 
-@in_world
-async def test_a_cancellation_inside_the_engine_is_an_error_of_the_engine(world: World) -> None:
-    class Cancelling(Scripted):
+@scenario_test
+async def test_a_cancellation_inside_the_engine_is_an_error_of_the_engine(
+    world: MemoryWorld,
+) -> None:
+    class Cancelling(ScriptedEngine):
         async def generate(
             self, request: Request, context: GenerateContext
         ) -> AsyncGenerator[EngineOutput, None]:
             yield TOKEN
             raise asyncio.CancelledError
 
-    desk = Desk(world)
+    desk = WorkerHarness(world)
     await desk.start(Cancelling(world))
     desk.assign()
-    assert (await desk.finished()).retryable
+    assert (await desk.wait_finished()).retryable
 
 
-@in_world
-async def test_a_dead_engine_ends_the_process_after_its_last_word(world: World) -> None:
-    desk = Desk(world)
-    engine = Scripted(world, TOKEN, EngineDead("the GPU is gone"))
+@scenario_test
+async def test_a_dead_engine_ends_the_process_after_its_last_word(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    engine = ScriptedEngine(world, TOKEN, EngineDead("the GPU is gone"))
     await desk.start(engine)
     desk.assign()
-    assert (await desk.finished()).retryable
-    await world.until(lambda: desk.life.failed is not None)
-    await desk.life.end()
+    assert (await desk.wait_finished()).retryable
+    await world.wait_until(lambda: desk.life.error is not None)
+    await desk.life.cancel_tasks()
     assert engine.calls == ["start", "cleanup"]
 
 
-@in_world
-async def test_a_bad_record_in_the_slot_does_not_stop_it(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_bad_record_in_the_slot_does_not_stop_it(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     world.append_raw(ASSIGNMENTS, desk.slot, Entry(b"w", b"\xff\xff", (("t", b"Assignment"),)))
     world.append_raw(ASSIGNMENTS, desk.slot, Entry(b"w", b"?", (("t", b"FromTheFuture"),)))
     desk.assign()
-    assert (await desk.finished()).code == "length"
+    assert (await desk.wait_finished()).code == "length"
 
 
 # --- cancel ----------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine(world: World) -> None:
+@scenario_test
+async def test_a_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine(
+    world: MemoryWorld,
+) -> None:
     class Aborted(EchoEngine):
         aborts = 0
 
         async def abort(self, context: GenerateContext) -> None:
             self.aborts += 1
 
-    desk = Desk(world)
+    desk = WorkerHarness(world)
     engine = Aborted(world.clock, STEP_S)
     await desk.start(engine)
     desk.assign(max_tokens=500)
-    await world.until(lambda: len(desk.chunks()) == 3)
+    await world.wait_until(lambda: len(desk.chunks()) == 3)
     desk.cancel()
     desk.cancel()  # a router repeats it every beat
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     assert finished.code == "cancelled"
     assert desk.chunks()[-1].finish_reason == "cancelled"
     assert len(desk.chunks()) <= 5
     assert engine.aborts == 1
 
 
-@in_world
-async def test_a_waiting_run_that_is_cancelled_never_starts(world: World) -> None:
-    desk = Desk(world)
-    await desk.start(max_num_seqs=1, worker_queue=4)
+@scenario_test
+async def test_a_waiting_run_that_is_cancelled_never_starts(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start(max_num_seqs=1, worker_max_waiting=4)
     desk.assign("busy", max_tokens=10)
     desk.assign()
     desk.cancel()
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     assert finished.code == "broken"  # `cancelled` would promise a last Chunk
-    await desk.finished("busy")
+    await desk.wait_finished("busy")
     await world.sleep(2)
-    assert not desk.lane(LEDGER, Started)
+    assert not desk.lane_records(LEDGER, Started)
 
 
-@in_world
-async def test_a_cancel_of_an_unknown_run_does_nothing(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_cancel_of_an_unknown_run_does_nothing(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.cancel()
     desk.assign()
-    assert (await desk.finished()).code == "length"
+    assert (await desk.wait_finished()).code == "length"
 
 
 # --- heartbeats ------------------------------------------------------------------------------
 
 
-@in_world
-async def test_heartbeats_list_open_runs_and_the_next_offset(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_heartbeats_list_open_runs_and_the_next_offset(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start(max_num_seqs=1)
     desk.assign("a", max_tokens=100)
     desk.assign("b", max_tokens=100)
     await world.sleep(2.5)
-    beat = desk.beats()[-1]
+    beat = desk.heartbeats()[-1]
     assert [r.id for r in beat.running] == ["a", "b"]
     assert beat.running[0].output_tokens > 10
     assert (beat.slot_offset, beat.waiting, beat.state) == (2, 1, "ready")
 
 
-@in_world
-async def test_a_beat_that_was_lost_is_not_made_up_for(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_beat_that_was_lost_is_not_made_up_for(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     await world.sleep(0.5)
-    world.faults.next_fates(KV_EVENTS, Fate.LOST)
+    world.faults.next_fates(KV_EVENTS, AppendFate.LOST)
     await world.sleep(3)
-    assert len(desk.beats()) == 3  # at 0, 2 and 3 s
+    assert len(desk.heartbeats()) == 3  # at 0, 2 and 3 s
 
 
 # --- lives -----------------------------------------------------------------------------------
 
 
-@in_world
+@scenario_test
 async def test_its_own_lost_drops_the_runs_without_a_word_and_begins_a_new_epoch(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    desk = Desk(world)
+    desk = WorkerHarness(world)
     await desk.start()
     old = desk.epoch
     desk.assign(max_tokens=500)
     desk.assign("b", max_tokens=500)
-    await world.until(lambda: len(desk.chunks()) == 3)
-    desk.tell(Lost(worker="w", epoch=old, by="r1", silent_ms=5000))
-    await world.until(lambda: desk.worker.epoch not in (None, old))
+    await world.wait_until(lambda: len(desk.chunks()) == 3)
+    desk.send(Lost(worker="w", epoch=old, by="r1", silent_ms=5000))
+    await world.wait_until(lambda: desk.worker.epoch not in (None, old))
     await world.sleep(5)
-    assert not desk.said(LEDGER, Finished)
+    assert not desk.records_of(LEDGER, Finished)
     assert len(desk.chunks()) <= 4  # what was on its way may have landed
     assert desk.chunks()[-1].finish_reason is None
-    assert [c.epoch for c in desk.said(REGISTRY, WorkerCard)] == [None, old, None, desk.epoch]
-    assert [b.epoch for b in desk.said(KV_EVENTS, Blocks)] == [old, desk.epoch]
-    assert desk.beats()[-1].running == ()
+    assert [c.epoch for c in desk.records_of(REGISTRY, WorkerCard)] == [None, old, None, desk.epoch]
+    assert [b.epoch for b in desk.records_of(KV_EVENTS, Blocks)] == [old, desk.epoch]
+    assert desk.heartbeats()[-1].running == ()
     desk.assign("c")
-    assert (await desk.finished("c")).epoch == desk.epoch
+    assert (await desk.wait_finished("c")).epoch == desk.epoch
 
 
-@in_world
-async def test_a_new_epoch_is_begun_however_long_the_broker_is_away(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_nothing_is_kept_of_the_lives_that_a_worker_has_lost(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
+    await desk.start()
+    for _ in range(20):
+        epoch = desk.epoch
+        desk.send(Lost(worker="w", epoch=epoch))
+        await world.wait_until(lambda before=epoch: desk.worker.epoch not in (None, before))
+    await world.sleep(1)
+    assert len(desk.worker._loops) <= 4
+
+
+@scenario_test
+async def test_a_new_epoch_is_begun_however_long_the_broker_is_away(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     old = desk.epoch
-    world.faults.next_fates(REGISTRY, *[Fate.LOST] * 5000)
-    desk.tell(Lost(worker="w", epoch=old))
-    await world.sleep(10 * REGISTER_S)
+    world.faults.next_fates(REGISTRY, *[AppendFate.LOST] * 5000)
+    desk.send(Lost(worker="w", epoch=old))
+    await world.sleep(10 * REGISTER_TIMEOUT_S)
     assert desk.worker.epoch is None
-    assert desk.life.failed is None
+    assert desk.life.error is None
     world.faults.fates.clear()
-    await world.until(lambda: desk.worker.epoch not in (None, old))
+    await world.wait_until(lambda: desk.worker.epoch not in (None, old))
     desk.assign()
-    assert (await desk.finished()).epoch == desk.epoch
+    assert (await desk.wait_finished()).epoch == desk.epoch
 
 
-@in_world
-async def test_a_card_is_written_again_however_long_the_broker_is_away(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_card_is_written_again_however_long_the_broker_is_away(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     world.append(REGISTRY, 0, Tombstone(key="worker/x"), key="worker/x")
     await desk.start()
     world.append(REGISTRY, 0, Tombstone(key="worker/w", epoch=0), key="worker/w")
-    world.faults.next_fates(REGISTRY, *[Fate.LOST] * 500)
-    await world.sleep(3 * REGISTER_S)
-    assert desk.life.failed is None
+    world.faults.next_fates(REGISTRY, *[AppendFate.LOST] * 500)
+    await world.sleep(3 * REGISTER_TIMEOUT_S)
+    assert desk.life.error is None
     world.faults.fates.clear()
     await world.sleep(5)
     assert isinstance(decode(world.records(REGISTRY, 0)[-1]), WorkerCard)
 
 
-@in_world
-async def test_a_worker_that_cannot_register_at_its_start_gives_up(world: World) -> None:
-    world.faults.next_fates(REGISTRY, *[Fate.LOST] * 500)
-    engine = Scripted(world)
+@scenario_test
+async def test_a_worker_that_cannot_register_at_its_start_gives_up(world: MemoryWorld) -> None:
+    world.faults.next_fates(REGISTRY, *[AppendFate.LOST] * 500)
+    engine = ScriptedEngine(world)
     began = world.clock.now()
     with pytest.raises(AppendFailed):
-        await Desk(world).start(engine)
-    assert world.clock.now() - began >= REGISTER_S
+        await WorkerHarness(world).start(engine)
+    assert world.clock.now() - began >= REGISTER_TIMEOUT_S
     assert engine.calls == ["start", "cleanup"]
 
 
-@in_world
-async def test_a_lost_of_an_older_epoch_means_nothing(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_lost_of_an_older_epoch_means_nothing(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     epoch = desk.epoch
-    desk.tell(Lost(worker="w", epoch=epoch - 1))
-    desk.tell(Lost(worker="other", epoch=epoch))
+    desk.send(Lost(worker="w", epoch=epoch - 1))
+    desk.send(Lost(worker="other", epoch=epoch))
     await world.sleep(3)
     assert desk.epoch == epoch
 
 
-@in_world
-async def test_a_tombstone_of_its_epoch_counts_as_lost(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_tombstone_of_its_epoch_counts_as_lost(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     old = desk.epoch
     world.append(REGISTRY, 0, Tombstone(key="worker/w", epoch=old), key="worker/w")
-    await world.until(lambda: desk.worker.epoch not in (None, old))
+    await world.wait_until(lambda: desk.worker.epoch not in (None, old))
 
 
-@in_world
-async def test_an_overwritten_card_is_written_again(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_an_overwritten_card_is_written_again(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     world.append(REGISTRY, 0, Tombstone(key="worker/x"), key="worker/x")
     await desk.start()
     epoch = desk.epoch
@@ -741,92 +799,94 @@ async def test_an_overwritten_card_is_written_again(world: World) -> None:
     assert last.epoch == epoch == desk.epoch
 
 
-@in_world
-async def test_a_newer_process_of_the_same_name_ends_this_one(world: World) -> None:
-    older, newer = Desk(world), Desk(world)
+@scenario_test
+async def test_a_newer_process_of_the_same_name_ends_this_one(world: MemoryWorld) -> None:
+    older, newer = WorkerHarness(world), WorkerHarness(world)
     await older.start()
     older.assign(max_tokens=500)
-    await world.until(lambda: len(older.chunks()) == 3)
+    await world.wait_until(lambda: len(older.chunks()) == 3)
     await newer.start(seed=2)
-    await world.until(lambda: older.life.failed is not None)
-    assert isinstance(older.life.failed, NameTaken)
-    assert "KVLANE_WORKER_ID" in str(older.life.failed)
-    assert newer.life.failed is None
-    await older.life.end()
+    await world.wait_until(lambda: older.life.error is not None)
+    assert isinstance(older.life.error, WorkerIdTaken)
+    assert "KVLANE_WORKER_ID" in str(older.life.error)
+    assert newer.life.error is None
+    await older.life.cancel_tasks()
     await world.sleep(5)
     assert len(older.chunks()) <= 4
-    assert not older.said(LEDGER, Finished)
+    assert not older.records_of(LEDGER, Finished)
 
 
 # --- stop ------------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_stopping_worker_says_so_finishes_its_runs_and_says_goodbye(world: World) -> None:
-    desk = Desk(world)
-    engine = Scripted(world, 4.0, EngineOutput.stop().with_tokens([65]))
+@scenario_test
+async def test_a_stopping_worker_says_so_finishes_its_runs_and_says_goodbye(
+    world: MemoryWorld,
+) -> None:
+    desk = WorkerHarness(world)
+    engine = ScriptedEngine(world, 4.0, EngineOutput.stop().with_tokens([65]))
     await desk.start(engine)
     desk.assign()
     await world.sleep(1)
     stopping = world.spawn(desk.worker.stop())
     await world.sleep(0.1)
-    assert desk.beats()[-1].state == "draining"
+    assert desk.heartbeats()[-1].state == "draining"
     await world.sleep(2.5)
     desk.assign("late")
-    refused = await desk.finished("late")
+    refused = await desk.wait_finished("late")
     assert (refused.code, refused.retryable) == ("worker_full", True)
     await stopping
-    assert (await desk.finished()).code == "stop"
+    assert (await desk.wait_finished()).code == "stop"
     assert engine.calls == ["start", "drain", "cleanup"]
     last = decode(world.records(REGISTRY, 0)[-1])
-    assert last == Tombstone(key="worker/w", epoch=desk.said(REGISTRY, WorkerCard)[-1].epoch)
+    assert last == Tombstone(key="worker/w", epoch=desk.records_of(REGISTRY, WorkerCard)[-1].epoch)
 
 
-@in_world
-async def test_work_that_comes_before_routers_notice_is_still_done(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_work_that_comes_before_routers_notice_is_still_done(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     stopping = world.spawn(desk.worker.stop())
     await world.sleep(0.5)
     desk.assign()
     await stopping
-    assert (await desk.finished()).code == "length"
+    assert (await desk.wait_finished()).code == "length"
 
 
-@in_world
-async def test_runs_that_outlast_the_grace_end_as_broken(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_runs_that_outlast_the_grace_end_as_broken(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start(drain_grace_s=3, max_num_seqs=1)
     desk.assign(max_tokens=5000)
     desk.assign("waits", max_tokens=5000)
     await world.sleep(1)
     await desk.worker.stop()
-    assert (await desk.finished()).code == (await desk.finished("waits")).code == "broken"
+    assert (await desk.wait_finished()).code == (await desk.wait_finished("waits")).code == "broken"
     assert desk.chunks()[-1].finish_reason is None
     count = len(desk.chunks())
     await world.sleep(5)
     assert len(desk.chunks()) == count
 
 
-@in_world
-async def test_a_stop_with_a_dead_broker_ends_all_the_same(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_stop_with_a_dead_broker_ends_all_the_same(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start(drain_grace_s=3)
     desk.assign(max_tokens=5000)
     await world.sleep(1)
     world.broker.available = False
     await asyncio.wait_for(desk.worker.stop(), 60)
-    await desk.life.end()
-    assert desk.life.tasks == 0
+    await desk.life.cancel_tasks()
+    assert desk.life.task_count == 0
 
 
-@in_world
-async def test_a_failing_drain_does_not_keep_it_from_leaving(world: World) -> None:
-    class Bad(Scripted):
+@scenario_test
+async def test_a_failing_drain_does_not_keep_it_from_leaving(world: MemoryWorld) -> None:
+    class Bad(ScriptedEngine):
         async def drain(self) -> None:
             raise RuntimeError("transfer stuck")
 
-    desk = Desk(world)
+    desk = WorkerHarness(world)
     engine = Bad(world)
     await desk.start(engine)
     await desk.worker.stop()
@@ -834,32 +894,32 @@ async def test_a_failing_drain_does_not_keep_it_from_leaving(world: World) -> No
     assert isinstance(decode(world.records(REGISTRY, 0)[-1]), Tombstone)
 
 
-@in_world
-async def test_nothing_is_left_when_all_runs_are_over(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_nothing_is_left_when_all_runs_are_over(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
-    tasks = desk.life.tasks
+    tasks = desk.life.task_count
     for n in range(30):
         desk.assign(f"r{n}")
     for n in range(30):
-        await desk.finished(f"r{n}")
+        await desk.wait_finished(f"r{n}")
     await world.sleep(0.5)
-    assert desk.life.tasks == tasks
+    assert desk.life.task_count == tasks
 
 
-@in_world
-async def test_a_fenced_zombie_shows_nothing(world: World) -> None:
-    desk = Desk(world)
+@scenario_test
+async def test_a_fenced_zombie_shows_nothing(world: MemoryWorld) -> None:
+    desk = WorkerHarness(world)
     await desk.start()
     desk.assign(max_tokens=10)
-    await world.until(lambda: len(desk.chunks()) == 3)
+    await world.wait_until(lambda: len(desk.chunks()) == 3)
     lane = lane_of("a", world.lanes)
     world.append(RESPONSES, lane, Fence(id="a", attempt=1), key="a")
-    await desk.finished()
+    await desk.wait_finished()
     transcript = Transcript("a")
     for record in world.records(RESPONSES, lane):
         shown = decode(record)
         assert isinstance(shown, Chunk | Fence)
-        transcript.feed(shown)
+        transcript.apply(shown)
     assert transcript.tokens == echo_answer(PROMPT, 10)[:3]
-    assert not transcript.over
+    assert not transcript.is_over

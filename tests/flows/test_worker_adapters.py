@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.engine.attached import beside
-from app.engine.attached.beside import Attachment
-from app.engine.attached.passing import PassingEngine
+from app.engine.attached import server_engine
+from app.engine.attached.passthrough_engine import PassthroughEngine
+from app.engine.attached.server_engine import ServerAddress
 from app.engine.echo import EchoEngine
-from app.engine.validator import ValidatedEngine
+from app.engine.validator import ValidatingEngine
 from streams.clock import SystemClock
-from streams.records import Assigned, Hints, WorkerCard
+from streams.records import Assigned, WorkerCard
+from streams.request import Hints
 from streams.topics import LEDGER, REGISTRY, REQUESTS
-from tests.desks import Desk
 from tests.flows.test_attached_faults import RealWorld, until
-from tests.routers import PROMPT, read, route, write
-from tests.servers import Exchange, OpenAiServer
-from tests.worlds import World, in_world
+from tests.harness.fake_worker import PROMPT, append_record, read_records, start_router
+from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.harness.model_servers import ScriptedServer, ServerExchange
+from tests.harness.worker_harness import WorkerHarness
 
 FOR_ADA = replace(PROMPT, model="echo", hints=Hints(lora_name="ada"))
 
@@ -33,19 +34,21 @@ class Adaptable(EchoEngine):
         return self.has
 
 
-async def begun(world: World) -> tuple[Desk, Adaptable]:
-    desk, engine = Desk(world), Adaptable(world.clock, 0.1)
-    await desk.start(ValidatedEngine(engine))
+async def begun(world: MemoryWorld) -> tuple[WorkerHarness, Adaptable]:
+    desk, engine = WorkerHarness(world), Adaptable(world.clock, 0.1)
+    await desk.start(ValidatingEngine(engine))
     return desk, engine
 
 
-def cards(desk: Desk) -> list[WorkerCard]:
-    said: list[WorkerCard] = desk.said(REGISTRY, WorkerCard)
+def cards(desk: WorkerHarness) -> list[WorkerCard]:
+    said: list[WorkerCard] = desk.records_of(REGISTRY, WorkerCard)
     return said
 
 
-@in_world
-async def test_an_adapter_that_comes_and_goes_is_on_the_card_of_the_same_life(world: World) -> None:
+@scenario_test
+async def test_an_adapter_that_comes_and_goes_is_on_the_card_of_the_same_life(
+    world: MemoryWorld,
+) -> None:
     desk, engine = await begun(world)
     await world.sleep(5)
     told = len(cards(desk))
@@ -58,15 +61,15 @@ async def test_an_adapter_that_comes_and_goes_is_on_the_card_of_the_same_life(wo
     assert {card.epoch for card in new} == {desk.epoch}
 
 
-@in_world
-async def test_requests_for_an_adapter_go_where_it_was_loaded_since(world: World) -> None:
+@scenario_test
+async def test_requests_for_an_adapter_go_where_it_was_loaded_since(world: MemoryWorld) -> None:
     desk, engine = await begun(world)
-    await route(world)
+    await start_router(world)
     engine.has = ("ada",)
     await world.sleep(5)
-    write(world, REQUESTS, FOR_ADA)
-    await desk.finished(FOR_ADA.id)
-    (decision,) = read(world, LEDGER, Assigned, FOR_ADA.id)
+    append_record(world, REQUESTS, FOR_ADA)
+    await desk.wait_finished(FOR_ADA.id)
+    (decision,) = read_records(world, LEDGER, Assigned, FOR_ADA.id)
     assert decision.worker == desk.name
 
 
@@ -74,21 +77,21 @@ async def test_requests_for_an_adapter_go_where_it_was_loaded_since(world: World
 async def test_what_a_server_loads_while_it_runs_is_on_the_card(
     after: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "ADAPTERS_S", 0.05)
+    monkeypatch.setattr(server_engine, "ADAPTERS_POLL_S", 0.05)
     names = ["theirs", "bob"]
 
-    async def models(exchange: Exchange) -> None:
+    async def models(exchange: ServerExchange) -> None:
         parents: list[dict[str, Any]] = [{}] + [{"parent": "theirs"}] * 9
         listed = [{"id": n} | parent for n, parent in zip(names, parents, strict=False)]
         await exchange.answer({"data": listed})
 
-    async with OpenAiServer() as server:
+    async with ScriptedServer() as server:
         server.handlers["/v1/models"] = models
-        desk = Desk(RealWorld())
-        where = Attachment(server.url, silence_s=5.0, start_s=5.0)
-        engine = PassingEngine(SystemClock(), where, "chat", serves_as="m")
-        await desk.start(ValidatedEngine(engine), heartbeat_s=0.1)
+        desk = WorkerHarness(RealWorld())
+        where = ServerAddress(server.url, read_timeout_s=5.0, start_timeout_s=5.0)
+        engine = PassthroughEngine(SystemClock(), where, "chat", served_name="m")
+        await desk.start(ValidatingEngine(engine), heartbeat_interval_s=0.1)
         assert cards(desk)[-1].config.lora_names == ("bob",)
         names[:] = after
         await until(lambda: cards(desk)[-1].config.lora_names == (tuple(after[1:]) or None))
-        await desk.life.end()
+        await desk.life.cancel_tasks()

@@ -8,15 +8,18 @@ from itertools import pairwise
 
 import pytest
 
-from app.engine.batch import Shape
-from app.engine.continuation import Speaker
-from app.engine.contract import BlocksListener
-from app.engine.simulated import SimulatedEngine
-from app.engine.validator import ValidatedEngine
-from app.serving import cache_events
-from app.serving.cache_events import AGAIN_PER_RETENTION, PIECE_S
+from app.engine.interface import KvEventListener
+from app.engine.simulated.batch import EngineLimits
+from app.engine.simulated.block_cache import BlockCache
+from app.engine.simulated.engine import SimulatedEngine
+from app.engine.simulated.text_generator import TextGenerator
+from app.engine.validator import ValidatingEngine
+from app.serving import kv_event_publisher
+from app.serving.kv_event_publisher import REPUBLISH_CHUNK_INTERVAL_S, REPUBLISHES_PER_RETENTION
 from app.settings import Settings
-from indexer.engine_events import (
+from indexer.block_hashes import local_hashes
+from indexer.block_keys import prompt_keys
+from indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
@@ -24,24 +27,24 @@ from indexer.engine_events import (
     EngineHash,
     EventsLost,
 )
-from indexer.events import Columns
-from indexer.events import decode as events_of
-from indexer.hashing import local_hashes
-from indexer.keys import prompt_keys
-from indexer.lives import Holder
-from indexer.reference import ReferenceIndex
+from indexer.epochs import CacheId
+from indexer.events import EventColumns
+from indexer.events import decode_events as events_of
+from indexer.reference_index import ReferenceIndex
 from streams.codecs import decode, pack_tokens
-from streams.memory.broker import Fate
+from streams.memory.broker_faults import AppendFate
 from streams.records import Blocks, Heartbeat, Lost, PrefillDone
 from streams.topics import KV_EVENTS, partition_of
-from tests.desks import Desk
-from tests.worlds import World, play
+from tests.harness.memory_world import MemoryWorld, run_scenario
+from tests.harness.worker_harness import WorkerHarness
 
 SIZE = 4
-SHAPE = Shape(block_size=SIZE, blocks=24, max_sequences=4)
-SECRET = Settings(worker_id="-", router_id="-").key_secret()
-HOLDER = Holder("w", 0)
-SAYS = Speaker(["a b c d"], lambda text: [1, 2, 3, 4] if text[0] == "a" else [5, 6, 7, 8], None)
+SHAPE = EngineLimits(block_size=SIZE, cache_blocks=24, max_sequences=4)
+SECRET = Settings(worker_id="-", router_id="-").block_key_secret()
+HOLDER = CacheId("w", 0)
+SAYS = TextGenerator(
+    ["a b c d"], lambda text: [1, 2, 3, 4] if text[0] == "a" else [5, 6, 7, 8], None
+)
 DAY_S = 86_400.0
 
 
@@ -50,7 +53,7 @@ class Watched(SimulatedEngine):
 
     prefixes: dict[EngineHash, tuple[int, ...]]
 
-    def listen(self, listener: BlocksListener) -> None:
+    def set_kv_event_listener(self, listener: KvEventListener) -> None:
         self.prefixes = {}
 
         def both(events: Sequence[EngineEvent]) -> None:
@@ -58,7 +61,12 @@ class Watched(SimulatedEngine):
                 self._note(event)
             listener(events)
 
-        super().listen(both)
+        super().set_kv_event_listener(both)
+
+    def clear_cache(self) -> None:
+        assert not self.used_blocks
+        self._state.cache = BlockCache(SHAPE.cache_blocks)
+        self._publish([AllCleared()])
 
     def _note(self, event: EngineEvent) -> None:
         match event:
@@ -74,17 +82,17 @@ class Watched(SimulatedEngine):
                 self.prefixes.clear()
 
 
-class Cached(Desk):
+class Cached(WorkerHarness):
     """A worker with a small cache, and what the log says about it."""
 
     engine: Watched
 
-    async def begin(self, seed: int = 1, shape: Shape = SHAPE) -> None:
+    async def begin(self, seed: int = 1, shape: EngineLimits = SHAPE) -> None:
         clock = self.world.clock
         self.engine = Watched(
             clock, shape, context_length=shape.capacity_tokens, continuation=SAYS, speedup=20
         )
-        await self.start(ValidatedEngine(self.engine), seed=seed)
+        await self.start(ValidatingEngine(self.engine), seed=seed)
 
     async def ask(self, *prompts: int, tokens: int = 20, answer: int = 6) -> None:
         """Serve prompts, each named by a number, which share nothing with one another."""
@@ -94,7 +102,7 @@ class Cached(Desk):
             self.assign(
                 name, prompt=range(1000 * prompt, 1000 * prompt + tokens), max_tokens=answer
             )
-            asked.append(self.finished(name))
+            asked.append(self.wait_finished(name))
         await asyncio.gather(*asked)
 
     def index(self, after: int = 0) -> ReferenceIndex:
@@ -106,38 +114,40 @@ class Cached(Desk):
                 continue
             match decode(raw):
                 case Blocks() as record:
-                    columns = Columns(
+                    columns = EventColumns(
                         record.kinds, record.tiers, record.positions, record.counts, record.keys
                     )
-                    holder = Holder(record.worker, record.rank)
+                    holder = CacheId(record.worker, record.rank)
                     events = events_of(columns)
-                    index.apply(0, holder, record.epoch, record.first_event_id, events)
+                    index.apply_events(0, holder, record.epoch, record.first_event_id, events)
                 case Heartbeat() as beat:
                     for rank, last in enumerate(beat.last_event_ids):
-                        index.heard(0, Holder(beat.worker, rank), beat.epoch, last)
+                        index.on_heartbeat(0, CacheId(beat.worker, rank), beat.epoch, last)
                 case Lost() as lost:
-                    index.lose(0, lost.worker, lost.epoch)
+                    index.end_epoch(0, lost.worker, lost.epoch)
         return index
 
     def differences(self, index: ReferenceIndex | None = None) -> list[str]:
         index = index or self.index()
         held = set(self.engine.prefixes.values())
         found = []
-        if index.blocks(HOLDER) != len(held):
-            found.append(f"{index.blocks(HOLDER)} blocks in the index, {len(held)} in the cache")
+        if index.block_count(HOLDER) != len(held):
+            found.append(
+                f"{index.block_count(HOLDER)} blocks in the index, {len(held)} in the cache"
+            )
         for prefix in held:
-            overlap = index.match(prompt_keys(local_hashes(prefix, SIZE), SECRET).tolist())
+            overlap = index.match_prefix(prompt_keys(local_hashes(prefix, SIZE), SECRET).tolist())
             depth = 0
             while prefix[: (depth + 1) * SIZE] in held and depth < len(prefix) // SIZE:
                 depth += 1
-            told = overlap[HOLDER].blocks if HOLDER in overlap else 0
+            told = overlap[HOLDER].total_blocks if HOLDER in overlap else 0
             if told != depth:
                 found.append(f"{told} of {depth} blocks of {prefix}")
         return found
 
     async def settle(self) -> None:
         """Returns when log and cache agree, with not a single gap seen on the way."""
-        await self.world.until(lambda: not self.differences(), 30)
+        await self.world.wait_until(lambda: not self.differences(), 30)
         assert self.engine.prefixes
         assert self.index().counters.gaps == 0
 
@@ -146,7 +156,7 @@ class Cached(Desk):
         self.world.append(
             KV_EVENTS, partition_of(b"w", self.world.broker.partitions[KV_EVENTS]), lost, key="w"
         )
-        self.tell(lost)
+        self.send(lost)
 
 
 Scenario = Callable[[Cached], Coroutine[None, None, None]]
@@ -154,12 +164,12 @@ Scenario = Callable[[Cached], Coroutine[None, None, None]]
 
 def with_cache(scenario: Scenario) -> Callable[[], None]:
     def test() -> None:
-        async def begun(world: World) -> None:
+        async def begun(world: MemoryWorld) -> None:
             cached = Cached(world)
             await cached.begin()
             await scenario(cached)
 
-        play(begun)
+        run_scenario(begun)
 
     test.__name__ = scenario.__name__
     return test
@@ -185,7 +195,7 @@ async def test_blocks_that_had_to_go_are_gone(desk: Cached) -> None:
         await desk.ask(prompt)
     await desk.settle()
     keys = prompt_keys(local_hashes(range(20), SIZE), SECRET).tolist()
-    assert HOLDER not in desk.index().match(keys), "the first prompt made room for the last"
+    assert HOLDER not in desk.index().match_prefix(keys), "the first prompt made room for the last"
 
 
 @with_cache
@@ -194,7 +204,7 @@ async def test_a_new_epoch_says_again_what_the_cache_holds(desk: Cached) -> None
     await desk.settle()
     old = desk.epoch
     desk.lose()
-    await desk.world.until(lambda: desk.worker.epoch not in (None, old))
+    await desk.world.wait_until(lambda: desk.worker.epoch not in (None, old))
     await desk.settle()
     assert desk.index().is_complete(HOLDER)
     await desk.ask(3)
@@ -207,9 +217,9 @@ async def test_only_the_newest_epoch_is_told_of(desk: Cached) -> None:
         await desk.ask(1)
         old = desk.epoch
         desk.lose()
-        await desk.world.until(lambda old=old: desk.worker.epoch not in (None, old))  # type: ignore[misc]
+        await desk.world.wait_until(lambda old=old: desk.worker.epoch not in (None, old))  # type: ignore[misc]
     for prompt in range(12):
-        desk.world.faults.next_fates(KV_EVENTS, Fate.LOST, Fate.KEPT, Fate.LOST)
+        desk.world.faults.next_fates(KV_EVENTS, AppendFate.LOST, AppendFate.KEPT, AppendFate.LOST)
         await desk.ask(prompt)
     await desk.settle()  # two writers would overtake each other, and leave a gap
 
@@ -218,13 +228,13 @@ async def test_only_the_newest_epoch_is_told_of(desk: Cached) -> None:
 async def test_what_happens_between_two_epochs_is_not_forgotten(desk: Cached) -> None:
     await desk.ask(1)
     desk.assign("a", prompt=range(40), max_tokens=40)
-    await desk.world.until(lambda: len(desk.chunks("a")) > 2)
+    await desk.world.wait_until(lambda: len(desk.chunks("a")) > 2)
     desk.world.faults.slow["append"] = 1.0  # registering takes seconds
     desk.lose()
-    await desk.world.until(lambda: desk.worker.epoch is None)
+    await desk.world.wait_until(lambda: desk.worker.epoch is None)
     await desk.world.sleep(1)
-    assert desk.engine.clear_cache()
-    await desk.world.until(lambda: desk.worker.epoch is not None)
+    desk.engine.clear_cache()
+    await desk.world.wait_until(lambda: desk.worker.epoch is not None)
     desk.world.faults.slow.clear()
     await desk.ask(2)
     await desk.settle()
@@ -234,19 +244,20 @@ async def test_what_happens_between_two_epochs_is_not_forgotten(desk: Cached) ->
 async def test_a_restarted_worker_loses_its_old_blocks(desk: Cached) -> None:
     await desk.ask(1, 2)
     await desk.settle()
-    desk.worker._log.cut()  # type: ignore[attr-defined]
-    await desk.life.end()
+    desk.worker._log.kill()  # type: ignore[attr-defined]
+    await desk.life.cancel_tasks()
     await desk.begin(seed=2)
     await desk.world.sleep(1)
-    assert desk.index().blocks(HOLDER) == 0
+    assert desk.index().block_count(HOLDER) == 0
     await desk.ask(3)
     await desk.settle()
 
 
 @pytest.mark.parametrize(
-    "fates", [[Fate.LOST], [Fate.UNREPORTED], [Fate.LOST, Fate.UNREPORTED] * 3]
+    "fates",
+    [[AppendFate.LOST], [AppendFate.UNREPORTED], [AppendFate.LOST, AppendFate.UNREPORTED] * 3],
 )
-def test_records_without_acknowledgement_are_repeated_in_order(fates: list[Fate]) -> None:
+def test_records_without_acknowledgement_are_repeated_in_order(fates: list[AppendFate]) -> None:
     async def scenario(desk: Cached) -> None:
         for prompt in range(8):
             desk.world.faults.next_fates(KV_EVENTS, *fates)
@@ -260,7 +271,7 @@ def test_records_without_acknowledgement_are_repeated_in_order(fates: list[Fate]
 @with_cache
 async def test_an_outage_is_made_up_for(desk: Cached) -> None:
     desk.assign("a", prompt=range(40), max_tokens=40)
-    await desk.world.until(lambda: len(desk.chunks("a")) > 2)
+    await desk.world.wait_until(lambda: len(desk.chunks("a")) > 2)
     desk.world.broker.available = False
     await desk.world.sleep(20)
     desk.world.broker.available = True
@@ -269,31 +280,31 @@ async def test_an_outage_is_made_up_for(desk: Cached) -> None:
 
 @with_cache
 async def test_a_slow_log_does_not_hold_up_the_engine(desk: Cached) -> None:
-    steps = desk.engine.steps
+    steps = desk.engine.step_count
     world = desk.world
-    world.faults.next_fates(KV_EVENTS, *[Fate.LOST] * 1000)
+    world.faults.next_fates(KV_EVENTS, *[AppendFate.LOST] * 1000)
     for number in range(4):
         desk.assign(f"r{number}", prompt=range(1000 * number, 1000 * number + 20), max_tokens=20)
     await world.sleep(3)
-    assert desk.engine.steps - steps >= 20
-    assert desk.engine.running == 0
+    assert desk.engine.step_count - steps >= 20
+    assert desk.engine.running_count == 0
     world.faults.fates.clear()
     await desk.settle()
 
 
 @with_cache
 async def test_events_of_one_moment_share_a_record(desk: Cached) -> None:
-    before = len(desk.said(KV_EVENTS, Blocks))
+    before = len(desk.records_of(KV_EVENTS, Blocks))
     await desk.ask(1, 2, 3, tokens=24, answer=1)
     await desk.settle()
-    assert len(desk.said(KV_EVENTS, Blocks)) - before == 1
+    assert len(desk.records_of(KV_EVENTS, Blocks)) - before == 1
 
 
 @with_cache
 async def test_records_name_the_model_and_the_secret_of_their_keys(desk: Cached) -> None:
     await desk.ask(1)
     await desk.settle()
-    for record in desk.said(KV_EVENTS, Blocks):
+    for record in desk.records_of(KV_EVENTS, Blocks):
         assert record.model == "simulated"
         assert record.hash_fingerprint == SECRET.fingerprint
 
@@ -305,7 +316,7 @@ async def test_all_of_it_is_said_again_before_the_log_forgets_it(desk: Cached) -
     number = partition_of(b"w", desk.world.broker.partitions[KV_EVENTS])
     for _ in range(2):
         forgotten = desk.world.records(KV_EVENTS, number)[-1].offset + 1
-        await desk.world.sleep(DAY_S / AGAIN_PER_RETENTION + 1)
+        await desk.world.sleep(DAY_S / REPUBLISHES_PER_RETENTION + 1)
         assert not desk.differences(desk.index(forgotten))
     assert not desk.differences()
 
@@ -313,21 +324,21 @@ async def test_all_of_it_is_said_again_before_the_log_forgets_it(desk: Cached) -
 def test_workers_that_start_together_do_not_announce_together() -> None:
     told_at = []
 
-    async def scenario(world: World, seed: int) -> None:
+    async def scenario(world: MemoryWorld, seed: int) -> None:
         desk = Cached(world)
         await desk.begin(seed)
         await desk.ask(1)
         await desk.settle()
-        begun, records = world.broker.now_ms(), len(desk.said(KV_EVENTS, Blocks))
-        await world.sleep(DAY_S / AGAIN_PER_RETENTION)
+        begun, records = world.broker.now_ms(), len(desk.records_of(KV_EVENTS, Blocks))
+        await world.sleep(DAY_S / REPUBLISHES_PER_RETENTION)
         number = partition_of(b"w", world.broker.partitions[KV_EVENTS])
         blocks = [r for r in world.records(KV_EVENTS, number) if isinstance(decode(r), Blocks)]
         told_at.append((blocks[records].timestamp - begun) / 1000)
 
     for seed in (1, 2):
-        play(lambda world, seed=seed: scenario(world, seed))  # type: ignore[misc]
+        run_scenario(lambda world, seed=seed: scenario(world, seed))  # type: ignore[misc]
     assert abs(told_at[0] - told_at[1]) > 60
-    assert min(told_at) > DAY_S / AGAIN_PER_RETENTION / 2 - 60
+    assert min(told_at) > DAY_S / REPUBLISHES_PER_RETENTION / 2 - 60
 
 
 @with_cache
@@ -337,12 +348,12 @@ async def test_an_announcement_is_spread_and_holds_up_nothing(desk: Cached) -> N
     number = partition_of(b"w", desk.world.broker.partitions[KV_EVENTS])
     before = len(desk.world.records(KV_EVENTS, number))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_events, "PIECE_BLOCKS", 2)
+        patch.setattr(kv_event_publisher, "REPUBLISH_CHUNK_BLOCKS", 2)
         (events,) = desk.worker._cache_events
-        events.bridge.announce(desk.world.clock.now(), clear=True)
-        events._changed.ring()
-        await desk.world.sleep(3.5 * PIECE_S)
-        desk.worker._heard_of_blocks([BlocksStored([1], None, [7] * SIZE, SIZE)])
+        events.normalizer.start_announcement(desk.world.clock.now(), clear=True)
+        events._changed.notify_all()
+        await desk.world.sleep(3.5 * REPUBLISH_CHUNK_INTERVAL_S)
+        desk.worker._on_engine_events([BlocksStored([1], None, [7] * SIZE, SIZE)])
         await desk.world.sleep(1)
     told = [
         (raw.timestamp, record)
@@ -351,20 +362,20 @@ async def test_an_announcement_is_spread_and_holds_up_nothing(desk: Cached) -> N
     ]
     (new,) = prompt_keys(local_hashes([7] * SIZE, SIZE), SECRET).tolist()
     with_new = [at for at, record in told if new.to_bytes(8, "little") in record.keys]
-    assert with_new[0] < told[-1][0] - 2 * PIECE_S * 1000, "in between"
+    assert with_new[0] < told[-1][0] - 2 * REPUBLISH_CHUNK_INTERVAL_S * 1000, "in between"
     pieces = [at for at, record in told if at not in with_new]
     assert len(pieces) > 5
     assert all(len(record.keys) <= 2 * 8 for _, record in told)
-    assert all(b - a >= PIECE_S * 1000 - 1 for a, b in pairwise(pieces))
+    assert all(b - a >= REPUBLISH_CHUNK_INTERVAL_S * 1000 - 1 for a, b in pairwise(pieces))
 
 
 @with_cache
 async def test_more_than_may_wait_is_replaced_by_what_the_cache_holds(desk: Cached) -> None:
     await desk.ask(1)
     await desk.settle()
-    bridge = desk.worker._cache_events[0].bridge
+    bridge = desk.worker._cache_events[0].normalizer
     bridge._max_pending = 8
-    desk.world.faults.next_fates(KV_EVENTS, *[Fate.LOST] * 1000)
+    desk.world.faults.next_fates(KV_EVENTS, *[AppendFate.LOST] * 1000)
     for n in range(2, 14):
         await desk.ask(n)
     assert bridge._pending_blocks < 24
@@ -383,19 +394,19 @@ async def test_after_lost_events_only_what_the_engine_continues_is_told_again(
     await desk.settle()
     number = partition_of(b"w", desk.world.broker.partitions[KV_EVENTS])
     before = desk.world.records(KV_EVENTS, number)[-1].offset + 1
-    desk.worker._heard_of_blocks([EventsLost()])
+    desk.worker._on_engine_events([EventsLost()])
     await desk.world.sleep(1)
     anew = desk.index(before)
     assert anew.is_complete(HOLDER), "it begins with cleared"
-    assert not anew.blocks(HOLDER)
+    assert not anew.block_count(HOLDER)
     await desk.ask(1, answer=6 + 2 * SIZE)
     await desk.world.sleep(1)
     known = desk.index(before)
     continued, doubtful = (
-        known.match(prompt_keys(local_hashes(range(n, n + 20), SIZE), SECRET).tolist())
+        known.match_prefix(prompt_keys(local_hashes(range(n, n + 20), SIZE), SECRET).tolist())
         for n in (1000, 3000)
     )
-    assert continued[HOLDER].blocks == 20 // SIZE
+    assert continued[HOLDER].total_blocks == 20 // SIZE
     assert HOLDER not in doubtful
 
 
@@ -406,8 +417,8 @@ async def test_heartbeats_tell_how_far_events_have_gone_and_what_the_engine_does
     await desk.ask(1)
     await desk.settle()
     await desk.world.sleep(1)
-    beat = desk.beats()[-1]
-    events = sum(len(record.kinds) for record in desk.said(KV_EVENTS, Blocks))
+    beat = desk.heartbeats()[-1]
+    events = sum(len(record.kinds) for record in desk.records_of(KV_EVENTS, Blocks))
     assert beat.last_event_ids == (events - 1,)
     assert beat.engine is not None
     assert (beat.engine.kv_total_blocks, beat.engine.running) == (24, 0)
@@ -416,7 +427,7 @@ async def test_heartbeats_tell_how_far_events_have_gone_and_what_the_engine_does
 
 @with_cache
 async def test_a_heartbeat_never_runs_ahead_of_the_events(desk: Cached) -> None:
-    desk.world.faults.next_fates(KV_EVENTS, *[Fate.KEPT, Fate.LOST] * 20)
+    desk.world.faults.next_fates(KV_EVENTS, *[AppendFate.KEPT, AppendFate.LOST] * 20)
     await desk.ask(*range(10))
     await desk.world.sleep(30)
     await desk.settle()  # a heartbeat that did would show as a gap
@@ -425,9 +436,9 @@ async def test_a_heartbeat_never_runs_ahead_of_the_events(desk: Cached) -> None:
 @with_cache
 async def test_blocks_of_another_size_than_the_cards_make_it_unhealthy(desk: Cached) -> None:
     event = BlocksStored([1], None, [0] * 8, 8)
-    desk.worker._heard_of_blocks([event])
+    desk.worker._on_engine_events([event])
     await desk.world.sleep(2)
-    beat = desk.beats()[-1]
+    beat = desk.heartbeats()[-1]
     assert beat.state == "unhealthy"
     assert "blocks of 8" in beat.reason
 
@@ -436,8 +447,8 @@ async def test_blocks_of_another_size_than_the_cards_make_it_unhealthy(desk: Cac
 async def test_the_ledger_tells_how_much_of_a_prompt_was_cached(desk: Cached) -> None:
     await desk.ask(1)
     desk.assign("b", prompt=range(1000, 1020), max_tokens=5)
-    finished = await desk.finished("b")
-    (done,) = desk.lane("ledger", PrefillDone, "b")
+    finished = await desk.wait_finished("b")
+    (done,) = desk.lane_records("ledger", PrefillDone, "b")
     assert done.cached_tokens == finished.cached_tokens == 16  # the last token is always computed
     assert 0 < done.prefill_ms <= done.ttft_ms
     usage = desk.chunks("b")[-1].usage
@@ -450,10 +461,10 @@ async def test_a_resumed_run_counts_no_more_cached_tokens_than_the_prompt_has(
     desk: Cached,
 ) -> None:
     desk.assign("a", prompt=range(20), max_tokens=12)
-    await desk.finished("a")
+    await desk.wait_finished("a")
     said = [t for chunk in desk.chunks("a") for t in chunk.token_ids]
     desk.assign("a", attempt=1, prompt=range(20), taken=pack_tokens(said[:10]), max_tokens=12)
-    await desk.world.until(lambda: desk.chunks("a")[-1].attempt == 1)
+    await desk.world.wait_until(lambda: desk.chunks("a")[-1].attempt == 1)
     await desk.world.sleep(1)
     usage = desk.chunks("a")[-1].usage
     assert usage is not None

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.engine.contract import EngineOutput, usage
+from app.engine.interface import EngineOutput, token_usage
 from streams.codecs import pack_tokens
-from streams.records import (
-    Aside,
-    EngineConfig,
-    Finished,
-    LogProb,
-    OpenAiBody,
-    PrefillDone,
-    Request,
-    Started,
-    StopConditions,
-)
+from streams.records import EngineConfig, Finished, LogProb, PassthroughDelta, PrefillDone, Started
+from streams.request import OpenAiBody, Request, StopConditions
 from streams.topics import LEDGER
-from tests.desks import PROMPT, Desk, Scripted, visible
-from tests.worlds import World, in_world
+from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.harness.worker_harness import PROMPT, ScriptedEngine, WorkerHarness, visible
 
 
 def said(text: str) -> list[EngineOutput]:
@@ -27,21 +18,21 @@ def said(text: str) -> list[EngineOutput]:
 
 
 async def answer(
-    world: World, *script: EngineOutput | float, **asked: Any
-) -> tuple[Desk, Scripted]:
+    world: MemoryWorld, *script: EngineOutput | float, **asked: Any
+) -> tuple[WorkerHarness, ScriptedEngine]:
     """A worker that has answered request a, and its engine."""
-    desk, engine = Desk(world), Scripted(world, *script)
+    desk, engine = WorkerHarness(world), ScriptedEngine(world, *script)
     await desk.start(engine)
     over = {name: asked.pop(name) for name in ("attempt", "taken", "taken_chars") if name in asked}
     request = Request(id="a", token_ids=pack_tokens(PROMPT), **asked)
     desk.assign(request=request, **over)
-    await desk.finished()
+    await desk.wait_finished()
     return desk, engine
 
 
-@in_world
+@scenario_test
 async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_is_left(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
     desk, engine = await answer(world, *said("one EN two END three"), 1000.0, stop=stop)
@@ -49,33 +40,33 @@ async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_is_left(
     assert seen.text == "one EN two "
     assert bytes(seen.tokens) == b"one EN two END"
     assert (last.finish_reason, last.stop_reason) == ("stop", "END")
-    assert engine.left
-    assert last.usage == usage(len(PROMPT), 14)
+    assert engine.is_closed
+    assert last.usage == token_usage(len(PROMPT), 14)
 
 
-@in_world
-async def test_text_of_a_body_is_the_engines_and_so_are_its_counts(world: World) -> None:
+@scenario_test
+async def test_text_of_a_body_is_the_engines_and_so_are_its_counts(world: MemoryWorld) -> None:
     asked = OpenAiBody(kind="chat", json=b"{}", prompt_tokens=40)
     script = (
-        EngineOutput(text="", data=(Aside(delta={"reasoning_content": "hm"}),)), 1.0,
+        EngineOutput(text="", data=(PassthroughDelta(delta={"reasoning_content": "hm"}),)), 1.0,
         EngineOutput(text="Good "), 1.0, EngineOutput(text="day", finish_reason="tool_calls",
-                                                      usage=usage(33, 9)),
+                                                      usage=token_usage(33, 9)),
     )  # fmt: skip
     desk, engine = await answer(world, *script, body=asked)
     assert engine.requests[0].body == asked
     seen, last = visible(desk.chunks()), desk.chunks()[-1]
-    assert (seen.text, seen.tokens, seen.asides, seen.holes) == ("Good day", [], 1, 0)
-    assert (last.finish_reason, last.usage) == ("tool_calls", usage(33, 9))
-    (started,) = desk.lane(LEDGER, Started)
+    assert (seen.text, seen.tokens, seen.passthrough_count, seen.gaps) == ("Good day", [], 1, 0)
+    assert (last.finish_reason, last.usage) == ("tool_calls", token_usage(33, 9))
+    (started,) = desk.lane_records(LEDGER, Started)
     assert started.prompt_tokens == 40
-    (prefilled,) = desk.lane(LEDGER, PrefillDone)
+    (prefilled,) = desk.lane_records(LEDGER, PrefillDone)
     assert prefilled.ttft_ms < 500
-    (finished,) = desk.lane(LEDGER, Finished)
+    (finished,) = desk.lane_records(LEDGER, Finished)
     assert (finished.code, finished.output_tokens) == ("stop", 9)
 
 
-@in_world
-async def test_what_may_begin_a_stop_string_is_kept_back(world: World) -> None:
+@scenario_test
+async def test_what_may_begin_a_stop_string_is_kept_back(world: MemoryWorld) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
     desk, _ = await answer(world, *said("x EN"), 1.0, *said("x"), EngineOutput.stop(), stop=stop)
     texts = [chunk.text for chunk in desk.chunks()]
@@ -83,8 +74,8 @@ async def test_what_may_begin_a_stop_string_is_kept_back(world: World) -> None:
     assert "".join(texts) == "x ENx"
 
 
-@in_world
-async def test_a_stop_string_across_a_fence_is_found_once(world: World) -> None:
+@scenario_test
+async def test_a_stop_string_across_a_fence_is_found_once(world: MemoryWorld) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
     taken = pack_tokens([*b"one E"])
     desk, _ = await answer(
@@ -95,8 +86,8 @@ async def test_a_stop_string_across_a_fence_is_found_once(world: World) -> None:
     assert (seen[-1].chars, seen[-1].stop_reason) == (4, "END")
 
 
-@in_world
-async def test_a_stop_string_in_what_is_out_already_ends_it_at_once(world: World) -> None:
+@scenario_test
+async def test_a_stop_string_in_what_is_out_already_ends_it_at_once(world: MemoryWorld) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
     taken = pack_tokens([*b"one END"])
     desk, engine = await answer(world, stop=stop, attempt=1, taken=taken, taken_chars=4)
@@ -105,8 +96,8 @@ async def test_a_stop_string_in_what_is_out_already_ends_it_at_once(world: World
     assert not engine.requests
 
 
-@in_world
-async def test_an_end_of_text_shows_nothing_and_is_no_reason(world: World) -> None:
+@scenario_test
+async def test_an_end_of_text_shows_nothing_and_is_no_reason(world: MemoryWorld) -> None:
     desk, _ = await answer(world, *said("ab\0cd"), 1000.0, eos_token_ids=(0,))
     last = desk.chunks()[-1]
     assert visible(desk.chunks()).text == "ab"
@@ -114,8 +105,8 @@ async def test_an_end_of_text_shows_nothing_and_is_no_reason(world: World) -> No
     assert visible(desk.chunks()).tokens[-1] == 0
 
 
-@in_world
-async def test_log_probabilities_travel_with_their_tokens(world: World) -> None:
+@scenario_test
+async def test_log_probabilities_travel_with_their_tokens(world: MemoryWorld) -> None:
     likely = [(LogProb(65 + n, -0.5), LogProb(66, -1.0)) for n in range(4)]
     outputs = [
         EngineOutput(token_ids=(65, 66), log_probs=tuple(likely[:2])),
@@ -128,32 +119,32 @@ async def test_log_probabilities_travel_with_their_tokens(world: World) -> None:
     assert last.log_probs == (likely[2],), "what lies behind the end is not told"
 
 
-class TextOnly(Scripted):
+class TextOnly(ScriptedEngine):
     """Its tokens are made of text: they serve to count, and to find where to stop."""
 
     async def start(self, worker_id: str) -> EngineConfig:
         return EngineConfig(model="m", gives_tokens=False)
 
 
-@in_world
+@scenario_test
 async def test_an_engine_that_gives_text_only_shows_no_tokens_of_its_own_making(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    desk = Desk(world)
+    desk = WorkerHarness(world)
     await desk.start(TextOnly(world, *said("some"), EngineOutput.stop()))
     desk.assign()
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     seen = visible(desk.chunks())
     assert (seen.text, seen.tokens, finished.output_tokens) == ("some", [], 4)
-    assert desk.chunks()[-1].usage == usage(len(PROMPT), 4)
+    assert desk.chunks()[-1].usage == token_usage(len(PROMPT), 4)
 
 
-@in_world
-async def test_an_engine_that_gives_text_only_continues_no_answer(world: World) -> None:
-    desk, engine = Desk(world), TextOnly(world, *said("some"), EngineOutput.stop())
+@scenario_test
+async def test_an_engine_that_gives_text_only_continues_no_answer(world: MemoryWorld) -> None:
+    desk, engine = WorkerHarness(world), TextOnly(world, *said("some"), EngineOutput.stop())
     await desk.start(engine)
     desk.assign(attempt=1, taken=pack_tokens([*b"one "]), taken_chars=4)
-    finished = await desk.finished()
+    finished = await desk.wait_finished()
     assert (finished.code, finished.retryable) == ("error", True)
     assert not engine.requests
     assert not desk.chunks()

@@ -18,12 +18,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from streams.clock import SystemClock
-from streams.connection import Connection
-from streams.intake import Claim, Intake
-from streams.kafka.log import KafkaLog
-from streams.outbox import Outbox
-from streams.ports import Appended, Batches, Entry, Member, Ownership
-from streams.records import Ended, Fact, Refused, Request
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
+from streams.ports import Appended, Batches, Entry, Member, RebalanceListener
+from streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from streams.record_publisher import RecordPublisher
+from streams.records import Ended, LogRecord, Refused
+from streams.request import Request
 from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS
 
 GROUP = "intake"
@@ -97,7 +98,7 @@ class WatchedLog:
         )
         return appended
 
-    def member(self, topic: str, group: str, ownership: Ownership) -> Member:
+    def member(self, topic: str, group: str, ownership: RebalanceListener) -> Member:
         owner = WatchedOwnership(ownership, self._points)
         return WatchedMember(self._log.member(topic, group, owner), self._points)
 
@@ -105,7 +106,7 @@ class WatchedLog:
 class WatchedOwnership:
     """Points before the intake hears from the group."""
 
-    def __init__(self, ownership: Ownership, points: Points) -> None:
+    def __init__(self, ownership: RebalanceListener, points: Points) -> None:
         self._ownership = ownership
         self._points = points
 
@@ -135,6 +136,9 @@ class WatchedMember:
         self._points.reach("opened")
         self._member.resume(partition)
 
+    def pause(self, partition: int, position: int | None = None) -> None:
+        self._member.pause(partition, position)
+
     async def commit(self, offsets: Mapping[int, int]) -> None:
         await self._points.around("committing", self._member.commit(offsets), "committed")
 
@@ -145,44 +149,44 @@ class WatchedMember:
 class Lanes:
     """Gives every request its effect, in another order than they came in."""
 
-    def __init__(self, outbox: Outbox, points: Points) -> None:
-        self.intake: Intake | None = None
+    def __init__(self, outbox: RecordPublisher, points: Points) -> None:
+        self.intake: GroupConsumer | None = None
         self._outbox = outbox
         self._points = points
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def opened(self, claim: Claim) -> None:
+    def on_claimed(self, claim: PartitionClaim) -> None:
         assert self.intake is not None
         self.intake.resume(claim)
         print(f"owns {claim.partition}", flush=True)  # noqa: T201
 
-    def received(self, claim: Claim, fact: Fact) -> None:
+    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
         self._points.reach("received")
         task = asyncio.get_running_loop().create_task(self._answer(claim, fact))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def closed(self, claim: Claim) -> None:
+    def on_released(self, claim: PartitionClaim) -> None:
         pass
 
-    async def _answer(self, claim: Claim, fact: Fact) -> None:
+    async def _answer(self, claim: PartitionClaim, fact: LogRecord) -> None:
         assert isinstance(fact.record, Request | Refused)
         await asyncio.sleep(0.1 * (3 - fact.offset % 4) + 0.2 * (fact.offset // 4 % 3))
         ended = Ended(id=fact.record.id, code="seen")
-        await self._outbox.persist(LEDGER, fact.record.id, ended, claim.partition)
+        await self._outbox.publish(LEDGER, fact.record.id, ended, claim.partition)
         self._points.reach("acknowledged")
-        claim.done(fact.offset)
+        claim.mark_done(fact.offset)
         self._points.reach("done")
 
 
 async def main(bootstrap_servers: str, prefix: str, point: str = "", number: str = "1") -> None:
     points, clock = Points(point, int(number)), SystemClock()
-    connection = Connection(bootstrap_servers, "intake-child", session_timeout_ms=SESSION_MS)
+    connection = ConnectionOptions(bootstrap_servers, "intake-child", session_timeout_ms=SESSION_MS)
     kafka = KafkaLog(connection, prefix)
     await kafka.start()
     log: Any = WatchedLog(kafka, points)
-    lanes = Lanes(Outbox(log, clock), points)
-    lanes.intake = Intake(log, REQUESTS, GROUP, lanes, clock, commit_every_s=0.05)
+    lanes = Lanes(RecordPublisher(log, clock), points)
+    lanes.intake = GroupConsumer(log, REQUESTS, GROUP, lanes, clock, commit_every_s=0.05)
     await lanes.intake.run()
 
 

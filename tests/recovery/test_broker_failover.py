@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.local import JvmBroker
-from streams.connection import Connection
-from streams.kafka.log import KafkaLog
+from streams.brokers.broker_factory import JvmBroker
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition
 from streams.topics import LEDGER, TOPICS
-from tests.traffic import Traffic
+from tests.harness.record_traffic import RecordTraffic
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ async def log(
     config = next(t for t in TOPICS if t.name == LEDGER).config(min_insync=2)
     ledger = NewTopic(topic_prefix + LEDGER, LANES, 3, topic_configs=config)
     await admin.create_topics([ledger])
-    connection = Connection(
+    connection = ConnectionOptions(
         kafka_cluster.bootstrap_servers, "test", request_timeout_ms=int(1000 * REQUEST_TIMEOUT_S)
     )
     log = KafkaLog(connection, topic_prefix)
@@ -83,22 +83,22 @@ def active_controller(cluster: JvmBroker) -> int:
     return max(elections)[1]
 
 
-async def kill_under_load(log: KafkaLog, cluster: JvmBroker, victim: int) -> Traffic:
+async def kill_under_load(log: KafkaLog, cluster: JvmBroker, victim: int) -> RecordTraffic:
     """Load before, while the broker is away, and through its return."""
-    async with Traffic(log, LEDGER, LANES) as traffic:
-        await traffic.flow(20)
+    async with RecordTraffic(log, LEDGER, LANES) as traffic:
+        await traffic.wait_acknowledged(20)
         await asyncio.to_thread(cluster.node(victim).kill)
-        await traffic.flow(30)
+        await traffic.wait_acknowledged(30)
         await asyncio.to_thread(cluster.node(victim).start)
-        await traffic.flow(30)
+        await traffic.wait_acknowledged(30)
         await traffic.settle()
     return traffic
 
 
-def check(traffic: Traffic) -> None:
+def check(traffic: RecordTraffic) -> None:
     assert traffic.lost == []
-    assert traffic.doubled == []
-    assert traffic.overtaken == []
+    assert traffic.duplicated == []
+    assert traffic.reordered == []
     assert traffic.out_of_order == 0
     assert traffic.given_twice == 0 or traffic.revocations, "given twice without a rebalance"
 
@@ -127,14 +127,14 @@ async def test_hung_leader_is_left_behind_before_requests_time_out(
 ) -> None:
     """Its connections stay open; another broker tells that it is no member any more."""
     victim = kafka_cluster.node((await leaders(admin, log.prefix))[0])
-    async with Traffic(log, LEDGER, LANES) as traffic:
-        await traffic.flow(20)
+    async with RecordTraffic(log, LEDGER, LANES) as traffic:
+        await traffic.wait_acknowledged(20)
         victim.pause()
         try:
-            await traffic.flow(30)
+            await traffic.wait_acknowledged(30)
         finally:
             victim.resume()
-        await traffic.flow(30)
+        await traffic.wait_acknowledged(30)
         await traffic.settle()
     assert 1 < traffic.longest_stall_s < REQUEST_TIMEOUT_S
     check(traffic)
@@ -173,13 +173,13 @@ async def test_leader_whose_disk_is_full_is_left_behind(
 ) -> None:
     """It ends itself at its next write, in the middle of whatever it was asked to keep."""
     victim = kafka_cluster.node((await leaders(admin, log.prefix))[0])
-    async with Traffic(log, LEDGER, LANES) as traffic:
-        await traffic.flow(20)
+    async with RecordTraffic(log, LEDGER, LANES) as traffic:
+        await traffic.wait_acknowledged(20)
         victim.fill_disk()
         await asyncio.to_thread(victim.wait_ended)
-        await traffic.flow(30)
+        await traffic.wait_acknowledged(30)
         await asyncio.to_thread(victim.start)
-        await traffic.flow(30)
+        await traffic.wait_acknowledged(30)
         await traffic.settle()
     assert traffic.failed == {}, "an append took longer than its patience"
     check(traffic)

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from streams.brokers.choice import LOOPBACK, free_ports
+from streams.brokers.broker import LOOPBACK, free_ports
+from streams.brokers.broker_factory import obtain_broker
 from streams.brokers.docker import find_image
-from streams.brokers.java import jars
 from streams.brokers.jvm import JvmBroker, prepare
-from streams.brokers.local import obtain
-from streams.brokers.watchdog import LABEL, MARK, marked
+from streams.brokers.jvm_artifacts import jars
+from streams.brokers.watchdog import LABEL, MARK, marked_processes
 from streams.errors import BrokerUnavailable
-from tests.brokers import BrokerLedger
+from tests.brokers import BrokerUsage
 
 pytestmark = pytest.mark.kafka
 
@@ -32,9 +32,9 @@ DEADLINE_S = 20.0
 
 OWNER = """
 import json, signal, sys
-from streams.brokers.local import obtain
+from streams.brokers.broker_factory import obtain_broker
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
-with obtain(sys.argv[1], brokers=int(sys.argv[2]), report=lambda _: None) as broker:
+with obtain_broker(sys.argv[1], brokers=int(sys.argv[2]), report=lambda _: None) as broker:
     print(json.dumps({
         "servers": broker.bootstrap_servers.split(","),
         "pids": [node.pid for node in getattr(broker, "nodes", ())],
@@ -114,7 +114,7 @@ def watchdogs(directory: str) -> list[int]:
 def assert_nothing_left(broker: dict[str, Any]) -> None:
     directory = broker["directory"]
     eventually(lambda: not any(running(pid) for pid in broker["pids"]), "a JVM runs on")
-    eventually(lambda: not marked(f"{MARK}{directory}"), "a marked process runs on")
+    eventually(lambda: not marked_processes(f"{MARK}{directory}"), "a marked process runs on")
     eventually(lambda: not any(map(listening, broker["servers"])), "a port is still open")
     eventually(lambda: not Path(directory).exists(), "the data is still there")
     eventually(lambda: not watchdogs(directory), "the watchdog runs on")
@@ -184,7 +184,7 @@ def test_owner_is_killed_and_a_fork_of_it_lives_on() -> None:
 
 
 def test_watchdog_was_killed_before_an_orderly_end() -> None:
-    with obtain("jvm", report=lambda _: None) as broker:
+    with obtain_broker("jvm", report=lambda _: None) as broker:
         assert broker.directory is not None
         left: dict[str, Any] = {
             "pids": [node.pid for node in broker.nodes],
@@ -199,7 +199,7 @@ def test_watchdog_was_killed_before_an_orderly_end() -> None:
 @pytest.mark.docker
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_owner_of_a_container_is_ended_by_a_signal(
-    ending: signal.Signals, broker_ledger: BrokerLedger
+    ending: signal.Signals, broker_ledger: BrokerUsage
 ) -> None:
     try:
         find_image(lambda _: None)
@@ -225,11 +225,11 @@ def containers(guard: str) -> list[str]:
 
 
 def test_broker_that_ended_says_so_with_its_log() -> None:
-    with obtain("jvm", report=lambda _: None) as broker:
-        broker.check()
+    with obtain_broker("jvm", report=lambda _: None) as broker:
+        broker.check_running()
         broker.node(1).kill()
         with pytest.raises(BrokerUnavailable, match=r"ended with status -9:\n.*\S"):
-            broker.check()
+            broker.check_running()
 
 
 def test_taken_port_is_named() -> None:
@@ -263,7 +263,7 @@ def test_failing_maven_is_quoted(maven: Callable[[str], Path]) -> None:
 
 def test_owner_is_killed_while_maven_fetches(maven: Callable[[str], Path]) -> None:
     where = maven('sleep 100 & echo $! > "$(dirname "$0")/child"; wait')
-    with owner("from streams.brokers.local import jars\njars(print)") as process:
+    with owner("from streams.brokers.jvm_artifacts import jars\njars(print)") as process:
         cache = where / "cache"
         eventually((where / "child").exists, "Maven was not started")
         process.kill()

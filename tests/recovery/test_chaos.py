@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.chaos import Form, chaos, read
+from app.bench.chaos.chaos_run import ChaosScale, bench_chaos, read_rounds
 from app.bench.report import Report
 from app.settings import Settings
-from streams.brokers.local import Broker
-from tests.leftovers import delete_topics
+from streams.brokers.broker_factory import Broker
+from tests.harness.topic_cleanup import delete_topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -42,20 +42,24 @@ async def test_kills_lose_and_double_nothing_and_the_log_goes_on(
     settings = Settings(
         bootstrap_servers=shared.bootstrap_servers, topic_prefix=PREFIX, cache_dir=tmp_path
     )
-    form = Form(kills=4, kinds=KINDS, rate=3, tokens=40, workers=3)
+    form = ChaosScale(kills=4, kinds=KINDS, rate=3, tokens=40, workers=3)
     log = tmp_path / "rounds.jsonl"
     shares: list[float] = []
-    report = await chaos(settings, form, lambda _: None, shares.append, [], log=log)
+    report = await bench_chaos(settings, form, lambda _: None, shares.append, [], log_file=log)
     check(report, kills=4)
     assert sum(shares) == pytest.approx(1.0)
 
-    again = await chaos(settings, form, lambda _: None, shares.append, read(log), log=log)
+    again = await bench_chaos(
+        settings, form, lambda _: None, shares.append, read_rounds(log), log_file=log
+    )
     assert repr(again.rows) == repr(report.rows), "there was nothing left to kill"
 
 
 @pytest.mark.kafka
 @pytest.mark.cluster
 async def test_brokers_that_die_and_hang_lose_and_double_nothing(tmp_path: Path) -> None:
-    form = Form(kills=2, seed=1, kinds=("broker", "broker-pause"), rate=4, tokens=30, workers=3)
+    form = ChaosScale(
+        kills=2, seed=1, kinds=("broker", "broker-pause"), rate=4, tokens=30, workers=3
+    )
     settings = Settings(topic_prefix=PREFIX, cache_dir=tmp_path)
-    check(await chaos(settings, form, lambda _: None, lambda _: None, []), kills=2)
+    check(await bench_chaos(settings, form, lambda _: None, lambda _: None, []), kills=2)

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from streams.brokers.local import JvmBroker, obtain
+from streams.brokers.broker_factory import JvmBroker, obtain_broker
 from streams.client import Client
 from streams.clock import SystemClock
-from streams.connection import Connection
 from streams.errors import BrokerUnavailable
-from streams.kafka.log import KafkaLog
-from streams.outbox import Outbox
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.provision import create_topics
 from streams.prompt import Prompt
-from streams.provision import create
+from streams.record_publisher import RecordPublisher
 from streams.records import Chunk
 from streams.topics import RESPONSES
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.timeout(180)]
 def broker() -> Iterator[JvmBroker]:
     """A broker of this module's own, since it is killed."""
     try:
-        broker = obtain("jvm", report=lambda _: None)
+        broker = obtain_broker("jvm", report=lambda _: None)
     except BrokerUnavailable as reason:
         pytest.fail(f"no broker to kill: {reason}", pytrace=False)
     with broker:
@@ -43,10 +43,10 @@ def broker() -> Iterator[JvmBroker]:
 async def logs(broker: JvmBroker) -> AsyncIterator[list[KafkaLog]]:
     """A connection for the client and one for the worker."""
     names = ("client", "worker")
-    logs = [KafkaLog(Connection(broker.bootstrap_servers, name), PREFIX) for name in names]
+    logs = [KafkaLog(ConnectionOptions(broker.bootstrap_servers, name), PREFIX) for name in names]
     for log in logs:
         await log.start()
-    await create(logs[0], lanes=4, replication=1, min_insync=1)
+    await create_topics(logs[0], lanes=4, replication=1, min_insync=1)
     yield logs
     for log in logs:
         await log.close()
@@ -56,7 +56,7 @@ def answer(request_id: str) -> list[str]:
     return [f"{request_id[-3:]}.{k} " for k in range(PARTS)]
 
 
-async def write(outbox: Outbox, request_id: str, pace_s: float) -> None:
+async def write(outbox: RecordPublisher, request_id: str, pace_s: float) -> None:
     """A worker's whole reply; what was not acknowledged is sent again."""
     index = 0
     for seq, text in enumerate(answer(request_id)):
@@ -71,7 +71,7 @@ async def write(outbox: Outbox, request_id: str, pace_s: float) -> None:
             chars=index + len(text),
             finish_reason="stop" if seq == PARTS - 1 else None,
         )
-        await outbox.persist(RESPONSES, request_id, chunk)
+        await outbox.publish(RESPONSES, request_id, chunk)
         index += len(text)
         await asyncio.sleep(pace_s)
 
@@ -80,7 +80,7 @@ async def test_streams_survive_the_death_and_return_of_the_broker(
     broker: JvmBroker, logs: list[KafkaLog]
 ) -> None:
     clock = SystemClock()
-    outbox = Outbox(logs[1], clock)
+    outbox = RecordPublisher(logs[1], clock)
     async with Client(logs[0], clock, random.Random(1)) as client:
         ids = [await client.publish(Prompt(id=client.new_request_id())) for _ in range(STREAMS)]
         listening = [asyncio.create_task(client.result(i, DEADLINE_S)) for i in ids]
@@ -110,7 +110,7 @@ async def test_streams_survive_the_death_and_return_of_the_broker(
 async def test_attaching_and_publishing_on_a_real_log(logs: list[KafkaLog]) -> None:
     """Two clients, some ids without a time in them, replies that are under way or over."""
     clock = SystemClock()
-    outbox = Outbox(logs[1], clock)
+    outbox = RecordPublisher(logs[1], clock)
     async with Client(logs[0], clock) as first, Client(logs[1], clock) as second:
         ids = [f"job-{n}" for n in range(STREAMS // 2)]
         ids += [first.new_request_id() for _ in range(STREAMS // 2)]

@@ -19,14 +19,15 @@ pytestmark = pytest.mark.skipif(
 WORKER = r"""
 import asyncio, os, subprocess, sys, random, time
 
-from app.engine.contract import Engine, EngineOutput
+from app.engine.interface import Engine, EngineOutput
 from app.engine.echo import EchoEngine
-from app.engine.leash import Leash
-from app.lifetime import Lifetime
+from app.engine.process_reaper import ProcessReaper
+from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.worker import Worker
 from streams.clock import SystemClock
-from streams.memory.broker import MemoryBroker
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_log import MemoryLog
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -35,7 +36,7 @@ class Forking(EchoEngine):
     # As engines do: one process that it forks, one that it starts in a session of its own with
     # nothing of its owner's but the environment, and one that is started by that one.
     async def start(self, worker_id):
-        self.leash = Leash()
+        self.leash = ProcessReaper()
         known, told = os.pipe()
         pids = [os.fork()]
         if not pids[0]:
@@ -58,21 +59,21 @@ class Forking(EchoEngine):
 
     async def cleanup(self):
         if "tidy" in sys.argv:
-            self.leash.let_go()
+            self.leash.release()
 
 
 async def main():
     clock = SystemClock()
-    log = MemoryBroker(clock, lanes=1).connect("w")
+    log = MemoryLog(MemoryBroker(clock, lanes=1), "w")
     await log.start()
     settings = Settings(_env_file=None, worker_id="w", router_id="-")
-    life = Lifetime("w", clock, random.Random(1))
+    life = ProcessContext("w", clock, random.Random(1))
     worker = Worker(log, settings, life, Forking(clock, 0.1))
     await worker.start()
     print("ready", flush=True)
     if "tidy" in sys.argv:
         await worker.stop()
-        await life.end()
+        await life.cancel_tasks()
     else:
         await asyncio.sleep(600)
 

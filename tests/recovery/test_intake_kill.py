@@ -21,13 +21,13 @@ from typing import NamedTuple, Self
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.choice import Broker
+from streams.brokers.broker import Broker
 from streams.clock import SystemClock
-from streams.connection import Connection
-from streams.kafka.log import KafkaLog
-from streams.outbox import Outbox
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition
-from streams.records import Request
+from streams.record_publisher import RecordPublisher
+from streams.request import Request
 from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS
 from tests.recovery.intake_child import GROUP, POINTS
 
@@ -63,7 +63,7 @@ class Deployment:
         self._servers = bootstrap_servers
         self._tmp = tmp
         self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
-        self._log = KafkaLog(Connection(bootstrap_servers, "witness"), self.prefix)
+        self._log = KafkaLog(ConnectionOptions(bootstrap_servers, "witness"), self.prefix)
         self._positions: dict[Partition, int] = {}
         self._children: list[Process] = []
 
@@ -89,7 +89,7 @@ class Deployment:
 
     async def publish(self, count: int = REQUESTS_AT_ONCE) -> None:
         """Append requests to every lane, and one record among them that cannot be read."""
-        outbox = Outbox(self._log, SystemClock())
+        outbox = RecordPublisher(self._log, SystemClock())
         for number in range(count):
             lane = number % LANES
             request_id = f"r{len(self.published)}"
@@ -99,7 +99,7 @@ class Deployment:
                 self.unreadable.add(Place(appended.partition, appended.offset))
             else:
                 request = Request(id=request_id)
-                appended = await outbox.send(REQUESTS, request_id, request, lane)
+                appended = await outbox.publish_once(REQUESTS, request_id, request, lane)
             self.published[Place(appended.partition, appended.offset)] = request_id
 
     async def start(self, point: str = "", number: int = 1) -> Process:

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.choice import free_ports
+from streams.brokers.broker import free_ports
 from streams.brokers.jvm import JvmBroker
-from streams.connection import Connection
 from streams.errors import BrokerUnavailable
-from streams.kafka.log import KafkaLog
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
 from streams.topics import LEDGER, TOPICS
+from tests.harness.record_traffic import RecordTraffic
 from tests.links import Link
-from tests.traffic import Traffic
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -56,7 +56,7 @@ async def log(link: Link, topic_prefix: str) -> AsyncIterator[KafkaLog]:
         [NewTopic(topic_prefix + LEDGER, PARTITIONS, 1, topic_configs=config)]
     )
     await admin.close()
-    connection = Connection(
+    connection = ConnectionOptions(
         servers, "test", request_timeout_ms=int(REQUEST_TIMEOUT_S * 1000), session_timeout_ms=3000
     )
     log = KafkaLog(connection, topic_prefix)
@@ -66,9 +66,9 @@ async def log(link: Link, topic_prefix: str) -> AsyncIterator[KafkaLog]:
     await log.close()
 
 
-def check(traffic: Traffic) -> None:
-    assert (traffic.lost, traffic.doubled) == ([], [])
-    assert (traffic.overtaken, traffic.out_of_order) == ([], 0)
+def check(traffic: RecordTraffic) -> None:
+    assert (traffic.lost, traffic.duplicated) == ([], [])
+    assert (traffic.reordered, traffic.out_of_order) == ([], 0)
     assert traffic.given_twice == 0 or traffic.revocations
 
 
@@ -78,12 +78,12 @@ async def test_a_network_that_stops_for_a_while_loses_and_doubles_nothing(
 ) -> None:
     """What was sent meanwhile arrives afterwards, when its sender has given it up and sent it again
     on another connection; the longer time is past the patience of an append."""
-    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
-        await traffic.flow(20)
+    async with RecordTraffic(log, LEDGER, PARTITIONS) as traffic:
+        await traffic.wait_acknowledged(20)
         link.stall()
         await asyncio.sleep(stall_s)
         link.flow()
-        await traffic.flow(20)
+        await traffic.wait_acknowledged(20)
         await traffic.settle()
     assert traffic.longest_stall_s >= stall_s - 0.5, "the network did not stop"
     check(traffic)
@@ -92,10 +92,10 @@ async def test_a_network_that_stops_for_a_while_loses_and_doubles_nothing(
 async def test_connections_that_are_cut_again_and_again_lose_and_double_nothing(
     log: KafkaLog, link: Link
 ) -> None:
-    async with Traffic(log, LEDGER, PARTITIONS) as traffic:
+    async with RecordTraffic(log, LEDGER, PARTITIONS) as traffic:
         for _ in range(5):
-            await traffic.flow(5)
+            await traffic.wait_acknowledged(5)
             await link.cut()
-        await traffic.flow(10)
+        await traffic.wait_acknowledged(10)
         await traffic.settle()
     check(traffic)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.several import Form, several
+from app.bench.routing.routers_kafka import RouterScale, bench_kafka_routers
 from app.settings import Settings
-from streams.brokers.local import Broker
-from tests.leftovers import delete_topics
+from streams.brokers.broker_factory import Broker
+from tests.harness.topic_cleanup import delete_topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 PREFIX = "several."
-FORM = Form(workers=2, rate=16, phase_s=1.5, lanes=8, bursts=1)
+FORM = RouterScale(workers=2, rate=16, phase_s=1.5, lanes=8, bursts=1)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ async def test_three_routers_agree_with_the_log_and_with_each_other(
         bootstrap_servers=shared.bootstrap_servers, topic_prefix=PREFIX, cache_dir=tmp_path
     )
     shares: list[float] = []
-    report = await several(settings, FORM, lambda _: None, shares.append)
+    report = await bench_kafka_routers(settings, FORM, lambda _: None, shares.append)
     assert [bar.name for bar in report.bars if not bar.met] == []
     assert sum(shares) == pytest.approx(1.0)
     assert [(row["routers"], row["arrivals"]) for row in report.rows] == [

@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from app.demo.asked import Asked
-from app.demo.stage import free_port
-from app.preprocess.openai import Kind
+from app.demo.expected_answers import DemoAnswer
+from app.local.processes import free_port
+from app.preprocess.requests.openai_requests import TokenizedKind
 from app.settings import Settings
-from streams import provision
-from streams.brokers.local import Broker
+from streams.brokers.broker_factory import Broker
 from streams.codecs import decode
-from streams.kafka.log import KafkaLog
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
 from streams.records import Chunk, End, Fence
+from streams.responses.transcript import Transcript
 from streams.topics import PROMPTS, RESPONSES, lane_of
-from streams.transcript import Transcript
 from tests.deployments import Deployment, Part
-from tests.java import java_publishes, java_reads, shown
-from tests.leftovers import delete_topics
-from tests.users import ANSWER_S, CLOCK, Listener, Users
+from tests.harness.http_and_kafka_clients import ANSWER_S, CLOCK, DeploymentClients, SseListener
+from tests.harness.java_tools import java_publishes, java_reads, transcript_of
+from tests.harness.topic_cleanup import delete_topics
 
 LANES = 8
 GRACE_S = 30.0
@@ -56,9 +56,9 @@ class Ground(NamedTuple):
 
 
 async def set_up(settings: Settings) -> None:
-    log = KafkaLog(settings.connection("test"), prefix=settings.topic_prefix)
+    log = KafkaLog(settings.kafka_connection("test"), prefix=settings.topic_prefix)
     await log.start()
-    await provision.create(log, lanes=LANES, replication=1, min_insync=1)
+    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
     await log.close()
 
 
@@ -70,13 +70,13 @@ def ground(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "topic_prefix": prefix,
         "lanes": LANES,
         "cache_dir": tmp_path_factory.mktemp("cache"),
-        "heartbeat_s": 0.4,
+        "heartbeat_interval_s": 0.4,
         "worker_timeout_s": 2,
         "session_timeout_ms": 2000,
         "drain_grace_s": GRACE_S,
         "max_attempts": 10,  # on a busy machine a worker that lives may count as dead
         "engine_speedup": 0.05,  # answers of seconds in few pieces, so that users keep up
-        "debug": True,
+        "validate_engine": True,
     }
     ports = [free_port() for _ in GATEWAYS]
     parts = [
@@ -87,7 +87,7 @@ def ground(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         Part("preprocessor-1", "preprocessor"),
         Part("indexer-1", "indexer", {"indexer_port": free_port()}),
         *(
-            Part(name, "gateway", {"http_port": port, "gateways": 2, "gateway_number": number})
+            Part(name, "gateway", {"http_port": port, "gateway_count": 2, "gateway_index": number})
             for number, (name, port) in enumerate(zip(GATEWAYS, ports, strict=True))
         ),
     ]
@@ -103,16 +103,16 @@ def ground(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-async def users(ground: Ground) -> AsyncIterator[Users]:
+async def users(ground: Ground) -> AsyncIterator[DeploymentClients]:
     """Everything runs, whatever the test before has left."""
     deployment, settings = ground.deployment, ground.settings
     deployment.start(*deployment.names - deployment.running)
     await deployment.ready(*deployment.names)
-    log = KafkaLog(settings.connection("users"), prefix=settings.topic_prefix)
+    log = KafkaLog(settings.kafka_connection("users"), prefix=settings.topic_prefix)
     await log.start()
-    users = Users(log, settings, ground.urls)
-    await users.judge.open()
-    await users.served()
+    users = DeploymentClients(log, settings, ground.urls)
+    await users.judge.load()
+    await users.wait_model()
     try:
         async with users.client:
             yield users
@@ -134,7 +134,7 @@ def completion(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "prompt": text, **more}
 
 
-def question(number: int) -> tuple[Kind, dict[str, Any]]:
+def question(number: int) -> tuple[TokenizedKind, dict[str, Any]]:
     """Chats and completions in turn; every fourth is as long as the model likes."""
     limits: dict[str, Any] = {"max_tokens": TOKENS + number % 7}
     if number % 4 != 3:
@@ -160,22 +160,26 @@ async def transcripts(log: KafkaLog) -> dict[str, Transcript]:
                 for records in (await reader.poll(0.2)).values():
                     for record in map(decode, records):
                         assert isinstance(record, Chunk | Fence | End)
-                        seen.setdefault(record.id, Transcript(record.id)).feed(record)
+                        seen.setdefault(record.id, Transcript(record.id)).apply(record)
     finally:
         await reader.close()
     return seen
 
 
-async def check(users: Users, asked: list[Asked]) -> dict[str, Transcript]:
+async def check(users: DeploymentClients, asked: list[DemoAnswer]) -> dict[str, Transcript]:
     """Every answer is right for the one who asked, and for one who reads it afterwards."""
-    wrong = [(a.id, a.ended, len(a.text), len(a.due.text)) for a in asked if not a.is_right]
+    wrong = [
+        (a.id, a.finish_reason, len(a.text), len(a.expected.text))
+        for a in asked
+        if not a.is_correct
+    ]
     assert not wrong, f"{len(wrong)} of {len(asked)}: {wrong[:5]}"
     seen = await transcripts(users.log)
     told = {a.id: seen[a.id] for a in asked if a.id}
     for a in asked:
         if a.id:
-            assert (told[a.id].text, told[a.id].holes) == (a.due.text, 0)
-            assert tuple(told[a.id].tokens) == a.due.token_ids
+            assert (told[a.id].text, told[a.id].gaps) == (a.expected.text, 0)
+            assert tuple(told[a.id].tokens) == a.expected.token_ids
     return told
 
 
@@ -202,18 +206,18 @@ async def first_fence(log: KafkaLog, sources: dict[Partition, int]) -> None:
 
 
 async def test_answers_are_right_although_a_worker_and_all_routers_are_killed(
-    ground: Ground, users: Users
+    ground: Ground, users: DeploymentClients
 ) -> None:
     deployment = ground.deployment
     questions = [question(number) for number in range(STREAMS + WHOLES)]
-    asked = [await users.judge.asked("", *each) for each in questions]
+    asked = [await users.judge.expect_answer("", *each) for each in questions]
     async with asyncio.TaskGroup() as group:
         for number, (kind, body) in enumerate(questions):
-            tell = users.stream if number < STREAMS else users.whole
+            tell = users.stream if number < STREAMS else users.complete
             group.create_task(tell(number // 2 % 2, kind, body, asked[number]))
-        await until(lambda: sum(bool(a.times) for a in asked) >= STREAMS // 4, deployment)
+        await until(lambda: sum(bool(a.text_times) for a in asked) >= STREAMS // 4, deployment)
         sources = await ends(users.log)
-        assert not all(a.ended for a in asked), "all answers were over before"
+        assert not all(a.finish_reason for a in asked), "all answers were over before"
         deployment.kill("worker-1")
         await first_fence(users.log, sources)
         deployment.kill(*ROUTERS)
@@ -223,7 +227,7 @@ async def test_answers_are_right_although_a_worker_and_all_routers_are_killed(
 
 
 async def test_published_prompts_are_answered_although_every_router_is_killed(
-    ground: Ground, users: Users
+    ground: Ground, users: DeploymentClients
 ) -> None:
     deployment = ground.deployment
     async with asyncio.TaskGroup() as group:
@@ -245,10 +249,12 @@ async def test_published_prompts_are_answered_although_every_router_is_killed(
 
 
 async def test_streams_go_on_at_another_gateway_when_theirs_is_killed(
-    ground: Ground, users: Users
+    ground: Ground, users: DeploymentClients
 ) -> None:
     questions = [question(2 * number)[1] for number in range(40)]  # chats
-    listeners = [Listener(await users.judge.asked("", "chat", body)) for body in questions]
+    listeners = [
+        SseListener(await users.judge.expect_answer("", "chat", body)) for body in questions
+    ]
     first, second = (httpx.AsyncClient(base_url=url, timeout=ANSWER_S) for url in ground.urls)
     async with first, second, asyncio.TaskGroup() as group:
         listening = [
@@ -256,7 +262,7 @@ async def test_streams_go_on_at_another_gateway_when_theirs_is_killed(
             for listener, body in zip(listeners, questions, strict=True)
         ]
         await until(
-            lambda: all(each.asked.times or each.asked.ended for each in listeners),
+            lambda: all(each.asked.text_times or each.asked.finish_reason for each in listeners),
             ground.deployment,
         )
         ground.deployment.kill("gateway-1")
@@ -264,7 +270,7 @@ async def test_streams_go_on_at_another_gateway_when_theirs_is_killed(
         broken = [each for each in listeners if each.breaks]
         assert broken, "all streams were over before"
         for listener in broken:
-            group.create_task(listener.go_on(second))
+            group.create_task(listener.resume(second))
     await check(users, [listener.asked for listener in listeners])
 
 
@@ -272,15 +278,15 @@ async def test_streams_go_on_at_another_gateway_when_theirs_is_killed(
     "name", ["worker-1", "worker-3", "router-1", "preprocessor-1", "indexer-1", "gateway-1"]
 )
 async def test_a_part_that_is_stopped_under_load_ends_in_order_and_loses_nothing(
-    name: str, ground: Ground, users: Users
+    name: str, ground: Ground, users: DeploymentClients
 ) -> None:
     deployment = ground.deployment
     questions = [question(number) for number in range(60)]
-    asked = [await users.judge.asked("", *each) for each in questions]
+    asked = [await users.judge.expect_answer("", *each) for each in questions]
     async with asyncio.TaskGroup() as group:
         for number, (kind, body) in enumerate(questions):
             group.create_task(users.stream(number // 2 % 2, kind, body, asked[number]))
-        await until(lambda: all(a.times or a.ended for a in asked), deployment)
+        await until(lambda: all(a.text_times or a.finish_reason for a in asked), deployment)
         stopping = group.create_task(deployment.terminate([name], STOP_S))
         while not stopping.done():
             number = len(users.published)
@@ -291,17 +297,20 @@ async def test_a_part_that_is_stopped_under_load_ends_in_order_and_loses_nothing
 
 
 async def test_a_java_program_asks_and_reads_the_answer_by_its_key(
-    kafka: Broker, ground: Ground, users: Users
+    kafka: Broker, ground: Ground, users: DeploymentClients
 ) -> None:
     prefix = ground.settings.topic_prefix
     body = chat("grüße", max_tokens=20)
-    asked = await users.judge.asked("job-17", "chat", body)
+    asked = await users.judge.expect_answer("job-17", "chat", body)
     prompt = json.dumps({"id": asked.id, "body": body}, ensure_ascii=False)
     await java_publishes(kafka, prefix + PROMPTS, {asked.id: prompt})
     await users.read(asked)  # so that the whole answer is there
     lane = lane_of(asked.id, LANES)
     count = (await users.log.end_offsets(RESPONSES, [lane]))[lane]
     printed = await java_reads(kafka, prefix + RESPONSES, lane, count)
-    answer = shown([value for key, value in printed if key == asked.id])
-    assert (answer.text, answer.finish_reason) == (asked.due.text, asked.due.finish_reason)
-    assert asked.is_right
+    answer = transcript_of([value for key, value in printed if key == asked.id])
+    assert (answer.text, answer.finish_reason) == (
+        asked.expected.text,
+        asked.expected.finish_reason,
+    )
+    assert asked.is_correct

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 
-from app.engine.curves import Curves
-from app.faults import shape
-from app.faults.invariants import _failed
-from app.faults.simulation import simulate
-from app.lanes.places import Places, Wanted
-from app.routing import paces
-from app.routing.decisions import Hold
+from app.engine.perf_curves import PerfCurves
+from app.lanes.owner import LaneOwner
+from app.lanes.request_timers import TIMER_RESOLUTION_MS
+from app.lanes.scheduler import PendingRequest, Scheduler
+from app.routing.reconcile import next_action
+from app.routing.selection.decision import Wait
+from app.routing.state import performance
+from app.testing import world_parameters
+from app.testing.invariants import _failed
+from app.testing.seed_simulation import simulate_seed
 from streams.errors import BrokerUnavailable
 
 SEEDS = 100
@@ -29,50 +32,79 @@ FOUND = (703720, 704262, 708607)
 @pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
 def test_every_request_ends_once_and_right(first: int) -> None:
     for seed in range(first, first + AT_ONCE):
-        verdict = simulate(seed)
-        assert not verdict.problems, verdict.report()
+        verdict = simulate_seed(seed)
+        assert not verdict.violations, verdict.report()
 
 
 def test_requests_that_routers_hold_end_once_and_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts here are short: only engines that are very slow keep anybody waiting."""
-    slow = Curves(prefill=(0.0, 60.0, 0.0), decode=(0.0, 0.0, 5.0))
-    monkeypatch.setattr(paces, "_believed", lambda _: slow)
-    for name in ("ROOMY", "CRAMPED"):
-        held = {"policy": "predictive", "max_hold_s": 4.0}
-        monkeypatch.setattr(shape, name, getattr(shape, name).model_copy(update=held))
+    slow = PerfCurves(prefill=(0.0, 60.0, 0.0), decode=(0.0, 0.0, 5.0))
+    monkeypatch.setattr(performance, "_believed", lambda _: slow)
+    for name in ("DEFAULT_SETTINGS", "TIGHT_SETTINGS"):
+        held = {"policy": "predictive", "max_queue_wait_s": 4.0}
+        monkeypatch.setattr(
+            world_parameters, name, getattr(world_parameters, name).model_copy(update=held)
+        )
     holds = []
-    change = Places.change
+    change = Scheduler.wait_for_change
 
-    async def counted(self: Places, wanted: Wanted, hold: Hold) -> None:
-        holds.append(hold.planned is not None)
+    async def counted(self: Scheduler, wanted: PendingRequest, hold: Wait) -> None:
+        holds.append(hold.reservation is not None)
         await change(self, wanted, hold)
 
-    monkeypatch.setattr(Places, "change", counted)
+    monkeypatch.setattr(Scheduler, "wait_for_change", counted)
     for seed in range(20):
-        verdict = simulate(seed)
-        assert not verdict.problems, verdict.report()
+        verdict = simulate_seed(seed)
+        assert not verdict.violations, verdict.report()
     assert sum(holds) > 100
+
+
+def test_what_is_due_is_found_though_not_every_request_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After each look at what may be due, a look at everything finds nothing that was overlooked,
+    but for what became due within the step that timers are rounded to."""
+    check_due = LaneOwner.reconcile_due
+    looked_at = []
+
+    def checked(self: LaneOwner) -> None:
+        check_due(self)
+        s = self._context
+        before_ms = s.broker_clock.now_ms() - TIMER_RESOLUTION_MS
+        for request_id, story in s.ledger.lane(self._lane).unfinished.items():
+            if self.serving and request_id not in self._jobs:
+                looked_at.append(request_id)
+                action = next_action(request_id, story, s.fleet, before_ms, s.timeouts)
+                assert action is None, (request_id, action)
+
+    monkeypatch.setattr(LaneOwner, "reconcile_due", checked)
+    for seed in range(30):
+        verdict = simulate_seed(seed)
+        assert not verdict.violations, verdict.report()
+    assert len(looked_at) > 1000
 
 
 @pytest.mark.parametrize("seed", FOUND)
 def test_a_seed_that_found_something_once_is_clean(seed: int) -> None:
-    verdict = simulate(seed)
-    assert not verdict.problems, verdict.report()
+    verdict = simulate_seed(seed)
+    assert not verdict.violations, verdict.report()
 
 
 def test_seed_replays_exactly() -> None:
-    assert [simulate(s).history.digest() for s in range(5)] == [
-        simulate(s).history.digest() for s in range(5)
+    assert [simulate_seed(s).history.digest() for s in range(5)] == [
+        simulate_seed(s).history.digest() for s in range(5)
     ]
 
 
 def test_seeds_differ() -> None:
-    assert len({simulate(s).history.digest() for s in range(5)}) == 5
+    assert len({simulate_seed(s).history.digest() for s in range(5)}) == 5
 
 
 def test_seed_replays_in_other_processes() -> None:
     """Their sets of strings are in another order."""
-    script = "from app.faults.simulation import simulate as s\nprint(s(1).history.digest())"
+    script = (
+        "from app.testing.seed_simulation import simulate_seed as s\nprint(s(1).history.digest())"
+    )
     digests = set()
     for hash_seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
@@ -85,11 +117,11 @@ def test_seed_replays_in_other_processes() -> None:
             timeout=60,
         )
         digests.add(done.stdout.strip())
-    assert digests == {simulate(1).history.digest()}
+    assert digests == {simulate_seed(1).history.digest()}
 
 
 def test_report_tells_the_story_of_one_request() -> None:
-    lines = simulate(3).report(about="r2").splitlines()
+    lines = simulate_seed(3).report(about="r2").splitlines()
     assert any("Request id=r2" in line for line in lines)
     assert not any("id=r1" in line for line in lines)
     assert lines[-1] == "nothing is wrong"
@@ -98,15 +130,16 @@ def test_report_tells_the_story_of_one_request() -> None:
 def test_faults_really_happen() -> None:
     """The seeds above would prove little if the weather were fine."""
     # One seed in forty lets an engine die, one in twenty a stranger write.
-    stories = "\n".join(simulate(seed).report() for seed in range(120))
+    stories = "\n".join(simulate_seed(seed).report() for seed in range(120))
     for deed in (
         "router-0#1 is killed", "worker-0#1 is killed", "preprocessor-0#1 is killed",
-        "gateway-0#1 is killed", "is paused", "accuses", "the group gives up", "is asked to stop",
-        "the broker is down", "is deposed", "late ", "unreadable", "is cut below",
-        "NameTaken", "EngineDead", "the engine stalls", "Fencing", "End id=", "worker_full",
+        "gateway-0#1 is killed", "is paused", "falsely suspects", "the group evicts",
+        "is asked to stop", "the broker is down", "loses its partitions", "late ", "unreadable",
+        "is cut below",
+        "WorkerIdTaken", "EngineDead", "the engine stalls", "Fencing", "End id=", "worker_full",
         "queue_full", "reason=broken", "reason=lost", "Cancel id=", "Refused id=", "model=second",
         "code=invalid", "lost its connection", "GET /v1/streams",
-        "indexer-0#1 is killed", "a stranger writes into snapshots",
+        "indexer-0#1 is killed", "junk is written into snapshots",
     ):  # fmt: skip
         assert deed in stories, deed
 
@@ -114,5 +147,5 @@ def test_faults_really_happen() -> None:
 @pytest.mark.parametrize("was_connected", [False, True])
 def test_only_a_process_that_never_reached_its_broker_may_end_for_it(was_connected: bool) -> None:
     node: Any = SimpleNamespace(label="r1#1", name="r1", was_connected=was_connected)
-    world: Any = SimpleNamespace(failures=[(node, BrokerUnavailable("down"))], nodes=[node])
+    world: Any = SimpleNamespace(failures=[(node, BrokerUnavailable("down"))], processes=[node])
     assert bool(list(_failed(world))) == was_connected

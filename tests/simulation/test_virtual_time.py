@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from app.faults.vtime import Deadlock, OutOfSteps, VirtualClock, VirtualLoop, process_context, run
+from app.testing.virtual_time import (
+    Deadlock,
+    StepLimitExceeded,
+    VirtualClock,
+    VirtualLoop,
+    process_context,
+    run_virtual,
+)
 
 
 def test_waiting_costs_no_time() -> None:
@@ -16,7 +23,7 @@ def test_waiting_costs_no_time() -> None:
         await VirtualClock(loop).sleep(3600.0)
         return loop.time()
 
-    assert run(main) == 3600.0  # the time limit of the test is shorter
+    assert run_virtual(main) == 3600.0  # the time limit of the test is shorter
 
 
 def test_timers_fire_in_order_of_time() -> None:
@@ -30,7 +37,7 @@ def test_timers_fire_in_order_of_time() -> None:
         await asyncio.gather(*(fire(n) for n in (3, 1, 2)))
         return fired
 
-    assert run(main, random.Random(1)) == [1, 2, 3]
+    assert run_virtual(main, random.Random(1)) == [1, 2, 3]
 
 
 def test_time_outs_of_asyncio_work() -> None:
@@ -40,7 +47,7 @@ def test_time_outs_of_asyncio_work() -> None:
                 await loop.create_future()
         return loop.time()
 
-    assert run(main) == 5.0
+    assert run_virtual(main) == 5.0
 
 
 def test_deadlock_names_who_waits() -> None:
@@ -51,7 +58,7 @@ def test_deadlock_names_who_waits() -> None:
         await loop.create_task(stuck(), name="the one that waits")
 
     with pytest.raises(Deadlock, match="the one that waits: stuck"):
-        run(main)
+        run_virtual(main)
 
 
 def test_spinning_is_noticed() -> None:
@@ -59,8 +66,8 @@ def test_spinning_is_noticed() -> None:
         while True:  # noqa: ASYNC110 - that is what is to be noticed
             await asyncio.sleep(0)
 
-    with pytest.raises(OutOfSteps):
-        run(main, max_steps=1000)
+    with pytest.raises(StepLimitExceeded):
+        run_virtual(main, max_steps=1000)
 
 
 def test_errors_come_out() -> None:
@@ -68,7 +75,7 @@ def test_errors_come_out() -> None:
         raise LookupError("of the test")
 
     with pytest.raises(LookupError, match="of the test"):
-        run(main)
+        run_virtual(main)
 
 
 def test_tasks_that_are_left_are_cancelled() -> None:
@@ -83,9 +90,9 @@ def test_tasks_that_are_left_are_cancelled() -> None:
     async def main(loop: VirtualLoop) -> None:
         loop.create_task(endless(), context=process_context("held"))
         await asyncio.sleep(1.0)
-        loop.hold("held")
+        loop.pause("held")
 
-    run(main)
+    run_virtual(main)
     assert ended == ["endless"]
 
 
@@ -104,7 +111,7 @@ async def _chatter(loop: VirtualLoop, names: str) -> str:
 
 
 def _heard(seed: int) -> str:
-    return run(lambda loop: _chatter(loop, "abc"), random.Random(seed))
+    return run_virtual(lambda loop: _chatter(loop, "abc"), random.Random(seed))
 
 
 def test_same_seed_gives_the_same_order() -> None:
@@ -128,7 +135,7 @@ def test_order_within_a_process_is_kept() -> None:
         await asyncio.sleep(1.0)
         return order
 
-    assert run(main, random.Random(1)) == list(range(20))
+    assert run_virtual(main, random.Random(1)) == list(range(20))
 
 
 def test_sets_of_tasks_keep_their_order() -> None:
@@ -139,13 +146,13 @@ def test_sets_of_tasks_keep_their_order() -> None:
         del waste
         return [task.get_name() for task in tasks]
 
-    assert run(main) == run(main)
+    assert run_virtual(main) == run_virtual(main)
 
 
 class TestHolding:
     @staticmethod
     def beats(hold: Any) -> list[float]:
-        """When a process that beats every second did so, while `hold` plays with it."""
+        """When a process that beats every second did so, while `pause` plays with it."""
 
         async def main(loop: VirtualLoop) -> list[float]:
             at: list[float] = []
@@ -160,28 +167,28 @@ class TestHolding:
             await asyncio.wait([beating], timeout=100.0)
             return at
 
-        return run(main, random.Random(1))
+        return run_virtual(main, random.Random(1))
 
     def test_held_process_does_nothing(self) -> None:
         async def hold(loop: VirtualLoop) -> None:
             await asyncio.sleep(2.5)
-            loop.hold("worker")
+            loop.pause("worker")
 
         assert self.beats(hold) == [0.0, 1.0, 2.0]
 
     def test_released_process_goes_on_where_it_was(self) -> None:
         async def hold(loop: VirtualLoop) -> None:
             await asyncio.sleep(2.5)
-            loop.hold("worker")
+            loop.pause("worker")
             await asyncio.sleep(10.0)
-            loop.release("worker")
+            loop.resume("worker")
 
         assert self.beats(hold) == [0.0, 1.0, 2.0, 12.5, 13.5, 14.5]
 
     def test_process_holds_before_its_next_step(self) -> None:
         async def hold(loop: VirtualLoop) -> None:
-            loop.hold("worker")
+            loop.pause("worker")
             await asyncio.sleep(5.0)
-            loop.release("worker")
+            loop.resume("worker")
 
         assert self.beats(hold)[0] == 5.0

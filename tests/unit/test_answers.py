@@ -11,11 +11,20 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from app.http.answers import Choice, Heading, Kind, Words, chunk, last_chunk, usage, whole
-from streams.records import Chunk, End, Placed, Usage
+from app.http.openai.openai_responses import (
+    Choice,
+    ChunkEncoder,
+    EndpointKind,
+    ResponseHeader,
+    chunk,
+    full_response,
+    usage,
+    usage_chunk,
+)
+from streams.records import Chunk, DryRunResult, End, Usage
 
-CHAT = Heading("chat", "id-1", "demo", 1700000000)
-COMPLETION = Heading("completion", "id-1", "demo", 1700000000)
+CHAT = ResponseHeader("chat", "id-1", "demo", 1700000000)
+COMPLETION = ResponseHeader("completion", "id-1", "demo", 1700000000)
 
 
 def piece(index: int, text: str, reason: str | None = None, **over: Any) -> Chunk:
@@ -27,12 +36,12 @@ def piece(index: int, text: str, reason: str | None = None, **over: Any) -> Chun
 
 
 def told(
-    heading: Heading, *pieces: Chunk | End, with_usage: bool = False
+    heading: ResponseHeader, *pieces: Chunk | End, with_usage: bool = False
 ) -> list[dict[str, Any] | None]:
     choice = Choice()
     out = []
     for p in pieces:
-        choice.take(p)
+        choice.add(p)
         out.append(chunk(heading, choice, p, with_usage=with_usage))
     return out
 
@@ -40,7 +49,7 @@ def told(
 def ended(*pieces: Chunk | End, prompt_tokens: int = 0) -> Choice:
     choice = Choice(prompt_tokens)
     for p in pieces:
-        choice.take(p)
+        choice.add(p)
     return choice
 
 
@@ -128,7 +137,7 @@ def test_usage_is_told_at_the_end_and_announced_before() -> None:
     choice = ended(
         piece(0, "hey", "stop", usage=Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4))
     )
-    total = last_chunk(CHAT, [choice])
+    total = usage_chunk(CHAT, [choice])
     assert total["choices"] == []
     assert total["usage"] == {
         "prompt_tokens": 7,
@@ -156,7 +165,7 @@ def test_several_answers_share_their_prompt() -> None:
 
 def test_a_whole_chat() -> None:
     choices = [ended(piece(0, "he"), piece(2, "y", "stop")), ended(piece(0, "ho", "length"))]
-    body = whole(CHAT, choices, n=2)
+    body = full_response(CHAT, choices, n=2)
     assert body["object"] == "chat.completion"
     assert [c["message"]["content"] for c in body["choices"]] == ["hey", "ho"]
     assert [c["finish_reason"] for c in body["choices"]] == ["stop", "length"]
@@ -164,7 +173,7 @@ def test_a_whole_chat() -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_the_types_of_the_openai_library_take_what_is_told(kind: Kind) -> None:
+def test_the_types_of_the_openai_library_take_what_is_told(kind: EndpointKind) -> None:
     heading = CHAT if kind == "chat" else COMPLETION
     stream_type = ChatCompletionChunk if kind == "chat" else Completion
     whole_type = ChatCompletion if kind == "chat" else Completion
@@ -174,14 +183,14 @@ def test_the_types_of_the_openai_library_take_what_is_told(kind: Kind) -> None:
     for object_ in objects:
         stream_type.model_validate(object_, strict=True)
     choice = ended(piece(0, "he", "stop"))
-    stream_type.model_validate(last_chunk(heading, [choice]), strict=True)
-    whole_type.model_validate(whole(heading, [choice]), strict=True)
+    stream_type.model_validate(usage_chunk(heading, [choice]), strict=True)
+    whole_type.model_validate(full_response(heading, [choice]), strict=True)
 
 
 def test_a_position_is_the_end_of_what_was_told() -> None:
     choice = ended(piece(0, "he"), piece(2, "llo"))
-    assert choice.tokens == 5
-    assert ended(piece(0, "he"), End(id="id-1", code="stop")).tokens == 2
+    assert choice.shown_tokens == 5
+    assert ended(piece(0, "he"), End(id="id-1", code="stop")).shown_tokens == 2
 
 
 @given(
@@ -192,23 +201,23 @@ def test_a_position_is_the_end_of_what_was_told() -> None:
     st.sampled_from([None, "stop", "eos"]),
 )
 def test_what_is_encoded_ahead_is_what_is_told(
-    kind: Kind, model: str, texts: list[str], with_usage: bool, reason: str | None
+    kind: EndpointKind, model: str, texts: list[str], with_usage: bool, reason: str | None
 ) -> None:
-    heading = Heading(kind, 'id-"1', model, 1700000000)
-    words = Words(heading, 3, with_usage=with_usage)
+    heading = ResponseHeader(kind, 'id-"1', model, 1700000000)
+    words = ChunkEncoder(heading, 3, with_usage=with_usage)
     one, other, index = Choice(before="so:"), Choice(before="so:"), 0
     for number, text in enumerate(texts):
         said = piece(index, text, reason if number == len(texts) - 1 else None)
         index += len(text)
-        one.take(said)
-        other.take(said)
+        one.add(said)
+        other.add(said)
         plain = chunk(heading, one, said, 3, with_usage=with_usage)
         encoded = words.encode(other, said)
         assert encoded == (None if plain is None else msgspec.json.encode(plain))
 
 
 def test_a_dry_run_of_an_embedding_says_where_it_would_go() -> None:
-    end = End(id="id-1", code="stop", placed=Placed(worker_id="w1"))
-    said = whole(Heading("embedding", "id-1", "demo", 1), [ended(end)])
+    end = End(id="id-1", code="stop", placed=DryRunResult(worker_id="w1"))
+    said = full_response(ResponseHeader("embedding", "id-1", "demo", 1), [ended(end)])
     assert said["nvext"]["worker_id"] == "w1"
     assert said["data"] == []

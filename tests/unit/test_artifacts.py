@@ -9,16 +9,16 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from app.preprocess import artifacts
-from app.preprocess.artifacts import PART_BYTES, Artifacts, parts_of
-from app.preprocess.errors import ArtifactUnavailable, BadModel
-from app.preprocess.pool import Inline
-from streams.memory.broker import Fate
-from streams.memory.partition import MemoryRecord
+from app.preprocess.models import artifacts
+from app.preprocess.models.artifacts import PART_BYTES, ArtifactStore, part_count
+from app.preprocess.prompt_errors import ArtifactUnavailable, BadModel
+from app.preprocess.thread_pool import InlinePool
+from streams.memory.broker_faults import AppendFate
+from streams.memory.partition_log import MemoryRecord
 from streams.ports import Entry
 from streams.records import Artifact
 from streams.topics import ARTIFACTS
-from tests.worlds import World, in_world
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 BIG = bytes(range(256)) * (PART_BYTES // 256 * 2 + 100)  # three parts
 SMALL = b"{{ messages }}"
@@ -26,10 +26,10 @@ ONE_MIB = 1024 * 1024
 
 
 async def opened(
-    world: World, client: str = "client", folder: Path | None = None, timeout_s: float = 60.0
-) -> Artifacts:
-    return Artifacts(
-        await world.connect(client), world.clock, Inline(), folder, timeout_s=timeout_s
+    world: MemoryWorld, client: str = "client", folder: Path | None = None, timeout_s: float = 60.0
+) -> ArtifactStore:
+    return ArtifactStore(
+        await world.connect(client), world.clock, InlinePool(), folder, timeout_s=timeout_s
     )
 
 
@@ -37,12 +37,12 @@ def artifact_of(content: bytes) -> Artifact:
     return Artifact(sha256=sha256(content).hexdigest(), size=len(content))
 
 
-def parts(world: World, content: bytes) -> list[MemoryRecord]:
+def parts(world: MemoryWorld, content: bytes) -> list[MemoryRecord]:
     prefix = artifact_of(content).sha256.encode()
-    return [r for r in world.everywhere(ARTIFACTS) if r.key and r.key.startswith(prefix)]
+    return [r for r in world.all_records(ARTIFACTS) if r.key and r.key.startswith(prefix)]
 
 
-def damage(world: World, content: bytes, number: int, value: bytes) -> None:
+def damage(world: MemoryWorld, content: bytes, number: int, value: bytes) -> None:
     """Put another record under the key of a part."""
     part = parts(world, content)[0]
     key = f"{artifact_of(content).sha256}/{number}".encode()
@@ -52,15 +52,15 @@ def damage(world: World, content: bytes, number: int, value: bytes) -> None:
 # --- writing --------------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_file_is_found_by_its_checksum(world: World) -> None:
+@scenario_test
+async def test_a_file_is_found_by_its_checksum(world: MemoryWorld) -> None:
     published = await (await opened(world, "worker")).publish(BIG)
     assert published == artifact_of(BIG)
     assert await (await opened(world, "gateway")).fetch(published) == BIG
 
 
-@in_world
-async def test_the_parts_of_a_file_are_records_of_one_partition(world: World) -> None:
+@scenario_test
+async def test_the_parts_of_a_file_are_records_of_one_partition(world: MemoryWorld) -> None:
     await (await opened(world)).publish(BIG)
     found = parts(world, BIG)
     assert [r.key for r in found] == [
@@ -69,36 +69,36 @@ async def test_the_parts_of_a_file_are_records_of_one_partition(world: World) ->
     assert len({r.partition for r in found}) == 1
 
 
-@in_world
-async def test_a_part_with_all_that_belongs_to_it_is_below_a_mebibyte(world: World) -> None:
+@scenario_test
+async def test_a_part_with_all_that_belongs_to_it_is_below_a_mebibyte(world: MemoryWorld) -> None:
     await (await opened(world)).publish(BIG)
     for part in parts(world, BIG):
         overhead = len(part.key or b"") + sum(len(k) + len(v) for k, v in part.headers) + 100
         assert len(part.value or b"") + overhead < ONE_MIB
 
 
-@in_world
-async def test_a_file_is_written_once(world: World) -> None:
+@scenario_test
+async def test_a_file_is_written_once(world: MemoryWorld) -> None:
     for client in ("one", "other", "one"):
         await (await opened(world, client)).publish(BIG)
     assert len(parts(world, BIG)) == 3
 
 
-@in_world
-async def test_an_empty_file_is_a_file(world: World) -> None:
+@scenario_test
+async def test_an_empty_file_is_a_file(world: MemoryWorld) -> None:
     store = await opened(world)
     assert await store.fetch(await store.publish(b"")) == b""
 
 
-@in_world
-async def test_a_part_is_sent_until_it_is_acknowledged(world: World) -> None:
-    world.faults.next_fates(ARTIFACTS, Fate.LOST, Fate.UNREPORTED)
+@scenario_test
+async def test_a_part_is_sent_until_it_is_acknowledged(world: MemoryWorld) -> None:
+    world.faults.next_fates(ARTIFACTS, AppendFate.LOST, AppendFate.UNREPORTED)
     store = await opened(world)
     assert await store.fetch(await store.publish(BIG)) == BIG
 
 
-@in_world
-async def test_a_file_that_is_there_in_part_is_written_whole(world: World) -> None:
+@scenario_test
+async def test_a_file_that_is_there_in_part_is_written_whole(world: MemoryWorld) -> None:
     store = await opened(world)
     await store.publish(BIG)
     world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
@@ -106,8 +106,8 @@ async def test_a_file_that_is_there_in_part_is_written_whole(world: World) -> No
     assert await store.fetch(await store.publish(BIG)) == BIG
 
 
-@in_world
-async def test_writing_again_heals_a_damaged_file(world: World) -> None:
+@scenario_test
+async def test_writing_again_heals_a_damaged_file(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = await store.publish(BIG)
     world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
@@ -118,10 +118,10 @@ async def test_writing_again_heals_a_damaged_file(world: World) -> None:
     assert await store.fetch(artifact) == BIG
 
 
-@in_world
-async def test_a_file_that_is_too_large_is_refused(world: World) -> None:
+@scenario_test
+async def test_a_file_that_is_too_large_is_refused(world: MemoryWorld) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(artifacts, "LARGEST", 10)
+        patch.setattr(artifacts, "MAX_ARTIFACT_BYTES", 10)
         with pytest.raises(BadModel, match="10 is the most"):
             await (await opened(world)).publish(b"x" * 11)
 
@@ -129,8 +129,8 @@ async def test_a_file_that_is_too_large_is_refused(world: World) -> None:
 # --- reading --------------------------------------------------------------------------------------
 
 
-@in_world
-async def test_several_files_in_a_partition_do_not_mix(world: World) -> None:
+@scenario_test
+async def test_several_files_in_a_partition_do_not_mix(world: MemoryWorld) -> None:
     store = await opened(world)
     files = [bytes([n]) * (PART_BYTES + 1) for n in range(8)]
     published = [await store.publish(content) for content in files]
@@ -138,14 +138,14 @@ async def test_several_files_in_a_partition_do_not_mix(world: World) -> None:
         assert await store.fetch(artifact) == content
 
 
-@in_world
-async def test_a_file_that_nobody_wrote_is_unavailable(world: World) -> None:
+@scenario_test
+async def test_a_file_that_nobody_wrote_is_unavailable(world: MemoryWorld) -> None:
     with pytest.raises(ArtifactUnavailable, match="0 of 1 parts"):
         await (await opened(world)).fetch(artifact_of(SMALL))
 
 
-@in_world
-async def test_a_file_without_one_of_its_parts_is_unavailable(world: World) -> None:
+@scenario_test
+async def test_a_file_without_one_of_its_parts_is_unavailable(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = await store.publish(BIG)
     world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
@@ -153,8 +153,8 @@ async def test_a_file_without_one_of_its_parts_is_unavailable(world: World) -> N
         await store.fetch(artifact)
 
 
-@in_world
-async def test_a_file_with_a_damaged_part_is_unavailable(world: World) -> None:
+@scenario_test
+async def test_a_file_with_a_damaged_part_is_unavailable(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = await store.publish(SMALL)
     world.broker.delete_records(ARTIFACTS, parts(world, SMALL)[0].partition, 1)
@@ -165,16 +165,16 @@ async def test_a_file_with_a_damaged_part_is_unavailable(world: World) -> None:
         await store.fetch(artifact)
 
 
-@in_world
-async def test_a_file_of_another_size_than_its_card_says_is_unavailable(world: World) -> None:
+@scenario_test
+async def test_a_file_of_another_size_than_its_card_says_is_unavailable(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = await store.publish(SMALL)
     with pytest.raises(ArtifactUnavailable, match="another checksum"):
         await store.fetch(Artifact(sha256=artifact.sha256, size=artifact.size + 1))
 
 
-@in_world
-async def test_a_part_may_stand_twice(world: World) -> None:
+@scenario_test
+async def test_a_part_may_stand_twice(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = await store.publish(BIG)
     world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
@@ -183,8 +183,8 @@ async def test_a_part_may_stand_twice(world: World) -> None:
     assert await store.fetch(artifact) == BIG
 
 
-@in_world
-async def test_the_last_record_of_a_part_counts(world: World) -> None:
+@scenario_test
+async def test_the_last_record_of_a_part_counts(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = artifact_of(SMALL)
     partition = (await store._source(artifact)).partition
@@ -193,8 +193,8 @@ async def test_the_last_record_of_a_part_counts(world: World) -> None:
     assert await store.fetch(artifact) == SMALL
 
 
-@in_world
-async def test_records_that_are_no_parts_are_passed_over(world: World) -> None:
+@scenario_test
+async def test_records_that_are_no_parts_are_passed_over(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = artifact_of(SMALL)
     partition = (await store._source(artifact)).partition
@@ -204,8 +204,8 @@ async def test_records_that_are_no_parts_are_passed_over(world: World) -> None:
     assert await store.fetch(artifact) == SMALL
 
 
-@in_world
-async def test_reading_takes_no_longer_than_its_limit(world: World) -> None:
+@scenario_test
+async def test_reading_takes_no_longer_than_its_limit(world: MemoryWorld) -> None:
     store = await opened(world, timeout_s=5.0)
     partition = (await store._source(artifact_of(SMALL))).partition
     world.append_raw(ARTIFACTS, partition, *[Entry(b"other", b"x")] * 100)
@@ -214,8 +214,8 @@ async def test_reading_takes_no_longer_than_its_limit(world: World) -> None:
         await store.fetch(artifact_of(SMALL))
 
 
-@in_world
-async def test_a_card_that_names_a_huge_file_is_not_obeyed(world: World) -> None:
+@scenario_test
+async def test_a_card_that_names_a_huge_file_is_not_obeyed(world: MemoryWorld) -> None:
     with pytest.raises(ArtifactUnavailable, match="too many"):
         await (await opened(world)).fetch(Artifact(sha256="aa", size=2**50))
 
@@ -224,14 +224,14 @@ async def test_a_card_that_names_a_huge_file_is_not_obeyed(world: World) -> None
     ("size", "count"), [(0, 1), (1, 1), (PART_BYTES, 1), (PART_BYTES + 1, 2), (10 * PART_BYTES, 10)]
 )
 def test_a_file_has_as_many_parts_as_it_needs(size: int, count: int) -> None:
-    assert parts_of(Artifact(sha256="aa", size=size)) == count
+    assert part_count(Artifact(sha256="aa", size=size)) == count
 
 
 # --- the folder -----------------------------------------------------------------------------------
 
 
-@in_world
-async def test_what_was_read_is_found_in_the_folder(world: World) -> None:
+@scenario_test
+async def test_what_was_read_is_found_in_the_folder(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name) / "made" / "when needed"
         artifact = await (await opened(world, "worker")).publish(SMALL)
@@ -240,8 +240,8 @@ async def test_what_was_read_is_found_in_the_folder(world: World) -> None:
         assert await (await opened(world, "b", folder)).fetch(artifact) == SMALL
 
 
-@in_world
-async def test_a_damaged_file_in_the_folder_is_read_from_the_log_again(world: World) -> None:
+@scenario_test
+async def test_a_damaged_file_in_the_folder_is_read_from_the_log_again(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         store = await opened(world, folder=Path(name))
         artifact = await store.publish(SMALL)
@@ -251,8 +251,8 @@ async def test_a_damaged_file_in_the_folder_is_read_from_the_log_again(world: Wo
         assert path.read_bytes() == SMALL
 
 
-@in_world
-async def test_a_folder_that_takes_no_files_does_no_harm(world: World) -> None:
+@scenario_test
+async def test_a_folder_that_takes_no_files_does_no_harm(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         occupied = Path(name) / "file"
         occupied.write_text("")
@@ -264,8 +264,8 @@ async def test_a_folder_that_takes_no_files_does_no_harm(world: World) -> None:
             logging.disable(logging.NOTSET)
 
 
-@in_world
-async def test_nothing_but_whole_files_is_left_in_the_folder(world: World) -> None:
+@scenario_test
+async def test_nothing_but_whole_files_is_left_in_the_folder(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         store = await opened(world, folder=Path(name))
         artifact = await store.publish(BIG)
@@ -273,8 +273,8 @@ async def test_nothing_but_whole_files_is_left_in_the_folder(world: World) -> No
         assert [p.name for p in Path(name).iterdir()] == [artifact.sha256]
 
 
-@in_world
-async def test_those_who_want_a_file_at_once_read_it_once(world: World) -> None:
+@scenario_test
+async def test_those_who_want_a_file_at_once_read_it_once(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         store = await opened(world, folder=Path(name))
         artifact = await store.publish(SMALL)

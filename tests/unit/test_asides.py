@@ -10,13 +10,20 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from app.http.answers import Choice, Heading, Words, chunk, usage, whole
-from app.http.asides import merged, parts_of
-from streams.records import Aside, Chunk, End, Usage
-from streams.reply import joined
+from app.http.openai.openai_responses import (
+    Choice,
+    ChunkEncoder,
+    ResponseHeader,
+    chunk,
+    full_response,
+    usage,
+)
+from app.http.openai.passthrough_fields import merge_fields, split_chunk
+from streams.records import Chunk, End, PassthroughDelta, Usage
+from streams.responses.reply_stream import merge_chunks
 
-CHAT = Heading("chat", "id-1", "demo", 1700000000)
-COMPLETION = Heading("completion", "id-1", "demo", 1700000000)
+CHAT = ResponseHeader("chat", "id-1", "demo", 1700000000)
+COMPLETION = ResponseHeader("completion", "id-1", "demo", 1700000000)
 CALLS = [
     {"tool_calls": [{"index": 0, "id": "a", "type": "function", "function": {"name": "f"}}]},
     {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "", "arguments": "{"}}]},
@@ -29,18 +36,20 @@ CALLS = [
 ]
 
 
-def piece(text: str = "", *asides: Aside, before: int = 0, reason: str | None = None) -> Chunk:
+def piece(
+    text: str = "", *asides: PassthroughDelta, before: int = 0, reason: str | None = None
+) -> Chunk:
     return Chunk(
         id="id-1", attempt=0, run="1", seq=0, index=0, text=text, chars=before + len(text),
         finish_reason=reason, data=asides,
     )  # fmt: skip
 
 
-def told(heading: Heading, *pieces: Chunk) -> list[dict[str, Any]]:
-    choice, words, out = Choice(keep=False), Words(heading, 0, with_usage=False), []
+def told(heading: ResponseHeader, *pieces: Chunk) -> list[dict[str, Any]]:
+    choice, words, out = Choice(keep=False), ChunkEncoder(heading, 0, with_usage=False), []
     for each in pieces:
-        for part in parts_of(each):
-            choice.take(part)
+        for part in split_chunk(each):
+            choice.add(part)
             event = chunk(heading, choice, part, with_usage=False)
             assert (words.encode(choice, part) is None) == (event is None)
             if event is not None:
@@ -51,14 +60,14 @@ def told(heading: Heading, *pieces: Chunk) -> list[dict[str, Any]]:
 def ended(*pieces: Chunk | End) -> Choice:
     choice = Choice()
     for each in pieces:
-        choice.take(each)
+        choice.add(each)
     return choice
 
 
 def test_tool_calls_are_put_together_by_their_index() -> None:
     known: dict[str, Any] = {}
     for delta in CALLS:
-        known = merged(known, delta)
+        known = merge_fields(known, delta)
     first, second = known["tool_calls"]
     assert first["function"] == {"name": "f", "arguments": "{}"}
     assert (first["id"], second["id"]) == ("a", "b")
@@ -67,22 +76,23 @@ def test_tool_calls_are_put_together_by_their_index() -> None:
 def test_however_asides_are_put_together_the_whole_is_the_same() -> None:
     step_by_step: dict[str, Any] = {}
     for delta in CALLS:
-        step_by_step = merged(step_by_step, delta)
-    assert merged(*CALLS) == step_by_step
+        step_by_step = merge_fields(step_by_step, delta)
+    assert merge_fields(*CALLS) == step_by_step
     odd = ({"a": "x", "b": 1}, {"a": None}, {"a": {"c": "d"}, "b": 2}, {"a": {"c": "e"}})
-    assert merged(*odd) == {"a": {"c": "de"}, "b": 2}
+    assert merge_fields(*odd) == {"a": {"c": "de"}, "b": 2}
 
 
 def test_what_was_said_before_is_not_changed() -> None:
-    known = merged({}, CALLS[0])
-    merged(known, CALLS[1])
+    known = merge_fields({}, CALLS[0])
+    merge_fields(known, CALLS[1])
     assert "arguments" not in known["tool_calls"][0]["function"]
 
 
 def test_text_and_asides_are_told_in_their_order() -> None:
     asides = (
-        Aside(at=3, delta={"reasoning_content": "hm"}), Aside(at=5, choice={"logprobs": {"a": 1}}),
-        Aside(at=5, event={"system_fingerprint": "fp"}),
+        PassthroughDelta(at=3, delta={"reasoning_content": "hm"}),
+        PassthroughDelta(at=5, choice={"logprobs": {"a": 1}}),
+        PassthroughDelta(at=5, event={"system_fingerprint": "fp"}),
     )  # fmt: skip
     events = told(CHAT, piece("one"), piece("two", *asides, before=3, reason="stop"))
     choices = [event["choices"][0] for event in events]
@@ -97,7 +107,7 @@ def test_text_and_asides_are_told_in_their_order() -> None:
 
 def test_log_probabilities_are_told_with_the_text_that_they_are_of() -> None:
     """As the server did, whose events these were; also when several came together."""
-    said = [Aside(at=at, choice={"logprobs": {"content": [at]}}) for at in (0, 2, 3)]
+    said = [PassthroughDelta(at=at, choice={"logprobs": {"content": [at]}}) for at in (0, 2, 3)]
     events = told(CHAT, piece("abcd", *said, reason="length"))
     choices = [event["choices"][0] for event in events]
     assert [c["delta"]["content"] for c in choices] == ["ab", "c", "d"]
@@ -106,22 +116,24 @@ def test_log_probabilities_are_told_with_the_text_that_they_are_of() -> None:
 
 
 def test_asides_come_apart_for_who_may_know_them_already() -> None:
-    whole_piece = piece("ab", Aside(choice={"logprobs": {"a": 1}}), reason="stop")
-    parts = [(part.text, len(part.data)) for part in parts_of(whole_piece, apart=True)]
+    whole_piece = piece("ab", PassthroughDelta(choice={"logprobs": {"a": 1}}), reason="stop")
+    parts = [(part.text, len(part.data)) for part in split_chunk(whole_piece, apart=True)]
     assert parts == [("", 1), ("ab", 0)]
 
 
 def test_an_answer_may_begin_and_end_with_an_aside() -> None:
-    events = told(CHAT, piece("", Aside(delta=CALLS[0]), reason="tool_calls"))
+    events = told(CHAT, piece("", PassthroughDelta(delta=CALLS[0]), reason="tool_calls"))
     first, last = (event["choices"][0] for event in events)
     assert first["delta"] == {"role": "assistant", "content": ""} | CALLS[0]
     assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
 
 
 def test_a_whole_chat_has_all_of_it() -> None:
-    asides = [Aside(delta=delta) for delta in CALLS]
-    choice = ended(piece("", *asides, Aside(event={"system_fingerprint": "fp"}), reason="stop"))
-    answer = ChatCompletion.model_validate(whole(CHAT, [choice]))
+    asides = [PassthroughDelta(delta=delta) for delta in CALLS]
+    choice = ended(
+        piece("", *asides, PassthroughDelta(event={"system_fingerprint": "fp"}), reason="stop")
+    )
+    answer = ChatCompletion.model_validate(full_response(CHAT, [choice]))
     message = answer.choices[0].message
     assert message.content is None
     assert [(c.id, c.function.arguments) for c in message.tool_calls or ()] == [
@@ -133,11 +145,14 @@ def test_a_whole_chat_has_all_of_it() -> None:
 
 def test_a_whole_completion_has_its_log_probabilities() -> None:
     pieces = [
-        piece("a", Aside(choice={"logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}})),
-        piece("b", Aside(at=1, choice={"logprobs": {"tokens": ["b"], "token_logprobs": [-2.0]}}),
-              before=1, reason="length"),
+        piece("a",
+            PassthroughDelta(choice={"logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}})),
+        piece("b",
+            PassthroughDelta(
+                at=1, choice={"logprobs": {"tokens": ["b"], "token_logprobs": [-2.0]}}),
+            before=1, reason="length"),
     ]  # fmt: skip
-    answer = Completion.model_validate(whole(COMPLETION, [ended(*pieces)]))
+    answer = Completion.model_validate(full_response(COMPLETION, [ended(*pieces)]))
     assert answer.choices[0].text == "ab"
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.token_logprobs == [-1.0, -2.0]
@@ -159,9 +174,9 @@ def test_what_a_server_counted_besides_is_added_up() -> None:
 
 def test_the_end_by_a_router_repeats_nothing() -> None:
     choice = Choice(keep=False)
-    choice.take(piece("", Aside(delta=CALLS[0])))
+    choice.add(piece("", PassthroughDelta(delta=CALLS[0])))
     end = End(id="id-1", code="stop")
-    choice.take(end)
+    choice.add(end)
     event = chunk(CHAT, choice, end, with_usage=False)
     assert event is not None
     assert "tool_calls" not in event["choices"][0]["delta"]
@@ -174,17 +189,20 @@ def test_however_pieces_are_joined_positions_and_words_are_the_same(
 ) -> None:
     pieces, chars = [], 0
     for text, asides in script:
-        data = [Aside(at=chars + n % (len(text) + 1), delta={"r": "x"}) for n in range(asides)]
+        data = [
+            PassthroughDelta(at=chars + n % (len(text) + 1), delta={"r": "x"})
+            for n in range(asides)
+        ]
         data.sort(key=lambda aside: aside.at)
         pieces.append(piece(text, *data, before=chars))
         chars += len(text)
     pieces.append(piece("", before=chars, reason="stop"))
     if at_once:
-        pieces = [joined(pieces)]
+        pieces = [merge_chunks(pieces)]
     choice, seen, before = Choice(keep=False), "", -1
     for each in pieces:
-        for part in parts_of(each):
-            choice.take(part)
+        for part in split_chunk(each):
+            choice.add(part)
             assert choice.position >= max(before, 0)
             before = choice.position
             seen += part.text
@@ -196,4 +214,4 @@ def test_however_pieces_are_joined_positions_and_words_are_the_same(
 @pytest.mark.parametrize("known", [None, "a", 1, {"a": 1}, [1]])
 def test_whatever_a_server_says_can_be_put_together(known: Any) -> None:
     for more in (None, "a", 1, {"index": 0}, [{"index": 0}], [None]):
-        merged({"x": known}, {"x": more})
+        merge_fields({"x": known}, {"x": more})

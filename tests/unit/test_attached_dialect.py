@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from app.engine.attached.dialect import Speech, body_of
-from app.engine.attached.figures import read_metrics
-from app.engine.attached.pieces import piece_of
-from app.engine.attached.retokenised import Retokenised
-from app.engine.attached.server import Rejected, ServerFailed, explained
-from app.engine.contract import InvalidRequest
+from app.engine.attached.completion_events import parse_completion_event
+from app.engine.attached.request_body import ServerDialect, completion_body
+from app.engine.attached.retokenize import Retokenizer
+from app.engine.attached.server_client import RequestRejected, ServerFailed, error_message
+from app.engine.attached.server_metrics import read_metrics
+from app.engine.interface import InvalidRequest
 from streams.codecs import pack_tokens
-from streams.records import (
+from streams.records import LogProb
+from streams.request import (
     BootstrapInfo,
     GuidedDecoding,
     Hints,
-    LogProb,
     MultimodalData,
     OutputOptions,
     PrefillResult,
@@ -25,16 +25,16 @@ from streams.records import (
     SamplingOptions,
     StopConditions,
 )
-from tests.servers import TOKENIZER
+from tests.harness.model_servers import TOKENIZER
 
-VLLM = Speech("m", "vllm", adapters=frozenset({"ada"}))
-LLAMA = Speech("m", "llamacpp", answers="log_probs")
-OTHER = Speech("m", "somebody", "text", "text")
+VLLM = ServerDialect("m", "vllm", adapters=frozenset({"ada"}))
+LLAMA = ServerDialect("m", "llamacpp", answer_tokens="log_probs")
+OTHER = ServerDialect("m", "somebody", "text", "text")
 
 
-def body(speech: Speech = VLLM, max_tokens: int = 7, **asked: Any) -> dict[str, Any]:
+def body(speech: ServerDialect = VLLM, max_tokens: int = 7, **asked: Any) -> dict[str, Any]:
     fields = {"id": "r", "token_ids": pack_tokens([1, 2])} | asked
-    return body_of(Request(**fields), speech, max_tokens, lambda ids: f"text of {ids}")
+    return completion_body(Request(**fields), speech, max_tokens, lambda ids: f"text of {ids}")
 
 
 def test_a_plain_request_is_tokens_and_a_limit() -> None:
@@ -56,7 +56,7 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("speech", [VLLM, LLAMA, OTHER])
-def test_sampling_is_passed_on(speech: Speech) -> None:
+def test_sampling_is_passed_on(speech: ServerDialect) -> None:
     asked = body(speech, sampling=SamplingOptions(**SAMPLING))
     assert {name: asked[name] for name in SAMPLING} == SAMPLING
 
@@ -99,8 +99,6 @@ def test_what_prefill_handed_over_is_passed_on() -> None:
     handed = PrefillResult(disaggregated_params=b'{"kv_transfer_params": {"a": 1}}')
     assert body(prefill_result=handed)["kv_transfer_params"] == {"a": 1}
     assert "kv_transfer_params" not in body(prefill_result=handed, is_probe=True)
-    extra = b'{"kv_transfer_params": {"b": 2}}'
-    assert body(extra_args=extra)["kv_transfer_params"] == {"b": 2}
 
 
 def test_embeddings_take_the_place_of_the_prompt() -> None:
@@ -150,6 +148,7 @@ def test_log_probabilities_are_asked_for_by_token() -> None:
         (VLLM, {"hints": Hints(lora_name="no")}, "lora_name"),
         (VLLM, {"extra_args": b"[1]"}, "extra_args"),
         (VLLM, {"extra_args": b"{"}, "extra_args"),
+        (VLLM, {"extra_args": b'{"kv_transfer_params": {"b": 2}}'}, "between servers"),
         (VLLM, {"sampling": SamplingOptions(guided_decoding=GuidedDecoding(backend="x"))},
          "guided_decoding_backend"),
         (OTHER, {"cache_salt": "s"}, "cache_salt"),
@@ -162,7 +161,7 @@ def test_log_probabilities_are_asked_for_by_token() -> None:
     ],
 )  # fmt: skip
 def test_what_would_make_another_answer_is_refused_by_name(
-    speech: Speech, asked: dict[str, Any], field: str
+    speech: ServerDialect, asked: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=field):
         body(speech, **asked)
@@ -172,7 +171,9 @@ def test_what_would_make_another_answer_is_refused_by_name(
 
 
 def test_tokens_stand_in_their_own_field() -> None:
-    piece = piece_of(b'{"choices":[{"text":"a","token_ids":[5],"stop_reason":7}]}', VLLM)
+    piece = parse_completion_event(
+        b'{"choices":[{"text":"a","token_ids":[5],"stop_reason":7}]}', VLLM
+    )
     assert (piece.token_ids, piece.stop_reason, piece.finish_reason) == ((5,), 7, None)
 
 
@@ -181,7 +182,7 @@ def test_tokens_stand_in_the_log_probabilities_of_llama() -> None:
         b'{"choices":[{"text":"a","logprobs":{"content":[{"id":5,"token":"a","logprob":-1.0,'
         b'"top_logprobs":[{"id":6,"token":"b","logprob":-2.0}]}]}}]}'
     )
-    piece = piece_of(event, LLAMA)
+    piece = parse_completion_event(event, LLAMA)
     assert piece.token_ids == (5,)
     assert piece.log_probs == ((LogProb(5, -1.0), LogProb(6, -2.0)),)
 
@@ -191,7 +192,7 @@ def test_log_probabilities_of_vllm_are_by_number_the_likeliest_first() -> None:
         b'{"choices":[{"token_ids":[5],"logprobs":{"tokens":["token_id:5"],'
         b'"token_logprobs":[-2.0],"top_logprobs":[{"token_id:5":-2.0,"token_id:6":-1.0}]}}]}'
     )
-    assert piece_of(event, VLLM).log_probs == (
+    assert parse_completion_event(event, VLLM).log_probs == (
         (LogProb(5, -2.0), LogProb(6, -1.0), LogProb(5, -2.0)),
     )
 
@@ -200,7 +201,7 @@ def test_what_was_counted_comes_without_a_choice() -> None:
     event = (
         b'{"choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}'
     )
-    counts = piece_of(event, VLLM).counts
+    counts = parse_completion_event(event, VLLM).usage
     assert counts is not None
     assert (counts.prompt_tokens, counts.cached_tokens) == (9, 8)
 
@@ -208,21 +209,21 @@ def test_what_was_counted_comes_without_a_choice() -> None:
 @pytest.mark.parametrize("reason", ["stop", "length", "content_filter"])
 def test_ends_of_the_model_are_ends(reason: str) -> None:
     event = b'{"choices":[{"finish_reason":"%b"}]}' % reason.encode()
-    assert piece_of(event, VLLM).finish_reason == reason
+    assert parse_completion_event(event, VLLM).finish_reason == reason
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "", "whatever"])
 def test_other_ends_are_failures_of_the_server(reason: str) -> None:
     with pytest.raises(ServerFailed, match=repr(reason)):
-        piece_of(b'{"choices":[{"finish_reason":"%b"}]}' % reason.encode(), VLLM)
+        parse_completion_event(b'{"choices":[{"finish_reason":"%b"}]}' % reason.encode(), VLLM)
 
 
 def test_errors_in_a_stream_are_told_apart_by_their_code() -> None:
-    with pytest.raises(Rejected, match="bad"):
-        piece_of(b'{"error":{"message":"bad","code":400}}', VLLM)
+    with pytest.raises(RequestRejected, match="bad"):
+        parse_completion_event(b'{"error":{"message":"bad","code":400}}', VLLM)
     for event in (b'{"error":{"message":"bad","code":500}}', b'{"error":"bad"}'):
         with pytest.raises(ServerFailed, match="bad"):
-            piece_of(event, VLLM)
+            parse_completion_event(event, VLLM)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_errors_in_a_stream_are_told_apart_by_their_code() -> None:
     ],
 )
 def test_an_error_is_explained_in_the_servers_words(said: bytes, message: str) -> None:
-    assert explained(said) == message
+    assert error_message(said) == message
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -251,19 +252,19 @@ def test_an_error_is_explained_in_the_servers_words(said: bytes, message: str) -
 )
 @pytest.mark.parametrize("step", [1, 3, 100])
 def test_tokens_of_text_are_that_text(text: str, step: int) -> None:
-    retokenised, tokens = Retokenised(TOKENIZER), list[int]()
+    retokenised, tokens = Retokenizer(TOKENIZER), list[int]()
     for start in range(0, len(text), step):
         tokens += retokenised.push(text[start : start + step])
-    tokens += retokenised.end()
+    tokens += retokenised.flush()
     assert TOKENIZER.decode(tokens, skip_special=False) == text
 
 
 def test_words_are_tokenised_whole_however_they_come() -> None:
     text = "The last page was missing, and in the morning"
-    retokenised, tokens = Retokenised(TOKENIZER), list[int]()
+    retokenised, tokens = Retokenizer(TOKENIZER), list[int]()
     for character in text:
         tokens += retokenised.push(character)
-    assert [*tokens, *retokenised.end()] == list(TOKENIZER.encode_now(text))
+    assert [*tokens, *retokenised.flush()] == list(TOKENIZER.encode_now(text))
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ process_start_time_seconds 1.7e+09
 
 def test_a_servers_metrics_are_figures() -> None:
     metrics = read_metrics(PAGE % "True")
-    figures = metrics.figures()
+    figures = metrics.engine_stats()
     assert (figures.running, figures.waiting, figures.steps) == (2, 1, 55)
     assert (figures.kv_used_blocks, figures.kv_total_blocks) == (20, 40)
     assert (metrics.block_size, metrics.started_at, metrics.ranks) == (32, 1.7e9, 1)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.barriers import Barriers
 from streams.ports import Partition
+from streams.views.offset_waiters import OffsetWaiters
 
 A, B = Partition("ledger", 0), Partition("ledger", 1)
 
@@ -20,29 +20,29 @@ async def settle() -> None:
 
 
 async def test_a_wait_ends_when_its_offset_is_reached_not_before() -> None:
-    barriers = Barriers()
+    barriers = OffsetWaiters()
     waiting = asyncio.ensure_future(barriers.wait(A, 10))
     await settle()
-    barriers.reach(A, 9)
+    barriers.advance(A, 9)
     await settle()
     assert not waiting.done()
-    barriers.reach(A, 10)
+    barriers.advance(A, 10)
     await waiting
 
 
 async def test_another_partition_wakes_nobody() -> None:
-    barriers = Barriers()
+    barriers = OffsetWaiters()
     waiting = asyncio.ensure_future(barriers.wait(A, 10))
     await settle()
-    barriers.reach(B, 100)
+    barriers.advance(B, 100)
     await settle()
     assert not waiting.done()
-    assert list(barriers.waited_for) == [A]
+    assert list(barriers.pending_partitions) == [A]
     waiting.cancel()
 
 
 async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
-    barriers = Barriers()
+    barriers = OffsetWaiters()
     waits = [asyncio.ensure_future(barriers.wait(A, 10)) for _ in range(3)]
     await settle()
     waits[1].cancel()
@@ -55,16 +55,16 @@ async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
 
 
 async def test_nothing_is_kept_of_a_wait_that_ended() -> None:
-    barriers = Barriers()
+    barriers = OffsetWaiters()
     waiting = asyncio.ensure_future(barriers.wait(A, 1))
     await settle()
-    barriers.reach(A, 1)
+    barriers.advance(A, 1)
     await waiting
     assert barriers._heaps == {}
 
 
 async def test_a_failure_ends_all_waits_and_later_ones() -> None:
-    barriers = Barriers()
+    barriers = OffsetWaiters()
     waits = [asyncio.ensure_future(barriers.wait(source, 1)) for source in (A, B, None)]
     await settle()
     barriers.fail(ZeroDivisionError())
@@ -78,12 +78,12 @@ async def test_a_failure_ends_all_waits_and_later_ones() -> None:
 @given(st.lists(st.integers(0, 20), max_size=30), st.lists(st.integers(0, 25), max_size=10))
 def test_exactly_the_reached_waits_are_woken(offsets: list[int], moves: list[int]) -> None:
     async def scenario() -> None:
-        barriers = Barriers()
+        barriers = OffsetWaiters()
         waits = [(o, asyncio.ensure_future(barriers.wait(A, o))) for o in offsets]
         await settle()
         reached = -1
         for position in moves:
-            barriers.reach(A, position)
+            barriers.advance(A, position)
             reached = max(reached, position)
             await settle()
             assert [w.done() for _, w in waits] == [o <= reached for o, _ in waits]

@@ -6,22 +6,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.events import CLEARED, Columns, Event, Kind, MalformedColumns, Tier, decode, encode
+from indexer.events import (
+    CLEARED,
+    CacheEvent,
+    EventColumns,
+    EventKind,
+    MalformedColumns,
+    Tier,
+    decode_events,
+    encode_events,
+)
 
 keys = st.lists(st.integers(1, 2**64 - 1), max_size=5).map(tuple)
 tiers = st.sampled_from(Tier)
 events = st.one_of(
-    st.builds(Event, st.just(Kind.STORED), tiers, st.integers(0, 2**32 - 6), keys),
-    st.builds(Event, st.just(Kind.REMOVED), tiers, st.just(0), keys),
+    st.builds(CacheEvent, st.just(EventKind.STORED), tiers, st.integers(0, 2**32 - 6), keys),
+    st.builds(CacheEvent, st.just(EventKind.REMOVED), tiers, st.just(0), keys),
     st.just(CLEARED),
 )
 
 EVENTS = [
-    Event(Kind.STORED, Tier.HOST, 3, (1, 2**64 - 1)),
-    Event(Kind.REMOVED, Tier.DEVICE, 0, (7,)),
+    CacheEvent(EventKind.STORED, Tier.HOST, 3, (1, 2**64 - 1)),
+    CacheEvent(EventKind.REMOVED, Tier.DEVICE, 0, (7,)),
     CLEARED,
 ]
-COLUMNS = Columns(
+COLUMNS = EventColumns(
     kinds=b"\x00\x01\x02",
     tiers=b"\x01\x00\x00",
     positions=b"\x03\0\0\0" + b"\0\0\0\0" + b"\0\0\0\0",
@@ -31,16 +40,16 @@ COLUMNS = Columns(
 
 
 def test_columns_are_these_bytes() -> None:
-    assert encode(EVENTS) == COLUMNS
+    assert encode_events(EVENTS) == COLUMNS
 
 
 def test_these_bytes_are_events() -> None:
-    assert decode(COLUMNS) == EVENTS
+    assert decode_events(COLUMNS) == EVENTS
 
 
 @given(many=st.lists(events, max_size=6))
-def test_events_come_back_as_they_went(many: list[Event]) -> None:
-    assert decode(encode(many)) == many
+def test_events_come_back_as_they_went(many: list[CacheEvent]) -> None:
+    assert decode_events(encode_events(many)) == many
 
 
 @pytest.mark.parametrize(
@@ -62,4 +71,4 @@ def test_events_come_back_as_they_went(many: list[Event]) -> None:
 )
 def test_columns_that_no_event_gives_are_refused(column: str, value: bytes) -> None:
     with pytest.raises(MalformedColumns):
-        decode(COLUMNS._replace(**{column: value}))
+        decode_events(COLUMNS._replace(**{column: value}))

@@ -16,17 +16,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.bridge import BATCH_BLOCKS, Bridge
-from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent, EngineHash
-from indexer.events import Tier, decode, encode
-from indexer.hashing import local_hashes
-from indexer.keys import derive, prompt_keys
-from indexer.lives import Holder, Overlap
-from indexer.reference import ReferenceIndex
+from indexer.block_hashes import local_hashes
+from indexer.block_keys import derive_secret, prompt_keys
+from indexer.cache_events.engine_events import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineEvent,
+    EngineHash,
+)
+from indexer.cache_events.event_normalizer import MAX_BATCH_BLOCKS, EventNormalizer
+from indexer.epochs import CacheId, Overlap
+from indexer.events import Tier, decode_events, encode_events
+from indexer.reference_index import ReferenceIndex
 
 SIZE = 2
-SECRET = derive(b"s")
-HOLDER = Holder("w", 0)
+SECRET = derive_secret(b"s")
+HOLDER = CacheId("w", 0)
 BLOCKS = 4
 MEDIA = ("", "CPU")
 
@@ -111,13 +117,13 @@ class Chain:
 
     def __init__(self, max_pending: int) -> None:
         self.engine = PlainEngine()
-        self.bridge = Bridge(SIZE, SECRET, max_pending=max_pending)
+        self.bridge = EventNormalizer(SIZE, SECRET, max_pending=max_pending)
         self.index = ReferenceIndex()
         self.number = 1
 
     def feed(self, event: EngineEvent | None) -> None:
         if event is not None:
-            self.bridge.feed([event], 0.0)
+            self.bridge.on_events([event], 0.0)
 
     def store(self, prefix: Prefix, start: int, alias: int, medium: str) -> None:
         self.feed(self.engine.store(prefix, start, alias, medium))
@@ -129,39 +135,39 @@ class Chain:
         self.feed(self.engine.clear())
 
     def take(self, blocks: int) -> bool:
-        batch = self.bridge.take(blocks)
+        batch = self.bridge.take_batch(blocks)
         if batch is not None:
-            events = decode(encode(batch.events))
-            self.index.apply(0, HOLDER, self.number, batch.first_event_id, events)
-            held = self.index.entries(HOLDER, Tier.DEVICE)
+            events = decode_events(encode_events(batch.events))
+            self.index.apply_events(0, HOLDER, self.number, batch.first_event_id, events)
+            held = self.index.blocks_of(HOLDER, Tier.DEVICE)
             assert all(BEFORE[key] is None or BEFORE[key] in held for key in held), "a hole"
         return batch is not None
 
     def announce(self, clear: bool) -> None:
-        self.bridge.announce(0.0, clear=clear)
+        self.bridge.start_announcement(0.0, clear=clear)
 
     def announce_some(self, blocks: int) -> None:
-        self.bridge.announce_some(blocks, 0.0)
+        self.bridge.continue_announcement(blocks, 0.0)
 
     def epoch(self) -> None:
         self.number += 1
-        self.bridge.begin_epoch(0.0)
+        self.bridge.start_epoch(0.0)
 
     def settle(self, blocks: int) -> None:
-        while self.bridge.announcing:
+        while self.bridge.is_announcing:
             self.announce_some(3)
         while self.take(blocks):
             pass
         for prompt in PROMPTS:
-            found = self.index.match(keys_of(prompt)).get(HOLDER, Overlap())
+            found = self.index.match_prefix(keys_of(prompt)).get(HOLDER, Overlap())
             assert found == self.engine.overlap(prompt)
         told = [self.engine.reachable(), self.engine.held("CPU")]
         for tier, prefixes in zip(Tier, told, strict=False):
             expected = {KEYS[prefix]: len(prefix) - 1 for prefix in prefixes}
-            assert self.index.entries(HOLDER, tier) == expected
-        assert self.bridge.held == sum(len(self.engine.held(medium)) for medium in MEDIA)
+            assert self.index.blocks_of(HOLDER, tier) == expected
+        assert self.bridge.held_blocks == sum(len(self.engine.held(medium)) for medium in MEDIA)
         counters = self.index.counters
-        assert counters.gaps == counters.repeated_events == 0
+        assert counters.gaps == counters.duplicate_events == 0
 
 
 prefixes = st.lists(st.integers(0, 1), min_size=1, max_size=BLOCKS).map(tuple)
@@ -191,7 +197,7 @@ def test_an_index_ends_up_with_what_the_engine_holds(
     chain = Chain(max_pending)
     for command, *arguments in script:
         getattr(chain, command)(*arguments)
-    chain.settle(BATCH_BLOCKS)
+    chain.settle(MAX_BATCH_BLOCKS)
 
 
 def moves_of(chain: Chain, rng: random.Random) -> list[Callable[[], object]]:
@@ -221,12 +227,12 @@ def test_a_long_life_leaves_nothing_behind(seed: int) -> None:
     moves = moves_of(chain, rng)
     for _ in range(2000):
         rng.choice(moves)()
-    chain.settle(BATCH_BLOCKS)
+    chain.settle(MAX_BATCH_BLOCKS)
     while +chain.engine.copies:
         chain.remove(rng.randrange(100))
-    chain.settle(BATCH_BLOCKS)
-    bare = Bridge(SIZE, SECRET)
-    for part in ("_held", "_names", "_children", "_told", "_waiting"):
+    chain.settle(MAX_BATCH_BLOCKS)
+    bare = EventNormalizer(SIZE, SECRET)
+    for part in ("_held", "_hash_counts", "_children", "_published", "_unannounced"):
         assert getattr(chain.bridge._mirror, part) == getattr(bare._mirror, part)
     assert not chain.bridge._copies
-    assert not any(names for tiers in chain.bridge._names.values() for names in tiers)
+    assert not any(known for tiers in chain.bridge._sums.values() for known in tiers)

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.preprocess.byte_level import (
+from app.preprocess.text.byte_level import (
     ASSISTANT,
     END_OF_TEXT,
     SYSTEM,
     USER,
-    Detokenizer,
-    decode,
-    encode,
+    ByteDetokenizer,
+    decode_bytes,
+    encode_bytes,
     render_chat,
 )
 
-EURO = encode("€")
+EURO = encode_bytes("€")
 
 
 def test_a_chat_is_marked_turn_by_turn() -> None:
@@ -32,30 +32,30 @@ def test_a_developer_speaks_as_the_system() -> None:
 
 
 def test_a_character_comes_out_whole_with_its_last_byte() -> None:
-    detokenizer = Detokenizer()
+    detokenizer = ByteDetokenizer()
     assert [detokenizer.push([b]) for b in EURO] == ["", "", "€"]
 
 
 def test_half_a_character_across_a_resume_comes_out_once() -> None:
-    taken = encode("a") + EURO[:2]
-    detokenizer = Detokenizer(taken)
+    taken = encode_bytes("a") + EURO[:2]
+    detokenizer = ByteDetokenizer(taken)
     assert detokenizer.chars == 1
-    assert detokenizer.push(EURO[2:] + encode("b")) == "€b"
+    assert detokenizer.push(EURO[2:] + encode_bytes("b")) == "€b"
 
 
 def test_an_unfinished_character_at_the_end_is_replaced() -> None:
-    detokenizer = Detokenizer()
+    detokenizer = ByteDetokenizer()
     assert detokenizer.push(EURO[:2]) == ""
     assert detokenizer.end() == "\ufffd"
 
 
 def test_markers_have_no_text() -> None:
-    assert decode([*b"a", USER, END_OF_TEXT, *b"b"]) == "ab"
+    assert decode_bytes([*b"a", USER, END_OF_TEXT, *b"b"]) == "ab"
 
 
 def test_lone_surrogates_are_no_text() -> None:
     with pytest.raises(UnicodeEncodeError):
-        encode("\ud800")
+        encode_bytes("\ud800")
 
 
 @given(
@@ -66,10 +66,10 @@ def test_lone_surrogates_are_no_text() -> None:
 def test_however_it_is_cut_the_text_is_that_of_the_whole(
     data: bytes, cuts: list[int], resumed_at: int
 ) -> None:
-    first = Detokenizer()
+    first = ByteDetokenizer()
     text = first.push(data[:resumed_at])
     rest = data[resumed_at:]
-    second = Detokenizer(data[:resumed_at])
+    second = ByteDetokenizer(data[:resumed_at])
     assert second.chars == len(text)
     edges = [0, *sorted(min(c, len(rest)) for c in cuts), len(rest)]
     for start, stop in pairwise(edges):

@@ -8,30 +8,31 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from app.captured import (
-    FORMAT,
-    AnyLine,
-    Asked,
-    BadCapture,
-    Capture,
-    Counted,
-    Decided,
-    lines_of,
-    written,
+from app.capture_format import (
+    CAPTURE_FORMAT,
+    AnyCaptureLine,
+    CapturedDecision,
+    CapturedRequest,
+    CaptureHeader,
+    CaptureTotals,
+    InvalidCapture,
+    created_capture,
+    read_capture,
 )
-from streams.records import Assigned, Candidate, Origin
+from streams.records import Assigned, Candidate, RequestOffset
 
-HEAD = Capture(format=FORMAT, from_ms=1, to_ms=9, lanes=4)
-ASKED = Asked(id="a", at_ms=2, prompt_tokens=40, block_size=16, blocks=bytes(range(16)))
-DECIDED = Decided(
+HEAD = CaptureHeader(format=CAPTURE_FORMAT, from_ms=1, to_ms=9, lanes=4)
+ASKED = CapturedRequest(id="a", at_ms=2, prompt_tokens=40, block_size=16, blocks=bytes(range(16)))
+DECIDED = CapturedDecision(
     at_ms=3, lane=1, offset=7,
     decision=Assigned(
         id="a", attempt=0, phase="aggregated", worker="w", epoch=1, responses_from=0,
-        deadline_ms=5, origin=Origin(topic="requests", partition=1, offset=0), seed=2**32 - 1,
+        deadline_ms=5, origin=RequestOffset(topic="requests", partition=1, offset=0),
+        seed=2**32 - 1,
         candidates=(Candidate(worker="w", epoch=1, cost=0.1 + 0.2, ahead_ms=(1e-17, 1 / 3)),),
     ),
 )  # fmt: skip
-LAST = Counted(lines={"Capture": 1})
+LAST = CaptureTotals(lines={"Capture": 1})
 
 
 @pytest.fixture(params=["run.jsonl", "run.jsonl.zst"])
@@ -39,15 +40,15 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / str(request.param)
 
 
-def put(file: Path, *lines: AnyLine) -> None:
-    with written(file) as out:
+def put(file: Path, *lines: AnyCaptureLine) -> None:
+    with created_capture(file) as out:
         for line in lines:
-            out.write(line)
+            out.write_line(line)
 
 
 def test_what_is_written_is_read_to_the_last_bit(file: Path) -> None:
     put(file, HEAD, ASKED, DECIDED, LAST)
-    assert list(lines_of(file)) == [HEAD, ASKED, DECIDED, LAST]
+    assert list(read_capture(file)) == [HEAD, ASKED, DECIDED, LAST]
 
 
 def test_what_is_infinite_stays_so(file: Path) -> None:
@@ -56,7 +57,7 @@ def test_what_is_infinite_stays_so(file: Path) -> None:
     endless = replace(decision, params={"a": 1.0, "b": inf}, candidates=(cheap, dear))
     line = replace(DECIDED, decision=endless)
     put(file, HEAD, line, LAST)
-    assert list(lines_of(file)) == [HEAD, line, LAST]
+    assert list(read_capture(file)) == [HEAD, line, LAST]
 
 
 def test_lines_look_as_they_are_documented(tmp_path: Path) -> None:
@@ -72,7 +73,7 @@ def test_lines_look_as_they_are_documented(tmp_path: Path) -> None:
 
 
 def test_blocks_have_numbers_for_names() -> None:
-    assert ASKED.block_names.tolist() == [0x0706050403020100, 0x0F0E0D0C0B0A0908]
+    assert ASKED.block_hashes.tolist() == [0x0706050403020100, 0x0F0E0D0C0B0A0908]
 
 
 def test_a_name_that_ends_in_zst_is_compressed(tmp_path: Path) -> None:
@@ -86,8 +87,8 @@ def test_a_file_is_there_whole_or_not_at_all(file: Path) -> None:
     file.write_text("from before")
 
     def fail() -> None:
-        with written(file) as out:
-            out.write(HEAD)
+        with created_capture(file) as out:
+            out.write_line(HEAD)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -97,13 +98,13 @@ def test_a_file_is_there_whole_or_not_at_all(file: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadCapture, match=r"absent/x cannot be written: No such file"):
+    with pytest.raises(InvalidCapture, match=r"absent/x cannot be written: No such file"):
         put(tmp_path / "absent" / "x", HEAD)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadCapture, match=r"absent: No such file"):
-        list(lines_of(tmp_path / "absent"))
+    with pytest.raises(InvalidCapture, match=r"absent: No such file"):
+        list(read_capture(tmp_path / "absent"))
 
 
 def test_a_file_that_was_cut_is_no_capture(file: Path) -> None:
@@ -111,29 +112,29 @@ def test_a_file_that_was_cut_is_no_capture(file: Path) -> None:
     whole = file.read_bytes()
     for size in (1, 5, len(whole) // 2, len(whole) - 2):
         file.write_bytes(whole[:size])
-        with pytest.raises(BadCapture, match="capture"):
-            list(lines_of(file))
+        with pytest.raises(InvalidCapture, match="capture"):
+            list(read_capture(file))
     put(file, HEAD, ASKED)
-    with pytest.raises(BadCapture, match="ends after line 2, cut"):
-        list(lines_of(file))
+    with pytest.raises(InvalidCapture, match="truncated after line 2"):
+        list(read_capture(file))
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "ends after line 0"),
-        ("nonsense\n", "line 1: no line of a capture"),
-        ('{"timestamp": 0, "hash_ids": []}\n', "line 1: no line of a capture"),
-        ('{"t":"Asked","id":"a","at_ms":2,"prompt_tokens":40,"block_size":16}\n', "does not begin"),
-        ('{"t":"Capture","format":2,"from_ms":1,"to_ms":2}\n', "format 2, this kvlane reads 1"),
+        ("", "truncated after line 0"),
+        ("nonsense\n", "line 1: not a line of a capture"),
+        ('{"timestamp": 0, "hash_ids": []}\n', "line 1: not a line of a capture"),
+        ('{"t":"Asked","id":"a","at_ms":2,"prompt_tokens":40,"block_size":16}\n', "not a capture"),
+        ('{"t":"Capture","format":2,"from_ms":1,"to_ms":2}\n', "format 2, this version reads 1"),
         ('{"t":"Capture","format":1,"from_ms":1,"to_ms":2}\n{"t":"Asked"}\n', "line 2"),
     ],
 )
 def test_what_is_no_capture_is_refused_with_its_line(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "x"
     file.write_text(text)
-    with pytest.raises(BadCapture, match=why):
-        list(lines_of(file))
+    with pytest.raises(InvalidCapture, match=why):
+        list(read_capture(file))
 
 
 def test_lines_and_fields_of_later_versions_are_passed_over(tmp_path: Path) -> None:
@@ -143,4 +144,4 @@ def test_lines_and_fields_of_later_versions_are_passed_over(tmp_path: Path) -> N
         '{"t":"Poem","lines":3}\n'
         '{"t":"Counted","lines":{"Capture":1}}\n'
     )
-    assert list(lines_of(file)) == [HEAD, LAST]
+    assert list(read_capture(file)) == [HEAD, LAST]

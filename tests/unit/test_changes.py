@@ -5,38 +5,38 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.changes import REMEMBERED, Changes, Noted
+from app.routing.state.change_log import MIN_REMEMBERED_CHANGES, ChangeLog, TrackedDict
 
 
-@given(st.lists(st.integers(1, REMEMBERED + 300), max_size=8), st.data())
+@given(st.lists(st.integers(1, MIN_REMEMBERED_CHANGES + 300), max_size=8), st.data())
 def test_they_are_those_that_were_noted_or_too_many(looks: list[int], data: st.DataObject) -> None:
-    changes, noted, seen = Changes[int](), list[int](), [0]
+    changes, noted, seen = ChangeLog[int](), list[int](), [0]
     for many in looks:
         for _ in range(many):
-            changes.note(len(noted))
+            changes.record(len(noted))
             noted.append(len(noted))
         seen.append(changes.count)
     count = data.draw(st.sampled_from(seen))
     found = changes.since(count)
     if found is None:
-        assert len(noted) - count > REMEMBERED
+        assert len(noted) - count > MIN_REMEMBERED_CHANGES
     else:
         assert list(found) == noted[count:]
-    assert len(changes._last) < 2 * REMEMBERED
+    assert len(changes._last) < 2 * MIN_REMEMBERED_CHANGES
 
 
 def test_a_count_that_was_never_reached_means_that_all_has_to_be_read() -> None:
-    changes = Changes[str]()
+    changes = ChangeLog[str]()
     assert changes.since(5) is None
     assert changes.since(-1) is None
     assert changes.since(0) == ()
 
 
 def test_numbers_that_stay_as_they_are_are_no_change() -> None:
-    noted = Noted()
+    noted = TrackedDict()
     noted["a"] = 1.0
     noted["a"] = 1.0
     assert noted.changes.count == 1
-    noted.forget("a")
-    noted.forget("a")
+    noted.discard("a")
+    noted.discard("a")
     assert (noted, noted.changes.count) == ({}, 2)

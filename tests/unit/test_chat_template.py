@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from app.preprocess import template
-from app.preprocess.errors import BadModel, InvalidPrompt
-from app.preprocess.modelfolder import DEMO, read_folder
-from app.preprocess.template import ChatTemplate
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from app.preprocess.prompt_errors import BadModel, InvalidPrompt
+from app.preprocess.text import chat_template
+from app.preprocess.text.chat_template import ChatTemplate
 
 USER = {"role": "user", "content": "hi"}
 LOOP = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
@@ -205,13 +205,13 @@ def test_a_rendering_that_takes_too_long_is_given_up() -> None:
 
 
 def test_a_rendering_of_too_many_rounds_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "ROUNDS", 1000)
+    monkeypatch.setattr(chat_template, "MAX_LOOP_ROUNDS", 1000)
     with pytest.raises(InvalidPrompt, match="1000 rounds"):
         render(ENDLESS)
 
 
 def test_rounds_are_counted_anew_for_each_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "ROUNDS", 10)
+    monkeypatch.setattr(chat_template, "MAX_LOOP_ROUNDS", 10)
     made = ChatTemplate(LOOP, TickingClock())
     for _ in range(5):
         assert made.render([USER] * 3)
@@ -223,13 +223,13 @@ def test_a_macro_that_calls_itself_is_given_up() -> None:
 
 
 def test_rounds_of_macros_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "ROUNDS", 3)
+    monkeypatch.setattr(chat_template, "MAX_LOOP_ROUNDS", 3)
     with pytest.raises(InvalidPrompt, match="3 rounds"):
         render("{% macro f() %}{% endmacro %}{{ f() }}{{ f() }}{{ f() }}{{ f() }}")
 
 
 def test_a_rendering_that_grows_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "LONGEST", 100)
+    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 100)
     with pytest.raises(InvalidPrompt, match="100 characters"):
         render(LOOP, {"role": "user", "content": "x" * 101})
 
@@ -238,7 +238,7 @@ def test_a_rendering_that_grows_too_long_is_given_up(monkeypatch: pytest.MonkeyP
 
 
 def demo(*messages: dict[str, Any], **options: Any) -> str:
-    source = read_folder(DEMO).template
+    source = read_folder(DEMO_MODEL_FOLDER).template
     assert source is not None
     return render(source, *messages, **options)
 

@@ -8,12 +8,18 @@ from typing import cast
 
 import pytest
 
-from app.lifetime import Lifetime
-from app.serving.chunks import BATCH_BYTES, PENDING_BYTES, ChunkWriters, Last, StreamBroken
+from app.runtime.process import ProcessContext
+from app.serving.chunk_writer import (
+    MAX_BATCH_BYTES,
+    MAX_PENDING_BYTES,
+    ChunkWriters,
+    FinalChunk,
+    StreamBroken,
+)
 from streams.codecs import AnyRecord, encode
-from streams.errors import AppendFailed
-from streams.outbox import Outbox
-from streams.records import Aside, Chunk
+from streams.errors import AppendFailed, RecordTooLarge
+from streams.record_publisher import RecordPublisher
+from streams.records import Chunk, PassthroughDelta, Usage
 
 WIDE_TOKENS = [2**32 - 1] * 500
 WIDE_TEXT = "\x01" * 500  # six bytes each in JSON
@@ -25,8 +31,10 @@ class Sent:
     def __init__(self) -> None:
         self.batches: list[list[Chunk]] = []
         self.fails = False
+        self.largest = MAX_BATCH_BYTES
+        """The longest text that is taken as a record by itself."""
 
-    async def send_batch(
+    async def publish_batch_once(
         self, topic: str, partition: int, records: Sequence[tuple[str, AnyRecord]]
     ) -> None:
         await asyncio.sleep(0)
@@ -34,49 +42,93 @@ class Sent:
             raise AppendFailed("no answer")
         self.batches.append([cast("Chunk", record) for _, record in records])
 
+    async def publish_once(self, topic: str, key: str, record: AnyRecord, partition: int) -> None:
+        chunk = cast("Chunk", record)
+        if len(chunk.text) > self.largest:
+            raise RecordTooLarge(f"{len(chunk.text)} characters")
+        await self.publish_batch_once(topic, partition, [(key, record)])
+
 
 async def test_a_batch_stays_below_what_the_log_takes() -> None:
-    sent, life = Sent(), Lifetime("t")
-    writers = ChunkWriters(cast("Outbox", sent), life, lanes=1)
+    sent, life = Sent(), ProcessContext("t")
+    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1)
     streams = [writers.open(f"{n:0200}", 0, str(2**64 - 1), index=0, chars=0) for n in range(300)]
     for stream in streams:
         stream.release()
     await asyncio.gather(*(s.push(WIDE_TOKENS, WIDE_TEXT) for s in streams))
-    await asyncio.gather(*(s.finish(Last("stop", None)) for s in streams))
+    await asyncio.gather(*(s.finish(FinalChunk("stop", None)) for s in streams))
     sizes = []
     for batch in sent.batches:
         entries = [encode(chunk, chunk.id) for chunk in batch]
         sizes.append(sum(len(e.key or b"") + len(e.value or b"") + 100 for e in entries))
     assert len(sizes) > 2
-    assert max(sizes) <= BATCH_BYTES
+    assert max(sizes) <= MAX_BATCH_BYTES
     tokens = sum(len(chunk.token_ids) for batch in sent.batches for chunk in batch)
     assert tokens == 300 * len(WIDE_TOKENS)
 
 
 async def test_a_broken_stream_takes_nothing_more() -> None:
-    sent, life = Sent(), Lifetime("t")
-    stream = ChunkWriters(cast("Outbox", sent), life, lanes=1).open("a", 0, "1", index=0, chars=0)
+    sent, life = Sent(), ProcessContext("t")
+    stream = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1).open(
+        "a", 0, "1", index=0, chars=0
+    )
     stream.release()
     sent.fails = True
     await stream.push([1], "a")
     await asyncio.sleep(0.01)
-    assert stream.broken
+    assert stream.is_broken
     sent.fails = False
     with pytest.raises(StreamBroken):
         await stream.push([2], "b")
     with pytest.raises(StreamBroken):
-        await stream.finish(Last("stop", None))
+        await stream.finish(FinalChunk("stop", None))
     await asyncio.sleep(0.01)
     assert sent.batches == []
 
 
+async def test_a_chunk_that_no_record_holds_breaks_its_own_run_only() -> None:
+    sent, life = Sent(), ProcessContext("t")
+    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1)
+    large, other = (writers.open(name, 0, "1", index=0, chars=0) for name in ("a", "b"))
+    for stream in (large, other):
+        stream.release()
+    with pytest.raises(StreamBroken):
+        await large.push((), "a" * (sent.largest + 1))
+    await other.push([1], "b")
+    await other.finish(FinalChunk("stop", None))
+    assert life.error is None
+    assert {chunk.id for batch in sent.batches for chunk in batch} == {"b"}
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        FinalChunk("stop", Usage(details={"a": "x" * 700_000})),
+        FinalChunk("error", None, invalid_reason="x" * 200_000),
+        FinalChunk("stop", None, stop_reason="x" * 200_000),
+    ],
+)
+async def test_what_a_server_says_at_the_end_counts_for_the_size_of_its_chunk(
+    last: FinalChunk,
+) -> None:
+    sent, life = Sent(), ProcessContext("t")
+    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1)
+    streams = [writers.open(name, 0, "1", index=0, chars=0) for name in ("a", "b", "c")]
+    for stream in streams:
+        stream.release()
+    ends = (FinalChunk("stop", None), last, FinalChunk("stop", None))
+    await asyncio.gather(*(s.finish(end) for s, end in zip(streams, ends, strict=True)))
+    alone = [batch for batch in sent.batches if any(chunk.id == "b" for chunk in batch)]
+    assert [len(batch) for batch in alone] == [1]
+
+
 async def test_tokens_that_are_not_the_engines_own_are_kept_back() -> None:
-    sent, life = Sent(), Lifetime("t")
-    writers = ChunkWriters(cast("Outbox", sent), life, lanes=1, with_tokens=False)
+    sent, life = Sent(), ProcessContext("t")
+    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
     stream = writers.open("a", 0, "1", index=0, chars=0)
     stream.release()
     await stream.push([1, 2], "ab")
-    await stream.finish(Last("stop", None), "c")
+    await stream.finish(FinalChunk("stop", None), "c")
     chunks = [chunk for batch in sent.batches for chunk in batch]
     assert "".join(chunk.text for chunk in chunks) == "abc"
     assert [(chunk.index, chunk.token_ids) for chunk in chunks] == [(0, ())] * len(chunks)
@@ -84,16 +136,16 @@ async def test_tokens_that_are_not_the_engines_own_are_kept_back() -> None:
 
 
 async def test_asides_keep_their_places_in_the_text() -> None:
-    sent, life = Sent(), Lifetime("t")
-    writers = ChunkWriters(cast("Outbox", sent), life, lanes=1, with_tokens=False)
+    sent, life = Sent(), ProcessContext("t")
+    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
     stream = writers.open("a", 0, "1", index=0, chars=0)
-    await stream.push((), "ab", data=[Aside(delta={"n": 1})])
-    await stream.push((), "", data=[Aside(delta={"n": 2})])
+    await stream.push((), "ab", data=[PassthroughDelta(delta={"n": 1})])
+    await stream.push((), "", data=[PassthroughDelta(delta={"n": 2})])
     stream.release()
     await asyncio.sleep(0.01)
     await stream.push((), "c")
-    await stream.push((), "d", data=[Aside(at=1, choice={"n": 3})])
-    await stream.finish(Last("stop", None))
+    await stream.push((), "d", data=[PassthroughDelta(at=1, choice={"n": 3})])
+    await stream.finish(FinalChunk("stop", None))
     chunks = [chunk for batch in sent.batches for chunk in batch]
     assert "".join(chunk.text for chunk in chunks) == "abcd"
     asides = [(a.at, a.delta or a.choice) for chunk in chunks for a in chunk.data]
@@ -101,9 +153,12 @@ async def test_asides_keep_their_places_in_the_text() -> None:
 
 
 async def test_what_waits_is_bounded_in_bytes_too() -> None:
-    sent, life = Sent(), Lifetime("t")
-    writers = ChunkWriters(cast("Outbox", sent), life, lanes=1, with_tokens=False)
-    for text, data in (("x" * PENDING_BYTES, []), ("", [Aside(delta={"x": "y" * PENDING_BYTES})])):
+    sent, life = Sent(), ProcessContext("t")
+    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
+    for text, data in (
+        ("x" * MAX_PENDING_BYTES, []),
+        ("", [PassthroughDelta(delta={"x": "y" * MAX_PENDING_BYTES})]),
+    ):
         stream = writers.open("a", 0, "1", index=0, chars=0)
         pushing = asyncio.create_task(stream.push((), text, data=data))
         await asyncio.sleep(0.01)
@@ -111,14 +166,16 @@ async def test_what_waits_is_bounded_in_bytes_too() -> None:
         stream.release()
         await pushing
     sizes = [len(encode(chunk, chunk.id).value or b"") for batch in sent.batches for chunk in batch]
-    assert max(sizes) < 2 * PENDING_BYTES
+    assert max(sizes) < 2 * MAX_PENDING_BYTES
 
 
 async def test_an_idle_lane_has_no_task() -> None:
-    sent, life = Sent(), Lifetime("t")
-    stream = ChunkWriters(cast("Outbox", sent), life, lanes=1).open("a", 0, "1", index=0, chars=0)
+    sent, life = Sent(), ProcessContext("t")
+    stream = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1).open(
+        "a", 0, "1", index=0, chars=0
+    )
     stream.release()
     await stream.push([1], "a")
-    await stream.finish(Last("stop", None))
+    await stream.finish(FinalChunk("stop", None))
     await asyncio.sleep(0.01)
-    assert life.tasks == 0
+    assert life.task_count == 0

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from streams import codecs
+from streams import codecs, record_base
 from streams import records as r
+from streams import request as q
 from streams.codecs import (
     AnyRecord,
     decode,
@@ -27,29 +28,29 @@ from streams.codecs import (
     type_of,
     unpack_tokens,
 )
-from streams.errors import Malformed, UnknownType
-from streams.memory.partition import MemoryRecord
-from streams.ports import Entry
+from streams.errors import Malformed, NewerRecord, UnknownType
+from streams.memory.partition_log import MemoryRecord
+from streams.ports import Entry, Unreadable
 from streams.prompt import Prompt, encode_prompt
 
-ORIGIN = r.Origin(topic="requests", partition=17, offset=4711)
-REQUEST = r.Request(
+ORIGIN = r.RequestOffset(topic="requests", partition=17, offset=4711)
+REQUEST = q.Request(
     id="job-17",
     model="demo",
     token_ids=pack_tokens([259, 104, 105, 70_000]),
     tenant="acme",
     deadline_s=30.0,
     received_ms=1_700_000_000_000,
-    stop=r.StopConditions(
+    stop=q.StopConditions(
         max_tokens=32, min_tokens=1, stop=("\n",), stop_token_ids=(256,), ignore_eos=True
     ),
-    sampling=r.SamplingOptions(temperature=0.5, top_p=0.9, top_k=40, seed=7),
-    hints=r.Hints(backend_instance_id="w1", allowed_worker_ids=("w1", "w2")),
+    sampling=q.SamplingOptions(temperature=0.5, top_p=0.9, top_k=40, seed=7),
+    hints=q.Hints(backend_instance_id="w1", allowed_worker_ids=("w1", "w2")),
 )
-WHOLE_REQUEST = r.Request(
+WHOLE_REQUEST = q.Request(
     id="job-18",
-    stop=r.StopConditions(stop_token_ids_hidden=(2,), max_thinking_tokens=9),
-    sampling=r.SamplingOptions(
+    stop=q.StopConditions(stop_token_ids_hidden=(2,), max_thinking_tokens=9),
+    sampling=q.SamplingOptions(
         n=1,
         best_of=1,
         presence_penalty=0.5,
@@ -59,7 +60,7 @@ WHOLE_REQUEST = r.Request(
         use_beam_search=False,
         length_penalty=1.0,
         include_stop_str_in_output=True,
-        guided_decoding=r.GuidedDecoding(
+        guided_decoding=q.GuidedDecoding(
             json=b"{}",
             regex="a+",
             choice=("a", "b"),
@@ -73,7 +74,7 @@ WHOLE_REQUEST = r.Request(
         bad_words_token_ids=((1, 2), (3,)),
         logit_bias={7: -1.5},
     ),
-    hints=r.Hints(
+    hints=q.Hints(
         prefill_worker_id="p1",
         decode_worker_id="d1",
         dp_rank=0,
@@ -83,13 +84,13 @@ WHOLE_REQUEST = r.Request(
         priority_jump=0.5,
         priority=-1,
         strict_priority=2,
-        routing_constraints=r.RoutingConstraints(
+        routing_constraints=q.RoutingConstraints(
             required_taints=("a",), preferred_taints={"b": 0.5}
         ),
-        session_control=r.SessionControl(session_id="s", action="open", timeout=60),
+        session_control=q.SessionControl(session_id="s", action="open", timeout=60),
         queue_class="batch",
     ),
-    output=r.OutputOptions(
+    output=q.OutputOptions(
         logprobs=2,
         prompt_logprobs=1,
         skip_special_tokens=False,
@@ -103,18 +104,18 @@ WHOLE_REQUEST = r.Request(
     prompt_embeds="AAAA",
     multi_modal_data={
         "image_url": (
-            r.MultimodalData(kind="url", url="http://a/b"),
-            r.MultimodalData(kind="decoded", decoded=b"{}"),
+            q.MultimodalData(kind="url", url="http://a/b"),
+            q.MultimodalData(kind="decoded", decoded=b"{}"),
         )
     },
-    mm_routing_info=r.MmRoutingInfo(
+    mm_routing_info=q.MmRoutingInfo(
         routing_token_ids=pack_tokens([5]),
         block_mm_infos=(
             None,
-            r.BlockExtraInfo(mm_objects=(r.MmObject(mm_hash=2**64 - 1, offsets=((0, 3),)),)),
+            q.BlockExtraInfo(mm_objects=(q.MmObject(mm_hash=2**64 - 1, offsets=((0, 3),)),)),
         ),
     ),
-    router_config_override=r.RouterConfigOverride(
+    router_config_override=q.RouterConfigOverride(
         overlap_score_credit=0.5,
         prefill_load_scale=1.5,
         router_temperature=0.25,
@@ -122,26 +123,28 @@ WHOLE_REQUEST = r.Request(
         track_prefill_tokens=False,
         shared_cache_multiplier=0.5,
     ),
-    prefill_result=r.PrefillResult(
+    prefill_result=q.PrefillResult(
         disaggregated_params=b"{}",
-        prompt_tokens_details=r.PromptTokensDetails(audio_tokens=1, cached_tokens=2),
+        prompt_tokens_details=q.PromptTokensDetails(audio_tokens=1, cached_tokens=2),
     ),
-    migration_link=r.TraceLink(trace_id="ab", span_id="cd"),
-    bootstrap_info=r.BootstrapInfo(
+    migration_link=q.TraceLink(trace_id="ab", span_id="cd"),
+    bootstrap_info=q.BootstrapInfo(
         bootstrap_host="h", bootstrap_port=9000, bootstrap_room=2**63 - 1
     ),
     extra_args=b"[1]",
-    router=r.RouterParams(ttft_target=100.0, itl_target=20.0),
+    router=q.RouterParams(ttft_target=100.0, itl_target=20.0),
     agent_context=b'{"a":1}',
     mm_processor_kwargs=b"null",
     request_timestamp_ms=1.5,
     is_probe=True,
-    body=r.OpenAiBody(kind="chat", json=b'{"messages":[]}', prompt_tokens=3),
+    body=q.OpenAiBody(kind="chat", json=b'{"messages":[]}', prompt_tokens=3),
 )
+
+QUEUED_REQUEST = q.Request(id="job-17", queued_ms=1_700_000_000_000)
 
 GOLDEN: list[tuple[AnyRecord, bytes]] = [
     (
-        r.Request(id="job-17"),
+        q.Request(id="job-17"),
         bytes.fromhex("de0001a26964a66a6f622d3137"),
     ),
     (
@@ -414,8 +417,10 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             finish_reason="tool_calls",
             usage=r.Usage(prompt_tokens=7, details={"completion_tokens_details": {"n": 1}}),
             data=(
-                r.Aside(at=7, delta={"tool_calls": [{"index": 0}]}),
-                r.Aside(at=9, choice={"stop_reason": None}, event={"system_fingerprint": "f"}),
+                r.PassthroughDelta(at=7, delta={"tool_calls": [{"index": 0}]}),
+                r.PassthroughDelta(
+                    at=9, choice={"stop_reason": None}, event={"system_fingerprint": "f"}
+                ),
             ),
         ),
         (
@@ -425,6 +430,10 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             b'x":0}]}},{"at":9,"choice":{"stop_reason":null},"event":{"system_fingerprint":"f"'
             b"}}]}"
         ),
+    ),
+    (
+        r.Chunk(id="job-17", attempt=0, run="0", seq=0, index=0, model="demo"),
+        b'{"t":"Chunk","id":"job-17","attempt":0,"run":"0","seq":0,"index":0,"model":"demo"}',
     ),
     (
         r.Chunk(id="job-17", attempt=0, run="0", seq=0, index=0),
@@ -531,7 +540,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             epoch=12,
             slot_offset=77,
             last_event_ids=(4, -1),
-            engine=r.EngineFigures(
+            engine=r.EngineStats(
                 running=2, waiting=1, kv_used_blocks=9, kv_total_blocks=16, steps=300
             ),
         ),
@@ -544,6 +553,19 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
     (
         r.Probe(by="r1"),
         bytes.fromhex("81a26279a27231"),
+    ),
+    (
+        QUEUED_REQUEST,
+        bytes.fromhex("de0002a26964a66a6f622d3137a97175657565645f6d73cf0000018bcfe56800"),
+    ),
+    (
+        r.RouterCapacity(
+            router="r1", requests=5, tokens=1000, bytes=70_000, positions={0: 17, 31: 4}
+        ),
+        bytes.fromhex(
+            "85a6726f75746572a27231a8726571756573747305a6746f6b656e73cd03e8a56279746573ce0001"
+            "1170a9706f736974696f6e738200111f04"
+        ),
     ),
     (
         r.Assigned(
@@ -573,7 +595,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         r.End(
             id="job-17",
             code="stop",
-            placed=r.Placed(worker_id="w1", dp_rank=1, token_ids=(259, 104)),
+            placed=r.DryRunResult(worker_id="w1", dp_rank=1, token_ids=(259, 104)),
         ),
         (
             b'{"t":"End","id":"job-17","code":"stop","placed":{"worker_id":"w1","dp_rank":1,"token_'
@@ -666,7 +688,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             template=r.Artifact(sha256="cd", size=8),
             special_tokens={"eos_token": "<e>"},
             eos_token_ids=(0, 1),
-            defaults=r.SamplingOptions(temperature=0.5),
+            defaults=q.SamplingOptions(temperature=0.5),
             checksum="ef",
             served_as="m",
         ),
@@ -698,6 +720,10 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         r.Deployment(lanes=32, partitions={"prompts": 16}, format=2),
         bytes.fromhex("83a56c616e657320aa706172746974696f6e7381a770726f6d70747310a6666f726d617402"),
     ),
+    (
+        r.Skip(topic="ledger", partition=3, offset=17),
+        bytes.fromhex("83a5746f706963a66c6564676572a9706172746974696f6e03a66f666673657411"),
+    ),
 ]
 
 TYPES = (*codecs._INNER, *codecs._PUBLIC)
@@ -728,21 +754,22 @@ def test_golden_bytes_are_read(given_record: AnyRecord, value: bytes) -> None:
 
 def test_a_request_of_an_older_version_is_read() -> None:
     """With few fields a map has a shorter header; what it says is the same."""
-    assert decode(record(bytes.fromhex("81a26964a66a6f622d3137"), ("t", b"Request"))) == r.Request(
+    assert decode(record(bytes.fromhex("81a26964a66a6f622d3137"), ("t", b"Request"))) == q.Request(
         id="job-17"
     )
 
 
 def test_the_golden_request_sets_every_field() -> None:
-    for part in (r.Request, r.StopConditions, r.SamplingOptions, r.Hints, r.OutputOptions):
+    for part in (q.Request, q.StopConditions, q.SamplingOptions, q.Hints, q.OutputOptions):
         for field in msgspec.structs.fields(part):
             values = [
-                getattr(part_of(request, part), field.name) for request in (REQUEST, WHOLE_REQUEST)
+                getattr(part_of(request, part), field.name)
+                for request in (REQUEST, WHOLE_REQUEST, QUEUED_REQUEST)
             ]
             assert any(value != field.default for value in values), field.name
 
 
-def part_of(request: r.Request, kind: type[msgspec.Struct]) -> msgspec.Struct:
+def part_of(request: q.Request, kind: type[msgspec.Struct]) -> msgspec.Struct:
     parts = (request, request.stop, request.sampling, request.hints, request.output)
     return next(part for part in parts if type(part) is kind)
 
@@ -793,7 +820,7 @@ def test_a_tombstone_with_a_value_is_malformed() -> None:
 
 @pytest.mark.parametrize(("given_record", "value"), GOLDEN, ids=lambda x: type(x).__name__)
 def test_unknown_fields_are_ignored(given_record: AnyRecord, value: bytes) -> None:
-    public = isinstance(given_record, r.Public)
+    public = isinstance(given_record, record_base.PublicRecord)
     fields = json.loads(value) if public else msgspec.msgpack.decode(value)
     fields["of_a_newer_version"] = {"nested": [1, None, {"deeper": "x"}]}
     wider = json.dumps(fields).encode() if public else msgspec.msgpack.encode(fields)
@@ -806,7 +833,7 @@ def test_missing_optional_fields_have_their_defaults(kind: type[AnyRecord]) -> N
     fields = msgspec.structs.fields(kind)
     golden = next(rec for rec, _ in GOLDEN if type(rec) is kind)
     needed = {f.name: getattr(golden, f.name) for f in fields if f.required}
-    encoder = msgspec.json if issubclass(kind, r.Public) else msgspec.msgpack
+    encoder = msgspec.json if issubclass(kind, record_base.PublicRecord) else msgspec.msgpack
     decoded = decode(record(encoder.encode(needed), ("t", kind.__name__.encode())))
     for field in fields:
         if not field.required:
@@ -818,7 +845,7 @@ def test_missing_optional_fields_have_their_defaults(kind: type[AnyRecord]) -> N
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda t: t.__name__)
 def test_missing_needed_fields_are_malformed(kind: type[AnyRecord]) -> None:
-    encoder = msgspec.json if issubclass(kind, r.Public) else msgspec.msgpack
+    encoder = msgspec.json if issubclass(kind, record_base.PublicRecord) else msgspec.msgpack
     with pytest.raises(Malformed, match=kind.__name__):
         decode(record(encoder.encode({}), ("t", kind.__name__.encode())))
 
@@ -838,9 +865,36 @@ def test_a_type_of_a_newer_version_is_named() -> None:
     assert raised.value.type_name == "Shiny"
 
 
+@pytest.mark.parametrize("kind", [b"Ended", b"Shiny", None])
+def test_a_record_that_is_marked_for_newer_readers_is_refused(kind: bytes | None) -> None:
+    mark = ("r", b"%d" % (codecs.RECORD_VERSION + 1))
+    with pytest.raises(NewerRecord, match=f"record version {codecs.RECORD_VERSION + 1}") as raised:
+        decode(record(b"\x80", ("t", kind), mark))
+    assert raised.value.required == codecs.RECORD_VERSION + 1
+    assert not isinstance(raised.value, Malformed)
+
+
+@pytest.mark.parametrize("mark", [b"1", b"0", b"", None, b"-2", b"two", b"\xff", b"9" * 5000])
+def test_what_marks_nothing_is_ignored(mark: bytes | None) -> None:
+    value = next(value for golden, value in GOLDEN if isinstance(golden, r.Deployment))
+    assert isinstance(decode(record(value, ("t", b"Deployment"), ("r", mark))), r.Deployment)
+
+
+def test_what_the_log_could_not_hand_out_is_malformed_with_its_reason() -> None:
+    with pytest.raises(Malformed, match="larger than a whale"):
+        decode(record(Unreadable(b"larger than a whale")))
+
+
+def test_the_epoch_of_a_tombstone_fits_into_a_snapshot() -> None:
+    gone = decode(record(None, ("epoch", b"9" * 4000)))
+    assert isinstance(gone, r.Tombstone)
+    assert gone.epoch is not None
+    assert gone.epoch < 2**63
+
+
 def test_the_type_stands_in_the_value_too_where_clients_read() -> None:
     for golden, value in GOLDEN:
-        if isinstance(golden, r.Public):
+        if isinstance(golden, record_base.PublicRecord):
             assert json.loads(value)["t"] == type(golden).__name__
 
 
@@ -954,7 +1008,8 @@ def built(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     return values.map(lambda given_fields: kind(**given_fields))
 
 
-STRUCTS = [t for t in vars(r).values() if isinstance(t, type) and issubclass(t, msgspec.Struct)]
+MODULES = (*vars(r).values(), *vars(q).values())
+STRUCTS = [t for t in MODULES if isinstance(t, type) and issubclass(t, msgspec.Struct)]
 for struct in STRUCTS:
     st.register_type_strategy(struct, built)
 

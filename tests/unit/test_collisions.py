@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from app.audit.collisions import Met, meetings
-from streams.records import Assigned, Fact
-from tests.stages import Stage, recorded
+from app.audit.collisions import ConcurrentDecisions, find_concurrent
+from streams.records import Assigned, LogRecord
+from tests.harness.routing_harness import RoutingHarness, to_assigned
 
 POLICY = "predictive"
 
 
 def decided(
-    stage: Stage, at_ms: int, router: str, known_ms: int, *, prompt_id: str = "", **over: object
-) -> Fact:
+    stage: RoutingHarness,
+    at_ms: int,
+    router: str,
+    known_ms: int,
+    *,
+    prompt_id: str = "",
+    **over: object,
+) -> LogRecord:
     """A decision on a stage, as the ledger has it."""
     chosen = stage.chosen(POLICY, seed=1)
     name = prompt_id or f"{router}-{at_ms}"
-    return Fact(0, at_ms, recorded(chosen, id=name, router=router, known_ms=known_ms, **over))
+    return LogRecord(
+        0, at_ms, to_assigned(chosen, id=name, router=router, known_ms=known_ms, **over)
+    )
 
 
-def two_alike() -> Stage:
+def two_alike() -> RoutingHarness:
     """Two workers that have nothing to do and nothing in their caches."""
-    stage = Stage()
+    stage = RoutingHarness()
     stage.worker("w1")
     stage.worker("w2")
     return stage
@@ -29,41 +37,47 @@ def two_alike() -> Stage:
 def test_two_that_did_not_know_of_each_other_would_both_have_gone_elsewhere() -> None:
     stage = two_alike()
     ledger = [decided(stage, 1000, "r1", 990), decided(stage, 1003, "r2", 990)]
-    assert meetings(ledger) == Met(2, met=2, collided=2, unread_ms=(3,))
+    assert find_concurrent(ledger) == ConcurrentDecisions(
+        2, concurrent=2, collided=2, unread_ms=(3,)
+    )
 
 
 def test_the_order_of_the_lanes_makes_no_difference() -> None:
     stage = two_alike()
     ledger = [decided(stage, 1003, "r2", 990), decided(stage, 1000, "r1", 990)]
-    assert meetings(ledger) == Met(2, met=2, collided=2, unread_ms=(3,))
+    assert find_concurrent(ledger) == ConcurrentDecisions(
+        2, concurrent=2, collided=2, unread_ms=(3,)
+    )
 
 
 def test_whoever_has_read_of_the_other_did_not_meet_it() -> None:
     stage = two_alike()
     ledger = [decided(stage, 1000, "r1", 990), decided(stage, 1003, "r2", 1000)]
-    assert meetings(ledger) == Met(2)
+    assert find_concurrent(ledger) == ConcurrentDecisions(2)
 
 
 def test_a_router_knows_of_its_own_decisions_at_once() -> None:
     stage = two_alike()
     ledger = [decided(stage, 1000, "r1", 990), decided(stage, 1001, "r1", 990)]
-    assert meetings(ledger) == Met(2)
+    assert find_concurrent(ledger) == ConcurrentDecisions(2)
 
 
 def test_others_that_went_to_another_worker_are_unread_but_not_met() -> None:
     stage = two_alike()
     first = decided(stage, 1000, "r1", 990)
     assert isinstance(first.record, Assigned)
-    stage.burden(first.record.worker, 50_000, 50_000, since_ms=1999)
+    stage.add_load(first.record.worker, 50_000, 50_000, since_ms=1999)
     ledger = [first, decided(stage, 1007, "r2", 990)]
-    assert meetings(ledger) == Met(2, unread_ms=(7,))
+    assert find_concurrent(ledger) == ConcurrentDecisions(2, unread_ms=(7,))
 
 
 def test_those_that_have_nowhere_better_to_go_are_right_to_meet() -> None:
     stage = two_alike()
-    stage.burden("w2", 100_000, 100_000, since_ms=1999)
+    stage.add_load("w2", 100_000, 100_000, since_ms=1999)
     ledger = [decided(stage, 1000, "r1", 990), decided(stage, 1003, "r2", 990)]
-    assert meetings(ledger) == Met(2, met=2, collided=0, unread_ms=(3,))
+    assert find_concurrent(ledger) == ConcurrentDecisions(
+        2, concurrent=2, collided=0, unread_ms=(3,)
+    )
 
 
 def test_it_takes_both_to_collide() -> None:
@@ -71,9 +85,11 @@ def test_it_takes_both_to_collide() -> None:
     first = decided(stage, 1000, "r1", 990)
     assert isinstance(first.record, Assigned)
     other = "w1" if first.record.worker == "w2" else "w2"
-    stage.burden(other, 100_000, 100_000, since_ms=1999)  # so nothing takes the second one there
+    stage.add_load(other, 100_000, 100_000, since_ms=1999)  # so nothing takes the second one there
     stays = decided(stage, 1003, "r2", 990)
-    assert meetings([first, stays]) == Met(2, met=2, collided=0, unread_ms=(3,))
+    assert find_concurrent([first, stays]) == ConcurrentDecisions(
+        2, concurrent=2, collided=0, unread_ms=(3,)
+    )
 
 
 def test_the_oldest_decision_that_was_not_read_says_how_late_it_is() -> None:
@@ -83,11 +99,13 @@ def test_the_oldest_decision_that_was_not_read_says_how_late_it_is() -> None:
         decided(stage, 1004, "r3", 1000),
         decided(stage, 1009, "r2", 995),
     ]
-    assert meetings(ledger).unread_ms == (9,)
+    assert find_concurrent(ledger).unread_ms == (9,)
 
 
 def test_decisions_that_do_not_say_what_was_known_are_left_out() -> None:
     stage = two_alike()
     bare = decided(stage, 1000, "r1", 990, candidates=())
     unknown = decided(stage, 1001, "r2", 0)
-    assert meetings([bare, unknown, decided(stage, 1002, "r2", 990)]) == Met(1)
+    assert find_concurrent([bare, unknown, decided(stage, 1002, "r2", 990)]) == ConcurrentDecisions(
+        1
+    )

@@ -10,16 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.choice import speaker_of
-from app.engine.continuation import Continuation, Due, Speaker, due, echo
 from app.engine.echo import echo_answer
-from app.preprocess.byte_level import ASSISTANT, USER
-from app.preprocess.byte_model import ByteModel
-from app.preprocess.modelfolder import DEMO, read_folder
-from app.preprocess.pool import Inline
-from app.preprocess.tokenizer import Tokenizer
+from app.engine.engine_factory import text_generator_of
+from app.engine.simulated.text_generator import (
+    Continuation,
+    ExpectedAnswer,
+    TextGenerator,
+    echo_continuation,
+    expected_answer,
+)
+from app.preprocess.models.byte_model import ByteModel
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from app.preprocess.text.byte_level import ASSISTANT, USER
+from app.preprocess.text.tokenizer import Tokenizer
+from app.preprocess.thread_pool import InlinePool
 from streams.codecs import pack_tokens
-from streams.records import Request, StopConditions
+from streams.request import Request, StopConditions
 
 tokens = st.lists(st.sampled_from([1, 2, 3, USER, ASSISTANT]), max_size=12)
 WORDS = {"A": 1, " A": 11, "B": 2, " B": 12, " is": 5, " was": 6, " red": 7, " blue": 8}
@@ -33,8 +39,8 @@ def words_of(text: str) -> list[int]:
     return [WORDS[text[0] + first if text[0] == " " else first], *(WORDS[f" {w}"] for w in rest)]
 
 
-SPEAKER = Speaker(SENTENCES, words_of, END)
-CONTINUATIONS: dict[str, Continuation] = {"echo": echo, "speaker": SPEAKER}
+SPEAKER = TextGenerator(SENTENCES, words_of, END)
+CONTINUATIONS: dict[str, Continuation] = {"echo": echo_continuation, "speaker": SPEAKER}
 
 
 def first(said: Iterator[int], count: int) -> list[int]:
@@ -59,7 +65,7 @@ def test_a_resumed_answer_continues_identically(
 @given(prompt=tokens, limit=st.none() | st.integers(1, 20))
 def test_echo_says_what_the_echo_engine_says(prompt: list[int], limit: int | None) -> None:
     prompt = [*prompt, ASSISTANT]
-    assert first(echo(prompt, limit), limit or 100) == echo_answer(prompt, limit)
+    assert first(echo_continuation(prompt, limit), limit or 100) == echo_answer(prompt, limit)
 
 
 def test_a_speaker_says_sentences_one_after_the_other() -> None:
@@ -79,7 +85,7 @@ def test_an_answer_of_a_speaker_ends_after_a_sentence() -> None:
 
 
 def test_a_speaker_without_an_end_ends_by_itself() -> None:
-    assert list(Speaker(SENTENCES, words_of, None)([5], None))
+    assert list(TextGenerator(SENTENCES, words_of, None)([5], None))
 
 
 def test_one_other_token_in_a_prompt_makes_another_answer() -> None:
@@ -88,8 +94,8 @@ def test_one_other_token_in_a_prompt_makes_another_answer() -> None:
 
 
 def test_a_speaker_needs_sentences() -> None:
-    with pytest.raises(ValueError, match="no sentences"):
-        Speaker([], words_of, None)
+    with pytest.raises(ValueError, match="no sample sentences"):
+        TextGenerator([], words_of, None)
 
 
 @given(prompt=st.lists(st.integers(0, 4000), max_size=30))
@@ -109,35 +115,37 @@ def test_the_demo_model_answers_a_chat_in_whole_sentences() -> None:
     assert ".." not in text
 
 
-_FILES = read_folder(DEMO)
-DEMO_TOKENIZER = Tokenizer(_FILES.tokenizer, Inline())
-DEMO_SPEAKER = speaker_of(_FILES)
+_FILES = read_folder(DEMO_MODEL_FOLDER)
+DEMO_TOKENIZER = Tokenizer(_FILES.tokenizer, InlinePool())
+DEMO_SPEAKER = text_generator_of(_FILES)
 
 # --- what is due ---------------------------------------------------------------------------------
 
 
-def due_of(prompt: Sequence[int], context: int | None = None, **stop: Any) -> Due:
+def due_of(prompt: Sequence[int], context: int | None = None, **stop: Any) -> ExpectedAnswer:
     request = Request(id="r", token_ids=pack_tokens(prompt), stop=StopConditions(**stop))
-    return due(request, echo, ByteModel().text_stream(request), context)
+    return expected_answer(request, echo_continuation, ByteModel().text_stream(request), context)
 
 
 HELLO = [USER, *b"hello", ASSISTANT]
 
 
 def test_without_limits_it_is_all_the_model_says() -> None:
-    assert due_of(HELLO) == Due(tuple(b"hello"), "hello", "stop")
+    assert due_of(HELLO) == ExpectedAnswer(tuple(b"hello"), "hello", "stop")
 
 
 def test_it_ends_at_the_limit() -> None:
-    assert due_of(HELLO, max_tokens=7) == Due(tuple(b"hellohe"), "hellohe", "length")
+    assert due_of(HELLO, max_tokens=7) == ExpectedAnswer(tuple(b"hellohe"), "hellohe", "length")
 
 
 def test_it_ends_at_the_end_of_the_context() -> None:
-    assert due_of(HELLO, len(HELLO) + 3) == Due(tuple(b"hel"), "hel", "length")
+    assert due_of(HELLO, len(HELLO) + 3) == ExpectedAnswer(tuple(b"hel"), "hel", "length")
 
 
 def test_it_ends_at_a_stop_string() -> None:
-    assert due_of(HELLO, max_tokens=50, stop=("lo",)) == Due(tuple(b"hello"), "hel", "stop", "lo")
+    assert due_of(HELLO, max_tokens=50, stop=("lo",)) == ExpectedAnswer(
+        tuple(b"hello"), "hel", "stop", "lo"
+    )
 
 
 def test_half_a_character_at_the_end_is_shown_as_such() -> None:

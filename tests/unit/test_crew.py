@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 ORPHAN = """
 import os
-from app.bench.crew import crew
+from app.bench.process_pool import process_pool
 if __name__ == "__main__":
-    pool = crew(1)
+    pool = process_pool(1)
     print(pool.submit(os.getpid).result(), flush=True)
     os.kill(os.getpid(), 9)
 """

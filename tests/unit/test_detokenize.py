@@ -10,14 +10,14 @@ import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.preprocess.detokenize import Detokenizer
-from app.preprocess.modelfolder import DEMO, read_folder
-from app.preprocess.pool import Inline
-from app.preprocess.tokenizer import Tokenizer
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from app.preprocess.text.detokenize import Detokenizer
+from app.preprocess.text.tokenizer import Tokenizer
+from app.preprocess.thread_pool import InlinePool
 
-SPEC = read_folder(DEMO).tokenizer
+SPEC = read_folder(DEMO_MODEL_FOLDER).tokenizer
 WHOLE = tokenizers.Tokenizer.from_buffer(SPEC)
-TOKENIZER = Tokenizer(SPEC, Inline())
+TOKENIZER = Tokenizer(SPEC, InlinePool())
 
 SCRIPTS = (
     "Grüße, Ærø — «ça va»?",
@@ -139,7 +139,7 @@ def sentence_pieces() -> bytes:
     ).encode()
 
 
-PIECES = Tokenizer(sentence_pieces(), Inline())
+PIECES = Tokenizer(sentence_pieces(), InlinePool())
 
 
 @pytest.mark.parametrize("text", ["hi there hi", "a b a", "😀 a 😀😀", "日本 a", "ab" * 40])

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.audit.drift import FEWEST_RUNS, MOST_RUNS, REMEMBERED, WINDOW_MS, Drift, Drifted
-from streams.records import Assigned, Candidate, Fact, Finished, Origin, PrefillDone
+from app.audit.drift import (
+    MAX_OPEN_DECISIONS,
+    MAX_RUNS,
+    MIN_RUNS,
+    WINDOW_MS,
+    DriftSummary,
+    DriftTracker,
+)
+from streams.records import Assigned, Candidate, Finished, LogRecord, PrefillDone, RequestOffset
 
 SIZE = 16
 NOW_MS = 10_000_000
@@ -20,7 +27,7 @@ def assigned(name: str, cached: int = 0, ttft_ms: float = 0.0, **over: Any) -> A
     fields = {"id": name, "attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": 3} | over
     return Assigned(
         **{
-            "origin": Origin(topic="requests", partition=0, offset=0), "responses_from": 0,
+            "origin": RequestOffset(topic="requests", partition=0, offset=0), "responses_from": 0,
             "deadline_ms": 0, "block_size": SIZE, "cached_tokens_predicted": cached,
             "ttft_ms_predicted": ttft_ms, "candidates": (Candidate(worker="w1", epoch=3),),
         }
@@ -33,68 +40,68 @@ def finished(name: str, cached: int = 0, ttft_ms: float = 1.0, **over: Any) -> F
     return Finished(**{"code": "stop", "cached_tokens": cached, "ttft_ms": ttft_ms} | fields)
 
 
-def tell(drift: Drift, record: Any, at_ms: int = NOW_MS) -> None:
-    drift.told(Fact(0, at_ms, record))
+def tell(drift: DriftTracker, record: Any, at_ms: int = NOW_MS) -> None:
+    drift.on_record(LogRecord(0, at_ms, record))
 
 
 def run(
-    drift: Drift, name: str, expected: int, found: int, at_ms: int = NOW_MS, **over: Any
+    drift: DriftTracker, name: str, expected: int, found: int, at_ms: int = NOW_MS, **over: Any
 ) -> None:
     tell(drift, assigned(name, expected, **over), at_ms)
     tell(drift, finished(name, found, **over), at_ms)
 
 
 def test_it_holds_while_nearly_all_are_within_a_block() -> None:
-    drift = Drift()
+    drift = DriftTracker()
     for n in range(100):
         run(drift, str(n), 160, 160 if n < 50 else 176 if n < 95 else 0)
-    assert drift.of(["w1"], NOW_MS) == Drifted(100, 1.0, None)
-    assert drift.of(["w1"], NOW_MS).holds is True
+    assert drift.summary_of(["w1"], NOW_MS) == DriftSummary(100, 1.0, None)
+    assert drift.summary_of(["w1"], NOW_MS).is_within_limit is True
     run(drift, "one more", 160, 0)
     run(drift, "and another", 0, 160)
-    assert drift.of(["w1"], NOW_MS).blocks == 10.0
-    assert drift.of(["w1"], NOW_MS).holds is False
+    assert drift.summary_of(["w1"], NOW_MS).blocks == 10.0
+    assert drift.summary_of(["w1"], NOW_MS).is_within_limit is False
 
 
 def test_too_few_runs_say_nothing() -> None:
-    drift = Drift()
-    for n in range(FEWEST_RUNS - 1):
+    drift = DriftTracker()
+    for n in range(MIN_RUNS - 1):
         run(drift, str(n), 0, 1600)
-    assert drift.of(["w1"], NOW_MS) == Drifted(FEWEST_RUNS - 1)
-    assert drift.of(["w1"], NOW_MS).holds is None
+    assert drift.summary_of(["w1"], NOW_MS) == DriftSummary(MIN_RUNS - 1)
+    assert drift.summary_of(["w1"], NOW_MS).is_within_limit is None
     run(drift, "last", 0, 1600)
-    assert drift.of(["w1"], NOW_MS).holds is False
+    assert drift.summary_of(["w1"], NOW_MS).is_within_limit is False
 
 
 def test_what_is_older_than_the_window_counts_no_more() -> None:
-    drift = Drift()
+    drift = DriftTracker()
     for n in range(30):
         run(drift, str(n), 0, 1600, NOW_MS)
-    assert drift.of(["w1"], NOW_MS + WINDOW_MS - 1).runs == 30
-    assert drift.of(["w1"], NOW_MS + WINDOW_MS).runs == 0
-    assert drift.workers(NOW_MS + WINDOW_MS - 1) == ["w1"]
-    assert drift.workers(NOW_MS + WINDOW_MS) == []
+    assert drift.summary_of(["w1"], NOW_MS + WINDOW_MS - 1).runs == 30
+    assert drift.summary_of(["w1"], NOW_MS + WINDOW_MS).runs == 0
+    assert drift.workers_with_runs(NOW_MS + WINDOW_MS - 1) == ["w1"]
+    assert drift.workers_with_runs(NOW_MS + WINDOW_MS) == []
 
 
 def test_first_tokens_are_compared_where_one_was_expected() -> None:
-    drift = Drift()
+    drift = DriftTracker()
     for n in range(40):
         tell(drift, assigned(str(n), ttft_ms=0.0 if n % 2 else 50.0))
         tell(drift, finished(str(n), ttft_ms=80.0))
-    assert drift.of(["w1"], NOW_MS) == Drifted(40, 0.0, 30.0)
+    assert drift.summary_of(["w1"], NOW_MS) == DriftSummary(40, 0.0, 30.0)
 
 
 @pytest.mark.parametrize("code", ["cancelled", "error", "broken", "worker_full", "expired"])
 def test_runs_that_failed_do_not_count(code: str) -> None:
-    drift = Drift()
-    for n in range(FEWEST_RUNS):
+    drift = DriftTracker()
+    for n in range(MIN_RUNS):
         tell(drift, assigned(str(n), 160))
         tell(drift, finished(str(n), code=code))
-    assert drift.of(["w1"], NOW_MS).runs == 0
+    assert drift.summary_of(["w1"], NOW_MS).runs == 0
 
 
 def test_only_the_run_that_was_decided_on_counts() -> None:
-    drift = Drift()
+    drift = DriftTracker()
     tell(drift, finished("a"))
     tell(drift, assigned("b"))
     tell(drift, finished("b", epoch=4))
@@ -111,19 +118,19 @@ def test_only_the_run_that_was_decided_on_counts() -> None:
     )
     tell(drift, finished("f"))
     tell(drift, finished("f"))
-    assert drift.of(["w1"], NOW_MS).runs == 1
+    assert drift.summary_of(["w1"], NOW_MS).runs == 1
 
 
 def test_memory_is_bounded() -> None:
-    drift = Drift()
-    for n in range(REMEMBERED + 1):
+    drift = DriftTracker()
+    for n in range(MAX_OPEN_DECISIONS + 1):
         tell(drift, assigned(str(n)))
     tell(drift, finished("0"))
     tell(drift, finished("1"))
-    assert drift.of(["w1"], NOW_MS).runs == 1
-    for n in range(MOST_RUNS + 100):
+    assert drift.summary_of(["w1"], NOW_MS).runs == 1
+    for n in range(MAX_RUNS + 100):
         run(drift, f"again {n}", 0, 0)
-    assert drift.of(["w1"], NOW_MS).runs == MOST_RUNS
+    assert drift.summary_of(["w1"], NOW_MS).runs == MAX_RUNS
 
 
 CASES = st.lists(
@@ -146,7 +153,7 @@ def test_it_is_what_the_definition_says_however_runs_of_a_lane_and_others_mix(
         records.append((at_ms, finished(str(n), found * SIZE, worker=worker)))
     order = sorted(range(len(records)), key=lambda i: (rng.random(), i))
     begun: set[str] = set()
-    drift = Drift()
+    drift = DriftTracker()
     for i in order:  # each Assigned before its Finished, else in any order
         for at_ms, record in (records[i - i % 2], records[i - i % 2 + 1]):
             if isinstance(record, Assigned) and record.id in begun:
@@ -159,10 +166,10 @@ def test_it_is_what_the_definition_says_however_runs_of_a_lane_and_others_mix(
             for worker, expected, found, at_ms in cases
             if worker in workers and now_ms - WINDOW_MS < at_ms
         )
-        told = drift.of(workers, now_ms)
+        told = drift.summary_of(workers, now_ms)
         assert told.runs == len(values)
-        if len(values) < FEWEST_RUNS:
-            assert told.holds is None
+        if len(values) < MIN_RUNS:
+            assert told.is_within_limit is None
             continue
         assert told.blocks == values[math.ceil(0.95 * len(values) - 1e-9) - 1]
-        assert told.holds is (sum(v <= 1 for v in values) >= 0.95 * len(values) - 1e-9)
+        assert told.is_within_limit is (sum(v <= 1 for v in values) >= 0.95 * len(values) - 1e-9)

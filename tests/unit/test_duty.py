@@ -9,38 +9,38 @@ import pytest
 
 from streams.clock import BrokerClock
 from streams.codecs import decode
-from streams.duty import AFTER_RECORDS, SnapshotDuty
-from streams.follow import Follower
-from streams.memory.broker import MemoryLog
+from streams.memory.memory_log import MemoryLog
 from streams.ports import Partition
 from streams.records import Ended, SnapshotPointer
-from streams.snapshots import Snapshots, Taken
+from streams.snapshots.snapshot_store import CapturedState, SnapshotStore
+from streams.snapshots.snapshot_writer import MAX_RECORDS_BEHIND, SnapshotWriter
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
-from tests.tally import Tally
-from tests.worlds import World, in_world
+from streams.views.follower import Follower
+from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.harness.recording_view import RecordingView
 
 LANE_0, LANE_1 = Partition(LEDGER, 0), Partition(LEDGER, 1)
 EVERY_S = 300.0
 
 
-async def inline(work: Callable[[], Taken]) -> Taken:
+async def inline(work: Callable[[], CapturedState]) -> CapturedState:
     return work()
 
 
 class Replica:
     """A fold of the ledger, and its snapshot duty."""
 
-    def __init__(self, world: World, log: MemoryLog, *, every_s: float = EVERY_S) -> None:
-        self.world, self.log, self.fold = world, log, Tally()
-        broker_clock, snapshots = BrokerClock(world.clock), Snapshots(log, world.clock)
+    def __init__(self, world: MemoryWorld, log: MemoryLog, *, every_s: float = EVERY_S) -> None:
+        self.world, self.log, self.fold = world, log, RecordingView()
+        broker_clock, snapshots = BrokerClock(world.clock), SnapshotStore(log, world.clock)
         self.follower = Follower(
             log, self.fold, [LEDGER], world.clock, broker_clock=broker_clock, snapshots=snapshots
         )
-        self.duty = SnapshotDuty(
+        self.duty = SnapshotWriter(
             log, LEDGER, "tally", self.fold, self.follower, snapshots, world.clock, broker_clock,
             offload=inline, every_s=every_s,
         )  # fmt: skip
-        works = (self.follower.run(), self.duty.belong(), self.duty.work())
+        works = (self.follower.run(), self.duty.join_group(), self.duty.run())
         self.tasks = [world.spawn(work) for work in works]
 
     async def end(self) -> None:
@@ -49,46 +49,46 @@ class Replica:
         await asyncio.wait(self.tasks)
 
     async def kill(self) -> None:
-        self.log.cut()
+        self.log.kill()
         await self.end()
 
 
-async def a_replica(world: World, name: str = "one", *, every_s: float = EVERY_S) -> Replica:
+async def a_replica(world: MemoryWorld, name: str = "one", *, every_s: float = EVERY_S) -> Replica:
     replica = Replica(world, await world.connect(name), every_s=every_s)
     await replica.follower.wait_caught_up()
     return replica
 
 
-def tell(world: World, count: int = 1, lane: int = 0) -> None:
+def tell(world: MemoryWorld, count: int = 1, lane: int = 0) -> None:
     world.append(LEDGER, lane, *[Ended(id=f"r{n}", code="seen") for n in range(count)])
 
 
-def pointers(world: World) -> list[tuple[int, int]]:
+def pointers(world: MemoryWorld) -> list[tuple[int, int]]:
     """Partition and position of each pointer there is, the oldest first."""
     found = [decode(record) for record in world.records(REGISTRY, 0)]
     return [(p.partition, p.position) for p in found if isinstance(p, SnapshotPointer)]
 
 
-async def from_snapshots(world: World) -> Tally:
+async def from_snapshots(world: MemoryWorld) -> RecordingView:
     """What somebody knows who begins now, without reading the ledger."""
-    fold = Tally()
-    await Snapshots(await world.connect("late"), world.clock).load(fold, LANE_0, LANE_1)
+    fold = RecordingView()
+    await SnapshotStore(await world.connect("late"), world.clock).load(fold, LANE_0, LANE_1)
     return fold
 
 
 # --- when one is due -----------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_partition_without_a_snapshot_gets_one_at_once(world: World) -> None:
+@scenario_test
+async def test_a_partition_without_a_snapshot_gets_one_at_once(world: MemoryWorld) -> None:
     tell(world, 3)
     await a_replica(world)
     await world.sleep(15)
     assert pointers(world) == [(0, 3)]
 
 
-@in_world
-async def test_one_that_moves_gets_the_next_after_the_period(world: World) -> None:
+@scenario_test
+async def test_one_that_moves_gets_the_next_after_the_period(world: MemoryWorld) -> None:
     tell(world, 3)
     await a_replica(world)
     await world.sleep(15)
@@ -101,26 +101,26 @@ async def test_one_that_moves_gets_the_next_after_the_period(world: World) -> No
     assert 25 <= third - second <= 35
 
 
-@in_world
-async def test_one_that_stands_still_gets_no_other(world: World) -> None:
+@scenario_test
+async def test_one_that_stands_still_gets_no_other(world: MemoryWorld) -> None:
     tell(world, 3)
     await a_replica(world)
     await world.sleep(10 * EVERY_S)
     assert pointers(world) == [(0, 3)]
 
 
-@in_world
-async def test_one_that_moves_fast_gets_it_sooner(world: World) -> None:
+@scenario_test
+async def test_one_that_moves_fast_gets_it_sooner(world: MemoryWorld) -> None:
     tell(world)
     await a_replica(world)
     await world.sleep(20)
-    tell(world, AFTER_RECORDS)
+    tell(world, MAX_RECORDS_BEHIND)
     await world.sleep(20)
-    assert pointers(world) == [(0, 1), (0, AFTER_RECORDS + 1)]
+    assert pointers(world) == [(0, 1), (0, MAX_RECORDS_BEHIND + 1)]
 
 
-@in_world
-async def test_who_takes_over_goes_by_the_age_of_what_is_there(world: World) -> None:
+@scenario_test
+async def test_who_takes_over_goes_by_the_age_of_what_is_there(world: MemoryWorld) -> None:
     tell(world, 3)
     first = await a_replica(world)
     await world.sleep(15)
@@ -135,8 +135,8 @@ async def test_who_takes_over_goes_by_the_age_of_what_is_there(world: World) -> 
     assert pointers(world) == [(0, 3), (0, 5)]
 
 
-@in_world
-async def test_a_pointer_of_a_topic_that_was_made_anew_is_replaced(world: World) -> None:
+@scenario_test
+async def test_a_pointer_of_a_topic_that_was_made_anew_is_replaced(world: MemoryWorld) -> None:
     pointer = SnapshotPointer(
         fold="tally", partition=0, position=900, first_part=0, parts=1, checksum="", state_hash=""
     )
@@ -147,20 +147,20 @@ async def test_a_pointer_of_a_topic_that_was_made_anew_is_replaced(world: World)
     assert pointers(world) == [(0, 900), (0, 3)]
 
 
-@in_world
-async def test_nothing_is_written_before_the_log_is_read(world: World) -> None:
+@scenario_test
+async def test_nothing_is_written_before_the_log_is_read(world: MemoryWorld) -> None:
     tell(world, 5000)
     world.faults.slow["poll"] = 5.0
     replica = Replica(world, await world.connect("one"), every_s=1.0)
-    await world.until(lambda: 0 < (replica.fold.position(LANE_0) or 0) < 5000)
+    await world.wait_until(lambda: 0 < (replica.fold.position(LANE_0) or 0) < 5000)
     assert not pointers(world)
     await replica.follower.wait_caught_up()
-    await world.until(lambda: bool(pointers(world)))
+    await world.wait_until(lambda: bool(pointers(world)))
     assert pointers(world) == [(0, 5000)]
 
 
-@in_world
-async def test_what_it_wrote_is_counted(world: World) -> None:
+@scenario_test
+async def test_what_it_wrote_is_counted(world: MemoryWorld) -> None:
     tell(world, 3)
     replica = await a_replica(world)
     assert replica.duty.age_s(0) is None
@@ -175,10 +175,10 @@ async def test_what_it_wrote_is_counted(world: World) -> None:
 # --- who writes it -------------------------------------------------------------------------------
 
 
-@in_world
-async def test_two_share_the_partitions(world: World) -> None:
+@scenario_test
+async def test_two_share_the_partitions(world: MemoryWorld) -> None:
     one, two = await a_replica(world), await a_replica(world, "two")
-    await world.until(lambda: bool(one.duty.owned) and bool(two.duty.owned))
+    await world.wait_until(lambda: bool(one.duty.owned) and bool(two.duty.owned))
     assert sorted([*one.duty.owned, *two.duty.owned]) == [0, 1]
     tell(world, 3, 0)
     tell(world, 4, 1)
@@ -187,34 +187,36 @@ async def test_two_share_the_partitions(world: World) -> None:
     assert (one.duty.written, two.duty.written) == (1, 1)
 
 
-@in_world
-async def test_the_partitions_of_a_dead_one_go_to_the_other(world: World) -> None:
+@scenario_test
+async def test_the_partitions_of_a_dead_one_go_to_the_other(world: MemoryWorld) -> None:
     one, two = await a_replica(world), await a_replica(world, "two")
-    await world.until(lambda: bool(one.duty.owned) and bool(two.duty.owned))
+    await world.wait_until(lambda: bool(one.duty.owned) and bool(two.duty.owned))
     await one.kill()
-    await world.until(lambda: two.duty.owned == {0, 1})
+    await world.wait_until(lambda: two.duty.owned == {0, 1})
     tell(world, 3, 0)
     tell(world, 4, 1)
     await world.sleep(30)
     assert sorted(pointers(world)) == [(0, 3), (1, 4)]
 
 
-@in_world
-async def test_who_leaves_in_good_order_is_followed_at_once(world: World) -> None:
+@scenario_test
+async def test_who_leaves_in_good_order_is_followed_at_once(world: MemoryWorld) -> None:
     one, two = await a_replica(world), await a_replica(world, "two")
-    await world.until(lambda: bool(one.duty.owned) and bool(two.duty.owned))
+    await world.wait_until(lambda: bool(one.duty.owned) and bool(two.duty.owned))
     await one.duty.close()
     await world.sleep(2)
     assert two.duty.owned == {0, 1}
     assert not one.tasks[1].done() or one.tasks[1].exception() is None
 
 
-@in_world
-async def test_what_is_half_written_when_the_partition_moves_is_never_seen(world: World) -> None:
+@scenario_test
+async def test_what_is_half_written_when_the_partition_moves_is_never_seen(
+    world: MemoryWorld,
+) -> None:
     tell(world, 3)
     one = await a_replica(world)
     world.faults.slow["append"] = 1.0
-    await world.until(lambda: len(world.everywhere(SNAPSHOTS)) == 1)
+    await world.wait_until(lambda: len(world.all_records(SNAPSHOTS)) == 1)
     one.duty.revoked(frozenset({0}))
     await world.sleep(20)
     assert not pointers(world)
@@ -225,19 +227,19 @@ async def test_what_is_half_written_when_the_partition_moves_is_never_seen(world
     assert (await from_snapshots(world)).offsets(LANE_0) == [0, 1, 2]
 
 
-@in_world
-async def test_one_that_does_not_know_that_it_is_out_does_no_harm(world: World) -> None:
+@scenario_test
+async def test_one_that_does_not_know_that_it_is_out_does_no_harm(world: MemoryWorld) -> None:
     """Its older snapshot becomes the newest: a longer tail is to be read, and that is all."""
     tell(world, 3)
     one = await a_replica(world)
     one.duty.revoked = lambda partitions: None  # type: ignore[method-assign]
     world.faults.slow["append"] = 20.0
-    await world.until(lambda: len(world.everywhere(SNAPSHOTS)) == 1)
+    await world.wait_until(lambda: len(world.all_records(SNAPSHOTS)) == 1)
     world.faults.slow.clear()
     tell(world, 2)
     two = await a_replica(world, "two")
     two.duty.assigned({0: 0})
-    await world.until(lambda: len(pointers(world)) == 2)
+    await world.wait_until(lambda: len(pointers(world)) == 2)
     assert pointers(world) == [(0, 5), (0, 3)]
     assert (await from_snapshots(world)).offsets(LANE_0) == [0, 1, 2]
     late = await a_replica(world, "late")
@@ -247,11 +249,11 @@ async def test_one_that_does_not_know_that_it_is_out_does_no_harm(world: World) 
 # --- what it must not disturb --------------------------------------------------------------------
 
 
-@in_world
+@scenario_test
 async def test_state_and_position_are_of_one_moment_though_it_is_read_elsewhere(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
-    async def slowly(work: Callable[[], Taken]) -> Taken:
+    async def slowly(work: Callable[[], CapturedState]) -> CapturedState:
         tell(world, 100)
         await world.sleep(5)
         return work()
@@ -259,18 +261,18 @@ async def test_state_and_position_are_of_one_moment_though_it_is_read_elsewhere(
     tell(world, 3)
     replica = Replica(world, await world.connect("one"))
     replica.duty._offload = slowly
-    await world.until(lambda: bool(pointers(world)))
+    await world.wait_until(lambda: bool(pointers(world)))
     assert pointers(world) == [(0, 3)]
     assert (await from_snapshots(world)).offsets(LANE_0) == [0, 1, 2]
-    await world.until(lambda: replica.fold.position(LANE_0) == 103)
+    await world.wait_until(lambda: replica.fold.position(LANE_0) == 103)
 
 
-@in_world
-async def test_an_outage_ends_nothing(world: World) -> None:
+@scenario_test
+async def test_an_outage_ends_nothing(world: MemoryWorld) -> None:
     tell(world, 3)
     replica = await a_replica(world)
     world.broker.available = False
     await world.sleep(100)
     world.broker.available = True
-    await world.until(lambda: bool(pointers(world)))
+    await world.wait_until(lambda: bool(pointers(world)))
     assert not any(task.done() for task in replica.tasks)

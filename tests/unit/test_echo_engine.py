@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.contract import GenerateContext
 from app.engine.echo import EchoEngine, echo_answer
-from app.engine.validator import ValidatedEngine
-from app.preprocess.byte_level import ASSISTANT, SYSTEM, USER, render_chat
+from app.engine.interface import GenerateContext
+from app.engine.validator import ValidatingEngine
+from app.preprocess.text.byte_level import ASSISTANT, SYSTEM, USER, render_chat
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens
-from streams.records import EngineConfig, Request, StopConditions
+from streams.records import EngineConfig
+from streams.request import Request, StopConditions
 
 PROMPT = render_chat([("system", "be brief"), ("user", "héllo")])
 BODY = list("héllo".encode())
@@ -21,7 +22,7 @@ BODY = list("héllo".encode())
 async def answer(
     token_ids: list[int], max_tokens: int | None = None, context_length: int = 1000
 ) -> tuple[list[int], str | None]:
-    engine = ValidatedEngine(EchoEngine(SystemClock(), 0.0, context_length=context_length))
+    engine = ValidatingEngine(EchoEngine(SystemClock(), 0.0, context_length=context_length))
     await engine.start("w")
     request = Request(
         id="r", token_ids=pack_tokens(token_ids), stop=StopConditions(max_tokens=max_tokens)
@@ -89,7 +90,7 @@ async def test_a_cancel_ends_it_with_cancelled_and_frees_its_place() -> None:
         context.cancel()
         reasons.append(output.finish_reason)
     assert reasons == [None, "cancelled"]
-    assert engine.running == 0
+    assert engine.running_count == 0
 
 
 class SteppedClock:

@@ -6,16 +6,17 @@ from collections.abc import AsyncGenerator, Callable
 
 import pytest
 
-from app.engine.contract import (
+from app.engine.interface import (
     U32_MAX,
     Engine,
     EngineError,
     EngineOutput,
     GenerateContext,
-    usage,
+    token_usage,
 )
-from app.engine.validator import ContractBroken, ValidatedEngine
-from streams.records import EngineConfig, Request, Usage
+from app.engine.validator import ContractViolation, ValidatingEngine
+from streams.records import EngineConfig, Usage
+from streams.request import Request
 
 Script = Callable[[GenerateContext], AsyncGenerator[EngineOutput, None]]
 
@@ -55,7 +56,7 @@ def outputs(*items: EngineOutput) -> Script:
 
 
 async def run(script: Script, context: GenerateContext | None = None) -> list[EngineOutput]:
-    engine = ValidatedEngine(Scripted(script))
+    engine = ValidatingEngine(Scripted(script))
     await engine.start("w")
     return [o async for o in engine.generate(Request(id="r"), context or GenerateContext("r"))]
 
@@ -66,12 +67,12 @@ async def test_a_stream_that_keeps_the_rules_passes_unchanged() -> None:
 
 
 async def test_a_stream_without_an_end_is_named() -> None:
-    with pytest.raises(ContractBroken, match="ends with a finish reason"):
+    with pytest.raises(ContractViolation, match="ends with a finish reason"):
         await run(outputs(EngineOutput.token(1)))
 
 
 async def test_an_output_after_the_end_is_named() -> None:
-    with pytest.raises(ContractBroken, match="nothing follows the terminal output"):
+    with pytest.raises(ContractViolation, match="nothing follows the terminal output"):
         await run(outputs(EngineOutput.stop(), EngineOutput.token(1)))
 
 
@@ -80,7 +81,7 @@ async def test_an_error_after_the_end_is_named() -> None:
         yield EngineOutput.stop()
         raise EngineError("too late")
 
-    with pytest.raises(ContractBroken, match="not even an error"):
+    with pytest.raises(ContractViolation, match="not even an error"):
         await run(script)
 
 
@@ -97,7 +98,7 @@ async def test_a_typed_error_is_an_end_of_its_own() -> None:
 async def test_going_on_after_a_cancel_is_named() -> None:
     context = GenerateContext("r")
     context.cancel()
-    with pytest.raises(ContractBroken, match=r"polls context\.stopped"):
+    with pytest.raises(ContractViolation, match=r"polls context\.is_stopped"):
         await run(outputs(EngineOutput.token(1), EngineOutput.token(2)), context)
 
 
@@ -109,31 +110,31 @@ async def test_ending_with_cancelled_after_a_cancel_is_right() -> None:
 
 
 async def test_cancelling_what_nobody_stopped_is_named() -> None:
-    with pytest.raises(ContractBroken, match="a stopped context only"):
+    with pytest.raises(ContractViolation, match="a stopped context only"):
         await run(outputs(EngineOutput.cancelled()))
 
 
 async def test_an_error_that_does_not_say_which_is_named() -> None:
-    with pytest.raises(ContractBroken, match="says which"):
+    with pytest.raises(ContractViolation, match="has a message"):
         await run(outputs(EngineOutput.error("")))
 
 
 async def test_what_is_handed_to_decode_comes_last() -> None:
     early, late = EngineOutput(transfer=b"{}"), EngineOutput(transfer=b"{}", finish_reason="stop")
     assert await run(outputs(late)) == [late]
-    with pytest.raises(ContractBroken, match="handed to decode"):
+    with pytest.raises(ContractViolation, match="transfer to decode"):
         await run(outputs(early, late))
 
 
 async def test_usage_beyond_u32_is_named() -> None:
     counts = Usage(prompt_tokens=U32_MAX + 1)
-    with pytest.raises(ContractBroken, match="usage saturates"):
+    with pytest.raises(ContractViolation, match="usage saturates"):
         await run(outputs(EngineOutput.stop().with_usage(counts)))
 
 
 async def test_leaving_a_stream_releases_what_it_holds() -> None:
     inner = Scripted(outputs(EngineOutput.token(1), EngineOutput.stop()))
-    engine = ValidatedEngine(inner)
+    engine = ValidatingEngine(inner)
     await engine.start("w")
     stream = engine.generate(Request(id="r"), GenerateContext("r"))
     await anext(stream)
@@ -142,48 +143,48 @@ async def test_leaving_a_stream_releases_what_it_holds() -> None:
 
 
 async def test_generating_before_start_is_named() -> None:
-    engine = ValidatedEngine(Scripted(outputs(EngineOutput.stop())))
-    with pytest.raises(ContractBroken, match="between start and cleanup"):
+    engine = ValidatingEngine(Scripted(outputs(EngineOutput.stop())))
+    with pytest.raises(ContractViolation, match="between start and cleanup"):
         await anext(engine.generate(Request(id="r"), GenerateContext("r")))
 
 
 async def test_half_a_bootstrap_address_is_named() -> None:
     for half in ({"bootstrap_host": "h"}, {"bootstrap_port": 7}):
-        engine = ValidatedEngine(Scripted(config=EngineConfig(model="m", **half)))
-        with pytest.raises(ContractBroken, match="both or not at all"):
+        engine = ValidatingEngine(Scripted(config=EngineConfig(model="m", **half)))
+        with pytest.raises(ContractViolation, match="both or not at all"):
             await engine.start("w")
     whole = EngineConfig(model="m", bootstrap_host="h", bootstrap_port=7)
-    assert await ValidatedEngine(Scripted(config=whole)).start("w") == whole
+    assert await ValidatingEngine(Scripted(config=whole)).start("w") == whole
 
 
 @pytest.mark.parametrize("field", ["context_length", "kv_cache_block_size", "max_num_seqs"])
 async def test_a_number_that_says_nothing_is_named(field: str) -> None:
-    engine = ValidatedEngine(Scripted(config=EngineConfig(model="m", **{field: 0})))
-    with pytest.raises(ContractBroken, match="above 0"):
+    engine = ValidatingEngine(Scripted(config=EngineConfig(model="m", **{field: 0})))
+    with pytest.raises(ContractViolation, match="above 0"):
         await engine.start("w")
 
 
 async def test_a_second_drain_is_named() -> None:
-    engine = ValidatedEngine(Scripted())
+    engine = ValidatingEngine(Scripted())
     await engine.start("w")
     await engine.drain()
-    with pytest.raises(ContractBroken, match="drain is called once"):
+    with pytest.raises(ContractViolation, match="drain is called once"):
         await engine.drain()
 
 
 async def test_a_second_cleanup_is_named_and_idempotence_is_exercised() -> None:
     inner = Scripted()
-    engine = ValidatedEngine(inner)
+    engine = ValidatingEngine(inner)
     await engine.start("w")
     await engine.cleanup()
     assert inner.cleanups == 2
-    with pytest.raises(ContractBroken, match="cleanup is called once"):
+    with pytest.raises(ContractViolation, match="cleanup is called once"):
         await engine.cleanup()
 
 
 async def test_an_abort_without_a_cancel_is_named() -> None:
-    engine = ValidatedEngine(Scripted())
-    with pytest.raises(ContractBroken, match="explicit cancel"):
+    engine = ValidatingEngine(Scripted())
+    with pytest.raises(ContractViolation, match="explicit cancel"):
         await engine.abort(GenerateContext("r"))
 
 
@@ -200,14 +201,14 @@ def test_where_nobody_waits_for_the_first_token_telling_it_does_nothing() -> Non
 
 
 def test_setters_give_the_same_output_with_one_thing_changed() -> None:
-    counts = usage(1, 2, 3)
+    counts = token_usage(1, 2, 3)
     last = EngineOutput.length().with_tokens([1, 2]).with_usage(counts)
     assert last == EngineOutput(token_ids=(1, 2), finish_reason="length", usage=counts)
-    assert last.with_tokens([]).with_usage(usage(0, 0)).finish_reason == "length"
+    assert last.with_tokens([]).with_usage(token_usage(0, 0)).finish_reason == "length"
 
 
 def test_usage_saturates_at_u32() -> None:
-    assert usage(U32_MAX + 5, 7, U32_MAX + 1) == Usage(
+    assert token_usage(U32_MAX + 5, 7, U32_MAX + 1) == Usage(
         prompt_tokens=U32_MAX, completion_tokens=7, cached_tokens=U32_MAX
     )
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 
-from app.audit.explain import Step, _in_order, fields_of
+from app.audit.timeline import TimelineStep, _in_order, fields_of
 from streams.ports import Partition
 from streams.records import Finished
 from streams.topics import LEDGER, REQUESTS, RESPONSES
 
 
-def steps(topic: str, *named: tuple[int, str]) -> list[Step]:
+def steps(topic: str, *named: tuple[int, str]) -> list[TimelineStep]:
     source = Partition(topic, 0)
-    return [Step(at_ms, source, offset, name, {}) for offset, (at_ms, name) in enumerate(named)]
+    return [
+        TimelineStep(at_ms, source, offset, name, {}) for offset, (at_ms, name) in enumerate(named)
+    ]
 
 
-def names(*topics: list[Step]) -> list[str]:
+def names(*topics: list[TimelineStep]) -> list[str]:
     return [step.name for step in _in_order(*topics)]
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.routing.fleet import Fleet
-from app.routing.signs import KEPT_MS
+from app.routing.state.fleet import Fleet
+from app.routing.state.last_seen import RETENTION_MS
 from streams.ports import Partition
 from streams.records import (
     EngineConfig,
-    EngineFigures,
-    Fact,
+    EngineStats,
     Heartbeat,
+    LogRecord,
     Lost,
     RunProgress,
     Tombstone,
@@ -33,8 +33,8 @@ def beat(epoch: int, **over: Any) -> Heartbeat:
 def fleet(registry: dict[int, Any], events: list[Any], registry_end: int = 100) -> Fleet:
     """A fleet that has read these registry offsets and kv-events, one every 100 ms from 1000."""
     fold = Fleet()
-    fold.apply(REGISTRY, [Fact(n, 500 + n, r) for n, r in registry.items()], registry_end)
-    facts = [Fact(n, 1000 + n * 100, r) for n, r in enumerate(events)]
+    fold.apply(REGISTRY, [LogRecord(n, 500 + n, r) for n, r in registry.items()], registry_end)
+    facts = [LogRecord(n, 1000 + n * 100, r) for n, r in enumerate(events)]
     fold.apply(EVENTS, facts, len(events))
     return fold
 
@@ -91,25 +91,25 @@ def test_an_older_card_does_not_bring_back_who_left() -> None:
 
 def later(fold: Fleet, source: Partition, record: Any, at_ms: int) -> None:
     position = fold.position(source) or 0
-    fold.apply(source, [Fact(position, at_ms, record)], position + 1)
+    fold.apply(source, [LogRecord(position, at_ms, record)], position + 1)
 
 
 def test_who_was_not_heard_of_for_a_long_time_is_forgotten_by_the_time_of_records() -> None:
     fold = fleet({}, [beat(7), Lost(worker="w2", epoch=3)])
     other = Heartbeat(worker="w3", epoch=9, slot_offset=0)
-    later(fold, EVENTS, other, 1000 + KEPT_MS)
-    assert set(fold.beats) == {"w1", "w3"}
-    later(fold, EVENTS, other, 1200 + KEPT_MS)
-    assert set(fold.beats) == {"w3"}
+    later(fold, EVENTS, other, 1000 + RETENTION_MS)
+    assert set(fold.heartbeats) == {"w1", "w3"}
+    later(fold, EVENTS, other, 1200 + RETENTION_MS)
+    assert set(fold.heartbeats) == {"w3"}
     assert fold.state_hash(EVENTS) != Fleet().state_hash(EVENTS)
-    later(fold, EVENTS, Lost(worker="w3", epoch=9), 1201 + 2 * KEPT_MS)
-    assert fold.beats["w3"].epoch == 9, "it was heard of again"
+    later(fold, EVENTS, Lost(worker="w3", epoch=9), 1201 + 2 * RETENTION_MS)
+    assert fold.heartbeats["w3"].epoch == 9, "it was heard of again"
 
 
 def test_a_burial_is_forgotten_after_a_long_time() -> None:
     fold = fleet({7: card(None), 8: card(7), 9: Tombstone(key="worker/w1", epoch=7)}, [])
-    later(fold, REGISTRY, Tombstone(key="worker/w2", epoch=1), 510 + KEPT_MS)
-    later(fold, REGISTRY, card(7), 511 + KEPT_MS)
+    later(fold, REGISTRY, Tombstone(key="worker/w2", epoch=1), 510 + RETENTION_MS)
+    later(fold, REGISTRY, card(7), 511 + RETENTION_MS)
     assert fold.members["w1"].epoch == 7
 
 
@@ -137,7 +137,7 @@ def test_an_epoch_beyond_what_was_read_of_the_registry_is_not_lost_yet() -> None
 
 def test_heartbeats_of_an_older_epoch_do_not_count() -> None:
     fold = fleet({20: card(None), 21: card(20)}, [beat(20), beat(7)])
-    assert fold.beats["w1"].epoch == 20
+    assert fold.heartbeats["w1"].epoch == 20
 
 
 def test_a_snapshot_of_each_source_restores_the_same_state() -> None:
@@ -152,8 +152,8 @@ def test_a_snapshot_of_each_source_restores_the_same_state() -> None:
         second.restore(source, first.snapshot(source), position)
         assert second.state_hash(source) == first.state_hash(source)
     assert second.members == first.members
-    assert second.beats == first.beats
-    assert second.beats["w1"].output_tokens == 3
+    assert second.heartbeats == first.heartbeats
+    assert second.heartbeats["w1"].output_tokens == 3
     assert second.is_lost("w1", 3)
 
 
@@ -164,7 +164,9 @@ def test_an_answer_weighs_less_the_nearer_it_is_to_its_expected_length() -> None
             expected_output_tokens=expected,
         )  # fmt: skip
         return (
-            fleet({7: card(None), 8: card(7)}, [beat(7, running=(run,))]).beats["w1"].output_tokens
+            fleet({7: card(None), 8: card(7)}, [beat(7, running=(run,))])
+            .heartbeats["w1"]
+            .output_tokens
         )
 
     assert [weight(n, 0) for n in (10, 1000)] == [10, 1000]
@@ -172,19 +174,19 @@ def test_an_answer_weighs_less_the_nearer_it_is_to_its_expected_length() -> None
 
 
 def test_a_heartbeat_tells_how_full_the_cache_is() -> None:
-    figures = EngineFigures(kv_used_blocks=30, kv_total_blocks=40)
+    figures = EngineStats(kv_used_blocks=30, kv_total_blocks=40)
     fold = fleet({7: card(None), 8: card(7)}, [beat(7, engine=figures)])
-    assert fold.beats["w1"].cache_usage == 0.75
+    assert fold.heartbeats["w1"].cache_usage == 0.75
     restored = Fleet()
     restored.restore(EVENTS, fold.snapshot(EVENTS), 1)
-    assert restored.beats["w1"].cache_usage == 0.75
-    assert fleet({7: card(None), 8: card(7)}, [beat(7)]).beats["w1"].cache_usage == 0
+    assert restored.heartbeats["w1"].cache_usage == 0.75
+    assert fleet({7: card(None), 8: card(7)}, [beat(7)]).heartbeats["w1"].cache_usage == 0
 
 
 def test_a_forgotten_source_leaves_the_other_alone() -> None:
     fold = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=3)])
     fold.forget(EVENTS)
-    assert fold.beats == {}
+    assert fold.heartbeats == {}
     assert fold.position(EVENTS) is None
     assert "w1" in fold.members
     fold.forget(REGISTRY)

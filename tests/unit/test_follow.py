@@ -8,19 +8,19 @@ from collections.abc import Sequence
 import pytest
 
 from streams.clock import BrokerClock
-from streams.errors import Denied, LogClosed, UnknownType
-from streams.follow import RECORDS_PER_POLL, Follower
-from streams.memory.broker import MemoryReader
+from streams.errors import AccessDenied, LogClosed, NewerRecord
+from streams.memory.memory_log import MemoryReader
 from streams.ports import Batches, Entry, Partition
-from streams.records import Ended, Fact, ModelCard, Tombstone
+from streams.records import Ended, LogRecord, ModelCard, Tombstone
 from streams.topics import LEDGER, REGISTRY, REQUESTS
-from tests.tally import Tally
-from tests.worlds import World, in_world, play
+from streams.views.follower import RECORDS_PER_POLL, Follower
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.recording_view import RecordingView
 
 LANE_0, LANE_1 = Partition(LEDGER, 0), Partition(LEDGER, 1)
 CARDS = Partition(REGISTRY, 0)
 MALFORMED = Entry(b"k", b"\xc1", (("t", b"Ended"),))
-OF_A_NEWER_VERSION = Entry(b"k", b"\x80", (("t", b"Telepathy"),))
+FOR_NEWER_READERS = Entry(b"k", b"\x80", (("t", b"Telepathy"), ("r", b"2")))
 HOUR_S, DAY_S = 3600.0, 86400.0
 
 
@@ -35,7 +35,7 @@ def many(count: int) -> list[Ended]:
 class Copy:
     """A fold that is kept up to date."""
 
-    def __init__(self, world: World, follower: Follower, fold: Tally) -> None:
+    def __init__(self, world: MemoryWorld, follower: Follower, fold: RecordingView) -> None:
         self.world, self.follower, self.fold = world, follower, fold
         self.running = world.spawn(follower.run())
 
@@ -49,10 +49,13 @@ class Copy:
 
 
 async def a_copy(
-    world: World, *sources: str | Partition, fold: Tally | None = None, **options: object
+    world: MemoryWorld,
+    *sources: str | Partition,
+    fold: RecordingView | None = None,
+    **options: object,
 ) -> Copy:
     log = await world.connect()
-    fold = fold or Tally()
+    fold = fold or RecordingView()
     follower = Follower(log, fold, sources or (LEDGER,), world.clock, **options)  # type: ignore[arg-type]
     return Copy(world, follower, fold)
 
@@ -60,8 +63,8 @@ async def a_copy(
 # --- catching up ---------------------------------------------------------------------------------
 
 
-@in_world
-async def test_it_replays_what_was_there_and_follows_what_comes(world: World) -> None:
+@scenario_test
+async def test_it_replays_what_was_there_and_follows_what_comes(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(3))
     world.append(LEDGER, 1, *many(2))
     copy = await (await a_copy(world)).caught_up()
@@ -72,20 +75,20 @@ async def test_it_replays_what_was_there_and_follows_what_comes(world: World) ->
     assert copy.fold.offsets(LANE_1) == [0, 1, 2]
 
 
-@in_world
-async def test_an_empty_log_is_caught_up_with_at_once(world: World) -> None:
+@scenario_test
+async def test_an_empty_log_is_caught_up_with_at_once(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     assert copy.fold.position(LANE_0) == 0
     await asyncio.wait_for(copy.follower.wait_for(LANE_0, 0), 1)
 
 
-@in_world
-async def test_it_is_not_caught_up_before_every_partition_is(world: World) -> None:
+@scenario_test
+async def test_it_is_not_caught_up_before_every_partition_is(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
     world.append(LEDGER, 1, *many(3 * RECORDS_PER_POLL))
     seen: list[tuple[bool, int]] = []
 
-    def note(source: Partition, facts: Sequence[Fact]) -> None:
+    def note(source: Partition, facts: Sequence[LogRecord]) -> None:
         left = 3 * RECORDS_PER_POLL - (copy.fold.position(LANE_1) or 0)
         seen.append((copy.follower.caught_up, left))
 
@@ -95,8 +98,8 @@ async def test_it_is_not_caught_up_before_every_partition_is(world: World) -> No
     assert copy.fold.position(LANE_1) == 3 * RECORDS_PER_POLL
 
 
-@in_world
-async def test_a_log_that_grows_as_fast_as_it_is_read_is_caught_up_with(world: World) -> None:
+@scenario_test
+async def test_a_log_that_grows_as_fast_as_it_is_read_is_caught_up_with(world: MemoryWorld) -> None:
     """The ends count that were there before the first poll."""
     world.append(LEDGER, 0, *many(2000))
     copy = await a_copy(
@@ -106,8 +109,8 @@ async def test_a_log_that_grows_as_fast_as_it_is_read_is_caught_up_with(world: W
     assert (copy.fold.position(LANE_0) or 0) < 4000
 
 
-@in_world
-async def test_only_the_partitions_that_were_asked_for_are_followed(world: World) -> None:
+@scenario_test
+async def test_only_the_partitions_that_were_asked_for_are_followed(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(1))
     world.append(LEDGER, 1, *many(1))
     copy = await (await a_copy(world, LANE_1)).caught_up()
@@ -117,8 +120,8 @@ async def test_only_the_partitions_that_were_asked_for_are_followed(world: World
         await copy.follower.wait_for(LANE_0, 0)
 
 
-@in_world
-async def test_several_topics_make_one_fold(world: World) -> None:
+@scenario_test
+async def test_several_topics_make_one_fold(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(1))
     world.append(REGISTRY, 0, ModelCard(name="m"))
     copy = await (await a_copy(world, REGISTRY, LANE_0)).caught_up()
@@ -126,8 +129,8 @@ async def test_several_topics_make_one_fold(world: World) -> None:
     assert copy.fold.offsets(LANE_0) == [0]
 
 
-@in_world
-async def test_it_starts_where_it_is_told(world: World) -> None:
+@scenario_test
+async def test_it_starts_where_it_is_told(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
 
     async def start(source: Partition) -> int:
@@ -138,8 +141,8 @@ async def test_it_starts_where_it_is_told(world: World) -> None:
     assert copy.fold.position(LANE_1) == 0, "no start beyond the end"
 
 
-@in_world
-async def test_no_start_lies_below_the_start_of_the_log(world: World) -> None:
+@scenario_test
+async def test_no_start_lies_below_the_start_of_the_log(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
     world.broker.delete_records(LEDGER, 0, 8)
 
@@ -148,24 +151,24 @@ async def test_no_start_lies_below_the_start_of_the_log(world: World) -> None:
 
     copy = await (await a_copy(world, start=start)).caught_up()
     assert copy.fold.offsets(LANE_0) == [8, 9]
-    assert copy.follower.rebuilt == 0
+    assert copy.follower.rebuilds == 0
 
 
-@in_world
-async def test_a_refusal_is_not_waited_out(world: World) -> None:
+@scenario_test
+async def test_a_refusal_is_not_waited_out(world: MemoryWorld) -> None:
     log = await world.connect()
 
     async def refuse(topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        raise Denied(f"{topic}: the broker refuses")
+        raise AccessDenied(f"{topic}: the broker refuses")
 
     log.end_offsets = refuse  # type: ignore[method-assign]
-    with pytest.raises(Denied):
-        await Follower(log, Tally(), [LEDGER], world.clock).run()
+    with pytest.raises(AccessDenied):
+        await Follower(log, RecordingView(), [LEDGER], world.clock).run()
     assert world.clock.now() == 0.0
 
 
-@in_world
-async def test_an_outage_at_the_start_is_waited_out(world: World) -> None:
+@scenario_test
+async def test_an_outage_at_the_start_is_waited_out(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(1))
     copy = await a_copy(world)
     world.broker.available = False
@@ -176,8 +179,8 @@ async def test_an_outage_at_the_start_is_waited_out(world: World) -> None:
     await copy.caught_up()
 
 
-@in_world
-async def test_a_long_replay_lets_others_run(world: World) -> None:
+@scenario_test
+async def test_a_long_replay_lets_others_run(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(20_000))
     turns = 0
 
@@ -196,11 +199,11 @@ def test_a_poll_that_never_waits_lets_others_run(monkeypatch: pytest.MonkeyPatch
     """The Kafka client hands out what it has fetched without giving way."""
 
     async def poll(self: MemoryReader, timeout_s: float, max_records: int) -> Batches:
-        return self.cursor.take(max_records)
+        return self.cursor.read(max_records)
 
     monkeypatch.setattr(MemoryReader, "poll", poll)
 
-    async def scenario(world: World) -> None:
+    async def scenario(world: MemoryWorld) -> None:
         world.append(LEDGER, 0, *many(5 * RECORDS_PER_POLL))
         copy = await a_copy(world)
         positions = set()
@@ -210,11 +213,11 @@ def test_a_poll_that_never_waits_lets_others_run(monkeypatch: pytest.MonkeyPatch
         assert len(positions) >= 5
         await copy.stop()
 
-    play(scenario)
+    run_scenario(scenario)
 
 
-@in_world
-async def test_positions_and_ends_tell_how_far_it_is(world: World) -> None:
+@scenario_test
+async def test_positions_and_ends_tell_how_far_it_is(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     await copy.stop()
     world.append(LEDGER, 1, *many(4))
@@ -222,22 +225,22 @@ async def test_positions_and_ends_tell_how_far_it_is(world: World) -> None:
     assert await copy.follower.ends() == {LANE_0: 0, LANE_1: 4}
 
 
-@in_world
-async def test_it_tells_how_much_is_left_to_be_read(world: World) -> None:
+@scenario_test
+async def test_it_tells_how_much_is_left_to_be_read(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(3 * RECORDS_PER_POLL))
     copy = await a_copy(world)
     left = set()
     while not copy.follower.caught_up:
         await asyncio.sleep(0)
-        left.add(copy.follower.left)
+        left.add(copy.follower.remaining_offsets)
     assert left >= {3 * RECORDS_PER_POLL, 2 * RECORDS_PER_POLL, RECORDS_PER_POLL}
-    assert copy.follower.left == 0
+    assert copy.follower.remaining_offsets == 0
 
 
-@in_world
-async def test_nothing_is_applied_while_it_is_held_still(world: World) -> None:
+@scenario_test
+async def test_nothing_is_applied_while_it_is_held_still(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
-    async with copy.follower.still():
+    async with copy.follower.paused():
         world.append(LEDGER, 0, *many(3))
         await world.sleep(10)
         assert copy.fold.offsets(LANE_0) == []
@@ -245,8 +248,8 @@ async def test_nothing_is_applied_while_it_is_held_still(world: World) -> None:
     assert copy.fold.offsets(LANE_0) == [0, 1, 2]
 
 
-@in_world
-async def test_append_times_that_were_read_set_the_broker_clock(world: World) -> None:
+@scenario_test
+async def test_append_times_that_were_read_set_the_broker_clock(world: MemoryWorld) -> None:
     broker_clock = BrokerClock(world.clock)
     copy = await (await a_copy(world, broker_clock=broker_clock)).caught_up()
     world.append(LEDGER, 0, *many(1))
@@ -254,11 +257,13 @@ async def test_append_times_that_were_read_set_the_broker_clock(world: World) ->
     assert broker_clock.now_ms() == world.broker.now_ms()
 
 
-@in_world
-async def test_whoever_listens_hears_of_every_record_after_it_was_applied(world: World) -> None:
+@scenario_test
+async def test_whoever_listens_hears_of_every_record_after_it_was_applied(
+    world: MemoryWorld,
+) -> None:
     heard: list[int] = []
 
-    def note(source: Partition, facts: Sequence[Fact]) -> None:
+    def note(source: Partition, facts: Sequence[LogRecord]) -> None:
         heard.extend(fact.offset for fact in facts)
         assert heard == copy.fold.offsets(LANE_0)
 
@@ -271,8 +276,8 @@ async def test_whoever_listens_hears_of_every_record_after_it_was_applied(world:
 # --- barriers ------------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_barrier_opens_exactly_when_its_offset_is_passed(world: World) -> None:
+@scenario_test
+async def test_a_barrier_opens_exactly_when_its_offset_is_passed(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     barrier = world.spawn(copy.follower.wait_for(LANE_0, 3))
     world.append(LEDGER, 0, *many(2))
@@ -285,16 +290,16 @@ async def test_a_barrier_opens_exactly_when_its_offset_is_passed(world: World) -
     assert world.clock.now() == at, "no polling"
 
 
-@in_world
-async def test_a_barrier_opens_within_a_long_replay(world: World) -> None:
+@scenario_test
+async def test_a_barrier_opens_within_a_long_replay(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(5000))
     copy = await a_copy(world)
     await copy.follower.wait_for(LANE_0, 600)
     assert (copy.fold.position(LANE_0) or 0) < 5000
 
 
-@in_world
-async def test_a_barrier_that_is_open_does_not_wait(world: World) -> None:
+@scenario_test
+async def test_a_barrier_that_is_open_does_not_wait(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(3))
     copy = await (await a_copy(world)).caught_up()
     turn = world.spawn(copy.follower.wait_for(LANE_0, 3))
@@ -302,16 +307,16 @@ async def test_a_barrier_that_is_open_does_not_wait(world: World) -> None:
     assert turn.done()
 
 
-@in_world
-async def test_a_cancelled_barrier_leaves_nothing_behind(world: World) -> None:
+@scenario_test
+async def test_a_cancelled_barrier_leaves_nothing_behind(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(copy.follower.wait_for(LANE_0, 3), 1)
-    assert not copy.follower._barriers.waited_for
+    assert not copy.follower._barriers.pending_partitions
 
 
-@in_world
-async def test_who_waits_for_a_follower_that_is_stopped_is_told(world: World) -> None:
+@scenario_test
+async def test_who_waits_for_a_follower_that_is_stopped_is_told(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     barrier = world.spawn(copy.follower.wait_for(LANE_0, 3))
     await world.sleep(1)
@@ -325,8 +330,8 @@ async def test_who_waits_for_a_follower_that_is_stopped_is_told(world: World) ->
 # --- records that are no facts -------------------------------------------------------------------
 
 
-@in_world
-async def test_malformed_records_are_counted_and_passed_over(world: World) -> None:
+@scenario_test
+async def test_malformed_records_are_counted_and_passed_over(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(1))
     world.append_raw(LEDGER, 0, MALFORMED, MALFORMED)
     world.append(LEDGER, 0, *many(1))
@@ -341,28 +346,28 @@ async def test_malformed_records_are_counted_and_passed_over(world: World) -> No
     assert copy.fold.position(LANE_0) == 6
 
 
-@in_world
-async def test_what_the_client_fetches_again_is_not_applied_again(world: World) -> None:
+@scenario_test
+async def test_what_the_client_fetches_again_is_not_applied_again(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(3))
     copy = await (await a_copy(world)).caught_up()
     world.append(LEDGER, 0, *many(2))
     records = world.records(LEDGER, 0)
-    copy.follower._apply(LANE_0, records[1:4])
-    copy.follower._apply(LANE_0, records[1:3])
+    await copy.follower._apply(LANE_0, records[1:4])
+    await copy.follower._apply(LANE_0, records[1:3])
     assert copy.fold.offsets(LANE_0) == [0, 1, 2, 3]
     assert copy.fold.position(LANE_0) == 4
 
 
-@in_world
-async def test_a_record_of_an_unknown_type_ends_the_follower(world: World) -> None:
+@scenario_test
+async def test_a_record_for_newer_readers_ends_the_follower(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     barrier = world.spawn(copy.follower.wait_for(LANE_0, 2))
     await world.sleep(0)
-    world.append_raw(LEDGER, 0, OF_A_NEWER_VERSION)
+    world.append_raw(LEDGER, 0, FOR_NEWER_READERS)
     await asyncio.wait([copy.running])
-    with pytest.raises(UnknownType):
+    with pytest.raises(NewerRecord, match="ledger:0:0 requires readers of record version 2"):
         copy.running.result()
-    with pytest.raises(UnknownType):
+    with pytest.raises(NewerRecord):
         await barrier
     assert not copy.follower.caught_up
     assert copy.fold.position(LANE_0) == 0
@@ -371,7 +376,7 @@ async def test_a_record_of_an_unknown_type_ends_the_follower(world: World) -> No
 # --- gaps and losses -----------------------------------------------------------------------------
 
 
-async def leave_a_gap_at_the_end(world: World) -> None:
+async def leave_a_gap_at_the_end(world: MemoryWorld) -> None:
     """The registry's last records are compacted away: its end is 3, its last record is at 0."""
     world.append(REGISTRY, 0, ModelCard(name="m"), key="model/m")
     world.append(REGISTRY, 0, ModelCard(name="n"), Tombstone(key="model/n"), key="model/n")
@@ -380,16 +385,18 @@ async def leave_a_gap_at_the_end(world: World) -> None:
     assert log.end == 3
 
 
-@in_world
-async def test_offsets_that_are_gone_from_the_end_of_the_log_hold_nobody_up(world: World) -> None:
+@scenario_test
+async def test_offsets_that_are_gone_from_the_end_of_the_log_hold_nobody_up(
+    world: MemoryWorld,
+) -> None:
     await leave_a_gap_at_the_end(world)
     copy = await (await a_copy(world, REGISTRY)).caught_up()
     assert copy.fold.offsets(CARDS) == [0]
     assert copy.fold.position(CARDS) == 3
 
 
-@in_world
-async def test_a_gap_that_opens_later_holds_nobody_up(world: World) -> None:
+@scenario_test
+async def test_a_gap_that_opens_later_holds_nobody_up(world: MemoryWorld) -> None:
     copy = await (await a_copy(world, REGISTRY)).caught_up()
     world.broker.available = False
     await leave_a_gap_at_the_end(world)
@@ -399,8 +406,10 @@ async def test_a_gap_that_opens_later_holds_nobody_up(world: World) -> None:
     await asyncio.wait_for(barrier, 5)
 
 
-@in_world
-async def test_a_gap_at_the_end_is_passed_while_another_partition_is_busy(world: World) -> None:
+@scenario_test
+async def test_a_gap_at_the_end_is_passed_while_another_partition_is_busy(
+    world: MemoryWorld,
+) -> None:
     await leave_a_gap_at_the_end(world)
     copy = await a_copy(
         world, REGISTRY, LANE_0,
@@ -411,8 +420,8 @@ async def test_a_gap_at_the_end_is_passed_while_another_partition_is_busy(world:
     await copy.stop()
 
 
-@in_world
-async def test_positions_pass_the_gaps_that_compaction_left(world: World) -> None:
+@scenario_test
+async def test_positions_pass_the_gaps_that_compaction_left(world: MemoryWorld) -> None:
     for i in range(10):
         world.append(REGISTRY, 0, ModelCard(name=f"m{i}"), key="model/m")
     await world.sleep(3 * DAY_S)
@@ -423,8 +432,8 @@ async def test_positions_pass_the_gaps_that_compaction_left(world: World) -> Non
     assert copy.fold.position(CARDS) == 11
 
 
-@in_world
-async def test_a_lost_position_means_building_the_partition_again(world: World) -> None:
+@scenario_test
+async def test_a_lost_position_means_building_the_partition_again(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
     world.append(LEDGER, 1, *many(2))
     copy = await (await a_copy(world)).caught_up()
@@ -436,12 +445,12 @@ async def test_a_lost_position_means_building_the_partition_again(world: World) 
     await copy.follower.wait_for(LANE_0, 20)
     assert copy.fold.offsets(LANE_0) == list(range(15, 20))
     assert copy.fold.offsets(LANE_1) == [0, 1], "the others keep their state"
-    assert copy.follower.rebuilt == 1
+    assert copy.follower.rebuilds == 1
     assert copy.follower.caught_up
 
 
-@in_world
-async def test_it_is_not_caught_up_while_a_partition_is_built_again(world: World) -> None:
+@scenario_test
+async def test_it_is_not_caught_up_while_a_partition_is_built_again(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
     copy = await (await a_copy(world)).caught_up()
     world.broker.available = False
@@ -461,29 +470,29 @@ async def test_it_is_not_caught_up_while_a_partition_is_built_again(world: World
     await barrier
 
 
-@in_world
-async def test_state_of_a_log_that_is_shorter_than_the_state_is_dropped(world: World) -> None:
+@scenario_test
+async def test_state_of_a_log_that_is_shorter_than_the_state_is_dropped(world: MemoryWorld) -> None:
     """Somebody deleted the topic and made it again."""
-    fold = Tally()
+    fold = RecordingView()
     fold.apply(LANE_0, (), 100)
     world.append(LEDGER, 0, *many(3))
     copy = await (await a_copy(world, fold=fold)).caught_up()
     assert copy.fold.offsets(LANE_0) == [0, 1, 2]
 
 
-@in_world
-async def test_state_below_the_start_of_the_log_is_dropped(world: World) -> None:
-    fold = Tally()
+@scenario_test
+async def test_state_below_the_start_of_the_log_is_dropped(world: MemoryWorld) -> None:
+    fold = RecordingView()
     fold.apply(LANE_0, (), 2)
     world.append(LEDGER, 0, *many(10))
     world.broker.delete_records(LEDGER, 0, 5)
     copy = await (await a_copy(world, fold=fold)).caught_up()
     assert copy.fold.offsets(LANE_0) == list(range(5, 10))
     assert fold.forgotten == 1
-    assert copy.follower.rebuilt == 0, "it was seen before anything was read"
+    assert copy.follower.rebuilds == 0, "it was seen before anything was read"
 
 
-@in_world
-async def test_a_topic_of_any_partition_count_is_followed_whole(world: World) -> None:
+@scenario_test
+async def test_a_topic_of_any_partition_count_is_followed_whole(world: MemoryWorld) -> None:
     copy = await (await a_copy(world, REQUESTS)).caught_up()
     assert copy.follower.sources == (Partition(REQUESTS, 0), Partition(REQUESTS, 1))

@@ -9,13 +9,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.follow import Follower
 from streams.ports import Entry, Partition
-from streams.records import Ended, Fact, ModelCard, Tombstone
-from streams.snapshots import Snapshots
+from streams.records import Ended, LogRecord, ModelCard, Tombstone
+from streams.snapshots.snapshot_store import SnapshotStore
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
-from tests.tally import Tally
-from tests.worlds import World, play
+from streams.views.follower import Follower
+from tests.harness.memory_world import MemoryWorld, run_scenario
+from tests.harness.recording_view import RecordingView
 
 LANES = 2
 SOURCES = [Partition(LEDGER, p) for p in range(LANES)]
@@ -42,16 +42,16 @@ STEPS = st.lists(st.tuples(OPS, st.sampled_from([0.0, 0.01, 1.5, 3.0])), min_siz
 class Copy:
     """One process that follows, until it is killed."""
 
-    def __init__(self, world: World, log: Any, fold: Any, sources: Sequence[Any]) -> None:
+    def __init__(self, world: MemoryWorld, log: Any, fold: Any, sources: Sequence[Any]) -> None:
         self.log = log
         self.fold = fold
-        self.snapshots = Snapshots(log, world.clock)
+        self.snapshots = SnapshotStore(log, world.clock)
         self.follower = Follower(log, fold, sources, world.clock, snapshots=self.snapshots)
         self.running = world.spawn(self.follower.run())
         self.saving: list[asyncio.Task[Any]] = []
 
     async def kill(self) -> None:
-        self.log.cut()
+        self.log.kill()
         tasks = [self.running, *self.saving]
         for task in tasks:
             task.cancel()
@@ -59,7 +59,7 @@ class Copy:
 
 
 class Model:
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: MemoryWorld) -> None:
         self.world = world
         self.history: dict[Partition, list[str | None]] = {source: [] for source in SOURCES}
         self.alive: dict[str, Copy] = {}
@@ -89,7 +89,7 @@ class Model:
     async def begin(self, name: str) -> None:
         if name not in self.alive and self.world.broker.available:
             log = await self.world.connect(name)
-            self.alive[name] = Copy(self.world, log, Tally(), [LEDGER])
+            self.alive[name] = Copy(self.world, log, RecordingView(), [LEDGER])
 
     async def kill(self, name: str) -> None:
         if (copy := self.alive.pop(name, None)) is not None:
@@ -145,7 +145,7 @@ class Model:
 def test_a_followed_fold_is_the_plain_fold_of_what_was_in_the_log(
     steps: list[tuple[tuple[str, Any], float]],
 ) -> None:
-    async def scenario(world: World) -> None:
+    async def scenario(world: MemoryWorld) -> None:
         model = Model(world)
         await model.begin("a")
         for (op, what), pause_s in steps:
@@ -154,7 +154,7 @@ def test_a_followed_fold_is_the_plain_fold_of_what_was_in_the_log(
             model.check()
         await model.drain()
 
-    play(scenario, lanes=LANES)
+    run_scenario(scenario, lanes=LANES)
 
 
 class Cards:
@@ -166,7 +166,7 @@ class Cards:
         self.cards: dict[str, str] = {}
         self.at: int | None = None
 
-    def apply(self, source: Partition, facts: Sequence[Fact], position: int) -> None:
+    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
         for fact in facts:
             if isinstance(fact.record, Tombstone):
                 self.cards.pop(fact.record.key, None)
@@ -201,7 +201,7 @@ CARD_OPS = st.tuples(
 @settings(max_examples=150)
 @given(st.lists(CARD_OPS, min_size=8, max_size=40))
 def test_compaction_changes_no_fold_of_a_compacted_topic(ops: list[tuple[str, str, float]]) -> None:
-    async def scenario(world: World) -> None:
+    async def scenario(world: MemoryWorld) -> None:
         plain: dict[str, str] = {}
         copies: list[Copy] = []
         for number, (name, op, pause_s) in enumerate(ops):
@@ -227,4 +227,4 @@ def test_compaction_changes_no_fold_of_a_compacted_topic(ops: list[tuple[str, st
             assert copy.fold.cards == plain
             assert copy.fold.at == end
 
-    play(scenario)
+    run_scenario(scenario)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from app.simulation.generated import KINDS, LONGEST_TOKENS, Size, UnknownKind, generated
-from app.trace import CHUNK_TOKENS
+from app.mooncake_trace import CHUNK_TOKENS
+from app.simulation.synthetic_traces import (
+    MAX_PROMPT_TOKENS,
+    TRACE_KINDS,
+    TraceSize,
+    UnknownTraceKind,
+    generate_trace,
+)
 
-SIZE = Size(requests=800, rate=10.0, seed=3)
-EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+SIZE = TraceSize(requests=800, rate=10.0, seed=3)
+EVERY_KIND = pytest.mark.parametrize("kind", TRACE_KINDS)
 
 
 @EVERY_KIND
 def test_a_seed_gives_one_trace_and_another_seed_another(kind: str) -> None:
-    assert generated(kind, SIZE) == generated(kind, SIZE)
-    assert generated(kind, SIZE) != generated(kind, SIZE._replace(seed=4))
+    assert generate_trace(kind, SIZE) == generate_trace(kind, SIZE)
+    assert generate_trace(kind, SIZE) != generate_trace(kind, SIZE._replace(seed=4))
 
 
 @EVERY_KIND
 def test_there_are_as_many_requests_as_asked_for_in_the_order_of_arrival(kind: str) -> None:
-    rows = generated(kind, SIZE)
+    rows = generate_trace(kind, SIZE)
     times = [row.timestamp for row in rows]
     assert len(rows) == SIZE.requests
     assert times == sorted(times)
@@ -30,8 +36,8 @@ def test_there_are_as_many_requests_as_asked_for_in_the_order_of_arrival(kind: s
 @EVERY_KIND
 def test_every_chunk_has_a_name_and_names_tell_prefixes(kind: str) -> None:
     before: dict[int, int | None] = {}
-    for row in generated(kind, SIZE):
-        assert 0 < row.input_length < 2 * LONGEST_TOKENS
+    for row in generate_trace(kind, SIZE):
+        assert 0 < row.input_length < 2 * MAX_PROMPT_TOKENS
         assert row.output_length > 0
         assert len(row.hash_ids) == -(-row.input_length // CHUNK_TOKENS)
         previous = None
@@ -47,13 +53,13 @@ def test_every_chunk_has_a_name_and_names_tell_prefixes(kind: str) -> None:
 def test_a_kind_has_its_share_of_what_came_before(kind: str, least: float, most: float) -> None:
     seen: set[int] = set()
     known = total = 0
-    for row in generated(kind, SIZE):
-        known += sum(CHUNK_TOKENS for name in row.whole_chunks if name in seen)
+    for row in generate_trace(kind, SIZE):
+        known += sum(CHUNK_TOKENS for name in row.full_chunks if name in seen)
         total += row.input_length
-        seen |= set(row.whole_chunks)
+        seen |= set(row.full_chunks)
     assert least < known / total < most
 
 
 def test_another_kind_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UnknownKind, match="gen:x: one of gen:shared-prefixes, gen:multi-turn"):
-        generated("x", SIZE)
+    with pytest.raises(UnknownTraceKind, match="gen:x: one of gen:shared-prefixes, gen:multi-turn"):
+        generate_trace("x", SIZE)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.errors import InvalidPrompt
-from app.preprocess.guided import DEEPEST_GRAMMAR, guided_of
-from app.preprocess.openai import read
-from streams.records import GuidedDecoding
+from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.requests.guided_decoding import MAX_GRAMMAR_DEPTH, guided_decoding_of
+from app.preprocess.requests.openai_requests import read_openai
+from streams.request import GuidedDecoding
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -18,7 +18,7 @@ SCHEMA_JSON = json.dumps(SCHEMA, separators=(",", ":")).encode()
 
 
 def guided(**fields: Any) -> GuidedDecoding | None:
-    return guided_of(read("chat", CHAT | fields).body)
+    return guided_decoding_of(read_openai("chat", CHAT | fields).body)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_without_a_form_there_is_none(fields: dict[str, Any]) -> None:
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": 7}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
-        ({"guided_grammar": "(" * (DEEPEST_GRAMMAR + 1)}, "guided_grammar"),
+        ({"guided_grammar": "(" * (MAX_GRAMMAR_DEPTH + 1)}, "guided_grammar"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
@@ -103,4 +103,4 @@ def test_a_wrong_form_is_named(fields: dict[str, Any], field: str) -> None:
 
 
 def test_brackets_that_are_closed_are_not_nested() -> None:
-    assert guided(guided_grammar="()" * (DEEPEST_GRAMMAR + 1)) is not None
+    assert guided(guided_grammar="()" * (MAX_GRAMMAR_DEPTH + 1)) is not None

@@ -12,17 +12,17 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.index_hashing import hashing_times
-from indexer.hash_kernels import hash_rows
-from indexer.hashing import (
+from indexer.block_hashes import (
     block_seed,
     hash_blocks,
     local_hashes,
     multimodal_hash,
     sequence_hashes,
-    token_column,
+    token_array,
 )
+from indexer.native.xxh3_kernels import hash_rows
 from indexer.xxh3 import xxh3
+from tests.hashing_times import hashing_times
 
 TOKENS = list(range(12))
 LOCAL = [9143094415614847814, 12124091508212882195, 1088361764653601668]
@@ -273,7 +273,7 @@ def test_tokens_may_come_in_any_container(tokens: list[int]) -> None:
 
 
 def test_the_largest_token_is_taken() -> None:
-    assert token_column([2**32 - 1]).tolist() == [2**32 - 1]
+    assert token_array([2**32 - 1]).tolist() == [2**32 - 1]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_the_largest_token_is_taken() -> None:
 )
 def test_what_are_no_tokens_is_refused(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="token ids"):
-        token_column(tokens)
+        token_array(tokens)
 
 
 @pytest.mark.parametrize("block_size", [0, -1])

@@ -7,12 +7,19 @@ from typing import Any, get_args
 
 import pytest
 
-from app.http.errors import ApiError, failure_of, invalid, of_error, of_preprocess_error, overloaded
-from app.preprocess.errors import BadModel, InvalidPrompt, Overloaded, TooLarge
+from app.http.api_errors import (
+    ApiError,
+    error_of_piece,
+    error_of_prompt,
+    error_of_stream,
+    invalid_request,
+    overloaded,
+)
+from app.preprocess.prompt_errors import BadModel, InvalidPrompt, PreprocessorOverloaded, TooLarge
 from streams.errors import (
+    AccessDenied,
     AppendFailed,
     BrokerUnavailable,
-    Denied,
     LogClosed,
     PositionLost,
     RecordTooLarge,
@@ -48,45 +55,45 @@ def chunk(reason: str | None) -> Chunk:
     ],
 )
 def test_status_of_an_end(code: str, status: int) -> None:
-    error = failure_of(End(id="a", code=code, message="why"))
+    error = error_of_piece(End(id="a", code=code, message="why"))
     assert error is not None
     assert (error.status, error.code, error.message) == (status, code, "why")
 
 
 def test_every_end_has_a_meaning_or_is_whole() -> None:
     for code in get_args(EndCode):
-        error = failure_of(End(id="a", code=code))
+        error = error_of_piece(End(id="a", code=code))
         assert (error is None) == (code in ("stop", "length"))
         assert error is None or error.message
 
 
 @pytest.mark.parametrize("reason", [None, "stop", "length", "content_filter", "tool_calls"])
 def test_pieces_that_are_no_failure(reason: str | None) -> None:
-    assert failure_of(chunk(reason)) is None
+    assert error_of_piece(chunk(reason)) is None
 
 
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("cancelled", 499)])
 def test_a_last_chunk_can_be_a_failure(reason: str, status: int) -> None:
-    error = failure_of(chunk(reason))
+    error = error_of_piece(chunk(reason))
     assert error is not None
     assert error.status == status
 
 
 def test_retry_after_is_whole_seconds_rounded_up() -> None:
-    error = failure_of(End(id="a", code="queue_full", retry_after_s=1.2))
+    error = error_of_piece(End(id="a", code="queue_full", retry_after_s=1.2))
     assert error is not None
     assert error.response().headers["retry-after"] == "2"
 
 
 @pytest.mark.parametrize("code", ["no_workers", "queue_full"])
 def test_what_passes_says_when_to_come_back(code: str) -> None:
-    error = failure_of(End(id="a", code=code))
+    error = error_of_piece(End(id="a", code=code))
     assert error is not None
     assert error.response().headers["retry-after"] == "1"
 
 
 def test_the_body_is_an_openai_error_object() -> None:
-    response = invalid("must not be empty", "messages").response()
+    response = invalid_request("must not be empty", "messages").response()
     assert response.headers["content-type"] == "application/json"
     assert json.loads(bytes(response.body)) == {
         "error": {
@@ -120,13 +127,13 @@ def test_the_type_follows_the_status(status: int, kind: str) -> None:
         (LogClosed("x"), 503),
         (BrokerUnavailable("x"), 503),
         (AppendFailed("x"), 503),
-        (Denied("secret"), 503),
+        (AccessDenied("secret"), 503),
         (UnknownType("x"), 500),
         (ValueError("secret"), 500),
     ],
 )
 def test_status_of_an_error(error: Exception, status: int) -> None:
-    told = of_error(error)
+    told = error_of_stream(error)
     assert told.status == status
     assert "secret" not in told.message
 
@@ -137,14 +144,14 @@ def test_status_of_an_error(error: Exception, status: int) -> None:
         (InvalidPrompt("messages.0.role", "unknown"), 400, "messages.0.role"),
         (InvalidPrompt("", "not text"), 400, None),
         (TooLarge("", "more than is taken"), 413, None),
-        (Overloaded("x"), 529, None),
+        (PreprocessorOverloaded("x"), 529, None),
         (BadModel("/secret/path"), 503, "model"),
     ],
 )
 def test_status_of_what_is_wrong_with_a_prompt(
-    error: InvalidPrompt | Overloaded | BadModel, status: int, param: str | None
+    error: InvalidPrompt | PreprocessorOverloaded | BadModel, status: int, param: str | None
 ) -> None:
-    told = of_preprocess_error(error)
+    told = error_of_prompt(error)
     assert (told.status, told.param) == (status, param)
     assert "secret" not in told.message
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.ids import RequestIds, Seal, is_sealed, issued_ms, new_request_id
+from streams.ids import RequestIds, TenantTag, has_tenant_tag, issued_ms, new_request_id
 
 
 class Wall:
@@ -86,38 +86,38 @@ DRAWN = "01900000-0000-7000-8000-0123456789ab"
 
 
 def test_a_sealed_id_is_that_of_its_tenant_only() -> None:
-    seal = Seal(b"secret")
-    sealed = seal.sealed(DRAWN, "acme")
+    seal = TenantTag(b"secret")
+    sealed = seal.tagged(DRAWN, "acme")
     assert sealed[:36] == DRAWN
     assert len(sealed) == 45
-    assert seal.is_of(sealed, "acme")
-    assert not seal.is_of(sealed, "acme2")
-    assert not seal.is_of(sealed, "")
-    assert not Seal(b"another").is_of(sealed, "acme")
+    assert seal.matches(sealed, "acme")
+    assert not seal.matches(sealed, "acme2")
+    assert not seal.matches(sealed, "")
+    assert not TenantTag(b"another").matches(sealed, "acme")
 
 
 def test_a_seal_stays_what_it_is_between_versions() -> None:
-    assert Seal(b"secret").sealed(DRAWN, "acme") == f"{DRAWN}-5f3e7c96"
+    assert TenantTag(b"secret").tagged(DRAWN, "acme") == f"{DRAWN}-5f3e7c96"
 
 
 @pytest.mark.parametrize("place", [0, 8, 35, 36, 37, 44])
 def test_a_sealed_id_that_was_changed_is_nobodys(place: int) -> None:
-    seal = Seal(b"secret")
-    sealed = seal.sealed(DRAWN, "acme")
+    seal = TenantTag(b"secret")
+    sealed = seal.tagged(DRAWN, "acme")
     other = "1" if sealed[place] != "1" else "2"
-    assert not seal.is_of(sealed[:place] + other + sealed[place + 1 :], "acme")
+    assert not seal.matches(sealed[:place] + other + sealed[place + 1 :], "acme")
 
 
 @given(st.text(max_size=60), st.text(max_size=20))
 def test_any_text_can_be_asked_about(request_id: str, tenant: str) -> None:
-    assert not Seal(b"secret").is_of(request_id, tenant)
-    assert not Seal(b"secret").is_of(f"{DRAWN}-{request_id}", tenant)
+    assert not TenantTag(b"secret").matches(request_id, tenant)
+    assert not TenantTag(b"secret").matches(f"{DRAWN}-{request_id}", tenant)
 
 
 def test_a_sealed_id_says_when_it_was_drawn() -> None:
     drawn = new_request_id(Wall(1_700_000_000_123), random.Random(1))
-    sealed = Seal(b"secret").sealed(drawn, "")
+    sealed = TenantTag(b"secret").tagged(drawn, "")
     assert issued_ms(sealed) == 1_700_000_000_123
-    assert is_sealed(sealed)
-    assert not is_sealed(drawn)
-    assert not is_sealed("job-17")
+    assert has_tenant_tag(sealed)
+    assert not has_tenant_tag(drawn)
+    assert not has_tenant_tag("job-17")

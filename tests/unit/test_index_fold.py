@@ -9,42 +9,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.index import Index
-from app.routing.signs import KEPT_MS
-from indexer.events import CLEARED, Event, Kind, Tier, encode
-from indexer.lives import Holder, Overlap
+from app.routing.state.kv_index import KvIndexView
+from app.routing.state.last_seen import RETENTION_MS
+from indexer.epochs import CacheId, Overlap
+from indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
 from streams.ports import Partition
-from streams.records import Blocks, Fact, Heartbeat, Lost, Probe
-from tests.indexes import SECRET, local_of
+from streams.records import Blocks, Heartbeat, LogRecord, Lost, Probe
+from tests.harness.keyed_index import SECRET, local_hashes_of
 
 EVENTS = Partition("kv-events", 5)
 OURS, THEIRS = (SECRET._replace(fingerprint=name) for name in ("ours", "theirs"))
 
 
-def blocks(*events: Event, worker: str = "w1", epoch: int = 7, at: int = 0, **over: Any) -> Blocks:
-    fields = {"hash_fingerprint": OURS.fingerprint, **encode(events)._asdict()} | over
+def blocks(
+    *events: CacheEvent, worker: str = "w1", epoch: int = 7, at: int = 0, **over: Any
+) -> Blocks:
+    fields = {"hash_fingerprint": OURS.fingerprint, **encode_events(events)._asdict()} | over
     return Blocks(worker=worker, epoch=epoch, first_event_id=at, **fields)
 
 
-def stored(*keys: int, position: int = 0, tier: Tier = Tier.DEVICE) -> Event:
-    return Event(Kind.STORED, tier, position, keys)
+def stored(*keys: int, position: int = 0, tier: Tier = Tier.DEVICE) -> CacheEvent:
+    return CacheEvent(EventKind.STORED, tier, position, keys)
 
 
-def removed(*keys: int) -> Event:
-    return Event(Kind.REMOVED, Tier.DEVICE, 0, keys)
+def removed(*keys: int) -> CacheEvent:
+    return CacheEvent(EventKind.REMOVED, Tier.DEVICE, 0, keys)
 
 
-def folded(*records: Any, fold: Index | None = None, at_ms: int = 1000) -> Index:
-    fold = fold or Index(OURS)
+def folded(*records: Any, fold: KvIndexView | None = None, at_ms: int = 1000) -> KvIndexView:
+    fold = fold or KvIndexView(OURS)
     first = fold.position(EVENTS) or 0
     for n, record in enumerate(records, first):
-        fold.apply(EVENTS, [Fact(n, at_ms, record)], n + 1)
+        fold.apply(EVENTS, [LogRecord(n, at_ms, record)], n + 1)
     return fold
 
 
-def held(fold: Index, *keys: int) -> dict[tuple[str, int], int]:
+def held(fold: KvIndexView, *keys: int) -> dict[tuple[str, int], int]:
     return {
-        tuple(holder): overlap.blocks for holder, overlap in fold.overlaps(local_of(keys)).items()
+        tuple(holder): overlap.total_blocks
+        for holder, overlap in fold.overlaps(local_hashes_of(keys)).items()
     }
 
 
@@ -59,7 +62,7 @@ def test_overlaps_are_the_leading_blocks_of_each_rank() -> None:
 
 def test_tiers_continue_each_other() -> None:
     fold = folded(blocks(stored(1, 2), stored(3, position=2, tier=Tier.HOST)))
-    assert fold.overlaps(local_of([1, 2, 3, 4])) == {Holder("w1", 0): Overlap(2, 1)}
+    assert fold.overlaps(local_hashes_of([1, 2, 3, 4])) == {CacheId("w1", 0): Overlap(2, 1)}
 
 
 def test_removed_blocks_and_those_behind_them_no_longer_count() -> None:
@@ -92,8 +95,8 @@ def test_keys_of_another_secret_are_counted_and_said_loudly_once(
 ) -> None:
     with caplog.at_level(logging.ERROR):
         fold = folded(*(blocks(stored(1), at=n, hash_fingerprint="theirs") for n in range(50)))
-    assert fold.skipped.foreign == 50
-    assert fold.foreign_workers == ("w1",)
+    assert fold.skipped.wrong_secret == 50
+    assert fold.wrong_secret_workers == ("w1",)
     assert held(fold, 1) == {}
     assert [r.message.count("KVLANE_HASH_SECRET") for r in caplog.records] == [1]
 
@@ -101,8 +104,11 @@ def test_keys_of_another_secret_are_counted_and_said_loudly_once(
 def test_what_a_silent_worker_held_is_dropped_in_the_end() -> None:
     fold = folded(blocks(stored(1)), blocks(stored(1), worker="w2"))
     late = Heartbeat(worker="w2", epoch=7, slot_offset=0)
-    assert held(folded(late, fold=fold, at_ms=1000 + KEPT_MS), 1).keys() == {("w1", 0), ("w2", 0)}
-    assert held(folded(late, fold=fold, at_ms=1001 + KEPT_MS), 1).keys() == {("w2", 0)}
+    assert held(folded(late, fold=fold, at_ms=1000 + RETENTION_MS), 1).keys() == {
+        ("w1", 0),
+        ("w2", 0),
+    }
+    assert held(folded(late, fold=fold, at_ms=1001 + RETENTION_MS), 1).keys() == {("w2", 0)}
 
 
 RECORDS = st.one_of(
@@ -124,7 +130,7 @@ RECORDS = st.one_of(
 def test_a_snapshot_restores_the_same_state_at_any_point(records: list[Any], at: int) -> None:
     straight = folded(*records)
     first = folded(*records[:at])
-    second = Index(OURS)
+    second = KvIndexView(OURS)
     second.restore(EVENTS, first.snapshot(EVENTS), first.position(EVENTS) or 0)
     folded(*records[at:], fold=second)
     assert second.state_hash(EVENTS) == straight.state_hash(EVENTS)
@@ -133,9 +139,9 @@ def test_a_snapshot_restores_the_same_state_at_any_point(records: list[Any], at:
 
 def test_a_snapshot_under_another_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="secret"):
-        Index(THEIRS).restore(EVENTS, folded(blocks(stored(1))).snapshot(EVENTS), 1)
+        KvIndexView(THEIRS).restore(EVENTS, folded(blocks(stored(1))).snapshot(EVENTS), 1)
     with pytest.raises(ValueError, match=r"truncated|decode"):
-        Index(OURS).restore(EVENTS, b"", 1)
+        KvIndexView(OURS).restore(EVENTS, b"", 1)
 
 
 def test_a_forgotten_partition_leaves_nothing_behind() -> None:

@@ -12,52 +12,60 @@ import numpy as np
 import pytest
 
 import indexer.index
-from indexer.events import CLEARED, Event, Kind, Tier
+from indexer.blocks.block_table import (
+    USED,
+    BlockTable,
+    empty_table,
+    erase_slot,
+    find_slot,
+    lookup_set,
+    write_slot,
+)
+from indexer.epochs import CacheId, Overlap
+from indexer.events import CLEARED, CacheEvent, EventKind, Tier
 from indexer.kernels import kernel
-from indexer.lives import Holder, Overlap
-from indexer.memory import load_acquire, store_release
-from indexer.table import USED, Table, held_by, new_table, place, put, take_out
-from tests.indexes import FastIndex, ScanningIndex, local_of
+from indexer.native.intrinsics import load_acquire, store_release
+from tests.harness.keyed_index import KeyedIndex, ScanningIndex, local_hashes_of
 
-STEADY = [Holder(f"steady-{n}", 0) for n in range(3)]
+STEADY = [CacheId(f"steady-{n}", 0) for n in range(3)]
 BLOCKS = 600
 ROUNDS = 400
 
 
-def steady_index(kind: type[FastIndex], rng: random.Random) -> tuple[FastIndex, list[int]]:
+def steady_index(kind: type[KeyedIndex], rng: random.Random) -> tuple[KeyedIndex, list[int]]:
     """Three caches hold the prompt, each one to another depth, and will go on to."""
     index, prompt = kind(), [rng.randrange(1, 1 << 64) for _ in range(BLOCKS)]
     for n, holder in enumerate(STEADY):
-        events = [CLEARED, Event(Kind.STORED, keys=tuple(prompt[: BLOCKS // (n + 1)]))]
-        index.apply(0, holder, 1, 0, events)
+        events = [CLEARED, CacheEvent(EventKind.STORED, keys=tuple(prompt[: BLOCKS // (n + 1)]))]
+        index.apply_events(0, holder, 1, 0, events)
     return index, prompt
 
 
 class Churn:
     """Caches that come and go: they share the prompt's beginning; much else grows and shrinks."""
 
-    def __init__(self, index: FastIndex, prompt: list[int], rng: random.Random) -> None:
+    def __init__(self, index: KeyedIndex, prompt: list[int], rng: random.Random) -> None:
         self.index, self.prompt, self.rng = index, prompt, rng
-        self.ids: dict[Holder, int] = {}
+        self.ids: dict[CacheId, int] = {}
 
-    def add(self, holder: Holder, *events: Event) -> None:
+    def add(self, holder: CacheId, *events: CacheEvent) -> None:
         first = self.ids.get(holder, 0)
         self.ids[holder] = first + len(events)
-        self.index.apply(1, holder, 1, first, events)
+        self.index.apply_events(1, holder, 1, first, events)
 
     def round(self, number: int) -> None:
-        holder = Holder(f"churning-{number % 150}", 0)
+        holder = CacheId(f"churning-{number % 150}", 0)
         shared = self.prompt[: self.rng.randrange(BLOCKS)]
         own = [self.rng.randrange(1, 1 << 64) for _ in range(self.rng.choice([10, 2000]))]
-        self.add(holder, CLEARED, Event(Kind.STORED, keys=(*shared, *own)))
+        self.add(holder, CLEARED, CacheEvent(EventKind.STORED, keys=(*shared, *own)))
         if number % 2:
-            self.add(holder, Event(Kind.REMOVED, keys=tuple(reversed(own))))
+            self.add(holder, CacheEvent(EventKind.REMOVED, keys=tuple(reversed(own))))
         if number % 3 == 0:
-            self.add(holder, Event(Kind.REMOVED, keys=tuple(reversed(shared))))
+            self.add(holder, CacheEvent(EventKind.REMOVED, keys=tuple(reversed(shared))))
 
 
 def read(
-    ask: Callable[[], dict[Holder, Overlap]], stop: threading.Event, wrong: list[object]
+    ask: Callable[[], dict[CacheId, Overlap]], stop: threading.Event, wrong: list[object]
 ) -> None:
     """Look the prompt up again and again; what is steady must look so each time."""
     expected = {holder: Overlap(BLOCKS // (n + 1)) for n, holder in enumerate(STEADY)}
@@ -66,7 +74,7 @@ def read(
         while not stop.is_set() and not wrong:
             found = ask()
             seen = {holder: found.get(holder) for holder in STEADY}
-            if seen != expected or any(overlap.blocks > BLOCKS for overlap in found.values()):
+            if seen != expected or any(overlap.total_blocks > BLOCKS for overlap in found.values()):
                 wrong.append(found)
             reads += 1
     except BaseException as e:  # noqa: BLE001 - the test tells
@@ -75,14 +83,14 @@ def read(
         wrong.append("nothing was read")
 
 
-@pytest.mark.parametrize("kind", [FastIndex, ScanningIndex])
-def test_readers_beside_a_writer_see_what_does_not_change_unchanged(kind: type[FastIndex]) -> None:
+@pytest.mark.parametrize("kind", [KeyedIndex, ScanningIndex])
+def test_readers_beside_a_writer_see_what_does_not_change_unchanged(kind: type[KeyedIndex]) -> None:
     rng = random.Random(1)
     index, prompt = steady_index(kind, rng)
-    local, stop, wrong = local_of(prompt), threading.Event(), list[object]()
+    local, stop, wrong = local_hashes_of(prompt), threading.Event(), list[object]()
 
-    def ask() -> dict[Holder, Overlap]:
-        return super(FastIndex, index).match(local)
+    def ask() -> dict[CacheId, Overlap]:
+        return super(KeyedIndex, index).match_prefix(local)
 
     readers = [threading.Thread(target=read, args=(ask, stop, wrong)) for _ in range(2)]
     churn = Churn(index, prompt, rng)
@@ -96,27 +104,27 @@ def test_readers_beside_a_writer_see_what_does_not_change_unchanged(kind: type[F
         for reader in readers:
             reader.join(30)
     assert not wrong
-    while index.tidy(1 << 10):
+    while index.maintain(1 << 10):
         pass
-    assert index.entries(STEADY[0], Tier.DEVICE).keys() == set(prompt)
+    assert index.blocks_of(STEADY[0], Tier.DEVICE).keys() == set(prompt)
 
 
 def test_a_reader_that_took_its_arrays_before_they_grew_looks_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    index, prompt = steady_index(FastIndex, random.Random(1))
+    index, prompt = steady_index(KeyedIndex, random.Random(1))
     keys = [random.Random(1000 + n).randrange(1, 1 << 64) for n in range(140)]
     ids = dict.fromkeys(range(9), 0)
 
     def add(number: int, *stored: int) -> None:
         """One more bit of every number up to 140: a set each."""
-        events = [CLEARED, Event(Kind.STORED, keys=stored)]
-        index.apply(0, Holder(f"bit-{number}", 0), 1, ids[number], events)
+        events = [CLEARED, CacheEvent(EventKind.STORED, keys=stored)]
+        index.apply_events(0, CacheId(f"bit-{number}", 0), 1, ids[number], events)
         ids[number] += len(events)
 
     for bit in range(8):
         add(bit, *(key for n, key in enumerate(keys, 1) if n >> bit & 1))
-    rows, original = len(index._views[Tier.DEVICE].sets.references), indexer.index.match
+    rows, original = len(index._views[Tier.DEVICE].sets.references), indexer.index.match_prefix
 
     def late(*args: Any) -> int:
         """The writer was quicker than this reader."""
@@ -124,78 +132,78 @@ def test_a_reader_that_took_its_arrays_before_they_grew_looks_again(
             add(8, *prompt, *keys[:130])
         return original(*args)
 
-    monkeypatch.setattr(indexer.index, "match", late)
-    columns, found = index.depths(local_of(prompt))
+    monkeypatch.setattr(indexer.index, "match_prefix", late)
+    columns, found = index.match_depths(local_hashes_of(prompt))
     assert len(index._views[Tier.DEVICE].sets.references) > rows
     assert sorted(found[:, 0].tolist()) == [200, 300, 600, 600]
     assert len(columns) == 4
 
 
 def test_depths_lie_row_by_row_in_memory_in_whatever_tiers_blocks_are() -> None:
-    index, keys = FastIndex(), (5, 6, 7)
+    index, keys = KeyedIndex(), (5, 6, 7)
     for worker in ("a", "b"):
         events = [
             CLEARED,
-            Event(Kind.STORED, keys=keys[:2]),
-            Event(Kind.STORED, Tier.HOST, 2, keys[2:]),
+            CacheEvent(EventKind.STORED, keys=keys[:2]),
+            CacheEvent(EventKind.STORED, Tier.HOST, 2, keys[2:]),
         ]
-        index.apply(0, Holder(worker, 0), 1, 0, events)
-    _, found = index.depths(local_of(keys))
+        index.apply_events(0, CacheId(worker, 0), 1, 0, events)
+    _, found = index.match_depths(local_hashes_of(keys))
     assert found.tolist() == [[2, 1, 0, 0]] * 2
     assert found.flags.c_contiguous, "for another order kernels would be compiled in a decision"
 
 
 def test_the_writer_frees_old_arrays_not_the_reader_who_lets_go_of_them_last() -> None:
-    index, rng = FastIndex(), random.Random(1)
+    index, rng = KeyedIndex(), random.Random(1)
     reader = index._views[Tier.DEVICE]
     slots = weakref.ref(reader.table.slots)
     keys = tuple(rng.randrange(1, 1 << 64) for _ in range(100_000))
-    index.apply(0, STEADY[0], 1, 0, [CLEARED, Event(Kind.STORED, keys=keys)])
-    index.tidy_up()
+    index.apply_events(0, STEADY[0], 1, 0, [CLEARED, CacheEvent(EventKind.STORED, keys=keys)])
+    index.maintain_fully()
     assert index._views[Tier.DEVICE] is not reader
     del reader
     assert slots() is not None
-    index.tidy()
+    index.maintain()
     assert slots() is None
 
 
 def test_arrays_that_nobody_reads_are_freed_with_the_next_change() -> None:
-    index, rng = FastIndex(), random.Random(1)
+    index, rng = KeyedIndex(), random.Random(1)
     slots = weakref.ref(index._views[Tier.DEVICE].table.slots)
     keys = tuple(rng.randrange(1, 1 << 64) for _ in range(100_000))
-    index.apply(0, STEADY[0], 1, 0, [CLEARED, Event(Kind.STORED, keys=keys)])
-    index.tidy_up()
+    index.apply_events(0, STEADY[0], 1, 0, [CLEARED, CacheEvent(EventKind.STORED, keys=keys)])
+    index.maintain_fully()
     assert slots() is None
 
 
 @kernel()
-def churn(table: Table, steady: Any, others: Any, present: Any, rounds: int) -> None:
+def churn(table: BlockTable, steady: Any, others: Any, present: Any, rounds: int) -> None:
     """Store and remove blocks around some that are there while `present` is odd."""
     for _ in range(rounds):
         for key in others:
-            slot, _ = place(table, key)
-            put(table, slot, key, np.uint64(5))
+            slot, _ = find_slot(table, key)
+            write_slot(table, slot, key, np.uint64(5))
             table.state[USED] += 1
         for key in steady:
-            slot, _ = place(table, key)
-            put(table, slot, key, np.uint64(7))
+            slot, _ = find_slot(table, key)
+            write_slot(table, slot, key, np.uint64(7))
             table.state[USED] += 1
         store_release(present, 0, present[0] + 1)
         for key in others:
-            take_out(table, place(table, key)[0])
+            erase_slot(table, find_slot(table, key)[0])
         store_release(present, 0, present[0] + 1)
         for key in steady:
-            take_out(table, place(table, key)[0])
+            erase_slot(table, find_slot(table, key)[0])
 
 
 @kernel()
-def look(table: Table, steady: Any, present: Any, seen: Any, rounds: int) -> None:
+def look(table: BlockTable, steady: Any, present: Any, seen: Any, rounds: int) -> None:
     """Count lookups of what is there, and those that found nothing, or another block's set."""
     for _ in range(rounds):
         for key in steady:
             before = load_acquire(present, 0)
             if before & 1:
-                number = held_by(table, key)
+                number = lookup_set(table, key)
                 if load_acquire(present, 0) == before:
                     seen[0] += 1
                     seen[1] += number == np.uint64(0)
@@ -206,7 +214,7 @@ def test_blocks_that_are_moved_for_others_are_found_as_they_are() -> None:
     keys = np.arange(1 << 63, (1 << 63) + 300, dtype=np.uint64)
     np.random.default_rng(1).shuffle(keys)  # all have one home, so that removals move many
     steady, others = keys[:100].copy(), keys[100:].copy()
-    table, present, seen = new_table(4000), np.zeros(1, np.int64), np.zeros(3, np.int64)
+    table, present, seen = empty_table(4000), np.zeros(1, np.int64), np.zeros(3, np.int64)
     churn(table, steady, others, present, 1)
     look(table, steady, present, seen, 1)
     writer = threading.Thread(target=churn, args=(table, steady, others, present, 4000))

@@ -9,31 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.events import CLEARED, Event, Kind, Tier
-from indexer.lives import Holder, Overlap
-from indexer.reference import ReferenceIndex
-from tests.indexes import FastIndex
+from indexer.epochs import CacheId, Overlap
+from indexer.events import CLEARED, CacheEvent, EventKind, Tier
+from indexer.reference_index import ReferenceIndex
+from tests.harness.keyed_index import KeyedIndex
 
-ONE, TWO = Holder("one", 0), Holder("two", 0)
+ONE, TWO = CacheId("one", 0), CacheId("two", 0)
 PROMPT = [11, 12, 13, 14]
 
 
-AnyIndex: TypeAlias = ReferenceIndex | FastIndex
+AnyIndex: TypeAlias = ReferenceIndex | KeyedIndex
 make: Callable[..., AnyIndex]
 
 
-@pytest.fixture(scope="module", autouse=True, params=[ReferenceIndex, FastIndex])
+@pytest.fixture(scope="module", autouse=True, params=[ReferenceIndex, KeyedIndex])
 def either(request: pytest.FixtureRequest) -> None:
     global make  # noqa: PLW0603 - hypothesis takes no fixtures
     make = request.param
 
 
-def stored(*keys: int, at: int = 0, tier: Tier = Tier.DEVICE) -> Event:
-    return Event(Kind.STORED, tier, at, keys)
+def stored(*keys: int, at: int = 0, tier: Tier = Tier.DEVICE) -> CacheEvent:
+    return CacheEvent(EventKind.STORED, tier, at, keys)
 
 
-def removed(*keys: int, tier: Tier = Tier.DEVICE) -> Event:
-    return Event(Kind.REMOVED, tier, 0, keys)
+def removed(*keys: int, tier: Tier = Tier.DEVICE) -> CacheEvent:
+    return CacheEvent(EventKind.REMOVED, tier, 0, keys)
 
 
 class Log:
@@ -41,15 +41,15 @@ class Log:
 
     def __init__(self, index: AnyIndex | None = None) -> None:
         self.index = index or make()
-        self.ids: dict[tuple[Holder, int], int] = {}
+        self.ids: dict[tuple[CacheId, int], int] = {}
 
-    def add(self, *events: Event, holder: Holder = ONE, epoch: int = 5) -> None:
+    def add(self, *events: CacheEvent, holder: CacheId = ONE, epoch: int = 5) -> None:
         first = self.ids.get((holder, epoch), 0)
         self.ids[holder, epoch] = first + len(events)
-        self.index.apply(0, holder, epoch, first, events)
+        self.index.apply_events(0, holder, epoch, first, events)
 
-    def overlap(self, holder: Holder = ONE) -> Overlap:
-        return self.index.match(PROMPT).get(holder, Overlap())
+    def overlap(self, holder: CacheId = ONE) -> Overlap:
+        return self.index.match_prefix(PROMPT).get(holder, Overlap())
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def log() -> Log:
 
 def test_a_cache_holds_the_leading_blocks_it_stored(log: Log) -> None:
     log.add(stored(11, 12, 13))
-    assert log.index.match(PROMPT) == {ONE: Overlap(device=3)}
+    assert log.index.match_prefix(PROMPT) == {ONE: Overlap(device=3)}
 
 
 def test_runs_that_follow_one_another_add_up(log: Log) -> None:
@@ -77,17 +77,17 @@ def test_nothing_counts_behind_a_hole(log: Log) -> None:
 
 def test_without_the_first_block_there_is_no_overlap(log: Log) -> None:
     log.add(stored(12, 13, at=1))
-    assert log.index.match(PROMPT) == {}
+    assert log.index.match_prefix(PROMPT) == {}
 
 
 def test_caches_are_told_apart_by_worker_and_rank(log: Log) -> None:
     log.add(stored(11, 12), holder=ONE)
-    log.add(stored(11), holder=Holder("one", 1))
+    log.add(stored(11), holder=CacheId("one", 1))
     log.add(stored(11, 12, 13), holder=TWO)
-    found = log.index.match(PROMPT)
-    assert {holder: overlap.blocks for holder, overlap in found.items()} == {
+    found = log.index.match_prefix(PROMPT)
+    assert {holder: overlap.total_blocks for holder, overlap in found.items()} == {
         ONE: 2,
-        Holder("one", 1): 1,
+        CacheId("one", 1): 1,
         TWO: 3,
     }
 
@@ -127,9 +127,9 @@ def test_removing_what_is_not_held_changes_nothing(log: Log) -> None:
 
 def test_cleared_empties_every_tier_of_its_rank_only(log: Log) -> None:
     log.add(stored(11), stored(12, at=1, tier=Tier.HOST))
-    log.add(stored(11), holder=Holder("one", 1))
+    log.add(stored(11), holder=CacheId("one", 1))
     log.add(CLEARED)
-    assert log.index.match(PROMPT) == {Holder("one", 1): Overlap(device=1)}
+    assert log.index.match_prefix(PROMPT) == {CacheId("one", 1): Overlap(device=1)}
 
 
 @pytest.mark.parametrize("count", [700, 1500, 8192])
@@ -137,15 +137,15 @@ def test_one_event_may_bring_more_blocks_than_all_before(log: Log, count: int) -
     keys = [n * 0x9E3779B97F4A7C15 % 2**64 for n in range(1, 301 + count)]
     log.add(stored(*keys[:300]))
     log.add(stored(*keys[300:], at=300))
-    assert log.index.blocks(ONE) == 300 + count
-    assert log.index.counters.refused_blocks == 0
+    assert log.index.block_count(ONE) == 300 + count
+    assert log.index.counters.rejected_blocks == 0
 
 
 def test_blocks_beyond_the_bound_are_refused_and_counted() -> None:
     log = Log(make(max_blocks=3))
     log.add(stored(11, 12), stored(13, 14, at=2, tier=Tier.HOST), stored(11))
     assert log.overlap() == Overlap(device=2, host=1)
-    assert log.index.counters.refused_blocks == 1
+    assert log.index.counters.rejected_blocks == 1
 
 
 # --- epochs --------------------------------------------------------------------------------------
@@ -166,32 +166,32 @@ def test_blocks_of_an_older_epoch_are_ignored(log: Log) -> None:
 
 def test_a_lost_worker_holds_nothing(log: Log) -> None:
     log.add(stored(11))
-    log.index.lose(0, "one", 5)
+    log.index.end_epoch(0, "one", 5)
     assert log.overlap() == Overlap()
 
 
 def test_what_a_lost_epoch_still_says_is_ignored(log: Log) -> None:
-    log.index.lose(0, "one", 5)
+    log.index.end_epoch(0, "one", 5)
     log.add(stored(11))
     assert log.overlap() == Overlap()
 
 
 def test_the_epoch_after_a_lost_one_counts(log: Log) -> None:
-    log.index.lose(0, "one", 5)
+    log.index.end_epoch(0, "one", 5)
     log.add(stored(11), epoch=6)
     assert log.overlap() == Overlap(device=1)
 
 
 def test_losing_an_old_epoch_leaves_the_present_one(log: Log) -> None:
     log.add(stored(11), epoch=6)
-    log.index.lose(0, "one", 5)
+    log.index.end_epoch(0, "one", 5)
     assert log.overlap() == Overlap(device=1)
 
 
 def test_a_rank_of_a_lost_worker_is_gone_with_the_others(log: Log) -> None:
-    log.add(stored(11), holder=Holder("one", 1))
-    log.index.lose(0, "one", 5)
-    assert log.index.match(PROMPT) == {}
+    log.add(stored(11), holder=CacheId("one", 1))
+    log.index.end_epoch(0, "one", 5)
+    assert log.index.match_prefix(PROMPT) == {}
 
 
 # --- event ids -----------------------------------------------------------------------------------
@@ -199,49 +199,49 @@ def test_a_rank_of_a_lost_worker_is_gone_with_the_others(log: Log) -> None:
 
 def test_a_record_that_stands_twice_counts_once() -> None:
     index = make()
-    index.apply(0, ONE, 5, 0, [stored(11)])
-    index.apply(0, ONE, 5, 1, [removed(11)])
-    index.apply(0, ONE, 5, 0, [stored(11)])
-    assert index.match(PROMPT) == {}
-    assert index.counters.repeated_events == 1
+    index.apply_events(0, ONE, 5, 0, [stored(11)])
+    index.apply_events(0, ONE, 5, 1, [removed(11)])
+    index.apply_events(0, ONE, 5, 0, [stored(11)])
+    assert index.match_prefix(PROMPT) == {}
+    assert index.counters.duplicate_events == 1
 
 
 def test_of_a_record_that_was_seen_in_part_the_rest_counts() -> None:
     index = make()
-    index.apply(0, ONE, 5, 0, [stored(11)])
-    index.apply(0, ONE, 5, 0, [removed(11), stored(11, 12)])
-    assert index.match(PROMPT) == {ONE: Overlap(device=2)}
+    index.apply_events(0, ONE, 5, 0, [stored(11)])
+    index.apply_events(0, ONE, 5, 0, [removed(11), stored(11, 12)])
+    assert index.match_prefix(PROMPT) == {ONE: Overlap(device=2)}
 
 
 def test_a_gap_drops_what_the_rank_held_before() -> None:
     index = make()
-    index.apply(0, ONE, 5, 0, [CLEARED, stored(11, 12)])
-    index.apply(0, ONE, 5, 3, [stored(11)])
-    assert index.match(PROMPT) == {ONE: Overlap(device=1)}
+    index.apply_events(0, ONE, 5, 0, [CLEARED, stored(11, 12)])
+    index.apply_events(0, ONE, 5, 3, [stored(11)])
+    assert index.match_prefix(PROMPT) == {ONE: Overlap(device=1)}
     assert not index.is_complete(ONE)
     assert index.counters.gaps == 1
 
 
 def test_a_heartbeat_shows_a_tail_that_is_missing() -> None:
     index = make()
-    index.apply(0, ONE, 5, 0, [CLEARED, stored(11)])
-    index.heard(0, ONE, 5, last_event_id=2)
-    assert index.match(PROMPT) == {}
+    index.apply_events(0, ONE, 5, 0, [CLEARED, stored(11)])
+    index.on_heartbeat(0, ONE, 5, last_event_id=2)
+    assert index.match_prefix(PROMPT) == {}
 
 
 def test_a_heartbeat_of_what_is_known_changes_nothing() -> None:
     index = make()
-    index.apply(0, ONE, 5, 0, [CLEARED, stored(11)])
-    index.heard(0, ONE, 5, last_event_id=1)
-    index.heard(0, ONE, 5, last_event_id=0)
-    assert index.match(PROMPT) == {ONE: Overlap(device=1)}
+    index.apply_events(0, ONE, 5, 0, [CLEARED, stored(11)])
+    index.on_heartbeat(0, ONE, 5, last_event_id=1)
+    index.on_heartbeat(0, ONE, 5, last_event_id=0)
+    assert index.match_prefix(PROMPT) == {ONE: Overlap(device=1)}
     assert index.is_complete(ONE)
 
 
 def test_the_log_may_begin_in_the_middle() -> None:
     index = make()
-    index.apply(0, ONE, 5, 1000, [stored(11)])
-    assert index.match(PROMPT) == {ONE: Overlap(device=1)}
+    index.apply_events(0, ONE, 5, 1000, [stored(11)])
+    assert index.match_prefix(PROMPT) == {ONE: Overlap(device=1)}
     assert index.counters.gaps == 0
 
 
@@ -254,16 +254,16 @@ def test_a_cache_is_complete_from_cleared_on(log: Log) -> None:
 
 def test_ranks_count_their_ids_each_for_itself() -> None:
     index = make()
-    index.apply(0, ONE, 5, 0, [stored(11)])
-    index.apply(0, Holder("one", 1), 5, 0, [stored(11)])
-    assert index.counters.repeated_events == 0
+    index.apply_events(0, ONE, 5, 0, [stored(11)])
+    index.apply_events(0, CacheId("one", 1), 5, 0, [stored(11)])
+    assert index.counters.duplicate_events == 0
 
 
 # --- state ---------------------------------------------------------------------------------------
 
 changes = st.lists(
     st.tuples(
-        st.sampled_from([ONE, TWO, Holder("one", 1)]),
+        st.sampled_from([ONE, TWO, CacheId("one", 1)]),
         st.integers(5, 6),
         st.one_of(
             st.builds(lambda at, n: stored(*PROMPT[at : at + n], at=at), st.integers(0, 3),
@@ -280,12 +280,12 @@ changes = st.lists(
 )  # fmt: skip
 
 
-def played(many: list[tuple[Holder, int, Event | None]]) -> Log:
+def played(many: list[tuple[CacheId, int, CacheEvent | None]]) -> Log:
     """All changes; None stands for the loss of the epoch."""
     log = Log()
     for holder, epoch, event in many:
         if event is None:
-            log.index.lose(0, holder.worker, epoch)
+            log.index.end_epoch(0, holder.worker, epoch)
         else:
             log.add(event, holder=holder, epoch=epoch)
     return log
@@ -293,7 +293,8 @@ def played(many: list[tuple[Holder, int, Event | None]]) -> Log:
 
 @given(before=changes, after=changes)
 def test_a_restored_index_goes_on_as_the_one_it_was_taken_from(
-    before: list[tuple[Holder, int, Event | None]], after: list[tuple[Holder, int, Event | None]]
+    before: list[tuple[CacheId, int, CacheEvent | None]],
+    after: list[tuple[CacheId, int, CacheEvent | None]],
 ) -> None:
     whole = played(before)
     half = played(before)
@@ -303,16 +304,16 @@ def test_a_restored_index_goes_on_as_the_one_it_was_taken_from(
     for log in (whole, restored):
         for holder, epoch, event in after:
             if event is None:
-                log.index.lose(0, holder.worker, epoch)
+                log.index.end_epoch(0, holder.worker, epoch)
             else:
                 log.add(event, holder=holder, epoch=epoch)
-    assert restored.index.match(PROMPT) == whole.index.match(PROMPT)
+    assert restored.index.match_prefix(PROMPT) == whole.index.match_prefix(PROMPT)
     assert restored.index.state_hash(0) == whole.index.state_hash(0)
     assert restored.index.is_complete(ONE) == whole.index.is_complete(ONE)
-    assert restored.index.holdings() == whole.index.holdings()
-    for holder in whole.index.holdings():
+    assert restored.index.cache_sizes() == whole.index.cache_sizes()
+    for holder in whole.index.cache_sizes():
         for tier in Tier:
-            assert restored.index.entries(holder, tier) == whole.index.entries(holder, tier)
+            assert restored.index.blocks_of(holder, tier) == whole.index.blocks_of(holder, tier)
 
 
 def test_the_state_hash_does_not_depend_on_the_order() -> None:
@@ -327,13 +328,13 @@ def test_the_state_hash_does_not_depend_on_the_order() -> None:
     ("holder", "event"),
     [
         (TWO, stored(11)),
-        (Holder("one", 1), stored(11)),
+        (CacheId("one", 1), stored(11)),
         (ONE, stored(11, tier=Tier.HOST)),
         (ONE, stored(12)),
     ],
     ids=["worker", "rank", "tier", "key"],
 )
-def test_the_state_hash_tells_apart(holder: Holder, event: Event) -> None:
+def test_the_state_hash_tells_apart(holder: CacheId, event: CacheEvent) -> None:
     one, other = Log(), Log()
     one.add(stored(11))
     other.add(event, holder=holder)
@@ -347,10 +348,10 @@ def test_the_state_hash_of_nothing_is_nothing(log: Log) -> None:
 
 def test_forgetting_a_partition_leaves_the_others() -> None:
     index = make()
-    index.apply(0, ONE, 5, 0, [stored(11)])
-    index.apply(1, TWO, 5, 0, [stored(11)])
-    index.forget(0)
-    assert index.match(PROMPT) == {TWO: Overlap(device=1)}
+    index.apply_events(0, ONE, 5, 0, [stored(11)])
+    index.apply_events(1, TWO, 5, 0, [stored(11)])
+    index.drop_partition(0)
+    assert index.match_prefix(PROMPT) == {TWO: Overlap(device=1)}
 
 
 @pytest.mark.parametrize("cut", [0, 5, 20, -1])

@@ -9,25 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexer import snapshots
-from indexer.events import CLEARED, Event, Kind, Tier
-from indexer.lives import Holder, Overlap
-from tests.indexes import FastIndex
+from indexer.blocks import snapshot_format
+from indexer.epochs import CacheId, Overlap
+from indexer.events import CLEARED, CacheEvent, EventKind, Tier
+from tests.harness.keyed_index import KeyedIndex
 
 CELL = {"epoch": 1, "lost": False, "ranks": [(0, 5, True, False)]}
 EMPTY = np.empty(0, np.uint32)
-NONE = snapshots.Part(np.empty(0, np.uint64), EMPTY, EMPTY, np.zeros((0, 1), np.uint64))
+NONE = snapshot_format.TierPart(np.empty(0, np.uint64), EMPTY, EMPTY, np.zeros((0, 1), np.uint64))
 
 
 def written(
     keys: list[int], numbers: list[int], rows: list[list[int]], workers: Any = None
 ) -> bytes:
     """A snapshot of blocks in the device tier, whether or not there is such an index."""
-    part = snapshots.Part(
+    part = snapshot_format.TierPart(
         np.array(keys, np.uint64), np.zeros(len(keys), np.uint32), np.array(numbers, np.uint32),
         np.array(rows, np.uint64),
     )  # fmt: skip
-    return snapshots.encode("", {"w": CELL} if workers is None else workers, [part] + [NONE] * 3)
+    return snapshot_format.encode_snapshot(
+        "", {"w": CELL} if workers is None else workers, [part] + [NONE] * 3
+    )
 
 
 def ranks(count: int) -> dict[str, Any]:
@@ -36,39 +38,45 @@ def ranks(count: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("caches", [64, 65, 200])
 def test_a_snapshot_holds_any_number_of_caches(caches: int) -> None:
-    index = FastIndex()
+    index = KeyedIndex()
     for cache in range(caches):
-        events = [CLEARED, Event(Kind.STORED, keys=(1, 2, 100 + cache))]
-        index.apply(0, Holder(f"w{cache}", 0), 1, 0, events)
-    index.apply(0, Holder("w3", 0), 1, 2, [Event(Kind.STORED, Tier.HOST, keys=(1, 7))])
-    restored = FastIndex()
+        events = [CLEARED, CacheEvent(EventKind.STORED, keys=(1, 2, 100 + cache))]
+        index.apply_events(0, CacheId(f"w{cache}", 0), 1, 0, events)
+    index.apply_events(
+        0, CacheId("w3", 0), 1, 2, [CacheEvent(EventKind.STORED, Tier.HOST, keys=(1, 7))]
+    )
+    restored = KeyedIndex()
     restored.restore(0, index.snapshot(0))
     assert restored.state_hash(0) == index.state_hash(0)
-    assert restored.match([1, 2, 100]) == index.match([1, 2, 100])
-    assert len(restored.match([1])) == caches
+    assert restored.match_prefix([1, 2, 100]) == index.match_prefix([1, 2, 100])
+    assert len(restored.match_prefix([1])) == caches
 
 
 def test_a_snapshot_beside_growth_has_the_blocks_of_both_tables() -> None:
     rng = random.Random(1)
-    index, known, events = FastIndex(), 0, 1
-    index.apply(0, Holder("w", 0), 1, 0, [CLEARED])
+    index, known, events = KeyedIndex(), 0, 1
+    index.apply_events(0, CacheId("w", 0), 1, 0, [CLEARED])
     while not index._views[Tier.DEVICE].table.is_growing or known < 150_000:
         keys = tuple(rng.randrange(1, 1 << 64) for _ in range(500))
-        index.apply(0, Holder("w", 0), 1, events, [Event(Kind.STORED, position=known, keys=keys)])
+        index.apply_events(
+            0, CacheId("w", 0), 1, events, [CacheEvent(EventKind.STORED, position=known, keys=keys)]
+        )
         known, events = known + 500, events + 1
         assert known < 400_000
-    restored = FastIndex()
+    restored = KeyedIndex()
     restored.restore(0, index.snapshot(0))
     assert restored.state_hash(0) == index.state_hash(0)
-    assert restored.blocks(Holder("w", 0)) == known
+    assert restored.block_count(CacheId("w", 0)) == known
 
 
 def test_a_cache_is_not_complete_for_having_been_restored() -> None:
-    index = FastIndex()
-    index.apply(0, Holder("w", 0), 1, 700, [Event(Kind.STORED, position=5, keys=(5, 6))])
-    restored = FastIndex()
+    index = KeyedIndex()
+    index.apply_events(
+        0, CacheId("w", 0), 1, 700, [CacheEvent(EventKind.STORED, position=5, keys=(5, 6))]
+    )
+    restored = KeyedIndex()
     restored.restore(0, index.snapshot(0))
-    assert not restored.is_complete(Holder("w", 0))
+    assert not restored.is_complete(CacheId("w", 0))
 
 
 LAST_HOME = 0xFFFFFFFF << 32
@@ -89,22 +97,22 @@ NO_INDEX_WROTE = {
     "a rank below zero": written([], [], [[1]], {"w": CELL | {"ranks": [(-1, 5, True, False)]}}),
     "a rank too many": written([], [], [[1]], {"w": CELL | {"ranks": [(0, 5, True, False, 1)]}}),
     "a name that is no text": written([], [], [[1]], {"\ud800": CELL}),
-    "another header": snapshots.MAGIC + (2).to_bytes(4, "little") + b"[]",
-    "a deep header": snapshots.MAGIC + (200_000).to_bytes(4, "little") + b"[" * 200_000,
-    "a header that is none": snapshots.MAGIC + (9).to_bytes(4, "little") + b"{",
+    "another header": snapshot_format.MAGIC + (2).to_bytes(4, "little") + b"[]",
+    "a deep header": snapshot_format.MAGIC + (200_000).to_bytes(4, "little") + b"[" * 200_000,
+    "a header that is none": snapshot_format.MAGIC + (9).to_bytes(4, "little") + b"{",
 }
 
 
 @pytest.mark.parametrize("data", NO_INDEX_WROTE.values(), ids=NO_INDEX_WROTE)
 def test_bytes_that_no_index_wrote_leave_nothing_behind(data: bytes) -> None:
-    index, other = FastIndex(), Holder("other", 0)
-    index.apply(1, other, 1, 0, [CLEARED, Event(Kind.STORED, keys=(7, 8))])
+    index, other = KeyedIndex(), CacheId("other", 0)
+    index.apply_events(1, other, 1, 0, [CLEARED, CacheEvent(EventKind.STORED, keys=(7, 8))])
     before = index.state_hash(1)
     with pytest.raises(ValueError, match=r"."):
         index.restore(0, data)
-    index.tidy_up()
-    assert index.holdings().keys() == {other}
-    assert index.match([7, 8]) == {other: Overlap(2)}
+    index.maintain_fully()
+    assert index.cache_sizes().keys() == {other}
+    assert index.match_prefix([7, 8]) == {other: Overlap(2)}
     assert (index.state_hash(0), index.state_hash(1)) == (0, before)
     assert index._views[Tier.DEVICE].table.used == 2
 
@@ -113,15 +121,17 @@ def test_bytes_that_no_index_wrote_leave_nothing_behind(data: bytes) -> None:
 def test_headers_with_sizes_that_are_none_are_refused(sizes: Any) -> None:
     header = {"fingerprint": "", "workers": {}, "tiers": [sizes] + [[0, 0, 0]] * 3}
     head = json.dumps(header).encode()
-    data = snapshots.MAGIC + len(head).to_bytes(4, "little") + head + b"\1" * 64
+    data = snapshot_format.MAGIC + len(head).to_bytes(4, "little") + head + b"\1" * 64
     with pytest.raises(ValueError, match=r"."):
-        FastIndex().restore(0, data)
+        KeyedIndex().restore(0, data)
 
 
 def test_torn_snapshots_are_refused_at_any_byte() -> None:
-    index = FastIndex()
-    index.apply(0, Holder("w", 0), 1, 0, [CLEARED, Event(Kind.STORED, keys=(7, 8, 9))])
+    index = KeyedIndex()
+    index.apply_events(
+        0, CacheId("w", 0), 1, 0, [CLEARED, CacheEvent(EventKind.STORED, keys=(7, 8, 9))]
+    )
     data = index.snapshot(0)
     for size in range(len(data)):
         with pytest.raises(ValueError, match=r"."):
-            FastIndex().restore(0, data[:size])
+            KeyedIndex().restore(0, data[:size])

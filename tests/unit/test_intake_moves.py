@@ -9,13 +9,14 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.intake import Claim, Intake
-from streams.memory.broker import Fate, MemoryLog
-from streams.memory.faults import Operation
+from streams.memory.broker_faults import AppendFate, Operation
+from streams.memory.memory_log import MemoryLog
 from streams.ports import Entry
-from streams.records import Fact, Request
+from streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from streams.records import LogRecord
+from streams.request import Request
 from streams.topics import DEAD_LETTERS, REQUESTS
-from tests.worlds import World, play
+from tests.harness.memory_world import MemoryWorld, run_scenario
 
 GROUP = "routers"
 LANES = 3
@@ -51,33 +52,33 @@ class Effects:
 class Owner:
     """One life of a router. Its effect is acknowledged before it says done."""
 
-    def __init__(self, world: World, effects: Effects, log: MemoryLog) -> None:
+    def __init__(self, world: MemoryWorld, effects: Effects, log: MemoryLog) -> None:
         self.effects = effects
         self.log = log
-        self.undone: list[tuple[Claim, int]] = []
-        self.open: list[Claim] = []
-        self.seen: dict[Claim, list[int]] = {}
-        self.intake = Intake(log, REQUESTS, GROUP, self, world.clock)
+        self.undone: list[tuple[PartitionClaim, int]] = []
+        self.open: list[PartitionClaim] = []
+        self.seen: dict[PartitionClaim, list[int]] = {}
+        self.intake = GroupConsumer(log, REQUESTS, GROUP, self, world.clock)
         self.running = world.spawn(self.intake.run())
 
-    def opened(self, claim: Claim) -> None:
+    def on_claimed(self, claim: PartitionClaim) -> None:
         assert not any(c.partition == claim.partition for c in self.open)
         self.open.append(claim)
         self.seen[claim] = []
 
-    def received(self, claim: Claim, fact: Fact) -> None:
+    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
         assert claim in self.open
         self.seen[claim].append(fact.offset)
         self.undone.append((claim, fact.offset))
 
-    def closed(self, claim: Claim) -> None:
+    def on_released(self, claim: PartitionClaim) -> None:
         self.open.remove(claim)  # what is undone of it stays there: a late done must be harmless
 
     def done(self, choice: int) -> None:
         if self.undone:
             claim, offset = self.undone.pop(choice % len(self.undone))
             self.effects.by_lane[claim.partition].add(offset)
-            claim.done(offset)
+            claim.mark_done(offset)
 
     async def end(self) -> None:
         self.running.cancel()
@@ -85,7 +86,7 @@ class Owner:
 
 
 class Model:
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: MemoryWorld) -> None:
         self.world = world
         self.effects = Effects()
         self.alive: dict[str, Owner] = {}
@@ -110,7 +111,7 @@ class Model:
 
     async def kill(self, name: str) -> None:
         if (owner := self.alive.pop(name, None)) is not None:
-            owner.log.cut()
+            owner.log.kill()
             await owner.end()
 
     async def done(self, choice: int) -> None:
@@ -123,7 +124,9 @@ class Model:
                 owner.intake.resume(claim)
 
     async def lose_letters(self, count: int) -> None:
-        self.world.faults.next_fates(DEAD_LETTERS, *[Fate.LOST, Fate.LOST, Fate.UNREPORTED] * count)
+        self.world.faults.next_fates(
+            DEAD_LETTERS, *[AppendFate.LOST, AppendFate.LOST, AppendFate.UNREPORTED] * count
+        )
 
     async def outage(self, begins: bool) -> None:
         self.world.broker.available = not begins
@@ -135,7 +138,7 @@ class Model:
     def check(self) -> None:
         buried = {
             (int(h["origin_partition"]), int(h["origin_offset"]))
-            for h in (dict(r.headers) for r in self.world.everywhere(DEAD_LETTERS))
+            for h in (dict(r.headers) for r in self.world.all_records(DEAD_LETTERS))
         }
         for lane, mark in self.world.broker.group(REQUESTS, GROUP).committed.items():
             effects = self.effects.by_lane[lane] | {o for p, o in buried if p == lane}
@@ -167,7 +170,7 @@ class Model:
             committed = log.group(REQUESTS, GROUP).committed
             return all(committed.get(p, 0) == end for p, end in ends.items())
 
-        await self.world.until(complete)
+        await self.world.wait_until(complete)
         self.check()
 
 
@@ -176,7 +179,7 @@ class Model:
 def test_no_commit_passes_a_missing_effect_and_every_record_gets_one(
     steps: list[tuple[tuple[str, Any], float]],
 ) -> None:
-    async def scenario(world: World) -> None:
+    async def scenario(world: MemoryWorld) -> None:
         model = Model(world)
         await model.join("a")
         for (op, what), pause_s in steps:
@@ -185,4 +188,4 @@ def test_no_commit_passes_a_missing_effect_and_every_record_gets_one(
             model.check()
         await model.drain()
 
-    play(scenario, lanes=LANES)
+    run_scenario(scenario, lanes=LANES)

@@ -9,20 +9,20 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.fleet import Fleet
-from app.routing.load import Load
-from app.routing.obligations import Patience, due
+from app.routing.reconcile import ReconcileTimeouts, next_action
+from app.routing.state.fleet import Fleet
+from app.routing.state.ledger import LedgerState
 from streams.ports import Partition
 from streams.records import (
     Assigned,
     Ended,
-    Fact,
     Fencing,
     Finished,
     Heartbeat,
+    LogRecord,
     Lost,
-    Origin,
     PrefillDone,
+    RequestOffset,
     RunProgress,
     Started,
 )
@@ -39,7 +39,7 @@ RUNS = {
     "worker": st.sampled_from(["w1", "w2"]), "epoch": st.integers(0, 2),
 }  # fmt: skip
 PLACES = {
-    "origin": st.just(Origin(topic="requests", partition=0, offset=0)),
+    "origin": st.just(RequestOffset(topic="requests", partition=0, offset=0)),
     "responses_from": st.integers(0, 9), "deadline_ms": st.integers(0, 5000),
     "prompt_tokens": st.integers(0, 99),
 }  # fmt: skip
@@ -63,26 +63,28 @@ def _fleet(rng: random.Random) -> Fleet:
     running = tuple(
         RunProgress(id=i, attempt=rng.randint(0, 3), phase="aggregated") for i in REQUESTS
     )
-    facts: list[Fact] = [
-        Fact(n, 1000, Heartbeat(worker=w, epoch=rng.randint(0, 2), slot_offset=1, running=running))
+    facts: list[LogRecord] = [
+        LogRecord(
+            n, 1000, Heartbeat(worker=w, epoch=rng.randint(0, 2), slot_offset=1, running=running)
+        )
         for n, w in enumerate(("w1", "w2"))
     ]
     if rng.random() < 0.5:
-        facts.append(Fact(2, 1000, Lost(worker="w1", epoch=rng.randint(0, 2))))
+        facts.append(LogRecord(2, 1000, Lost(worker="w1", epoch=rng.randint(0, 2))))
     fleet.apply(Partition("kv-events", 0), facts, len(facts))
     return fleet
 
 
-def _lanes(records: list[Any]) -> dict[int, list[Fact]]:
-    lanes: dict[int, list[Fact]] = {lane: [] for lane in LANES}
+def _lanes(records: list[Any]) -> dict[int, list[LogRecord]]:
+    lanes: dict[int, list[LogRecord]] = {lane: [] for lane in LANES}
     for n, record in enumerate(records):
         facts = lanes[REQUESTS[record.id]]
-        facts.append(Fact(len(facts), 1000 + n, record))
+        facts.append(LogRecord(len(facts), 1000 + n, record))
     return lanes
 
 
-def _read(lanes: dict[int, list[Fact]], rng: random.Random) -> Load:
-    load, at = Load(WINDOW_MS), dict.fromkeys(LANES, 0)
+def _read(lanes: dict[int, list[LogRecord]], rng: random.Random) -> LedgerState:
+    load, at = LedgerState(WINDOW_MS), dict.fromkeys(LANES, 0)
     while left := [lane for lane in LANES if at[lane] < len(lanes[lane])]:
         lane = rng.choice(left)
         size = rng.randint(1, 4)
@@ -103,14 +105,14 @@ def test_when_all_requests_have_ended_nothing_is_left_and_nothing_is_due(
     one, other = _read(lanes, rng), _read(lanes, rng)
     fleet = _fleet(rng)
     for load in (one, other):
-        assert not load.burdens
-        assert load.burdens.adapter_runs("l") == 0
+        assert not load.active_load
+        assert load.active_load.adapter_runs("l") == 0
         for request_id, lane in REQUESTS.items():
-            story = load.story(lane, request_id)
+            story = load.request(lane, request_id)
             assert story is not None
             assert story.ended
             for now_ms in (0, 2000, FOREVER_MS):
-                assert due(request_id, story, fleet, now_ms, Patience()) is None
+                assert next_action(request_id, story, fleet, now_ms, ReconcileTimeouts()) is None
             assert not load.lane(lane).unfinished
     for lane in LANES:
         source = Partition("ledger", lane)
@@ -127,15 +129,17 @@ def test_replicas_agree_on_load_and_duties_at_every_moment(
     fleet = _fleet(rng)
     for worker in ("w1", "w2"):
         for epoch in range(3):
-            assert one.burdens.of(worker, epoch) == other.burdens.of(worker, epoch)
-    assert one.burdens.adapter_runs("l") == other.burdens.adapter_runs("l")
+            assert one.active_load.total(worker, epoch) == other.active_load.total(worker, epoch)
+    assert one.active_load.adapter_runs("l") == other.active_load.adapter_runs("l")
     for request_id, lane in REQUESTS.items():
-        first, second = one.story(lane, request_id), other.story(lane, request_id)
+        first, second = one.request(lane, request_id), other.request(lane, request_id)
         assert first == second
         if first is not None and second is not None:
             for now_ms in (0, 2000, FOREVER_MS):
-                asked = fleet, now_ms, Patience()
-                assert due(request_id, first, *asked) == due(request_id, second, *asked)
+                asked = fleet, now_ms, ReconcileTimeouts()
+                assert next_action(request_id, first, *asked) == next_action(
+                    request_id, second, *asked
+                )
 
 
 @given(st.lists(NEWS, max_size=40), st.randoms(use_true_random=False))
@@ -147,5 +151,5 @@ def test_whatever_is_unfinished_is_running_or_owed_something(
         story = load.lane(lane).unfinished.get(request_id)
         if story is not None:
             handed_off = any(run.state == "handed_off" for run in story.runs.values())
-            owed = due(request_id, story, fleet, FOREVER_MS, Patience())
+            owed = next_action(request_id, story, fleet, FOREVER_MS, ReconcileTimeouts())
             assert owed is not None or handed_off or (not story.runs and story.attempt == 0)

@@ -14,9 +14,9 @@ from aiokafka.conn import AIOKafkaConnection
 from aiokafka.errors import KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest, MetadataResponse_v1
 
-from streams.kafka import client
+from streams.kafka import aiokafka_client
 
-assert client, "it mends the client's connections when it is loaded"
+assert aiokafka_client, "it mends the client's connections when it is loaded"
 
 
 async def _broker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

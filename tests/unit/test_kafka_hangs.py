@@ -14,11 +14,11 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import CloseReason
 from aiokafka.protocol.metadata import MetadataResponse_v1
 
-from streams.kafka import hangs
-from streams.kafka.hangs import LATE, watch
+from streams.kafka import stuck_broker
+from streams.kafka.stuck_broker import LATE_FRACTION, watch_connection
 
 TIMEOUT_S = 0.4
-SOON_S = 2 * LATE * TIMEOUT_S + 0.1
+SOON_S = 2 * LATE_FRACTION * TIMEOUT_S + 0.1
 BROKERS = {1: "one", 2: "two", 3: "three"}
 
 
@@ -57,7 +57,7 @@ class Line:
 
     def ask(self) -> None:
         self._requests.append(object())
-        watch(self)
+        watch_connection(self)
 
     def answer(self) -> None:
         self._requests.popleft()
@@ -90,7 +90,7 @@ class Cluster:
 
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    monkeypatch.setattr(hangs, "LATE_S", 0.0)
+    monkeypatch.setattr(stuck_broker, "LATE_S", 0.0)
     cluster = Cluster()
     yield cluster
     assert cluster.client._sync_task is not None
@@ -113,7 +113,7 @@ async def test_who_hangs_is_left_as_soon_as_its_cluster_has_left_it(cluster: Clu
     cluster.members.remove(1)
     first.ask()
     assert await first.left() is CloseReason.CONNECTION_BROKEN
-    assert first.closed_after_s > LATE * TIMEOUT_S
+    assert first.closed_after_s > LATE_FRACTION * TIMEOUT_S
 
 
 async def test_its_other_connection_is_left_by_what_is_known_then(cluster: Cluster) -> None:
@@ -154,7 +154,7 @@ async def test_who_stood_still_itself_cannot_tell_who_is_late(cluster: Cluster) 
     cluster.members.remove(1)
     first.ask()
     time.sleep(2 * TIMEOUT_S)  # the loop too, as after SIGSTOP
-    await asyncio.sleep(LATE * TIMEOUT_S / 2)  # then it reads what has come meanwhile
+    await asyncio.sleep(LATE_FRACTION * TIMEOUT_S / 2)  # then it reads what has come meanwhile
     first.answer()
     await asyncio.sleep(SOON_S)
     assert first.closed is None

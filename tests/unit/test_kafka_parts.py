@@ -17,13 +17,13 @@ from aiokafka.consumer import group_coordinator
 from aiokafka.errors import KafkaConnectionError
 from aiokafka.structs import ConsumerRecord
 
-from streams.connection import Connection
-from streams.errors import BrokerUnavailable, Denied, LogClosed
-from streams.kafka.client import Calm, LazyConsumer, calm_client_logs
-from streams.kafka.log import KafkaLog
-from streams.kafka.reader import _Answer, _Tails
+from streams.errors import AccessDenied, BrokerUnavailable, LogClosed
+from streams.kafka.aiokafka_client import LazyConsumer, LogRateLimiter, limit_client_logs
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.kafka_reader import _LastResponse, _Tails
+from streams.kafka.provision import describe_topics
 from streams.ports import Appended, Entry
-from streams.provision import describe
 
 LANE, OTHER = TopicPartition("t.registry", 0), TopicPartition("t.kv-events", 3)
 
@@ -40,36 +40,36 @@ class TestTails:
         """One that has seen the registry at offset 7 of 10 in two looks."""
         tails = _Tails()
         for _ in range(2):
-            assert tails.look({LANE: _Answer(position=7, at_ms=100, end=10)}) == {}
+            assert tails.look({LANE: _LastResponse(position=7, at_ms=100, end=10)}) == {}
         return tails
 
     def test_answer_without_records_and_a_look_to_make_sure(self, tails: _Tails) -> None:
-        assert tails.look({LANE: _Answer(7, 200, 10)}) == {}
-        assert tails.look({LANE: _Answer(7, 200, 10)}) == {LANE: 10}
+        assert tails.look({LANE: _LastResponse(7, 200, 10)}) == {}
+        assert tails.look({LANE: _LastResponse(7, 200, 10)}) == {LANE: 10}
 
     def test_nothing_without_another_answer(self, tails: _Tails) -> None:
-        assert [tails.look({LANE: _Answer(7, 100, 10)}) for _ in range(5)] == [{}] * 5
+        assert [tails.look({LANE: _LastResponse(7, 100, 10)}) for _ in range(5)] == [{}] * 5
 
     def test_position_that_moves_begins_again(self, tails: _Tails) -> None:
-        tails.look({LANE: _Answer(7, 200, 10)})
-        looks = [tails.look({LANE: _Answer(8, at_ms, 10)}) for at_ms in (300, 400, 500)]
+        tails.look({LANE: _LastResponse(7, 200, 10)})
+        looks = [tails.look({LANE: _LastResponse(8, at_ms, 10)}) for at_ms in (300, 400, 500)]
         assert looks == [{}] * 3
 
     def test_end_is_the_one_that_the_empty_answer_knew(self, tails: _Tails) -> None:
-        tails.look({LANE: _Answer(7, 200, 10)})
-        assert tails.look({LANE: _Answer(7, 300, 15)}) == {LANE: 10}
+        tails.look({LANE: _LastResponse(7, 200, 10)})
+        assert tails.look({LANE: _LastResponse(7, 300, 15)}) == {LANE: 10}
 
     @pytest.mark.parametrize(("size", "known"), [(1000, {LANE: 10}), (2_000_000, {})])
     def test_much_read_elsewhere_may_have_crowded_it_out(
         self, tails: _Tails, size: int, known: dict[TopicPartition, int]
     ) -> None:
         tails.read({OTHER: [record(size)]})
-        tails.look({LANE: _Answer(7, 200, 10)})
-        assert tails.look({LANE: _Answer(7, 300, 10)}) == known
+        tails.look({LANE: _LastResponse(7, 200, 10)})
+        assert tails.look({LANE: _LastResponse(7, 300, 10)}) == known
 
     def test_crowded_out_partition_is_known_later(self, tails: _Tails) -> None:
         tails.read({OTHER: [record(2_000_000)]})
-        looks = [tails.look({LANE: _Answer(7, at_ms, 10)}) for at_ms in (200, 300, 400)]
+        looks = [tails.look({LANE: _LastResponse(7, at_ms, 10)}) for at_ms in (200, 300, 400)]
         assert looks == [{}, {}, {LANE: 10}]
 
 
@@ -89,13 +89,13 @@ class TestCalm:
     def test_repeated_error_is_shown_once_in_ten_seconds(
         self, line: Callable[..., logging.LogRecord]
     ) -> None:
-        calm = Calm()
+        calm = LogRateLimiter()
         times = [0.0, 0.1, 9.9, 10.1, 10.2]
         shown = [at for at in times if calm.filter(line(logging.ERROR, "no node %s", at))]
         assert shown == [0.0, 10.1]
 
     def test_shown_line_counts_those_left_out(self, line: Callable[..., logging.LogRecord]) -> None:
-        calm = Calm()
+        calm = LogRateLimiter()
         for at in (0.0, 0.1, 0.2):
             calm.filter(line(logging.ERROR, "no node %s", at))
         later = line(logging.ERROR, "no node %s", 11.0)
@@ -105,38 +105,38 @@ class TestCalm:
     def test_different_messages_do_not_hide_one_another(
         self, line: Callable[..., logging.LogRecord]
     ) -> None:
-        calm = Calm()
+        calm = LogRateLimiter()
         assert calm.filter(line(logging.ERROR, "no node %s", 0.0))
         assert calm.filter(line(logging.ERROR, "no leader %s", 0.1))
 
     def test_information_always_passes(self, line: Callable[..., logging.LogRecord]) -> None:
-        calm = Calm()
+        calm = LogRateLimiter()
         assert all(calm.filter(line(logging.INFO, "joined %s", 0.0)) for _ in range(3))
 
     def test_message_of_an_ordinary_rebalance_is_information(
         self, line: Callable[..., logging.LogRecord]
     ) -> None:
-        shown = line(logging.WARNING, Calm.ORDINARY[0], 0.0)
-        assert Calm().filter(shown)
+        shown = line(logging.WARNING, LogRateLimiter.ORDINARY[0], 0.0)
+        assert LogRateLimiter().filter(shown)
         assert (shown.levelno, shown.levelname) == (logging.INFO, "INFO")
 
     def test_assignments_are_not_written_down(self) -> None:
-        calm_client_logs()
+        limit_client_logs()
         logger = logging.getLogger("aiokafka.consumer.subscription_state")
         shown = logger.makeRecord(logger.name, logging.INFO, "", 0, "Updating topics", (), None)
         assert not logger.filter(shown)
 
     def test_every_logger_of_the_client_is_calmed_once(self) -> None:
         for _ in range(2):
-            calm_client_logs()
+            limit_client_logs()
         filters = logging.getLogger("aiokafka.consumer.fetcher").filters
-        assert [type(f) for f in filters].count(Calm) == 1
+        assert [type(f) for f in filters].count(LogRateLimiter) == 1
 
     def test_ordinary_messages_are_written_by_the_client(self) -> None:
         """A new version of the client may word them otherwise."""
         source = inspect.getsource(group_coordinator).replace('"\n', "").replace('"', "")
         source = " ".join(source.split())
-        assert all(message in source for message in Calm.ORDINARY)
+        assert all(message in source for message in LogRateLimiter.ORDINARY)
 
 
 class Refusing:
@@ -164,14 +164,14 @@ class TestSecurity:
     def options(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         Refusing.options = []
         monkeypatch.setattr("streams.kafka.producer.AIOKafkaProducer", Refusing)
-        monkeypatch.setattr("streams.kafka.client.AIOKafkaConsumer", Refusing)
-        monkeypatch.setattr("streams.provision.AIOKafkaAdminClient", Refusing)
+        monkeypatch.setattr("streams.kafka.aiokafka_client.AIOKafkaConsumer", Refusing)
+        monkeypatch.setattr("streams.kafka.provision.AIOKafkaAdminClient", Refusing)
         return Refusing.options
 
     async def test_options_reach_producer_consumer_and_admin(
         self, options: list[dict[str, Any]]
     ) -> None:
-        connection = Connection(
+        connection = ConnectionOptions(
             "kafka:9093",
             "router",
             security_protocol="SASL_SSL",
@@ -184,7 +184,7 @@ class TestSecurity:
         with pytest.raises(BrokerUnavailable, match="no Kafka at kafka:9093"):
             await log.start()
         with pytest.raises(BrokerUnavailable):
-            await describe(log, lanes=1, replication=1, min_insync=1)
+            await describe_topics(log, lanes=1, replication=1, min_insync=1)
         consumer = LazyConsumer(log.options, grace_s=0.1)
         assert await consumer.ready(1.0) is None
         wanted = {
@@ -200,8 +200,8 @@ class TestSecurity:
 
     async def test_certificate_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:
         missing = tmp_path / "ca.pem"
-        connection = Connection("kafka:1", "x", security_protocol="SSL", ssl_cafile=missing)
-        with pytest.raises(Denied, match="security settings"):
+        connection = ConnectionOptions("kafka:1", "x", security_protocol="SSL", ssl_cafile=missing)
+        with pytest.raises(AccessDenied, match="security settings"):
             await KafkaLog(connection).start()
 
 
@@ -209,9 +209,9 @@ class Unheard(KafkaLog):
     """A log that gets to know a topic when it asks for the third time."""
 
     def __init__(self) -> None:
-        super().__init__(Connection("kafka:1", "x"))
+        super().__init__(ConnectionOptions("kafka:1", "x"))
         self.appended: list[bytes | None] = []
-        self._producer: Any = SimpleNamespace(append=self._append, patience_s=1.0)
+        self._producer: Any = SimpleNamespace(append=self._append, append_timeout_s=1.0)
         self._answers = iter(({}, {}, {"ledger": 4, "responses": 4}))
 
     async def _learn_partitions(self) -> dict[str, int]:
@@ -245,7 +245,7 @@ class TestFirstAppends:
                 tasks.create_task(log.append("ledger", Entry(None, value), 1))
             await asyncio.sleep(0)
             while "ledger" not in log._partitions:  # whoever asks for another learns it, too
-                await log.look_again()
+                await log.refresh_topics()
             for value in values[20:]:
                 tasks.create_task(log.append("ledger", Entry(None, value), 1))
                 await asyncio.sleep(0)
@@ -276,8 +276,8 @@ async def test_who_looks_for_a_topic_while_the_log_is_closed_is_told_so() -> Non
     async def close() -> None:
         gone.set()
 
-    log = KafkaLog(Connection("kafka:1", "x"))
-    log._producer = SimpleNamespace(ready=ready, close=close, patience_s=1.0)  # type: ignore[assignment]
+    log = KafkaLog(ConnectionOptions("kafka:1", "x"))
+    log._producer = SimpleNamespace(ready=ready, close=close, append_timeout_s=1.0)  # type: ignore[assignment]
     search = asyncio.create_task(log.partitions("ledger"))
     await asked.wait()
     await log.close()

@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.hashing import hash_blocks
-from indexer.keys import LOOPBACK_SECRET, derive, keys_of, prefix_sums, prompt_keys
+from indexer.block_hashes import hash_blocks
+from indexer.block_keys import (
+    LOOPBACK_SECRET,
+    derive_secret,
+    keys_from_sums,
+    prefix_sums,
+    prompt_keys,
+)
 
-SECRET = derive(b"a secret")
+SECRET = derive_secret(b"a secret")
 MASK = 2**64 - 1
 columns = st.lists(st.integers(0, MASK), max_size=40)
 
@@ -38,7 +44,7 @@ def test_sums_can_be_continued_from_any_block(local: list[int], cut: int) -> Non
     head, tail = local[:cut], local[cut:]
     first = prefix_sums(column(head), SECRET).tolist()
     before = first[-1] if first else 0
-    rest = prefix_sums(column(tail), SECRET, position=len(head), before=before).tolist()
+    rest = prefix_sums(column(tail), SECRET, position=len(head), parent_sum=before).tolist()
     assert first + rest == prefix_sums(column(local), SECRET).tolist()
 
 
@@ -52,7 +58,7 @@ def test_swapped_blocks_have_other_keys() -> None:
 
 
 def test_no_key_is_the_mark_of_an_empty_place() -> None:
-    assert keys_of(column([0, 1, 2])).tolist() == [1, 1, 2]
+    assert keys_from_sums(column([0, 1, 2])).tolist() == [1, 1, 2]
 
 
 def test_salts_separate_keys() -> None:
@@ -61,13 +67,13 @@ def test_salts_separate_keys() -> None:
 
 
 def test_keys_and_fingerprint_belong_to_the_secret() -> None:
-    other = derive(b"another secret")
+    other = derive_secret(b"another secret")
     assert other.fingerprint != SECRET.fingerprint
     assert prompt_keys(column([1]), other)[0] != prompt_keys(column([1]), SECRET)[0]
 
 
 def test_constants_are_fixed_for_a_secret() -> None:
-    secret = derive(LOOPBACK_SECRET)
+    secret = derive_secret(LOOPBACK_SECRET)
     assert prompt_keys(column([1, 2]), secret).tolist() == [
         13704697850232968236,
         466053648525957990,
@@ -81,4 +87,4 @@ def test_multipliers_are_odd_so_that_nothing_is_lost() -> None:
 
 def test_an_empty_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
-        derive(b"")
+        derive_secret(b"")

@@ -12,15 +12,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.kv_events import END, EngineBatch, Numbers, Unread, read, recovered
-from indexer.bridge import Bridge
-from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent, EventsLost
-from indexer.hashing import local_hashes, multimodal_hash
-from indexer.keys import derive, prompt_keys
-from indexer.reference import Holder, ReferenceIndex
+from app.engine.kv_events import (
+    END_OF_REPLAY,
+    BatchNumberTracker,
+    EngineEventBatch,
+    UnreadableCounts,
+    decode_batch,
+    recovered_events,
+)
+from indexer.block_hashes import local_hashes, multimodal_hash
+from indexer.block_keys import derive_secret, prompt_keys
+from indexer.cache_events.engine_events import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineEvent,
+    EventsLost,
+)
+from indexer.cache_events.event_normalizer import EventNormalizer
+from indexer.reference_index import CacheId, ReferenceIndex
 
-SECRET = derive(b"s")
-HOLDER = Holder("w", 0)
+SECRET = derive_secret(b"s")
+HOLDER = CacheId("w", 0)
 IMAGE = "0123456789abcdef" * 4
 STORED: dict[str, Any] = {
     "type": "BlockStored",
@@ -71,8 +84,8 @@ def message(*events: Any, n: int = 0, rank: int | None = 0) -> list[bytes]:
     return [b"topic", number(n), msgspec.msgpack.encode([1.5, events, rank])]
 
 
-def events_in(*events: Any, unread: Unread | None = None) -> tuple[EngineEvent, ...]:
-    batch = read(message(*events), unread or Unread())
+def events_in(*events: Any, unread: UnreadableCounts | None = None) -> tuple[EngineEvent, ...]:
+    batch = decode_batch(message(*events), unread or UnreadableCounts())
     assert batch is not None
     return batch.events
 
@@ -90,21 +103,21 @@ class Followed:
     """A real engine's messages behind a bridge and an index."""
 
     def __init__(self) -> None:
-        self.unread = Unread()
-        self.bridge = Bridge(SIZE, SECRET)
+        self.unread = UnreadableCounts()
+        self.bridge = EventNormalizer(SIZE, SECRET)
         self.index = ReferenceIndex()
 
     def hear(self, step: Step) -> None:
         for frames in step.messages:
-            batch = read(frames, self.unread)
+            batch = decode_batch(frames, self.unread)
             assert batch is not None
-            self.bridge.feed(batch.events, 0.0)
-        while taken := self.bridge.take():
-            self.index.apply(0, HOLDER, 1, taken.first_event_id, taken.events)
+            self.bridge.on_events(batch.events, 0.0)
+        while taken := self.bridge.take_batch():
+            self.index.apply_events(0, HOLDER, 1, taken.first_event_id, taken.events)
 
     def depth(self, step: Step, tokens: list[int]) -> int:
         local = local_hashes(tokens, SIZE, lora_name=step.lora_name, cache_salt=step.cache_salt)
-        found = self.index.match(prompt_keys(local, SECRET).tolist())
+        found = self.index.match_prefix(prompt_keys(local, SECRET).tolist())
         return found[HOLDER].device if HOLDER in found else 0
 
 
@@ -115,7 +128,7 @@ def test_a_prompt_that_was_served_is_found_by_its_tokens(last: int) -> None:
         followed.hear(step)
     served = recording()[last]
     assert followed.depth(served, served.prompt) == len(served.prompt) // SIZE
-    assert followed.unread == Unread()
+    assert followed.unread == UnreadableCounts()
     counters = followed.bridge.counters
     assert counters.orphans == counters.malformed == counters.unknown_removed == 0
 
@@ -145,7 +158,7 @@ def test_what_the_engine_evicted_or_cleared_is_gone() -> None:
     *before, last = recording()
     gone = [step for step in before if step.prompt != last.prompt]
     assert {followed.depth(step, step.prompt) for step in gone} == {0}
-    assert followed.bridge.held == 1
+    assert followed.bridge.held_blocks == 1
 
 
 def test_prompts_of_other_tenants_and_adapters_are_not_found() -> None:
@@ -161,25 +174,27 @@ def test_prompts_of_other_tenants_and_adapters_are_not_found() -> None:
 
 
 def test_real_batches_are_numbered_one_after_the_other() -> None:
-    numbers = Numbers()
+    numbers = BatchNumberTracker()
     for frames in MESSAGES:
-        batch = read(frames, Unread())
+        batch = decode_batch(frames, UnreadableCounts())
         assert batch is not None
-        assert numbers.follow(batch.number) == (False, range(batch.number, batch.number))
-    assert numbers.expected == len(MESSAGES) == 14
+        assert numbers.advance(batch.number) == (False, range(batch.number, batch.number))
+    assert numbers.next_number == len(MESSAGES) == 14
 
 
 # --- shapes --------------------------------------------------------------------------------------
 
 
 def test_a_message_has_a_number_and_a_rank() -> None:
-    assert read(message(n=2**40, rank=3), Unread()) == EngineBatch(2**40, 3, ())
-    assert read(message(rank=None), Unread()) == EngineBatch(0, 0, ())
+    assert decode_batch(message(n=2**40, rank=3), UnreadableCounts()) == EngineEventBatch(
+        2**40, 3, ()
+    )
+    assert decode_batch(message(rank=None), UnreadableCounts()) == EngineEventBatch(0, 0, ())
 
 
 def test_a_message_without_a_rank_is_of_the_first_one() -> None:
     frames = [b"", number(4), msgspec.msgpack.encode([1.5, []])]
-    assert read(frames, Unread()) == EngineBatch(4)
+    assert decode_batch(frames, UnreadableCounts()) == EngineEventBatch(4)
 
 
 def test_events_are_maps_or_arrays() -> None:
@@ -231,11 +246,11 @@ def test_group_kind_and_locality_are_read() -> None:
 
 
 def test_fields_and_events_that_are_not_known_are_skipped() -> None:
-    unread = Unread()
+    unread = UnreadableCounts()
     news = STORED | {"lookahead_token_ids": [1], "ownership": {"a": 1}}
     found = events_in({"type": "Moved", "x": 1}, ["Moved", 1], news, 5, unread=unread)
     assert found == (BlocksStored([7], None, [1, 2], 2),)
-    assert unread == Unread(unknown=3)
+    assert unread == UnreadableCounts(unknown_events=3)
 
 
 @pytest.mark.parametrize(
@@ -255,10 +270,10 @@ def test_fields_and_events_that_are_not_known_are_skipped() -> None:
 def test_an_event_of_another_shape_is_counted_and_the_others_are_read(
     broken: dict[str, Any],
 ) -> None:
-    unread = Unread()
+    unread = UnreadableCounts()
     cleared = {"type": "AllBlocksCleared"}
     assert events_in(STORED | broken, cleared, unread=unread) == (AllCleared(),)
-    assert unread == Unread(events=1)
+    assert unread == UnreadableCounts(events=1)
 
 
 # --- what else is in a block ---------------------------------------------------------------------
@@ -325,9 +340,9 @@ def test_embeddings_make_a_block_that_no_tokens_match() -> None:
     ],
 )
 def test_what_is_no_batch_is_counted(frames: list[bytes]) -> None:
-    unread = Unread()
-    assert read(frames, unread) is None
-    assert unread == Unread(messages=1)
+    unread = UnreadableCounts()
+    assert decode_batch(frames, unread) is None
+    assert unread == UnreadableCounts(messages=1)
 
 
 @given(
@@ -341,77 +356,81 @@ def test_nothing_that_is_sent_raises(
     payload = bytearray(which[2])
     for at, value in edits:
         payload[at % len(payload)] = value
-    bridge, unread = Bridge(SIZE, SECRET), Unread()
+    bridge, unread = EventNormalizer(SIZE, SECRET), UnreadableCounts()
     for sent in (bytes(payload), noise, bytes(payload) + noise):
-        batch = read([b"", which[1], sent], unread)
+        batch = decode_batch([b"", which[1], sent], unread)
         if batch is not None:
-            bridge.feed(batch.events, 0.0)
+            bridge.on_events(batch.events, 0.0)
 
 
 # --- numbers and replay --------------------------------------------------------------------------
 
 
 def test_a_gap_names_what_is_missing() -> None:
-    numbers = Numbers()
-    assert numbers.follow(0) == (False, range(0))
-    assert numbers.follow(3) == (False, range(1, 3))
-    assert numbers.follow(4) == (False, range(4, 4))
+    numbers = BatchNumberTracker()
+    assert numbers.advance(0) == (False, range(0))
+    assert numbers.advance(3) == (False, range(1, 3))
+    assert numbers.advance(4) == (False, range(4, 4))
 
 
 def test_who_comes_late_misses_the_beginning() -> None:
-    assert Numbers().follow(5) == (False, range(5))
+    assert BatchNumberTracker().advance(5) == (False, range(5))
 
 
 def test_smaller_numbers_are_of_an_engine_that_began_anew() -> None:
-    numbers = Numbers()
-    numbers.follow(0)
-    numbers.follow(1)
-    assert numbers.follow(1) == (True, range(1))
-    assert numbers.follow(2) == (False, range(2, 2))
+    numbers = BatchNumberTracker()
+    numbers.advance(0)
+    numbers.advance(1)
+    assert numbers.advance(1) == (True, range(1))
+    assert numbers.advance(2) == (False, range(2, 2))
 
 
 def test_replies_to_a_replay_are_read_with_or_without_a_topic() -> None:
     topic, count, payload = MESSAGES[0]
-    live = read(MESSAGES[0], Unread())
-    assert read([b"", topic, count, payload], Unread()) == live
-    assert read([b"", count, payload], Unread()) == live
-    assert read([b"", b"", b"\xff" * 8, b""], Unread()) == EngineBatch(END)
-    assert read([b"", b"\xff" * 8, b""], Unread()) == EngineBatch(END)
+    live = decode_batch(MESSAGES[0], UnreadableCounts())
+    assert decode_batch([b"", topic, count, payload], UnreadableCounts()) == live
+    assert decode_batch([b"", count, payload], UnreadableCounts()) == live
+    assert decode_batch([b"", b"", b"\xff" * 8, b""], UnreadableCounts()) == EngineEventBatch(
+        END_OF_REPLAY
+    )
+    assert decode_batch([b"", b"\xff" * 8, b""], UnreadableCounts()) == EngineEventBatch(
+        END_OF_REPLAY
+    )
 
 
-def batch(n: int) -> EngineBatch:
-    return EngineBatch(n, 0, (BlocksRemoved([n]),))
+def batch(n: int) -> EngineEventBatch:
+    return EngineEventBatch(n, 0, (BlocksRemoved([n]),))
 
 
 def test_a_replay_fills_a_gap() -> None:
-    replay = [batch(n) for n in (2, 1, 3, 4)] + [EngineBatch(END)]
-    assert recovered(range(1, 4), replay) == (
+    replay = [batch(n) for n in (2, 1, 3, 4)] + [EngineEventBatch(END_OF_REPLAY)]
+    assert recovered_events(range(1, 4), replay) == (
         BlocksRemoved([1]), BlocksRemoved([2]), BlocksRemoved([3]),
     )  # fmt: skip
-    assert recovered(range(4, 4), []) == ()
+    assert recovered_events(range(4, 4), []) == ()
 
 
 def test_a_replay_that_lacks_a_part_says_so() -> None:
-    assert recovered(range(1, 4), [batch(2), batch(3)]) == (
+    assert recovered_events(range(1, 4), [batch(2), batch(3)]) == (
         EventsLost(), BlocksRemoved([2]), BlocksRemoved([3]),
     )  # fmt: skip
-    assert recovered(range(10**12), []) == (EventsLost(),)
+    assert recovered_events(range(10**12), []) == (EventsLost(),)
 
 
 def test_what_was_replayed_before_a_gap_does_not_count() -> None:
-    assert recovered(range(1, 4), [batch(1), batch(3)]) == (EventsLost(), BlocksRemoved([3]))
-    assert recovered(range(1, 4), [batch(1), batch(2)]) == (EventsLost(),)
+    assert recovered_events(range(1, 4), [batch(1), batch(3)]) == (EventsLost(), BlocksRemoved([3]))
+    assert recovered_events(range(1, 4), [batch(1), batch(2)]) == (EventsLost(),)
 
 
 def test_a_gap_that_was_filled_leaves_no_trace() -> None:
-    whole, gappy = Bridge(SIZE, SECRET), Bridge(SIZE, SECRET)
-    batches = [found for frames in MESSAGES if (found := read(frames, Unread()))]
-    numbers = Numbers()
+    whole, gappy = EventNormalizer(SIZE, SECRET), EventNormalizer(SIZE, SECRET)
+    batches = [found for frames in MESSAGES if (found := decode_batch(frames, UnreadableCounts()))]
+    numbers = BatchNumberTracker()
     for found in batches:
-        whole.feed(found.events, 0.0)
+        whole.on_events(found.events, 0.0)
     for found in [*batches[:2], *batches[9:]]:
-        step = numbers.follow(found.number)
-        gappy.feed(recovered(step.missing, batches), 0.0)
-        gappy.feed(found.events, 0.0)
-    assert gappy.take() == whole.take()
+        step = numbers.advance(found.number)
+        gappy.on_events(recovered_events(step.missing, batches), 0.0)
+        gappy.on_events(found.events, 0.0)
+    assert gappy.take_batch() == whole.take_batch()
     assert gappy.counters == whole.counters

@@ -35,7 +35,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", [*modules_of("indexer"), *modules_of("app.routing"), "app.simulation.runs"]
+    "module", [*modules_of("indexer"), *modules_of("app.routing"), "app.simulation.simulation_runs"]
 )
 def test_pure_module_loads_no_event_loop_no_kafka_and_no_pydantic(module: str) -> None:
     assert loaded_by(f"import {module}").isdisjoint(IMPURE)

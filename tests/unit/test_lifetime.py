@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
+from fastapi import FastAPI
 
-from app.lifetime import Lifetime, live
-from tests.worlds import World, in_world
+from app.http.http_server import CannotListen, UvicornServer
+from app.runtime.process import OperatorError, ProcessContext, run_process
+from app.settings import SettingsError
+from streams.errors import AccessDenied
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 
 class Part:
     """A process that takes its time; `starts` and `stops` are set when it may go on."""
 
-    def __init__(self, world: World) -> None:
-        self.life = Lifetime("part", world.clock)
+    def __init__(self, world: MemoryWorld) -> None:
+        self.life = ProcessContext("part", world.clock)
         self.starts, self.stops, self.asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.story: list[str] = []
-        self.living = world.spawn(live(self.life, self.start, self.stop, self.asked))
+        self.living = world.spawn(run_process(self.life, self.start, self.stop, self.asked))
 
     async def start(self) -> None:
         self.story.append("starts")
@@ -41,8 +46,8 @@ async def fails() -> None:
     raise ZeroDivisionError
 
 
-@in_world
-async def test_what_has_started_is_stopped_in_good_order(world: World) -> None:
+@scenario_test
+async def test_what_has_started_is_stopped_in_good_order(world: MemoryWorld) -> None:
     part = Part(world)
     part.starts.set()
     part.stops.set()
@@ -51,11 +56,11 @@ async def test_what_has_started_is_stopped_in_good_order(world: World) -> None:
     part.asked.set()
     await part.ended()
     assert part.story == ["starts", "started", "stops", "stopped"]
-    assert part.life.tasks == 0
+    assert part.life.task_count == 0
 
 
-@in_world
-async def test_being_asked_to_stop_breaks_a_start_off(world: World) -> None:
+@scenario_test
+async def test_being_asked_to_stop_breaks_a_start_off(world: MemoryWorld) -> None:
     part = Part(world)
     await world.sleep(1)
     part.asked.set()
@@ -63,8 +68,10 @@ async def test_being_asked_to_stop_breaks_a_start_off(world: World) -> None:
     assert part.story == ["starts", "start broken off"]
 
 
-@in_world
-async def test_an_error_in_the_background_ends_a_start_that_waits_for_it(world: World) -> None:
+@scenario_test
+async def test_an_error_in_the_background_ends_a_start_that_waits_for_it(
+    world: MemoryWorld,
+) -> None:
     part = Part(world)
     await world.sleep(1)
     part.life.spawn("work", fails())
@@ -73,18 +80,18 @@ async def test_an_error_in_the_background_ends_a_start_that_waits_for_it(world: 
     assert part.story == ["starts", "start broken off"]
 
 
-@in_world
-async def test_a_start_that_fails_is_an_error(world: World) -> None:
+@scenario_test
+async def test_a_start_that_fails_is_an_error(world: MemoryWorld) -> None:
     part = Part(world)
     part.start = fails  # type: ignore[method-assign]
     part.living.cancel()
     with pytest.raises(ZeroDivisionError):
-        await live(part.life, part.start, part.stop, part.asked)
+        await run_process(part.life, part.start, part.stop, part.asked)
     assert part.story == []
 
 
-@in_world
-async def test_an_error_later_ends_the_process_without_a_stop(world: World) -> None:
+@scenario_test
+async def test_an_error_later_ends_the_process_without_a_stop(world: MemoryWorld) -> None:
     part = Part(world)
     part.starts.set()
     await world.sleep(1)
@@ -94,8 +101,8 @@ async def test_an_error_later_ends_the_process_without_a_stop(world: World) -> N
     assert part.story == ["starts", "started"]
 
 
-@in_world
-async def test_an_error_ends_a_stop_that_does_not_come_to_its_end(world: World) -> None:
+@scenario_test
+async def test_an_error_ends_a_stop_that_does_not_come_to_its_end(world: MemoryWorld) -> None:
     part = Part(world)
     part.starts.set()
     await world.sleep(1)
@@ -105,3 +112,36 @@ async def test_an_error_ends_a_stop_that_does_not_come_to_its_end(world: World) 
     with pytest.raises(ZeroDivisionError):
         await part.ended()
     assert part.story == ["starts", "started", "stops"]
+
+
+class Mendable(OperatorError):
+    """Something is wrong with it. Mend it."""
+
+
+@pytest.mark.parametrize(
+    "error", [Mendable("a thing"), AccessDenied("a thing"), SettingsError("a thing")]
+)
+def test_an_error_for_operators_is_logged_in_two_lines_without_a_traceback(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        ProcessContext("part", world.clock).fail(error)
+
+    run_scenario(scenario)
+    what, remedy = caplog.records
+    assert what.getMessage() == f"part fails: {type(error).__name__}: a thing"
+    assert remedy.getMessage().startswith("what to do: ")
+    assert not what.exc_info
+    assert not remedy.exc_info
+
+
+@scenario_test
+async def test_a_port_that_is_taken_is_named_with_its_variable(world: MemoryWorld) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        server = UvicornServer(
+            FastAPI(), "127.0.0.1", port, ProcessContext("x", world.clock), "indexer_port"
+        )
+        taken = f"127.0.0.1:{port}: Address already in use. Set KVLANE_INDEXER_PORT to a free port"
+        with pytest.raises(CannotListen, match=taken):
+            await server.start()

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.burdens import Burden
-from app.routing.load import Load, RunId
-from app.routing.policies import Place
+from app.routing.state.active_load import WorkerLoad
+from app.routing.state.ledger import LedgerState, RunId
+from app.routing.worker_rank import WorkerRank
 from streams.ports import Partition
 from streams.records import (
     Assigned,
     Ended,
-    Fact,
     Fencing,
     Finished,
-    Origin,
+    LogRecord,
     PrefillDone,
+    RequestOffset,
     Started,
 )
 
 LANE = Partition("ledger", 3)
-ORIGIN = Origin(topic="requests", partition=3, offset=7)
+ORIGIN = RequestOffset(topic="requests", partition=3, offset=7)
 RUN: dict[str, Any] = {"phase": "aggregated", "worker": "w1", "epoch": 10}
 PLACE: dict[str, Any] = {"origin": ORIGIN, "deadline_ms": 60_000, "prompt_tokens": 5}
 
@@ -48,50 +49,50 @@ def prefilled(name: str = "a", attempt: int = 0, **over: Any) -> PrefillDone:
     return PrefillDone(id=name, attempt=attempt, run=1, **(RUN | over))
 
 
-def folded(*records: Any, step_ms: int = 10, load: Load | None = None) -> Load:
-    load = load or Load(dedup_window_ms=1_200_000)
+def folded(*records: Any, step_ms: int = 10, load: LedgerState | None = None) -> LedgerState:
+    load = load or LedgerState(dedup_window_ms=1_200_000)
     first = load.position(LANE) or 0
     for n, record in enumerate(records, first):
-        load.apply(LANE, [Fact(n, 1000 + n * step_ms, record)], n + 1)
+        load.apply(LANE, [LogRecord(n, 1000 + n * step_ms, record)], n + 1)
     return load
 
 
-def states(load: Load, name: str = "a") -> dict[RunId, str]:
-    story = load.story(3, name)
+def states(load: LedgerState, name: str = "a") -> dict[RunId, str]:
+    story = load.request(3, name)
     return {} if story is None else {k: run.state for k, run in story.runs.items()}
 
 
-def on(load: Load, worker: str = "w1", rank: int = 0) -> Burden:
-    (burden,) = load.burdens.at([Place(worker, 10, rank)])
+def on(load: LedgerState, worker: str = "w1", rank: int = 0) -> WorkerLoad:
+    (burden,) = load.active_load.loads([WorkerRank(worker, 10, rank)])
     return burden
 
 
-def ended(load: Load, name: str = "a") -> str:
-    story = load.story(3, name)
+def ended(load: LedgerState, name: str = "a") -> str:
+    story = load.request(3, name)
     assert story is not None
     return story.ended
 
 
 def test_a_started_without_assigned_counts_as_assigned() -> None:
     load = folded(started())
-    story = load.story(3, "a")
+    story = load.request(3, "a")
     assert story is not None
-    assert story.known
+    assert story.is_known
     assert story.origin == ORIGIN
     assert states(load) == {RunId(0, "aggregated", "w1", 10): "started"}
 
 
 def test_the_lowest_responses_from_is_kept() -> None:
     load = folded(assigned(responses_from=9), started(responses_from=4), assigned(responses_from=6))
-    story = load.story(3, "a")
+    story = load.request(3, "a")
     assert story is not None
     assert story.responses_from == 4
 
 
 def test_a_lone_finished_does_not_make_an_id_known() -> None:
-    story = folded(finished("worker_full")).story(3, "a")
+    story = folded(finished("worker_full")).request(3, "a")
     assert story is not None
-    assert not story.known
+    assert not story.is_known
 
 
 def test_the_first_close_of_a_run_is_final() -> None:
@@ -103,18 +104,18 @@ def test_a_fencing_closes_the_runs_below_and_nothing_below_opens_afterwards() ->
     load = folded(
         assigned(), Fencing(id="a", attempt=1, reason="lost"), started(), finished("stop")
     )
-    story = load.story(3, "a")
+    story = load.request(3, "a")
     assert story is not None
     assert story.attempt == 1
     assert story.runs == {}
-    assert not story.over
+    assert not story.is_finished
 
 
 def test_ended_is_final() -> None:
     load = folded(assigned(), Ended(id="a", code="cancelled"), assigned(attempt=1), started())
-    story = load.story(3, "a")
+    story = load.request(3, "a")
     assert story is not None
-    assert story.over
+    assert story.is_finished
     assert story.runs == {}
     assert load.lane(3).unfinished == {}
 
@@ -123,74 +124,83 @@ def test_full_workers_do_not_use_up_attempts_and_are_not_held_against_the_worker
     load = folded(
         assigned(), finished("worker_full"), Fencing(id="a", attempt=1, reason="worker_full")
     )
-    story = load.story(3, "a")
+    story = load.request(3, "a")
     assert story is not None
-    assert (story.failures, story.fulls, story.failed_workers) == (0, 1, set())
+    assert (story.failures, story.full_rejections, story.failed_workers) == (0, 1, set())
 
 
 def test_a_failed_worker_is_remembered() -> None:
     load = folded(assigned(), finished("broken"), Fencing(id="a", attempt=1, reason="broken"))
-    story = load.story(3, "a")
+    story = load.request(3, "a")
     assert story is not None
     assert story.failures == 1
     assert story.failed_workers == {"w1"}
 
 
+def test_a_full_worker_beside_a_broken_run_has_not_failed() -> None:
+    load = folded(
+        assigned(), finished("broken"), finished("worker_full", worker="w2"),
+        Fencing(id="a", attempt=1, reason="broken"),
+    )  # fmt: skip
+    story = load.request(3, "a")
+    assert story is not None
+    assert (story.failures, story.failed_workers) == (1, {"w1"})
+
+
 def test_burdens_follow_the_runs() -> None:
     load = folded(assigned(), assigned("b"), started("b"))
-    both = load.burdens.of("w1", 10)
+    both = load.active_load.total("w1", 10)
     assert (both.runs, both.tokens, both.prefill_runs) == (2, 10, 2)
     folded(finished(), Fencing(id="b", attempt=1, reason="lost"), load=load)
-    assert load.burdens.of("w1", 10) == Burden(0, 0)
-    assert not load.burdens
+    assert load.active_load.total("w1", 10) == WorkerLoad(0, 0)
+    assert not load.active_load
 
 
 def test_prefill_weighs_until_it_is_done_and_as_much_as_was_predicted() -> None:
     load = folded(assigned(prompt_tokens=100, base_tokens=20, prefill_tokens=70, rank=1))
     folded(started(prompt_tokens=100), load=load)
-    assert on(load, rank=1) == Burden(1, 120, 70, 1, 1010)
-    assert on(load) == Burden()
+    assert on(load, rank=1) == WorkerLoad(1, 120, 70, 1, 1010)
+    assert on(load) == WorkerLoad()
     folded(prefilled(), load=load)
-    assert on(load, rank=1) == Burden(1, 120)
+    assert on(load, rank=1) == WorkerLoad(1, 120)
 
 
 def test_load_is_counted_by_adapter_until_the_run_ends() -> None:
     load = folded(assigned(lora_name="l"), assigned("b", lora_name="l", worker="w2"), assigned("c"))
-    assert load.burdens.adapter_runs("l") == 2
-    assert load.burdens.adapters_at(Place("w1", 10)) == {"l": 1}
+    assert load.active_load.adapter_runs("l") == 2
     folded(finished(), load=load)
-    assert load.burdens.adapter_runs("l") == 1
-    restored = Load(dedup_window_ms=1_200_000)
+    assert load.active_load.adapter_runs("l") == 1
+    restored = LedgerState(dedup_window_ms=1_200_000)
     restored.restore(LANE, load.snapshot(LANE), load.position(LANE) or 0)
-    assert restored.burdens.adapter_runs("l") == 1
+    assert restored.active_load.adapter_runs("l") == 1
     folded(Ended(id="b", code="cancelled"), load=load)
-    assert load.burdens.adapter_runs("l") == 0
+    assert load.active_load.adapter_runs("l") == 0
 
 
 def test_a_run_of_policy_direct_weighs_nothing() -> None:
     load = folded(assigned(policy="direct", prompt_tokens=500))
-    assert on(load) == Burden(1, 0, 0, 1, 1000)
+    assert on(load) == WorkerLoad(1, 0, 0, 1, 1000)
 
 
 def test_the_last_first_token_on_a_place_is_remembered_until_it_is_idle() -> None:
-    place = Place("w1", 10, 0)
+    place = WorkerRank("w1", 10, 0)
     load = folded(assigned(), assigned("b"), prefilled())
-    assert load.burdens.prefilled_ms[place] == 1020
+    assert load.active_load.last_first_token_ms[place] == 1020
     folded(prefilled("b"), finished(), load=load)
-    assert load.burdens.prefilled_ms[place] == 1030
-    second = Load(dedup_window_ms=1_200_000)
+    assert load.active_load.last_first_token_ms[place] == 1030
+    second = LedgerState(dedup_window_ms=1_200_000)
     second.restore(LANE, load.snapshot(LANE), load.position(LANE) or 0)
-    assert second.burdens.prefilled_ms[place] == 1030
+    assert second.active_load.last_first_token_ms[place] == 1030
     folded(finished(name="b"), load=load)
-    assert load.burdens.prefilled_ms.get(place) is None
+    assert load.active_load.last_first_token_ms.get(place) is None
 
 
 def test_a_started_alone_weighs_its_whole_prompt_until_its_decision_is_read() -> None:
     load = folded(started(prompt_tokens=100))
-    assert on(load) == Burden(1, 100, 100, 1, 1000)
+    assert on(load) == WorkerLoad(1, 100, 100, 1, 1000)
     folded(assigned(prompt_tokens=100, prefill_tokens=30, rank=1), load=load)
-    assert on(load) == Burden()
-    assert on(load, rank=1) == Burden(1, 100, 30, 1, 1000)
+    assert on(load) == WorkerLoad()
+    assert on(load, rank=1) == WorkerLoad(1, 100, 30, 1, 1000)
 
 
 def test_prefill_that_was_handed_off_is_not_the_end_of_its_request() -> None:
@@ -198,7 +208,7 @@ def test_prefill_that_was_handed_off_is_not_the_end_of_its_request() -> None:
     folded(finished("handed_off", phase="prefill"), load=load)
     assert states(load) == {RunId(0, "prefill", "w1", 10): "handed_off"}
     assert "a" in load.lane(3).unfinished
-    assert not load.burdens
+    assert not load.active_load
     folded(assigned(phase="decode"), finished(phase="decode"), load=load)
     assert ended(load) == "stop"
 
@@ -208,31 +218,56 @@ def test_the_end_of_a_request_is_kept_and_nothing_after_it_counts() -> None:
     folded(Fencing(id="a", attempt=1, reason="lost"), started(attempt=1), started(), load=load)
     assert ended(load) == "stop"
     assert load.lane(3).unfinished == {}
-    assert not load.burdens
+    assert not load.active_load
 
 
 def test_a_lane_is_not_made_by_asking_for_it() -> None:
-    load = Load(dedup_window_ms=100)
-    assert load.lane(3).stories == {}
+    load = LedgerState(dedup_window_ms=100)
+    assert load.lane(3).requests == {}
     assert load.position(LANE) is None
 
 
 def test_what_never_became_known_is_forgotten_with_its_burden() -> None:
-    load = Load(dedup_window_ms=100)
+    load = LedgerState(dedup_window_ms=100)
     folded(prefilled(), step_ms=50, load=load)
-    assert load.burdens
+    assert load.active_load
     folded(*(finished("worker_full", name=f"late{n}") for n in range(4)), step_ms=50, load=load)
-    assert load.story(3, "a") is None
-    assert not load.burdens
+    assert load.request(3, "a") is None
+    assert not load.active_load
+
+
+def test_what_never_became_known_is_kept_for_a_window_after_its_last_record() -> None:
+    load = LedgerState(dedup_window_ms=100)
+    folded(finished("worker_full"), finished("worker_full", worker="w2"), step_ms=60, load=load)
+    load.apply(LANE, [LogRecord(9, 1120, finished(name="later"))], 10)
+    assert set(states(load).values()) == {"worker_full"}
+    load.apply(LANE, [LogRecord(10, 1170, finished(name="later"))], 11)
+    assert load.request(3, "a") is None
 
 
 def test_outcomes_are_forgotten_after_the_window_and_open_stories_are_not() -> None:
-    load = Load(dedup_window_ms=100)
+    load = LedgerState(dedup_window_ms=100)
     folded(assigned(), finished(), assigned("open"), assigned("late"), step_ms=50, load=load)
-    assert load.story(3, "a") is not None
+    assert load.request(3, "a") is not None
     folded(assigned("later"), assigned("latest"), step_ms=50, load=load)
-    assert load.story(3, "a") is None
-    assert load.story(3, "open") is not None
+    assert load.request(3, "a") is None
+    assert load.request(3, "open") is not None
+
+
+class NotSearched(dict[str, Any]):
+    """The first key of a dict is found behind all that were deleted before it."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("it is searched for its oldest key")
+
+
+def test_the_oldest_outcome_is_found_without_a_search() -> None:
+    load = LedgerState(dedup_window_ms=100)
+    folded(assigned(), load=load)
+    outcomes = load.lane(3).finished = NotSearched()
+    for n in range(50):
+        folded(assigned(f"r{n}"), finished(name=f"r{n}"), load=load)
+    assert 4 <= len(outcomes) <= 6
 
 
 IDS = st.sampled_from(["a", "b"])
@@ -263,37 +298,37 @@ def test_burdens_are_the_sum_over_open_runs(records: list[Any]) -> None:
     for worker, rank in itertools.product(("w1", "w2"), (0, 1)):
         runs = [
             story.runs[k]
-            for story in load.lane(3).stories.values()
+            for story in load.lane(3).requests.values()
             for k in story.open_runs()
             if k.worker == worker and story.runs[k].rank == rank
         ]
         waiting = [run for run in runs if run.state != "prefilled"]
-        expected = Burden(
+        expected = WorkerLoad(
             len(runs), sum(run.tokens for run in runs), sum(run.prefill_tokens for run in waiting),
             len(waiting), sum(run.since_ms for run in waiting),
         )  # fmt: skip
         assert on(load, worker, rank) == expected
     for worker in ("w1", "w2"):
-        both = on(load, worker, 0).plus(on(load, worker, 1))
-        assert load.burdens.of(worker, 10) == both
+        both = on(load, worker, 0).add(on(load, worker, 1))
+        assert load.active_load.total(worker, 10) == both
 
 
 @given(st.lists(RECORDS, max_size=30), st.integers(0, 30))
 def test_a_snapshot_restores_the_same_state_at_any_point(records: list[Any], at: int) -> None:
     straight = folded(*records)
     first = folded(*records[:at])
-    second = Load(dedup_window_ms=1_200_000)
+    second = LedgerState(dedup_window_ms=1_200_000)
     second.restore(LANE, first.snapshot(LANE), first.position(LANE) or 0)
     folded(*records[at:], load=second)
     assert second.state_hash(LANE) == straight.state_hash(LANE)
-    assert second.burdens.of("w1", 10) == straight.burdens.of("w1", 10)
+    assert second.active_load.total("w1", 10) == straight.active_load.total("w1", 10)
     assert set(second.lane(3).unfinished) == set(straight.lane(3).unfinished)
 
 
 @given(st.lists(RECORDS, max_size=30), st.randoms(use_true_random=False))
 def test_batching_does_not_matter(records: list[Any], rng: random.Random) -> None:
-    facts = [Fact(n, 1000 + n * 10, r) for n, r in enumerate(records)]
-    load, at = Load(dedup_window_ms=1_200_000), 0
+    facts = [LogRecord(n, 1000 + n * 10, r) for n, r in enumerate(records)]
+    load, at = LedgerState(dedup_window_ms=1_200_000), 0
     load.apply(LANE, [], 0)
     while at < len(facts):
         size = rng.randint(1, 5)
@@ -307,14 +342,14 @@ def test_a_forgotten_partition_leaves_nothing_behind(records: list[Any]) -> None
     load = folded(*records)
     load.forget(LANE)
     assert load.position(LANE) is None
-    assert load.lane(3).stories == {}
-    assert not load.burdens
+    assert load.lane(3).requests == {}
+    assert not load.active_load
 
 
 def test_the_youngest_record_says_how_much_is_known() -> None:
     load = folded(assigned(), started())
-    assert load.known_ms == 1010
-    load.apply(Partition("ledger", 4), [Fact(0, 900, assigned("b"))], 1)
-    assert load.known_ms == 1010, "an older one of another lane takes nothing back"
+    assert load.last_append_ms == 1010
+    load.apply(Partition("ledger", 4), [LogRecord(0, 900, assigned("b"))], 1)
+    assert load.last_append_ms == 1010, "an older one of another lane takes nothing back"
     load.apply(Partition("ledger", 4), [], 5)
-    assert load.known_ms == 1010
+    assert load.last_append_ms == 1010

@@ -9,37 +9,42 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.preprocess.artifacts import Artifacts
-from app.preprocess.errors import ArtifactUnavailable, BadModel, InvalidPrompt
-from app.preprocess.loaded import LoadedModel, Prepared, load, publish
-from app.preprocess.modelfolder import DEMO, checksum_of
-from app.preprocess.openai import Kind, read
-from app.preprocess.pool import Inline
-from app.preprocess.template import ChatTemplate
-from app.preprocess.tokenizer import Tokenizer
+from app.preprocess.models.artifacts import ArtifactStore
+from app.preprocess.models.model import LoadedModel, PreparedPrompts, load_model, publish_folder
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, checksum_of
+from app.preprocess.prompt_errors import ArtifactUnavailable, BadModel, InvalidPrompt
+from app.preprocess.requests.openai_requests import TokenizedKind, read_openai
+from app.preprocess.text.chat_template import ChatTemplate
+from app.preprocess.text.tokenizer import Tokenizer
+from app.preprocess.thread_pool import InlinePool
 from streams import records as r
+from streams import request as q
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.records import ModelCard
-from tests.worlds import World, in_world
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
-POOL = Inline()
-
-
-async def in_log(world: World) -> Artifacts:
-    return Artifacts(await world.connect("model"), world.clock, POOL, None)
+POOL = InlinePool()
 
 
-async def demo(world: World) -> LoadedModel:
+async def in_log(world: MemoryWorld) -> ArtifactStore:
+    return ArtifactStore(await world.connect("model"), world.clock, POOL, None)
+
+
+async def demo(world: MemoryWorld) -> LoadedModel:
     artifacts = await in_log(world)
-    return await load(await publish("demo", DEMO, artifacts), artifacts, POOL, world.clock)
+    return await load_model(
+        await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts), artifacts, POOL, world.clock
+    )
 
 
-async def prepared(model: LoadedModel, kind: Kind = "chat", **fields: Any) -> Prepared:
-    return await model.prepare(read(kind, fields))
+async def prepared(
+    model: LoadedModel, kind: TokenizedKind = "chat", **fields: Any
+) -> PreparedPrompts:
+    return await model.prepare(read_openai(kind, fields))
 
 
-def text_of(model: LoadedModel, request: r.Request) -> str:
+def text_of(model: LoadedModel, request: q.Request) -> str:
     return model.tokenizer.decode(unpack_tokens(request.token_ids), skip_special=False)
 
 
@@ -49,58 +54,64 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 # --- through the log ------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_model_is_published_with_all_that_it_takes(world: World) -> None:
+@scenario_test
+async def test_a_model_is_published_with_all_that_it_takes(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
-    card = await publish("demo", DEMO, artifacts, context_length=4096, block_size=16)
+    card = await publish_folder(
+        "demo", DEMO_MODEL_FOLDER, artifacts, context_length=4096, block_size=16
+    )
     assert (card.name, card.context_length, card.block_size) == ("demo", 4096, 16)
     assert card.checksum == checksum_of(card)
     assert card.tokenizer is not None
-    assert await artifacts.fetch(card.tokenizer) == (DEMO / "tokenizer.json").read_bytes()
+    assert (
+        await artifacts.fetch(card.tokenizer) == (DEMO_MODEL_FOLDER / "tokenizer.json").read_bytes()
+    )
 
 
-@in_world
-async def test_a_model_without_a_template_has_none_on_its_card(world: World) -> None:
+@scenario_test
+async def test_a_model_without_a_template_has_none_on_its_card(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
-        (Path(name) / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
+        (Path(name) / "tokenizer.json").write_bytes(
+            (DEMO_MODEL_FOLDER / "tokenizer.json").read_bytes()
+        )
         artifacts = await in_log(world)
-        card = await publish("bare", Path(name), artifacts)
-        model = await load(card, artifacts, POOL, world.clock)
+        card = await publish_folder("bare", Path(name), artifacts)
+        model = await load_model(card, artifacts, POOL, world.clock)
     assert card.template is None
     with pytest.raises(InvalidPrompt, match="no chat template"):
         await prepared(model, **CHAT)
 
 
-@in_world
-async def test_a_model_whose_files_are_not_there_cannot_be_loaded(world: World) -> None:
+@scenario_test
+async def test_a_model_whose_files_are_not_there_cannot_be_loaded(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
-    card = await publish("demo", DEMO, artifacts)
+    card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts)
     missing = msgspec.structs.replace(card, template=r.Artifact(sha256="ab", size=5))
     with pytest.raises(ArtifactUnavailable):
-        await load(missing, artifacts, POOL, world.clock)
+        await load_model(missing, artifacts, POOL, world.clock)
 
 
-@in_world
-async def test_a_card_without_a_tokenizer_cannot_be_loaded(world: World) -> None:
+@scenario_test
+async def test_a_card_without_a_tokenizer_cannot_be_loaded(world: MemoryWorld) -> None:
     with pytest.raises(BadModel, match="no tokenizer"):
-        await load(ModelCard(name="m"), await in_log(world), POOL, world.clock)
+        await load_model(ModelCard(name="m"), await in_log(world), POOL, world.clock)
 
 
-@in_world
-async def test_a_template_that_is_no_text_cannot_be_loaded(world: World) -> None:
+@scenario_test
+async def test_a_template_that_is_no_text_cannot_be_loaded(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
-    card = await publish("demo", DEMO, artifacts)
+    card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts)
     broken = msgspec.structs.replace(card, template=await artifacts.publish(b"\xff"))
     with pytest.raises(BadModel, match="UTF-8"):
-        await load(broken, artifacts, POOL, world.clock)
+        await load_model(broken, artifacts, POOL, world.clock)
 
 
-@in_world
-async def test_a_template_knows_the_special_tokens_of_the_card(world: World) -> None:
+@scenario_test
+async def test_a_template_knows_the_special_tokens_of_the_card(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
-    card = await publish("demo", DEMO, artifacts)
+    card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts)
     template = await artifacts.publish(b"{{ eos_token }}")
-    model = await load(
+    model = await load_model(
         msgspec.structs.replace(card, template=template), artifacts, POOL, world.clock
     )
     assert (await prepared(model, **CHAT)).texts == ("<|end|>",)
@@ -109,16 +120,16 @@ async def test_a_template_knows_the_special_tokens_of_the_card(world: World) -> 
 # --- prompts --------------------------------------------------------------------------------------
 
 
-@in_world
-async def test_a_chat_becomes_the_tokens_of_its_rendering(world: World) -> None:
+@scenario_test
+async def test_a_chat_becomes_the_tokens_of_its_rendering(world: MemoryWorld) -> None:
     model = await demo(world)
     made = await prepared(model, **CHAT)
     assert made.texts == ("<|user|>hi<|end|><|assistant|>",)
     assert text_of(model, made.requests[0]) == made.texts[0]
 
 
-@in_world
-async def test_a_request_is_made_with_the_card(world: World) -> None:
+@scenario_test
+async def test_a_request_is_made_with_the_card(world: MemoryWorld) -> None:
     model = await demo(world)
     (request,) = (await prepared(model, **CHAT)).requests
     assert request.mdc_sum == model.card.checksum
@@ -126,16 +137,16 @@ async def test_a_request_is_made_with_the_card(world: World) -> None:
     assert request.stop.max_tokens == 131_072 - len(unpack_tokens(request.token_ids))
 
 
-@in_world
-async def test_prompts_of_a_completion_become_requests_of_their_own(world: World) -> None:
+@scenario_test
+async def test_prompts_of_a_completion_become_requests_of_their_own(world: MemoryWorld) -> None:
     model = await demo(world)
     made = await prepared(model, "completion", prompt=["once", [1, 2]])
     assert made.texts == ("once", None)
     assert [text_of(model, one) for one in made.requests] == ["once", "<|end|><|system|>"]
 
 
-@in_world
-async def test_tokens_are_taken_as_they_come(world: World) -> None:
+@scenario_test
+async def test_tokens_are_taken_as_they_come(world: MemoryWorld) -> None:
     made = await prepared(await demo(world), "tokens", token_ids=[4095, 0])
     assert made.requests[0].token_ids == pack_tokens([4095, 0])
 
@@ -149,30 +160,32 @@ async def test_tokens_are_taken_as_they_come(world: World) -> None:
     ],
 )
 async def test_tokens_that_the_model_does_not_know_are_refused(
-    kind: Kind, fields: dict[str, Any], field: str
+    kind: TokenizedKind, fields: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidPrompt, match="4096") as raised:
-        await LOADED.prepare(read(kind, fields))
+        await LOADED.prepare(read_openai(kind, fields))
     assert raised.value.field == field
 
 
 async def test_text_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidPrompt) as raised:
-        await LOADED.prepare(read("chat", {"messages": [{"role": "\ud800", "content": "hi"}]}))
+        await LOADED.prepare(
+            read_openai("chat", {"messages": [{"role": "\ud800", "content": "hi"}]})
+        )
     assert raised.value.field.startswith("messages")
 
 
 async def test_an_empty_completion_is_refused() -> None:
     with pytest.raises(InvalidPrompt, match="is empty"):
-        await LOADED.prepare(read("completion", {"prompt": ""}))
+        await LOADED.prepare(read_openai("completion", {"prompt": ""}))
 
 
 # --- answers --------------------------------------------------------------------------------------
 
 
 def loaded() -> LoadedModel:
-    tokenizer = Tokenizer((DEMO / "tokenizer.json").read_bytes(), POOL)
-    source = (DEMO / "chat_template.jinja").read_text()
+    tokenizer = Tokenizer((DEMO_MODEL_FOLDER / "tokenizer.json").read_bytes(), POOL)
+    source = (DEMO_MODEL_FOLDER / "chat_template.jinja").read_text()
     card = ModelCard(name="demo", context_length=8192, eos_token_ids=(1,))
     return LoadedModel(card, tokenizer, ChatTemplate(source, SystemClock()), POOL)
 
@@ -182,7 +195,7 @@ LOADED = loaded()
 
 async def visible(answer: str, taken: int = 0, **fields: Any) -> str:
     """The text of an answer that is generated after `taken` tokens of it are out."""
-    (request,) = (await LOADED.prepare(read("chat", CHAT | fields))).requests
+    (request,) = (await LOADED.prepare(read_openai("chat", CHAT | fields))).requests
     tokens = await LOADED.tokenizer.encode(answer)
     stream = LOADED.text_stream(request, tokens[:taken])
     return stream.feed(tokens[taken:]).text + stream.end()
@@ -211,11 +224,11 @@ async def test_an_answer_goes_on_after_what_is_out() -> None:
 
 
 async def test_the_cards_end_of_text_counts_for_requests_that_name_none() -> None:
-    stream = LOADED.text_stream(r.Request(id="x", token_ids=pack_tokens([5])))
+    stream = LOADED.text_stream(q.Request(id="x", token_ids=pack_tokens([5])))
     assert stream.feed([1]).finish_reason == "stop"
 
 
 async def test_an_answer_completes_the_character_its_prompt_ends_with() -> None:
     first, second = await LOADED.tokenizer.encode("\u0378")  # in no text, so in no merge
-    stream = LOADED.text_stream(r.Request(id="x", token_ids=pack_tokens([first])))
+    stream = LOADED.text_stream(q.Request(id="x", token_ids=pack_tokens([first])))
     assert stream.feed([second]).text == "\u0378"

@@ -6,14 +6,14 @@ import msgspec
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from app.http.answers import Choice, Heading, Words, whole
-from app.http.logprobs import Spelling
+from app.http.openai.logprobs import TokenText
+from app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader, full_response
 from streams.records import Chunk, LogProb
 
-CHAT = Heading("chat", "id-1", "demo", 1700000000)
-COMPLETION = Heading("completion", "id-1", "demo", 1700000000)
+CHAT = ResponseHeader("chat", "id-1", "demo", 1700000000)
+COMPLETION = ResponseHeader("completion", "id-1", "demo", 1700000000)
 PIECES = {1: b"Hi", 2: b" you", 3: b"\xc3", 4: b"\xa9", 5: b"!"}
-SPELLING = Spelling(PIECES.__getitem__)
+SPELLING = TokenText(PIECES.__getitem__)
 
 
 def piece(
@@ -35,12 +35,12 @@ ANSWER = (
 
 def told(choice: Choice) -> Choice:
     for each in ANSWER:
-        choice.take(each)
+        choice.add(each)
     return choice
 
 
 def test_a_whole_chat_has_each_token_with_its_alternatives() -> None:
-    answer = ChatCompletion.model_validate(whole(CHAT, [told(Choice(spelling=SPELLING))]))
+    answer = ChatCompletion.model_validate(full_response(CHAT, [told(Choice(spelling=SPELLING))]))
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
@@ -54,7 +54,7 @@ def test_a_whole_chat_has_each_token_with_its_alternatives() -> None:
 
 def test_a_whole_completion_has_columns_and_offsets() -> None:
     choice = told(Choice(spelling=SPELLING, before="So "))
-    answer = Completion.model_validate(whole(COMPLETION, [choice]))
+    answer = Completion.model_validate(full_response(COMPLETION, [choice]))
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.tokens == ["Hi", " you", "!"]
@@ -69,10 +69,10 @@ def test_a_whole_completion_has_columns_and_offsets() -> None:
 
 def test_a_stream_tells_those_of_each_piece_even_of_half_a_letter() -> None:
     choice = Choice(keep=False, spelling=SPELLING)
-    words = Words(CHAT, 0, with_usage=False)
+    words = ChunkEncoder(CHAT, 0, with_usage=False)
     tokens = []
     for each in (piece(0, (1,), "Hi", ""), piece(1, (3,), "", "Hi"), piece(2, (4,), "é", "Hi")):
-        choice.take(each)
+        choice.add(each)
         encoded = words.encode(choice, each)
         assert encoded is not None
         chunk = ChatCompletionChunk.model_validate(msgspec.json.decode(encoded))
@@ -85,10 +85,10 @@ def test_a_stream_tells_those_of_each_piece_even_of_half_a_letter() -> None:
 
 def test_offsets_of_a_streamed_completion_count_from_its_beginning() -> None:
     choice = Choice(keep=False, spelling=SPELLING)
-    words = Words(COMPLETION, 0, with_usage=False)
+    words = ChunkEncoder(COMPLETION, 0, with_usage=False)
     offsets = []
     for each in ANSWER:
-        choice.take(each)
+        choice.add(each)
         encoded = words.encode(choice, each)
         assert encoded is not None
         offsets += msgspec.json.decode(encoded)["choices"][0]["logprobs"]["text_offset"]
@@ -97,17 +97,17 @@ def test_offsets_of_a_streamed_completion_count_from_its_beginning() -> None:
 
 def test_an_answer_without_probabilities_says_null() -> None:
     choice = Choice(spelling=SPELLING)
-    choice.take(msgspec.structs.replace(ANSWER[0], log_probs=None, finish_reason="stop"))
-    assert whole(CHAT, [choice])["choices"][0]["logprobs"] is None
+    choice.add(msgspec.structs.replace(ANSWER[0], log_probs=None, finish_reason="stop"))
+    assert full_response(CHAT, [choice])["choices"][0]["logprobs"] is None
 
 
 def test_nobody_who_did_not_ask_is_told() -> None:
-    assert whole(CHAT, [told(Choice())])["choices"][0]["logprobs"] is None
+    assert full_response(CHAT, [told(Choice())])["choices"][0]["logprobs"] is None
 
 
 def test_tokens_may_be_told_by_their_ids() -> None:
-    choice = told(Choice(spelling=Spelling(PIECES.__getitem__, as_ids=True)))
-    assert whole(COMPLETION, [choice])["choices"][0]["logprobs"]["tokens"] == [
+    choice = told(Choice(spelling=TokenText(PIECES.__getitem__, as_ids=True)))
+    assert full_response(COMPLETION, [choice])["choices"][0]["logprobs"]["tokens"] == [
         "token_id:1",
         "token_id:2",
         "token_id:5",

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from app.faults.vtime import VirtualClock
+from app.testing.virtual_time import VirtualClock
 from streams.clock import SystemClock
 from streams.errors import (
     AppendFailed,
@@ -17,10 +17,13 @@ from streams.errors import (
     OwnershipLost,
     PositionLost,
 )
-from streams.memory.broker import Fate, MemoryBroker, MemoryMember
+from streams.memory.broker_faults import AppendFate
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_log import MemoryLog
+from streams.memory.memory_member import MemoryMember
 from streams.ports import Entry, Partition, Record
 from streams.topics import LEDGER, REGISTRY, REQUESTS
-from tests.worlds import World, in_world
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 HOUR_S = 3600.0
 SESSION_S = 10.0
@@ -31,7 +34,7 @@ def entry(text: str, key: str = "k") -> Entry:
     return Entry(key.encode(), text.encode())
 
 
-def values(world: World, topic: str = LEDGER) -> list[str]:
+def values(world: MemoryWorld, topic: str = LEDGER) -> list[str]:
     return [(r.value or b"-").decode() for r in world.records(topic, 0)]
 
 
@@ -59,9 +62,9 @@ class Owner:
 class Group:
     """Two members on connections of their own, settled on one lane each."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: MemoryWorld) -> None:
         self.world = world
-        self.logs = [world.broker.connect(name) for name in "ab"]
+        self.logs = [MemoryLog(world.broker, name) for name in "ab"]
         self.owners = [Owner(), Owner()]
 
     async def settle(self) -> Group:
@@ -76,37 +79,37 @@ class Group:
 # --- what may become of an append ---
 
 
-@in_world
-async def test_lost_append_leaves_nothing(world: World) -> None:
+@scenario_test
+async def test_lost_append_leaves_nothing(world: MemoryWorld) -> None:
     log = await world.connect()
-    world.faults.next_fates(LEDGER, Fate.LOST)
+    world.faults.next_fates(LEDGER, AppendFate.LOST)
     with pytest.raises(AppendFailed):
         await log.append(LEDGER, entry("x"), 0)
     assert values(world) == []
 
 
-@in_world
-async def test_unreported_append_stands(world: World) -> None:
+@scenario_test
+async def test_unreported_append_stands(world: MemoryWorld) -> None:
     log = await world.connect()
-    world.faults.next_fates(LEDGER, Fate.UNREPORTED)
+    world.faults.next_fates(LEDGER, AppendFate.UNREPORTED)
     with pytest.raises(AppendFailed):
         await log.append(LEDGER, entry("x"), 0)
     assert values(world) == ["x"]
 
 
-@in_world
-async def test_retried_append_stands_twice_and_reports_the_first(world: World) -> None:
+@scenario_test
+async def test_retried_append_stands_twice_and_reports_the_first(world: MemoryWorld) -> None:
     log = await world.connect()
-    world.faults.next_fates(LEDGER, Fate.TWICE)
+    world.faults.next_fates(LEDGER, AppendFate.TWICE)
     assert (await log.append(LEDGER, entry("x"), 0)).offset == 0
     assert values(world) == ["x", "x"]
 
 
-@in_world
-async def test_late_append_lands_when_nobody_waits_for_it_any_more(world: World) -> None:
+@scenario_test
+async def test_late_append_lands_when_nobody_waits_for_it_any_more(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.late = 5.0
-    world.faults.next_fates(LEDGER, Fate.LATE)
+    world.faults.next_fates(LEDGER, AppendFate.LATE)
     with pytest.raises(AppendFailed):
         await log.append(LEDGER, entry("late"), 0)
     await log.append(LEDGER, entry("elsewhere"), 1)
@@ -115,11 +118,11 @@ async def test_late_append_lands_when_nobody_waits_for_it_any_more(world: World)
     assert values(world) == ["late"]
 
 
-@in_world
-async def test_append_behind_a_late_one_lands_behind_it(world: World) -> None:
+@scenario_test
+async def test_append_behind_a_late_one_lands_behind_it(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.late = 5.0
-    world.faults.next_fates(LEDGER, Fate.LATE)
+    world.faults.next_fates(LEDGER, AppendFate.LATE)
     with pytest.raises(AppendFailed):
         await log.append(LEDGER, entry("late"), 0)
     assert (await log.append(LEDGER, entry("next"), 0)).offset == 1
@@ -127,11 +130,11 @@ async def test_append_behind_a_late_one_lands_behind_it(world: World) -> None:
     assert values(world) == ["late", "next"]
 
 
-@in_world
-async def test_late_append_of_a_replaced_producer_is_overtaken(world: World) -> None:
+@scenario_test
+async def test_late_append_of_a_replaced_producer_is_overtaken(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.late = 5.0
-    world.faults.next_fates(LEDGER, Fate.OVERTAKEN)
+    world.faults.next_fates(LEDGER, AppendFate.OVERTAKEN)
     with pytest.raises(AppendFailed):
         await log.append(LEDGER, entry("late"), 0)
     await log.append(LEDGER, entry("next"), 0)
@@ -139,13 +142,20 @@ async def test_late_append_of_a_replaced_producer_is_overtaken(world: World) -> 
     assert values(world) == ["next", "late"]
 
 
-@in_world
+@scenario_test
 async def test_acknowledged_appends_are_in_the_order_of_the_calls_among_late_ones(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     log = await world.connect()
     world.faults.late = 2.0
-    fates = (Fate.KEPT, Fate.LATE, Fate.OVERTAKEN, Fate.KEPT, Fate.LATE, Fate.KEPT)
+    fates = (
+        AppendFate.KEPT,
+        AppendFate.LATE,
+        AppendFate.OVERTAKEN,
+        AppendFate.KEPT,
+        AppendFate.LATE,
+        AppendFate.KEPT,
+    )
     world.faults.next_fates(LEDGER, *fates)
     for number in range(len(fates)):
         with suppress(AppendFailed):
@@ -155,23 +165,23 @@ async def test_acknowledged_appends_are_in_the_order_of_the_calls_among_late_one
     assert values(world) == ["0", "1", "3", "4", "5", "2"]
 
 
-@in_world
-async def test_what_left_a_process_before_its_death_lands_after_it(world: World) -> None:
+@scenario_test
+async def test_what_left_a_process_before_its_death_lands_after_it(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.late, world.faults.departures = 5.0, 2
     world.faults.slow["append"] = 1.0
     for number in range(3):
         world.spawn(log.append(LEDGER, entry(f"{number}"), 0))
     await world.sleep(0.5)
-    log.cut()
+    log.kill()
     await world.sleep(1.0)
     assert values(world) == []
     await world.sleep(10.0)
     assert values(world) == ["0", "1"]
 
 
-@in_world
-async def test_append_of_a_cancelled_caller_may_land_late(world: World) -> None:
+@scenario_test
+async def test_append_of_a_cancelled_caller_may_land_late(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.late = 5.0
     world.faults.slow["append"] = 1.0
@@ -184,8 +194,8 @@ async def test_append_of_a_cancelled_caller_may_land_late(world: World) -> None:
     assert values(world) == ["x"]
 
 
-@in_world
-async def test_appends_arrive_in_order_whatever_their_latency(world: World) -> None:
+@scenario_test
+async def test_appends_arrive_in_order_whatever_their_latency(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.slow["append"] = 3.0
     first = world.spawn(log.append(LEDGER, entry("first"), 0))
@@ -196,8 +206,8 @@ async def test_appends_arrive_in_order_whatever_their_latency(world: World) -> N
     assert values(world) == ["first", "second"]
 
 
-@in_world
-async def test_cancelled_append_is_on_its_way_all_the_same(world: World) -> None:
+@scenario_test
+async def test_cancelled_append_is_on_its_way_all_the_same(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.slow["append"] = 3.0
     sending = world.spawn(log.append(LEDGER, entry("x"), 0))
@@ -207,8 +217,8 @@ async def test_cancelled_append_is_on_its_way_all_the_same(world: World) -> None
     assert values(world) == ["x"]
 
 
-@in_world
-async def test_closing_lets_arrive_what_is_on_its_way(world: World) -> None:
+@scenario_test
+async def test_closing_lets_arrive_what_is_on_its_way(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.slow["append"] = 3.0
     sending = world.spawn(log.append(LEDGER, entry("x"), 0))
@@ -218,8 +228,8 @@ async def test_closing_lets_arrive_what_is_on_its_way(world: World) -> None:
     sending.cancel()
 
 
-@in_world
-async def test_outage_fails_appends_and_questions_and_polls_wait_it_out(world: World) -> None:
+@scenario_test
+async def test_outage_fails_appends_and_questions_and_polls_wait_it_out(world: MemoryWorld) -> None:
     log = await world.connect()
     reader = log.reader()
     reader.assign({LANE: 0})
@@ -238,17 +248,17 @@ async def test_outage_fails_appends_and_questions_and_polls_wait_it_out(world: W
 # --- append time ---
 
 
-def times_s(world: World) -> list[int]:
+def times_s(world: MemoryWorld) -> list[int]:
     """Append times of the lane, seconds after its first."""
     times = [r.timestamp for r in world.records(LEDGER, 0)]
     return [(t - times[0]) // 1000 for t in times]
 
 
-@in_world
-async def test_append_time_is_the_leaders(world: World) -> None:
+@scenario_test
+async def test_append_time_is_the_leaders(world: MemoryWorld) -> None:
     behind = VirtualClock(asyncio.get_running_loop(), ahead_ms=-7000)
     for leader in (world.clock, behind, world.clock):
-        world.broker.lead(LEDGER, 0, leader)
+        world.broker.set_leader_clock(LEDGER, 0, leader)
         world.append_raw(LEDGER, 0, entry("x"))
         await world.sleep(10.0)
     assert times_s(world) == [0, 3, 20]
@@ -257,11 +267,11 @@ async def test_append_time_is_the_leaders(world: World) -> None:
     assert await log.offset_at(LEDGER, 0, first_ms + 5000) == 2
 
 
-@in_world
-async def test_append_time_goes_back_where_another_broker_leads(world: World) -> None:
+@scenario_test
+async def test_append_time_goes_back_where_another_broker_leads(world: MemoryWorld) -> None:
     ahead = VirtualClock(asyncio.get_running_loop(), ahead_ms=7000)
     for leader in (world.clock, ahead, world.clock):
-        world.broker.lead(LEDGER, 0, leader)
+        world.broker.set_leader_clock(LEDGER, 0, leader)
         world.append_raw(LEDGER, 0, entry("x"))
         await world.sleep(1.0)
     assert times_s(world) == [0, 8, 2]
@@ -273,13 +283,13 @@ async def test_append_time_goes_back_where_another_broker_leads(world: World) ->
 # --- dead and sleeping clients ---
 
 
-@in_world
-async def test_nothing_of_a_cut_client_arrives_and_no_call_returns(world: World) -> None:
+@scenario_test
+async def test_nothing_of_a_cut_client_arrives_and_no_call_returns(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.slow["append"] = 3.0
     sending = world.spawn(log.append(LEDGER, entry("x"), 0))
     await world.sleep(1.0)
-    log.cut()
+    log.kill()
     asking = world.spawn(log.end_offsets(LEDGER, [0]))
     await world.sleep(100.0)
     assert values(world) == []
@@ -287,26 +297,26 @@ async def test_nothing_of_a_cut_client_arrives_and_no_call_returns(world: World)
     assert not asking.done()
 
 
-@in_world
-async def test_lanes_of_a_cut_client_move_after_its_session(world: World) -> None:
+@scenario_test
+async def test_lanes_of_a_cut_client_move_after_its_session(world: MemoryWorld) -> None:
     group = await Group(world).settle()
     cut_at = world.clock.now()
-    group.logs[0].cut()
+    group.logs[0].kill()
     while len(group.owners[1].owned) < world.lanes:
         await group.owners[1].poll()
     assert world.clock.now() - cut_at == pytest.approx(SESSION_S, abs=1.0)
 
 
-@in_world
-async def test_sleeper_believes_in_what_it_owned_until_it_hears(world: World) -> None:
+@scenario_test
+async def test_sleeper_believes_in_what_it_owned_until_it_hears(world: MemoryWorld) -> None:
     group = await Group(world).settle()
     sleeper, other = group.owners
     before = set(sleeper.owned)
-    group.logs[0].stall()
+    group.logs[0].suspend()
     while len(other.owned) < world.lanes:
         await other.poll()
     assert sleeper.owned == before
-    group.logs[0].revive()
+    group.logs[0].resume()
     assert sleeper.member is not None
     with pytest.raises(OwnershipLost):
         await sleeper.member.commit(dict.fromkeys(before, 0))
@@ -315,19 +325,19 @@ async def test_sleeper_believes_in_what_it_owned_until_it_hears(world: World) ->
     assert [len(sleeper.owned), len(other.owned)] == [1, 1]
 
 
-@in_world
-async def test_short_sleep_costs_nothing(world: World) -> None:
+@scenario_test
+async def test_short_sleep_costs_nothing(world: MemoryWorld) -> None:
     group = await Group(world).settle()
     owned = [set(owner.owned) for owner in group.owners]
-    group.logs[0].stall()
+    group.logs[0].suspend()
     await group.owners[1].poll(SESSION_S / 2)
-    group.logs[0].revive()
+    group.logs[0].resume()
     await asyncio.gather(*(owner.poll(SESSION_S) for owner in group.owners))
     assert [owner.owned for owner in group.owners] == owned
 
 
-@in_world
-async def test_member_that_does_not_poll_is_left_out(world: World) -> None:
+@scenario_test
+async def test_member_that_does_not_poll_is_left_out(world: MemoryWorld) -> None:
     group = await Group(world).settle()
     idle, other = group.owners
     while len(other.owned) < world.lanes:
@@ -336,8 +346,10 @@ async def test_member_that_does_not_poll_is_left_out(world: World) -> None:
     assert world.clock.now() == pytest.approx(300.0, abs=5.0)
 
 
-@in_world
-async def test_closed_member_does_not_come_back_by_a_poll_that_was_waiting(world: World) -> None:
+@scenario_test
+async def test_closed_member_does_not_come_back_by_a_poll_that_was_waiting(
+    world: MemoryWorld,
+) -> None:
     group = await Group(world).settle()
     closing, other = group.owners
     assert closing.member is not None
@@ -355,8 +367,8 @@ async def test_closed_member_does_not_come_back_by_a_poll_that_was_waiting(world
 # --- what the broker does not keep ---
 
 
-@in_world
-async def test_records_go_when_their_time_is_over(world: World) -> None:
+@scenario_test
+async def test_records_go_when_their_time_is_over(world: MemoryWorld) -> None:
     log = await world.connect()
     await log.append(LEDGER, entry("old"), 0)
     await world.sleep(23 * HOUR_S)
@@ -366,8 +378,8 @@ async def test_records_go_when_their_time_is_over(world: World) -> None:
     assert values(world) == ["young"]
 
 
-@in_world
-async def test_position_is_lost_when_its_record_has_gone(world: World) -> None:
+@scenario_test
+async def test_position_is_lost_when_its_record_has_gone(world: MemoryWorld) -> None:
     log = await world.connect()
     reader = log.reader()
     reader.assign({LANE: 0})
@@ -398,11 +410,11 @@ def test_full_partition_keeps_what_compaction_keeps() -> None:
     assert len(broker.records(REGISTRY, 0)) == 5
 
 
-def keys(world: World) -> list[tuple[bytes | None, int]]:
+def keys(world: MemoryWorld) -> list[tuple[bytes | None, int]]:
     return [(r.key, r.offset) for r in world.records(REGISTRY, 0)]
 
 
-async def two_days(world: World) -> None:
+async def two_days(world: MemoryWorld) -> None:
     """a, b, a again, b's tombstone; two days later c."""
     for key, text in (("a", "1"), ("b", "1"), ("a", "2")):
         world.append_raw(REGISTRY, 0, entry(text, key))
@@ -411,23 +423,23 @@ async def two_days(world: World) -> None:
     world.append_raw(REGISTRY, 0, entry("1", "c"))
 
 
-@in_world
-async def test_compaction_keeps_the_last_record_of_each_key(world: World) -> None:
+@scenario_test
+async def test_compaction_keeps_the_last_record_of_each_key(world: MemoryWorld) -> None:
     await two_days(world)
     world.broker.compact(REGISTRY)
     assert keys(world) == [(b"a", 2), (b"c", 4)]
 
 
-@in_world
-async def test_compaction_keeps_young_records(world: World) -> None:
+@scenario_test
+async def test_compaction_keeps_young_records(world: MemoryWorld) -> None:
     await two_days(world)
     world.append_raw(REGISTRY, 0, entry("2", "c"))
     world.broker.compact(REGISTRY)
     assert keys(world) == [(b"a", 2), (b"c", 4), (b"c", 5)]
 
 
-@in_world
-async def test_tombstones_outlive_what_they_bury_by_a_day(world: World) -> None:
+@scenario_test
+async def test_tombstones_outlive_what_they_bury_by_a_day(world: MemoryWorld) -> None:
     world.append_raw(REGISTRY, 0, entry("1", "b"))
     world.append_raw(REGISTRY, 0, Entry(b"b", None))
     await world.sleep(25 * HOUR_S)
@@ -436,8 +448,8 @@ async def test_tombstones_outlive_what_they_bury_by_a_day(world: World) -> None:
     assert keys(world) == [(b"b", 1), (b"c", 2)]
 
 
-@in_world
-async def test_readers_pass_over_the_gaps_of_compaction(world: World) -> None:
+@scenario_test
+async def test_readers_pass_over_the_gaps_of_compaction(world: MemoryWorld) -> None:
     await two_days(world)
     world.broker.compact(REGISTRY)
     log = await world.connect()
@@ -450,16 +462,16 @@ async def test_readers_pass_over_the_gaps_of_compaction(world: World) -> None:
     assert await log.offset_at(REGISTRY, 0, records[1].timestamp) == 4
 
 
-@in_world
-async def test_compaction_happens_when_enough_has_gathered(world: World) -> None:
+@scenario_test
+async def test_compaction_happens_when_enough_has_gathered(world: MemoryWorld) -> None:
     for _ in range(1100):
         world.append_raw(REGISTRY, 0, entry("x", "same"))
         await world.sleep(0.2 * HOUR_S)
     assert len(world.records(REGISTRY, 0)) < 1000
 
 
-@in_world
-async def test_broker_time_never_goes_back(world: World) -> None:
+@scenario_test
+async def test_broker_time_never_goes_back(world: MemoryWorld) -> None:
     clock = VirtualClock(world.clock._loop)
     broker = MemoryBroker(clock, lanes=1)
     first = broker.append(LEDGER, 0, [entry("x")]).timestamp_ms

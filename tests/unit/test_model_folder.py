@@ -10,9 +10,16 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from app.preprocess.errors import BadModel
-from app.preprocess.modelfolder import DEMO, ModelFiles, card_of, checksum_of, read_folder
-from streams.records import Artifact, ModelCard, SamplingOptions
+from app.preprocess.models.model_folder import (
+    DEMO_MODEL_FOLDER,
+    ModelFiles,
+    card_of,
+    checksum_of,
+    read_folder,
+)
+from app.preprocess.prompt_errors import BadModel
+from streams.records import Artifact, ModelCard
+from streams.request import SamplingOptions
 
 TOKENIZER = Artifact(sha256="aa", size=10)
 TEMPLATE = Artifact(sha256="bb", size=20)
@@ -20,7 +27,7 @@ TEMPLATE = Artifact(sha256="bb", size=20)
 
 def folder(path: Path, **files: dict[str, Any] | str) -> Path:
     """A folder with a tokenizer and the given files; `__` stands for a dot in names."""
-    (path / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
+    (path / "tokenizer.json").write_bytes((DEMO_MODEL_FOLDER / "tokenizer.json").read_bytes())
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
         (path / name.replace("__", ".")).write_text(text)
@@ -28,7 +35,7 @@ def folder(path: Path, **files: dict[str, Any] | str) -> Path:
 
 
 def test_the_demo_model_is_whole() -> None:
-    model = read_folder(DEMO)
+    model = read_folder(DEMO_MODEL_FOLDER)
     library = Tokenizer.from_buffer(model.tokenizer)
     assert [library.id_to_token(i) for i in model.eos_token_ids] == ["<|end|>", "<|endoftext|>"]
     assert model.special_tokens == {"eos_token": "<|end|>", "pad_token": "<|endoftext|>"}
@@ -114,18 +121,22 @@ def test_models_of_several_media_may_say_outside_how_an_answer_ends(tmp_path: Pa
 
 @pytest.mark.parametrize(("engine", "length"), [(None, 131_072), (4096, 4096), (200_000, 131_072)])
 def test_the_context_is_what_both_engine_and_model_take(engine: int | None, length: int) -> None:
-    card = card_of("demo", read_folder(DEMO), TOKENIZER, TEMPLATE, context_length=engine)
+    card = card_of(
+        "demo", read_folder(DEMO_MODEL_FOLDER), TOKENIZER, TEMPLATE, context_length=engine
+    )
     assert card.context_length == length
 
 
 def test_a_card_has_its_checksum() -> None:
-    card = card_of("demo", read_folder(DEMO), TOKENIZER, TEMPLATE, block_size=16)
+    card = card_of("demo", read_folder(DEMO_MODEL_FOLDER), TOKENIZER, TEMPLATE, block_size=16)
     assert card.checksum == checksum_of(card)
     assert len(card.checksum) == 64
 
 
 def test_the_checksum_does_not_depend_on_the_name() -> None:
-    one, other = (card_of(n, read_folder(DEMO), TOKENIZER, TEMPLATE) for n in ("a", "b"))
+    one, other = (
+        card_of(n, read_folder(DEMO_MODEL_FOLDER), TOKENIZER, TEMPLATE) for n in ("a", "b")
+    )
     assert one.checksum == other.checksum
 
 

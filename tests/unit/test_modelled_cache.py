@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.bridge import Bridge
-from indexer.engine_events import BlocksRemoved, BlocksStored
-from indexer.hashing import hash_blocks
-from indexer.keys import derive
-from indexer.modelled import ModelledCache
+from indexer.block_hashes import hash_blocks
+from indexer.block_keys import derive_secret
+from indexer.cache_events.engine_events import BlocksRemoved, BlocksStored
+from indexer.cache_events.estimated_cache import EstimatedCache
+from indexer.cache_events.event_normalizer import EventNormalizer
 
 SIZE = 2
 prompts = st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=12)
@@ -21,23 +21,23 @@ def names(tokens: list[int], **more: str) -> list[int]:
 
 
 def test_whole_blocks_are_stored_when_they_are_served() -> None:
-    cache = ModelledCache(SIZE, 10)
-    assert cache.serve([1, 2, 3, 4, 5]) == [
+    cache = EstimatedCache(SIZE, 10)
+    assert cache.on_served([1, 2, 3, 4, 5]) == [
         BlocksStored(names([1, 2, 3, 4]), None, [1, 2, 3, 4], SIZE)
     ]
 
 
 def test_only_what_is_new_is_stored() -> None:
-    cache = ModelledCache(SIZE, 10)
-    cache.serve([1, 2, 3, 4])
+    cache = EstimatedCache(SIZE, 10)
+    cache.on_served([1, 2, 3, 4])
     whole = names([1, 2, 3, 4, 5, 6])
-    assert cache.serve([1, 2, 3, 4, 5, 6]) == [BlocksStored(whole[2:], whole[1], [5, 6], SIZE)]
+    assert cache.on_served([1, 2, 3, 4, 5, 6]) == [BlocksStored(whole[2:], whole[1], [5, 6], SIZE)]
 
 
 def test_what_would_come_from_the_cache_is_never_the_whole_prompt() -> None:
-    cache = ModelledCache(SIZE, 10)
+    cache = EstimatedCache(SIZE, 10)
     assert cache.cached_tokens([1, 2, 3, 4]) == 0
-    cache.serve([1, 2, 3, 4])
+    cache.on_served([1, 2, 3, 4])
     assert cache.cached_tokens([1, 2, 3, 4]) == 2
     assert cache.cached_tokens([1, 2, 3, 4, 5]) == 4
     assert cache.cached_tokens([1, 2, 9, 9, 5]) == 2
@@ -48,31 +48,31 @@ def test_what_would_come_from_the_cache_is_never_the_whole_prompt() -> None:
 
 
 def test_what_is_there_already_changes_nothing() -> None:
-    cache = ModelledCache(SIZE, 10)
-    cache.serve([1, 2, 3, 4])
-    assert cache.serve([1, 2, 3, 4]) == []
+    cache = EstimatedCache(SIZE, 10)
+    cache.on_served([1, 2, 3, 4])
+    assert cache.on_served([1, 2, 3, 4]) == []
 
 
 def test_the_leaf_used_longest_ago_goes_first() -> None:
-    cache = ModelledCache(SIZE, 4)
-    cache.serve([1, 1, 2, 2])
-    cache.serve([3, 3, 4, 4])
-    cache.serve([1, 1])
-    assert cache.serve([5, 5])[0] == BlocksRemoved(names([1, 1, 2, 2])[1:])
-    assert cache.serve([6, 6])[0] == BlocksRemoved(names([3, 3, 4, 4])[1:])
+    cache = EstimatedCache(SIZE, 4)
+    cache.on_served([1, 1, 2, 2])
+    cache.on_served([3, 3, 4, 4])
+    cache.on_served([1, 1])
+    assert cache.on_served([5, 5])[0] == BlocksRemoved(names([1, 1, 2, 2])[1:])
+    assert cache.on_served([6, 6])[0] == BlocksRemoved(names([3, 3, 4, 4])[1:])
 
 
 def test_a_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
-    cache = ModelledCache(SIZE, 2)
-    assert cache.serve([1, 1, 2, 2, 3, 3]) == [
+    cache = EstimatedCache(SIZE, 2)
+    assert cache.on_served([1, 1, 2, 2, 3, 3]) == [
         BlocksStored(names([1, 1, 2, 2]), None, [1, 1, 2, 2], SIZE)
     ]
 
 
 def test_adapter_and_salt_make_other_blocks() -> None:
-    cache = ModelledCache(SIZE, 10)
-    cache.serve([1, 1])
-    assert cache.serve([1, 1], lora_name="l", cache_salt="s") == [
+    cache = EstimatedCache(SIZE, 10)
+    cache.on_served([1, 1])
+    assert cache.on_served([1, 1], lora_name="l", cache_salt="s") == [
         BlocksStored(names([1, 1], lora_name="l", cache_salt="s"), None, [1, 1], SIZE,
                      lora_name="l", cache_salt="s")
     ]  # fmt: skip
@@ -80,9 +80,9 @@ def test_adapter_and_salt_make_other_blocks() -> None:
 
 @given(many=prompts, blocks=st.integers(1, 6))
 def test_the_bridge_follows_without_surprises(many: list[list[int]], blocks: int) -> None:
-    cache, bridge = ModelledCache(SIZE, blocks), Bridge(SIZE, derive(b"s"))
+    cache, bridge = EstimatedCache(SIZE, blocks), EventNormalizer(SIZE, derive_secret(b"s"))
     for prompt in many:
-        bridge.feed(cache.serve(prompt), 0.0)
-        assert bridge.held <= blocks
+        bridge.on_events(cache.on_served(prompt), 0.0)
+        assert bridge.held_blocks <= blocks
     counters = bridge.counters
     assert counters.orphans == counters.unknown_removed == counters.malformed == 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from app.preprocess.errors import InvalidPrompt
-from app.preprocess.models import Models
-from app.routing.fleet import Fleet
+from app.preprocess.models.model_names import ModelNames
+from app.preprocess.prompt_errors import InvalidPrompt
+from app.routing.state.fleet import Fleet
 from streams.ports import Partition
-from streams.records import Artifact, EngineConfig, Fact, Inner, ModelCard, Tombstone, WorkerCard
+from streams.record_base import InternalRecord
+from streams.records import Artifact, EngineConfig, LogRecord, ModelCard, Tombstone, WorkerCard
 from streams.topics import REGISTRY
 
 FILE = Artifact(sha256="0" * 64, size=1)
@@ -19,11 +20,11 @@ def worker(name: str, model: str, context: int | None = None) -> WorkerCard:
     return WorkerCard(id=name, slot=0, model=model, config=config)
 
 
-def models(*records: Inner) -> Models:
+def models(*records: InternalRecord) -> ModelNames:
     fleet = Fleet()
-    facts = [Fact(offset, 0, record) for offset, record in enumerate(records)]
+    facts = [LogRecord(offset, 0, record) for offset, record in enumerate(records)]
     fleet.apply(Partition(REGISTRY, 0), facts, len(facts))
-    return Models(fleet)
+    return ModelNames(fleet)
 
 
 def test_only_the_models_own_workers_count() -> None:
@@ -56,13 +57,23 @@ def test_a_card_without_a_context_has_that_of_its_workers() -> None:
 
 def test_no_name_means_the_only_model() -> None:
     assert models(worker("a", "m"), worker("b", "m")).find("chat", "").name == "m"
-    with pytest.raises(InvalidPrompt, match="model: is needed, there are several: m, n"):
+    with pytest.raises(InvalidPrompt, match="model: is needed; available: m, n"):
         models(worker("a", "m"), worker("b", "n")).find("chat", "")
 
 
 def test_an_unknown_name_is_told_the_known_ones() -> None:
-    with pytest.raises(InvalidPrompt, match="model: there is no such model: m"):
+    with pytest.raises(InvalidPrompt, match=r"model: the model 'n' does not exist; available: m$"):
         models(worker("a", "m")).find("chat", "n")
+
+
+def test_of_a_long_name_an_error_shows_the_beginning() -> None:
+    with pytest.raises(InvalidPrompt, match=f"the model '{'x' * 64}…' does not exist"):
+        models(worker("a", "m")).find("chat", "x" * 9000)
+
+
+def test_a_model_of_another_kind_is_named() -> None:
+    with pytest.raises(InvalidPrompt, match="model: 'm' is for chats and completions"):
+        models(worker("a", "m")).find("embedding", "m")
 
 
 def test_a_long_list_of_names_is_cut() -> None:
@@ -73,15 +84,15 @@ def test_a_long_list_of_names_is_cut() -> None:
 
 def test_bodies_are_passed_on_to_models_that_take_them() -> None:
     known = models(worker("a", "m"), ModelCard(name="c", kind="chat"))
-    assert known.passes_on("c")
+    assert known.is_passthrough("c")
     for name in ("m", "nobody", "", None, 3, ["c"]):
-        assert not known.passes_on(name)
-    assert models(ModelCard(name="c", kind="chat")).passes_on("")
+        assert not known.is_passthrough(name)
+    assert models(ModelCard(name="c", kind="chat")).is_passthrough("")
 
 
 def test_a_model_is_asked_for_what_it_does() -> None:
     known = models(ModelCard(name="m", kind="embedding"))
-    with pytest.raises(InvalidPrompt, match="model: it is for embedding requests"):
+    with pytest.raises(InvalidPrompt, match="model: 'm' is for embedding requests"):
         known.find("chat", "m")
 
 
@@ -90,5 +101,5 @@ def test_no_name_means_the_only_model_that_is_served_whatever_there_was_before()
     kept = ModelCard(name="new", kind="chat")
     known = models(gone, kept, worker("a", "new"))
     assert known.find("chat", "") == kept
-    assert known.passes_on("")
+    assert known.is_passthrough("")
     assert models(gone).find("chat", "") == gone

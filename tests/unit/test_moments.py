@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.audit.moments import BadMoment, clock_time, moment, period
+from app.audit.time_range import InvalidTime, format_time, parse_moment, parse_range
 from streams.ports import Partition
 
 NOW_MS = 1_763_707_200_000
@@ -25,17 +25,17 @@ NOW_MS = 1_763_707_200_000
     ],
 )
 def test_a_moment_is_a_time_or_offsets(text: str, expected: object) -> None:
-    assert moment(text, NOW_MS) == expected
+    assert parse_moment(text, NOW_MS) == expected
 
 
 @pytest.mark.parametrize("text", ["", "now", "-15", "15m", "ledger/x:1", "ledger/3:-1", "a/b", "/"])
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(BadMoment, match="ledger/3:1200"):
-        moment(text, NOW_MS)
+    with pytest.raises(InvalidTime, match="ledger/3:1200"):
+        parse_moment(text, NOW_MS)
 
 
 def test_a_time_is_shown_in_utc() -> None:
-    assert clock_time(NOW_MS + 7) == "2025-11-21 06:40:00.007"
+    assert format_time(NOW_MS + 7) == "2025-11-21 06:40:00.007"
 
 
 @pytest.mark.parametrize(
@@ -50,19 +50,19 @@ def test_a_time_is_shown_in_utc() -> None:
 def test_a_period_goes_from_a_time_to_another_or_to_now(
     text: str, expected: tuple[int, int]
 ) -> None:
-    assert period(text, NOW_MS) == expected
+    assert parse_range(text, NOW_MS) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("-5m..-10m", "nothing is between"),
-        ("2030-01-01..", "nothing is between"),
-        ("..-5m", "nothing is between"),
-        ("ledger/0:1..-5m", "is no time"),
-        ("soon..-5m", "is no moment"),
+        ("-5m..-10m", "empty period"),
+        ("2030-01-01..", "empty period"),
+        ("..-5m", "empty period"),
+        ("ledger/0:1..-5m", "is not a time"),
+        ("soon..-5m", "invalid time"),
     ],
 )
 def test_what_is_no_period_is_refused(text: str, why: str) -> None:
-    with pytest.raises(BadMoment, match=why):
-        period(text, NOW_MS)
+    with pytest.raises(InvalidTime, match=why):
+        parse_range(text, NOW_MS)

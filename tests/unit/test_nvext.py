@@ -7,28 +7,34 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.preprocess.errors import InvalidPrompt
-from app.preprocess.nvext import NvExt, context_of, hints_of, override_of, targets_of
-from app.preprocess.openai import read
-from streams import records as r
+from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.requests.nvext import (
+    NvExt,
+    agent_context_of,
+    cost_override_of,
+    hints_of,
+    latency_targets_of,
+)
+from app.preprocess.requests.openai_requests import read_openai
+from streams import request as q
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 BIGGEST = 2**64 - 1
 
 
 def ext(headers: dict[str, str] | None = None, **fields: Any) -> NvExt:
-    return read("chat", CHAT | {"nvext": fields}, headers).ext
+    return read_openai("chat", CHAT | {"nvext": fields}, headers).ext
 
 
-def hints(headers: dict[str, str] | None = None, **fields: Any) -> r.Hints:
+def hints(headers: dict[str, str] | None = None, **fields: Any) -> q.Hints:
     return hints_of(ext(headers, **fields))
 
 
 def test_who_asks_for_nothing_has_the_hints_that_every_router_knows() -> None:
-    assert hints() is r.NO_HINTS
-    sent = msgspec.msgpack.encode(r.Request(id="a", hints=hints()))
+    assert hints() is q.NO_HINTS
+    sent = msgspec.msgpack.encode(q.Request(id="a", hints=hints()))
     assert b"hints" not in sent
-    assert msgspec.msgpack.decode(sent, type=r.Request).hints is r.NO_HINTS
+    assert msgspec.msgpack.decode(sent, type=q.Request).hints is q.NO_HINTS
 
 
 # --- the body -------------------------------------------------------------------------------------
@@ -37,7 +43,7 @@ def test_who_asks_for_nothing_has_the_hints_that_every_router_knows() -> None:
 @pytest.mark.parametrize("field", ["backend_instance_id", "prefill_worker_id", "decode_worker_id"])
 @pytest.mark.parametrize(("given", "name"), [(7, "7"), ("w1", "w1"), (BIGGEST, str(BIGGEST))])
 def test_a_worker_is_named_or_numbered(field: str, given: Any, name: str) -> None:
-    assert hints(**{field: given}) == r.Hints(**{field: name})
+    assert hints(**{field: given}) == q.Hints(**{field: name})
 
 
 @pytest.mark.parametrize("given", [-1, 2**64, True, 1.5, "", "a b", ["w1"], "x" * 129])
@@ -50,28 +56,28 @@ def test_anything_else_is_no_worker(given: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, r.Hints()),
-        ({"dp_rank": 0}, r.Hints(dp_rank=0)),
-        ({"prefill_dp_rank": 3}, r.Hints(prefill_dp_rank=3)),
-        ({"allowed_worker_ids": ["a", 7]}, r.Hints(allowed_worker_ids=("a", "7"))),
-        ({"lora_name": "l"}, r.Hints(lora_name="l")),
-        ({"agent_hints": {"osl": 50}}, r.Hints(expected_output_tokens=50)),
-        ({"agent_hints": {"priority": 3}}, r.Hints(priority=3, priority_jump=3.0)),
-        ({"agent_hints": {"priority": -3}}, r.Hints(priority=-3, priority_jump=0.0)),
-        ({"agent_hints": {"latency_sensitivity": 1.5}}, r.Hints(priority_jump=1.5)),
+        ({}, q.Hints()),
+        ({"dp_rank": 0}, q.Hints(dp_rank=0)),
+        ({"prefill_dp_rank": 3}, q.Hints(prefill_dp_rank=3)),
+        ({"allowed_worker_ids": ["a", 7]}, q.Hints(allowed_worker_ids=("a", "7"))),
+        ({"lora_name": "l"}, q.Hints(lora_name="l")),
+        ({"agent_hints": {"osl": 50}}, q.Hints(expected_output_tokens=50)),
+        ({"agent_hints": {"priority": 3}}, q.Hints(priority=3, priority_jump=3.0)),
+        ({"agent_hints": {"priority": -3}}, q.Hints(priority=-3, priority_jump=0.0)),
+        ({"agent_hints": {"latency_sensitivity": 1.5}}, q.Hints(priority_jump=1.5)),
         (
             {"agent_hints": {"latency_sensitivity": 1.5, "priority": 2}},
-            r.Hints(priority=2, priority_jump=2.0),
+            q.Hints(priority=2, priority_jump=2.0),
         ),
-        ({"agent_hints": {"strict_priority": 1}}, r.Hints(strict_priority=1)),
-        ({"queue_class": "batch"}, r.Hints(queue_class="batch")),
+        ({"agent_hints": {"strict_priority": 1}}, q.Hints(strict_priority=1)),
+        ({"queue_class": "batch"}, q.Hints(queue_class="batch")),
         (
             {"session_control": {"session_id": "s"}},
-            r.Hints(session_control=r.SessionControl(session_id="s")),
+            q.Hints(session_control=q.SessionControl(session_id="s")),
         ),
         (
             {"session_control": {"session_id": "s", "action": "close", "timeout": 5}},
-            r.Hints(session_control=r.SessionControl(session_id="s", action="close", timeout=5)),
+            q.Hints(session_control=q.SessionControl(session_id="s", action="close", timeout=5)),
         ),
         (
             {
@@ -80,32 +86,32 @@ def test_anything_else_is_no_worker(given: Any) -> None:
                     "preferred_taints": {"b": 0.5},
                 }
             },
-            r.Hints(
-                routing_constraints=r.RoutingConstraints(
+            q.Hints(
+                routing_constraints=q.RoutingConstraints(
                     required_taints=("a",), preferred_taints={"b": 0.5}
                 )
             ),
         ),
     ],
 )
-def test_hints_are_taken_over(fields: dict[str, Any], expected: r.Hints) -> None:
+def test_hints_are_taken_over(fields: dict[str, Any], expected: q.Hints) -> None:
     assert hints(**fields) == expected
 
 
 def test_targets_are_taken_over() -> None:
-    assert targets_of(ext(router={"ttft_target": 100})) == r.RouterParams(ttft_target=100.0)
-    assert targets_of(ext()) is None
+    assert latency_targets_of(ext(router={"ttft_target": 100})) == q.RouterParams(ttft_target=100.0)
+    assert latency_targets_of(ext()) is None
 
 
 def test_settings_of_the_cost_are_taken_over() -> None:
-    override = override_of(ext(router_config_override={"overlap_score_credit": 0}))
-    assert override == r.RouterConfigOverride(overlap_score_credit=0.0)
-    assert override_of(ext()) is None
+    override = cost_override_of(ext(router_config_override={"overlap_score_credit": 0}))
+    assert override == q.RouterConfigOverride(overlap_score_credit=0.0)
+    assert cost_override_of(ext()) is None
 
 
 def test_what_an_agent_says_of_itself_is_passed_on() -> None:
-    assert context_of(ext(agent_context={"id": ["a"]})) == b'{"id":["a"]}'
-    assert context_of(ext()) is None
+    assert agent_context_of(ext(agent_context={"id": ["a"]})) == b'{"id":["a"]}'
+    assert agent_context_of(ext()) is None
 
 
 @pytest.mark.parametrize(
@@ -139,22 +145,22 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
 
 
 def test_a_header_pins_the_worker_for_every_phase_but_prefill() -> None:
-    expected = r.Hints(backend_instance_id="w1", decode_worker_id="w1")
+    expected = q.Hints(backend_instance_id="w1", decode_worker_id="w1")
     assert hints({"x-worker-instance-id": "w1"}) == expected
 
 
 @pytest.mark.parametrize(
     ("header", "value", "expected"),
     [
-        ("x-prefill-instance-id", "7", r.Hints(prefill_worker_id="7")),
-        ("x-dp-rank", "0", r.Hints(dp_rank=0)),
-        ("x-dp-rank", " 3 ", r.Hints(dp_rank=3)),
-        ("x-prefill-dp-rank", "2", r.Hints(prefill_dp_rank=2)),
-        ("x-session-id", "s", r.Hints(session_control=r.SessionControl(session_id="s"))),
-        ("x-queue-class", "batch", r.Hints(queue_class="batch")),
+        ("x-prefill-instance-id", "7", q.Hints(prefill_worker_id="7")),
+        ("x-dp-rank", "0", q.Hints(dp_rank=0)),
+        ("x-dp-rank", " 3 ", q.Hints(dp_rank=3)),
+        ("x-prefill-dp-rank", "2", q.Hints(prefill_dp_rank=2)),
+        ("x-session-id", "s", q.Hints(session_control=q.SessionControl(session_id="s"))),
+        ("x-queue-class", "batch", q.Hints(queue_class="batch")),
     ],
 )
-def test_a_header_is_a_hint(header: str, value: str, expected: r.Hints) -> None:
+def test_a_header_is_a_hint(header: str, value: str, expected: q.Hints) -> None:
     assert hints({header: value}) == expected
 
 
@@ -167,7 +173,7 @@ def test_headers_go_before_the_body() -> None:
         dp_rank=9,
         prefill_dp_rank=8,
     )
-    assert given == r.Hints(
+    assert given == q.Hints(
         backend_instance_id="a",
         decode_worker_id="a",
         prefill_worker_id="b",
@@ -178,7 +184,7 @@ def test_headers_go_before_the_body() -> None:
 
 def test_a_session_of_a_header_keeps_what_the_body_says_about_it() -> None:
     given = hints({"x-session-id": "s"}, session_control={"session_id": "x", "action": "open"})
-    assert given.session_control == r.SessionControl(session_id="s", action="open")
+    assert given.session_control == q.SessionControl(session_id="s", action="open")
 
 
 def test_a_rank_for_prefill_may_be_unset() -> None:
@@ -186,11 +192,11 @@ def test_a_rank_for_prefill_may_be_unset() -> None:
 
 
 def test_an_empty_header_says_nothing() -> None:
-    assert hints({"x-worker-instance-id": "", "x-dp-rank": " "}, dp_rank=2) == r.Hints(dp_rank=2)
+    assert hints({"x-worker-instance-id": "", "x-dp-rank": " "}, dp_rank=2) == q.Hints(dp_rank=2)
 
 
 def test_other_headers_say_nothing() -> None:
-    assert hints({"x-request-id": "r", "authorization": "Bearer k"}) == r.Hints()
+    assert hints({"x-request-id": "r", "authorization": "Bearer k"}) == q.Hints()
 
 
 @pytest.mark.parametrize(

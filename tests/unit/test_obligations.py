@@ -1,33 +1,47 @@
-"""What the owner of a lane owes: every row of the table in `app/routing/obligations.py`."""
+"""What the owner of a lane owes: every row of the table in `app/routing/reconcile.py`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from app.routing.fleet import Fleet
-from app.routing.load import KnownRun, RunId, RunState, Story
-from app.routing.obligations import Action, Finish, Patience, Restart, Verify, due
+from app.routing.reconcile import (
+    Action,
+    Finish,
+    ReconcileTimeouts,
+    Restart,
+    Verify,
+    next_action,
+    next_action_ms,
+)
+from app.routing.state.fleet import Fleet
+from app.routing.state.ledger import RequestState, RunId, RunState, RunStatus
 from streams.ports import Partition
 from streams.records import (
     EngineConfig,
-    Fact,
     Heartbeat,
+    LogRecord,
     Lost,
-    Origin,
+    RequestOffset,
     RunProgress,
     WorkerCard,
 )
 
 RUN = RunId(0, "aggregated", "w1", 7)
 TWIN = RunId(0, "aggregated", "w2", 8)
-PATIENCE = Patience(start_ms=3000, beat_ms=2000, full_ms=50, full_max_ms=2000)
+PATIENCE = ReconcileTimeouts(
+    start_timeout_ms=3000, heartbeat_timeout_ms=2000, full_backoff_ms=50, full_backoff_max_ms=2000
+)
 
 
-def story(runs: dict[RunId, RunState], since_ms: int = 1000, **over: Any) -> Story:
-    told = {"origin": Origin(topic="requests", partition=0, offset=0), "deadline_ms": 60_000}
-    return Story(**(told | {"runs": {k: KnownRun(s, since_ms) for k, s in runs.items()}} | over))
+def story(runs: dict[RunId, RunState], since_ms: int = 1000, **over: Any) -> RequestState:
+    told = {"origin": RequestOffset(topic="requests", partition=0, offset=0), "deadline_ms": 60_000}
+    return RequestState(
+        **(told | {"runs": {k: RunStatus(s, since_ms) for k, s in runs.items()}} | over)
+    )
 
 
 def fleet(lost: bool = False, listed: bool = True, beat_ms: int = 1000) -> Fleet:
@@ -36,20 +50,20 @@ def fleet(lost: bool = False, listed: bool = True, beat_ms: int = 1000) -> Fleet
         WorkerCard(id=w, slot=0, model="m", config=EngineConfig(model="m"), epoch=e)
         for w, e in (("w1", 7), ("w2", 8))
     ]
-    fold.apply(Partition("registry", 0), [Fact(10 + n, 0, c) for n, c in enumerate(cards)], 20)
+    fold.apply(Partition("registry", 0), [LogRecord(10 + n, 0, c) for n, c in enumerate(cards)], 20)
     running = (RunProgress(id="a", attempt=0, phase="aggregated"),) if listed else ()
-    events: list[Fact] = [
-        Fact(n, beat_ms, Heartbeat(worker=w, epoch=e, slot_offset=5, running=running))
+    events: list[LogRecord] = [
+        LogRecord(n, beat_ms, Heartbeat(worker=w, epoch=e, slot_offset=5, running=running))
         for n, (w, e) in enumerate((("w1", 7), ("w2", 8)))
     ]
     if lost:
-        events.append(Fact(2, beat_ms, Lost(worker="w1", epoch=7)))
+        events.append(LogRecord(2, beat_ms, Lost(worker="w1", epoch=7)))
     fold.apply(Partition("kv-events", 0), events, 3)
     return fold
 
 
-def owed(told: Story, fold: Fleet | None = None, now_ms: int = 1500) -> Action | None:
-    return due("a", told, fold or fleet(), now_ms, PATIENCE)
+def owed(told: RequestState, fold: Fleet | None = None, now_ms: int = 1500) -> Action | None:
+    return next_action("a", told, fold or fleet(), now_ms, PATIENCE)
 
 
 def test_an_ended_request_owes_nothing_whatever_else_is_true() -> None:
@@ -95,7 +109,7 @@ def test_an_open_run_on_a_lost_epoch_is_restarted(state: RunState) -> None:
 
 def test_a_handed_off_prefill_is_neither_restarted_nor_the_end() -> None:
     told = story({RunId(0, "prefill", "w1", 7): "handed_off"})
-    assert not told.over
+    assert not told.is_finished
     assert owed(told, fleet(lost=True, listed=False, beat_ms=50_000), 59_000) is None
     assert owed(told, now_ms=60_001) == Finish("deadline")
 
@@ -112,8 +126,26 @@ def test_a_full_worker_is_due_after_its_back_off_and_not_before() -> None:
     assert owed(told, now_ms=1050) == Restart(1, "worker_full")
 
 
+@pytest.mark.parametrize("state", ["assigned", "started", "prefilled", "stop", "length"])
+def test_a_refused_twin_is_no_reason_to_fence_a_run_that_goes_well(state: RunState) -> None:
+    for runs in ({RUN: state, TWIN: "worker_full"}, {TWIN: "worker_full", RUN: state}):
+        told = story(runs)  # type: ignore[arg-type]
+        assert owed(told, now_ms=3000) is None
+        assert told.is_finished == (state in ("stop", "length"))
+
+
+def test_a_refused_twin_does_not_hide_what_became_of_the_other() -> None:
+    assert owed(story({RUN: "broken", TWIN: "worker_full"})) == Restart(1, "broken")
+    assert owed(story({RUN: "expired", TWIN: "worker_full"})) == Finish("deadline")
+    assert owed(story({RUN: "started", TWIN: "worker_full"}), fleet(lost=True)) == Restart(
+        1, "lost"
+    )
+    refused = story({RUN: "worker_full", TWIN: "worker_full"})
+    assert owed(refused, now_ms=3000) == Restart(1, "worker_full")
+
+
 def test_the_back_off_grows_with_the_refusals_up_to_its_limit() -> None:
-    told = story({RUN: "worker_full"}, since_ms=1000, fulls=20)
+    told = story({RUN: "worker_full"}, since_ms=1000, full_rejections=20)
     assert owed(told, now_ms=1900) is None
     assert owed(told, now_ms=3001) == Restart(1, "worker_full")
 
@@ -129,3 +161,43 @@ def test_a_started_run_that_its_worker_no_longer_lists_is_verified() -> None:
     assert owed(told, fleet(listed=False, beat_ms=2900)) is None
     assert owed(told, fleet(listed=False, beat_ms=3001)) == Verify(RUN)
     assert owed(told, fleet(listed=True, beat_ms=3001)) is None
+
+
+def test_a_heartbeat_of_another_epoch_says_nothing_of_a_run() -> None:
+    """The worker has begun another life, and its card is still to be read: then the run is lost."""
+    fold = fleet(beat_ms=1000)
+    beat = Heartbeat(worker="w1", epoch=30, slot_offset=5)
+    fold.apply(Partition("kv-events", 0), [LogRecord(3, 9000, beat)], 4)
+    assert owed(story({RUN: "started"}), fold, now_ms=9000) is None
+
+
+RUNS = st.dictionaries(
+    st.sampled_from([RUN, TWIN, RunId(1, "aggregated", "w1", 7), RunId(0, "prefill", "w1", 7)]),
+    st.sampled_from(
+        ["assigned", "started", "prefilled", "stop", "broken", "worker_full", "handed_off"]
+    ),
+    max_size=3,
+)
+
+
+@given(
+    RUNS, st.integers(0, 1), st.integers(0, 5), st.booleans(), st.booleans(),
+    st.integers(1000, 70_000), st.integers(0, 70_000),
+)  # fmt: skip
+def test_nothing_becomes_due_by_time_alone_before_it_is_said_to(
+    runs: dict[RunId, RunState],
+    attempt: int,
+    fulls: int,
+    lost: bool,
+    listed: bool,
+    now_ms: int,
+    later_ms: int,
+) -> None:
+    told, fold = story(runs, attempt=attempt, full_rejections=fulls), fleet(lost, listed)
+    if owed(told, fold, now_ms) is not None:
+        return
+    next_ms = next_action_ms("a", told, now_ms, PATIENCE)
+    assert next_ms is None or next_ms > now_ms
+    then_ms = now_ms + later_ms
+    if next_ms is None or then_ms < next_ms:
+        assert owed(told, fold, then_ms) is None

@@ -6,40 +6,44 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.bodies import MOST_CHOICES, MOST_STOPS
-from app.preprocess.errors import InvalidPrompt
-from app.preprocess.openai import Kind, read
+from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.requests.openai_requests import TokenizedKind, read_openai
+from app.preprocess.requests.request_models import MAX_CHOICES, MAX_STOPS
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}
 TOKENS = {"token_ids": [1, 2]}
-MINIMAL: dict[Kind, dict[str, Any]] = {"chat": CHAT, "completion": COMPLETION, "tokens": TOKENS}
-KINDS: tuple[Kind, ...] = ("chat", "completion", "tokens")
+MINIMAL: dict[TokenizedKind, dict[str, Any]] = {
+    "chat": CHAT,
+    "completion": COMPLETION,
+    "tokens": TOKENS,
+}
+KINDS: tuple[TokenizedKind, ...] = ("chat", "completion", "tokens")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def problem(kind: Kind, **fields: Any) -> InvalidPrompt:
+def problem(kind: TokenizedKind, **fields: Any) -> InvalidPrompt:
     with pytest.raises(InvalidPrompt) as raised:
-        read(kind, MINIMAL[kind] | fields)
+        read_openai(kind, MINIMAL[kind] | fields)
     return raised.value
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_is_enough(kind: Kind) -> None:
-    asked = read(kind, MINIMAL[kind])
+def test_a_prompt_is_enough(kind: TokenizedKind) -> None:
+    asked = read_openai(kind, MINIMAL[kind])
     assert (asked.model, asked.n, asked.stream, asked.include_usage) == ("", 1, False, False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unknown_fields_are_ignored(kind: Kind) -> None:
-    assert read(kind, {**MINIMAL[kind], "store": True, "nvext": {"newer": 1}})
+def test_unknown_fields_are_ignored(kind: TokenizedKind) -> None:
+    assert read_openai(kind, {**MINIMAL[kind], "store": True, "nvext": {"newer": 1}})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_null_is_as_good_as_nothing(kind: Kind) -> None:
-    body = read(kind, MINIMAL[kind]).body
+def test_null_is_as_good_as_nothing(kind: TokenizedKind) -> None:
+    body = read_openai(kind, MINIMAL[kind]).body
     nulls = {name: None for name in type(body).model_fields if name != "model"}
-    assert read(kind, {**nulls, **MINIMAL[kind]}).body == body
+    assert read_openai(kind, {**nulls, **MINIMAL[kind]}).body == body
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,9 +70,9 @@ def test_null_is_as_good_as_nothing(kind: Kind) -> None:
         ("seed", 2**63),
         ("seed", 1.5),
         ("n", 0),
-        ("n", MOST_CHOICES + 1),
+        ("n", MAX_CHOICES + 1),
         ("stop", 7),
-        ("stop", ["a"] * (MOST_STOPS + 1)),
+        ("stop", ["a"] * (MAX_STOPS + 1)),
         ("stop_token_ids", [-1]),
         ("ignore_eos", "yes"),
         ("logit_bias", [1]),
@@ -81,12 +85,12 @@ def test_null_is_as_good_as_nothing(kind: Kind) -> None:
         ("mm_processor_kwargs", [1]),
     ],
 )
-def test_a_wrong_field_is_named(kind: Kind, field: str, value: Any) -> None:
+def test_a_wrong_field_is_named(kind: TokenizedKind, field: str, value: Any) -> None:
     assert problem(kind, **{field: value}).field.split(".")[0] == field
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_field_inside_another_is_named_by_its_path(kind: Kind) -> None:
+def test_a_wrong_field_inside_another_is_named_by_its_path(kind: TokenizedKind) -> None:
     assert problem(kind, stop=["a", ""]).field == "stop.1"
     assert problem(kind, stream=True, stream_options={"include_usage": 1}).field == (
         "stream_options.include_usage"
@@ -107,18 +111,18 @@ def test_an_error_names_the_first_wrong_fields_and_counts_the_others() -> None:
 
 @pytest.mark.parametrize("stop", ["a", ["a"]])
 def test_a_stop_is_a_string_or_a_list(stop: Any) -> None:
-    assert read("chat", CHAT | {"stop": stop}).body.stop == ["a"]
+    assert read_openai("chat", CHAT | {"stop": stop}).body.stop == ["a"]
 
 
 def test_numbers_without_a_point_are_fine_where_one_may_stand() -> None:
-    assert read("chat", CHAT | {"temperature": 1}).body.temperature == 1.0
+    assert read_openai("chat", CHAT | {"temperature": 1}).body.temperature == 1.0
 
 
 # --- streams --------------------------------------------------------------------------------------
 
 
 def test_usage_at_the_end_of_a_stream_is_asked_for() -> None:
-    asked = read("chat", CHAT | {"stream": True, "stream_options": {"include_usage": True}})
+    asked = read_openai("chat", CHAT | {"stream": True, "stream_options": {"include_usage": True}})
     assert (asked.stream, asked.include_usage) == (True, True)
 
 
@@ -130,13 +134,13 @@ def test_options_of_a_stream_need_a_stream() -> None:
 
 
 def test_the_best_of_more_answers_is_not_looked_for() -> None:
-    assert read("completion", COMPLETION | {"n": 2, "best_of": 2}).n == 2
+    assert read_openai("completion", COMPLETION | {"n": 2, "best_of": 2}).n == 2
     assert problem("completion", n=1, best_of=2).field == "best_of"
 
 
 def test_prompts_times_answers_are_bounded() -> None:
-    many = ["a"] * (MOST_CHOICES // 2)
-    assert read("completion", {"prompt": many, "n": 2}).n == 2
+    many = ["a"] * (MAX_CHOICES // 2)
+    assert read_openai("completion", {"prompt": many, "n": 2}).n == 2
     assert problem("completion", prompt=many, n=3).field == "n"
 
 
@@ -170,7 +174,7 @@ def test_a_wrong_message_is_named(messages: Any, field: str) -> None:
 
 def test_a_chat_needs_messages() -> None:
     with pytest.raises(InvalidPrompt) as raised:
-        read("chat", {})
+        read_openai("chat", {})
     assert raised.value.field == "messages"
 
 
@@ -184,12 +188,12 @@ def test_a_chat_needs_messages() -> None:
     ],
 )
 def test_messages_have_many_forms(message: dict[str, Any]) -> None:
-    assert read("chat", {"messages": [message]}).messages == [message]
+    assert read_openai("chat", {"messages": [message]}).messages == [message]
 
 
 def test_the_newer_name_of_the_limit_wins() -> None:
-    body = read("chat", CHAT | {"max_tokens": 5, "max_completion_tokens": 7}).body
-    assert body.limit() == ("max_completion_tokens", 7)
+    body = read_openai("chat", CHAT | {"max_tokens": 5, "max_completion_tokens": 7}).body
+    assert body.max_tokens_field() == ("max_completion_tokens", 7)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +208,7 @@ def test_the_newer_name_of_the_limit_wins() -> None:
 def test_probabilities_of_a_chat_have_a_switch_and_a_number(
     fields: dict[str, Any], wanted: int | None
 ) -> None:
-    assert read("chat", CHAT | fields).body.logprobs_wanted() == wanted
+    assert read_openai("chat", CHAT | fields).body.top_logprobs_count() == wanted
 
 
 def test_a_number_of_probabilities_needs_the_switch() -> None:
@@ -212,7 +216,7 @@ def test_a_number_of_probabilities_needs_the_switch() -> None:
 
 
 def test_probabilities_of_a_completion_are_a_number() -> None:
-    assert read("completion", COMPLETION | {"logprobs": 3}).body.logprobs_wanted() == 3
+    assert read_openai("completion", COMPLETION | {"logprobs": 3}).body.top_logprobs_count() == 3
 
 
 # --- tools ----------------------------------------------------------------------------------------
@@ -220,7 +224,7 @@ def test_probabilities_of_a_completion_are_a_number() -> None:
 
 def test_tools_come_as_they_are() -> None:
     tool = TOOL | {"newer": 1}
-    assert read("chat", CHAT | {"tools": [tool]}).tools == [tool]
+    assert read_openai("chat", CHAT | {"tools": [tool]}).tools == [tool]
 
 
 @pytest.mark.parametrize(
@@ -233,20 +237,22 @@ def test_tools_come_as_they_are() -> None:
     ],
 )
 def test_the_choice_of_a_tool_has_a_default(fields: dict[str, Any], choice: str) -> None:
-    assert read("chat", CHAT | fields).tool_choice == choice
+    assert read_openai("chat", CHAT | fields).tool_choice == choice
 
 
 def test_a_tool_may_be_chosen_by_name() -> None:
     choice = {"type": "function", "function": {"name": "f"}}
-    assert read("chat", CHAT | {"tools": [TOOL], "tool_choice": choice}).tool_choice == choice
+    assert (
+        read_openai("chat", CHAT | {"tools": [TOOL], "tool_choice": choice}).tool_choice == choice
+    )
 
 
 def test_an_empty_list_of_tools_is_as_good_as_none() -> None:
-    assert read("chat", CHAT | {"tools": []}).tools is None
+    assert read_openai("chat", CHAT | {"tools": []}).tools is None
 
 
 def test_a_model_that_must_not_call_is_not_told_of_tools() -> None:
-    assert read("chat", CHAT | {"tools": [TOOL], "tool_choice": "none"}).tools is None
+    assert read_openai("chat", CHAT | {"tools": [TOOL], "tool_choice": "none"}).tools is None
 
 
 @pytest.mark.parametrize(
@@ -285,7 +291,7 @@ def test_a_wrong_tool_is_named(fields: dict[str, Any], field: str) -> None:
     ],
 )
 def test_a_prompt_is_text_tokens_or_a_list_of_either(prompt: Any, prompts: Any) -> None:
-    assert read("completion", {"prompt": prompt}).prompts(None) == prompts
+    assert read_openai("completion", {"prompt": prompt}).prompts(None) == prompts
 
 
 @pytest.mark.parametrize(
@@ -296,7 +302,7 @@ def test_anything_else_is_no_prompt(prompt: Any) -> None:
 
 
 def test_text_after_the_gap_is_not_supported() -> None:
-    assert read("completion", COMPLETION | {"suffix": ""})
+    assert read_openai("completion", COMPLETION | {"suffix": ""})
     assert problem("completion", suffix="x").field == "suffix"
 
 

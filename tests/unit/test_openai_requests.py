@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.errors import InvalidPrompt
-from app.preprocess.openai import Asked, Kind, one_of_n, read
-from app.preprocess.template import ChatTemplate
+from app.preprocess.prompt_errors import ContextExceeded, InvalidPrompt
+from app.preprocess.requests.openai_requests import (
+    OpenAIRequest,
+    TokenizedKind,
+    nth_request,
+    read_openai,
+)
+from app.preprocess.text.chat_template import ChatTemplate
 from streams import records as r
+from streams import request as q
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens
 
@@ -17,7 +23,7 @@ CARD = r.ModelCard(
     name="demo",
     context_length=100,
     eos_token_ids=(0, 1),
-    defaults=r.SamplingOptions(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.1),
+    defaults=q.SamplingOptions(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.1),
     checksum="ab",
 )
 PLAIN = r.ModelCard(name="plain")
@@ -31,11 +37,11 @@ TEMPLATE = ChatTemplate(
 )
 
 
-def chat(**fields: Any) -> Asked:
-    return read("chat", CHAT | fields)
+def chat(**fields: Any) -> OpenAIRequest:
+    return read_openai("chat", CHAT | fields)
 
 
-def request(tokens: int = 10, card: r.ModelCard = CARD, **fields: Any) -> r.Request:
+def request(tokens: int = 10, card: r.ModelCard = CARD, **fields: Any) -> q.Request:
     (made,) = chat(**fields).requests([range(tokens)], card)
     return made
 
@@ -76,14 +82,14 @@ def test_a_raw_prompt_goes_past_the_template() -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_tokens_that_come_along_are_the_prompt(kind: Kind) -> None:
+def test_tokens_that_come_along_are_the_prompt(kind: TokenizedKind) -> None:
     fields: dict[str, Any] = {"chat": CHAT, "completion": COMPLETION}[kind]
-    asked = read(kind, fields | {"nvext": {"token_data": [1, 2]}})
+    asked = read_openai(kind, fields | {"nvext": {"token_data": [1, 2]}})
     assert asked.prompts(None) == [[1, 2]]
 
 
 def test_tokens_are_a_prompt() -> None:
-    assert read("tokens", {"token_ids": [1, 2]}).prompts(None) == [[1, 2]]
+    assert read_openai("tokens", {"token_ids": [1, 2]}).prompts(None) == [[1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -91,11 +97,13 @@ def test_tokens_are_a_prompt() -> None:
     [
         (chat(), False),
         (chat(nvext={"use_raw_prompt": True}), True),
-        (read("completion", COMPLETION), True),
-        (read("completion", COMPLETION | {"add_special_tokens": False}), False),
+        (read_openai("completion", COMPLETION), True),
+        (read_openai("completion", COMPLETION | {"add_special_tokens": False}), False),
     ],
 )
-def test_only_plain_text_gets_the_models_own_tokens_around_it(asked: Asked, expected: bool) -> None:
+def test_only_plain_text_gets_the_models_own_tokens_around_it(
+    asked: OpenAIRequest, expected: bool
+) -> None:
     assert asked.add_special_tokens is expected
 
 
@@ -117,8 +125,12 @@ def test_a_limit_stays() -> None:
 def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers() -> None:
     wrong = problem(100)
     assert wrong.field == "messages"
-    assert "100 tokens" in wrong.message
-    assert problem(107).message == "has 107 tokens and leaves none of the model's 100 for an answer"
+    assert isinstance(wrong, ContextExceeded)
+    assert "the prompt has 100 " in wrong.message
+    assert problem(107).message == (
+        "This model's maximum context length is 100 tokens; the prompt has 107 and leaves none for "
+        "an answer"
+    )
 
 
 def test_a_prompt_one_token_shorter_than_the_context_is_fine() -> None:
@@ -129,7 +141,8 @@ def test_a_prompt_one_token_shorter_than_the_context_is_fine() -> None:
 def test_a_limit_beyond_the_context_is_refused_by_its_name(field: str) -> None:
     wrong = problem(30, **{field: 71})
     assert wrong.field == field
-    assert "71 tokens after a prompt of 30" in wrong.message
+    assert isinstance(wrong, ContextExceeded)
+    assert "100 tokens; the prompt has 30 and the answer may have 71" in wrong.message
     assert request(30, **{field: 70}).stop.max_tokens == 70
 
 
@@ -144,7 +157,7 @@ def test_a_prompt_of_no_tokens_is_refused() -> None:
 
 def test_a_completions_prompt_is_named_so() -> None:
     with pytest.raises(InvalidPrompt) as raised:
-        read("completion", COMPLETION).requests([range(200)], CARD)
+        read_openai("completion", COMPLETION).requests([range(200)], CARD)
     assert raised.value.field == "prompt"
 
 
@@ -152,7 +165,7 @@ def test_a_completions_prompt_is_named_so() -> None:
 
 
 def test_there_is_a_request_for_each_prompt() -> None:
-    made = read("completion", {"prompt": ["a", "b"]}).requests([[1], [2, 3]], CARD)
+    made = read_openai("completion", {"prompt": ["a", "b"]}).requests([[1], [2, 3]], CARD)
     assert [one.token_ids for one in made] == [pack_tokens([1]), pack_tokens([2, 3])]
     assert [one.stop.max_tokens for one in made] == [99, 98]
 
@@ -179,7 +192,7 @@ def test_stops_are_taken_over() -> None:
         max_tokens=5,
         nvext={"max_thinking_tokens": 3},
     ).stop
-    assert stop == r.StopConditions(
+    assert stop == q.StopConditions(
         max_tokens=5,
         min_tokens=2,
         stop=("a", "b"),
@@ -195,7 +208,7 @@ def test_a_model_has_defaults() -> None:
 
 def test_what_a_request_says_goes_before_the_defaults() -> None:
     sampling = request(temperature=0, top_k=-1).sampling
-    assert sampling == r.SamplingOptions(
+    assert sampling == q.SamplingOptions(
         temperature=0.0, top_k=-1, top_p=0.8, repetition_penalty=1.1
     )
 
@@ -212,13 +225,13 @@ def test_sampling_is_taken_over() -> None:
         allowed_token_ids=[1, 2],
         logit_bias={"7": 1.5},
     ).sampling
-    assert sampling == r.SamplingOptions(
+    assert sampling == q.SamplingOptions(
         min_p=0.25,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         seed=7,
         include_stop_str_in_output=True,
-        guided_decoding=r.GuidedDecoding(regex="a+"),
+        guided_decoding=q.GuidedDecoding(regex="a+"),
         allowed_token_ids=(1, 2),
         logit_bias={7: 1.5},
     )
@@ -228,7 +241,7 @@ def test_greedy_is_greedy_whatever_else_is_said() -> None:
     sampling = request(
         temperature=1, top_p=0.5, presence_penalty=1, seed=7, nvext={"greed_sampling": True}
     ).sampling
-    assert sampling == r.SamplingOptions(temperature=0.0, seed=7)
+    assert sampling == q.SamplingOptions(temperature=0.0, seed=7)
 
 
 @pytest.mark.parametrize("bias", [{"a": 1}, {"-1": 1}, {"1.5": 1}, {"9" * 30: 1}])
@@ -244,7 +257,7 @@ def test_output_is_taken_over() -> None:
         skip_special_tokens=False,
         return_tokens_as_token_ids=True,
     ).output
-    assert output == r.OutputOptions(
+    assert output == q.OutputOptions(
         logprobs=2, prompt_logprobs=1, skip_special_tokens=False, return_tokens_as_token_ids=True
     )
 
@@ -263,10 +276,10 @@ def test_extensions_are_taken_over() -> None:
         mm_processor_kwargs={"fps": 2},
     )
     assert made.annotations == ("query_instance_id:1",)
-    assert made.hints == r.Hints(backend_instance_id="w1")
+    assert made.hints == q.Hints(backend_instance_id="w1")
     assert made.cache_salt == "s"
-    assert made.router == r.RouterParams(itl_target=20.0)
-    assert made.router_config_override == r.RouterConfigOverride(assume_kv_reuse=False)
+    assert made.router == q.RouterParams(itl_target=20.0)
+    assert made.router_config_override == q.RouterConfigOverride(assume_kv_reuse=False)
     assert (made.agent_context, made.mm_processor_kwargs) == (b'{"a":1}', b'{"fps":2}')
     assert made.request_timestamp_ms == 5.0
 
@@ -277,8 +290,8 @@ def test_the_salt_has_vllms_name_too() -> None:
 
 
 def test_headers_reach_the_hints() -> None:
-    asked = read("chat", CHAT, {"x-dp-rank": "3"})
-    assert asked.requests([[1]], CARD)[0].hints == r.Hints(dp_rank=3)
+    asked = read_openai("chat", CHAT, {"x-dp-rank": "3"})
+    assert asked.requests([[1]], CARD)[0].hints == q.Hints(dp_rank=3)
 
 
 # --- several answers ------------------------------------------------------------------------------
@@ -286,19 +299,19 @@ def test_headers_reach_the_hints() -> None:
 
 def test_answers_to_one_request_draw_differently() -> None:
     made = request(seed=7)
-    assert [one_of_n(made, number).sampling.seed for number in range(3)] == [7, 8, 9]
+    assert [nth_request(made, number).sampling.seed for number in range(3)] == [7, 8, 9]
 
 
 def test_the_first_answer_draws_with_the_seed_as_it_is() -> None:
-    assert one_of_n(request(seed=-5), 0).sampling.seed == -5
+    assert nth_request(request(seed=-5), 0).sampling.seed == -5
 
 
 def test_the_largest_seed_has_a_next_one() -> None:
-    seed = one_of_n(request(seed=2**63 - 1), 1).sampling.seed
+    seed = nth_request(request(seed=2**63 - 1), 1).sampling.seed
     assert seed is not None
     assert 0 <= seed < 2**63
 
 
 def test_without_a_seed_there_is_nothing_to_change() -> None:
     made = request()
-    assert one_of_n(made, 1) is made
+    assert nth_request(made, 1) is made

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from app.bench.overload import Answer, Found, Sample, growth, normal_after, report, text_of
+from app.bench.chaos.overload import (
+    MemorySample,
+    OverloadOutcome,
+    OverloadResult,
+    memory_growth,
+    overload_report,
+    recovery_s,
+    sse_text,
+)
 
 MB = 1024 * 1024
 
 
-def answers(phase: str, start: float, count: int, **over: object) -> list[Answer]:
+def answers(phase: str, start: float, count: int, **over: object) -> list[OverloadOutcome]:
     fields = {"status": 200, "ttft_s": 0.1, "retry_after": False, "is_right": True} | over
-    return [Answer(phase, start + n / 10, **fields) for n in range(count)]  # type: ignore[arg-type]
+    return [OverloadOutcome(phase, start + n / 10, **fields) for n in range(count)]  # type: ignore[arg-type]
 
 
-def seen(*more: Answer, samples: list[Sample] | None = None) -> Found:
+def seen(*more: OverloadOutcome, samples: list[MemorySample] | None = None) -> OverloadResult:
     usual = [*answers("unloaded", 0, 50), *answers("overload", 10, 50)]
     refused = answers("overload", 10, 50, status=529, ttft_s=0.02, retry_after=True)
     after = answers("afterwards", 100, 400)
-    return Found(10.0, 2.0, [*usual, *refused, *after, *more], samples or [], ended_at=100.0)
+    return OverloadResult(
+        10.0, 2.0, [*usual, *refused, *after, *more], samples or [], ended_at=100.0
+    )
 
 
-def missed(found: Found) -> list[str]:
-    return [bar.name for bar in report(found).bars if not bar.met]
+def missed(found: OverloadResult) -> list[str]:
+    return [bar.name for bar in overload_report(found).bars if not bar.met]
 
 
 def test_early_and_clear_refusals_meet_all_bars() -> None:
@@ -43,16 +53,18 @@ def test_what_is_neither_served_nor_refused_is_found() -> None:
 
 def test_memory_grows_only_by_what_the_second_half_added() -> None:
     sizes = [100, 200, 210, 205, 215, 220]
-    samples = [Sample("overload", float(n), "router-1", mb * MB) for n, mb in enumerate(sizes)]
-    assert growth(samples) == [(10 * MB, "router-1")]
+    samples = [
+        MemorySample("overload", float(n), "router-1", mb * MB) for n, mb in enumerate(sizes)
+    ]
+    assert memory_growth(samples) == [(10 * MB, "router-1")]
 
 
 def test_normal_again_after_the_last_window_with_a_refusal_or_late_texts() -> None:
-    assert normal_after(seen()) == 0.0
+    assert recovery_s(seen()) == 0.0
     refusal = answers("afterwards", 105, 1, status=529, ttft_s=0.01, retry_after=True)
-    assert normal_after(seen(*refusal)) == 6.0
+    assert recovery_s(seen(*refusal)) == 6.0
     late = answers("afterwards", 120, 60, ttft_s=0.5)
-    assert normal_after(seen(*late)) == 126.0 - 100.0
+    assert recovery_s(seen(*late)) == 126.0 - 100.0
 
 
 def test_the_text_of_a_stream_is_that_of_its_events() -> None:
@@ -61,4 +73,4 @@ def test_the_text_of_a_stream_is_that_of_its_events() -> None:
         b": alive\n\n"
         b'id: 2\ndata: {"choices":[{"delta":{"content":"lo"}}]}\n\ndata: [DONE]\n\n'
     )
-    assert text_of(told) == "Hello"
+    assert sse_text(told) == "Hello"

@@ -10,19 +10,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.preprocess import passed
-from app.preprocess.byte_model import ByteModel
-from app.preprocess.errors import InvalidPrompt, TooLarge
-from app.preprocess.openai import Asked, one_of_n
-from app.preprocess.passed import MEDIUM_TOKENS, MOST_BYTES, guessed_tokens
-from streams.records import Request
+from app.preprocess.json_limits import MAX_REQUESTS_BYTES
+from app.preprocess.models.byte_model import ByteModel
+from app.preprocess.prompt_errors import InvalidPrompt, TooLarge
+from app.preprocess.requests.openai_requests import OpenAIRequest, nth_request
+from app.preprocess.requests.passthrough import (
+    MEDIA_ITEM_TOKENS,
+    PassthroughRequest,
+    estimate_tokens,
+)
+from app.preprocess.requests.request_reader import prepare, read_request
+from streams.records import ModelCard
+from streams.request import Request
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+TOKENS = {"token_ids": [1]}
 
 
 def requests(kind: Any, fields: dict[str, Any], **headers: str) -> tuple[Request, ...]:
-    asked = passed.read(kind, fields, headers, as_is=True)
-    return asyncio.run(passed.prepare(asked, ByteModel("m"))).requests
+    asked = read_request(kind, fields, headers, as_is=True)
+    return asyncio.run(prepare(asked, ByteModel("m"))).requests
 
 
 def said(request: Request) -> Any:
@@ -39,7 +46,7 @@ def test_a_body_stays_as_it_came_but_for_what_others_do() -> None:
     assert (request.kind, request.token_ids, request.model) == ("chat", b"", "m")
     assert request.hints.lora_name == "ada"
     assert request.sampling.seed == 4
-    assert [one_of_n(request, number).sampling.seed for number in range(2)] == [4, 5]
+    assert [nth_request(request, number).sampling.seed for number in range(2)] == [4, 5]
 
 
 def test_headers_and_limits_are_for_routers_as_well() -> None:
@@ -49,6 +56,16 @@ def test_headers_and_limits_are_for_routers_as_well() -> None:
     assert (request.stop.max_tokens, request.cache_salt) == (7, "s")
     (request,) = requests("completion", fields | {"max_tokens": 0})
     assert request.stop.max_tokens is None, "what that means is the engine's to say"
+
+
+def test_embeddings_keep_their_model_checksum_and_annotations() -> None:
+    fields = {"model": "m", "input": ["a"], "nvext": {"annotations": ["x", "k:v"]}}
+    asked = read_request("embedding", fields, as_is=True)
+    assert isinstance(asked, PassthroughRequest)
+    (request,) = asked.requests(ModelCard(name="m", checksum="aa", kind="embedding"))
+    assert (request.kind, request.model, request.mdc_sum) == ("embedding", "m", "aa")
+    assert request.annotations == ("x", "k:v")
+    assert said(request) == {"model": "m", "input": ["a"]}
 
 
 @pytest.mark.parametrize(
@@ -73,10 +90,22 @@ def test_what_only_engines_in_tokens_do_is_refused_with_its_name() -> None:
             requests("chat", CHAT | {"nvext": {name: value}})
 
 
+@pytest.mark.parametrize("as_is", [False, True])
 @pytest.mark.parametrize("name", ["kv_transfer_params", "bootstrap_host", "bootstrap_room"])
-def test_no_client_says_what_servers_say_to_each_other(name: str) -> None:
-    with pytest.raises(InvalidPrompt, match=f"{name}: is between servers only"):
-        requests("chat", CHAT | {name: {"remote_host": "10.0.0.1"}})
+@pytest.mark.parametrize(
+    "path",
+    ["", "nvext.extra_args.", "extra_args.", "vllm_xargs.", "extra_body.",
+     "extra_body.vllm_xargs.", "nvext.extra_args.extra_args."],
+)  # fmt: skip
+def test_no_client_sets_a_field_between_servers(path: str, name: str, *, as_is: bool) -> None:
+    fields: dict[str, Any] = {name: {"remote_host": "10.0.0.1"}}
+    for outer in reversed(path.split(".")[:-1]):
+        fields = {outer: fields}
+    for kind, body in (("chat", CHAT), ("completion", {"prompt": "a"}), ("tokens", TOKENS)):
+        with pytest.raises(InvalidPrompt) as refused:
+            read_request(kind, body | fields, as_is=as_is)  # type: ignore[arg-type]
+        assert refused.value.field == path + name
+        assert "is between servers only" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -94,31 +123,31 @@ def test_what_is_read_is_checked(fields: dict[str, Any], field: str) -> None:
 
 
 def test_models_in_tokens_are_asked_as_before() -> None:
-    assert isinstance(passed.read("chat", CHAT, as_is=False), Asked)
-    tokens = passed.read("tokens", {"token_ids": [1]}, as_is=True)
-    assert isinstance(tokens, Asked), "there is no such body"
+    assert isinstance(read_request("chat", CHAT, as_is=False), OpenAIRequest)
+    tokens = read_request("tokens", {"token_ids": [1]}, as_is=True)
+    assert isinstance(tokens, OpenAIRequest), "there is no such body"
 
 
 def test_a_prompt_is_guessed_by_its_size_and_an_image_is_not_text() -> None:
     text = json.dumps(CHAT | {"words": "word " * 400}).encode()
-    assert guessed_tokens(text) == len(text) // 4
+    assert estimate_tokens(text) == len(text) // 4
     image = base64.b64encode(bytes(range(256)) * 400).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
     both = json.dumps({"parts": [part, part]}).encode()
-    assert 2 * MEDIUM_TOKENS <= guessed_tokens(both) < 2 * MEDIUM_TOKENS + 60
+    assert 2 * MEDIA_ITEM_TOKENS <= estimate_tokens(both) < 2 * MEDIA_ITEM_TOKENS + 60
 
 
 def test_guessing_takes_time_in_proportion_to_a_body_whatever_is_in_it() -> None:
     """With the square of it, this one would take more than a minute."""
     stretches = 40 * 1024
-    assert guessed_tokens((b"a" * 1023 + b" ") * stretches) == stretches * 1024 // 4
+    assert estimate_tokens((b"a" * 1023 + b" ") * stretches) == stretches * 1024 // 4
 
 
 @pytest.mark.parametrize(
     "over",
     [
-        {"prompt": "a" * (MOST_BYTES // 8), "n": 9},
-        {"prompt": ["a", "b"] * 5, "suffix": "c" * (MOST_BYTES // 10)},
+        {"prompt": "a" * (MAX_REQUESTS_BYTES // 8), "n": 9},
+        {"prompt": ["a", "b"] * 5, "suffix": "c" * (MAX_REQUESTS_BYTES // 10)},
     ],
 )
 def test_a_body_that_would_become_more_than_is_taken_at_a_time_is_refused(over: Any) -> None:
@@ -127,4 +156,4 @@ def test_a_body_that_would_become_more_than_is_taken_at_a_time_is_refused(over: 
 
 
 def test_many_long_prompts_are_taken_as_long_as_each_goes_out_once() -> None:
-    assert len(requests("completion", {"prompt": ["a" * (MOST_BYTES // 64)] * 32})) == 32
+    assert len(requests("completion", {"prompt": ["a" * (MAX_REQUESTS_BYTES // 64)] * 32})) == 32

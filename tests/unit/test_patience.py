@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from streams.errors import BrokerUnavailable, TopicsDiffer
-from streams.patience import until_answered
-from tests.worlds import World, in_world
+from streams.errors import BrokerUnavailable, TopicMismatch
+from streams.retry import retry_while_unavailable
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
-@in_world
-async def test_a_question_is_asked_until_it_is_answered(world: World) -> None:
+@scenario_test
+async def test_a_question_is_asked_until_it_is_answered(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.unanswered = {"offsets"}
-    asking = world.spawn(until_answered(world.clock, lambda: log.end_offsets("ledger", [0])))
+    asking = world.spawn(
+        retry_while_unavailable(world.clock, lambda: log.end_offsets("ledger", [0]))
+    )
     await world.sleep(60.0)
     world.faults.unanswered = set()
     assert await asking == {0: 0}
     assert 10 < len(world.faults.asked) < 100, "with pauses in between"
 
 
-@in_world
-async def test_pauses_grow_and_end_with_the_time_that_is_given(world: World) -> None:
+@scenario_test
+async def test_pauses_grow_and_end_with_the_time_that_is_given(world: MemoryWorld) -> None:
     asked: list[float] = []
 
     async def ask() -> None:
@@ -29,23 +31,23 @@ async def test_pauses_grow_and_end_with_the_time_that_is_given(world: World) -> 
         raise BrokerUnavailable("gone")
 
     with pytest.raises(BrokerUnavailable):
-        await until_answered(world.clock, ask, until=world.clock.now() + 3.0)
+        await retry_while_unavailable(world.clock, ask, until=world.clock.now() + 3.0)
     assert asked == [0.0, 0.05, 0.15, 0.35, 0.75, 1.55, 2.55, 3.0]
 
 
-@in_world
-async def test_a_wrong_question_is_not_repeated(world: World) -> None:
+@scenario_test
+async def test_a_wrong_question_is_not_repeated(world: MemoryWorld) -> None:
     log = await world.connect()
-    with pytest.raises(TopicsDiffer):
-        await until_answered(world.clock, lambda: log.end_offsets("ledger", [99]))
+    with pytest.raises(TopicMismatch):
+        await retry_while_unavailable(world.clock, lambda: log.end_offsets("ledger", [99]))
 
 
-@in_world
-async def test_the_caller_has_the_deadline(world: World) -> None:
+@scenario_test
+async def test_the_caller_has_the_deadline(world: MemoryWorld) -> None:
     async def ask() -> None:
         raise BrokerUnavailable("gone")
 
-    asking = world.spawn(until_answered(world.clock, ask))
+    asking = world.spawn(retry_while_unavailable(world.clock, ask))
     await world.sleep(10.0)
     asking.cancel()
     await world.sleep(0.0)

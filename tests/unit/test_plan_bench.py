@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 
-from app.bench import plan_reference
-from app.bench.plan import Differs, Form, bars, plan_bench
+from app.bench.routing import cost_reference
+from app.bench.routing.decision_latency import (
+    DecisionMismatch,
+    DecisionScale,
+    bench_decisions,
+    decision_thresholds,
+)
+from app.settings import Settings
 
-SMALL = Form((1, 3), 5, 2)
+SMALL = DecisionScale((1, 3), 5, 2)
 
 
 def test_every_size_and_policy_is_measured() -> None:
     shares: list[float] = []
-    report = asyncio.run(plan_bench(SMALL, lambda _: None, shares.append))
+    report = asyncio.run(bench_decisions(Settings(), SMALL, lambda _: None, shares.append))
     assert [(r["what"], r["policy"], r["workers"]) for r in report.rows] == [
         ("decision", "predictive", 1), ("decision", "dynamo", 1), ("decision", "predictive", 3),
         ("decision", "dynamo", 3), ("100 held", "predictive", 64),
@@ -24,9 +30,9 @@ def test_every_size_and_policy_is_measured() -> None:
 
 
 def test_costs_that_differ_from_the_plain_formulas_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_reference, "dynamo", lambda *_: -1.0)
-    with pytest.raises(Differs, match=r"by the reference -1\.0"):
-        asyncio.run(plan_bench(SMALL, lambda _: None, lambda _: None))
+    monkeypatch.setattr(cost_reference, "dynamo_cost", lambda *_: -1.0)
+    with pytest.raises(DecisionMismatch, match=r"by the reference -1\.0"):
+        asyncio.run(bench_decisions(Settings(), SMALL, lambda _: None, lambda _: None))
 
 
 def test_bars_are_for_the_sizes_that_have_one() -> None:
@@ -36,4 +42,4 @@ def test_bars_are_for_the_sizes_that_have_one() -> None:
         }
 
     rows = [row(8, 999.0), row(64, 39.0), row(512, 201.0), row(64, 1999.0, "100 held")]
-    assert [bar.met for bar in bars(rows)] == [True, False, True]
+    assert [bar.met for bar in decision_thresholds(rows)] == [True, False, True]

@@ -12,37 +12,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from app.bench.plan_reference import dynamo as plain_dynamo
-from app.routing.policies import (
-    NEVER,
+from app.bench.routing.cost_reference import dynamo_cost as plain_dynamo
+from app.routing.selection.decision_record import (
+    MAX_RECORDED_CANDIDATES,
+    candidates_from_record,
+    record_decision,
+)
+from app.routing.selection.policies import (
+    INELIGIBLE,
     POLICIES,
-    Ask,
+    Candidates,
     DynamoWeights,
-    Options,
-    Place,
+    RequestFeatures,
+    choose,
+    cost_range,
     dynamo,
-    pick,
     power_of_two,
+    rank_hashes,
     round_robin,
     session_hash,
-    span,
-    tags_of,
 )
-from app.routing.recorded import RECORDED, inputs_of, options_of
+from app.routing.worker_rank import WorkerRank
 from streams.records import Candidate
 
-ASK = Ask(id="a", prompt_tokens=160, block_size=16, seed=0)
+ASK = RequestFeatures(id="a", prompt_tokens=160, block_size=16, seed=0)
 DEFAULTS = DynamoWeights()
 
 
-def options(*rows: dict[str, Any], names: str = "w{}") -> Options:
+def options(*rows: dict[str, Any], names: str = "w{}") -> Candidates:
     """The places w0, w1, …; what a row does not say is 0."""
-    return options_of([Candidate(names.format(n), 1, **row) for n, row in enumerate(rows)])
+    return candidates_from_record(
+        [Candidate(names.format(n), 1, **row) for n, row in enumerate(rows)]
+    )
 
 
-def worker(chosen: int | None, among: Options) -> str:
+def worker(chosen: int | None, among: Candidates) -> str:
     assert chosen is not None
-    return among.places[chosen].worker
+    return among.worker_ranks[chosen].worker
 
 
 THREE = options(
@@ -85,11 +91,11 @@ def test_the_overlap_decays_with_the_excess_over_the_least_loaded() -> None:
 
 def test_round_robin_goes_in_turn_by_name() -> None:
     three = options({}, {}, {})
-    backwards = replace(three, places=three.places[::-1])
+    backwards = replace(three, worker_ranks=three.worker_ranks[::-1])
     chosen = []
     for turn in range(6):
-        costs = round_robin(replace(ASK, turn=turn), backwards, DEFAULTS)
-        chosen.append(worker(pick(costs, backwards.tags, 0), backwards))
+        costs = round_robin(replace(ASK, dispatched_count=turn), backwards, DEFAULTS)
+        chosen.append(worker(choose(costs, backwards.hashes, 0), backwards))
     assert chosen == ["w0", "w1", "w2"] * 2
 
 
@@ -98,9 +104,9 @@ def test_power_of_two_considers_two_and_takes_the_less_loaded() -> None:
     drawn = Counter[int]()
     for seed in range(500):
         costs = power_of_two(replace(ASK, seed=seed), five, DEFAULTS)
-        two = [i for i, cost in enumerate(costs) if cost < NEVER]
+        two = [i for i, cost in enumerate(costs) if cost < INELIGIBLE]
         assert len(two) == 2
-        assert pick(costs, five.tags, seed) == min(two)
+        assert choose(costs, five.hashes, seed) == min(two)
         drawn.update(two)
     assert all(150 < drawn[i] < 250 for i in range(5))
 
@@ -109,26 +115,28 @@ def test_a_session_stays_when_another_worker_leaves_and_when_its_own_comes_back(
     five = options({}, {}, {}, {}, {})
     for n in range(100):
         ask = replace(ASK, session=f"s{n}")
-        chosen = pick(session_hash(ask, five, DEFAULTS), five.tags, 0)
+        chosen = choose(session_hash(ask, five, DEFAULTS), five.hashes, 0)
         assert chosen is not None
-        left = [p for i, p in enumerate(five.places) if i != (chosen + 1) % 5]
-        again = [Place(p.worker, 7) for p in left]
-        four = replace(options({}, {}, {}, {}), places=again, tags=tags_of(again))
-        assert worker(pick(session_hash(ask, four, DEFAULTS), four.tags, 0), four) == f"w{chosen}"
+        left = [p for i, p in enumerate(five.worker_ranks) if i != (chosen + 1) % 5]
+        again = [WorkerRank(p.worker, 7) for p in left]
+        four = replace(options({}, {}, {}, {}), worker_ranks=again, hashes=rank_hashes(again))
+        assert (
+            worker(choose(session_hash(ask, four, DEFAULTS), four.hashes, 0), four) == f"w{chosen}"
+        )
 
 
 def test_sessions_spread_over_all_places() -> None:
     five = options({}, {}, {}, {}, {})
     seen = Counter(
-        pick(session_hash(replace(ASK, session=f"s{n}"), five, DEFAULTS), five.tags, 0)
+        choose(session_hash(replace(ASK, session=f"s{n}"), five, DEFAULTS), five.hashes, 0)
         for n in range(500)
     )
     assert all(60 < seen[i] < 140 for i in range(5))
 
 
 def test_ties_are_drawn_evenly_from_the_seed() -> None:
-    tags = options({}, {}, {}, {}).tags
-    drawn = Counter(pick(np.array([3.0, 3.0, 5.0, 3.0]), tags, seed) for seed in range(900))
+    tags = options({}, {}, {}, {}).hashes
+    drawn = Counter(choose(np.array([3.0, 3.0, 5.0, 3.0]), tags, seed) for seed in range(900))
     assert set(drawn) == {0, 1, 3}
     assert all(240 < n < 360 for n in drawn.values())
 
@@ -136,30 +144,30 @@ def test_ties_are_drawn_evenly_from_the_seed() -> None:
 def test_a_tie_among_many_is_the_same_among_those_that_were_recorded() -> None:
     many = options(*[{}] * 40)
     for seed in range(50):
-        chosen = pick(np.ones(40), many.tags, seed)
+        chosen = choose(np.ones(40), many.hashes, seed)
         assert chosen is not None
-        few = [*many.places[:3], many.places[chosen]]
-        assert few[pick(np.ones(4), tags_of(few), seed) or 0] == many.places[chosen]
+        few = [*many.worker_ranks[:3], many.worker_ranks[chosen]]
+        assert few[choose(np.ones(4), rank_hashes(few), seed) or 0] == many.worker_ranks[chosen]
 
 
 def test_noise_chooses_in_proportion_to_the_softmax_of_the_costs() -> None:
-    tags = options({}, {}, {}).tags
-    costs = np.array([0.0, 1.0, NEVER])
-    drawn = Counter(pick(costs, tags, seed, noise=1.0) for seed in range(4000))
+    tags = options({}, {}, {}).hashes
+    costs = np.array([0.0, 1.0, INELIGIBLE])
+    drawn = Counter(choose(costs, tags, seed, noise=1.0) for seed in range(4000))
     assert drawn[0] / 4000 == pytest.approx(1 / (1 + math.exp(-1)), abs=0.03)
     assert drawn[2] == 0
-    assert span(costs) == 1.0
+    assert cost_range(costs) == 1.0
 
 
 def test_little_noise_hardly_spreads() -> None:
-    costs, tags = np.array([0.0, 1.0]), options({}, {}).tags
-    assert {pick(costs, tags, seed, noise=0.05) for seed in range(500)} == {0}
+    costs, tags = np.array([0.0, 1.0]), options({}, {}).hashes
+    assert {choose(costs, tags, seed, noise=0.05) for seed in range(500)} == {0}
 
 
 def test_nothing_to_consider_is_no_choice() -> None:
-    assert pick(np.empty(0), tags_of([]), 0) is None
-    assert pick(np.array([NEVER]), options({}).tags, 0) is None
-    assert pick(np.array([NEVER, 2.0, np.nan]), options({}, {}, {}).tags, 0) == 1
+    assert choose(np.empty(0), rank_hashes([]), 0) is None
+    assert choose(np.array([INELIGIBLE]), options({}).hashes, 0) is None
+    assert choose(np.array([INELIGIBLE, 2.0, np.nan]), options({}, {}, {}).hashes, 0) == 1
 
 
 @given(
@@ -175,7 +183,7 @@ def test_a_choice_is_a_function_of_its_inputs(
 
     def chosen() -> int | None:
         costs = POLICIES[name](replace(ASK, seed=seed), many, DEFAULTS)
-        return pick(costs, many.tags, seed, noise)
+        return choose(costs, many.hashes, seed, noise)
 
     first = chosen()
     assert first is not None
@@ -203,7 +211,7 @@ def test_the_kernel_and_the_plain_formula_agree_to_the_bit(
 ) -> None:
     ask = replace(ASK, least_prefill_tokens=min(row["prefill_tokens"] for row in rows))
     costs = dynamo(ask, options(*rows), weights)
-    candidates = inputs_of(options(*rows), costs, 0, is_timed=False).candidates
-    best = sorted(range(len(rows)), key=costs.tolist().__getitem__)[:RECORDED]
+    candidates = record_decision(options(*rows), costs, 0, is_timed=False).candidates
+    best = sorted(range(len(rows)), key=costs.tolist().__getitem__)[:MAX_RECORDED_CANDIDATES]
     assert [c.worker for c in candidates[: len(best)]] == [f"w{i}" for i in best]
     assert [c.cost for c in candidates] == [plain_dynamo(c, ask, weights) for c in candidates]

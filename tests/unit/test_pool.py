@@ -8,22 +8,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.preprocess.errors import Overloaded
-from app.preprocess.pool import Inline, Threads
+from app.preprocess.prompt_errors import PreprocessorOverloaded
+from app.preprocess.thread_pool import InlinePool, ThreadPool
 
 
 @pytest.fixture
-def pool() -> Iterator[Threads]:
-    pool = Threads(threads=1, waiting=1)
+def pool() -> Iterator[ThreadPool]:
+    pool = ThreadPool(threads=1, waiting=1)
     yield pool
     pool.close()
 
 
-async def test_work_runs_on_another_thread(pool: Threads) -> None:
+async def test_work_runs_on_another_thread(pool: ThreadPool) -> None:
     assert await pool.run(threading.get_ident) != threading.get_ident()
 
 
-async def test_an_error_of_the_work_comes_back(pool: Threads) -> None:
+async def test_an_error_of_the_work_comes_back(pool: ThreadPool) -> None:
     def fail() -> None:
         raise KeyError("x")
 
@@ -31,23 +31,23 @@ async def test_an_error_of_the_work_comes_back(pool: Threads) -> None:
         await pool.run(fail)
 
 
-async def test_what_finds_no_place_to_wait_is_refused(pool: Threads) -> None:
+async def test_what_finds_no_place_to_wait_is_refused(pool: ThreadPool) -> None:
     gate = threading.Event()
     taken = [asyncio.ensure_future(pool.run(gate.wait)) for _ in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded):
+    with pytest.raises(PreprocessorOverloaded):
         await pool.run(gate.wait)
     gate.set()
     assert await asyncio.gather(*taken) == [True, True]
 
 
-async def test_a_place_is_free_again_when_the_work_is_done(pool: Threads) -> None:
+async def test_a_place_is_free_again_when_the_work_is_done(pool: ThreadPool) -> None:
     for number in range(5):
         assert await pool.run(lambda n=number: n) == number
 
 
 async def test_a_cancelled_caller_leaves_its_place_taken_until_the_thread_is_done(
-    pool: Threads,
+    pool: ThreadPool,
 ) -> None:
     gate = threading.Event()
     first = asyncio.ensure_future(pool.run(gate.wait))
@@ -55,11 +55,11 @@ async def test_a_cancelled_caller_leaves_its_place_taken_until_the_thread_is_don
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    with pytest.raises(Overloaded):
+    with pytest.raises(PreprocessorOverloaded):
         await pool.run(gate.wait)
     gate.set()
     assert await second
 
 
 async def test_inline_work_is_done_at_once() -> None:
-    assert await Inline().run(threading.get_ident) == threading.get_ident()
+    assert await InlinePool().run(threading.get_ident) == threading.get_ident()

@@ -3,51 +3,67 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from app.bench import plan_reference
-from app.engine.curves import Curves
-from app.routing.burdens import Burden
-from app.routing.changes import Noted
-from app.routing.decisions import Chosen, Hold, Plan, Planned, Tuning, View, intention
-from app.routing.held import Held, Sketch, Survey, Wanted
-from app.routing.kernels import UNKNOWN
-from app.routing.paces import Pace
-from app.routing.plan import plan, replan
-from app.routing.policies import Ask, Options, Place
-from app.routing.predictive import Prediction, PredictiveWeights, predict
-from app.routing.prompt import Prompt
-from app.routing.recorded import inputs_of, options_of
-from app.routing.survey import Surveyor, survey
+from app.bench.routing import cost_reference
+from app.engine.perf_curves import PerfCurves
+from app.routing.queueing import batch_select
+from app.routing.queueing.batch_select import (
+    BatchContext,
+    BatchOrder,
+    plan_batch,
+    plan_uniform,
+    uniform_groups,
+)
+from app.routing.queueing.pending import PendingRequest, PendingRequests
+from app.routing.selection.cost_kernels import UNKNOWN
+from app.routing.selection.decision import (
+    Decision,
+    Placement,
+    Reservation,
+    RoutingConfig,
+    RoutingState,
+    Wait,
+)
+from app.routing.selection.decision_record import candidates_from_record, record_decision
+from app.routing.selection.policies import Candidates, RequestFeatures
+from app.routing.selection.predictive import Prediction, PredictiveWeights, predict
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.select import recompute_choice, select_worker
+from app.routing.state.active_load import WorkerLoad
+from app.routing.state.change_log import TrackedDict
+from app.routing.state.performance import EngineProfile
+from app.routing.worker_rank import WorkerRank
 from streams.codecs import pack_tokens
-from streams.records import Candidate, Hints, Request, RoutingConstraints, StopConditions
-from tests.stages import NOW_MS, TOKENS, Stage, recorded
+from streams.records import Candidate
+from streams.request import Hints, Request, RoutingConstraints, StopConditions
+from tests.harness.routing_harness import NOW_MS, TOKENS, RoutingHarness, to_assigned
 
-CURVES = Curves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 10.0, 5.0))
+CURVES = PerfCurves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 10.0, 5.0))
 """A step takes 10 ms and 0.01 ms a prompt token; of decode 5 ms, and 10 ms more in a full cache."""
-PACE = Pace(CURVES, chunk_tokens=1000, capacity_tokens=10_000)
-ASK = Ask(
+PACE = EngineProfile(CURVES, chunk_tokens=1000, capacity_tokens=10_000)
+ASK = RequestFeatures(
     id="a", prompt_tokens=500, block_size=10, seed=0, output_tokens=200, mean_output_tokens=100
 )
 LAMBDA = 0.01
 
 
-def options(*rows: dict[str, Any]) -> Options:
+def options(*rows: dict[str, Any]) -> Candidates:
     """Places w0, w1, …; what a row does not say is 0."""
     candidates = []
     for n, row in enumerate(rows):
         fields = dict(row)
         pace = fields.pop("pace", PACE)
-        fields |= {"slowness": pace.slowness, "curve": pace.curves.numbers()}
+        fields |= {"slowness": pace.slowdown, "curve": pace.curves.coefficients()}
         fields |= {"chunk_tokens": pace.chunk_tokens, "capacity_tokens": pace.capacity_tokens}
         candidates.append(Candidate(f"w{n}", n, **fields))
-    return options_of(candidates)
+    return candidates_from_record(candidates)
 
 
 class Terms(NamedTuple):
@@ -61,11 +77,11 @@ class Terms(NamedTuple):
     replication_ms: float
 
 
-def predicted(*rows: dict[str, Any], ask: Ask = ASK) -> Prediction:
+def predicted(*rows: dict[str, Any], ask: RequestFeatures = ASK) -> Prediction:
     return predict(ask, options(*rows), PredictiveWeights(LAMBDA))
 
 
-def one(row: dict[str, Any], ask: Ask = ASK) -> Terms:
+def one(row: dict[str, Any], ask: RequestFeatures = ASK) -> Terms:
     return Terms(*[float(column[0]) for column in predicted(row, ask=ask).terms])
 
 
@@ -90,7 +106,7 @@ def test_a_place_in_decode_costs_the_rest_of_a_step_and_slows_the_others() -> No
 
 def test_requests_that_come_after_find_a_place_as_it_is_left() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900}
-    ask = replace(ASK, leads_to=4.0, most_held_tokens=200.0)
+    ask = replace(ASK, expected_followups=4.0, most_cached_tokens=200.0)
     found = float(predicted(row, ask=ask).costs[0])
     once = 24 + 200 * 0.02 / 4  # a second copy of 200 tokens, for four
     assert found == pytest.approx(once + 0.01 * (30 + 60 + 4 * 1320) + 3 * 1.5 * 6.6)
@@ -131,8 +147,8 @@ def test_others_that_are_planned_go_first_if_they_are_shorter_and_last_if_not() 
 
 def test_what_is_cached_elsewhere_and_computed_here_is_paid_for() -> None:
     both = {"overlap_blocks": 30}, {"overlap_blocks": 10}
-    found = predicted(*both, ask=replace(ASK, most_held_tokens=UNKNOWN))
-    assert found.most_held_tokens == 300
+    found = predicted(*both, ask=replace(ASK, most_cached_tokens=UNKNOWN))
+    assert found.most_cached_tokens == 300
     terms = found.terms
     # The second has 200 tokens less, at 20 ms for a full chunk of 1000.
     assert terms.replication_ms == pytest.approx([0, 4])
@@ -159,8 +175,8 @@ def test_a_long_prompt_is_computed_in_chunks_with_a_step_of_decode_each() -> Non
 def test_a_slower_place_takes_longer_for_everything() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900, "overlap_blocks": 10, "prefill_runs": 1,
            "prefill_tokens": 1500}  # fmt: skip
-    ask = replace(ASK, most_held_tokens=300)
-    fast, slow = one(row, ask), one(row | {"pace": PACE._replace(slowness=3.0)}, ask)
+    ask = replace(ASK, most_cached_tokens=300)
+    fast, slow = one(row, ask), one(row | {"pace": PACE._replace(slowdown=3.0)}, ask)
     assert slow == pytest.approx([3 * term for term in fast])
 
 
@@ -197,19 +213,19 @@ LONG = replace(ASK, prompt_tokens=2500)
     ],
 )
 def test_a_request_is_held_until_its_place_is_free(
-    ask: Ask, row: dict[str, Any], left_ms: float
+    ask: RequestFeatures, row: dict[str, Any], left_ms: float
 ) -> None:
     assert predicted(row, ask=ask).hold_ms == pytest.approx(left_ms)
 
 
 def test_what_a_prefill_takes_alone_counts_what_is_cached() -> None:
     row = {"overlap_blocks": 20, "open_runs": 3, "prompt_tokens": 5000}
-    assert predicted(row).alone_ms == pytest.approx(13)
+    assert predicted(row).standalone_prefill_ms == pytest.approx(13)
 
 
 SPOTS = st.fixed_dictionaries({
     "pace": st.builds(
-        Pace, st.sampled_from([CURVES, Curves()]), st.floats(0.1, 10),
+        EngineProfile, st.sampled_from([CURVES, PerfCurves()]), st.floats(0.1, 10),
         st.sampled_from([512, 8192]), st.sampled_from([0, 10_000, 300_000]),
     ),
     "open_runs": st.integers(1, 50), "prompt_tokens": st.integers(0, 90_000),
@@ -245,25 +261,26 @@ def test_the_kernel_and_the_plain_formulas_agree_to_the_bit(
     target_ms: float,
 ) -> None:  # fmt: skip
     ask = replace(
-        ASK, prompt_tokens=prompt, output_tokens=output, most_held_tokens=held, leads_to=leads_to,
+        ASK, prompt_tokens=prompt, output_tokens=output, most_cached_tokens=held,
+        expected_followups=leads_to,
         ttft_target_ms=target_ms, itl_target_ms=target_ms / 5,
     )  # fmt: skip
     found = predicted(*rows, ask=ask)
-    candidates = inputs_of(options(*rows), found.costs, 0, is_timed=True).candidates
+    candidates = record_decision(options(*rows), found.costs, 0, is_timed=True).candidates
     assert len(candidates) == len(rows)
     for each in candidates:
         i = int(each.worker[1:])
-        plainly = plan_reference.predicted(each, ask, LAMBDA)
+        plainly = cost_reference.predictive_cost(each, ask, LAMBDA)
         assert plainly.cost_ms == each.cost == found.costs[i]
         assert plainly.ttft_ms == found.terms.ttft_ms[i]
-        assert plainly.alone_ms == found.alone_ms[i]
+        assert plainly.alone_ms == found.standalone_prefill_ms[i]
         assert max(plainly.hold_ms, 0) == found.hold_ms[i]
 
 
 def test_who_is_expected_to_miss_a_target_comes_after_all_who_meet_it() -> None:
     near = {"overlap_blocks": 45}
     busy = near | {"open_runs": 2, "prompt_tokens": 900, "prefill_runs": 1, "prefill_tokens": 500}
-    ask = replace(ASK, most_held_tokens=450.0)
+    ask = replace(ASK, most_cached_tokens=450.0)
     free, held = predicted({}, busy, ask=ask).costs
     assert predicted({}, busy, ask=replace(ask, ttft_target_ms=20.0)).costs[0] == free
     assert predicted({}, busy, ask=replace(ask, ttft_target_ms=20.0)).costs[1] == held + 1e9
@@ -271,98 +288,107 @@ def test_who_is_expected_to_miss_a_target_comes_after_all_who_meet_it() -> None:
     assert both.tolist() == [free + 1e9, held + 1e9]
 
 
-# As a part of `plan`
+# As a part of `select_worker`
 
 
-PREDICTIVE = Tuning("predictive")
+PREDICTIVE = RoutingConfig("predictive")
 BIG = Request(id="big", model="m", token_ids=pack_tokens(list(range(4000))))
 ENGINE = {"total_kv_blocks": 4096, "max_num_batched_tokens": 8192}
 
 
 @pytest.fixture
-def stage() -> Stage:
-    return Stage()
+def stage() -> RoutingHarness:
+    return RoutingHarness()
 
 
-def held(stage: Stage, **over: Any) -> Hold:
+def held(stage: RoutingHarness, **over: Any) -> Wait:
     planned = stage.plan(PREDICTIVE, **({"request": BIG} | over))
-    assert isinstance(planned, Hold), planned
+    assert isinstance(planned, Wait), planned
     return planned
 
 
-def test_a_busy_worker_is_waited_for_and_told_when_to_look_again(stage: Stage) -> None:
+def test_a_busy_worker_is_waited_for_and_told_when_to_look_again(stage: RoutingHarness) -> None:
     stage.worker("w1")
-    stage.burden("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
+    stage.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
     hold = held(stage)
-    assert hold.planned is not None
-    assert hold.planned.place == Place("w1", 0)
+    assert hold.reservation is not None
+    assert hold.reservation.worker_rank == WorkerRank("w1", 0)
     # 4000 tokens by the published curve, beside a step of decode at an empty cache; 10 ms are over
     alone_ms = 4.209989e-7 * 4000**2 + 1.518344e-2 * 4000 + 16.50142
-    assert hold.planned.prefill_ms == pytest.approx(alone_ms)
-    assert hold.wake_at_ms == math.ceil(NOW_MS + alone_ms + 5.74 - 10)
+    assert hold.reservation.prefill_ms == pytest.approx(alone_ms)
+    assert hold.retry_at_ms == math.ceil(NOW_MS + alone_ms + 5.74 - 10)
 
 
-def test_the_first_token_of_who_is_there_frees_the_worker_at_once(stage: Stage) -> None:
+def test_the_first_token_of_who_is_there_frees_the_worker_at_once(stage: RoutingHarness) -> None:
     stage.worker("w1")
-    stage.burden("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
+    stage.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
     held(stage)
-    place = Place("w1", 0)
-    stage.told.remove(place, Burden(1, 4000, 4000, 1, NOW_MS - 10))
-    stage.told.add(place, Burden(1, 4000))
-    assert isinstance(stage.plan(PREDICTIVE, request=BIG), Chosen)
+    place = WorkerRank("w1", 0)
+    stage.told.remove(place, WorkerLoad(1, 4000, 4000, 1, NOW_MS - 10))
+    stage.told.add(place, WorkerLoad(1, 4000))
+    assert isinstance(stage.plan(PREDICTIVE, request=BIG), Placement)
 
 
-def test_the_wait_counts_from_the_last_first_token(stage: Stage) -> None:
+def test_the_wait_counts_from_the_last_first_token(stage: RoutingHarness) -> None:
     stage.worker("w1")
     for _ in range(2):
-        stage.burden("w1", 4000, prefill=4000, since_ms=NOW_MS - 500)
-    assert isinstance(stage.plan(PREDICTIVE, request=BIG), Chosen), "long over by the curve"
-    stage.told.prefilled(Place("w1", 0), NOW_MS - 30)
+        stage.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 500)
+    assert isinstance(stage.plan(PREDICTIVE, request=BIG), Placement), "long over by the curve"
+    stage.told.on_first_token(WorkerRank("w1", 0), NOW_MS - 30)
     decision = held(stage)
-    assert decision.wake_at_ms is not None
-    assert NOW_MS < decision.wake_at_ms < NOW_MS + 200
+    assert decision.retry_at_ms is not None
+    assert NOW_MS < decision.retry_at_ms < NOW_MS + 200
 
 
-def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(stage: Stage) -> None:
+def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(stage: RoutingHarness) -> None:
     stage.worker("w1")
     first = stage.chosen(PREDICTIVE, request=BIG)
-    stage.own.add(first.place, first.burden)
-    assert held(stage).planned is not None
+    stage.own.add(first.worker_rank, first.load)
+    assert held(stage).reservation is not None
 
 
 def test_nobody_is_held_beyond_the_longest_hold_nor_so_long_that_its_deadline_is_missed(
-    stage: Stage,
+    stage: RoutingHarness,
 ) -> None:
     stage.worker("w1", engine={"total_kv_blocks": 300})  # 4800 tokens: full
-    stage.burden("w1", 4000)
-    assert held(stage).wake_at_ms == NOW_MS + 10_000
-    assert held(stage, since_ms=NOW_MS - 9_990).wake_at_ms == NOW_MS + 10
-    assert isinstance(stage.plan(PREDICTIVE, request=BIG, since_ms=NOW_MS - 10_000), Chosen)
+    stage.add_load("w1", 4000)
+    assert held(stage).retry_at_ms == NOW_MS + 10_000
+    assert held(stage, queued_since_ms=NOW_MS - 9_990).retry_at_ms == NOW_MS + 10
+    assert isinstance(
+        stage.plan(PREDICTIVE, request=BIG, queued_since_ms=NOW_MS - 10_000), Placement
+    )
     hold = held(stage, deadline_ms=NOW_MS + 60_000)
-    assert hold.wake_at_ms == NOW_MS + 10_000
+    assert hold.retry_at_ms == NOW_MS + 10_000
     soon = stage.plan(PREDICTIVE, request=BIG, deadline_ms=NOW_MS + 50)
-    assert isinstance(soon, Chosen), "there is no time to wait in"
+    assert isinstance(soon, Placement), "there is no time to wait in"
 
 
-def test_a_worker_goes_by_its_own_curve_and_by_what_was_learned_of_it(stage: Stage) -> None:
-    stage.worker("w1", engine={"curve": CURVES.numbers(speedup=2.0)})
-    stage.worker("w2", engine={"curve": CURVES.numbers()})
-    assert stage.chosen(PREDICTIVE).place.worker == "w1"
-    known = {"slowness": {"w1": 4.0}}
+def test_a_worker_goes_by_its_own_curve_and_by_what_was_learned_of_it(
+    stage: RoutingHarness,
+) -> None:
+    stage.worker("w1", engine={"curve": CURVES.coefficients(speedup=2.0)})
+    stage.worker("w2", engine={"curve": CURVES.coefficients()})
+    assert stage.chosen(PREDICTIVE).worker_rank.worker == "w1"
+    known = {"slowdown": {"w1": 4.0}}
     decision = stage.chosen(PREDICTIVE, known=known)
-    assert decision.place.worker == "w2"
+    assert decision.worker_rank.worker == "w2"
     assert {c.worker: c.slowness for c in decision.candidates} == {"w1": 4.0, "w2": 1.0}
-    assert {c.curve for c in decision.candidates} == {CURVES.numbers(2.0), CURVES.numbers()}
+    assert {c.curve for c in decision.candidates} == {
+        CURVES.coefficients(2.0),
+        CURVES.coefficients(),
+    }
 
 
-def test_who_was_not_measured_is_taken_to_be_like_the_fastest_of_its_kind(stage: Stage) -> None:
+def test_who_was_not_measured_is_taken_to_be_like_the_fastest_of_its_kind(
+    stage: RoutingHarness,
+) -> None:
     for worker in ("w1", "w2", "w3", "w4"):
         stage.worker(worker)
-    stage.worker("w5", engine={"curve": CURVES.numbers(3.0)})
-    slowness = Noted()
+    stage.worker("w5", engine={"curve": CURVES.coefficients(3.0)})
+    slowness = TrackedDict()
 
     def supposed() -> dict[str, float]:
-        decision = stage.chosen(PREDICTIVE, known={"slowness": slowness})
+        decision = stage.chosen(PREDICTIVE, known={"slowdown": slowness})
         return {each.worker: each.slowness for each in decision.candidates}
 
     assert set(supposed().values()) == {1.0}
@@ -381,20 +407,25 @@ def test_who_was_not_measured_is_taken_to_be_like_the_fastest_of_its_kind(stage:
     "curve", [(1.0,), (math.nan,) * 7, (-1.0,) * 7, (math.inf,) * 7, (1e7,) * 7]
 )
 def test_a_curve_that_cannot_be_true_is_not_believed(
-    stage: Stage, curve: tuple[float, ...]
+    stage: RoutingHarness, curve: tuple[float, ...]
 ) -> None:
     stage.worker("w1", engine={"curve": curve})
     assert stage.chosen(PREDICTIVE).candidates[0].curve == (), "the published one"
 
 
-def test_what_others_have_in_mind_counts_as_load(stage: Stage) -> None:
+def test_what_others_have_in_mind_counts_as_load(stage: RoutingHarness) -> None:
     stage.worker("w1")
     stage.worker("w2")
-    at = Place("w1", 0)
-    assert stage.chosen(PREDICTIVE, known={"others": [Planned(at, 90.0, 0)]}).place.worker == "w2"
+    at = WorkerRank("w1", 0)
+    assert (
+        stage.chosen(
+            PREDICTIVE, known={"reservations": [Reservation(at, 90.0, 0)]}
+        ).worker_rank.worker
+        == "w2"
+    )
 
 
-def test_the_answer_is_expected_to_be_as_long_as_the_request_says(stage: Stage) -> None:
+def test_the_answer_is_expected_to_be_as_long_as_the_request_says(stage: RoutingHarness) -> None:
     stage.worker("w1")
 
     def expected(**over: Any) -> float:
@@ -405,15 +436,17 @@ def test_the_answer_is_expected_to_be_as_long_as_the_request_says(stage: Stage) 
     assert expected(hints=Hints(expected_output_tokens=70)) == 70
     assert expected(stop=StopConditions(max_tokens=30)) == 30
     assert expected(stop=StopConditions(max_tokens=0)) == 1
-    assert stage.chosen(PREDICTIVE, known={"output_tokens": 90.0}).params["output_tokens"] == 90
+    assert (
+        stage.chosen(PREDICTIVE, known={"mean_output_tokens": 90.0}).params["output_tokens"] == 90
+    )
 
 
-def test_preferred_taints_count(stage: Stage) -> None:
+def test_preferred_taints_count(stage: RoutingHarness) -> None:
     stage.worker("w1")
     stage.worker("w2", taints=("fast",))
     wanted = RoutingConstraints(preferred_taints={"fast": 0.1})
     request = Request(id="a", model="m", hints=Hints(routing_constraints=wanted))
-    assert stage.chosen(PREDICTIVE, request=request).place.worker == "w2"
+    assert stage.chosen(PREDICTIVE, request=request).worker_rank.worker == "w2"
 
 
 REQUESTS = st.lists(
@@ -434,24 +467,24 @@ WORKERS = st.lists(
         "tokens": st.integers(0, 9000), "prefill": st.integers(0, 9000),
         "since_ms": st.none() | st.integers(NOW_MS - 900, NOW_MS), "blocks": st.integers(0, 10),
         "slowness": st.floats(0.1, 10), "others": st.lists(st.floats(0, 500), max_size=3),
-        "engine": st.sampled_from([{}, ENGINE, ENGINE | {"curve": CURVES.numbers()}]),
+        "engine": st.sampled_from([{}, ENGINE, ENGINE | {"curve": CURVES.coefficients()}]),
     }),
     min_size=1, max_size=20,
 )  # fmt: skip
 
 
-def told(workers: list[dict[str, Any]]) -> tuple[Stage, dict[str, Any]]:
+def told(workers: list[dict[str, Any]]) -> tuple[RoutingHarness, dict[str, Any]]:
     """A stage with these workers, and what else is known of them."""
-    stage = Stage()
-    known: dict[str, Any] = {"slowness": {}, "others": []}
+    stage = RoutingHarness()
+    known: dict[str, Any] = {"slowdown": {}, "reservations": []}
     for n, each in enumerate(workers):
         name = stage.worker(f"w{n}", engine=each["engine"])
         if each["tokens"]:
-            stage.burden(name, each["tokens"], each["prefill"], since_ms=each["since_ms"])
+            stage.add_load(name, each["tokens"], each["prefill"], since_ms=each["since_ms"])
         if each["blocks"]:
-            stage.holds(name, each["blocks"])
-        known["slowness"][name] = each["slowness"]
-        known["others"] += [Planned(Place(name, n), ms, 0) for ms in each["others"]]
+            stage.add_blocks(name, each["blocks"])
+        known["slowdown"][name] = each["slowness"]
+        known["reservations"] += [Reservation(WorkerRank(name, n), ms, 0) for ms in each["others"]]
     return stage, known
 
 
@@ -460,10 +493,10 @@ def test_a_decision_is_a_function_of_its_inputs_and_recomputed_from_its_record(
     workers: list[dict[str, Any]], seed: int
 ) -> None:
     stage, known = told(workers)
-    over: dict[str, Any] = {"seed": seed, "known": known, "since_ms": NOW_MS - 10_000}
+    over: dict[str, Any] = {"seed": seed, "known": known, "queued_since_ms": NOW_MS - 10_000}
     decision = stage.chosen(PREDICTIVE, **over)
     assert decision == stage.chosen(PREDICTIVE, **over)
-    assert replan(recorded(decision)) == decision.place
+    assert recompute_choice(to_assigned(decision)) == decision.worker_rank
     assert all(math.isfinite(c.cost) and c.cost > 0 for c in decision.candidates)
 
 
@@ -472,13 +505,13 @@ def test_a_hold_has_an_end(workers: list[dict[str, Any]], waited_ms: float, left
     stage, known = told(workers)
     since_ms, deadline_ms = NOW_MS - waited_ms, NOW_MS + left_ms
     planned = stage.plan(
-        PREDICTIVE, request=BIG, known=known, since_ms=since_ms, deadline_ms=deadline_ms
+        PREDICTIVE, request=BIG, known=known, queued_since_ms=since_ms, deadline_ms=deadline_ms
     )
-    if isinstance(planned, Hold):
-        assert planned.wake_at_ms is not None
-        assert NOW_MS < planned.wake_at_ms <= min(since_ms + 10_000, deadline_ms)
+    if isinstance(planned, Wait):
+        assert planned.retry_at_ms is not None
+        assert NOW_MS < planned.retry_at_ms <= min(since_ms + 10_000, deadline_ms)
     else:
-        assert isinstance(planned, Chosen)
+        assert isinstance(planned, Placement)
 
 
 @given(
@@ -488,34 +521,36 @@ def test_a_hold_has_an_end(workers: list[dict[str, Any]], waited_ms: float, left
 def test_without_caches_it_is_the_least_load_in_predicted_milliseconds(
     loads: list[tuple[int, int]], seed: int
 ) -> None:
-    stage = Stage()
+    stage = RoutingHarness()
     for n, (thousands, ago_ms) in enumerate(loads):
         stage.worker(f"w{n}")
         tokens = 1000 * thousands
-        stage.burden(f"w{n}", 20_000, prefill=tokens, since_ms=NOW_MS - ago_ms)
-    known = {"slowness": {}}
-    decision = stage.chosen(PREDICTIVE, seed=seed, since_ms=0, known=known)
+        stage.add_load(f"w{n}", 20_000, prefill=tokens, since_ms=NOW_MS - ago_ms)
+    known = {"slowdown": {}}
+    decision = stage.chosen(PREDICTIVE, seed=seed, queued_since_ms=0, known=known)
 
     def left_ms(load: tuple[int, int]) -> float:
-        return max(Pace().prefill_ms(1000 * load[0], 5.74) - load[1], 5.74 / 2)
+        return max(EngineProfile().prefill_ms(1000 * load[0], 5.74) - load[1], 5.74 / 2)
 
-    place = int(decision.place.worker[1:])
+    place = int(decision.worker_rank.worker[1:])
     assert left_ms(loads[place]) == min(map(left_ms, loads))
 
 
-def test_what_one_has_in_mind_itself_is_no_load_for_it(stage: Stage) -> None:
+def test_what_one_has_in_mind_itself_is_no_load_for_it(stage: RoutingHarness) -> None:
     stage.worker("w1")
     stage.worker("w2")
-    stage.burden("w2", 500)
-    held, wants = Held[int](), [Wanted(n, n, Prompt(BIG), n, NOW_MS) for n in range(2)]
-    held.hold(0, 0, NOW_MS, Planned(Place("w1", 0), 500.0, 0))
-    view = View(stage.fleet, stage.pools, stage.index, stage.told, stage.own, NOW_MS)
-
-    def alone(each: Wanted[int]) -> Plan:
-        raise AssertionError("nobody asks for certain workers")
-
-    sketches = list(survey(wants, held, Surveyor(view, PREDICTIVE), alone))
-    assert [each and each.planned.place.worker for each in sketches] == ["w1", "w2"]
+    stage.add_load("w2", 500)
+    held, wants = (
+        PendingRequests[int](),
+        [PendingRequest(n, n, PromptHashes(BIG), n, NOW_MS) for n in range(2)],
+    )
+    held.add(0, 0, NOW_MS, Reservation(WorkerRank("w1", 0), 500.0, 0))
+    view = RoutingState(stage.fleet, stage.pools, stage.index, stage.told, stage.own, NOW_MS)
+    by = BatchContext(view, PREDICTIVE)
+    ((pool, group),) = uniform_groups(wants, by)
+    assert pool is not None
+    plans = plan_uniform(group, held, pool, by)
+    assert [each.reservation.worker_rank.worker for each in plans] == ["w1", "w2"]
 
 
 @given(WORKERS, REQUESTS, st.sets(st.integers(0, 8)), st.sets(st.integers(0, 8)))
@@ -523,44 +558,40 @@ def test_a_survey_comes_to_what_planning_one_after_the_other_does(
     workers: list[dict[str, Any]], requests: list[dict[str, Any]], looks: set[int], old: set[int]
 ) -> None:
     stage, known = told(workers)
-    del known["others"]
+    del known["reservations"]
     wanted = [
-        Wanted(
-            n, n, Prompt(Request(
+        PendingRequest(
+            n, n, PromptHashes(Request(
                 id=f"{n}", model="m", hints=each["hints"],
                 token_ids=TOKENS[: 64 * each["blocks"]] + pack_tokens([5] * each["tokens"]),
             )), n, NOW_MS - each["waited_ms"], NOW_MS + each["left_ms"],
         )
         for n, each in enumerate(requests)
     ]  # fmt: skip
-    view = View(
+    view = RoutingState(
         stage.fleet, stage.pools, stage.index, stage.told, stage.own, NOW_MS,
-        slowness=known["slowness"],
+        slowdown=known["slowdown"],
     )  # fmt: skip
 
-    def alone(held: Held[int], each: Wanted[int]) -> Plan:
-        return plan(
-            each.prompt, replace(view, others=held.others(each.key)), PREDICTIVE, seed=each.seed,
-            since_ms=each.since_ms, deadline_ms=each.deadline_ms,
-        )  # fmt: skip
+    def in_a_batch() -> tuple[BatchOrder[int], list[Reservation]]:
+        held = PendingRequests[int]()
 
-    def line_up(survey: Survey[int]) -> tuple[Any, list[Planned]]:
-        held = survey_held[0] = Held[int]()
+        def alone(each: PendingRequest[int]) -> Decision:
+            return select_worker(
+                each.prompt, replace(view, reservations=held.reservations_of_others(each.key)),
+                PREDICTIVE,
+                seed=each.seed, queued_since_ms=each.since_ms, deadline_ms=each.deadline_ms,
+            )  # fmt: skip
+
         for n in old:
-            held.hold(n, n, 0, Planned(Place(f"w{n % len(workers)}", n % len(workers)), 500.0, 0))
-        lined_up = held.line_up([wanted[n] for n in looks if n < len(wanted)], survey)
-        return lined_up, held.others(99)
+            held.add(
+                n, n, 0, Reservation(WorkerRank(f"w{n % len(workers)}", n % len(workers)), 500.0, 0)
+            )
+        looking = [wanted[n] for n in looks if n < len(wanted)]
+        return plan_batch(
+            looking, held, BatchContext(view, PREDICTIVE), alone
+        ), held.reservations_of_others(99)
 
-    survey_held = [Held[int]()]
-    by = Surveyor(view, PREDICTIVE)
-
-    def together(looking: Sequence[Wanted[int]]) -> Iterator[Sketch | None]:
-        return survey(looking, survey_held[0], by, lambda each: alone(survey_held[0], each))
-
-    def one_by_one(looking: Sequence[Wanted[int]]) -> Iterator[Sketch | None]:
-        for each in looking:
-            planned = alone(survey_held[0], each)
-            meant = intention(planned)
-            yield meant and Sketch(meant, planned if isinstance(planned, Hold) else None)
-
-    assert line_up(together) == line_up(one_by_one)
+    together = in_a_batch()
+    with mock.patch.object(batch_select, "_is_plain", return_value=False):
+        assert in_a_batch() == together

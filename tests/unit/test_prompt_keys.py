@@ -7,32 +7,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.routing.prompt import Prompt
-from indexer.bridge import Bridge
-from indexer.engine_events import BlocksStored
-from indexer.keys import derive, prompt_keys
+from app.routing.selection.prompt_hashes import PromptHashes
+from indexer.block_keys import derive_secret, prompt_keys
+from indexer.cache_events.engine_events import BlocksStored
+from indexer.cache_events.event_normalizer import EventNormalizer
 from streams.codecs import pack_tokens
-from streams.records import BlockExtraInfo, Hints, MmObject, MmRoutingInfo, Request
+from streams.request import BlockExtraInfo, Hints, MmObject, MmRoutingInfo, Request
 
-SECRET = derive(b"test")
+SECRET = derive_secret(b"test")
 TOKENS = list(range(100, 142))
 SIZE = 4
 
 
 def keys(taken: bytes = b"", **over: Any) -> list[int]:
     fields = {"id": "a", "token_ids": pack_tokens(TOKENS)} | over
-    local = Prompt(Request(**fields), taken).local(SIZE)
+    local = PromptHashes(Request(**fields), taken).local_hashes(SIZE)
     found: list[int] = prompt_keys(local, SECRET).tolist()
     return found
 
 
 def published(tokens: list[int], **over: Any) -> list[int]:
     """What a worker says it stores for these tokens."""
-    bridge = Bridge(SIZE, SECRET)
+    bridge = EventNormalizer(SIZE, SECRET)
     blocks = len(tokens) // SIZE
     stored = BlocksStored(range(blocks), None, tokens[: blocks * SIZE], SIZE, **over)
-    bridge.feed([stored], 0.0)
-    batch = bridge.take()
+    bridge.on_events([stored], 0.0)
+    batch = bridge.take_batch()
     assert batch is not None
     return [key for event in batch.events for key in event.keys]
 
@@ -56,7 +56,7 @@ def test_salt_and_adapter_separate_prompts(asked: dict[str, Any], stored: dict[s
 
 def test_tokens_that_are_out_belong_to_what_is_computed() -> None:
     assert keys(pack_tokens([7, 8])) == published([*TOKENS, 7, 8])
-    assert Prompt(Request(id="a", token_ids=pack_tokens([1])), pack_tokens([2])).tokens == 2
+    assert PromptHashes(Request(id="a", token_ids=pack_tokens([1])), pack_tokens([2])).tokens == 2
 
 
 def test_routing_tokens_and_what_is_in_their_blocks_stand_in_for_the_prompt() -> None:
@@ -77,6 +77,6 @@ def test_what_cannot_be_hashed_overlaps_with_nothing() -> None:
 
 
 def test_hashes_are_made_once_for_each_block_size() -> None:
-    prompt = Prompt(Request(id="a", token_ids=np.arange(64, dtype="<u4").tobytes()))
-    assert prompt.local(16) is prompt.local(16)
-    assert len(prompt.local(8)) == 8
+    prompt = PromptHashes(Request(id="a", token_ids=np.arange(64, dtype="<u4").tobytes()))
+    assert prompt.local_hashes(16) is prompt.local_hashes(16)
+    assert len(prompt.local_hashes(8)) == 8

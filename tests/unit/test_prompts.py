@@ -10,19 +10,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.preprocess.byte_level import ASSISTANT, USER, render_chat
-from app.preprocess.byte_model import ByteModel, Model
-from app.preprocess.errors import BadModel
-from app.preprocess.prompts import Find, Question, Unreadable, answered, read
+from app.preprocess.models.byte_model import ByteModel, Model
+from app.preprocess.prompt_errors import BadModel
+from app.preprocess.requests.kafka_prompts import (
+    FindModel,
+    PromptRecord,
+    UnreadablePrompt,
+    read_prompt,
+    to_request,
+)
+from app.preprocess.text.byte_level import ASSISTANT, USER, render_chat
+from streams import ports
 from streams.codecs import encode, unpack_tokens
-from streams.records import Cancel, Refused, Request, SamplingOptions, StopConditions
+from streams.records import Cancel, Refused
+from streams.request import Request, SamplingOptions, StopConditions
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
-Answer = Request | Cancel | Refused | Unreadable
+Answer = Request | Cancel | Refused | UnreadablePrompt
 
 
-def served(context: int | None = None, name: str = "m") -> Find:
+def served(context: int | None = None, name: str = "m") -> FindModel:
     """Whatever model is asked for is this one."""
 
     async def find(_: str) -> Model:
@@ -31,14 +39,14 @@ def served(context: int | None = None, name: str = "m") -> Find:
     return find
 
 
-def said(key: bytes | None, value: bytes | None, find: Find) -> Answer:
-    question = read(key, value, 1234)
-    if isinstance(question, Question):
-        return asyncio.run(answered(question, find, 60.0))
+def said(key: bytes | None, value: bytes | None, find: FindModel) -> Answer:
+    question = read_prompt(key, value, 1234)
+    if isinstance(question, PromptRecord):
+        return asyncio.run(to_request(question, find, 60.0))
     return question
 
 
-def ask(kind: str = "chat", body: Any = None, find: Find | None = None, **over: Any) -> Answer:
+def ask(kind: str = "chat", body: Any = None, find: FindModel | None = None, **over: Any) -> Answer:
     fields = {"id": "a", "kind": kind, "body": CHAT if body is None else body} | over
     return said(b"a", json.dumps(fields).encode(), find or served())
 
@@ -49,6 +57,8 @@ def tokens_of(asked: object) -> list[int]:
 
 
 def refusal_of(asked: object) -> str:
+    if isinstance(asked, UnreadablePrompt):
+        asked = asked.refusal
     assert isinstance(asked, Refused), asked
     assert (asked.id, asked.code) == ("a", "invalid")
     return asked.message
@@ -62,6 +72,7 @@ def test_a_chat_is_rendered_and_its_options_are_kept() -> None:
     asked = ask(body=body, tenant="t", deadline_s=5)
     assert asked == Request(
         id="a", model="m", token_ids=asked.token_ids, tenant="t", deadline_s=5, received_ms=1234,
+        queued_ms=1234,
         stop=StopConditions(max_tokens=7, min_tokens=2, ignore_eos=True),
         sampling=SamplingOptions(temperature=0.5, top_p=0.9, top_k=3, seed=11),
     )  # fmt: skip
@@ -143,9 +154,10 @@ def test_a_refusal_does_not_repeat_what_was_given() -> None:
 
 
 def test_many_problems_are_counted_not_listed() -> None:
-    message = refusal_of(ask("tokens", {"token_ids": [-1] * 50}))
-    assert message.count("token_ids") == 3
-    assert message.endswith("and 47 more")
+    names = ("stop", "top_p", "top_k", "min_p", "seed")
+    message = refusal_of(ask("tokens", {"token_ids": [1]} | dict.fromkeys(names, True)))
+    assert sum(name in message for name in names) == 3
+    assert message.endswith("and 2 more")
 
 
 def test_a_deadline_beyond_the_longest_is_refused() -> None:
@@ -155,13 +167,13 @@ def test_a_deadline_beyond_the_longest_is_refused() -> None:
 def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
     message = refusal_of(ask("tokens", {"token_ids": [1] * 9}, served(9)))
     assert message.startswith("body.token_ids: ")
-    assert "9 tokens" in message
-    assert "none of the model's 9" in message
+    assert "context length is 9 tokens; the prompt has 9 " in message
 
 
 def test_an_answer_beyond_the_context_is_refused() -> None:
     message = refusal_of(ask("tokens", {"token_ids": [1] * 5, "max_tokens": 5}, served(9)))
-    assert message.startswith("body.max_tokens: 5 tokens after a prompt of 5")
+    assert message.startswith("body.max_tokens: This model's maximum context ")
+    assert message.endswith("the prompt has 5 and the answer may have 5")
     assert tokens_of(ask("tokens", {"token_ids": [1] * 5, "max_tokens": 4}, served(9)))
 
 
@@ -189,18 +201,25 @@ def test_a_model_that_cannot_be_used_is_no_fault_of_the_prompt(error: Exception)
 
 
 @pytest.mark.parametrize(
-    "value", [b"", None, b"{", b"hello", b"\xff\xfe", b'{"id":"\xff"}', b"[]", b"5", b"[" * 10**5]
+    "value", [b"", None, b"{", b"hello", b"\xff\xfe", b'{"id":"\xff"}', b"[]", b"5", b"[" * 10**4]
 )
-def test_what_is_no_json_object_is_answered_to_the_key(value: bytes | None) -> None:
+def test_what_is_no_json_object_is_answered_to_the_key_and_put_aside(value: bytes | None) -> None:
     asked = said(b"key", value, served())
-    assert isinstance(asked, Refused)
-    assert (asked.id, asked.code) == ("key", "invalid")
+    assert isinstance(asked, UnreadablePrompt)
+    assert asked.refusal == Refused(id="key", code="invalid", message=asked.reason)
+
+
+def test_what_the_log_could_not_hand_out_is_answered_with_the_reason() -> None:
+    asked = said(b"key", ports.Unreadable(b"too large"), served())
+    assert asked == UnreadablePrompt(
+        "too large", Refused(id="key", code="invalid", message="too large")
+    )
 
 
 @pytest.mark.parametrize("key", [None, b"", b"\xff", b"x" * 201])
 def test_without_any_id_it_is_unreadable(key: bytes | None) -> None:
-    assert isinstance(said(key, b"{}", served()), Unreadable)
-    assert isinstance(said(key, b'{"id": 5}', served()), Unreadable)
+    assert isinstance(said(key, b"{}", served()), UnreadablePrompt)
+    assert isinstance(said(key, b'{"id": 5}', served()), UnreadablePrompt)
 
 
 def test_the_id_in_the_prompt_is_answered_before_the_key() -> None:
@@ -242,15 +261,17 @@ FIELDS = st.fixed_dictionaries(
 @given(value=st.binary(max_size=60) | FIELDS.map(lambda f: json.dumps(f).encode()))
 def test_whatever_comes_is_answered_and_can_be_sent(value: bytes) -> None:
     asked = said(b"key", value, served(50))
-    assert not isinstance(asked, Unreadable)
+    if isinstance(asked, UnreadablePrompt):
+        assert asked.refusal is not None
+        asked = asked.refusal
     encode(asked, asked.id)
 
 
 def ask_as_is(kind: str, body: Any) -> Answer:
     value = json.dumps({"id": "a", "kind": kind, "body": body}).encode()
-    question = read(b"a", value, 1234, lambda _: True)
-    if isinstance(question, Question):
-        return asyncio.run(answered(question, served(), 60.0))
+    question = read_prompt(b"a", value, 1234, lambda _: True)
+    if isinstance(question, PromptRecord):
+        return asyncio.run(to_request(question, served(), 60.0))
     return question
 
 
@@ -268,11 +289,11 @@ def test_what_is_nested_too_deep_to_be_written_again_is_refused(field: str) -> N
         deep = "[" * depth + "]" * depth
         value = deep if field == "theirs" else f'{{"agent_context":{{"a":{deep}}}}}'
         body = f'{{"messages":[{{"role":"user","content":"hi"}}],"{field}":{value}}}'
-        question = read(
+        question = read_prompt(
             b"a", f'{{"id":"a","kind":"chat","body":{body}}}'.encode(), 1, lambda _: True
         )
-        if isinstance(question, Question):
-            asked = asyncio.run(answered(question, served(), 60.0))
+        if isinstance(question, PromptRecord):
+            asked = asyncio.run(to_request(question, served(), 60.0))
             told.add(refusal_of(asked) if isinstance(asked, Refused) else "")
         else:
             told.add(refusal_of(question))

@@ -5,39 +5,39 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.batch import EngineState, Sequence, Shape
-from app.engine.quiet import pass_quietly, quiet_ends_ms, quiet_steps
-from app.engine.step import admit, step
+from app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
+from app.engine.simulated.fast_forward import decode_only_ends_ms, decode_only_steps, fast_forward
+from app.engine.simulated.step import add_sequence, run_step
 
-SHAPE = Shape(block_size=4, blocks=40, max_batched_tokens=16, max_sequences=8)
+SHAPE = EngineLimits(block_size=4, cache_blocks=40, max_batched_tokens=16, max_sequences=8)
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 40), st.integers(1, 60), st.booleans()), min_size=1, max_size=10
 )
 
 
-def loaded(requests: list[tuple[int, int, bool]]) -> EngineState:
-    state = EngineState(SHAPE)
+def loaded(requests: list[tuple[int, int, bool]]) -> BatchState:
+    state = BatchState(SHAPE)
     for number, (prompt, output, shares) in enumerate(requests):
         names = [100 * number + block for block in range(prompt // SHAPE.block_size)]
-        admit(state, Sequence(number, prompt, output, names, shares_output=shares))
+        add_sequence(state, BatchSequence(number, prompt, output, names, caches_output=shares))
     return state
 
 
-def ends_one_by_one(state: EngineState) -> list[float]:
+def ends_one_by_one(state: BatchState) -> list[float]:
     ends = [0.0]
-    while (done := step(state)) is not None:
+    while (done := run_step(state)) is not None:
         ends.append(ends[-1] + done.duration_ms)
     return ends
 
 
-def ends_with_stretches(state: EngineState, most: int) -> list[float]:
+def ends_with_stretches(state: BatchState, most: int) -> list[float]:
     ends = [0.0]
     while True:
-        quiet = min(quiet_steps(state), most)
+        quiet = min(decode_only_steps(state), most)
         if quiet:
-            ends += quiet_ends_ms(state, ends[-1], quiet).tolist()
-            pass_quietly(state, quiet)
-        elif (done := step(state)) is not None:
+            ends += decode_only_ends_ms(state, ends[-1], quiet).tolist()
+            fast_forward(state, quiet)
+        elif (done := run_step(state)) is not None:
             ends.append(ends[-1] + done.duration_ms)
         else:
             return ends
@@ -52,29 +52,29 @@ def test_quiet_steps_end_when_single_ones_do_to_the_bit(
 
 def test_a_lone_sequence_is_quiet_until_it_needs_a_block() -> None:
     state = loaded([(5, 20, False)])
-    step(state)
-    assert quiet_steps(state) == 3  # at 6, 7 and 8 tokens; 9 need another block
-    pass_quietly(state, 3)
-    assert quiet_steps(state) == 0
+    run_step(state)
+    assert decode_only_steps(state) == 3  # at 6, 7 and 8 tokens; 9 need another block
+    fast_forward(state, 3)
+    assert decode_only_steps(state) == 0
 
 
 def test_the_step_in_which_somebody_ends_is_not_quiet() -> None:
     state = loaded([(5, 3, False)])
-    step(state)
-    assert quiet_steps(state) == 1
-    pass_quietly(state, 1)
-    done = step(state)
+    run_step(state)
+    assert decode_only_steps(state) == 1
+    fast_forward(state, 1)
+    done = run_step(state)
     assert done is not None
     assert [sequence.key for sequence in done.finished] == [0]
 
 
 def test_nothing_is_quiet_while_somebody_waits_or_prefills_or_nobody_decodes() -> None:
     state = loaded([(5, 9, False)])
-    assert quiet_steps(state) == 0
-    step(state)
-    admit(state, Sequence("long", 40, 2))
-    assert quiet_steps(state) == 0
-    step(state)
-    assert state.partial is not None
-    assert quiet_steps(state) == 0
-    assert quiet_steps(EngineState(SHAPE)) == 0
+    assert decode_only_steps(state) == 0
+    run_step(state)
+    add_sequence(state, BatchSequence("long", 40, 2))
+    assert decode_only_steps(state) == 0
+    run_step(state)
+    assert state.partial_prefill is not None
+    assert decode_only_steps(state) == 0
+    assert decode_only_steps(BatchState(SHAPE)) == 0

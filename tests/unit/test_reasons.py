@@ -7,32 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from app.audit.reasons import Reasons, reasons
-from app.routing.decisions import Tuning
-from app.routing.policies import DynamoWeights
+from app.audit.cost_terms import DecisionReasons, reasons_for
+from app.routing.selection.decision import RoutingConfig
+from app.routing.selection.policies import DynamoWeights
 from streams.codecs import pack_tokens
-from streams.records import (
-    Hints,
-    Request,
-    RouterParams,
-    RoutingConstraints,
-    SessionControl,
-    SessionUse,
-)
-from tests.stages import TOKENS, Stage, recorded
+from streams.records import SessionUse
+from streams.request import Hints, Request, RouterParams, RoutingConstraints, SessionControl
+from tests.harness.routing_harness import TOKENS, RoutingHarness, to_assigned
 
 WEIGHTS = DynamoWeights(prefill_load_scale=2.0, active_request_weight=0.5, overlap_decay=0.3)
 
 
-def told(stage: Stage, tuning: Tuning | str = "predictive", **over: object) -> Reasons:
-    found = reasons(recorded(stage.chosen(tuning, **over)), session="")
+def told(
+    stage: RoutingHarness, tuning: RoutingConfig | str = "predictive", **over: object
+) -> DecisionReasons:
+    found = reasons_for(to_assigned(stage.chosen(tuning, **over)), session="")
     assert found is not None
     return found
 
 
 @pytest.fixture
-def stage() -> Stage:
-    return Stage()
+def stage() -> RoutingHarness:
+    return RoutingHarness()
 
 
 @given(
@@ -47,27 +43,29 @@ def stage() -> Stage:
 def test_the_terms_of_a_cost_add_up_to_it(
     policy: str, workers: list[tuple[int, int, int, float]]
 ) -> None:
-    stage = Stage()
+    stage = RoutingHarness()
     for n, (tokens, prefill, blocks, _) in enumerate(workers):
         stage.worker(f"w{n}", taints=(f"t{n}",))
-        stage.burden(f"w{n}", tokens, prefill, since_ms=900 if prefill else None)
+        stage.add_load(f"w{n}", tokens, prefill, since_ms=900 if prefill else None)
         if blocks:
-            stage.holds(f"w{n}", blocks)
+            stage.add_blocks(f"w{n}", blocks)
     preferred = {f"t{n}": weight for n, (*_, weight) in enumerate(workers)}
     constraints = RoutingConstraints(preferred_taints=preferred)
     hints = Hints(routing_constraints=constraints)
     request = Request(id="a", model="m", token_ids=TOKENS, hints=hints)
-    found = told(stage, Tuning(policy, WEIGHTS), request=request)
+    found = told(stage, RoutingConfig(policy, WEIGHTS), request=request)
     for each in (found.chosen, *found.others):
         assert sum(each.terms.values()) == pytest.approx(each.cost, rel=1e-9, abs=1e-9)
     assert found.difference == ""
     assert [w.cost for w in found.others] == sorted(w.cost for w in found.others)
 
 
-def test_who_came_next_is_named_with_what_it_lost_by_and_in_which_term(stage: Stage) -> None:
+def test_who_came_next_is_named_with_what_it_lost_by_and_in_which_term(
+    stage: RoutingHarness,
+) -> None:
     for name, blocks in (("w1", 10), ("w2", 1)):
         stage.worker(name)
-        stage.holds(name, blocks)
+        stage.add_blocks(name, blocks)
     found = told(stage)
     assert (found.chosen.worker, found.others[0].worker) == ("w1", "w2")
     assert (found.chosen.cached_tokens, found.others[0].cached_tokens) == (160, 16)
@@ -77,23 +75,23 @@ def test_who_came_next_is_named_with_what_it_lost_by_and_in_which_term(stage: St
     assert found.words.endswith("ms more, mostly replication")
 
 
-def test_what_waits_there_counts_against_a_place(stage: Stage) -> None:
+def test_what_waits_there_counts_against_a_place(stage: RoutingHarness) -> None:
     stage.worker("w1")
     stage.worker("w2")
-    stage.burden("w2", 500, 5000, since_ms=1999)
+    stage.add_load("w2", 500, 5000, since_ms=1999)
     found = told(stage)
     assert (found.chosen.worker, found.lost_in) == ("w1", "wait")
     assert told(stage, "dynamo").lost_in == "waiting prefill"
 
 
-def test_a_tie_and_a_draw_are_called_so(stage: Stage) -> None:
+def test_a_tie_and_a_draw_are_called_so(stage: RoutingHarness) -> None:
     stage.worker("w1")
-    assert told(stage).words == "no other place was considered"
+    assert told(stage).words == "the only candidate"
     stage.worker("w2")
     assert "the request's seed decided" in told(stage).words
-    stage.burden("w1", 160)
-    stage.burden("w2", 80)
-    warm = Tuning("dynamo", DynamoWeights(temperature=50.0))
+    stage.add_load("w1", 160)
+    stage.add_load("w2", 80)
+    warm = RoutingConfig("dynamo", DynamoWeights(temperature=50.0))
     drawn = {told(stage, warm, seed=seed).words for seed in range(40)}
     assert "drawn at its temperature, though w2 cost 5 blocks less" in drawn
     assert "the least cost: w1 came next with 5 blocks more, mostly decode" in drawn
@@ -101,9 +99,11 @@ def test_a_tie_and_a_draw_are_called_so(stage: Stage) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "words"),
-    [("round_robin", "turn"), ("random", "drawn at random"), ("session_hash", "session")],
+    [("round_robin", "round-robin"), ("random", "drawn at random"), ("session_hash", "session")],
 )
-def test_policies_without_costs_say_what_they_go_by(stage: Stage, policy: str, words: str) -> None:
+def test_policies_without_costs_say_what_they_go_by(
+    stage: RoutingHarness, policy: str, words: str
+) -> None:
     stage.worker("w1")
     stage.worker("w2")
     found = told(stage, policy)
@@ -111,27 +111,27 @@ def test_policies_without_costs_say_what_they_go_by(stage: Stage, policy: str, w
     assert found.lost_in == ""
 
 
-def test_a_session_that_stays_at_home_is_told(stage: Stage) -> None:
+def test_a_session_that_stays_at_home_is_told(stage: RoutingHarness) -> None:
     stage.worker("w1")
     stage.worker("w2")
-    stage.holds("w2", 2)
-    decision = recorded(stage.chosen("dynamo"))
+    stage.add_blocks("w2", 2)
+    decision = to_assigned(stage.chosen("dynamo"))
     assert decision.worker == "w2"
     at_home = replace(
         decision, worker="w1", epoch=0, cached_tokens_predicted=0, prefill_tokens=160,
         params={**decision.params, "session_allowance": 9.0},
         session=SessionUse(id="s", bound_worker="w1", bound_epoch=0, bound_rank=0),
     )  # fmt: skip
-    found = reasons(at_home, session="s")
+    found = reasons_for(at_home, session="s")
     assert found is not None
-    assert found.words == "its session is at home there, though w2 cost 2 blocks less"
+    assert found.words == "its session is bound to this worker, though w2 cost 2 blocks less"
     assert found.difference == ""
 
 
-def test_a_missed_target_is_a_term_of_its_own(stage: Stage) -> None:
+def test_a_missed_target_is_a_term_of_its_own(stage: RoutingHarness) -> None:
     stage.worker("w1")
     stage.worker("w2")
-    stage.burden("w2", 60_000, 60_000, since_ms=1999)
+    stage.add_load("w2", 60_000, 60_000, since_ms=1999)
     request = Request(
         id="a", model="m", token_ids=pack_tokens(range(100)), router=RouterParams(ttft_target=200.0)
     )
@@ -140,25 +140,25 @@ def test_a_missed_target_is_a_term_of_its_own(stage: Stage) -> None:
     assert "would miss one" in found.words
 
 
-def test_a_session_that_is_not_known_makes_no_difference(stage: Stage) -> None:
+def test_a_session_that_is_not_known_makes_no_difference(stage: RoutingHarness) -> None:
     for n in range(8):
         stage.worker(f"w{n}")
     hints = Hints(session_control=SessionControl(session_id="s"))
     request = Request(id="a", model="m", token_ids=TOKENS, hints=hints)
-    decision = recorded(stage.chosen("session_hash", request=request))
-    known, unknown = reasons(decision, session="s"), reasons(decision)
+    decision = to_assigned(stage.chosen("session_hash", request=request))
+    known, unknown = reasons_for(decision, session="s"), reasons_for(decision)
     assert known is not None
     assert unknown is not None
     assert (known.difference, unknown.difference) == ("", "")
     assert any(
         found.difference
         for n in range(8)
-        if (found := reasons(decision, session=f"another {n}")) is not None
+        if (found := reasons_for(decision, session=f"another {n}")) is not None
     )
 
 
-def test_records_without_inputs_or_of_other_policies_have_no_reasons(stage: Stage) -> None:
+def test_records_without_inputs_or_of_other_policies_have_no_reasons(stage: RoutingHarness) -> None:
     stage.worker("w1")
-    decision = recorded(stage.chosen())
-    assert reasons(replace(decision, candidates=())) is None
-    assert reasons(replace(decision, policy="next_year")) is None
+    decision = to_assigned(stage.chosen())
+    assert reasons_for(replace(decision, candidates=())) is None
+    assert reasons_for(replace(decision, policy="next_year")) is None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from app.serving.registration import Verdict, judge
+from app.serving.registration import CardAction, interpret
 from streams.codecs import AnyRecord
-from streams.records import EngineConfig, Fact, Lost, Tombstone, WorkerCard
+from streams.records import EngineConfig, LogRecord, Lost, Tombstone, WorkerCard
 
 CARD = WorkerCard(id="w", slot=1, model="m", config=EngineConfig(model="m"), epoch=10, life="mine")
 WRITTEN_AT = 11
@@ -34,10 +34,10 @@ OTHERS = replace(CARD, life="theirs")
         (20, replace(OTHERS, epoch=15), "yield"),
     ],
 )
-def test_a_registry_record_is_judged(offset: int, record: AnyRecord, verdict: Verdict) -> None:
-    assert judge(Fact(offset, 0, record), CARD, WRITTEN_AT) == verdict  # type: ignore[arg-type]
+def test_a_registry_record_is_judged(offset: int, record: AnyRecord, verdict: CardAction) -> None:
+    assert interpret(LogRecord(offset, 0, record), CARD, WRITTEN_AT) == verdict  # type: ignore[arg-type]
 
 
 def test_an_older_life_that_was_written_before_our_card_overwrites_nothing() -> None:
-    before = Fact(8, 0, replace(OTHERS, epoch=5))
-    assert judge(before, CARD, WRITTEN_AT) == "fine"
+    before = LogRecord(8, 0, replace(OTHERS, epoch=5))
+    assert interpret(before, CARD, WRITTEN_AT) == "fine"

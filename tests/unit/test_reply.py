@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from streams.codecs import encode
 from streams.errors import LogClosed
-from streams.memory.partition import MemoryRecord
+from streams.memory.partition_log import MemoryRecord
 from streams.ports import Entry
 from streams.records import Chunk, End, Fence, LogProb, Usage
-from streams.reply import PIECES, Reply, joined
+from streams.responses.reply_stream import MAX_PENDING_PIECES, Reply, merge_chunks
 
 
 def chunk(
@@ -36,18 +36,18 @@ def at(offset: int, entry: Entry) -> MemoryRecord:
 
 def feed(reply: Reply, *records: Chunk | Fence | End, offset: int = 0) -> None:
     for number, record in enumerate(records):
-        reply.feed(at(offset + number, encode(record, "job-17")))
+        reply.apply(at(offset + number, encode(record, "job-17")))
 
 
 async def test_pieces_come_in_order() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(0), chunk(1))
-    assert [await reply.next(1), await reply.next(1)] == [chunk(0), chunk(1)]
+    assert [await reply.next_piece(1), await reply.next_piece(1)] == [chunk(0), chunk(1)]
 
 
 async def test_a_waiting_listener_is_woken() -> None:
     reply = Reply("job-17")
-    waiting = asyncio.create_task(reply.next(10))
+    waiting = asyncio.create_task(reply.next_piece(10))
     await asyncio.sleep(0)
     feed(reply, chunk(0))
     assert await waiting == chunk(0)
@@ -55,17 +55,17 @@ async def test_a_waiting_listener_is_woken() -> None:
 
 async def test_waiting_has_a_deadline() -> None:
     with pytest.raises(TimeoutError):
-        await Reply("job-17").next(0.01)
+        await Reply("job-17").next_piece(0.01)
 
 
 async def test_a_later_wait_may_be_the_shorter_one_or_the_longer_one() -> None:
     reply = Reply("job-17")
     for seq, timeout_s in enumerate((30, 0.02, 30)):
-        waiting = asyncio.create_task(reply.next(timeout_s))
+        waiting = asyncio.create_task(reply.next_piece(timeout_s))
         await asyncio.sleep(0)
         feed(reply, chunk(seq), offset=seq)
         assert await waiting == chunk(seq)
-    waiting = asyncio.create_task(reply.next(0.2))
+    waiting = asyncio.create_task(reply.next_piece(0.2))
     await asyncio.sleep(0.05)
     assert not waiting.done(), "a timer of an earlier wait ended this one"
     with pytest.raises(TimeoutError):
@@ -75,8 +75,8 @@ async def test_a_later_wait_may_be_the_shorter_one_or_the_longer_one() -> None:
 async def test_all_that_is_there_is_taken_together() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(0), chunk(1))
-    assert await reply.take(1) == [chunk(0), chunk(1)]
-    waiting = asyncio.create_task(reply.take(1))
+    assert await reply.next_pieces(1) == [chunk(0), chunk(1)]
+    waiting = asyncio.create_task(reply.next_pieces(1))
     await asyncio.sleep(0)
     feed(reply, chunk(2), offset=2)
     assert await waiting == [chunk(2)]
@@ -84,26 +84,26 @@ async def test_all_that_is_there_is_taken_together() -> None:
 
 async def test_a_reply_that_is_left_leaves_no_timer() -> None:
     reply = Reply("job-17")
-    waiting = asyncio.create_task(reply.next(600))
+    waiting = asyncio.create_task(reply.next_piece(600))
     await asyncio.sleep(0)
-    reply.rest()
+    reply.cancel_timer()
     assert reply._alarm is not None, "somebody waits"
     feed(reply, chunk(0))
     await waiting
-    reply.rest()
+    reply.cancel_timer()
     assert reply._alarm is None
 
 
 def test_a_record_below_the_start_is_not_part_of_the_reply() -> None:
     reply = Reply("job-17", start=5)
     feed(reply, chunk(0, "old", "stop"), offset=4)
-    assert not reply.over
+    assert not reply.is_over
 
 
 def test_a_record_that_is_fed_again_counts_once() -> None:
     reply = Reply("job-17")
     for _ in range(2):
-        reply.feed(at(0, Entry(b"job-17", b"{", (("t", b"Chunk"),))))
+        reply.apply(at(0, Entry(b"job-17", b"{", (("t", b"Chunk"),))))
     assert reply.malformed == 1
 
 
@@ -111,9 +111,9 @@ async def test_what_is_visible_can_be_taken_before_the_error_comes() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(0))
     reply.fail(LogClosed("gone"))
-    assert await reply.next(1) == chunk(0)
+    assert await reply.next_piece(1) == chunk(0)
     with pytest.raises(LogClosed):
-        await reply.next(1)
+        await reply.next_piece(1)
 
 
 async def test_nothing_is_fed_after_an_error() -> None:
@@ -121,40 +121,40 @@ async def test_nothing_is_fed_after_an_error() -> None:
     reply.fail(LogClosed("gone"))
     feed(reply, chunk(0))
     with pytest.raises(LogClosed):
-        await reply.next(1)
+        await reply.next_piece(1)
 
 
 async def test_a_whole_reply_does_not_fail() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(0, finish_reason="stop"))
     reply.fail(LogClosed("gone"))
-    assert await reply.next(1) == chunk(0, finish_reason="stop")
+    assert await reply.next_piece(1) == chunk(0, finish_reason="stop")
 
 
 def test_a_reply_without_its_beginning_is_headless() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(3))
-    assert reply.headless
+    assert reply.is_missing_start
 
 
 def test_a_hole_after_visible_text_is_not_headless() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(0), chunk(3))
-    assert not reply.headless
+    assert not reply.is_missing_start
 
 
 def test_a_reply_whose_fence_was_not_read_is_headless() -> None:
     reply = Reply("job-17")
     feed(reply, replace(chunk(0), attempt=1, index=2))
-    assert reply.headless
+    assert reply.is_missing_start
     reply.restart(0)
-    assert not reply.headless
+    assert not reply.is_missing_start
 
 
 def test_what_a_worker_that_was_given_up_still_writes_makes_no_reply_headless() -> None:
     reply = Reply("job-17")
     feed(reply, Fence(id="job-17", attempt=1), chunk(0))
-    assert not reply.headless
+    assert not reply.is_missing_start
 
 
 async def test_a_headless_reply_can_begin_again() -> None:
@@ -162,19 +162,22 @@ async def test_a_headless_reply_can_begin_again() -> None:
     feed(reply, chunk(3), offset=7)
     reply.restart(4)
     feed(reply, chunk(0), chunk(1), offset=4)
-    assert not reply.headless
-    assert [await reply.next(1), await reply.next(1)] == [chunk(0), chunk(1)]
+    assert not reply.is_missing_start
+    assert [await reply.next_piece(1), await reply.next_piece(1)] == [chunk(0), chunk(1)]
 
 
-@pytest.mark.parametrize("pieces", [PIECES - 1, PIECES, PIECES + 1, 5 * PIECES])
+@pytest.mark.parametrize(
+    "pieces",
+    [MAX_PENDING_PIECES - 1, MAX_PENDING_PIECES, MAX_PENDING_PIECES + 1, 5 * MAX_PENDING_PIECES],
+)
 async def test_at_most_so_many_pieces_wait(pieces: int) -> None:
     reply = Reply("job-17")
     feed(reply, *(chunk(seq, f"{seq} ") for seq in range(pieces)))
     feed(reply, End(id="job-17", code="deadline"), offset=pieces)
     taken = []
-    while not isinstance(piece := await reply.next(1), End):
+    while not isinstance(piece := await reply.next_piece(1), End):
         taken.append(piece)
-    assert len(taken) <= PIECES
+    assert len(taken) <= MAX_PENDING_PIECES
     assert "".join(piece.text for piece in taken) == "".join(f"{seq} " for seq in range(pieces))
 
 
@@ -183,7 +186,7 @@ def test_joined_chunks_begin_with_the_first_and_are_otherwise_the_last() -> None
     parts = [chunk(4, "a"), chunk(5, "b", usage=usage), chunk(6, "c", "stop")]
     parts[1] = replace(parts[1], log_probs=((LogProb(5, -0.5),),))
     parts[2] = replace(parts[2], log_probs=((LogProb(6, -0.25),),), stop_reason=6)
-    assert joined(parts) == Chunk(
+    assert merge_chunks(parts) == Chunk(
         id="job-17",
         attempt=0,
         run="1",

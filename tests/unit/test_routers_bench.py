@@ -7,17 +7,25 @@ import math
 
 import pytest
 
-from app.bench.routers import MANY, QUICK, Deployment, Found, bars, collisions, routers
-from app.simulation.figures import Figures
-from app.simulation.replay import Life
-from app.simulation.traffic import traced
-from app.trace import SHIPPED, TraceRow
+from app.bench.routing.routers_simulated import (
+    MAX_ROUTERS,
+    QUICK,
+    RouterDeployment,
+    RouterResult,
+    bench_simulated_routers,
+    collision_share,
+    router_thresholds,
+)
+from app.mooncake_trace import BUNDLED_TRACE, TraceRow
+from app.simulation.run_metrics import RunMetrics
+from app.simulation.simulator import SimulatedRequest
+from app.simulation.trace_requests import trace_requests
 
-REQUEST = traced([TraceRow(0, 100, 1, [0])])[0]
+REQUEST = trace_requests([TraceRow(0, 100, 1, [0])])[0]
 
 
-def sent(at_ms: float, router: int, worker: str = "w") -> Life:
-    return Life(REQUEST, 0.0, router, worker, at_ms)
+def sent(at_ms: float, router: int, worker: str = "w") -> SimulatedRequest:
+    return SimulatedRequest(REQUEST, 0.0, router, worker, at_ms)
 
 
 @pytest.mark.parametrize(
@@ -31,38 +39,42 @@ def sent(at_ms: float, router: int, worker: str = "w") -> Life:
     ],
 )
 def test_decisions_collide_that_could_not_know_of_each_other(
-    lives: list[Life], share: float
+    lives: list[SimulatedRequest], share: float
 ) -> None:
-    assert collisions(lives, 5.0) == share
+    assert collision_share(lives, 5.0) == share
 
 
-def found(ttft_ms: float, reuse: float = 0.3) -> Found:
-    return Found(Figures(1, reuse, ttft_ms, 1.0, 1.0, 1.0, 1.0, 1.0), 0.0)
+def found(ttft_ms: float, reuse: float = 0.3) -> RouterResult:
+    return RouterResult(RunMetrics(1, reuse, ttft_ms, 1.0, 1.0, 1.0, 1.0, 1.0), 0.0)
 
 
 def test_bars_are_met_by_as_little_as_they_say() -> None:
     ran = {
-        Deployment(1): found(100.0, 0.31), Deployment(MANY): found(105.0, 0.301),
-        Deployment(MANY, 0.0): found(300.0), Deployment(MANY, 0.0, False): found(300.0),
+        RouterDeployment(1): found(100.0, 0.31), RouterDeployment(MAX_ROUTERS): found(105.0, 0.301),
+        RouterDeployment(MAX_ROUTERS, 0.0): found(300.0),
+        RouterDeployment(MAX_ROUTERS, 0.0, False): found(300.0),
     }  # fmt: skip
-    assert all(bar.met for bar in bars(ran))
+    assert all(bar.met for bar in router_thresholds(ran))
     worse = {
-        Deployment(1): found(100.0, 0.31), Deployment(MANY): found(106.0, 0.29),
-        Deployment(MANY, 0.0): found(301.0), Deployment(MANY, 0.0, False): found(300.0),
+        RouterDeployment(1): found(100.0, 0.31), RouterDeployment(MAX_ROUTERS): found(106.0, 0.29),
+        RouterDeployment(MAX_ROUTERS, 0.0): found(301.0),
+        RouterDeployment(MAX_ROUTERS, 0.0, False): found(300.0),
     }  # fmt: skip
-    assert not any(bar.met for bar in bars(worse))
+    assert not any(bar.met for bar in router_thresholds(worse))
 
 
 def test_without_a_trace_no_bar_is_met() -> None:
     said: list[str] = []
-    report = asyncio.run(routers(QUICK, None, said.append, lambda _: None))
+    report = asyncio.run(bench_simulated_routers(QUICK, None, said.append, lambda _: None))
     assert said
     assert not any(bar.met for bar in report.bars)
     assert all(math.isnan(bar.value) for bar in report.bars)
 
 
 def test_a_row_is_of_every_deployment() -> None:
-    report = asyncio.run(routers(QUICK, SHIPPED, lambda _: None, lambda _: None))
+    report = asyncio.run(
+        bench_simulated_routers(QUICK, BUNDLED_TRACE, lambda _: None, lambda _: None)
+    )
     assert [(row["routers"], row["know of"]) for row in report.rows] == [
         (1, "all"), (8, "all"), (8, "all"), (8, "their own"),
     ]  # fmt: skip

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from app.bench.samples import histogram_quantile, loop_delays, percentile, spread
+from app.bench.statistics import histogram_quantile, loop_delay_buckets, percentile, spread
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 2), (0.75, 3), (0.76, 4), (1, 4)])
@@ -39,4 +39,4 @@ def test_the_event_loops_delays_are_read_off_a_page_of_metrics() -> None:
         'kvlane_event_loop_delay_seconds_bucket{le="+Inf"} 4.0\n'
         "kvlane_event_loop_delay_seconds_count 4.0\n"
     )
-    assert loop_delays(page) == {0.001: 3.0, float("inf"): 4.0}
+    assert loop_delay_buckets(page) == {0.001: 3.0, float("inf"): 4.0}

@@ -7,29 +7,30 @@ from collections.abc import Mapping
 
 import pytest
 
-from app.lanes.scan import Scanner
+from app.lanes.shared_scan import SharedScanner
 from streams.errors import Malformed, PositionLost
 from streams.ports import Partition
-from streams.records import Cancel, Chunk, Fence, Origin, Request
+from streams.records import Cancel, Chunk, Fence, RequestOffset
+from streams.request import Request
 from streams.topics import REQUESTS, RESPONSES
-from tests.worlds import World, in_world
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 def chunk(name: str, index: int, *tokens: int, attempt: int = 0) -> Chunk:
     return Chunk(id=name, attempt=attempt, run="1", seq=index, index=index, token_ids=tokens)
 
 
-async def scanning(world: World) -> Scanner:
-    scanner = Scanner(await world.connect("router"))
+async def scanning(world: MemoryWorld) -> SharedScanner:
+    scanner = SharedScanner(await world.connect("router"))
     world.spawn(scanner.run())
     return scanner
 
 
-def origin(offset: int, lane: int = 0) -> Origin:
-    return Origin(topic=REQUESTS, partition=lane, offset=offset)
+def origin(offset: int, lane: int = 0) -> RequestOffset:
+    return RequestOffset(topic=REQUESTS, partition=lane, offset=offset)
 
 
-def count_assigns(scanner: Scanner) -> list[Mapping[Partition, int]]:
+def count_assigns(scanner: SharedScanner) -> list[Mapping[Partition, int]]:
     seen = []
     assign = scanner._reader.assign
 
@@ -41,17 +42,17 @@ def count_assigns(scanner: Scanner) -> list[Mapping[Partition, int]]:
     return seen
 
 
-@in_world
-async def test_what_was_shown_before_a_fence_is_found(world: World) -> None:
+@scenario_test
+async def test_what_was_shown_before_a_fence_is_found(world: MemoryWorld) -> None:
     for record in (chunk("a", 0, 7), Fence(id="a", attempt=1), chunk("a", 1, 8)):
         stop = world.append(RESPONSES, 0, record, key="a") + 1
     scanner = await scanning(world)
-    shown = await scanner.shown(0, "a", 1, 0, stop)
+    shown = await scanner.visible_before(0, "a", 1, 0, stop)
     assert shown.tokens == [7]
 
 
-@in_world
-async def test_questions_that_wait_together_share_a_pass(world: World) -> None:
+@scenario_test
+async def test_questions_that_wait_together_share_a_pass(world: MemoryWorld) -> None:
     requests = [Request(id=f"r{n}") for n in range(50)]
     for n, request in enumerate(requests):
         world.append(REQUESTS, 0, request, key=request.id)
@@ -59,8 +60,8 @@ async def test_questions_that_wait_together_share_a_pass(world: World) -> None:
     world.append(RESPONSES, 0, Fence(id="x", attempt=1), key="x")
     scanner = await scanning(world)
     assigns = count_assigns(scanner)
-    fetched = asyncio.gather(*(scanner.fetch(origin(n)) for n in range(50)))
-    shown = asyncio.gather(*(scanner.shown(0, r.id, 1, 0, 51) for r in requests))
+    fetched = asyncio.gather(*(scanner.fetch_request(origin(n)) for n in range(50)))
+    shown = asyncio.gather(*(scanner.visible_before(0, r.id, 1, 0, 51) for r in requests))
     assert await fetched == requests
     assert [s.tokens for s in await shown] == [[n] for n in range(50)]
     assert assigns[0].keys() == {
@@ -69,39 +70,39 @@ async def test_questions_that_wait_together_share_a_pass(world: World) -> None:
     assert len(assigns) <= 3
 
 
-@in_world
+@scenario_test
 async def test_a_partition_that_cannot_be_read_keeps_no_others_from_their_answers(
-    world: World,
+    world: MemoryWorld,
 ) -> None:
     world.append(REQUESTS, 1, Request(id="a"), key="a")
     scanner = await scanning(world)
-    endless = world.spawn(scanner.shown(0, "b", 1, 0, 100))
+    endless = world.spawn(scanner.visible_before(0, "b", 1, 0, 100))
     await world.sleep(1)
     async with asyncio.timeout(1):
-        assert (await scanner.fetch(origin(0, lane=1))).id == "a"
+        assert (await scanner.fetch_request(origin(0, lane=1))).id == "a"
     assert not endless.done()
 
 
-@in_world
-async def test_a_question_that_was_given_up_is_dropped(world: World) -> None:
+@scenario_test
+async def test_a_question_that_was_given_up_is_dropped(world: MemoryWorld) -> None:
     scanner = await scanning(world)
-    endless = [world.spawn(scanner.shown(0, "b", 1, 0, 100)) for _ in range(2)]
+    endless = [world.spawn(scanner.visible_before(0, "b", 1, 0, 100)) for _ in range(2)]
     await world.sleep(1)
-    endless.append(world.spawn(scanner.shown(0, "c", 1, 0, 200)))
+    endless.append(world.spawn(scanner.visible_before(0, "c", 1, 0, 200)))
     await world.sleep(1)
     for question in endless:
         question.cancel()
     await world.sleep(1)
-    assert not scanner._passes
+    assert not scanner._scans
     assert not scanner._queued
 
 
-@in_world
-async def test_questions_that_come_during_a_pass_are_answered_after_it(world: World) -> None:
+@scenario_test
+async def test_questions_that_come_during_a_pass_are_answered_after_it(world: MemoryWorld) -> None:
     scanner = await scanning(world)
-    first = world.spawn(scanner.shown(0, "a", 1, 0, 2))
+    first = world.spawn(scanner.visible_before(0, "a", 1, 0, 2))
     await world.sleep(1)
-    second = world.spawn(scanner.shown(0, "b", 1, 0, 2))
+    second = world.spawn(scanner.visible_before(0, "b", 1, 0, 2))
     await world.sleep(1)
     world.append(RESPONSES, 0, chunk("a", 0, 7), chunk("b", 0, 8), key="a")
     assert (await first).tokens == [7]
@@ -110,22 +111,22 @@ async def test_questions_that_come_during_a_pass_are_answered_after_it(world: Wo
         assert (await second).tokens == []  # its own Chunk came under another key
 
 
-@in_world
-async def test_only_those_who_asked_for_what_is_gone_get_no_answer(world: World) -> None:
+@scenario_test
+async def test_only_those_who_asked_for_what_is_gone_get_no_answer(world: MemoryWorld) -> None:
     for n in range(10):
         world.append(REQUESTS, 0, Request(id=f"r{n}"), key=f"r{n}")
     world.broker.delete_records(REQUESTS, 0, 5)
     scanner = await scanning(world)
     answers = await asyncio.gather(
-        *(scanner.fetch(origin(n)) for n in (4, 5, 9)), return_exceptions=True
+        *(scanner.fetch_request(origin(n)) for n in (4, 5, 9)), return_exceptions=True
     )
     assert isinstance(answers[0], PositionLost)
     assert [a.id for a in answers[1:] if isinstance(a, Request)] == ["r5", "r9"]
 
 
-@in_world
-async def test_an_origin_that_holds_no_request_is_malformed(world: World) -> None:
+@scenario_test
+async def test_an_origin_that_holds_no_request_is_malformed(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, Cancel(id="a"), key="a")
     scanner = await scanning(world)
     with pytest.raises(Malformed):
-        await scanner.fetch(origin(0))
+        await scanner.fetch_request(origin(0))

@@ -10,29 +10,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.load import Load
-from app.routing.policies import Place
-from app.routing.sessions import Sessions
+from app.routing.state.ledger import LedgerState
+from app.routing.state.sessions import SessionAffinities
+from app.routing.worker_rank import WorkerRank
 from streams.ports import Partition
-from streams.records import Assigned, Fact, Origin, Phase, SessionUse
+from streams.records import Assigned, LogRecord, Phase, RequestOffset, SessionUse
 
 WINDOW_MS = 1_200_000
-W1, W2 = Place("w1", 4), Place("w2", 5, 1)
+W1, W2 = WorkerRank("w1", 4), WorkerRank("w2", 5, 1)
 
 
 def decided(
-    place: Place = W1, name: str = "s", phase: Phase = "aggregated", **use: Any
+    place: WorkerRank = W1, name: str = "s", phase: Phase = "aggregated", **use: Any
 ) -> Assigned:
     return Assigned(
         id="a", attempt=0, phase=phase, worker=place.worker, epoch=place.epoch, rank=place.rank,
-        origin=Origin(topic="requests", partition=0, offset=0), responses_from=0, deadline_ms=0,
+        origin=RequestOffset(topic="requests", partition=0, offset=0), responses_from=0,
+        deadline_ms=0,
         session=SessionUse(id=name, **use),
     )  # fmt: skip
 
 
-def told(*decisions: tuple[int, int, Assigned]) -> Sessions:
+def told(*decisions: tuple[int, int, Assigned]) -> SessionAffinities:
     """Sessions that heard of decisions: lane, time, record."""
-    sessions = Sessions(WINDOW_MS)
+    sessions = SessionAffinities(WINDOW_MS)
     for lane, at_ms, decision in decisions:
         sessions.apply(lane, decision, at_ms)
     return sessions
@@ -40,12 +41,12 @@ def told(*decisions: tuple[int, int, Assigned]) -> Sessions:
 
 def test_a_session_is_bound_by_its_first_decision() -> None:
     sessions = told((0, 1000, decided(W1)))
-    assert sessions.bound("s", "aggregated", 1000) == W1
-    assert sessions.bound("other", "aggregated", 1000) is None
+    assert sessions.preferred_rank("s", "aggregated", 1000) == W1
+    assert sessions.preferred_rank("other", "aggregated", 1000) is None
 
 
 def test_decisions_without_a_session_bind_nothing() -> None:
-    sessions = Sessions(WINDOW_MS)
+    sessions = SessionAffinities(WINDOW_MS)
     plain = decided()
     sessions.apply(0, Assigned(**{f: getattr(plain, f) for f in plain.__struct_fields__}
                                | {"session": None}), 1000)  # fmt: skip
@@ -56,36 +57,36 @@ def test_decisions_without_a_session_bind_nothing() -> None:
 def test_it_moves_with_the_last_decision_of_any_lane(lanes: tuple[int, int]) -> None:
     later, earlier = (lanes[0], 3000, decided(W2)), (lanes[1], 2000, decided(W1))
     for order in itertools.permutations((later, earlier)):
-        assert told(*order).bound("s", "aggregated", 3000) == W2
+        assert told(*order).preferred_rank("s", "aggregated", 3000) == W2
 
 
 @pytest.mark.parametrize("phase", ["aggregated", "decode"])
 def test_prefill_is_bound_apart(phase: Phase) -> None:
     sessions = told((0, 1000, decided(W1, phase="prefill")), (0, 1001, decided(W2, phase=phase)))
-    assert sessions.bound("s", "prefill", 1001) == W1
-    assert sessions.bound("s", "aggregated", 1001) == W2
-    assert sessions.bound("s", "decode", 1001) == W2
+    assert sessions.preferred_rank("s", "prefill", 1001) == W1
+    assert sessions.preferred_rank("s", "aggregated", 1001) == W2
+    assert sessions.preferred_rank("s", "decode", 1001) == W2
 
 
 def test_it_ends_when_it_was_idle_for_its_time_and_use_begins_that_anew() -> None:
     sessions = told((0, 1000, decided(timeout_s=10)))
-    assert sessions.bound("s", "aggregated", 11_000) == W1
-    assert sessions.bound("s", "aggregated", 11_001) is None
+    assert sessions.preferred_rank("s", "aggregated", 11_000) == W1
+    assert sessions.preferred_rank("s", "aggregated", 11_001) is None
     sessions.apply(0, decided(timeout_s=10), 11_000)
-    assert sessions.bound("s", "aggregated", 21_000) == W1
+    assert sessions.preferred_rank("s", "aggregated", 21_000) == W1
 
 
 def test_no_idle_time_is_longer_than_what_a_router_reads_when_it_starts() -> None:
     sessions = told((0, 0, decided(timeout_s=10**6)))
-    assert sessions.bound("s", "aggregated", WINDOW_MS) == W1
-    assert sessions.bound("s", "aggregated", WINDOW_MS + 1) is None
+    assert sessions.preferred_rank("s", "aggregated", WINDOW_MS) == W1
+    assert sessions.preferred_rank("s", "aggregated", WINDOW_MS + 1) is None
 
 
 def test_it_ends_when_it_is_closed_whatever_other_lanes_said_before() -> None:
     sessions = told((0, 1000, decided()), (1, 2000, decided(closes=True)))
-    assert sessions.bound("s", "aggregated", 2000) is None
+    assert sessions.preferred_rank("s", "aggregated", 2000) is None
     sessions.apply(2, decided(W2), 3000)
-    assert sessions.bound("s", "aggregated", 3000) == W2, "and may begin again"
+    assert sessions.preferred_rank("s", "aggregated", 3000) == W2, "and may begin again"
 
 
 def test_what_nobody_can_ask_for_any_more_is_forgotten() -> None:
@@ -96,7 +97,7 @@ def test_what_nobody_can_ask_for_any_more_is_forgotten() -> None:
 def test_a_lane_that_is_forgotten_takes_only_its_own_words_along() -> None:
     sessions = told((0, 1000, decided(W1)), (1, 2000, decided(W2)))
     sessions.forget(1)
-    assert sessions.bound("s", "aggregated", 2000) == W1
+    assert sessions.preferred_rank("s", "aggregated", 2000) == W1
     sessions.forget(0)
     assert len(sessions) == 0
 
@@ -104,7 +105,7 @@ def test_a_lane_that_is_forgotten_takes_only_its_own_words_along() -> None:
 # Replicas
 
 SESSIONS = st.sampled_from(["s", "t"])
-PLACES = st.sampled_from([W1, W2, Place("w3", 9)])
+PLACES = st.sampled_from([W1, W2, WorkerRank("w3", 9)])
 DECISIONS = st.builds(
     decided, PLACES, SESSIONS, st.sampled_from(["aggregated", "prefill", "decode"]),
     timeout_s=st.sampled_from([1, 30, 10_000]), closes=st.booleans(),
@@ -112,19 +113,19 @@ DECISIONS = st.builds(
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40_000), DECISIONS), max_size=30)
 
 
-def _lanes(steps: list[tuple[int, int, Assigned]]) -> dict[int, list[Fact]]:
+def _lanes(steps: list[tuple[int, int, Assigned]]) -> dict[int, list[LogRecord]]:
     """What stands in each lane; time goes on from record to record."""
-    lanes: dict[int, list[Fact]] = {0: [], 1: [], 2: []}
+    lanes: dict[int, list[LogRecord]] = {0: [], 1: [], 2: []}
     now_ms = 0
     for lane, after_ms, decision in steps:
         now_ms += after_ms
-        lanes[lane].append(Fact(len(lanes[lane]), now_ms, decision))
+        lanes[lane].append(LogRecord(len(lanes[lane]), now_ms, decision))
     return lanes
 
 
-def _read(lanes: dict[int, list[Fact]], rng: random.Random) -> Load:
+def _read(lanes: dict[int, list[LogRecord]], rng: random.Random) -> LedgerState:
     """A router that read them, lane by lane and batch by batch as it happened."""
-    load, left = Load(WINDOW_MS), {lane: list(facts) for lane, facts in lanes.items()}
+    load, left = LedgerState(WINDOW_MS), {lane: list(facts) for lane, facts in lanes.items()}
     while any(left.values()):
         lane = rng.choice([lane for lane in left if left[lane]])
         batch, left[lane] = left[lane][:2], left[lane][2:]
@@ -142,7 +143,7 @@ def test_all_routers_that_have_read_the_same_agree(
     phases: tuple[Phase, ...] = ("aggregated", "prefill", "decode")
     for name, phase, after_ms in itertools.product(("s", "t"), phases, (0, 900, 20_000, 2**40)):
         asked = name, phase, end_ms + after_ms
-        assert first.sessions.bound(*asked) == second.sessions.bound(*asked)
+        assert first.sessions.preferred_rank(*asked) == second.sessions.preferred_rank(*asked)
     for lane in lanes:
         source = Partition("ledger", lane)
         assert first.state_hash(source) == second.state_hash(source)
@@ -152,7 +153,7 @@ def test_all_routers_that_have_read_the_same_agree(
 def test_a_snapshot_holds_the_sessions(steps: list[tuple[int, int, Assigned]], at: int) -> None:
     rng = random.Random(1)
     straight, before = _read(_lanes(steps), rng), _read(_lanes(steps[:at]), rng)
-    restored = Load(WINDOW_MS)
+    restored = LedgerState(WINDOW_MS)
     for lane, facts in _lanes(steps).items():
         source = Partition("ledger", lane)
         restored.restore(source, before.snapshot(source), before.position(source) or 0)
@@ -161,6 +162,6 @@ def test_a_snapshot_holds_the_sessions(steps: list[tuple[int, int, Assigned]], a
     end_ms = sum(after_ms for _, after_ms, _ in steps)
     phases: tuple[Phase, ...] = ("aggregated", "prefill")
     for name, phase in itertools.product(("s", "t"), phases):
-        assert restored.sessions.bound(name, phase, end_ms) == straight.sessions.bound(
+        assert restored.sessions.preferred_rank(
             name, phase, end_ms
-        )
+        ) == straight.sessions.preferred_rank(name, phase, end_ms)

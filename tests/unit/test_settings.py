@@ -13,12 +13,12 @@ from aiokafka.admin import AIOKafkaAdminClient
 from app.settings import (
     Settings,
     SettingsError,
-    settings_command,
-    settings_table,
+    print_settings,
+    settings_rows,
     unknown_variables,
 )
-from indexer.keys import LOOPBACK_SECRET, derive
-from streams.connection import Connection, TokenFile
+from indexer.block_keys import LOOPBACK_SECRET, derive_secret
+from streams.kafka.connection_options import ConnectionOptions, TokenFile
 
 MECHANISMS_WITH_PASSWORD = ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 SECRET = "open-sesame"
@@ -93,20 +93,20 @@ def test_secret_is_read_from_its_file(
 
 
 def test_processes_with_one_hash_secret_agree_on_keys(secret_file: Path) -> None:
-    told = Settings(bootstrap_servers="kafka:9092", hash_secret=SECRET).key_secret()
-    assert told == Settings(hash_secret_file=secret_file).key_secret()
-    assert told.fingerprint != Settings(hash_secret="another").key_secret().fingerprint
+    told = Settings(bootstrap_servers="kafka:9092", hash_secret=SECRET).block_key_secret()
+    assert told == Settings(hash_secret_file=secret_file).block_key_secret()
+    assert told.fingerprint != Settings(hash_secret="another").block_key_secret().fingerprint
 
 
 @pytest.mark.parametrize("servers", ["", "localhost:9092", "127.0.0.1:9092, [::1]:9093"])
 def test_brokers_on_this_machine_need_no_hash_secret(servers: str) -> None:
-    assert Settings(bootstrap_servers=servers).key_secret() == derive(LOOPBACK_SECRET)
+    assert Settings(bootstrap_servers=servers).block_key_secret() == derive_secret(LOOPBACK_SECRET)
 
 
 def test_brokers_elsewhere_need_a_hash_secret() -> None:
     settings = Settings(bootstrap_servers="localhost:9092,kafka:9092")
     with pytest.raises(SettingsError, match="KVLANE_HASH_SECRET_FILE"):
-        settings.key_secret()
+        settings.block_key_secret()
 
 
 # Refusing
@@ -127,8 +127,8 @@ def test_brokers_elsewhere_need_a_hash_secret() -> None:
         ("sasl_password_file", "/nowhere/password", "no such file"),
         ("attach_url", "127.0.0.1:8001", "http://host:port"),
         ("attach_url", "http://127.0.0.1:8001/v1/completions", "without a path"),
-        ("attach_events", "tcp://*:5557", "tcp://127.0.0.1:5557 is meant"),
-        ("attach_replay", "127.0.0.1:5558", "tcp://host:port"),
+        ("attach_events_endpoint", "tcp://*:5557", "tcp://127.0.0.1:5557 is meant"),
+        ("attach_replay_endpoint", "127.0.0.1:5558", "tcp://host:port"),
         ("attach_kind", "image", "'completion'"),
         ("worker_role", "reader", "'decode'"),
     ],
@@ -152,8 +152,11 @@ def test_refusal_names_variable_value_and_remedy(
             "KVLANE_MAX_LIFETIME_S=1500 exceeds KVLANE_DEDUP_WINDOW_S=1200",
         ),
         ({"max_lifetime_s": 1800, "dedup_window_s": 1800}, "it must be below 1800"),
-        ({"heartbeat_s": 3}, "raise it to 6 or lower KVLANE_HEARTBEAT_S"),
-        ({"min_insync": 2}, "KVLANE_MIN_INSYNC=2 exceeds KVLANE_REPLICATION=1"),
+        ({"heartbeat_interval_s": 3}, "raise it to 6, or lower KVLANE_HEARTBEAT_INTERVAL_S"),
+        (
+            {"min_insync_replicas": 2},
+            "KVLANE_MIN_INSYNC_REPLICAS=2 exceeds KVLANE_REPLICATION_FACTOR=1",
+        ),
         ({"broker": "env"}, "needs KVLANE_BOOTSTRAP_SERVERS"),
         ({"security_protocol": "SASL_SSL"}, "needs KVLANE_SASL_MECHANISM"),
         (sasl("PLAIN", sasl_username=""), "needs KVLANE_SASL_USERNAME"),
@@ -169,12 +172,12 @@ def test_refusal_names_variable_value_and_remedy(
         ({"engine": "attached", "model_path": "."}, "needs KVLANE_ATTACH_URL=http://host:port"),
         ({"engine": "attached", "attach_url": "http://h:1"}, "needs KVLANE_MODEL_PATH"),
         (
-            {"engine": "attached", "attach_replay": "tcp://h:1"},
-            "KVLANE_ATTACH_REPLAY needs KVLANE_ATTACH_EVENTS",
+            {"engine": "attached", "attach_replay_endpoint": "tcp://h:1"},
+            "KVLANE_ATTACH_REPLAY_ENDPOINT repairs losses of KVLANE_ATTACH_EVENTS_ENDPOINT",
         ),
         (
-            {"engine": "attached", "attach_kind": "chat", "attach_events": "tcp://h:1"},
-            "KVLANE_ATTACH_EVENTS is of no use with KVLANE_ATTACH_KIND=chat",
+            {"engine": "attached", "attach_kind": "chat", "attach_events_endpoint": "tcp://h:1"},
+            "KVLANE_ATTACH_EVENTS_ENDPOINT has no effect with KVLANE_ATTACH_KIND=chat",
         ),
         ({"sasl_password": SECRET, "sasl_password_file": __file__}, "not both"),
         ({"lane": 8}, "lane is not a setting"),
@@ -199,7 +202,7 @@ def test_the_url_of_a_server_may_be_given_as_openai_clients_have_it() -> None:
 
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(SettingsError) as refusal:
-        Settings(deadline_s=700, min_insync=2)
+        Settings(deadline_s=700, min_insync_replicas=2)
     assert len(str(refusal.value).splitlines()) == 2
 
 
@@ -222,24 +225,41 @@ def test_binary_secret_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_table_masks_secrets_and_keeps_the_rest() -> None:
-    table = {row.name: row for row in settings_table(Settings(**sasl("PLAIN")))}
+    table = {row.name: row for row in settings_rows(Settings(**sasl("PLAIN")))}
     assert table["KVLANE_SASL_PASSWORD"].value == "********"
     assert table["KVLANE_SSL_KEYPASSWORD"].value == ""
     assert table["KVLANE_SASL_USERNAME"].value == "alice"
 
 
+def test_secrets_among_the_arguments_of_an_engine_are_masked() -> None:
+    arguments = {
+        "hf_token": SECRET,
+        "tokenizer": "a/b",
+        "max_num_batched_tokens": 8,
+        "kv_transfer_config": {"connectors": [{"apiKey": "x", "auth-key": SECRET}]},
+        "secret": [SECRET],
+    }
+    table = {row.name: row.value for row in settings_rows(Settings(engine_args=arguments))}
+    shown = table["KVLANE_ENGINE_ARGS"]
+    assert SECRET not in shown
+    assert "'hf_token': '********', 'tokenizer': 'a/b', 'max_num_batched_tokens': 8" in shown
+    with pytest.raises(SettingsError) as refusal:
+        Settings(engine_args=[SECRET])
+    assert SECRET not in str(refusal.value)
+
+
 def test_table_tells_what_was_set() -> None:
-    row = next(row for row in settings_table(Settings(lanes=8)) if row.name == "KVLANE_LANES")
+    row = next(row for row in settings_rows(Settings(lanes=8)) if row.name == "KVLANE_LANES")
     assert (row.default, row.value, row.is_set) == ("32", "8", True)
 
 
 def test_every_setting_has_a_meaning_and_a_figure_with_unit_says_it() -> None:
     units = {"_s": "seconds", "_ms": "milliseconds"}
-    for row in settings_table(Settings()):
-        assert row.meaning
+    for row in settings_rows(Settings()):
+        assert row.description
         for suffix, unit in units.items():
             if row.name.lower().endswith(suffix):
-                assert unit in row.meaning, row.name
+                assert unit in row.description, row.name
 
 
 def test_command_prints_every_variable_and_no_secret(
@@ -248,9 +268,9 @@ def test_command_prints_every_variable_and_no_secret(
     for name, value in sasl("PLAIN").items():
         monkeypatch.setenv(f"KVLANE_{name.upper()}", str(value))
     monkeypatch.setenv("KVLANE_LANSE", "8")
-    settings_command()
+    print_settings()
     printed = capsys.readouterr().out
-    assert all(row.name in printed for row in settings_table(Settings()))
+    assert all(row.name in printed for row in settings_rows(Settings()))
     assert "KVLANE_LANSE (did you mean KVLANE_LANES?)" in printed
     assert SECRET not in printed
 
@@ -263,7 +283,7 @@ def test_unknown_variables_are_found_and_others_left_alone() -> None:
 @pytest.mark.parametrize("show", [repr, str])
 def test_secrets_are_in_no_representation(show: type[str]) -> None:
     settings = Settings(**sasl("PLAIN"))
-    for value in (settings, settings.connection("router")):
+    for value in (settings, settings.kafka_connection("router")):
         assert SECRET not in show(value)
     assert SECRET not in json.dumps(settings.model_dump(mode="json"))
 
@@ -272,14 +292,14 @@ def test_secrets_are_in_no_representation(show: type[str]) -> None:
 
 
 def test_connection_carries_the_settings_and_the_name_of_the_client() -> None:
-    connection = Settings(bootstrap_servers="a:1, b:2").connection("router")
+    connection = Settings(bootstrap_servers="a:1, b:2").kafka_connection("router")
     assert connection.client_id == "router"
     assert connection.servers == ["a:1", "b:2"]
     assert connection.session_timeout_ms == 6000
 
 
 def test_plaintext_options_hold_no_security() -> None:
-    options = Settings(bootstrap_servers="a:1").connection("router").client_options()
+    options = Settings(bootstrap_servers="a:1").kafka_connection("router").client_options()
     assert options == {
         "bootstrap_servers": ["a:1"],
         "client_id": "router",
@@ -290,7 +310,7 @@ def test_plaintext_options_hold_no_security() -> None:
 
 @pytest.mark.parametrize("mechanism", MECHANISMS_WITH_PASSWORD)
 def test_password_mechanisms_reach_the_client(mechanism: str) -> None:
-    connection = Settings(**sasl(mechanism)).connection("router")
+    connection = Settings(**sasl(mechanism)).kafka_connection("router")
     options = connection.client_options()
     assert options["security_protocol"] == "SASL_PLAINTEXT"
     assert options["sasl_mechanism"] == mechanism
@@ -303,7 +323,7 @@ async def test_oauth_token_is_read_afresh(secret_file: Path) -> None:
         sasl_mechanism="OAUTHBEARER",
         sasl_oauth_token_file=secret_file,
     )
-    options = settings.connection("router").client_options()
+    options = settings.kafka_connection("router").client_options()
     provider = options["sasl_oauth_token_provider"]
     assert isinstance(provider, TokenFile)
     assert await provider.token() == SECRET
@@ -312,10 +332,12 @@ async def test_oauth_token_is_read_afresh(secret_file: Path) -> None:
 
 
 def test_tls_verifies_the_broker_unless_told_otherwise() -> None:
-    strict = Connection("a:1", "router", security_protocol="SSL").client_options()["ssl_context"]
+    strict = ConnectionOptions("a:1", "router", security_protocol="SSL").client_options()[
+        "ssl_context"
+    ]
     assert isinstance(strict, ssl.SSLContext)
     assert (strict.verify_mode, strict.check_hostname) == (ssl.CERT_REQUIRED, True)
-    lax = Connection("a:1", "router", security_protocol="SSL", ssl_check_hostname=False)
+    lax = ConnectionOptions("a:1", "router", security_protocol="SSL", ssl_check_hostname=False)
     context = lax.client_options()["ssl_context"]
     assert isinstance(context, ssl.SSLContext)
     assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, False)
@@ -335,10 +357,10 @@ def test_encrypted_client_key_opens_with_its_password_and_never_asks(tmp_path: P
         "ssl_certfile": certificate,
         "ssl_keyfile": key,
     }
-    opened = Settings(**mutual, ssl_keypassword=SECRET).connection("router").client_options()
+    opened = Settings(**mutual, ssl_keypassword=SECRET).kafka_connection("router").client_options()
     assert isinstance(opened["ssl_context"], ssl.SSLContext)
     with pytest.raises(ssl.SSLError):
-        Settings(**mutual).connection("router").client_options()
+        Settings(**mutual).kafka_connection("router").client_options()
 
 
 @pytest.mark.parametrize("mechanism", [None, *MECHANISMS_WITH_PASSWORD, "OAUTHBEARER"])
@@ -352,7 +374,7 @@ async def test_every_client_takes_the_options(mechanism: str | None, secret_file
         }
     elif mechanism:
         values = sasl(mechanism, security_protocol="SASL_SSL")
-    connection = Settings(bootstrap_servers="127.0.0.1:9", **values).connection("router")
+    connection = Settings(bootstrap_servers="127.0.0.1:9", **values).kafka_connection("router")
     options = connection.client_options()
     producer = AIOKafkaProducer(**options)
     consumer = AIOKafkaConsumer(**options, session_timeout_ms=connection.session_timeout_ms)

@@ -10,54 +10,60 @@ from pathlib import Path
 
 import pytest
 
-from app.bench import kept, scenes, simulate
-from app.bench.ground import BenchFailed
-from app.bench.kept import Kept
-from app.bench.report import Bar, Report
-from app.bench.scenes import (
+from app.bench.bench_environment import BenchFailed
+from app.bench.report import Report, Threshold
+from app.bench.routing import policy_scenarios, policy_simulation, result_cache
+from app.bench.routing.policy_scenarios import (
+    ARRIVAL_JITTER_S,
     CONVERSATION,
     FULL,
-    OURS,
+    OWN_POLICY,
     QUICK,
     SETUPS,
-    SPREAD_S,
-    Done,
-    Form,
-    Play,
-    distance,
-    plays,
-    scene,
-    verdicts,
+    ScenarioResult,
+    ScenarioRun,
+    SimulationScale,
+    all_thresholds,
+    max_deviation,
+    scenario_runs,
+    trace_scenario,
 )
-from app.bench.simulate import Traces
-from app.simulation.runs import BadPolicy, Run, tuning_of
-from app.simulation.traffic import Pace
-from app.trace import SHIPPED, BadTrace, read_trace
+from app.bench.routing.policy_simulation import TraceSet
+from app.bench.routing.result_cache import ResultCache
+from app.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace
+from app.simulation.simulation_runs import SimulationRun, UnknownPolicy, parse_policy
+from app.simulation.trace_requests import ArrivalRate
 
-TINY = Form(("dynamo",), 2, 0, generated_seeds=0)
-SHIPPED_PLAYS = [Play(CONVERSATION, Run(policy, 4)) for policy in ("predictive", "dynamo")]
+TINY = SimulationScale(("dynamo",), 2, 0, generated_seeds=0)
+SHIPPED_PLAYS = [
+    ScenarioRun(CONVERSATION, SimulationRun(policy, 4)) for policy in ("predictive", "dynamo")
+]
 
 
 @pytest.fixture
 def shipped_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = read_trace(SHIPPED)
-    for module in (simulate, scenes):
+    rows = read_trace(BUNDLED_TRACE)
+    for module in (policy_simulation, policy_scenarios):
         monkeypatch.setattr(module, "REQUESTS", len(rows))
-    monkeypatch.setattr(simulate, "PROMPT_TOKENS", sum(row.input_length for row in rows))
-    monkeypatch.setattr(simulate, "OUTPUT_TOKENS", sum(row.output_length for row in rows))
-    monkeypatch.setattr(scenes, "KINDS", ())
-    monkeypatch.setattr(scenes, "OTHERS", ("round_robin",))
+    monkeypatch.setattr(policy_simulation, "PROMPT_TOKENS", sum(row.input_length for row in rows))
+    monkeypatch.setattr(policy_simulation, "OUTPUT_TOKENS", sum(row.output_length for row in rows))
+    monkeypatch.setattr(policy_scenarios, "TRACE_KINDS", ())
+    monkeypatch.setattr(policy_scenarios, "OTHER_POLICIES", ("round_robin",))
 
 
-def report_of(form: Form, trace: Path | None, said: list[str], keep: Path | None = None) -> Report:
-    return asyncio.run(simulate.simulate(form, trace, said.append, lambda _: None, keep))
+def report_of(
+    form: SimulationScale, trace: Path | None, said: list[str], keep: Path | None = None
+) -> Report:
+    return asyncio.run(
+        policy_simulation.bench_policies(form, trace, said.append, lambda _: None, keep)
+    )
 
 
 def test_without_the_trace_its_bars_are_not_met_and_it_says_where_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scenes, "KINDS", ("multi-turn",))
-    monkeypatch.setattr(simulate, "Size", lambda: scenes_size(100))
+    monkeypatch.setattr(policy_scenarios, "TRACE_KINDS", ("multi-turn",))
+    monkeypatch.setattr(policy_simulation, "TraceSize", lambda: scenes_size(100))
     said: list[str] = []
     report = report_of(QUICK, None, said)
     assert "--trace" in said[0]
@@ -69,20 +75,20 @@ def test_without_the_trace_its_bars_are_not_met_and_it_says_where_to_get_it(
     assert all(math.isnan(bar.value) and not bar.met for bar in others)
 
 
-def scenes_size(requests: int) -> simulate.Size:
-    from app.simulation.generated import Size
+def scenes_size(requests: int) -> policy_simulation.TraceSize:
+    from app.simulation.synthetic_traces import TraceSize
 
-    return Size(requests)
+    return TraceSize(requests)
 
 
 def test_another_trace_than_the_published_one_is_refused() -> None:
-    with pytest.raises(BadTrace, match="is another trace"):
-        report_of(QUICK, SHIPPED, [])
+    with pytest.raises(InvalidTrace, match="is not the conversation trace"):
+        report_of(QUICK, BUNDLED_TRACE, [])
 
 
 @pytest.mark.usefixtures("shipped_is_published")
 def test_rows_are_of_all_policies_and_bars_of_all_fleets(tmp_path: Path) -> None:
-    report = report_of(TINY, SHIPPED, [], tmp_path / "kept")
+    report = report_of(TINY, BUNDLED_TRACE, [], tmp_path / "kept")
     assert [(row["policy"], row["seed"]) for row in report.rows[:5]] == [
         ("predictive", 0), ("predictive", 1), ("dynamo", 0), ("dynamo", 1), ("round_robin", 0),
     ]  # fmt: skip
@@ -100,26 +106,28 @@ def test_what_was_kept_is_not_done_again_until_the_code_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = tmp_path / "kept"
-    done: list[Run] = []
-    timed = simulate.timed
-    monkeypatch.setattr(simulate, "_speeds", lambda _: ())
-    monkeypatch.setattr(simulate, "timed", lambda t, run, *more: done.append(run) or timed(t, run))
-    first = report_of(TINY, SHIPPED, [], keep)
+    done: list[SimulationRun] = []
+    timed = policy_simulation.run_timed
+    monkeypatch.setattr(policy_simulation, "_speeds", lambda _: ())
+    monkeypatch.setattr(
+        policy_simulation, "run_timed", lambda t, run, *more: done.append(run) or timed(t, run)
+    )
+    first = report_of(TINY, BUNDLED_TRACE, [], keep)
     count = len(done)
     assert count == len(first.rows) == 4 * 5
-    again = report_of(TINY, SHIPPED, [], keep)
+    again = report_of(TINY, BUNDLED_TRACE, [], keep)
     assert len(done) == count
     assert again.rows == first.rows
-    monkeypatch.setattr(kept, "code", lambda: "another")
-    report_of(TINY, SHIPPED, [], keep)
+    monkeypatch.setattr(result_cache, "source_digest", lambda: "another")
+    report_of(TINY, BUNDLED_TRACE, [], keep)
     assert len(done) == 2 * count
 
 
 def test_runs_in_processes_of_their_own_come_to_the_same() -> None:
     found = [
         {
-            done.play: done.found
-            for done in simulate.played_out(SHIPPED_PLAYS, Traces(SHIPPED), jobs)
+            done.scenario_run: done.figures
+            for done in policy_simulation.run_all(SHIPPED_PLAYS, TraceSet(BUNDLED_TRACE), jobs)
         }
         for jobs in (1, 2)
     ]
@@ -131,23 +139,23 @@ def test_a_file_of_something_else_is_not_written_to(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_text("not a run\n")
     with pytest.raises(BenchFailed, match="notes holds something else"):
-        Kept(file)
+        ResultCache(file)
 
 
-def done(policy: str, ttft_ms: float, seed: int = 0, jitter_s: float = 0.0) -> Done:
+def done(policy: str, ttft_ms: float, seed: int = 0, jitter_s: float = 0.0) -> ScenarioResult:
     figures = SETUPS[0].published._replace(ttft_mean=ttft_ms, e2e_mean=1.0)
-    play = Play(CONVERSATION, Run(policy, 8, Pace(1.0, jitter_s), seed))
-    return Done(play, figures, 1.0)
+    play = ScenarioRun(CONVERSATION, SimulationRun(policy, 8, ArrivalRate(1.0, jitter_s), seed))
+    return ScenarioResult(play, figures, 1.0)
 
 
-def bars_of(ran: list[Done]) -> dict[str, Bar]:
-    return {bar.name: bar for bar in verdicts(QUICK._replace(spread_seeds=2), ran)}
+def bars_of(ran: list[ScenarioResult]) -> dict[str, Threshold]:
+    return {bar.name: bar for bar in all_thresholds(QUICK._replace(spread_seeds=2), ran)}
 
 
 def test_ours_is_held_against_the_best_mean_of_the_other_settings() -> None:
     ran = [
         done("predictive", 90), done("dynamo", 120), done("dynamo:32", 80), done("least_loaded", 1),
-        done("dynamo:32", 120, seed=1), done("dynamo:64", 1.0, jitter_s=SPREAD_S),
+        done("dynamo:32", 120, seed=1), done("dynamo:64", 1.0, jitter_s=ARRIVAL_JITTER_S),
     ]  # fmt: skip
     bars = bars_of(ran)
     ttft = bars["8x1: predictive, mean TTFT to dynamo's best setting"]
@@ -163,40 +171,42 @@ def test_a_figure_that_is_a_little_worse_misses_its_bar() -> None:
 
 def test_the_distance_is_that_of_the_furthest_figure() -> None:
     published = SETUPS[0].published
-    assert distance(published, published) == 0
-    assert distance(published._replace(itl_mean=published.itl_mean * 0.98), published) == (
+    assert max_deviation(published, published) == 0
+    assert max_deviation(published._replace(itl_mean=published.itl_mean * 0.98), published) == (
         pytest.approx(0.02)
     )
 
 
 def test_no_run_of_the_bench_is_done_twice_and_all_policies_are_known() -> None:
-    found = plays(FULL)
+    found = scenario_runs(FULL)
     assert len(found) == len(set(found))
-    assert set(plays(QUICK)) <= set(found)
+    assert set(scenario_runs(QUICK)) <= set(found)
     for policy in {play.run.policy for play in found}:
-        assert tuning_of(policy).policy == policy.partition(":")[0]
+        assert parse_policy(policy).policy == policy.partition(":")[0]
 
 
 def test_what_is_compared_is_played_with_three_seeds() -> None:
-    ours = [play for play in plays(FULL) if play.run.policy == OURS]
+    ours = [play for play in scenario_runs(FULL) if play.run.policy == OWN_POLICY]
     seeds = Counter(play._replace(run=play.run._replace(seed=0)) for play in ours)
     assert set(seeds.values()) == {3}
 
 
 def test_round_robin_has_one_seed_where_nothing_is_drawn() -> None:
-    assert scene(SETUPS[0]).play("round_robin", 2) == scene(SETUPS[0]).play("round_robin", 0)
-    spread = scene(SETUPS[0], SPREAD_S)
-    assert spread.play("round_robin", 2) != spread.play("round_robin", 0)
+    assert trace_scenario(SETUPS[0]).run_of("round_robin", 2) == trace_scenario(SETUPS[0]).run_of(
+        "round_robin", 0
+    )
+    spread = trace_scenario(SETUPS[0], ARRIVAL_JITTER_S)
+    assert spread.run_of("round_robin", 2) != spread.run_of("round_robin", 0)
 
 
 def test_a_number_after_dynamo_is_its_prefill_load_scale() -> None:
-    assert tuning_of("dynamo:0.5").weights.prefill_load_scale == 0.5
-    assert tuning_of("dynamo").weights.prefill_load_scale == 1.0
+    assert parse_policy("dynamo:0.5").weights.prefill_load_scale == 0.5
+    assert parse_policy("dynamo").weights.prefill_load_scale == 1.0
 
 
 @pytest.mark.parametrize(
     "policy", ["", "nonsense", "direct", "dynamo:x", "dynamo:-1", "dynamo:nan", "random:3"]
 )
 def test_other_policies_are_refused(policy: str) -> None:
-    with pytest.raises(BadPolicy):
-        tuning_of(policy)
+    with pytest.raises(UnknownPolicy):
+        parse_policy(policy)

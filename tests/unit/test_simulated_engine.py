@@ -13,27 +13,28 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.engine.batch import Shape
-from app.engine.continuation import Speaker, echo
-from app.engine.contract import EngineDead, EngineError, EngineOutput, GenerateContext
-from app.engine.curves import Curves
 from app.engine.echo import echo_answer
-from app.engine.simulated import SimulatedEngine
-from app.engine.validator import ValidatedEngine
-from app.faults.vtime import VirtualClock, VirtualLoop, run
-from app.preprocess.byte_level import ASSISTANT, END_OF_TEXT, render_chat
-from indexer.bridge import Bridge
-from indexer.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent
-from indexer.hashing import local_hashes
-from indexer.keys import derive, prompt_keys
-from indexer.lives import Holder, Overlap
-from indexer.reference import ReferenceIndex
+from app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
+from app.engine.perf_curves import PerfCurves
+from app.engine.simulated.batch import EngineLimits
+from app.engine.simulated.engine import SimulatedEngine
+from app.engine.simulated.text_generator import TextGenerator, echo_continuation
+from app.engine.validator import ValidatingEngine
+from app.preprocess.text.byte_level import ASSISTANT, END_OF_TEXT, render_chat
+from app.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
+from indexer.block_hashes import local_hashes
+from indexer.block_keys import derive_secret, prompt_keys
+from indexer.cache_events.engine_events import BlocksRemoved, BlocksStored, EngineEvent
+from indexer.cache_events.event_normalizer import EventNormalizer
+from indexer.epochs import CacheId, Overlap
+from indexer.reference_index import ReferenceIndex
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens
-from streams.records import EngineConfig, Hints, Request, StopConditions, Usage
+from streams.records import EngineConfig, Usage
+from streams.request import Hints, Request, StopConditions
 
-CURVES = Curves()
-SMALL = Shape(block_size=4, blocks=32, max_batched_tokens=64, max_sequences=4)
+CURVES = PerfCurves()
+SMALL = EngineLimits(block_size=4, cache_blocks=32, max_batched_tokens=64, max_sequences=4)
 PROMPT = [*range(1, 10), ASSISTANT]
 
 
@@ -61,12 +62,12 @@ class Answer:
 class Bench:
     """An engine, started, behind the validator, with what it told of its blocks."""
 
-    def __init__(self, loop: VirtualLoop, shape: Shape = SMALL, **more: Any) -> None:
+    def __init__(self, loop: VirtualLoop, shape: EngineLimits = SMALL, **more: Any) -> None:
         self.clock = VirtualClock(loop)
         self.events: list[EngineEvent] = []
         more.setdefault("context_length", shape.capacity_tokens)
-        self.simulated = SimulatedEngine(self.clock, shape, on_blocks=self.events.extend, **more)
-        self.engine = ValidatedEngine(self.simulated)
+        self.simulated = SimulatedEngine(self.clock, shape, listener=self.events.extend, **more)
+        self.engine = ValidatingEngine(self.simulated)
         self._streams: set[asyncio.Task[None]] = set()
 
     def ask(self, wanted: Request) -> tuple[Answer, asyncio.Task[None]]:
@@ -96,7 +97,9 @@ class Bench:
 Scenario = Callable[[Bench], Coroutine[Any, Any, None]]
 
 
-def with_engine(shape: Shape = SMALL, **more: Any) -> Callable[[Scenario], Callable[[], None]]:
+def with_engine(
+    shape: EngineLimits = SMALL, **more: Any
+) -> Callable[[Scenario], Callable[[], None]]:
     """The test of a scenario with a started engine, in virtual time; it is cleaned up after."""
 
     def decorate(scenario: Scenario) -> Callable[[], None]:
@@ -109,7 +112,7 @@ def with_engine(shape: Shape = SMALL, **more: Any) -> Callable[[Scenario], Calla
 
         @wraps(scenario)
         def test() -> None:
-            run(main)
+            run_virtual(main)
 
         del test.__wrapped__  # type: ignore[attr-defined]
         return test
@@ -200,7 +203,7 @@ async def test_it_may_be_ignored_but_stop_tokens_are_not(bench: Bench) -> None:
     assert (answer.tokens, answer.reason) == ([5, END_OF_TEXT, 6], "stop")
 
 
-@with_engine(continuation=Speaker(["a b"], lambda _: [1000, 2000], None))
+@with_engine(continuation=TextGenerator(["a b"], lambda _: [1000, 2000], None))
 async def test_tokens_of_other_vocabularies_may_be_said(bench: Bench) -> None:
     (answer,) = await bench.answers(request(PROMPT, 9))
     assert answer.tokens[:2] == [1000, 2000]
@@ -294,7 +297,7 @@ def test_late_wake_ups_do_not_add_up() -> None:
         assert 0 <= answer.at[-1] * 1000 - exact <= 3.0 + 1e-6
         await bench.engine.cleanup()
 
-    run(main)
+    run_virtual(main)
 
 
 # --- load ----------------------------------------------------------------------------------------
@@ -306,13 +309,13 @@ async def test_no_more_requests_run_than_allowed_and_all_are_answered(bench: Ben
     most = 0
     asked = [bench.ask(request(p, 6, f"r{p[0]}")) for p in prompts]
     while not all(task.done() for _, task in asked):
-        most = max(most, bench.simulated.running)
+        most = max(most, bench.simulated.running_count)
         await bench.clock.sleep(0.001)
     assert most == 4
     assert [answer.tokens for answer, _ in asked] == [echo_answer(p, 6) for p in prompts]
 
 
-@with_engine(Shape(block_size=4, blocks=8, max_batched_tokens=64, max_sequences=4))
+@with_engine(EngineLimits(block_size=4, cache_blocks=8, max_batched_tokens=64, max_sequences=4))
 async def test_a_full_cache_loses_no_token(bench: Bench) -> None:
     prompts = [[n] * 7 + [ASSISTANT] for n in range(1, 5)]
     answers = await bench.answers(*(request(p, 20, f"r{p[0]}") for p in prompts))
@@ -330,7 +333,7 @@ async def test_beyond_the_bound_requests_are_refused_at_once(bench: Bench) -> No
     assert [a.reason for a in answers] == ["length", "length", None]
 
 
-@with_engine(Shape(block_size=4, blocks=32, max_batched_tokens=64, max_sequences=1))
+@with_engine(EngineLimits(block_size=4, cache_blocks=32, max_batched_tokens=64, max_sequences=1))
 async def test_the_more_urgent_request_goes_first(bench: Bench) -> None:
     busy, _ = bench.ask(request(PROMPT, 5, "busy"))
     await bench.clock.sleep(0.001)
@@ -372,10 +375,10 @@ async def test_a_cancel_ends_it_between_two_steps(bench: Bench) -> None:
     assert answer.reason == "cancelled"
     assert answer.tokens == echo_answer(PROMPT, len(answer.tokens))
     assert answer.usage == Usage(prompt_tokens=10, completion_tokens=len(answer.tokens))
-    assert bench.simulated.running == 0
+    assert bench.simulated.running_count == 0
 
 
-@with_engine(Shape(block_size=4, blocks=32, max_batched_tokens=64, max_sequences=1))
+@with_engine(EngineLimits(block_size=4, cache_blocks=32, max_batched_tokens=64, max_sequences=1))
 async def test_a_cancel_while_it_waits_ends_it_too(bench: Bench) -> None:
     _, busy = bench.ask(request(PROMPT, 50, "busy"))
     await bench.clock.sleep(0.001)
@@ -384,7 +387,7 @@ async def test_a_cancel_while_it_waits_ends_it_too(bench: Bench) -> None:
     answer.context.cancel()
     await task
     assert (answer.reason, answer.tokens, busy.done()) == ("cancelled", [], False)
-    assert bench.simulated.waiting == 0
+    assert bench.simulated.waiting_count == 0
     await busy
 
 
@@ -393,7 +396,7 @@ async def test_a_reader_that_leaves_frees_its_place(bench: Bench) -> None:
     stream = bench.engine.generate(request(PROMPT, 100), GenerateContext("r"))
     await anext(stream)
     await stream.aclose()
-    assert bench.simulated.running == 0
+    assert bench.simulated.running_count == 0
     (answer,) = await bench.answers(request(PROMPT, 2))
     assert answer.tokens == echo_answer(PROMPT, 2)
 
@@ -421,7 +424,7 @@ def test_cleanup_ends_what_is_open() -> None:
         assert answer.error is not None
         assert answer.error.retryable
 
-    run(main)
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("more", [{"context_length": 129}, {"speedup": 0.0}])
@@ -440,11 +443,12 @@ def test_it_says_what_it_is() -> None:
             total_kv_blocks=32,
             max_num_seqs=4,
             max_num_batched_tokens=64,
-            curve=CURVES.numbers(),
+            curve=CURVES.coefficients(),
+            unsupported=("guided_decoding", "logprobs"),
         )
         await engine.cleanup()
 
-    run(main)
+    run_virtual(main)
 
 
 # --- cache events --------------------------------------------------------------------------------
@@ -462,7 +466,7 @@ async def test_blocks_are_told_with_their_tokens_and_parents(bench: Bench) -> No
     assert (first.cache_salt, second.cache_salt, second.lora_name) == ("s", "", "l")
 
 
-@with_engine(Shape(block_size=4, blocks=4, max_batched_tokens=64, max_sequences=4))
+@with_engine(EngineLimits(block_size=4, cache_blocks=4, max_batched_tokens=64, max_sequences=4))
 async def test_evicted_blocks_are_told(bench: Bench) -> None:
     await bench.answers(request([1] * 11 + [ASSISTANT], 1))
     await bench.answers(request([2] * 11 + [ASSISTANT], 1))
@@ -472,37 +476,27 @@ async def test_evicted_blocks_are_told(bench: Bench) -> None:
     assert list(removed.block_hashes) == [*stored.block_hashes[:0:-1]]
 
 
-@with_engine()
-async def test_a_cleared_cache_is_told_and_forgets(bench: Bench) -> None:
-    _, task = bench.ask(request(PROMPT, 3))
-    await bench.clock.sleep(0.02)
-    assert not bench.simulated.clear_cache()
-    await task
-    assert bench.simulated.clear_cache()
-    assert bench.events[-1] == AllCleared()
-
-
-@with_engine(Shape(block_size=4, blocks=12, max_batched_tokens=64, max_sequences=4))
+@with_engine(EngineLimits(block_size=4, cache_blocks=12, max_batched_tokens=64, max_sequences=4))
 async def test_an_index_behind_the_bridge_knows_what_the_next_request_will_find(
     bench: Bench,
 ) -> None:
-    secret, index, holder = derive(b"s"), ReferenceIndex(), Holder("w", 0)
-    bridge = Bridge(4, secret)
+    secret, index, holder = derive_secret(b"s"), ReferenceIndex(), CacheId("w", 0)
+    bridge = EventNormalizer(4, secret)
     turn = [5, 6, 7, 8, 9, ASSISTANT]
     found = []
     for n in range(12):
         prompt = [n % 3 + 1] * 6 + turn * (n % 2) + [n % 5, ASSISTANT]
         keys = prompt_keys(local_hashes(prompt, 4), secret).tolist()
-        known = index.match(keys).get(holder, Overlap()).blocks
+        known = index.match_prefix(keys).get(holder, Overlap()).total_blocks
         (answer,) = await bench.answers(request(prompt, 5, f"r{n}"))
         assert answer.usage is not None
         # At least one token is always computed, so a whole hit finds one block less.
         assert answer.usage.cached_tokens == min(known, (len(prompt) - 1) // 4) * 4
         found.append(answer.usage.cached_tokens)
-        bridge.feed(bench.events, 0.0)
+        bridge.on_events(bench.events, 0.0)
         bench.events.clear()
-        while (batch := bridge.take()) is not None:
-            index.apply(0, holder, 1, batch.first_event_id, batch.events)
+        while (batch := bridge.take_batch()) is not None:
+            index.apply_events(0, holder, 1, batch.first_event_id, batch.events)
     assert len(set(found)) > 1
     counters = bridge.counters
     assert counters.orphans == counters.unknown_removed == counters.malformed == 0
@@ -513,8 +507,10 @@ def test_the_same_requests_give_the_same_times_and_events() -> None:
         seen: list[Any] = []
 
         async def main(loop: VirtualLoop) -> None:
-            shape = Shape(block_size=4, blocks=10, max_batched_tokens=16, max_sequences=3)
-            bench = Bench(loop, shape, continuation=echo)
+            shape = EngineLimits(
+                block_size=4, cache_blocks=10, max_batched_tokens=16, max_sequences=3
+            )
+            bench = Bench(loop, shape, continuation=echo_continuation)
             await bench.engine.start("w")
             asked = []
             for n in range(8):
@@ -528,7 +524,7 @@ def test_the_same_requests_give_the_same_times_and_events() -> None:
             seen.extend(bench.events)
             await bench.engine.cleanup()
 
-        run(main)
+        run_virtual(main)
         return seen
 
     assert played() == played()

@@ -13,16 +13,16 @@ import pytest
 import zstandard
 
 from streams.codecs import decode, encode
-from streams.follow import Follower
-from streams.memory.broker import Fate
-from streams.memory.partition import MemoryRecord
-from streams.parts import SLICE_BYTES
+from streams.memory.broker_faults import AppendFate
+from streams.memory.partition_log import MemoryRecord
 from streams.ports import Entry, Partition
-from streams.records import Ended, Fact, ModelCard, SnapshotPointer, Tombstone
-from streams.snapshots import Snapshots, pointer_key, take
+from streams.records import Ended, LogRecord, ModelCard, SnapshotPointer, Tombstone
+from streams.snapshots.snapshot_parts import SLICE_BYTES
+from streams.snapshots.snapshot_store import SnapshotStore, capture, pointer_key
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
-from tests.tally import Tally
-from tests.worlds import World, in_world
+from streams.views.follower import Follower
+from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.harness.recording_view import RecordingView
 
 LANE_0, LANE_1 = Partition(LEDGER, 0), Partition(LEDGER, 1)
 
@@ -35,7 +35,7 @@ class Blob:
     def __init__(self, data: bytes = b"", at: int | None = None) -> None:
         self.data, self.at = data, at
 
-    def apply(self, source: Partition, facts: Sequence[Fact], position: int) -> None:
+    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
         self.at = position
 
     def position(self, source: Partition) -> int | None:
@@ -58,28 +58,28 @@ def noise(size: int, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def a_tally(count: int, source: Partition = LANE_0) -> Tally:
-    fold = Tally()
+def a_tally(count: int, source: Partition = LANE_0) -> RecordingView:
+    fold = RecordingView()
     fold.apply(source, (), 0)
-    facts = [Fact(i, 0, Ended(id=str(i), code="seen")) for i in range(count)]
+    facts = [LogRecord(i, 0, Ended(id=str(i), code="seen")) for i in range(count)]
     fold.apply(source, facts, count)
     return fold
 
 
-async def snapshots(world: World, client: str = "client") -> Snapshots:
-    return Snapshots(await world.connect(client), world.clock)
+async def snapshots(world: MemoryWorld, client: str = "client") -> SnapshotStore:
+    return SnapshotStore(await world.connect(client), world.clock)
 
 
-def parts(world: World) -> list[MemoryRecord]:
-    return world.everywhere(SNAPSHOTS)
+def parts(world: MemoryWorld) -> list[MemoryRecord]:
+    return world.all_records(SNAPSHOTS)
 
 
 # --- whole snapshots -----------------------------------------------------------------------------
 
 
-@in_world
-async def test_what_is_loaded_is_what_was_saved(world: World) -> None:
-    saved, loaded = a_tally(50), Tally()
+@scenario_test
+async def test_what_is_loaded_is_what_was_saved(world: MemoryWorld) -> None:
+    saved, loaded = a_tally(50), RecordingView()
     await (await snapshots(world)).save(saved, LANE_0)
     assert await (await snapshots(world)).load(loaded, LANE_0)
     assert loaded.position(LANE_0) == 50
@@ -87,8 +87,8 @@ async def test_what_is_loaded_is_what_was_saved(world: World) -> None:
     assert loaded.state_hash(LANE_0) == saved.state_hash(LANE_0)
 
 
-@in_world
-async def test_the_pointer_says_what_it_points_at(world: World) -> None:
+@scenario_test
+async def test_the_pointer_says_what_it_points_at(world: MemoryWorld) -> None:
     fold = a_tally(3, LANE_1)
     pointer = await (await snapshots(world)).save(fold, LANE_1)
     (record,) = world.records(REGISTRY, 0)
@@ -100,8 +100,8 @@ async def test_the_pointer_says_what_it_points_at(world: World) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, SLICE_BYTES, SLICE_BYTES + 1, 3_500_000])
 def test_a_snapshot_of_any_size_comes_back_in_parts_of_at_most_a_megabyte(size: int) -> None:
-    @in_world
-    async def scenario(world: World) -> None:
+    @scenario_test
+    async def scenario(world: MemoryWorld) -> None:
         data, loaded = noise(size), Blob()
         pointer = await (await snapshots(world)).save(Blob(data, 7), LANE_0)
         assert all(len(r.value or b"") <= 1024 * 1024 for r in parts(world))
@@ -112,15 +112,15 @@ def test_a_snapshot_of_any_size_comes_back_in_parts_of_at_most_a_megabyte(size: 
     scenario()
 
 
-@in_world
-async def test_what_can_be_compressed_is(world: World) -> None:
+@scenario_test
+async def test_what_can_be_compressed_is(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(bytes(5_000_000), 1), LANE_0)
     assert sum(len(r.value or b"") for r in parts(world)) < 10_000
 
 
-@in_world
-async def test_each_partition_has_its_own(world: World) -> None:
-    fold, loaded = a_tally(3, LANE_0), Tally()
+@scenario_test
+async def test_each_partition_has_its_own(world: MemoryWorld) -> None:
+    fold, loaded = a_tally(3, LANE_0), RecordingView()
     fold.shares[LANE_1] = a_tally(5, LANE_1).shares[LANE_1]
     store = await snapshots(world)
     await store.save(fold, LANE_0)
@@ -130,28 +130,28 @@ async def test_each_partition_has_its_own(world: World) -> None:
     assert loaded.position(LANE_1) == 5
 
 
-@in_world
-async def test_the_newest_one_is_used(world: World) -> None:
-    store, loaded = await snapshots(world), Tally()
+@scenario_test
+async def test_the_newest_one_is_used(world: MemoryWorld) -> None:
+    store, loaded = await snapshots(world), RecordingView()
     for count in (3, 9, 6):
         await store.save(a_tally(count), LANE_0)
     assert await store.load(loaded, LANE_0)
     assert loaded.position(LANE_0) == 6
 
 
-@in_world
-async def test_one_that_was_saved_since_the_last_load_is_found(world: World) -> None:
+@scenario_test
+async def test_one_that_was_saved_since_the_last_load_is_found(world: MemoryWorld) -> None:
     store, other = await snapshots(world), await snapshots(world, "other")
     await store.save(a_tally(3), LANE_0)
     for count in (3, 5):
-        loaded = Tally()
+        loaded = RecordingView()
         assert await other.load(loaded, LANE_0)
         assert loaded.position(LANE_0) == count
         await store.save(a_tally(5), LANE_0)
 
 
-@in_world
-async def test_state_and_position_are_of_one_moment(world: World) -> None:
+@scenario_test
+async def test_state_and_position_are_of_one_moment(world: MemoryWorld) -> None:
     world.faults.slow["append"] = 0.5
     fold, loaded = Blob(noise(2_500_000), 10), Blob()
     saving = world.spawn((await snapshots(world)).save(fold, LANE_0))
@@ -163,8 +163,8 @@ async def test_state_and_position_are_of_one_moment(world: World) -> None:
     assert (loaded.data, loaded.at) == (noise(2_500_000), 10)
 
 
-@in_world
-async def test_writing_and_reading_a_large_one_lets_others_run(world: World) -> None:
+@scenario_test
+async def test_writing_and_reading_a_large_one_lets_others_run(world: MemoryWorld) -> None:
     turns = 0
 
     async def bystander() -> None:
@@ -182,11 +182,11 @@ async def test_writing_and_reading_a_large_one_lets_others_run(world: World) -> 
     assert turns >= 3
 
 
-@in_world
-async def test_what_was_read_of_the_registry_is_not_read_again(world: World) -> None:
+@scenario_test
+async def test_what_was_read_of_the_registry_is_not_read_again(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(a_tally(3), LANE_0)
     log = await world.connect("late")
-    store, opened = Snapshots(log, world.clock), log.reader
+    store, opened = SnapshotStore(log, world.clock), log.reader
     readers = []
     log.reader = lambda: readers.append(opened()) or readers[-1]  # type: ignore[func-returns-value,method-assign]
     for _ in range(3):
@@ -195,40 +195,42 @@ async def test_what_was_read_of_the_registry_is_not_read_again(world: World) -> 
     assert store.newest("tally", LANE_0) is not None
 
 
-@in_world
-async def test_one_that_is_not_wanted_any_more_is_broken_off(world: World) -> None:
+@scenario_test
+async def test_one_that_is_not_wanted_any_more_is_broken_off(world: MemoryWorld) -> None:
     store, left = await snapshots(world), [True, True, False]
-    taken = take(Blob(noise(2_500_000), 1), LANE_0)
+    taken = capture(Blob(noise(2_500_000), 1), LANE_0)
     assert await store.write(taken, lambda: left.pop(0)) is None
     assert len(parts(world)) == 2
     assert not world.records(REGISTRY, 0)
 
 
-@in_world
-async def test_several_are_loaded_together(world: World) -> None:
-    store, loaded = await snapshots(world), Tally()
+@scenario_test
+async def test_several_are_loaded_together(world: MemoryWorld) -> None:
+    store, loaded = await snapshots(world), RecordingView()
     await store.save(a_tally(3, LANE_0), LANE_0)
     await store.save(a_tally(5, LANE_1), LANE_1)
     assert await store.load(loaded, LANE_0, LANE_1, Partition(LEDGER, 2)) == {LANE_0, LANE_1}
     assert (loaded.position(LANE_0), loaded.position(LANE_1)) == (3, 5)
 
 
-@in_world
-async def test_a_fold_without_a_position_cannot_be_saved(world: World) -> None:
+@scenario_test
+async def test_a_fold_without_a_position_cannot_be_saved(world: MemoryWorld) -> None:
     with pytest.raises(ValueError, match="no state"):
-        await (await snapshots(world)).save(Tally(), LANE_0)
+        await (await snapshots(world)).save(RecordingView(), LANE_0)
 
 
-@in_world
-async def test_without_a_snapshot_nothing_is_loaded(world: World) -> None:
-    loaded = Tally()
+@scenario_test
+async def test_without_a_snapshot_nothing_is_loaded(world: MemoryWorld) -> None:
+    loaded = RecordingView()
     assert not await (await snapshots(world)).load(loaded, LANE_0)
     assert loaded.position(LANE_0) is None
 
 
-@in_world
-async def test_parts_that_stand_twice_count_once(world: World) -> None:
-    world.faults.next_fates(SNAPSHOTS, Fate.UNREPORTED, Fate.TWICE, Fate.UNREPORTED, Fate.KEPT)
+@scenario_test
+async def test_parts_that_stand_twice_count_once(world: MemoryWorld) -> None:
+    world.faults.next_fates(
+        SNAPSHOTS, AppendFate.UNREPORTED, AppendFate.TWICE, AppendFate.UNREPORTED, AppendFate.KEPT
+    )
     fold, loaded = Blob(noise(2_500_000), 1), Blob()
     await (await snapshots(world)).save(fold, LANE_0)
     assert len(parts(world)) > 4
@@ -236,12 +238,12 @@ async def test_parts_that_stand_twice_count_once(world: World) -> None:
     assert loaded.data == fold.data
 
 
-@in_world
-async def test_other_records_among_the_parts_do_not_matter(world: World) -> None:
+@scenario_test
+async def test_other_records_among_the_parts_do_not_matter(world: MemoryWorld) -> None:
     world.faults.slow["append"] = 0.5
     fold, loaded = Blob(noise(2_500_000), 1), Blob()
     saving = world.spawn((await snapshots(world)).save(fold, LANE_0))
-    await world.until(lambda: len(parts(world)) == 2)
+    await world.wait_until(lambda: len(parts(world)) == 2)
     for headers in (
         (),
         (("snapshot", b"\xff"), ("part", b"2")),
@@ -254,8 +256,8 @@ async def test_other_records_among_the_parts_do_not_matter(world: World) -> None
     assert loaded.data == fold.data
 
 
-@in_world
-async def test_two_that_are_written_at_once_do_not_mix(world: World) -> None:
+@scenario_test
+async def test_two_that_are_written_at_once_do_not_mix(world: MemoryWorld) -> None:
     world.faults.slow["append"] = 0.5
     one, other = Blob(noise(3_500_000, 1), 1), Blob(noise(3_500_000, 2), 2)
     await asyncio.gather(
@@ -270,25 +272,25 @@ async def test_two_that_are_written_at_once_do_not_mix(world: World) -> None:
     assert loaded.data == (one.data if loaded.at == 1 else other.data)
 
 
-@in_world
-async def test_a_follower_starts_from_it(world: World) -> None:
+@scenario_test
+async def test_a_follower_starts_from_it(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *[Ended(id=str(i), code="seen") for i in range(10)])
     await (await snapshots(world)).save(a_tally(8), LANE_0)
-    log, fold = await world.connect(), Tally()
-    follower = Follower(log, fold, [LEDGER], world.clock, snapshots=Snapshots(log, world.clock))
+    log, fold = await world.connect(), RecordingView()
+    follower = Follower(log, fold, [LEDGER], world.clock, snapshots=SnapshotStore(log, world.clock))
     world.spawn(follower.run())
     await follower.wait_caught_up()
     assert fold.offsets(LANE_0) == list(range(10))
     assert follower.applied == 2
 
 
-@in_world
-async def test_one_below_the_start_of_its_log_is_dropped(world: World) -> None:
+@scenario_test
+async def test_one_below_the_start_of_its_log_is_dropped(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *[Ended(id=str(i), code="seen") for i in range(20)])
     world.broker.delete_records(LEDGER, 0, 15)
     await (await snapshots(world)).save(a_tally(8), LANE_0)
-    log, fold = await world.connect(), Tally()
-    follower = Follower(log, fold, [LEDGER], world.clock, snapshots=Snapshots(log, world.clock))
+    log, fold = await world.connect(), RecordingView()
+    follower = Follower(log, fold, [LEDGER], world.clock, snapshots=SnapshotStore(log, world.clock))
     world.spawn(follower.run())
     await follower.wait_caught_up()
     assert fold.offsets(LANE_0) == list(range(15, 20))
@@ -297,20 +299,20 @@ async def test_one_below_the_start_of_its_log_is_dropped(world: World) -> None:
 # --- snapshots that cannot be used ---------------------------------------------------------------
 
 
-def newest(world: World) -> SnapshotPointer:
+def newest(world: MemoryWorld) -> SnapshotPointer:
     pointer = decode(world.records(REGISTRY, 0)[-1])
     assert isinstance(pointer, SnapshotPointer)
     return pointer
 
 
-def repoint(world: World, **changes: object) -> None:
+def repoint(world: MemoryWorld, **changes: object) -> None:
     """Put another pointer in the place of the newest one."""
     changed = msgspec.structs.replace(newest(world), **changes)
     registry = world.broker.log(REGISTRY, 0).records
     registry[-1] = registry[-1]._replace(value=encode(changed, "").value)
 
 
-def rewrite(world: World, change: Callable[[int, bytes], bytes | None]) -> None:
+def rewrite(world: MemoryWorld, change: Callable[[int, bytes], bytes | None]) -> None:
     """Write the parts of the newest snapshot once more, changed, and point at them."""
     checksum = newest(world).checksum.encode()
     written = [r for r in parts(world) if dict(r.headers)["snapshot"] == checksum]
@@ -336,7 +338,7 @@ def flip(data: bytes, at: int = -1) -> bytes:
 
 BOMB = zstandard.ZstdCompressor().compress(bytes(50 * SLICE_BYTES))
 
-SPOILED: dict[str, Callable[[World], None]] = {
+SPOILED: dict[str, Callable[[MemoryWorld], None]] = {
     "a part is missing": lambda w: rewrite(w, lambda n, v: None if n == 2 else v),
     "the last part is missing": lambda w: rewrite(w, lambda n, v: None if n == 3 else v),
     "a part is flipped": lambda w: rewrite(w, lambda n, v: flip(v) if n == 2 else v),
@@ -363,10 +365,10 @@ SPOILED: dict[str, Callable[[World], None]] = {
 @pytest.mark.parametrize("has_older", [False, True], ids=["alone", "with an older one"])
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
 def test_a_snapshot_that_is_not_whole_is_not_used(
-    spoil: Callable[[World], None], has_older: bool
+    spoil: Callable[[MemoryWorld], None], has_older: bool
 ) -> None:
-    @in_world
-    async def scenario(world: World) -> None:
+    @scenario_test
+    async def scenario(world: MemoryWorld) -> None:
         if has_older:
             await (await snapshots(world)).save(Blob(b"older", 1), LANE_0)
         await (await snapshots(world)).save(Blob(noise(2_500_000), 5), LANE_0)
@@ -378,8 +380,8 @@ def test_a_snapshot_that_is_not_whole_is_not_used(
     scenario()
 
 
-@in_world
-async def test_a_flipped_part_never_reaches_the_fold(world: World) -> None:
+@scenario_test
+async def test_a_flipped_part_never_reaches_the_fold(world: MemoryWorld) -> None:
     class Trusting(Blob):
         def state_hash(self, source: Partition) -> str:
             return "always the same"
@@ -392,8 +394,8 @@ async def test_a_flipped_part_never_reaches_the_fold(world: World) -> None:
     assert not await (await snapshots(world)).load(Trusting(), LANE_0)
 
 
-@in_world
-async def test_a_bomb_takes_no_memory(world: World) -> None:
+@scenario_test
+async def test_a_bomb_takes_no_memory(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(noise(2_500_000), 5), LANE_0)
     rewrite(world, lambda number, value: BOMB if number == 1 else value)
     tracemalloc.start()
@@ -405,15 +407,15 @@ async def test_a_bomb_takes_no_memory(world: World) -> None:
     assert peak < 10 * SLICE_BYTES
 
 
-@in_world
-async def test_one_whose_parts_are_partly_deleted_is_not_used(world: World) -> None:
+@scenario_test
+async def test_one_whose_parts_are_partly_deleted_is_not_used(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(noise(2_500_000), 5), LANE_0)
     world.broker.delete_records(SNAPSHOTS, 0, 1)
     assert not await (await snapshots(world)).load(Blob(), LANE_0)
 
 
-@in_world
-async def test_one_that_is_deleted_while_it_is_read_is_not_used(world: World) -> None:
+@scenario_test
+async def test_one_that_is_deleted_while_it_is_read_is_not_used(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(noise(12_000_000), 5), LANE_0)
     world.faults.slow["poll"] = 0.5
     loading = world.spawn((await snapshots(world)).load(loaded := Blob(), LANE_0))
@@ -423,29 +425,29 @@ async def test_one_that_is_deleted_while_it_is_read_is_not_used(world: World) ->
     assert loaded.at is None
 
 
-@in_world
-async def test_one_whose_writer_died_is_not_seen(world: World) -> None:
+@scenario_test
+async def test_one_whose_writer_died_is_not_seen(world: MemoryWorld) -> None:
     world.faults.slow["append"] = 0.1
     log = await world.connect()
-    saving = world.spawn(Snapshots(log, world.clock).save(Blob(noise(2_500_000), 5), LANE_0))
-    await world.until(lambda: len(parts(world)) == 2)
-    log.cut()
+    saving = world.spawn(SnapshotStore(log, world.clock).save(Blob(noise(2_500_000), 5), LANE_0))
+    await world.wait_until(lambda: len(parts(world)) == 2)
+    log.kill()
     saving.cancel()
     await world.sleep(10)
     world.faults.slow.clear()
     assert not await (await snapshots(world, "other")).load(Blob(), LANE_0)
 
 
-@in_world
-async def test_one_of_another_fold_is_not_used(world: World) -> None:
+@scenario_test
+async def test_one_of_another_fold_is_not_used(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
     pointer = msgspec.structs.replace(newest(world), fold="tally")
     world.append(REGISTRY, 0, pointer, key=pointer_key("tally", LANE_0))
-    assert not await (await snapshots(world)).load(Tally(), LANE_0)
+    assert not await (await snapshots(world)).load(RecordingView(), LANE_0)
 
 
-@in_world
-async def test_one_of_another_topic_is_not_used(world: World) -> None:
+@scenario_test
+async def test_one_of_another_topic_is_not_used(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
     assert not await (await snapshots(world)).load(Blob(), Partition(REGISTRY, 0))
 
@@ -457,8 +459,8 @@ def test_one_that_the_fold_cannot_read_leaves_nothing_behind(error: Exception) -
             super().restore(source, data[:1], position)
             raise error
 
-    @in_world
-    async def scenario(world: World) -> None:
+    @scenario_test
+    async def scenario(world: MemoryWorld) -> None:
         await (await snapshots(world)).save(Blob(b"xyz", 1), LANE_0)
         loaded = Refusing()
         assert not await (await snapshots(world)).load(loaded, LANE_0)
@@ -467,8 +469,8 @@ def test_one_that_the_fold_cannot_read_leaves_nothing_behind(error: Exception) -
     scenario()
 
 
-@in_world
-async def test_one_that_restores_to_other_state_leaves_nothing_behind(world: World) -> None:
+@scenario_test
+async def test_one_that_restores_to_other_state_leaves_nothing_behind(world: MemoryWorld) -> None:
     class Forgetful(Blob):
         def restore(self, source: Partition, data: bytes, position: int) -> None:
             super().restore(source, data[:1], position)
@@ -479,8 +481,8 @@ async def test_one_that_restores_to_other_state_leaves_nothing_behind(world: Wor
     assert (loaded.data, loaded.at) == (b"", None)
 
 
-@in_world
-async def test_a_withdrawn_pointer_points_no_more(world: World) -> None:
+@scenario_test
+async def test_a_withdrawn_pointer_points_no_more(world: MemoryWorld) -> None:
     store = await snapshots(world)
     await store.save(Blob(b"x", 1), LANE_0)
     assert await store.load(Blob(), LANE_0)
@@ -489,8 +491,8 @@ async def test_a_withdrawn_pointer_points_no_more(world: World) -> None:
     assert not await store.load(Blob(), LANE_0)
 
 
-@in_world
-async def test_what_else_is_in_the_registry_does_not_matter(world: World) -> None:
+@scenario_test
+async def test_what_else_is_in_the_registry_does_not_matter(world: MemoryWorld) -> None:
     world.append(REGISTRY, 0, ModelCard(name="m"), key="model/m")
     world.append_raw(
         REGISTRY, 0,
@@ -502,10 +504,10 @@ async def test_what_else_is_in_the_registry_does_not_matter(world: World) -> Non
     assert await (await snapshots(world)).load(Blob(), LANE_0)
 
 
-@in_world
-async def test_a_log_that_gives_nothing_is_not_waited_for_for_ever(world: World) -> None:
+@scenario_test
+async def test_a_log_that_gives_nothing_is_not_waited_for_for_ever(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
-    store = Snapshots(await world.connect(), world.clock, load_timeout_s=20)
+    store = SnapshotStore(await world.connect(), world.clock, load_timeout_s=20)
     world.faults.slow["poll"] = 3.0
     loading = world.spawn(store.load(Blob(), LANE_0))
     await world.sleep(1)

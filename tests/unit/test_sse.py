@@ -6,7 +6,7 @@ import json
 
 from openai._streaming import SSEDecoder
 
-from app.http.sse import DONE, KEEP_ALIVE, error_event, event
+from app.http.openai.sse import DONE, KEEP_ALIVE, encode_error, encode_event
 
 
 def read(*written: bytes) -> list[str]:
@@ -16,10 +16,18 @@ def read(*written: bytes) -> list[str]:
 
 def test_keep_alives_between_events_are_no_events() -> None:
     one, two = b'{"n":1}', b'{"n":2}'
-    written = [KEEP_ALIVE, event(one, 3), KEEP_ALIVE, KEEP_ALIVE, event(two), KEEP_ALIVE, DONE]
+    written = [
+        KEEP_ALIVE,
+        encode_event(one, 3),
+        KEEP_ALIVE,
+        KEEP_ALIVE,
+        encode_event(two),
+        KEEP_ALIVE,
+        DONE,
+    ]
     assert read(*written) == ['{"n":1}', '{"n":2}', "[DONE]"]
 
 
 def test_an_error_after_a_silence_is_read_as_one() -> None:
-    told = read(event(b"{}", 1), KEEP_ALIVE, error_event(b'{"error":{"code":"x"}}'), DONE)
+    told = read(encode_event(b"{}", 1), KEEP_ALIVE, encode_error(b'{"error":{"code":"x"}}'), DONE)
     assert json.loads(told[1])["error"]["code"] == "x"

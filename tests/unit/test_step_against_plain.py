@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.batch import OVER, EngineState, Sequence, Shape, Step
-from app.engine.curves import Curves
-from app.engine.step import admit, cancel, step
+from app.engine.perf_curves import PerfCurves
+from app.engine.simulated.batch import FINISHED, BatchSequence, BatchState, EngineLimits, StepResult
+from app.engine.simulated.step import add_sequence, remove_sequence, run_step
 from tests.plain_engine import PlainEngine, PlainSequence, PlainStep
 
 SIZE = 2
@@ -35,12 +35,12 @@ asks = st.lists(
     max_size=9,
 )
 shapes = st.builds(
-    Shape,
+    EngineLimits,
     block_size=st.just(SIZE),
-    blocks=st.integers(8, 14),
+    cache_blocks=st.integers(8, 14),
     max_batched_tokens=st.integers(4, 9),
     max_sequences=st.integers(1, 4),
-    curves=st.just(Curves()),
+    curves=st.just(PerfCurves()),
 )
 
 
@@ -61,12 +61,12 @@ class Names:
 class Both:
     """The model and its twin, asked for the same things."""
 
-    def __init__(self, shape: Shape, *, shares_output: bool) -> None:
-        self.state = EngineState(shape)
+    def __init__(self, shape: EngineLimits, *, shares_output: bool) -> None:
+        self.state = BatchState(shape)
         self.plain = PlainEngine(shape)
         self.names = Names()
         self.shares_output = shares_output
-        self.sequences: list[Sequence] = []
+        self.sequences: list[BatchSequence] = []
         self.twins: list[PlainSequence] = []
         self.made: list[int] = []
         self.told: set[int] = set()
@@ -76,42 +76,42 @@ class Both:
         whole = self.names.of(ask.prompt + [0] * ask.limit)
         known = len(ask.prompt) // SIZE
         names = whole if self.shares_output else whole[:known]
-        sequence = Sequence(
+        sequence = BatchSequence(
             key, len(ask.prompt), ask.limit, whole[:known],
-            priority=ask.priority, shares_output=self.shares_output,
+            priority=ask.priority, caches_output=self.shares_output,
         )  # fmt: skip
         twin = PlainSequence(key, len(ask.prompt), ask.limit, names, ask.priority)
         self.sequences.append(sequence)
         self.twins.append(twin)
         self.made.append(0)
-        admit(self.state, sequence)
+        add_sequence(self.state, sequence)
         self.plain.admit(twin)
 
     def cancel(self, key: int) -> None:
-        cancel(self.state, self.sequences[key])
+        remove_sequence(self.state, self.sequences[key])
         if not self.twins[key].over:
             self.plain.cancel(self.twins[key])
 
-    def step(self) -> Step | None:
-        done, plain = step(self.state), self.plain.step()
+    def step(self) -> StepResult | None:
+        done, plain = run_step(self.state), self.plain.step()
         assert in_keys(done) == plain
         if done is not None:
-            for sequence in [*done.decoded, *(c.sequence for c in done.chunks if c.last)]:
+            for sequence in [*done.decoded, *(c.sequence for c in done.chunks if c.is_last)]:
                 self._count(sequence)
             assert plain is not None
             self.told = (self.told - set(plain.removed)) | set(plain.stored)
         return done
 
-    def _count(self, sequence: Sequence) -> None:
+    def _count(self, sequence: BatchSequence) -> None:
         key: Any = sequence.key
         self.made[key] += 1
         twin = self.twins[key]
         if self.shares_output:
             tokens = twin.prompt + self.made[key]
-            sequence.identities[:] = twin.names[: tokens // SIZE]
+            sequence.block_ids[:] = twin.names[: tokens // SIZE]
 
 
-def in_keys(done: Step | None) -> PlainStep | None:
+def in_keys(done: StepResult | None) -> PlainStep | None:
     if done is None:
         return None
 
@@ -119,18 +119,18 @@ def in_keys(done: Step | None) -> PlainStep | None:
         return [sequence.key for sequence in sequences]
 
     stored = [
-        sequence.identities[index]
+        sequence.block_ids[index]
         for sequence, start, end in done.stored
         for index in range(start, end)
     ]
-    chunks: list[Any] = [(c.sequence.key, c.tokens, c.last) for c in done.chunks]
+    chunks: list[Any] = [(c.sequence.key, c.tokens, c.is_last) for c in done.chunks]
     return PlainStep(
         done.duration_ms, keys(done.decoded), chunks, keys(done.finished),
         keys(done.preempted), list(done.removed), stored,
     )  # fmt: skip
 
 
-def played(shape: Shape, asked: list[Ask], *, shares_output: bool = True) -> Both:
+def played(shape: EngineLimits, asked: list[Ask], *, shares_output: bool = True) -> Both:
     """All that was asked for, to the end."""
     both = Both(shape, shares_output=shares_output)
     cancels: dict[int, int] = {}
@@ -146,22 +146,22 @@ def played(shape: Shape, asked: list[Ask], *, shares_output: bool = True) -> Bot
     raise AssertionError("it never came to rest")
 
 
-def one_step(both: Both, cancels: dict[int, int]) -> Step | None:
+def one_step(both: Both, cancels: dict[int, int]) -> StepResult | None:
     for key, left in list(cancels.items()):
         cancels[key] = left - 1
         if not left:
             del cancels[key]
             both.cancel(key)
     done = both.step()
-    assert 0 <= both.state.cache.used <= both.state.shape.blocks
-    assert both.state.cache.used == both.plain.cache.capacity - both.plain.cache.available()
+    assert 0 <= both.state.cache.used_blocks <= both.state.limits.cache_blocks
+    assert both.state.cache.used_blocks == both.plain.cache.capacity - both.plain.cache.available()
     return done
 
 
 @settings(max_examples=300, deadline=None)
 @given(shape=shapes, asked=asks, shares_output=st.booleans())
 def test_it_does_what_its_plain_twin_does(
-    shape: Shape, asked: list[Ask], shares_output: bool
+    shape: EngineLimits, asked: list[Ask], shares_output: bool
 ) -> None:
     both = played(shape, asked, shares_output=shares_output)
     cached = [s.cached_tokens for s in both.sequences]
@@ -171,7 +171,7 @@ def test_it_does_what_its_plain_twin_does(
 @settings(deadline=None)
 @given(shape=shapes, asked=asks)
 def test_no_token_is_lost_or_made_twice_however_often_a_sequence_is_preempted(
-    shape: Shape, asked: list[Ask]
+    shape: EngineLimits, asked: list[Ask]
 ) -> None:
     asked = [ask._replace(cancel_after=None) for ask in asked]
     both = played(shape, asked)
@@ -180,18 +180,23 @@ def test_no_token_is_lost_or_made_twice_however_often_a_sequence_is_preempted(
 
 @settings(deadline=None)
 @given(shape=shapes, asked=asks)
-def test_at_rest_nobody_holds_a_block_or_a_place(shape: Shape, asked: list[Ask]) -> None:
+def test_at_rest_nobody_holds_a_block_or_a_place(shape: EngineLimits, asked: list[Ask]) -> None:
     both = played(shape, asked)
     state = both.state
-    assert all(s.phase == OVER and not s.blocks for s in both.sequences)
-    assert (state.cache.used, state.running, state.waiting_count, state.offsets) == (0, 0, 0, 0)
-    calendars = (state.needs, state.fills, state.ends)
+    assert all(s.phase == FINISHED and not s.blocks for s in both.sequences)
+    assert (
+        state.cache.used_blocks,
+        state.running_count,
+        state.waiting_count,
+        state.offset_sum,
+    ) == (0, 0, 0, 0)
+    calendars = (state.block_calendar, state.fill_calendar, state.end_calendar)
     assert not any(bucket for calendar in calendars for bucket in calendar.values())
 
 
 @settings(deadline=None)
 @given(shape=shapes, asked=asks)
-def test_what_is_cached_has_its_whole_prefix_cached(shape: Shape, asked: list[Ask]) -> None:
+def test_what_is_cached_has_its_whole_prefix_cached(shape: EngineLimits, asked: list[Ask]) -> None:
     both = played(shape, asked)
     told = both.names.prefixes(both.told)
     assert all(len(prefix) == SIZE or prefix[:-SIZE] in told for prefix in told)
@@ -200,7 +205,7 @@ def test_what_is_cached_has_its_whole_prefix_cached(shape: Shape, asked: list[As
 
 @settings(deadline=None)
 @given(shape=shapes, asked=asks)
-def test_the_same_asks_give_the_same_steps(shape: Shape, asked: list[Ask]) -> None:
+def test_the_same_asks_give_the_same_steps(shape: EngineLimits, asked: list[Ask]) -> None:
     def steps() -> list[PlainStep | None]:
         both = Both(shape, shares_output=True)
         for ask in asked:

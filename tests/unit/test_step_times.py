@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import pytest
 
-from app.engine.batch import EngineState, Sequence, Shape
-from app.engine.step import admit, step
+from app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
+from app.engine.simulated.step import add_sequence, run_step
 
 
 class Arrival(NamedTuple):
     at_ms: float
-    sequence: Sequence
+    sequence: BatchSequence
 
 
 class Times(NamedTuple):
@@ -47,7 +47,7 @@ def workload() -> list[Arrival]:
             prefix * 1000 + block if block < 4 else 10**6 + key * 1000 + block
             for block in range(prompt // 512)
         ]
-        sequence = Sequence(key, prompt, 20 + next(numbers) % 400, names)
+        sequence = BatchSequence(key, prompt, 20 + next(numbers) % 400, names)
         arrivals.append(Arrival(at_ms, sequence))
     return arrivals
 
@@ -55,24 +55,24 @@ def workload() -> list[Arrival]:
 def replayed(blocks: int) -> Times:
     """Sums over all requests; an engine at rest begins a step with what has arrived by then."""
     arrivals = workload()
-    state = EngineState(Shape(512, blocks))
-    first: dict[Sequence, float] = {}
-    last: dict[Sequence, float] = {}
+    state = BatchState(EngineLimits(512, blocks))
+    first: dict[BatchSequence, float] = {}
+    last: dict[BatchSequence, float] = {}
     now = 0.0
     pending = iter(arrivals)
     upcoming = next(pending, None)
     while True:
         while upcoming is not None and upcoming.at_ms <= now:
-            admit(state, upcoming.sequence)
+            add_sequence(state, upcoming.sequence)
             upcoming = next(pending, None)
-        done = step(state)
+        done = run_step(state)
         if done is None:
             if upcoming is None:
                 break
             now = upcoming.at_ms
             continue
         now += done.duration_ms
-        for sequence in (chunk.sequence for chunk in done.chunks if chunk.last):
+        for sequence in (chunk.sequence for chunk in done.chunks if chunk.is_last):
             first.setdefault(sequence, now)
         for sequence in done.finished:
             last[sequence] = now

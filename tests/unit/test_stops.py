@@ -15,14 +15,14 @@ import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.preprocess.modelfolder import DEMO, read_folder
-from app.preprocess.pool import Inline
-from app.preprocess.stops import Piece, TextStream
-from app.preprocess.tokenizer import Tokenizer
-from streams.records import StopConditions
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from app.preprocess.text.stop_conditions import TextPiece, TextStream
+from app.preprocess.text.tokenizer import Tokenizer
+from app.preprocess.thread_pool import InlinePool
+from streams.request import StopConditions
 
-SPEC = read_folder(DEMO).tokenizer
-TOKENIZER = Tokenizer(SPEC, Inline())
+SPEC = read_folder(DEMO_MODEL_FOLDER).tokenizer
+TOKENIZER = Tokenizer(SPEC, InlinePool())
 LIBRARY = tokenizers.Tokenizer.from_buffer(SPEC)
 BYTES = {TOKENIZER._vocabulary.pieces[i]: i for i in range(5, 261)}
 END = 1
@@ -64,7 +64,7 @@ class Answer(NamedTuple):
 def whole(text_stream: TextStream, steps: Sequence[Sequence[int]]) -> Answer:
     pieces = [text_stream.feed(step) for step in steps]
     text = "".join(piece.text for piece in pieces) + text_stream.end()
-    last = text_stream.ended or Piece("", 0)
+    last = text_stream.ended or TextPiece("", 0)
     return Answer(text, text_stream.tokens, last.finish_reason, last.stop_reason)
 
 
@@ -92,7 +92,7 @@ def test_the_end_of_an_answer_shows_its_half_character() -> None:
 
 
 def test_an_empty_step_brings_nothing() -> None:
-    assert stream().feed([]) == Piece("", 0)
+    assert stream().feed([]) == TextPiece("", 0)
 
 
 # --- hidden stop tokens ---------------------------------------------------------------------------
@@ -100,19 +100,19 @@ def test_an_empty_step_brings_nothing() -> None:
 
 @pytest.mark.parametrize("eos", EOS)
 def test_an_end_of_text_ends_without_text_and_without_a_reason(eos: int) -> None:
-    assert stream().feed([*bytewise("ab"), eos]) == Piece("ab", 3, "stop", None)
+    assert stream().feed([*bytewise("ab"), eos]) == TextPiece("ab", 3, "stop", None)
 
 
 def test_a_requests_own_hidden_stop_token_ends_as_an_end_of_text_does() -> None:
     x = BYTES[b"x"]
     piece = stream(stop_token_ids_hidden=(x,)).feed(bytewise("abxc"))
-    assert piece == Piece("ab", 3, "stop", None)
+    assert piece == TextPiece("ab", 3, "stop", None)
 
 
 def test_what_comes_after_the_end_is_dropped() -> None:
     text_stream = stream()
     assert text_stream.feed([BYTES[b"a"], END, BYTES[b"b"]]).tokens == 2
-    assert text_stream.feed(bytewise("c")) == Piece("", 0, "stop", None)
+    assert text_stream.feed(bytewise("c")) == TextPiece("", 0, "stop", None)
 
 
 def test_an_end_of_text_shows_what_was_held_for_a_stop_string() -> None:
@@ -125,7 +125,7 @@ def test_an_end_of_text_shows_half_a_character() -> None:
 
 def test_an_ignored_end_of_text_ends_nothing() -> None:
     piece = stream(ignore_eos=True).feed([BYTES[b"a"], END, BYTES[b"b"]])
-    assert piece == Piece("ab", 3)
+    assert piece == TextPiece("ab", 3)
 
 
 def test_stop_strings_count_although_the_end_of_text_is_ignored() -> None:
@@ -139,7 +139,7 @@ def test_stop_strings_count_although_the_end_of_text_is_ignored() -> None:
 def test_a_named_stop_token_ends_without_its_text_and_is_the_reason() -> None:
     x = BYTES[b"x"]
     piece = stream(stop_token_ids=(x,)).feed(bytewise("axb"))
-    assert piece == Piece("a", 2, "stop", x)
+    assert piece == TextPiece("a", 2, "stop", x)
 
 
 def test_a_named_stop_token_is_shown_on_request() -> None:
@@ -155,20 +155,20 @@ def test_a_token_that_is_named_and_an_end_of_text_has_no_reason() -> None:
 
 
 def test_a_stop_string_ends_before_its_first_character() -> None:
-    assert stream(stop=("xyz",)).feed(bytewise("abxyzc")) == Piece("ab", 5, "stop", "xyz")
+    assert stream(stop=("xyz",)).feed(bytewise("abxyzc")) == TextPiece("ab", 5, "stop", "xyz")
 
 
 def test_a_stop_string_is_shown_on_request_and_nothing_after_it() -> None:
     text_stream = stream(stop=("th",), include_stop=True)
     token = ids(" the")
     assert len(token) == 1
-    assert text_stream.feed(token) == Piece(" th", 1, "stop", "th")
+    assert text_stream.feed(token) == TextPiece(" th", 1, "stop", "th")
 
 
 def test_a_stop_string_is_found_across_tokens() -> None:
     text_stream = stream(stop=("xyz",))
     assert fed(text_stream, bytewise("axyzb")) == ["a", "", "", "", ""]
-    assert text_stream.ended == Piece("", 0, "stop", "xyz")
+    assert text_stream.ended == TextPiece("", 0, "stop", "xyz")
 
 
 def test_what_may_begin_a_stop_string_is_held_until_it_is_clear() -> None:
@@ -191,7 +191,7 @@ def test_the_stop_string_that_is_complete_first_counts(cut: Any) -> None:
 
 
 def test_of_two_that_are_complete_together_the_longer_counts() -> None:
-    assert stream(stop=("b", "ab")).feed(bytewise("xab")) == Piece("x", 3, "stop", "ab")
+    assert stream(stop=("b", "ab")).feed(bytewise("xab")) == TextPiece("x", 3, "stop", "ab")
 
 
 def test_a_stop_string_may_overlap_itself() -> None:
@@ -199,22 +199,22 @@ def test_a_stop_string_may_overlap_itself() -> None:
 
 
 def test_a_stop_string_ends_in_the_middle_of_a_character_of_bytes() -> None:
-    assert stream(stop=("é",)).feed(bytewise("aéb")) == Piece("a", 3, "stop", "é")
+    assert stream(stop=("é",)).feed(bytewise("aéb")) == TextPiece("a", 3, "stop", "é")
 
 
 def test_an_empty_stop_string_stops_nothing() -> None:
-    assert stream(stop=("",)).feed(bytewise("ab")) == Piece("ab", 2)
+    assert stream(stop=("",)).feed(bytewise("ab")) == TextPiece("ab", 2)
 
 
 # --- min_tokens -----------------------------------------------------------------------------------
 
 
 def test_an_end_of_text_before_min_tokens_ends_nothing() -> None:
-    assert stream(min_tokens=3).feed([BYTES[b"a"], END, BYTES[b"b"]]) == Piece("ab", 3)
+    assert stream(min_tokens=3).feed([BYTES[b"a"], END, BYTES[b"b"]]) == TextPiece("ab", 3)
 
 
 def test_an_answer_may_end_with_its_min_tokens_token() -> None:
-    assert stream(min_tokens=2).feed([BYTES[b"a"], END]) == Piece("a", 2, "stop", None)
+    assert stream(min_tokens=2).feed([BYTES[b"a"], END]) == TextPiece("a", 2, "stop", None)
 
 
 def test_a_stop_string_before_min_tokens_is_shown_and_ends_nothing() -> None:
@@ -224,30 +224,32 @@ def test_a_stop_string_before_min_tokens_is_shown_and_ends_nothing() -> None:
 
 
 def test_a_stop_string_may_begin_before_min_tokens() -> None:
-    assert stream(min_tokens=3, stop=("abc",)).feed(bytewise("abc")) == Piece("", 3, "stop", "abc")
+    assert stream(min_tokens=3, stop=("abc",)).feed(bytewise("abc")) == TextPiece(
+        "", 3, "stop", "abc"
+    )
 
 
 def test_a_stop_string_may_begin_within_one_that_did_not_count() -> None:
     piece = stream(min_tokens=3, stop=("aa",)).feed(bytewise("aaa"))
-    assert piece == Piece("a", 3, "stop", "aa")
+    assert piece == TextPiece("a", 3, "stop", "aa")
 
 
 def test_a_stop_string_is_not_found_late() -> None:
     """It was complete while stops did not count, inside what was held for a longer one."""
     text_stream = stream(min_tokens=4, stop=("abcd", "bc"))
-    assert text_stream.feed(bytewise("abcx")) == Piece("abcx", 4)
+    assert text_stream.feed(bytewise("abcx")) == TextPiece("abcx", 4)
 
 
 def test_a_named_stop_token_before_min_tokens_ends_nothing() -> None:
     x = BYTES[b"x"]
-    assert stream(min_tokens=2, stop_token_ids=(x,)).feed([x]) == Piece("x", 1)
+    assert stream(min_tokens=2, stop_token_ids=(x,)).feed([x]) == TextPiece("x", 1)
 
 
 # --- max_tokens -----------------------------------------------------------------------------------
 
 
 def test_the_last_allowed_token_ends_for_length() -> None:
-    assert stream(max_tokens=2).feed(bytewise("abc")) == Piece("ab", 2, "length", None)
+    assert stream(max_tokens=2).feed(bytewise("abc")) == TextPiece("ab", 2, "length", None)
 
 
 def test_a_stop_at_the_last_allowed_token_is_a_stop() -> None:
@@ -262,7 +264,7 @@ def test_an_end_for_length_shows_what_was_held() -> None:
 
 
 def test_a_run_that_continues_shows_only_what_is_new() -> None:
-    assert stream(bytewise("ab")).feed(bytewise("c")) == Piece("c", 1)
+    assert stream(bytewise("ab")).feed(bytewise("c")) == TextPiece("c", 1)
 
 
 def test_half_a_character_across_a_fence_is_shown_once() -> None:
@@ -273,7 +275,9 @@ def test_half_a_character_across_a_fence_is_shown_once() -> None:
 
 
 def test_a_stop_string_across_a_fence_is_found() -> None:
-    assert stream(bytewise("ax"), stop=("xy",)).feed(bytewise("y")) == Piece("", 1, "stop", "xy")
+    assert stream(bytewise("ax"), stop=("xy",)).feed(bytewise("y")) == TextPiece(
+        "", 1, "stop", "xy"
+    )
 
 
 def test_what_was_held_before_a_fence_is_shown_after_it() -> None:
@@ -287,7 +291,7 @@ def test_taken_tokens_count_for_min_and_max() -> None:
 
 def test_a_run_may_find_that_its_answer_is_over() -> None:
     over = stream(bytewise("axy"), stop=("xy",))
-    assert over.ended == Piece("", 0, "stop", "xy")
+    assert over.ended == TextPiece("", 0, "stop", "xy")
     assert (over.chars, over.end()) == (1, "")
 
 
@@ -401,7 +405,7 @@ def test_any_fences_show_the_same(
             piece = run.feed(step)
             taken, text = taken + piece.tokens, text + piece.text
     text += run.end()
-    last = run.ended or Piece("", 0)
+    last = run.ended or TextPiece("", 0)
     expected = reference(tokens, conditions, include_stop=include_stop)
     assert Answer(text, taken, last.finish_reason, last.stop_reason) == expected
 

@@ -7,47 +7,49 @@ from contextlib import aclosing
 import pytest
 
 from streams.errors import BrokerUnavailable, PositionLost
-from streams.memory.broker import MemoryLog
+from streams.memory.memory_log import MemoryLog
 from streams.ports import Partition
+from streams.reading.range_reader import NO_DATA_TIMEOUT_S, read_range
 from streams.records import Ended
-from streams.stretch import SILENCE_S, stretch
 from streams.topics import LEDGER
-from tests.worlds import World, in_world
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 LANE = Partition(LEDGER, 0)
 HOUR_S = 3600.0
 
 
 async def offsets(
-    world: World, log: MemoryLog, start: int, end: int, at_once: int = 3
+    world: MemoryWorld, log: MemoryLog, start: int, end: int, at_once: int = 3
 ) -> list[int]:
     starts, ends = {LANE: start}, {LANE: end}
-    pieces = stretch(log, world.clock, starts, ends, timeout_s=60.0, at_once=at_once)
+    pieces = read_range(log, world.clock, starts, ends, timeout_s=60.0, batch_size=at_once)
     async with aclosing(pieces):
         return [record.offset async for piece in pieces for record in piece.records]
 
 
-def fill(world: World, count: int) -> None:
+def fill(world: MemoryWorld, count: int) -> None:
     world.append(LEDGER, 0, *(Ended(id=f"r{n}", code="seen") for n in range(count)))
 
 
-@in_world
-async def test_a_stretch_ends_where_it_was_told_to(world: World) -> None:
+@scenario_test
+async def test_a_stretch_ends_where_it_was_told_to(world: MemoryWorld) -> None:
     fill(world, 20)
     log = await world.connect()
     assert await offsets(world, log, 4, 11) == list(range(4, 11))
 
 
-@in_world
-async def test_an_empty_stretch_is_read_without_waiting(world: World) -> None:
+@scenario_test
+async def test_an_empty_stretch_is_read_without_waiting(world: MemoryWorld) -> None:
     fill(world, 3)
     log = await world.connect()
     assert await offsets(world, log, 3, 3) == []
     assert world.clock.now() == 0.0
 
 
-@in_world
-async def test_an_outage_within_a_stretch_ends_by_the_time_that_was_given(world: World) -> None:
+@scenario_test
+async def test_an_outage_within_a_stretch_ends_by_the_time_that_was_given(
+    world: MemoryWorld,
+) -> None:
     fill(world, 3)
     log = await world.connect()
     world.broker.available = False
@@ -56,8 +58,8 @@ async def test_an_outage_within_a_stretch_ends_by_the_time_that_was_given(world:
     assert 60 < world.clock.now() < 65
 
 
-@in_world
-async def test_records_that_are_gone_are_told(world: World) -> None:
+@scenario_test
+async def test_records_that_are_gone_are_told(world: MemoryWorld) -> None:
     fill(world, 3)
     log = await world.connect()
     await world.sleep(25 * HOUR_S)
@@ -65,11 +67,11 @@ async def test_records_that_are_gone_are_told(world: World) -> None:
         await offsets(world, log, 0, 3)
 
 
-@in_world
-async def test_nothing_is_left_behind_by_who_leaves_early(world: World) -> None:
+@scenario_test
+async def test_nothing_is_left_behind_by_who_leaves_early(world: MemoryWorld) -> None:
     fill(world, 20)
     log = await world.connect()
-    pieces = stretch(log, world.clock, {LANE: 0}, {LANE: 20}, at_once=3)
+    pieces = read_range(log, world.clock, {LANE: 0}, {LANE: 20}, batch_size=3)
     async with aclosing(pieces):
         async for piece in pieces:
             assert piece.records[0].offset == 0
@@ -77,15 +79,17 @@ async def test_nothing_is_left_behind_by_who_leaves_early(world: World) -> None:
     assert not log._users
 
 
-@in_world
-async def test_several_partitions_are_read_to_their_ends_and_progress_is_told(world: World) -> None:
+@scenario_test
+async def test_several_partitions_are_read_to_their_ends_and_progress_is_told(
+    world: MemoryWorld,
+) -> None:
     fill(world, 5)
     world.append(LEDGER, 1, *(Ended(id=f"r{n}", code="seen") for n in range(4)))
     other, heard = Partition(LEDGER, 1), list[tuple[int, int]]()
     starts, ends = {LANE: 1, other: 0}, {LANE: 5, other: 3}
     read: dict[Partition, list[int]] = {LANE: [], other: []}
-    async for source, records, position in stretch(
-        await world.connect(), world.clock, starts, ends, at_once=2,
+    async for source, records, position in read_range(
+        await world.connect(), world.clock, starts, ends, batch_size=2,
         progress=lambda done, total: heard.append((done, total)),
     ):  # fmt: skip
         read[source] += [record.offset for record in records]
@@ -95,19 +99,19 @@ async def test_several_partitions_are_read_to_their_ends_and_progress_is_told(wo
     assert heard == sorted(heard)
 
 
-@in_world
-async def test_without_a_limit_only_silence_ends_a_stretch(world: World) -> None:
+@scenario_test
+async def test_without_a_limit_only_silence_ends_a_stretch(world: MemoryWorld) -> None:
     fill(world, 20)
     log = await world.connect()
     world.faults.slow["poll"] = 20.0
     reached = []
 
     async def read() -> None:
-        async for piece in stretch(log, world.clock, {LANE: 0}, {LANE: 20}, at_once=5):
+        async for piece in read_range(log, world.clock, {LANE: 0}, {LANE: 20}, batch_size=5):
             reached.append(piece.position)
             world.broker.available = piece.position < 15
 
-    with pytest.raises(BrokerUnavailable, match="nothing came"):
+    with pytest.raises(BrokerUnavailable, match="no records for"):
         await read()
     assert reached == [5, 10, 15]
-    assert world.clock.now() > 3 * 20.0 + SILENCE_S
+    assert world.clock.now() > 3 * 20.0 + NO_DATA_TIMEOUT_S

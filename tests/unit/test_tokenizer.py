@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from functools import cache
 from typing import Any
@@ -12,18 +13,22 @@ import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.preprocess.errors import BadModel
-from app.preprocess.modelfolder import DEMO, read_folder
-from app.preprocess.pool import Inline, Threads
-from app.preprocess.tokenizer import (
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from app.preprocess.prompt_errors import BadModel
+from app.preprocess.text import tokenizer as tokenizer_module
+from app.preprocess.text.tokenizer import (
     CACHED_CHARS,
     INLINE_CHARS,
+    SLICE_CHARS,
+    AddedTokens,
     Tokenizer,
+    TooManyTokens,
     _PieceCache,
     _size,
 )
+from app.preprocess.thread_pool import InlinePool, ThreadPool
 
-SPEC = read_folder(DEMO).tokenizer
+SPEC = read_folder(DEMO_MODEL_FOLDER).tokenizer
 WHOLE = tokenizers.Tokenizer.from_buffer(SPEC)
 SPECIAL = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>")
 
@@ -38,7 +43,7 @@ def changed(**changes: Any) -> bytes:
 
 
 def test_the_demo_tokenizer_is_small_and_knows_its_turns() -> None:
-    tokenizer = Tokenizer(SPEC, Inline())
+    tokenizer = Tokenizer(SPEC, InlinePool())
     assert tokenizer.vocabulary_size == 4096
     assert tokenizer.special == {tokenizer.id_of(token) for token in SPECIAL}
 
@@ -46,14 +51,14 @@ def test_the_demo_tokenizer_is_small_and_knows_its_turns() -> None:
 @given(st.lists(texts, min_size=1, max_size=4))
 @example(["<|user|>" + "a" * CACHED_CHARS + "<|end|>b", "a" * CACHED_CHARS + "b"])
 async def test_tokens_are_those_of_the_whole_text_cached_or_not(some: list[str]) -> None:
-    tokenizer = Tokenizer(SPEC, Inline())
+    tokenizer = Tokenizer(SPEC, InlinePool())
     for text in [*some, *some]:
         expected = WHOLE.encode(text, add_special_tokens=False).ids
         assert list(await tokenizer.encode(text)) == expected
 
 
 async def test_a_long_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer(SPEC, Inline())
+    tokenizer = Tokenizer(SPEC, InlinePool())
     turn = "<|user|>" + "once upon a time " * 50 + "<|end|>"
     await tokenizer.encode(turn)
     done: list[str] = []
@@ -69,11 +74,59 @@ async def test_a_long_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_the_cache_keeps_to_its_bound() -> None:
-    tokenizer = Tokenizer(SPEC, Inline(), cache_bytes=20_000)
+    tokenizer = Tokenizer(SPEC, InlinePool(), cache_bytes=20_000)
     for number in range(50):
         await tokenizer.encode(f"{number} words " * 100)
     assert 0 < tokenizer._pieces._bytes <= 20_000
     assert len(tokenizer._pieces._pieces) < 50
+
+
+@given(
+    st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=8),
+    st.text("abcd", max_size=60),
+    st.integers(1, 12),
+)
+def test_borders_are_the_longest_tokens_from_left_to_right(
+    tokens: list[str], text: str, window: int
+) -> None:
+    longest_first = sorted(tokens, key=len, reverse=True)
+    whole = re.compile("|".join(map(re.escape, longest_first)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "WINDOW_CHARS", window)
+        found = list(AddedTokens(tokens).find(text))
+    assert found == [match.span() for match in whole.finditer(text)]
+
+
+def test_added_tokens_that_begin_alike_are_tried_together() -> None:
+    """Side by side, each place of such a text would be tried for all of them."""
+    borders = AddedTokens([f"<unused{number}>" for number in range(6242)])
+    assert borders._pattern.pattern.count("unused") == 1
+
+
+@pytest.mark.parametrize("text", ["word ", "<|user|>", "\x01"])
+async def test_a_text_that_is_far_too_long_is_not_read_to_its_end(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(SPEC, InlinePool())
+    slices: list[int] = []
+
+    class Watched:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            slices.extend(map(len, texts))
+            return WHOLE.encode_batch_fast(texts, **options)
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", Watched())
+    with pytest.raises(TooManyTokens, match="more than 5000 tokens"):
+        await tokenizer.encode(text * (2**21 // len(text)), most=5000)
+    assert slices
+    assert sum(slices) <= 3 * SLICE_CHARS
+
+
+@pytest.mark.parametrize("text", ["word ", "<|user|>", "\x01", "ß"])
+async def test_a_long_text_that_fits_is_never_refused(text: str) -> None:
+    long = text * (3 * SLICE_CHARS // len(text))
+    tokens = WHOLE.encode(long, add_special_tokens=False).ids
+    assert list(await Tokenizer(SPEC, InlinePool()).encode(long, most=len(tokens))) == tokens
 
 
 def test_the_cache_lets_go_of_what_was_not_used_for_longest() -> None:
@@ -87,7 +140,7 @@ def test_the_cache_lets_go_of_what_was_not_used_for_longest() -> None:
 
 
 async def test_long_texts_are_tokenised_on_threads() -> None:
-    threads = Threads(threads=1)
+    threads = ThreadPool(threads=1)
     text = "over the lazy dog " * INLINE_CHARS
     try:
         tokens = await Tokenizer(SPEC, threads).encode(text)
@@ -154,7 +207,7 @@ async def test_other_tokenizers_give_the_tokens_of_the_whole_text(variant: str, 
 @cache
 def both(variant: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     spec = changed(**VARIANTS[variant])
-    return Tokenizer(spec, Inline()), tokenizers.Tokenizer.from_buffer(spec)
+    return Tokenizer(spec, InlinePool()), tokenizers.Tokenizer.from_buffer(spec)
 
 
 async def test_special_tokens_are_put_around_a_text_on_request() -> None:
@@ -169,7 +222,7 @@ async def test_special_tokens_are_put_around_a_text_on_request() -> None:
             },
         }
     )
-    tokenizer = Tokenizer(spec, Inline())
+    tokenizer = Tokenizer(spec, InlinePool())
     plain = list(await tokenizer.encode("hi"))
     assert list(await tokenizer.encode("hi", add_special_tokens=True)) == [0, *plain]
 
@@ -178,15 +231,15 @@ async def test_settings_that_cut_or_fill_texts_are_ignored() -> None:
     spec = changed(
         truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     )
-    assert len(await Tokenizer(spec, Inline()).encode("one two three four five six")) > 3
+    assert len(await Tokenizer(spec, InlinePool()).encode("one two three four five six")) > 3
 
 
 async def test_lone_surrogates_are_no_text() -> None:
     with pytest.raises(UnicodeEncodeError):
-        await Tokenizer(SPEC, Inline()).encode("a\ud800")
+        await Tokenizer(SPEC, InlinePool()).encode("a\ud800")
 
 
 @pytest.mark.parametrize("spec", [b"", b"{}", b"[]", b"\xff", SPEC[:-1]])
 def test_a_file_that_is_no_tokenizer_is_a_bad_model(spec: bytes) -> None:
     with pytest.raises(BadModel, match=r"tokenizer\.json"):
-        Tokenizer(spec, Inline())
+        Tokenizer(spec, InlinePool())

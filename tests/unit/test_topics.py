@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from app import indexer, preprocessor, router
 from streams import codecs, topics
 from streams.topics import (
-    BY_NAME,
     GROUPS,
-    LANES,
+    PER_LANE,
     TOPICS,
-    Right,
+    TOPICS_BY_NAME,
+    AclRule,
     Topic,
     lane_of,
     partition_of,
-    rights,
+    required_acls,
 )
 
 MAX_LIFETIME_MS = 600_000
@@ -29,15 +29,15 @@ NOT_IN_CODECS = {
 
 
 def test_names_are_unique_and_short() -> None:
-    assert len(BY_NAME) == len(TOPICS)
-    for name in BY_NAME:
+    assert len(TOPICS_BY_NAME) == len(TOPICS)
+    for name in TOPICS_BY_NAME:
         assert set(name) <= set("abcdefghijklmnopqrstuvwxyz-"), name
 
 
 def test_a_lane_is_the_same_partition_of_three_topics() -> None:
-    lanes = {topic.name for topic in TOPICS if topic.partitions == LANES}
+    lanes = {topic.name for topic in TOPICS if topic.partitions == PER_LANE}
     assert lanes == {topics.REQUESTS, topics.LEDGER, topics.RESPONSES}
-    assert {BY_NAME[name].key for name in lanes} == {"request id"}
+    assert {TOPICS_BY_NAME[name].key for name in lanes} == {"request id"}
 
 
 def test_every_named_topic_is_in_the_table() -> None:
@@ -48,17 +48,18 @@ def test_every_named_topic_is_in_the_table() -> None:
         topics.RESPONSES,
         topics.ASSIGNMENTS,
         topics.KV_EVENTS,
+        topics.CAPACITY,
         topics.REGISTRY,
         topics.ARTIFACTS,
         topics.SNAPSHOTS,
         topics.DEAD_LETTERS,
     }
-    assert named == set(BY_NAME)
+    assert named == set(TOPICS_BY_NAME)
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
 def test_partitions_are_a_positive_number_or_the_lanes(topic: Topic) -> None:
-    assert topic.partitions > 0 or topic.partitions == LANES
+    assert topic.partitions > 0 or topic.partitions == PER_LANE
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
@@ -69,6 +70,14 @@ def test_the_broker_sets_the_time_of_every_record(topic: Topic) -> None:
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
 def test_replicas_that_must_acknowledge_are_the_deployments_choice(topic: Topic) -> None:
     assert topic.config(2)["min.insync.replicas"] == "2"
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
+def test_the_defaults_of_a_cluster_lose_nothing_that_was_acknowledged(topic: Topic) -> None:
+    config = topic.config(1)
+    assert config["unclean.leader.election.enable"] == "false"
+    assert config.get("retention.bytes", "-1") == "-1"
+    assert ("retention.bytes" in config) is (topic.retention_ms is not None)
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
@@ -99,14 +108,14 @@ def test_a_tombstone_is_kept_as_long_as_what_it_may_have_to_follow() -> None:
 
 
 def test_a_stream_can_be_read_again_until_long_after_its_request_is_over() -> None:
-    retention_ms = BY_NAME[topics.RESPONSES].retention_ms
+    retention_ms = TOPICS_BY_NAME[topics.RESPONSES].retention_ms
     assert retention_ms is not None
     assert retention_ms / 2 > MAX_LIFETIME_MS
 
 
 def test_the_ledger_outlives_what_it_speaks_of() -> None:
-    ledger, requests = BY_NAME[topics.LEDGER], BY_NAME[topics.REQUESTS]
-    responses = BY_NAME[topics.RESPONSES]
+    ledger, requests = TOPICS_BY_NAME[topics.LEDGER], TOPICS_BY_NAME[topics.REQUESTS]
+    responses = TOPICS_BY_NAME[topics.RESPONSES]
     assert ledger.retention_ms is not None
     for other in (requests, responses):
         assert other.retention_ms is not None
@@ -165,18 +174,18 @@ def test_a_request_lies_in_the_lane_of_its_key(request_id: str, lanes: int) -> N
 
 
 def test_nobody_but_operators_may_do_what_the_table_does_not_say() -> None:
-    told = {(r.role, r.operation, r.name) for r in rights() if r.resource == "topic"}
+    told = {(r.role, r.operation, r.name) for r in required_acls() if r.resource == "topic"}
     for topic in TOPICS:
-        for role in {r.role for r in rights()} - {"operator"}:
+        for role in {r.role for r in required_acls()} - {"operator"}:
             assert ((role, "Write", topic.name) in told) == (role in topic.writers)
             assert ((role, "Read", topic.name) in told) == (role in topic.readers)
-    assert {r.role for r in rights() if r.operation == "All"} == {"operator"}
+    assert {r.role for r in required_acls() if r.operation == "All"} == {"operator"}
 
 
 def test_a_client_reads_and_writes_what_is_public_and_sees_nothing_else() -> None:
-    assert [r for r in rights() if r.role == "client"] == [
-        Right("client", "Write", "topic", topics.PROMPTS),
-        Right("client", "Read", "topic", topics.RESPONSES),
+    assert [r for r in required_acls() if r.role == "client"] == [
+        AclRule("client", "Write", "topic", topics.PROMPTS),
+        AclRule("client", "Read", "topic", topics.RESPONSES),
     ]
 
 
@@ -184,7 +193,7 @@ def test_groups_are_those_that_processes_join() -> None:
     assert GROUPS == {
         topics.PROMPTS: preprocessor.GROUP,
         topics.REQUESTS: router.GROUP,
-        topics.KV_EVENTS: indexer.GROUP,
+        topics.KV_EVENTS: indexer.CONSUMER_GROUP,
     }
-    groups = [(r.role, r.name) for r in rights() if r.resource == "group" and r.name]
+    groups = [(r.role, r.name) for r in required_acls() if r.resource == "group" and r.name]
     assert groups == [(role, role) for role in ("indexer", "preprocessor", "router")]

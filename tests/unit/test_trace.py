@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from app.trace import SHIPPED, BadTrace, read_trace
+from app.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace
 
 LINE = '{"timestamp": 5, "input_length": 513, "output_length": 2, "hash_ids": [7, 8]}'
 
 
 def test_the_shipped_slice_is_a_trace() -> None:
-    rows = read_trace(SHIPPED)
+    rows = read_trace(BUNDLED_TRACE)
     assert len(rows) == 300
     assert rows[0].timestamp == 0
 
@@ -27,7 +27,7 @@ def test_requests_come_in_the_order_of_their_arrival(tmp_path: Path) -> None:
 def test_only_whole_chunks_can_be_shared(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(LINE)
-    assert read_trace(file)[0].whole_chunks == [7]
+    assert read_trace(file)[0].full_chunks == [7]
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ def test_only_whole_chunks_can_be_shared(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(text)
-    with pytest.raises(BadTrace, match=why):
+    with pytest.raises(InvalidTrace, match=why):
         read_trace(file)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadTrace, match=r"absent.jsonl: No such file"):
+    with pytest.raises(InvalidTrace, match=r"absent.jsonl: No such file"):
         read_trace(tmp_path / "absent.jsonl")

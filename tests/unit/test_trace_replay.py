@@ -12,29 +12,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.batch import Curves, Sequence, Shape
-from app.routing.decisions import Hold, Plan, Refuse, Tuning
-from app.routing.load import Load
-from app.routing.plan import plan
-from app.routing.policies import Place
-from app.simulation import router, worker
-from app.simulation.conditions import Conditions
-from app.simulation.figures import figures
-from app.simulation.generated import Size, generated
-from app.simulation.knowledge import Told
-from app.simulation.replay import Life, Replay, prepared
-from app.simulation.router import SimulationFailed
-from app.simulation.runs import NAMES, Run, Trace, lived
-from app.simulation.traffic import Pace, arrivals, asks_for_sessions, traced
-from app.simulation.worker import Worker
-from app.trace import BadTrace, TraceRow
-from indexer.lives import Holder, Overlap
+from app.engine.simulated.batch import BatchSequence, EngineLimits, PerfCurves
+from app.mooncake_trace import InvalidTrace, TraceRow
+from app.routing.selection.decision import Decision, Rejection, RoutingConfig, Wait
+from app.routing.selection.select import select_worker
+from app.routing.state.ledger import LedgerState
+from app.routing.worker_rank import WorkerRank
+from app.simulation import simulated_router, simulated_worker
+from app.simulation.network_conditions import NetworkConditions
+from app.simulation.router_state import LedgerRecord
+from app.simulation.run_metrics import metrics_of
+from app.simulation.simulated_router import SimulationFailed
+from app.simulation.simulated_worker import SimulatedWorker
+from app.simulation.simulation_runs import POLICY_NAMES, PreparedTrace, SimulationRun, run_requests
+from app.simulation.simulator import SimulatedRequest, Simulator, new_simulator
+from app.simulation.synthetic_traces import TraceSize, generate_trace
+from app.simulation.trace_requests import (
+    ArrivalRate,
+    schedule_arrivals,
+    trace_requests,
+    uses_sessions,
+)
+from indexer.epochs import CacheId, Overlap
 from streams.ports import Partition
-from streams.records import Fact
+from streams.records import LogRecord
 
 # A step takes 10 ms and a hundredth of one a new token, and 4 ms more if anybody decodes.
-SIMPLE = Shape(512, 64, curves=Curves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 0.0, 4.0)))
-RECORDED = Pace()
+SIMPLE = EngineLimits(512, 64, curves=PerfCurves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 0.0, 4.0)))
+RECORDED = ArrivalRate()
 
 
 def row(at_ms: float, tokens: int, output: int, first: int = 0) -> TraceRow:
@@ -43,14 +48,14 @@ def row(at_ms: float, tokens: int, output: int, first: int = 0) -> TraceRow:
 
 def played(
     rows: list[TraceRow], workers: int = 1, policy: str = "dynamo", seed: int = 0,
-    shape: Shape = SIMPLE, pace: Pace = RECORDED,
-) -> list[Life]:  # fmt: skip
-    requests = traced(rows, in_sessions=asks_for_sessions(policy))
-    coming = arrivals(rows, requests, pace, seed)
-    return prepared(coming, workers, shape, Tuning(policy), seed).run()
+    shape: EngineLimits = SIMPLE, pace: ArrivalRate = RECORDED,
+) -> list[SimulatedRequest]:  # fmt: skip
+    requests = trace_requests(rows, with_sessions=uses_sessions(policy))
+    coming = schedule_arrivals(rows, requests, pace, seed)
+    return new_simulator(coming, workers, shape, RoutingConfig(policy), seed).run()
 
 
-def told(lives: list[Life]) -> list[tuple[Any, ...]]:
+def told(lives: list[SimulatedRequest]) -> list[tuple[Any, ...]]:
     return [
         (x.id, x.worker, x.sent_ms, x.first_token_ms, x.last_token_ms, x.cached_tokens)
         for x in lives
@@ -72,7 +77,7 @@ def test_two_requests_share_steps_and_the_cached_beginning() -> None:
     # step that decodes as well (10 + 4.88 + 4), and decodes twice beside or after the first.
     assert [x.first_token_ms for x in lives] == pytest.approx([20, 38.88])
     assert [x.last_token_ms for x in lives] == pytest.approx([42.88, 46.88])
-    found = figures(lives)
+    found = metrics_of(lives)
     assert found.requests == 2
     assert found.reuse == 512 / 2000
     assert found.ttft_mean == pytest.approx((20 + 33.88) / 2)
@@ -102,7 +107,7 @@ def test_a_request_goes_where_its_beginning_is_cached() -> None:
 
 
 def test_what_was_evicted_is_not_counted_on() -> None:
-    small = SIMPLE._replace(blocks=10)
+    small = SIMPLE._replace(cache_blocks=10)
     rows = [row(0, 5000, 1), row(5000, 5000, 1, 100), row(9000, 5000, 1)]
     assert [x.cached_tokens for x in played(rows, shape=small)] == [0, 0, 0]
 
@@ -116,26 +121,27 @@ def test_a_session_stays_where_it_is() -> None:
 @given(st.lists(st.builds(row, st.just(0), st.integers(1, 9000), st.just(9)), min_size=2))
 def test_requests_planned_at_once_go_where_they_would_one_by_one(rows: list[TraceRow]) -> None:
     at_once, one_by_one = (
-        told(prepared(coming, 3, SIMPLE, Tuning("predictive"), 0).run())
+        told(new_simulator(coming, 3, SIMPLE, RoutingConfig("predictive"), 0).run())
         for coming in (
-            arrivals(rows, traced(rows, in_sessions=named), RECORDED, 0) for named in (False, True)
+            schedule_arrivals(rows, trace_requests(rows, with_sessions=named), RECORDED, 0)
+            for named in (False, True)
         )
     )
     assert at_once == one_by_one
 
 
 def test_speed_brings_arrivals_together_and_leaves_engines_as_they_are() -> None:
-    (life,) = played([row(1000, 1000, 3)], pace=Pace(speed=4))
+    (life,) = played([row(1000, 1000, 3)], pace=ArrivalRate(speed=4))
     assert (life.arrived_ms, life.last_token_ms) == (250, pytest.approx(278))
 
 
 def test_jitter_puts_off_arrivals_by_less_than_it_says_and_by_the_seed() -> None:
     rows = [row(0, 100, 1, i) for i in range(50)]
-    lives = played(rows, pace=Pace(speed=2, jitter_s=3))
+    lives = played(rows, pace=ArrivalRate(speed=2, jitter_s=3))
     times = [x.arrived_ms for x in lives]
     assert times == sorted(times)
     assert 0 <= times[0] < times[-1] < 1500
-    assert [x.arrived_ms for x in played(rows, pace=Pace(2, 3), seed=1)] != times
+    assert [x.arrived_ms for x in played(rows, pace=ArrivalRate(2, 3), seed=1)] != times
 
 
 # --- always --------------------------------------------------------------------------------------
@@ -153,14 +159,20 @@ ROWS = st.lists(
 )
 
 
-@given(ROWS, st.sampled_from(NAMES), st.integers(1, 4), st.integers(0, 3), st.sampled_from([0, 2]))
+@given(
+    ROWS,
+    st.sampled_from(POLICY_NAMES),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.sampled_from([0, 2]),
+)
 def test_every_request_comes_to_its_end_the_same_way_every_time(
     rows: list[TraceRow], policy: str, workers: int, seed: int, jitter_s: float
 ) -> None:
-    shape = SIMPLE._replace(blocks=20, max_sequences=4)
+    shape = SIMPLE._replace(cache_blocks=20, max_sequences=4)
 
-    def play() -> list[Life]:
-        return played(rows, workers, policy, seed, shape, Pace(1.0, jitter_s))
+    def play() -> list[SimulatedRequest]:
+        return played(rows, workers, policy, seed, shape, ArrivalRate(1.0, jitter_s))
 
     lives = play()
     assert sorted(x.id for x in lives) == [f"{i:06}" for i in range(len(rows))]
@@ -172,48 +184,52 @@ def test_every_request_comes_to_its_end_the_same_way_every_time(
     assert told(play()) == told(lives)
 
 
-@given(ROWS, st.sampled_from(NAMES))
+@given(ROWS, st.sampled_from(POLICY_NAMES))
 def test_taking_quiet_steps_together_changes_nothing(rows: list[TraceRow], policy: str) -> None:
     together = told(played(rows, 2, policy))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "FEW", 10**9)
+        patch.setattr(simulated_worker, "MIN_BATCHED_STEPS", 10**9)
         assert told(played(rows, 2, policy)) == together
 
 
-@given(ROWS, st.sampled_from(NAMES))
+@given(ROWS, st.sampled_from(POLICY_NAMES))
 def test_in_the_end_the_router_knows_what_the_caches_hold(
     rows: list[TraceRow], policy: str
 ) -> None:
-    requests = traced(rows)
-    played_out = prepared(
-        arrivals(rows, requests, RECORDED, 0), 2, SIMPLE._replace(blocks=14), Tuning(policy), 0
+    requests = trace_requests(rows)
+    played_out = new_simulator(
+        schedule_arrivals(rows, requests, RECORDED, 0),
+        2,
+        SIMPLE._replace(cache_blocks=14),
+        RoutingConfig(policy),
+        0,
     )
     played_out.run()
     for request in requests:
-        known = played_out.folds.index.overlaps(request.prompt.local(512))
+        known = played_out.shared_views.index.overlaps(request.prompt.local_hashes(512))
         for each in played_out.workers:
             held = each.state.cache.match(request.chunks, len(request.chunks)).blocks
-            assert known.get(Holder(each.name, 0), Overlap()).device == held
-    assert not any(seat.knowledge.books.burdens for seat in played_out.seats)
+            assert known.get(CacheId(each.name, 0), Overlap()).device == held
+    assert not any(seat.state.ledger.active_load for seat in played_out.router_slots)
 
 
-@given(ROWS, st.sampled_from(NAMES))
+@given(ROWS, st.sampled_from(POLICY_NAMES))
 def test_its_books_weigh_runs_as_the_ledger_does(rows: list[TraceRow], policy: str) -> None:
-    coming = arrivals(rows, traced(rows), RECORDED, 0)
-    replay = prepared(coming, 2, SIMPLE, Tuning(policy), 0)
-    books, load, read = replay.seats[0].knowledge.books, Load(60_000), count()
-    told = books.told
+    coming = schedule_arrivals(rows, trace_requests(rows), RECORDED, 0)
+    replay = new_simulator(coming, 2, SIMPLE, RoutingConfig(policy), 0)
+    books, load, read = replay.router_slots[0].state.ledger, LedgerState(60_000), count()
+    told = books.on_record
 
-    def tell(record: Told, at_ms: float) -> None:
+    def tell(record: LedgerRecord, at_ms: float) -> None:
         told(record, at_ms)
         position = next(read)
-        load.apply(Partition("ledger", 0), [Fact(position, int(at_ms), record)], position + 1)
+        load.apply(Partition("ledger", 0), [LogRecord(position, int(at_ms), record)], position + 1)
         for each in replay.workers:
-            place = Place(each.name, each.epoch)
-            assert books.burdens.there(place) == load.burdens.there(place)
-        assert books.burdens.prefilled_ms == load.burdens.prefilled_ms
+            place = WorkerRank(each.name, each.epoch)
+            assert books.active_load.load(place) == load.active_load.load(place)
+        assert books.active_load.last_first_token_ms == load.active_load.last_first_token_ms
 
-    books.told = tell  # type: ignore[method-assign]
+    books.on_record = tell  # type: ignore[method-assign]
     replay.run()
     assert next(read) == 3 * len(rows)
 
@@ -221,10 +237,10 @@ def test_its_books_weigh_runs_as_the_ledger_does(rows: list[TraceRow], policy: s
 # --- a worker ------------------------------------------------------------------------------------
 
 
-def decoding(output: int) -> Worker:
+def decoding(output: int) -> SimulatedWorker:
     """A worker with one request, from its first token at 11 ms on; each one more takes 4."""
-    alone = Worker("alone", 0, SIMPLE)
-    alone.admit(Sequence("first", 100, output), 0.0)
+    alone = SimulatedWorker("alone", 0, SIMPLE)
+    alone.admit(BatchSequence("first", 100, output), 0.0)
     alone.begin(0.0)
     assert alone.ends_at_ms == 11
     alone.end()
@@ -236,7 +252,7 @@ def decoding(output: int) -> Worker:
 def test_who_comes_in_quiet_steps_waits_for_the_end_of_one(at_ms: float, joins_ms: float) -> None:
     alone = decoding(100)
     assert alone.ends_at_ms > 100
-    alone.admit(Sequence("second", 100, 1), at_ms)
+    alone.admit(BatchSequence("second", 100, 1), at_ms)
     assert alone.ends_at_ms == joins_ms
     alone.end()
     alone.begin(joins_ms)
@@ -260,18 +276,18 @@ def test_tokens_are_there_when_their_quiet_step_is_over() -> None:
 
 
 def holding(
-    monkeypatch: pytest.MonkeyPatch, until: Callable[[str, Any], Hold | Refuse | None]
+    monkeypatch: pytest.MonkeyPatch, until: Callable[[str, Any], Wait | Rejection | None]
 ) -> None:
     """Requests go where they would, but first `until` is asked, with the id and the view."""
 
-    def planned(prompt: Any, view: Any, tuning: Any, **about: Any) -> Plan:
-        return until(prompt.request.id, view) or plan(prompt, view, tuning, **about)
+    def planned(prompt: Any, view: Any, tuning: Any, **about: Any) -> Decision:
+        return until(prompt.request.id, view) or select_worker(prompt, view, tuning, **about)
 
-    monkeypatch.setattr(router, "plan", planned)
+    monkeypatch.setattr(simulated_router, "select_worker", planned)
 
 
 def test_a_held_request_is_looked_at_again_when_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    holding(monkeypatch, lambda _, view: Hold("later", 70) if view.now_ms < 70 else None)
+    holding(monkeypatch, lambda _, view: Wait("later", 70) if view.now_ms < 70 else None)
     (life,) = played([row(0, 1000, 1)])
     assert (life.sent_ms, life.first_token_ms) == (70, pytest.approx(90))
 
@@ -279,9 +295,9 @@ def test_a_held_request_is_looked_at_again_when_it_said(monkeypatch: pytest.Monk
 def test_a_held_request_is_looked_at_when_another_gets_a_token_and_joins_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def until(name: str, view: Any) -> Hold | None:
-        busy = view.told.of("worker-0", 0).prefill_tokens
-        return Hold("busy") if name == "000001" and busy else None
+    def until(name: str, view: Any) -> Wait | None:
+        busy = view.committed.total("worker-0", 0).prefill_tokens
+        return Wait("busy") if name == "000001" and busy else None
 
     holding(monkeypatch, until)
     _, held = played([row(0, 1000, 9), row(0, 1000, 9, 100)])
@@ -292,14 +308,14 @@ def test_a_held_request_is_looked_at_when_another_gets_a_token_and_joins_the_nex
 def test_a_time_that_has_come_already_does_not_stop_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    holding(monkeypatch, lambda _, view: Hold("now", 0) if view.now_ms < 5 else None)
+    holding(monkeypatch, lambda _, view: Wait("now", 0) if view.now_ms < 5 else None)
     (life,) = played([row(0, 1000, 1)])
     assert life.sent_ms == 5
 
 
 def test_requests_that_are_held_for_ever_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    holding(monkeypatch, lambda *_: Hold("never"))
-    with pytest.raises(SimulationFailed, match="2 requests are held for ever"):
+    holding(monkeypatch, lambda *_: Wait("never"))
+    with pytest.raises(SimulationFailed, match="2 requests are never scheduled"):
         played([row(0, 100, 1), row(1, 100, 1)])
 
 
@@ -320,13 +336,13 @@ def test_under_policy_predictive_the_shortest_of_those_that_come_together_goes_f
 
 
 def test_a_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    holding(monkeypatch, lambda *_: Refuse("invalid", "because"))
-    with pytest.raises(SimulationFailed, match="000000 is refused: because"):
+    holding(monkeypatch, lambda *_: Rejection("invalid", "because"))
+    with pytest.raises(SimulationFailed, match="000000 was rejected: because"):
         played([row(0, 100, 1)])
 
 
 def test_a_request_that_no_cache_can_hold_is_reported() -> None:
-    with pytest.raises(BadTrace, match="000000 fits no worker"):
+    with pytest.raises(InvalidTrace, match="000000 fits no worker"):
         played([row(0, 64 * 512, 2)])
 
 
@@ -334,125 +350,136 @@ def test_a_request_that_no_cache_can_hold_is_reported() -> None:
 
 
 def under(
-    conditions: Conditions, rows: list[TraceRow], workers: int = 1, policy: str = "dynamo"
-) -> list[Life]:
-    coming = arrivals(rows, traced(rows), RECORDED, 0)
-    return prepared(
-        coming, workers, SIMPLE, Tuning(policy), 0, conditions=conditions
+    conditions: NetworkConditions, rows: list[TraceRow], workers: int = 1, policy: str = "dynamo"
+) -> list[SimulatedRequest]:
+    coming = schedule_arrivals(rows, trace_requests(rows), RECORDED, 0)
+    return new_simulator(
+        coming, workers, SIMPLE, RoutingConfig(policy), 0, conditions=conditions
     ).run()  # fmt: skip
 
 
 def test_a_hop_comes_before_the_prefill_and_is_no_part_of_what_a_worker_measures() -> None:
     rows = [row(0, 1000, 1), row(100, 1000, 1, 100)]
-    one, two = under(Conditions(hop_ms=3), rows)
+    one, two = under(NetworkConditions(dispatch_delay_ms=3), rows)
     assert (one.sent_ms, one.first_token_ms) == (0, pytest.approx(23))
     assert (two.sent_ms, two.first_token_ms) == (100, pytest.approx(123))
 
 
 def test_requests_that_hop_together_share_a_step() -> None:
-    lives = under(Conditions(hop_ms=3), [row(0, 1000, 1), row(0, 1000, 1, 100)])
+    lives = under(NetworkConditions(dispatch_delay_ms=3), [row(0, 1000, 1), row(0, 1000, 1, 100)])
     assert [x.first_token_ms for x in lives] == pytest.approx([33, 33])
 
 
 def test_a_request_that_is_held_for_news_goes_when_they_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def until(name: str, view: Any) -> Hold | None:
-        busy = view.told.of("worker-0", 0).prefill_tokens
-        return Hold("busy") if name == "000001" and busy else None
+    def until(name: str, view: Any) -> Wait | None:
+        busy = view.committed.total("worker-0", 0).prefill_tokens
+        return Wait("busy") if name == "000001" and busy else None
 
     holding(monkeypatch, until)
     rows = [row(0, 1000, 9), row(0, 1000, 9, 100)]
-    _, held = under(Conditions(notice_ms=7), rows)
+    _, held = under(NetworkConditions(event_delay_ms=7), rows)
     assert held.sent_ms == pytest.approx(27)
 
 
 def test_what_a_late_record_says_happened_when_it_happened() -> None:
     rows = [row(0, 1000, 1), row(500, 1000, 1)]
-    coming = arrivals(rows, traced(rows), RECORDED, 0)
-    late = prepared(coming, 1, SIMPLE, Tuning("dynamo"), 0, conditions=Conditions(notice_ms=100))
+    coming = schedule_arrivals(rows, trace_requests(rows), RECORDED, 0)
+    late = new_simulator(
+        coming,
+        1,
+        SIMPLE,
+        RoutingConfig("dynamo"),
+        0,
+        conditions=NetworkConditions(event_delay_ms=100),
+    )
     seen = []
-    late.seats[0].knowledge.books.told = lambda record, at_ms: seen.append(  # type: ignore[method-assign]
+    late.router_slots[0].state.ledger.on_record = lambda record, at_ms: seen.append(  # type: ignore[method-assign]
         (type(record).__name__, at_ms)
     )
     late.run()
     assert seen[:3] == [("Assigned", 0), ("PrefillDone", 20), ("Finished", 20)]
 
 
-def workers_of(conditions: Conditions, gap_ms: float) -> list[str]:
+def workers_of(conditions: NetworkConditions, gap_ms: float) -> list[str]:
     """Where eight requests go that come one by one, to two workers."""
     rows = [row(gap_ms * i, 5000, 1, 100 * i) for i in range(8)]
     return [x.worker for x in under(conditions, rows, 2, "least_loaded")]
 
 
 def test_a_router_counts_its_own_decisions_at_once() -> None:
-    late = workers_of(Conditions(lag_ms=50), 1.0)
-    assert late == workers_of(Conditions(), 1.0)
+    late = workers_of(NetworkConditions(ledger_lag_ms=50), 1.0)
+    assert late == workers_of(NetworkConditions(), 1.0)
     assert len(set(late[:2])) == 2
 
 
 def test_it_counts_those_of_others_when_it_reads_them() -> None:
     rows = [row(i, 5000, 1, 100 * i) for i in range(30)]
-    late = under(Conditions(routers=2, lag_ms=1000), rows, 2, "least_loaded")
+    late = under(NetworkConditions(routers=2, ledger_lag_ms=1000), rows, 2, "least_loaded")
     assert {x.router for x in late} == {0, 1}
     for number in (0, 1):  # each divides its own as if it were alone
         own = [x.worker for x in late if x.router == number]
-        counts = {worker: own.count(worker) for worker in own}
+        counts = {simulated_worker: own.count(simulated_worker) for simulated_worker in own}
         assert max(counts.values()) - min(counts.values()) <= 1
-    alone = under(Conditions(routers=2), rows, 2, "least_loaded")
+    alone = under(NetworkConditions(routers=2), rows, 2, "least_loaded")
     assert [x.worker for x in alone] == [
-        x.worker for x in under(Conditions(), rows, 2, "least_loaded")
+        x.worker for x in under(NetworkConditions(), rows, 2, "least_loaded")
     ]
 
 
 def test_routers_that_read_nothing_of_each_other_know_of_their_own_requests_alone() -> None:
-    apart = Conditions(routers=2, shares_ledger=False)
-    coming = arrivals(rows := [row(i, 100, 1) for i in range(20)], traced(rows), RECORDED, 0)
-    replay = prepared(coming, 2, SIMPLE, Tuning("dynamo"), 0, conditions=apart)
+    apart = NetworkConditions(routers=2, shares_ledger=False)
+    coming = schedule_arrivals(
+        rows := [row(i, 100, 1) for i in range(20)], trace_requests(rows), RECORDED, 0
+    )
+    replay = new_simulator(coming, 2, SIMPLE, RoutingConfig("dynamo"), 0, conditions=apart)
     heard: list[set[str]] = [set(), set()]
-    for seat, own in zip(replay.seats, heard, strict=True):
-        seat.knowledge.books.told = lambda record, _, own=own: own.add(record.id)  # type: ignore[misc]
+    for seat, own in zip(replay.router_slots, heard, strict=True):
+        seat.state.ledger.on_record = lambda record, _, own=own: own.add(record.id)  # type: ignore[misc]
     lives = replay.run()
     assert heard == [{x.id for x in lives if x.router == n} for n in (0, 1)]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_where_engines_are_faster_than_anybody_said_none_of_them_is_left_out(seed: int) -> None:
-    trace = Trace(generated("shared-prefixes", Size(1000)))
-    twice_as_fast = Curves((2.1e-7, 7.592e-3, 8.251), (-12.87, 27.0, 2.87), 0.5)
-    run = Run("predictive", 6, seed=seed, curves=twice_as_fast, warm=400)
-    lives = lived(trace, run._replace(conditions=Conditions(tells_curves=False)))
+    trace = PreparedTrace(generate_trace("shared-prefixes", TraceSize(1000)))
+    twice_as_fast = PerfCurves((2.1e-7, 7.592e-3, 8.251), (-12.87, 27.0, 2.87), 0.5)
+    run = SimulationRun("predictive", 6, seed=seed, curves=twice_as_fast, warmup_requests=400)
+    lives = run_requests(trace, run._replace(conditions=NetworkConditions(publishes_curves=False)))
     shares = Counter(life.worker for life in lives)
     assert len(shares) == 6
     assert min(shares.values()) > 30
 
 
 CONDITIONS = st.builds(
-    Conditions,
-    hop_ms=st.sampled_from([0, 1]),
-    notice_ms=st.sampled_from([0, 5, 300]),
+    NetworkConditions,
+    dispatch_delay_ms=st.sampled_from([0, 1]),
+    event_delay_ms=st.sampled_from([0, 5, 300]),
     routers=st.integers(1, 3),
-    lag_ms=st.sampled_from([0, 5]),
+    ledger_lag_ms=st.sampled_from([0, 5]),
     shares_ledger=st.booleans(),
-    tells_curves=st.booleans(),
+    publishes_curves=st.booleans(),
 )
 
 
-@given(ROWS, st.sampled_from(NAMES), CONDITIONS)
+@given(ROWS, st.sampled_from(POLICY_NAMES), CONDITIONS)
 def test_late_or_not_every_request_ends_and_no_load_remains(
-    rows: list[TraceRow], policy: str, conditions: Conditions
+    rows: list[TraceRow], policy: str, conditions: NetworkConditions
 ) -> None:
-    shape = SIMPLE._replace(blocks=20, max_sequences=4)
+    shape = SIMPLE._replace(cache_blocks=20, max_sequences=4)
 
-    def play() -> Replay:
-        coming = arrivals(rows, traced(rows), RECORDED, 0)
-        return prepared(coming, 2, shape, Tuning(policy), 0, conditions=conditions)
+    def play() -> Simulator:
+        coming = schedule_arrivals(rows, trace_requests(rows), RECORDED, 0)
+        return new_simulator(coming, 2, shape, RoutingConfig(policy), 0, conditions=conditions)
 
     once, again = play(), play()
     lives = once.run()
     assert len(lives) == len(rows)
-    assert all(x.sent_ms + conditions.hop_ms < x.first_token_ms < math.inf for x in lives)
+    assert all(
+        x.sent_ms + conditions.dispatch_delay_ms < x.first_token_ms < math.inf for x in lives
+    )
     assert told(again.run()) == told(lives)
-    for seat in once.seats:
-        assert not seat.knowledge.own
-        assert not seat.knowledge.books.burdens
+    for seat in once.router_slots:
+        assert not seat.state.own_load
+        assert not seat.state.ledger.active_load

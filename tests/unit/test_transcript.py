@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.records import Chunk, End, Fence, Usage
-from streams.transcript import Transcript, gather
+from streams.responses.transcript import Transcript, transcript_before
 from streams.vectors.strays import stray
 
 Line = Chunk | Fence | End
@@ -32,14 +32,14 @@ def seen(transcript: Transcript) -> Seen:
         transcript.finish_reason,
         transcript.end.code if transcript.end else None,
         transcript.attempt,
-        transcript.holes,
+        transcript.gaps,
     )
 
 
 def read(log: Sequence[Line]) -> Transcript:
     transcript = Transcript("r")
     for line in log:
-        transcript.feed(line)
+        transcript.apply(line)
     return transcript
 
 
@@ -150,11 +150,11 @@ def test_the_fold_and_the_reference_agree_on_any_log(log: list[Line]) -> None:
 def test_what_was_shown_is_never_taken_back(log: list[Line]) -> None:
     transcript = Transcript()
     for line in log:
-        tokens, text, over = list(transcript.tokens), transcript.text, transcript.over
-        visible = transcript.feed(line)
+        tokens, text, over = list(transcript.tokens), transcript.text, transcript.is_over
+        visible = transcript.apply(line)
         assert transcript.tokens[: len(tokens)] == tokens
         assert transcript.text.startswith(text)
-        assert transcript.over >= over
+        assert transcript.is_over >= over
         assert (visible is None) or (visible is line)
 
 
@@ -163,23 +163,23 @@ def test_what_was_shown_is_never_taken_back(log: list[Line]) -> None:
 def test_nothing_shows_after_the_end(log: list[Line]) -> None:
     transcript = Transcript()
     for line in log:
-        if transcript.over:
+        if transcript.is_over:
             before = seen(transcript)
-            assert transcript.feed(line) is None
+            assert transcript.apply(line) is None
             assert seen(transcript) == before
         else:
-            transcript.feed(line)
+            transcript.apply(line)
 
 
 @given(st.one_of(any_log, nearly_whole_logs()))
 @settings(max_examples=300, deadline=None)
 def test_the_pieces_are_the_answer(log: list[Line]) -> None:
     transcript = Transcript(keep=False)
-    pieces = [piece for line in log if isinstance(piece := transcript.feed(line), Chunk)]
+    pieces = [piece for line in log if isinstance(piece := transcript.apply(line), Chunk)]
     kept = read(log)
     assert "".join(p.text for p in pieces) == kept.text
     assert [t for p in pieces for t in p.token_ids] == kept.tokens
-    assert (transcript.shown, transcript.chars) == (len(kept.tokens), len(kept.text))
+    assert (transcript.shown_tokens, transcript.chars) == (len(kept.tokens), len(kept.text))
     assert transcript.tokens == []
     assert [p.index for p in pieces] == [
         sum(len(p.token_ids) for p in pieces[:i]) for i in range(len(pieces))
@@ -205,10 +205,10 @@ def test_gather_is_what_was_shown_at_the_first_fence_of_the_attempt(
 ) -> None:
     fences = [i for i, r in enumerate(log) if isinstance(r, Fence) and r.attempt >= attempt]
     stop = fences[0] if fences else len(log)
-    gathered = gather(log, attempt)
+    gathered = transcript_before(log, attempt)
     assert seen(gathered) == seen(read(log[:stop])) == reference(log[:stop])
     assert gathered.attempt < attempt
-    assert read(log).tokens[: gathered.shown] == gathered.tokens
+    assert read(log).tokens[: gathered.shown_tokens] == gathered.tokens
 
 
 # --- honest writers: every run computes the same answer from the text before its fence ------------
@@ -244,12 +244,12 @@ class Writers:
         self._unsent = [run for run in self._unsent if run]
 
     def _start(self, attempt: int) -> None:
-        base = gather(self.log, attempt) if attempt else Transcript()
-        if base.over:
+        base = transcript_before(self.log, attempt) if attempt else Transcript()
+        if base.is_over:
             return
         self._runs += 1
         run: list[Chunk] = []
-        at = base.shown
+        at = base.shown_tokens
         while at < len(ANSWER):
             part = ANSWER[at : at + self._draw(st.integers(1, 4))]
             last = at + len(part) == len(ANSWER)
@@ -281,7 +281,7 @@ def honest_logs(draw: st.DrawFn, *, losses: bool) -> list[Line]:
 @settings(max_examples=300, deadline=None)
 def test_only_the_answer_shows_whatever_happens_to_its_writers(log: list[Line]) -> None:
     transcript = read(log)
-    assert tuple(transcript.tokens) == ANSWER[: transcript.shown]
+    assert tuple(transcript.tokens) == ANSWER[: transcript.shown_tokens]
     assert transcript.text == "".join(map(chr, transcript.tokens))
     assert (transcript.finish_reason is not None) == (tuple(transcript.tokens) == ANSWER)
 
@@ -289,7 +289,7 @@ def test_only_the_answer_shows_whatever_happens_to_its_writers(log: list[Line]) 
 @given(honest_logs(losses=False))
 @settings(max_examples=300, deadline=None)
 def test_there_is_no_hole_where_no_chunk_is_lost(log: list[Line]) -> None:
-    assert read(log).holes == 0
+    assert read(log).gaps == 0
 
 
 @given(honest_logs(losses=True), st.data())
@@ -297,7 +297,7 @@ def test_there_is_no_hole_where_no_chunk_is_lost(log: list[Line]) -> None:
 def test_two_readers_agree_wherever_the_slower_one_is(log: list[Line], data: st.DataObject) -> None:
     behind = read(log[: data.draw(st.integers(0, len(log)))])
     ahead = read(log)
-    assert ahead.tokens[: behind.shown] == behind.tokens
+    assert ahead.tokens[: behind.shown_tokens] == behind.tokens
     assert ahead.text.startswith(behind.text)
 
 
@@ -328,7 +328,7 @@ def test_every_chunk_that_does_not_show_is_counted() -> None:
         Chunk(id="r", attempt=0, run="1", seq=6, index=0),
     ]
     transcript = read(log)
-    assert (transcript.skipped, transcript.holes) == (5, 1)
+    assert (transcript.skipped_chunks, transcript.gaps) == (5, 1)
 
 
 @pytest.mark.parametrize("seed", range(60))

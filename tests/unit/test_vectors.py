@@ -10,10 +10,10 @@ import pytest
 
 import streams.vectors
 from streams.codecs import decode
-from streams.memory.partition import MemoryRecord
+from streams.memory.partition_log import MemoryRecord
 from streams.records import Chunk, End, Fence
+from streams.responses.transcript import Transcript
 from streams.topics import partition_of
-from streams.transcript import Transcript
 from streams.vectors.__main__ import files
 from streams.vectors.cases import WRITTEN, Case
 
@@ -50,12 +50,12 @@ def read(line: dict[str, Any]) -> Line:
 def test_a_vector_shows_what_it_says(vector: dict[str, Any]) -> None:
     seen = Transcript()
     for line in vector["log"]:
-        seen.feed(read(line))
+        seen.apply(read(line))
     assert seen.text == vector["text"]
     assert seen.tokens == vector["tokens"]
     assert seen.finish_reason == vector["finish_reason"]
     assert (seen.end.code if seen.end else None) == vector["end"]
-    assert (seen.attempt, seen.holes) == (vector["attempt"], vector["holes"])
+    assert (seen.attempt, seen.gaps) == (vector["attempt"], vector["holes"])
 
 
 def test_lane_vectors_hold() -> None:

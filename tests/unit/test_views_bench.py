@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from app.bench.views import Difference, Known, Lies, Truth, View, differences, disagreements
-from app.http.folds import HASH_SHIFT
-from app.routing.index import Index
-from app.routing.load import Load
-from indexer.events import Event, Kind, Tier, encode
-from indexer.keys import derive
+from app.bench.routing.router_views import (
+    LoadFigures,
+    ReferenceState,
+    RouterFigures,
+    RouterView,
+    StateDifference,
+    differences,
+    disagreements,
+)
+from app.metrics.view_metrics import HASH_SHIFT
+from app.routing.state.kv_index import KvIndexView
+from app.routing.state.ledger import LedgerState
+from indexer.block_keys import derive_secret
+from indexer.events import CacheEvent, EventKind, Tier, encode_events
 from streams.ports import Partition
-from streams.records import Assigned, Blocks, Fact, Finished, Inner, Origin
+from streams.record_base import InternalRecord
+from streams.records import Assigned, Blocks, Finished, LogRecord, RequestOffset
 
-SECRET = derive(b"test")
+SECRET = derive_secret(b"test")
 LANES = (Partition("ledger", 0), Partition("ledger", 1))
 EVENTS = Partition("kv-events", 0)
 
@@ -19,7 +28,7 @@ EVENTS = Partition("kv-events", 0)
 def assigned(name: str, worker: str, tokens: int) -> Assigned:
     return Assigned(
         id=name, attempt=0, phase="aggregated", worker=worker, epoch=1, responses_from=0,
-        origin=Origin(topic="requests", partition=0, offset=0), deadline_ms=10_000,
+        origin=RequestOffset(topic="requests", partition=0, offset=0), deadline_ms=10_000,
         prompt_tokens=tokens, prefill_tokens=tokens - 1,
     )  # fmt: skip
 
@@ -31,15 +40,15 @@ def finished(name: str, worker: str) -> Finished:
 
 
 def stored(worker: str, *keys: int) -> Blocks:
-    columns = encode([Event(Kind.STORED, Tier.DEVICE, 0, keys)])
+    columns = encode_events([CacheEvent(EventKind.STORED, Tier.DEVICE, 0, keys)])
     return Blocks(
         worker=worker, epoch=1, first_event_id=0, hash_fingerprint=SECRET.fingerprint,
         **columns._asdict(),
     )  # fmt: skip
 
 
-def facts(*records: Inner) -> list[Fact]:
-    return [Fact(offset, offset, record) for offset, record in enumerate(records)]
+def facts(*records: InternalRecord) -> list[LogRecord]:
+    return [LogRecord(offset, offset, record) for offset, record in enumerate(records)]
 
 
 LOG = {
@@ -49,16 +58,16 @@ LOG = {
 }
 
 
-def truth() -> Truth:
-    return Truth(LOG, Load(60_000), Index(SECRET))
+def truth() -> ReferenceState:
+    return ReferenceState(LOG, LedgerState(60_000), KvIndexView(SECRET))
 
 
 def at(*offsets: int) -> dict[Partition, int]:
     return dict(zip((*LANES, EVENTS), offsets, strict=True))
 
 
-def cache_of(*records: Inner) -> dict[Partition, int]:
-    index = Index(SECRET)
+def cache_of(*records: InternalRecord) -> dict[Partition, int]:
+    index = KvIndexView(SECRET)
     index.apply(EVENTS, facts(*records), len(records))
     return {EVENTS: int(index.state_hash(EVENTS), 16) >> HASH_SHIFT}
 
@@ -68,52 +77,56 @@ EMPTY, FILLED = cache_of(), cache_of(stored("w1", 17, 18))
 
 def test_what_is_true_is_what_the_log_says_up_to_the_positions_of_the_view() -> None:
     true = truth()
-    assert true.at(at(0, 0, 0)) == Known({}, EMPTY)
-    assert true.at(at(1, 0, 0)) == Known({"w1": Lies(1, 100, 99)}, EMPTY)
-    assert true.at(at(1, 1, 1)) == Known({"w1": Lies(2, 130, 128)}, FILLED)
-    assert true.at(at(2, 2, 1)) == Known({"w1": Lies(1, 30, 29), "w2": Lies(1, 7, 6)}, FILLED)
+    assert true.at(at(0, 0, 0)) == RouterFigures({}, EMPTY)
+    assert true.at(at(1, 0, 0)) == RouterFigures({"w1": LoadFigures(1, 100, 99)}, EMPTY)
+    assert true.at(at(1, 1, 1)) == RouterFigures({"w1": LoadFigures(2, 130, 128)}, FILLED)
+    assert true.at(at(2, 2, 1)) == RouterFigures(
+        {"w1": LoadFigures(1, 30, 29), "w2": LoadFigures(1, 7, 6)}, FILLED
+    )
 
 
-def view(router: str, positions: dict[Partition, int], known: Known) -> View:
-    return View(router, positions, known)
+def view(router: str, positions: dict[Partition, int], known: RouterFigures) -> RouterView:
+    return RouterView(router, positions, known)
 
 
 def test_a_view_that_is_right_at_its_own_positions_is_no_difference_however_old() -> None:
     right = [
-        view("r1", at(1, 0, 0), Known({"w1": Lies(1, 100, 99)}, EMPTY)),
-        view("r1", at(2, 0, 1), Known({}, FILLED)),
+        view("r1", at(1, 0, 0), RouterFigures({"w1": LoadFigures(1, 100, 99)}, EMPTY)),
+        view("r1", at(2, 0, 1), RouterFigures({}, FILLED)),
     ]
     assert list(differences(right, truth())) == []
 
 
 def test_a_run_that_was_forgotten_or_kept_is_a_difference() -> None:
-    forgotten = view("r1", at(1, 0, 0), Known({}, EMPTY))
+    forgotten = view("r1", at(1, 0, 0), RouterFigures({}, EMPTY))
     assert list(differences([forgotten], truth())) == [
-        Difference("r1", "w1", None, Lies(1, 100, 99))
+        StateDifference("r1", "w1", None, LoadFigures(1, 100, 99))
     ]
-    kept = view("r2", at(2, 0, 1), Known({"w1": Lies(1, 100, 99)}, FILLED))
-    assert list(differences([kept], truth())) == [Difference("r2", "w1", Lies(1, 100, 99), None)]
+    kept = view("r2", at(2, 0, 1), RouterFigures({"w1": LoadFigures(1, 100, 99)}, FILLED))
+    assert list(differences([kept], truth())) == [
+        StateDifference("r2", "w1", LoadFigures(1, 100, 99), None)
+    ]
 
 
 def test_other_blocks_in_a_cache_are_a_difference() -> None:
-    wrong = view("r1", at(0, 0, 1), Known({}, cache_of(stored("w1", 17))))
+    wrong = view("r1", at(0, 0, 1), RouterFigures({}, cache_of(stored("w1", 17))))
     (found,) = differences([wrong], truth())
-    assert (found.router, found.about) == ("r1", str(EVENTS))
+    assert (found.router, found.key) == ("r1", str(EVENTS))
 
 
 def test_views_agree_when_they_know_the_same_at_the_same_positions() -> None:
-    known, other = Known({}, FILLED), Known({"w2": Lies(1, 7, 6)}, FILLED)
+    known, other = RouterFigures({}, FILLED), RouterFigures({"w2": LoadFigures(1, 7, 6)}, FILLED)
     same = [view("r1", at(2, 0, 1), known), view("r2", at(2, 0, 1), known)]
     assert list(disagreements(same)) == []
     (found,) = disagreements([*same, view("r3", at(2, 0, 1), other)])
-    assert (found.router, found.about) == ("r3", "w2")
+    assert (found.router, found.key) == ("r3", "w2")
     (found,) = disagreements([*same, view("r3", at(2, 2, 1), known)])
-    assert (found.router, found.about) == ("r3", "positions")
+    assert (found.router, found.key) == ("r3", "positions")
 
 
 def test_a_router_is_idle_when_nothing_is_open_nor_waits_nor_is_unread() -> None:
-    idle = view("r1", at(0, 0, 0), Known({}, EMPTY))
+    idle = view("r1", at(0, 0, 0), RouterFigures({}, EMPTY))
     assert idle.is_idle
-    assert not idle._replace(waiting=1).is_idle
-    assert not idle._replace(undelivered=1).is_idle
-    assert not idle._replace(known=Known({"w": Lies(0, 0, 1)}, {})).is_idle
+    assert not idle._replace(queued=1).is_idle
+    assert not idle._replace(unconfirmed=1).is_idle
+    assert not idle._replace(figures=RouterFigures({"w": LoadFigures(0, 0, 1)}, {})).is_idle

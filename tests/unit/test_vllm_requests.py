@@ -14,31 +14,37 @@ import msgspec
 import pytest
 import zmq
 
-from app.engine.contract import EngineError, InvalidRequest
+from app.engine.interface import EngineDead, EngineError, GenerateContext, InvalidRequest
 from app.engine.vllm import versions
-from app.engine.vllm.engine import _output
-from app.engine.vllm.figures import Figures
-from app.engine.vllm.inbox import Inbox
-from app.engine.vllm.params import extra_of, priority_of
-from indexer.engine_events import AllCleared, BlocksRemoved, EngineEvent, EventsLost
-from streams.records import EngineFigures, Hints, LogProb, PrefillResult, Request
+from app.engine.vllm.async_llm import VllmEngine, _output
+from app.engine.vllm.event_receiver import MAX_PENDING_MESSAGES, KvEventReceiver
+from app.engine.vllm.params import extra_args, vllm_priority, vllm_prompt
+from app.engine.vllm.stats import VllmStats
+from indexer.cache_events.engine_events import AllCleared, BlocksRemoved, EngineEvent, EventsLost
+from streams.clock import SystemClock
+from streams.codecs import pack_tokens
+from streams.records import EngineStats, LogProb
+from streams.request import Hints, MultimodalData, PrefillResult, Request
 
 HANDLE = b'{"kv_transfer_params": {"remote_host": "a"}}'
 
 
 def test_additional_arguments_are_passed_on() -> None:
-    assert extra_of(Request(id="a")) == {}
-    assert extra_of(Request(id="a", extra_args=b'{"x": [1]}')) == {"x": [1]}
+    assert extra_args(Request(id="a")) == {}
+    assert extra_args(Request(id="a", extra_args=b'{"x": [1]}')) == {"x": [1]}
 
 
 @pytest.mark.parametrize("handed", [HANDLE, b'{"remote_host": "a"}'])
-def test_what_a_prefill_handed_over_goes_before_what_the_request_says(handed: bytes) -> None:
-    request = Request(
-        id="a",
-        extra_args=b'{"kv_transfer_params": {"do_remote_decode": true}, "x": 1}',
-        prefill_result=PrefillResult(disaggregated_params=handed),
-    )
-    assert extra_of(request) == {"kv_transfer_params": {"remote_host": "a"}, "x": 1}
+def test_what_a_prefill_handed_over_is_passed_on_beside_the_arguments(handed: bytes) -> None:
+    result = PrefillResult(disaggregated_params=handed)
+    request = Request(id="a", extra_args=b'{"x": 1}', prefill_result=result)
+    assert extra_args(request) == {"kv_transfer_params": {"remote_host": "a"}, "x": 1}
+
+
+@pytest.mark.parametrize("handed", [None, PrefillResult(disaggregated_params=HANDLE)])
+def test_the_arguments_name_no_engine_to_fetch_a_cache_from(handed: PrefillResult | None) -> None:
+    with pytest.raises(InvalidRequest, match="kv_transfer_params: reserved"):
+        extra_args(Request(id="a", extra_args=HANDLE, prefill_result=handed))
 
 
 def came(**answer: Any) -> Any:
@@ -54,7 +60,7 @@ def test_what_prefill_gives_decode_takes() -> None:
     output = _output(step, None, stopped=False)
     assert output.transfer is not None
     handed = PrefillResult(disaggregated_params=output.transfer)
-    assert extra_of(Request(id="a", prefill_result=handed)) == {
+    assert extra_args(Request(id="a", prefill_result=handed)) == {
         "kv_transfer_params": {"remote_host": "a"}
     }
 
@@ -82,23 +88,50 @@ def test_probabilities_are_its_own_and_then_those_that_were_asked_for() -> None:
 
 
 def test_probes_transfer_nothing() -> None:
-    assert extra_of(Request(id="a", extra_args=HANDLE, is_probe=True)) == {}
+    handed = PrefillResult(disaggregated_params=HANDLE)
+    assert extra_args(Request(id="a", prefill_result=handed, is_probe=True)) == {}
+
+
+async def test_media_are_fetched_within_the_bounds_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class MediaConnector:
+        def __init__(self, **bounds: Any) -> None:
+            self.bounds = bounds
+
+        async def fetch_image_async(self, url: str) -> Any:
+            return url, self.bounds
+
+        fetch_audio_async = fetch_video_async = fetch_image_async
+
+    bounds = {"allowed_local_media_path": "/media", "allowed_media_domains": ["a.example"]}
+    media = SimpleNamespace(MediaConnector=MediaConnector)
+    inputs = SimpleNamespace(tokens_input=None)
+    for name, module in (("multimodal.media", media), ("inputs", inputs)):
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.multimodal", SimpleNamespace())  # type: ignore[arg-type]
+    image = MultimodalData(kind="url", url="https://b.example/1.png")
+    request = Request(id="a", token_ids=pack_tokens([1]), multi_modal_data={"image_url": (image,)})
+    config = SimpleNamespace(is_multimodal_model=True, **bounds)
+    prompt = await vllm_prompt(request, config)
+    assert prompt["multi_modal_data"] == {"image": [(image.url, bounds)]}
 
 
 @pytest.mark.parametrize("args", [b"[]", b"{", b'{"kv_transfer_params": 1}', b"[" * 5000])
 def test_what_is_no_object_is_refused(args: bytes) -> None:
     with pytest.raises(InvalidRequest, match="extra_args"):
-        extra_of(Request(id="a", extra_args=args))
+        extra_args(Request(id="a", extra_args=args))
 
 
 def test_higher_priorities_go_first_where_lower_numbers_do() -> None:
-    assert priority_of(Request(id="a")) == 0
-    assert priority_of(Request(id="a", hints=Hints(priority=3))) == -3
+    assert vllm_priority(Request(id="a")) == 0
+    assert vllm_priority(Request(id="a", hints=Hints(priority=3))) == -3
 
 
 def test_figures_add_up_over_ranks_and_end_with_the_last_request() -> None:
-    figures = Figures()
-    figures.blocks = 100
+    figures = VllmStats()
+    figures.blocks_per_rank = 100
 
     def step(rank: int, running: int, used: float) -> None:
         class Stats:
@@ -107,28 +140,28 @@ def test_figures_add_up_over_ranks_and_end_with_the_last_request() -> None:
             num_skipped_waiting_reqs = 1
             kv_cache_usage = used
 
-        figures.record(rank, Stats)
+        figures.on_step(rank, Stats)
 
     step(0, 3, 0.5)
     step(1, 2, 0.1)
     step(1, 1, 0.2)
-    assert figures.now(idle=False) == EngineFigures(
+    assert figures.snapshot(idle=False) == EngineStats(
         running=4, waiting=4, kv_used_blocks=70, kv_total_blocks=200, steps=3
     )
-    assert figures.now(idle=True) == EngineFigures(kv_total_blocks=200, steps=3)
+    assert figures.snapshot(idle=True) == EngineStats(kv_total_blocks=200, steps=3)
 
 
 def test_without_vllm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "PACKAGES", ())
+    monkeypatch.setattr(versions, "PACKAGE_NAMES", ())
     with pytest.raises(EngineError, match="pip install 'kvlane"):
-        versions.installed()
+        versions.installed_version()
 
 
 @pytest.mark.parametrize("version", ["0.9.1", "0.31.0", "0.28.0+cpu"])
 def test_an_old_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(versions, "version", lambda package: version)
-    with pytest.raises(EngineError, match=r"too old, 0\.32 is needed"):
-        versions.installed()
+    with pytest.raises(EngineError, match=r"too old, 0\.32 is required"):
+        versions.installed_version()
 
 
 @pytest.mark.parametrize(
@@ -138,13 +171,13 @@ def test_a_new_vllm_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warns: bool
 ) -> None:
     monkeypatch.setattr(versions, "version", lambda package: version)
-    assert versions.installed() == version
+    assert versions.installed_version() == version
     assert bool(caplog.records) == warns
 
 
 def test_an_installation_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "entry_points", lambda group: [])
-    with pytest.raises(EngineError, match="install it again"):
+    with pytest.raises(EngineError, match="reinstall it"):
         versions.check_plugin()
 
 
@@ -158,8 +191,8 @@ def removed(block: int) -> dict[str, Any]:
 
 ORPHAN = """
 import os, time
-from app.engine.vllm.parent import PARENT, end_with_parent
-os.environ[PARENT] = str(os.getpid())
+from app.engine.vllm.parent_death import PARENT_PID_VARIABLE, end_with_parent
+os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
 if os.fork() == 0:
     end_with_parent()  # before its number is known: then it may be orphaned
     print(os.getpid(), flush=True)
@@ -189,7 +222,7 @@ def is_alive(pid: int) -> bool:
 
 async def test_events_come_in_by_rank_and_gaps_and_restarts_are_told() -> None:
     told: list[tuple[int, EngineEvent]] = []
-    inbox = Inbox(lambda events, rank=0: told.extend((rank, event) for event in events))
+    inbox = KvEventReceiver(lambda events, rank=0: told.extend((rank, event) for event in events))
     endpoint = inbox.open()
     with zmq.Context() as context, context.socket(zmq.PUB) as sender:
         sender.connect(endpoint)
@@ -202,7 +235,7 @@ async def test_events_come_in_by_rank_and_gaps_and_restarts_are_told() -> None:
             for number, rank, block in ((0, 1, 5), (1, 1, 6), (4, 1, 7), (0, 1, 8)):
                 sender.send_multipart(frames(number, rank, removed(block)))
             sender.send_multipart([b"not", b"readable"])
-            while len(told) < 6 or not inbox.unread.messages:  # noqa: ASYNC110
+            while len(told) < 6 or not inbox.unreadable.messages:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     await inbox.close()
     await inbox.close()
@@ -212,3 +245,23 @@ async def test_events_come_in_by_rank_and_gaps_and_restarts_are_told() -> None:
     ]
     assert kinds == [5, 6, EventsLost, 7, AllCleared, 8]
     assert {rank for rank, _ in told} == {1}
+
+
+async def test_a_listener_that_fails_ends_the_engine_instead_of_going_unheard() -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("rank 7")
+
+    inbox = KvEventReceiver(fail)
+    endpoint = inbox.open()
+    assert inbox._socket.get_hwm() == MAX_PENDING_MESSAGES
+    engine = VllmEngine(SystemClock(), "source", model="m")
+    engine._inbox = inbox
+    with zmq.Context() as context, context.socket(zmq.PUB) as sender:
+        sender.connect(endpoint)
+        async with asyncio.timeout(20):
+            while inbox.failure is None:
+                sender.send_multipart(frames(0, 7, removed(1)))
+                await asyncio.sleep(0.01)
+    with pytest.raises(EngineDead, match="rank 7"):
+        await anext(engine.generate(Request(id="a"), GenerateContext("a")))
+    await inbox.close()

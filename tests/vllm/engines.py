@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from app.demo import tiny_model
-from app.engine.contract import EngineOutput, GenerateContext
-from app.engine.validator import ValidatedEngine
-from app.engine.vllm.engine import VllmEngine
-from indexer.bridge import Bridge
-from indexer.engine_events import EngineEvent
-from indexer.keys import LOOPBACK_SECRET, derive
+from app.engine.interface import EngineOutput, GenerateContext
+from app.engine.validator import ValidatingEngine
+from app.engine.vllm.async_llm import VllmEngine
+from indexer.block_keys import LOOPBACK_SECRET, derive_secret
+from indexer.cache_events.engine_events import EngineEvent
+from indexer.cache_events.event_normalizer import EventNormalizer
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens
-from streams.records import EngineConfig, Hints, Request, SamplingOptions, StopConditions
+from streams.records import EngineConfig
+from streams.request import Hints, Request, SamplingOptions, StopConditions
 
 CLOCK = SystemClock()
 GREEDY = SamplingOptions(temperature=0.0)
 
 
-class Told(ValidatedEngine):
+class Told(ValidatingEngine):
     """A started engine that remembers its events, and passes them on to who listens by then."""
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -41,10 +42,10 @@ class Told(ValidatedEngine):
         for listener in self.listeners:
             listener(events, rank)
 
-    def bridge(self, rank: int = 0) -> Bridge:
+    def bridge(self, rank: int = 0) -> EventNormalizer:
         """What a bridge has made of all events of a rank."""
-        bridge = Bridge(tiny_model.BLOCK, derive(LOOPBACK_SECRET))
-        bridge.feed([event for of, event in self.events if of == rank], 0.0)
+        bridge = EventNormalizer(tiny_model.BLOCK_SIZE, derive_secret(LOOPBACK_SECRET))
+        bridge.on_events([event for of, event in self.events if of == rank], 0.0)
         return bridge
 
 
@@ -58,10 +59,10 @@ async def started(
         str(model),
         model="tiny",
         adapters=adapters,
-        arguments=tiny_model.arguments(blocks) | loras | arguments,
+        arguments=tiny_model.engine_arguments(blocks) | loras | arguments,
     )
     told = Told(engine)
-    told.listen(told.hear)
+    told.set_kv_event_listener(told.hear)
     try:
         told.config = await told.start("w1")
     except BaseException:

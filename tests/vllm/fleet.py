@@ -9,24 +9,26 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from app.demo.ledger import Crew, Decisions
-from app.demo.parts import MemoryParts, Part
-from app.demo.stage import free_port
-from app.engine.contract import BlocksListener, Engine, EngineOutput, GenerateContext
+from app.demo.ledger_reader import FleetObserver, LedgerDecisions
+from app.engine.interface import Engine, EngineOutput, GenerateContext, KvEventListener
 from app.gateway import Gateway
-from app.lifetime import Lifetime
-from app.preprocess.modelfolder import read_folder
+from app.local.deployment import DeploymentPart, InProcessDeployment
+from app.local.processes import free_port
+from app.preprocess.models.model_folder import read_folder
 from app.preprocessor import Preprocessor
 from app.router import Router
-from app.serving.offer import Offer
+from app.runtime.process import ProcessContext
+from app.serving.model_publisher import ModelPublisher
 from app.settings import Settings
 from app.worker import Worker
 from streams.client import Client
 from streams.clock import SystemClock
-from streams.memory.broker import MemoryBroker
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_log import MemoryLog
 from streams.ports import Log
 from streams.prompt import Prompt
-from streams.records import Chunk, End, EngineConfig, EngineFigures, Request
+from streams.records import Chunk, End, EngineConfig, EngineStats
+from streams.request import Request
 from tests.vllm.engines import Told
 
 CLOCK = SystemClock()
@@ -42,13 +44,13 @@ class Lent(Engine):
     def __init__(self, told: Told, model: str) -> None:
         self._told = told
         self._model = model
-        self._listener: BlocksListener | None = None
+        self._listener: KvEventListener | None = None
 
-    def listen(self, listener: BlocksListener) -> None:
+    def set_kv_event_listener(self, listener: KvEventListener) -> None:
         self._listener = listener
 
-    def figures(self) -> EngineFigures | None:
-        return self._told.figures()
+    def stats(self) -> EngineStats | None:
+        return self._told.stats()
 
     async def start(self, worker_id: str) -> EngineConfig:
         await self._told.llm.reset_prefix_cache()
@@ -77,39 +79,39 @@ class Fleet:
     ) -> None:
         self.settings = Settings(
             _env_file=None, worker_id="-", router_id="-", model=model, http_port=free_port(),
-            context_length=1024, cache_dir=scratch, heartbeat_s=0.5, drain_grace_s=0.5, lanes=2,
-            **over,
+            context_length=1024, cache_dir=scratch, heartbeat_interval_s=0.5, drain_grace_s=0.5,
+            lanes=2, **over,
         )  # fmt: skip
         self.broker = MemoryBroker(CLOCK, lanes=2)
         self._folder = folder
         self._engines = dict(engines)
         self._model = model
-        self.life = Lifetime("fleet", CLOCK)
+        self.life = ProcessContext("fleet", CLOCK)
         self.parts = self._parts_of([*engines])
-        self._more: list[MemoryParts] = []
+        self._more: list[InProcessDeployment] = []
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.settings.http_port}/v1"
 
     async def __aenter__(self) -> Self:
-        self.log = self.broker.connect("tests")
+        self.log = MemoryLog(self.broker, "tests")
         await self.log.start()
         self.client = Client(self.log, CLOCK)
-        self.decisions = Decisions(self.log)
-        self.life.spawn("ledger", self.decisions.follow(await self.decisions.beginning()))
-        self.crew = Crew(self.log, self.life, self.settings.worker_timeout_s)
+        self.decisions = LedgerDecisions(self.log)
+        self.life.spawn("ledger", self.decisions.follow(await self.decisions.end_positions()))
+        self.crew = FleetObserver(self.log, self.life, self.settings.worker_timeout_s)
         self.crew.follow()
         await self.client.__aenter__()
         await self.parts.start()
-        assert await self.crew.complete(len(self._engines), 60)
+        assert await self.crew.wait_ready(len(self._engines), 60)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for parts in (*self._more, self.parts):
             await parts.stop()
         await self.client.__aexit__(None, None, None)
-        await self.life.end()
+        await self.life.cancel_tasks()
         await self.log.close()
 
     async def join(self, name: str, engine: Told) -> None:
@@ -141,19 +143,23 @@ class Fleet:
             assert piece.finish_reason in (None, "stop", "length"), piece
             tokens += piece.token_ids
         until = CLOCK.now() + 5
-        while self.decisions.cached(request_id) is None and CLOCK.now() < until:
+        while self.decisions.cached_tokens(request_id) is None and CLOCK.now() < until:
             await CLOCK.sleep(0.005)
         return tokens
 
-    def _parts_of(self, workers: Sequence[str], others: Sequence[str] = OTHERS) -> MemoryParts:
-        parts = [Part(name, "worker") for name in workers] + [Part(f"{o}-1", o) for o in others]
+    def _parts_of(
+        self, workers: Sequence[str], others: Sequence[str] = OTHERS
+    ) -> InProcessDeployment:
+        parts = [DeploymentPart(name, "worker") for name in workers] + [
+            DeploymentPart(f"{o}-1", o) for o in others
+        ]
         builds = {
             "worker": self._worker, "router": Router, "preprocessor": Preprocessor,
             "gateway": Gateway,
         }  # fmt: skip
-        return MemoryParts(parts, builds, self.settings, self.broker, random.Random(1))
+        return InProcessDeployment(parts, builds, self.settings, self.broker, random.Random(1))
 
-    def _worker(self, log: Log, settings: Settings, life: Lifetime) -> Worker:
-        offer = Offer(log, settings, life, read_folder(self._folder))
+    def _worker(self, log: Log, settings: Settings, life: ProcessContext) -> Worker:
+        offer = ModelPublisher(log, settings, life, read_folder(self._folder))
         engine = Lent(self._engines[settings.worker_id], self._model)
         return Worker(log, settings, life, engine, offer=offer)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.demo import tiny_model
-from app.engine.attached.beside import Attachment
-from app.engine.attached.engine import AttachedEngine, Guess
-from app.preprocess.modelfolder import read_folder
-from app.preprocess.pool import Inline
-from app.preprocess.tokenizer import Tokenizer
+from app.engine.attached.server_engine import ServerAddress
+from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from app.preprocess.models.model_folder import read_folder
+from app.preprocess.text.tokenizer import Tokenizer
+from app.preprocess.thread_pool import InlinePool
 from streams.clock import SystemClock
 
 BLOCKS = 41
@@ -35,9 +35,11 @@ class RunningServer(NamedTuple):
     process: asyncio.subprocess.Process
 
     def attached(self, **over: object) -> AttachedEngine:
-        where = Attachment(self.url, self.events, self.replay, silence_s=60.0, start_s=START_S)
-        tokenizer = Tokenizer(read_folder(self.model).tokenizer, Inline())
-        guess = Guess(CONTEXT, tiny_model.BLOCK, BLOCKS - 1)
+        where = ServerAddress(
+            self.url, self.events, self.replay, read_timeout_s=60.0, start_timeout_s=START_S
+        )
+        tokenizer = Tokenizer(read_folder(self.model).tokenizer, InlinePool())
+        guess = AssumedLimits(CONTEXT, tiny_model.BLOCK_SIZE, BLOCKS - 1)
         return AttachedEngine(SystemClock(), where._replace(**over), tokenizer, guess)
 
 
@@ -59,7 +61,7 @@ def command(model: Path, ports: list[int], adapters: dict[str, Path]) -> list[st
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(http),
         "--dtype", "float32", "--max-model-len", str(CONTEXT), "--block-size",
-        str(tiny_model.BLOCK), "--enforce-eager", "--max-num-seqs", "8",
+        str(tiny_model.BLOCK_SIZE), "--enforce-eager", "--max-num-seqs", "8",
         "--num-gpu-blocks-override", str(BLOCKS), "--kv-cache-memory-bytes", str(64 << 20),
         "--distributed-executor-backend", "uni", "--enable-prompt-tokens-details",
         "--kv-events-config", json.dumps(told),

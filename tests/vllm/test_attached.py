@@ -19,19 +19,19 @@ import zmq
 import zmq.asyncio
 
 from app.demo import tiny_model
-from app.engine.attached.beside import Attachment
-from app.engine.attached.engine import AttachedEngine
-from app.engine.attached.passing import Kind, PassingEngine
-from app.engine.contract import EngineError, GenerateContext, InvalidRequest
-from app.engine.validator import ValidatedEngine
-from app.engine.vllm.versions import installed
-from indexer.bridge import Bridge
-from indexer.engine_events import EngineEvent
-from indexer.events import Kind as EventKind
-from indexer.keys import derive
+from app.engine.attached.passthrough_engine import BodyKind, PassthroughEngine
+from app.engine.attached.server_engine import ServerAddress
+from app.engine.attached.token_engine import AttachedEngine
+from app.engine.interface import EngineError, GenerateContext, InvalidRequest
+from app.engine.validator import ValidatingEngine
+from app.engine.vllm.versions import installed_version
+from indexer.block_keys import derive_secret
+from indexer.cache_events.engine_events import EngineEvent
+from indexer.cache_events.event_normalizer import EventNormalizer
+from indexer.events import EventKind
 from streams.clock import SystemClock
-from streams.records import (
-    EngineConfig,
+from streams.records import EngineConfig
+from streams.request import (
     GuidedDecoding,
     Hints,
     OpenAiBody,
@@ -44,7 +44,7 @@ from tests.conformance import Conformance, Subject, first_of
 from tests.vllm.servers import START_S, RunningServer, end, free_ports, running
 
 pytestmark = pytest.mark.timeout(2.5 * START_S)  # a server is started twice
-SECRET = derive(b"s")
+SECRET = derive_secret(b"s")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -68,9 +68,9 @@ class Beside(Subject):
 
 
 async def begun(attached: AttachedEngine) -> Beside:
-    engine = ValidatedEngine(attached)
+    engine = ValidatingEngine(attached)
     subject = Beside(engine, EngineConfig(model="-"))
-    engine.listen(subject.hear)
+    engine.set_kv_event_listener(subject.hear)
     subject.config = await engine.start("w")
     return subject
 
@@ -90,9 +90,9 @@ class TestAttachedVllm(Conformance):
 
 def keys_of(events: list[EngineEvent]) -> set[int]:
     """What one knows to be cached who was told all that."""
-    bridge, known = Bridge(tiny_model.BLOCK, SECRET), set[int]()
-    bridge.feed(events, 0.0)
-    while batch := bridge.take():
+    bridge, known = EventNormalizer(tiny_model.BLOCK_SIZE, SECRET), set[int]()
+    bridge.on_events(events, 0.0)
+    while batch := bridge.take_batch():
         for event in batch.events:
             if event.kind is EventKind.CLEARED:
                 known.clear()
@@ -109,7 +109,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-BODIES: dict[Kind, dict[str, Any]] = {
+BODIES: dict[BodyKind, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "hello"}], "logprobs": True},
     "completion": {"prompt": "hello", "logprobs": 1},
 }
@@ -117,10 +117,10 @@ BODIES: dict[Kind, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 async def test_asked_in_the_clients_words_it_says_what_it_says_to_clients(
-    server: RunningServer, shared: Beside, kind: Kind
+    server: RunningServer, shared: Beside, kind: BodyKind
 ) -> None:
-    engine = ValidatedEngine(
-        PassingEngine(SystemClock(), Attachment(server.url, start_s=START_S), kind)
+    engine = ValidatingEngine(
+        PassthroughEngine(SystemClock(), ServerAddress(server.url, start_timeout_s=START_S), kind)
     )
     body = BODIES[kind] | {"model": "tiny", "max_tokens": 12, "temperature": 0, "seed": 1}
     try:
@@ -148,10 +148,10 @@ async def test_asked_in_the_clients_words_it_says_what_it_says_to_clients(
 async def test_it_knows_the_server_by_its_own_words(shared: Beside) -> None:
     config = shared.config
     assert (config.model, config.context_length) == ("tiny", 512)
-    assert (config.kv_cache_block_size, config.total_kv_blocks) == (tiny_model.BLOCK, 40)
+    assert (config.kv_cache_block_size, config.total_kv_blocks) == (tiny_model.BLOCK_SIZE, 40)
     assert set(config.lora_names or ()) == {"one", "two"}
     assert shared.engine.adapters() == ("one", "two")
-    assert shared.engine.versions() == {"vllm": installed()}
+    assert shared.engine.versions() == {"vllm": installed_version()}
     assert config.gives_tokens
     assert not config.guesses_cache
 
@@ -175,12 +175,12 @@ async def test_a_stream_that_was_left_is_aborted_at_the_server(
 
 
 async def test_heartbeats_have_the_servers_figures(shared: Beside) -> None:
-    figures = shared.engine.figures()
+    figures = shared.engine.stats()
     assert figures is not None
     assert figures.kv_total_blocks == 40
     before = figures.steps
     await shared.run(shared.ask(shared.prompt(20), 4))
-    await until(lambda: (now := shared.engine.figures()) is not None and now.steps >= before + 4)
+    await until(lambda: (now := shared.engine.stats()) is not None and now.steps >= before + 4)
 
 
 async def test_an_adapter_answers_otherwise_and_an_unknown_one_is_refused(shared: Beside) -> None:
@@ -193,8 +193,8 @@ async def test_an_adapter_answers_otherwise_and_an_unknown_one_is_refused(shared
 
 
 async def test_salts_keep_caches_apart(shared: Beside) -> None:
-    prompt = shared.prompt(2 * tiny_model.BLOCK + 1)
-    for salt, cached in (("a", 0), ("b", 0), ("a", 2 * tiny_model.BLOCK)):
+    prompt = shared.prompt(2 * tiny_model.BLOCK_SIZE + 1)
+    for salt, cached in (("a", 0), ("b", 0), ("a", 2 * tiny_model.BLOCK_SIZE)):
         counts = (await shared.run(shared.ask(prompt, 2, cache_salt=salt))).last.usage
         assert counts is not None
         assert counts.cached_tokens == cached
@@ -268,14 +268,14 @@ async def test_messages_that_are_lost_are_replayed(shared: Beside, server: Runni
         return bool(number % 3)
 
     async with lossy(server.events, is_lost) as line:
-        other = await begun(server.attached(events=line))
+        other = await begun(server.attached(events_endpoint=line))
         for _ in range(12):  # the cache holds about ten of these
-            await other.run(other.ask(shared.prompt(4 * tiny_model.BLOCK), 3))
-        await shared.run(shared.ask(shared.prompt(tiny_model.BLOCK), 1))
+            await other.run(other.ask(shared.prompt(4 * tiny_model.BLOCK_SIZE), 3))
+        await shared.run(shared.ask(shared.prompt(tiny_model.BLOCK_SIZE), 1))
         await until(lambda: keys_of(other.history) == keys_of(shared.history))
         assert dropped
-        assert other.engine._engine.events.repaired
-        assert not other.engine._engine.events.lost
+        assert other.engine._engine.event_follower.replay_count
+        assert not other.engine._engine.event_follower.gap_count
         await other.engine.cleanup()
 
 
@@ -284,14 +284,14 @@ async def test_without_replays_nothing_is_believed_that_may_be_gone(
 ) -> None:
     losing = False
     async with lossy(server.events, lambda _: losing) as line:
-        other = await begun(server.attached(events=line, replay=""))
+        other = await begun(server.attached(events_endpoint=line, replay_endpoint=""))
         await asyncio.sleep(0.5)
         for n in range(24):
             losing = 8 <= n < 16
-            await other.run(other.ask(shared.prompt(4 * tiny_model.BLOCK), 3))
+            await other.run(other.ask(shared.prompt(4 * tiny_model.BLOCK_SIZE), 3))
             await asyncio.sleep(0.05)
-        events = other.engine._engine.events
-        await until(lambda: events.lost > 0)
+        follower = other.engine._engine.event_follower
+        await until(lambda: follower.gap_count > 0)
         await asyncio.sleep(0.5)
         believed, held = keys_of(other.history), keys_of(shared.history)
         assert believed
@@ -305,7 +305,7 @@ async def test_a_server_that_died_and_came_back_has_an_empty_cache(
     ports = free_ports(3)
     async with running(model, tmp_path / "log", ports=ports) as server:
         subject = await begun(server.attached())
-        prompt = subject.prompt(3 * tiny_model.BLOCK + 1)
+        prompt = subject.prompt(3 * tiny_model.BLOCK_SIZE + 1)
         await subject.run(subject.ask(prompt))
         await until(lambda: len(keys_of(subject.history)) >= 3)
         await end(server.process, kill=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from app.demo import tiny_model
-from app.engine.contract import Engine
-from app.engine.vllm.engine import VllmEngine
+from app.engine.interface import Engine
+from app.engine.vllm.async_llm import VllmEngine
 from tests.conformance import Conformance, Lifecycle, Subject
 from tests.vllm.engines import CLOCK, Told
 
@@ -17,7 +17,7 @@ from tests.vllm.engines import CLOCK, Told
 class TestVllm(Conformance, Lifecycle):
     @pytest.fixture
     def make(self, model: Path) -> Callable[[], Engine]:
-        arguments = tiny_model.arguments(40)
+        arguments = tiny_model.engine_arguments(40)
         return lambda: VllmEngine(CLOCK, str(model), model="tiny", arguments=arguments)
 
     @pytest.fixture

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from app.demo.tiny_model import BLOCK, VOCABULARY
-from app.engine.contract import EngineError, EngineOutput, GenerateContext, InvalidRequest
-from indexer.bridge import Counters
-from indexer.engine_events import BlocksStored
+from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
+from app.engine.interface import EngineError, EngineOutput, GenerateContext, InvalidRequest
+from indexer.cache_events.engine_events import BlocksStored
+from indexer.cache_events.event_normalizer import NormalizerCounters
 from streams.codecs import pack_tokens
-from streams.records import (
+from streams.request import (
     GuidedDecoding,
     MultimodalData,
     OutputOptions,
@@ -29,12 +29,12 @@ RNG = random.Random(7)
 
 def prompt(length: int) -> list[int]:
     """Tokens that no other test has asked with."""
-    return [RNG.randrange(16, VOCABULARY) for _ in range(length)]
+    return [RNG.randrange(16, VOCABULARY_SIZE) for _ in range(length)]
 
 
 def test_the_card_says_what_vllm_has(engine: Told) -> None:
     config = engine.config
-    assert (config.kv_cache_block_size, config.total_kv_blocks) == (BLOCK, 40)
+    assert (config.kv_cache_block_size, config.total_kv_blocks) == (BLOCK_SIZE, 40)
     assert (config.context_length, config.max_num_seqs) == (1024, 16)
     assert config.lora_names == ("one", "two")
 
@@ -82,7 +82,7 @@ async def test_adapters_answer_differently_and_share_no_cache(engine: Told) -> N
         assert cached(await outputs(engine, ask(tokens, lora=lora))) == 64
         answers.append(tuple(t for o in first for t in o.token_ids))
     assert len(set(answers)) == 3
-    adapter = engine.vllm._loaded["two"]
+    adapter = engine.vllm._lora_requests["two"]
     assert list(answers[2]) == await direct(engine, tokens, lora_request=adapter)
 
 
@@ -102,11 +102,11 @@ async def test_the_bridge_follows_the_cache_under_eviction(engine: Told) -> None
     prompts = [prompt(320) for _ in range(6)]  # 60 blocks, for a cache of 40
     for tokens in prompts:
         await answer(engine, ask(tokens, 1))
-    last = tuple(prompts[-1][-BLOCK:])
-    await settled(lambda: any(tuple(e.token_ids[-BLOCK:]) == last for e in stored(engine)))
+    last = tuple(prompts[-1][-BLOCK_SIZE:])
+    await settled(lambda: any(tuple(e.token_ids[-BLOCK_SIZE:]) == last for e in stored(engine)))
     bridge = engine.bridge()
-    assert 30 <= bridge.held <= 40
-    assert bridge.counters == Counters()
+    assert 30 <= bridge.held_blocks <= 40
+    assert bridge.counters == NormalizerCounters()
 
 
 def stored(engine: Told) -> list[BlocksStored]:
@@ -124,7 +124,7 @@ async def test_a_cancelled_stream_ends_as_cancelled_and_frees_its_place(engine: 
                 await engine.abort(context)
     assert told[-1].finish_reason == "cancelled"
     assert len(told) < 20
-    await settled(lambda: engine.figures().running == 0)  # type: ignore[union-attr]
+    await settled(lambda: engine.stats().running == 0)  # type: ignore[union-attr]
 
 
 async def test_a_stream_that_is_left_is_aborted(engine: Told) -> None:
@@ -134,11 +134,11 @@ async def test_a_stream_that_is_left_is_aborted(engine: Told) -> None:
 
 
 async def test_figures_count_steps_and_blocks(engine: Told) -> None:
-    before = engine.figures()
+    before = engine.stats()
     async with aclosing(engine.generate(ask(prompt(64), 200), GenerateContext("c"))) as stream:
         for _ in range(5):
             await anext(stream)
-        busy = engine.figures()
+        busy = engine.stats()
     assert before is not None
     assert busy is not None
     assert busy.steps >= before.steps + 4
@@ -235,7 +235,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "rammar": {"sampling": SamplingOptions(guided_decoding=GuidedDecoding(grammar="("))},
     "prompt_logprobs": {"output": OutputOptions(prompt_logprobs=1)},
     "thinking": {"stop": StopConditions(max_tokens=4, max_thinking_tokens=2)},
-    "no adapter": {"lora": "three"},
+    "not loaded an adapter": {"lora": "three"},
     "extra_args": {"extra_args": b"[]"},
     "kv_transfer_params": {"extra_args": b'{"kv_transfer_params": 5}'},
     "prompt_embeds": {"prompt_embeds": "AAAA"},
@@ -256,6 +256,6 @@ async def test_an_adapter_that_cannot_be_loaded_is_named_and_the_engine_lives(
     engine: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.vllm, "_adapters", {"broken": Path("/nowhere")})
-    with pytest.raises(EngineError, match="broken of /nowhere"):
+    with pytest.raises(EngineError, match="broken in /nowhere"):
         await engine.vllm._load_adapters()
     assert await answer(engine, ask(prompt(5), sampling=GREEDY))

@@ -12,9 +12,10 @@ import openai
 import pytest
 import pytest_asyncio
 
-from app.demo.tiny_model import BLOCK, VOCABULARY
-from app.engine.contract import EngineDead
-from streams.records import Chunk, StopConditions
+from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
+from app.engine.interface import EngineDead
+from streams.records import Chunk
+from streams.request import StopConditions
 from tests.vllm.engines import Told, answer, ask, direct, outputs, started
 from tests.vllm.fleet import Fleet
 
@@ -36,25 +37,28 @@ async def fleet(
 
 
 def words(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(16, VOCABULARY) for _ in range(tokens)]
+    return [rng.randrange(16, VOCABULARY_SIZE) for _ in range(tokens)]
 
 
 async def test_what_is_found_in_caches_is_what_was_predicted_under_eviction(fleet: Fleet) -> None:
     rng = random.Random(3)
-    stems = [words(rng, rng.randrange(2, 10) * BLOCK) for _ in range(16)]  # 90 blocks, for 80
+    stems = [words(rng, rng.randrange(2, 10) * BLOCK_SIZE) for _ in range(16)]  # 90 blocks, for 80
     wrong, reused = [], 0
     for _ in range(80):
         request_id = await fleet.ask(rng.choice(stems) + words(rng, rng.randrange(1, 60)), 4)
         await fleet.answer(request_id)
-        found = fleet.decisions.cached(request_id)
-        (decision,) = fleet.decisions.of(request_id)
+        found = fleet.decisions.cached_tokens(request_id)
+        (decision,) = fleet.decisions.decisions(request_id)
         assert found is not None
         reused += found
-        if abs(found - decision.cached_tokens_predicted) > BLOCK:
+        if abs(found - decision.cached_tokens_predicted) > BLOCK_SIZE:
             wrong.append((found, decision.cached_tokens_predicted))
     assert not wrong
-    assert reused > 80 * BLOCK
-    assert {fleet.decisions.of(i)[0].worker for i in fleet.decisions._assigned} == {"w1", "w2"}
+    assert reused > 80 * BLOCK_SIZE
+    assert {fleet.decisions.decisions(i)[0].worker for i in fleet.decisions._assigned} == {
+        "w1",
+        "w2",
+    }
 
 
 async def test_a_chat_over_http_tells_log_probabilities(fleet: Fleet) -> None:
@@ -101,7 +105,7 @@ async def test_an_answer_goes_on_as_it_was_when_its_engine_is_killed(
                     os.kill(_core_of(victim), signal.SIGKILL)
                 tokens += piece.token_ids
             assert tokens == due
-            assert fleet.decisions.workers(request_id) == ["victim", "heir"]
+            assert fleet.decisions.workers_of(request_id) == ["victim", "heir"]
         with pytest.raises(EngineDead, match="core died"):
             await outputs(victim, ask([1, 2, 3]))
     finally:

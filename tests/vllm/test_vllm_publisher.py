@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.engine.kv_events import END, EngineBatch, Unread, read
-from app.engine.vllm.plugin import SCHEME, register
+from app.engine.kv_events import END_OF_REPLAY, EngineEventBatch, UnreadableCounts, decode_batch
+from app.engine.vllm.plugin import ENDPOINT_PREFIX, register
 from tests.vllm.servers import free_ports
 
 WITHIN_MS = 10_000
@@ -25,14 +25,14 @@ def published(rank: int, tmp_path: Path, **options: Any) -> Iterator[tuple[Any, 
     """A publisher, and a reader that it has heard of."""
     import zmq
 
-    from app.engine.vllm.publisher import Publisher
+    from app.engine.vllm.zmq_publisher import NonBlockingPublisher
 
     endpoint = f"ipc://{tmp_path / 'events'}"
     with zmq.Context() as context, context.socket(zmq.SUB) as reader:
         reader.set_hwm(1)
         reader.subscribe(b"")
         reader.bind(endpoint)
-        publisher = Publisher(rank, SCHEME + endpoint, **options)
+        publisher = NonBlockingPublisher(rank, endpoint, **options)
         try:
             while not reader.poll(50):  # a subscription says nothing when it stands
                 publisher.publish(cleared())
@@ -41,9 +41,9 @@ def published(rank: int, tmp_path: Path, **options: Any) -> Iterator[tuple[Any, 
             publisher.shutdown()
 
 
-def taken(reader: Any) -> EngineBatch:
+def taken(reader: Any) -> EngineEventBatch:
     assert reader.poll(WITHIN_MS)
-    batch = read(reader.recv_multipart(), Unread())
+    batch = decode_batch(reader.recv_multipart(), UnreadableCounts())
     assert batch is not None
     return batch
 
@@ -85,24 +85,24 @@ def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
             asking.connect(f"tcp://127.0.0.1:{port}")
             asking.send_multipart((b"", (last - 1).to_bytes(8, "big")))
             got = [taken(asking).number]
-            while got[-1] != END:
+            while got[-1] != END_OF_REPLAY:
                 got.append(taken(asking).number)
-    assert got == [last - 1, last, END]
+    assert got == [last - 1, last, END_OF_REPLAY]
 
 
 def test_vllm_finds_it_by_its_endpoint_and_others_as_before(tmp_path: Path) -> None:
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
 
-    from app.engine.vllm.publisher import Publisher
+    from app.engine.vllm.zmq_publisher import NonBlockingPublisher
 
     register()
     register()
     kinds = []
-    for name, scheme in (("a", SCHEME), ("b", "")):
+    for name, scheme in (("a", ENDPOINT_PREFIX), ("b", "")):
         endpoint = f"{scheme}ipc://{tmp_path / name}"
         config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
         publisher = EventPublisherFactory.create(config)
         kinds.append(type(publisher))
         publisher.shutdown()
-    assert kinds == [Publisher, ZmqEventPublisher]
+    assert kinds == [NonBlockingPublisher, ZmqEventPublisher]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from indexer.bridge import Counters
-from streams.records import Hints
+from indexer.cache_events.event_normalizer import NormalizerCounters
+from streams.request import Hints
 from tests.vllm.engines import Told, answer, ask, cached, outputs, settled, started
 
 
@@ -35,17 +35,17 @@ async def test_a_request_goes_to_its_rank_and_finds_what_that_one_holds(pair: To
 
 async def test_events_carry_the_rank(pair: Told) -> None:
     for rank, first in ((0, 300), (1, 500)):
-        before = pair.bridge(rank).held, pair.bridge(1 - rank).held
+        before = pair.bridge(rank).held_blocks, pair.bridge(1 - rank).held_blocks
         await answer(pair, ask([*range(first, first + 64)], 1, hints=Hints(dp_rank=rank)))
-        await settled(lambda b=before, r=rank: pair.bridge(r).held > b[0])  # type: ignore[misc]
-        assert pair.bridge(1 - rank).held == before[1]
-        assert pair.bridge(rank).counters == Counters()
+        await settled(lambda b=before, r=rank: pair.bridge(r).held_blocks > b[0])  # type: ignore[misc]
+        assert pair.bridge(1 - rank).held_blocks == before[1]
+        assert pair.bridge(rank).counters == NormalizerCounters()
 
 
 async def test_figures_are_those_of_both_ranks(pair: Told) -> None:
     asks = [ask([7, 8, rank], 20, hints=Hints(dp_rank=rank)) for rank in (0, 1)]
     await asyncio.gather(*(answer(pair, each) for each in asks))
-    figures = pair.figures()
+    figures = pair.stats()
     assert figures is not None
     assert (figures.running, figures.kv_total_blocks) == (0, 80)
     assert figures.steps >= 20

@@ -1,1 +1,1 @@
-"""A server that runs already, as an engine: `engine.py` puts together what the others know."""
+"""Engines over a running OpenAI-compatible server, to which a worker is attached."""

@@ -1,1 +1,1 @@
-"""vLLM, in this process or as a server: `engine.py` is the engine, `plugin.py` what vLLM loads."""
+"""vLLM: `engine.py` runs it in this process, `plugin.py` is loaded by vLLM itself."""

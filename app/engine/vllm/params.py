@@ -1,8 +1,8 @@
-"""What vLLM is asked to do for a request: its sampling parameters, its prompt.
+"""Translation of a request for vLLM: its sampling parameters and its prompt.
 
-Every field of a Request that speaks to the engine is either mapped here, or done by somebody else
-(stop strings and text: `app/preprocess/stops.py`), or refused with InvalidRequest. Nothing is left
-out in silence. Whether vLLM itself takes what comes out is for vLLM to say.
+Every field of a Request for the engine is mapped here, handled elsewhere (stop strings and text:
+`app/preprocess/text/stop_conditions.py`), or refused with InvalidRequest. None is dropped silently.
+vLLM validates the result.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from typing import Any
 
 import msgspec
 
-from app.engine.contract import InvalidRequest
+from app.engine.interface import InvalidRequest
 from streams.codecs import unpack_tokens
-from streams.records import GuidedDecoding, Json, MultimodalData, Request
+from streams.record_base import Json
+from streams.request import GuidedDecoding, MultimodalData, Request
 
-TRANSFER = "kv_transfer_params"
-"""In `extra_args`, and in what prefill hands to decode: vLLM's own, for its connector."""
+KV_TRANSFER_FIELD = "kv_transfer_params"
+"""The field of a prefill's transfer for vLLM's connector."""
 
 
 _PLAIN = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias",
 )  # fmt: skip
-"""Sampling options that vLLM knows by the same name; None leaves its default."""
+"""Sampling options with the same name in vLLM; None leaves its default."""
 
 
-def sampling_of(request: Request) -> Any:
-    """The `vllm.SamplingParams` of a request. Raises InvalidRequest, and what vLLM raises."""
+def sampling_params(request: Request) -> Any:
+    """The `vllm.SamplingParams` of a request. Raises InvalidRequest, and errors of vLLM."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -52,36 +53,37 @@ def sampling_of(request: Request) -> Any:
         logprobs=request.output.logprobs,
         structured_outputs=_guided(sampling.guided_decoding),
         thinking_token_budget=stop.max_thinking_tokens,
-        extra_args=extra_of(request) or None,
-        detokenize=False,  # text and stop strings are made beside the engine, for all engines alike
+        extra_args=extra_args(request) or None,
+        detokenize=False,  # text and stop strings are handled outside the engine
         output_kind=RequestOutputKind.DELTA,
         skip_clone=True,
     )
     if sampling.bad_words_token_ids:
-        # vLLM takes words only, and turns them into these by its tokenizer.
+        # vLLM accepts words only, and converts them to these ids with its tokenizer.
         params._bad_words_token_ids = [list(word) for word in sampling.bad_words_token_ids]  # noqa: SLF001
     return params
 
 
-def extra_of(request: Request) -> dict[str, Any]:
-    """Additional arguments, with the transfer of caches among them. Raises InvalidRequest.
+def extra_args(request: Request) -> dict[str, Any]:
+    """Additional arguments, with the transfer of a prefill; a probe has no transfer.
 
-    What a prefill has handed over goes before what the request itself says; probes transfer
-    nothing.
+    Raises InvalidRequest, also for a transfer in the arguments, which a client may have written.
     """
     extra = _object("extra_args", request.extra_args)
-    if request.is_probe:
-        extra.pop(TRANSFER, None)
-    elif request.prefill_result is not None:
+    if KV_TRANSFER_FIELD in extra:
+        raise InvalidRequest(
+            f"extra_args.{KV_TRANSFER_FIELD}: reserved for transfers between servers"
+        )
+    if request.prefill_result is not None and not request.is_probe:
         handed = _object("prefill_result", request.prefill_result.disaggregated_params)
-        extra[TRANSFER] = handed.get(TRANSFER, handed)
-    if not isinstance(extra.get(TRANSFER, {}), dict):
-        raise InvalidRequest(f"extra_args.{TRANSFER} is not an object")
+        extra[KV_TRANSFER_FIELD] = handed.get(KV_TRANSFER_FIELD, handed)
+        if not isinstance(extra[KV_TRANSFER_FIELD], dict):
+            raise InvalidRequest(f"prefill_result.{KV_TRANSFER_FIELD} is not an object")
     return extra
 
 
-async def prompt_of(request: Request, model_config: Any) -> Any:
-    """What `AsyncLLM.generate` takes as its prompt. Raises InvalidRequest, and what vLLM raises."""
+async def vllm_prompt(request: Request, model_config: Any) -> Any:
+    """The prompt for `AsyncLLM.generate`. Raises InvalidRequest, and errors of vLLM."""
     from vllm.inputs import tokens_input
 
     salt = request.cache_salt or None
@@ -93,12 +95,12 @@ async def prompt_of(request: Request, model_config: Any) -> Any:
     if not request.multi_modal_data and request.mm_processor_kwargs is None:
         return tokens_input(token_ids, cache_salt=salt)
     if not model_config.is_multimodal_model:
-        raise InvalidRequest("the model takes text only")
+        raise InvalidRequest("multi_modal_data: the model accepts text only")
     prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
     if salt is not None:
         prompt["cache_salt"] = salt
     if request.multi_modal_data:
-        prompt["multi_modal_data"] = await _media(request.multi_modal_data)
+        prompt["multi_modal_data"] = await _media(request.multi_modal_data, model_config)
     if request.mm_processor_kwargs is not None:
         named = _object("mm_processor_kwargs", request.mm_processor_kwargs)
         prompt["mm_processor_kwargs"] = named
@@ -106,7 +108,7 @@ async def prompt_of(request: Request, model_config: Any) -> Any:
 
 
 def _refuse(request: Request) -> None:
-    """Raise InvalidRequest for what this engine cannot do."""
+    """Raise InvalidRequest for a feature that this engine lacks."""
     sampling = request.sampling
     if sampling.n not in (None, 1) or sampling.best_of not in (None, 1):
         raise InvalidRequest("n, best_of: a request to an engine has one answer")
@@ -115,9 +117,9 @@ def _refuse(request: Request) -> None:
     if sampling.detokenize is False:
         raise InvalidRequest("detokenize: an answer always comes with its text")
     if request.output.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs: log probabilities of prompts are not passed on")
+        raise InvalidRequest("prompt_logprobs: log probabilities of prompts are not supported")
     if request.bootstrap_info is not None:
-        raise InvalidRequest(f"bootstrap_info: vLLM meets by extra_args.{TRANSFER}")
+        raise InvalidRequest(f"bootstrap_info: vLLM uses {KV_TRANSFER_FIELD} instead")
 
 
 def _guided(guided: GuidedDecoding | None) -> Any:
@@ -127,7 +129,7 @@ def _guided(guided: GuidedDecoding | None) -> Any:
         return None
     if guided.backend not in (None, "auto"):
         raise InvalidRequest(
-            "guided_decoding_backend: vLLM has one for all requests, an engine argument"
+            "guided_decoding_backend: vLLM has one backend for all requests, an engine argument"
         )
     forms: dict[str, Any] = {
         "json": guided.json and guided.json.decode(),
@@ -151,11 +153,17 @@ def _embeds(encoded: str, salt: str | None, model_config: Any) -> Any:
     return embeds_input(tensor, cache_salt=salt)
 
 
-async def _media(parts: Mapping[str, tuple[MultimodalData, ...]]) -> dict[str, list[Any]]:
-    """Images and the like, fetched. Bounds on size and hosts are vLLM's own."""
+async def _media(
+    parts: Mapping[str, tuple[MultimodalData, ...]], model_config: Any
+) -> dict[str, list[Any]]:
+    """Images, audio and video, fetched within the limits of vLLM's settings on hosts and files:
+    `--allowed-media-domains`, `--allowed-local-media-path`."""
     from vllm.multimodal.media import MediaConnector
 
-    connector = MediaConnector()
+    connector = MediaConnector(
+        allowed_local_media_path=model_config.allowed_local_media_path,
+        allowed_media_domains=model_config.allowed_media_domains,
+    )
     fetch = {
         "image_url": ("image", connector.fetch_image_async),
         "audio_url": ("audio", connector.fetch_audio_async),
@@ -164,7 +172,7 @@ async def _media(parts: Mapping[str, tuple[MultimodalData, ...]]) -> dict[str, l
     found: dict[str, list[Any]] = {}
     for part, items in parts.items():
         if part not in fetch:
-            raise InvalidRequest(f"multi_modal_data: {part} is none of {', '.join(fetch)}")
+            raise InvalidRequest(f"multi_modal_data: {part} is not one of {', '.join(fetch)}")
         kind, get = fetch[part]
         for item in items:
             if item.kind == "decoded":
@@ -182,9 +190,9 @@ def _object(field: str, text: Json | None) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
-        raise InvalidRequest(f"{field} is no JSON object") from None
+        raise InvalidRequest(f"{field} is not a JSON object") from None
 
 
-def priority_of(request: Request) -> int:
-    """vLLM serves lower numbers first, requests say higher ones for more urgent."""
+def vllm_priority(request: Request) -> int:
+    """The priority for vLLM, which serves lower numbers first, unlike requests."""
     return -(request.hints.priority or 0)

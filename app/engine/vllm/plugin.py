@@ -1,37 +1,41 @@
-"""What vLLM loads at its start: the entry point `kvlane` of `vllm.general_plugins`.
+"""Plugin of vLLM: the entry point `kvlane` of `vllm.general_plugins`.
 
-Every process of vLLM calls `register`, of servers that were started by others too. It changes
-nothing but what becomes of cache events whose endpoint begins with `kvlane+`:
+Every process of vLLM calls `register`, also in servers that kvlane has not started. It changes only
+the publication of cache events whose endpoint begins with `kvlane+`:
 
     --kv-events-config '{"enable_kv_cache_events": true, "endpoint": "kvlane+tcp://*:5557"}'
 
-publishes as vLLM does, to whoever follows, without ever holding up a step of the engine.
+publishes in vLLM's format, without ever delaying a step of the engine.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-GROUP = "vllm.general_plugins"
-NAME = "kvlane"
-SCHEME = "kvlane+"
-"""What our endpoints begin with."""
+ENTRY_POINT_GROUP = "vllm.general_plugins"
+ENTRY_POINT_NAME = "kvlane"
+ENDPOINT_PREFIX = "kvlane+"
+"""Prefix of endpoints that `zmq_publisher.py` serves."""
 
 
 def register() -> None:
-    """Publish through our publisher where the endpoint says so. Idempotent."""
+    """Use our publisher for endpoints with the prefix. Idempotent."""
     from vllm.distributed.kv_events import EventPublisherFactory
 
-    from app.engine.vllm.publisher import Publisher
+    from app.engine.vllm.zmq_publisher import NonBlockingPublisher
 
-    known = EventPublisherFactory._registry  # noqa: SLF001 - its config allows no new names
+    known = EventPublisherFactory._registry  # noqa: SLF001 - vLLM's config accepts no new names
     plain = known["zmq"]
-    if getattr(plain, "of_kvlane", False):
+    if getattr(plain, "is_kvlane", False):
         return
 
     def by_endpoint(**options: Any) -> Any:
-        ours = str(options.get("endpoint", "")).startswith(SCHEME)
-        return (Publisher if ours else plain)(**options)
+        if not str(options.get("endpoint", "")).startswith(ENDPOINT_PREFIX):
+            return plain(**options)
+        for name in ("endpoint", "replay_endpoint"):
+            if options.get(name) is not None:
+                options[name] = options[name].removeprefix(ENDPOINT_PREFIX)
+        return NonBlockingPublisher(**options)
 
-    by_endpoint.of_kvlane = True  # type: ignore[attr-defined]
+    by_endpoint.is_kvlane = True  # type: ignore[attr-defined]
     known["zmq"] = by_endpoint

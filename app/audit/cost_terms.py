@@ -1,0 +1,171 @@
+"""Reasons of a recorded decision: the cost of each candidate by term, and the runner-up.
+
+Pure. Everything is recomputed from the record (`app/routing/selection/select.py`), so the terms are
+those of the decision. They are weighted, in the unit of the costs: their sum is the cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from app.audit.recompute import find_difference, has_inputs
+from app.routing.selection.cost_kernels import MISSED_TARGET_MS
+from app.routing.selection.policies import DynamoWeights
+from app.routing.selection.predictive import PredictiveWeights
+from app.routing.selection.select import Reconstructed, reconstruct
+from streams.records import Assigned, Candidate
+
+UNITS = {
+    "predictive": "ms",
+    "dynamo": "blocks",
+    "least_loaded": "tokens",
+    "power_of_two": "tokens",
+    "direct": "tokens",
+    "round_robin": "turns",
+}
+"""Unit of the costs of each policy; random policies have none."""
+_WORDS = {
+    "round_robin": "next in round-robin order",
+    "random": "drawn at random, by the request's seed",
+    "session_hash": "by the hash of its session id, or of its request id without one",
+    "direct": "the request names this worker",
+}
+
+
+class ScoredCandidate(msgspec.Struct, frozen=True):
+    """A candidate: its cost, the terms of the cost, its cached prompt tokens, and all inputs."""
+
+    worker: str
+    epoch: int
+    rank: int
+    cost: float
+    terms: dict[str, float]
+    cached_tokens: int
+    inputs: Candidate
+
+
+class DecisionReasons(msgspec.Struct, frozen=True):
+    """Why `chosen` was chosen. `others`: the other candidates, the cheapest first.
+
+    `lost_by`: cost of the first of these minus that of the chosen one, negative if it was cheaper;
+    `lost_in`: the term with the largest difference, "" if costs have no terms. `difference`: the
+    first difference between the record and the recomputed decision, "" for none.
+    """
+
+    policy: str
+    unit: str
+    chosen: ScoredCandidate
+    others: list[ScoredCandidate]
+    lost_by: float
+    lost_in: str
+    words: str
+    difference: str
+
+
+def reasons_for(decision: Assigned, session: str | None = None) -> DecisionReasons | None:
+    """Reasons of a decision; None without inputs. `session`: its session id, None if unknown."""
+    recalled = reconstruct(decision, session or "") if has_inputs(decision) else None
+    if recalled is None:
+        return None
+    terms = _terms(decision, recalled)
+    weighed = [
+        ScoredCandidate(
+            each.worker, each.epoch, each.rank, each.cost, terms[i], _cached(decision, each), each
+        )
+        for i, each in enumerate(decision.candidates)
+    ]
+    place = (decision.worker, decision.epoch, decision.rank)
+    chosen = next((w for w in weighed if (w.worker, w.epoch, w.rank) == place), None)
+    if chosen is None:
+        return None
+    others = sorted((w for w in weighed if w is not chosen), key=lambda w: w.cost)
+    unknown = decision.policy == "session_hash" and session is None
+    lost_by, lost_in = 0.0, ""
+    if others:
+        lost_by, lost_in = others[0].cost - chosen.cost, _lost_in(chosen, others[0])
+    return DecisionReasons(
+        policy=decision.policy, unit=UNITS.get(decision.policy, ""), chosen=chosen, others=others,
+        lost_by=lost_by, lost_in=lost_in, words=_words(decision, others, lost_by, lost_in),
+        difference="" if unknown else find_difference(decision, session or ""),
+    )  # fmt: skip
+
+
+def _words(
+    decision: Assigned, others: Sequence[ScoredCandidate], lost_by: float, lost_in: str
+) -> str:
+    if not others:
+        return "the only candidate"
+    if decision.policy in _WORDS:
+        return _WORDS[decision.policy]
+    name, unit = others[0].worker, UNITS.get(decision.policy, "")
+    if lost_by < 0:
+        use = decision.session
+        is_home = use is not None and use.bound_worker == decision.worker
+        why = "its session is bound to this worker" if is_home else "drawn at its temperature"
+        return f"{why}, though {name} cost {-lost_by:.4g} {unit} less"
+    if lost_by == 0:
+        return f"the same cost as {name}; the request's seed decided"
+    if lost_by > MISSED_TARGET_MS / 2 and decision.policy == "predictive":
+        return f"the least cost of those that meet its targets; {name} came next and would miss one"
+    mostly = f", mostly {lost_in}" if lost_in else ""
+    return f"the least cost: {name} came next with {lost_by:.4g} {unit} more{mostly}"
+
+
+def _lost_in(chosen: ScoredCandidate, other: ScoredCandidate) -> str:
+    more = {name: other.terms[name] - chosen.terms[name] for name in chosen.terms}
+    return max(more, key=more.__getitem__, default="")
+
+
+def _cached(decision: Assigned, candidate: Candidate) -> int:
+    blocks = candidate.overlap_blocks + candidate.host_blocks + candidate.disk_blocks
+    return min(blocks * decision.block_size, decision.prompt_tokens + decision.base_tokens)
+
+
+def _terms(decision: Assigned, recalled: Reconstructed) -> list[dict[str, float]]:
+    """Terms of each candidate, without terms that are 0 for all candidates."""
+    each = [_terms_of(decision, recalled, i) for i in range(len(decision.candidates))]
+    if decision.policy in ("predictive", "dynamo"):
+        for candidate, terms in zip(decision.candidates, each, strict=True):
+            rest = candidate.cost - sum(terms.values())
+            if decision.policy == "predictive" and rest > MISSED_TARGET_MS / 2:
+                terms["missed target"] = MISSED_TARGET_MS
+                rest -= MISSED_TARGET_MS
+            if candidate.taint_weight:
+                terms["taints"] = rest
+    names = dict.fromkeys(name for terms in each for name in terms)
+    some = [name for name in names if any(terms.get(name) for terms in each)]
+    return [{name: terms.get(name, 0.0) for name in some} for terms in each]
+
+
+def _terms_of(decision: Assigned, recalled: Reconstructed, i: int) -> dict[str, float]:
+    candidate, size = decision.candidates[i], decision.block_size
+    if recalled.prediction is not None:
+        weight = decision.params.get("decode_weight", PredictiveWeights().decode_weight)
+        terms = recalled.prediction.terms
+        return {
+            "wait": float(terms.wait_ms[i]),
+            "prefill": float(terms.prefill_ms[i]),
+            "stall": float(terms.decode_stall_ms[i]) * weight,
+            "slower": float(terms.decode_slowdown_ms[i]) * weight,
+            "decode": float(terms.decode_ms[i]) * weight,
+            "replication": float(terms.replication_ms[i]),
+        }
+    if decision.policy == "dynamo":
+        params = DynamoWeights()._asdict() | decision.params
+        decode = float(-(-candidate.open_tokens // size))
+        requests = params["active_request_weight"] * candidate.open_runs
+        taints = _taints_factor(candidate)
+        waiting = params["prefill_load_scale"] * candidate.prefill_tokens / size
+        own = candidate.cost / taints - decode - requests - waiting
+        return {"waiting prefill": waiting, "own prefill": own, "decode": decode, "runs": requests}
+    if decision.policy in ("least_loaded", "power_of_two"):
+        return {"open tokens": float(candidate.open_tokens)}
+    return {}
+
+
+def _taints_factor(candidate: Candidate) -> float:
+    """Factor of preferred taints on the cost."""
+    return math.exp(-math.tanh(candidate.taint_weight)) if candidate.taint_weight else 1.0

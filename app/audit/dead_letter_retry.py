@@ -1,0 +1,213 @@
+"""Dead letters for operators: listing them, reading their records, and publishing one again.
+
+A retry publishes the unchanged record to its topic under its own key: so it lands in the lane of
+its request, even if the first one did not. A second retry is harmless, since a router recognises a
+repeated id. A retry is refused where it cannot help: a record that is still malformed would only
+become the next dead letter, and a request that was accepted already is not repeated.
+
+Reads the log and appends to `prompts` and `requests`; joins no group, changes no dead letter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from app.audit.timeline import explain_request
+from app.preprocess.requests.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt
+from streams.clock import Clock
+from streams.codecs import decode
+from streams.errors import RecordError
+from streams.ports import Appended, Entry, Log, Partition
+from streams.reading.dead_letter_format import DeadLetter, parse_dead_letter
+from streams.reading.range_reader import Progress, read_range, record_at
+from streams.record_publisher import RecordPublisher
+from streams.records import Refused
+from streams.topics import DEAD_LETTERS, PROMPTS, REQUESTS, TOPICS_BY_NAME
+
+PUBLISH_TIMEOUT_S = 30.0
+_KNOWN = frozenset({"Assigned", "Started"})
+
+
+class InvalidDeadLetter(Exception):
+    """A dead letter that does not exist or cannot be retried; the message says why."""
+
+
+class DeadLetterRecord(NamedTuple):
+    """The original record of a dead letter. `source`: read from the dead letter or its topic."""
+
+    partition: int
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes
+    headers: tuple[tuple[str, bytes | None], ...]
+    source: str
+
+
+async def list_dead_letters(
+    log: Log,
+    clock: Clock,
+    limit: int,
+    matches: Callable[[DeadLetter], bool] = lambda _: True,
+    progress: Progress = lambda _done, _total: None,
+) -> tuple[list[DeadLetter], int]:
+    """The newest `limit` matching dead letters, oldest first, and the number of matches.
+
+    Raises BrokerUnavailable, PositionLost.
+    """
+    sources = [Partition(DEAD_LETTERS, p) for p in range(await log.partitions(DEAD_LETTERS))]
+    numbers = [source.partition for source in sources]
+    starts = await log.start_offsets(DEAD_LETTERS, numbers)
+    ends = await log.end_offsets(DEAD_LETTERS, numbers)
+    newest: dict[int, deque[DeadLetter]] = {number: deque(maxlen=limit) for number in numbers}
+    count = 0
+    async for source, records, _ in read_range(
+        log,
+        clock,
+        {source: starts[source.partition] for source in sources},
+        {source: ends[source.partition] for source in sources},
+        progress=progress,
+    ):
+        for record in records:
+            letter = parse_dead_letter(record)
+            if matches(letter):
+                count += 1
+                newest[source.partition].append(letter)
+    found = [letter for each in newest.values() for letter in each]
+    return sorted(found, key=lambda each: (each.at_ms, each.name))[-limit:], count
+
+
+async def find_dead_letter(log: Log, clock: Clock, name: str) -> DeadLetter:
+    """The dead letter with the id PARTITION:OFFSET. Raises InvalidDeadLetter, BrokerUnavailable."""
+    partition, colon, offset = name.partition(":")
+    if not (colon and partition.isdecimal() and offset.isdecimal()):
+        raise InvalidDeadLetter(
+            f"invalid dead letter id {name!r}: expected PARTITION:OFFSET "
+            "(see `kvlane dead-letters list`)"
+        )
+    if int(partition) >= await log.partitions(DEAD_LETTERS):
+        raise InvalidDeadLetter(f"no dead letter {name}: see `kvlane dead-letters list`")
+    source = Partition(DEAD_LETTERS, int(partition))
+    record = await record_at(log, clock, source, int(offset))
+    if record is None:
+        raise InvalidDeadLetter(f"no dead letter {name}: it may be deleted, retention is a week")
+    return parse_dead_letter(record)
+
+
+async def record_of_dead_letter(log: Log, clock: Clock, letter: DeadLetter) -> DeadLetterRecord:
+    """The record of a dead letter, from it or from its topic. Raises InvalidDeadLetter."""
+    if letter.unreadable:
+        raise InvalidDeadLetter(f"dead letter {letter.name} has no content: {letter.reason}")
+    if letter.has_whole_value:
+        if letter.value is None:
+            raise InvalidDeadLetter(
+                f"dead letter {letter.name} is of a tombstone, which has no content"
+            )
+        return _content(letter, letter.value, letter.headers, "kept in the dead letter")
+    origin = f"{letter.origin_topic}/{letter.origin_partition}:{letter.origin_offset}"
+    if letter.origin_topic in TOPICS_BY_NAME and letter.origin_offset >= 0:
+        source = Partition(letter.origin_topic, letter.origin_partition)
+        record = await record_at(log, clock, source, letter.origin_offset)
+        if record is not None and letter.has_value(record.value):
+            assert record.value is not None
+            return _content(letter, record.value, tuple(record.headers), f"read from {origin}")
+    raise InvalidDeadLetter(
+        f"the content of dead letter {letter.name} is redacted, and {origin} does not "
+        "hold it any more. Set KVLANE_KEEP_PROMPTS=true to keep content in dead letters"
+    )
+
+
+def decode_dead_letter(letter: DeadLetter, content: DeadLetterRecord) -> Any:
+    """The record, decoded by this version. Raises RecordError for a malformed one."""
+    if letter.origin_topic != PROMPTS:
+        return decode(content)
+    said = read_prompt(content.key, content.value, content.timestamp)
+    if isinstance(said, UnreadablePrompt | Refused):
+        raise RecordError(said.reason if isinstance(said, UnreadablePrompt) else said.message)
+    return said.prompt if isinstance(said, PromptRecord) else said
+
+
+async def retry_dead_letter(log: Log, clock: Clock, letter: DeadLetter) -> tuple[str, Appended]:
+    """Publish the record of a dead letter again; its request id, and the append.
+
+    Raises InvalidDeadLetter when that cannot help, and the errors of the log.
+    """
+    if letter.origin_topic not in (PROMPTS, REQUESTS):
+        raise InvalidDeadLetter(
+            f"dead letter {letter.name} is from {letter.origin_topic or 'no topic'}: only those of "
+            f"{PROMPTS} and {REQUESTS} can be retried"
+        )
+    content = await record_of_dead_letter(log, clock, letter)
+    request_id = _id_of(letter, content)
+    await _check_unknown(log, clock, letter, request_id)
+    entry = Entry(letter.key, content.value, content.headers)
+    until = clock.now() + PUBLISH_TIMEOUT_S
+    outbox = RecordPublisher(log, clock)
+    return request_id, await outbox.publish_entry(letter.origin_topic, entry, until=until)
+
+
+def _id_of(letter: DeadLetter, content: DeadLetterRecord) -> str:
+    """The request id of a record. Raises InvalidDeadLetter for one that no process could accept."""
+    try:
+        said = decode_dead_letter(letter, content)
+    except RecordError as e:
+        raise InvalidDeadLetter(
+            f"the record of dead letter {letter.name} is still malformed: {e}"
+        ) from e
+    if (
+        letter.origin_topic == REQUESTS
+        and type(said).__name__ not in TOPICS_BY_NAME[REQUESTS].records
+    ):
+        name = type(said).__name__
+        raise InvalidDeadLetter(
+            f"dead letter {letter.name} is a {name}, which does not belong on {REQUESTS}"
+        )
+    request_id: str = said.id
+    if letter.key is None or letter.key.decode(errors="replace") != request_id:
+        raise InvalidDeadLetter(
+            f"dead letter {letter.name} is of {request_id!r}, but its key is {letter.key!r}: it "
+            "would land in the wrong lane. Publish it again with its id as its key"
+        )
+    return request_id
+
+
+async def _check_unknown(log: Log, clock: Clock, letter: DeadLetter, request_id: str) -> None:
+    """Raises InvalidDeadLetter for a request that was accepted, whether open or ended."""
+    story = await explain_request(log, clock, request_id)
+    said = {step.name: step for step in story.steps}
+    if ended := said.get("Ended"):
+        code = story.ending or ended.fields.get("code", "")
+        raise InvalidDeadLetter(
+            f"{request_id} of dead letter {letter.name} ended ({code}): an id is answered once. "
+            "Publish it under another id"
+        )
+    if story.ending:
+        raise InvalidDeadLetter(
+            f"{request_id} of dead letter {letter.name} was answered ({story.ending})"
+        )
+    if _KNOWN & said.keys():
+        raise InvalidDeadLetter(
+            f"{request_id} of dead letter {letter.name} is open: no retry is needed"
+        )
+
+
+def _content(
+    letter: DeadLetter, value: bytes, headers: tuple[tuple[str, bytes | None], ...], where: str
+) -> DeadLetterRecord:
+    return DeadLetterRecord(
+        letter.origin_partition, letter.origin_offset, letter.at_ms, letter.key, value, headers,
+        where,
+    )  # fmt: skip
+
+
+def to_json_types(said: Any) -> dict[str, Any]:
+    """A decoded record as JSON types; token ids in base64."""
+    if isinstance(said, msgspec.Struct):
+        fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(said))
+    else:
+        fields = said.model_dump(mode="json", exclude_defaults=True)
+    return fields

@@ -1,0 +1,278 @@
+"""Timeline of a request, with the reasons of its routing decisions, from the log alone.
+
+Reads the lane of the request: `ledger` (decisions and runs), `requests` (the request, while it is
+retained) and `responses` (the stream). Needs no process but the broker. Decides nothing, stores
+nothing, and never prints the text of a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from app.audit.cost_terms import DecisionReasons, reasons_for
+from app.audit.time_range import MAX_LIFETIME_MS
+from streams.clock import Clock
+from streams.ids import issued_ms
+from streams.ports import Log, Partition
+from streams.reading.decoding import RecordDecoder
+from streams.reading.range_reader import Progress, read_range
+from streams.records import (
+    Assigned,
+    Chunk,
+    End,
+    Ended,
+    Fence,
+    Finished,
+    LogRecord,
+    PrefillDone,
+    RunKey,
+)
+from streams.request import Request
+from streams.responses.reply_reader import CLOCK_MARGIN_MS
+from streams.responses.transcript import Transcript
+from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+
+_PRIVATE = frozenset({
+    "token_ids", "text", "log_probs", "agent_context", "extra_args", "multi_modal_data",
+    "prompt_embeds", "prefill_result", "handoff", "cache_salt", "mm_routing_info", "body", "data",
+})  # fmt: skip
+"""Fields that may hold text of a prompt or an answer, or megabytes."""
+_PLACE = frozenset({"id", "t"})
+_ENDS = frozenset({"Finished", "Ended"})
+"""Ledger records that are written after the last chunk."""
+
+
+class RunOutcome(NamedTuple):
+    """Outcome of a run by its engine; None for missing figures. Times in ms."""
+
+    cached_tokens: int | None = None
+    ttft_ms: float | None = None
+    code: str | None = None
+
+
+class ExplainedDecision(NamedTuple):
+    """A decision: the record, its reasons (None without inputs), and the outcome of its run."""
+
+    record: Assigned
+    reasons: DecisionReasons | None
+    actual: RunOutcome
+
+
+class TimelineStep(NamedTuple):
+    """One event: broker time in ms, position in the log, name and fields."""
+
+    at_ms: int
+    source: Partition
+    offset: int
+    name: str
+    fields: dict[str, Any]
+    decision: ExplainedDecision | None = None
+
+
+class RequestTimeline(NamedTuple):
+    """The timeline of a request, by the broker's clock. Empty `steps`: unknown id.
+
+    `ending`: the end of its stream; "" while it is open, or if it is no longer retained.
+    `now_ms`: the time of reading, by this machine's clock.
+    """
+
+    request_id: str
+    lane: int
+    steps: list[TimelineStep]
+    ending: str
+    now_ms: int = 0
+
+
+async def explain_request(
+    log: Log,
+    clock: Clock,
+    request_id: str,
+    progress: Progress = lambda _done, _total: None,
+) -> RequestTimeline:
+    """Read all records of a request.
+
+    An id that contains a time is found quickly: first the records within the maximum lifetime of a
+    request are read, and the rest only if it was not finished then, as after a wait in `prompts`.
+
+    Raises BrokerUnavailable, PositionLost, NewerRecord.
+    """
+    lane = lane_of(request_id, await log.partitions(LEDGER))
+    key, decoding = request_id.encode(), RecordDecoder(log, clock)
+    found: dict[str, list[LogRecord]] = {topic: [] for topic in (REQUESTS, LEDGER, RESPONSES)}
+    drawn_ms = issued_ms(request_id)
+    starts, bounds, ends = await _stretches(log, lane, drawn_ms)
+    for first, last in ((starts, bounds), (bounds, ends)):
+        async for source, records, _ in read_range(log, clock, first, last, progress=progress):
+            its = [record for record in records if record.key == key]
+            found[source.topic] += await decoding.decode_records(source, its)
+        if found[LEDGER] and _is_last(found[LEDGER][-1].record):
+            break
+    asked, ledger = (found[topic] for topic in (REQUESTS, LEDGER))
+    readers = _Readers(Partition(RESPONSES, lane))
+    for fact in found[RESPONSES]:
+        readers.take(fact)
+    readers.close()
+    steps = _in_order(
+        [_step(Partition(REQUESTS, lane), fact) for fact in asked],
+        _decided(Partition(LEDGER, lane), ledger, asked),
+        readers.steps,
+    )
+    return RequestTimeline(request_id, lane, steps, readers.ending, clock.wall_ms())
+
+
+def _is_last(record: Any) -> bool:
+    """Whether a ledger record is the last of its request, but for late records of another run."""
+    return isinstance(record, Ended) or (
+        isinstance(record, Finished) and record.code in ("stop", "length", "cancelled")
+    )
+
+
+def _decided(
+    source: Partition, ledger: Sequence[LogRecord], asked: Sequence[LogRecord]
+) -> list[TimelineStep]:
+    """The steps of the ledger; decisions with their reasons and outcomes."""
+    requests = [fact.record for fact in asked if isinstance(fact.record, Request)]
+    session = None
+    if requests:
+        control = requests[0].hints.session_control
+        session = control.session_id if control else ""
+    actual: dict[tuple[RunKey, str], RunOutcome] = {}
+    for record in [fact.record for fact in ledger]:
+        if isinstance(record, PrefillDone | Finished):
+            run = (RunKey(record.id, record.attempt, record.phase), record.worker)
+            outcome = actual.get(run, RunOutcome())
+            if record.ttft_ms:
+                outcome = outcome._replace(
+                    cached_tokens=record.cached_tokens, ttft_ms=record.ttft_ms
+                )
+            code = record.code if isinstance(record, Finished) else outcome.code
+            actual[run] = outcome._replace(code=code)
+    steps = []
+    for fact in ledger:
+        step, record = _step(source, fact), fact.record
+        if isinstance(record, Assigned):
+            run = (RunKey(record.id, record.attempt, record.phase), record.worker)
+            decision = ExplainedDecision(
+                record, reasons_for(record, session), actual.get(run, RunOutcome())
+            )
+            step = step._replace(decision=decision)
+        steps.append(step)
+    return steps
+
+
+def _in_order(*topics: list[TimelineStep]) -> list[TimelineStep]:
+    """Merge the steps of all topics by the broker's clock, each topic in log order.
+
+    Within a millisecond: requests, decisions, chunks, ends.
+    """
+    ranked = []
+    for number, steps in enumerate(topics):
+        latest = (0, 0)
+        for step in steps:
+            rank = len(topics) if step.name in _ENDS else number
+            latest = max(latest, (step.at_ms, rank))
+            ranked.append((latest, step))
+    return [step for _, step in sorted(ranked, key=lambda each: each[0])]
+
+
+async def _stretches(log: Log, lane: int, drawn_ms: int | None) -> tuple[dict[Partition, int], ...]:
+    """Start offsets, offsets by which most requests are finished, and end offsets of the lane.
+
+    The start is shortly before the time in the id, or the oldest record.
+    """
+    starts, bounds, ends = {}, {}, {}
+    for topic in (REQUESTS, LEDGER, RESPONSES):
+        source = Partition(topic, lane)
+        start = (await log.start_offsets(topic, [lane]))[lane]
+        bound = ends[source] = (await log.end_offsets(topic, [lane]))[lane]
+        if drawn_ms is not None:
+            since_ms, until_ms = (
+                drawn_ms - CLOCK_MARGIN_MS,
+                drawn_ms + MAX_LIFETIME_MS + CLOCK_MARGIN_MS,
+            )
+            start = max(start, await log.offset_at(topic, lane, max(0, since_ms)))
+            bound = min(bound, await log.offset_at(topic, lane, max(0, until_ms)))
+        starts[source] = min(start, ends[source])
+        bounds[source] = max(bound, starts[source])
+    return starts, bounds, ends
+
+
+def _step(source: Partition, fact: LogRecord) -> TimelineStep:
+    record = fact.record
+    return TimelineStep(
+        fact.timestamp_ms, source, fact.offset, type(record).__name__, fields_of(record)
+    )
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """Fields of a record without its id, private fields, and fields at their default."""
+    fields: dict[str, Any] = {}
+    if isinstance(record, Request):
+        fields["prompt_tokens"] = record.prompt_tokens
+        if record.body is not None:
+            fields["kind"] = record.kind
+    for field in msgspec.structs.fields(record):
+        value = getattr(record, field.name)
+        if field.name in _PLACE or field.name == "candidates" or value == field.default:
+            continue
+        if field.name == "message" and isinstance(record, Finished) and record.code == "error":
+            continue  # its engine may quote the prompt
+        if field.name not in _PRIVATE:
+            fields[field.name] = _plain(value)
+    return {name: value for name, value in fields.items() if value not in ({}, [], ())}
+
+
+def _plain(value: Any) -> Any:
+    """A value without private fields and fields at their default."""
+    if isinstance(value, msgspec.Struct):
+        return fields_of(value)
+    return f"{len(value)} bytes" if isinstance(value, bytes) else value
+
+
+class _Readers:
+    """The stream as readers saw it: one step for each run, and its end."""
+
+    def __init__(self, source: Partition) -> None:
+        self.steps: list[TimelineStep] = []
+        self.ending = ""
+        self._source = source
+        self._transcript = Transcript(keep=False)
+        self._shown: list[tuple[LogRecord, Chunk]] = []
+        """Chunks of the current run."""
+
+    def take(self, fact: LogRecord) -> None:
+        """Apply the next record of the request on `responses`."""
+        record = fact.record
+        if not isinstance(record, Chunk | Fence | End):
+            return
+        if not isinstance(record, Chunk):
+            self.close()
+            self.steps.append(_step(self._source, fact))
+        piece = self._transcript.apply(record)
+        if isinstance(piece, Chunk):
+            self._shown.append((fact, piece))
+            self.ending = piece.finish_reason or ""
+        elif isinstance(piece, End):
+            self.ending = f"{piece.code} {piece.message}".strip()
+
+    def close(self) -> None:
+        """Add the step of the current run."""
+        if not self._shown:
+            return
+        (first, piece), (last, _) = self._shown[0], self._shown[-1]
+        fields = {
+            "attempt": piece.attempt,
+            "run": piece.run,
+            "tokens": sum(len(chunk.token_ids) for _, chunk in self._shown),
+            "from_token": piece.index,
+            "over_ms": last.timestamp_ms - first.timestamp_ms,
+        }
+        if not fields["tokens"]:  # its engine gives text only
+            fields["chars"] = sum(len(chunk.text) for _, chunk in self._shown)
+        self.steps.append(
+            TimelineStep(first.timestamp_ms, self._source, first.offset, "Shown", fields)
+        )
+        self._shown.clear()

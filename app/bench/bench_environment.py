@@ -1,0 +1,163 @@
+"""Environment of a benchmark over Kafka: a broker, topics with their own prefix, child processes.
+
+The broker is the given one, or a JVM with all JIT tiers: a JVM configured to start quickly is half
+as fast, and everything measured beside it would look good. Child processes end with the process
+that started them (`streams/brokers/watchdog.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from app.local.processes import ManagedProcess, launch
+from app.settings import Settings, variable_name
+from streams.brokers.broker_factory import Broker, obtain_broker
+from streams.brokers.watchdog import ProcessGuard
+from streams.clock import Clock, SystemClock
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
+from streams.record_publisher import RecordPublisher
+from streams.records import EngineConfig, WorkerCard
+from streams.topics import ASSIGNMENTS, REGISTRY, partition_of
+
+READY_TIMEOUT_S = 60.0
+"""Start timeout of a process; imports take five seconds on a machine with one idle core."""
+STOP_TIMEOUT_S = 10.0
+
+PrintLine = Callable[[str], None]
+
+
+class BenchFailed(Exception):
+    """A benchmark cannot be finished: the message has the reason."""
+
+
+class BenchEnvironment:
+    """A broker, a connection to it, and the child processes of one benchmark."""
+
+    def __init__(
+        self, settings: Settings, guard: ProcessGuard, log: KafkaLog, clock: Clock, broker: Broker
+    ) -> None:
+        self.settings = settings
+        self.log = log
+        self.broker = broker
+        self.clock = clock
+        self.outbox = RecordPublisher(log, clock)
+        self._guard = guard
+        self._children: list[ManagedProcess] = []
+
+    @property
+    def output_folder(self) -> Path:
+        """The folder of the output files; it is deleted at the end."""
+        return self._guard.directory
+
+    def launch(self, name: str, *arguments: str, **changes: object) -> ManagedProcess:
+        """Start `python -m ARGUMENTS`, with `changes` to the settings for this process only."""
+        values = {
+            "bootstrap_servers": self.settings.bootstrap_servers,
+            "topic_prefix": self.settings.topic_prefix,
+            "lanes": self.settings.lanes,
+            "replication_factor": self.settings.replication_factor,
+            "min_insync_replicas": self.settings.min_insync_replicas,
+            **changes,
+        }
+        environment = {variable_name(key): str(value) for key, value in values.items()}
+        output = self.output_folder / f"{name}.log"
+        output.unlink(missing_ok=True)  # of a process with the same name before it
+        child = launch(self._guard, name, arguments, environment, output)
+        self._children.append(child)
+        return child
+
+    async def wait_until(self, condition: Callable[[], bool], process: ManagedProcess) -> None:
+        """Wait for a condition that a process brings about. Raises BenchFailed, ProcessFailed."""
+        deadline = self.clock.now() + READY_TIMEOUT_S
+        while not condition():
+            process.check()
+            if self.clock.now() > deadline:
+                raise BenchFailed(f"{process.name} was not ready within {READY_TIMEOUT_S:g} s")
+            await self.clock.sleep(0.1)
+
+    async def register_worker(self, name: str, config: EngineConfig) -> WorkerCard:
+        """Register a worker as workers do: the card is written twice, first without an epoch."""
+        slots = await self.log.partitions(ASSIGNMENTS)
+        card = WorkerCard(
+            id=name, slot=partition_of(name.encode(), slots), model=config.model, config=config
+        )
+        first = await self.outbox.publish(REGISTRY, f"worker/{name}", card)
+        card = WorkerCard(
+            id=name, slot=card.slot, model=config.model, config=config, epoch=first.offset
+        )
+        await self.outbox.publish(REGISTRY, f"worker/{name}", card)
+        return card
+
+    def stop_process(self, process: ManagedProcess) -> None:
+        """Stop one of the processes."""
+        self._children.remove(process)
+        process.stop(STOP_TIMEOUT_S)
+
+    def forget_process(self, process: ManagedProcess) -> None:
+        """Forget a process that has ended as expected."""
+        self._children.remove(process)
+
+    def stop_all(self) -> None:
+        """Stop all processes at once."""
+        for child in self._children:
+            child.terminate()
+        while self._children:
+            self._children.pop().stop(STOP_TIMEOUT_S)
+
+
+@asynccontextmanager
+async def bench_environment(
+    settings: Settings, log_line: PrintLine, *, brokers: int = 0
+) -> AsyncIterator[BenchEnvironment]:
+    """Set up a broker, topics and a connection; only topics on a given broker remain afterwards.
+
+    With `brokers`, a cluster of that size is started for fault injection, with a replica of every
+    partition on each broker. Its brokers restart often, and all JIT tiers would take two cores.
+    Raises BrokerUnavailable when no broker can be started.
+    """
+    clock = SystemClock()
+    given = "" if brokers else settings.bootstrap_servers
+    broker = await asyncio.to_thread(
+        lambda: obtain_broker("env" if given else "jvm", bootstrap_servers=given,
+            brokers=brokers or 1,
+                       full_jit=not brokers, report=log_line)
+    )  # fmt: skip
+    if brokers:
+        copies = {"replication_factor": brokers, "min_insync_replicas": max(1, brokers - 1)}
+        settings = settings.model_copy(update=copies)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(broker.stop)
+        guard = ProcessGuard()
+        cleanup.callback(guard.close)
+        log_line(f"broker: {broker.description}")
+        settings = settings.model_copy(
+            update={
+                "bootstrap_servers": broker.bootstrap_servers,
+                "topic_prefix": f"{settings.topic_prefix}bench-{uuid.uuid4().hex[:8]}.",
+            }
+        )
+        log = KafkaLog(settings.kafka_connection("bench"), prefix=settings.topic_prefix)
+        await log.start()
+        on = BenchEnvironment(settings, guard, log, clock, broker)
+        try:
+            await create_topics(log, settings)
+            yield on
+        finally:
+            on.stop_all()
+            await log.close()
+
+
+async def create_topics(log: KafkaLog, settings: Settings) -> None:
+    """Create the topics of a deployment."""
+    await provision.create_topics(
+        log,
+        lanes=settings.lanes,
+        replication=settings.replication_factor,
+        min_insync=settings.min_insync_replicas,
+    )

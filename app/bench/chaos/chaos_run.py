@@ -1,0 +1,352 @@
+"""Fault injection into real processes under load, on Kafka: no token lost, none repeated.
+
+    crowd (this process) ──HTTP──► gateways ─► requests ─► routers ─► workers ─► responses ─► crowd
+                         ──────────────────► prompts, responses
+    striker (this process): kill -9, SIGSTOP and SIGCONT, SIGTERM; kill or stop one of three brokers
+    witness (this process): reads requests, ledger, responses, kv-events beside the crowd
+
+Timeouts are the defaults. The engine is slower than the hardware it simulates, so that answers take
+seconds in few chunks, and a request may have more attempts (`ENGINE_SETTINGS`). Every round is a
+line of a log, to which a later run may append: the report covers the whole log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import shutil
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
+from app.bench.chaos import impact
+from app.bench.chaos.fault_injection import (
+    BROKER_FAULTS,
+    FAULT_KINDS,
+    FaultInjector,
+    InjectedFault,
+    draw_faults,
+)
+from app.bench.chaos.load_generator import Conversation, LoadGenerator
+from app.bench.chaos.log_observer import LogObserver
+from app.bench.process_group import PROCESS_KINDS as PARTS
+from app.bench.process_group import ProcessGroup, ProcessSpec
+from app.bench.report import Report
+from app.demo.expected_answers import AnswerOracle
+from app.local.processes import free_port
+from app.settings import Settings
+from streams.brokers.broker_factory import JvmBroker
+from streams.client import Client
+
+CLUSTER_BROKERS = 3
+CLUSTER_LANES = 6
+"""With three brokers. Followers fetch every append twice more, by partition: 32 lanes at 50
+requests/s keep two cores busy before any fault."""
+ENGINE_SETTINGS = {"engine_speedup": 0.07, "max_attempts": 10}
+"""About 60 ms per token, and a quarter of a second more for a prompt in between. A worker dies
+every few seconds: one answer in some thousands meets three of them, the limit that stops a request
+which kills its workers. None does here."""
+KAFKA_REQUESTS_PER_EIGHT, BROKER_KAFKA_REQUESTS_PER_EIGHT = 1, 7
+"""Number of requests in eight that are prompts on Kafka. HTTP is most of the cost of a short answer
+for gateway and client: with broker faults at 50 requests/s, two cores have no time for it."""
+MODEL_READY_TIMEOUT_S = 60.0
+STEADY_STATE_S = 3.0
+"""Load before the first fault."""
+RECOVERY_S = 3.0
+"""Between a recovery and the next fault: earlier requests have their first text by then."""
+PROCESS_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in BROKER_FAULTS)
+"""The default kinds of faults; broker faults need a cluster of three."""
+
+
+class ChaosScale(NamedTuple):
+    """Amount of work. `rate`: requests/s; `tokens`: per answer; `limit_s`: of the whole run."""
+
+    kills: int = 10
+    seed: int = 1
+    kinds: tuple[str, ...] = PROCESS_FAULTS
+    rate: float = 4.0
+    tokens: int = 90
+    workers: int = 6
+    limit_s: float = float("inf")
+
+    @property
+    def includes_brokers(self) -> bool:
+        """Whether a cluster is needed."""
+        return bool(BROKER_FAULTS & set(self.kinds))
+
+
+class ChaosDeployment(NamedTuple):
+    """A running deployment, its load generator and its observer."""
+
+    environment: BenchEnvironment
+    processes: ProcessGroup
+    load: LoadGenerator
+    observer: LogObserver
+
+
+async def bench_chaos(
+    settings: Settings,
+    scale: ChaosScale,
+    print_line: PrintLine,
+    progress: Callable[[float], None],
+    rounds: list[dict[str, Any]],
+    *,
+    log_file: Path | None = None,
+    output_folder: Path | None = None,
+) -> Report:
+    """Inject faults until there are `kills`. `rounds`: the rounds so far; grows, as does
+    `log_file`.
+
+    `output_folder`: a folder for the output of the processes. `progress` gets shares of the whole.
+    Raises BenchFailed, BrokerUnavailable.
+    """
+    # Warnings of clients about injected broker faults are expected.
+    logging.getLogger("streams").setLevel(logging.ERROR)
+    killed = sum(len(line.get("strikes", ())) for line in rounds)
+    progress(min(1.0, killed / scale.kills))
+    if killed < scale.kills:
+        brokers = 0
+        if scale.includes_brokers:
+            brokers, settings = (
+                CLUSTER_BROKERS,
+                settings.model_copy(update={"lanes": CLUSTER_LANES}),
+            )
+        async with (
+            bench_environment(settings, print_line, brokers=brokers) as on,
+            chaos_deployment(on, scale, output_folder) as there,
+        ):
+            run = ChaosRun(there, scale, rounds, log_file, print_line)
+            await run.run_rounds(killed, lambda: progress(1 / scale.kills))
+    return impact.chaos_report(rounds, settings.worker_timeout_s)
+
+
+def read_rounds(log_file: Path | None) -> list[dict[str, Any]]:
+    """The rounds of a log; an incomplete last line is skipped."""
+    lines: list[dict[str, Any]] = []
+    if log_file is not None and log_file.exists():
+        for line in log_file.read_bytes().splitlines():
+            try:
+                lines.append(msgspec.json.decode(line))
+            except msgspec.DecodeError:
+                continue
+    return lines
+
+
+@asynccontextmanager
+async def chaos_deployment(
+    environment: BenchEnvironment, scale: ChaosScale, output_folder: Path | None, **changes: Any
+) -> AsyncIterator[ChaosDeployment]:
+    """Start a deployment with `changes` to its settings, and its load. Raises BenchFailed."""
+    copies = 1 if scale.includes_brokers else 2
+    ports = {f"gateway-{n}": free_port() for n in range(1, copies + 1)}
+    herd = ProcessGroup(
+        environment,
+        deployment_processes(scale.workers, ports, preprocessors=copies),
+        {**ENGINE_SETTINGS, **changes},
+    )
+    herd.start()
+    await herd.wait_ready()
+    settings = environment.settings
+    judge, witness = (
+        AnswerOracle(settings, environment.clock),
+        LogObserver(environment.log, environment.clock),
+    )
+    await judge.load()
+    positions = await witness.end_offsets()
+    async with Client(environment.log, environment.clock) as client:
+        crowd = LoadGenerator(
+            {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}, client, judge,
+            environment.clock, rate=scale.rate, tokens=scale.tokens, rng=random.Random(scale.seed),
+            on_kafka=(
+                BROKER_KAFKA_REQUESTS_PER_EIGHT
+                if scale.includes_brokers
+                else KAFKA_REQUESTS_PER_EIGHT
+            ),
+        )  # fmt: skip
+        watching = [
+            asyncio.create_task(w) for w in (herd.restart_crashed(), witness.run(positions))
+        ]
+        try:
+            await crowd.wait_until_served(MODEL_READY_TIMEOUT_S)
+            yield ChaosDeployment(environment, herd, crowd, witness)
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+            await crowd.close()
+            if output_folder is not None:
+                _keep(environment.output_folder, output_folder)
+
+
+def _keep(written: Path, logs: Path) -> None:
+    logs.mkdir(parents=True, exist_ok=True)
+    for log in written.glob("*.log"):
+        shutil.copy(log, logs)
+
+
+def deployment_processes(
+    workers: int, ports: dict[str, int], *, preprocessors: int = 2
+) -> list[ProcessSpec]:
+    """The processes of a deployment with two routers and an indexer. `ports`: of the gateways."""
+    return [
+        *(
+            ProcessSpec(
+                name,
+                "gateway",
+                {"http_port": port, "gateway_count": len(ports), "gateway_index": number},
+            )
+            for number, (name, port) in enumerate(ports.items())
+        ),
+        *(ProcessSpec(f"router-{n}", "router") for n in (1, 2)),
+        *(ProcessSpec(f"worker-{n}", "worker") for n in range(1, workers + 1)),
+        ProcessSpec("indexer-1", "indexer", {"indexer_port": free_port()}),
+        *(ProcessSpec(f"preprocessor-{n}", "preprocessor") for n in range(1, preprocessors + 1)),
+    ]
+
+
+class FaultRound(NamedTuple):
+    """A finished round that is not in the log yet."""
+
+    number: int
+    faults: list[InjectedFault]
+
+    @property
+    def start(self) -> float:
+        """The time of its first fault."""
+        return min(hit.at for hit in self.faults)
+
+    @property
+    def end(self) -> float:
+        """The time after which no gap is attributed to it."""
+        ready_at = max(hit.recovered_at for hit in self.faults)
+        return max(self.start + impact.ROUND_S, ready_at + RECOVERY_S)
+
+
+class ChaosRun:
+    """Runs rounds and writes their lines."""
+
+    def __init__(
+        self,
+        there: ChaosDeployment,
+        form: ChaosScale,
+        lines: list[dict[str, Any]],
+        log: Path | None,
+        print_line: PrintLine,
+    ) -> None:
+        """`rounds` are those of the log so far; the run appends to them."""
+        self._there = there
+        self._form = form
+        self._lines = lines
+        self._log = log
+        self._print_line = print_line
+        self._clock = there.environment.clock
+        self._open: list[FaultRound] = []
+        self._hits: list[InjectedFault] = []
+        self._deaths_told = 0
+        self._fallen_told = 0
+
+    async def run_rounds(self, injected: int, done: Callable[[], None]) -> None:
+        """Run rounds up to the number of kills or the time limit. Raises BenchFailed."""
+        there, form = self._there, self._form
+        broker = (
+            there.environment.broker if isinstance(there.environment.broker, JvmBroker) else None
+        )
+        striker = FaultInjector(there.processes, broker, there.environment.log, self._clock)
+        names = {kind: there.processes.names_of_kind(kind) for kind in PARTS}
+        number = max((line["round"] for line in self._lines if "round" in line), default=-1) + 1
+        until = self._clock.now() + form.limit_s
+        asking = asyncio.create_task(there.load.run())
+        try:
+            await self._clock.sleep(STEADY_STATE_S)
+            while injected < form.kills and self._clock.now() < until:
+                strikes = draw_faults(form.seed, number, form.kinds, names, CLUSTER_BROKERS)
+                strikes = strikes[: form.kills - injected]
+                hits = await striker.inject(strikes, done)
+                self._open.append(made := FaultRound(number, hits))
+                self._hits += hits
+                await self._clock.sleep(max(0.0, made.end - self._clock.now()))
+                self._settle()
+                injected += len(strikes)
+                number += 1
+            if asking.done():
+                asking.result()
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await there.load.drain()
+        await self._clock.sleep(STEADY_STATE_S)
+        self._settle()
+        self._end()
+
+    def _settle(self) -> None:
+        """Write the rounds whose streams have all ended."""
+        talks = self._there.load.conversations
+        while self._open:
+            made = self._open[0]
+            if any(talk.ended_at is None and talk.expected.sent_at <= made.end for talk in talks):
+                return
+            self._open.pop(0)
+            self._write(made)
+
+    def _write(self, made: FaultRound) -> None:
+        there = self._there
+        crowd, stories = there.load, there.observer.requests
+        deaths = there.observer.losses[self._deaths_told :]
+        self._deaths_told += len(deaths)
+        false = impact.false_positives(deaths, self._hits)
+        line = impact.round_line(made.number, made.faults, crowd.conversations, stories, false)
+        next_start = self._open[0].start if self._open else self._clock.now()
+        over = [
+            t for t in crowd.conversations if t.ended_at is not None and t.ended_at < next_start
+        ]
+        line |= self._account(over)
+        self._append(line)
+
+    def _end(self) -> None:
+        """Write the last line: the last streams, and requests in the log without an end."""
+        crowd = self._there.load
+        line = self._account(crowd.conversations) | {
+            "requests": crowd.request_count,
+            "asking_s": crowd.duration_s,
+        }
+        stories = self._there.observer.requests
+        asked = (story for story in stories.values() if story.requested_at is not None)
+        unended = [s.transcript.request_id for s in asked if not s.transcript.is_over]
+        self._append({**line, "unended": len(unended), "unended_ids": unended[:20]})
+
+    def _account(self, over: Sequence[Conversation]) -> dict[str, Any]:
+        """The part of a line about completed requests, which are then forgotten."""
+        there = self._there
+        stories = there.observer.requests
+        line = impact.completed_line(over, stories)
+        for talk in over:
+            story = stories.get(talk.expected.id)
+            if story is not None and story.transcript.is_over:
+                del stories[talk.expected.id]
+        ids = {id(talk) for talk in over}
+        there.load.conversations[:] = [
+            talk for talk in there.load.conversations if id(talk) not in ids
+        ]
+        fallen = there.processes.crashes[self._fallen_told :]
+        self._fallen_told += len(fallen)
+        line["fallen"] = [f._asdict() for f in fallen]
+        line["load"] = round(os.getloadavg()[0], 1)
+        line["late_ms"] = round(1000 * there.load.max_lateness_s)
+        there.load.max_lateness_s = 0.0
+        return line
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._lines.append(line)
+        for bad in line["bad"]:
+            self._print_line(f"{bad['verdict']}: {msgspec.json.encode(bad).decode()}")
+        for fallen in line["fallen"]:
+            self._print_line(f"{fallen['name']} ended with {fallen['status']}:\n{fallen['tail']}")
+        if self._log is not None:
+            with self._log.open("ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")

@@ -1,0 +1,241 @@
+"""Open-loop load generator: OpenAI and Kafka clients with reconnects and retries.
+
+Requests are due at fixed times, independently of the answers. A client whose connection breaks
+resumes at another gateway with `GET /v1/streams/{id}` and `Last-Event-ID`; a header of its request
+says that disconnecting must not cancel it. Rejected requests, and those without a response before
+their id is known, are sent again. Each answer is compared with the expected text of the engine.
+Knows nothing of the injected faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+from openai.types.chat import ChatCompletionChunk
+
+from app.demo.expected_answers import AnswerOracle, DemoAnswer
+from app.http.openai.completions import DETACH_HEADER
+from app.http.openai.response_writer import ID_HEADER
+from streams.client import Client
+from streams.clock import Clock
+from streams.prompt import Prompt
+from streams.records import End
+
+READ_TIMEOUT_S = 12.0
+"""After this silence a client closes its connection. Longer than the timeout of a worker and the
+failover after it."""
+CONNECT_TIMEOUT_S = 3.0
+REQUEST_TIMEOUT_S = 120.0
+"""After this a request counts as lost."""
+RETRY_DELAY_S = 0.2
+REQUEST_CYCLE = 8
+VIA_KAFKA = "kafka"
+RETRIED_STATUSES = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
+"""Statuses that OpenAI's own client retries; 500 only before the first text."""
+RESUMABLE_CODES = frozenset({"stopping", "log_unavailable"})
+"""Error codes of a stream that can be resumed at another gateway."""
+WORDS = ("lane", "river", "morning", "story", "harbour", "train", "window", "letter", "garden")
+
+
+@dataclass
+class Conversation:
+    """One request and its client. Times are seconds of the clock."""
+
+    expected: DemoAnswer
+    number: int
+    gateways: list[tuple[float, str]] = field(default_factory=list)
+    """The gateways that it was read from, with start times; `VIA_KAFKA` for Kafka clients."""
+    position: int = 0
+    repeated_chunks: int = 0
+    """Number of chunks that had been received before."""
+    disconnects: int = 0
+    rejections: int = 0
+    ended_at: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """`right`, `twice` (repeated text), `lost` (the end or a part is missing), or `wrong`."""
+        told, due = self.expected.text, self.expected.expected.text
+        if self.expected.is_correct and not self.repeated_chunks:
+            return "right"
+        if self.repeated_chunks or len(told) > len(due):
+            return "twice"
+        return "lost" if due.startswith(told) else "wrong"
+
+    def gateway_at(self, moment: float) -> str:
+        """The gateway that it was read from at a time; "" before the first."""
+        return next((name for since, name in reversed(self.gateways) if since <= moment), "")
+
+
+class LoadGenerator:
+    """Sends `rate` requests per second, until cancelled."""
+
+    def __init__(
+        self,
+        gateways: dict[str, str],
+        client: Client,
+        judge: AnswerOracle,
+        clock: Clock,
+        *,
+        rate: float,
+        tokens: int,
+        on_kafka: int,
+        rng: random.Random,
+    ) -> None:
+        """`gateways`: URLs by name. `tokens`: length of an answer.
+
+        `on_kafka`: number of requests in eight that are prompts on Kafka.
+        """
+        self._clock = clock
+        self._client = client
+        self._judge = judge
+        self._rate = rate
+        self._tokens = tokens
+        self._on_kafka = on_kafka
+        self._rng = rng
+        timeout = openai.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        self._openai = {
+            name: openai.AsyncOpenAI(
+                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=timeout
+            )
+            for name, url in gateways.items()
+        }
+        self._asking: set[asyncio.Task[None]] = set()
+        self.conversations: list[Conversation] = []
+        """Requests that are not yet in a line of the log."""
+        self.max_lateness_s = 0.0
+        """The largest delay of a request after its due time."""
+        self.request_count = 0
+        """Number of requests in `duration_s`."""
+        self.duration_s = 0.0
+
+    async def run(self) -> None:
+        """Send requests until cancelled; those in flight continue until `drain`."""
+        number, began = 0, self._clock.now()
+        due = began
+        while True:
+            self.max_lateness_s = max(self.max_lateness_s, self._clock.now() - due)
+            task = asyncio.create_task(self._ask(number))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+            number += 1
+            due = began + number / self._rate
+            await self._clock.sleep(max(0.0, due - self._clock.now()))
+            self.request_count, self.duration_s = number, self._clock.now() - began
+
+    async def wait_until_served(self, timeout_s: float) -> None:
+        """Wait until all gateways serve the model. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            for client in self._openai.values():
+                while not (await client.models.list()).data:
+                    await self._clock.sleep(RETRY_DELAY_S)
+
+    async def drain(self) -> None:
+        """Wait for the requests in flight."""
+        if self._asking:
+            await asyncio.wait(self._asking, timeout=REQUEST_TIMEOUT_S + READ_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Cancel all requests and close the clients."""
+        for task in list(self._asking):
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+        for client in self._openai.values():
+            await client.close()
+
+    # --- one request -----------------------------------------------------------------------------
+
+    async def _ask(self, number: int) -> None:
+        text = f"Tell me of {' '.join(self._rng.choices(WORDS, k=6))}, the {number}th time."
+        body: dict[str, Any] = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": self._tokens + number % 7,
+        }
+        if number % 4 != 3:
+            body["ignore_eos"] = True
+        talk = Conversation(await self._judge.expect_answer("", "chat", body), number)
+        self.conversations.append(talk)
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                if number % REQUEST_CYCLE >= REQUEST_CYCLE - self._on_kafka:
+                    await self._publish(talk, body)
+                else:
+                    await self._chat(talk, body)
+        except TimeoutError:
+            talk.expected.finish_reason = "timeout"
+        except Exception as e:  # noqa: BLE001 - any error of the client counts as lost
+            talk.expected.finish_reason = talk.expected.finish_reason or f"{type(e).__name__}: {e}"
+        finally:
+            talk.ended_at = self._clock.now()
+
+    async def _publish(self, talk: Conversation, body: dict[str, Any]) -> None:
+        talk.expected.id = self._client.new_request_id()
+        talk.gateways.append((self._clock.now(), VIA_KAFKA))
+        prompt = Prompt(id=talk.expected.id, kind="chat", body=body)
+        await self._client.publish(prompt, timeout_s=REQUEST_TIMEOUT_S)
+        async for piece in self._client.stream(talk.expected.id, timeout_s=REQUEST_TIMEOUT_S):
+            if not isinstance(piece, End):
+                talk.repeated_chunks += piece.index < talk.position
+                talk.position = piece.index + len(piece.token_ids)
+            talk.expected.add_record(piece, self._clock.now())
+
+    async def _chat(self, talk: Conversation, body: dict[str, Any]) -> None:
+        names = list(self._openai)
+        at = talk.number  # round robin over the gateways
+        while not talk.expected.finish_reason:
+            name = names[at % len(names)]
+            at += 1
+            try:
+                await self._listen(talk, name, body)
+            except openai.APIStatusError as e:
+                if e.status_code not in RETRIED_STATUSES or e.code in (
+                    "attempts",
+                    "lost",
+                    "internal",
+                ):
+                    raise
+                talk.rejections += 1
+                await self._clock.sleep(RETRY_DELAY_S)
+            except openai.APIConnectionError:
+                talk.disconnects += 1
+                await self._clock.sleep(RETRY_DELAY_S / 10)
+            except openai.APIError as e:  # an error event in the stream
+                if e.code not in RESUMABLE_CODES:
+                    talk.expected.finish_reason = str(e.code or e)
+                talk.disconnects += 1
+
+    async def _listen(self, talk: Conversation, name: str, body: dict[str, Any]) -> None:
+        """Send or resume a request and read until it ends or breaks. Raises openai.APIError."""
+        client, asked = self._openai[name], talk.expected
+        if asked.id:
+            stream: Any = await client.get(
+                f"/streams/{asked.id}",
+                cast_to=ChatCompletionChunk,
+                stream=True,
+                stream_cls=openai.AsyncStream[ChatCompletionChunk],
+                options={"headers": {"Last-Event-ID": str(talk.position)}},
+            )
+        else:
+            named = {k: v for k, v in body.items() if k in ("model", "messages", "max_tokens")}
+            more = {k: v for k, v in body.items() if k not in named}
+            stream = await client.chat.completions.create(
+                **named, stream=True, extra_body=more, extra_headers={DETACH_HEADER: "true"}
+            )
+            asked.id = stream.response.headers[ID_HEADER]
+        talk.gateways.append((self._clock.now(), name))
+        async for chunk in stream:
+            position = int(stream._decoder._last_event_id or 0)  # noqa: SLF001  not told otherwise
+            for choice in chunk.choices:
+                text, reason = choice.delta.content or "", choice.finish_reason
+                # The last chunk may have text only, which was held back before.
+                behind = position < talk.position + (reason is None)
+                talk.repeated_chunks += bool(text) and behind
+                asked.add_text(text, reason, self._clock.now())
+            talk.position = max(talk.position, position)
+        if not asked.finish_reason:
+            talk.disconnects += 1

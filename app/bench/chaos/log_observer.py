@@ -1,0 +1,100 @@
+"""Observer of the log: workers and times of each request, its text, and workers declared lost.
+
+Reads streams by the stream reconstruction rule, independently of the clients. Times are those of
+this process's clock when it reads, so they are a little late.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from streams.clock import Clock
+from streams.codecs import decode
+from streams.errors import RecordError
+from streams.ports import Log, Partition
+from streams.records import Assigned, Chunk, End, Ended, Fence, Lost
+from streams.request import Request
+from streams.responses.transcript import Transcript
+from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES
+
+POLL_S = 0.2
+READ_INTERVAL_S = 0.1
+"""Interval between polls: reading every record on its own once more costs brokers and this process
+as much as a router does. The time from an assignment to its first text is longer than this."""
+
+
+class WorkerLoss(NamedTuple):
+    """A worker's epoch was declared lost."""
+
+    at: float
+    worker: str
+    silent_ms: int
+
+
+class ObservedRequest:
+    """One request in the log."""
+
+    def __init__(self, request_id: str) -> None:
+        self.transcript = Transcript(request_id)
+        self.assigned: list[tuple[float, str]] = []
+        self.requested_at: float | None = None
+        self.ended = False
+
+    def worker_at(self, moment: float) -> str:
+        """The worker at a time; "" before the first assignment."""
+        return next((worker for at, worker in reversed(self.assigned) if at <= moment), "")
+
+
+class LogObserver:
+    """Follows the log from its current end. `run` must be running."""
+
+    def __init__(self, log: Log, clock: Clock) -> None:
+        self._log = log
+        self._clock = clock
+        self.requests: dict[str, ObservedRequest] = {}
+        self.losses: list[WorkerLoss] = []
+        self._lost: set[tuple[str, int]] = set()
+
+    async def end_offsets(self) -> dict[Partition, int]:
+        """The current end offsets."""
+        positions: dict[Partition, int] = {}
+        for topic in (REQUESTS, LEDGER, RESPONSES, KV_EVENTS):
+            numbers = range(await self._log.partitions(topic))
+            ends = await self._log.end_offsets(topic, numbers)
+            positions |= {Partition(topic, n): ends[n] for n in numbers}
+        return positions
+
+    async def run(self, positions: dict[Partition, int]) -> None:
+        """Read until cancelled."""
+        reader = self._log.reader(moving=False)
+        reader.assign(positions)
+        try:
+            while True:
+                for records in (await reader.poll(POLL_S)).values():
+                    now = self._clock.now()
+                    for record in records:
+                        try:
+                            self._take(decode(record), now)
+                        except RecordError:
+                            continue
+                await self._clock.sleep(READ_INTERVAL_S)
+        finally:
+            await reader.close()
+
+    def _take(self, record: object, now: float) -> None:
+        if isinstance(record, Chunk | Fence | End):
+            self._story(record.id).transcript.apply(record)
+        elif isinstance(record, Assigned):
+            self._story(record.id).assigned.append((now, record.worker))
+        elif isinstance(record, Ended):
+            self._story(record.id).ended = True
+        elif isinstance(record, Request):
+            self._story(record.id).requested_at = now
+        elif isinstance(record, Lost) and (record.worker, record.epoch) not in self._lost:
+            self._lost.add((record.worker, record.epoch))  # several routers may write it
+            self.losses.append(WorkerLoss(now, record.worker, record.silent_ms))
+
+    def _story(self, request_id: str) -> ObservedRequest:
+        if (story := self.requests.get(request_id)) is None:
+            story = self.requests[request_id] = ObservedRequest(request_id)
+        return story

@@ -1,0 +1,69 @@
+"""Seeds of the fault simulation: number of violated invariants, and speed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from app.bench.process_pool import process_pool
+from app.bench.report import Report, Threshold
+
+
+class SeedResult(NamedTuple):
+    """The result of a seed, small enough for transfer between processes."""
+
+    seed: int
+    problems: tuple[str, ...]
+    virtual_s: float
+    steps: int
+    took_s: float
+
+
+def simulate_seed(seed: int) -> SeedResult:
+    """Simulate one seed."""
+    from app.testing.seed_simulation import simulate_seed
+
+    began = time.perf_counter()
+    verdict = simulate_seed(seed)
+    took_s = time.perf_counter() - began
+    return SeedResult(seed, tuple(verdict.violations), verdict.ended_s, verdict.steps, took_s)
+
+
+def simulate_seeds(
+    seeds: int, first: int, jobs: int, on_seed: Callable[[SeedResult], None]
+) -> Report:
+    """Simulate `seeds` seeds from `first` on, `jobs` at a time; `on_seed` gets each result."""
+    began = time.perf_counter()
+    with process_pool(jobs) as pool:
+        found = []
+        numbers = range(first, first + seeds)
+        for seed in pool.map(simulate_seed, numbers, chunksize=4):
+            found.append(seed)
+            on_seed(seed)
+    took_s = time.perf_counter() - began
+    bad = [s for s in found if s.problems]
+    kinds = Counter(p.partition(":")[0] for s in bad for p in s.problems)
+    row = {
+        "seeds": seeds,
+        "failed": len(bad),
+        "virtual hours": sum(s.virtual_s for s in found) / 3600,
+        "s a seed": sum(s.took_s for s in found) / seeds,
+        "wall s": took_s,
+        "seeds/s": seeds / took_s,
+        "failed seeds": " ".join(str(s.seed) for s in bad[:20]),
+        "problems": ", ".join(f"{kind} {n}" for kind, n in kinds.most_common()),
+    }
+    bars = [Threshold("seeds with a problem", len(bad), "seeds", "0", not bad)]
+    return Report("faults", [row], bars)
+
+
+def seed_history(seed: int, request_id: str = "") -> str:
+    """The history of a seed, one line per event, then its violations.
+
+    With `request_id`, records of other requests are left out.
+    """
+    from app.testing.seed_simulation import simulate_seed
+
+    return simulate_seed(seed).report(request_id)

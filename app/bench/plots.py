@@ -1,0 +1,134 @@
+"""Plots of benchmark results.
+
+matplotlib is needed only here, and imported when a plot is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from app.bench.chaos.overload import OverloadResult
+    from app.bench.report import Threshold
+
+WIDTH_IN, ROW_IN, THRESHOLD_IN = 9.0, 0.5, 0.14
+"""Inches."""
+TICKS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
+
+
+def plot_chaos(rounds: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """The gaps of all streams by kind of fault, one dot per gap, on a logarithmic axis.
+
+    `rounds` are the rounds of a log; the suffix of `file` determines the format.
+    """
+    found: dict[str, list[float]] = {}
+    for line in rounds:
+        for kind, gaps_ms in line.get("gaps_ms", {}).items():
+            found.setdefault(kind, []).extend(gap / 1000 for gap in gaps_ms)
+    kinds = sorted(found)
+    figure, axes = _axes(1, 1 + ROW_IN * max(1, len(kinds)))
+    (ax,) = axes
+    for place, kind in enumerate(kinds):
+        gaps = found[kind]
+        spread = [place + 0.3 * ((n * 0.618) % 1 - 0.5) for n in range(len(gaps))]
+        ax.plot(gaps, spread, ".", markersize=4, alpha=0.4)
+    ax.set_yticks(range(len(kinds)), [f"{kind} ({len(found[kind])})" for kind in kinds])
+    ax.set_xscale("log")
+    ax.set_xticks(TICKS_S, [f"{tick:g}" for tick in TICKS_S])
+    ax.set_xticks([], minor=True)
+    ax.set_xlabel("longest silence of a running stream, seconds")
+    kills = sum(len(line.get("strikes", ())) for line in rounds)
+    ax.set_title(f"{kills} kills and stops")
+    ax.grid(axis="x", alpha=0.3)
+    figure.savefig(file, dpi=120)
+
+
+def plot_overload(result: OverloadResult, file: Path) -> None:
+    """Memory of every process and outcomes of requests over time."""
+    figure, (memory, asked) = _axes(2, 8.0)
+    began = min(sample.at for sample in result.samples)
+    parts: dict[str, tuple[list[float], list[float]]] = {}
+    for sample in result.samples:
+        times, sizes = parts.setdefault(sample.process, ([], []))
+        times.append(sample.at - began)
+        sizes.append(sample.rss_bytes / 1024 / 1024)
+    for part, (times, sizes) in sorted(parts.items()):
+        memory.plot(times, sizes, label=part)
+    memory.set_ylabel("memory, MB")
+    memory.set_ylim(bottom=0)
+    memory.legend(fontsize="small", ncols=3)
+    for label, status in (("served: first text", 200), ("refused", 529)):
+        own = [a for a in result.outcomes if a.status == status]
+        moments = [a.at - began for a in own]
+        asked.plot(moments, [1000 * a.ttft_s for a in own], ".", markersize=3, label=label)
+    asked.set_yscale("log")
+    asked.set_ylabel("milliseconds")
+    asked.set_xlabel("seconds")
+    asked.legend(fontsize="small")
+    figure.savefig(file, dpi=120)
+
+
+def plot_thresholds(thresholds: Sequence[Threshold], file: Path) -> None:
+    """Ratios: a dot for the figure, a line for its threshold; red: failed."""
+    ratios = [bar for bar in thresholds if bar.unit == "x" and math.isfinite(bar.value)]
+    figure, (ax,) = _axes(1, 1 + THRESHOLD_IN * max(1, len(ratios)))
+    for place, bar in enumerate(ratios):
+        ax.plot(bar.value, place, "o", color="tab:green" if bar.met else "tab:red", markersize=4)
+        limit = float(bar.bar.split()[-1])
+        ax.plot([limit, limit], [place - 0.4, place + 0.4], color="black", linewidth=1)
+    ax.set_yticks(range(len(ratios)), [f"{bar.name} ({bar.bar})" for bar in ratios], fontsize=6)
+    ax.set_ylim(len(ratios) - 0.5, -0.5)
+    ax.set_title(f"{sum(bar.met for bar in ratios)} of {len(ratios)} met", fontsize="medium")
+    ax.grid(axis="x", alpha=0.3)
+    figure.savefig(file, dpi=120)
+
+
+def plot_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Results of `kvlane simulate`: a diagram per figure, a bar per policy, a dot per seed.
+
+    An `.html` file is a self-contained page with the plot.
+    """
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    figure, axes = _axes(len(POLICY_FIGURES), len(POLICY_FIGURES) * (0.7 + 0.25 * len(names)))
+    for ax, (title, value) in zip(axes, POLICY_FIGURES.items(), strict=True):
+        for place, name in enumerate(names):
+            found = [value(row) for row in rows if row["policy"] == name]
+            ax.barh(place, sum(found) / len(found), height=0.7, color="tab:blue", alpha=0.6)
+            ax.plot(found, [place] * len(found), ".", color="black", markersize=4)
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.set_title(title, loc="left", fontsize="medium")
+        ax.grid(axis="x", alpha=0.3)
+    first = rows[0]
+    figure.suptitle(
+        f"{first['requests']} requests, {first['workers']} workers, {first['speed']:g}x speed"
+    )
+    if file.suffix != ".html":
+        figure.savefig(file, dpi=120)
+        return
+    picture = StringIO()
+    figure.savefig(picture, format="svg")
+    svg = picture.getvalue()
+    head = "<!doctype html><meta charset=utf-8><title>kvlane simulate</title>"
+    file.write_text(head + svg[svg.index("<svg") :], "utf-8")
+
+
+POLICY_FIGURES: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "time to the first token, mean, ms": lambda row: row["ttft_ms"]["mean"],
+    "time to the first token, p99, ms": lambda row: row["ttft_ms"]["p99"],
+    "from token to token, mean, ms": lambda row: row["itl_ms"]["mean"],
+    "time to the last token, mean, ms": lambda row: row["e2e_ms"]["mean"],
+    "prompt tokens found in a cache, %": lambda row: 100 * row["reuse"],
+}
+
+
+def _axes(rows: int, height_in: float) -> tuple[Any, Sequence[Any]]:
+    """A matplotlib figure with diagrams below each other."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return figure, list(figure.subplots(rows, 1, squeeze=False)[:, 0])

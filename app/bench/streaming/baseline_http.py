@@ -1,0 +1,103 @@
+"""Baseline of HTTP streaming: FastAPI under uvicorn, without a log or a model.
+
+    python -m app.bench.streaming.baseline_http PORT TOKENS STEP STEPS_PER_S TOTAL
+
+`POST /v1/chat/completions` streams TOKENS tokens at the rate of `token_feeder.py`, in the same
+events as the gateway. `POST /echo` returns the JSON of its body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.responses import Response, StreamingResponse
+
+from app.bench.streaming.token_feeder import timestamped_text
+from app.http.openai import sse
+from app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader
+from streams.records import Chunk
+
+
+class StepClock:
+    """A common clock of all answers; it starts when `total` have begun."""
+
+    def __init__(self, tokens: int, step: int, steps_per_s: float, total: int) -> None:
+        self.tokens, self.tokens_per_step = tokens, step
+        self._pause_s, self._total = 1 / steps_per_s, total
+        self._waiting: list[asyncio.Future[str]] = []
+        self._begun = 0
+        self._all_there = asyncio.Event()
+        self._clock: asyncio.Task[None] | None = None
+
+    def add_stream(self) -> None:
+        """Count one more answer."""
+        self._begun += 1
+        if self._begun >= self._total:
+            self._all_there.set()
+        if self._clock is None:
+            self._clock = asyncio.create_task(self._run())
+
+    async def next_text(self) -> str:
+        """The text of the next step."""
+        turn: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        return await turn
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        await self._all_there.wait()
+        due = loop.time()
+        while True:
+            waiting, self._waiting = self._waiting, []
+            text = timestamped_text(self.tokens_per_step)
+            for turn in waiting:
+                if not turn.done():
+                    turn.set_result(text)
+            due += self._pause_s
+            await asyncio.sleep(max(0.0, due - loop.time()))
+
+
+async def completion_events(step_clock: StepClock) -> AsyncIterator[bytes]:
+    """The SSE events of one answer."""
+    choice, heading = Choice(keep=False), ResponseHeader("chat", "id-1", "bench", 1700000000)
+    words = ChunkEncoder(heading, 0, with_usage=False)
+    step_clock.add_stream()
+    for index in range(0, step_clock.tokens, step_clock.tokens_per_step):
+        tokens = tuple(range(min(step_clock.tokens_per_step, step_clock.tokens - index)))
+        last = "length" if index + len(tokens) == step_clock.tokens else None
+        piece = Chunk(
+            id="", attempt=0, run="", seq=0, index=index, token_ids=tokens,
+            text=await step_clock.next_text(), finish_reason=last,
+        )  # fmt: skip
+        choice.add(piece)
+        yield sse.encode_event(words.encode(choice, piece) or b"", choice.shown_tokens)
+    yield sse.DONE
+
+
+def create_app(step_clock: StepClock) -> FastAPI:
+    """The application."""
+    api = FastAPI()
+
+    @api.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        await request.body()
+        return StreamingResponse(completion_events(step_clock), media_type=sse.MEDIA_TYPE)
+
+    @api.post("/echo")
+    async def echo(request: Request) -> Response:
+        return Response(msgspec.json.encode(msgspec.json.decode(await request.body())))
+
+    return api
+
+
+if __name__ == "__main__":
+    _, port, *numbers = sys.argv
+    own = StepClock(int(numbers[0]), int(numbers[1]), float(numbers[2]), int(numbers[3]))
+    uvicorn.run(
+        create_app(own), port=int(port), http="httptools", loop="uvloop", log_level="warning"
+    )

@@ -1,0 +1,252 @@
+"""Throughput of a gateway, and the event loop delay from prompts.
+
+Throughput: a few connections in a closed loop, one token per request, beside a bare FastAPI server
+that echoes the same bodies. Event loop: streams run at a fixed rate while prompts of one length
+arrive at fixed times; the delay of timers is the gateway's own metric. A run without prompts shows
+the delay from the machine itself. There is no router and no engine: `token_feeder.py` answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import urllib.request
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
+from app.bench.report import Report, Threshold
+from app.bench.statistics import histogram_quantile, loop_delay_buckets, percentile, spread
+from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream, wait_listening
+from app.local.processes import ManagedProcess, free_port, process_command
+from app.preprocess.models.artifacts import ArtifactStore
+from app.preprocess.models.model import publish_folder
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from app.preprocess.text.tokenizer import Tokenizer
+from app.preprocess.thread_pool import ThreadPool
+from app.settings import Settings
+from streams.records import EngineConfig
+from streams.topics import REGISTRY
+
+MODEL = "bench"
+CONTEXT_LENGTH = 131_072
+CONNECTIONS = 16
+STREAMS = 50
+STEPS_PER_S = 20
+PROMPT_RATES = {100: 20.0, 4_000: 5.0, 100_000: 1.0}
+"""Prompts per second beside the streams, by prompt length in tokens."""
+THROUGHPUT_LENGTHS = (100, 4_000)
+"""Prompt lengths of the throughput measurement."""
+PROMPTS_PER_LENGTH = {100: 256, 4_000: 64, 100_000: 8}
+"""Number of different prompts of each length. Text that was tokenised before is not tokenised
+again, as in the turns of a chat."""
+DELAY_LIMIT_MS = 20.0
+WARM_S = 3.0
+
+
+class GatewayScale(NamedTuple):
+    """Amount of work: rounds, and seconds per round."""
+
+    rounds: int
+    round_s: float
+
+
+QUICK = GatewayScale(rounds=2, round_s=5.0)
+FULL = GatewayScale(rounds=5, round_s=20.0)
+
+
+class PromptTexts:
+    """Generator of prompts of a given number of tokens, of random words."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(5)
+        self._tokenizer = Tokenizer(
+            (DEMO_MODEL_FOLDER / "tokenizer.json").read_bytes(), ThreadPool()
+        )
+
+    async def prompt_of(self, tokens: int) -> str:
+        """A text of about this number of tokens."""
+        words = [self._word() for _ in range(tokens)]
+        counted = len(await self._tokenizer.encode(" ".join(words)))
+        return " ".join(words[: max(1, tokens * len(words) // counted)])
+
+    def _word(self) -> str:
+        return "".join(self._rng.choices("abcdefghijklmnopqrstuvwxyz", k=self._rng.randint(2, 8)))
+
+
+async def bench_gateway(
+    settings: Settings,
+    scale: GatewayScale,
+    print_line: PrintLine,
+    progress: Callable[[float], None],
+) -> Report:
+    """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
+    texts = PromptTexts()
+    print_line("making prompts")
+    prompts = {
+        n: [await texts.prompt_of(n) for _ in range(count)]
+        for n, count in PROMPTS_PER_LENGTH.items()
+    }
+    async with bench_environment(settings, print_line) as on:
+        port, bare_port = free_port(), free_port()
+        artifacts = ArtifactStore(on.log, on.clock, ThreadPool(), None)
+        card = await publish_folder(
+            MODEL, DEMO_MODEL_FOLDER, artifacts, context_length=CONTEXT_LENGTH
+        )
+        await on.outbox.publish(REGISTRY, f"model/{MODEL}", card)
+        await on.register_worker(
+            "bench-1", EngineConfig(model=MODEL, context_length=CONTEXT_LENGTH)
+        )
+        child = on.launch("gateway", *process_command("gateway"), http_port=port)
+        bare = on.launch(
+            "bare", "app.bench.streaming.baseline_http", str(bare_port), "1", "1", "1", "1"
+        )
+        feeder = on.launch(
+            "feeder", "app.bench.streaming.token_feeder", "100000", "1", str(STEPS_PER_S), "0"
+        )
+        await on.wait_until(lambda: "ready" in feeder.output, feeder)
+        await wait_listening(port, on.clock, child.check)
+        await wait_listening(bare_port, on.clock, bare.check)
+        bench = GatewayLoad(on, prompts, child, port, bare_port)
+        await bench.closed_loop(THROUGHPUT_LENGTHS[0], "gateway", WARM_S)
+        shares = 1 / (scale.rounds * (2 * len(THROUGHPUT_LENGTHS) + 1 + len(PROMPT_RATES)))
+        for _ in range(scale.rounds):
+            for length in THROUGHPUT_LENGTHS:
+                for side in ("bare", "gateway"):
+                    await bench.closed_loop(length, side, scale.round_s, record=True)
+                    progress(shares)
+            for beside in (0, *PROMPT_RATES):
+                await bench.loop_delay(beside, scale.round_s)
+                progress(shares)
+        return bench.report()
+
+
+class GatewayLoad:
+    """The measurements and their results."""
+
+    def __init__(
+        self,
+        on: BenchEnvironment,
+        prompts: dict[int, list[str]],
+        child: ManagedProcess,
+        port: int,
+        bare_port: int,
+    ) -> None:
+        self._on = on
+        self._child = child
+        self._ports = {"gateway": port, "bare": bare_port}
+        self._bodies = {n: [_body(text) for text in texts] for n, texts in prompts.items()}
+        self._per_s: dict[tuple[int, str], list[float]] = {}
+        self._took_ms: dict[tuple[int, str], list[float]] = {}
+        self._delays: dict[int, list[list[float]]] = {}
+
+    async def closed_loop(
+        self, length: int, side: str, seconds: float, *, record: bool = False
+    ) -> None:
+        """Send requests on some connections, one after the other on each."""
+        path = "/echo" if side == "bare" else "/v1/chat/completions"
+        requests = [http_request(path, body) for body in self._bodies[length]]
+        clock = self._on.clock
+        until = clock.now() + seconds
+        took_s: list[float] = []
+
+        async def ask(number: int) -> None:
+            caller = await HttpConnection.connect(self._ports[side])
+            while (began := clock.now()) < until:
+                status = await caller.request(requests[number % len(requests)])
+                if status != 200:
+                    raise BenchFailed(f"{side} answered {status}")
+                took_s.append(clock.now() - began)
+                number += 1
+            caller.close()
+
+        async with asyncio.timeout(seconds + 60):
+            await asyncio.gather(*(ask(number) for number in range(CONNECTIONS)))
+        if record:
+            self._per_s.setdefault((length, side), []).append(len(took_s) / seconds)
+            took_ms = 1000 * percentile(took_s, 0.5)
+            self._took_ms.setdefault((length, side), []).append(took_ms)
+
+    async def loop_delay(self, length: int, seconds: float) -> None:
+        """Run streams beside prompts of a length (0: none), and read the loop delay metric."""
+        port, clock = self._ports["gateway"], self._on.clock
+        body = _body("hi", int(STEPS_PER_S * (seconds + 2)), stream=True)
+        stream = http_request("/v1/chat/completions", body)
+        streams = [asyncio.create_task(read_stream(port, stream, clock)) for _ in range(STREAMS)]
+        await clock.sleep(1)
+        before = await self._buckets()
+        asks = []
+        began = clock.now()
+        rate = PROMPT_RATES.get(length, 0.0)
+        for number in range(int(rate * seconds)):
+            await clock.sleep(max(0.0, began + number / rate - clock.now()))
+            request = http_request(
+                "/v1/chat/completions", self._bodies[length][number % PROMPTS_PER_LENGTH[length]]
+            )
+            asks.append(asyncio.create_task(self._once(port, request)))
+        await clock.sleep(max(0.0, began + seconds - clock.now()))
+        after = await self._buckets()
+        async with asyncio.timeout(60):
+            statuses = await asyncio.gather(*asks)
+            told = await asyncio.gather(*streams)
+        if any(status != 200 for status in statuses) or not all(one.is_complete for one in told):
+            raise BenchFailed(f"prompts of {length} tokens were not all answered: {statuses}")
+        counts = [(bound, after[bound] - before[bound]) for bound in sorted(after)]
+        figures = [1000 * histogram_quantile(counts, share) for share in (0.5, 0.99)]
+        late = [late for one in told for late in one.latencies_s]
+        self._delays.setdefault(length, []).append([*figures, 1000 * percentile(late, 0.99)])
+
+    async def _once(self, port: int, request: bytes) -> int:
+        caller = await HttpConnection.connect(port)
+        try:
+            return await caller.request(request)
+        finally:
+            caller.close()
+
+    async def _buckets(self) -> dict[float, float]:
+        self._child.check()
+        url = f"http://127.0.0.1:{self._ports['gateway']}/metrics"
+        page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())
+        return loop_delay_buckets(page.decode())
+
+    def report(self) -> Report:
+        """The report of all measurements."""
+        rows: list[dict[str, Any]] = [
+            {
+                "prompt": f"{length} tokens, {CONNECTIONS} connections",
+                "side": side,
+                "requests/s": str(spread(per_s)),
+                "p50 ms": str(spread(self._took_ms[length, side])),
+                "delay p50 ms": "",
+                "delay p99 ms": "",
+                "token p99 ms": "",
+                "rounds": len(per_s),
+            }
+            for (length, side), per_s in self._per_s.items()
+        ]
+        bars = []
+        for length, rounds in self._delays.items():
+            p50, p99, late = (spread(figures) for figures in zip(*rounds, strict=True))
+            beside = f"{PROMPT_RATES[length]:g}/s of {length} tokens" if length else "none"
+            rows.append(
+                {
+                    "prompt": f"{beside} beside {STREAMS} streams",
+                    "side": "gateway",
+                    "requests/s": "",
+                    "p50 ms": "",
+                    "delay p50 ms": f"<= {p50.median:g}",
+                    "delay p99 ms": f"<= {p99.median:g} ({p99.low:g}-{p99.high:g})",
+                    "token p99 ms": str(late),
+                    "rounds": len(rounds),
+                }
+            )
+            if length:
+                name = f"loop delay p99 beside {length} tokens"
+                met = p99.median <= DELAY_LIMIT_MS
+                bars.append(Threshold(name, p99.median, "ms", f"<= {DELAY_LIMIT_MS:g}", met))
+        return Report("gateway", rows, bars)
+
+
+def _body(text: str, max_tokens: int = 1, *, stream: bool = False) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": MODEL, "messages": messages, "max_tokens": max_tokens, "stream": stream}

@@ -1,0 +1,134 @@
+"""Latency of refusing requests without a valid API key, beside running streams.
+
+Streams of a tenant run at a fixed rate. Beside them requests arrive whose key is missing, wrong or
+revoked, each on a new connection or all on a kept one. There is no router and no engine:
+`token_feeder.py` answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from app.access import key_file
+from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
+from app.bench.report import Report, Threshold
+from app.bench.statistics import percentile
+from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream, wait_listening
+from app.local.processes import free_port, process_command
+from app.settings import Settings
+from streams.records import EngineConfig
+
+MODEL = "bench"
+PATH = "/v1/chat/completions"
+STREAMS = 64
+STEPS_PER_S = 20
+REQUEST_INTERVAL_S = 0.01
+KEY_RELOAD_WAIT_S = 2.5
+"""More than the second after which processes have read a changed file of keys."""
+LATENCY_LIMIT_MS = 50.0
+
+
+class KeyRefusalScale(NamedTuple):
+    """Amount of work: requests for each kind of key and connection."""
+
+    requests: int
+
+
+QUICK = KeyRefusalScale(200)
+FULL = KeyRefusalScale(1000)
+
+
+async def bench_key_refusals(
+    settings: Settings,
+    scale: KeyRefusalScale,
+    print_line: PrintLine,
+    progress: Callable[[float], None],
+) -> Report:
+    """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
+    async with bench_environment(settings, print_line) as on:
+        valid, revoked = key_file.new_key("acme"), key_file.new_key("acme")
+        path = on.output_folder / "keys.json"
+        keys = key_file.KeyFile().with_key(valid.entry).with_key(revoked.entry)
+        key_file.write_key_file(path, keys)
+        port = free_port()
+        await on.register_worker("bench-1", EngineConfig(model=MODEL, context_length=4096))
+        child = on.launch(
+            "gateway", *process_command("gateway"), http_port=port,
+            api_keys_file=path,
+            stream_secret="bench", metrics_allow_anonymous=True,  # noqa: S106 - of this run
+        )  # fmt: skip
+        feeder = on.launch(
+            "feeder", "app.bench.streaming.token_feeder", "100000", "1", str(STEPS_PER_S), "0"
+        )
+        await on.wait_until(lambda: "ready" in feeder.output, feeder)
+        await wait_listening(port, on.clock, child.check)
+        await on.wait_until(lambda: "is ready" in child.output, child)
+        tokens = {"missing": "", "wrong": valid.token[:-8] + "AAAAAAAA", "revoked": revoked.token}
+        key_file.write_key_file(path, keys.without(revoked.entry.id))
+        await on.clock.sleep(KEY_RELOAD_WAIT_S)
+        stream = http_request(PATH, _body(stream=True), valid.token)
+        streams = [asyncio.create_task(read_stream(port, stream, on.clock)) for _ in range(STREAMS)]
+        try:
+            await on.clock.sleep(1)
+            rows, bars = [], []
+            for kind, token in tokens.items():
+                for is_kept in (False, True):
+                    took_ms = await _refused(on, port, token, scale.requests, is_kept=is_kept)
+                    rows.append(_row(kind, took_ms, is_kept=is_kept))
+                    p99 = percentile(took_ms, 0.99)
+                    where = "kept connection" if is_kept else "new connections"
+                    name = f"401 for a {kind} key, {where}, p99"
+                    bars.append(
+                        Threshold(
+                            name, p99, "ms", f"<= {LATENCY_LIMIT_MS:g}", p99 <= LATENCY_LIMIT_MS
+                        )
+                    )
+                    progress(1 / (2 * len(tokens)))
+            if any(task.done() for task in streams):
+                raise BenchFailed("a stream ended before all requests were refused")
+        finally:
+            for task in streams:
+                task.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+        return Report("access", rows, bars)
+
+
+async def _refused(
+    on: BenchEnvironment, port: int, token: str, count: int, *, is_kept: bool
+) -> list[float]:
+    """Milliseconds from the request (new: from connecting) to its answer. Raises BenchFailed."""
+    request = http_request(PATH, _body(stream=False), token)
+    took_ms, caller = [], await HttpConnection.connect(port)
+    try:
+        for _ in range(count):
+            began = on.clock.now()
+            if not is_kept:
+                caller.close()
+                caller = await HttpConnection.connect(port)
+            status = await caller.request(request)
+            took_ms.append(1000 * (on.clock.now() - began))
+            if status != 401:
+                raise BenchFailed(f"a request without a valid key was answered with {status}")
+            await on.clock.sleep(REQUEST_INTERVAL_S)
+    finally:
+        caller.close()
+    return took_ms
+
+
+def _row(kind: str, took_ms: list[float], *, is_kept: bool) -> dict[str, Any]:
+    return {
+        "key": kind,
+        "connection": "kept" if is_kept else "new",
+        "streams beside": STREAMS,
+        "p50 ms": f"{percentile(took_ms, 0.5):.1f}",
+        "p99 ms": f"{percentile(took_ms, 0.99):.1f}",
+        "max ms": f"{max(took_ms):.1f}",
+        "requests": len(took_ms),
+    }
+
+
+def _body(*, stream: bool) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "hi"}]
+    return {"model": MODEL, "messages": messages, "max_tokens": 4000, "stream": stream}

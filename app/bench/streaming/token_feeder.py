@@ -1,0 +1,129 @@
+"""A worker without an engine: it answers every request with tokens at a fixed rate.
+
+    python -m app.bench.streaming.token_feeder TOKENS STEP STEPS_PER_S TOTAL
+
+Reads `requests` (no router), and appends through the writers of real workers
+(`app/serving/chunk_writer.py`). All answers step together, as in a batching engine: TOKENS each,
+STEP at a time. The text of a step begins with the time of its creation, so that readers can compute
+its latency. All answers wait until TOTAL requests have arrived. Prints `ready` when it reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+import uvloop
+
+from app.runtime.process import ProcessContext
+from app.serving.chunk_writer import ChunkStream, ChunkWriters, FinalChunk
+from app.settings import Settings
+from streams.codecs import decode
+from streams.kafka.kafka_log import KafkaLog
+from streams.ports import Partition
+from streams.record_publisher import RecordPublisher
+from streams.records import Usage
+from streams.request import Request
+from streams.topics import REQUESTS, RESPONSES
+
+RUN = "1"
+WORD = "word "
+
+
+def timestamped_text(tokens: int) -> str:
+    """The text of one step of this number of tokens, with the current time in it."""
+    return f"@{time.monotonic():.6f} {WORD * (tokens - 1)}"
+
+
+class TokenFeeder:
+    """Steps all open answers together."""
+
+    def __init__(
+        self, writers: ChunkWriters, tokens: int, step: int, steps_per_s: float, total: int
+    ) -> None:
+        self._writers = writers
+        self._tokens = tokens
+        self._step = step
+        self._pause_s = 1 / steps_per_s
+        self._total = total
+        self._open: dict[ChunkStream, int] = {}
+        self._ends: set[asyncio.Task[None]] = set()
+        self._begun = 0
+        self._all_there = asyncio.Event()
+
+    def start_response(self, request: Request) -> None:
+        """Add a request; one with a single token is answered at once."""
+        stream = self._writers.open(request.id, 0, RUN, index=0, chars=0)
+        stream.release()
+        left = min(self._tokens, request.stop.max_tokens or self._tokens)
+        if left == 1:
+            self._end(stream, 1)
+        else:
+            self._open[stream] = left
+        self._begun += 1
+        if self._begun >= self._total:
+            self._all_there.set()
+
+    async def run(self) -> None:
+        """Step forever, once all expected requests have arrived."""
+        loop = asyncio.get_running_loop()
+        await self._all_there.wait()
+        due = loop.time()
+        while True:
+            text = timestamped_text(self._step)
+            for stream, left in list(self._open.items()):
+                if left <= self._step:
+                    del self._open[stream]
+                    self._end(stream, left)
+                else:
+                    self._open[stream] = left - self._step
+                    await stream.push(range(1000, 1000 + self._step), text)
+            due += self._pause_s
+            await asyncio.sleep(max(0.0, due - loop.time()))
+
+    def _end(self, stream: ChunkStream, left: int) -> None:
+        """Send the last tokens and the final Chunk in a task."""
+        self._ends.add(end := asyncio.create_task(self._last(stream, left)))
+        end.add_done_callback(self._ends.discard)
+
+    async def _last(self, stream: ChunkStream, left: int) -> None:
+        await stream.push(range(1000, 1000 + left), timestamped_text(left))
+        await stream.finish(FinalChunk("length", Usage(prompt_tokens=1, completion_tokens=left)))
+
+
+async def run_feeder(
+    settings: Settings, tokens: int, step: int, steps_per_s: float, total: int
+) -> None:
+    """Until it is ended."""
+    log = KafkaLog(settings.kafka_connection("feeder"), prefix=settings.topic_prefix)
+    await log.start()
+    life = ProcessContext("feeder")
+    writers = ChunkWriters(RecordPublisher(log, life.clock), life, await log.partitions(RESPONSES))
+    feeder = TokenFeeder(writers, tokens, step, steps_per_s, total)
+    life.spawn("steps", feeder.run())
+    reader = log.reader()
+    lanes = list(range(await log.partitions(REQUESTS)))
+    ends = await log.end_offsets(REQUESTS, lanes)
+    reader.assign({Partition(REQUESTS, lane): ends[lane] for lane in lanes})
+    await reader.poll(0.1)
+    print("ready", flush=True)  # noqa: T201 - read by the parent process
+    while life.error is None:
+        for records in (await reader.poll(0.5)).values():
+            for record in records:
+                if isinstance(request := decode(record), Request):
+                    feeder.start_response(request)
+    raise life.error
+
+
+if __name__ == "__main__":
+    _, *numbers = sys.argv
+    uvloop.run(
+        run_feeder(
+            Settings(),
+            int(numbers[0]),
+            int(numbers[1]),
+            float(numbers[2]),
+            int(numbers[3]),
+        )
+    )

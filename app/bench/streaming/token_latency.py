@@ -1,0 +1,157 @@
+"""CPU time and added latency of a token between engine and client.
+
+    feeder ──► responses ──► gateway ──► SSE ──► clients (this process)
+    bare                            ──► SSE ──► the same clients: the cost of HTTP alone
+
+Measures the CPU time of worker side and gateway together per token, and the time from the creation
+of a step to its receipt. The bare server creates the same events in its own process, without a log
+in between; both take turns in the same run, at the same rate, with the same number of streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
+from app.bench.report import Report, Threshold
+from app.bench.statistics import percentile, spread
+from app.bench.streaming.raw_http import http_request, read_stream, wait_listening
+from app.local.processes import ManagedProcess, free_port, process_command
+from app.settings import Settings
+from streams.records import EngineConfig
+
+STREAMS = 100
+TOKENS_PER_S = 5000
+MODEL = "bench"
+CPU_LIMITS_US = {1: 20.0, 8: 10.0}
+"""Limits of the CPU time of a token in microseconds, by tokens per step."""
+ADDED_LATENCY_LIMIT_MS = 10.0
+WARM_UP_TOKENS = 200
+CHAT = {"model": MODEL, "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+
+
+class TokenScale(NamedTuple):
+    """Amount of work: tokens per answer (all streams run at once), and rounds."""
+
+    tokens: int
+    rounds: int
+
+
+QUICK = TokenScale(tokens=400, rounds=3)
+FULL = TokenScale(tokens=2000, rounds=5)
+
+
+class TokenRound(NamedTuple):
+    """Figures of one side. CPU in microseconds per token, by process."""
+
+    side: str
+    tokens_per_step: int
+    cpu_us: dict[str, float]
+    p50_ms: float
+    p99_ms: float
+    tokens: int
+    events: int
+
+    @property
+    def total_cpu_us(self) -> float:
+        """CPU time of all processes."""
+        return sum(self.cpu_us.values())
+
+
+async def bench_tokens(
+    settings: Settings, scale: TokenScale, print_line: PrintLine, progress: Callable[[float], None]
+) -> Report:
+    """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
+    rounds: list[TokenRound] = []
+    async with bench_environment(settings, print_line) as on:
+        port = free_port()
+        gateway = on.launch("gateway", *process_command("gateway"), http_port=port)
+        await on.register_worker("bench-1", EngineConfig(model=MODEL, context_length=131_072))
+        await wait_listening(port, on.clock, gateway.check)
+        await _round(on, "kvlane", 1, WARM_UP_TOKENS, gateway, port)
+        for number in range(scale.rounds):
+            for step in CPU_LIMITS_US:
+                sides = ["bare", "kvlane"] if number % 2 == 0 else ["kvlane", "bare"]
+                for side in sides:
+                    rounds.append(await _round(on, side, step, scale.tokens, gateway, port))
+                    progress(1 / (scale.rounds * len(CPU_LIMITS_US) * 2))
+    return _report(rounds)
+
+
+async def _round(
+    on: BenchEnvironment, side: str, step: int, count: int, gateway: ManagedProcess, port: int
+) -> TokenRound:
+    steps_per_s = TOKENS_PER_S / STREAMS / step
+    pace = [str(count), str(step), str(steps_per_s), str(STREAMS)]
+    if side == "bare":
+        port = free_port()
+        measured = [on.launch(side, "app.bench.streaming.baseline_http", str(port), *pace)]
+        await wait_listening(port, on.clock, measured[0].check)
+    else:
+        feeder = on.launch("feeder", "app.bench.streaming.token_feeder", *pace)
+        await on.wait_until(lambda: "ready" in feeder.output, feeder)
+        measured = [gateway, feeder]
+    try:
+        before = {child.name: child.cpu_s for child in measured}
+        request = http_request("/v1/chat/completions", CHAT)
+        seconds = count / step / steps_per_s
+        async with asyncio.timeout(60 + 2 * seconds):
+            streams = await asyncio.gather(
+                *(read_stream(port, request, on.clock) for _ in range(STREAMS))
+            )
+        after = {child.name: child.cpu_s for child in measured}
+    finally:
+        on.stop_process(measured[-1])
+    got = sum(stream.tokens for stream in streams)
+    if got != STREAMS * count or not all(stream.is_complete for stream in streams):
+        raise BenchFailed(f"{side}: {got} of {STREAMS * count} tokens arrived")
+    late_ms = [1000 * late for stream in streams for late in stream.latencies_s]
+    return TokenRound(
+        side,
+        step,
+        {name: (after[name] - before[name]) / got * 1e6 for name in before},
+        percentile(late_ms, 0.5),
+        percentile(late_ms, 0.99),
+        got,
+        sum(stream.events for stream in streams),
+    )
+
+
+def _report(rounds: list[TokenRound]) -> Report:
+    rows: list[dict[str, Any]] = []
+    bars: list[Threshold] = []
+    for step, bar_us in CPU_LIMITS_US.items():
+        sides = {
+            side: [r for r in rounds if (r.side, r.tokens_per_step) == (side, step)]
+            for side in ("bare", "kvlane")
+        }
+        for side, own in sides.items():
+            parts = {name: median(r.cpu_us[name] for r in own) for name in own[0].cpu_us}
+            rows.append(
+                {
+                    "side": side,
+                    "tokens/step": step,
+                    "CPU us/token": str(spread([r.total_cpu_us for r in own])),
+                    "of it": ", ".join(f"{name} {us:.1f}" for name, us in parts.items()),
+                    "p50 ms": str(spread([r.p50_ms for r in own])),
+                    "p99 ms": str(spread([r.p99_ms for r in own])),
+                    "tokens": own[0].tokens,
+                    "events": own[0].events,
+                    "rounds": len(own),
+                }
+            )
+        cpu_us = median(r.total_cpu_us for r in sides["kvlane"])
+        added_ms = median(r.p99_ms for r in sides["kvlane"]) - median(
+            r.p99_ms for r in sides["bare"]
+        )
+        bars += [
+            Threshold(f"CPU at {step} a step", cpu_us, "us/token", f"<= {bar_us:g}",
+                cpu_us <= bar_us),
+            Threshold(f"p99 added at {step} a step", added_ms, "ms",
+                f"<= {ADDED_LATENCY_LIMIT_MS:g}",
+                added_ms <= ADDED_LATENCY_LIMIT_MS),
+        ]  # fmt: skip
+    return Report("tokens", rows, bars)

@@ -1,0 +1,193 @@
+"""The commands `rebuild_view`, `verify-decisions` and `explain_request`: state and decisions, from
+the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import typer
+from rich.markup import escape
+
+from app.commands import capture_commands
+from app.commands import console as screen
+from app.settings import Settings
+
+if TYPE_CHECKING:
+    from app.audit.rebuild import RebuiltView
+    from app.audit.recompute import RecomputeReport
+    from app.audit.timeline import RequestTimeline
+
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Write the result to this file as well.")
+]
+
+
+def replay(
+    *,
+    view: Annotated[
+        Literal["load", "fleet", "index"],
+        typer.Option(help="load: requests and runs; fleet: workers; index: cached blocks."),
+    ],
+    at: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME|OFFSETS",
+            help="Read up to here, not to the end: 2025-11-21T06:40:00Z, -15m, or "
+            "ledger/3:1200,ledger/4:980.",
+        ),
+    ] = "",
+    json: JsonOption = None,
+) -> None:
+    """Rebuild a materialized view of the routers from the log alone.
+
+    Prints the offsets that were read to, a hash of the state (equal for replicas at the same
+    offsets), and a summary. Reads only.
+
+    Examples:
+
+    - `kvlane replay --view load`: which requests are open, and on which worker
+
+    - `kvlane replay --view fleet --at -15m`: the workers of 15 minutes ago
+
+    - `kvlane replay --view load --at ledger/3:1200 --json load.json`: lane 3 before offset 1200
+    """
+    result = asyncio.run(_replay(view, at))
+    _show_replayed(result)
+    _write(json, result)
+
+
+def verify_decisions(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="FILE|PERIOD", help="A capture, or a period: -1h, -1h..-5m."),
+    ],
+    *,
+    json: JsonOption = None,
+) -> None:
+    """Recompute routing decisions from their own records, and compare to the last bit.
+
+    Prints how many have the same worker and costs, and the first that differs; exit code 1 if there
+    is one. Reads only.
+
+    Examples:
+
+    - `kvlane verify-decisions -1h`: all decisions of the last hour
+
+    - `kvlane verify-decisions incident.jsonl.zst`: those of a capture
+    """
+    found = _recompute(source)
+    _show_recomputed(found)
+    _write(json, found)
+    if found.differ:
+        raise typer.Exit(1)
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")],
+    *,
+    inputs: Annotated[
+        bool, typer.Option("--inputs", help="Show all inputs of every candidate's cost.")
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Show why a request went to its worker, and its timeline.
+
+    First each decision with the runner-up and the engine's figures, then the timeline: the request,
+    the candidates with the terms of their costs, the workers' reports, failovers, the response
+    stream, and the end. From the log alone: the ledger is kept for a day, requests and responses
+    for an hour. Never shows prompts or answers.
+
+    Examples:
+
+    - `kvlane explain 019aa5c1-7f3e-7c02-9d41-0123456789ab-5e884898`
+
+    - `kvlane explain job-17 --inputs`: the id has no time in it, so the whole lane is read
+    """
+    from app.commands import explain_view
+
+    told = asyncio.run(_explain(request_id))
+    if json is not None and told.steps:
+        _write(json, explain_view.timeline_json(told))
+    if not explain_view.show_timeline(told, screen.make_console(), inputs=inputs):
+        raise typer.Exit(1)
+
+
+async def _replay(view: Any, at: str) -> RebuiltView:
+    from app.audit.rebuild import rebuild_view as build
+    from app.audit.time_range import parse_moment
+    from app.commands import kafka_client
+    from streams.clock import SystemClock
+
+    settings, clock = Settings(), SystemClock()
+    wanted = parse_moment(at, clock.wall_ms()) if at else None
+    async with kafka_client.connect_kafka(settings, "kvlane-replay") as log:
+        with screen.reading_progress("reading") as progress:
+            return await build(log, settings, clock, view, wanted, progress)
+
+
+async def _explain(request_id: str) -> RequestTimeline:
+    from app.audit.timeline import explain_request as tell
+    from app.commands import kafka_client
+    from streams.clock import SystemClock
+
+    async with kafka_client.connect_kafka(Settings(), "kvlane-explain") as log:
+        with screen.reading_progress("reading") as progress:
+            return await tell(log, SystemClock(), request_id, progress)
+
+
+def _recompute(source: str) -> RecomputeReport:
+    from app.audit.recompute import RecomputeReport
+
+    found = RecomputeReport()
+    capture_commands.read(source, found.add_line)
+    return found
+
+
+def _write(file: Path | None, result: Any) -> None:
+    if file is not None:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+
+
+def _show_recomputed(found: RecomputeReport) -> None:
+    console = screen.make_console()
+    policies = ", ".join(f"{name} {count}" for name, count in found.policies.most_common())
+    console.print(
+        f"{found.decisions} decisions recomputed ({policies or 'none'}): "
+        f"[bold]{found.same} equal to the last bit[/], {found.differ} different"
+    )
+    for count, why in (
+        (found.without_inputs, "have no recorded candidates, or a policy of another version"),
+        (found.without_session, "depend on a session whose request is no longer retained"),
+    ):
+        if count:
+            console.print(f"{count} could not be recomputed: they {why}", style="yellow")
+    if found.first:
+        console.print(f"[red]first difference:[/] {escape(found.first)}")
+
+
+def _show_replayed(result: RebuiltView) -> None:
+    console = screen.make_console()
+    table = screen.plain_table(
+        "partition", "read from", "position", "records", "malformed", "state hash"
+    )
+    for state in result.partitions:
+        if state.records or state.start < state.position:
+            numbers = (state.start, state.position, state.records, state.malformed)
+            name = f"{state.topic}/{state.partition}"
+            table.add_row(name, *map(str, numbers), state.state_hash)
+    console.print(table)
+    empty = sum(not s.records and s.start == s.position for s in result.partitions)
+    if empty:
+        console.print(f"{empty} partitions without records", style="dim")
+    console.print(f"\n[bold]{result.fold}[/] state hash {result.state_hash}")
+    summary = screen.plain_table("", "")
+    summary.show_header = False
+    for name, value in result.summary.items():
+        rows = value.items() if isinstance(value, dict) else [("", screen.format_value(value))]
+        for number, (key, item) in enumerate(rows or [("", "none")]):
+            summary.add_row(name if number == 0 else "", escape(f"{key}  {item}".strip()))
+    console.print(summary)

@@ -1,0 +1,56 @@
+"""Console output of commands: tables without frames, and a progress bar on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+TABLE_WIDTH = 160
+"""Width of tables in files and pipes, in characters."""
+
+
+def make_console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else TABLE_WIDTH, highlight=False)
+
+
+def escape_control(text: str) -> str:
+    """A text from a topic, with control characters escaped, which could control the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def plain_table(*columns: str, right: str = "") -> Table:
+    """A table without frames; `right`: right-aligned columns, separated by spaces."""
+    made = Table(box=None, pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right.split() else "left")
+    return made
+
+
+def progress_bar(console: Console, *, transient: bool = False) -> Progress:
+    """A bar with a description, a share and the elapsed time, to which tasks are added."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console, transient=transient)
+
+
+@contextmanager
+def reading_progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error, removed at the end."""
+    with progress_bar(Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def format_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {format_value(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(format_value, value)) or "none"
+    return str(value)

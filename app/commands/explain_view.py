@@ -1,0 +1,180 @@
+"""The timeline of a request on a terminal: its decisions, and the records about it."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from app.audit.cost_terms import DecisionReasons
+from app.audit.time_range import format_time
+from app.audit.timeline import ExplainedDecision, RequestTimeline, TimelineStep
+from app.audit.unknown_ids import explain_unknown
+from app.commands.console import format_value, plain_table
+from streams.records import Assigned, Cancel, Refused
+from streams.request import Request
+from streams.topics import REQUESTS, TOPICS_BY_NAME
+
+_SHOWN_ELSEWHERE = frozenset({
+    "worker", "epoch", "rank", "attempt", "policy", "router", "held_ms", "cached_tokens_predicted",
+    "ttft_ms_predicted",
+})  # fmt: skip
+_HOUR_MS = 3_600_000
+
+
+def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool = False) -> bool:
+    """Print a timeline; False when the log has nothing about the request."""
+    if not timeline.steps:
+        why = explain_unknown(timeline.request_id, timeline.now_ms)
+        console.print(f"[red]nothing found about[/] {escape(timeline.request_id)}: {escape(why)}")
+        return False
+    began_ms = timeline.steps[0].at_ms
+    asked = next((s for s in timeline.steps if s.name == Request.__name__), None)
+    about = "" if asked is None else f": {asked.fields.get('prompt_tokens', 0)} prompt tokens"
+    model = "" if asked is None else str(asked.fields.get("model", ""))
+    console.print(
+        f"[bold]{escape(timeline.request_id)}[/] in lane {timeline.lane}, from "
+        f"{format_time(began_ms)} UTC"
+        f"{about}{f' for {escape(model)}' if model else ''}"
+    )
+    if asked is None:
+        console.print(_without_request({step.name for step in timeline.steps}), style="yellow")
+    if decisions := [step.decision for step in timeline.steps if step.decision is not None]:
+        console.print()
+        console.print(_summary(decisions))
+    for step in timeline.steps:
+        _show_step(step, step.at_ms - began_ms, console, inputs=inputs)
+    ending = timeline.ending or "not ended yet, or its end is no longer retained"
+    console.print(f"\n[bold]ended:[/] {escape(ending)}")
+    return True
+
+
+def _without_request(steps: Container[str]) -> str:
+    """Why the request itself is missing from a timeline."""
+    if Refused.__name__ in steps:
+        return "its prompt was rejected before a router got it"
+    if Cancel.__name__ in steps and Assigned.__name__ not in steps:
+        return "only a cancel has this id: no request, as far as the log goes back"
+    hours = (TOPICS_BY_NAME[REQUESTS].retention_ms or 0) / _HOUR_MS
+    return f"the request is no longer retained ({hours:g} h)"
+
+
+def timeline_json(timeline: RequestTimeline) -> dict[str, Any]:
+    return {
+        "id": timeline.request_id,
+        "lane": timeline.lane,
+        "ending": timeline.ending,
+        "steps": [
+            {
+                "at_ms": step.at_ms, "topic": step.source.topic,
+                "partition": step.source.partition, "offset": step.offset, "name": step.name,
+                "fields": step.fields,
+            }
+            | (
+                {}
+                if (decision := step.decision) is None
+                else {"reasons": decision.reasons, "actual": decision.actual._asdict()}
+            )
+            for step in timeline.steps
+        ],
+    }  # fmt: skip
+
+
+def _summary(decisions: list[ExplainedDecision]) -> Table:
+    """A row for each decision."""
+    shown = plain_table(
+        "attempt", "worker", "why", "cached: expected", "actual", "ttft: expected", "actual"
+    )
+    for record, reasons, actual in decisions:
+        why = "no inputs recorded" if reasons is None else reasons.words
+        expected_ms = f"{record.ttft_ms_predicted:.1f} ms" if record.ttft_ms_predicted else "-"
+        shown.add_row(
+            str(record.attempt), f"[bold]{escape(_place(record))}[/]", escape(why),
+            f"{record.cached_tokens_predicted} tokens",
+            "-" if actual.cached_tokens is None else f"{actual.cached_tokens}", expected_ms,
+            "-" if actual.ttft_ms is None else f"{actual.ttft_ms:.1f} ms",
+        )  # fmt: skip
+    return shown
+
+
+def _place(each: Any) -> str:
+    """A worker, with its rank unless that is 0."""
+    return f"{each.worker}/{each.rank}" if each.rank else str(each.worker)
+
+
+def _show_step(step: TimelineStep, after_ms: int, console: Console, *, inputs: bool) -> None:
+    place = f"[dim]{step.source.topic}/{step.source.partition}:{step.offset}[/]"
+    console.print(f"\n+{after_ms / 1000:.3f} s  [bold]{step.name}[/]  {place}")
+    fields = step.fields
+    if step.decision is not None:
+        _show_decision(step.decision, console)
+        fields = {name: value for name, value in fields.items() if name not in _SHOWN_ELSEWHERE}
+    shown = "  ".join(
+        f"[dim]{name}[/] {escape(format_value(value))}" for name, value in fields.items()
+    )
+    console.print(f"  {shown}")
+    if step.decision is not None and (reasons := step.decision.reasons) is not None:
+        console.print(_terms(reasons))
+        if inputs:
+            console.print(_inputs(reasons))
+
+
+def _show_decision(decision: ExplainedDecision, console: Console) -> None:
+    record, reasons = decision.record, decision.reasons
+    by = f" by {record.router}" if record.router else ""
+    held = f", queued {record.held_ms} ms" if record.held_ms else ""
+    attempt = f", attempt {record.attempt}" if record.attempt else ""
+    policy = f", policy {record.policy}" if record.policy else ""
+    console.print(
+        f"  to [bold]{escape(_place(record))}[/] (epoch {record.epoch}){escape(by)}"
+        f"{policy}{attempt}{held}"
+    )
+    if reasons is not None:
+        console.print(f"  {escape(reasons.words)}")
+        if reasons.difference:
+            console.print(f"  [red]recomputed, it differs:[/] {escape(reasons.difference)}")
+
+
+def _terms(reasons: DecisionReasons) -> Table:
+    """A row for each candidate, the chosen one marked: its cost, the terms of it, its state."""
+    names = list(reasons.chosen.terms)
+    unit = f" {reasons.unit}" if reasons.unit else ""
+    state = ["cached tokens", "open runs", "open tokens", "waiting tokens"]
+    shown = plain_table("", "worker", f"cost{unit}", *names, *state)
+    for column in shown.columns[2:]:
+        column.justify = "right"
+    for each in sorted([reasons.chosen, *reasons.others], key=lambda w: w.cost):
+        is_chosen = each is reasons.chosen
+        has = each.inputs
+        shown.add_row(
+            "  *" if is_chosen else "", escape(_place(each)), _number(each.cost),
+            *(_number(each.terms[name]) for name in names), str(each.cached_tokens),
+            *(str(count) for count in (has.open_runs, has.open_tokens, has.prefill_tokens)),
+            style="bold" if is_chosen else "",
+        )  # fmt: skip
+    return shown
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def _inputs(reasons: DecisionReasons) -> Table:
+    """A row for each candidate, and a column for each input that any of them has."""
+    weighed = sorted([reasons.chosen, *reasons.others], key=lambda w: w.cost)
+    candidates = [each.inputs for each in weighed]
+    fields = [
+        field.name
+        for field in msgspec.structs.fields(candidates[0])
+        if field.required or any(getattr(each, field.name) != field.default for each in candidates)
+    ]
+    shown = plain_table("", *fields)
+    for each in candidates:
+        is_chosen = each is reasons.chosen.inputs
+        values = (escape(format_value(getattr(each, name))) for name in fields)
+        shown.add_row("  *" if is_chosen else "", *values, style="bold" if is_chosen else "")
+    return shown

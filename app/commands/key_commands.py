@@ -1,0 +1,151 @@
+"""The commands `kvlane keys`: edit the file of API keys, which gateways reload within a second."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from app.access import key_file
+from app.access.key_file import KeyFile, KeyFileError, Role, Tenant
+from app.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
+
+_File = Annotated[
+    Path | None, typer.Option("--file", help="The key file; default: KVLANE_API_KEYS_FILE.")
+]
+_NO_LIMIT = -1
+_LIMITS = ("requests", "tokens", "requests_per_minute", "tokens_per_minute")
+
+
+@app.command()
+def create(
+    *,
+    tenant: Annotated[str, typer.Option(help="Owner of the key. A new tenant has no limits.")],
+    role: Annotated[
+        str, typer.Option(help="user, operator (dry runs, indexer, metrics) or metrics.")
+    ] = "user",
+    note: Annotated[str, typer.Option(help="Purpose of the key, for the list.")] = "",
+    days: Annotated[float | None, typer.Option(min=0, help="Days after which it expires.")] = None,
+    file: _File = None,
+) -> None:
+    """Create a key and print it, only this once: the file has a salted hash of it.
+
+    Creates the file if necessary, readable for its owner only.
+    """
+    path = _path(file)
+    expires = None if days is None else datetime.now(UTC) + timedelta(days=days)
+    key = key_file.new_key(tenant, _role(role), note, expires)
+    with key_file.lock_key_file(path):
+        content = key_file.read_key_file(path) if path.exists() else KeyFile()
+        key_file.write_key_file(path, content.with_key(key.entry))
+    typer.echo(key.token)
+
+
+@app.command("list")
+def list_keys(*, file: _File = None) -> None:
+    """Show all keys, and the limits of their tenants."""
+    content = key_file.read_key_file(_path(file))
+    keys = Table(box=None, pad_edge=False)
+    for column in ("id", "tenant", "role", "state", "expires", "note"):
+        keys.add_column(column)
+    now_s = datetime.now(UTC).timestamp()
+    for key in content.keys:
+        expires = "" if key.expires is None else key.expires.isoformat(" ", "minutes")
+        keys.add_row(key.id, key.tenant, key.role, key.status(now_s), expires, key.note)
+    tenants = Table(box=None, pad_edge=False)
+    for column in ("tenant", "requests", "tokens", "a minute", "tokens a minute", "class", "cache"):
+        tenants.add_column(column)
+    for name in sorted({key.tenant for key in content.keys} | set(content.tenants)):
+        terms = content.tenants.get(name, Tenant())
+        limits = [getattr(terms, limit) for limit in _LIMITS]
+        cells = ["any" if limit is None else str(limit) for limit in limits]
+        tenants.add_row(name, *cells, terms.queue_class, "shared" if terms.share_cache else "own")
+    console = Console(highlight=False, markup=False)
+    console.print(keys)
+    console.print()
+    console.print(tenants)
+
+
+@app.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="The id of the key, from `list`.")],
+    *,
+    file: _File = None,
+) -> None:
+    """Revoke a key: gateways reject it within a second or two. Open streams continue.
+
+    The entry stays in the file as `disabled`.
+    """
+    path = _path(file)
+    with key_file.lock_key_file(path):
+        key_file.write_key_file(path, key_file.read_key_file(path).without(key_id))
+    typer.echo(f"{key_id} is revoked")
+
+
+@app.command()
+def limit(
+    tenant: Annotated[str, typer.Argument(help="The tenant.")],
+    *,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=_NO_LIMIT, max=key_file.MAX_LIMIT, help="Requests in flight; -1: no limit."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=_NO_LIMIT,
+            max=key_file.MAX_LIMIT,
+            help="Tokens in flight: prompts and longest answers.",
+        ),
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=_NO_LIMIT, max=key_file.MAX_LIMIT)
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=_NO_LIMIT, max=key_file.MAX_LIMIT)
+    ] = None,
+    queue_class: Annotated[
+        str | None, typer.Option(help="One of KVLANE_QUEUE_CLASSES; empty: the tenant's name.")
+    ] = None,
+    share_cache: Annotated[
+        bool | None, typer.Option("--share-cache/--own-cache", help="Share cached blocks.")
+    ] = None,
+    file: _File = None,
+) -> None:
+    """Set limits of a tenant, at each gateway. Omitted limits stay unchanged."""
+    path = _path(file)
+    given: dict[str, object] = {
+        "requests": requests, "tokens": tokens, "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute, "queue_class": queue_class,
+        "share_cache": share_cache,
+    }  # fmt: skip
+    changes = {name: value for name, value in given.items() if value is not None}
+    changes |= {name: None for name in _LIMITS if given[name] == _NO_LIMIT}
+    with key_file.lock_key_file(path):
+        content = key_file.read_key_file(path)
+        if tenant not in content.tenants and all(key.tenant != tenant for key in content.keys):
+            raise KeyFileError(f"{path}: tenant {tenant!r} has no key")
+        key_file.write_key_file(path, content.with_tenant(tenant, changes))
+    typer.echo(f"the limits of {tenant} are changed")
+
+
+def _path(file: Path | None) -> Path:
+    path = file or Settings().api_keys_file
+    if path is None:
+        raise KeyFileError("no key file: set KVLANE_API_KEYS_FILE or give --file")
+    return path
+
+
+def _role(role: str) -> Role:
+    for each in ("user", "operator", "metrics"):
+        if role == each:
+            return each
+    raise KeyFileError(f"unknown role {role!r}: give user, operator or metrics")

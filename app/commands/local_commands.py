@@ -1,0 +1,106 @@
+"""The commands `kvlane run_demo` and `kvlane run_up`: a whole deployment on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from app.settings import Settings, unknown_variables
+
+BrokerOption = Annotated[
+    Literal["auto", "env", "docker", "jvm", "memory"],
+    typer.Option(
+        help="auto: KVLANE_BOOTSTRAP_SERVERS if set, else Docker, else a local JVM, else memory."
+    ),
+]
+
+
+def demo(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts to send; without any, you type them.")
+    ] = None,
+    *,
+    broker: BrokerOption = "auto",
+    engine: Annotated[
+        Literal["simulated", "vllm"],
+        typer.Option(help="vllm: two vLLM workers on this CPU, with a tiny model."),
+    ] = "simulated",
+) -> None:
+    """Run the demo: chats, prompts, a production trace under two policies, a killed worker.
+
+    Starts a broker and every process on this machine, chats through OpenAI's package, publishes
+    prompts to Kafka, replays 300 requests of a production trace with KV-aware and round-robin
+    routing, kills a worker in mid stream, compares every text with the expected one, and cleans up.
+    About a minute. Exit code 1 if any text differs.
+
+    With `--engine vllm` the workers run vLLM, and the expected cache hits are compared with those
+    of vLLM; three minutes. It needs deploy/vllm-cpu/install.sh.
+    """
+    try:
+        from app.demo.demo_run import run_demo as run
+        from app.demo.demo_run import run_vllm_demo
+    except ModuleNotFoundError as e:
+        raise typer.BadParameter(f"the demo needs {e.name}: pip install 'kvlane[demo]'") from e
+
+    console = Console()
+    if engine == "vllm":
+        if not run_vllm_demo(Settings(), console, broker):
+            raise typer.Exit(1)
+        return
+    if not prompts and sys.stdin.isatty():
+        prompts = _asked(console)
+    if not run(Settings(), prompts or [], console, broker):
+        raise typer.Exit(1)
+
+
+def up(
+    *,
+    workers: Annotated[int, typer.Option(help="How many workers.", min=1, max=64)] = 2,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port of a broker started by this command; 0: a free one.", min=0, max=65535
+        ),
+    ] = None,
+    broker: BrokerOption = "auto",
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the broker's data and log files (~/.local/share/kvlane/up).",
+            file_okay=False,
+        ),
+    ] = None,
+    ephemeral: Annotated[
+        bool, typer.Option("--ephemeral", help="Keep no data: they are deleted with the broker.")
+    ] = False,
+) -> None:
+    """Run a small deployment until Ctrl-C: a broker, one of each process, and workers.
+
+    Processes that die are restarted, the broker too. A later start continues with the same data.
+
+    With KVLANE_BOOTSTRAP_SERVERS set, and no `--port`, `--data` or `--ephemeral`, it uses that
+    Kafka and starts only the rest. Ports: KVLANE_HTTP_PORT (8000), KVLANE_INDEXER_PORT (8090).
+    """
+    from app.up.data_folder import default_folder
+    from app.up.up_run import UpOptions
+    from app.up.up_run import run_up as run
+
+    if data is not None and ephemeral:
+        raise typer.BadParameter("give --data or --ephemeral, not both")
+    wish = UpOptions(broker, workers, port, data, ephemeral)
+    for unknown in unknown_variables(os.environ):
+        typer.echo(f"not a setting, ignored: {unknown}", err=True)
+    run(Settings(), wish, default_folder(), typer.echo)
+
+
+def _asked(console: Console) -> list[str]:
+    console.print("Type prompts; an empty line starts (at once: with examples):", style="dim")
+    prompts = []
+    while line := console.input("[bold]you[/]  ").strip():
+        prompts.append(line)
+    return prompts

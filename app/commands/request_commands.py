@@ -1,0 +1,212 @@
+"""The commands `kvlane publish_prompts`, `follow` and `cancel`: a Kafka client on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from app.commands.console import escape_control
+from app.settings import Settings
+
+CHECK_AFTER_S = 3.0
+"""Time without any text after which `follow` checks whether the id was ever published."""
+CHECK_TIMEOUT_S = 10.0
+"""Time limit of that check."""
+
+TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait at most.", min=0.1)]
+
+
+def publish(
+    text: Annotated[
+        str | None, typer.Argument(help="The prompt; default: standard input.")
+    ] = None,
+    *,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", exists=True, dir_okay=False, allow_dash=True,
+            help="JSONL instead: one prompt a line, as in "
+            '{"id":"job-1","kind":"chat","body":{"messages":[...]}}; - is standard input.',
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Show answers as they arrive.")] = False,
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    model: Annotated[str, typer.Option(help="Model to use; empty: any.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Longest answer, in tokens.", min=1, max=2**31 - 1)
+    ] = None,
+    request_id: Annotated[
+        str | None,
+        typer.Option("--id", help="Request id and idempotency key; default: a new one."),
+    ] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds the request may take.", min=0.001, max=600)
+    ] = None,
+    timeout: TimeoutOption = 660.0,
+) -> None:  # fmt: skip
+    """Publish prompts and print their request ids.
+
+    The ids go to standard output, one a line, when Kafka has acknowledged the prompts. Publishing
+    an id again is harmless. With --follow the text goes to standard output instead.
+    """
+    from app.commands.kafka_client import InvalidPromptFile, chat_body
+
+    if file is not None and (text is not None or request_id is not None):
+        raise InvalidPromptFile(
+            "--file has its own prompts and ids: give no text and no --id with it"
+        )
+    if file is not None:
+        source = sys.stdin if str(file) == "-" else file.open(encoding="utf-8")
+        with source:
+            lines = source.readlines()
+        asyncio.run(_publish_lines(lines, follow=follow, timeout_s=timeout))
+        return
+    prompt = sys.stdin.read() if text is None else text
+    if not prompt.strip():
+        raise InvalidPromptFile("the prompt is empty: give it as an argument or on standard input")
+    options: dict[str, Any] = {"model": model, "max_tokens": max_tokens}
+    body = chat_body(prompt, system, {k: v for k, v in options.items() if v})
+    fields = {"id": request_id, "body": body, "deadline_s": deadline}
+    asyncio.run(_publish_one({k: v for k, v in fields.items() if v}, follow, timeout))
+
+
+def follow(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")],
+    *,
+    from_token: Annotated[
+        int, typer.Option("--from", help="Leave out the tokens before this position.", min=0)
+    ] = 0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds to wait at most. If given, also waits for an id that is not published "
+            "yet.",
+            min=0.1,
+            show_default="660",
+        ),
+    ] = None,
+) -> None:
+    """Show a request's answer as it arrives, from its beginning.
+
+    Works for ended requests too, as long as their stream is retained (an hour by default).
+    Exit code 1 if a router ended the request, or the log has nothing about it; the reason goes to
+    standard error.
+    """
+    if not asyncio.run(_follow(request_id, from_token, timeout)):
+        raise typer.Exit(1)
+
+
+def cancel(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")],
+) -> None:
+    """Cancel a request. Its stream ends with `cancelled`, unless it ends by itself first."""
+    asyncio.run(_cancel(request_id))
+
+
+async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -> None:  # noqa: FBT001
+    from app.commands.kafka_client import connect_client
+    from streams.prompt import Prompt
+
+    async with connect_client(Settings()) as asking:
+        known = "id" in fields  # it may have been published before: read from its beginning
+        prompt = Prompt(**({"id": asking.new_request_id()} | fields))
+        await asking.publish(prompt, subscribe=follow and not known)
+        typer.echo(escape_control(prompt.id), err=follow)
+        if follow:
+            await _show(asking, [prompt.id], 0, timeout_s)
+
+
+async def _publish_lines(lines: Sequence[str], *, follow: bool, timeout_s: float) -> None:
+    from app.commands.kafka_client import connect_client, parse_prompts, publish_prompts
+
+    async with connect_client(Settings()) as asking:
+        prompts = parse_prompts(lines, asking.new_request_id)
+        shown = (lambda _: None) if follow else (lambda name: typer.echo(escape_control(name)))
+        await publish_prompts(asking, prompts, wants_stream=False, on_published=shown)
+        if follow:
+            await _show(asking, [p.id for p in prompts], 0, timeout_s)
+
+
+async def _follow(request_id: str, from_token: int, timeout_s: float | None) -> bool:
+    """Show an answer; False when the log has nothing about the request."""
+    from app.audit.unknown_ids import explain_unknown, is_published
+    from app.commands import kafka_client
+    from streams.client import STREAM_TIMEOUT_S, Client
+    from streams.clock import SystemClock
+    from streams.errors import NotFound, PositionLost
+
+    clock, seen, name = SystemClock(), asyncio.Event(), escape_control(request_id)
+
+    def write(text: str) -> None:
+        seen.set()
+        _write(text)
+
+    async with (
+        kafka_client.connect_kafka(Settings(), "kvlane-cli") as log,
+        Client(log, clock) as asking,
+    ):
+        within_s = timeout_s or STREAM_TIMEOUT_S
+        showing = asyncio.create_task(_show(asking, [request_id], from_token, within_s, write))
+        await asyncio.wait({showing}, timeout=CHECK_AFTER_S)
+        is_silent = not showing.done() and not seen.is_set()
+        if is_silent and await is_published(log, clock, request_id, CHECK_TIMEOUT_S) is False:
+            why = explain_unknown(request_id, clock.wall_ms())
+            if timeout_s is None and not seen.is_set():
+                showing.cancel()
+                await asyncio.wait({showing})
+                typer.echo(f"error: {name}: {why}", err=True)
+                return False
+            typer.echo(f"{name}: {why} Waiting for it all the same (--timeout).", err=True)
+        try:
+            await showing
+        except NotFound:
+            typer.echo(f"error: {name}: {explain_unknown(request_id, clock.wall_ms())}", err=True)
+            return False
+        except PositionLost as e:
+            gone = f"the beginning of its stream is no longer retained ({e})"
+            typer.echo(f"error: {name}: {gone}", err=True)
+            return False
+    return True
+
+
+async def _show(
+    asking: Any,
+    ids: Sequence[str],
+    from_token: int,
+    timeout_s: float,
+    write: Callable[[str], None] | None = None,
+) -> None:
+    """Write one text as it arrives; several one after the other, each after its id."""
+    from app.commands.kafka_client import write_stream
+
+    failed = 0
+    for request_id in ids:
+        if len(ids) > 1:
+            typer.echo(f"{escape_control(request_id)}\t", nl=False)
+        why = await write_stream(
+            asking, request_id, write or _write, from_token=from_token, timeout_s=timeout_s
+        )
+        typer.echo()
+        if why:
+            failed += 1
+            typer.echo(f"{escape_control(request_id)} ended: {escape_control(why)}", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+async def _cancel(request_id: str) -> None:
+    from app.commands.kafka_client import connect_client
+
+    async with connect_client(Settings()) as asking:
+        await asking.cancel(request_id)
+    typer.echo(f"published the cancel of {escape_control(request_id)}")

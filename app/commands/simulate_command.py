@@ -1,0 +1,241 @@
+"""The command `kvlane simulate`: routing policies on a request trace, without a deployment."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from app.commands import console as screen
+
+if TYPE_CHECKING:
+    from app.mooncake_trace import TraceRow
+
+
+def simulate(
+    context: typer.Context,
+    *,
+    trace: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|gen:KIND",
+            help="Requests in the Mooncake format, or generated: gen:shared-prefixes, "
+            "gen:multi-turn, gen:agent-tools. Default: the 300 that ship with kvlane.",
+        ),
+    ] = "",
+    requests: Annotated[
+        int | None, typer.Option(help="Requests of gen:KIND.", min=1, show_default="3000")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second of gen:KIND.", min=0.001, show_default="5"),
+    ] = None,
+    trace_seed: Annotated[
+        int | None, typer.Option(help="Random seed of gen:KIND.", show_default="0")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Number of workers.", min=1, max=1024)] = 8,
+    speed: Annotated[
+        float, typer.Option(help="Factor on the recorded request rate.", min=0.001)
+    ] = 1.0,
+    jitter: Annotated[
+        float, typer.Option(help="Random delay of each arrival, up to so many seconds.", min=0.0)
+    ] = 0.0,
+    policy: Annotated[
+        str,
+        typer.Option(help="Policies, joined by commas; dynamo:64 sets its prefill_load_scale."),
+    ] = "predictive,dynamo,round_robin",
+    seeds: Annotated[int, typer.Option(help="Runs of each policy.", min=1)] = 1,
+    blocks: Annotated[
+        int, typer.Option(help="Cache size of a worker, in blocks of 512 tokens.", min=1)
+    ] = 2048,
+    routers: Annotated[
+        int, typer.Option(help="Number of routers that share the requests.", min=1, max=256)
+    ] = 1,
+    ledger_lag_ms: Annotated[
+        float, typer.Option(help="Delay until routers read a ledger record.", min=0.0)
+    ] = 0.0,
+    dispatch_delay_ms: Annotated[
+        float, typer.Option(help="Delay from a decision until the worker has it.", min=0.0)
+    ] = 0.0,
+    event_delay_ms: Annotated[
+        float, typer.Option(help="Delay until routers read a worker's event.", min=0.0)
+    ] = 0.0,
+    learn_performance: Annotated[
+        bool, typer.Option("--learn-performance", help="Routers learn the engines' performance.")
+    ] = False,
+    slowdown: Annotated[
+        float, typer.Option(help="Factor on the times of engines.", min=0.01, max=100.0)
+    ] = 1.0,
+    from_ledger: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|PERIOD",
+            help="Instead of a trace: the requests and decisions of a capture, or of a period of "
+            "the log (-1h, -1h..-5m), on the recorded fleet.",
+        ),
+    ] = "",
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot the result to this file: .png, .svg, .pdf, .html.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write the result to this file as well.")
+    ] = None,
+) -> None:
+    """Replay a trace on simulated workers, with the product's own routing and simulated engine.
+
+    Needs no broker and no processes: an hour of requests takes seconds. The same arguments give the
+    same figures. Engine times are from NVIDIA Dynamo's published engine profile.
+
+    Examples:
+
+    - `kvlane simulate --policy predictive,dynamo:32 --workers 4`
+
+    - `kvlane simulate --trace conversation_trace.jsonl --workers 16 --speed 8 --jitter 3 --seeds 5`
+
+    - `kvlane simulate --trace gen:agent-tools --policy predictive,dynamo:16 --plot it.html`
+
+    - `kvlane simulate --from-ledger -1h`: the last hour under other policies
+    """
+    from app.bench.report import Report
+    from app.bench.routing.policy_simulation import run_timed
+    from app.engine.perf_curves import PerfCurves, curves_from
+    from app.simulation.network_conditions import NetworkConditions
+    from app.simulation.simulation_runs import (
+        PreparedTrace,
+        SimulationRun,
+        UnknownPolicy,
+        parse_policy,
+        result_row,
+    )
+    from app.simulation.trace_requests import ArrivalRate
+    from indexer.precompile import compile_all
+
+    policies = policy.split(",")
+    try:
+        for each in policies:
+            parse_policy(each)
+    except UnknownPolicy as e:
+        raise typer.BadParameter(str(e)) from e
+    conditions = NetworkConditions(
+        dispatch_delay_ms,
+        event_delay_ms,
+        routers,
+        ledger_lag_ms,
+        publishes_curves=not learn_performance,
+    )
+    if from_ledger:
+        from app.commands.counterfactual_table import show_counterfactuals
+
+        _refuse_others(context)
+        show_counterfactuals(from_ledger, policies, seeds, conditions, json)
+        return
+    _can_draw(plot)
+    played = PreparedTrace(_rows(trace, requests, rate, trace_seed))
+    compile_all()
+    like = SimulationRun(
+        "", workers, ArrivalRate(speed, jitter), cache_blocks=blocks, conditions=conditions,
+        curves=curves_from(PerfCurves().coefficients(1 / slowdown)) or PerfCurves(),
+    )  # fmt: skip
+    console = screen.make_console()
+    rows = []
+    with screen.progress_bar(console) as progress:
+        bar = progress.add_task("", total=len(policies) * seeds * len(played.rows))
+        for each, seed in product(policies, range(seeds)):
+            progress.update(bar, description=each)
+            run = like._replace(policy=each, seed=seed)
+            rows.append(result_row(*run_timed(played, run, lambda n: progress.advance(bar, n))))
+    _show(console, rows)
+    if json is not None:
+        Report("simulate", rows, []).write(json)
+    if plot is not None:
+        from app.bench.plots import plot_policies
+
+        plot_policies(rows, plot)
+
+
+def _show(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Print the common parameters in one line, and a table that fits into 80 columns."""
+    like = rows[0]
+    jitter = f", each up to {like['jitter_s']:g} s later" if like["jitter_s"] else ""
+    conditions = f"; {like['conditions']}" if like["conditions"] else ""
+    console.print(
+        f"{like['requests']} requests for {like['workers']} workers, {like['speed']:g} times as "
+        f"fast as recorded{jitter}{conditions}",
+    )
+    has_seeds = any(row["seed"] for row in rows)
+    seed = ("seed",) if has_seeds else ()
+    times = ("TTFT ms", "p50", "p99", "ITL ms", "E2E ms", "p99 ")
+    table = screen.plain_table("policy", *seed, "reuse", *times)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        figures = [*row["ttft_ms"].values(), *row["itl_ms"].values(), *row["e2e_ms"].values()]
+        seed = (str(row["seed"]),) if has_seeds else ()
+        table.add_row(
+            row["policy"],
+            *seed,
+            f"{row['reuse']:.1%}",
+            *(f"{ms:.3g}" if ms < 100 else f"{ms:.0f}" for ms in figures),
+        )
+    console.print(table)
+    console.print(
+        "reuse: prompt tokens found in a cache; times are means unless named otherwise",
+        style="dim",
+    )
+
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf", ".html")
+
+
+def _can_draw(plot: Path | None) -> None:
+    """Check before the simulation that the plot can be drawn. Raises BadParameter."""
+    if plot is None:
+        return
+    if plot.suffix not in PLOT_SUFFIXES:
+        raise typer.BadParameter(
+            f"--plot {plot}: its name must end in one of {', '.join(PLOT_SUFFIXES)}"
+        )
+    if find_spec("matplotlib") is None:
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'kvlane[plot]'")
+
+
+def _rows(trace: str, requests: int | None, rate: float | None, seed: int | None) -> list[TraceRow]:
+    """The requests of --trace. Raises BadParameter, InvalidTrace."""
+    from app.mooncake_trace import BUNDLED_TRACE, read_trace
+    from app.simulation.synthetic_traces import (
+        NAME_PREFIX,
+        TraceSize,
+        UnknownTraceKind,
+        generate_trace,
+    )
+
+    if not trace.startswith(NAME_PREFIX):
+        if (requests, rate, seed) != (None, None, None):
+            raise typer.BadParameter("--requests, --rate and --trace-seed are for --trace gen:KIND")
+        return read_trace(Path(trace) if trace else BUNDLED_TRACE)
+    usual = TraceSize()
+    size = TraceSize(
+        usual.requests if requests is None else requests,
+        usual.rate if rate is None else rate,
+        usual.seed if seed is None else seed,
+    )
+    try:
+        return generate_trace(trace.removeprefix(NAME_PREFIX), size)
+    except UnknownTraceKind as e:
+        raise typer.BadParameter(f"--trace {e}") from e
+
+
+def _refuse_others(context: typer.Context) -> None:
+    """Raises BadParameter for options that contradict --from-ledger."""
+    own = ("trace", "requests", "rate", "trace_seed", "workers", "speed", "jitter", "blocks",
+           "slowdown", "plot")  # fmt: skip
+    for name in own:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(
+                f"--from-ledger takes its own requests and fleet, no --{name.replace('_', '-')}"
+            )

@@ -1,0 +1,127 @@
+"""The commands `kvlane topics`: create and check the topics of a deployment, and print ACLs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from app.settings import Settings
+from streams.topics import AclRule, required_acls
+
+if TYPE_CHECKING:
+    from streams.kafka.provision import TopicState
+
+app = typer.Typer(no_args_is_help=True, help="Create and check the topics of a deployment.")
+
+
+@app.command()
+def create() -> None:
+    """Create missing topics. Existing topics are not changed; safe to repeat.
+
+    KVLANE_LANES, KVLANE_REPLICATION_FACTOR and KVLANE_MIN_INSYNC_REPLICAS configure new topics.
+    """
+    if not asyncio.run(_topics(creating=True)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def describe() -> None:
+    """Show every topic and its differences from the expected state. Exit code 1 if any."""
+    if not asyncio.run(_topics(creating=False)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def skip(
+    place: Annotated[
+        str, typer.Argument(metavar="TOPIC:PARTITION:OFFSET", help="The record in the error.")
+    ],
+) -> None:
+    """Skip a record of a newer version that older readers must not skip by themselves.
+
+    Processes that failed at its position continue after it when they are restarted. They miss the
+    change that the record describes: an upgrade is better.
+    """
+    name, _, position = place.partition(":")
+    partition, _, offset = position.partition(":")
+    if not (name and partition.isdecimal() and offset.isdecimal()):
+        raise typer.BadParameter(f"invalid position {place!r}: expected TOPIC:PARTITION:OFFSET")
+    stands = asyncio.run(_skip(name, int(partition), int(offset)))
+    typer.echo(f"readers skip {place} from now on (registry:0:{stands})")
+
+
+@app.command()
+def acls() -> None:
+    """Print `kafka-acls.sh` commands that grant each role exactly the rights it needs.
+
+    The principals are named after the roles (User:router …): replace them with yours.
+    """
+    settings = Settings()
+    servers = settings.bootstrap_servers or "HOST:PORT"
+    for right in required_acls():
+        typer.echo(" ".join(_command(right, servers, settings.topic_prefix)))
+
+
+def _command(right: AclRule, servers: str, prefix: str) -> list[str]:
+    """One command line of kafka-acls.sh."""
+    name = prefix + right.name
+    kind = "literal" if right.name else "prefixed"
+    return [
+        *("kafka-acls.sh", "--bootstrap-server", servers, "--add"),
+        *("--allow-principal", f"User:{right.role}", "--operation", right.operation),
+        *(f"--{right.resource}", name or "'*'"),
+        *("--resource-pattern-type", kind if name else "literal"),
+    ]
+
+
+async def _skip(topic: str, partition: int, offset: int) -> int:
+    from app.commands.kafka_client import connect_kafka
+    from streams.clock import SystemClock
+    from streams.ports import Partition
+    from streams.reading.decoding import write_skip
+
+    settings = Settings()
+    name = topic.removeprefix(settings.topic_prefix)
+    async with connect_kafka(settings, "kvlane-topics") as log:
+        source = Partition(name, partition)
+        return (await write_skip(log, SystemClock(), source, offset)).offset
+
+
+async def _topics(*, creating: bool) -> bool:
+    from app.commands.kafka_client import connect_kafka
+    from streams.kafka import provision
+
+    settings = Settings()
+    work = provision.create_topics if creating else provision.describe_topics
+    async with connect_kafka(settings, "kvlane-topics") as log:
+        states = await work(
+            log,
+            lanes=settings.lanes,
+            replication=settings.replication_factor,
+            min_insync=settings.min_insync_replicas,
+        )
+    Console().print(_table(states, settings.topic_prefix), highlight=False)
+    return all(state.is_as_expected for state in states)
+
+
+def _table(states: Sequence[TopicState], prefix: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("topic", "partitions", "state"):
+        table.add_column(column)
+    for state in states:
+        wrong = [f"{k} is {v}, should be {w}" for k, (v, w) in state.differing_configs.items()]
+        if not state.exists:
+            wrong = ["missing: kvlane topics create"]
+        elif state.partitions != state.expected_partitions:
+            wrong.insert(0, f"should have {state.expected_partitions} partitions")
+        table.add_row(
+            f"{prefix}{state.name}",
+            str(state.partitions),
+            "[yellow]" + "\n".join(wrong) + "[/]" if wrong else "as it should be",
+        )
+    return table

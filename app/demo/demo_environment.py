@@ -1,0 +1,90 @@
+"""The demo environment: a connection, topics, and a deployment on this machine.
+
+Sets them up and removes them at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from app.local.deployment import (
+    InProcessDeployment,
+    LocalDeployment,
+    ProcessDeployment,
+    ProcessFactory,
+    deployment_parts,
+)
+from app.settings import Settings, variable_name
+from streams.brokers.broker_factory import Broker
+from streams.brokers.watchdog import ProcessGuard
+from streams.clock import Clock
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_log import MemoryLog
+from streams.ports import Log
+
+
+class DemoEnvironment(NamedTuple):
+    """A started connection to a log with topics, and processes that are not started yet."""
+
+    log: Log
+    deployment: LocalDeployment
+    settings: Settings
+
+
+@asynccontextmanager
+async def demo_environment(
+    settings: Settings,
+    broker: Broker,
+    clock: Clock,
+    *,
+    workers: int,
+    changes: Mapping[str, Any],
+    builds: Mapping[str, ProcessFactory],
+) -> AsyncIterator[DemoEnvironment]:
+    """Set up an environment on a running broker; removes everything but the broker at the end.
+
+    `changes` to the settings apply to the processes too. `builds`: for InProcessDeployment only.
+    Raises BrokerUnavailable, TopicMismatch.
+    """
+    changes = {**changes, "bootstrap_servers": broker.bootstrap_servers}
+    settings = settings.model_copy(update=changes)
+    log: Log
+    parts: LocalDeployment
+    with contextlib.ExitStack() as cleanup:
+        if broker.kind == "memory":
+            memory = MemoryBroker(clock, lanes=settings.lanes)
+            parts = InProcessDeployment(
+                deployment_parts(workers), builds, settings, memory, random.Random()
+            )
+            log = MemoryLog(memory, "stage")
+        else:
+            guard = ProcessGuard()
+            cleanup.callback(guard.close)
+            environment = {variable_name(name): _text(value) for name, value in changes.items()}
+            parts = ProcessDeployment(deployment_parts(workers), environment, guard, clock)
+            log = KafkaLog(settings.kafka_connection("stage"), prefix=settings.topic_prefix)
+        try:
+            await log.start()
+            if isinstance(log, KafkaLog):
+                await provision.create_topics(
+                    log,
+                    lanes=settings.lanes,
+                    replication=settings.replication_factor,
+                    min_insync=settings.min_insync_replicas,
+                )
+            yield DemoEnvironment(log, parts, settings)
+        finally:
+            await parts.stop()
+            await log.close()
+
+
+def _text(value: object) -> str:
+    """A setting as the value of an environment variable."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,0 +1,145 @@
+"""The run of `kvlane run_demo`: a broker and every process of a deployment on this machine.
+
+Chooses the broker and the settings, and ends everything. The scenario is in `scenario.py`, its
+environment in `demo_environment.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from app import worker
+from app.demo.demo_environment import demo_environment
+from app.demo.scenario import DemoScenario
+from app.gateway import Gateway
+from app.indexer import Indexer
+from app.local.deployment import DemoFailed, ProcessFactory
+from app.local.processes import free_port
+from app.preprocessor import Preprocessor
+from app.router import Router
+from app.runtime.process import ProcessContext
+from app.settings import Settings
+from streams.brokers.broker_factory import Broker, Kind, obtain_broker
+from streams.clock import SystemClock
+
+DEMO_WORKERS = 4
+CONTEXT_LENGTH = 16_384
+"""The trace has prompts of up to 12 000 tokens."""
+PREFILL_LOAD_SCALE = 4.0
+"""Weight of prompts in a worker's load. Answers are short here, so pending prefill predicts load
+better than open requests: with 1, the default, many requests are routed away from their caches."""
+HEARTBEAT_S = 0.5
+"""A stopping worker waits for two heartbeats, so that routers notice."""
+DRAIN_GRACE_S = 2.0
+"""Short, since no client waits for an answer when the demo ends."""
+
+PROCESS_FACTORIES: dict[str, ProcessFactory] = {
+    "worker": worker.build,
+    "router": Router,
+    "indexer": Indexer,
+    "preprocessor": Preprocessor,
+    "gateway": Gateway,
+}
+
+BrokerChoice = Literal["auto"] | Kind
+
+
+def run_vllm_demo(settings: Settings, console: Console, kind: BrokerChoice = "auto") -> bool:
+    """Run the demo with vLLM; True when all checks pass. Raises the errors of `run_demo`."""
+    from app.demo import tiny_model, vllm_scenario
+    from app.engine.interface import EngineError
+    from app.engine.vllm.async_llm import START_METHOD_VARIABLE
+    from app.engine.vllm.versions import check_plugin, installed_version
+
+    os.environ.update(tiny_model.environment())
+    try:
+        installed_version()
+        check_plugin()
+    except EngineError as e:
+        raise DemoFailed(str(e)) from e
+    with _broker(settings, console, kind) as broker, vllm_scenario.temporary_folder() as folder:
+        if broker.kind == "memory":  # several engines in this process: a forked child would keep
+            os.environ[START_METHOD_VARIABLE] = "spawn"  # the resources of the others
+        return asyncio.run(_demo_vllm(settings, console, broker, Path(folder)))
+
+
+async def _demo_vllm(settings: Settings, console: Console, broker: Broker, folder: Path) -> bool:
+    from app.demo import vllm_scenario
+
+    life = ProcessContext("demo", SystemClock())
+    changes = _changes(settings, broker) | vllm_scenario.vllm_settings(folder / "model")
+    async with demo_environment(
+        settings,
+        broker,
+        life.clock,
+        workers=vllm_scenario.VLLM_WORKERS,
+        changes=changes,
+        builds=PROCESS_FACTORIES,
+    ) as on:
+        try:
+            return await vllm_scenario.VllmScenario(
+                on.log, on.deployment, on.settings, life, console
+            ).run()
+        finally:
+            await life.cancel_tasks()
+
+
+def run_demo(
+    settings: Settings, prompts: Sequence[str], console: Console, kind: BrokerChoice = "auto"
+) -> bool:
+    """Run the demo and clean up; True when every text is correct.
+
+    Raises BrokerUnavailable, TopicMismatch, DemoFailed.
+    """
+    with _broker(settings, console, kind) as broker:
+        return asyncio.run(_demo(settings, prompts, console, broker))
+
+
+def _broker(settings: Settings, console: Console, kind: BrokerChoice) -> Broker:
+    broker = obtain_broker(
+        settings.broker if kind == "auto" else kind,
+        bootstrap_servers=settings.bootstrap_servers,
+        report=lambda line: console.print(line, style="dim", markup=False),
+    )
+    console.print(f"broker: {broker.description}", style="dim", markup=False)
+    return broker
+
+
+async def _demo(
+    settings: Settings, prompts: Sequence[str], console: Console, broker: Broker
+) -> bool:
+    life = ProcessContext("demo", SystemClock())
+    changes = _changes(settings, broker) | {"context_length": CONTEXT_LENGTH}
+    async with demo_environment(
+        settings,
+        broker,
+        life.clock,
+        workers=DEMO_WORKERS,
+        changes=changes,
+        builds=PROCESS_FACTORIES,
+    ) as on:
+        try:
+            story = DemoScenario(on.log, on.deployment, on.settings, life, console, DEMO_WORKERS)
+            return await story.run(prompts)
+        finally:
+            await life.cancel_tasks()
+
+
+def _changes(settings: Settings, broker: Broker) -> dict[str, Any]:
+    """Changed settings of demos with any engine."""
+    changes: dict[str, Any] = {
+        "http_port": free_port(),
+        "indexer_port": free_port(),
+        "prefill_load_scale": PREFILL_LOAD_SCALE,
+        "heartbeat_interval_s": HEARTBEAT_S,
+        "drain_grace_s": DRAIN_GRACE_S,
+    }
+    if broker.kind == "env":  # an existing cluster: keep away from its topics
+        changes["topic_prefix"] = f"{settings.topic_prefix}demo."
+    return changes

@@ -1,0 +1,121 @@
+"""Expected and received answers: the text, its arrival times, and whether it is correct.
+
+`AnswerOracle` computes the expected answer before the request is sent and without any worker: the
+text of the simulated engine is a function of the prompt alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.engine.engine_factory import text_generator_of
+from app.engine.simulated.text_generator import ExpectedAnswer, expected_answer
+from app.preprocess.models.model import model_of_files
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
+from app.preprocess.requests.openai_requests import TokenizedKind, read_openai
+from app.preprocess.thread_pool import InlinePool
+from app.settings import Settings
+from streams.clock import Clock
+from streams.codecs import token_count
+from streams.records import Artifact, Chunk, End
+
+NO_ARTIFACT = Artifact("", 0)
+
+
+@dataclass
+class DemoAnswer:
+    """One request and its answer. Times are of the demo's clock, in seconds."""
+
+    id: str
+    expected: ExpectedAnswer
+    prompt_tokens: int
+    sent_at: float
+    text_times: list[float] = field(default_factory=list)
+    text: str = ""
+    tokens: list[int] | None = None
+    """Token ids, for clients that receive them."""
+    finish_reason: str = ""
+
+    def add_record(self, record: Chunk | End, now: float) -> None:
+        """Add a chunk, or the end, that was read from Kafka."""
+        if isinstance(record, End):
+            self.finish_reason = record.code
+            return
+        self.tokens = [*(self.tokens or ()), *record.token_ids]
+        self.add_text(record.text, record.finish_reason, now)
+
+    def add_text(self, text: str, finish_reason: str | None, now: float) -> None:
+        """Add text that arrived, or the end."""
+        if text:
+            self.text_times.append(now)
+        self.text += text
+        self.finish_reason = finish_reason or self.finish_reason
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether the answer is exactly the expected one."""
+        return (
+            self.text == self.expected.text
+            and self.finish_reason == self.expected.finish_reason
+            and self.tokens in (None, list(self.expected.token_ids))
+        )
+
+    @property
+    def ttft_s(self) -> float:
+        """Time from the request to the first text; infinite without any."""
+        return self.text_times[0] - self.sent_at if self.text_times else float("inf")
+
+    @property
+    def longest_pause_s(self) -> float:
+        """The longest time between two chunks, or from the request to the first."""
+        moments = [self.sent_at, *self.text_times]
+        return max((b - a for a, b in zip(moments, self.text_times, strict=False)), default=0.0)
+
+
+class AnswerOracle:
+    """Computes the answers of the demo's model."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._files = read_folder(DEMO_MODEL_FOLDER)
+        self._speaker = text_generator_of(self._files)
+
+    async def load(self) -> None:
+        """Load the model's tokenizer and template."""
+        card = card_of(
+            self._settings.model,
+            self._files,
+            NO_ARTIFACT,
+            NO_ARTIFACT,
+            context_length=self._settings.context_length,
+        )
+        self._model = await model_of_files(card, self._files, InlinePool(), self._clock)
+
+    @property
+    def vocabulary(self) -> Sequence[int]:
+        """Tokens of ordinary text."""
+        special = 16  # the first ids are special tokens
+        return range(special, self._model.tokenizer.vocabulary_size)
+
+    async def expect_answer(
+        self, request_id: str, kind: TokenizedKind, body: Mapping[str, Any]
+    ) -> DemoAnswer:
+        """A request that is about to be sent, with its expected answer."""
+        prepared = await self._model.prepare(read_openai(kind, body))
+        request = prepared.requests[0]
+        answer = expected_answer(
+            request,
+            self._speaker,
+            self._model.text_stream(request),
+            self._settings.context_length,
+        )
+        return DemoAnswer(request_id, answer, token_count(request.token_ids), self._clock.now())
+
+
+def nearest_rank_percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]

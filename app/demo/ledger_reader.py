@@ -1,0 +1,103 @@
+"""Readers of the ledger and the fleet: routing decisions of requests, and workers that are ready.
+
+Follow the topics like any consumer; read only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from app.routing.state.fleet import Fleet
+from app.runtime.process import ProcessContext
+from streams.clock import BrokerClock
+from streams.codecs import decode
+from streams.errors import RecordError
+from streams.ports import Log, Partition
+from streams.reading.range_reader import tail
+from streams.records import Assigned, Finished
+from streams.topics import KV_EVENTS, LEDGER, REGISTRY
+from streams.views.follower import Follower
+
+READY_POLL_S = 0.1
+
+
+class LedgerDecisions:
+    """Routing decisions and cache hits of each request. `follow` must be running."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._assigned: defaultdict[str, list[Assigned]] = defaultdict(list)
+        self._cached: dict[str, int] = {}
+
+    def decisions(self, request_id: str) -> Sequence[Assigned]:
+        """The decisions of a request so far, one for each attempt."""
+        return self._assigned.get(request_id, ())
+
+    def workers_of(self, request_id: str) -> list[str]:
+        """The workers of a request, in order."""
+        return [decision.worker for decision in self.decisions(request_id)]
+
+    def cached_tokens(self, request_id: str) -> int | None:
+        """Prompt tokens that the engine found in its cache; None before the run has ended."""
+        return self._cached.get(request_id)
+
+    async def end_positions(self) -> dict[Partition, int]:
+        """Start positions: the present ends of the ledger."""
+        lanes = range(await self._log.partitions(LEDGER))
+        ends = await self._log.end_offsets(LEDGER, lanes)
+        return {Partition(LEDGER, lane): end for lane, end in ends.items()}
+
+    async def follow(self, positions: dict[Partition, int]) -> None:
+        async with aclosing(tail(self._log, positions, moving=True)) as batches:
+            async for records in batches:
+                for record in records:
+                    try:
+                        told = decode(record)
+                    except RecordError:
+                        continue
+                    if isinstance(told, Assigned):
+                        self._assigned[told.id].append(told)
+                    elif isinstance(told, Finished) and told.attempt == 0:
+                        self._cached[told.id] = told.cached_tokens
+
+
+class FleetObserver:
+    """The workers that accept requests at the moment."""
+
+    def __init__(self, log: Log, life: ProcessContext, worker_timeout_s: float) -> None:
+        self._fleet = Fleet()
+        self._clock = BrokerClock(life.clock)
+        self._life = life
+        self._timeout_ms = int(worker_timeout_s * 1000)
+        self._follower = Follower(
+            log, self._fleet, [REGISTRY, KV_EVENTS], life.clock, broker_clock=self._clock
+        )
+
+    def follow(self) -> None:
+        self._life.spawn("crew", self._follower.run())
+
+    def next_epoch(self) -> int:
+        """An epoch above those of all workers so far."""
+        return self._fleet.position(Partition(REGISTRY, 0)) or 0
+
+    async def wait_ready(self, workers: int, timeout_s: float, since: int = 0) -> bool:
+        """Wait until `workers_of` workers, with epochs of at least `since`, accept requests.
+
+        False after `timeout_s`.
+        """
+        until = self._life.clock.now() + timeout_s
+        while self._ready(since) < workers:
+            if self._life.clock.now() > until:
+                return False
+            await self._life.clock.sleep(READY_POLL_S)
+        return True
+
+    def _ready(self, since: int) -> int:
+        now_ms = self._clock.now_ms()
+        routable = self._fleet.is_routable
+        return sum(
+            member.epoch >= since and routable(worker, now_ms, self._timeout_ms)
+            for worker, member in self._fleet.members.items()
+        )

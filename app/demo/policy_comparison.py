@@ -1,0 +1,127 @@
+"""Comparison of two routing policies on one production trace: cache hits, latency, decisions.
+
+Replays the requests of the trace at their times, directly through Kafka. All figures are from the
+engines and the client; none is a prediction of the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from app.demo.expected_answers import DemoAnswer, nearest_rank_percentile
+from app.demo.ledger_reader import LedgerDecisions
+from app.demo.trace_prompts import TracePrompt
+from streams.clock import Clock
+from streams.records import Assigned, Candidate
+
+TRACE_SPEEDUP = 60.0
+"""Speed-up of the trace, which is a sample of the production requests (see app/data/NOTICE)."""
+
+AskTraceRequest = Callable[[TracePrompt], Awaitable[DemoAnswer]]
+"""Publishes a request of the trace and returns when its answer is complete."""
+
+
+class PolicyRun(NamedTuple):
+    """The results of one policy. Shares are fractions of 1."""
+
+    policy: str
+    answers: Sequence[DemoAnswer]
+    duration_s: float
+    cached_share: float
+    busiest_worker_share: float
+    """Share of requests on the worker with the most."""
+
+
+async def replay_trace(
+    policy: str,
+    trace: Sequence[TracePrompt],
+    ask: AskTraceRequest,
+    decisions: LedgerDecisions,
+    clock: Clock,
+    console: Console,
+    speed: float = TRACE_SPEEDUP,
+) -> PolicyRun:
+    """Replay the trace once, with a progress bar, `speed` times as fast as recorded."""
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console,
+    ) as progress:  # fmt: skip
+        bar = progress.add_task(f"{policy:12}", total=len(trace))
+        async with asyncio.TaskGroup() as requests:
+            began = clock.now()
+            tasks = []
+            for request in trace:
+                due = began + (request.arrival_s - trace[0].arrival_s) / speed
+                await clock.sleep(max(0.0, due - clock.now()))
+                task = requests.create_task(_awaited(ask(request)))
+                task.add_done_callback(lambda _: progress.advance(bar))
+                tasks.append(task)
+    asked = [task.result() for task in tasks]
+    took_s = clock.now() - began
+    cached = sum(decisions.cached_tokens(a.id) or 0 for a in asked)
+    where = [decisions.workers_of(a.id)[-1:] for a in asked]
+    busiest = max(where.count(w) for w in where)
+    prompts = sum(a.prompt_tokens for a in asked)
+    return PolicyRun(policy, asked, took_s, cached / prompts, busiest / len(asked))
+
+
+async def _awaited(answer: Awaitable[DemoAnswer]) -> DemoAnswer:
+    return await answer
+
+
+def comparison_table(runs: Sequence[PolicyRun]) -> Table:
+    """The results side by side."""
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("policy")
+    heads = ("prompt tokens cached", "TTFT mean", "p50", "p99", "busiest worker", "took")
+    for head in heads:
+        shown.add_column(head, justify="right")
+    for s in runs:
+        ttft_ms = [a.ttft_s * 1000 for a in s.answers]
+        shown.add_row(
+            s.policy,
+            f"{s.cached_share:.1%}",
+            f"{sum(ttft_ms) / len(ttft_ms):.0f} ms",
+            f"{nearest_rank_percentile(ttft_ms, 0.5):.0f} ms",
+            f"{nearest_rank_percentile(ttft_ms, 0.99):.0f} ms",
+            f"{s.busiest_worker_share:.0%}",
+            f"{s.duration_s:.0f} s",
+        )
+    return shown
+
+
+def explain_decisions(run: PolicyRun, decisions: LedgerDecisions) -> list[str]:
+    """Three decisions explained: to the cache, away from it, and to the least loaded worker."""
+    made = [d for a in run.answers for d in decisions.decisions(a.id)[:1] if d.candidates]
+    by_cache = max(made, key=lambda d: _chosen(d).overlap_blocks, default=None)
+    away = max(made, key=lambda d: _best(d) - _chosen(d).overlap_blocks, default=None)
+    new = next((d for d in made if _best(d) == 0), None)
+    picked = [d for d in (by_cache, away, new) if d is not None]
+    return [_why(d) for d in {d.id: d for d in picked}.values()]
+
+
+def _why(decision: Assigned) -> str:
+    chosen = _chosen(decision)
+    others = sorted((c for c in decision.candidates if c != chosen), key=lambda c: c.cost)
+    blocks = -(-decision.prompt_tokens // max(decision.block_size, 1))
+    lines = [f"{decision.id}, {decision.prompt_tokens} tokens in {blocks} blocks"]
+    lines += [
+        f"  {'→' if c is chosen else ' '} {c.worker}  cost {c.cost:6.0f}: holds "
+        f"{c.overlap_blocks:4} blocks, {c.prefill_tokens:6} tokens before it, {c.open_runs} open"
+        for c in (chosen, *others)
+    ]
+    return "\n".join(lines)
+
+
+def _chosen(decision: Assigned) -> Candidate:
+    return next(c for c in decision.candidates if c.worker == decision.worker)
+
+
+def _best(decision: Assigned) -> int:
+    return max(c.overlap_blocks for c in decision.candidates)

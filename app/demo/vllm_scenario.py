@@ -1,0 +1,275 @@
+"""The demo scenario with vLLM: two workers on this machine's CPU, and a tiny generated model.
+
+The model's weights are random, so its answers are not known in advance. But they do not depend on
+the worker or its cache: each request of the trace is sent under both policies, and a long one with
+and without a worker failure; the answers must be equal, token by token. The cache hits that the
+router expected are compared with those of vLLM.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+from rich.console import Console
+from rich.markup import escape
+
+from app.demo import policy_comparison, tiny_model
+from app.demo.expected_answers import DemoAnswer, nearest_rank_percentile
+from app.demo.ledger_reader import FleetObserver, LedgerDecisions
+from app.demo.policy_comparison import PolicyRun
+from app.demo.trace_prompts import TracePrompt, chunk_tokens
+from app.engine.simulated.text_generator import ExpectedAnswer
+from app.local.deployment import DemoFailed, LocalDeployment, run_scenario
+from app.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
+from app.runtime.process import ProcessContext
+from app.settings import Settings
+from streams.client import Client
+from streams.ports import Log
+from streams.prompt import Prompt
+
+MODEL = "tiny"
+VLLM_WORKERS = 2
+BLOCKS = 384
+"""Size of each cache; the trace has several times as many, so caches must evict."""
+CONTEXT_LENGTH = 2048
+READY_S = 600.0
+"""vLLM takes ten seconds to start on an idle machine, and minutes on one that is not."""
+ANSWER_S = 120.0
+SHRINK_FACTOR = CHUNK_TOKENS // tiny_model.BLOCK_SIZE
+"""A chunk of the trace becomes one block, so that prompts of 12 000 tokens have 750."""
+TRACE_COPIES = 2
+"""The trace is replayed twice, the second time with other tokens: 600 requests."""
+REQUESTS_PER_S = 8.0
+LONGEST_ANSWER = 12
+LONG_ANSWER = 600
+KILL_AFTER_TOKENS = 100
+"""Tokens of the long answer after which its worker is killed."""
+UNKNOWN_ANSWER = ExpectedAnswer((), "", "length")
+
+
+def vllm_settings(folder: Path) -> dict[str, Any]:
+    """Settings of a deployment that serves the model in a folder with vLLM."""
+    return {
+        "engine": "vllm",
+        "model": MODEL,
+        "model_path": tiny_model.make_model(folder),
+        "engine_args": tiny_model.engine_arguments(BLOCKS, CONTEXT_LENGTH),
+        "context_length": CONTEXT_LENGTH,
+        "worker_timeout_s": 10.0,  # both engines and everything else share few cores
+    }
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the model, deleted at the end of the demo."""
+    return tempfile.TemporaryDirectory(prefix="kvlane-demo-")
+
+
+class PredictionErrors(NamedTuple):
+    """Errors of the predicted cache hits of `requests` requests, in blocks."""
+
+    requests: int
+    mean: float
+    p95: float
+    max: float
+
+
+class VllmScenario:
+    """One run of the scenario. `run` returns whether all checks pass."""
+
+    def __init__(
+        self,
+        log: Log,
+        parts: LocalDeployment,
+        settings: Settings,
+        life: ProcessContext,
+        console: Console,
+    ) -> None:
+        self._parts = parts
+        self._settings = settings
+        self._life = life
+        self._clock = life.clock
+        self._console = console
+        self._client = Client(log, life.clock)
+        self._decisions = LedgerDecisions(log)
+        self._crew = FleetObserver(log, life, settings.worker_timeout_s)
+        self._began = life.clock.now()
+
+    async def run(self) -> bool:
+        """Run it. Raises DemoFailed when a process ends."""
+        self._life.spawn("ledger", self._decisions.follow(await self._decisions.end_positions()))
+        self._crew.follow()
+        async with self._client:
+            self._console.print("two vLLM workers are starting", style="dim")
+            await self._parts.start()
+            return await run_scenario(self._parts, self._acts(), self._clock)
+
+    async def _acts(self) -> bool:
+        await self._ready(0)
+        self._say(f"ready, {self._clock.now() - self._began:.0f} s after the start\n")
+        await self._chat()
+        kv_aware, in_turn = await self._compare()
+        survived = await self._pull_the_plug()
+        return self._reckon(kv_aware, in_turn, survived=survived)
+
+    async def _ready(self, since: int) -> None:
+        if not await self._crew.wait_ready(VLLM_WORKERS, READY_S, since):
+            raise DemoFailed(f"not all workers accept requests after {READY_S:g} s")
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    async def _chat(self) -> None:
+        self._title("A chat by the openai package (random weights: it makes no sense)")
+        url = f"http://{self._settings.http_host}:{self._settings.http_port}/v1"
+        turn: Any = {"role": "user", "content": "What is a log?"}
+        limits = {"ignore_eos": True}
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=ANSWER_S) as chat:
+            said = await chat.chat.completions.create(
+                model=MODEL,
+                messages=[turn],
+                max_tokens=24,
+                temperature=0,
+                extra_body=limits,
+            )
+        text = said.choices[0].message.content or ""
+        self._console.print(f"[bold]answer[/]  {escape(repr(text))}\n", highlight=False)
+
+    async def _compare(self) -> tuple[PolicyRun, PolicyRun]:
+        """The trace with KV-aware routing, then, with empty caches, in round robin."""
+        trace = shrunk_trace()
+        longest = max(len(request.token_ids) for request in trace)
+        self._title(
+            f"{len(trace)} requests of a production trace, shrunk to prompts of up to {longest} "
+            "tokens"
+        )
+        speed = (trace[-1].arrival_s - trace[0].arrival_s) / len(trace) * REQUESTS_PER_S
+        args = (self._decisions, self._clock, self._console)
+        kv_aware = await policy_comparison.replay_trace(
+            "KV-aware", trace, self._ask, *args, speed=speed
+        )
+        since = self._crew.next_epoch()
+        await self._parts.restart({"worker", "router"}, {"policy": "round_robin"})
+        await self._ready(since)
+        await self._ask(trace[0]._replace(token_ids=[5, 6, 7]))  # every lane has an owner again
+        in_turn = await policy_comparison.replay_trace(
+            "round robin", trace, self._ask, *args, speed=speed
+        )
+        self._console.print()
+        self._console.print(
+            policy_comparison.comparison_table([in_turn, kv_aware]), highlight=False
+        )
+        self._console.print("\nthree routing decisions explained (KV-aware):")
+        for line in policy_comparison.explain_decisions(kv_aware, self._decisions):
+            self._console.print(line, highlight=False, markup=False, style="dim")
+        return kv_aware, in_turn
+
+    async def _pull_the_plug(self) -> bool:
+        """A long answer, twice; kills its worker the second time. Whether both are equal."""
+        self._title("A worker is killed in mid stream")
+        prompt = random.Random(99).choices(_VOCABULARY, k=100)
+        whole = await self._tokens(await self._publish(prompt, LONG_ANSWER))
+        request_id = await self._publish(prompt, LONG_ANSWER)
+        tokens: list[int] = []
+        killed = ""
+        async for piece in self._client.stream(request_id, timeout_s=ANSWER_S):
+            tokens += getattr(piece, "token_ids", ())
+            if not killed and len(tokens) >= KILL_AFTER_TOKENS:
+                killed = self._decisions.workers_of(request_id)[-1]
+                await self._parts.kill(killed)
+                self._say(f"[red]kill -9 {killed}[/], {len(tokens)} tokens into its answer")
+        where = ", then ".join(self._decisions.workers_of(request_id))
+        same = tokens == whole
+        verdict = "equal to" if same else "[red]not[/] equal to"
+        self._say(f"{len(tokens)} tokens from {where}: {verdict} the uninterrupted answer\n")
+        return same
+
+    def _reckon(self, kv_aware: PolicyRun, in_turn: PolicyRun, *, survived: bool) -> bool:
+        errors = self._errors(kv_aware)
+        pairs = zip(kv_aware.answers, in_turn.answers, strict=True)
+        differ = sum(a.tokens != b.tokens for a, b in pairs)
+        checks = {
+            f"cached tokens, expected by the router and found by vLLM, over {errors.requests} "
+            f"requests: p95 error {errors.p95:.2f} blocks (mean {errors.mean:.3f}, max "
+            f"{errors.max:.0f}); limit 1": errors.p95 <= 1 and errors.requests >= 500,
+            f"{kv_aware.cached_share:.1%} of the prompt tokens were cached, in round robin "
+            f"{in_turn.cached_share:.1%}": kv_aware.cached_share > in_turn.cached_share,
+            f"{len(in_turn.answers) - differ} of {len(in_turn.answers)} answers are equal under "
+            "both policies": not differ,
+            "the answer survived its worker": survived,
+        }
+        for what, holds in checks.items():
+            self._say(f"{'[green]passed[/]' if holds else '[red]failed[/]'}  {what}")
+        self._say(f"{self._clock.now() - self._began:.0f} s in all")
+        return all(checks.values())
+
+    def _errors(self, showing: PolicyRun) -> PredictionErrors:
+        off = []
+        for asked in showing.answers:
+            found, (decision, *_) = (
+                self._decisions.cached_tokens(asked.id),
+                self._decisions.decisions(asked.id),
+            )
+            if found is not None:
+                off.append(abs(found - decision.cached_tokens_predicted) / tiny_model.BLOCK_SIZE)
+        return PredictionErrors(
+            len(off), sum(off) / len(off), nearest_rank_percentile(off, 0.95), max(off)
+        )
+
+    # --- requests --------------------------------------------------------------------------------
+
+    async def _ask(self, request: TracePrompt) -> DemoAnswer:
+        """Publish a request of the trace and read its answer."""
+        at = self._clock.now()
+        limit = min(request.output_tokens, LONGEST_ANSWER)
+        request_id = await self._publish(request.token_ids, limit)
+        asked = DemoAnswer(request_id, UNKNOWN_ANSWER, len(request.token_ids), at)
+        async for piece in self._client.stream(request_id, timeout_s=ANSWER_S):
+            asked.add_record(piece, self._clock.now())
+        until = self._clock.now() + 1.0
+        while self._decisions.cached_tokens(request_id) is None and self._clock.now() < until:
+            await self._clock.sleep(0.01)
+        return asked
+
+    async def _publish(self, tokens: Sequence[int], limit: int) -> str:
+        body = {
+            "model": MODEL, "token_ids": list(tokens), "max_tokens": limit, "temperature": 0,
+            "ignore_eos": True,
+        }  # fmt: skip
+        request_id = self._client.new_request_id()
+        await self._client.publish(Prompt(id=request_id, kind="tokens", body=body))
+        return request_id
+
+    async def _tokens(self, request_id: str) -> list[int]:
+        tokens: list[int] = []
+        async for piece in self._client.stream(request_id, timeout_s=ANSWER_S):
+            tokens += getattr(piece, "token_ids", ())
+        return tokens
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    def _title(self, text: str) -> None:
+        self._console.rule(f"[bold]{text}[/]", align="left")
+
+
+_VOCABULARY = range(16, tiny_model.VOCABULARY_SIZE)
+
+
+def shrunk_trace() -> list[TracePrompt]:
+    """The trace that ships with kvlane, repeated with other tokens, with shorter prompts."""
+    rows = list(read_trace(BUNDLED_TRACE))
+    lasts = (rows[-1].timestamp - rows[0].timestamp) / 1000
+    trace = []
+    for copy in range(TRACE_COPIES):
+        for row in rows:
+            ids = [chunk * TRACE_COPIES + copy for chunk in row.hash_ids]
+            length = max(row.input_length // SHRINK_FACTOR, 1)
+            tokens = chunk_tokens(ids, length, _VOCABULARY, chunk_tokens=tiny_model.BLOCK_SIZE)
+            trace.append(
+                TracePrompt(row.timestamp / 1000 + copy * lasts, tokens, row.output_length)
+            )
+    return trace

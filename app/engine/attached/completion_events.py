@@ -1,0 +1,172 @@
+"""Parser of the events of a streamed completion.
+
+`ServerDialect.answer_tokens` says where an event has its tokens. Unreadable events, error events,
+and ends that the model did not cause raise errors; they are never passed on as parts of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from app.engine.attached.request_body import ServerDialect
+from app.engine.attached.server_client import ServerFailed, error_for_status
+from streams.records import FinishReason, LogProb
+
+TOKEN_ID_PREFIX = "token_id:"  # noqa: S105 - vLLM's prefix of token ids
+MAX_COMPLETION_EVENT_BYTES = 1 << 20
+ECHO_BYTES_PER_TOKEN = 16
+"""Bytes per token of a prompt that an event repeats."""
+
+
+class PromptTokenDetails(msgspec.Struct):
+    """Details of the prompt tokens."""
+
+    cached_tokens: int | None = None
+
+
+class UsageCounts(msgspec.Struct):
+    """Token counts of the server."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptTokenDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens from the server's cache; None if it does not report them."""
+        details = self.prompt_tokens_details
+        return None if details is None else details.cached_tokens
+
+
+class _Likely(msgspec.Struct):
+    """A token in the format of llama.cpp."""
+
+    id: int
+    logprob: float
+    top_logprobs: list[_Likely] = []
+
+
+class _LogProbs(msgspec.Struct):
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+    content: list[_Likely] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _LogProbs | None = None
+
+
+class _EventError(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: UsageCounts | None = None
+    error: _EventError | str | None = None
+
+
+class CompletionEvent(NamedTuple):
+    """The contents of one event. `token_ids`: None if the server does not return them."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    log_probs: tuple[tuple[LogProb, ...], ...] | None = None
+    usage: UsageCounts | None = None
+
+
+DONE = b"[DONE]"
+_events = msgspec.json.Decoder(_Event)
+FINISH_REASONS: Mapping[str, FinishReason] = {
+    "stop": "stop",
+    "eos": "stop",
+    "eos_token": "stop",
+    "stop_sequence": "stop",
+    "repetition": "stop",
+    "tool_calls": "stop",
+    "length": "length",
+    "content_filter": "content_filter",
+}
+
+
+def parse_completion_event(event: bytes, speech: ServerDialect) -> CompletionEvent:
+    """Parse one event of an answer.
+
+    Raises ServerFailed or RequestRejected for an error event, and ServerFailed for an invalid one.
+    """
+    try:
+        read = _events.decode(event)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
+        raise ServerFailed(f"the server sent an event that is not a completion: {e}") from e
+    if read.error is not None:
+        error = read.error if isinstance(read.error, _EventError) else _EventError(read.error)
+        raise error_for_status(error.code if isinstance(error.code, int) else 500, error.message)
+    if not read.choices:
+        return CompletionEvent(usage=read.usage)
+    choice = read.choices[0]
+    log_probs = _log_probs(choice.logprobs)
+    ids = choice.token_ids
+    if ids is None and log_probs is not None and speech.answer_tokens == "log_probs":
+        ids = [ranked[0].token_id for ranked in log_probs]
+    if ids is not None and not all(0 <= token < 1 << 32 for token in ids):
+        raise ServerFailed(f"the server sent invalid token ids: {ids!r:.200}")
+    return CompletionEvent(
+        choice.text or "",
+        None if ids is None else tuple(ids),
+        _reason(choice.finish_reason),
+        choice.stop_reason,
+        log_probs,
+        read.usage,
+    )
+
+
+def _reason(said: str | None) -> FinishReason | None:
+    if said is None:
+        return None
+    if said not in FINISH_REASONS:  # `abort`, `error`: ended by the server, not by the model
+        raise ServerFailed(f"the server ended the answer with {said!r:.200}")
+    return FINISH_REASONS[said]
+
+
+def _log_probs(said: _LogProbs | None) -> tuple[tuple[LogProb, ...], ...] | None:
+    """For each token its own, then the most likely ones; None for tokens without ids."""
+    if said is None:
+        return None
+    if said.content is not None:
+        return tuple(
+            (LogProb(at.id, at.logprob), *(LogProb(o.id, o.logprob) for o in at.top_logprobs))
+            for at in said.content
+        )
+    tokens, own = said.tokens or [], said.token_logprobs or []
+    others = said.top_logprobs or [None] * len(tokens)
+    if len(tokens) != len(own) or len(tokens) != len(others):
+        raise ServerFailed("the server sent log probabilities that do not match its tokens")
+    if not all(token.startswith(TOKEN_ID_PREFIX) for token in tokens):
+        return None
+    return tuple(
+        (LogProb(_number(token), log_prob or 0.0), *_ranked(ranked or {}))
+        for token, log_prob, ranked in zip(tokens, own, others, strict=True)
+    )
+
+
+def _ranked(by_token: Mapping[str, float]) -> list[LogProb]:
+    found = [LogProb(_number(t), p) for t, p in by_token.items() if t.startswith(TOKEN_ID_PREFIX)]
+    return sorted(found, key=lambda likely: -likely.log_prob)
+
+
+def _number(token: str) -> int:
+    try:
+        return int(token.removeprefix(TOKEN_ID_PREFIX))
+    except ValueError:
+        raise ServerFailed(f"the server sent a token without an id: {token!r:.200}") from None

@@ -1,0 +1,246 @@
+"""Answers passed through: the events of an OpenAI stream, and embeddings, to engine outputs.
+
+Text becomes text; all other fields of an event become an aside, uninterpreted, so that the client
+receives everything the server sends. Only three things are interpreted: the end, the token counts,
+and errors, which are never passed on as parts of an answer. The deadline of the request bounds the
+stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from app.engine.attached import token_completion
+from app.engine.attached.completion_events import DONE, FINISH_REASONS
+from app.engine.attached.server_client import (
+    EventStream,
+    ResponseTooLarge,
+    ServerFailed,
+    error_for_status,
+)
+from app.engine.interface import (
+    EngineOutput,
+    GenerateContext,
+    InvalidRequest,
+    token_usage,
+)
+from streams.records import FinishReason, PassthroughDelta, Usage
+
+_REASONS: Mapping[str, FinishReason] = {
+    **FINISH_REASONS, "tool_calls": "tool_calls", "function_call": "function_call",
+}  # fmt: skip
+_OTHERS = frozenset({"id", "object", "created", "model"})
+"""Fields of an event that the gateway writes itself."""
+MAX_EVENT_BYTES = 4 * 1024 * 1024
+"""Limit on one event: images and audio come in a few large ones. Each becomes a Chunk at most."""
+MAX_EMBEDDINGS_BYTES = 6 * 1024 * 1024
+"""Limit on one answer, which is one Chunk: a record has 8 MiB at most."""
+_events = msgspec.json.Decoder(dict[str, Any])
+
+
+class PassthroughStream:
+    """One streamed answer, of a chat (`is_chat`) or a completion."""
+
+    def __init__(self, *, is_chat: bool) -> None:
+        self._is_chat = is_chat
+        self._counts: Usage | None = None
+        self._pieces = 0
+        self._sent: dict[str, Any] = {}
+        """The fields besides choices already sent: most events repeat them."""
+        self._begun = False
+        self._held_back: dict[str, Any] = {}
+        """Fields from before the first output, sent with it: until then another server can give
+        the answer."""
+
+    async def read_outputs(
+        self, stream: EventStream, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the outputs, the final one last.
+
+        Raises ServerFailed for an answer without an end, and InvalidRequest for one that is too
+        large for a record.
+        """
+        tail: list[PassthroughDelta] = []
+        async with aclosing(_events_of(stream)) as events:
+            async for event in events:
+                if event == DONE:
+                    break
+                if context.is_stopped:
+                    yield self.cancelled_output()
+                    return
+                output = self._output(event)
+                if output.finish_reason is not None:
+                    await token_completion.read_trailing_events(
+                        events, lambda e: tail.extend(self._output(e).data)
+                    )
+                    behind = (replace(aside, at=len(output.text)) for aside in tail)
+                    data = (*output.data, *behind)
+                    yield replace(output, data=data, usage=self._usage())
+                    return
+                if not output.is_empty:
+                    yield output
+        raise ServerFailed("the server ended the stream before the end of the answer")
+
+    def cancelled_output(self) -> EngineOutput:
+        """The final output of a cancelled request."""
+        return EngineOutput.cancelled().with_usage(self._usage())
+
+    def _usage(self) -> Usage:
+        """The token counts, the server's own where it reports them."""
+        return self._counts or token_usage(0, self._pieces)
+
+    def _output(self, event: bytes) -> EngineOutput:
+        fields = _read(event)
+        if counts := _object(fields.pop("usage", None), "usage"):
+            self._counts = parse_usage(counts)
+        choice = _choice(fields.pop("choices", None))
+        delta = _object(choice.pop("delta", None), "delta") if self._is_chat else {}
+        text = (delta if self._is_chat else choice).pop("content" if self._is_chat else "text", "")
+        if not isinstance(text, str | None):
+            raise ServerFailed(f"the server sent text of type {type(text).__name__}")
+        if delta.get("role") == "assistant":
+            del delta["role"]
+        reason = _reason(choice.pop("finish_reason", None))
+        stop_reason = choice.get("stop_reason")
+        more, beside = _non_empty(delta), _non_empty(choice)
+        self._held_back |= self._news(_non_empty(fields))
+        self._begun = self._begun or bool(text or more or beside or reason)
+        if not self._begun:
+            return EngineOutput()
+        aside = PassthroughDelta(delta=more, choice=beside, event=self._held_back)
+        self._held_back = {}
+        output = EngineOutput(
+            text=text or "",
+            finish_reason=reason,
+            stop_reason=stop_reason if isinstance(stop_reason, int | str) else None,
+            data=(aside,) if aside != PassthroughDelta() else (),
+        )
+        self._pieces += bool(text or aside.delta)
+        return output
+
+    def _news(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields of an event that differ from those already sent."""
+        sent = self._sent
+        news = {
+            name: value
+            for name, value in fields.items()
+            if name not in _OTHERS and (name not in sent or sent[name] != value)
+        }
+        sent |= news
+        return news
+
+
+async def _events_of(stream: EventStream) -> AsyncGenerator[bytes, None]:
+    """The events of an answer; one that is too large would be so at every server."""
+    try:
+        async with aclosing(stream.events()) as events:
+            async for event in events:
+                yield event
+    except ResponseTooLarge as e:
+        raise InvalidRequest(f"the answer is too large: {e}") from e
+
+
+class EmbeddingsResponse:
+    """An answer of embeddings, without a stream: all of it is one aside."""
+
+    async def read_outputs(
+        self, stream: EventStream, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the only output. Raises ServerFailed, and InvalidRequest for one too large."""
+        try:
+            body = await stream.read_all(MAX_EMBEDDINGS_BYTES)
+        except ResponseTooLarge as e:
+            raise InvalidRequest(
+                f"input: the embeddings exceed the limit of {MAX_EMBEDDINGS_BYTES} bytes: "
+                "send fewer texts per request, or use encoding_format base64"
+            ) from e
+        if context.is_stopped:
+            yield self.cancelled_output()
+            return
+        # Not in a thread: decoding holds the interpreter lock anyway, 30 ms at the limit.
+        fields = _read(body)
+        counts = parse_usage(_object(fields.pop("usage", None), "usage"))
+        if not isinstance(fields.get("data"), list):
+            raise ServerFailed("the server sent no list of embeddings in `data`")
+        said = {name: value for name, value in _non_empty(fields).items() if name not in _OTHERS}
+        yield EngineOutput(data=(PassthroughDelta(event=said),), finish_reason="stop", usage=counts)
+
+    def cancelled_output(self) -> EngineOutput:
+        """The final output of a cancelled request."""
+        return EngineOutput.cancelled()
+
+
+def parse_usage(said: Mapping[str, Any]) -> Usage:
+    """Parse the token counts of a server."""
+    details = {name: value for name, value in said.items() if name not in _COUNTS}
+    of_prompt = dict(_object(said.get("prompt_tokens_details"), "usage"))
+    cached = of_prompt.pop("cached_tokens", 0)
+    if of_prompt := _non_empty(of_prompt):
+        details["prompt_tokens_details"] = of_prompt
+    counts = token_usage(
+        _number(said.get("prompt_tokens")), _number(said.get("completion_tokens")), _number(cached)
+    )
+    return replace(counts, details=_non_empty(details) or None)
+
+
+_COUNTS = frozenset({
+    "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details",
+})  # fmt: skip
+
+
+def _number(said: Any) -> int:
+    return max(said, 0) if isinstance(said, int) else 0
+
+
+def _read(event: bytes) -> dict[str, Any]:
+    """Decode an event. Raises ServerFailed or RequestRejected for an error event."""
+    try:
+        fields = _events.decode(event)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
+        raise ServerFailed(f"the server sent an invalid event: {e}") from e
+    if fields.get("object") == "error":  # older servers have no `error` field
+        fields = {"error": fields}
+    match fields.get("error"):
+        case None:
+            return fields
+        case {"message": str(message), **rest}:
+            code = rest.get("code")
+            raise error_for_status(code if isinstance(code, int) else 500, message)
+        case error:
+            raise error_for_status(500, str(error)[:2000])
+
+
+def _choice(said: Any) -> dict[str, Any]:
+    """The fields of the only choice; empty in an event without choices."""
+    if not said:
+        return {}
+    if isinstance(said, list) and len(said) == 1 and isinstance(said[0], dict):
+        choice = dict(said[0])
+        if choice.pop("index", None) in (0, None):
+            return choice
+    raise ServerFailed("the server sent choices other than the requested one")
+
+
+def _object(said: Any, name: str) -> dict[str, Any]:
+    if said is None or isinstance(said, dict):
+        return said or {}
+    raise ServerFailed(f"the server sent a {name} that is not an object")
+
+
+def _reason(said: Any) -> FinishReason | None:
+    if said in (None, ""):
+        return None
+    # `abort`, `error`: ended by the server, not by the model
+    if not isinstance(said, str) or said not in _REASONS:
+        raise ServerFailed(f"the server ended the answer with {said!r:.200}")
+    return _REASONS[said]
+
+
+def _non_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not empty."""
+    return {name: value for name, value in fields.items() if value not in (None, "", [], {})}

@@ -1,0 +1,311 @@
+"""HTTP client of one server, with a limit on every wait and on the size of every answer.
+
+Owns the connection and translates its failures into EngineErrors; the kind of failure decides here
+whether another worker may succeed. Handles paths, bodies and server-sent events, not their
+contents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from app.engine.interface import EngineError, EngineFull, InvalidRequest
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""Limit on a body that is no stream; the metrics of large servers have half a MiB."""
+MAX_STREAM_BYTES = 64 * 1024 * 1024
+"""Default limit on a streamed answer: a million tokens with the JSON around each."""
+MAX_ERROR_BYTES = 64 * 1024
+CONNECT_TIMEOUT_S = 5.0
+RETRYABLE_4XX = frozenset({401, 403, 404, 405, 408, 409, 421, 425, 429})
+"""Statuses about the server or the caller (unknown model, wrong key, rate limit), not about the
+request: a worker with another server may succeed."""
+OVERLOADED_STATUSES = frozenset({429, 503, 529})
+"""Statuses of an overloaded server, or one that is not ready yet."""
+_DATA = b"data:"
+
+
+class ServerFailed(EngineError):
+    """The server did not answer, or not correctly; another one may. `status`: its HTTP status.
+
+    See the server's own log. KVLANE_ATTACH_URL must name an OpenAI-compatible server.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message, retryable=True)
+        self.status = status
+
+
+class ResponseTooLarge(ServerFailed):
+    """The server sent more than the limit of one event, or of one answer.
+
+    KVLANE_ATTACH_MAX_RESPONSE_BYTES bounds answers.
+    """
+
+
+class ServerOverloaded(ServerFailed, EngineFull):
+    """The server is overloaded."""
+
+
+class RequestRejected(InvalidRequest):
+    """The server rejects the request itself. `status`: its HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerClient:
+    """Client of the server at `url` (scheme, host and port). Created on a running event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        read_timeout_s: float,
+        api_key: str = "",
+        max_response_bytes: int = MAX_STREAM_BYTES,
+    ) -> None:
+        """`read_timeout_s`: the longest time without data during an answer; `max_response_bytes`:
+        limit on a streamed answer."""
+        self.url = url
+        self.read_timeout_s = read_timeout_s
+        self.max_response_bytes = max_response_bytes
+        headers = {"Accept-Encoding": "identity"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        self.session = aiohttp.ClientSession(
+            headers=headers,
+            # The worker bounds the runs; a limit here would only hide their queue.
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        await self.session.close()
+
+    async def get(self, path: str, timeout_s: float) -> bytes:
+        """The body of a 200. Raises ServerFailed, RequestRejected."""
+        return await self._ask("GET", path, None, timeout_s)
+
+    async def post(self, path: str, body: Any, timeout_s: float) -> bytes:
+        return await self._ask("POST", path, body, timeout_s)
+
+    def open_stream(self, path: str, body: Any, max_event_bytes: int) -> EventStream:
+        """A streamed answer; `max_event_bytes`: limit on one event."""
+        return EventStream(self, path, body, max_event_bytes)
+
+    async def _ask(self, method: str, path: str, body: Any, within_s: float) -> bytes:
+        with self.translating_errors(within_s):
+            async with (
+                asyncio.timeout(within_s),
+                self.session.request(
+                    method, self.url + path, data=_encoded(body), headers=_TYPE,
+                    allow_redirects=False,
+                ) as response,
+            ):  # fmt: skip
+                await self.check_status(response)
+                return await _bounded(response, MAX_BODY_BYTES)
+
+    async def check_status(self, response: aiohttp.ClientResponse) -> None:
+        """Raise the error of a status other than 200."""
+        status = response.status
+        if status == 200:
+            return
+        try:
+            said = error_message(await _bounded(response, MAX_ERROR_BYTES))
+        except ServerFailed:
+            said = "an answer of more than 64 KiB"
+        raise error_for_status(status, said)
+
+    @contextmanager
+    def translating_errors(self, timeout_s: float) -> Iterator[None]:
+        """Translate errors of aiohttp to ServerFailed."""
+        try:
+            yield
+        except TimeoutError as e:  # aiohttp's own are of this kind, too
+            raise ServerFailed(f"{self.url} sent nothing for {timeout_s:g} s") from e
+        except aiohttp.ClientConnectorError as e:
+            raise ServerFailed(f"{self.url} cannot be reached: {e.os_error}") from e
+        except (aiohttp.ClientError, OSError, ValueError, RuntimeError) as e:
+            # aiohttp raises ValueError for some invalid HTTP, and RuntimeError for a connection
+            # that
+            # this side has closed meanwhile.
+            raise ServerFailed(f"{self.url}: the connection broke: {e!r:.500}") from e
+
+
+class EventStream:
+    """Server-sent events of one answer. A context manager, which closes it however it ends."""
+
+    def __init__(self, server: ServerClient, path: str, body: Any, event_bytes: int) -> None:
+        self._server = server
+        self._path = path
+        self._body = body
+        self._event_bytes = event_bytes
+        self._response: aiohttp.ClientResponse | None = None
+        self._waiting: asyncio.Timeout | None = None
+        self._closed = False
+        self._bytes = 0
+
+    async def __aenter__(self) -> Self:
+        """Send the request. Raises ServerFailed, RequestRejected."""
+        server = self._server
+        async with self._patience(asyncio.get_running_loop().time() + server.read_timeout_s):
+            self._response = await server.session.post(
+                server.url + self._path, data=_encoded(self._body), headers=_TYPE,
+                allow_redirects=False,
+            )  # fmt: skip
+            try:
+                await server.check_status(self._response)
+            except BaseException:
+                self._response.close()
+                raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the connection of an answer not read to its end, so the server stops."""
+        if self._response is not None:
+            self._response.release()
+
+    def close(self) -> None:
+        """Abort it from another task: a wait for the next event raises ServerFailed."""
+        self._closed = True
+        if self._waiting is not None:
+            self._waiting.reschedule(0.0)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the data of each event up to the end of the answer; `[DONE]` is one of them.
+
+        Raises ServerFailed if the next one is late or too long, or if the connection breaks.
+        """
+        buffer, data = bytearray(), bytearray()
+        loop, silence_s = asyncio.get_running_loop(), self._server.read_timeout_s
+        until = loop.time() + silence_s  # lines without an event do not extend it
+        while True:
+            end = buffer.find(b"\n")
+            if end < 0 and (end := await self._read_line(buffer, until)) < 0:
+                return
+            line = bytes(buffer[:end]).rstrip(b"\r")
+            del buffer[: end + 1]
+            if line.startswith(_DATA):
+                data += line[len(_DATA) :].strip()
+                self._check_size(len(data))
+            elif not line and data:
+                event, data = bytes(data), bytearray()
+                yield event
+                until = loop.time() + silence_s
+
+    async def read_all(self, max_bytes: int) -> bytes:
+        """Read an answer that is no stream. Raises ServerFailed as `events` does."""
+        assert self._response is not None
+        async with self._patience(asyncio.get_running_loop().time() + self._server.read_timeout_s):
+            return await _bounded(self._response, max_bytes)
+
+    async def _read_line(self, buffer: bytearray, until: float) -> int:
+        """Read until the end of a line; returns its position, or -1 at the end of the answer."""
+        assert self._response is not None
+        content, searched = self._response.content, len(buffer)
+        async with self._patience(until):
+            while True:
+                self._check_size(searched)
+                piece = await content.readany()
+                if not piece:
+                    return -1
+                self._bytes += len(piece)
+                if self._bytes > self._server.max_response_bytes:
+                    raise ResponseTooLarge(
+                        f"{self._server.url} sent an answer of more than "
+                        f"{self._server.max_response_bytes} bytes "
+                        "(KVLANE_ATTACH_MAX_RESPONSE_BYTES)"
+                    )
+                buffer += piece
+                if (end := buffer.find(b"\n", searched)) >= 0:
+                    return end
+                searched = len(buffer)
+
+    @asynccontextmanager
+    async def _patience(self, until: float) -> AsyncGenerator[None, None]:
+        """Limit a wait for the server, up to a time of the event loop."""
+        if self._closed:
+            raise ServerFailed("the stream was aborted")
+        server = self._server
+        with server.translating_errors(server.read_timeout_s):
+            try:
+                async with asyncio.timeout_at(until) as self._waiting:
+                    yield
+            finally:
+                self._waiting = None
+
+    def _check_size(self, size: int) -> None:
+        if size > self._event_bytes:
+            raise ResponseTooLarge(
+                f"{self._server.url} sent an event of more than {self._event_bytes} bytes"
+            )
+
+
+def error_for_status(status: int, said: str) -> ServerFailed | RequestRejected:
+    """The error for an HTTP status, or for the code of an error event."""
+    if 400 <= status < 500 and status not in RETRYABLE_4XX:
+        return RequestRejected(said or f"the server answered {status}", status)
+    kind = ServerOverloaded if status in OVERLOADED_STATUSES else ServerFailed
+    return kind(f"the server answered {status}: {said}" if said else f"{status}", status)
+
+
+class _Said(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    """The error formats of OpenAI, of older servers, and of FastAPI."""
+
+    error: _Said | str | None = None
+    message: str = ""
+    detail: Any = None
+
+
+_problems = msgspec.json.Decoder(_ErrorBody)
+
+
+def error_message(body: bytes) -> str:
+    """The message in an error body; the beginning of a body in an unknown format."""
+    try:
+        problem = _problems.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return body[:500].decode(errors="replace")
+    error = problem.error
+    message = error.message if isinstance(error, _Said) else error
+    return (message or problem.message or str(problem.detail or ""))[:2000]
+
+
+_TYPE = {"Content-Type": "application/json"}
+
+
+def _encoded(body: Any) -> bytes | None:
+    """Raises InvalidRequest."""
+    try:
+        return None if body is None else msgspec.json.encode(body)
+    except RecursionError:
+        raise InvalidRequest("body: nested too deeply") from None
+
+
+async def _bounded(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    parts = bytearray()
+    async for piece in response.content.iter_any():
+        parts += piece
+        if len(parts) > most_bytes:
+            raise ResponseTooLarge(f"an answer of more than {most_bytes} bytes", response.status)
+    return bytes(parts)

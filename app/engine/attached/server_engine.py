@@ -1,0 +1,176 @@
+"""Base of the engines over a running server: connection, health, adapters and open streams.
+
+A cancel closes the connection of its stream. Requests and answers are in the subclasses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, NamedTuple, Protocol
+
+from app.engine.attached.discovery import ServerDiscovery
+from app.engine.attached.request_body import ServerDialect
+from app.engine.attached.server_client import MAX_STREAM_BYTES, EventStream, ServerClient
+from app.engine.attached.server_health import ServerHealth
+from app.engine.interface import Engine, EngineDead, EngineError, EngineOutput, GenerateContext
+from streams.clock import Clock
+from streams.records import EngineStats
+
+log = logging.getLogger(__name__)
+
+ADAPTERS_POLL_S = 10.0
+"""Interval between two queries of the server's adapters, which operators load while it runs."""
+
+
+class ServerAddress(NamedTuple):
+    """Address of the server and its limits. `model`: its name there; "" for the only one.
+
+    `read_timeout_s`: longest time without data during an answer; `start_timeout_s`: how long the
+    worker waits for the server at its start; `max_response_bytes`: bound on an answer, with the
+    JSON around its tokens."""
+
+    url: str
+    events_endpoint: str = ""
+    replay_endpoint: str = ""
+    model: str = ""
+    api_key: str = ""
+    read_timeout_s: float = 120.0
+    start_timeout_s: float = 600.0
+    max_response_bytes: int = MAX_STREAM_BYTES
+
+
+class ServerReader(Protocol):
+    """Converts one answer of a server to outputs."""
+
+    def read_outputs(
+        self, stream: EventStream, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the outputs, the final one last. Raises ServerFailed for an answer without an
+        end."""
+
+    def cancelled_output(self) -> EngineOutput:
+        """The final output of a cancelled request."""
+
+
+class ServerEngine(Engine):
+    """An engine over a running server. Subclasses implement `start` and `generate`."""
+
+    def __init__(self, clock: Clock, address: ServerAddress) -> None:
+        self._clock = clock
+        self._where = address
+        self._server: ServerClient | None = None
+        self._health: ServerHealth | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._streams: dict[GenerateContext, EventStream] = {}
+        self._dead: EngineDead | None = None
+        self._versions: Mapping[str, str] = {}
+        self._dialect = ServerDialect(address.model)
+
+    def stats(self) -> EngineStats | None:
+        """As `Engine.stats`, at most a few seconds old."""
+        metrics = self._health.metrics if self._health is not None else None
+        return (
+            metrics.engine_stats() if metrics is not None and metrics.running is not None else None
+        )
+
+    def versions(self) -> Mapping[str, str]:
+        """As `Engine.versions`: of the server, if it reports one."""
+        return self._versions
+
+    def adapters(self) -> tuple[str, ...] | None:
+        """As `Engine.adapters`, at most `ADAPTERS_POLL_S` old."""
+        return tuple(sorted(self._dialect.adapters))
+
+    @property
+    def output_timeout_s(self) -> float:
+        return self._where.read_timeout_s
+
+    async def cleanup(self) -> None:
+        """As `Engine.cleanup`. The server keeps running."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in list(self._streams.values()):
+            stream.close()
+        server, self._server = self._server, None
+        if server is not None:
+            await server.close()
+
+    async def abort(self, context: GenerateContext) -> None:
+        """As `Engine.abort`: closes the connection, at which the server stops generating."""
+        if (stream := self._streams.get(context)) is not None:
+            stream.close()
+
+    async def _connect(self, worker_id: str) -> ServerDiscovery:
+        """Wait for the server. Raises EngineError."""
+        where = self._where
+        log.info("worker %s waits for the server at %s", worker_id, where.url)
+        self._server = ServerClient(
+            where.url, where.read_timeout_s, where.api_key, where.max_response_bytes
+        )
+        introduction = ServerDiscovery(self._server, self._clock)
+        await introduction.wait_ready(where.start_timeout_s)
+        return introduction
+
+    async def _start_monitoring(self) -> ServerHealth:
+        """Check the server once, and start the tasks that keep checking it."""
+        assert self._server is not None
+        health = self._health = ServerHealth(self._server, self._clock, self._on_restart)
+        await health.check()
+        self._spawn(health.run())
+        self._spawn(self._follow_adapters(ServerDiscovery(self._server, self._clock)))
+        return health
+
+    async def _follow_adapters(self, introduction: ServerDiscovery) -> None:
+        while True:
+            await self._clock.sleep(ADAPTERS_POLL_S)
+            try:
+                adapters = await introduction.adapters(self._dialect.model)
+            except EngineError as e:
+                log.debug("%s: listing its adapters failed: %s", self._where.url, e)
+                continue
+            if adapters != self._dialect.adapters:
+                log.info("%s: its adapters are now %s", self._where.url, sorted(adapters))
+                self._dialect = self._dialect._replace(adapters=adapters)
+
+    def _on_restart(self) -> None:
+        """Called after a restart of the server."""
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=f"beside {self._where.url}")
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task that monitors %s failed", self._where.url, exc_info=error)
+            self._dead = EngineDead(f"a task that monitors {self._where.url} failed: {error!r}")
+
+    async def _answer(
+        self,
+        path: str,
+        body: object,
+        event_bytes: int,
+        reading: ServerReader,
+        context: GenerateContext,
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Send a request, read its answer. Raises ServerFailed, RequestRejected and EngineDead."""
+        if self._dead is not None:
+            raise self._dead
+        assert self._server is not None
+        stream = self._server.open_stream(path, body, event_bytes)
+        self._streams[context] = stream
+        try:
+            async with stream, aclosing(reading.read_outputs(stream, context)) as outputs:
+                async for output in outputs:
+                    yield output
+        except EngineError:
+            if not context.is_stopped:
+                raise
+            yield reading.cancelled_output()
+        finally:
+            del self._streams[context]

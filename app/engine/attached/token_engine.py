@@ -1,0 +1,198 @@
+"""Engine over a running server with prompts of tokens: completions, cache events, metrics.
+
+    Request ─► request_body.py ─► server_client.py ─HTTP─► the server ─► completion_events.py ─►
+    EngineOutputs
+                         its ZMQ socket, or a guess ─► events.py, guess ─► listener
+                                      its metrics ─► server_health.py ─► heartbeats
+
+One worker is attached to one server and does not manage its process: it waits for the server at its
+start, and finds out its dialect of the API (`ServerDiscovery`). Whatever the server does, a stream
+ends: each wait has a deadline, each answer a bound, and each failure is a typed error.
+
+The parts without tokens are in `server_engine.py`; servers that receive OpenAI bodies unchanged are
+in `passthrough_engine.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from app.engine.attached.completion_events import ECHO_BYTES_PER_TOKEN, MAX_COMPLETION_EVENT_BYTES
+from app.engine.attached.request_body import ServerDialect, completion_body
+from app.engine.attached.server_engine import ServerAddress, ServerEngine
+from app.engine.attached.server_metrics import ServerMetrics
+from app.engine.attached.token_completion import TokenCompletion
+from app.engine.attached.zmq_events import ZmqEventFollower
+from app.engine.interface import (
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    KvEventListener,
+    token_usage,
+)
+from app.preprocess.text.tokenizer import Tokenizer
+from indexer.cache_events.engine_events import AllCleared, EngineEvent
+from indexer.cache_events.estimated_cache import EstimatedCache
+from streams.clock import Clock
+from streams.codecs import token_count, unpack_tokens
+from streams.records import EngineConfig
+from streams.request import Request
+
+log = logging.getLogger(__name__)
+
+COMPLETIONS_PATH = "/v1/completions"
+
+
+class AssumedLimits(NamedTuple):
+    """Values assumed of a server that does not report its own."""
+
+    context_length: int
+    block_size: int
+    cache_blocks: int
+
+
+class AttachedEngine(ServerEngine):
+    """See the module. `served_name`: the model's name for clients; "" for the server's name."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        address: ServerAddress,
+        tokenizer: Tokenizer,
+        assumed: AssumedLimits,
+        *,
+        served_name: str = "",
+    ) -> None:
+        super().__init__(clock, address)
+        self._tokenizer = tokenizer
+        self._guess = assumed
+        self._serves_as = served_name
+        self._listener: KvEventListener | None = None
+        self._context_length = assumed.context_length
+        self.event_follower: ZmqEventFollower | None = None
+        """The follower of its cache events, if the server publishes them."""
+        self._estimate: EstimatedCache | None = None
+        """Estimate of its cache; passed to the listener unless the server publishes events."""
+
+    def set_kv_event_listener(self, listener: KvEventListener) -> None:
+        self._listener = listener
+
+    # --- lifecycle
+    # ------------------------------------------------------------------------------------
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        """Wait for the server and discover its properties. Raises EngineError with advice."""
+        where = self._where
+        introduction = await self._connect(worker_id)
+        known = await introduction.discover(where.model, self._tokenizer)
+        self._dialect, self._versions = known.dialect, known.versions
+        self._context_length = known.context_length or self._guess.context_length
+        health = await self._start_monitoring()
+        if health.metrics.ranks > 1:
+            raise EngineError(
+                f"{where.url} has {health.metrics.ranks} data-parallel ranks, whose caches a "
+                "worker cannot distinguish: start one server and one worker for each rank"
+            )
+        config = self._describe(known.dialect, health.metrics)
+        if self.event_follower is not None:
+            await self.event_follower.connect()
+            self._spawn(self.event_follower.run())
+        log.info("%s: %s, %s", where.url, known.dialect._replace(adapters=frozenset()), config)
+        return config
+
+    async def cleanup(self) -> None:
+        """As `Engine.cleanup`. The server keeps running."""
+        await super().cleanup()
+        if self.event_follower is not None:
+            self.event_follower.close()
+
+    def _describe(self, speech: ServerDialect, metrics: ServerMetrics) -> EngineConfig:
+        """The configuration of this engine; sets up its cache events or their estimate."""
+        guess, where = self._guess, self._where
+        blocks = metrics.cache_blocks or guess.cache_blocks
+        block_size = metrics.block_size if metrics.cache_config else guess.block_size
+        if block_size is not None:
+            self._estimate = EstimatedCache(block_size, blocks)
+            if where.events_endpoint and self._listener is not None:
+                self.event_follower = ZmqEventFollower(
+                    where.events_endpoint, where.replay_endpoint, self._listener
+                )
+        return EngineConfig(
+            model=speech.model,
+            served_model_name=self._serves_as or speech.model,
+            context_length=self._context_length,
+            kv_cache_block_size=block_size,
+            total_kv_blocks=None if block_size is None else blocks,
+            lora_names=tuple(sorted(speech.adapters)) or None,
+            gives_tokens=speech.answer_tokens != "text",
+            guesses_cache=self._estimate is not None and not where.events_endpoint,
+        )
+
+    # --- requests --------------------------------------------------------------------------------
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """As `Engine.generate`. Raises ServerFailed and InvalidRequest, besides EngineDead."""
+        prompt_tokens = token_count(request.token_ids)
+        room = self._context_length - prompt_tokens
+        if room <= 0:
+            yield EngineOutput.length().with_usage(token_usage(prompt_tokens, 0))
+            return
+        wanted = request.stop.max_tokens or (1 if request.is_probe else room)
+        limit = min(wanted, room)
+        body = completion_body(request, self._dialect, limit, self._text_of)
+        answer = TokenCompletion(
+            request, limit, self._dialect, self._tokenizer, self._cached(request)
+        )
+        most_bytes = MAX_COMPLETION_EVENT_BYTES + ECHO_BYTES_PER_TOKEN * prompt_tokens
+        answering = self._answer(COMPLETIONS_PATH, body, most_bytes, answer, context)
+        try:
+            async with aclosing(answering) as outputs:
+                async for output in outputs:
+                    if output.token_ids and not answer.has_started:
+                        answer.has_started = True
+                        self._record_served(request, ())
+                    yield output
+        finally:
+            if answer.has_started:
+                self._record_served(request, answer.generated_ids)
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special=False)
+
+    # --- estimate of its cache -------------------------------------------------------
+
+    def _cached(self, request: Request) -> int:
+        """Estimate of the cached tokens of a prompt; the server reports them at the end only."""
+        if self._estimate is None or request.is_probe or request.prompt_embeds is not None:
+            return 0
+        return self._estimate.cached_tokens(
+            unpack_tokens(request.token_ids),
+            lora_name=request.hints.lora_name or "",
+            cache_salt=request.cache_salt,
+        )
+
+    def _record_served(self, request: Request, answer: Sequence[int]) -> None:
+        """Record that the server has computed this prompt and these tokens of its answer."""
+        if self._estimate is None or request.is_probe or request.prompt_embeds is not None:
+            return
+        tokens = array("I", unpack_tokens(request.token_ids)) + array("I", answer)
+        self._publish(
+            self._estimate.on_served(
+                tokens, lora_name=request.hints.lora_name or "", cache_salt=request.cache_salt
+            )
+        )
+
+    def _on_restart(self) -> None:
+        if self._estimate is not None:
+            self._estimate.clear()
+            self._publish([AllCleared()])
+
+    def _publish(self, events: Sequence[EngineEvent]) -> None:
+        if self._listener is not None and self.event_follower is None and events:
+            self._listener(events)

@@ -1,0 +1,134 @@
+"""Factory of a worker's engine by the settings, with the files of its model.
+
+- `echo` has no model: its tokens are bytes, and it repeats the prompt.
+- `simulated` generates readable sentences in the tokens of the model in a folder.
+- `vllm` loads the model into vLLM.
+- `attached` uses a running server: with the tokenizer of a folder, or with request bodies passed
+  through unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from app.engine.echo import EchoEngine
+from app.engine.interface import Engine
+from app.engine.simulated.batch import EngineLimits
+from app.engine.simulated.engine import SimulatedEngine
+from app.engine.simulated.text_generator import TextGenerator, demo_sentences
+from app.engine.validator import ValidatingEngine
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, ModelFiles, read_folder
+from app.preprocess.text.tokenizer import Tokenizer
+from app.preprocess.thread_pool import InlinePool
+from app.settings import Settings
+from streams.clock import Clock
+
+
+class EngineAndFiles(NamedTuple):
+    """An engine before its start, and the files of its model if it has one."""
+
+    engine: Engine
+    files: ModelFiles | None
+
+
+def create_engine(settings: Settings, clock: Clock) -> EngineAndFiles:
+    """The engine of the settings. Raises BadModel if the folder of its model cannot be used."""
+    choose = {"echo": _echo, "simulated": _simulated, "vllm": _vllm, "attached": _attached}[
+        settings.engine
+    ]
+    choice = choose(settings, clock)
+    return (
+        choice._replace(engine=ValidatingEngine(choice.engine))
+        if settings.validate_engine
+        else choice
+    )
+
+
+def text_generator_of(files: ModelFiles) -> TextGenerator:
+    """The text of simulated engines in the tokens of a model. Raises BadModel."""
+    tokenizer = Tokenizer(files.tokenizer, InlinePool())
+    end = files.eos_token_ids[0] if files.eos_token_ids else None
+    return TextGenerator(demo_sentences(), tokenizer.encode_now, end)
+
+
+def _echo(settings: Settings, clock: Clock) -> EngineAndFiles:
+    engine = EchoEngine(
+        clock,
+        settings.echo_itl_ms / 1000,
+        model=settings.model,
+        context_length=settings.context_length,
+        max_num_seqs=settings.max_num_seqs,
+    )
+    return EngineAndFiles(engine, None)
+
+
+def _vllm(settings: Settings, clock: Clock) -> EngineAndFiles:
+    """A folder is served as it is; a name is downloaded from where vLLM would get it."""
+    from app.engine.vllm.async_llm import VllmEngine, VllmLimits
+    from app.engine.vllm.model_download import model_folder
+
+    folder = settings.model_path or model_folder(settings.model)
+    given = settings.model_fields_set
+    limits = {"context_length", "max_num_seqs", "block_size"} & given
+    engine = VllmEngine(
+        clock,
+        str(settings.model_path or settings.model),
+        model=settings.model,
+        limits=VllmLimits(**{name: getattr(settings, name) for name in limits}),
+        adapters=settings.adapters,
+        arguments=settings.engine_args,
+    )
+    return EngineAndFiles(engine, read_folder(folder))
+
+
+def _attached(settings: Settings, clock: Clock) -> EngineAndFiles:
+    """The folder has the files of the model that the server serves; no weights are read."""
+    from app.engine.attached.passthrough_engine import PassthroughEngine
+    from app.engine.attached.server_engine import ServerAddress
+    from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+
+    where = ServerAddress(
+        settings.attach_url,
+        settings.attach_events_endpoint,
+        settings.attach_replay_endpoint,
+        settings.attach_model,
+        settings.attach_api_key.get_secret_value(),
+        settings.attach_read_timeout_s,
+        settings.attach_start_timeout_s,
+        settings.attach_max_response_bytes,
+    )
+    given = settings.model_fields_set
+    serves_as = settings.model if "model" in given else ""
+    if settings.attach_kind != "tokens":
+        length = settings.context_length if "context_length" in given else None
+        passing = PassthroughEngine(
+            clock, where, settings.attach_kind, context_length=length, served_name=serves_as
+        )
+        return EngineAndFiles(passing, None)
+    assert settings.model_path is not None, "checked with the settings"
+    files = read_folder(settings.model_path)
+    engine = AttachedEngine(
+        clock,
+        where,
+        Tokenizer(files.tokenizer, InlinePool()),
+        AssumedLimits(settings.context_length, settings.block_size, settings.cache_blocks),
+        served_name=serves_as,
+    )
+    return EngineAndFiles(engine, files)
+
+
+def _simulated(settings: Settings, clock: Clock) -> EngineAndFiles:
+    files = read_folder(settings.model_path or DEMO_MODEL_FOLDER)
+    engine = SimulatedEngine(
+        clock,
+        EngineLimits(
+            block_size=settings.block_size,
+            cache_blocks=settings.cache_blocks,
+            max_sequences=settings.max_num_seqs,
+        ),
+        model=settings.model,
+        context_length=settings.context_length,
+        continuation=text_generator_of(files),
+        speedup=settings.engine_speedup,
+    )
+    return EngineAndFiles(engine, files)

@@ -1,0 +1,284 @@
+"""Interface of an engine: the contract between a worker process and the generator of tokens.
+
+Owns the `Engine` interface, the handle of each request (`GenerateContext`), the outputs of an
+engine (`EngineOutput`) and its typed errors. Independent of Kafka, runs and leases. The rules below
+are checked by `app/engine/validator.py`.
+
+Lifecycle of an engine: constructed, `start`, any number of concurrent `generate`, `drain`,
+`cleanup`.
+
+1. When `start` returns, the engine is ready to generate. It logs its progress, since loading may
+   take minutes.
+2. A stream yields any number of outputs; exactly one, the last, has a finish reason. Or it raises
+   an EngineError, which ends it too. Nothing follows either.
+3. A stream checks `context.is_stopped` between outputs, and then ends with `cancelled`.
+4. The resources of a stream (a slot, a handle) are released in its own `finally`: a consumer may
+   leave at any output. `abort` stops the generation early, and is called on an explicit cancel
+   only.
+5. `cleanup` runs once, also after a failed `start`, and is safe on a half-started engine; a second
+   call does nothing. It does not run if `start` was never called, so a constructor acquires no
+   resources.
+6. An engine with a block size passes its cache events, in order, to its listener.
+7. A probe (`Request.is_probe`) may carry token ids and nothing else. This engine alone answers it,
+   without any coordination with other engines.
+8. The kind in an engine's config is the kind of its requests: tokens, answered with tokens, or
+   OpenAI bodies (`Request.body`), answered with text and asides for all other fields. An
+   interrupted answer of the latter cannot be resumed by another worker.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from indexer.cache_events.engine_events import EngineEvent
+from streams.record_base import Json
+from streams.records import (
+    GUIDED_DECODING_FEATURE,
+    LOGPROBS_FEATURE,
+    EngineConfig,
+    EngineStats,
+    FinishReason,
+    LogProb,
+    PassthroughDelta,
+    Usage,
+)
+from streams.request import Request
+
+U32_MAX = 2**32 - 1
+
+
+class KvEventListener(Protocol):
+    """Receives cache events on the event loop, between two steps; must not block.
+
+    `rank`: the data-parallel rank of the cache, of an engine with several.
+    """
+
+    def __call__(self, events: Sequence[EngineEvent], rank: int = 0, /) -> None:
+        """Process events in their order."""
+
+
+class EngineError(Exception):
+    """A request failed in the engine. `retryable`: another worker may succeed with it."""
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class EngineFull(EngineError):
+    """The engine accepts no more requests at the moment. Before the first token this does not fail
+    the request: it is assigned again, to another worker or later, up to its deadline. Add workers,
+    or raise the limit of the server."""
+
+
+class InvalidRequest(EngineError):
+    """The request is invalid, or needs a feature that this engine lacks; names the field.
+
+    No worker with this kind of engine can serve it, so the request ends with an error.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+
+TEXT_ONLY_UNSUPPORTED = (GUIDED_DECODING_FEATURE, LOGPROBS_FEATURE)
+"""`EngineConfig.unsupported` of an engine that generates plain text only."""
+
+
+def check_text_only(request: Request) -> None:
+    """Raises InvalidRequest for a feature in TEXT_ONLY_UNSUPPORTED.
+
+    Gateways and preprocessors reject it earlier, except while the model has no worker.
+    """
+    if request.sampling.guided_decoding is not None:
+        raise InvalidRequest(
+            f"{GUIDED_DECODING_FEATURE}: not supported by the engine of this model"
+        )
+    if request.output.logprobs is not None or request.output.prompt_logprobs is not None:
+        raise InvalidRequest(f"{LOGPROBS_FEATURE}: not supported by the engine of this model")
+
+
+class EngineDead(EngineError):
+    """The engine will never generate again. Its process ends and must be restarted."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
+class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """A part of one request's answer, tokens or text; with a finish reason it is the last output.
+
+    `token_usage` counts this execution only: its prompt, including tokens of earlier attempts, and
+    the generated tokens. It is optional, and used on the first output, for the cached tokens, and
+    on the last. `stop_reason` and `log_probs` are those of `streams.records.Chunk`. `transfer`:
+    data of the engine from prefill to decode, on the last output. `data`: as in a Chunk, with
+    positions within this output's text.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    message: str = ""
+    stop_reason: int | str | None = None
+    log_probs: tuple[tuple[LogProb, ...], ...] | None = None
+    transfer: Json | None = None
+    text: str = ""
+    data: tuple[PassthroughDelta, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no part of the answer."""
+        return not (self.token_ids or self.text or self.data)
+
+    @staticmethod
+    def token(token_id: int) -> EngineOutput:
+        """One token, with more to come."""
+        return EngineOutput(token_ids=(token_id,))
+
+    @staticmethod
+    def stop() -> EngineOutput:
+        """The model ended its answer."""
+        return EngineOutput(finish_reason="stop")
+
+    @staticmethod
+    def length() -> EngineOutput:
+        """The token limit or the end of the context was reached."""
+        return EngineOutput(finish_reason="length")
+
+    @staticmethod
+    def cancelled() -> EngineOutput:
+        """The context was stopped."""
+        return EngineOutput(finish_reason="cancelled")
+
+    @staticmethod
+    def error(message: str) -> EngineOutput:
+        """The answer failed finally. Raise EngineError where the kind of failure matters."""
+        return EngineOutput(finish_reason="error", message=message)
+
+    def with_tokens(self, token_ids: Iterable[int]) -> EngineOutput:
+        """The same output with these tokens."""
+        return msgspec.structs.replace(self, token_ids=tuple(token_ids))
+
+    def with_usage(self, counts: Usage) -> EngineOutput:
+        """The same output with token counts."""
+        return msgspec.structs.replace(self, usage=counts)
+
+
+def token_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:
+    """Token counts, each saturating at u32, which clients in any language can represent."""
+    return Usage(
+        prompt_tokens=min(prompt_tokens, U32_MAX),
+        completion_tokens=min(completion_tokens, U32_MAX),
+        cached_tokens=min(cached_tokens, U32_MAX),
+    )
+
+
+class GenerateContext:
+    """Handle of one request: carries the stop to the engine and reports the first token."""
+
+    def __init__(self, request_id: str, on_first_token: Callable[[], None] | None = None) -> None:
+        self.request_id = request_id
+        self._stopped = False
+        self._on_first_token = on_first_token
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the request is no longer wanted."""
+        return self._stopped
+
+    def cancel(self) -> None:
+        """The request is no longer wanted. Idempotent."""
+        self._stopped = True
+
+    def notify_first_token(self) -> None:
+        """Report that the first token exists; only the first call counts.
+
+        The worker calls it at the first output with tokens. An engine calls it only if it knows
+        before its stream shows it.
+        """
+        notify, self._on_first_token = self._on_first_token, None
+        if notify is not None:
+            notify()
+
+
+class Engine(ABC):
+    """Interface of an engine: it generates tokens for one worker process.
+
+    The rules are at the top of this module; `KVLANE_VALIDATE_ENGINE=true` checks them while the
+    engine runs. Required: `start`, `generate`, `cleanup`. Errors: InvalidRequest for a request that
+    no worker can serve, EngineFull when another one can, EngineDead when the process has to be
+    restarted, EngineError for any other failure of one request.
+
+    Example:
+        class Parrot(Engine):
+            async def start(self, worker_id: str) -> EngineConfig:
+                return EngineConfig(model="parrot", context_length=4096)
+
+            async def generate(self, request, context):
+                for token in unpack_tokens(request.token_ids)[: request.stop.max_tokens]:
+                    if context.is_stopped:
+                        yield EngineOutput.cancelled()
+                        return
+                    yield EngineOutput.token(token)
+                yield EngineOutput.stop()
+
+            async def cleanup(self) -> None: ...
+    """
+
+    def set_kv_event_listener(self, listener: KvEventListener) -> None:  # noqa: B027 - optional by contract
+        """Set the listener of cache events; called before `start`."""
+
+    def stats(self) -> EngineStats | None:
+        """Current statistics, if the engine has any."""
+        return None
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of the engine's software, by name; called after `start`."""
+        return {}
+
+    def adapters(self) -> tuple[str, ...] | None:
+        """The adapters loaded now, in order; None if they are those of its config."""
+        return None
+
+    @property
+    def output_timeout_s(self) -> float:
+        """The engine's own limit on the time between two outputs of a request; 0 for none. An
+        engine whose statistics count no steps is not considered stalled before it."""
+        return 0.0
+
+    @abstractmethod
+    async def start(self, worker_id: str) -> EngineConfig:
+        """Get ready to generate, and return the configuration of this engine.
+
+        `worker_id` is opaque, unique in the fleet and stable for this process. A field of the
+        config that is None is not advertised. Without `served_model_name` the model is served as
+        `model`; without a block size requests are not routed by cache; without `total_kv_blocks`
+        its use is not bounded; without `context_length` the model's own applies, without
+        `max_num_seqs` the worker's setting, and without a `curve` the published one. Bootstrap host
+        and port come together; without them prefill ends before decode begins.
+        """
+
+    @abstractmethod
+    def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the answer as it is generated.
+
+        An engine reads the tokens, stop conditions and sampling of `request`. Its tokens may end
+        with tokens that an earlier attempt generated: the answer continues from there. Of a request
+        with a body it reads the body, the seed and the adapter.
+        """
+
+    async def abort(self, context: GenerateContext) -> None:  # noqa: B027 - optional by contract
+        """Handle an explicit cancel of the request; not called for a stream that was only left."""
+
+    async def drain(self) -> None:  # noqa: B027 - optional by contract
+        """Wait for transfers that other workers depend on; once, unregistered, before `cleanup`."""
+
+    @abstractmethod
+    async def cleanup(self) -> None:
+        """Release everything; see rule 5."""

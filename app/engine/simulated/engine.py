@@ -1,0 +1,246 @@
+"""Simulated engine: batching, prefix cache, step times and preemption, without a model.
+
+`app/engine/simulated/step.py` defines a step and its duration; this module runs the steps on the
+injected clock, for real requests with real tokens. The tokens come from a `Continuation`. Cache
+events are those of a real engine: blocks under opaque hashes, with their tokens, at the end of the
+step that computed them.
+
+One task runs the steps, from `start` to `cleanup`. A cancel takes effect between two steps. If that
+task fails, every request fails with EngineDead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+
+from app.engine.interface import (
+    TEXT_ONLY_UNSUPPORTED,
+    Engine,
+    EngineDead,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    KvEventListener,
+    check_text_only,
+    token_usage,
+)
+from app.engine.simulated.batch import BatchSequence as Modelled
+from app.engine.simulated.batch import BatchState, EngineLimits, StepResult
+from app.engine.simulated.simulated_run import STORAGE_MEDIUM, SimulatedRun
+from app.engine.simulated.step import add_sequence, remove_sequence, run_step
+from app.engine.simulated.text_generator import Continuation, echo_continuation
+from indexer.cache_events.engine_events import BlocksRemoved, EngineEvent
+from streams.clock import Clock
+from streams.codecs import token_count
+from streams.records import EngineConfig, EngineStats
+from streams.request import Request
+
+log = logging.getLogger(__name__)
+
+MAX_LAG_S = 1.0
+"""How far steps may lag behind their schedule and still catch up, in seconds."""
+DEFAULT_LIMITS = EngineLimits(block_size=16, cache_blocks=16_384)
+
+
+class SimulatedEngine(Engine):
+    """An engine whose steps are simulated.
+
+    `speedup`: speed relative to the modelled hardware; infinite for steps without duration.
+    `max_waiting`: bound on requests that wait for the batch; more fail as retryable. Raises
+    ValueError if the context does not fit into the cache of `limits`.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        limits: EngineLimits = DEFAULT_LIMITS,
+        *,
+        model: str = "simulated",
+        context_length: int = 131_072,
+        continuation: Continuation = echo_continuation,
+        speedup: float = 1.0,
+        max_waiting: int = 1024,
+        listener: KvEventListener | None = None,
+    ) -> None:
+        if context_length > limits.capacity_tokens:
+            raise ValueError(
+                f"the context of {context_length} tokens exceeds the cache of "
+                f"{limits.capacity_tokens}"
+            )
+        if speedup <= 0:
+            raise ValueError(f"speedup is {speedup}, and must be above 0")
+        self._clock = clock
+        self._shape = limits
+        self._model = model
+        self._context_length = context_length
+        self._continuation = continuation
+        self._speedup = speedup
+        self._max_waiting = max_waiting
+        self._on_blocks = listener
+        self._state = BatchState(limits)
+        self._runs: dict[SimulatedRun, None] = {}
+        """In the order of arrival, so that actions on all of them have a fixed order."""
+        self._work = asyncio.Event()
+        self._step_loop: asyncio.Task[None] | None = None
+        self._dead: EngineError | None = None
+
+    @property
+    def running_count(self) -> int:
+        """Requests in the batch."""
+        return self._state.running_count
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that wait for the batch."""
+        return self._state.waiting_count
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that requests hold now."""
+        return self._state.cache.used_blocks
+
+    @property
+    def step_count(self) -> int:
+        """Steps so far."""
+        return self._state.step_count
+
+    def set_kv_event_listener(self, listener: KvEventListener) -> None:
+        self._on_blocks = listener
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=self.running_count,
+            waiting=self.waiting_count,
+            kv_used_blocks=self.used_blocks,
+            kv_total_blocks=self._shape.cache_blocks,
+            steps=self.step_count,
+        )
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        log.info("simulated engine of %s: %s", worker_id, self._shape)
+        self._step_loop = asyncio.create_task(self._steps_task(), name=f"{worker_id}/steps")
+        return EngineConfig(
+            model=self._model,
+            context_length=self._context_length,
+            kv_cache_block_size=self._shape.block_size,
+            total_kv_blocks=self._shape.cache_blocks,
+            max_num_seqs=self._shape.max_sequences,
+            max_num_batched_tokens=self._shape.max_batched_tokens,
+            curve=self._shape.curves.coefficients(self._speedup),
+            unsupported=TEXT_ONLY_UNSUPPORTED,
+        )
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the tokens of the continuation as the steps generate them."""
+        check_text_only(request)
+        prompt_tokens = token_count(request.token_ids)
+        room = self._context_length - prompt_tokens
+        wanted = request.stop.max_tokens
+        limit = room if wanted is None else min(wanted, room)
+        if limit <= 0:
+            yield EngineOutput.length().with_usage(token_usage(prompt_tokens, 0))
+            return
+        self._check_admission(prompt_tokens)
+        run = SimulatedRun(request, context, self._continuation, limit, self._shape.block_size)
+        add_sequence(self._state, run.sequence)
+        self._runs[run] = None
+        self._work.set()
+        try:
+            while run.finish_reason is None:
+                await run.changed.wait()
+                run.changed.clear()
+                if run.error is not None:
+                    raise run.error
+                yield run.next_output()
+        finally:
+            self._remove(run)
+
+    async def cleanup(self) -> None:
+        """Stop the steps; open requests fail."""
+        step_loop, self._step_loop = self._step_loop, None
+        if step_loop is not None:
+            step_loop.cancel()
+            await asyncio.wait([step_loop])
+            self._fail(EngineError("the engine was shut down", retryable=True))
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    async def _steps_task(self) -> None:
+        try:
+            await self._run_steps()
+        except Exception as e:
+            log.exception("the simulated engine failed")
+            self._fail(EngineDead(repr(e)))
+
+    async def _run_steps(self) -> None:
+        """Run steps without a gap between them, whatever the clock's sleep adds."""
+        clock, ends_at = self._clock, self._clock.now()
+        while True:
+            self._drop_stopped()
+            done = run_step(self._state)
+            if done is None:
+                self._work.clear()
+                await self._work.wait()
+                ends_at = clock.now()
+                continue
+            ends_at = (
+                max(ends_at, clock.now() - MAX_LAG_S) + done.duration_ms / 1000 / self._speedup
+            )
+            await clock.sleep(max(ends_at - clock.now(), 0.0))
+            self._deliver(done)
+
+    def _check_admission(self, prompt_tokens: int) -> None:
+        """Raises EngineError for a request that cannot be accepted."""
+        if self._dead is not None:
+            raise self._dead
+        if not prompt_tokens:
+            raise EngineError("the prompt is empty")
+        if self.waiting_count >= self._max_waiting:
+            raise EngineError(f"{self.waiting_count} requests are waiting already", retryable=True)
+
+    def _remove(self, run: SimulatedRun) -> None:
+        """Remove a run that has ended, or whose consumer has left."""
+        self._runs.pop(run, None)
+        remove_sequence(self._state, run.sequence)
+
+    def _drop_stopped(self) -> None:
+        for run in [run for run in self._runs if run.context.is_stopped]:
+            run.finish("cancelled")
+            self._remove(run)
+
+    def _deliver(self, done: StepResult) -> None:
+        """Publish the results of a step: its cache events, and one token for each sequence."""
+        events: list[EngineEvent] = []
+        if done.removed:
+            events.append(BlocksRemoved(done.removed, STORAGE_MEDIUM))
+        events += [_run_of(blocks.sequence).stored_event(blocks) for blocks in done.stored]
+        if events:
+            self._publish(events)
+        finished = set(done.finished)
+        for sequence in (*done.decoded, *(c.sequence for c in done.chunks if c.is_last)):
+            run = _run_of(sequence)
+            if run not in self._runs:
+                continue  # cancelled, or its consumer left, during the step
+            run.make_token(last=sequence in finished)
+            if run.finish_reason is not None:
+                self._remove(run)
+
+    def _publish(self, events: Sequence[EngineEvent]) -> None:
+        if self._on_blocks is not None:
+            self._on_blocks(events)
+
+    def _fail(self, error: EngineError) -> None:
+        """Fail all requests, present and future."""
+        self._dead = error
+        for run in self._runs:
+            run.fail(error)
+
+
+def _run_of(sequence: Modelled) -> SimulatedRun:
+    run = sequence.key
+    assert isinstance(run, SimulatedRun)
+    return run

@@ -1,0 +1,328 @@
+"""One step of a continuously batching engine, as a pure model: its duration and its results.
+
+    admit ─► waiting ─► prefill, in chunks ─► decode, a token a step ─► over
+                ▲                                │
+                └─────────── preempted ◄─────────┘
+
+`run_step` takes an `BatchState` from the beginning of a step to its end, and returns its duration
+and its results as a `StepResult`. The caller owns the time: it waits `duration_ms`, delivers the
+results and calls `run_step` again. Sequences admitted or cancelled meanwhile count from the next
+step on, as in a busy engine. There is no clock, no randomness and no token: the content of a
+sequence is a list of block identities (`app/engine/simulated/block_cache.py`), so the same model
+drives the simulated engine and the replay of traces that contain only hashes.
+
+A step, in this order; L is the number of tokens of a sequence, prompt and output, B the block size:
+
+ 1. Sequences in decode, in the order of their admission, need ceil(L / B) blocks. If no block is
+    free or evictable, the last sequence (highest priority number, then latest arrival, possibly
+    itself) is preempted until there is one. A preempted sequence releases all blocks and waits
+    again at its old position; later it recomputes its tokens that are no longer cached.
+ 2. A block that L fills becomes shareable if its identity is known, and the one before it is
+    shareable too.
+ 3. The batch holds `max_batched_tokens`: one for each sequence in decode; then as many as fit of a
+    partly computed prompt; then, if no sequence was preempted in this step, of waiting sequences by
+    priority and arrival, up to `max_sequences` in all. The first one that does not fit blocks those
+    behind it.
+ 4. Admission needs blocks for the whole prompt at once. Leading whole blocks in the cache are
+    shared and not computed, but at least one token is computed: of a prompt of n tokens at most
+    (n - 1) // B blocks are shared. All its whole blocks can be shared from here on.
+ 5. duration = prefill_ms(new prompt tokens of all chunks) + decode_ms(sum of L over sequences in
+    decode / capacity in tokens), each only if there is such work. Shared blocks count as often as
+    they are used.
+ 6. At the end every sequence in decode has one more token, and so has each whose last chunk was
+    computed. Those with `max_tokens` end and release their blocks, those in decode first.
+
+A sequence's last token is never computed, so p + g - 1 of p + g tokens are in the cache. `evicted`
+are the blocks evicted at the beginning of the step, `stored` those that it computed: a block in
+both was removed first.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from app.engine.simulated.batch import (
+    DECODE,
+    FINISHED,
+    NO_STEP,
+    PREFILL,
+    WAITING,
+    BatchSequence,
+    BatchState,
+    PrefillChunk,
+    StepResult,
+    StoredBlocks,
+)
+
+MAX_STALE_ENTRIES = 64
+"""Entries of cancelled sequences that the heap may hold besides one per waiting sequence."""
+
+
+def add_sequence(state: BatchState, sequence: BatchSequence) -> None:
+    """Queue a new sequence. Raises ValueError for one that could never run."""
+    tokens = sequence.prompt_tokens + sequence.max_tokens - 1
+    if sequence.prompt_tokens < 1 or sequence.max_tokens < 1:
+        raise ValueError("a sequence needs at least one token of prompt and one of output")
+    if tokens > state.limits.capacity_tokens:
+        raise ValueError(f"{tokens} tokens exceed the cache of {state.limits.capacity_tokens}")
+    assert not sequence.arrival, "a sequence is admitted once"
+    state.arrivals += 1
+    sequence.arrival = state.arrivals
+    _enqueue(state, sequence)
+
+
+def remove_sequence(state: BatchState, sequence: BatchSequence) -> None:
+    """Remove a sequence in any phase; no effect on one that has ended."""
+    if sequence.phase == WAITING:
+        state.waiting_count -= 1
+        sequence.phase = FINISHED  # its heap entry is dropped when it reaches the top, or here
+        if len(state.waiting) > 2 * state.waiting_count + MAX_STALE_ENTRIES:
+            state.waiting[:] = [place for place in state.waiting if place[2].phase != FINISHED]
+            heapify(state.waiting)
+    elif sequence.phase != FINISHED:
+        _remove_running(state, sequence)
+    sequence.phase = FINISHED
+
+
+def sequence_tokens(state: BatchState, sequence: BatchSequence) -> int:
+    """Prompt and output tokens of a running or waiting sequence."""
+    return (
+        sequence.offset + state.step_count + 1
+        if sequence.phase == DECODE
+        else sequence.prefill_target
+    )
+
+
+def run_step(state: BatchState) -> StepResult | None:
+    """Advance the engine by one step; None, without effect, if there is no work."""
+    if not state.decoding and state.partial_prefill is None and not state.waiting_count:
+        return None
+    shape = state.limits
+    state.step_count = clock = state.step_count + 1
+    preempted = _allocate_blocks(state, clock) if clock in state.block_calendar else ()
+    filled = _share_filled(state, clock) if clock in state.fill_calendar else ()
+    decoded = state.decoding_tuple
+    if decoded is None:
+        decoded = state.decoding_tuple = tuple(state.decoding)
+    lengths = state.offset_sum + len(decoded) * clock
+    chunks: list[PrefillChunk] = []
+    if state.partial_prefill is not None or state.waiting_count:
+        _fill_batch(state, chunks, shape.max_batched_tokens - len(decoded), admits=not preempted)
+    duration_ms = shape.curves.prefill_ms(sum([chunk.tokens for chunk in chunks]))
+    if decoded:
+        duration_ms += shape.curves.decode_ms(lengths / shape.capacity_tokens)
+    removed: tuple[int, ...] = ()
+    if state.cache.evicted:
+        removed = tuple(state.cache.evicted)
+        state.cache.evicted.clear()
+    stored: list[StoredBlocks] = []
+    for sequence in filled:
+        _report(state, sequence, sequence.offset + clock, stored)
+    finished = _end_decoded(state, clock) if clock in state.end_calendar else []
+    if chunks:
+        _end_prefill(state, clock, chunks, stored, finished)
+    return StepResult(
+        duration_ms, decoded, tuple(chunks), tuple(finished), preempted, removed, tuple(stored)
+    )
+
+
+# --- the beginning of a step ---------------------------------------------------------------------
+
+
+def _allocate_blocks(state: BatchState, clock: int) -> tuple[BatchSequence, ...]:
+    """Rule 1; returns the preempted sequences."""
+    needing = state.block_calendar.pop(clock)
+    preempted: list[BatchSequence] = []
+    for sequence in needing:
+        while sequence.needs_block_at == clock and not state.cache.append_block(sequence.blocks):
+            victim = _preemption_victim(state)
+            _preempt(state, victim)
+            preempted.append(victim)
+        if sequence.needs_block_at == clock:
+            _plan_need(state, sequence)
+    return tuple(preempted)
+
+
+def _share_filled(state: BatchState, clock: int) -> list[BatchSequence]:
+    """Rule 2; returns the sequences in decode that filled a block."""
+    filled = state.fill_calendar.pop(clock)
+    for sequence in filled:
+        index = (sequence.offset + clock) // state.limits.block_size - 1
+        blocks, names = sequence.blocks, sequence.block_ids
+        if index < len(names) and (index == 0 or blocks[index - 1] >= 0):
+            state.cache.name_block(blocks, index, names[index])
+        _plan_fill(state, sequence)
+    return filled
+
+
+def _fill_batch(state: BatchState, chunks: list[PrefillChunk], room: int, *, admits: bool) -> None:
+    """Rules 3 and 4; appends the chunks of this step."""
+    partial = state.partial_prefill
+    if partial is not None:
+        room -= _add_chunk(partial, room, chunks)
+    slots = state.limits.max_sequences - state.running_count
+    while admits and room > 0 and slots > 0 and state.waiting_count:
+        sequence = state.waiting[0][2]
+        if sequence.phase == FINISHED:
+            heappop(state.waiting)
+            continue
+        if not _start_prefill(state, sequence):
+            return
+        heappop(state.waiting)
+        state.waiting_count -= 1
+        slots -= 1
+        room -= _add_chunk(sequence, room, chunks)
+
+
+def _start_prefill(state: BatchState, sequence: BatchSequence) -> bool:
+    """Allocate the blocks of a whole prompt; False, without effect, if there are too few."""
+    cache, size = state.cache, state.limits.block_size
+    matched, inactive = cache.match(sequence.block_ids, (sequence.prefill_target - 1) // size)
+    total = -(-sequence.prefill_target // size)
+    if total - matched > cache.available_blocks - inactive:
+        return False
+    sequence.blocks = cache.acquire(sequence.block_ids[: sequence.prefill_target // size], total)
+    sequence.computed_tokens = matched * size
+    if not sequence.preemptions:
+        sequence.cached_tokens = sequence.computed_tokens
+    sequence.phase = PREFILL
+    return True
+
+
+def _add_chunk(sequence: BatchSequence, room: int, chunks: list[PrefillChunk]) -> int:
+    left = sequence.prefill_target - sequence.computed_tokens
+    tokens = min(left, room)
+    chunks.append(PrefillChunk(sequence, tokens, tokens == left))
+    return tokens
+
+
+# --- the end of a step
+# -------------------------------------------------------------------------------------
+
+
+def _end_decoded(state: BatchState, clock: int) -> list[BatchSequence]:
+    """Rule 6 for sequences in decode; returns those that ended."""
+    finished = state.end_calendar.pop(clock)
+    for sequence in finished:
+        _remove_running(state, sequence)
+        sequence.phase = FINISHED
+    return finished
+
+
+def _end_prefill(
+    state: BatchState,
+    clock: int,
+    chunks: list[PrefillChunk],
+    stored: list[StoredBlocks],
+    finished: list[BatchSequence],
+) -> None:
+    """Rule 6 for sequences in prefill."""
+    state.partial_prefill = None
+    for sequence, tokens, last in chunks:
+        sequence.computed_tokens += tokens
+        _report(state, sequence, sequence.computed_tokens, stored)
+        if not last:
+            state.partial_prefill = sequence
+        elif sequence.prefill_target + 1 - sequence.prompt_tokens >= sequence.max_tokens:
+            state.cache.release(sequence.blocks, sequence.prefill_target // state.limits.block_size)
+            sequence.phase = FINISHED
+            finished.append(sequence)
+        else:
+            _start_decode(state, sequence, clock)
+
+
+def _start_decode(state: BatchState, sequence: BatchSequence, clock: int) -> None:
+    """Move a sequence from prefill to decode, with its first token."""
+    sequence.phase = DECODE
+    sequence.offset = sequence.prefill_target - clock
+    state.offset_sum += sequence.offset
+    state.decoding[sequence] = None
+    state.decoding_tuple = None
+    sequence.ends_at = sequence.prompt_tokens + sequence.max_tokens - 1 - sequence.offset
+    state.end_calendar.setdefault(sequence.ends_at, []).append(sequence)
+    _plan_need(state, sequence)
+    if sequence.caches_output:
+        _plan_fill(state, sequence)
+
+
+def _plan_need(state: BatchState, sequence: BatchSequence) -> None:
+    at = len(sequence.blocks) * state.limits.block_size + 1 - sequence.offset
+    sequence.needs_block_at = at
+    state.block_calendar.setdefault(at, []).append(sequence)
+
+
+def _plan_fill(state: BatchState, sequence: BatchSequence) -> None:
+    """Schedule the step that fills its next block; at least one after those of the prompt."""
+    size = state.limits.block_size
+    now = sequence.offset + state.step_count
+    at = (now // size + 1) * size - sequence.offset
+    sequence.fills_block_at = at
+    state.fill_calendar.setdefault(at, []).append(sequence)
+
+
+def _report(
+    state: BatchState, sequence: BatchSequence, computed: int, stored: list[StoredBlocks]
+) -> None:
+    """Append the blocks of a sequence that are cached now and were not reported before."""
+    full = computed // state.limits.block_size
+    for start, end in state.cache.mark_reported(sequence.blocks, sequence.reported_blocks, full):
+        stored.append(StoredBlocks(sequence, start, end))
+    sequence.reported_blocks = full
+
+
+# --- preemption ----------------------------------------------------------------------------------
+
+
+def _preemption_victim(state: BatchState) -> BatchSequence:
+    """The sequence to preempt first."""
+    if state.partial_prefill is not None:
+        return max([state.partial_prefill, *state.decoding], key=_by_rank)
+    return max(state.decoding, key=_by_rank)
+
+
+def _preempt(state: BatchState, sequence: BatchSequence) -> None:
+    tokens = (
+        sequence.offset + state.step_count if sequence.phase == DECODE else sequence.prefill_target
+    )
+    _remove_running(state, sequence)
+    sequence.prefill_target = tokens
+    sequence.preemptions += 1
+    _enqueue(state, sequence)
+
+
+def _enqueue(state: BatchState, sequence: BatchSequence) -> None:
+    sequence.phase = WAITING
+    sequence.computed_tokens = sequence.reported_blocks = 0
+    state.waiting_count += 1
+    heappush(state.waiting, (sequence.priority, sequence.arrival, sequence))
+
+
+def _remove_running(state: BatchState, sequence: BatchSequence) -> None:
+    """Remove a running sequence from the batch and the calendars, and release its blocks.
+
+    All its tokens but the last are computed. When it is preempted, within a step, the one before
+    the last is not computed either. The block that then counts as computed by mistake has no
+    identity and is allocated next, whether it is free or the oldest inactive one, since preemption
+    begins when there is no other.
+    """
+    computed = sequence.computed_tokens
+    if sequence.phase == DECODE:
+        computed = sequence.offset + state.step_count
+        del state.decoding[sequence]
+        state.decoding_tuple = None
+        state.offset_sum -= sequence.offset
+        for calendar, at in (
+            (state.block_calendar, sequence.needs_block_at),
+            (state.fill_calendar, sequence.fills_block_at),
+            (state.end_calendar, sequence.ends_at),
+        ):
+            if at in calendar:
+                calendar[at].remove(sequence)
+        sequence.needs_block_at = sequence.fills_block_at = sequence.ends_at = NO_STEP
+    elif state.partial_prefill is sequence:
+        state.partial_prefill = None
+    state.cache.release(sequence.blocks, computed // state.limits.block_size)
+
+
+def _by_rank(sequence: BatchSequence) -> tuple[int, int]:
+    return sequence.priority, sequence.arrival

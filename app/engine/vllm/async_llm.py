@@ -1,0 +1,360 @@
+"""vLLM engine: `AsyncLLM` in this process, with tokens as input and output.
+
+    Request ─► params.py ─► AsyncLLM ─► EngineOutputs
+                            its cores ─► zmq_publisher.py ─► event_receiver.py ─► listener
+                            its steps ─► stats.py ─► heartbeats
+
+The same code serves GPUs and CPUs; the device and its use are chosen by vLLM or its engine
+arguments. vLLM generates tokens only: text and stop strings are handled by
+`app/preprocess/text/stop_conditions.py`, as for all engines. Adapters are loaded at the start; an
+adapter that is loaded into vLLM later is not served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from app.engine.interface import (
+    Engine,
+    EngineDead,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    InvalidRequest,
+    KvEventListener,
+    token_usage,
+)
+from app.engine.process_reaper import ProcessReaper
+from app.engine.vllm.event_receiver import KvEventReceiver
+from app.engine.vllm.fork_safety import make_fork_safe
+from app.engine.vllm.params import KV_TRANSFER_FIELD, sampling_params, vllm_priority, vllm_prompt
+from app.engine.vllm.parent_death import PARENT_PID_VARIABLE
+from app.engine.vllm.plugin import ENDPOINT_PREFIX
+from app.engine.vllm.stats import VllmStats
+from app.engine.vllm.versions import check_plugin, installed_version
+from streams.clock import Clock
+from streams.codecs import token_count
+from streams.records import EngineConfig, EngineStats, FinishReason, LogProb
+from streams.request import Request
+
+log = logging.getLogger(__name__)
+
+LOAD_LOG_INTERVAL_S = 10.0
+"""Interval between two log lines while the model is loading."""
+START_METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+NO_ARGUMENTS: Mapping[str, Any] = {}
+NO_ADAPTERS: Mapping[str, Path] = {}
+
+_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "cancelled",
+    "repetition": "stop",
+}
+
+
+class VllmLimits(NamedTuple):
+    """Limits of the engine; None leaves the choice to vLLM."""
+
+    context_length: int | None = None
+    max_num_seqs: int | None = None
+    block_size: int | None = None
+
+
+class VllmEngine(Engine):
+    """vLLM in this process. `source`: a folder or a name that vLLM can load, served as `model`.
+
+    `adapters`: folders of LoRA adapters by name; loaded at the start, and fixed from then on.
+    `arguments`: of `vllm.AsyncEngineArgs`; they override `limits`.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        source: str,
+        *,
+        model: str,
+        limits: VllmLimits = VllmLimits(),  # noqa: B008 - immutable
+        adapters: Mapping[str, Path] = NO_ADAPTERS,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    ) -> None:
+        self._clock = clock
+        self._source = source
+        self._model = model
+        self._limits = limits
+        self._adapters = adapters
+        self._arguments = arguments
+        self._listener: KvEventListener | None = None
+        self._inbox: KvEventReceiver | None = None
+        self._figures = VllmStats()
+        self._llm: Any = None
+        self._loading: asyncio.Task[Any] | None = None
+        self._leash: ProcessReaper | None = None
+        self._lora_requests: dict[str, Any] = {}
+        """`LoRARequest`s by name."""
+        self._id_numbers = count()
+        self._request_ids: dict[GenerateContext, str] = {}
+        """vLLM's ids of the open requests."""
+        self._ranks = 1
+        self._context_length = 0
+
+    @property
+    def llm(self) -> Any:
+        """The `AsyncLLM`; None before the start and after the cleanup."""
+        return self._llm
+
+    def set_kv_event_listener(self, listener: KvEventListener) -> None:
+        self._listener = listener
+
+    def stats(self) -> EngineStats | None:
+        if self._llm is None:
+            return None
+        return self._figures.snapshot(idle=not self._llm.get_num_unfinished_requests())
+
+    def versions(self) -> Mapping[str, str]:
+        return {"vllm": installed_version()}
+
+    # --- lifecycle
+    # ------------------------------------------------------------------------------------
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        """Load the model: seconds to minutes. Raises EngineError, and what vLLM raises."""
+        found = installed_version()
+        log.info("vLLM %s of worker %s loads %s", found, worker_id, self._source)
+        endpoint = ""
+        if self._listener is not None:
+            check_plugin()
+            self._inbox = KvEventReceiver(self._listener)
+            endpoint = self._inbox.open()
+        self._leash = ProcessReaper()  # before vLLM starts processes
+        # In a thread, so that the process answers its probes and can be stopped meanwhile.
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load, endpoint))
+        began_at = self._clock.now()
+        while not (await asyncio.wait([self._loading], timeout=LOAD_LOG_INTERVAL_S))[0]:
+            log.info("%s is loading: %.0f s", self._source, self._clock.now() - began_at)
+        try:
+            self._llm = self._loading.result()
+        except EngineError:
+            raise
+        except Exception as e:
+            raise EngineError(f"vLLM cannot load {self._source}: {e}") from e
+        await self._load_adapters()
+        log.info("%s is loaded: %.1f s", self._source, self._clock.now() - began_at)
+        return self._describe()
+
+    async def cleanup(self) -> None:
+        """As `Engine.cleanup`; waits for a load in progress, since it has started processes."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            await asyncio.wait([loading])
+            if not loading.cancelled() and loading.exception() is None:
+                llm = loading.result()
+                gone = EngineError("the engine was shut down", retryable=True)
+                llm.output_processor.propagate_error(gone)
+                if llm.output_handler is not None:  # it would report the shutdown as a failure
+                    llm.output_handler.cancel()
+                await asyncio.to_thread(llm.shutdown)
+        self._llm = None
+        leash, self._leash = self._leash, None
+        if leash is not None:
+            leash.release()
+        inbox, self._inbox = self._inbox, None
+        if inbox is not None:
+            await inbox.close()
+
+    def _load(self, endpoint: str) -> Any:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if endpoint:
+            from app.engine.vllm.plugin import register
+
+            register()
+        os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
+        # Not fork, vLLM's default: this process has threads, and an event loop with sockets.
+        start_method = os.environ.setdefault(START_METHOD_VARIABLE, "spawn")
+        if start_method == "fork":
+            make_fork_safe()
+        try:
+            arguments = AsyncEngineArgs(**self._engine_arguments(endpoint))
+        except TypeError as e:
+            raise EngineError(f"engine arguments: {e}") from e
+        config = arguments.create_engine_config()
+        os.environ[START_METHOD_VARIABLE] = (
+            start_method  # on a CPU, create_engine_config overrides it
+        )
+        return AsyncLLM.from_vllm_config(
+            config,
+            stat_loggers=self._figures.loggers(),
+            disable_log_stats=arguments.disable_log_stats,
+        )
+
+    def _engine_arguments(self, endpoint: str) -> dict[str, Any]:
+        arguments = dict(self._arguments)
+        if taken := arguments.keys() & {"model", "served_model_name", "kv_events_config"}:
+            raise EngineError(f"engine arguments: {', '.join(sorted(taken))} is reserved")
+        limits = {
+            "max_model_len": self._limits.context_length,
+            "max_num_seqs": self._limits.max_num_seqs,
+            "block_size": self._limits.block_size,
+        }
+        named = {name: value for name, value in limits.items() if value is not None}
+        named |= {"disable_log_stats": True, "enable_lora": bool(self._adapters)}
+        named |= arguments
+        if endpoint:
+            from vllm.config import KVEventsConfig
+
+            named["kv_events_config"] = KVEventsConfig(
+                enable_kv_cache_events=True, publisher="zmq", endpoint=ENDPOINT_PREFIX + endpoint
+            )
+        return named | {"model": self._source, "served_model_name": self._model}
+
+    async def _load_adapters(self) -> None:
+        """Load all adapters now: a wrong path in a request would kill vLLM's engine core."""
+        from vllm.lora.request import LoRARequest
+
+        for name, folder in self._adapters.items():
+            adapter = LoRARequest(name, len(self._lora_requests) + 1, str(folder))
+            try:
+                await self._llm.add_lora(adapter)
+            except Exception as e:
+                raise EngineError(f"the adapter {name} in {folder} cannot be loaded: {e}") from e
+            self._lora_requests[name] = adapter
+
+    def _describe(self) -> EngineConfig:
+        config = self._llm.vllm_config
+        cache, scheduler = config.cache_config, config.scheduler_config
+        self._ranks = config.parallel_config.data_parallel_size
+        self._context_length = config.model_config.max_model_len
+        # The first block of each rank is a placeholder, and never allocated.
+        self._figures.blocks_per_rank = cache.num_gpu_blocks // self._ranks - 1
+        lora = config.lora_config
+        return EngineConfig(
+            model=self._source,
+            served_model_name=self._model,
+            context_length=self._context_length,
+            kv_cache_block_size=cache.block_size if cache.enable_prefix_caching else None,
+            total_kv_blocks=self._figures.blocks_per_rank,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            lora_names=tuple(self._lora_requests) if lora else None,
+            data_parallel_size=self._ranks if self._ranks > 1 else None,
+        )
+
+    # --- requests --------------------------------------------------------------------------------
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        if self._inbox is not None and (failed := self._inbox.failure) is not None:
+            raise EngineDead(f"the receiver of vLLM's cache events failed: {failed!r}")
+        prompt_tokens = token_count(request.token_ids)
+        if prompt_tokens >= self._context_length:
+            yield EngineOutput.length().with_usage(token_usage(prompt_tokens, 0))
+            return
+        try:
+            stream = await self._begin(request, context)
+            made = 0
+            try:
+                async for result in stream:
+                    first, made = made == 0, made + len(result.outputs[0].token_ids)
+                    output = _output(result, request.output.logprobs, stopped=context.is_stopped)
+                    if first or output.finish_reason is not None:
+                        counts = token_usage(prompt_tokens, made, result.num_cached_tokens or 0)
+                        output = output.with_usage(counts)
+                    yield output
+                    if output.finish_reason is not None:
+                        return
+            finally:
+                self._request_ids.pop(context, None)
+                await stream.aclose()  # which stops vLLM if it is still generating
+        except EngineError:
+            raise
+        except Exception as e:
+            raise _translated(e) from e
+        raise EngineError("vLLM ended an answer without a finish reason", retryable=True)
+
+    async def _begin(self, request: Request, context: GenerateContext) -> AsyncGenerator[Any, None]:
+        """Pass a request to vLLM. Raises InvalidRequest, and errors of vLLM."""
+        sampling = sampling_params(request)
+        adapter = self._adapter(request.hints.lora_name)
+        prompt = await vllm_prompt(request, self._llm.model_config)
+        name = self._request_ids[context] = f"{context.request_id}-{next(self._id_numbers)}"
+        stream: AsyncGenerator[Any, None] = self._llm.generate(
+            prompt,
+            sampling,
+            name,
+            lora_request=adapter,
+            priority=vllm_priority(request),
+            data_parallel_rank=(request.hints.dp_rank or 0) if self._ranks > 1 else None,
+        )
+        return stream
+
+    async def abort(self, context: GenerateContext) -> None:
+        name = self._request_ids.get(context)
+        if name is not None:
+            await self._llm.abort(name)
+
+    def _adapter(self, name: str | None) -> Any:
+        if not name:
+            return None
+        if name not in self._lora_requests:
+            raise InvalidRequest(f"lora_name: this worker has not loaded an adapter {name!r}")
+        return self._lora_requests[name]
+
+
+def _translated(error: Exception) -> EngineError:
+    """The EngineError for an error of vLLM."""
+    from vllm.exceptions import GracefulHTTPError, VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if isinstance(error, EngineDeadError):
+        return EngineDead(f"vLLM's engine core died: {error}")
+    if isinstance(error, GracefulHTTPError):  # overloaded
+        return EngineError(str(error), retryable=True)
+    cause = error.__cause__
+    if isinstance(cause, EngineError):
+        return cause
+    if isinstance(error, VLLMClientError | ValueError):
+        return InvalidRequest(str(error))
+    if isinstance(cause, ValueError):
+        return InvalidRequest(str(cause))
+    return EngineError(f"vLLM failed: {cause or error!r}", retryable=True)
+
+
+def _output(result: Any, likeliest: int | None, *, stopped: bool) -> EngineOutput:
+    """One output, from a `RequestOutput` with the new tokens."""
+    answer = result.outputs[0]
+    finish_reason: FinishReason | None = "cancelled" if stopped else None
+    if answer.finish_reason is not None:
+        finish_reason = _REASONS.get(answer.finish_reason, "error")
+    log_probs = None
+    if answer.logprobs is not None and likeliest is not None:
+        log_probs = tuple(
+            _of_token(token, by_token, likeliest)
+            for token, by_token in zip(answer.token_ids, answer.logprobs, strict=True)
+        )
+    transfer = result.kv_transfer_params
+    return EngineOutput(
+        token_ids=tuple(answer.token_ids),
+        finish_reason=finish_reason,
+        stop_reason=answer.stop_reason,
+        log_probs=log_probs,
+        message="vLLM ended the answer with an error" if finish_reason == "error" else "",
+        transfer=None if transfer is None else msgspec.json.encode({KV_TRANSFER_FIELD: transfer}),
+    )
+
+
+def _of_token(token: int, by_token: Mapping[int, Any], likeliest: int) -> tuple[LogProb, ...]:
+    """The token's own log probability, then those of the most likely tokens by rank."""
+    ranked = sorted((entry.rank or 0, other) for other, entry in by_token.items())
+    others = [other for rank, other in ranked if rank <= likeliest]
+    return tuple(LogProb(each, by_token[each].logprob) for each in (token, *others))

@@ -1,0 +1,234 @@
+"""Errors in the form of the OpenAI API: a status, and a body that names the field.
+
+The one place that maps codes of the log and errors of `streams` to HTTP. Of the client's data, a
+message repeats the name of a model, shortened, and nothing else: the rest may be private, and it
+may be megabytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import NamedTuple
+
+import msgspec
+from starlette.responses import Response
+
+from app.preprocess.prompt_errors import (
+    BadModel,
+    ContextExceeded,
+    InvalidPrompt,
+    PreprocessorOverloaded,
+    TooLarge,
+)
+from streams.errors import (
+    AccessDenied,
+    AppendFailed,
+    BrokerUnavailable,
+    LogClosed,
+    NotFound,
+    PositionLost,
+    RecordTooLarge,
+)
+from streams.records import Chunk, End
+
+OVERLOADED = 529
+"""Status of overloaded model servers; HTTP itself does not define it."""
+CLIENT_LEFT = 499
+"""Status of a cancelled request: neither a fault of the server nor worth a retry."""
+DEFAULT_RETRY_AFTER_S = 1.0
+"""Default of Retry-After."""
+
+_TYPES = {
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
+    OVERLOADED: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """An error response. `param` is the path of a field of the request's body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = int(status)
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """The OpenAI error object, as JSON; it is an event's data as well."""
+        error = {
+            "message": self.message,
+            "type": _TYPES.get(self.status) or _general_type(self.status),
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        """The HTTP response. Retry-After is rounded up to whole seconds."""
+        told = dict(headers or {})
+        if self.retry_after_s is not None:
+            told["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return Response(self.body(), self.status, told, media_type="application/json")
+
+
+def _general_type(status: int) -> str:
+    return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+
+
+class _Meaning(NamedTuple):
+    status: int
+    message: str
+    retry: bool = False
+
+
+_ENDS = {
+    "refused": _Meaning(HTTPStatus.BAD_REQUEST, "the request was refused"),
+    "invalid": _Meaning(HTTPStatus.BAD_REQUEST, "the request is not valid"),
+    "too_large": _Meaning(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the request is too large"),
+    "deadline": _Meaning(HTTPStatus.REQUEST_TIMEOUT, "the request took longer than it may"),
+    "cancelled": _Meaning(CLIENT_LEFT, "the request was cancelled"),
+    "no_workers": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "no worker can take it", retry=True),
+    "none_eligible": _Meaning(
+        HTTPStatus.SERVICE_UNAVAILABLE, "no worker has what it asks for", retry=True
+    ),
+    "all_busy": _Meaning(OVERLOADED, "all workers have enough to do", retry=True),
+    "pinned_gone": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "the pinned worker is gone"),
+    "pinned_busy": _Meaning(
+        HTTPStatus.SERVICE_UNAVAILABLE, "the pinned worker cannot take it", retry=True
+    ),
+    "pin_not_allowed": _Meaning(HTTPStatus.BAD_REQUEST, "the pinned worker is not allowed"),
+    "model_not_found": _Meaning(HTTPStatus.NOT_FOUND, "no worker serves this model"),
+    "queue_full": _Meaning(OVERLOADED, "too many requests wait", retry=True),
+    "attempts": _Meaning(HTTPStatus.INTERNAL_SERVER_ERROR, "it failed on several workers"),
+    "lost": _Meaning(HTTPStatus.INTERNAL_SERVER_ERROR, "the answer cannot be continued"),
+    "internal": _Meaning(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed"),
+}
+"""HTTP errors by the code of a router's end. Unknown codes of newer routers are server errors."""
+
+_WHOLE = ("stop", "length")
+
+
+def error_of_piece(piece: Chunk | End) -> ApiError | None:
+    """The error that a piece ends its answer with; None if it does not fail."""
+    if isinstance(piece, End):
+        if piece.code in _WHOLE:
+            return None
+        meaning = _ENDS.get(piece.code, _ENDS["internal"])
+        retry_after_s = piece.retry_after_s or (DEFAULT_RETRY_AFTER_S if meaning.retry else None)
+        return ApiError(
+            meaning.status,
+            piece.message or meaning.message,
+            code=piece.code,
+            retry_after_s=retry_after_s,
+        )
+    if piece.finish_reason == "error" and piece.invalid:
+        return ApiError(HTTPStatus.BAD_REQUEST, piece.invalid, code="invalid")
+    if piece.finish_reason == "error":
+        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine failed", code="error")
+    if piece.finish_reason == "cancelled":
+        return ApiError(CLIENT_LEFT, _ENDS["cancelled"].message, code="cancelled")
+    return None
+
+
+def error_of_stream(error: Exception) -> ApiError:
+    """The HTTP error for an error of the log; any other exception is a server error."""
+    if isinstance(error, RecordTooLarge):
+        return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error), code="too_large")
+    if isinstance(error, NotFound | PositionLost):
+        return unknown_stream(was_cut=isinstance(error, PositionLost))
+    if isinstance(error, LogClosed):
+        return gateway_stopping()
+    if isinstance(error, BrokerUnavailable | AppendFailed):
+        return ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the log takes no requests at the moment",
+            code="log_unavailable",
+            retry_after_s=DEFAULT_RETRY_AFTER_S,
+        )
+    if isinstance(
+        error, AccessDenied
+    ):  # details are for operators and are in the log of the process
+        return ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the log refuses this gateway: its credentials or rights have to be changed",
+            code="log_denied",
+        )
+    return ApiError(
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        "an error of the gateway; its log says more",
+        code="internal",
+    )
+
+
+def unknown_stream(*, was_cut: bool = False) -> ApiError:
+    """The error for a stream that does not exist or belongs to another tenant."""
+    message = "there is no such stream, or it is not kept any more"
+    if was_cut:
+        message = "the beginning of this stream is not kept any more"
+    return ApiError(HTTPStatus.NOT_FOUND, message, code="stream_not_found")
+
+
+def error_of_prompt(error: InvalidPrompt | PreprocessorOverloaded | BadModel) -> ApiError:
+    """The HTTP error for an invalid prompt or an unusable model."""
+    if isinstance(error, TooLarge):
+        return ApiError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            str(error),
+            code="too_large",
+            param=error.field or None,
+        )
+    if isinstance(error, ContextExceeded):
+        return invalid_request(str(error), error.field or None, code="context_length_exceeded")
+    if isinstance(error, InvalidPrompt):
+        return invalid_request(str(error), error.field or None)
+    if isinstance(error, PreprocessorOverloaded):
+        return overloaded(str(error))
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "the model cannot be used at the moment",
+        code="model_unavailable",
+        param="model",
+        retry_after_s=DEFAULT_RETRY_AFTER_S,
+    )
+
+
+def invalid_request(
+    message: str, param: str | None = None, *, code: str = "invalid_value"
+) -> ApiError:
+    """A client error, 400."""
+    return ApiError(HTTPStatus.BAD_REQUEST, message, code=code, param=param)
+
+
+def overloaded(message: str) -> ApiError:
+    """The error of an overloaded process, 529."""
+    return ApiError(OVERLOADED, message, code="overloaded", retry_after_s=DEFAULT_RETRY_AFTER_S)
+
+
+def gateway_stopping(message: str = "this gateway is stopping") -> ApiError:
+    """The error of a process that is shutting down; another one accepts the request."""
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        message,
+        code="stopping",
+        retry_after_s=DEFAULT_RETRY_AFTER_S,
+    )
+
+
+def deadline_exceeded(waited_s: float) -> ApiError:
+    """The error for a request that no router ended within its deadline."""
+    message = f"no end within {waited_s:g} s"
+    return ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="deadline")

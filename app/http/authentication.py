@@ -1,0 +1,318 @@
+"""Authentication of HTTP requests by API keys, and the rights and limits of their tenants.
+
+    Authorization: Bearer kvl_… ──► ApiKeyStore ──► Caller (tenant, role, lease) ──► endpoint
+
+A request is refused from its head alone, before its body is read. The key ends here: what is passed
+on has no Authorization header, so that no log line and no record can hold one. Limits hold for each
+gateway process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
+
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.access.key_file import ApiKey, KeyFileError, KeyRing, Role, Tenant, read_key_file
+from app.access.quota import CountedAnswer, QuotaLease, QuotaRefusal, TenantQuota
+from app.http.api_errors import ApiError
+from app.runtime.process import ProcessContext
+from app.settings import Settings
+from streams import request as prepared
+from streams.clock import Clock
+from streams.ids import TenantTag
+
+log = logging.getLogger(__name__)
+
+KEY_FILE_POLL_S = 1.0
+"""Poll period of the key file, and the delay of a revocation."""
+AUTHORIZATION = b"authorization"
+_SCHEME = "bearer"
+_PROBES = frozenset({"/livez", "/readyz"})
+_METRICS = "/metrics"
+_CALLER = "kvlane.caller"
+
+
+class ApiKeyStore:
+    """API keys of a file that is reloaded on change, and quotas of tenants."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        assert settings.api_keys_file is not None
+        self._path = settings.api_keys_file
+        self._clock = clock
+        self._ring = KeyRing(read_key_file(self._path))
+        self._seen = self._signature()
+        self._quotas: dict[str, TenantQuota] = {}
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def find(self, token: str) -> ApiKey | None:
+        """The entry of a valid key."""
+        return self._ring.find(token, self._clock.wall_ms() / 1000)
+
+    def tenant(self, name: str) -> Tenant:
+        """The terms of a tenant; one without an entry has no limits."""
+        return self._ring.tenants.get(name) or Tenant()
+
+    def quota(self, name: str) -> TenantQuota:
+        """The quota of a tenant. Bound: the tenants of the file and those with requests."""
+        quota = self._quotas.get(name)
+        if quota is None:
+            quota = self._quotas[name] = TenantQuota(self.tenant(name), self._clock.now())
+        return quota
+
+    async def watch(self) -> None:
+        """Follow the file, until cancelled. One that cannot be read changes nothing."""
+        while True:
+            await self._clock.sleep(KEY_FILE_POLL_S)
+            signature = self._signature()
+            if signature == self._seen:
+                continue
+            self._seen = signature
+            try:
+                ring = KeyRing(read_key_file(self._path))
+            except KeyFileError as e:
+                log.error("the API keys stay those of before: %s", e)  # noqa: TRY400 - no traceback
+                continue
+            self._take(ring)
+            log.info("%s has changed: %d API keys", self._path, len(ring))
+
+    def _take(self, ring: KeyRing) -> None:
+        self._ring = ring
+        now = self._clock.now()
+        for name, quota in list(self._quotas.items()):
+            if name in ring.tenants or not quota.is_idle:
+                quota.set_limits(self.tenant(name), now)
+            else:
+                del self._quotas[name]
+
+    def _signature(self) -> tuple[int, ...]:
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return ()
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+class Caller:
+    """Sender of an HTTP request: tenant, role, and its share of the limits."""
+
+    def __init__(
+        self, tenant: str = "", role: Role = "operator", lease: QuotaLease | None = None,
+        terms: Tenant | None = None, clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        """Without arguments: any sender where there are no keys."""
+        self.tenant = tenant
+        self.role = role
+        self._terms = terms or Tenant()
+        self._lease = lease
+        self._clock = clock
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its requests count towards limits until they end, without a client too."""
+        terms = self._terms
+        limits = (terms.requests, terms.tokens, terms.tokens_per_minute)
+        return self._lease is not None and any(limit is not None for limit in limits)
+
+    def require_operator(self, what: str) -> None:
+        """Raises ApiError, 403, unless it is an operator."""
+        if self.role != "operator":
+            raise _forbidden(f"{what} need a key of the role operator")
+
+    def count_request(self) -> None:
+        """Count a request whose body was not read yet. Raises ApiError, 429."""
+        if self._lease is not None and self._clock is not None:
+            _check(self._lease.add_request(self._clock.now()))
+
+    def count_answers(
+        self, requests: Sequence[prepared.Request], n: int, answers: Iterable[CountedAnswer],
+        context: int | None = None,
+    ) -> None:  # fmt: skip
+        """Count `n` answers to each of the prompts. Raises ApiError, 429.
+
+        `context`: the longest prompt and answer of the model; answers without a limit fill it.
+        """
+        if self._lease is None or self._clock is None:
+            return
+        prompt_tokens = sum(request.prompt_tokens for request in requests)
+        most_tokens = sum(_most_tokens(request, context or 0) for request in requests)
+        now = self._clock.now()
+        _check(self._lease.add_answers(len(requests) * n, prompt_tokens, most_tokens * n, now))
+        self._lease.answers = answers
+
+    def count_reader(self) -> None:
+        """Count a reader of a stream that exists. Raises ApiError, 429."""
+        if self._lease is not None and self._clock is not None:
+            _check(self._lease.add_reader(self._clock.now()))
+
+    def with_tenant(self, request: prepared.Request, seal: TenantTag) -> prepared.Request:
+        """The request as its tenant's: with its cache salt, its sessions and its class.
+
+        Raises ApiError, 403, for a class that is not the tenant's.
+        """
+        tenant, terms, hints = self.tenant, self._terms, request.hints
+        if not tenant:
+            return request
+        changes: dict[str, object] = {}
+        if hints.session_control is not None:
+            session = f"{tenant}/{hints.session_control.session_id}"
+            changes["session_control"] = replace(hints.session_control, session_id=session)
+        named = hints.queue_class
+        if named is not None and named != terms.queue_class and self.role != "operator":
+            raise _forbidden("this key's requests have the class that its tenant is given")
+        if named is None and terms.queue_class:
+            changes["queue_class"] = terms.queue_class
+        salt = (
+            request.cache_salt if terms.share_cache else seal.cache_salt(tenant, request.cache_salt)
+        )
+        hints = replace(hints, **changes) if changes else hints
+        return replace(request, tenant=tenant, cache_salt=salt, hints=hints)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of the answer: the limits by the minute, and what is left of them."""
+        if self._lease is None or self._clock is None:
+            return []
+        told = self._lease.quota.headers(self._clock.now())
+        return [(name.encode(), value.encode()) for name, value in told]
+
+    def release(self) -> None:
+        """The exchange is over."""
+        if self._lease is not None and self._clock is not None:
+            self._lease.release(self._clock.now())
+
+
+ANYONE = Caller()
+
+
+def caller_of(request: Request) -> Caller:
+    """The sender of a request that came through `Authentication`."""
+    caller = request.scope[_CALLER]
+    assert isinstance(caller, Caller)
+    return caller
+
+
+class AccessControl:
+    """The API keys of one process, or none on loopback."""
+
+    def __init__(self, settings: Settings, life: ProcessContext) -> None:
+        """Raises SettingsError without keys where other machines ask, KeyFileError for bad ones."""
+        settings.require_authentication()
+        self._settings = settings
+        self._life = life
+        self.store = ApiKeyStore(settings, life.clock) if settings.api_keys_file else None
+        """None: there are no keys."""
+
+    def start(self) -> None:
+        """Follow the file of keys, and log what is open."""
+        settings, store = self._settings, self.store
+        if store is not None:
+            self._life.spawn("api keys", store.watch())
+            log.info("%d API keys in %s", len(store), settings.api_keys_file)
+            if not settings.is_on_loopback and settings.http_tls_cert is None:
+                log.warning(
+                    "keys are sent in clear text to %s unless something in front has TLS: set "
+                    "KVLANE_HTTP_TLS_CERT and KVLANE_HTTP_TLS_KEY", settings.http_host,
+                )  # fmt: skip
+        elif settings.is_on_loopback:
+            log.info("no API keys: HTTP is open to all on this machine (KVLANE_API_KEYS_FILE)")
+        else:
+            log.warning("no API keys: HTTP on %s is open to all", settings.http_host)
+
+    def authenticate(self, scope: Scope, needs: Role) -> Caller:
+        """The sender of a request, if it has the right to its path.
+
+        `needs`: the role for what is no probe. Raises ApiError, 401 or 403.
+        """
+        path = scope["path"]
+        if self.store is None or path in _PROBES:
+            return ANYONE
+        if path == _METRICS:
+            if self._settings.metrics_allow_anonymous:
+                return ANYONE
+            needs = "metrics"
+        key = self.store.find(_token(scope))
+        if key is None:
+            raise _unauthorized()
+        if key.role not in ("operator", needs):
+            raise _forbidden(f"this needs a key of the role {needs}, not {key.role}")
+        tenant = key.tenant
+        terms, lease = self.store.tenant(tenant), QuotaLease(self.store.quota(tenant))
+        return Caller(tenant, key.role, lease, terms, self._life.clock)
+
+
+class Authentication:
+    """ASGI middleware: lets requests with the right to their path through, as a `Caller`'s."""
+
+    def __init__(self, app: ASGIApp, access: AccessControl, needs: Role = "user") -> None:
+        """`needs`: the role that requests need, but for probes and figures."""
+        self._app = app
+        self._access = access
+        self._needs = needs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the request, or forward it without its key."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            caller = self._access.authenticate(scope, self._needs)
+        except ApiError as e:
+            headers = {"www-authenticate": "Bearer"} if e.status == HTTPStatus.UNAUTHORIZED else {}
+            await e.response(headers)(scope, receive, send)
+            return
+        bare = [header for header in scope["headers"] if header[0] != AUTHORIZATION]
+        passed = {**scope, "headers": bare, _CALLER: caller}
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *caller.headers()]
+            await send(message)
+
+        try:
+            await self._app(passed, receive, send_on)
+        finally:
+            caller.release()
+
+
+def _token(scope: Scope) -> str:
+    """The key in the head of a request; empty without one, or with several."""
+    given = [value for name, value in scope["headers"] if name == AUTHORIZATION]
+    if len(given) != 1:
+        return ""
+    scheme, _, token = given[0].decode("latin-1").partition(" ")
+    return token.strip() if scheme.lower() == _SCHEME else ""
+
+
+def _most_tokens(request: prepared.Request, context: int) -> int:
+    """Tokens of a prompt and of its longest answer."""
+    prompt = request.prompt_tokens
+    if request.kind == "embedding":
+        return prompt
+    limit = request.stop.max_tokens
+    return max(prompt, context) if limit is None else prompt + limit
+
+
+def _check(refusal: QuotaRefusal | None) -> None:
+    if refusal is not None:
+        raise ApiError(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            refusal.message,
+            code="rate_limit_exceeded",
+            retry_after_s=refusal.retry_after_s,
+        )
+
+
+def _unauthorized() -> ApiError:
+    message = "no valid API key: send one as Authorization: Bearer KEY"
+    return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+
+
+def _forbidden(message: str) -> ApiError:
+    return ApiError(HTTPStatus.FORBIDDEN, message, code="permission_denied")

@@ -1,0 +1,132 @@
+"""HTTP routes of a gateway. Every error is sent in OpenAI's form."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+
+from app.http.api_errors import ApiError, error_of_prompt, error_of_stream
+from app.http.authentication import Authentication
+from app.http.gateway_deps import GatewayDeps
+from app.http.middleware import RequestIdMiddleware
+from app.http.openai.completions import Completions
+from app.http.openai.openapi import openapi_of
+from app.http.openai.served_models import ServedModel
+from app.http.openai.stream_resume import StreamResume
+from app.http.origin_guard import OriginGuard
+from app.http.probes import JSON
+from app.http.unknown_urls import unknown_url
+from app.preprocess.prompt_errors import BadModel, InvalidPrompt, PreprocessorOverloaded
+
+_STREAM = "/v1/streams/{request_id:path}"
+
+
+def build_app(parts: GatewayDeps) -> FastAPI:
+    """The application of one gateway."""
+    api = FastAPI(title="kvlane", docs_url=None, redoc_url=None)
+    generation, attachment, plain = Completions(parts), StreamResume(parts), ModelsEndpoint(parts)
+    probes = parts.probes
+    for method, path, handler, meaning in (
+        ("POST", "/v1/chat/completions", generation.create_chat_completion, "Answer a chat"),
+        ("POST", "/v1/completions", generation.create_completion, "Complete a text"),
+        ("POST", "/v1/embeddings", generation.create_embeddings, "Embed texts"),
+        ("GET", _STREAM, attachment.resume, "Go on with a stream: from, form, stream"),
+        ("DELETE", _STREAM, attachment.cancel, "End a stream"),
+        ("GET", "/v1/models", plain.models, "The models that are served"),
+        ("GET", "/v1/models/{name:path}", plain.model, "One of the models that are served"),
+        ("GET", "/livez", probes.livez, "Whether this process is worth keeping"),
+        ("GET", "/readyz", probes.readyz, "Whether requests should be sent here"),
+        ("GET", "/metrics", probes.metrics, "Figures for Prometheus"),
+    ):
+        api.add_api_route(path, handler, methods=[method], summary=meaning, description=meaning)
+    answer_errors(api)
+    for kind in (InvalidPrompt, PreprocessorOverloaded, BadModel):
+        api.add_exception_handler(kind, _preprocess_error)
+    api.add_middleware(Authentication, access=parts.access)
+    settings = parts.settings
+    api.add_middleware(OriginGuard, host=settings.http_host, origins=settings.allowed_origins)
+    api.add_middleware(RequestIdMiddleware, metrics=parts.metrics)
+    api.openapi = openapi_of(api)  # type: ignore[method-assign]
+    return api
+
+
+def answer_errors(api: FastAPI) -> None:
+    """Send every error of an application in OpenAI's form."""
+    api.add_exception_handler(ApiError, _api_error)
+    api.add_exception_handler(HTTPException, _http_error)
+    api.add_exception_handler(ClientDisconnect, _left)
+    api.add_exception_handler(Exception, _unforeseen)
+
+
+class ModelsEndpoint:
+    """The list of models."""
+
+    def __init__(self, parts: GatewayDeps) -> None:
+        self._parts = parts
+
+    async def models(self) -> Response:
+        """The models that have a live worker."""
+        models = [_model(served) for served in self._parts.served_models.models()]
+        return _json({"object": "list", "data": models})
+
+    async def model(self, name: str) -> Response:
+        """One of them. Raises ApiError."""
+        return _json(_model(self._parts.served_models.model(name)))
+
+
+def _model(served: ServedModel) -> dict[str, object]:
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "kvlane",
+        "max_model_len": served.context_length,
+    }
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type=JSON)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _preprocess_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, InvalidPrompt | PreprocessorOverloaded | BadModel)
+    return error_of_prompt(error).response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """No such URL, or not with this method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return unknown_url(request.url.path).response(error.headers)
+    headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["allow"] = ", ".join(_methods(request))
+    return ApiError(error.status_code, error.detail, code="invalid_request").response(headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """The methods of a URL over all its routes; starlette names those of the first only."""
+    routes = (r for r in request.app.routes if isinstance(r, Route))
+    found = (r.methods for r in routes if r.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for methods in found for method in methods or ()})
+
+
+async def _left(_: Request, __: Exception) -> Response:
+    """The client disconnected while sending; the response is for the log only."""
+    return ApiError(499, "the client left", code="left").response()
+
+
+async def _unforeseen(_: Request, error: Exception) -> Response:
+    """A server error, which the server logs with its traceback."""
+    return error_of_stream(error).response()

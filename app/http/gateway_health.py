@@ -1,0 +1,42 @@
+"""Liveness and readiness of a gateway."""
+
+from __future__ import annotations
+
+from app.http.openai.active_streams import ActiveStreams
+from app.http.probes import Checks
+from app.runtime.process import ProcessContext
+from streams.views.follower import Follower
+
+READER_STALL_S = 120.0
+"""Time without a returned poll after which the reader is considered stuck: a poll takes half a
+second, and outages are waited out in steps."""
+
+
+class GatewayHealth:
+    """State of one gateway, for `/livez` and `/readyz`."""
+
+    def __init__(self, streams: ActiveStreams, registry: Follower, life: ProcessContext) -> None:
+        self._streams = streams
+        self._registry = registry
+        self._life = life
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its background tasks run. If not, the process must be restarted."""
+        return self._life.error is None and self._streams.stalled_s < READER_STALL_S
+
+    @property
+    def broker_silence_s(self) -> float:
+        """Seconds since the broker last responded."""
+        probe = self._life.broker_probe
+        return 0.0 if probe is None else probe.silence_s
+
+    def checks(self) -> Checks:
+        """Conditions of readiness, and the number of open streams."""
+        return {
+            "alive": self.is_alive,
+            "registry_read": self._registry.caught_up,
+            "log_answers": self._life.broker_answers,
+            "taking_requests": not self._streams.is_stopping,
+            "answers_under_way": self._streams.open_streams,
+        }

@@ -1,0 +1,136 @@
+"""The HTTP server: uvicorn, as a task of this process.
+
+Its signals are left to FastStream, which runs the process. The socket is bound before anything
+else, so that a port in use is an error of the start, and a server that ends by itself ends the
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Generator
+from pathlib import Path
+from typing import NamedTuple
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from app.http.http_protocol import BoundedProtocol
+from app.runtime.process import OperatorError, ProcessContext
+from app.settings import Settings, SettingsError
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+"""Longer than the minute for which clients and proxies keep connections, so that it is they who
+close: a request on a connection that was just closed is an error for its client."""
+SHUTDOWN_TIMEOUT_S = 5.0
+
+
+class CannotListen(OperatorError):
+    """Another process uses the port (`ss -ltnp` lists it), or this machine lacks the address.
+
+    Change the variable that the message names; on the command line of a second deployment on one
+    machine every port needs another value.
+    """
+
+
+class TlsFiles(NamedTuple):
+    """Certificate and private key, PEM files."""
+
+    certificate: Path
+    key: Path
+
+    @staticmethod
+    def of(settings: Settings) -> TlsFiles | None:
+        """That of the HTTP ports, if they have one. Raises SettingsError for files of no use."""
+        if settings.http_tls_cert is None or settings.http_tls_key is None:
+            return None
+        tls = TlsFiles(settings.http_tls_cert, settings.http_tls_key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(*tls, password="")  # without one, it would be asked for
+        except (OSError, ValueError) as e:  # SSLError is an OSError
+            raise SettingsError(
+                f"KVLANE_HTTP_TLS_CERT={tls.certificate} and KVLANE_HTTP_TLS_KEY={tls.key} cannot "
+                f"be used: {e}: give a PEM certificate and its key, which is not encrypted"
+            ) from None
+        return tls
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class UvicornServer:
+    """One server on one socket."""
+
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, life: ProcessContext, setting: str = "http_port",
+        *, tls: TlsFiles | None = None,
+    ) -> None:  # fmt: skip
+        """`port` 0 takes any free one; it is the value of `setting`."""
+        self._tls = tls
+        self._host, self._port = host, port
+        self._setting = setting
+        self._life = life
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                http=BoundedProtocol,
+                ws="none",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(SHUTDOWN_TIMEOUT_S),
+                ssl_certfile=None if tls is None else tls.certificate,
+                ssl_keyfile=None if tls is None else tls.key,
+            )
+        )
+
+    async def start(self) -> None:
+        """Listen. Raises CannotListen."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            self._socket = socket.create_server(
+                (self._host, self._port), family=family, backlog=BACKLOG
+            )
+        except OSError as e:
+            raise CannotListen(
+                f"{self._host}:{self._port}: {os.strerror(e.errno or 0)}. Set "
+                f"KVLANE_{self._setting.upper()} to a free port (0 takes any)"
+            ) from e
+        # Inherited by connections. asyncio sets it for sockets of a named protocol only, which this
+        # one is not: without it, what follows a first write waits 40 ms for a delayed ACK.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._task = self._life.spawn("http", self._serve())
+        log.info("listening on %s", self.url)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._socket.getsockname()[:2]
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Accept nothing more, and give what is under way a few seconds."""
+        self._server.should_exit = True
+        await self._task
+
+    async def _serve(self) -> None:
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            self._socket.close()
+        if not self._server.should_exit:
+            raise RuntimeError("the HTTP server ended by itself")

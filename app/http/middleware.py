@@ -1,0 +1,175 @@
+"""HTTP middleware: request ids, response counts, and bounds on request bodies.
+
+Owns how many bytes of request bodies may be in memory at a time. Knows no endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.http.api_errors import ApiError, error_of_stream, overloaded
+from app.metrics.gateway_metrics import GatewayMetrics
+
+REQUEST_ID = b"x-request-id"
+STREAM_ID = b"x-kvlane-id"
+_UNREAD = "kvlane.unread"
+"""Key in the scope of a request: non-empty if its body is not read completely. Then the response
+closes the connection; otherwise the server would read and drop the rest without a bound."""
+_REPEATABLE = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
+"""Client ids that are echoed: at most 128 printable ASCII characters."""
+
+MAX_BODIES = 32
+"""Number of bodies of the largest size, or more smaller ones, in memory at a time."""
+BODY_TIMEOUT_S = 30.0
+"""Time limit for a request body: 8 MiB at 2 Mbit/s."""
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""Bytes of a body above the limit that are read and dropped. Many clients read the response only
+after sending everything; for larger bodies the connection is closed."""
+
+_PATHS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/embeddings": "embedding",
+}
+_STREAMS = "/v1/streams/"
+
+
+class RequestIdMiddleware:
+    """ASGI middleware: sets `x-request-id` and counts responses by endpoint and status.
+
+    The id is the client's own if it is printable; else the id of the answer's stream, which
+    `kvlane explain` accepts; else a new one. OpenAI clients show it as `request_id`.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+        begun = False
+        scope[_UNREAD] = unread = set[bool]()  # shared, since routes get a copy of the scope
+
+        async def send_on(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                headers = message.get("headers", ())
+                if unread:
+                    headers = [*headers, (b"connection", b"close")]
+                message["headers"] = [*headers, (REQUEST_ID, _request_id(given, headers))]
+                self._count(scope["path"], message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        except Exception as e:  # the default handler is outside of this middleware
+            if not begun:
+                await error_of_stream(e).response()(scope, receive, send_on)
+            raise
+
+    def _count(self, path: str, status: int) -> None:
+        endpoint = _PATHS.get(path) or ("streams" if path.startswith(_STREAMS) else "other")
+        self._metrics.responses.labels(endpoint, str(status)).inc()
+
+
+def _request_id(given: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The id of a response with these headers. `given`: the client's id, or empty."""
+    if _REPEATABLE.fullmatch(given):
+        return given
+    stream_id = next((value for name, value in headers if name == STREAM_ID), b"")
+    first, _, _ = stream_id.partition(b",")
+    return first if _REPEATABLE.fullmatch(first) else f"req-{uuid4().hex}".encode()
+
+
+class BodyLimiter:
+    """The bodies of requests that are in memory, up to `limit` bytes each.
+
+    Bound: BODIES times the limit in all. Beyond it requests are refused at once.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = 0
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """The body; it counts until the context is left.
+
+        Raises ApiError: 415 when it is not sent as JSON, 413 with both sizes, 408 when it does not
+        come, 529 when there are too many; ClientDisconnect when its client leaves.
+        """
+        check_content_type(request)
+        held = bytearray()
+        try:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    await self._receive(request, held)
+            except TimeoutError:
+                request.scope.get(_UNREAD, set()).add(True)
+                message = f"the body did not come within {BODY_TIMEOUT_S:g} s"
+                raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout") from None
+            yield bytes(held)
+        finally:
+            self._held -= len(held)
+
+    async def _receive(self, request: Request, held: bytearray) -> None:
+        size = _announced(request)
+        if size > self._limit and (size > MAX_DISCARDED_BYTES or "expect" in request.headers):
+            request.scope.get(_UNREAD, set()).add(True)
+            raise self._too_large(size)
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size <= self._limit:
+                self._take(len(part))
+                held += part
+            elif size > MAX_DISCARDED_BYTES:
+                request.scope.get(_UNREAD, set()).add(True)
+                break
+        if size > self._limit:
+            raise self._too_large(max(size, _announced(request)))
+
+    def _take(self, size: int) -> None:
+        if self._held + size > MAX_BODIES * self._limit:
+            raise overloaded("too many requests are being read")
+        self._held += size
+
+    def _too_large(self, size: int) -> ApiError:
+        return ApiError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body has {size} bytes or more; {self._limit} are allowed",
+            code="too_large",
+        )
+
+
+def check_content_type(request: Request) -> None:
+    """Raises ApiError, 415, unless the body is JSON: browsers send JSON to other sites only after a
+    CORS preflight, other types without one."""
+    given = request.headers.get("content-type")
+    if given is not None and given.partition(";")[0].strip().lower() == "application/json":
+        return
+    raise ApiError(
+        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        f"the body has {'another' if given else 'no'} content type: send JSON, with the header "
+        "content-type: application/json (curl: -H 'content-type: application/json')",
+        code="unsupported_content_type",
+    )
+
+
+def _announced(request: Request) -> int:
+    """Content-Length of a request; 0 if absent."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() and len(length) < 20 else 0

@@ -1,0 +1,282 @@
+"""Active streams: requests that are published, read, and cancelled when their client disconnects.
+
+    body ──► ReplyReader subscribes ──► Request → requests ──► Reply: pieces, until the end
+    disconnect ──► Cancel → requests, unless the request is over or may run on
+
+One reader for all replies of the process. Owns ids (drawn such that they fall into the lanes that
+this gateway reads), the count of answers under way, and their bound: beyond it requests are refused
+at once, since nothing is gained by reading more answers than can be passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+
+from app.http.api_errors import (
+    ApiError,
+    error_of_stream,
+    gateway_stopping,
+    overloaded,
+    unknown_stream,
+)
+from app.runtime.process import ProcessContext
+from app.settings import Settings
+from streams.clock import BrokerClock, Clock
+from streams.errors import BrokerUnavailable, StreamError
+from streams.ids import RequestIds, has_tenant_tag
+from streams.ports import Log
+from streams.record_publisher import RecordPublisher
+from streams.records import Cancel
+from streams.request import Request
+from streams.responses.reply_reader import ReplyReader
+from streams.responses.reply_stream import Reply
+from streams.retry import retry_while_unavailable
+from streams.topics import REQUESTS, RESPONSES, lane_of
+
+log = logging.getLogger(__name__)
+
+PUBLISH_TIMEOUT_S = 10.0
+"""Time limit for publishing: long enough for a leader election, not for an outage."""
+MAX_SEND_BYTES = 8 * 1024 * 1024
+"""Bytes in flight while several requests of one body are published."""
+CANCEL_TIMEOUT_S = 60.0
+"""Time limit for publishing a Cancel; after it the request runs to its end unread."""
+
+
+class BrokerTimeClock:
+    """A clock whose wall time is the broker's, as soon as a record of the present was seen.
+
+    So ids of gateways whose own clocks differ can be compared with each other.
+    """
+
+    def __init__(self, clock: Clock, broker_clock: BrokerClock) -> None:
+        self._clock = clock
+        self._broker_clock = broker_clock
+        self.now = clock.now
+        self.sleep = clock.sleep
+
+    def wall_ms(self) -> int:
+        """Milliseconds since 1970."""
+        return self._broker_clock.now_ms() or self._clock.wall_ms()
+
+
+class ActiveStreams:
+    """All streams of a gateway. Call `start` first; `close` ends open streams."""
+
+    def __init__(
+        self, kafka: Log, settings: Settings, life: ProcessContext, rng: random.Random | None = None
+    ) -> None:
+        """Without `rng`, ids are drawn so that they cannot be guessed."""
+        self._log = kafka
+        self._settings = settings
+        self._life = life
+        self._clock = life.clock
+        self._broker_clock = BrokerClock(life.clock)
+        self._outbox = RecordPublisher(kafka, life.clock, self._broker_clock)
+        self._id_clock = BrokerTimeClock(life.clock, self._broker_clock)
+        self._ids = RequestIds(self._id_clock, rng or random.SystemRandom())
+        self.seal = settings.tenant_tag()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._cancels: set[asyncio.Task[None]] = set()
+        self.open_streams = 0
+        """Number of open streams."""
+        self.is_stopping = False
+        """Whether new requests are refused."""
+
+    async def start(self) -> None:
+        """Begin to read the lanes of this gateway's share."""
+        self._lanes = await self._log.partitions(RESPONSES)
+        self._replies = ReplyReader(self._log, self._clock, self._lanes, self._broker_clock)
+        self._replies.start()
+        self._life.spawn("replies", self._replies.wait_until_failed())
+        lanes = [lane for lane in range(self._lanes) if self._reads(lane)]
+        await retry_while_unavailable(self._clock, lambda: self._replies.pin(lanes))
+
+    async def wait_idle(self, within_s: float) -> bool:
+        """Wait until no stream is open; False on timeout."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop reading, and give the last Cancels their time to reach the log.
+
+        What is under way fails with LogClosed.
+        """
+        await self._replies.close()
+        if self._cancels:
+            await asyncio.wait(self._cancels, timeout=PUBLISH_TIMEOUT_S)
+
+    # --- one request -----------------------------------------------------------------------------
+
+    def new_id(self, tenant: str) -> str:
+        """A sealed id whose lane this gateway reads.
+
+        Draws as often as there are gateways, on average.
+        """
+        while True:
+            request_id = self.seal.tagged(self._ids.new(), tenant)
+            if self._reads(lane_of(request_id, self._lanes)):
+                return request_id
+
+    def check_id(self, request_id: str, tenant: str) -> None:
+        """Raises ApiError, 404, when the stream of this id is not this tenant's.
+
+        Ids that no gateway drew belong to whoever publishes to Kafka. They can be had here as long
+        as there is no secret, which means that all who reach this gateway are one.
+        """
+        if self.seal.matches(request_id, tenant):
+            return
+        if has_tenant_tag(request_id) or self._settings.stream_secret:
+            raise unknown_stream()
+
+    def age_ms(self, issued_ms: int) -> int:
+        """How old an id is at least, by when it was drawn.
+
+        Of the broker's clock and this gateway's the one that makes it younger: the first ids of a
+        gateway are drawn by its own.
+        """
+        return min(self._id_clock.wall_ms(), self._clock.wall_ms()) - issued_ms
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the reader last returned from a poll."""
+        return self._clock.now() - self._replies.polled_at
+
+    def check_capacity(self, answers: int) -> None:
+        """Raises ApiError when so many more answers are too many, or none are taken any more."""
+        if self.is_stopping:
+            raise gateway_stopping()
+        self._check_log()
+        if self.open_streams + answers > self._settings.http_max_streams:
+            raise overloaded(f"this gateway has {self.open_streams} answers under way already")
+
+    def _check_log(self) -> None:
+        """Raises ApiError while the log does not answer: waiting would end no better."""
+        if not self._life.broker_answers:
+            raise error_of_stream(BrokerUnavailable("the log does not answer"))
+
+    def _limit(self) -> AbstractAsyncContextManager[object]:
+        """A time-out; it comes at once when the log falls silent."""
+        probe = self._life.broker_probe
+        return (
+            asyncio.timeout(PUBLISH_TIMEOUT_S)
+            if probe is None
+            else probe.timeout(PUBLISH_TIMEOUT_S)
+        )
+
+    def reserve(self, answers: int) -> None:
+        """Count answers that begin. Raises ApiError as `check_capacity`."""
+        self.check_capacity(answers)
+        self.open_streams += answers
+        self._idle.clear()
+
+    def release(self, answers: int) -> None:
+        """Count answers that were entered and are over."""
+        self.open_streams -= answers
+        if not self.open_streams:
+            self._idle.set()
+
+    async def publish(self, requests: Sequence[Request]) -> list[Reply]:
+        """Publish requests; their replies, in order. Raises ApiError.
+
+        Failed or cancelled, none of them is listened to, and what got to the log is cancelled.
+        """
+        replies: list[Reply] = []
+        until = self._clock.now() + PUBLISH_TIMEOUT_S
+        sending = False
+        try:
+            async with self._limit():
+                for request in requests:  # those before a failure are left again
+                    replies.append(await self._replies.subscribe(request.id))  # noqa: PERF401
+            sending = True
+            longest = max(request.prompt_bytes for request in requests)
+            turns = asyncio.Semaphore(max(1, MAX_SEND_BYTES // max(1, longest)))
+
+            async def send(request: Request) -> None:
+                async with turns:  # it is encoded only then
+                    await self._outbox.publish(REQUESTS, request.id, request, until=until)
+
+            async with self._limit(), asyncio.TaskGroup() as sends:
+                for request in requests:
+                    sends.create_task(send(request))
+        except BaseException as e:
+            for reply in replies:
+                self._replies.detach(reply)
+                if sending:
+                    self.cancel(reply.request_id, "not all of it was published")
+            if (failure := _failure(e)) is not None:
+                raise failure from e
+            raise
+        return replies
+
+    async def attach(self, request_id: str, *, begun: bool, may_begin_s: float) -> Reply:
+        """The reply of any request, from its beginning. Raises ApiError.
+
+        `begun`: the client has some of it already; `may_begin_s`: for how long it may still begin.
+        It fails when the log has nothing of a request that has begun, or cannot begin any more.
+        """
+        try:
+            self._check_log()
+            async with self._limit():
+                return await self._replies.attach(request_id, begun=begun, may_begin_s=may_begin_s)
+        except (StreamError, TimeoutError) as e:
+            raise _failure(e) or e from e
+
+    def unsubscribe(self, reply: Reply) -> None:
+        """Stop reading a reply."""
+        self._replies.detach(reply)
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """Ask for the end of a request, in the background.
+
+        Bound: as many as there may be answers. Beyond it (in an outage) requests run on, unread.
+        """
+        if len(self._cancels) >= self._settings.http_max_streams:
+            log.warning("%s runs on: too many Cancels wait for the log", request_id)
+            return
+        cancel = self._life.spawn(f"cancel {request_id}", self._cancel(request_id, reason))
+        self._cancels.add(cancel)
+        cancel.add_done_callback(self._cancels.discard)
+
+    async def cancel_now(self, request_id: str, reason: str) -> None:
+        """Ask for the end of a request; returns when the log has it. Raises ApiError."""
+        try:
+            self._check_log()
+            async with self._limit():
+                await self._send_cancel(request_id, reason, PUBLISH_TIMEOUT_S)
+        except (StreamError, TimeoutError) as e:
+            raise _failure(e) or e from e
+
+    async def _cancel(self, request_id: str, reason: str) -> None:
+        try:
+            await self._send_cancel(request_id, reason, CANCEL_TIMEOUT_S)
+        except StreamError as e:
+            log.warning("%s runs on, its Cancel was not acknowledged: %s", request_id, e)
+
+    async def _send_cancel(self, request_id: str, reason: str, within_s: float) -> None:
+        cancel = Cancel(id=request_id, reason=reason)
+        until = self._clock.now() + within_s
+        await self._outbox.publish(REQUESTS, request_id, cancel, until=until)
+
+    def _reads(self, lane: int) -> bool:
+        return lane % self._settings.gateway_count == self._settings.gateway_index
+
+
+def _failure(error: BaseException) -> ApiError | None:
+    """The HTTP error for a failed operation on the log; None for other exceptions."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, StreamError):
+        return error_of_stream(error)
+    if isinstance(error, TimeoutError):
+        return error_of_stream(BrokerUnavailable("no answer in time"))
+    return None

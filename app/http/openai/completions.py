@@ -1,0 +1,162 @@
+"""Endpoints for chats, completions and embeddings: from HTTP request to streamed response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.http.api_errors import invalid_request
+from app.http.authentication import Caller, caller_of
+from app.http.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
+from app.http.middleware import BodyLimiter
+from app.http.openai.logprobs import TokenText
+from app.http.openai.merged_replies import publish_and_read
+from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
+from app.http.openai.response_writer import CompletionResponse, ResponseOptions
+from app.preprocess.cooperative_steps import Steps, run_cooperatively
+from app.preprocess.json_errors import json_error
+from app.preprocess.json_limits import check_size, parse_json
+from app.preprocess.models.byte_model import Model
+from app.preprocess.models.model import PreparedPrompts
+from app.preprocess.requests import openai_requests
+from app.preprocess.requests.engine_features import check_supported
+from app.preprocess.requests.openai_requests import OpenAIRequest
+from app.preprocess.requests.passthrough import PassthroughRequest
+from app.preprocess.requests.request_reader import prepare, read_request
+from streams import request as prepared
+from streams.ids import issued_ms
+
+DETACH_HEADER = "x-kvlane-detach"
+"""Header: with the value true, a request continues after its client disconnects."""
+
+
+class Completions:
+    """Handlers of the generation endpoints."""
+
+    def __init__(self, parts: GatewayDeps) -> None:
+        self._parts = parts
+        self._bodies = BodyLimiter(parts.settings.http_max_body_bytes)
+
+    async def create_chat_completion(self, request: Request) -> Response:
+        """Answer a chat."""
+        return await self._answer("chat", request)
+
+    async def create_completion(self, request: Request) -> Response:
+        """Complete a text."""
+        return await self._answer("completion", request)
+
+    async def create_embeddings(self, request: Request) -> Response:
+        """Embed texts."""
+        return await self._answer("embedding", request)
+
+    async def _answer(self, kind: EndpointKind, request: Request) -> Response:
+        """Raises ApiError and PreprocessError."""
+        parts = self._parts
+        began_at = parts.ctx.clock.now()
+        caller = caller_of(request)
+        caller.count_request()
+        async with self._bodies.read(request) as body:
+            fields, values = await run_cooperatively(parse_body(body))
+            as_is = parts.served_models.kind(fields.get("model")) != "tokens"
+            asked = read_request(kind, fields, request.headers, as_is=as_is, values=values)
+            model = await parts.catalog.model(kind, asked.model)
+            check_supported(asked, parts.served_models.model(asked.model).unsupported)
+            if values:  # a large body, which was parsed in steps
+                await asyncio.sleep(0)
+            prepared = await prepare(asked, model)
+        answers = len(prepared.requests) * asked.n
+        if answers > 1 and prepared.requests[0].is_query:
+            raise invalid_request(
+                "a dry run is about one prompt and one answer", "nvext.annotations"
+            )
+        if prepared.requests[0].is_query:
+            caller.require_operator("dry runs")
+        parts.streams.check_capacity(answers)
+        run_on = request.headers.get(DETACH_HEADER, "").lower() == "true"
+        choices = self._choices(asked, prepared, model)
+        caller.count_answers(prepared.requests, asked.n, choices, model.card.context_length)
+        asks = self._asks(prepared.requests, asked.n, caller)
+        manner = ResponseOptions(
+            header=ResponseHeader(kind, asks[0].id, asked.model, created_s(asks[0].id)),
+            ids=[ask.id for ask in asks],
+            stream=asked.stream,
+            include_usage=asked.include_usage,
+            n=asked.n,
+            reads_to_end=run_on and caller.is_counted,
+        )
+        return CompletionResponse(
+            manner,
+            choices,
+            publish_and_read(parts.streams, asks, run_on=run_on),
+            parts.ctx.clock,
+            parts.metrics,
+            parts.settings.deadline_s + DEADLINE_MARGIN_S,
+            began_at,
+        )
+
+    def _choices(
+        self, asked: OpenAIRequest | PassthroughRequest, prepared: PreparedPrompts, model: Model
+    ) -> list[Choice]:
+        choices = []
+        spelling = None
+        if asked.echo:
+            check_size(sum(len(text or "") for text in prepared.texts) * asked.n, "texts")
+        if isinstance(asked, OpenAIRequest) and asked.body.top_logprobs_count() is not None:
+            as_ids = asked.body.return_tokens_as_token_ids
+            spelling = TokenText(model.token_bytes, as_ids=bool(as_ids))
+        for number, (request, text) in enumerate(zip(*prepared, strict=True)):
+            if asked.echo and text is None:
+                raise invalid_request(f"echo: the prompt at {number} is no text", "echo")
+            tokens = request.prompt_tokens
+            self._parts.metrics.prompt_tokens.observe(tokens)
+            before = text if asked.echo and text is not None else ""
+            choices += [
+                Choice(tokens, before=before, keep=not asked.stream, spelling=spelling)
+                for _ in range(asked.n)
+            ]
+        return choices
+
+    def _asks(
+        self, requests: Sequence[prepared.Request], n: int, caller: Caller
+    ) -> list[prepared.Request]:
+        """One request for each answer; answers to the same prompt are adjacent."""
+        parts = self._parts
+        return [
+            replace(
+                openai_requests.nth_request(request, number),
+                id=parts.streams.new_id(caller.tenant),
+                deadline_s=parts.settings.deadline_s,
+                received_ms=parts.ctx.clock.wall_ms(),
+            )
+            for request in (caller.with_tenant(each, parts.streams.seal) for each in requests)
+            for number in range(n)
+        ]
+
+
+def created_s(request_id: str) -> int:
+    """Start time of an answer in seconds since 1970, the same at every gateway."""
+    return (issued_ms(request_id) or 0) // 1000
+
+
+def parse_body(body: bytes) -> Steps[tuple[dict[str, Any], int]]:
+    """The fields of a body, and the number of values in them (`ParsedJson`).
+
+    Raises ApiError for a body that is no JSON object, TooLarge for one above the limits.
+    """
+    try:
+        fields, values = yield from parse_json(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise invalid_request(
+            f"the body is not JSON: {json_error(body, e)}", code="invalid_json"
+        ) from None
+    if not isinstance(fields, dict):
+        raise invalid_request("the body is not a JSON object", code="invalid_json")
+    if values:
+        yield
+    return fields, values

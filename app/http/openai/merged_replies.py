@@ -1,0 +1,171 @@
+"""Merged replies: the pieces of several answers as one sequence, in order of arrival.
+
+Owns the streams of an HTTP request: reserves, subscribes, releases, and cancels what is unfinished
+unless the request is detached. Knows nothing of the form of responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from app.http.api_errors import error_of_stream
+from app.http.openai.active_streams import ActiveStreams
+from streams.errors import StreamError
+from streams.records import Chunk, End
+from streams.request import Request
+from streams.responses.reply_stream import Reply
+
+ReplyPiece = Chunk | End
+
+FIRST_CHUNK_TIMEOUT_S = 5.0
+"""Wait for the first piece of a resumed stream before the response starts: a failure within this
+time gets its own HTTP status."""
+
+
+class MergedReplies:
+    """Replies that are read together. `detached`: closing early does not cancel their requests."""
+
+    def __init__(self, replies: Sequence[Reply], *, run_on: bool) -> None:
+        self.replies = replies
+        self.detached = run_on
+        self._open = dict(enumerate(replies))
+        self._queue: asyncio.Queue[tuple[int, list[ReplyPiece] | Exception]] | None = None
+        self._pumps: list[asyncio.Task[None]] = []
+        self._first: list[ReplyPiece] = []
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a reply has not ended."""
+        return bool(self._open)
+
+    @property
+    def unfinished(self) -> list[Reply]:
+        """The replies that have not ended."""
+        return list(self._open.values())
+
+    async def next_pieces(self, timeout_s: float) -> tuple[int, list[ReplyPiece]]:
+        """The next pieces of a reply, one at least, and the number of the reply.
+
+        Raises TimeoutError when none comes in time, and what a reply has failed with.
+        """
+        number = 0
+        if self._first:
+            pieces, self._first = self._first, []
+        elif len(self.replies) == 1:
+            pieces = await self.replies[0].next_pieces(timeout_s)
+        else:
+            async with asyncio.timeout(timeout_s):
+                number, came = await self._pumped().get()
+            if isinstance(came, Exception):
+                raise came
+            pieces = came
+        if is_last(pieces[-1]):
+            del self._open[number]
+        return number, pieces
+
+    async def wait_for_first(self, within_s: float) -> None:
+        """Wait for the first piece of a single reply, up to a time limit. Raises as "
+        "`next_pieces`."""
+        with suppress(TimeoutError):
+            self._first = await self.replies[0].next_pieces(within_s)
+
+    async def close(self) -> None:
+        """Stop reading."""
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    def _pumped(self) -> asyncio.Queue[tuple[int, list[ReplyPiece] | Exception]]:
+        """The queue of pieces of all replies.
+
+        Bound: one batch of each reply. While it is full, pieces wait in their replies, which
+        merge them.
+        """
+        if self._queue is None:
+            self._queue = asyncio.Queue(len(self.replies))
+            self._pumps = [
+                asyncio.create_task(self._pump(self._queue, number, reply))
+                for number, reply in enumerate(self.replies)
+            ]
+        return self._queue
+
+    async def _pump(
+        self,
+        queue: asyncio.Queue[tuple[int, list[ReplyPiece] | Exception]],
+        number: int,
+        reply: Reply,
+    ) -> None:
+        try:
+            while True:
+                pieces = await reply.next_pieces(None)
+                await queue.put((number, pieces))
+                if is_last(pieces[-1]):
+                    return
+        except Exception as e:  # noqa: BLE001 - raised where pieces are taken
+            await queue.put((number, e))
+
+
+def is_last(piece: ReplyPiece) -> bool:
+    """Whether nothing follows it."""
+    return isinstance(piece, End) or piece.finish_reason is not None
+
+
+@asynccontextmanager
+async def publish_and_read(
+    streams: ActiveStreams, requests: Sequence[Request], *, run_on: bool
+) -> AsyncGenerator[MergedReplies, None]:
+    """Publish requests and read their replies. On exit, cancel unfinished ones unless detached.
+
+    Raises ApiError.
+    """
+    answers = len(requests)
+    streams.reserve(answers)
+    try:
+        joined = MergedReplies(await streams.publish(requests), run_on=run_on)
+        del requests  # their prompts need not be in memory for as long as the answers take
+        try:
+            yield joined
+        finally:
+            await _left(streams, joined)
+            if not joined.detached:
+                for reply in joined.unfinished:
+                    streams.cancel(reply.request_id, "its client left")
+    finally:
+        streams.release(answers)
+
+
+@asynccontextmanager
+async def resume_reply(
+    streams: ActiveStreams, request_id: str, *, begun: bool, may_begin_s: float
+) -> AsyncGenerator[MergedReplies, None]:
+    """Read the reply of an existing request from its beginning, without cancelling it on exit.
+
+    `begun`: the client has received part of it. `may_begin_s`: time within which it must start.
+    Raises ApiError.
+    """
+    streams.reserve(1)
+    try:
+        reply = await streams.attach(request_id, begun=begun, may_begin_s=may_begin_s)
+        joined = MergedReplies([reply], run_on=True)
+        try:
+            await _await_beginning(joined)
+            yield joined
+        finally:
+            await _left(streams, joined)
+    finally:
+        streams.release(1)
+
+
+async def _await_beginning(joined: MergedReplies) -> None:
+    try:
+        await joined.wait_for_first(FIRST_CHUNK_TIMEOUT_S)
+    except StreamError as e:
+        raise error_of_stream(e) from e
+
+
+async def _left(streams: ActiveStreams, joined: MergedReplies) -> None:
+    await joined.close()
+    for reply in joined.replies:
+        streams.unsubscribe(reply)

@@ -1,0 +1,276 @@
+"""OpenAI response objects, built from the visible pieces of one answer or several.
+
+Pure functions: pieces (`Chunk`, `End`) in, objects of the OpenAI API out, ready to be encoded to
+JSON. Knows neither HTTP nor the log. Failed pieces are mapped in `app/http/api_errors.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from app.http.openai import logprobs, passthrough_fields
+from app.http.openai.logprobs import TokenLogprobs, TokenText
+from streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
+
+EndpointKind = Literal["chat", "completion", "embedding"]
+Json = dict[str, Any]
+
+_OBJECTS: dict[EndpointKind, str] = {
+    "chat": "chat.completion", "completion": "text_completion", "embedding": "list",
+}  # fmt: skip
+_CHUNK_OBJECTS = _OBJECTS | {"chat": "chat.completion.chunk"}
+_encode = msgspec.json.Encoder().encode
+_OF_PROMPT = "prompt_tokens_details"
+_TEXT = "\x00"
+"""Placeholder for the text of a sample chunk; it cannot occur after the text."""
+_REASONS = {"eos": "stop"}
+"""Finish reasons with another name in the OpenAI API; all others are forwarded."""
+
+
+class ResponseHeader(NamedTuple):
+    """Fields shared by all objects of one HTTP response. `created`: seconds since 1970."""
+
+    kind: EndpointKind
+    id: str
+    model: str
+    created: int
+
+
+class Choice:
+    """Accumulated state of one answer to a request.
+
+    With `keep=False` the text is not kept, for answers that are streamed.
+    """
+
+    def __init__(
+        self,
+        prompt_tokens: int = 0,
+        *,
+        before: str = "",
+        keep: bool = True,
+        spelling: TokenText | None = None,
+    ) -> None:
+        """`prompt_tokens` is used until the answer reports its own count; `echoed_text` is sent
+        before the text. `spelling`: text of tokens, if log probabilities are requested."""
+        self.echoed_text = before
+        self.shown_tokens = 0
+        """Number of tokens shown so far."""
+        self.position = 0
+        """Position to resume from: the number of tokens, or of characters and passthrough fields in
+        an answer without token ids."""
+        self.has_started = False
+        self.finish_reason: str | None = None
+        self.dry_run_result: DryRunResult | None = None
+        """Result of a dry run."""
+        self._prompt_tokens = prompt_tokens
+        self._usage: Usage | None = None
+        self._keep = keep
+        self._spelling = spelling
+        self._likely: list[TokenLogprobs] = []
+        """Log probabilities of the kept tokens; without `keep`, those of the last piece."""
+        self._offset = len(before)
+        """Characters of the text before those tokens."""
+        self._parts: list[str] = []
+        self._asides = 0
+        self._said: list[PassthroughDelta] = []
+
+    @property
+    def text(self) -> str:
+        """The echoed prompt and the kept text."""
+        return self.echoed_text + "".join(self._parts)
+
+    @property
+    def passthrough(self) -> PassthroughDelta | None:
+        """Fields other than text: all of them, or with `keep=False` those of the last piece."""
+        if len(self._said) > 1:
+            self._said = [passthrough_fields.merge_deltas(*self._said)]
+        return self._said[0] if self._said else None
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts, as reported with the last piece if they were."""
+        return self._usage or Usage(
+            prompt_tokens=self._prompt_tokens, completion_tokens=self.shown_tokens
+        )
+
+    @property
+    def counted_tokens(self) -> int:
+        """Number of tokens so far; the reported count for an answer without token ids."""
+        return self.shown_tokens or self.usage.completion_tokens
+
+    def add(self, piece: Chunk | End) -> None:
+        """Add the next piece, in order."""
+        if not self._keep:
+            self._said.clear()
+        if piece.usage is not None:
+            self._usage = piece.usage
+        reason = piece.code if isinstance(piece, End) else piece.finish_reason
+        if reason is not None:
+            self.finish_reason = _REASONS.get(reason, reason)
+        if isinstance(piece, End):
+            self.dry_run_result = piece.placed
+        if isinstance(piece, Chunk):
+            self.shown_tokens = piece.index + len(piece.token_ids)
+            self._take_asides(piece)
+            self.position = self.shown_tokens or piece.chars + self._asides
+            if self._keep:
+                self._parts.append(piece.text)
+            if self._spelling is not None:
+                self._take_likely(piece)
+
+    def logprobs(self, kind: EndpointKind) -> Json | None:
+        """All log probabilities, or with `keep=False` those of the last piece."""
+        if self._spelling is None or not self._likely:
+            return None
+        if kind == "chat":
+            return logprobs.chat_logprobs(self._likely, self._spelling)
+        return logprobs.completion_logprobs(self._likely, self._spelling, self._offset)
+
+    def _take_asides(self, piece: Chunk) -> None:
+        self._asides += len(piece.data)
+        self._said += piece.data
+
+    def _take_likely(self, piece: Chunk) -> None:
+        if not self._keep:
+            self._likely.clear()
+            self._offset = len(self.echoed_text) + piece.chars - len(piece.text)
+        if piece.log_probs is not None:
+            told = zip(piece.token_ids, piece.log_probs, strict=True)
+            self._likely += [TokenLogprobs(token_id, ranked) for token_id, ranked in told]
+
+
+def chunk(
+    heading: ResponseHeader, choice: Choice, piece: Chunk | End, index: int = 0, *, with_usage: bool
+) -> Json | None:
+    """What a stream tells of a piece that `choice` has taken; None for nothing, e.g. half a letter.
+
+    `with_usage`: the stream ends with token counts, and all chunks before say that they have none.
+    """
+    text = piece.text if isinstance(piece, Chunk) else ""
+    if not choice.has_started:
+        text = choice.echoed_text + text
+    likely = choice.logprobs(heading.kind)
+    if not text and likely is None and choice.passthrough is None and choice.finish_reason is None:
+        return None
+    said = choice.passthrough or PassthroughDelta()
+    told: Json = {"index": index}
+    if heading.kind == "chat":
+        delta: Json = {} if choice.has_started else {"role": "assistant"}
+        if text or not choice.has_started:
+            delta["content"] = text
+        told["delta"] = delta | said.delta
+    else:
+        told["text"] = text
+    choice.has_started = True
+    told["logprobs"] = likely
+    told["finish_reason"] = choice.finish_reason
+    more: Json = {"usage": None} if with_usage else {}
+    more |= said.event | _placed([choice])
+    return _object(heading, _CHUNK_OBJECTS, [told | said.choice], more)
+
+
+class ChunkEncoder:
+    """Encoder of the chunks of one choice: the result of `chunk` as JSON.
+
+    All chunks but the first and the last differ only in their text, so the rest is encoded once.
+    """
+
+    def __init__(self, heading: ResponseHeader, index: int, *, with_usage: bool) -> None:
+        self._heading = heading
+        self._index = index
+        self._with_usage = with_usage
+        begun = Choice()
+        begun.has_started = True
+        piece = Chunk(id="", attempt=0, run="", seq=0, index=0, text=_TEXT)
+        sample = chunk(heading, begun, piece, index, with_usage=with_usage)
+        self._before, _, self._after = _encode(sample).rpartition(_encode(_TEXT))
+
+    def encode(self, choice: Choice, piece: Chunk | End) -> bytes | None:
+        """The chunk for a piece that was added to `choice`; None if there is nothing to send."""
+        plain = choice.has_started and choice.finish_reason is None and choice.passthrough is None
+        if plain and choice.logprobs("chat") is None and isinstance(piece, Chunk):
+            return self._before + _encode(piece.text) + self._after if piece.text else None
+        told = chunk(self._heading, choice, piece, self._index, with_usage=self._with_usage)
+        return None if told is None else _encode(told)
+
+
+def usage_chunk(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> Json:
+    """Token counts, sent at the end of a stream with `include_usage`."""
+    return _object(heading, _CHUNK_OBJECTS, [], {"usage": usage(choices, n)})
+
+
+def full_response(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> Json:
+    """The complete response as one object; all choices have ended."""
+    if heading.kind == "embedding":
+        return _embedded(heading, choices[0])
+    told = [_told(heading.kind, number, choice) for number, choice in enumerate(choices)]
+    more: Json = {}
+    for choice in choices:
+        more |= choice.passthrough.event if choice.passthrough else {}
+    more |= {"usage": usage(choices, n)} | _placed(choices)
+    return _object(heading, _OBJECTS, told, more)
+
+
+def _embedded(heading: ResponseHeader, choice: Choice) -> Json:
+    """Response to a request for embeddings, whose content is passthrough fields only."""
+    said, counts = choice.passthrough or PassthroughDelta(), usage([choice])
+    told = {name: counts[name] for name in ("prompt_tokens", "total_tokens")}
+    more = {"model": heading.model, "usage": told} | _placed([choice])
+    return {"object": "list", "data": []} | said.event | more
+
+
+def usage(choices: Sequence[Choice], n: int = 1) -> Json:
+    """Token counts summed over choices; `n` successive choices share a prompt."""
+    answers = [choice.usage for choice in choices]
+    prompts = answers[::n]
+    prompt_tokens = sum(u.prompt_tokens for u in prompts)
+    completion_tokens = sum(u.completion_tokens for u in answers)
+    told: Json = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in prompts)},
+    }
+    of_prompts = [{_OF_PROMPT: (u.details or {}).get(_OF_PROMPT, {})} for u in prompts]
+    of_answers = [{n: d for n, d in (u.details or {}).items() if n != _OF_PROMPT} for u in answers]
+    return passthrough_fields.merge_fields(
+        told, passthrough_fields.sum_counts(*of_prompts), passthrough_fields.sum_counts(*of_answers)
+    )
+
+
+def _placed(choices: Sequence[Choice]) -> Json:
+    """Result of a dry run, which has one choice; empty for other requests."""
+    placed = choices[0].dry_run_result
+    if placed is None:
+        return {}
+    where = {"worker_id": placed.worker_id, "dp_rank": placed.dp_rank}
+    return {"nvext": where | {"token_ids": placed.token_ids}}
+
+
+def _told(kind: EndpointKind, index: int, choice: Choice) -> Json:
+    besides = choice.passthrough or PassthroughDelta()
+    said: Json = {"text": choice.text}
+    if kind == "chat":
+        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        if besides.delta:
+            message |= {"content": choice.text or None} | passthrough_fields.to_message(
+                besides.delta
+            )
+        said = {"message": message}
+    return (
+        {"index": index}
+        | said
+        | {"logprobs": choice.logprobs(kind), "finish_reason": choice.finish_reason}
+        | besides.choice
+    )
+
+
+def _object(
+    heading: ResponseHeader, names: dict[EndpointKind, str], choices: list[Json], more: Json
+) -> Json:
+    kind, answer_id, model, created = heading
+    named: Json = {"id": answer_id, "object": names[kind], "created": created, "model": model}
+    return named | {"choices": choices} | more

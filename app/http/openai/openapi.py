@@ -1,0 +1,321 @@
+"""OpenAPI description of the HTTP API: bodies, parameters, responses and errors.
+
+FastAPI describes the routes and pydantic the bodies; added is what neither can see: handlers read
+their parameters by themselves, and validators take more types than the annotations have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any, get_args
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from app.http.openai.openai_responses import EndpointKind
+from app.preprocess.requests.request_models import (
+    MAX_INPUTS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+)
+from streams.records import MAX_ID_CHARS
+
+Json = dict[str, Any]
+
+_REF = "#/components/schemas/{model}"
+_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
+}
+_ABOUT = (
+    "OpenAI's API for models behind kvlane. Unknown fields of bodies are ignored. Bodies for "
+    "models of an attached server go there as they came, and may have more than is described here."
+)
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+_NULL: Json = {"type": "null"}
+_TOKENS: Json = {
+    "type": "array", "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
+}  # fmt: skip
+_WORKER: Json = {
+    "anyOf": [
+        {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
+        {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+    ]
+}
+
+
+def _texts(text: Json) -> Json:
+    """A text, the tokens of one, or a list of either."""
+    many = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
+    return {"anyOf": [text, _TOKENS, many | {"items": {"anyOf": [text, _TOKENS]}}]}
+
+
+def _nullable(*schemas: Json) -> Json:
+    return {"anyOf": [*schemas, _NULL]}
+
+
+_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_FORM = _nullable({"type": "object"}, {"type": "string"})
+_WIDER: Mapping[str, Mapping[str, Json]] = {
+    "ChatBody": {
+        "tool_choice": _nullable(
+            {"enum": ["none", "auto", "required"]},
+            {
+                "type": "object", "required": ["type", "function"],
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object", "required": ["name"],
+                        "properties": {"name": {"type": "string"}},
+                    },
+                },
+            },
+        ),
+    },
+    "CompletionBody": {"prompt": _texts({"type": "string"})},
+    "EmbeddingBody": {"input": _texts({"type": "string", "minLength": 1})},
+    "Message": {
+        "content": _nullable(
+            {"type": "string"},
+            {"type": "array", "items": {"$ref": _REF.format(model="TextPart")}},
+        )
+    },
+    "NvExt": {
+        "backend_instance_id": _nullable(_WORKER),
+        "prefill_worker_id": _nullable(_WORKER),
+        "decode_worker_id": _nullable(_WORKER),
+        "allowed_worker_ids": _nullable({"type": "array", "minItems": 1, "items": _WORKER}),
+    },
+    "StructuredOutputs": {"json": _FORM, "structural_tag": _FORM},
+}  # fmt: skip
+"""Fields whose validators take more than their annotations say, by the model's name."""
+_OF_ALL: Mapping[str, Json] = {
+    "stop": _nullable(_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}),
+    "guided_json": _FORM,
+    "model": {"type": "string", "minLength": 1, "maxLength": 200, "examples": ["demo"]},
+}
+"""The same, of every body that has them; over Kafka `model` may be left out, here it may not."""
+
+# --- answers --------------------------------------------------------------------------------------
+
+_ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+_USAGE: Json = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+    "additionalProperties": True,
+}
+
+
+def _listing(name: str, **fields: Json) -> Json:
+    """An object whose `object` has a name."""
+    properties = {"object": {"const": name}} | fields
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_STRING: Json = {"type": "string"}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+_MODEL = _listing("model", id=_STRING, created=_COUNT, owned_by=_STRING)
+_CHOICES: Json = {"type": "array", "items": {"type": "object", "required": ["index"]}}
+_HEAD: Mapping[str, Json] = {
+    "id": _STRING, "created": _COUNT, "model": _STRING, "choices": _CHOICES, "usage": _USAGE,
+}  # fmt: skip
+_CHAT = _listing("chat.completion", **_HEAD)
+_COMPLETION = _listing("text_completion", **_HEAD)
+_EMBEDDINGS = _listing(
+    "list", data={"type": "array", "items": {"type": "object"}}, model=_STRING, usage={}
+)
+_MODELS = _listing("list", data={"type": "array", "items": _MODEL})
+_EVENTS: Json = {
+    "text/event-stream": {
+        "schema": {
+            "description": "Events: each `data` is a chunk as JSON, or an error; the last is [DONE]"
+        }
+    }
+}
+"""Without a type: tools differ in whether a schema is that of the text or of an event."""
+
+_FAILURES = {
+    "400": "The request is not valid, or asks for what the model cannot do",
+    "401": "No valid API key (where keys are needed)",
+    "403": "Not allowed for this key, or from a web page of another site",
+    "404": "No such model, stream or URL",
+    "408": "It did not end in its time",
+    "413": "More than is taken at a time",
+    "415": "The body is not sent as application/json",
+    "429": "A limit of the tenant is reached",
+    "499": "It was cancelled",
+    "500": "It failed",
+    "503": "No worker serves the model at the moment, or the log does not answer",
+    "529": "More to do than is taken on",
+}
+_REFUSALS = ("400", "401", "403", "404", "429", "503")
+"""The failures of requests without a body."""
+
+
+def _json(schema: Json) -> Json:
+    return {"application/json": {"schema": schema}}
+
+
+def _verdict(name: str) -> Json:
+    """The answer of a probe."""
+    return _json({
+        "type": "object", "required": [name], "properties": {name: {"type": "boolean"}},
+    })  # fmt: skip
+
+
+# --- operations -----------------------------------------------------------------------------------
+
+
+def _parameter(name: str, place: str, about: str, schema: Json) -> Json:
+    required = {"required": True} if place == "path" else {}
+    return {"name": name, "in": place, "description": about, "schema": schema} | required
+
+
+_POSITION: Json = {"type": "string", "pattern": "^[0-9]{1,15}$"}
+_SWITCH: Json = {"type": "string", "enum": ["true", "false", "1", "0"]}
+_ID = _parameter(
+    "request_id", "path", "As in the header x-kvlane-id",
+    {"type": "string", "minLength": 1, "maxLength": MAX_ID_CHARS},
+)  # fmt: skip
+_ATTACHING = [
+    _ID,
+    _parameter("Last-Event-ID", "header", "Position of the last event received", _POSITION),
+    _parameter("from", "query", "The same, where headers cannot be set", _POSITION),
+    _parameter("form", "query", "Form of the answer", {"enum": list(get_args(EndpointKind))}),
+    _parameter("stream", "query", "false: the whole answer at its end", _SWITCH),
+    _parameter("include_usage", "query", "Whether token counts come at the end", _SWITCH),
+]
+_ASKING = [
+    _parameter("x-request-id", "header", "Comes back with the answer", _STRING),
+    _parameter(
+        "x-kvlane-detach", "header", "true: it goes on when its client leaves", _STRING
+    ),
+]  # fmt: skip
+_WHOLE = "The answer; a stream of events with `stream`"
+
+_OPERATIONS: Mapping[tuple[str, str], Json] = {
+    ("/v1/chat/completions", "post"): {
+        "parameters": _ASKING, "responses": {"200": (_WHOLE, _json(_CHAT) | _EVENTS)},
+    },
+    ("/v1/completions", "post"): {
+        "parameters": _ASKING, "responses": {"200": (_WHOLE, _json(_COMPLETION) | _EVENTS)},
+    },
+    ("/v1/embeddings", "post"): {
+        "parameters": _ASKING, "responses": {"200": ("The embeddings", _json(_EMBEDDINGS))},
+    },
+    ("/v1/streams/{request_id}", "get"): {
+        "parameters": _ATTACHING,
+        "responses": {
+            "200": (
+                "What comes behind the position",
+                _json({"anyOf": [_CHAT, _COMPLETION, _EMBEDDINGS]}) | _EVENTS,
+            )
+        },
+    },
+    ("/v1/streams/{request_id}", "delete"): {
+        "parameters": [_ID],
+        "responses": {"202": ("It ends shortly", _json(
+            _listing("stream", id=_STRING, status={"const": "cancelling"})
+        ))},
+    },
+    ("/v1/models", "get"): {"responses": {"200": ("The models", _json(_MODELS))}},
+    ("/v1/models/{name}", "get"): {"responses": {"200": ("The model", _json(_MODEL))}},
+    ("/livez", "get"): {
+        "responses": {"200": ("Yes", _verdict("alive")), "503": ("No", _verdict("alive"))},
+    },
+    ("/readyz", "get"): {
+        "responses": {"200": ("Yes", _verdict("ready")), "503": ("No", _verdict("ready"))},
+    },
+    ("/metrics", "get"): {
+        "responses": {"200": ("Prometheus' text format", {"text/plain": {"schema": _STRING}})},
+    },
+}  # fmt: skip
+
+
+def openapi_of(api: FastAPI) -> Callable[[], Json]:
+    """The `openapi` method of an application; the description is built once."""
+
+    def openapi() -> Json:
+        if api.openapi_schema is None:
+            api.openapi_schema = _describe(api)
+        return api.openapi_schema
+
+    return openapi
+
+
+def _describe(api: FastAPI) -> Json:
+    schema = get_openapi(
+        title=api.title, version=version("kvlane"), description=_ABOUT, routes=api.routes
+    )
+    bodies, definitions = models_json_schema(
+        [(body, "validation") for body in _BODIES.values()], ref_template=_REF
+    )
+    schema["components"] = {
+        "schemas": _widened(definitions["$defs"]) | {"Error": _ERROR},
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    schema["security"] = [{"key": []}, {}]
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            _complete(operation, _OPERATIONS[path, method], has_body=path in _BODIES)
+    for path, body in _BODIES.items():
+        schema["paths"][path]["post"]["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": bodies[body, "validation"]}},
+        }
+    return schema
+
+
+def _widened(definitions: Json) -> Json:
+    """Definitions of bodies with the types that their validators take."""
+    for name, definition in definitions.items():
+        properties = definition.get("properties", {})
+        properties |= _WIDER.get(name, {})
+        if "nvext" in properties:  # a body, not a part of one
+            properties |= {n: field for n, field in _OF_ALL.items() if n in properties}
+            definition["required"] = ["model", *definition.get("required", ())]
+    return definitions
+
+
+def _complete(operation: Json, known: Json, *, has_body: bool) -> None:
+    """Add the parameters and the answers of an operation."""
+    if "parameters" in known:
+        operation["parameters"] = known["parameters"]
+    content = _json({"$ref": _REF.format(model="Error")})
+    failures = _FAILURES if has_body else {code: _FAILURES[code] for code in _REFUSALS}
+    told = {code: (about, content) for code, about in failures.items()} | known["responses"]
+    told["default"] = ("An error", content)
+    operation["responses"] = {
+        code: {"description": about, "content": kinds, "headers": _HEADERS}
+        for code, (about, kinds) in told.items()
+    }
+
+
+_HEADERS: Json = {
+    "x-request-id": {"description": "Names this response in error reports", "schema": _STRING}
+}

@@ -1,0 +1,151 @@
+"""Passthrough fields: response fields of attached servers other than text.
+
+A stream forwards them unchanged, a whole response merges them by OpenAI's rules for deltas. Pure
+functions over `PassthroughDelta`s, independent of the meaning of the fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from streams.records import Chunk, PassthroughDelta
+
+Json = dict[str, Any]
+
+_SAID_AGAIN = frozenset({"id", "type", "name", "role", "index"})
+"""Strings that are replaced by later ones instead of being concatenated."""
+
+
+def split_chunk(piece: Chunk, *, apart: bool = False) -> Iterator[Chunk]:
+    """Split a chunk into parts with at most one aside each, in their order.
+
+    An aside about the text that follows it, such as log probabilities, stays with that text; one
+    that adds to the message gets a part of its own. With `apart` every aside does, for readers that
+    may have received the aside but not the text. The last part carries the fields of the whole.
+    """
+    if not piece.data:
+        yield piece
+        return
+    begins_at = piece.chars - len(piece.text)
+    parts: list[Chunk] = []
+
+    def add(until: int, *asides: PassthroughDelta) -> None:
+        at = parts[-1].chars if parts else begins_at
+        parts.append(_part(piece, piece.text[at - begins_at : until - begins_at], until, asides))
+
+    ends = [max(aside.at, begins_at) for aside in piece.data[1:]] + [piece.chars]
+    if (first := piece.data[0].at) > begins_at:
+        add(first)
+    for aside, end in zip(piece.data, ends, strict=True):
+        at = parts[-1].chars if parts else begins_at
+        if not (aside.delta or apart):
+            add(max(at, end), aside)
+            continue
+        add(at, aside)
+        if end > at:
+            add(end)
+    if piece.finish_reason is not None and any(a.delta or apart for a in parts[-1].data):
+        add(piece.chars)
+    yield from parts[:-1]
+    last = parts[-1]
+    yield replace(piece, text=last.text, chars=last.chars, data=last.data)
+
+
+def _part(piece: Chunk, text: str, until: int, asides: tuple[PassthroughDelta, ...]) -> Chunk:
+    """Part of a chunk, up to a position in the whole text, without an end."""
+    return replace(piece, text=text, chars=until, data=asides, finish_reason=None, usage=None)
+
+
+def merge_fields(*said: Mapping[str, Any]) -> Json:
+    """Merge successive deltas: texts are concatenated, list items are merged by their index.
+
+    All at once, since a text that grows piece by piece would be copied with each piece.
+    """
+    values: dict[str, list[Any]] = {}
+    for each in said:
+        for name, value in each.items():
+            values.setdefault(name, []).append(value)
+    return {name: _whole(name, pieces) for name, pieces in values.items()}
+
+
+def _whole(name: str, pieces: Sequence[Any]) -> Any:
+    """Merge successive values of a field; a value of another type replaces earlier ones."""
+    run: list[Any] = []
+    for piece in pieces:
+        if piece is None:
+            continue
+        if run and type(piece) is not type(run[-1]):
+            run.clear()
+        run.append(piece)
+    match run:
+        case []:
+            return None
+        case [str(), *_] if name in _SAID_AGAIN:
+            return next((text for text in reversed(run) if text), "")
+        case [str(), *_]:
+            return "".join(run)
+        case [dict(), *_]:
+            return merge_fields(*run)
+        case [list(), *_]:
+            return _listed([item for items in run for item in items])
+    return run[-1]
+
+
+def _listed(items: Sequence[Any]) -> list[Any]:
+    """Merge list items that have the same index."""
+    whole: list[list[Any]] = []
+    by_index: dict[Hashable, list[Any]] = {}
+    for item in items:
+        at = item.get("index") if isinstance(item, dict) else None
+        if not isinstance(at, int | str):
+            whole.append([item])
+        elif at in by_index:
+            by_index[at].append(item)
+        else:
+            by_index[at] = [item]
+            whole.append(by_index[at])
+    return [merge_fields(*pieces) if len(pieces) > 1 else pieces[0] for pieces in whole]
+
+
+def sum_counts(*counted: Mapping[str, Any]) -> Json:
+    """Sum numbers by their names; of other values the last one counts."""
+    total: Json = {}
+    for each in counted:
+        for name, value in each.items():
+            match total.get(name), value:
+                case (dict() as known, dict()):
+                    total[name] = sum_counts(known, value)
+                case (int() | float() as known, int() | float()):
+                    total[name] = known + value
+                case _:
+                    total[name] = value
+    return total
+
+
+def to_message(delta: Mapping[str, Any]) -> Json:
+    """Merged deltas in the form of a message, whose lists have no index."""
+    return {
+        name: [_without_index(item) for item in value] if isinstance(value, list) else value
+        for name, value in delta.items()
+    }
+
+
+def _without_index(item: Any) -> Any:
+    if not isinstance(item, dict):
+        return item
+    return {name: value for name, value in item.items() if name != "index"}
+
+
+def merge_deltas(*said: PassthroughDelta) -> PassthroughDelta:
+    """Merge successive asides."""
+    event: Json = {}
+    for each in said:
+        event |= each.event
+    return PassthroughDelta(
+        delta=merge_fields(*(each.delta for each in said)),
+        choice=merge_fields(*(each.choice for each in said)),
+        event=event,
+    )

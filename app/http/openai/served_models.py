@@ -1,0 +1,168 @@
+"""Models that are served, and their tokenizers and templates, for one gateway.
+
+A model is served while the registry has the card of a worker for it. A worker that leaves, or that
+routers declared dead, has no card any more. Whether workers are busy or draining is left to the
+routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from app.http.api_errors import DEFAULT_RETRY_AFTER_S, ApiError, error_of_stream, invalid_request
+from app.http.openai.openai_responses import EndpointKind
+from app.preprocess.models.byte_model import ByteModel, Model
+from app.preprocess.models.model_loader import ModelLoader
+from app.preprocess.models.model_names import quote_name, unknown_model, unsupported_kind
+from app.routing.state.fleet import Fleet, FleetMember
+from streams.errors import StreamError
+from streams.ports import Partition
+from streams.record_base import ModelKind
+from streams.records import LogRecord, ModelCard, WorkerCard
+from streams.topics import REGISTRY
+
+MAX_KNOWN_NAMES = 10_000
+"""Names of models that had a worker before; more than any registry has."""
+
+
+class ServedModel(NamedTuple):
+    """A model with a live worker. `created`: seconds since 1970 of its oldest worker's card.
+
+    `card` is the model's own, if it has one; the context is the shortest of its workers;
+    `unsupported` are the features that one or more of them lack.
+    """
+
+    name: str
+    created: int
+    context_length: int | None
+    card: ModelCard | None
+    unsupported: frozenset[str]
+
+
+class ServedModels:
+    """The models of the live workers of a fleet, which follows the registry."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._known: dict[str, None] = {}
+        self._models: dict[str, ServedModel] = {}
+        self._as_of: int | None = None
+
+    def on_records(self, _: Partition, facts: Sequence[LogRecord]) -> None:
+        """Remember the names of models in new records of the registry."""
+        for fact in facts:
+            if isinstance(fact.record, WorkerCard):
+                self._known[fact.record.model] = None
+            elif isinstance(fact.record, ModelCard):
+                self._known[fact.record.name] = None
+        while len(self._known) > MAX_KNOWN_NAMES:
+            self._known.pop(next(iter(self._known)))
+
+    def models(self) -> list[ServedModel]:
+        """All of them, by name."""
+        return list(self._present().values())
+
+    def model(self, name: str) -> ServedModel:
+        """The model of this name.
+
+        Raises ApiError: 404 for an unknown model, 503 for one that had a worker before, and for any
+        name without a single worker, when a wrong name looks like one whose workers are starting.
+        """
+        models = self._present()
+        if name in models:
+            return models[name]
+        if not models or name in self._known:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"no worker serves the model {quote_name(name)} at the moment",
+                code="no_workers",
+                param="model",
+                retry_after_s=DEFAULT_RETRY_AFTER_S,
+            )
+        raise ApiError(
+            HTTPStatus.NOT_FOUND,
+            unknown_model(name, models),
+            code="model_not_found",
+            param="model",
+        )
+
+    def kind(self, name: object) -> ModelKind:
+        """Kind of requests that a model takes, also while it has no worker; tokens by default."""
+        card = self._fleet.models.get(name) if isinstance(name, str) else None
+        return "tokens" if card is None else card.kind
+
+    def _present(self) -> dict[str, ServedModel]:
+        """The models by name, as of the last record of the registry."""
+        position = self._fleet.position(Partition(REGISTRY, 0))
+        if position is None or position != self._as_of:
+            members: dict[str, list[FleetMember]] = {}
+            for member in self._members():
+                members.setdefault(member.card.model, []).append(member)
+            cards = self._fleet.models
+            self._models = {
+                name: _served(name, members[name], cards.get(name)) for name in sorted(members)
+            }
+            self._as_of = position
+        return self._models
+
+    def _members(self) -> Iterator[FleetMember]:
+        """The workers that can complete a request; a card without an epoch is not complete yet."""
+        for _, member in self._fleet.live_members():
+            if member.card.epoch is not None and member.card.role != "prefill":
+                yield member
+
+
+def _served(name: str, members: Sequence[FleetMember], card: ModelCard | None) -> ServedModel:
+    lengths = [m.card.config.context_length for m in members if m.card.config.context_length]
+    created = min(m.since_ms for m in members) // 1000
+    unsupported = frozenset(f for m in members for f in m.card.config.unsupported)
+    return ServedModel(name, created, min(lengths, default=None), card, unsupported)
+
+
+class ModelCatalog:
+    """Models ready to prepare prompts, each loaded once."""
+
+    def __init__(self, served: ServedModels, loader: ModelLoader) -> None:
+        self._served = served
+        self._loader = loader
+
+    def refresh(self) -> None:
+        """Start loading new models, and drop those that are no longer served."""
+        self._loader.sync(card for m in self._served.models() if (card := _files(m)))
+
+    async def model(self, kind: EndpointKind, name: str) -> Model:
+        """The model of a request. Raises ApiError, BadModel."""
+        if not name:
+            raise invalid_request("model: is needed", "model")
+        served = self._served.model(name)
+        if wrong := unsupported_kind(name, self._served.kind(name), kind):
+            raise invalid_request(f"model: {wrong}", "model", code="model_not_supported")
+        card = _files(served)
+        if card is None:
+            return ByteModel(served.name, served.context_length)
+        try:
+            return await self._loader.model(card)
+        except TimeoutError:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the model is still being loaded",
+                code="model_unavailable",
+                param="model",
+                retry_after_s=DEFAULT_RETRY_AFTER_S,
+            ) from None
+        except StreamError as e:
+            raise error_of_stream(e) from e
+
+
+def _files(served: ServedModel) -> ModelCard | None:
+    """The card of a model that has files. Its context is that of its workers, if it names none."""
+    card = served.card
+    if card is None or card.tokenizer is None:
+        return None
+    if card.context_length is None and served.context_length is not None:
+        return replace(card, context_length=served.context_length)
+    return card

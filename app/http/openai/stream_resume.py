@@ -1,0 +1,112 @@
+"""Endpoints for existing streams: resume reading after a broken connection, or cancel.
+
+Any gateway can serve them: the id itself shows the tenant of the stream. The log of an answer does
+not hold the kind of its request, so the URL names the form of the response.
+"""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+from typing import get_args
+from urllib.parse import quote
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.http.api_errors import invalid_request
+from app.http.authentication import caller_of
+from app.http.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
+from app.http.openai.merged_replies import resume_reply
+from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
+from app.http.openai.response_writer import CompletionResponse, ResponseOptions
+from streams.ids import issued_ms
+from streams.records import MAX_ID_CHARS
+
+UNDATED_START_S = 5.0
+"""Time within which a request must start whose id has no timestamp."""
+
+_FORMS: dict[str, EndpointKind] = {kind: kind for kind in get_args(EndpointKind)}
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
+
+
+class StreamResume:
+    """Handlers of `/v1/streams/{id}`."""
+
+    def __init__(self, parts: GatewayDeps) -> None:
+        self._parts = parts
+
+    async def resume(self, request: Request) -> Response:
+        """Send a stream from a position on. Raises ApiError.
+
+        Query: `from` (a position; the header Last-Event-ID counts more), `form` (chat …),
+        `stream` (false: the whole answer, when it is there), `include_usage`.
+        """
+        parts, settings = self._parts, self._parts.settings
+        request_id = self._id_of(request)
+        caller_of(request).count_reader()
+        from_token = _position(request)
+        issued = issued_ms(request_id)
+        lifetime_s = settings.max_lifetime_s + DEADLINE_MARGIN_S
+        if issued is None:
+            may_begin_s = UNDATED_START_S
+        else:  # it may be queued for all of its lifetime, without a record
+            is_young = parts.streams.age_ms(issued) < lifetime_s * 1000
+            may_begin_s = math.inf if is_young else 0.0
+        created_ms = parts.ctx.clock.wall_ms() if issued is None else issued
+        choice = Choice(keep=not (stream := _switch(request, "stream", default=True)))
+        choice.has_started = begun = from_token > 0
+        manner = ResponseOptions(
+            header=ResponseHeader(_form(request), request_id, "", created_ms // 1000),
+            ids=[quote(request_id, safe="")],  # it may hold any character, a line break too
+            stream=stream,
+            include_usage=_switch(request, "include_usage", default=False),
+            is_resumed=True,
+            from_token=from_token,
+        )
+        joining = resume_reply(parts.streams, request_id, begun=begun, may_begin_s=may_begin_s)
+        clock = parts.ctx.clock
+        return CompletionResponse(
+            manner, [choice], joining, clock, parts.metrics, lifetime_s, clock.now()
+        )
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel a stream; it ends shortly after. Raises ApiError."""
+        request_id = self._id_of(request)
+        await self._parts.streams.cancel_now(request_id, "its client cancelled it")
+        told = {"id": request_id, "object": "stream", "status": "cancelling"}
+        return Response(
+            msgspec.json.encode(told), HTTPStatus.ACCEPTED, media_type="application/json"
+        )
+
+    def _id_of(self, request: Request) -> str:
+        request_id: str = request.path_params["request_id"]
+        if not 0 < len(request_id) <= MAX_ID_CHARS:
+            raise invalid_request(f"an id has 1 to {MAX_ID_CHARS} characters", "request_id")
+        self._parts.streams.check_id(request_id, caller_of(request).tenant)
+        return request_id
+
+
+def _position(request: Request) -> int:
+    name, given = "last-event-id", request.headers.get("last-event-id")
+    if given is None:
+        name, given = "from", request.query_params.get("from", "0")
+    if not (given.isascii() and given.isdecimal() and len(given) < 16):
+        raise invalid_request("a position is the number of tokens that were received", name)
+    return int(given)
+
+
+def _form(request: Request) -> EndpointKind:
+    form = _FORMS.get(request.query_params.get("form", "chat"))
+    if form is None:
+        raise invalid_request("one of: " + ", ".join(_FORMS), "form")
+    return form
+
+
+def _switch(request: Request, name: str, *, default: bool) -> bool:
+    given = request.query_params.get(name)
+    switch = default if given is None else _SWITCHES.get(given.lower())
+    if switch is None:
+        raise invalid_request("true or false", name)
+    return switch

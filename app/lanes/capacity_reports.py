@@ -1,0 +1,60 @@
+"""Reports of a router's free capacity to preprocessors: the prompts that it has room for.
+
+One small record of `remaining_capacity` after every change, but no more than a few a second, and
+again before the last one expires: a preprocessor drops a router without reports, so that a dead one
+holds no prompts back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from app.lanes.context import RouterContext
+from app.lanes.owner import LaneOwner
+from streams.errors import AppendFailed
+from streams.record_publisher import RecordPublisher
+from streams.records import RouterCapacity
+from streams.topics import CAPACITY
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.25
+"""Between two reports of changes. What a preprocessor may publish in this time is bounded by what
+the last report had room for, half a queue of `max_queued_requests` (2048)."""
+REFRESH_INTERVAL_S = 1.0
+"""Between two reports of the same."""
+
+
+class CapacityReporter:
+    """Reports the capacity of one router with these lanes. `run` must be running."""
+
+    def __init__(self, context: RouterContext, owners: Mapping[int, LaneOwner]) -> None:
+        self._context = context
+        self._owners = owners
+        # Its own: the failure detector must not count how long these appends take.
+        self._outbox = RecordPublisher(context.log, context.ctx.clock)
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        clock = self._context.ctx.clock
+        last, reported_at = None, clock.now()
+        while True:
+            report = self._report()
+            if report != last or clock.now() - reported_at >= REFRESH_INTERVAL_S:
+                try:
+                    await self._outbox.publish_once(CAPACITY, report.router, report, 0)
+                    last, reported_at = report, clock.now()
+                except AppendFailed as e:
+                    log.warning("cannot report this router's capacity to preprocessors: %s", e)
+            await clock.sleep(REPORT_INTERVAL_S)
+
+    def _report(self) -> RouterCapacity:
+        serving = {lane: owner for lane, owner in self._owners.items() if owner.serving}
+        admitted = sum(owner.admitted_requests for owner in serving.values())
+        room = self._context.scheduler.remaining_capacity(admitted)
+        return RouterCapacity(
+            router=self._context.name, requests=room.requests, tokens=room.tokens,
+            bytes=room.bytes,
+            positions={lane: owner.claim.position for lane, owner in sorted(serving.items())},
+        )  # fmt: skip

@@ -1,0 +1,138 @@
+"""Deferred requests: prompts from Kafka that wait without their bodies, by reference to the log.
+
+A prompt that came over Kafka is not refused for load. Where the share of the queue for
+prompts is full, further prompts wait here in the order of their arrival, as a key, a size and the
+offset of their record in `requests`. When there is room again, the next of them gets a reservation;
+its body is fetched again, and the reservation ends when the request is held or goes to a worker.
+
+Few wait here: preprocessors publish no more than routers report to have room for
+(`app/prompt_credit.py`). More come when lanes move, or when HTTP takes the room that was reported.
+
+Never here: how much room there is, the fetching, and deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from app.routing.queueing.fair_share import QueueKey
+
+K = TypeVar("K", bound=Hashable)
+
+MAX_CONCURRENT_FETCHES = 32
+"""Bodies that are fetched at the same time, at most."""
+
+
+class QueueSize(NamedTuple):
+    """Requests, tokens and bytes of their prompts."""
+
+    requests: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+    def plus(self, other: QueueSize, sign: int = 1) -> QueueSize:
+        """The sum, or with `sign` -1 the difference."""
+        return QueueSize(
+            self.requests + sign * other.requests,
+            self.tokens + sign * other.tokens,
+            self.bytes + sign * other.bytes,
+        )
+
+    def has_room_below(self, bound: QueueSize) -> bool:
+        """Whether one more may come; its own size does not matter, so that any size can pass."""
+        return (
+            self.requests < bound.requests
+            and self.tokens < bound.tokens
+            and self.bytes < bound.bytes
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _DeferredRequest:
+    """A waiting prompt. `number`: its position in the order of arrival."""
+
+    number: int
+    queue: QueueKey
+    size: QueueSize
+    has_room: asyncio.Future[None]
+
+
+class DeferredPrompts(Generic[K]):
+    """The deferred requests of one router. `fits`: whether one more of a class may be held."""
+
+    def __init__(self, fits: Callable[[QueueKey], bool]) -> None:
+        self._fits = fits
+        self._waiting: dict[str, OrderedDict[K, _DeferredRequest]] = {}
+        """By class, the oldest first."""
+        self._reserved: dict[K, tuple[QueueKey, QueueSize]] = {}
+        self._by_class: Counter[str] = Counter()
+        self._arrived = 0
+        self.size = QueueSize()
+        """Of the waiting prompts."""
+        self.granted = QueueSize()
+        """Of the prompts with a reservation."""
+
+    def has_waiting(self, queue: QueueKey) -> bool:
+        """Whether prompts of a class wait."""
+        return queue.class_name in self._waiting
+
+    def granted_in_class(self, queue: QueueKey) -> int:
+        """Number of prompts of a class with a reservation."""
+        return self._by_class[queue.class_name]
+
+    async def wait_for_room(
+        self, key: K, queue: QueueKey, size: QueueSize, timeout_s: float
+    ) -> bool:
+        """Wait for a reservation; `release` ends it. False when the time was over before."""
+        line = self._waiting.setdefault(queue.class_name, OrderedDict())
+        has_room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arrived += 1
+        line[key] = _DeferredRequest(self._arrived, queue, size, has_room)
+        self.size = self.size.plus(size)
+        self.grant_next()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await has_room
+        except TimeoutError:
+            has_room.cancel()
+        finally:
+            self._forget(key, queue.class_name)
+            if has_room.cancelled():
+                self.release(key)
+        return not has_room.cancelled()
+
+    def grant_next(self) -> None:
+        """Give reservations to those that have waited longest, as far as there is room."""
+        while self._waiting and len(self._reserved) < MAX_CONCURRENT_FETCHES:
+            heads = [next(iter(line.items())) for line in self._waiting.values()]
+            fitting = [(w.number, key, w) for key, w in heads if self._fits(w.queue)]
+            if not fitting:
+                return
+            _, key, waiter = min(fitting, key=lambda head: head[0])
+            self._forget(key, waiter.queue.class_name)
+            self._reserved[key] = (waiter.queue, waiter.size)
+            self._by_class[waiter.queue.class_name] += 1
+            self.granted = self.granted.plus(waiter.size)
+            if not waiter.has_room.done():  # else its task ends the reservation in a moment
+                waiter.has_room.set_result(None)
+
+    def release(self, key: K) -> bool:
+        """End the reservation of a request; whether it had one."""
+        if (reservation := self._reserved.pop(key, None)) is None:
+            return False
+        queue, size = reservation
+        self._by_class[queue.class_name] -= 1
+        self.granted = self.granted.plus(size, -1)
+        return True
+
+    def _forget(self, key: K, name: str) -> None:
+        line = self._waiting.get(name)
+        if line is None or (waiter := line.pop(key, None)) is None:
+            return
+        self.size = self.size.plus(waiter.size, -1)
+        if not line:
+            del self._waiting[name]

@@ -1,0 +1,376 @@
+"""Dispatch of one request: wait for a worker with room, then write decision and assignment.
+
+Each procedure is a fixed order of appends and barriers, and that order is the contract: a router
+that dies between two steps leaves a state in which `app/routing/reconcile.py` finds the rest. No
+procedure decides whether it is due; the lane's owner does (`owner.py`), and runs at most one at a
+time per request.
+
+Every wait for something that may never come (a worker with room, an old record) ends with the
+request's deadline, and at once when its Cancel arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+from opentelemetry.trace import get_tracer
+
+from app.lanes.cancellable_waits import CancellableWaits
+from app.lanes.context import RouterContext, ViewStopped
+from app.lanes.deferred_prompts import QueueSize
+from app.lanes.scheduler import LaneRequest, RequestKey
+from app.lanes.termination import RequestTermination
+from app.routing.queueing.fair_share import QueueKey
+from app.routing.selection.decision import Placement, Rejection, Wait
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.state.ledger import RunId
+from app.routing.worker_rank import WorkerRank
+from streams.codecs import pack_tokens, unpack_tokens
+from streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
+from streams.ports import Appended, Partition
+from streams.records import (
+    Assigned,
+    Assignment,
+    DryRunResult,
+    EndCode,
+    RequestOffset,
+    SessionUse,
+    Usage,
+)
+from streams.request import Request
+from streams.topics import ASSIGNMENTS, LEDGER
+
+tracer = get_tracer("kvlane.router")
+
+RETRY_AFTER_S = 1.0
+"""Retry-After for rejected clients: by then the queue has advanced by roughly what one worker
+completes in a second."""
+
+MAX_NAME_IN_MESSAGE = 64
+"""Characters of a model's name in the message of an end."""
+
+LOG_LOOKUP_TIMEOUT_S = 10.0
+"""Time-out to read the emitted tokens from the log, also when the deadline is near or past: ten
+minutes of a lane's answers are a million records, which take a few seconds."""
+
+REJECTION_REASONS: Mapping[EndCode, str] = {
+    "model_not_found": "no worker of this deployment serves the model",
+    "queue_full": "the queue for workers is full",
+    "deadline": "no worker had capacity for it in time",
+    "no_workers": "its model has no worker, and none appeared in time",
+    "none_eligible": "no worker satisfies the request's constraints",
+    "all_busy": "all eligible workers are at capacity",
+    "pinned_busy": "the worker that it is pinned to could not take it",
+}
+"""Messages of rejections."""
+
+RETRY_AFTER_BY_CODE: Mapping[EndCode, float] = {
+    "queue_full": RETRY_AFTER_S, "all_busy": RETRY_AFTER_S, "pinned_busy": RETRY_AFTER_S,
+    "no_workers": 10.0,
+}  # fmt: skip
+"""Retry-After by rejection that may be over soon; an engine takes longer to start than to free
+capacity."""
+
+
+class RemainingWork(NamedTuple):
+    """The remaining work of a request: all of it, or the rest after the tokens already emitted."""
+
+    request: Request
+    attempt: int
+    origin: RequestOffset
+    responses_from: int
+    deadline_ms: int
+    excluded: frozenset[str] = frozenset()
+    """Workers on which it failed."""
+    emitted: Sequence[int] = ()
+    """Token ids that readers have; `emitted_chars`: the length of their text."""
+    emitted_chars: int = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker has worked on it, successfully or not."""
+        return bool(self.emitted or self.emitted_chars or self.excluded)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, in tokens."""
+        return self.request.prompt_tokens
+
+
+class DeferredRequest(NamedTuple):
+    """A `RemainingWork` without emitted tokens and without its request, which is in the log."""
+
+    id: str
+    attempt: int
+    origin: RequestOffset
+    responses_from: int
+    deadline_ms: int
+    excluded: frozenset[str]
+    queue_key: QueueKey
+    size: QueueSize
+
+
+class RequestDeferred(Exception):
+    """A prompt from Kafka waits for room without its body: `resume_deferred` goes on with
+    `deferred`.
+    """
+
+    def __init__(self, reference: DeferredRequest) -> None:
+        super().__init__(reference.id)
+        self.deferred = reference
+
+
+def is_request_fault(error: Exception) -> bool:
+    """Whether an error is the fault of the request, not of the router or the broker.
+
+    Unexpected errors count as the request's: a router that ended for one would be restarted and get
+    the same request again, and so would the next one.
+    """
+    if isinstance(error, ExceptionGroup):
+        return all(isinstance(e, Exception) and is_request_fault(e) for e in error.exceptions)
+    if isinstance(error, StreamError):
+        return isinstance(error, RecordError | PositionLost)
+    return not isinstance(error, ViewStopped)
+
+
+class Dispatcher:
+    """The dispatch of the requests of one lane. `waits`: where its requests wait for workers."""
+
+    def __init__(
+        self,
+        context: RouterContext,
+        endings: RequestTermination,
+        lane: int,
+        waits: CancellableWaits,
+    ) -> None:
+        self._context = context
+        self._ends = endings
+        self._lane = lane
+        self._ledger = Partition(LEDGER, lane)
+        self._waits = waits
+
+    async def resume_deferred(self, deferred: DeferredRequest) -> None:
+        """Dispatch a deferred prompt when there is room for it; or end it."""
+        s, key = self._context, RequestKey(self._lane, deferred.id)
+        waiting = s.scheduler.deferred
+        request = None
+        try:
+            with self._waits.begin(deferred.id):
+                left_s = (deferred.deadline_ms - s.broker_clock.now_ms()) / 1000
+                if await waiting.wait_for_room(key, deferred.queue_key, deferred.size, left_s):
+                    async with asyncio.timeout(LOG_LOOKUP_TIMEOUT_S):
+                        request = await s.scanner.fetch_request(deferred.origin)
+            if request is None:
+                await self._ends.end(deferred.id, "deadline", REJECTION_REASONS["deadline"])
+                return
+            await self.assign(
+                RemainingWork(
+                    request, deferred.attempt, deferred.origin, deferred.responses_from,
+                    deferred.deadline_ms, deferred.excluded,
+                )
+            )  # fmt: skip
+        except (PositionLost, TimeoutError) as e:
+            why = str(e) or "the log could not be read in time"
+            await self._ends.end(deferred.id, "lost", f"cannot be read again: {why}")
+        finally:
+            waiting.release(key)
+
+    async def assign(self, rest: RemainingWork) -> None:
+        """Queue a request until a worker can take it, then dispatch it; or end it.
+
+        Raises RequestDeferred for a prompt from Kafka for which there is no room.
+        """
+        s, request = self._context, rest.request
+        began_at = s.ctx.clock.now()
+        if not request.is_query:
+            s.metrics.requests.on_accepted(
+                request, is_served=s.scheduler.model_availability.has_worker(request.model)
+            )
+        with tracer.start_as_current_span("router.select_worker") as span:
+            span.set_attribute("request_id", request.id)
+            choice = await self._hold(rest)
+        if isinstance(choice, DeferredRequest):
+            raise RequestDeferred(choice)
+        if isinstance(choice, Rejection):
+            again_s = RETRY_AFTER_BY_CODE.get(choice.code)
+            await self._ends.end(request.id, choice.code, choice.message, retry_after_s=again_s)
+            return
+        if request.is_query:
+            await self._answer_dry_run(rest, choice)
+            return
+        now = s.ledger.request(self._lane, request.id)
+        # A worker's refusal without our Assigned does not make an id known: it still wants one.
+        if (
+            now is None
+            or not now.is_known
+            or not (now.ended or now.attempt > rest.attempt or now.runs)
+        ):
+            waited_s = s.ctx.clock.now() - began_at
+            s.metrics.on_dispatched(rest.attempt, PromptHashes(request), choice, waited_s)
+            with tracer.start_as_current_span(
+                "router.route_request",
+                attributes={
+                    "request_id": request.id,
+                    "worker_id": choice.worker_rank.worker,
+                    "dp_rank": choice.worker_rank.rank,
+                    "overlap_blocks": choice.overlap_blocks,
+                    "phase": "aggregated",
+                },
+            ):
+                await self._dispatch(rest, choice)
+
+    async def _hold(self, rest: RemainingWork) -> Placement | Rejection | DeferredRequest:
+        """Wait for a worker with capacity until the deadline; else the reason of the rejection.
+
+        If the queue is full, a request that has not begun is refused, or deferred if it came over
+        Kafka. One that has begun is queued in any case: there are never more of them than runs that
+        workers had.
+        """
+        s, request = self._context, rest.request
+        seed = s.ctx.rng.getrandbits(32)
+        prompt = PromptHashes(request, pack_tokens(rest.emitted))
+        held = Wait("")
+        key = RequestKey(self._lane, request.id)
+        wanted = s.scheduler.new_pending_request(key, prompt, seed, rest.deadline_ms, rest.excluded)
+        try:
+            while s.broker_clock.now_ms() <= rest.deadline_ms:
+                planned = (
+                    s.scheduler.dry_run(wanted)
+                    if request.is_query
+                    else await s.scheduler.schedule(wanted)
+                )
+                if not isinstance(planned, Wait):
+                    return planned
+                held = planned
+                if refusal := self._refusal(rest, wanted, held):
+                    return refusal
+                if key not in s.scheduler.waiting_keys:
+                    s.scheduler.start_waiting(wanted)
+                with self._waits.begin(request.id):
+                    await s.scheduler.wait_for_change(wanted, planned)
+        finally:
+            s.scheduler.leave(wanted)
+        if not s.scheduler.model_availability.has_worker(request.model):
+            return _no_place("no_workers", held.reason)
+        code: EndCode = "deadline" if held.code == "no_workers" else held.code
+        return _no_place(code, held.reason)
+
+    def _refusal(
+        self, rest: RemainingWork, wanted: LaneRequest, held: Wait
+    ) -> Rejection | DeferredRequest | None:
+        """Why a request may not wait; one that has begun is refused only for a missing model."""
+        places, model = self._context.scheduler, rest.request.model
+        if held.needs_new_worker and not rest.has_begun:
+            return _no_place(held.code, held.reason)
+        is_new = wanted.key not in places.waiting_keys
+        if is_new and not places.model_availability.is_known(model):
+            return _no_place("model_not_found", repr(model[:MAX_NAME_IN_MESSAGE]))
+        if rest.has_begun:
+            return None
+        if held.code == "no_workers" and places.model_availability.is_timed_out(model):
+            return _no_place("no_workers", held.reason)
+        return self._excess(rest, wanted, held) if is_new else None
+
+    def _excess(
+        self, rest: RemainingWork, wanted: LaneRequest, held: Wait
+    ) -> Rejection | DeferredRequest | None:
+        """The result if the queue is full: a prompt from Kafka waits in the log."""
+        places = self._context.scheduler
+        if rest.request.queued_ms:
+            return _reference(rest, wanted) if places.must_defer(wanted) else None
+        return _no_place("queue_full", held.reason) if places.is_queue_full(wanted) else None
+
+    async def _answer_dry_run(self, rest: RemainingWork, choice: Placement) -> None:
+        """Answer a dry run. It counts in no load, no session and no cache."""
+        s, request = self._context, rest.request
+        s.metrics.on_dry_run(PromptHashes(request), choice)
+        placed = DryRunResult(
+            worker_id=choice.worker_rank.worker,
+            dp_rank=choice.worker_rank.rank,
+            token_ids=tuple(unpack_tokens(request.token_ids)),
+        )
+        usage = Usage(prompt_tokens=rest.prompt_tokens, cached_tokens=choice.cached_tokens)
+        try:
+            await self._ends.end(request.id, "stop", usage=usage, placed=placed)
+        except RecordTooLarge:
+            message = "the tokens do not fit into one record"
+            await self._ends.end(request.id, "too_large", message)
+
+    async def _dispatch(self, rest: RemainingWork, choice: Placement) -> None:
+        """Write the decision to the ledger and the work to the worker's slot, together.
+
+        No transaction: a decision without work is found as not started, work without a decision
+        announces itself by Started. Ends when this router has read its own decision.
+        """
+        s, request = self._context, rest.request
+        worker, epoch, rank = choice.worker_rank
+        adapter = request.hints.lora_name or ""
+        run = RunId(rest.attempt, "aggregated", worker, epoch)
+        assigned = Assigned(
+            id=request.id, attempt=run.attempt, phase=run.phase, worker=run.worker, epoch=run.epoch,
+            origin=rest.origin, responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
+            rank=rank, base_tokens=len(rest.emitted), prompt_tokens=rest.prompt_tokens,
+            policy=choice.policy, params=choice.params, seed=choice.seed,
+            block_size=choice.block_size, cached_tokens_predicted=choice.cached_tokens,
+            prefill_tokens=choice.prefill_tokens, candidates=choice.candidates, router=s.name,
+            held_ms=choice.forecast.queued_ms, ttft_ms_predicted=choice.forecast.ttft_ms,
+            session=_session_use(request, choice), lora_name=adapter,
+            known_ms=s.ledger.last_append_ms,
+        )  # fmt: skip
+        assignment = Assignment(
+            worker=run.worker, epoch=run.epoch, rank=rank, attempt=run.attempt, phase=run.phase,
+            request=_with_rank(request, rank), origin=rest.origin,
+            responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
+            budget_s=(rest.deadline_ms - s.broker_clock.now_ms()) / 1000,
+            taken=pack_tokens(rest.emitted), taken_chars=rest.emitted_chars,
+        )  # fmt: skip
+        decision: asyncio.Task[Appended] | None = None
+        s.scheduler.on_dispatched()
+        with s.count_in_flight(run, rank, choice.load, adapter):
+            try:
+                async with asyncio.TaskGroup() as sends:
+                    decision = sends.create_task(
+                        s.outbox.publish(LEDGER, request.id, assigned, self._lane)
+                    )
+                    sends.create_task(s.outbox.publish(ASSIGNMENTS, run.worker, assignment))
+            except* RecordTooLarge:
+                decision = None
+            if decision is not None:
+                await s.wait_for_ledger(self._ledger, decision.result().offset + 1)
+        if decision is None:
+            await self._ends.end(
+                request.id, "too_large", "the request does not fit into one record"
+            )
+
+
+def _with_rank(request: Request, rank: int) -> Request:
+    """The request as its worker gets it: with the rank that was chosen."""
+    if rank == (request.hints.dp_rank or 0):
+        return request
+    return replace(request, hints=replace(request.hints, dp_rank=rank))
+
+
+def _session_use(request: Request, choice: Placement) -> SessionUse | None:
+    control = request.hints.session_control
+    if control is None:
+        return None
+    bound = choice.session_rank or WorkerRank("", 0)
+    return SessionUse(
+        id=control.session_id, timeout_s=control.timeout, closes=control.action == "close",
+        bound_worker=bound.worker, bound_epoch=bound.epoch, bound_rank=bound.rank,
+    )  # fmt: skip
+
+
+def _reference(rest: RemainingWork, wanted: LaneRequest) -> DeferredRequest:
+    size = QueueSize(1, rest.prompt_tokens, rest.request.prompt_bytes)
+    return DeferredRequest(
+        rest.request.id, rest.attempt, rest.origin, rest.responses_from, rest.deadline_ms,
+        rest.excluded, wanted.queue_key, size,
+    )  # fmt: skip
+
+
+def _no_place(code: EndCode, why: str = "") -> Rejection:
+    return Rejection(code, f"{REJECTION_REASONS[code]}: {why}" if why else REJECTION_REASONS[code])

@@ -1,0 +1,196 @@
+"""Failover of one request: move it to another worker, or find out whether its run is lost.
+
+Each procedure is a fixed order of appends and barriers, and that order is the contract: a router
+that dies between two steps leaves a state in which `app/routing/reconcile.py` finds the rest.
+The rest of a request is dispatched as any other (`dispatch.py`), which never calls back.
+
+Whether an answer is complete is asked of its last token alone, by the engines' own rule
+(`app/preprocess/text/stop_conditions.py`): an engine that had stopped at an earlier token would not
+have gone on. Stop strings are not looked for: the Chunk with the last character of one has the
+finish reason too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from app.lanes.cancellable_waits import CancellableWaits
+from app.lanes.context import RouterContext
+from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher, RemainingWork
+from app.lanes.termination import RequestTermination
+from app.routing.reconcile import Restart, RestartReason, is_run_listed
+from app.routing.state.ledger import OPEN, RequestState, RunId
+from streams.errors import PositionLost
+from streams.records import EndCode, Fence, Fencing, Usage
+from streams.request import Request
+from streams.responses.transcript import Transcript
+from streams.topics import LEDGER, RESPONSES
+
+
+class RequestHistory(NamedTuple):
+    """What the log holds of a request that is moved; no request when none is needed."""
+
+    emitted: Transcript
+    request: Request | None
+
+
+class Failover:
+    """The failover of the requests of one lane.
+
+    `fenced`: the attempts whose Fence stands, of the requests that are being restarted.
+    """
+
+    def __init__(
+        self,
+        context: RouterContext,
+        endings: RequestTermination,
+        lane: int,
+        dispatcher: Dispatcher,
+        waits: CancellableWaits,
+    ) -> None:
+        self.fenced: dict[str, int] = {}
+        self._context = context
+        self._ends = endings
+        self._lane = lane
+        self._dispatcher = dispatcher
+        self._waits = waits
+
+    async def restart(self, request_id: str, action: Restart) -> None:
+        """Move a request to another worker. The order is what makes it safe:
+
+        Fencing (the intent, so that another owner finds it), Fence (from here on readers ignore the
+        old attempt), ledger to its end, tokens emitted up to the first Fence, assignment of the
+        rest. It stops where it finds the attempt begun or the request ended.
+        """
+        s, attempt = self._context, action.attempt
+        old_runs = self._ends.active_runs(request_id)
+        if action.reason != "resume":
+            intent = Fencing(id=request_id, attempt=attempt, reason=action.reason)
+            await s.outbox.publish(LEDGER, request_id, intent, self._lane)
+        fence = Fence(id=request_id, attempt=attempt, reason=action.reason)
+        fenced = await s.outbox.publish(RESPONSES, request_id, fence, self._lane)
+        self.fenced[request_id] = attempt
+        try:
+            await self._ends.catch_up_with_ledger()
+            story = s.ledger.request(self._lane, request_id)
+            if story is None or story.origin is None or story.ended:
+                return
+            if story.attempt > attempt or story.runs:
+                return
+            await self._ends.cancel_runs(request_id, old_runs, action.reason)
+            await self._resume_after_fence(request_id, attempt, story, fenced.offset + 1)
+        finally:
+            self.fenced.pop(request_id, None)
+
+    async def _resume_after_fence(
+        self, request_id: str, attempt: int, story: RequestState, stop: int
+    ) -> None:
+        """Find out what is left of a fenced request, and assign it. `stop`: behind the Fence."""
+        try:
+            with self._waits.begin(request_id):
+                async with asyncio.timeout(self._look_up_s(story)):
+                    found = await self._look_up(request_id, attempt, story, stop)
+        except (PositionLost, TimeoutError) as e:
+            why = str(e) or "the log could not be read in time"
+            await self._ends.end(request_id, "lost", f"cannot continue: {why}")
+        else:
+            await self._continue(request_id, attempt, story, found)
+
+    async def _look_up(
+        self, request_id: str, attempt: int, story: RequestState, stop: int
+    ) -> RequestHistory:
+        """Read the history of a request from the log. Raises PositionLost, RecordError."""
+        scanner = self._context.scanner
+        shown = await scanner.visible_before(
+            self._lane, request_id, attempt, story.responses_from, stop
+        )
+        if shown.is_over or story.failures >= self._context.settings.max_attempts:
+            return RequestHistory(shown, None)
+        assert story.origin is not None
+        return RequestHistory(shown, await scanner.fetch_request(story.origin))
+
+    def _look_up_s(self, story: RequestState) -> float:
+        """Its time-out: the rest of the request's time, but enough to read."""
+        left_ms = story.deadline_ms - self._context.broker_clock.now_ms()
+        return max(LOG_LOOKUP_TIMEOUT_S, left_ms / 1000)
+
+    async def _continue(
+        self, request_id: str, attempt: int, story: RequestState, found: RequestHistory
+    ) -> None:
+        """Assign what is left of the request to a worker, or end it if nothing can be."""
+        shown, request = found
+        if shown.is_over:
+            await self._ends.write_terminal(request_id, "seen")
+            return
+        if request is None:
+            await self._ends.end(request_id, "attempts", f"failed on {story.failures} workers")
+            return
+        assert story.origin is not None
+        rest = RemainingWork(
+            request, attempt, story.origin, story.responses_from, story.deadline_ms,
+            frozenset(story.failed_workers), shown.tokens, shown.chars,
+        )  # fmt: skip
+        if code := finish_reason_of(request, shown.tokens):
+            usage = Usage(prompt_tokens=rest.prompt_tokens, completion_tokens=len(rest.emitted))
+            await self._ends.end(request_id, code, usage=usage)
+        elif why := migration_blocker(request, shown):
+            await self._ends.end(request_id, "lost", f"cannot continue: {why}")
+        else:
+            await self._dispatcher.assign(rest)
+
+    async def verify(self, request_id: str, run: RunId) -> None:
+        """Find out whether a worker has a run that it should have; restart the request if not.
+
+        A heartbeat of a worker that has read its slot to where it ends now lists the run if the
+        worker took it and has not finished it; that heartbeat may be older than the question.
+        Finished may be still to be read: the ledger is read to its end before the verdict. Nothing
+        is left to find out once the run is closed, its worker lost or the deadline past.
+        """
+        s, worker, epoch = self._context, run.worker, run.epoch
+        read_to = await s.end_offset(s.assignments_partition(worker))
+        while (story := self._story_of_open(request_id, run)) is not None:
+            beat = s.fleet.heartbeats.get(worker)
+            if s.fleet.is_lost(worker, epoch) or s.broker_clock.now_ms() > story.deadline_ms:
+                return
+            if beat is not None and beat.epoch == epoch:
+                if is_run_listed(s.fleet, request_id, run):
+                    return
+                if beat.slot_offset >= read_to:
+                    break
+            with self._waits.begin(request_id):
+                await s.heartbeat_read.wait(timeout_s=1.0)
+        await self._ends.catch_up_with_ledger()
+        story = self._story_of_open(request_id, run)
+        if story is not None:
+            state = story.runs[run].state
+            reason: RestartReason = "not_started" if state == "assigned" else "broken"
+            await self.restart(request_id, Restart(story.attempt + 1, reason))
+
+    def _story_of_open(self, request_id: str, run: RunId) -> RequestState | None:
+        """The state of a request, if this run of it is open."""
+        story = self._context.ledger.request(self._lane, request_id)
+        known = story.runs.get(run) if story is not None else None
+        return story if known is not None and known.state in OPEN else None
+
+
+def finish_reason_of(request: Request, emitted: Sequence[int]) -> EndCode | None:
+    """The finish reason if these tokens are the whole answer: only its last Chunk was lost."""
+    stop = request.stop
+    if emitted and len(emitted) >= stop.min_tokens:
+        hidden = () if stop.ignore_eos else (*request.eos_token_ids, *stop.stop_token_ids_hidden)
+        if emitted[-1] in hidden or emitted[-1] in stop.stop_token_ids:
+            return "stop"
+    if stop.max_tokens is not None and len(emitted) >= stop.max_tokens:
+        return "length"
+    return None
+
+
+def migration_blocker(request: Request, emitted: Transcript) -> str:
+    """Why no engine can continue this answer; "" when one can."""
+    if (emitted.chars or emitted.passthrough_count) and not emitted.tokens:
+        return "its engine gives no token ids to continue from"
+    if emitted.tokens and request.sampling.guided_decoding is not None:
+        return "guided decoding cannot be resumed in the middle of an answer"
+    return ""

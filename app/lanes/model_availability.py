@@ -1,0 +1,71 @@
+"""Model availability: whether a model has workers, may get some, or has had none for too long."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from app.routing.state.fleet import Fleet
+from streams.clock import BrokerClock
+
+MAX_MODELS = 10_000
+"""Bound on the names of models; more than any registry has."""
+
+
+class ModelAvailability:
+    """The models of one router's fleet.
+
+    `absence_ms`: for how long requests wait while their model has no worker.
+    """
+
+    def __init__(self, fleet: Fleet, broker_clock: BrokerClock, absence_ms: float) -> None:
+        self._fleet = fleet
+        self._broker_clock = broker_clock
+        self._absence_ms = absence_ms
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._absent_since_ms: OrderedDict[str, int] = OrderedDict()
+        """By model, the time of the first request that found no worker."""
+
+    def has_worker(self, model: str) -> bool:
+        """Whether a worker that is not lost serves this model; any worker serves ""."""
+        return any(not model or m.card.model == model for _, m in self._fleet.live_members())
+
+    def is_known(self, model: str) -> bool:
+        """Whether waiting for this model makes sense: it has workers, had some, or has a card.
+
+        Without a single worker, a wrong name cannot be told from a model whose workers are to come.
+        """
+        return (
+            not model
+            or model in self._known
+            or self.has_worker(model)
+            or not any(self._fleet.live_members())
+        )
+
+    def is_timed_out(self, model: str) -> bool:
+        """Whether a model has had no worker for so long that requests no longer wait for one.
+
+        That counts from the first request that found none: its card stays, and an operator or an
+        autoscaler that starts workers on demand needs some time.
+        """
+        if self.has_worker(model):
+            return False
+        now_ms = self._broker_clock.now_ms()
+        since_ms = self._absent_since_ms.setdefault(model, now_ms)
+        _forget_first(self._absent_since_ms)
+        return now_ms - since_ms > self._absence_ms
+
+    def on_card(self, model: str) -> None:
+        """A card of a worker or of the model was read."""
+        self._known[model] = None
+        _forget_first(self._known)
+
+    def on_fleet_changed(self) -> None:
+        """Drop the absences that are over."""
+        for model in [each for each in self._absent_since_ms if self.has_worker(each)]:
+            del self._absent_since_ms[model]
+
+
+def _forget_first(models: OrderedDict[str, Any]) -> None:
+    while len(models) > MAX_MODELS:
+        models.popitem(last=False)

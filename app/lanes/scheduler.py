@@ -1,0 +1,466 @@
+"""The scheduler of a router: the requests that wait here for a worker, and the place each gets.
+
+Requests wait here instead of being sent to and fro. Their number is bounded, also by class:
+`is_queue_full` means that one more has to be refused, `must_defer` that one from Kafka has to wait
+in the log. A freed place wakes one request, by priority, class and age; a request that finds a
+place wakes the next, since there may be more. Every second each request retries by itself.
+
+A request that policy predictive holds for a place retries when that is predicted free; see
+`app/routing/queueing/pending.py`, also for the requests that a record wakes. Requests that retry in
+one turn of the event loop, such as those of one poll, are planned together before one of them goes.
+
+Never here: the cost of waiting, and the end of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from app.lanes.deferred_prompts import DeferredPrompts, QueueSize
+from app.lanes.model_availability import ModelAvailability
+from app.lanes.worker_capacity import WorkerCapacity
+from app.routing.queueing.batch_select import BatchContext, BatchOrder, plan_batch
+from app.routing.queueing.fair_share import UNBOUNDED, FairQueue, QueueKey
+from app.routing.queueing.herd_avoidance import HerdAvoidance
+from app.routing.queueing.pending import PendingRequest, PendingRequests, QueueOrder
+from app.routing.selection.decision import (
+    Decision,
+    Placement,
+    Reservation,
+    RoutingConfig,
+    RoutingState,
+    Wait,
+)
+from app.routing.selection.eligibility import CandidatePools
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.select import select_worker
+from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
+from app.routing.state.fleet import Fleet
+from app.routing.state.kv_index import KvIndexView
+from app.routing.state.ledger import LedgerState
+from app.routing.state.performance import PerformanceModel
+from app.routing.worker_rank import WorkerRank
+from app.wait_queue import Priority, QueueName, WaitQueue
+from streams.clock import BrokerClock
+from streams.records import Finished, Heartbeat, LogRecord, ModelCard, PrefillDone, WorkerCard
+
+log = logging.getLogger(__name__)
+
+RETRY_INTERVAL_S = 1.0
+MAX_FREQUENT_RETRIES = 1000
+"""How often a waiting request retries without being woken, since a wake-up may have gone to one
+that could not use it; and the number of requests beyond which each retries less often. A try takes
+some 60 us."""
+
+KAFKA_QUEUE_SHARE = 0.5
+"""The share of the queue that prompts from Kafka may fill; the rest is left to HTTP, where a
+request beyond the bound is refused instead of waiting in the log."""
+
+
+class RequestKey(NamedTuple):
+    """A request, by its lane and its id."""
+
+    lane: int
+    id: str
+
+
+LaneRequest = PendingRequest[RequestKey]
+
+
+class _Looking(NamedTuple):
+    """A request that is scheduled in this turn of the event loop, with the future of its turn.
+
+    The result of the future is the hold that the batch planned for it, if any.
+    """
+
+    wanted: LaneRequest
+    turn: asyncio.Future[Wait | None]
+
+
+class _Size(NamedTuple):
+    """Size of waiting requests: tokens that no cache had when the wait began, bytes of prompts."""
+
+    uncached_tokens: int
+    prompt_bytes: int
+
+    def plus(self, other: _Size, sign: int = 1) -> _Size:
+        """The sum, or with `sign` -1 the difference."""
+        return _Size(
+            self.uncached_tokens + sign * other.uncached_tokens,
+            self.prompt_bytes + sign * other.prompt_bytes,
+        )
+
+
+class Scheduler:
+    """One per router.
+
+    `own`: load of this router's decisions that it has not read back. `worker_timeout_ms`: the
+    silence after which nothing is sent to a worker. `absence_ms`: for how long requests wait while
+    their model has no worker. `turns`: the delays of this router among others.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        load: LedgerState,
+        index: KvIndexView,
+        own: ActiveLoad,
+        tuning: RoutingConfig,
+        broker_clock: BrokerClock,
+        worker_timeout_ms: int,
+        bound: int,
+        *,
+        turns: HerdAvoidance,
+        counts_output: bool = True,
+        bound_tokens: int = UNBOUNDED,
+        bound_bytes: int = UNBOUNDED,
+        absence_ms: float = math.inf,
+        queue_order: QueueOrder = "sjf",
+        classes: FairQueue | None = None,
+    ) -> None:
+        self.waiting_keys: set[RequestKey] = set()
+        """The requests that wait: held, or backing off after a refusal."""
+        self._fleet = fleet
+        self._load = load
+        self._index = index
+        self._own = own
+        self.worker_capacity = WorkerCapacity(fleet, load, own)
+        self._tuning = tuning
+        self._pools = CandidatePools(fleet, worker_timeout_ms)
+        self._broker_clock = broker_clock
+        self._timeout_ms = worker_timeout_ms
+        self._bound = bound
+        self._turns = turns
+        self._bound_tokens = bound_tokens
+        self._bound_bytes = bound_bytes
+        self._counts_output = counts_output
+        self._dispatched = 0
+        self.model_availability = ModelAvailability(fleet, broker_clock, absence_ms)
+        self._heard_ms: dict[str, int] = {}
+        self._changed = WaitQueue()
+        self._paces = PerformanceModel()
+        self._wanted = 0
+        self._classes = classes or FairQueue()
+        self._held = PendingRequests[RequestKey](queue_order, self._classes)
+        self._bells: dict[RequestKey, WaitQueue] = {}
+        """By request that is held for a place."""
+        self._looking: dict[RequestKey, _Looking] = {}
+        self._sizes: dict[RequestKey, _Size] = {}
+        """By waiting request."""
+        self._waiting = _Size(0, 0)
+        """The sum over all waiting requests."""
+        self._lane_bytes = Counter[int]()
+        """Bytes of waiting prompts, by lane."""
+        self.deferred = DeferredPrompts[RequestKey](self._has_room_for)
+        """Prompts from Kafka beyond `_bound_of_prompts`."""
+        self._bound_of_prompts = QueueSize(
+            *(max(1, int(KAFKA_QUEUE_SHARE * each)) for each in (bound, bound_tokens, bound_bytes))
+        )
+
+    # --- questions -------------------------------------------------------------------------------
+
+    def is_queue_full(self, wanted: LaneRequest) -> bool:
+        """Whether the queue, or that of the request's class, is full."""
+        bound = QueueSize(self._bound, self._bound_tokens, self._bound_bytes)
+        return not self._held_size().has_room_below(bound) or self._is_class_crowded(
+            wanted.queue_key
+        )
+
+    def must_defer(self, wanted: LaneRequest) -> bool:
+        """Whether a prompt from Kafka that finds no place has to wait in the log."""
+        is_its_turn = self.deferred.release(wanted.key) or not self.deferred.has_waiting(
+            wanted.queue_key
+        )
+        return not (is_its_turn and self._has_room_for(wanted.queue_key))
+
+    def remaining_capacity(self, admitted: int) -> QueueSize:
+        """The free part of the queue for prompts, with `admitted` requests not yet assigned."""
+        held = self._held_size().plus(self.deferred.size)
+        bound = self._bound_of_prompts
+        return QueueSize(
+            max(0, bound.requests - max(held.requests, admitted)),
+            max(0, bound.tokens - held.tokens),
+            max(0, bound.bytes - held.bytes),
+        )
+
+    def _has_room_for(self, queue: QueueKey) -> bool:
+        held = self._held_size()
+        return held.has_room_below(self._bound_of_prompts) and not self._is_class_crowded(queue)
+
+    def _held_size(self) -> QueueSize:
+        """Of those that wait and those that have a reservation."""
+        tokens, size = self._waiting
+        return QueueSize(len(self.waiting_keys), tokens, size).plus(self.deferred.granted)
+
+    def _is_class_crowded(self, queue: QueueKey) -> bool:
+        return self._classes.is_full(queue, self.deferred.granted_in_class(queue))
+
+    def new_pending_request(
+        self,
+        key: RequestKey,
+        prompt: PromptHashes,
+        seed: int,
+        deadline_ms: int,
+        excluded: Collection[str],
+    ) -> LaneRequest:
+        """A request begins to look for a place, until `leave`."""
+        self._wanted += 1
+        now_ms = self._broker_clock.now_ms()
+        queue = self._classes.classify(prompt.request)
+        return LaneRequest(key, self._wanted, prompt, seed, now_ms, deadline_ms, excluded, queue)
+
+    async def schedule(self, wanted: LaneRequest) -> Decision:
+        """Decide about a request: a place, a wait, or a rejection.
+
+        A place is free for as long as nothing is awaited after this.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._looking:
+            loop.call_soon(self._begin_turns)
+        turn: asyncio.Future[Wait | None] = loop.create_future()
+        self._looking[wanted.key] = _Looking(wanted, turn)
+        try:
+            hold = await turn
+        finally:
+            self._looking.pop(wanted.key, None)
+        if hold is not None:
+            return hold
+        # Planned a second time, now for good: a request of the batch that went before may have
+        # taken the place that was planned for this one.
+        planned = self._plan(wanted)
+        if isinstance(planned, Placement):
+            first = self._held.next_for(planned.worker_rank)
+            self._classes.charge(wanted.cost)
+            self._intend(wanted, None)
+            if (now_first := self._held.next_for(planned.worker_rank)) not in (first, None):
+                self._ring([now_first])  # another class is first now
+            self._wake_one(planned.worker_rank.worker)
+        else:
+            self._intend(wanted, planned.reservation if isinstance(planned, Wait) else None)
+        return planned
+
+    def _begin_turns(self) -> None:
+        """Plan all requests of this turn as a batch; resolve their futures in dispatch order."""
+        looking, self._looking = self._looking, {}
+        try:
+            ordered = self._plan_waiting([each.wanted for each in looking.values()])
+            for key in (*ordered.order, *ordered.waiting):
+                if not looking[key].turn.done():
+                    looking[key].turn.set_result(ordered.waiting.get(key))
+            self._ring(ordered.to_wake)
+        finally:  # where that failed, each is planned alone: nothing else would wake them
+            for each in looking.values():
+                if not each.turn.done():
+                    each.turn.set_result(None)
+
+    def _plan_waiting(self, wanted: Sequence[LaneRequest]) -> BatchOrder[RequestKey]:
+        if self._tuning.holds_requests:
+            now_ms = self._broker_clock.now_ms()
+            by = BatchContext(
+                self._view(now_ms), self._tuning, self.worker_capacity.full_workers(now_ms)
+            )
+            try:
+                return plan_batch(wanted, self._held, by, self._plan)
+            except Exception:
+                # One request cannot be planned; that error is raised again when it goes, alone.
+                log.exception(
+                    "batch planning failed for %d queued requests; planning them individually",
+                    len(wanted),
+                )
+        return plan_batch(wanted, self._held, None, self._plan)
+
+    def dry_run(self, wanted: LaneRequest) -> Decision:
+        """The decision for a request now, without a reservation or any other effect."""
+        unheld = self._tuning.predictive_weights._replace(max_hold_ms=0.0)
+        return self._plan(wanted, self._tuning._replace(predictive_weights=unheld))
+
+    def _plan(self, wanted: LaneRequest, tuning: RoutingConfig | None = None) -> Decision:
+        tuning = tuning or self._tuning
+        now_ms = self._broker_clock.now_ms()
+        view = self._view(now_ms)
+        if tuning.holds_requests:
+            view = replace(view, reservations=self._held.reservations_of_others(wanted.key))
+        session = wanted.prompt.request.hints.session_control
+        bound: WorkerRank | None = None
+        if session is not None and session.action != "open":
+            bound = self._load.sessions.preferred_rank(session.session_id, "aggregated", now_ms)
+        return select_worker(
+            wanted.prompt,
+            view,
+            tuning,
+            seed=wanted.seed,
+            dispatched_count=self._dispatched,
+            excluded=wanted.excluded,
+            full_workers=self.worker_capacity.full_workers(now_ms),
+            queued_since_ms=wanted.since_ms,
+            deadline_ms=wanted.deadline_ms,
+            session_rank=bound,
+        )
+
+    def _view(self, now_ms: int) -> RoutingState:
+        paces = self._paces
+        return RoutingState(
+            self._fleet, self._pools, self._index, self._load.active_load, self._own, now_ms,
+            paces.mean_output_tokens, paces.slowdown,
+            count_output_tokens=self._counts_output, expected_followups=paces.expected_followups,
+            stagger_ms=self._turns.stagger_ms(self._fleet.members, self._fleet.version, now_ms),
+        )  # fmt: skip
+
+    def on_dispatched(self) -> None:
+        """Count a decision that is carried out, for policies that go in turn."""
+        self._dispatched += 1
+
+    # --- figures ---------------------------------------------------------------------------------
+
+    @property
+    def queued_requests(self) -> int:
+        """Number of waiting requests."""
+        return len(self.waiting_keys)
+
+    @property
+    def deferred_requests(self) -> int:
+        """Number of prompts from Kafka that were read and wait in the log."""
+        return self.deferred.size.requests
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of waiting prompts that no cache had when the wait began."""
+        return self._waiting.uncached_tokens
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of waiting prompts, which is the memory they take here."""
+        return self._waiting.prompt_bytes
+
+    def queued_bytes_of_lane(self, lane: int) -> int:
+        """Bytes of the prompts that wait in one lane."""
+        return self._lane_bytes[lane]
+
+    @property
+    def worker_loads(self) -> Mapping[str, WorkerLoad]:
+        """Load by worker according to the ledger, as far as it was read."""
+        return dict.fromkeys(self._fleet.members, NO_LOAD) | self._load.active_load.by_worker()
+
+    @property
+    def unconfirmed_assignments(self) -> int:
+        """Decisions of this router that it has not read back."""
+        return sum(burden.runs for burden in self._own.by_worker().values())
+
+    @property
+    def slowdown_by_worker(self) -> Mapping[str, float]:
+        """By worker, the measured factor on its curve."""
+        return self._paces.slowdown
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    async def wait_for_change(self, wanted: LaneRequest, hold: Wait) -> None:
+        """Wait until a place for this request may be free."""
+        key = wanted.key
+        look_s = RETRY_INTERVAL_S * max(1, len(self.waiting_keys) / MAX_FREQUENT_RETRIES)
+        if hold.reservation is None:
+            await self._changed.wait(look_s, wanted.queue_key, wanted.priority)
+            return
+        ends_ms, left_s = self._held.next_retry_ms(key, hold), look_s
+        if ends_ms is not None:
+            left_s = (ends_ms - self._broker_clock.now_ms()) / 1000
+        bell = self._bells[key] = WaitQueue()
+        try:
+            await bell.wait(min(left_s, look_s))
+        finally:
+            del self._bells[key]
+
+    def start_waiting(self, wanted: LaneRequest) -> None:
+        """Add a request that found no place at once to the queue."""
+        prompt, model = wanted.prompt, wanted.prompt.request.model
+        self.waiting_keys.add(wanted.key)
+        block = self._pools.pool(model, "aggregated", self._broker_clock.now_ms()).block_size
+        held = self._index.overlaps(prompt.local_hashes(block)).values()
+        cached = max((overlap.device for overlap in held), default=0) * block
+        uncached = max(prompt.tokens - cached, 0)
+        self._end_waiting(wanted)
+        size = self._sizes[wanted.key] = _Size(uncached, prompt.request.prompt_bytes)
+        self._waiting = self._waiting.plus(size)
+        self._lane_bytes[wanted.key.lane] += size.prompt_bytes
+        self._classes.add_waiting(wanted.queue_key, uncached)
+
+    def leave(self, wanted: LaneRequest) -> None:
+        """Remove a request that has a place, or that ended."""
+        self.waiting_keys.discard(wanted.key)
+        self._end_waiting(wanted)
+        self._intend(wanted, None)
+        self.deferred.release(wanted.key)
+        self.deferred.grant_next()
+
+    def _end_waiting(self, wanted: LaneRequest) -> None:
+        size = self._sizes.pop(wanted.key, None)
+        if size is not None:
+            self._waiting = self._waiting.plus(size, -1)
+            self._lane_bytes[wanted.key.lane] -= size.prompt_bytes
+            self._classes.remove_waiting(wanted.queue_key, size.uncached_tokens)
+
+    def _intend(self, wanted: LaneRequest, planned: Reservation | None) -> None:
+        self._ring(self._held.reserve(wanted, planned))
+
+    def _ring(self, keys: Iterable[RequestKey]) -> None:
+        """Wake these requests in this order, as far as they wait."""
+        for key in keys:
+            if (bell := self._bells.get(key)) is not None:
+                bell.notify_all()
+
+    def on_fleet_changed(self) -> None:
+        """Wake all requests, since other workers may be eligible now."""
+        self.worker_capacity.on_fleet_changed()
+        for worker in self._heard_ms.keys() - self._fleet.members.keys():
+            del self._heard_ms[worker]
+        self.model_availability.on_fleet_changed()
+        self._ring_all()
+
+    def _ring_all(self) -> None:
+        self._changed.notify_all()
+        self._ring(self._held.in_dispatch_order())
+
+    def _wake_one(self, worker: str) -> None:
+        member = self._fleet.members.get(worker)
+        if member is not None:
+            queues = self._classes.waiting_queues(member.card.model, "")
+            self._changed.notify_one(queues, self._by_class)
+
+    def _by_class(self, name: QueueName, rank: Priority) -> Priority:
+        return rank[0], self._classes.virtual_time(QueueKey(*name)), *rank[1:]
+
+    # --- what the log says -----------------------------------------------------------------------
+
+    def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
+        """A record of the ledger was folded; old records only train the performance model."""
+        self._paces.on_record(fact)
+        self._turns.on_record(fact)
+        if is_replay:
+            return
+        self.worker_capacity.on_record(fact)
+        match fact.record:
+            case Finished(code="worker_full"):
+                pass  # it freed no place
+            case Finished(worker=worker):
+                self._wake_one(worker)
+                self._ring(self._held.to_wake(worker))
+            case PrefillDone(worker=worker):
+                self._wake_one(worker)  # it may have been too busy until now
+                self._ring(self._held.to_wake(worker))
+
+    def on_fleet_record(self, fact: LogRecord) -> None:
+        """A record of the registry or of kv-events was folded."""
+        match fact.record:
+            case Heartbeat(worker=worker):
+                before_ms = self._heard_ms.get(worker, 0)
+                self._heard_ms[worker] = fact.timestamp_ms
+                if fact.timestamp_ms - before_ms > self._timeout_ms:
+                    self._ring_all()  # nothing was sent there while it was silent
+            case WorkerCard(model=model) | ModelCard(name=model):
+                self.model_availability.on_card(model)

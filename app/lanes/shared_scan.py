@@ -1,0 +1,204 @@
+"""Shared scans of the log: the tokens that readers have of a request, and the request itself.
+
+Needed when a request is moved to another worker. Many are moved at once when a worker dies, so all
+queued queries about a partition are answered by one scan of it. Queries that arrive during a scan
+wait for its end; other partitions are read at the same time, so that one that cannot be read delays
+only its own queries. Nothing is kept between scans, and cancelled queries are dropped; time-outs
+are the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from streams import codecs
+from streams.errors import BrokerUnavailable, Malformed, PositionLost, RecordError
+from streams.ports import Log, Partition, Record
+from streams.records import Chunk, End, Fence, RequestOffset
+from streams.request import Request
+from streams.responses.transcript import Transcript
+from streams.topics import REQUESTS, RESPONSES
+
+POLL_TIMEOUT_S = 0.25
+"""How long a query about another partition waits at most for its scan to begin."""
+
+
+@dataclass(eq=False, slots=True)
+class _Query:
+    """A query for the records of a partition in [start, stop), which go to `apply`."""
+
+    start: int
+    stop: int
+    feed: Callable[[Record], None]
+    answer: asyncio.Future[None]
+    key: bytes | None = None
+    """Key of the records; None: any key."""
+
+
+class SharedScanner:
+    """Answers queries about the log with one reader. `run` must be running."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._reader = log.reader()
+        self._scans: dict[Partition, _Scan] = {}
+        self._queued: dict[Partition, list[_Query]] = defaultdict(list)
+        self._asked = asyncio.Event()
+
+    async def visible_before(
+        self, lane: int, request_id: str, attempt: int, start: int, stop: int
+    ) -> Transcript:
+        """The answer that readers have of a request before the first Fence of `attempt`.
+
+        `start` is at or before its first Chunk, `stop` behind a Fence of that attempt.
+        Raises PositionLost when records between them are no longer kept.
+        """
+        transcript = Transcript(request_id, until_attempt=attempt)
+
+        def feed(record: Record) -> None:
+            try:
+                shown = codecs.decode(record)
+            except RecordError:  # readers skip what they cannot read
+                return
+            if isinstance(shown, Chunk | Fence | End):
+                transcript.apply(shown)
+
+        source = Partition(RESPONSES, lane)
+        if not 0 <= start <= stop:  # of an Assigned that no router wrote
+            raise PositionLost(*source, start, stop)
+        await self._ask(source, start, stop, feed, request_id.encode())
+        return transcript
+
+    async def fetch_request(self, origin: RequestOffset) -> Request:
+        """The Request at its origin.
+
+        Raises PositionLost when it is no longer kept, RecordError when it is no Request.
+        """
+        found: list[Record] = []
+        source = Partition(origin.topic, origin.partition)
+        await self._check_origin(source, origin.offset)
+        await self._ask(source, origin.offset, origin.offset + 1, found.append)
+        if not found:
+            raise PositionLost(*source, origin.offset, origin.offset + 1)
+        request = codecs.decode(found[0])
+        if not isinstance(request, Request):
+            raise Malformed(f"{origin} is no Request")
+        return request
+
+    async def _check_origin(self, source: Partition, offset: int) -> None:
+        """Raises Malformed for an origin that no request can have, which no router wrote."""
+        known = source.topic == REQUESTS and (
+            0 <= source.partition < await self._log.partitions(REQUESTS)
+        )
+        if known:
+            try:
+                ends = await self._log.end_offsets(REQUESTS, [source.partition])
+            except BrokerUnavailable:  # then nothing is read beyond the end either
+                return
+            known = 0 <= offset < ends[source.partition]
+        if not known:
+            raise Malformed(
+                f"there is no request at {source.topic[:100]!r}[{source.partition}]@{offset}"
+            )
+
+    async def run(self) -> None:
+        """Answer queries until cancelled. Raises the errors of the reader."""
+        try:
+            while True:
+                self._asked.clear()
+                if self._start_scans():
+                    self._reader.assign({source: p.position for source, p in self._scans.items()})
+                if self._scans:
+                    await self._advance()
+                else:
+                    await self._asked.wait()
+        finally:
+            await self._reader.close()
+
+    async def _ask(
+        self,
+        source: Partition,
+        start: int,
+        stop: int,
+        feed: Callable[[Record], None],
+        key: bytes | None = None,
+    ) -> None:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queued[source].append(_Query(start, stop, feed, answer, key))
+        self._asked.set()
+        await answer  # cancelling it answers it, too: `_start_scans` drops the question
+
+    def _start_scans(self) -> bool:
+        """End scans without queries and begin those with; returns whether there were any."""
+        over = [source for source, p in self._scans.items() if p.is_over()]
+        for source in over:
+            del self._scans[source]
+        free = self._queued.keys() - self._scans.keys()
+        begun = False
+        for source in sorted(free):
+            if questions := [q for q in self._queued.pop(source) if not q.answer.done()]:
+                self._scans[source] = _Scan(questions)
+                begun = True
+        return begun or bool(over)
+
+    async def _advance(self) -> None:
+        try:
+            batches = await self._reader.poll(POLL_TIMEOUT_S)
+        except PositionLost as e:
+            source = Partition(e.topic, e.partition)
+            self._scans[source].lose(e)
+            self._reader.assign({source: p.position for source, p in self._scans.items()})
+            return
+        for source, records in batches.items():
+            self._scans[source].read(records)
+        for source, p in self._scans.items():
+            p.reach(self._reader.position(source))  # its last offsets may be gone from the log
+
+
+class _Scan:
+    """One scan of a partition, from the first to the last offset of its queries."""
+
+    def __init__(self, questions: Sequence[_Query]) -> None:
+        self.position = min(q.start for q in questions)
+        self._questions = list(questions)
+        self._by_key: dict[bytes, list[_Query]] = defaultdict(list)
+        self._by_offset: dict[int, list[_Query]] = defaultdict(list)
+        for question in questions:
+            if question.key is not None:
+                self._by_key[question.key].append(question)
+            else:
+                for offset in range(question.start, question.stop):
+                    self._by_offset[offset].append(question)
+
+    def is_over(self) -> bool:
+        """Whether no query is left."""
+        self._questions = [q for q in self._questions if not q.answer.done()]
+        return not self._questions
+
+    def read(self, records: Sequence[Record]) -> None:
+        """Feed the next records to the queries for them."""
+        for record in records:
+            for question in self._by_key.get(record.key or b"", ()):
+                if question.start <= record.offset < question.stop:
+                    question.feed(record)
+            for question in self._by_offset.get(record.offset, ()):
+                question.feed(record)
+        self.reach(records[-1].offset + 1)
+
+    def reach(self, position: int) -> None:
+        """All records below this were read, or are gone from the end of the log."""
+        self.position = max(self.position, position)
+        for question in self._questions:
+            if question.stop <= position and not question.answer.done():
+                question.answer.set_result(None)
+
+    def lose(self, lost: PositionLost) -> None:
+        """The log begins after the start of some queries: they fail."""
+        gone = [q for q in self._questions if q.start < lost.start]
+        for question in gone or self._questions:
+            if not question.answer.done():
+                question.answer.set_exception(lost)
+        self.position = max(self.position, lost.start)

@@ -1,0 +1,91 @@
+"""Termination of a request: visible to readers, once, and with no run left behind.
+
+The order of the appends is the contract: End where readers see it, CancelRun to the workers, Ended
+last of all, which discharges every obligation. Whether a request is to end is decided elsewhere.
+
+A router that was stopped while its lane went to another one may append an End that it decided on
+before (`queue_full`, say), in the middle of an answer that the new owner has had begun. Readers see
+that End and no more: one end, if not the best one. To rule that out an End would have to be
+appended by a transaction that the group's generation guards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+from app.lanes.context import RouterContext
+from app.routing.state.ledger import RunId
+from streams.errors import AppendFailed
+from streams.ports import Partition
+from streams.records import CancelRun, DryRunResult, End, EndCode, Ended, Usage
+from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
+
+log = logging.getLogger(__name__)
+
+
+class RequestTermination:
+    """Ends the requests of one lane."""
+
+    def __init__(self, context: RouterContext, lane: int) -> None:
+        self._context = context
+        self._lane = lane
+        self._ledger = Partition(LEDGER, lane)
+
+    async def end(
+        self,
+        request_id: str,
+        code: EndCode,
+        message: str = "",
+        *,
+        retry_after_s: float | None = None,
+        usage: Usage | None = None,
+        placed: DryRunResult | None = None,
+    ) -> None:
+        """End a request: End where readers see it, CancelRun to its workers, Ended last of all.
+
+        Ended discharges everything; written first, a router that died after it would leave readers
+        waiting for ever.
+        """
+        runs = self.active_runs(request_id)
+        end = End(
+            id=request_id, code=code, message=message, retry_after_s=retry_after_s, usage=usage,
+            placed=placed,
+        )  # fmt: skip
+        await self._context.outbox.publish(RESPONSES, request_id, end, self._lane)
+        await self.cancel_runs(request_id, runs, code)
+        await self.write_terminal(request_id, code)
+        self._context.metrics.on_ended(code)
+
+    async def write_terminal(self, request_id: str, code: EndCode | Literal["seen"]) -> None:
+        """Discharge a request; `seen`: its readers have seen its end already."""
+        s = self._context
+        ended = await s.outbox.publish(
+            LEDGER, request_id, Ended(id=request_id, code=code), self._lane
+        )
+        await s.wait_for_ledger(self._ledger, ended.offset + 1)
+
+    async def cancel_runs(self, request_id: str, runs: Sequence[RunId], reason: str) -> None:
+        """Tell workers to stop runs. One try: a run that goes on is in the next heartbeat again."""
+        for run in runs:
+            cancel = CancelRun(
+                worker=run.worker, epoch=run.epoch, id=request_id, attempt=run.attempt,
+                phase=run.phase, reason=reason,
+            )  # fmt: skip
+            try:
+                await self._context.outbox.publish_once(ASSIGNMENTS, run.worker, cancel)
+            except AppendFailed as e:
+                log.warning("lane %d: CancelRun of %s failed: %s", self._lane, request_id, e)
+
+    async def catch_up_with_ledger(self) -> None:
+        """Wait until this lane's ledger is read to where it ends now."""
+        end = await self._context.end_offset(self._ledger)
+        await self._context.wait_for_ledger(self._ledger, end)
+
+    def active_runs(self, request_id: str) -> list[RunId]:
+        """The open runs of a request whose workers may still be working."""
+        story = self._context.ledger.request(self._lane, request_id)
+        is_lost = self._context.fleet.is_lost
+        runs = story.open_runs() if story is not None else []
+        return [run for run in runs if not is_lost(run.worker, run.epoch)]

@@ -1,0 +1,91 @@
+"""Worker capacity: the workers that take no more runs at the moment.
+
+A worker is full by its card, which limits its runs, or by its refusals in the ledger, which every
+router reads. The runs it had when it refused are then its limit; no more are sent to it, except for
+one probe request a second, within the limit of its card, since it may have refused because of runs
+that no ledger knew.
+
+Only workers that were full once are remembered, so that the check costs nothing in a fleet with
+free capacity.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from app.routing.state.active_load import ActiveLoad
+from app.routing.state.fleet import Fleet
+from app.routing.state.ledger import LedgerState
+from streams.records import Assigned, Finished, LogRecord, Started
+
+PROBE_INTERVAL_MS = 1_000
+"""How long a refusal holds before one request probes for capacity."""
+
+
+@dataclass(slots=True)
+class _Limit:
+    """The open runs of a worker when it was full, and the time of its refusal if it refused one."""
+
+    runs: int
+    refused_ms: float = -math.inf
+
+
+class WorkerCapacity:
+    """One per router. `own`: load of its decisions that it has not read back."""
+
+    def __init__(self, fleet: Fleet, load: LedgerState, own: ActiveLoad) -> None:
+        self._fleet = fleet
+        self._load = load
+        self._own = own
+        self._limits: dict[tuple[str, int], _Limit] = {}
+
+    def full_workers(self, now_ms: int) -> list[tuple[str, int]]:
+        """The full workers, with their epochs."""
+        return [
+            key
+            for key, limit in self._limits.items()
+            if self._open_runs(*key) >= self._bound(key, limit, now_ms)
+        ]
+
+    def on_assigned(self, worker: str, epoch: int) -> None:
+        """A worker got one more run, by this router's decisions or by the ledger."""
+        most = self._most_runs(worker, epoch)
+        if self._open_runs(worker, epoch) >= most:
+            self._limits.setdefault((worker, epoch), _Limit(int(most)))
+
+    def on_record(self, fact: LogRecord) -> None:
+        """A new record of the ledger was folded."""
+        match fact.record:
+            case Assigned(worker=worker, epoch=epoch):
+                self.on_assigned(worker, epoch)
+            case Started(worker=worker, epoch=epoch):
+                limit = self._limits.get((worker, epoch))
+                if limit is not None:
+                    limit.runs = max(limit.runs, self._load.active_load.total(worker, epoch).runs)
+            case Finished(worker=worker, epoch=epoch, code="worker_full"):
+                runs = self._load.active_load.total(worker, epoch).runs
+                if (before := self._limits.get((worker, epoch))) is not None:
+                    runs = min(runs, before.runs)
+                self._limits[worker, epoch] = _Limit(runs, fact.timestamp_ms)
+
+    def on_fleet_changed(self) -> None:
+        """Drop lost workers."""
+        for key in [key for key in self._limits if self._fleet.is_lost(*key)]:
+            del self._limits[key]
+
+    def _bound(self, key: tuple[str, int], limit: _Limit, now_ms: int) -> float:
+        one_more = now_ms - limit.refused_ms >= PROBE_INTERVAL_MS
+        return min(limit.runs + one_more, self._most_runs(*key))
+
+    def _open_runs(self, worker: str, epoch: int) -> int:
+        return (
+            self._load.active_load.total(worker, epoch).runs + self._own.total(worker, epoch).runs
+        )
+
+    def _most_runs(self, worker: str, epoch: int) -> float:
+        """The limit on its card, if there is one."""
+        member = self._fleet.members.get(worker)
+        if member is None or member.epoch != epoch or member.card.max_runs is None:
+            return math.inf
+        return member.card.max_runs

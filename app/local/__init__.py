@@ -1,0 +1,1 @@
+"""Deployments on one machine, as child processes."""

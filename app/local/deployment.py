@@ -1,0 +1,255 @@
+"""A small deployment on this machine: one of each process and some workers.
+
+`ProcessDeployment` runs each as `faststream run app.NAME:app`, the way a deployment does;
+`InProcessDeployment` runs them in this process, on the log in memory. Both can kill a single one.
+Starts, restarts and stops the processes; sends them no request and reads no topic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from app.local.processes import ManagedProcess, launch, process_command
+from app.runtime.process import ProcessContext, ProcessLifecycle
+from app.settings import Settings, variable_name
+from streams.brokers.watchdog import ProcessGuard
+from streams.clock import Clock
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_log import MemoryLog
+from streams.ports import Log
+
+STOP_TIMEOUT_S = 20.0
+"""Grace period of a stop, before processes are killed."""
+NO_VARIABLES: Mapping[str, str] = {}
+NO_OWN_VARIABLES: Mapping[str, Mapping[str, str]] = {}
+SINGLE_KINDS = ("router", "indexer", "preprocessor", "gateway")
+
+
+class DemoFailed(Exception):
+    """A process does not work; the message has the reason."""
+
+
+class DeploymentPart(NamedTuple):
+    """One process: its name, and the kind of process it runs."""
+
+    name: str
+    kind: str
+
+
+def deployment_parts(workers: int) -> list[DeploymentPart]:
+    """`workers` workers, and one of each other process."""
+    names = [DeploymentPart(f"worker-{n}", "worker") for n in range(1, workers + 1)]
+    return [*names, *(DeploymentPart(f"{kind}-1", kind) for kind in SINGLE_KINDS)]
+
+
+class LocalDeployment(Protocol):
+    """The processes of a deployment, started and stopped together."""
+
+    async def start(self) -> None:
+        """Start all processes."""
+
+    async def kill(self, name: str) -> None:
+        """End a process as kill -9 does."""
+
+    async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
+        """Stop all processes of these kinds gracefully; start new ones with changed settings."""
+
+    def check(self) -> None:
+        """Raise DemoFailed or ProcessFailed when a process ended that was not killed."""
+
+    async def stop(self) -> None:
+        """Stop everything gracefully, and kill what does not stop in time."""
+
+
+class ProcessDeployment:
+    """A deployment of child processes. They end with the guard, however this process ends."""
+
+    def __init__(
+        self,
+        parts: list[DeploymentPart],
+        environment: Mapping[str, str],
+        guard: ProcessGuard,
+        clock: Clock,
+        *,
+        own: Mapping[str, Mapping[str, str]] = NO_OWN_VARIABLES,
+        logs: Path | None = None,
+    ) -> None:
+        """`environment`: variables of all processes.
+
+        `own`: variables of single processes, by name. `logs`: the folder of the output files, by
+        default that of the guard.
+        """
+        self._parts = parts
+        self._environment = environment
+        self._guard = guard
+        self._clock = clock
+        self._own = own
+        self._logs = logs or guard.directory
+        self._running: dict[str, ManagedProcess] = {}
+
+    async def start(self) -> None:
+        """Start all processes at once; does not wait until they are ready."""
+        for part in self._parts:
+            self._running[part.name] = self._launch(part)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self._running.pop(name).kill()
+
+    async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
+        """See `LocalDeployment`."""
+        parts = [part for part in self._parts if part.kind in kinds]
+        await self._end({part.name for part in parts})
+        changed = {variable_name(name): str(value) for name, value in changes.items()}
+        for part in parts:
+            self._running[part.name] = self._launch(part, changed)
+
+    def take_exited(self) -> dict[str, int]:
+        """The exit status of each process that ended since the last call; negative: a signal."""
+        ended = {n: p.status for n, p in self._running.items() if p.status is not None}
+        for name in ended:
+            del self._running[name]
+        return ended
+
+    def restart_one(self, name: str) -> None:
+        """Restart a process that has ended."""
+        assert name not in self._running, f"{name} is running"
+        [part] = [part for part in self._parts if part.name == name]
+        self._running[name] = self._launch(part)
+
+    def check(self) -> None:
+        """See `LocalDeployment`."""
+        for process in self._running.values():
+            process.check()
+
+    async def stop(self) -> None:
+        """Send SIGTERM to all, and SIGKILL to those that still run after STOP_S."""
+        await self._end(set(self._running))
+
+    async def _end(self, names: set[str]) -> None:
+        ending = [self._running.pop(name) for name in names if name in self._running]
+        for process in ending:
+            if process.status is None:
+                process.terminate()
+        deadline = self._clock.now() + STOP_TIMEOUT_S
+        while any(p.status is None for p in ending) and self._clock.now() < deadline:
+            await self._clock.sleep(0.05)
+        for process in ending:
+            process.kill()
+
+    def _launch(
+        self, part: DeploymentPart, changed: Mapping[str, str] = NO_VARIABLES
+    ) -> ManagedProcess:
+        names = {variable_name("worker_id"): part.name, variable_name("router_id"): part.name}
+        environment = {
+            **self._environment,
+            **self._own.get(part.name, NO_VARIABLES),
+            **changed,
+            **names,
+        }
+        command, output_file = process_command(part.kind), self.output_file(part.name)
+        return launch(self._guard, part.name, command, environment, output_file)
+
+    def output_file(self, name: str) -> Path:
+        """The output file of a process."""
+        return self._logs / f"{name}.log"
+
+
+ProcessFactory = Callable[[Log, Settings, ProcessContext], ProcessLifecycle]
+
+
+class InProcessDeployment:
+    """A deployment inside this process, each part with its own connection to the log in memory."""
+
+    def __init__(
+        self,
+        parts: list[DeploymentPart],
+        builds: Mapping[str, ProcessFactory],
+        settings: Settings,
+        broker: MemoryBroker,
+        rng: random.Random,
+    ) -> None:
+        """`builds` constructs a process of each kind."""
+        self._parts = parts
+        self._builds = builds
+        self._settings = settings
+        self._broker = broker
+        self._rng = rng
+        self._running: dict[str, tuple[MemoryLog, ProcessContext, ProcessLifecycle]] = {}
+
+    async def start(self) -> None:
+        """Start the processes one after the other; returns when all are ready."""
+        for part in self._parts:
+            await self._launch(part, {})
+
+    async def kill(self, name: str) -> None:
+        """Cut its connection at once, and cancel its tasks."""
+        log, life, _ = self._running.pop(name)
+        log.kill()
+        await life.cancel_tasks()
+
+    async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
+        """See `LocalDeployment`."""
+        parts = [part for part in self._parts if part.kind in kinds]
+        ending = [self._running.pop(part.name) for part in parts if part.name in self._running]
+        await asyncio.gather(*(_ended(*running) for running in ending))
+        for part in parts:
+            await self._launch(part, changes)
+
+    def check(self) -> None:
+        """See `LocalDeployment`."""
+        for name, (_, life, _) in self._running.items():
+            if life.error is not None:
+                raise DemoFailed(f"{name} failed: {life.error!r}")
+
+    async def stop(self) -> None:
+        """Stop the processes in reverse order; workers drain last."""
+        while self._running:
+            _, running = self._running.popitem()
+            await _ended(*running)
+
+    async def _launch(self, part: DeploymentPart, changes: Mapping[str, Any]) -> None:
+        name = part.name
+        log = MemoryLog(self._broker, name)
+        life = ProcessContext(name, self._broker.clock, random.Random(self._rng.random()))
+        settings = self._settings.model_copy(
+            update={"worker_id": name, "router_id": name, **changes}
+        )
+        process = self._builds[part.kind](log, settings, life)
+        self._running[name] = log, life, process
+        await log.start()
+        await process.start()
+
+
+async def _ended(log: MemoryLog, life: ProcessContext, process: ProcessLifecycle) -> None:
+    try:
+        if life.error is None:
+            await process.stop()
+    finally:
+        await life.cancel_tasks()
+        await log.close()
+
+
+async def run_scenario(
+    parts: LocalDeployment, scenario: Coroutine[Any, Any, bool], clock: Clock
+) -> bool:
+    """Run a scenario while its processes run. Raises DemoFailed when a process ends."""
+    playing = asyncio.create_task(scenario)
+    watching = asyncio.create_task(_watch(parts, clock))
+    try:
+        await asyncio.wait([playing, watching], return_when=asyncio.FIRST_COMPLETED)
+        return await (watching if watching.done() else playing)
+    finally:
+        playing.cancel()
+        watching.cancel()
+        await asyncio.gather(playing, watching, return_exceptions=True)
+
+
+async def _watch(parts: LocalDeployment, clock: Clock) -> bool:
+    while True:
+        parts.check()
+        await clock.sleep(0.5)

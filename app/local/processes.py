@@ -1,0 +1,136 @@
+"""Child processes of a deployment on this machine: start, signals, output, CPU time, memory.
+
+Each process carries the mark of a guard and ends with it, however this process ends
+(`streams/brokers/watchdog.py`). Knows nothing of what the processes do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from streams.brokers.broker import free_ports
+from streams.brokers.watchdog import ProcessGuard
+
+TAIL_LINES = 15
+
+
+class ProcessFailed(Exception):
+    """A process ended by itself; the message has its last lines."""
+
+
+def free_port() -> int:
+    """A port of loopback on which nothing listens at this moment."""
+    return free_ports(1)[0]
+
+
+def process_command(kind: str) -> tuple[str, ...]:
+    """The module and its arguments that run a process file, as a deployment does."""
+    return ("faststream", "run", f"app.{kind}:app")
+
+
+class ManagedProcess:
+    """A running child process and the file with its output."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], output_file: Path) -> None:
+        self.name = name
+        self._process = process
+        self._output_file = output_file
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def cpu_s(self) -> float:
+        """The CPU time of all threads, in seconds; Linux counts it in 10 ms.
+
+        nan where /proc has no entry.
+        """
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text("ascii")
+        except OSError:
+            return float("nan")
+        fields = stat.rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def rss_bytes(self) -> int:
+        """The resident memory; 0 where /proc has no entry, or after the process has ended."""
+        try:
+            pages = Path(f"/proc/{self.pid}/statm").read_text("ascii").split()
+        except OSError:
+            return 0
+        return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else 0
+
+    @property
+    def output(self) -> str:
+        """Everything in the output file."""
+        return self._output_file.read_text("utf-8", errors="replace")
+
+    @property
+    def tail(self) -> str:
+        """The last lines of the output file."""
+        return "\n".join(self.output.splitlines()[-TAIL_LINES:])
+
+    def check(self) -> None:
+        """Raises ProcessFailed when it has ended."""
+        if (status := self.status) is not None:
+            raise ProcessFailed(f"{self.name} ended with status {status}:\n{self.tail}")
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP: it stops running, and its connections stay open."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """SIGTERM, without waiting."""
+        self._process.terminate()
+
+    def stop(self, timeout_s: float) -> None:
+        """SIGTERM and SIGCONT; SIGKILL after the timeout."""
+        self.terminate()
+        self.resume()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def launch(
+    guard: ProcessGuard,
+    name: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    output_file: Path,
+) -> ManagedProcess:
+    """Start `python -m ARGUMENTS`, with `environment` added to our own; appends to the file."""
+    with output_file.open("ab") as output:
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter
+            # -X: Python ignores values that it does not know, and the watchdog finds the mark there
+            [sys.executable, "-X", guard.mark, "-m", *arguments],
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for us; the processes end by SIGTERM
+        )
+    return ManagedProcess(name, process, output_file)

@@ -1,0 +1,117 @@
+"""Metrics of a worker: its runs, its engine and its heartbeats.
+
+Latencies of whole requests are the router's (`request_metrics.py`); those here begin when the
+worker accepts a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, get_args
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from app.metrics.gateway_metrics import LATENCY_BUCKETS_S, LoopDelayMonitor
+from app.serving.run_executor import Run
+from streams.records import EngineStats, RunCode
+
+
+class WorkerState(Protocol):
+    """The state of a worker that is read when a page is asked for."""
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the last acknowledged heartbeat."""
+
+    @property
+    def open_runs(self) -> tuple[int, int]:
+        """Runs in the engine, and runs that wait for a slot in it."""
+
+    def engine_stats(self) -> EngineStats | None:
+        """State of the engine, if the engine gives it."""
+
+
+class WorkerMetrics:
+    """The metrics of one worker, in a registry of its own. `model`: set when the engine has one."""
+
+    def __init__(self, worker: WorkerState) -> None:
+        self.model = ""
+        registry = CollectorRegistry()
+        labels = ["model"]
+        self._runs = Counter(
+            "kvlane_worker_runs", "Runs that ended, by code", ["model", "code"],
+            registry=registry,
+        )  # fmt: skip
+        self._ttft = Histogram(
+            "kvlane_worker_time_to_first_token_seconds",
+            "Time from the acceptance of a run to its first token", labels,
+            buckets=LATENCY_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self._itl = Histogram(
+            "kvlane_worker_inter_token_latency_seconds",
+            "Inter-token latency, averaged over a run", labels,
+            buckets=LATENCY_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self._prompt, self._cached, self._output = (
+            Counter(f"kvlane_worker_{name}_tokens", meaning, labels, registry=registry)
+            for name, meaning in (
+                ("prompt", "Tokens of the prompts of runs with a first token"),
+                ("cached_prompt", "Those of them that the engine's prefix cache held"),
+                ("output", "Tokens that runs generated"),
+            )
+        )
+        self.loop_delay = LoopDelayMonitor(registry)
+        self._registry = registry
+        registry.register(_State(worker))
+        ProcessCollector(registry=registry)
+
+    async def page(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        for code in get_args(RunCode):
+            self._runs.labels(self.model, code)
+        return generate_latest(self._registry)
+
+    def on_finished(self, run: Run, code: RunCode) -> None:
+        """A run is over."""
+        self._runs.labels(self.model, code).inc()
+        if not run.ttft_ms:
+            return
+        self._ttft.labels(self.model).observe(run.ttft_ms / 1000)
+        if run.itl_ms:
+            self._itl.labels(self.model).observe(run.itl_ms / 1000)
+        self._prompt.labels(self.model).inc(run.assignment.request.prompt_tokens)
+        self._cached.labels(self.model).inc(run.cached_tokens)
+        self._output.labels(self.model).inc(run.output_tokens)
+
+
+class _State(Collector):
+    """Gauges that are read off the worker."""
+
+    def __init__(self, worker: WorkerState) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterator[Metric]:
+        worker = self._worker
+        running, waiting = worker.open_runs
+        engine = worker.engine_stats() or EngineStats()
+        for name, meaning, value in (
+            ("heartbeat_age_seconds", "Time since the last acknowledged heartbeat",
+             worker.heartbeat_age_s),
+            ("requests_running", "Runs that have a slot in the engine, or are closing", running),
+            ("requests_waiting", "Runs that wait for a slot in the engine", waiting),
+            ("engine_requests_running",
+            "Requests that the engine runs, as it reports", engine.running),
+            ("engine_requests_waiting", "Requests that wait inside the engine", engine.waiting),
+            ("kv_cache_used_blocks", "Blocks of the KV cache in use", engine.kv_used_blocks),
+            ("kv_cache_blocks", "Blocks of the KV cache", engine.kv_total_blocks),
+        ):  # fmt: skip
+            yield GaugeMetricFamily(f"kvlane_worker_{name}", meaning, value)
+        yield CounterMetricFamily("kvlane_worker_engine_steps", "Steps of the engine", engine.steps)

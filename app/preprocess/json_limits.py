@@ -1,0 +1,98 @@
+"""Limits on the contents of a JSON body, and on the size of the requests made from it.
+
+A parser takes time and memory for each object, list, string and number, however short: 8 MiB of
+`{}` are 2.8 million dicts and several hundred milliseconds. So they are counted before parsing, by
+passes over the bytes that take 1 to 30 ms each for 8 MiB. The counts are upper bounds at first,
+since brackets and commas within strings are counted as well; only where those exceed a limit are
+the strings left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from app.preprocess.cooperative_steps import Steps
+from app.preprocess.prompt_errors import TooLarge
+
+UNCHECKED_BYTES = 64 * 1024
+"""Shorter bodies are not counted: parsing and validation take a few milliseconds."""
+MAX_PARTS = 2**16
+"""Objects, lists and strings in a body, the names of fields among them: some 0.3 us each."""
+MAX_VALUES = 2**19
+"""Values in all lists and objects together, mostly token ids: 0.04 us each."""
+MAX_RENDERED_VALUES = 2**17
+"""The same of a chat that a template is given, which may write them as JSON: 0.25 us each, in one
+call that holds the interpreter lock."""
+MAX_DIGITS = 100
+"""Digits of one number: the time to parse an integer grows with their square."""
+MAX_REQUESTS_BYTES = 32 * 1024 * 1024
+"""Bytes of all requests made from one body: four times the limit of a single one."""
+
+_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG = b"0" * (MAX_DIGITS + 1)
+
+
+class ParsedJson(NamedTuple):
+    """A JSON text. `values`: how many its lists and objects have together, or more; 0: of a text
+    that is too short to be checked."""
+
+    value: Any
+    values: int
+
+
+def parse_json(text: bytes) -> Steps[ParsedJson]:
+    """A JSON text within the bounds, made in steps of some 40 ms at most for 8 MiB.
+
+    Raises TooLarge, and DecodeError, UnicodeDecodeError or RecursionError for what is no JSON.
+    """
+    values = yield from _values(text)
+    return ParsedJson(msgspec.json.decode(text), values)
+
+
+def check_size(size: int, what: str = "requests") -> None:
+    """Raise TooLarge when the requests for a body, or what else it becomes, have too many bytes."""
+    if size > MAX_REQUESTS_BYTES:
+        raise TooLarge(
+            "",
+            f"its answers are {what} of {size} bytes together, of which {MAX_REQUESTS_BYTES} are "
+            "taken: ask for fewer at a time",
+        )  # fmt: skip
+
+
+def _values(text: bytes) -> Steps[int]:
+    if len(text) <= UNCHECKED_BYTES:
+        return 0
+    plain = text.translate(_DIGITS)
+    yield
+    parts = plain.count(b'"') // 2 + plain.count(b"{") + plain.count(b"[")
+    yield
+    values = plain.count(b",") + 1
+    is_long = _LONG in plain
+    yield
+    if parts <= MAX_PARTS and values <= MAX_RENDERED_VALUES and not is_long:
+        return values
+    plain = plain.replace(b"\\\\", b"__")
+    yield
+    plain = plain.replace(b'\\"', b"__")
+    yield
+    strings = plain.count(b'"') // 2
+    _check(strings, MAX_PARTS, _PARTS)
+    plain = b'"'.join(plain.split(b'"')[::2])
+    yield
+    values = plain.count(b",") + 1
+    _check(strings + plain.count(b"{") + plain.count(b"["), MAX_PARTS, _PARTS)
+    _check(values, MAX_VALUES, "values")
+    if _LONG in plain:
+        raise TooLarge("", f"it has a number of more than {MAX_DIGITS} digits")
+    yield
+    return values
+
+
+_PARTS = "objects, lists and strings"
+
+
+def _check(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise TooLarge("", f"it has {count} {what} or more; {most} are allowed")

@@ -1,0 +1,119 @@
+"""Model without files whose tokens are the bytes of UTF-8 (`app/preprocess/text/byte_level.py`).
+
+The echo engine serves it. Owns also `Model`, the protocol of all models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from app.preprocess.models.model import PreparedPrompts
+from app.preprocess.prompt_errors import InvalidPrompt, context_error
+from app.preprocess.requests.nvext import MAX_PROMPT_TOKENS
+from app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
+from app.preprocess.requests.request_models import ChatBody, TokensBody
+from app.preprocess.text import byte_level
+from app.preprocess.text.detokenize import ByteLevelDetokenizer, Vocabulary
+from app.preprocess.text.stop_conditions import TextStream
+from streams.records import ModelCard
+from streams.request import Request
+
+_VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)], frozenset())
+
+
+class Model(Protocol):
+    """A model that requests can be made for, and whose answers can be read."""
+
+    @property
+    def card(self) -> ModelCard:
+        """What it is."""
+
+    async def prepare(self, asked: OpenAIRequest) -> PreparedPrompts:
+        """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded, BadModel."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a single token."""
+
+    def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
+        """What turns the answer to a request into visible text. `taken`: tokens that are out."""
+
+
+class ByteModel:
+    """A model that reads bytes. Without a limit its engine decides when an answer ends."""
+
+    def __init__(self, name: str = "", context_length: int | None = None) -> None:
+        self.card = ModelCard(name=name, context_length=context_length)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """As `Model.token_bytes`; markers stand for nothing."""
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
+        """As `Model.text_stream`. Markers have no text."""
+        return TextStream(
+            ByteLevelDetokenizer(_VOCABULARY),
+            request.stop,
+            eos_token_ids=request.eos_token_ids,
+            include_stop=bool(request.sampling.include_stop_str_in_output),
+            taken=taken,
+        )
+
+    async def prepare(self, asked: OpenAIRequest) -> PreparedPrompts:
+        """As `Model.prepare`."""
+        if isinstance(asked.body, TokensBody) and asked.body.multi_modal_data:
+            raise InvalidPrompt("multi_modal_data", "this model takes text only")
+        try:
+            prompts, tokens = _tokens(asked, self.card.context_length)
+        except UnicodeEncodeError:
+            raise InvalidPrompt(asked.field, "has lone surrogates: that is no text") from None
+        requests = asked.requests(tokens, self.card)
+        if asked.body.max_tokens_field()[1] is None:
+            requests = tuple(map(_unlimited, requests))
+        texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
+        return PreparedPrompts(requests, texts)
+
+
+def _tokens(
+    asked: OpenAIRequest, context: int | None
+) -> tuple[Sequence[TextOrTokens], list[Sequence[int]]]:
+    body = asked.body
+    if isinstance(body, ChatBody) and asked.ext.token_data is None:
+        turns = [(message.role, message.text()) for message in body.messages]
+        if not any(text for _, text in turns):
+            raise InvalidPrompt("messages", "all of them are empty")
+        _check_length("messages", [text for _, text in turns], context)
+        return [""], [
+            byte_level.render_chat((_ROLES.get(role, "user"), text) for role, text in turns)
+        ]
+    prompts = asked.prompts(None)
+    if isinstance(body, TokensBody):
+        return prompts, [_encoded(prompt) for prompt in prompts]
+    _check_length(asked.field, [prompt for prompt in prompts if isinstance(prompt, str)], context)
+    if "" in prompts:
+        raise InvalidPrompt(asked.field, "is empty")
+    return prompts, [[*_encoded(prompt), byte_level.ASSISTANT] for prompt in prompts]
+
+
+def _check_length(field: str, texts: Sequence[str], context: int | None) -> None:
+    if sum(map(len, texts)) > MAX_PROMPT_TOKENS:
+        raise context_error(field, MAX_PROMPT_TOKENS, context)
+
+
+_ROLES: dict[str, byte_level.Role] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+}
+"""Others speak as users."""
+
+
+def _encoded(prompt: TextOrTokens) -> Sequence[int]:
+    return byte_level.encode_bytes(prompt) if isinstance(prompt, str) else prompt
+
+
+def _unlimited(request: Request) -> Request:
+    return replace(request, stop=replace(request.stop, max_tokens=None))

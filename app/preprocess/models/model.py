@@ -1,0 +1,159 @@
+"""Loaded model: card, tokenizer and template, to prepare prompts and to decode answers.
+
+Loaded from the log, where its worker has put the files, or from its folder. Everything that takes
+time runs in the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from app.preprocess.models.artifacts import ArtifactStore
+from app.preprocess.models.model_folder import ModelFiles, card_of, read_folder
+from app.preprocess.prompt_errors import BadModel, InvalidPrompt, context_error
+from app.preprocess.requests.nvext import MAX_PROMPT_TOKENS
+from app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
+from app.preprocess.text.chat_template import ChatTemplate
+from app.preprocess.text.stop_conditions import TextStream
+from app.preprocess.text.tokenizer import Tokenizer, TooManyTokens
+from app.preprocess.thread_pool import WorkPool
+from streams.clock import Clock
+from streams.codecs import unpack_tokens
+from streams.records import Artifact, ModelCard
+from streams.request import Request
+
+
+class PreparedPrompts(NamedTuple):
+    """`requests`: one for each prompt, without an id. `texts`: the prompts as they were tokenised;
+    None for one that came in tokens."""
+
+    requests: tuple[Request, ...]
+    texts: tuple[str | None, ...]
+
+
+class LoadedModel:
+    """One model, ready for use."""
+
+    def __init__(
+        self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None, pool: WorkPool
+    ) -> None:
+        self.card = card
+        self.tokenizer = tokenizer
+        self._template = template
+        self._pool = pool
+
+    async def prepare(self, asked: OpenAIRequest) -> PreparedPrompts:
+        """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded."""
+        prompts = await self._pool.run(lambda: asked.prompts(self._template))
+        tokens = [
+            await self._tokens(prompt, asked.field, add_special_tokens=asked.add_special_tokens)
+            for prompt in prompts
+        ]
+        texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
+        return PreparedPrompts(asked.requests(tokens, self.card), texts)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a single token."""
+        return self.tokenizer.bytes_of(token_id)
+
+    def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
+        """What turns the answer to a request into visible text. `taken`: tokens that are out."""
+        shown = request.output.skip_special_tokens is False
+        return TextStream(
+            self.tokenizer.detokenizer(unpack_tokens(request.token_ids), skip_special=not shown),
+            request.stop,
+            eos_token_ids=request.eos_token_ids or self.card.eos_token_ids,
+            include_stop=bool(request.sampling.include_stop_str_in_output),
+            taken=taken,
+        )
+
+    async def _tokens(
+        self, prompt: TextOrTokens, field: str, *, add_special_tokens: bool
+    ) -> Sequence[int]:
+        if isinstance(prompt, str):
+            try:
+                return await self.tokenizer.encode(
+                    prompt,
+                    add_special_tokens=add_special_tokens,
+                    most=min(self.card.context_length or MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS),
+                )
+            except UnicodeEncodeError:
+                raise InvalidPrompt(field, "has lone surrogates: that is no text") from None
+            except TooManyTokens as e:
+                raise context_error(field, e.most, self.card.context_length) from None
+        if (highest := max(prompt, default=0)) >= self.tokenizer.vocabulary_size:
+            raise InvalidPrompt(
+                field, f"has the token {highest}; the model knows {self.tokenizer.vocabulary_size}"
+            )
+        return prompt
+
+
+async def load_model(
+    card: ModelCard, artifacts: ArtifactStore, pool: WorkPool, clock: Clock
+) -> LoadedModel:
+    """A model from the files that its card names. Raises BadModel, BrokerUnavailable."""
+    if card.tokenizer is None:
+        raise BadModel(f"{card.name}: its card names no tokenizer")
+    spec = await artifacts.fetch(card.tokenizer)
+    source = None if card.template is None else await artifacts.fetch(card.template)
+    return await pool.run(lambda: _loaded(card, spec, source, pool, clock))
+
+
+async def publish_folder(
+    name: str,
+    folder: Path,
+    artifacts: ArtifactStore,
+    *,
+    context_length: int | None = None,
+    block_size: int | None = None,
+) -> ModelCard:
+    """Put the files of a model's folder into the log; the card that names them.
+
+    Raises BadModel, BrokerUnavailable.
+    """
+    return await publish_files(
+        name,
+        read_folder(folder),
+        artifacts,
+        context_length=context_length,
+        block_size=block_size,
+    )
+
+
+async def publish_files(
+    name: str,
+    model: ModelFiles,
+    artifacts: ArtifactStore,
+    *,
+    context_length: int | None = None,
+    block_size: int | None = None,
+) -> ModelCard:
+    """As `publish_folder`, of a folder that is read already."""
+    tokenizer = await artifacts.publish(model.tokenizer)
+    template: Artifact | None = None
+    if model.template is not None:
+        template = await artifacts.publish(model.template.encode())
+    return card_of(
+        name, model, tokenizer, template, context_length=context_length, block_size=block_size
+    )
+
+
+async def model_of_files(
+    card: ModelCard, model: ModelFiles, pool: WorkPool, clock: Clock
+) -> LoadedModel:
+    """A model from the files that its card was made of. Raises BadModel."""
+    source = None if model.template is None else model.template.encode()
+    return await pool.run(lambda: _loaded(card, model.tokenizer, source, pool, clock))
+
+
+def _loaded(
+    card: ModelCard, spec: bytes, source: bytes | None, pool: WorkPool, clock: Clock
+) -> LoadedModel:
+    try:
+        text = None if source is None else source.decode()
+    except UnicodeDecodeError as e:
+        raise BadModel(f"{card.name}: its chat template is not UTF-8: {e}") from e
+    template = None if text is None else ChatTemplate(text, clock, card.special_tokens)
+    return LoadedModel(card, Tokenizer(spec, pool), template, pool)

@@ -1,0 +1,161 @@
+"""A model's folder in the Hugging Face layout: what of it tells how to prepare its prompts.
+
+    tokenizer.json           the tokenizer; without it there is no text
+    tokenizer_config.json    special tokens by name, perhaps the chat template
+    chat_template.jinja      the chat template; goes before the one above
+    generation_config.json   how to end and how to sample where a request does not say
+    config.json              length of the context, and ends that the former does not name
+
+Reads files, makes cards; puts nothing into the log.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from app.preprocess.prompt_errors import BadModel
+from streams.records import Artifact, ModelCard
+from streams.request import SamplingOptions
+
+T = TypeVar("T")
+
+DEMO_MODEL_FOLDER = Path(str(files("app"))) / "data" / "demo-model"
+"""A small tokenizer of our own, with its template."""
+
+
+class _GenerationConfig(msgspec.Struct):
+    """Of generation_config.json."""
+
+    eos_token_id: int | list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+class _Config(msgspec.Struct):
+    """Of config.json. Models of several media keep the numbers of their language inside."""
+
+    eos_token_id: int | list[int] | None = None
+    max_position_embeddings: int | None = None
+    text_config: _Config | None = None
+
+
+class ModelFiles(NamedTuple):
+    """What a folder says."""
+
+    tokenizer: bytes
+    template: str | None
+    special_tokens: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingOptions
+    context_length: int | None
+
+
+def read_folder(folder: Path) -> ModelFiles:
+    """Raises BadModel when there is no tokenizer.json, or a file is not what it should be."""
+    try:
+        tokenizer = (folder / "tokenizer.json").read_bytes()
+        named = _read(folder / "tokenizer_config.json", dict[str, Any])
+        generation = _read(folder / "generation_config.json", _GenerationConfig)
+        config = _read(folder / "config.json", _Config)
+        text = config.text_config or config
+        special = _special_tokens(named)
+        return ModelFiles(
+            tokenizer=tokenizer,
+            template=_template(folder, named),
+            special_tokens=special,
+            eos_token_ids=_ids(generation.eos_token_id)
+            or _ids(config.eos_token_id)
+            or _ids(text.eos_token_id)
+            or _id_of(tokenizer, special.get("eos_token")),
+            defaults=SamplingOptions(
+                temperature=generation.temperature,
+                top_p=generation.top_p,
+                top_k=generation.top_k,
+                min_p=generation.min_p,
+                repetition_penalty=generation.repetition_penalty,
+            ),
+            context_length=text.max_position_embeddings,
+        )
+    except OSError as e:
+        raise BadModel(f"{folder}: {e}") from e
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise BadModel(f"{folder} is not laid out as Hugging Face does it: {e!r}") from e
+
+
+def card_of(
+    name: str,
+    model: ModelFiles,
+    tokenizer: Artifact,
+    template: Artifact | None,
+    *,
+    context_length: int | None = None,
+    block_size: int | None = None,
+) -> ModelCard:
+    """The card of a model that is served by tokens, with its checksum.
+
+    `context_length`: what the engine takes, where it is less than the model could.
+    """
+    card = ModelCard(
+        name=name,
+        context_length=min(
+            (n for n in (context_length, model.context_length) if n is not None), default=None
+        ),
+        block_size=block_size,
+        tokenizer=tokenizer,
+        template=template,
+        special_tokens=model.special_tokens,
+        eos_token_ids=model.eos_token_ids,
+        defaults=model.defaults,
+    )
+    return msgspec.structs.replace(card, checksum=checksum_of(card))
+
+
+def checksum_of(card: ModelCard) -> str:
+    """SHA-256, in hex, over all that a card says except its name and its checksum."""
+    content = msgspec.structs.replace(card, name="", checksum="")
+    return sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    """What is in a file; what there is by default without the file."""
+    return msgspec.json.decode(path.read_bytes() if path.exists() else b"{}", type=kind)
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _id_of(tokenizer: bytes, token: str | None) -> tuple[int, ...]:
+    added = msgspec.json.decode(tokenizer).get("added_tokens") or []
+    return tuple(entry["id"] for entry in added if entry["content"] == token)
+
+
+def _special_tokens(named: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and its kind: given as text, or as an object with the text in it."""
+    tokens = {}
+    for name, value in named.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _template(folder: Path, named: dict[str, Any]) -> str | None:
+    """The chat template; of several named ones that which is called default."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text()
+    template = named.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template

@@ -1,0 +1,86 @@
+"""What can be wrong with a prompt or with a model.
+
+One tree:
+
+    PreprocessError
+    ├── InvalidPrompt         the client's doing: names the field
+    │   ├── TooLarge              … or would become more than is taken at a time
+    │   └── ContextExceeded       … or does not fit into the model's context
+    ├── PreprocessorOverloaded  more work waits than this process takes on
+    └── BadModel              the model's files cannot be used
+        └── ArtifactUnavailable   … or are not, or not whole, in the log
+"""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+NAMED_PROBLEMS = 3
+"""How many wrong fields an error names; the first ones tell enough."""
+LONGEST_MESSAGE = 1000
+LONGEST_NAME = 40
+"""Characters of a name that a client made up, such as a key of `logit_bias`, in an error."""
+
+
+class PreprocessError(Exception):
+    """Root of everything that preprocessing raises on purpose."""
+
+
+class InvalidPrompt(PreprocessError):
+    """The prompt cannot become a request. `field` is its path in the body, "" for the body."""
+
+    def __init__(self, field: str, message: str) -> None:
+        message = _cut(message, LONGEST_MESSAGE)
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field, self.message = field, message
+
+
+class TooLarge(InvalidPrompt):
+    """What a prompt would become is more than is taken at a time. Ask for less, or in parts."""
+
+
+class ContextExceeded(InvalidPrompt):
+    """Prompt and answer are longer than the model's context. Shorten either."""
+
+
+def context_error(field: str, most: int, context: int | None) -> InvalidPrompt:
+    """The error for a prompt of more than `most` tokens, which were not counted to their end."""
+    if context is not None and most >= context:
+        message = f"this model's maximum context length is {context} tokens; the prompt has more"
+        return ContextExceeded(field, message)
+    return TooLarge(field, f"has more than {most} tokens")
+
+
+class PreprocessorOverloaded(PreprocessError):
+    """Too many prompts are being prepared. Try again shortly, or add a process."""
+
+
+class BadModel(PreprocessError):
+    """The model's files cannot be used. Look at the model folder its worker was started with."""
+
+
+class ArtifactUnavailable(BadModel):
+    """A file of the model is not, or not whole, in the log. Its worker writes it when it starts."""
+
+
+def invalid_prompt(error: ValidationError) -> InvalidPrompt:
+    """The wrong fields and what is wrong with them; never what was given, it may be private."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    fields = [".".join(map(_name, p["loc"])) for p in problems[:NAMED_PROBLEMS]]
+    others = [f"{f}: {p['msg']}" for f, p in zip(fields, problems, strict=False)][1:]
+    left = len(problems) - NAMED_PROBLEMS
+    more = [f"and {left} more"] if left > 0 else []
+    return InvalidPrompt(fields[0], "; ".join([problems[0]["msg"], *others, *more]))
+
+
+def _name(part: int | str) -> str:
+    """A part of a field's path; names that clients make up may be long, and any text."""
+    return (
+        _cut(ascii(part[: LONGEST_NAME + 1])[1:-1], LONGEST_NAME)
+        if isinstance(part, str)
+        else str(part)
+    )
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}…"

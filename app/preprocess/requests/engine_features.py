@@ -1,0 +1,46 @@
+"""Refusal of requests for features that the engines of their model would ignore.
+
+Pure. Forwarded bodies are checked by their server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.requests.guided_decoding import guided_field
+from app.preprocess.requests.openai_requests import OpenAIRequest
+from app.preprocess.requests.passthrough import PassthroughRequest
+from app.routing.state.fleet import Fleet
+from streams.records import GUIDED_DECODING_FEATURE, LOGPROBS_FEATURE
+
+
+def unsupported_features(fleet: Fleet, model: str) -> frozenset[str]:
+    """The features that one or more of a model's workers lack; a request may go to any of them."""
+    members = (member.card for _, member in fleet.live_members())
+    return frozenset(
+        name for card in members if card.model == model for name in card.config.unsupported
+    )
+
+
+def check_supported(
+    asked: OpenAIRequest | PassthroughRequest, unsupported: Collection[str]
+) -> None:
+    """Raises InvalidPrompt that names the first field that asks for such a feature."""
+    if isinstance(asked, PassthroughRequest):
+        return
+    if asked.tool_choice not in ("none", "auto"):
+        raise InvalidPrompt(
+            "tool_choice",
+            "this model answers in text, a call cannot be enforced: use auto or none",
+        )
+    if GUIDED_DECODING_FEATURE in unsupported and (field := guided_field(asked.body)):
+        raise InvalidPrompt(field, "the engine of this model cannot enforce the form of an answer")
+    if LOGPROBS_FEATURE in unsupported:
+        given = {
+            "logprobs": asked.body.top_logprobs_count(),
+            "prompt_logprobs": asked.body.prompt_logprobs,
+        }
+        for name, wanted in given.items():
+            if wanted is not None:
+                raise InvalidPrompt(name, "the engine of this model gives no log probabilities")

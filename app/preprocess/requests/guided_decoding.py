@@ -1,0 +1,108 @@
+"""Guided decoding: the required form of an answer, from all fields that can request one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.requests.request_models import GenerationBody
+from streams.record_base import Json
+from streams.request import GuidedDecoding
+
+MAX_GRAMMAR_DEPTH = 500
+"""Brackets inside brackets: the parsers of grammars are recursive."""
+
+_BRACKETS = re.compile(r"[()\[\]{}]")
+_ANY_OBJECT = {"type": "object"}
+
+
+def guided_decoding_of(body: GenerationBody) -> GuidedDecoding | None:
+    """The requested form, or None.
+
+    Raises InvalidPrompt for two forms, and for a malformed one.
+    """
+    wanted = {field: value for field, value in _wishes(body).items() if value is not None}
+    if not wanted:
+        return None
+    (field, (kind, value)), *more = wanted.items()
+    if more:
+        raise InvalidPrompt(more[0][0], f"an answer has one form, and {field} names one already")
+    if kind in ("json", "structural_tag"):
+        value = _json(field, value)
+    if kind == "choice" and not value:
+        raise InvalidPrompt(field, "there is nothing to choose from")
+    if kind == "grammar" and _depth(value) > MAX_GRAMMAR_DEPTH:
+        raise InvalidPrompt(field, f"its brackets are nested deeper than {MAX_GRAMMAR_DEPTH}")
+    outputs = body.structured_outputs
+    form: dict[str, Any] = {kind: tuple(value) if kind == "choice" else value}
+    return GuidedDecoding(
+        **form,
+        backend=body.guided_decoding_backend,
+        whitespace_pattern=(outputs.whitespace_pattern if outputs else None)
+        or body.guided_whitespace_pattern,
+    )
+
+
+def guided_field(body: GenerationBody) -> str | None:
+    """The first field that prescribes a form; None without one. Raises as `guided_decoding_of`."""
+    return next((field for field, value in _wishes(body).items() if value is not None), None)
+
+
+def _wishes(body: GenerationBody) -> dict[str, tuple[str, Any] | None]:
+    """What each field asks for: the kind of the form, and the form."""
+    wishes = {
+        "response_format": _response_format(body),
+        "guided_json": _wish("json", body.guided_json),
+        "guided_regex": _wish("regex", body.guided_regex),
+        "guided_choice": _wish("choice", body.guided_choice),
+        "guided_grammar": _wish("grammar", body.guided_grammar),
+    }
+    if (outputs := body.structured_outputs) is not None:
+        wishes |= {
+            "structured_outputs.json": _wish("json", outputs.json_),
+            "structured_outputs.json_object": _wish("json", _ANY_OBJECT)
+            if outputs.json_object
+            else None,
+            "structured_outputs.regex": _wish("regex", outputs.regex),
+            "structured_outputs.choice": _wish("choice", outputs.choice),
+            "structured_outputs.grammar": _wish("grammar", outputs.grammar),
+            "structured_outputs.structural_tag": _wish("structural_tag", outputs.structural_tag),
+        }
+    return wishes
+
+
+def _wish(kind: str, value: Any) -> tuple[str, Any] | None:
+    return None if value is None else (kind, value)
+
+
+def _response_format(body: GenerationBody) -> tuple[str, Any] | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return "json", _ANY_OBJECT
+    if wanted.json_schema is None or wanted.json_schema.form is None:
+        raise InvalidPrompt("response_format.json_schema.schema", "is needed with this type")
+    return "json", wanted.json_schema.form
+
+
+def _json(field: str, value: Any) -> Json:
+    """JSON text of an object, or of what is JSON text already."""
+    try:
+        return msgspec.json.encode(msgspec.json.decode(value) if isinstance(value, str) else value)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise InvalidPrompt(field, "is not JSON") from None
+
+
+def _depth(grammar: str) -> int:
+    depth = deepest = 0
+    for char in _BRACKETS.findall(grammar):
+        if char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        else:
+            depth = max(depth - 1, 0)
+    return deepest

@@ -1,0 +1,180 @@
+"""Prompts on Kafka: `Prompt` in, `Request`, `Cancel` or `Refused` out.
+
+Every invalid prompt with an id ends in a `Refused` that names the field. A record that is no JSON
+object, or has no id, is `UnreadablePrompt`: it becomes a dead letter, and its key is answered if it
+can be an id. `read_prompt` is pure: bytes in, a valid `PromptRecord` out; `to_request` checks it
+against its model and may wait for the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+from pydantic import ValidationError
+
+from app.preprocess.cooperative_steps import Steps, run_now
+from app.preprocess.json_errors import json_error
+from app.preprocess.json_limits import parse_json
+from app.preprocess.models.byte_model import Model
+from app.preprocess.prompt_errors import (
+    BadModel,
+    InvalidPrompt,
+    PreprocessorOverloaded,
+    TooLarge,
+    invalid_prompt,
+)
+from app.preprocess.requests import openai_requests, passthrough
+from app.preprocess.requests.openai_requests import OpenAIRequest
+from app.preprocess.requests.passthrough import PassthroughRequest
+from app.preprocess.requests.request_reader import prepare, read_request
+from streams import ports
+from streams.prompt import Prompt
+from streams.records import MAX_ID_CHARS, Cancel, EndCode, Refused
+from streams.request import Request
+
+FindModel = Callable[[str], Awaitable[Model]]
+"""The model of a name; raises InvalidPrompt, BadModel, TimeoutError."""
+IsPassthrough = Callable[[object], bool]
+"""Whether bodies are forwarded unchanged to the model of a name."""
+
+
+class UnreadablePrompt(NamedTuple):
+    """A record that goes to dead-letters. `refusal`: the answer to its key, if that is an id."""
+
+    reason: str
+    refusal: Refused | None = None
+
+
+class PromptRecord(NamedTuple):
+    """A prompt with a valid body."""
+
+    prompt: Prompt
+    request: OpenAIRequest | PassthroughRequest
+    received_ms: int
+
+
+def read_prompt(
+    key: bytes | None,
+    value: bytes | None,
+    received_ms: int,
+    passes_on: IsPassthrough = lambda _: False,
+) -> PromptRecord | Cancel | Refused | UnreadablePrompt:
+    """Parse a record of `prompts` in one step. Never raises."""
+    return run_now(prompt_steps(key, value, received_ms, passes_on))
+
+
+def prompt_steps(
+    key: bytes | None, value: bytes | None, received_ms: int, passes_on: IsPassthrough
+) -> Steps[PromptRecord | Cancel | Refused | UnreadablePrompt]:
+    """Parse a record of `prompts`, in steps that are short enough for the event loop."""
+    wanted_id = None
+    try:
+        found = yield from _fields(value or b"")
+        if isinstance(found, str):
+            refused = _refused(key, None, InvalidPrompt("", found))
+            return UnreadablePrompt(found, refused if isinstance(refused, Refused) else None)
+        fields, values = found
+        wanted_id = fields.get("id")
+        prompt = Prompt.model_validate(fields)
+        if prompt.kind == "cancel":
+            return Cancel(id=prompt.id, reason="the client cancelled it")
+        as_is = passes_on(prompt.body.get("model"))
+        if values:
+            yield
+        asked = _asked(prompt.kind, prompt.body, values, as_is=as_is)
+        if values:
+            yield
+    except ValidationError as e:
+        return _refused(key, wanted_id, invalid_prompt(e))
+    except InvalidPrompt as e:
+        return _refused(key, wanted_id, e)
+    return PromptRecord(prompt, asked, received_ms)
+
+
+def _fields(value: bytes) -> Steps[tuple[dict[str, Any], int] | str]:
+    """The fields of a JSON object and the number of their values, or the parse error.
+
+    Raises TooLarge.
+    """
+    if isinstance(value, ports.Unreadable):
+        return value.reason
+    try:
+        fields, values = yield from parse_json(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        return f"not a JSON object in UTF-8: {json_error(value, e)}"
+    return (fields, values) if isinstance(fields, dict) else "not a JSON object"
+
+
+def _asked(
+    kind: openai_requests.TokenizedKind | passthrough.PassthroughKind,
+    body: dict[str, Any],
+    values: int,
+    *,
+    as_is: bool,
+) -> OpenAIRequest | PassthroughRequest:
+    """What the body asks for. Raises InvalidPrompt with the field's path from the prompt on."""
+    try:
+        return read_request(kind, body, as_is=as_is, values=values)
+    except InvalidPrompt as e:
+        raise type(e)(f"body.{e.field}" if e.field else "body", e.message) from None
+
+
+async def to_request(
+    question: PromptRecord, find: FindModel, deadline_s: float
+) -> Request | Refused:
+    """The request of a prompt. Raises nothing that is about this prompt.
+
+    `deadline_s` counts for prompts that name none.
+    """
+    prompt, asked, received_ms = question
+    if asked.n != 1:
+        return _invalid(prompt.id, "body.n: one answer a request; publish several requests")
+    try:
+        model = await find(asked.model)
+        requests = (await prepare(asked, model)).requests
+    except TooLarge as e:
+        return Refused(id=prompt.id, code="too_large", message=_in_body(e))
+    except InvalidPrompt as e:
+        return _invalid(prompt.id, _in_body(e))
+    except (BadModel, PreprocessorOverloaded, TimeoutError) as e:
+        message = f"body.model: it cannot be used at the moment: {e}"
+        return Refused(id=prompt.id, code="internal", message=message)
+    if len(requests) != 1:
+        return _invalid(prompt.id, f"body.{asked.field}: one prompt a request")
+    return replace(
+        requests[0],
+        id=prompt.id,
+        model=asked.model or model.card.name,
+        tenant=prompt.tenant,
+        deadline_s=prompt.deadline_s if "deadline_s" in prompt.model_fields_set else deadline_s,
+        received_ms=received_ms,
+        queued_ms=received_ms,
+    )
+
+
+def _in_body(error: InvalidPrompt) -> str:
+    """The error, with the field's path from the prompt on."""
+    return f"body.{error}" if error.field else f"body: {error}"
+
+
+def _invalid(request_id: str, message: str) -> Refused:
+    return Refused(id=request_id, code="invalid", message=message)
+
+
+def _refused(key: bytes | None, wanted_id: Any, error: InvalidPrompt) -> Refused | UnreadablePrompt:
+    """Answer to the id in the prompt, else to the record's key, if either can be an id."""
+    for candidate in (wanted_id, _text(key)):
+        if isinstance(candidate, str) and 0 < len(candidate) <= MAX_ID_CHARS:
+            code: EndCode = "too_large" if isinstance(error, TooLarge) else "invalid"
+            return Refused(id=candidate, code=code, message=str(error))
+    return UnreadablePrompt(str(error))
+
+
+def _text(key: bytes | None) -> str | None:
+    try:
+        return None if key is None else key.decode()
+    except UnicodeDecodeError:
+        return None

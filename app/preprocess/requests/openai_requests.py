@@ -1,0 +1,330 @@
+"""OpenAI requests that become tokens: from a body to `Request`s. Pure: no I/O, no clock.
+
+    fields, headers ──read──► Asked ──prompts──► texts and tokens ──requests──► Request …
+
+`read_openai` checks a body independently of the model; `OpenAIRequest.prompts` renders the chat;
+`OpenAIRequest.requests` combines tokens, options and the model's card. Tokenising is done in
+`app/preprocess/models/model.py`. There is one request for each prompt, without an id; the publisher
+assigns an id to each of the `n` answers (`nth_request`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+from pydantic import BaseModel, ValidationError
+
+from app.preprocess.json_limits import check_size
+from app.preprocess.prompt_errors import ContextExceeded, InvalidPrompt, invalid_prompt
+from app.preprocess.requests.guided_decoding import guided_decoding_of
+from app.preprocess.requests.nvext import (
+    NvExt,
+    agent_context_of,
+    cost_override_of,
+    extra_args_of,
+    hints_of,
+    latency_targets_of,
+    mm_routing_of,
+    with_headers,
+)
+from app.preprocess.requests.request_models import (
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    PassthroughBody,
+    TokensBody,
+)
+from app.preprocess.text.chat_template import ChatTemplate
+from streams.codecs import pack_tokens
+from streams.records import ModelCard
+from streams.request import OutputOptions, Request, SamplingOptions, StopConditions
+
+TokenizedKind = Literal["chat", "completion", "tokens"]
+TextOrTokens = str | Sequence[int]
+"""A text, or the tokens of one."""
+
+B = TypeVar("B", bound=BaseModel)
+
+_I63 = 2**63 - 1
+_TOKEN = re.compile(r"[0-9]{1,9}")
+_BODIES: dict[TokenizedKind, type[GenerationBody]] = {
+    "chat": ChatBody,
+    "completion": CompletionBody,
+    "tokens": TokensBody,
+}
+_FIELDS: dict[type[GenerationBody], str] = {
+    ChatBody: "messages",
+    CompletionBody: "prompt",
+    TokensBody: "token_ids",
+}
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Options with a default in the model's card."""
+
+
+@dataclass(frozen=True)
+class RoutingOptions:
+    """Options shared by tokenised and forwarded requests."""
+
+    body: GenerationBody | PassthroughBody
+    ext: NvExt
+
+    @property
+    def model(self) -> str:
+        """The name of the model; "" if none was given."""
+        return self.body.model
+
+    @property
+    def n(self) -> int:
+        """Number of answers to each prompt."""
+        return self.body.n or 1
+
+    @property
+    def stream(self) -> bool:
+        """Whether the response is streamed."""
+        return bool(self.body.stream)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        options = self.body.stream_options
+        return bool(options and options.include_usage)
+
+
+@dataclass(frozen=True)
+class OpenAIRequest(RoutingOptions):
+    """A valid OpenAI request whose prompt is tokenised here."""
+
+    body: GenerationBody
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Messages of a chat, unchanged; the body has checked them."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Tools of a chat, unchanged; None if the model must not call any."""
+
+    @property
+    def echo(self) -> bool:
+        """Whether the answer starts with the prompt."""
+        return isinstance(self.body, CompletionBody) and bool(self.body.echo)
+
+    @property
+    def tool_choice(self) -> Any:
+        """none, auto, required, or a function by its name."""
+        if not isinstance(self.body, ChatBody) or not self.body.tools:
+            return "none"
+        return self.body.tool_choice or "auto"
+
+    @property
+    def field(self) -> str:
+        """The field that holds the prompt."""
+        return _FIELDS[type(self.body)]
+
+    @property
+    def add_special_tokens(self) -> bool:
+        """Whether special tokens are added to a text; templates write them into chats."""
+        if isinstance(self.body, CompletionBody):
+            return self.body.add_special_tokens is not False
+        return bool(self.ext.use_raw_prompt)
+
+    def prompts(self, template: ChatTemplate | None) -> list[TextOrTokens]:
+        """The prompts, rendered but not tokenised; may take as long as the template is allowed.
+
+        Raises InvalidPrompt.
+        """
+        if self.ext.token_data is not None:
+            return [self.ext.token_data]
+        if isinstance(self.body, TokensBody):
+            return [self.body.token_ids]
+        if isinstance(self.body, CompletionBody):
+            return list(self.body.prompt)
+        assert isinstance(self.body, ChatBody)
+        if self.ext.use_raw_prompt:
+            return ["\n".join(message.text() for message in self.body.messages)]
+        if template is None:
+            raise InvalidPrompt("messages", "this model has no chat template")
+        return [
+            template.render(
+                self.messages,
+                tools=self.tools,
+                documents=self.body.documents,
+                add_generation_prompt=self.body.add_generation_prompt is not False,
+                variables=self.body.chat_template_kwargs,
+            )
+        ]
+
+    def requests(self, prompts: Sequence[Sequence[int]], card: ModelCard) -> tuple[Request, ...]:
+        """One Request for each prompt's tokens, without an id, a tenant and a deadline.
+
+        Raises InvalidPrompt, for a prompt without tokens too, and TooLarge.
+        """
+        body, ext = self.body, self.ext
+        tokens = body if isinstance(body, TokensBody) else None
+        common = Request(
+            id="",
+            model=body.model,
+            sampling=self._sampling(card),
+            output=OutputOptions(
+                logprobs=body.top_logprobs_count(),
+                prompt_logprobs=body.prompt_logprobs,
+                skip_special_tokens=body.skip_special_tokens,
+                return_tokens_as_token_ids=body.return_tokens_as_token_ids,
+            ),
+            hints=hints_of(ext),
+            eos_token_ids=tuple((tokens and tokens.eos_token_ids) or card.eos_token_ids),
+            mdc_sum=card.checksum or None,
+            annotations=tuple(ext.annotations or ()),
+            cache_salt=ext.cache_salt or body.cache_salt or "",
+            router_config_override=cost_override_of(ext),
+            router=latency_targets_of(ext),
+            agent_context=agent_context_of(ext),
+            extra_args=extra_args_of(ext),
+            mm_routing_info=mm_routing_of(ext),
+            prompt_embeds=body.prompt_embeds,
+            multi_modal_data=tokens.multi_modal_data if tokens else None,
+            is_probe=bool(tokens and tokens.is_probe),
+            mm_processor_kwargs=None
+            if body.mm_processor_kwargs is None
+            else msgspec.json.encode(body.mm_processor_kwargs),
+            request_timestamp_ms=ext.request_timestamp_ms,
+        )
+        requests = tuple(
+            replace(common, token_ids=pack_tokens(prompt), stop=self._stop(len(prompt), card))
+            for prompt in prompts
+        )
+        if len(requests) * self.n > 1:
+            sizes = [len(request.token_ids) for request in requests]
+            shared = len(msgspec.msgpack.encode(requests[0])) - sizes[0]
+            check_size((shared * len(requests) + sum(sizes)) * self.n)
+        return requests
+
+    def _stop(self, prompt: int, card: ModelCard) -> StopConditions:
+        body, context = self.body, card.context_length
+        name, limit = body.max_tokens_field()
+        if not prompt:
+            raise InvalidPrompt(self.field, "is empty")
+        if context is not None and prompt >= context:
+            raise ContextExceeded(
+                self.field,
+                f"This model's maximum context length is {context} tokens; the prompt has {prompt} "
+                "and leaves none for an answer",
+            )
+        if context is not None and prompt + (limit or 0) > context:
+            raise ContextExceeded(
+                name,
+                f"This model's maximum context length is {context} tokens; the prompt has {prompt} "
+                f"and the answer may have {limit}",
+            )
+        if limit is None and context is not None:
+            limit = context - prompt
+        if limit is not None and (body.min_tokens or 0) > limit:
+            raise InvalidPrompt("min_tokens", f"exceeds the {limit} tokens an answer may have")
+        hidden = body.stop_token_ids_hidden if isinstance(body, TokensBody) else None
+        return StopConditions(
+            max_tokens=limit,
+            min_tokens=body.min_tokens or 0,
+            stop=tuple(body.stop or ()),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            stop_token_ids_hidden=tuple(hidden or ()),
+            ignore_eos=bool(body.ignore_eos),
+            max_thinking_tokens=self.ext.max_thinking_tokens,
+        )
+
+    def _sampling(self, card: ModelCard) -> SamplingOptions:
+        """Options of the request, with the defaults of the model."""
+        body = self.body
+        given = {name: getattr(body, name) for name in _DEFAULTS}
+        if self.ext.greed_sampling:
+            chosen = dict.fromkeys(_DEFAULTS) | {"temperature": 0.0}
+            presence = frequency = None
+        else:
+            chosen = {
+                name: getattr(card.defaults, name) if value is None else value
+                for name, value in given.items()
+            }
+            presence, frequency = body.presence_penalty, body.frequency_penalty
+        bias, allowed = body.logit_bias, body.allowed_token_ids
+        bad_words = body.bad_words_token_ids if isinstance(body, TokensBody) else None
+        return SamplingOptions(
+            **chosen,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            seed=body.seed,
+            include_stop_str_in_output=body.include_stop_str_in_output,
+            guided_decoding=guided_decoding_of(body),
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            bad_words_token_ids=tuple(map(tuple, bad_words)) if bad_words else None,
+            logit_bias=None if not bias else _bias(bias),
+        )
+
+
+def read_openai(
+    kind: TokenizedKind, fields: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> OpenAIRequest:
+    """Check a body. `headers`: by their names in lower case; they override `nvext`.
+
+    Raises InvalidPrompt that names the field or the header.
+    """
+    body = _valid(_BODIES[kind], fields)
+    ext = with_headers(body.nvext or NvExt(), headers or {})
+    prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
+    if prompts * (body.n or 1) > MAX_CHOICES:
+        raise InvalidPrompt("n", f"{prompts} prompts with {body.n or 1} answers are too many")
+    if body.best_of not in (None, body.n or 1):
+        raise InvalidPrompt("best_of", "must be n: the best of more answers is not looked for")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidPrompt("stream_options", "is for streams only")
+    if not isinstance(body, ChatBody):
+        return OpenAIRequest(body, ext)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidPrompt("top_logprobs", "needs logprobs")
+    _check_tool_choice(body)
+    _check_content(body)
+    tools = None if body.tool_choice == "none" else fields.get("tools")
+    return OpenAIRequest(body, ext, fields["messages"], tools or None)
+
+
+def nth_request(request: Request, number: int) -> Request:
+    """The request for one of several answers: a seed must not draw the same one each time."""
+    seed = request.sampling.seed
+    if not number or seed is None:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=(seed + number) & _I63))
+
+
+def _valid(kind: type[B], fields: Mapping[str, Any]) -> B:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as e:
+        raise invalid_prompt(e) from None
+
+
+def _check_tool_choice(body: ChatBody) -> None:
+    choice = body.tool_choice
+    if choice in (None, "none", "auto"):
+        return
+    if not body.tools:
+        raise InvalidPrompt("tool_choice", "needs tools")
+    match choice:
+        case "required":
+            return
+        case {"type": "function", "function": {"name": str(name)}}:
+            if name not in {tool.function.name for tool in body.tools}:
+                raise InvalidPrompt("tool_choice.function.name", "is none of the tools")
+        case _:
+            raise InvalidPrompt("tool_choice", "must be none, auto, required or a function")
+
+
+def _check_content(body: ChatBody) -> None:
+    for number, message in enumerate(body.messages):
+        if message.content == [] and not message.tool_calls and message.role == "user":
+            raise InvalidPrompt(f"messages.{number}.content", "is needed")
+
+
+def _bias(bias: Mapping[str, float]) -> dict[int, float]:
+    if not all(_TOKEN.fullmatch(token) for token in bias):
+        raise InvalidPrompt("logit_bias", "has keys that are no token ids")
+    return {int(token): weight for token, weight in bias.items()}

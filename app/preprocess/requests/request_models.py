@@ -1,0 +1,393 @@
+"""Pydantic models of request bodies: chats, completions, tokens, embeddings, and the few fields
+that are read of forwarded bodies.
+
+Owns names, types and bounds of the OpenAI API and of vLLM's additions. Unknown fields are ignored,
+wrong types are refused with the field's name. `openai_requests.py` converts them to requests.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
+
+from app.preprocess.requests.multimodal_data import parse_media
+from app.preprocess.requests.nvext import (
+    SHORT_LIST,
+    STRICT_MODEL,
+    Name,
+    NvExt,
+    Object,
+    Text,
+    Token,
+    Tokens,
+    is_tokens,
+)
+
+MAX_CHOICES = 128
+"""Answers to one request, over all its prompts; the same limit as OpenAI's."""
+MAX_STOPS = 32
+MAX_STOP_CHARS = 1000
+MAX_INPUTS = 2048
+"""Texts in one request for embeddings, as with OpenAI."""
+MAX_MESSAGES = 10_000
+MAX_CONTENT_PARTS = 10_000
+"""Parts of one message."""
+MAX_DOCUMENTS = 10_000
+MAX_LOGIT_BIASES = 8192
+MAX_ALLOWED_TOKENS = 2**18
+"""Entries of `allowed_token_ids`; the size of the largest vocabularies."""
+MAX_GRAMMAR_CHARS = 2**20
+"""Characters of a schema, a grammar or a regular expression."""
+
+_I32 = 2**31 - 1
+_I63 = 2**63 - 1
+
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[list[str], Field(max_length=MAX_LOGIT_BIASES, fail_fast=True)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Limit = Annotated[int, Field(ge=1, le=_I32)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _listed(value: Any) -> Any:
+    """One string as a list of one."""
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("strings", "must be a string or a list of strings")
+    return [value] if isinstance(value, str) else value
+
+
+def _texts_or_tokens(value: Any) -> list[str | list[int]]:
+    """A text, the tokens of one, or a list of either: always as a list."""
+    match value:
+        case str():
+            return [value]
+        case [int(), *_]:
+            value = [value]
+        case [str() | list(), *_]:
+            pass
+        case _:
+            raise PydanticCustomError("prompt", "must be a text, the tokens of one, or a list")
+    for number, item in enumerate(value[: MAX_INPUTS + 1]):
+        if not isinstance(item, str) and not is_tokens(item):
+            raise PydanticCustomError("prompt", "has no text and no tokens at {at}", {"at": number})
+    return list(value)
+
+
+def _not_empty(value: list[Any]) -> list[Any]:
+    if "" in value:
+        raise PydanticCustomError("input", "has an empty text")
+    return value
+
+
+def _json_form(value: Any) -> Any:
+    """A schema or the like: as an object, or as its text."""
+    if not isinstance(value, str | dict):
+        raise PydanticCustomError("form", "must be an object, or JSON in a string")
+    if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARS:
+        raise PydanticCustomError("form", "is longer than {most}", {"most": MAX_GRAMMAR_CHARS})
+    return value
+
+
+def _base64(value: str) -> str:
+    try:
+        base64.b64decode(value, validate=True)
+    except ValueError:
+        raise PydanticCustomError("base64", "must be base64 of a tensor") from None
+    return value
+
+
+Base64 = Annotated[str, Field(min_length=1), AfterValidator(_base64)]
+Prompts = Annotated[
+    list[Any], Field(max_length=MAX_INPUTS, fail_fast=True), BeforeValidator(_texts_or_tokens)
+]
+Inputs = Annotated[Prompts, AfterValidator(_not_empty)]
+JsonOrText = Annotated[Any, BeforeValidator(_json_form)]
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = STRICT_MODEL
+
+    include_usage: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    """A named JSON schema."""
+
+    model_config = STRICT_MODEL
+
+    form: Object | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """The required form of an answer."""
+
+    model_config = STRICT_MODEL
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """The required form of an answer, with vLLM's field names."""
+
+    model_config = STRICT_MODEL
+
+    json_: JsonOrText | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    structural_tag: JsonOrText | None = None
+    whitespace_pattern: GrammarText | None = None
+
+
+class GenerationBody(BaseModel):
+    """Fields shared by all bodies that request text."""
+
+    model_config = STRICT_MODEL
+
+    model: Text = ""
+    max_tokens: Limit | None = None
+    min_tokens: int | None = Field(default=None, ge=0, le=_I32)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=_I32)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    seed: int | None = Field(default=None, ge=-_I63 - 1, le=_I63)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stop: (
+        Annotated[
+            list[StopText], Field(max_length=MAX_STOPS, fail_fast=True), BeforeValidator(_listed)
+        ]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[Token], SHORT_LIST] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)
+        ]
+        | None
+    ) = None
+    allowed_token_ids: (
+        Annotated[Tokens, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None
+    ) = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonOrText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    guided_whitespace_pattern: GrammarText | None = None
+    guided_decoding_backend: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: Text | None = None
+    mm_processor_kwargs: Object | None = None
+    prompt_embeds: Base64 | None = None
+    nvext: NvExt | None = None
+
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        """The field that limits the answer's tokens, and its value."""
+        return "max_tokens", self.max_tokens
+
+    def top_logprobs_count(self) -> int | None:
+        """Number of alternatives per token; None: no log probabilities."""
+        return None
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = STRICT_MODEL
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(BaseModel):
+    """The function of a tool call."""
+
+    model_config = STRICT_MODEL
+
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(BaseModel):
+    """A tool call of an earlier answer."""
+
+    model_config = STRICT_MODEL
+
+    function: CalledFunction
+
+
+ContentParts = Annotated[list[TextPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+_parts = TypeAdapter(ContentParts)
+
+
+def _content(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
+    """A text, or a list of parts, whose errors name no branch of a union; null as no parts."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a text or a list of parts")
+    return _parts.validate_python(value)
+
+
+class Message(BaseModel):
+    """The checked fields of a message; templates receive it unchanged."""
+
+    model_config = STRICT_MODEL
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Annotated[str | ContentParts, WrapValidator(_content)] = []
+    tool_calls: Annotated[list[ToolCall], SHORT_LIST] | None = None
+
+    def text(self) -> str:
+        """All its text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = STRICT_MODEL
+
+    name: Name
+    description: str | None = None
+    parameters: Object | None = None
+
+
+class Tool(BaseModel):
+    """Something that the model may use."""
+
+    model_config = STRICT_MODEL
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatBody(GenerationBody):
+    """The OpenAI chat request."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_completion_tokens: Limit | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: Annotated[list[Tool], SHORT_LIST] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    documents: Annotated[list[Object], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = (
+        None
+    )
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Object | None = None
+
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        """The newer name of the limit wins."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().max_tokens_field()
+
+    def top_logprobs_count(self) -> int | None:
+        """Alternatives need the switch for probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(GenerationBody):
+    """The OpenAI completion request. `prompt`: texts and lists of tokens."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    suffix: Literal[""] | None = None
+    add_special_tokens: bool | None = None
+
+    def top_logprobs_count(self) -> int | None:
+        """A number here."""
+        return self.logprobs
+
+
+def _media(value: Any) -> Any:
+    """Images and the like by type of part, as preprocessed requests have them."""
+    try:
+        return None if value is None else parse_media(value)
+    except (msgspec.MsgspecError, ValueError) as e:
+        raise PydanticCustomError("media", "{wrong}", {"wrong": str(e)}) from None
+
+
+class TokensBody(GenerationBody):
+    """A tokenised prompt. Also read from the groups of
+    `app/preprocess/requests/preprocessed_requests.py`.
+    """
+
+    token_ids: Annotated[Tokens, Field(min_length=1)]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    stop_token_ids_hidden: Annotated[list[Token], SHORT_LIST] | None = None
+    bad_words_token_ids: Annotated[list[Annotated[list[Token], SHORT_LIST]], SHORT_LIST] | None = (
+        None
+    )
+    eos_token_ids: Annotated[list[Token], SHORT_LIST] | None = None
+    multi_modal_data: Annotated[Any, BeforeValidator(_media)] = None
+    is_probe: bool | None = Field(default=None, alias="_HEALTH_CHECK")
+
+    def top_logprobs_count(self) -> int | None:
+        """As with completions."""
+        return self.logprobs
+
+
+class PassthroughBody(BaseModel):
+    """The fields that are read of a forwarded body."""
+
+    model_config = STRICT_MODEL
+
+    model: Text = ""
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = Field(default=None, ge=-_I63 - 1, le=_I63)
+    max_tokens: int | None = Field(default=None, ge=0, le=_I32)
+    max_completion_tokens: int | None = Field(default=None, ge=0, le=_I32)
+    cache_salt: Text | None = None
+    nvext: NvExt | None = None
+
+
+class EmbeddingBody(BaseModel):
+    """The OpenAI request for embeddings. `input`: texts and lists of tokens."""
+
+    model_config = STRICT_MODEL
+
+    model: Text = ""
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1, le=2**16)
+    user: str | None = None
+    nvext: NvExt | None = None

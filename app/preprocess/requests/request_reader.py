@@ -1,0 +1,80 @@
+"""Front door of every request body: from parsed JSON to a checked request, then to `Request`s.
+
+    fields, headers ──read_request──► OpenAIRequest or PassthroughRequest ──prepare──► `Request`s
+
+A body is either turned into tokens here (`openai_requests.py`), or forwarded unchanged to the
+server behind the engine (`passthrough.py`). Both are checked for fields that only servers may set
+(`reserved_fields.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from app.preprocess.json_limits import MAX_RENDERED_VALUES
+from app.preprocess.models.byte_model import Model
+from app.preprocess.models.model import PreparedPrompts
+from app.preprocess.prompt_errors import InvalidPrompt, TooLarge
+from app.preprocess.requests import openai_requests, passthrough
+from app.preprocess.requests.nvext import NvExt
+from app.preprocess.requests.openai_requests import OpenAIRequest
+from app.preprocess.requests.passthrough import PassthroughRequest
+from app.preprocess.requests.preprocessed_requests import Flattened, flatten
+from app.preprocess.requests.reserved_fields import refuse_reserved
+
+TOO_DEEP = "is nested too deep"
+
+
+def read_request(
+    kind: openai_requests.TokenizedKind | passthrough.PassthroughKind,
+    fields: Mapping[str, Any],
+    headers: Mapping[str, str] | None = None,
+    *,
+    as_is: bool,
+    values: int = 0,
+) -> OpenAIRequest | PassthroughRequest:
+    """Check a body. `as_is`: its model takes bodies unchanged. `values`: as counted by
+    `parse_json`.
+
+    Raises InvalidPrompt that names the field or the header.
+    """
+    try:
+        refuse_reserved(fields)
+        if kind == "tokens":
+            return _read_tokens(flatten(fields), headers)
+        if as_is or kind == "embedding":
+            return passthrough.read_passthrough(kind, fields, headers)
+        asked = openai_requests.read_openai(kind, fields, headers)
+        _check_rendered(kind, asked.ext, values)
+    except RecursionError:
+        raise InvalidPrompt("", TOO_DEEP) from None
+    return asked
+
+
+async def prepare(asked: OpenAIRequest | PassthroughRequest, model: Model) -> PreparedPrompts:
+    """The requests for a checked body. Raises InvalidPrompt, PreprocessorOverloaded, BadModel."""
+    try:
+        if isinstance(asked, OpenAIRequest):
+            return await model.prepare(asked)
+        requests = asked.requests(model.card)
+    except RecursionError:  # encoding needs more stack per level than parsing did
+        raise InvalidPrompt("", TOO_DEEP) from None
+    return PreparedPrompts(requests, (None,) * len(requests))
+
+
+def _read_tokens(flattened: Flattened, headers: Mapping[str, str] | None) -> OpenAIRequest:
+    try:
+        return openai_requests.read_openai("tokens", flattened.fields, headers)
+    except InvalidPrompt as e:
+        raise type(e)(flattened.path_of(e.field), e.message) from None
+
+
+def _check_rendered(kind: str, ext: NvExt, values: int) -> None:
+    """Raise TooLarge for a chat with more values than a template may render."""
+    if kind != "chat" or ext.token_data is not None:
+        return
+    if ext.mm_routing_info is not None:
+        values -= len(ext.mm_routing_info.routing_token_ids)
+    if values > MAX_RENDERED_VALUES:
+        raise TooLarge("", f"it has {values} values; a chat may have {MAX_RENDERED_VALUES}")

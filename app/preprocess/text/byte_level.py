@@ -1,0 +1,69 @@
+"""Text as tokens and tokens as text, for models whose tokens are the bytes of UTF-8.
+
+Tokens 0 to 255 are bytes; four more mark turns. Owns the vocabulary, the rendering of a chat and
+the incremental way back to text. Knows no requests: `app/preprocess/requests/kafka_prompts.py`
+does.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+END_OF_TEXT = 256
+USER = 257
+ASSISTANT = 258
+SYSTEM = 259
+VOCABULARY = 260
+
+Role = Literal["system", "developer", "user", "assistant"]
+_MARKERS: dict[Role, int] = {
+    "system": SYSTEM,
+    "developer": SYSTEM,
+    "user": USER,
+    "assistant": ASSISTANT,
+}
+
+
+def encode_bytes(text: str) -> list[int]:
+    """The tokens of a text. Raises UnicodeEncodeError for lone surrogates, which are no text."""
+    return list(text.encode())
+
+
+def render_chat(turns: Iterable[tuple[Role, str]]) -> list[int]:
+    """The prompt of a chat: a marker and its text for each turn, then the assistant's marker."""
+    tokens: list[int] = []
+    for role, text in turns:
+        tokens.append(_MARKERS[role])
+        tokens += text.encode()
+    tokens.append(ASSISTANT)
+    return tokens
+
+
+class ByteDetokenizer:
+    """Turns tokens into text as they come, and never emits a part of a character.
+
+    Bytes that cannot become a character give U+FFFD, as everywhere in UTF-8 decoding; so does a
+    character that is still incomplete at the end. All pieces together are the same text as the
+    whole answer decoded at once, however it was cut. Markers have no text.
+    """
+
+    def __init__(self, taken: Sequence[int] = ()) -> None:
+        """`taken`: tokens that were emitted before; what is incomplete of them comes out here."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.chars = len(self.push(taken))
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        return self._decoder.decode(bytes(t for t in token_ids if t < END_OF_TEXT))
+
+    def end(self) -> str:
+        """What is left when no more tokens come."""
+        return self._decoder.decode(b"", final=True)
+
+
+def decode_bytes(token_ids: Sequence[int]) -> str:
+    """The text of a whole answer."""
+    detokenizer = ByteDetokenizer()
+    return detokenizer.push(token_ids) + detokenizer.end()

@@ -1,0 +1,156 @@
+"""Visible text of an answer: detokenised, and ended by the stop conditions of its request.
+
+`TextStream` is fed the tokens an engine generates and says what of them is visible. It works token
+by token, so what is visible after a token is a function of the tokens up to it and of nothing
+else: not of how they came in steps, and not of where a run was interrupted. A run that continues
+an answer feeds the tokens that are out already and then goes on, and readers see the same text.
+
+Stop strings are found as their last character comes, across any borders between tokens. Text that
+may be the beginning of one is kept back until it is clear; what was shown is never taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from app.preprocess.text.detokenize import Detokenizer
+from streams.records import FinishReason
+from streams.request import StopConditions
+
+
+class TextPiece(NamedTuple):
+    """Visible text of some tokens, and the number of tokens that count; the rest is dropped.
+
+    `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
+    """
+
+    text: str
+    tokens: int
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class TextStream:
+    """The visible text of one answer.
+
+    Nothing ends an answer before `min_tokens` tokens of it exist, the last one included. Then, in
+    this order: a hidden stop token (the model's end of text among them, unless `ignore_eos`) ends
+    it without text and without a reason; one of `stop_token_ids` ends it without its text; the
+    stop string that is complete first, or the longest of those, ends it before its first
+    character. With `include_stop` the last two are shown. Last comes `max_tokens`.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        conditions: StopConditions,
+        *,
+        eos_token_ids: Collection[int] = (),
+        include_stop: bool = False,
+        taken: Sequence[int] = (),
+    ) -> None:
+        """`taken`: tokens of this answer that were emitted already, with their text."""
+        self._detokenizer = detokenizer
+        self._conditions = conditions
+        hidden = {*eos_token_ids, *conditions.stop_token_ids_hidden}
+        self._hidden = frozenset() if conditions.ignore_eos else frozenset(hidden)
+        self._named = frozenset(conditions.stop_token_ids)
+        self._include_stop = include_stop
+        self._searches = [_Search(string) for string in conditions.stop if string]
+        self._held = ""
+        self.tokens = 0
+        """Number of tokens of the answer that counted."""
+        self.chars = 0
+        """How much text was made visible."""
+        self.ended: TextPiece | None = None
+        """Set once the answer is over: its reasons, without text or tokens."""
+        self.feed(taken)
+
+    def feed(self, token_ids: Sequence[int]) -> TextPiece:
+        """What these tokens bring. After the end they bring nothing but its reasons."""
+        before, texts = self.tokens, []
+        for token_id in token_ids:
+            if self.ended is not None:
+                break
+            texts.append(self._step(token_id))
+        text = "".join(texts)
+        self.chars += len(text)
+        ended = self.ended or TextPiece("", 0)
+        return ended._replace(text=text, tokens=self.tokens - before)
+
+    def end(self) -> str:
+        """The text that was kept back, for an answer that its engine has ended."""
+        if self.ended is not None:
+            return ""
+        text = self._rest()
+        self.chars += len(text)
+        return text
+
+    def _step(self, token_id: int) -> str:
+        self.tokens += 1
+        limit, may_stop = self._conditions.max_tokens, self.tokens >= self._conditions.min_tokens
+        if may_stop and token_id in self._hidden:
+            return self._finish(self._rest(), "stop")
+        if may_stop and token_id in self._named:
+            shown = self._detokenizer.push(token_id) if self._include_stop else ""
+            return self._finish(self._held + shown + self._detokenizer.end(), "stop", token_id)
+        new = self._detokenizer.push(token_id)
+        text = self._held + new
+        if (match := self._search(new, may_stop=may_stop)) is not None:
+            cut = len(self._held) + match.end
+            cut -= 0 if self._include_stop else len(match.string)
+            return self._finish(text[:cut], "stop", match.string)
+        if limit is not None and self.tokens >= limit:
+            return self._finish(text + self._detokenizer.end(), "length")
+        clear = len(text) - max((search.found for search in self._searches), default=0)
+        self._held = text[clear:]
+        return text[:clear]
+
+    def _search(self, new: str, *, may_stop: bool) -> _Match | None:
+        """The stop string to end with, if one is complete in the new text."""
+        if not self._searches:
+            return None
+        for end, char in enumerate(new, 1):
+            complete = [search.string for search in self._searches if search.advance(char)]
+            if complete and may_stop:
+                return _Match(max(complete, key=len), end)
+        return None
+
+    def _rest(self) -> str:
+        return self._held + self._detokenizer.end()
+
+    def _finish(self, text: str, reason: FinishReason, stop_reason: int | str | None = None) -> str:
+        self._held = ""
+        self.ended = TextPiece("", 0, reason, stop_reason)
+        return text
+
+
+class _Match(NamedTuple):
+    string: str
+    end: int
+    """Where it ends in the new text."""
+
+
+class _Search:
+    """Looks for one string, a character at a time (Knuth-Morris-Pratt)."""
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.found = 0
+        """Length of the longest proper beginning of the string that the text ends with."""
+        self._fallback = [0, 0]
+        for char in string[1:]:
+            self._fallback.append(self._extended(self._fallback[-1], char))
+
+    def advance(self, char: str) -> bool:
+        """Whether the string is complete with this character."""
+        found = self._extended(self.found, char)
+        complete = found == len(self.string)
+        self.found = self._fallback[found] if complete else found
+        return complete
+
+    def _extended(self, found: int, char: str) -> int:
+        while found and self.string[found] != char:
+            found = self._fallback[found]
+        return found + (self.string[found] == char)

@@ -1,0 +1,55 @@
+"""Bounded thread pool for work that would block the event loop.
+
+Meant for work that releases the interpreter lock (tokenising, hashing, files) or is rare and
+short (templates). Starts no thread before it is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Semaphore
+from typing import Protocol, TypeVar
+
+from app.preprocess.prompt_errors import PreprocessorOverloaded
+
+T = TypeVar("T")
+
+
+class WorkPool(Protocol):
+    """Somewhere to run blocking work."""
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of `work`, or its error. Raises PreprocessorOverloaded before it has begun."""
+
+
+class InlinePool:
+    """Runs work synchronously on the loop, for virtual time, which has no threads."""
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """As `WorkPool.run`; never overloaded."""
+        return work()
+
+
+class ThreadPool:
+    """Runs work on threads; at most `waiting` jobs are queued, more are refused.
+
+    Cancelling a caller does not stop its job, which counts until it is done.
+    """
+
+    def __init__(self, threads: int = 2, waiting: int = 64) -> None:
+        self._executor = ThreadPoolExecutor(threads, "preprocess")
+        self._places = Semaphore(threads + waiting)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """As `WorkPool.run`."""
+        if not self._places.acquire(blocking=False):
+            raise PreprocessorOverloaded("too many prompts are being prepared; try again shortly")
+        job = self._executor.submit(work)
+        job.add_done_callback(lambda _: self._places.release())
+        return await asyncio.wrap_future(job)
+
+    def close(self) -> None:
+        """Begin nothing more; does not wait for what is running."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,202 @@
+"""Batch planning of requests that wait or arrive together.
+
+The result is that of planning one after the other in the order of arrival, each seeing the
+reservations of all others; but no candidates are recorded, since most requests stay where they are.
+Only policy predictive holds requests, so only that policy is here. Requests that ask for certain
+workers are planned one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from app.routing.queueing.pending import PendingRequest, PendingRequests
+from app.routing.selection import cost_kernels
+from app.routing.selection.candidate_table import CandidateTable
+from app.routing.selection.decision import (
+    Decision,
+    Reservation,
+    RoutingConfig,
+    RoutingState,
+    Wait,
+    forecast,
+    reservation_of,
+    wait_for_rank,
+)
+from app.routing.selection.eligibility import CandidatePool, filter_eligible
+from app.routing.selection.policies import NO_MULTIPLIER
+from app.routing.selection.request_features import (
+    expected_output_tokens,
+    invalid_weight,
+    latency_targets,
+)
+from app.routing.selection.select import refreshed_table
+from indexer.xxh3 import M64
+
+K = TypeVar("K", bound=Hashable)
+
+
+class BatchContext(NamedTuple):
+    """The arguments of `plan` that are the same for all requests of a batch."""
+
+    state: RoutingState
+    config: RoutingConfig
+    full_workers: Collection[tuple[str, int]] = ()
+
+
+class TentativePlan(msgspec.Struct, frozen=True, gc=False):
+    """Where a request is to go, and the hold if it has to wait for that place."""
+
+    reservation: Reservation
+    wait: Wait | None = None
+
+
+class BatchOrder(msgspec.Struct, Generic[K], frozen=True, gc=False):
+    """The result for a batch. `order`: requests that may go, in the order of their dispatch;
+    `waiting`: requests that wait; `to_wake`: requests of no batch whose turn has changed, to look
+    next.
+    """
+
+    order: Sequence[K]
+    waiting: Mapping[K, Wait]
+    to_wake: Sequence[K]
+
+
+def plan_batch(
+    batch: Iterable[PendingRequest[K]],
+    pending: PendingRequests[K],
+    context: BatchContext | None,
+    plan_one: Callable[[PendingRequest[K]], Decision],
+) -> BatchOrder[K]:
+    """Plan the requests that look at one moment, in the order of their arrival; none goes yet.
+
+    Each reserves its worker in `pending` before the next group is planned, which counts it in.
+    `plan_one` plans one request. `context` is None with policies that hold no requests: nothing is
+    planned then, and requests go by precedence. A single request is not planned either, since it is
+    planned when it goes.
+    """
+    batch = sorted(batch, key=lambda wanted: wanted.arrival)
+    if len(batch) == 1:
+        return BatchOrder([batch[0].key], {}, [])
+    holds: dict[K, Wait] = {}
+    woken: dict[K, None] = {}
+    groups = () if context is None else uniform_groups(batch, context)
+    for pool, group in groups:
+        if context is None or pool is None:
+            plans = [_tentative(plan_one(wanted)) for wanted in group]
+        else:
+            plans = [*plan_uniform(group, pending, pool, context)]
+        for wanted, each in zip(group, plans, strict=True):
+            woken |= dict.fromkeys(
+                pending.reserve(wanted, None if each is None else each.reservation)
+            )
+            if each is not None and each.wait is not None:
+                holds[wanted.key] = each.wait
+    for wanted in batch:
+        woken.pop(wanted.key, None)
+    free = [wanted for wanted in batch if wanted.key not in holds]
+    return BatchOrder(pending.dispatch_order(free), holds, list(woken))
+
+
+def uniform_groups(
+    looking: Sequence[PendingRequest[K]], by: BatchContext
+) -> Iterator[tuple[CandidatePool | None, list[PendingRequest[K]]]]:
+    """Neighbours to which all places of one pool are the same, with that pool.
+
+    Any other request is a group of its own, without a pool.
+    """
+    group: list[PendingRequest[K]] = []
+    pool: CandidatePool | None = None
+    for wanted in looking:
+        its_own = by.state.pools.pool(wanted.prompt.request.model, "aggregated", by.state.now_ms)
+        is_plain = _is_plain(wanted, its_own, by)
+        if group and (not is_plain or its_own is not pool):
+            yield pool, group
+            group = []
+        if is_plain:
+            pool = its_own
+            group.append(wanted)
+        else:
+            yield None, [wanted]
+    if group:
+        yield pool, group
+
+
+def _is_plain(wanted: PendingRequest[K], pool: CandidatePool, by: BatchContext) -> bool:
+    """Whether a request may go to every place of a pool, and asks for none."""
+    request = wanted.prompt.request
+    if (
+        request.hints.session_control
+        or request.hints.routing_constraints
+        or invalid_weight(request)
+    ):
+        return False
+    rows = filter_eligible(
+        request, "aggregated", pool, by.state.fleet,
+        excluded=wanted.excluded, full=by.full_workers,
+        burdens=(by.state.committed, by.state.in_flight),
+    )  # fmt: skip
+    return rows is pool.rows
+
+
+def plan_uniform(
+    looking: Sequence[PendingRequest[K]],
+    held: PendingRequests[K],
+    pool: CandidatePool,
+    by: BatchContext,
+) -> list[TentativePlan]:
+    """Plan a group of requests in one pass of the kernel, each counting in those before it."""
+    view, tuning, board = by.state, by.config, refreshed_table(pool, by.state)
+    found = board.overlaps_of(
+        view.kv_index, [each.prompt.local_hashes(pool.block_size) for each in looking]
+    )
+    line = held.arrival_order({each.key: each.arrival for each in looking})
+    others_at = board.rows_of(
+        [planned.worker_rank if planned else None for planned in line.reservations]
+    )
+    others_ms = np.array([planned.prefill_ms if planned else 0.0 for planned in line.reservations])
+    asks = np.array([
+        (
+            each.prompt.tokens, pool.block_size,
+            expected_output_tokens(each.prompt.request, view.mean_output_tokens),
+            *latency_targets(each.prompt.request),
+        )
+        for each in looking
+    ], np.float64)  # fmt: skip
+    size, best = len(board.worker_ranks), np.empty((len(looking), cost_kernels.RESULTS))
+    chosen = np.array([line.positions[each.key] for each in looking], np.int64)
+    cost_kernels.plan_uniform_batch(
+        board.features, board.hashes, *found, board.row_of_column, asks,
+        np.array([each.seed & M64 for each in looking], np.uint64), chosen, others_at, others_ms,
+        view.mean_output_tokens, view.expected_followups, tuning.predictive_weights.decode_weight,
+        NO_MULTIPLIER,
+        np.empty((size, 3)), np.empty(size), np.empty((size, cost_kernels.RESULTS)), best,
+    )  # fmt: skip
+    return _tentative_plans(looking, board, others_at[chosen].tolist(), best.tolist(), by)
+
+
+def _tentative_plans(
+    looking: Sequence[PendingRequest[K]], board: CandidateTable, chosen: list[int],
+    best: list[list[float]],
+    by: BatchContext,
+) -> list[TentativePlan]:  # fmt: skip
+    now_ms = by.state.now_ms
+    plans = []
+    for wanted, at, found in zip(looking, chosen, best, strict=True):
+        outlook = forecast(
+            found, board, at, now_ms, wanted.since_ms, by.config, wanted.deadline_ms
+        )  # fmt: skip
+        assert outlook.reservation is not None
+        plans.append(TentativePlan(outlook.reservation, wait_for_rank(outlook, now_ms)))
+    return plans
+
+
+def _tentative(plan: Decision) -> TentativePlan | None:
+    planned = reservation_of(plan)
+    if planned is None:
+        return None
+    return TentativePlan(planned, plan if isinstance(plan, Wait) else None)

@@ -1,0 +1,245 @@
+"""Pending requests of a router, with the place reserved for each.
+
+Owns the order among them. Requests are planned in arrival order, each seeing the reservations of
+the others (`reservations_of_others`), so that no two claim the same slot. They are dispatched in a
+different order (`in_dispatch_order`): by strict priority, highest first, by the virtual times of
+their classes (`fair_share.py`), and then by one of
+
+    sjf         the shortest prefill first, which minimizes the mean wait; each millisecond of
+                waiting makes a request `AGING_RATE` milliseconds shorter, so that none starves
+    fcfs        in the order of arrival
+    wspt        as sjf, but each prefill divided by 1 + priority_jump
+
+A `priority_jump` counts as waiting time in all three orders.
+
+So requests that look for a place at one moment are all planned before one of them goes
+(`batch_select.py`): otherwise the shortest of several concurrent requests would wait behind
+whichever was read first.
+
+Never here: whether a request may go, which `select.py` decides, and any clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from operator import attrgetter
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from app.routing.queueing.fair_share import NO_COST, FairQueue, QueueEntry, QueueKey, ShareCost
+from app.routing.selection.decision import Reservation, Wait
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.worker_rank import WorkerRank
+
+QueueOrder: TypeAlias = Literal["sjf", "fcfs", "wspt"]
+
+AGING_RATE = 0.05
+"""A request that has waited for a second goes before one that is 50 ms shorter."""
+
+MAX_WAKEUPS = 16
+"""Most requests that one record wakes: planning them takes a few milliseconds."""
+
+K = TypeVar("K", bound=Hashable)
+
+
+class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
+    """A request that needs a worker. `arrival`: its position in the order of arrival here.
+
+    `excluded`: workers on which it failed. `queue_key`: its queue while it waits. Times are the
+    broker's.
+    """
+
+    key: K
+    arrival: int
+    prompt: PromptHashes
+    seed: int
+    since_ms: int
+    deadline_ms: float | None = None
+    excluded: Collection[str] = ()
+    queue_key: QueueKey = NO_COST.queue
+
+    @property
+    def priority(self) -> tuple[int, float]:
+        """Lower goes first: strict priority before all else, then the older request.
+
+        `priority_jump` makes a request older, in seconds.
+        """
+        hints = self.prompt.request.hints
+        return -(hints.strict_priority or 0), self.since_ms - 1000 * (hints.priority_jump or 0)
+
+    @property
+    def cost(self) -> ShareCost:
+        """Its cost in the share of its class."""
+        return ShareCost(self.queue_key, self.prompt.tokens)
+
+
+class ArrivalOrder(msgspec.Struct, Generic[K], frozen=True, gc=False):
+    """Reservations in the order of the requests' arrival; `positions`: positions of some in it."""
+
+    reservations: list[Reservation | None]
+    positions: dict[K, int]
+
+
+class PendingEntry(msgspec.Struct, frozen=True, gc=False):
+    """A held request. `arrival`: its position in the order of arrival.
+
+    The lowest `strict_priority` goes first; then, within a class, the lowest `order`, which never
+    changes, since all requests age at the same rate.
+    """
+
+    arrival: int
+    reservation: Reservation
+    strict_priority: int
+    order: float
+    cost: ShareCost
+
+
+class PendingRequests(Generic[K]):
+    """Requests with a reservation, by keys of the router's choice; all that wait: `Scheduler`."""
+
+    def __init__(self, order: QueueOrder = "sjf", classes: FairQueue | None = None) -> None:
+        self._queue_order = order
+        self._classes = classes or FairQueue()
+        self._entries: dict[K, PendingEntry] = {}
+        self._by_place: dict[WorkerRank, dict[K, PendingEntry]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def dispatch_order(self, looking: Iterable[PendingRequest[K]]) -> list[K]:
+        """The order in which some requests go: the planned ones, then the others by precedence."""
+        entries, looking = self._entries, list(looking)
+        order = list(self._in_turn([each.key for each in looking if each.key in entries]))
+        others = [_turn_of(wanted) for wanted in looking if wanted.key not in entries]
+        order += self._classes.in_dispatch_order(others)
+        return order
+
+    def arrival_order(self, joining: Mapping[K, int]) -> ArrivalOrder[K]:
+        """All held requests and the `joining` ones (key to number), in the order of arrival."""
+        entries = self._entries
+        numbers = {key: entry.arrival for key, entry in entries.items()} | dict(joining)
+        keys = sorted(numbers, key=numbers.__getitem__)
+        return ArrivalOrder(
+            [entries[key].reservation if key in entries else None for key in keys],
+            {key: at for at, key in enumerate(keys) if key in joining},
+        )
+
+    def reserve(self, wanted: PendingRequest[K], planned: Reservation | None) -> Sequence[K]:
+        """Set or clear the reservation of a request; returns the requests that must retry for it.
+
+        These are, at each place concerned, the request that is first now and the one that was.
+        """
+        key = wanted.key
+        before = self._entries.get(key)
+        if planned == (before and before.reservation):
+            return ()
+        places = [each.worker_rank for each in (before and before.reservation, planned) if each]
+        firsts = {place: self.next_for(place) for place in places}
+        if planned is None:
+            self.remove(key)
+        else:
+            strict, since_ms = wanted.priority
+            jump_s = (wanted.since_ms - since_ms) / 1000
+            self.add(key, wanted.arrival, since_ms, planned, strict, jump_s, wanted.cost)
+        woken: list[K] = []
+        for place, first in firsts.items():
+            if (now_first := self.next_for(place)) != first:
+                woken += [each for each in (now_first, first) if each not in (None, key)]
+        return woken
+
+    def next_retry_ms(self, key: K, hold: Wait) -> int | None:
+        """When a held request retries by itself; None: only on records, and now and then.
+
+        Of the requests for one place the next in order retries when the place is predicted free.
+        The others follow one by one as it goes.
+        """
+        if hold.reservation is not None and self.next_for(hold.reservation.worker_rank) != key:
+            return hold.reservation.hold_until_ms
+        return hold.retry_at_ms
+
+    def to_wake(self, worker: str) -> Sequence[K]:
+        """Requests to retry after a record of a worker, in order: those for it; all, if few."""
+        few = len(self._entries) <= MAX_WAKEUPS
+        places = None if few else [place for place in self._by_place if place.worker == worker]
+        return list(islice(self._in_turn(self._planned_for(places)), MAX_WAKEUPS))
+
+    def add(
+        self, key: K, number: int, since_ms: float, planned: Reservation, strict: int = 0,
+        jump_s: float = 0.0, claim: ShareCost = NO_COST,
+    ) -> None:  # fmt: skip
+        """Replace the reservation of a request.
+
+        `since_ms`: when it counts as arrived, with the jump; `strict_priority` and `cost` as in
+        `PendingEntry`.
+        """
+        self.remove(key)
+        turn = planned.prefill_ms + AGING_RATE * since_ms
+        if self._queue_order == "fcfs":
+            turn = since_ms
+        elif self._queue_order == "wspt":
+            turn += planned.prefill_ms / (1 + max(jump_s, 0.0)) - planned.prefill_ms
+        entry = self._entries[key] = PendingEntry(number, planned, strict, turn, claim)
+        self._by_place.setdefault(planned.worker_rank, {})[key] = entry
+
+    def remove(self, key: K) -> None:
+        """Remove a request, if it is held."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        there = self._by_place[entry.reservation.worker_rank]
+        del there[key]
+        if not there:
+            del self._by_place[entry.reservation.worker_rank]
+
+    def reservations_of_others(self, key: K) -> list[Reservation]:
+        """The reservations of all other requests, in the order of their arrival."""
+        entries = [entry for each, entry in self._entries.items() if each != key]
+        return [entry.reservation for entry in sorted(entries, key=attrgetter("arrival"))]
+
+    def reserved_rank(self, key: K) -> WorkerRank | None:
+        """The place reserved for a request."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.reservation.worker_rank
+
+    def reserved_ranks(self) -> Iterator[WorkerRank]:
+        """All places with a reservation."""
+        yield from self._by_place
+
+    def next_for(self, place: WorkerRank) -> K | None:
+        """The next request to go to a place."""
+        there = self._by_place.get(place)
+        if there is None:
+            return None
+        return next(iter(there)) if len(there) == 1 else min(there, key=self._order)
+
+    def in_dispatch_order(self, places: Iterable[WorkerRank] | None = None) -> list[K]:
+        """The requests for these places, or for any, in the order of dispatch."""
+        return list(self._in_turn(self._planned_for(places)))
+
+    def _planned_for(self, places: Iterable[WorkerRank] | None) -> Iterable[K]:
+        if places is None:
+            return self._entries
+        return (key for place in places for key in self._by_place.get(place, ()))
+
+    def _in_turn(self, keys: Iterable[K]) -> Iterator[K]:
+        entries = ((key, self._entries[key]) for key in keys)
+        return self._classes.in_dispatch_order(
+            QueueEntry(key, entry.cost, entry.strict_priority, (entry.order, entry.arrival))
+            for key, entry in entries
+        )
+
+    def _order(self, key: K) -> tuple[int, float, float, int]:
+        entry = self._entries[key]
+        return (
+            entry.strict_priority,
+            self._classes.virtual_time(entry.cost.queue),
+            entry.order,
+            entry.arrival,
+        )
+
+
+def _turn_of(wanted: PendingRequest[K]) -> QueueEntry[K]:
+    strict, since_ms = wanted.priority
+    return QueueEntry(wanted.key, wanted.cost, strict, (since_ms, wanted.arrival))

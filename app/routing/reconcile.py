@@ -1,0 +1,182 @@
+"""Reconciliation: the next action for a request, as a pure function of the logs' state.
+
+`next_action` is level-triggered: it depends on the state, not on what changed, so it may be called
+at any time by any router; `next_action_ms` gives the time until which the result stays the same if
+no record arrives. A router that dies in the middle of an action leaves a state in which the same
+action is due for the next owner. Acting twice is harmless by the stream reconstruction rule.
+
+    state of the request                                            action
+    ended, or its id unknown (no origin)                            nothing
+    a Fencing was written, but no run of that attempt               Restart, same attempt
+    deadline passed, and something is running or failed             Finish(deadline)
+    a run reported `expired`                                        Finish(deadline)
+    a run broken, or ended with a retryable error                   Restart, next attempt
+    all runs refused by full workers, and a back-off over           Restart, next attempt
+    an open run on a lost epoch                                     Restart, next attempt
+    a run assigned long ago and not started                         Verify
+    a run started, but not in its worker's later heartbeat          Verify
+    a prefill handed off, and no decode assigned                    nothing but the deadline
+    otherwise (running well, or ended by the worker)                nothing
+
+Cancel is not in the table: a Cancel stays uncommitted in `requests` until its Ended is written, so
+the log itself brings it to the next owner. Decodes are not dispatched yet; until they are, a
+prefill that was handed off is neither the end of its request nor a failure.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from app.routing.state.fleet import Fleet
+from app.routing.state.ledger import OPEN, RequestState, RunId, RunStatus
+from streams.records import EndCode, RunKey
+
+RestartReason = Literal["broken", "retryable", "worker_full", "lost", "not_started", "resume"]
+
+
+class Restart(NamedTuple):
+    """Fence `attempt` and assign what is left of the request to another worker."""
+
+    attempt: int
+    reason: RestartReason
+
+
+class Finish(NamedTuple):
+    """End the request visibly with this code."""
+
+    code: EndCode
+
+
+class Verify(NamedTuple):
+    """Find out whether the worker really has this run; if not, it is due for a Restart."""
+
+    run: RunId
+
+
+Action = Restart | Finish | Verify
+
+
+class ReconcileTimeouts(NamedTuple):
+    """Time-outs before a run is looked into, in milliseconds of broker time."""
+
+    start_timeout_ms: int = 3_000
+    """From Assigned to Started; a worker's two heartbeats and a slow broker fit in."""
+    heartbeat_timeout_ms: int = 2_000
+    """From Started to a heartbeat that must list the run."""
+    full_backoff_ms: int = 50
+    """First back-off after a full worker; doubles with every refusal."""
+    full_backoff_max_ms: int = 2_000
+
+
+def next_action(
+    request_id: str, story: RequestState, fleet: Fleet, now_ms: int, timeouts: ReconcileTimeouts
+) -> Action | None:
+    """The next action of the owner for this request; None when none is due.
+
+    `now_ms` is broker time. A function of its arguments only.
+    """
+    if story.ended or story.origin is None:
+        return None
+    runs = _current_runs(story)
+    if not runs:
+        return Restart(story.attempt, "resume") if story.attempt > 0 else None
+    if story.is_finished:
+        return None
+    if now_ms > story.deadline_ms or any(run.state == "expired" for _, run in runs):
+        return Finish("deadline")
+    reason = next(
+        (
+            r
+            for run_id, run in runs
+            if (r := _failure(request_id, story, run_id, run, fleet, now_ms, timeouts))
+        ),
+        None,
+    )
+    if reason is not None:
+        return Restart(story.attempt + 1, reason)
+    missing = (k for k, run in runs if _looks_missing(request_id, k, run, fleet, now_ms, timeouts))
+    return next((Verify(k) for k in missing), None)
+
+
+def next_action_ms(
+    request_id: str, story: RequestState, now_ms: int, timeouts: ReconcileTimeouts
+) -> int | None:
+    """When time alone may make something due of which nothing is due now; None if it cannot.
+
+    Until then it depends on records: of the ledger, of deaths, and heartbeats without the run.
+    """
+    if story.ended or story.origin is None:
+        return None
+    times = [story.deadline_ms + 1]
+    for _, run in _current_runs(story):
+        if run.state == "assigned":
+            times.append(run.since_ms + timeouts.start_timeout_ms + 1)
+        elif run.state == "worker_full":
+            times.append(run.since_ms + _back_off_ms(request_id, story.full_rejections, timeouts))
+    return min((at_ms for at_ms in times if at_ms > now_ms), default=None)
+
+
+def is_run_listed(fleet: Fleet, request_id: str, run_id: RunId) -> bool:
+    """Whether the worker's last heartbeat, of that epoch, lists the run."""
+    beat = fleet.heartbeats.get(run_id.worker)
+    key = RunKey(request_id, run_id.attempt, run_id.phase)
+    return beat is not None and beat.epoch == run_id.epoch and key in beat.running
+
+
+def _current_runs(story: RequestState) -> list[tuple[RunId, RunStatus]]:
+    """The runs that decide: those of the present attempt, decode before the prefill it follows.
+
+    A refused one only where there is no other: a full worker has shown nothing to readers, so its
+    refusal is no reason to fence a twin that goes well.
+    """
+    runs = [(k, run) for k, run in story.runs.items() if k.attempt == story.attempt]
+    runs = [x for x in runs if x[0].phase != "prefill"] or runs
+    return [x for x in runs if x[1].state != "worker_full"] or runs
+
+
+def _failure(
+    request_id: str,
+    story: RequestState,
+    run_id: RunId,
+    run: RunStatus,
+    fleet: Fleet,
+    now_ms: int,
+    patience: ReconcileTimeouts,
+) -> RestartReason | None:
+    """Why a run will not go on, if so; a full worker counts when the back-off is over."""
+    if run.state == "worker_full":
+        ready_ms = run.since_ms + _back_off_ms(request_id, story.full_rejections, patience)
+        return "worker_full" if now_ms >= ready_ms else None
+    if run.state in ("broken", "retryable"):
+        return run.state
+    if run.state in OPEN and fleet.is_lost(run_id.worker, run_id.epoch):
+        return "lost"
+    return None
+
+
+def _back_off_ms(request_id: str, refusals: int, patience: ReconcileTimeouts) -> int:
+    """Doubling, with up to half of it taken off by the request's own hash, so that requests which
+    were refused together do not come back together."""
+    full_ms = min(patience.full_backoff_ms << min(refusals, 16), patience.full_backoff_max_ms)
+    spread = sum(request_id.encode()) % 64
+    return full_ms - full_ms * spread // 128
+
+
+def _looks_missing(
+    request_id: str,
+    run_id: RunId,
+    run: RunStatus,
+    fleet: Fleet,
+    now_ms: int,
+    patience: ReconcileTimeouts,
+) -> bool:
+    if run.state not in OPEN or is_run_listed(fleet, request_id, run_id):
+        return False
+    if run.state == "assigned":
+        return now_ms - run.since_ms > patience.start_timeout_ms
+    beat = fleet.heartbeats.get(run_id.worker)
+    return (
+        beat is not None
+        and beat.epoch == run_id.epoch
+        and beat.at_ms - run.since_ms > patience.heartbeat_timeout_ms
+    )

@@ -1,0 +1,293 @@
+"""The candidate table: the places of a pool in columns, updated incrementally.
+
+Between two decisions few places change, and only their rows are written again; so a decision among
+many places takes hardly longer than one among few. The table holds the state of the folds and
+nothing else: it reads from each fold what has changed since the last time, or all of it where that
+is too long ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain
+from struct import Struct
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from app.routing.selection import cost_kernels
+from app.routing.selection.cost_kernels import Floats, Ints
+from app.routing.selection.policies import Candidates, Reservations, rank_hashes
+from app.routing.state.active_load import NO_LOAD as NO_BURDEN
+from app.routing.state.active_load import ActiveLoad
+from app.routing.state.change_log import ChangeLog, TrackedDict
+from app.routing.state.kv_index import KvIndexView
+from app.routing.state.performance import PUBLISHED_CURVES, EngineProfile
+from app.routing.worker_rank import WorkerRank
+from indexer.epochs import CacheId
+from indexer.index import MatchDepths
+
+_LOAD = Struct(f"{cost_kernels.BUSY_MS}d")
+"""The columns before `BUSY_MS`. Packing takes a third of the time of assigning to a slice."""
+_SPOT_BYTES = 8 * cost_kernels.FEATURES
+NO_ROW = -1
+"""The row of places of other pools."""
+NO_SLOWDOWNS: Mapping[str, float] = MappingProxyType({})
+
+
+class CandidateSpec(Protocol):
+    """The constant properties of a candidate: a row of a pool."""
+
+    @property
+    def worker_rank(self) -> WorkerRank:
+        """The rank of the worker."""
+
+    @property
+    def cache_id(self) -> CacheId:
+        """The id of its cache."""
+
+    @property
+    def profile(self) -> EngineProfile:
+        """Its speed, by the worker's card."""
+
+    @property
+    def rank_count(self) -> int:
+        """The number of ranks of its worker."""
+
+    @property
+    def has_known_cache(self) -> bool:
+        """Whether the index knows its cache, in blocks of the pool's size."""
+
+
+class HeartbeatLoad(Protocol):
+    """The load in a worker's last heartbeat."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens of its running requests, over all ranks."""
+
+
+class TableInputs(msgspec.Struct, frozen=True, gc=False):
+    """The inputs of a table. `committed` and `in_flight`: load by the ledger, and of decisions not
+    read back. `heartbeats`: heartbeats by worker, `changed_heartbeats`: their changes,
+    `count_output_tokens`: whether they count. `slowdown`: of measured workers, `TrackedDict` if it
+    can change. `stagger_ms`: by worker, the delay of this router behind others; an immutable
+    mapping.
+    """
+
+    committed: ActiveLoad
+    in_flight: ActiveLoad
+    heartbeats: Mapping[str, HeartbeatLoad]
+    changed_heartbeats: ChangeLog[str]
+    count_output_tokens: bool = True
+    slowdown: Mapping[str, float] = NO_SLOWDOWNS
+    stagger_ms: Mapping[str, float] = NO_SLOWDOWNS
+
+    def is_same(self, others: TableInputs) -> bool:
+        """Whether these are the same objects, whatever their content."""
+        return (
+            self.committed is others.committed and self.in_flight is others.in_flight
+            and self.heartbeats is others.heartbeats
+            and self.changed_heartbeats is others.changed_heartbeats
+            and self.count_output_tokens is others.count_output_tokens
+            and self.slowdown is others.slowdown and self.stagger_ms is others.stagger_ms
+        )  # fmt: skip
+
+
+class BatchOverlap(NamedTuple):
+    """Cached prefixes of several prompts: prompt i has the `columns` and `depths` (see
+    `MatchDepths`) from `starts[i]` to `starts[i + 1]`.
+    """
+
+    starts: Ints
+    columns: Ints
+    depths: Ints
+
+
+def profile_columns(pace: EngineProfile) -> tuple[float, ...]:
+    """The columns of a row from `SLOWDOWN` on."""
+    return (pace.slowdown, pace.chunk_tokens, pace.capacity_tokens, *pace.curves.coefficients())
+
+
+def recorded_curve(pace: EngineProfile) -> tuple[float, ...]:
+    """The curve as decisions record it: empty for the published one."""
+    return () if pace.curves == PUBLISHED_CURVES else pace.curves.coefficients()
+
+
+class CandidateTable:
+    """The candidates of one pool. `worker_ranks`, `hashes`, `curves`, `features`: as in
+    `Candidates`.
+    """
+
+    def __init__(self, rows: Sequence[CandidateSpec]) -> None:
+        self.worker_ranks = [row.worker_rank for row in rows]
+        self.hashes = rank_hashes(self.worker_ranks)
+        self.curves = [recorded_curve(row.profile) for row in rows]
+        self.features = np.zeros((len(rows), cost_kernels.FEATURES))
+        self._memory = self.features.data
+        for spot, row in zip(self.features, rows, strict=True):
+            spot[cost_kernels.SLOWDOWN :] = profile_columns(row.profile)
+        self._ranks = [row.rank_count for row in rows]
+        self._outputs = [0] * len(rows)
+        self._unmeasured = set(range(len(rows)))
+        kinds = {curve: n for n, curve in enumerate(dict.fromkeys(self.curves))}
+        self._kinds = np.array([kinds[curve] for curve in self.curves], np.int64)
+        self._row_of = {place: n for n, place in enumerate(self.worker_ranks)}
+        self._rows_of: dict[str, list[int]] = {}
+        for n, place in enumerate(self.worker_ranks):
+            self._rows_of.setdefault(place.worker, []).append(n)
+        self._shown = {row.cache_id: n for n, row in enumerate(rows) if row.has_known_cache}
+        self._read: TableInputs | None = None
+        self._seen = (-1, -1, -1, -1)
+        """Number of changes taken in from each input."""
+        self._owners: Sequence[CacheId] = ()
+        self.row_of_column: Ints = np.empty(0, np.int64)
+        """The row of each column of the index; -1 for caches that are not in this pool."""
+
+    def rows_of(self, places: Iterable[WorkerRank | None]) -> Ints:
+        """The row numbers of these places; -1 for None and for places of other pools."""
+        row_of = self._row_of
+        return np.array([row_of.get(place, NO_ROW) for place in places], np.int64)  # type: ignore[arg-type]
+
+    def overlaps_of(
+        self, caches: KvIndexView, prompts: Sequence[NDArray[np.uint64]]
+    ) -> BatchOverlap:
+        """The cached prefixes of prompts, by their local hashes."""
+        each = self._depths(caches, prompts)
+        return BatchOverlap(
+            np.array([0, *accumulate([len(one.columns) for one in each])], np.int64),
+            np.concatenate([one.columns for one in each]),
+            np.concatenate([one.depths for one in each]),
+        )
+
+    def overlap_blocks(self, caches: KvIndexView, local: NDArray[np.uint64]) -> Floats:
+        """Cached leading blocks of a prompt at each place: on the device, the host and the disk."""
+        (found,), blocks = self._depths(caches, (local,)), np.empty((len(self.worker_ranks), 3))
+        cost_kernels.scatter_overlap(found.columns, found.depths, self.row_of_column, blocks)
+        return blocks
+
+    def select(
+        self, places: Sequence[WorkerRank] | None, blocks: Floats, taint_weights: Floats | None,
+        others: Reservations,
+    ) -> Candidates:  # fmt: skip
+        """The candidates at these places, in this order; None: at all places of the pool.
+
+        `overlap_blocks`, `taint_weights` and `others` are about all rows, as in `Candidates`.
+        """
+        every = Candidates(
+            self.worker_ranks,
+            self.hashes,
+            self.curves,
+            self.features,
+            blocks,
+            taint_weights,
+            others,
+        )
+        return every if places is None else every.subset(self.rows_of(places))
+
+    def _depths(
+        self, caches: KvIndexView, prompts: Sequence[NDArray[np.uint64]]
+    ) -> list[MatchDepths]:
+        """The cached prefix of each prompt, all by one state of `row_of_column`."""
+        index = caches.blocks
+        while True:
+            owners = index.column_owners
+            each = [caches.depths(local) for local in prompts]
+            if owners is index.column_owners:  # else a column may have been given to another cache
+                break
+        if owners is not self._owners:
+            self._owners = owners
+            self.row_of_column = np.array([self._shown.get(o, NO_ROW) for o in owners], np.int64)
+        return each
+
+    def refresh(self, sources: TableInputs, now_ms: int) -> None:
+        """Apply the changes since the last call, and the passing of time."""
+        counts = (
+            sources.committed.changes.count, sources.in_flight.changes.count,
+            sources.changed_heartbeats.count,
+            sources.slowdown.changes.count if isinstance(sources.slowdown, TrackedDict) else -1,
+        )  # fmt: skip
+        if self._read is None or not self._read.is_same(sources):
+            self._read_all(sources)
+        elif counts != self._seen:
+            self._read_changes(sources)
+        self._read, self._seen = sources, counts
+        cost_kernels.update_busy_time(self.features, float(now_ms))
+
+    def _read_all(self, sources: TableInputs) -> None:
+        self._read_beats(sources, self._rows_of)
+        self._read_slowdown(sources, self._rows_of)
+        self._read_burdens(sources, self.worker_ranks)
+        for worker, rows in self._rows_of.items():
+            self.features[rows, cost_kernels.STAGGER_MS] = sources.stagger_ms.get(worker, 0.0)
+
+    def _read_changes(self, sources: TableInputs) -> None:
+        seen_told, seen_own, seen_beats, seen_slowdown = self._seen
+        told = sources.committed.changes.since(seen_told)
+        own = sources.in_flight.changes.since(seen_own)
+        beats = sources.changed_heartbeats.since(seen_beats)
+        if told is None or own is None or beats is None:
+            self._read_beats(sources, self._rows_of)
+            self._read_burdens(sources, self.worker_ranks)
+        else:
+            places = {*told, *own}
+            if beats:
+                self._read_beats(sources, beats)
+                rows = chain.from_iterable(self._rows_of.get(worker, ()) for worker in beats)
+                places.update(self.worker_ranks[n] for n in rows)
+            self._read_burdens(sources, places)
+        if isinstance(sources.slowdown, TrackedDict):
+            changed = sources.slowdown.changes.since(seen_slowdown)
+            if changed is None or changed:
+                self._read_slowdown(sources, self._rows_of if changed is None else changed)
+
+    def _read_beats(self, sources: TableInputs, workers: Iterable[str]) -> None:
+        for worker in workers:
+            beat = sources.heartbeats.get(worker) if sources.count_output_tokens else None
+            for n in self._rows_of.get(worker, ()):
+                self._outputs[n] = beat.output_tokens // self._ranks[n] if beat else 0
+
+    def _read_slowdown(self, sources: TableInputs, workers: Iterable[str]) -> None:
+        for worker in workers:
+            slowdown = sources.slowdown.get(worker)
+            for n in self._rows_of.get(worker, ()):
+                if slowdown is None:
+                    self._unmeasured.add(n)
+                else:
+                    self._unmeasured.discard(n)
+                    self.features[n, cost_kernels.SLOWDOWN] = slowdown
+        if self._unmeasured:
+            self._assume_slowdown()
+
+    def _assume_slowdown(self) -> None:
+        """Take an unmeasured worker to be like the fastest with the same curve; see
+        `performance.py`.
+        """
+        is_known = np.ones(len(self.worker_ranks), bool)
+        is_known[[*self._unmeasured]] = False
+        for kind in np.unique(self._kinds[~is_known]):
+            alike = self._kinds == kind
+            known = self.features[alike & is_known, cost_kernels.SLOWDOWN]
+            self.features[alike & ~is_known, cost_kernels.SLOWDOWN] = (
+                known.min() if len(known) else 1.0
+            )
+
+    def _read_burdens(self, sources: TableInputs, places: Iterable[WorkerRank]) -> None:
+        told, own = sources.committed.by_rank.get, sources.in_flight.by_rank.get
+        prefilled_ms = sources.committed.last_first_token_ms.get
+        row_of, outputs, spots, pack = self._row_of, self._outputs, self._memory, _LOAD.pack_into
+        for place in places:
+            if (n := row_of.get(place)) is None:  # of another pool
+                continue
+            burden = told(place, NO_BURDEN)
+            if (ours := own(place)) is not None:  # few places have any
+                burden = burden.add(ours)
+            waiting, tokens = burden.prefill_runs, burden.tokens
+            pack(
+                spots, n * _SPOT_BYTES,
+                burden.runs, tokens, tokens + outputs[n], burden.prefill_tokens, waiting,
+                burden.prefill_since_ms / waiting if waiting else 0.0, prefilled_ms(place, 0),
+            )  # fmt: skip

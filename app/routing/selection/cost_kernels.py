@@ -1,0 +1,393 @@
+"""What a place costs, option by option: the loops of `predictive.py` and of policy dynamo.
+
+The formulas, with what their letters mean, stand in `predictive.py` and `policies.py`. Each number
+is made of its own option's alone, so it is the same to the bit among other options.
+
+`spots`: f64 (options, SPOT), a row a place; counts and tokens are whole numbers. `blocks`: f64
+(options, 3), leading blocks of the prompt by tier. `found`: f64 (options, FOUND), what comes out.
+Calling a kernel takes about 0.3 us, and 0.05 for each array: so there are few, with few arrays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.kernels import inlined, kernel
+
+(
+    RUNS, TOKENS, OPEN_TOKENS, PREFILL_TOKENS, PREFILL_RUNS, ARRIVED_MS, LAST_FIRST_TOKEN_MS,
+    BUSY_MS,
+    STAGGER_MS, SLOWDOWN, CHUNK_TOKENS_COLUMN, CAPACITY_TOKENS_COLUMN, CURVE,
+) = range(13)  # fmt: skip
+"""Of a spot. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `ARRIVED_MS`: when the runs without a
+first token came, in the mean; from `CURVE` on the seven numbers of a curve
+(`PerfCurves.coefficients`)."""
+FEATURES = CURVE + 7
+WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, STANDALONE, HOLD, CACHED = range(
+    9
+)
+"""Of what is found, in ms; `STANDALONE` and `HOLD` as in `Prediction`, but `HOLD` falls below 0
+when more time has passed than was expected. `CACHED`: tokens of the prompt that need not be
+computed."""
+RESULTS = 9
+
+REQUEST_TOKENS, REQUEST_BLOCK, REQUEST_OUTPUT, REQUEST_TTFT, REQUEST_ITL = range(5)
+"""Of an ask: tokens of its prompt, of a block, of its answer; its targets in ms."""
+REQUEST_COLUMNS = 5
+RECORD_COLUMNS = 15
+"""How many columns `record_candidates` fills."""
+
+HOST_SHARE, DISK_SHARE = 0.75, 0.25
+"""Of the prefill of a block, what is saved by loading it; as the `dynamo_costs` policy has it."""
+FULL_CACHE_WAIT = 1.5
+"""Answers' times until enough of a full cache is free; 1 would be if all had just begun."""
+FOLLOWUP_STEPS = 1.5
+"""Steps of decode in the time to a first token: half of the one under way, and one beside it."""
+MISSED_TARGET_MS = 1e9
+"""What it costs to miss a target of the request: more than anything else, so who misses one comes
+after all who meet them."""
+
+UNKNOWN = -1.0
+"""How much of a prompt is held where most is, if that is to be found among the options."""
+
+MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+SHIFT_1, SHIFT_2, SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+
+@inlined
+def _step_ms(spot: Floats, tokens: float) -> float:
+    """Prefill in one step, of a place at the pace of its curve."""
+    return (spot[CURVE] * tokens + spot[CURVE + 1]) * tokens + spot[CURVE + 2]
+
+
+@inlined
+def _prefill_ms(spot: Floats, tokens: float, decode_ms: float) -> float:
+    """As `EngineProfile.prefill_ms`."""
+    chunk, slowness = spot[CHUNK_TOKENS_COLUMN], spot[SLOWDOWN]
+    whole = np.floor(tokens / chunk)
+    rest = tokens - whole * chunk
+    time_ms = whole * (slowness * _step_ms(spot, chunk) + decode_ms)
+    if rest > 0:
+        time_ms += slowness * _step_ms(spot, rest) + decode_ms
+    return time_ms
+
+
+@inlined
+def _decode_ms(spot: Floats, tokens: float) -> float:
+    """As `EngineProfile.decode_ms`."""
+    usage = 0.0
+    if spot[CAPACITY_TOKENS_COLUMN] > 0:
+        usage = min(tokens / spot[CAPACITY_TOKENS_COLUMN], 1.0)
+    step_ms = (spot[CURVE + 3] * usage + spot[CURVE + 4]) * usage + spot[CURVE + 5]
+    return spot[SLOWDOWN] * max(step_ms, spot[CURVE + 6])
+
+
+@kernel()
+def update_busy_time(spots: Floats, now_ms: float) -> None:
+    """Say for how long each place has been at the prompts that are there."""
+    for i in range(len(spots)):
+        spot = spots[i]
+        busy_ms = 0.0
+        if spot[PREFILL_RUNS] > 0:  # since the last one before them was done
+            busy_ms = max(now_ms - max(spot[ARRIVED_MS], spot[LAST_FIRST_TOKEN_MS]), 0.0)
+        spot[BUSY_MS] = busy_ms
+
+
+@kernel()
+def scatter_overlap(columns: Ints, depths: Ints, rows: Ints, blocks: Floats) -> None:
+    """What the index found, by column, to the rows of places; -1 for columns of none of them."""
+    for i in range(len(blocks)):
+        for tier in range(3):
+            blocks[i, tier] = 0.0
+    for n in range(len(columns)):
+        if columns[n] < len(rows):
+            row = rows[columns[n]]
+            if row >= 0:
+                for tier in range(3):
+                    blocks[row, tier] = depths[n, tier]
+
+
+@inlined
+def _mixed(x: int) -> int:
+    """SplitMix64."""
+    x = (x ^ (x >> SHIFT_1)) * MIX_1
+    x = (x ^ (x >> SHIFT_2)) * MIX_2
+    return x ^ (x >> SHIFT_3)
+
+
+@kernel()
+def argmin(costs: Floats, start: int, tags: Words) -> int:
+    """The option with the least cost, of equal ones that with the least draw; -1 for none."""
+    at, best = -1, np.inf
+    for i in range(len(costs)):
+        if costs[i] < best:
+            at, best = i, costs[i]
+    if at < 0:
+        return at
+    start = _mixed(start)
+    for i in range(at + 1, len(costs)):
+        if costs[i] == best and _mixed(start ^ tags[i]) < _mixed(start ^ tags[at]):
+            at = i
+    return at
+
+
+@kernel()
+def _settle(
+    spots: Floats,
+    blocks: Floats,
+    others_at: Ints,
+    others_ms: Floats,
+    block_size: float,
+    prompt_tokens: float,
+    weight: float,
+    found: Floats,
+) -> float:
+    """What each option holds of the prompt, the rest's prefill alone, the wait for others there.
+
+    Returns the most that one holds.
+    """
+    most = 0.0
+    for i in range(len(spots)):
+        worth = blocks[i, 0] + (HOST_SHARE * blocks[i, 1] + DISK_SHARE * blocks[i, 2])
+        held = min(worth * block_size, prompt_tokens)
+        most = max(most, held)
+        found[i, CACHED] = held
+        found[i, WAIT] = 0.0
+        found[i, STANDALONE] = _prefill_ms(spots[i], max(prompt_tokens - held, 1.0), 0.0)
+    for j in range(len(others_at)):
+        i = others_at[j]
+        if i >= 0:
+            own_ms, other_ms = found[i, STANDALONE], others_ms[j]
+            found[i, WAIT] += min(own_ms, other_ms) + weight * max(own_ms, other_ms)
+    return most
+
+
+@kernel()
+def predict_costs(
+    spots: Floats,
+    blocks: Floats,
+    liking: Floats,
+    others_at: Ints,
+    others_ms: Floats,
+    block_size: float,
+    prompt_tokens: float,
+    output_tokens: float,
+    mean_output: float,
+    most_held: float,
+    leads_to: float,
+    weight: float,
+    ttft_target: float,
+    itl_target: float,
+    start: int,
+    tags: Words,
+    found: Floats,
+    costs: Floats,
+) -> tuple[int, float]:
+    """What is expected of a request at each option; returns the `argmin` cost's, -1 for none, and
+    how much of its prompt is held where most is.
+
+    `others_at` and `others_ms`: options for which other requests are planned, and their prefill
+    there, alone; -1 for those that are planned for none of these. `liking`: empty if costs stay as
+    they are. `most_held` may be UNKNOWN.
+    """
+    most = _settle(
+        spots, blocks, others_at, others_ms, block_size, prompt_tokens, weight, found
+    )  # fmt: skip
+    if most_held != UNKNOWN:
+        most = most_held
+    for i in range(len(spots)):
+        spot = spots[i]
+        runs, prompts, capacity = spot[RUNS], spot[TOKENS], spot[CAPACITY_TOKENS_COLUMN]
+        held = found[i, CACHED]
+        tokens = max(prompt_tokens - held, 1.0)
+        context = prompts + runs * mean_output / 2
+        step_ms = _decode_ms(spot, context) if runs > 0 else 0.0
+        alone_ms, planned_ms = found[i, STANDALONE], found[i, WAIT]
+        left_ms = 0.0
+        if spot[PREFILL_RUNS] > 0:
+            left_ms = _prefill_ms(spot, spot[PREFILL_TOKENS], step_ms) - spot[BUSY_MS]
+        bounded = runs > 0 and capacity > 0
+        wait_ms = max(left_ms, step_ms / 2) + spot[STAGGER_MS]
+        added = prompt_tokens - min(blocks[i, 0] * block_size, prompt_tokens)
+        excess = context + added + mean_output - capacity
+        if bounded and excess > 0:
+            wait_ms += excess / max(context, 1.0) * mean_output * FULL_CACHE_WAIT * step_ms
+        wait_ms += planned_ms
+        later_ms = _decode_ms(spot, context + prompt_tokens + output_tokens / 2)
+        per_token_ms = (
+            spot[SLOWDOWN] * _step_ms(spot, spot[CHUNK_TOKENS_COLUMN]) / spot[CHUNK_TOKENS_COLUMN]
+        )
+        prefill_ms = _prefill_ms(spot, tokens, step_ms)
+        stall_ms = runs * alone_ms
+        slower_ms = runs * mean_output / 2 * (later_ms - step_ms)
+        decode_ms = output_tokens * later_ms
+        replication_ms = (most - held) * per_token_ms
+        ttft_ms = wait_ms + prefill_ms
+        cost_ms = ttft_ms + weight * (stall_ms + slower_ms + leads_to * decode_ms)
+        cost_ms += (leads_to - 1.0) * FOLLOWUP_STEPS * later_ms + replication_ms / leads_to
+        if len(liking):
+            cost_ms *= liking[i]
+        if ttft_ms > ttft_target or later_ms > itl_target:
+            cost_ms += MISSED_TARGET_MS
+        shares = spot[SLOWDOWN] * (spot[CURVE + 1] * tokens - spot[CURVE + 2]) <= step_ms
+        hold_ms = 0.0 if shares else left_ms
+        if bounded and prompts + added + output_tokens > capacity:
+            hold_ms = np.inf
+        found[i, WAIT] = wait_ms
+        found[i, PREFILL] = prefill_ms
+        found[i, DECODE_STALL] = stall_ms
+        found[i, DECODE_SLOWDOWN] = slower_ms
+        found[i, DECODE] = decode_ms
+        found[i, REPLICATION] = replication_ms
+        found[i, HOLD] = hold_ms
+        costs[i] = cost_ms
+    return argmin(costs, start, tags), most
+
+
+@kernel()
+def dynamo_costs(
+    spots: Floats,
+    blocks: Floats,
+    prompt_tokens: int,
+    block_size: int,
+    scale: float,
+    per_run: float,
+    worth: Floats,
+    decay: float,
+    least_prefill: float,
+    costs: Floats,
+) -> None:
+    """As `policies.dynamo_costs`. `worth`: of a block on the device, the host and the disk."""
+    for i in range(len(spots)):
+        spot = spots[i]
+        device = worth[0] * blocks[i, 0]
+        if decay > 0:
+            device /= 1.0 + decay * (spot[PREFILL_TOKENS] - least_prefill)
+        credit = device + worth[1] * blocks[i, 1] + worth[2] * blocks[i, 2]
+        prefill = (spot[PREFILL_TOKENS] + prompt_tokens) / block_size
+        open_blocks = -(-int(spot[OPEN_TOKENS]) // block_size)
+        costs[i] = scale * max(prefill - credit, 0.0) + open_blocks + per_run * spot[RUNS]
+
+
+@kernel()
+def draw_random(start: int, tags: Words, drawn: Words) -> None:
+    """A number for each tag, as if at random, by a seed."""
+    start = _mixed(start)
+    for i in range(len(tags)):
+        drawn[i] = _mixed(start ^ tags[i])
+
+
+@kernel()
+def plan_uniform_batch(
+    spots: Floats,
+    tags: Words,
+    starts: Ints,
+    columns: Ints,
+    depths: Ints,
+    rows: Ints,
+    asks: Floats,
+    seeds: Words,
+    entries: Ints,
+    others_at: Ints,
+    others_ms: Floats,
+    mean_output: float,
+    leads_to: float,
+    weight: float,
+    liking: Floats,
+    blocks: Floats,
+    costs: Floats,
+    found: Floats,
+    best: Floats,
+) -> None:
+    """Plan requests one after the other, each knowing where all others that are held are to go.
+
+    `asks`: f64 (requests, 5), see `REQUEST_COLUMNS`. Of each the index found `columns` and `depths`
+    from one of `starts` to the next. `others_at` and `others_ms` are of all that are held, and of
+    these, in the order of their arrival; `entries` says which of them each request is. `best`: f64
+    (requests, FOUND), what was found at its option. From `blocks` to `found` is memory to work in.
+    """
+    for n in range(len(asks)):
+        first, end, entry = starts[n], starts[n + 1], entries[n]
+        others_at[entry] = -1  # what it had in mind itself
+        scatter_overlap(columns[first:end], depths[first:end], rows, blocks)
+        chosen, _ = predict_costs(
+            spots, blocks, liking, others_at, others_ms, asks[n, REQUEST_BLOCK],
+            asks[n, REQUEST_TOKENS], asks[n, REQUEST_OUTPUT], mean_output, UNKNOWN, leads_to,
+            weight,
+            asks[n, REQUEST_TTFT], asks[n, REQUEST_ITL], seeds[n], tags, found, costs,
+        )  # fmt: skip
+        others_at[entry], others_ms[entry] = chosen, found[chosen, STANDALONE]
+        for k in range(RESULTS):
+            best[n, k] = found[chosen, k]
+
+
+@inlined
+def _bits(x: float) -> int:
+    return np.float64(x).view(np.int64)
+
+
+@kernel()
+def record_candidates(costs: Floats, chosen: int, spots: Floats, blocks: Floats, rows: Ints) -> int:
+    """The options with the least costs in that order, and the chosen one; how many they are.
+
+    What is written down of each goes into a row of `rows`, its number first. What stands at 1 and
+    from 12 on are floats, bit by bit.
+    """
+    size, most = 0, len(rows) - 1
+    for i in range(len(costs)):
+        if costs[i] < np.inf and (size < most or costs[i] < costs[rows[size - 1, 0]]):
+            at = size if size < most else size - 1
+            size = at + 1
+            while at > 0 and costs[i] < costs[rows[at - 1, 0]]:
+                rows[at, 0] = rows[at - 1, 0]
+                at -= 1
+            rows[at, 0] = i
+    is_among = False
+    for k in range(size):
+        is_among |= rows[k, 0] == chosen
+    if not is_among:
+        rows[size, 0] = chosen
+        size += 1
+    for k in range(size):
+        i, row = rows[k, 0], rows[k]
+        spot = spots[i]
+        row[1] = _bits(costs[i])
+        row[2], row[3] = int(spot[RUNS]), int(spot[OPEN_TOKENS])
+        for tier in range(3):
+            row[4 + tier] = int(blocks[i, tier])
+        row[7], row[8] = int(spot[PREFILL_TOKENS]), int(spot[TOKENS])
+        row[9], row[10], row[11] = (
+            int(spot[PREFILL_RUNS]),
+            int(spot[CHUNK_TOKENS_COLUMN]),
+            int(spot[CAPACITY_TOKENS_COLUMN]),
+        )
+        row[12], row[13] = _bits(spot[BUSY_MS]), _bits(spot[SLOWDOWN])
+        row[14] = _bits(spot[STAGGER_MS])
+    return size
+
+
+def warm_up() -> None:
+    """Call every kernel once, with what it will be called with."""
+    spots, blocks, costs = np.ones((1, FEATURES)), np.zeros((1, 3)), np.zeros(1)
+    found, tags, none = np.zeros((1, RESULTS)), np.zeros(1, np.uint64), np.zeros(1, np.int64)
+    update_busy_time(spots, 1.0)
+    scatter_overlap(none, np.zeros((1, 4), np.int64), none, blocks)
+    predict_costs(
+        spots, blocks, np.ones(1), none, np.zeros(1), 16.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.01, np.inf,
+        np.inf, np.uint64(0), tags, found, costs,
+    )  # fmt: skip
+    dynamo_costs(spots, blocks, 1, 16, 1.0, 0.0, np.ones(3), 0.0, 0.0, costs)
+    draw_random(np.uint64(0), tags, tags.copy())
+    argmin(costs, np.uint64(0), tags)
+    record_candidates(costs, 0, spots, blocks, np.zeros((2, RECORD_COLUMNS), np.int64))
+    plan_uniform_batch(
+        spots, tags, np.zeros(2, np.int64), none, np.zeros((1, 4), np.int64), none,
+        np.ones((1, REQUEST_COLUMNS)), tags, np.zeros(1, np.int64), np.zeros(1, np.int64),
+        np.zeros(1), 1.0,
+        1.0, 0.01, np.ones(1), blocks, costs, found, found.copy(),
+    )  # fmt: skip

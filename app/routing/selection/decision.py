@@ -1,0 +1,199 @@
+"""Routing state, routing configuration, and the possible results of a decision.
+
+Data and pure functions. `select.py` makes the decision; `pending.py` and routers act on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from app.routing.selection import cost_kernels
+from app.routing.selection.candidate_table import NO_SLOWDOWNS, CandidateTable
+from app.routing.selection.decision_record import DecisionRecord
+from app.routing.selection.eligibility import CandidatePools
+from app.routing.selection.policies import Candidates, DynamoWeights
+from app.routing.selection.predictive import PredictiveWeights
+from app.routing.state.active_load import ActiveLoad, WorkerLoad
+from app.routing.state.fleet import Fleet
+from app.routing.state.kv_index import KvIndexView
+from app.routing.state.performance import DEFAULT_OUTPUT_TOKENS
+from app.routing.worker_rank import WorkerRank
+from streams.records import Candidate, EndCode
+
+
+class Reservation(msgspec.Struct, frozen=True, gc=False):
+    """A place reserved for a request. `prefill_ms`: its own prefill there, with nothing beside it.
+
+    `hold_until_ms`: the time after which it is no longer held, whatever the load there.
+    """
+
+    worker_rank: WorkerRank
+    prefill_ms: float
+    hold_until_ms: int
+
+
+class RoutingState(msgspec.Struct, frozen=True, gc=False):
+    """The state of the deployment when a request is planned. `committed`: load by the ledger;
+    `in_flight`: load of decisions taken here and not read back. `now_ms`: broker time.
+
+    Only policy predictive uses the rest. `mean_output_tokens`: mean length of an answer;
+    `slowdown`: by worker, see `EngineProfile`. `reservations`: the reservations of the other
+    requests that are held here, in the order of their arrival. `stagger_ms`: see `TableInputs`.
+    `count_output_tokens`: whether output tokens of running requests count as load.
+    `expected_followups`: see `PerformanceModel`.
+    """
+
+    fleet: Fleet
+    pools: CandidatePools
+    kv_index: KvIndexView
+    committed: ActiveLoad
+    in_flight: ActiveLoad
+    now_ms: int
+    mean_output_tokens: float = DEFAULT_OUTPUT_TOKENS
+    slowdown: Mapping[str, float] = NO_SLOWDOWNS
+    reservations: Sequence[Reservation] = ()
+    count_output_tokens: bool = True
+    stagger_ms: Mapping[str, float] = NO_SLOWDOWNS
+    expected_followups: float = 1.0
+
+
+class RoutingConfig(NamedTuple):
+    """The policy of a deployment and its settings. `session_affinity_tolerance`: a factor on
+    `affinity_tolerance`.
+    """
+
+    policy: str = "predictive"
+    weights: DynamoWeights = DynamoWeights()
+    predictive_weights: PredictiveWeights = PredictiveWeights()
+    session_affinity_tolerance: float = 1.0
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether the policy may hold requests for a place, so that they are planned in batches."""
+        return self.policy == "predictive"
+
+
+class Forecast(msgspec.Struct, frozen=True, gc=False):
+    """What policy predictive expects. `hold_ms`: for how long holding the request pays, from now;
+    `queued_ms`: how long it was held; `ttft_ms`: time to its first token if it goes now.
+    """
+
+    reservation: Reservation | None = None
+    hold_ms: int = 0
+    queued_ms: int = 0
+    ttft_ms: float = 0.0
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False):
+    """A place was chosen. `prefill_tokens`: tokens that the request adds to the prefill there. The
+    fields hold all inputs of the costs that are not in the request. `at_ms`: when it was decided.
+    `session_rank`: the place of the request's session, if affinity was considered.
+    """
+
+    worker_rank: WorkerRank
+    tokens: int
+    cached_tokens: int
+    prefill_tokens: int
+    block_size: int
+    policy: str
+    params: dict[str, float]
+    seed: int
+    record: DecisionRecord
+    at_ms: int = 0
+    forecast: Forecast = Forecast()
+    session_rank: WorkerRank | None = None
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The candidates to record: the best ones, and the chosen one."""
+        return self.record.candidates
+
+    @property
+    def overlap_blocks(self) -> int:
+        """Blocks of the prompt cached at its place, in any tier."""
+        each = self.record.candidate(self.worker_rank)
+        return each.overlap_blocks + each.host_blocks + each.disk_blocks if each else 0
+
+    @property
+    def load(self) -> WorkerLoad:
+        """The load that it adds to its place until it is read back."""
+        booked = self.policy != "direct"  # with policy direct the caller balances the load
+        return WorkerLoad(1, self.tokens * booked, self.prefill_tokens, 1, self.at_ms)
+
+
+class Wait(msgspec.Struct, frozen=True, gc=False):
+    """The request has to wait in this router.
+
+    `retry_at_ms`: broker time of the next try; None if only a record can help. Trying earlier or
+    later is never wrong. `reservation`: the reservation of policy predictive. `code`: the end of
+    the request if its time is up before. `needs_new_worker`: no worker that is there could ever
+    take it.
+    """
+
+    reason: str
+    retry_at_ms: int | None = None
+    reservation: Reservation | None = None
+    code: EndCode = "deadline"
+    needs_new_worker: bool = False
+
+
+class Rejection(NamedTuple):
+    """The request asks for something impossible."""
+
+    code: EndCode
+    message: str
+
+
+Decision: TypeAlias = Placement | Wait | Rejection
+
+
+def reservation_of(planned: Decision) -> Reservation | None:
+    """The reservation of policy predictive for a request, whether it may go now or waits."""
+    if isinstance(planned, Placement):
+        return planned.forecast.reservation
+    return planned.reservation if isinstance(planned, Wait) else None
+
+
+def forecast(
+    found: Sequence[float],
+    among: CandidateTable | Candidates,
+    chosen: int,
+    now_ms: int,
+    since_ms: float,
+    tuning: RoutingConfig,
+    deadline_ms: float | None,
+) -> Forecast:
+    """The forecast for a request at the chosen place. `found`: a row of `Prediction.results`.
+
+    Its turn there comes `stagger_ms` after the place is free, or after the request arrived.
+    """
+    until_ms = since_ms + tuning.predictive_weights.max_hold_ms
+    if deadline_ms is not None:
+        until_ms = min(until_ms, deadline_ms - found[cost_kernels.PREFILL])
+    planned = Reservation(
+        among.worker_ranks[chosen], found[cost_kernels.STANDALONE], math.floor(until_ms)
+    )
+    left_ms, spots = found[cost_kernels.HOLD], among.features
+    if later_ms := spots.item(chosen, cost_kernels.STAGGER_MS):
+        if spots.item(chosen, cost_kernels.PREFILL_RUNS):
+            left_ms += later_ms if left_ms else 0.0
+        else:
+            left_ms = (
+                max(since_ms, spots.item(chosen, cost_kernels.LAST_FIRST_TOKEN_MS))
+                + later_ms
+                - now_ms
+            )
+    left_ms = min(left_ms, planned.hold_until_ms - now_ms)
+    ttft_ms = found[cost_kernels.WAIT] + found[cost_kernels.PREFILL]
+    return Forecast(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), ttft_ms)
+
+
+def wait_for_rank(outlook: Forecast, now_ms: int) -> Wait | None:
+    """The hold, if holding the request pays."""
+    if outlook.hold_ms <= 0:
+        return None
+    return Wait("its worker is busy", now_ms + outlook.hold_ms, outlook.reservation)

@@ -1,0 +1,352 @@
+"""Eligibility: the hard rules on which workers may take a request, checked before any cost.
+
+A `CandidatePool` is what all requests for one model have in common: the places that live, serve it
+and sent a heartbeat lately. It is made when the fleet changes, which is seldom, and used for many
+requests. The constraints of the request itself, mostly none, are checked each time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from app.routing.selection.candidate_table import CandidateTable
+from app.routing.selection.lora import can_serve, placement
+from app.routing.state.active_load import ActiveLoad
+from app.routing.state.fleet import Fleet, FleetMember
+from app.routing.state.performance import EngineProfile, profile_from_card
+from app.routing.worker_rank import WorkerRank
+from indexer.epochs import CacheId
+from indexer.xxh3 import xxh3
+from streams.record_base import ModelKind
+from streams.records import EndCode, Phase, Role, WorkerCard
+from streams.request import NO_HINTS, Hints, Request
+
+DEFAULT_BLOCK_SIZE = 16
+"""The block size of models whose workers report none."""
+MAX_POOLS = 256
+"""Bound on cached pools; beyond it, all are made again."""
+
+_ROLES: dict[Phase, frozenset[Role]] = {
+    "aggregated": frozenset({"aggregated", "decode"}),
+    "prefill": frozenset({"prefill"}),
+    "decode": frozenset({"aggregated", "decode"}),
+}
+
+
+class CandidateRow(NamedTuple):
+    """A place in a pool. `worker_number` and `rank_count`: the worker's; see `worker_number`.
+
+    `has_known_cache`: the index knows its cache, by blocks of the pool's size. `profile` and
+    `card`: its own report.
+    """
+
+    worker_rank: WorkerRank
+    cache_id: CacheId
+    worker_number: str
+    taints: frozenset[str]
+    has_known_cache: bool
+    rank_count: int
+    profile: EngineProfile
+    card: WorkerCard
+
+
+class CandidatePool(NamedTuple):
+    """The places for a phase of requests for one model, by name and rank, and their `workers`; its
+    prompts' block size. `table`: the places in columns.
+
+    Right for one version of the fleet, until one of the workers has been silent for too long
+    (`until_ms`), or one of the `silent` ones sent a heartbeat again. `has_load_limits`: some cards
+    limit the load of their workers. `kinds`: the kinds of requests that the workers take.
+    """
+
+    rows: tuple[CandidateRow, ...]
+    workers: list[str]
+    block_size: int
+    version: int
+    until_ms: int
+    silent: tuple[tuple[str, int], ...]
+    table: CandidateTable
+    has_load_limits: bool = False
+    kinds: frozenset[ModelKind] = frozenset({"tokens"})
+
+
+class NotEligible(NamedTuple):
+    """No place is eligible. `code`: the end of the request if nothing changes in its time.
+
+    `retry`: `wait`: it may change as workers come, finish or send heartbeats again; `news`: no
+    present worker could ever take it, but a new one might; `none`: it asks for the impossible.
+    """
+
+    reason: str
+    code: EndCode
+    retry: Literal["wait", "news", "none"] = "wait"
+
+
+NO_READY_WORKER = NotEligible("no worker is ready", "no_workers")
+
+
+@lru_cache(maxsize=4096)
+def worker_number(worker: str) -> str:
+    """A worker's number in decimals, 63 bits, for clients that know workers by numbers."""
+    return str(xxh3(worker.encode()) >> 1)
+
+
+class CandidatePools:
+    """The pools of a fleet; remembers those it made."""
+
+    def __init__(self, fleet: Fleet, timeout_ms: int) -> None:
+        """`timeout_ms`: silence after which a worker gets no new work."""
+        self._fleet = fleet
+        self._timeout_ms = timeout_ms
+        self._pools: dict[tuple[str, Phase], CandidatePool] = {}
+
+    def pool(self, model: str, phase: Phase, now_ms: int) -> CandidatePool:
+        """The pool of a model, "" for any model, at a time of the broker."""
+        known = self._pools.get((model, phase))
+        if known is not None and self._holds(known, now_ms):
+            return known
+        if known is None and len(self._pools) >= MAX_POOLS:
+            self._pools.clear()
+        pool = self._pools[model, phase] = self._make(model, phase, now_ms, known)
+        return pool
+
+    def _holds(self, pool: CandidatePool, now_ms: int) -> bool:
+        if pool.version != self._fleet.version or now_ms > pool.until_ms:
+            return False
+        beats = self._fleet.heartbeats
+        return not pool.silent or all(w in beats and beats[w].at_ms == at for w, at in pool.silent)
+
+    def _make(
+        self, model: str, phase: Phase, now_ms: int, before: CandidatePool | None
+    ) -> CandidatePool:
+        """`before`: the previous pool; mostly it is kept, its workers having sent heartbeats."""
+        fleet, timeout_ms = self._fleet, self._timeout_ms
+        serving = {
+            worker: member
+            for worker, member in sorted(fleet.members.items())
+            if model in ("", member.card.model) and member.card.role in _ROLES[phase]
+        }
+        heard = {w: fleet.heartbeats[w].at_ms for w in serving if w in fleet.heartbeats}
+        routable = [w for w in serving if fleet.is_routable(w, now_ms, timeout_ms)]
+        until_ms = min((heard[w] for w in routable), default=now_ms) + timeout_ms
+        silent = tuple((w, at) for w, at in heard.items() if now_ms - at > timeout_ms)
+        if before is not None and (before.version, before.workers) == (fleet.version, routable):
+            return before._replace(until_ms=until_ms, silent=silent)
+        size = block_size_of(fleet, model, (serving[w] for w in routable))
+        rows = [row for w in routable for row in _rows(w, serving[w], size)]
+        return CandidatePool(
+            rows=tuple(rows),
+            workers=routable,
+            block_size=size,
+            version=fleet.version,
+            until_ms=until_ms,
+            silent=silent,
+            table=CandidateTable(rows),
+            has_load_limits=any(_is_bounded(row.card) for row in rows),
+            kinds=frozenset(row.card.config.kind for row in rows),
+        )
+
+
+def block_size_of(fleet: Fleet, model: str, members: Iterable[FleetMember]) -> int:
+    """The block size of a model's prompts: by its card, else that of most of these workers."""
+    card = fleet.models.get(model)
+    if card is not None and card.block_size:
+        return card.block_size
+    sizes = Counter(size for m in members if (size := m.card.config.kv_cache_block_size))
+    return min(sizes, key=lambda size: (-sizes[size], size), default=DEFAULT_BLOCK_SIZE)
+
+
+def _rows(worker: str, member: FleetMember, block_size: int) -> list[CandidateRow]:
+    card, number, pace = member.card, worker_number(worker), profile_from_card(member.card.config)
+    taints = frozenset(card.taints)
+    return [
+        CandidateRow(
+            WorkerRank(worker, member.epoch, rank), CacheId(worker, rank), number, taints,
+            card.config.kv_cache_block_size == block_size, card.ranks, pace, card,
+        )
+        for rank in range(card.ranks)
+    ]  # fmt: skip
+
+
+def filter_eligible(
+    request: Request,
+    phase: Phase,
+    pool: CandidatePool,
+    fleet: Fleet,
+    *,
+    excluded: Collection[str] = (),
+    full: Collection[tuple[str, int]] = (),
+    burdens: Sequence[ActiveLoad] = (),
+) -> Sequence[CandidateRow] | NotEligible:
+    """The eligible places for a phase of a request, or the reason why there is none.
+
+    Workers in `excluded`, on which it failed before, count as long as there is no other one; those
+    in `full`, with their epochs, do not. `burdens`: parts of the load of places, to be added up.
+
+    A request without constraints gets the rows of the pool as they are.
+    """
+    hints = request.hints
+    if (
+        hints is NO_HINTS
+        and not (excluded or full or pool.has_load_limits)
+        and _takes(pool, request)
+    ):
+        return pool.rows or NO_READY_WORKER
+    pin = pinned_worker(hints, phase)
+    if pin is not None and (fault := _pin_error(request, phase, pin, fleet)) is not None:
+        return fault
+    rows: Sequence[CandidateRow] = pool.rows
+    if not rows:
+        return NO_READY_WORKER
+    for rule in _rules(request, phase, pin, pool.kinds):
+        rows = [row for row in rows if rule.accepts(row)]
+        if not rows:
+            return _explain_empty(rule, request, phase, pin, fleet)
+    if excluded:
+        rows = [row for row in rows if row.worker_rank.worker not in excluded] or rows
+    if full:
+        rows = [row for row in rows if row.worker_rank[:2] not in full]
+    if pool.has_load_limits:
+        rows = [row for row in rows if not _is_busy(row, fleet, burdens)]
+    if hints.lora_name:
+        rows = _with_adapter(hints.lora_name, rows, pool, burdens)
+    return rows or _all_busy(pin, full)
+
+
+def _takes(pool: CandidatePool, request: Request) -> bool:
+    """Whether all places take a request's kind."""
+    return len(pool.kinds) == 1 and request.kind in pool.kinds
+
+
+def _all_busy(pin: str | None, full: Collection[tuple[str, int]]) -> NotEligible:
+    if pin is not None:
+        return NotEligible(f"the pinned worker {pin} is busy", "pinned_busy")
+    return NotEligible("all workers are full" if full else "all workers are busy", "all_busy")
+
+
+def pinned_worker(hints: Hints, phase: Phase) -> str | None:
+    """The worker that a phase must go to, by name or number."""
+    own = {"prefill": hints.prefill_worker_id, "decode": hints.decode_worker_id}.get(phase)
+    return own if own is not None else hints.backend_instance_id
+
+
+class EligibilityRule(NamedTuple):
+    """A condition on a place beyond being in the pool, and the reason if none meets it."""
+
+    reason: str
+    accepts: Callable[[CandidateRow], bool]
+
+
+def _rules(
+    request: Request, phase: Phase, pin: str | None, kinds: Collection[ModelKind] | None = None
+) -> Iterator[EligibilityRule]:
+    """`kinds`: the kinds that all places together take, if known."""
+    hints, kind = request.hints, request.kind
+    rank = _rank(hints, phase)
+    if kinds is None or len(kinds) != 1 or kind not in kinds:
+        yield EligibilityRule(
+            f"no ready worker takes {kind}"
+            + ("" if kind == "tokens" else " requests as they come"),
+            lambda row: row.card.config.kind == kind,
+        )
+    if pin is not None:
+        yield EligibilityRule(
+            f"the pinned worker {pin} is not ready", lambda row: _matches_name(row, (pin,))
+        )
+        rank = rank or 0
+    if rank is not None:
+        yield EligibilityRule(
+            f"no ready worker has rank {rank}", lambda row: row.worker_rank.rank == rank
+        )
+    if allowed := hints.allowed_worker_ids:
+        yield EligibilityRule(
+            "none of allowed_worker_ids is ready", lambda row: _matches_name(row, allowed)
+        )
+    if (asked := hints.routing_constraints) is not None and asked.required_taints:
+        required = frozenset(asked.required_taints)
+        yield EligibilityRule(
+            "no ready worker has all required_taints", lambda row: required <= row.taints
+        )
+    if adapter := hints.lora_name:
+        yield EligibilityRule(
+            "no ready worker serves the adapter of lora_name",
+            lambda row: can_serve(row.card.config, adapter),
+        )
+
+
+def _explain_empty(
+    rule: EligibilityRule, request: Request, phase: Phase, pin: str | None, fleet: Fleet
+) -> NotEligible:
+    """The result if a rule leaves no ready place."""
+    if pin is not None and rule.reason.startswith("the pinned"):
+        return NotEligible(rule.reason, "pinned_busy")
+    alive = (
+        row
+        for worker, member in fleet.live_members()
+        if request.model in ("", member.card.model) and member.card.role in _ROLES[phase]
+        for row in _rows(worker, member, 0)
+    )
+    all_rules = list(_rules(request, phase, pin))
+    hope = any(all(each.accepts(row) for each in all_rules) for row in alive)
+    return NotEligible(rule.reason, "none_eligible", "wait" if hope else "news")
+
+
+def _is_bounded(card: WorkerCard) -> bool:
+    return card.busy_cache is not None or card.busy_prefill_tokens is not None
+
+
+def _is_busy(row: CandidateRow, fleet: Fleet, burdens: Sequence[ActiveLoad]) -> bool:
+    """Whether the load of a worker exceeds the limits of its card."""
+    card, beat = row.card, fleet.heartbeats.get(row.worker_rank.worker)
+    if card.busy_cache is not None and beat is not None and beat.cache_usage > card.busy_cache:
+        return True
+    if card.busy_prefill_tokens is None:
+        return False
+    waiting = sum(each.loads((row.worker_rank,))[0].prefill_tokens for each in burdens)
+    return waiting > card.busy_prefill_tokens
+
+
+def _with_adapter(
+    adapter: str, rows: Sequence[CandidateRow], pool: CandidatePool, burdens: Sequence[ActiveLoad]
+) -> Sequence[CandidateRow]:
+    """The places where an adapter is, or is to be loaded.
+
+    The order of loading is over all of the pool, so that a request's own wishes and a worker that
+    is full for a moment do not change where others go; who cannot take it is passed by.
+    """
+    configs = {row.worker_rank.worker: row.card.config for row in pool.rows}
+    avoided = frozenset(configs) - {row.worker_rank.worker for row in rows}
+    open_runs = sum(each.adapter_runs(adapter) for each in burdens)
+    homes = placement(adapter, configs, open_runs, avoided)
+    return [row for row in rows if row.worker_rank.worker in homes]
+
+
+def _rank(hints: Hints, phase: Phase) -> int | None:
+    return hints.prefill_dp_rank if phase == "prefill" else hints.dp_rank
+
+
+def _pin_error(request: Request, phase: Phase, pin: str, fleet: Fleet) -> NotEligible | None:
+    """Why waiting cannot make the pin possible."""
+    hints, rank = request.hints, _rank(request.hints, phase) or 0
+    names = [worker for worker, _ in fleet.live_members() if pin in (worker, worker_number(worker))]
+    if not names:
+        return NotEligible(f"the pinned worker {pin} is gone", "pinned_gone", "none")
+    name, card = names[0], fleet.members[names[0]].card
+    if hints.allowed_worker_ids and not {name, worker_number(name)} & {*hints.allowed_worker_ids}:
+        reason = f"the pinned worker {pin} is not among allowed_worker_ids"
+        return NotEligible(reason, "pin_not_allowed", "none")
+    fault = ""
+    if request.model not in ("", card.model):
+        fault = f"does not serve {request.model}"
+    elif card.role not in _ROLES[phase]:
+        fault = f"only does {card.role}"
+    elif rank >= card.ranks:
+        fault = f"has no rank {rank}"
+    return NotEligible(f"the pinned worker {pin} {fault}", "invalid", "none") if fault else None
+
+
+def _matches_name(row: CandidateRow, names: Collection[str]) -> bool:
+    return row.worker_rank.worker in names or row.worker_number in names

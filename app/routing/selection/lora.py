@@ -1,0 +1,61 @@
+"""LoRA adapters: the workers that serve one, and the placement of one that is not loaded yet.
+
+A worker's card says which adapters it has, and whether it loads others. An adapter that no card
+names is given to as few of the loading workers as its requests need: the first of them in an order
+that the adapter's name and the workers' names make (rendezvous hashing), so that all routers load
+it in the same place, and a worker that comes or goes moves only what is its own.
+
+How many requests of an adapter are open, and where, is in the ledger (`active_load.py`). Never
+here: anything about costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+from indexer.xxh3 import xxh3
+from streams.records import EngineConfig
+
+DEFAULT_RUNS_PER_WORKER = 32
+"""Open runs of an adapter per worker that loads it, for engines that report no limit on concurrent
+runs."""
+
+T = TypeVar("T")
+
+
+def can_serve(config: EngineConfig, adapter: str) -> bool:
+    """Whether an engine has an adapter, or would load it."""
+    return adapter in (config.lora_names or ()) or bool(config.max_loras)
+
+
+def rendezvous_order(adapter: str, workers: Sequence[str]) -> list[str]:
+    """The workers in the order in which they are to load an adapter."""
+    return sorted(workers, key=lambda worker: (_weight(adapter, worker), worker), reverse=True)
+
+
+def placement(
+    adapter: str, configs: Mapping[str, EngineConfig], open_runs: int, unavailable: frozenset[str]
+) -> frozenset[str]:
+    """The workers for the requests of an adapter. `open_runs`: of this adapter, on all workers.
+
+    Those that have it by their cards, and as many others as the requests need; `unavailable`
+    workers take none, so the next in order do.
+    """
+    having = {w for w, config in configs.items() if adapter in (config.lora_names or ())}
+    loading = [w for w in configs if w not in having | unavailable and configs[w].max_loras]
+    homes, left = having - unavailable, open_runs
+    for worker in having:
+        left -= configs[worker].max_num_seqs or DEFAULT_RUNS_PER_WORKER
+    for worker in rendezvous_order(adapter, loading):
+        if homes and left < 0:
+            break
+        homes.add(worker)
+        left -= configs[worker].max_num_seqs or DEFAULT_RUNS_PER_WORKER
+    return frozenset(homes)
+
+
+@lru_cache(maxsize=1 << 14)
+def _weight(adapter: str, worker: str) -> int:
+    return xxh3(f"{adapter}\0{worker}".encode())

@@ -1,0 +1,41 @@
+"""Features of a request that its cost depends on: expected length, latency targets, weights."""
+
+from __future__ import annotations
+
+import math
+
+from streams.request import Request
+
+MAX_WEIGHT = 1e6
+"""Bound on weights that a request may set: costs stay finite, so that one is the least."""
+
+
+def expected_output_tokens(request: Request, mean: float) -> float:
+    """The expected length of its answer; `mean`: that of all answers."""
+    expected: float | None = request.hints.expected_output_tokens
+    expected, limit = mean if expected is None else max(expected, 1), request.stop.max_tokens
+    return float(expected if limit is None else min(expected, max(limit, 1)))
+
+
+def latency_targets(request: Request) -> tuple[float, float]:
+    """The latency targets of a request, to the first token and between tokens, in ms."""
+    wishes = request.router
+    if wishes is None:
+        return math.inf, math.inf
+    ttft_ms, itl_ms = wishes.ttft_target, wishes.itl_target
+    return math.inf if ttft_ms is None else ttft_ms, math.inf if itl_ms is None else itl_ms
+
+
+def invalid_weight(request: Request) -> str:
+    """The name of a number in the request that would make costs incomparable; mostly empty."""
+    override, constraints = request.router_config_override, request.hints.routing_constraints
+    if override is not None:
+        for name in ("overlap_score_credit", "prefill_load_scale", "router_temperature"):
+            value = getattr(override, name)
+            if value is not None and not 0 <= value <= MAX_WEIGHT:  # nor is it NaN
+                return name
+    if constraints is not None:
+        for taint, weight in constraints.preferred_taints.items():
+            if not abs(weight) <= MAX_WEIGHT:
+                return f"the weight of preferred taint {taint}"
+    return ""

@@ -1,0 +1,341 @@
+"""Selection of a worker: filter the eligible places, compute the cost of each, choose one.
+
+`select_worker` is a function of its arguments: the state by the folds and by this router's own
+undelivered decisions, the settings, and the request's own seed. Its result holds the inputs of the
+decision, so that `recompute_choice` reaches the same result from the record in the ledger alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from app.routing.selection import cost_kernels, predictive
+from app.routing.selection.candidate_table import CandidateTable, TableInputs
+from app.routing.selection.cost_kernels import Floats
+from app.routing.selection.decision import (
+    Decision,
+    Forecast,
+    Placement,
+    Rejection,
+    Reservation,
+    RoutingConfig,
+    RoutingState,
+    Wait,
+    forecast,
+    wait_for_rank,
+)
+from app.routing.selection.decision_record import candidates_from_record, record_decision
+from app.routing.selection.eligibility import (
+    CandidatePool,
+    CandidateRow,
+    NotEligible,
+    filter_eligible,
+    pinned_worker,
+)
+from app.routing.selection.policies import (
+    NO_RESERVATIONS,
+    POLICIES,
+    Candidates,
+    Costs,
+    DynamoWeights,
+    RequestFeatures,
+    Reservations,
+    choose,
+    cost_range,
+)
+from app.routing.selection.predictive import Prediction, PredictiveWeights
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.request_features import (
+    MAX_WEIGHT,
+    expected_output_tokens,
+    invalid_weight,
+    latency_targets,
+)
+from app.routing.selection.session_preference import affinity_tolerance, apply_affinity
+from app.routing.worker_rank import WorkerRank
+from streams.records import Assigned, Phase
+from streams.request import Request, RouterConfigOverride
+
+
+class Reconstructed(NamedTuple):
+    """The inputs of a recorded decision: its candidates, in their order, and their costs.
+
+    `prediction`: of policy predictive.
+    """
+
+    candidates: Candidates
+    costs: Costs
+    prediction: Prediction | None = None
+
+
+def select_worker(
+    prompt: PromptHashes,
+    view: RoutingState,
+    tuning: RoutingConfig,
+    *,
+    seed: int,
+    phase: Phase = "aggregated",
+    dispatched_count: int = 0,
+    excluded: Collection[str] = (),
+    full_workers: Collection[tuple[str, int]] = (),
+    queued_since_ms: float | None = None,
+    deadline_ms: float | None = None,
+    session_rank: WorkerRank | None = None,
+) -> Decision:
+    """Decide about a phase of a request.
+
+    `dispatched_count`: how many requests this router has dispatched; `excluded`: workers on which
+    it failed; `full_workers`: full workers, with their epochs. `queued_since_ms`: when it was
+    planned first, if before; `deadline_ms`: when its time is up. `session_rank`: the place of its
+    session.
+    """
+    request = prompt.request
+    if tuning.policy == "direct":
+        phase = "decode" if phase == "aggregated" else phase
+        if pinned_worker(request.hints, phase) is None:
+            return Rejection(
+                "invalid", "policy direct needs decode_worker_id or backend_instance_id"
+            )
+    if fault := invalid_weight(request):
+        return Rejection("invalid", f"{fault} must be a number up to {MAX_WEIGHT:g}")
+    pool = view.pools.pool(request.model, phase, view.now_ms)
+    rows = filter_eligible(
+        request, phase, pool, view.fleet,
+        excluded=excluded, full=full_workers, burdens=(view.committed, view.in_flight),
+    )  # fmt: skip
+    if isinstance(rows, NotEligible):
+        return _not_eligible(rows)
+    options = _options(request, pool, rows, view, prompt)
+    weights = _overridden(tuning.weights, request.router_config_override)
+    ask = _ask(prompt, view, pool.block_size, seed, dispatched_count)
+    prediction: Prediction | None = None
+    if tuning.policy == "predictive":
+        prediction = predictive.predict(ask, options, tuning.predictive_weights)
+        costs = prediction.costs
+    else:
+        if weights.overlap_decay:
+            least = int(options.features[:, cost_kernels.PREFILL_TOKENS].min())
+            ask = replace(ask, least_prefill_tokens=least)
+        costs = POLICIES[tuning.policy](ask, options, weights)
+    params = _params(tuning, ask, weights, costs, prediction, request.router_config_override)
+    chosen = prediction.best if prediction else choose(costs, options.hashes, seed, _noise(params))
+    assert chosen is not None, "a policy considers some option"
+    if session_rank is not None and session_rank in options.worker_ranks:
+        at = options.worker_ranks.index(session_rank)
+        # 0 stays 0 for policies whose tolerance is infinite: 0 * inf is no number.
+        slack = tuning.session_affinity_tolerance and (
+            tuning.session_affinity_tolerance
+            * affinity_tolerance(tuning.policy, ask, weights, rows[at].profile)
+        )
+        params["session_allowance"] = slack
+        chosen = apply_affinity(at, chosen, costs, slack)
+    else:
+        session_rank = None
+    outlook = Forecast()
+    if prediction is not None:
+        queued_since_ms = view.now_ms if queued_since_ms is None else queued_since_ms
+        found: list[float] = prediction.results[chosen].tolist()
+        outlook = forecast(
+            found, options, chosen, view.now_ms, queued_since_ms, tuning, deadline_ms
+        )
+        if (hold := wait_for_rank(outlook, view.now_ms)) is not None:
+            return hold
+    device, host, disk = options.blocks[chosen].tolist()
+    cached = min(int(device + host + disk) * pool.block_size, prompt.tokens)
+    tracked = tuning.policy != "direct" and params.get("track_prefill_tokens", 1.0)
+    reuse = params.get("assume_kv_reuse", 1.0)
+    return Placement(
+        worker_rank=options.worker_ranks[chosen],
+        tokens=prompt.tokens,
+        cached_tokens=cached,
+        prefill_tokens=(prompt.tokens - cached if reuse else prompt.tokens) if tracked else 0,
+        block_size=pool.block_size,
+        policy=tuning.policy,
+        params=params,
+        seed=seed,
+        record=record_decision(options, costs, chosen, is_timed=prediction is not None),
+        at_ms=view.now_ms,
+        forecast=outlook,
+        session_rank=session_rank,
+    )
+
+
+def _not_eligible(found: NotEligible) -> Wait | Rejection:
+    if found.retry == "none":
+        return Rejection(found.code, found.reason)
+    return Wait(found.reason, code=found.code, needs_new_worker=found.retry == "news")
+
+
+def recompute_choice(decision: Assigned, session: str = "") -> WorkerRank | None:
+    """The place by the inputs that a decision records; None where it records none.
+
+    `session`: the request's, which only session_hash looks at. A turn is recorded as the cost that
+    it led to, since it depends on places that need not be recorded.
+    """
+    recalled = reconstruct(decision, session)
+    if recalled is None:
+        return None
+    places = recalled.candidates.worker_ranks
+    noise = _noise(decision.params)
+    chosen = choose(recalled.costs, recalled.candidates.hashes, decision.seed, noise)
+    if chosen is None:
+        return None
+    use, slack = decision.session, decision.params.get("session_allowance")
+    if use is not None and slack is not None:
+        bound = WorkerRank(use.bound_worker, use.bound_epoch, use.bound_rank)
+        if bound in places:
+            chosen = apply_affinity(places.index(bound), chosen, recalled.costs, slack)
+    return places[chosen]
+
+
+def reconstruct(decision: Assigned, session: str = "") -> Reconstructed | None:
+    """The costs by the inputs that a decision records, and what they are made of; see
+    `recompute_choice`.
+    """
+    candidates = decision.candidates
+    if not candidates:
+        return None
+    options = candidates_from_record(candidates)
+    params, ask = decision.params, recorded_features(decision, session)
+    if decision.policy == "round_robin":
+        return Reconstructed(options, np.array([c.cost for c in candidates]))
+    if decision.policy == "predictive":
+        known = {name: params[name] for name in PredictiveWeights._fields if name in params}
+        predicting = PredictiveWeights(**known)
+        prediction = predictive.predict(ask, options, predicting)
+        return Reconstructed(options, prediction.costs, prediction)
+    names = DynamoWeights._fields
+    weights = DynamoWeights(**{name: params[name] for name in names if name in params})
+    return Reconstructed(options, POLICIES[decision.policy](ask, options, weights))
+
+
+def recorded_features(decision: Assigned, session: str = "") -> RequestFeatures:
+    """The request, as a decision records it."""
+    params = decision.params
+    return RequestFeatures(
+        id=decision.id, prompt_tokens=decision.prompt_tokens + decision.base_tokens,
+        block_size=decision.block_size, seed=decision.seed, session=session,
+        least_prefill_tokens=int(params.get("least_prefill_tokens", 0)),
+        output_tokens=params.get("output_tokens", 0.0),
+        mean_output_tokens=params.get("mean_output_tokens", 0.0),
+        most_cached_tokens=params.get("most_held_tokens", 0.0),
+        expected_followups=params.get("leads_to", 1.0),
+        ttft_target_ms=params.get("ttft_target_ms", math.inf),
+        itl_target_ms=params.get("itl_target_ms", math.inf),
+    )  # fmt: skip
+
+
+def _ask(
+    prompt: PromptHashes, view: RoutingState, block_size: int, seed: int, turn: int
+) -> RequestFeatures:
+    """The features of a request that do not depend on its options."""
+    request = prompt.request
+    session = request.hints.session_control
+    ttft_target_ms, itl_target_ms = latency_targets(request)
+    least_prefill_tokens = 0
+    return RequestFeatures(
+        request.id, prompt.tokens, block_size, seed, turn, session.session_id if session else "",
+        least_prefill_tokens, expected_output_tokens(request, view.mean_output_tokens),
+        view.mean_output_tokens, cost_kernels.UNKNOWN, view.expected_followups, ttft_target_ms,
+        itl_target_ms,
+    )  # fmt: skip
+
+
+def _options(
+    request: Request,
+    pool: CandidatePool,
+    rows: Sequence[CandidateRow],
+    view: RoutingState,
+    prompt: PromptHashes,
+) -> Candidates:
+    board = refreshed_table(pool, view)
+    return board.select(
+        None if rows is pool.rows else [row.worker_rank for row in rows],
+        board.overlap_blocks(view.kv_index, prompt.local_hashes(pool.block_size)),
+        _taint_weights(request, pool.rows),
+        _others(board, view.reservations),
+    )
+
+
+def _others(board: CandidateTable, planned: Sequence[Reservation]) -> Reservations:
+    if not planned:
+        return NO_RESERVATIONS
+    at = board.rows_of([each.worker_rank for each in planned])
+    return Reservations(at, np.array([each.prefill_ms for each in planned], np.float64))
+
+
+def refreshed_table(pool: CandidatePool, view: RoutingState) -> CandidateTable:
+    """The table of a pool, brought up to date."""
+    sources = TableInputs(
+        view.committed, view.in_flight, view.fleet.heartbeats, view.fleet.changed_heartbeats,
+        view.count_output_tokens,
+        view.slowdown, view.stagger_ms,
+    )  # fmt: skip
+    pool.table.refresh(sources, view.now_ms)
+    return pool.table
+
+
+def _taint_weights(request: Request, rows: Sequence[CandidateRow]) -> Floats | None:
+    constraints = request.hints.routing_constraints
+    if constraints is None or not constraints.preferred_taints:
+        return None
+    preferred = constraints.preferred_taints
+    return np.array([
+        sum(weight for taint, weight in preferred.items() if taint in row.taints) for row in rows
+    ], np.float64)  # fmt: skip
+
+
+def _overridden(weights: DynamoWeights, override: RouterConfigOverride | None) -> DynamoWeights:
+    if override is None:
+        return weights
+    asked = {
+        "overlap_score_credit": override.overlap_score_credit,
+        "prefill_load_scale": override.prefill_load_scale,
+        "temperature": override.router_temperature,
+    }
+    return weights._replace(**{name: x for name, x in asked.items() if x is not None})
+
+
+def _params(
+    tuning: RoutingConfig,
+    ask: RequestFeatures,
+    weights: DynamoWeights,
+    costs: Costs,
+    prediction: Prediction | None,
+    override: RouterConfigOverride | None,
+) -> dict[str, float]:
+    """The settings in force, as recorded, with those of the request that only inform."""
+    params: dict[str, float] = {}
+    if prediction is not None:
+        params = {
+            "decode_weight": tuning.predictive_weights.decode_weight,
+            "max_hold_ms": tuning.predictive_weights.max_hold_ms,
+            "output_tokens": ask.output_tokens,
+            "mean_output_tokens": ask.mean_output_tokens,
+            "most_held_tokens": prediction.most_cached_tokens,
+            "leads_to": ask.expected_followups,
+        }
+        if ask.ttft_target_ms < math.inf:
+            params["ttft_target_ms"] = ask.ttft_target_ms
+        if ask.itl_target_ms < math.inf:
+            params["itl_target_ms"] = ask.itl_target_ms
+    if tuning.policy == "dynamo":
+        params |= weights._asdict()
+        if weights.overlap_decay:
+            params["least_prefill_tokens"] = ask.least_prefill_tokens
+        if weights.temperature:
+            params["span"] = cost_range(costs)
+    if override is not None:
+        for name in ("assume_kv_reuse", "track_prefill_tokens", "shared_cache_multiplier"):
+            if (value := getattr(override, name)) is not None:
+                params[name] = float(value)
+    return params
+
+
+def _noise(params: Mapping[str, float]) -> float:
+    return params.get("temperature", 0.0) * params.get("span", 0.0)

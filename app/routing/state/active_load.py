@@ -1,0 +1,136 @@
+"""Active load per worker: sums over its open runs, maintained incrementally.
+
+Owns the sums and nothing else. `ledger.py` keeps the sums over the runs that are open by the
+ledger, `app/lanes/context.py` those over this router's decisions that it has not read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from app.routing.state.change_log import ChangeLog
+from app.routing.worker_rank import WorkerRank
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
+    """Load of the open runs on one rank of one epoch of a worker.
+
+    `tokens` of prompts, and of answers when they began; `prefill_tokens` are those of them that
+    are neither computed nor expected in the cache. `prefill_runs` are the runs without a first
+    token yet, `prefill_since_ms` the sum of the times (of the broker) at which they came there.
+    """
+
+    runs: int = 0
+    tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_runs: int = 0
+    prefill_since_ms: int = 0
+
+    def add(self, other: WorkerLoad) -> WorkerLoad:
+        """The sum of both."""
+        return WorkerLoad(
+            self.runs + other.runs,
+            self.tokens + other.tokens,
+            self.prefill_tokens + other.prefill_tokens,
+            self.prefill_runs + other.prefill_runs,
+            self.prefill_since_ms + other.prefill_since_ms,
+        )
+
+    def subtract(self, other: WorkerLoad) -> WorkerLoad:
+        """The difference."""
+        return WorkerLoad(
+            self.runs - other.runs,
+            self.tokens - other.tokens,
+            self.prefill_tokens - other.prefill_tokens,
+            self.prefill_runs - other.prefill_runs,
+            self.prefill_since_ms - other.prefill_since_ms,
+        )
+
+
+NO_LOAD = WorkerLoad()
+
+
+class ActiveLoad:
+    """Load by worker and epoch, and by rank.
+
+    Tables that keep copies in columns read `changes`, the ranks whose load changed; `by_rank`, the
+    load of ranks that have any; and `last_first_token_ms`, the time of the last first token of a
+    run on each rank since it was idle.
+    """
+
+    def __init__(self) -> None:
+        self.changes = ChangeLog[WorkerRank]()
+        self.by_rank: dict[WorkerRank, WorkerLoad] = {}
+        self.last_first_token_ms: dict[WorkerRank, int] = {}
+        self._ranks: dict[tuple[str, int], dict[WorkerRank, None]] = {}
+        """By epoch, the ranks that have any load."""
+        self._by_adapter: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.by_rank)
+
+    def total(self, worker: str, epoch: int) -> WorkerLoad:
+        """The load of an epoch of a worker, over all ranks."""
+        total = NO_LOAD
+        for place in self._ranks.get((worker, epoch), ()):
+            total = total.add(self.by_rank[place])
+        return total
+
+    def by_worker(self) -> dict[str, WorkerLoad]:
+        """The load of each worker that has any, over all epochs and ranks."""
+        found: dict[str, WorkerLoad] = {}
+        for place, burden in self.by_rank.items():
+            found[place.worker] = found.get(place.worker, NO_LOAD).add(burden)
+        return found
+
+    def loads(self, places: Iterable[WorkerRank]) -> list[WorkerLoad]:
+        """The load of each of these ranks."""
+        by_place = self.by_rank
+        return [by_place.get(place, NO_LOAD) for place in places]
+
+    def load(self, place: WorkerRank) -> WorkerLoad:
+        """The load of one rank."""
+        return self.by_rank.get(place, NO_LOAD)
+
+    def adapter_runs(self, adapter: str) -> int:
+        """Open runs of an adapter, over all ranks."""
+        return self._by_adapter.get(adapter, 0)
+
+    def add(self, place: WorkerRank, burden: WorkerLoad, adapter: str = "") -> None:
+        """Add load, of a request for `adapter` if it names one."""
+        if adapter and burden.runs:
+            self._count(adapter, burden.runs)
+        self._put(place, self.load(place).add(burden))
+
+    def remove(self, place: WorkerRank, burden: WorkerLoad, adapter: str = "") -> None:
+        """Remove load that was added."""
+        if adapter and burden.runs:
+            self._count(adapter, -burden.runs)
+        self._put(place, self.load(place).subtract(burden))
+
+    def on_first_token(self, place: WorkerRank, at_ms: int) -> None:
+        """A run there had its first token; the latest such time is kept."""
+        if place in self.by_rank:
+            self.last_first_token_ms[place] = max(at_ms, self.last_first_token_ms.get(place, 0))
+            self.changes.record(place)
+
+    def _put(self, place: WorkerRank, total: WorkerLoad) -> None:
+        self.changes.record(place)
+        if total != NO_LOAD:
+            if place not in self.by_rank:
+                self._ranks.setdefault(place[:2], {})[place] = None
+            self.by_rank[place] = total
+        elif self.by_rank.pop(place, None) is not None:
+            self.last_first_token_ms.pop(place, None)
+            ranks = self._ranks[place[:2]]
+            del ranks[place]
+            if not ranks:
+                del self._ranks[place[:2]]
+
+    def _count(self, adapter: str, more: int) -> None:
+        if runs := self._by_adapter.get(adapter, 0) + more:
+            self._by_adapter[adapter] = runs
+        else:
+            self._by_adapter.pop(adapter, None)

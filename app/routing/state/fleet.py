@@ -1,0 +1,312 @@
+"""Fleet state: the fold of the registry and of the heartbeats. The workers, and which are alive.
+
+Sources are the registry's one partition (cards, tombstones) and the partitions of kv-events
+(heartbeats, Lost). There is no clock in here: how long a worker has been silent is a question with
+a time in it. Death is a record: an epoch is dead when a Lost names it or a later one, when the
+worker has a newer card, or when its card is gone; never because of a time-out alone.
+
+An epoch is the offset of a worker's first card in the registry. Hence epochs of all workers rise
+together, and an epoch at or beyond the registry position read so far is simply not known yet.
+
+Nothing is kept for ever: the heartbeats and losses of a worker without records for a long time
+expire, and so do tombstones (`last_seen.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from app.routing.state.change_log import ChangeLog
+from app.routing.state.last_seen import LastSeen
+from streams.ports import Partition
+from streams.records import (
+    Heartbeat,
+    LogRecord,
+    Lost,
+    ModelCard,
+    Phase,
+    RunKey,
+    Tombstone,
+    WorkerCard,
+    WorkerState,
+)
+
+REGISTRY = "registry"
+"""The topic's name; `streams.topics` is not imported here, since it loads the Kafka client."""
+
+
+class FleetMember(NamedTuple):
+    """A worker's card, with its epoch, as it was last read."""
+
+    card: WorkerCard
+    epoch: int
+    since_ms: int
+
+
+class LastHeartbeat(NamedTuple):
+    """The last heartbeat of a worker; `offset` and `at_ms` are its place in kv-events."""
+
+    partition: int
+    offset: int
+    at_ms: int
+    epoch: int
+    slot_offset: int
+    state: WorkerState
+    running: dict[RunKey, int]
+    output_tokens: int = 0
+    """Of all these runs, weighted: see `_counted`."""
+    cache_usage: float = 0.0
+    """Part of the engine's cache that its runs hold, 0 to 1; 0 if it does not say."""
+
+
+class Fleet:
+    """Cards, heartbeats and deaths; a `MaterializedView` (streams/views/view.py) over registry
+    and kv-events.
+
+    `version` moves when another set of workers may be routable for another reason than silence;
+    `changed_heartbeats`: workers whose last heartbeat is another.
+    """
+
+    name = "fleet"
+
+    def __init__(self) -> None:
+        self.members: dict[str, FleetMember] = {}
+        self.heartbeats: dict[str, LastHeartbeat] = {}
+        self.models: dict[str, ModelCard] = {}
+        self.version = 0
+        self.changed_heartbeats = ChangeLog[str]()
+        self._lost: dict[str, int] = {}  # worker → its highest lost epoch
+        self._heard: dict[
+            int, LastSeen
+        ] = {}  # by kv partition: who has a beat or a death from there
+        self._tombstoned: dict[str, int] = {}  # worker → epoch up to which its cards count no more
+        self._tombstone_times = LastSeen()
+        self._positions: dict[Partition, int] = {}
+
+    # --- questions -------------------------------------------------------------------------------
+
+    def is_lost(self, worker: str, epoch: int) -> bool:
+        """Whether this epoch of the worker is dead for good."""
+        if epoch <= self._lost.get(worker, -1):
+            return True
+        if epoch >= self._positions.get(Partition(REGISTRY, 0), 0):
+            return False  # its card is still to be read
+        member = self.members.get(worker)
+        return member is None or member.epoch != epoch
+
+    def is_routable(self, worker: str, now_ms: int, timeout_ms: int) -> bool:
+        """Whether new work may go there: card complete, not lost, ready, heard of lately."""
+        member = self.members.get(worker)
+        beat = self.heartbeats.get(worker)
+        return (
+            member is not None
+            and beat is not None
+            and member.card.epoch is not None
+            and beat.epoch == member.epoch
+            and beat.state == "ready"
+            and now_ms - beat.at_ms <= timeout_ms
+            and not self.is_lost(worker, member.epoch)
+        )
+
+    def live_members(self) -> Iterator[tuple[str, FleetMember]]:
+        """The workers whose present epoch is not lost, whether they are silent or not."""
+        for worker, member in self.members.items():
+            if not self.is_lost(worker, member.epoch):
+                yield worker, member
+
+    def last_seen_ms(self, worker: str) -> int:
+        """Append time of the last record of the worker's present epoch; 0 for none."""
+        member = self.members.get(worker)
+        if member is None:
+            return 0
+        beat = self.heartbeats.get(worker)
+        return beat.at_ms if beat is not None and beat.epoch == member.epoch else member.since_ms
+
+    # --- the fold --------------------------------------------------------------------------------
+
+    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
+        """Take in records of one partition; `position` is the next offset after them."""
+        for fact in facts:
+            record = fact.record
+            if isinstance(record, Heartbeat):
+                self._beat(source, fact, record)
+            elif isinstance(record, Lost):
+                self._mark_lost(source, fact, record)
+            elif isinstance(record, WorkerCard):
+                self._on_card(fact, record)
+            elif isinstance(record, ModelCard):
+                self.models[record.name] = record
+                self.version += 1
+            elif isinstance(record, Tombstone):
+                self._remove(fact, record)
+        self._positions[source] = position
+
+    def _on_card(self, fact: LogRecord, card: WorkerCard) -> None:
+        epoch = fact.offset if card.epoch is None else card.epoch
+        known = self.members.get(card.id)
+        if (known and epoch < known.epoch) or epoch <= self._tombstoned.get(card.id, -1):
+            return
+        since_ms = known.since_ms if known and known.epoch == epoch else fact.timestamp_ms
+        self.members[card.id] = FleetMember(card, epoch, since_ms)
+        self.version += 1
+
+    def _remove(self, fact: LogRecord, tombstone: Tombstone) -> None:
+        kind, _, name = tombstone.key.partition("/")
+        self.version += 1
+        if kind == "model":
+            self.models.pop(name, None)
+        if kind != "worker":
+            return
+        epoch = fact.offset if tombstone.epoch is None else tombstone.epoch
+        self._tombstoned[name] = max(epoch, self._tombstoned.get(name, -1))
+        for forgotten in self._tombstone_times.touch(name, fact.timestamp_ms):
+            del self._tombstoned[forgotten]
+        member = self.members.get(name)
+        if member is not None and epoch >= member.epoch:
+            del self.members[name]
+
+    def _beat(self, source: Partition, fact: LogRecord, beat: Heartbeat) -> None:
+        known = self.heartbeats.get(beat.worker)
+        if known is not None and beat.epoch < known.epoch:
+            return
+        running = {RunKey(r.id, r.attempt, r.phase): r.output_tokens for r in beat.running}
+        self.heartbeats[beat.worker] = LastHeartbeat(
+            source.partition, fact.offset, fact.timestamp_ms,
+            beat.epoch, beat.slot_offset, beat.state, running, _counted(beat), _usage(beat),
+        )  # fmt: skip
+        self.changed_heartbeats.record(beat.worker)
+        if known is None or (known.epoch, known.state) != (beat.epoch, beat.state):
+            self.version += 1
+        self._note(source, fact, beat.worker)
+
+    def _mark_lost(self, source: Partition, fact: LogRecord, lost: Lost) -> None:
+        self._lost[lost.worker] = max(lost.epoch, self._lost.get(lost.worker, -1))
+        self.version += 1
+        self._note(source, fact, lost.worker)
+
+    def _note(self, source: Partition, fact: LogRecord, worker: str) -> None:
+        heard = self._heard.setdefault(source.partition, LastSeen())
+        for forgotten in heard.touch(worker, fact.timestamp_ms):
+            self._expire(forgotten)
+
+    def _expire(self, worker: str) -> None:
+        self.changed_heartbeats.record(worker)
+        self.heartbeats.pop(worker, None)
+        self._lost.pop(worker, None)
+
+    def position(self, source: Partition) -> int | None:
+        """Next offset to read; None before the first."""
+        return self._positions.get(source)
+
+    def forget(self, source: Partition) -> None:
+        """Drop the state from one partition."""
+        self._positions.pop(source, None)
+        self.version += 1
+        if source.topic == REGISTRY:
+            self.members.clear()
+            self.models.clear()
+            self._tombstoned.clear()
+            self._tombstone_times = LastSeen()
+        else:
+            for worker in self._heard.pop(source.partition, ()):
+                self._expire(worker)
+
+    def snapshot(self, source: Partition) -> bytes:
+        """The state from one partition, as bytes; equal state gives equal bytes."""
+        if source.topic == REGISTRY:
+            cards = [(m.epoch, m.since_ms, m.card) for _, m in sorted(self.members.items())]
+            models = [m for _, m in sorted(self.models.items())]
+            buried = [
+                (w, self._tombstoned[w], at_ms) for w, at_ms in self._tombstone_times.times.items()
+            ]
+            return msgspec.msgpack.encode(_Entities(cards, models, buried))
+        heard = self._heard.get(source.partition, LastSeen()).times
+        return msgspec.msgpack.encode([self._snapshot_row(w, at_ms) for w, at_ms in heard.items()])
+
+    def _snapshot_row(self, worker: str, heard_ms: int) -> _HeartbeatRow:
+        beat = self.heartbeats.get(worker)
+        lost = self._lost.get(worker, -1)
+        if beat is None:
+            return _HeartbeatRow(worker, heard_ms, lost)
+        running = [(*key, tokens) for key, tokens in sorted(beat.running.items())]
+        where = (beat.offset, beat.at_ms, beat.epoch, beat.slot_offset)
+        return _HeartbeatRow(
+            worker, heard_ms, lost, where, beat.state, running, beat.output_tokens, beat.cache_usage
+        )
+
+    def restore(self, source: Partition, data: bytes, position: int) -> None:
+        """The inverse of `snapshot`, at a position. Raises msgspec.DecodeError on other bytes."""
+        if source.topic == REGISTRY:
+            entities = msgspec.msgpack.decode(data, type=_Entities)
+            self.forget(source)
+            self.members = {
+                c.id: FleetMember(c, epoch, since) for epoch, since, c in entities.workers
+            }
+            self.models = {m.name: m for m in entities.models}
+            self._tombstoned = {worker: epoch for worker, epoch, _ in entities.buried}
+            self._tombstone_times = LastSeen(
+                {worker: at_ms for worker, _, at_ms in entities.buried}
+            )
+        else:
+            signs = msgspec.msgpack.decode(data, type=list[_HeartbeatRow])
+            self.forget(source)
+            self._heard[source.partition] = LastSeen({s.worker: s.heard_ms for s in signs})
+            for sign in signs:
+                self._restore(source.partition, sign)
+        self._positions[source] = position
+
+    def _restore(self, partition: int, sign: _HeartbeatRow) -> None:
+        if sign.lost >= 0:
+            self._lost[sign.worker] = sign.lost
+        if sign.where is not None:
+            self.changed_heartbeats.record(sign.worker)
+            offset, at_ms, epoch, slot_offset = sign.where
+            running = {RunKey(i, attempt, phase): n for i, attempt, phase, n in sign.running}
+            self.heartbeats[sign.worker] = LastHeartbeat(
+                partition, offset, at_ms, epoch, slot_offset, sign.state, running,
+                sign.output_tokens, sign.cache_usage,
+            )  # fmt: skip
+
+    def state_hash(self, source: Partition) -> str:
+        """BLAKE2b of what came from one partition, in hex."""
+        return hashlib.blake2b(self.snapshot(source), digest_size=16).hexdigest()
+
+
+class _Entities(msgspec.Struct):
+    workers: list[tuple[int, int, WorkerCard]]
+    models: list[ModelCard]
+    buried: list[tuple[str, int, int]]
+
+
+class _HeartbeatRow(msgspec.Struct):
+    """A worker in a snapshot. `where`: its heartbeat's offset, time, epoch, slot offset."""
+
+    worker: str
+    heard_ms: int
+    lost: int
+    where: tuple[int, int, int, int] | None = None
+    state: WorkerState = "ready"
+    running: list[tuple[str, int, Phase, int]] = []
+    output_tokens: int = 0
+    cache_usage: float = 0.0
+
+
+def _counted(beat: Heartbeat) -> int:
+    """Output tokens as load: of an answer whose length is expected, those that come to its end
+    count less and less, since they will be gone soon."""
+    total = 0.0
+    for run in beat.running:
+        expected, done = run.expected_output_tokens, run.output_tokens
+        total += done * max(0.0, 1.0 - done / expected) if expected else done
+    return round(total)
+
+
+def _usage(beat: Heartbeat) -> float:
+    figures = beat.engine
+    if figures is None or not figures.kv_total_blocks:
+        return 0.0
+    return figures.kv_used_blocks / figures.kv_total_blocks

@@ -1,0 +1,170 @@
+"""KV index: the fold of the cache events. Which rank of which worker caches which block, and where.
+
+Passes the content of records on to the index proper (`indexer/index.py`; the rules are in
+`indexer/epochs.py`). Unusable records are counted and skipped: malformed columns, and keys made
+with another secret. The latter means a misconfigured process; such a worker appears to have an
+empty cache, so every request misses; this is logged as an error.
+
+The blocks of a worker that left are dropped a day later, when Fleet expires it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from app.routing.state.last_seen import LastSeen
+from indexer.block_keys import KeySecret
+from indexer.epochs import CacheId, CacheSize, Overlap
+from indexer.events import EventColumns, MalformedColumns, Tier
+from indexer.index import Index as BlockIndex
+from indexer.index import MatchDepths
+from streams.ports import Partition
+from streams.records import Blocks, Heartbeat, LogRecord, Lost
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY = 10_000
+"""Records of one worker under another secret between two log messages."""
+MAX_CACHED_LOOKUPS = 256
+"""Prompts whose depths are remembered."""
+
+
+@dataclass
+class SkippedRecords:
+    """Numbers of skipped records since the process began; no part of the state."""
+
+    malformed: int = 0
+    wrong_secret: int = 0
+    """Under another hash secret; must stay 0."""
+
+
+class KvIndexView:
+    """Blocks by worker and rank; a `MaterializedView` (streams/views/view.py) over "
+    "kv-events."""
+
+    name = "index"
+
+    def __init__(self, secret: KeySecret) -> None:
+        """`secret`: the one behind the keys of all workers."""
+        self.skipped = SkippedRecords()
+        self.blocks = BlockIndex(secret)
+        self._fingerprint = secret.fingerprint
+        self._foreign: dict[str, int] = {}
+        self._signs: dict[Partition, LastSeen] = {}
+        self._positions: dict[Partition, int] = {}
+        self._found: dict[int, tuple[NDArray[np.uint64], MatchDepths]] = {}
+        """By the identity of a prompt's hashes, unique for as long as they are here."""
+
+    def depths(self, local: NDArray[np.uint64]) -> MatchDepths:
+        """The cached prefix of a prompt by columns (see `MatchDepths`), remembered until the next
+        event.
+
+        A waiting request is planned several times between two events: in a batch, and alone.
+        """
+        known = self._found.get(id(local))
+        if known is None:
+            if len(self._found) >= MAX_CACHED_LOOKUPS:
+                self._found.clear()
+            known = self._found[id(local)] = local, self.blocks.match_depths(local)
+        return known[1]
+
+    def overlaps(self, local: NDArray[np.uint64]) -> dict[CacheId, Overlap]:
+        """The leading blocks of a prompt in each cache that holds any, by its local hashes."""
+        return self.blocks.match_prefix(local)
+
+    def cache_sizes(self) -> dict[CacheId, CacheSize]:
+        """The size of each cache."""
+        return self.blocks.cache_sizes()
+
+    def entries(self, holder: CacheId, tier: Tier) -> dict[int, int]:
+        """The keys in one tier of a cache, with their positions; a copy."""
+        return self.blocks.blocks_of(holder, tier)
+
+    @property
+    def wrong_secret_workers(self) -> tuple[str, ...]:
+        """Workers that have published keys under another secret."""
+        return tuple(sorted(self._foreign))
+
+    # --- the fold --------------------------------------------------------------------------------
+
+    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
+        """Take in records of one partition; `position` is the next offset after them."""
+        self._found.clear()
+        for fact in facts:
+            record = fact.record
+            if not isinstance(record, Blocks | Heartbeat | Lost):
+                continue
+            for gone in self._heard(source).touch(record.worker, fact.timestamp_ms):
+                self.blocks.drop_worker(source.partition, gone)
+            if isinstance(record, Blocks):
+                self._take(source, record)
+            elif isinstance(record, Heartbeat):
+                for rank, event_id in enumerate(record.last_event_ids):
+                    holder = CacheId(record.worker, rank)
+                    self.blocks.on_heartbeat(source.partition, holder, record.epoch, event_id)
+            else:
+                self.blocks.end_epoch(source.partition, record.worker, record.epoch)
+        self._positions[source] = position
+
+    def _heard(self, source: Partition) -> LastSeen:
+        return self._signs.setdefault(source, LastSeen())
+
+    def _take(self, source: Partition, record: Blocks) -> None:
+        if record.hash_fingerprint != self._fingerprint:
+            self._report_wrong_secret(record)
+            return
+        columns = EventColumns(
+            record.kinds, record.tiers, record.positions, record.counts, record.keys
+        )
+        holder = CacheId(record.worker, record.rank)
+        try:
+            self.blocks.apply_events(
+                source.partition, holder, record.epoch, record.first_event_id, columns
+            )
+        except MalformedColumns as e:
+            self.skipped.malformed += 1
+            log.warning("blocks of %s skipped: %s", record.worker, e)
+
+    def _report_wrong_secret(self, record: Blocks) -> None:
+        self.skipped.wrong_secret += 1
+        seen = self._foreign[record.worker] = self._foreign.get(record.worker, 0) + 1
+        if seen % REPORT_EVERY == 1:
+            log.error(
+                "the cache of worker %s is unknown: its keys are made with another secret "
+                "(fingerprint %s, not %s); give all processes the same KVLANE_HASH_SECRET",
+                record.worker, record.hash_fingerprint or "none", self._fingerprint,
+            )  # fmt: skip
+
+    def position(self, source: Partition) -> int | None:
+        """Next offset to read; None before the first."""
+        return self._positions.get(source)
+
+    def forget(self, source: Partition) -> None:
+        """Drop what came from one partition."""
+        self._positions.pop(source, None)
+        self._signs.pop(source, None)
+        self._found.clear()
+        self.blocks.drop_partition(source.partition)
+
+    def snapshot(self, source: Partition) -> bytes:
+        """What came from one partition."""
+        blocks = self.blocks.snapshot(source.partition)
+        return msgspec.msgpack.encode((list(self._heard(source).times.items()), blocks))
+
+    def restore(self, source: Partition, data: bytes, position: int) -> None:
+        """The inverse of `snapshot`. Raises ValueError for data of another kind or secret."""
+        times, blocks = msgspec.msgpack.decode(data, type=tuple[list[tuple[str, int]], bytes])
+        self._found.clear()
+        self.blocks.restore(source.partition, blocks)
+        self._signs[source] = LastSeen(dict(times))
+        self._positions[source] = position
+
+    def state_hash(self, source: Partition) -> str:
+        """Equal for replicas at equal positions, in hex."""
+        return f"{self.blocks.state_hash(source.partition):016x}"

@@ -1,0 +1,239 @@
+"""Performance model: the speed of workers, learned from the ledger.
+
+The prior is the curve on a worker's card (`EngineConfig.curve`), else the published curve. The real
+speed is measured by the first tokens of runs that found no prefill before them, and becomes one
+factor on the curve: a median of few ratios, which no single wait changes much.
+
+An unmeasured worker is assumed to be as fast as the fastest worker of its kind
+(`candidate_table.py`), so that it receives traffic and gets measured. By its curve alone it would
+get none where others have turned out to be faster than theirs. (On the conversation trace, 8
+workers twice as fast as the published curve, three were left out, and the mean TTFT was 1.087 times
+what it is with true curves on cards; it is 1.00 times now: `kvlane bench simulate --full`.) For the
+same reason a worker that was skipped for long, perhaps because it was slow once, loses its factor.
+
+Owns the estimates; `predictive.py` uses them. Reads no clock: times are in records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from functools import lru_cache
+from typing import NamedTuple
+
+from app.engine.perf_curves import PerfCurves, curves_from
+from app.routing.state.change_log import TrackedDict
+from streams.records import (
+    Assigned,
+    Candidate,
+    EngineConfig,
+    Finished,
+    LogRecord,
+    PrefillDone,
+    RunKey,
+)
+
+DEFAULT_CHUNK_TOKENS = 8192
+"""Prompt tokens of a step, for engines that report none."""
+DEFAULT_OUTPUT_TOKENS = 200.0
+"""Length of an answer before one was seen, which counts as `OUTPUT_WEIGHT` of them."""
+OUTPUT_WEIGHT = 50
+OUTPUT_WINDOW = 2000
+"""Answers over which the mean length is taken: a few minutes for a fleet with 20 a second."""
+MAX_RATIOS, MIN_RATIOS = 32, 5
+"""Most and fewest runs of which a factor is the median."""
+EXPLORATION_INTERVAL = 100
+"""Decisions in a row without a worker, per candidate, before it is tried again: so at most MEASURED
+of EXPLORATION_INTERVAL requests explore."""
+CACHED_SHARE_WINDOW = 500
+"""Requests that the share of prompts in caches is about, and the tokens without any that it begins
+with: nothing is known of what is to come."""
+INITIAL_PROMPT_TOKENS = 100_000.0
+MAX_FOLLOWUPS = 10.0
+"""A cached share beyond 0.9 means that little is new, not that prompts repeat for ever."""
+MAX_REMEMBERED = 10_000
+"""Bound on workers, and on runs without a first token; the oldest are dropped."""
+
+PUBLISHED_CURVES = PerfCurves()
+
+
+class EngineProfile(NamedTuple):
+    """The speed of a place. `slowdown`: the measured factor on its curves.
+
+    `chunk_tokens`: most prompt tokens of a step. `capacity_tokens`: size of its cache, 0 if not
+    known.
+    """
+
+    curves: PerfCurves = PUBLISHED_CURVES
+    slowdown: float = 1.0
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    capacity_tokens: int = 0
+
+    def prefill_ms(self, tokens: float, decode_ms: float = 0.0) -> float:
+        """Time for prompt tokens in as many steps as they need, each with a step of decode."""
+        whole, rest = divmod(tokens, self.chunk_tokens)
+        time_ms = whole * (self.slowdown * self.curves.prefill_ms(self.chunk_tokens) + decode_ms)
+        if rest:
+            time_ms += self.slowdown * self.curves.prefill_ms(rest) + decode_ms
+        return time_ms
+
+    def decode_ms(self, tokens: float) -> float:
+        """Time of a step with so many tokens in the cache."""
+        usage = tokens / self.capacity_tokens if self.capacity_tokens else 0.0
+        return self.slowdown * self.curves.decode_ms(usage)
+
+
+@lru_cache(maxsize=1024)
+def _believed(numbers: tuple[float, ...]) -> PerfCurves:
+    """The curves of a card or record, equal ones as one object; the published ones if invalid."""
+    curves = curves_from(numbers) if numbers else None
+    return PUBLISHED_CURVES if curves is None or curves == PUBLISHED_CURVES else curves
+
+
+def profile_from_card(config: EngineConfig) -> EngineProfile:
+    """The pace of an engine by its card."""
+    blocks, size = config.total_kv_blocks or 0, config.kv_cache_block_size or 0
+    return EngineProfile(
+        _believed(config.curve or ()),
+        1.0,
+        max(config.max_num_batched_tokens or DEFAULT_CHUNK_TOKENS, 1),
+        max(blocks * size, 0),
+    )
+
+
+def recorded_profile(candidate: Candidate) -> EngineProfile:
+    """The speed of a place, as a decision records it."""
+    return EngineProfile(
+        _believed(candidate.curve), candidate.slowness,
+        candidate.chunk_tokens or DEFAULT_CHUNK_TOKENS,
+        candidate.capacity_tokens,
+    )  # fmt: skip
+
+
+class SlowdownEstimate:
+    """A factor learned from ratios of measured to expected times: the median of the last ones.
+
+    Of an even number the upper median: an error on the slow side costs less. `value` is None until
+    there are enough ratios; `skipped_count`: decisions in a row without this worker.
+    """
+
+    def __init__(self) -> None:
+        self._ratios = deque[float](maxlen=MAX_RATIOS)
+        self.value: float | None = None
+        self.skipped_count = 0
+
+    def observe(self, ratio: float) -> None:
+        """Add the ratio of a run; one that is not a positive number is ignored."""
+        if math.isfinite(ratio) and ratio > 0:
+            self._ratios.append(ratio)
+            if len(self._ratios) >= MIN_RATIOS:
+                self.value = sorted(self._ratios)[len(self._ratios) // 2]
+
+
+class _Begun(NamedTuple):
+    """A run that found no prefill before it: its length, its worker, and a decode step there."""
+
+    worker: str
+    tokens: int
+    pace: EngineProfile
+    decode_ms: float
+
+
+class PerformanceModel:
+    """The estimates from the ledger.
+
+    `slowdown`: of those workers that were measured, over all their lives: one that starts again has
+    the same hardware. `mean_output_tokens`: mean length of an answer. `expected_followups`: how
+    many requests one comes to, itself included, since others go on where its prompt ends: with a
+    share s of all prompt tokens in some cache, 1 + s + s² + ... = 1 / (1 - s), up to
+    `MAX_FOLLOWUPS`.
+    """
+
+    def __init__(self) -> None:
+        self.slowdown = TrackedDict()
+        self.mean_output_tokens = DEFAULT_OUTPUT_TOKENS
+        self.expected_followups = 1.0
+        self._prompt_tokens = INITIAL_PROMPT_TOKENS
+        self._held_tokens = 0.0
+        self._answers = OUTPUT_WEIGHT
+        self._learned: OrderedDict[str, SlowdownEstimate] = OrderedDict()
+        self._begun: OrderedDict[RunKey, _Begun] = OrderedDict()
+
+    def on_record(self, fact: LogRecord) -> None:
+        """A record of the ledger was folded; other records change nothing."""
+        record = fact.record
+        if isinstance(record, Assigned):
+            self._share(record)
+            self._begin(record)
+        elif isinstance(record, PrefillDone):
+            self._measure(record)
+        elif isinstance(record, Finished):
+            self._begun.pop(RunKey(record.id, record.attempt, record.phase), None)
+            # Embeddings have no length, and answers without a token say nothing of the others'.
+            if record.code in ("stop", "length") and record.output_tokens:
+                self._answers = min(self._answers + 1, OUTPUT_WINDOW)
+                self.mean_output_tokens += (
+                    record.output_tokens - self.mean_output_tokens
+                ) / self._answers
+
+    def _share(self, decision: Assigned) -> None:
+        held = decision.params.get("most_held_tokens")
+        if held is None:
+            return
+        kept = 1 - 1 / CACHED_SHARE_WINDOW
+        self._held_tokens = self._held_tokens * kept + held
+        self._prompt_tokens = self._prompt_tokens * kept + decision.prompt_tokens
+        missing = 1 - self._held_tokens / self._prompt_tokens
+        self.expected_followups = min(1 / missing, MAX_FOLLOWUPS) if missing > 0 else MAX_FOLLOWUPS
+
+    def _begin(self, decision: Assigned) -> None:
+        if decision.policy != "predictive":
+            return
+        self._pass_over(decision)
+        place = (decision.worker, decision.epoch, decision.rank)
+        for each in decision.candidates:
+            if (each.worker, each.epoch, each.rank) == place:
+                break
+        else:
+            return
+        if each.prefill_runs:
+            return
+        pace = recorded_profile(each)._replace(slowdown=1.0)  # else the factor measures itself
+        tokens = each.prompt_tokens + each.open_runs * self.mean_output_tokens / 2
+        self._begun[RunKey(decision.id, decision.attempt, decision.phase)] = _Begun(
+            decision.worker,
+            decision.prompt_tokens + decision.base_tokens,
+            pace,
+            pace.decode_ms(tokens) if each.open_runs else 0.0,
+        )
+        while len(self._begun) > MAX_REMEMBERED:
+            self._begun.popitem(last=False)
+
+    def _pass_over(self, decision: Assigned) -> None:
+        """Drop the factor of a candidate that has got no request for long."""
+        most = EXPLORATION_INTERVAL * len(decision.candidates)
+        for each in decision.candidates:
+            learned = self._learned.get(each.worker)
+            if learned is None:
+                continue
+            learned.skipped_count = (
+                0 if each.worker == decision.worker else learned.skipped_count + 1
+            )
+            if learned.skipped_count > most:
+                del self._learned[each.worker]
+                self.slowdown.discard(each.worker)
+
+    def _measure(self, done: PrefillDone) -> None:
+        begun = self._begun.pop(RunKey(done.id, done.attempt, done.phase), None)
+        if begun is None or begun.worker != done.worker:
+            return
+        tokens = max(begun.tokens - done.cached_tokens, 1)
+        expected_ms = begun.pace.prefill_ms(tokens, begun.decode_ms) + begun.decode_ms / 2
+        if expected_ms > 0:
+            if (learned := self._learned.get(done.worker)) is None:
+                learned = self._learned[done.worker] = SlowdownEstimate()
+            learned.observe(done.prefill_ms / expected_ms)
+            if learned.value is not None:
+                self.slowdown[done.worker] = learned.value
+            while len(self._learned) > MAX_REMEMBERED:
+                self.slowdown.discard(self._learned.popitem(last=False)[0])

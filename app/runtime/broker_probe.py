@@ -1,0 +1,99 @@
+"""A broker health probe: checks every second whether Kafka answers this process.
+
+Readiness depends on it, requests are rejected at once while it fails, and it logs the beginning and
+the end of an outage. It asks for the end of one partition after the other, with a few calls
+pending at a time: one hanging broker or one leader election is no outage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from streams.clock import Clock
+from streams.errors import BrokerUnavailable
+from streams.ports import Log
+from streams.topics import RESPONSES
+
+log = logging.getLogger(__name__)
+
+PROBE_INTERVAL_S = 1.0
+MAX_PENDING_PROBES = 8
+"""Pending calls at most. One to a hanging broker waits for up to three time-outs."""
+LOGGED_SILENCE_S = 2.5
+"""Time without an answer that is logged; normally an answer takes milliseconds."""
+
+Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[Any]]
+
+
+class BrokerProbe:
+    """Whether Kafka has answered within `timeout_s`. `run` must be running."""
+
+    def __init__(self, kafka: Log, clock: Clock, timeout_s: float, spawn: Spawn) -> None:
+        """`spawn` starts a supervised task: a permanent error, such as Denied, is raised in one."""
+        self._log = kafka
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._spawn = spawn
+        self._answered_at = clock.now()
+        self._questions: set[asyncio.Task[Any]] = set()
+        self._limits: set[asyncio.Timeout] = set()
+        self._silent_since: float | None = None
+
+    @property
+    def silence_s(self) -> float:
+        """Time since the last answer, in seconds."""
+        return self._clock.now() - self._answered_at
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether Kafka has answered within the time-out."""
+        return self.silence_s <= self._timeout_s
+
+    @asynccontextmanager
+    async def timeout(self, within_s: float) -> AsyncIterator[None]:
+        """A time-out of `within_s`, or less when Kafka stops answering. Raises TimeoutError."""
+        async with asyncio.timeout(within_s) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.discard(limit)
+
+    async def run(self) -> None:
+        """Probe every PROBE_INTERVAL_S until cancelled."""
+        partitions = await self._log.partitions(RESPONSES)
+        number = 0
+        while True:
+            if len(self._questions) < MAX_PENDING_PROBES:
+                question = self._spawn("probe", self._ask(number % partitions))
+                self._questions.add(question)
+                question.add_done_callback(self._questions.discard)
+                number += 1
+            slept_from = self._clock.now()
+            await self._clock.sleep(PROBE_INTERVAL_S)
+            slept_s = self._clock.now() - slept_from
+            self._answered_at += max(0.0, slept_s - 2 * PROBE_INTERVAL_S)  # this process was paused
+            self._judge()
+
+    async def _ask(self, partition: int) -> None:
+        try:
+            await self._log.end_offsets(RESPONSES, [partition])
+        except BrokerUnavailable:
+            return  # the outage goes on, and is logged once
+        if self._silent_since is not None:
+            log.info("Kafka answers again after %.1f s", self._clock.now() - self._silent_since)
+            self._silent_since = None
+        self._answered_at = self._clock.now()
+
+    def _judge(self) -> None:
+        if self._silent_since is None and self.silence_s >= LOGGED_SILENCE_S:
+            self._silent_since = self._answered_at
+            log.warning("Kafka has not answered for %.1f s; waiting for it", self.silence_s)
+        if not self.is_answering:
+            for limit in self._limits:
+                if not limit.expired():
+                    limit.reschedule(asyncio.get_running_loop().time())

@@ -1,0 +1,250 @@
+"""The lifecycle of a process: start, supervised background tasks, stop and failure.
+
+Every background task of a process is spawned here. An error in one ends the process (crash-only: an
+orchestrator restarts it, and the log has all its state); no task fails unnoticed. `run_process` is
+the lifecycle itself; `faststream_app` builds the FastStream application that `faststream run`
+starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from app.runtime.broker_probe import BrokerProbe
+from streams.clock import Clock, SystemClock
+from streams.errors import StreamError
+from streams.ports import Log
+
+if TYPE_CHECKING:
+    from faststream import FastStream
+
+    from app.settings import Settings
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.001
+"""Switch interval of the interpreter. By default 5 ms: that long the event loop would wait for a
+thread that prepares prompts, and a thread that reads the index for one that updates it."""
+
+
+class OperatorError(Exception):
+    """An error that an operator has to correct. The docstring of the class says how."""
+
+
+class ProcessContext:
+    """The context of a process: its clock, its random numbers, and its tasks."""
+
+    def __init__(
+        self, name: str, clock: Clock | None = None, rng: random.Random | None = None
+    ) -> None:
+        self.name = name
+        self.clock: Clock = clock or SystemClock()
+        self.rng = rng or random.Random()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failure: asyncio.Future[BaseException] | None = None
+        self.broker_probe: BrokerProbe | None = None
+
+    def start_broker_probe(self, kafka: Log, timeout_s: float) -> BrokerProbe:
+        """The broker probe of this process; the first call starts it."""
+        if self.broker_probe is None:
+            self.broker_probe = BrokerProbe(kafka, self.clock, timeout_s, self.spawn)
+            self.spawn("log probe", self.broker_probe.run())
+        return self.broker_probe
+
+    @property
+    def broker_answers(self) -> bool:
+        """Whether the broker answers; True without a probe."""
+        return self.broker_probe is None or self.broker_probe.is_answering
+
+    def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run `work` as a background task; an error in it ends the process."""
+        task = asyncio.get_running_loop().create_task(work, name=f"{self.name}/{name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def fail(self, error: BaseException) -> None:
+        """End the process with this error; only the first one counts."""
+        future = self._failed()
+        if not future.done():
+            if isinstance(error, _for_operators()):
+                log.error("%s fails: %s: %s", self.name, type(error).__name__, error)
+                log.error("what to do: %s", " ".join((type(error).__doc__ or "").split()))
+            else:
+                log.error("%s fails: %r", self.name, error, exc_info=error)
+            future.set_result(error)
+
+    async def wait_for_failure(self) -> BaseException:
+        """Wait for the error that ends this process."""
+        return await asyncio.shield(self._failed())
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended this process, if one did."""
+        future = self._failure
+        return future.result() if future is not None and future.done() else None
+
+    @property
+    def task_count(self) -> int:
+        """How many background tasks are running."""
+        return len(self._tasks)
+
+    async def cancel_tasks(self) -> None:
+        """Cancel all tasks and wait until they are gone. Idempotent."""
+        me = asyncio.current_task()
+        while tasks := [t for t in self._tasks if t is not me]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def _failed(self) -> asyncio.Future[BaseException]:
+        if self._failure is None:
+            self._failure = asyncio.get_running_loop().create_future()
+        return self._failure
+
+
+class ProcessLifecycle(Protocol):
+    """A kvlane process. Built with its log, settings and lifetime; holds no other resources."""
+
+    async def start(self) -> None:
+        """Return when the process is ready to be useful; background work is spawned."""
+
+    async def stop(self) -> None:
+        """End in good order, within the grace of the settings. Called at most once, after start."""
+
+
+async def run_process(
+    ctx: ProcessContext,
+    start: Callable[[], Coroutine[Any, Any, None]],
+    stop: Callable[[], Coroutine[Any, Any, None]],
+    stop_requested: asyncio.Event,
+) -> None:
+    """Run a process: start it, wait until `stop_requested` is set or a task fails, stop it.
+
+    An error in any task ends it at once, also during the start or the stop; setting
+    `stop_requested` interrupts a start. `stop` is called only after a complete start. No task is
+    left when this returns. Raises the error.
+    """
+    failing = asyncio.ensure_future(ctx.wait_for_failure())
+    halt = (failing, asyncio.ensure_future(stop_requested.wait()))
+    log.info("%s starts", ctx.name)
+    try:
+        starting = ctx.spawn("start", start())
+        await asyncio.wait((starting, *halt), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and not starting.cancelled() and ctx.error is None:
+            log.info("%s is ready", ctx.name)
+            await asyncio.wait(halt, return_when=asyncio.FIRST_COMPLETED)
+            if ctx.error is None:
+                log.info("%s stops", ctx.name)
+                stopping = ctx.spawn("stop", stop())
+                await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in halt:
+            task.cancel()
+        await ctx.cancel_tasks()
+    if ctx.error is not None:
+        raise ctx.error
+
+
+def _for_operators() -> tuple[type[Exception], ...]:
+    """Errors that an operator can correct, logged with advice instead of a traceback."""
+    from app.engine.interface import EngineError
+    from app.preprocess.prompt_errors import PreprocessError
+    from app.settings import SettingsError
+
+    return StreamError, OperatorError, SettingsError, PreprocessError, EngineError
+
+
+def tune_interpreter() -> None:
+    """Tune the interpreter for short pauses, once a process has started.
+
+    A garbage collection would walk all modules now and then, and block the loop for 50 ms.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def faststream_app(
+    name: str, build: Callable[[Log, Settings, ProcessContext], ProcessLifecycle]
+) -> FastStream:
+    """The FastStream application of one process, configured from the environment.
+
+    SIGTERM and SIGINT stop the process gracefully, or interrupt its start; an error is logged
+    and ends it with code 1. FastStream runs the process and describes the public topics; the
+    process reads and writes through its own connection to Kafka.
+    """
+    from faststream import FastStream
+
+    from app.runtime.logging_setup import configure_logging
+    from app.settings import Settings, SettingsError, unknown_variables
+    from streams.asyncapi import public_topics, specification
+    from streams.kafka.kafka_log import KafkaLog
+    from streams.kafka.provision import check_partitions, watch_topics
+
+    try:
+        settings = Settings()
+        settings.require_bootstrap_servers()
+    except SettingsError as e:  # there is no log yet
+        sys.stderr.write(f"{name} cannot start: {e}\n`kvlane settings` shows all settings.\n")
+        raise SystemExit(1) from None
+    configure_logging(settings)
+    for unknown in unknown_variables(os.environ):
+        log.warning("not a setting, ignored: %s", unknown)
+    connection = settings.kafka_connection(name)
+
+    async def whole_life(asked: asyncio.Event) -> None:
+        life = ProcessContext(name)
+        kafka = KafkaLog(connection, prefix=settings.topic_prefix)
+
+        async def start() -> None:
+            await kafka.start()
+            await check_partitions(kafka, settings.lanes)
+            life.spawn("topics", watch_topics(kafka, life.clock))
+            life.start_broker_probe(kafka, settings.request_timeout_ms / 1000)
+            await process.start()
+            tune_interpreter()
+
+        try:
+            process = build(kafka, settings, life)
+            await run_process(life, start, process.stop, asked)
+        except Exception as e:
+            life.fail(e)  # logs what was not logged yet
+            raise
+        finally:
+            await kafka.close()
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[None]:
+        asked = asyncio.Event()
+        living = asyncio.create_task(whole_life(asked), name=name)
+        living.add_done_callback(lambda _: app.exit())
+        try:
+            yield
+        finally:
+            asked.set()
+            try:
+                await living
+            except Exception as e:  # it was logged
+                raise SystemExit(1) from e
+
+    app = FastStream(
+        public_topics(connection.servers, settings.topic_prefix),
+        lifespan=lifespan,
+        specification=specification(),
+        logger=None,  # it would report a start that is not complete
+    )
+    return app

@@ -1,0 +1,309 @@
+"""Writers of Chunks: runs fill streams, and one writer per lane appends them in batches.
+
+A writer has one batch in flight. Tokens that arrive meanwhile wait in the stream of their run and
+become one Chunk of the next batch, so a slow broker makes larger Chunks, not longer queues. An idle
+lane costs nothing: the task of a writer runs only while a stream has something to send.
+
+Fail-stop: a batch without an acknowledgement may or may not be in the log, so a later Chunk could
+leave a gap. Every run in that batch is broken, and no Chunk of a broken run is ever sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from app.runtime.process import ProcessContext
+from streams.errors import AppendFailed, RecordTooLarge
+from streams.record_publisher import RecordPublisher
+from streams.records import Chunk, FinishReason, LogProb, PassthroughDelta, Usage
+from streams.topics import RESPONSES, lane_of
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH_BYTES = 512 * 1024
+"""Estimated size at which a batch is closed; the log accepts 1 MiB."""
+
+MAX_PENDING_TOKENS = 512
+MAX_PENDING_BYTES = 256 * 1024
+"""Bounds of one stream, in tokens and in bytes of the next Chunk. Beyond them `push` waits, and
+with it the engine's stream."""
+
+_CHUNK_BYTES = 400  # field names, numbers, usage, record overhead
+_TOKEN_BYTES = 11  # ten digits and a comma
+_CHAR_BYTES = 6  # an escaped control character; anything else is shorter
+_LOG_PROB_BYTES = 36  # an id, 18 digits, punctuation
+_ASIDE_BYTES = 20  # its position
+_encode = msgspec.json.Encoder().encode
+
+LogProbs = Sequence[Sequence[LogProb]]
+"""For each token its own log probability, then the most likely ones; empty if not requested."""
+
+
+class StreamBroken(Exception):
+    """A Chunk of this run was not acknowledged, so no further one may be sent."""
+
+
+class FinalChunk(NamedTuple):
+    """Fields of the last Chunk besides its tokens."""
+
+    finish_reason: FinishReason
+    usage: Usage | None
+    stop_reason: int | str | None = None
+    invalid_reason: str = ""
+
+    def size_bytes(self) -> int:
+        """Bytes of the unbounded fields: a server's own counts, a stop string, an error message."""
+        details = self.usage.details if self.usage is not None else None
+        counts = len(_encode(details)) if details else 0
+        stop = self.stop_reason if isinstance(self.stop_reason, str) else ""
+        return counts + _CHAR_BYTES * (len(stop) + len(self.invalid_reason))
+
+
+class ChunkStream:
+    """The Chunks of one run, in order; made by `ChunkWriters.open`."""
+
+    def __init__(
+        self,
+        writer: _LaneWriter,
+        request_id: str,
+        attempt: int,
+        run: str,
+        index: int,
+        chars: int,
+        model: str,
+    ) -> None:
+        self.request_id = request_id
+        self._writer = writer
+        self._attempt = attempt
+        self._run = run
+        self._model = model
+        """Sent with the first Chunk only."""
+        self._with_tokens = writer.with_tokens
+        self._seq = 0
+        self._index = index
+        self._chars = chars
+        self._tokens: list[int] = []
+        self._text = ""
+        self._log_probs: list[tuple[LogProb, ...]] = []
+        self._asides: list[PassthroughDelta] = []
+        self._aside_bytes = 0
+        self._last: FinalChunk | None = None
+        self._released = False
+        self._room = asyncio.Event()
+        self._over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no further Chunk may be sent."""
+        return self._over.done() and not self._over.result()
+
+    def release(self) -> None:
+        """Allow Chunks to be sent; until then they are held back."""
+        self._released = True
+        if self._has_something:
+            self._writer.wake(self)
+
+    def discard(self) -> None:
+        """Send nothing more and drop pending tokens. A batch in flight is not stopped.
+        Idempotent."""
+        if not self._over.done():
+            self._over.set_result(False)
+        self._clear()
+        self._room.set()
+
+    async def push(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        log_probs: LogProbs = (),
+        data: Sequence[PassthroughDelta] = (),
+    ) -> None:
+        """Send tokens and the text they complete, or text with its fields; waits while the stream
+        is full.
+
+        Raises StreamBroken if they will not be sent.
+        """
+        self._add_asides(data)
+        self._tokens += token_ids
+        self._text += text
+        self._log_probs += map(tuple, log_probs)
+        if self._released:
+            self._writer.wake(self)
+        while self._is_full and not self.is_broken:
+            self._room.clear()
+            await self._room.wait()
+        if self.is_broken:
+            raise StreamBroken
+
+    async def finish(self, last: FinalChunk, text: str = "") -> None:
+        """Send the last Chunk and wait for its acknowledgement. Raises StreamBroken on failure."""
+        self._text += text
+        self._last = last
+        if self._released:
+            self._writer.wake(self)
+        if not await asyncio.shield(self._over):
+            raise StreamBroken
+
+    # --- for the writer ---
+
+    def next_chunk(self) -> Chunk | None:
+        """The next Chunk, of everything pending; None if there is nothing to send."""
+        if self._over.done() or not self._has_something:
+            return None
+        last = self._last
+        self._chars += len(self._text)
+        chunk = Chunk(
+            id=self.request_id,
+            attempt=self._attempt,
+            run=self._run,
+            seq=self._seq,
+            index=self._index,
+            token_ids=tuple(self._tokens) if self._with_tokens else (),
+            text=self._text,
+            chars=self._chars,
+            finish_reason=last.finish_reason if last else None,
+            usage=last.usage if last else None,
+            stop_reason=last.stop_reason if last else None,
+            log_probs=tuple(self._log_probs) or None,
+            invalid=last.invalid_reason if last else "",
+            data=tuple(self._asides),
+            model=self._model,
+        )
+        self._model = ""
+        self._seq += 1
+        self._index += len(chunk.token_ids)
+        self._clear()
+        self._last = None
+        self._room.set()
+        return chunk
+
+    def size_bytes(self) -> int:
+        """An upper bound on the bytes of the next Chunk."""
+        fixed = _CHUNK_BYTES + _CHAR_BYTES * (len(self.request_id) + len(self._model))
+        content = _TOKEN_BYTES * len(self._tokens) + _CHAR_BYTES * len(self._text)
+        content += self._aside_bytes + (self._last.size_bytes() if self._last else 0)
+        return fixed + content + _LOG_PROB_BYTES * sum(map(len, self._log_probs))
+
+    def on_acknowledged(self, chunk: Chunk) -> None:
+        """The Chunk was acknowledged."""
+        if chunk.finish_reason is not None and not self._over.done():
+            self._over.set_result(True)
+
+    # --- pending ---
+
+    @property
+    def _has_something(self) -> bool:
+        return bool(self._tokens or self._text or self._asides or self._last)
+
+    @property
+    def _is_full(self) -> bool:
+        if len(self._tokens) > MAX_PENDING_TOKENS:
+            return True
+        return _CHAR_BYTES * len(self._text) + self._aside_bytes > MAX_PENDING_BYTES
+
+    def _add_asides(self, data: Sequence[PassthroughDelta]) -> None:
+        before = self._chars + len(self._text)
+        for aside in data:
+            self._asides.append(replace(aside, at=before + aside.at))
+            self._aside_bytes += _ASIDE_BYTES + len(_encode(aside))
+
+    def _clear(self) -> None:
+        self._tokens.clear()
+        self._text = ""
+        self._log_probs.clear()
+        self._asides.clear()
+        self._aside_bytes = 0
+
+
+class ChunkWriters:
+    """The writers of all lanes of one worker.
+
+    Without `with_tokens` Chunks carry text only: their tokens are not the engine's own, so another
+    worker must not continue from them.
+    """
+
+    def __init__(
+        self, outbox: RecordPublisher, ctx: ProcessContext, lanes: int, *, with_tokens: bool = True
+    ) -> None:
+        self.with_tokens = with_tokens
+        self._lanes = lanes
+        self._writers = [
+            _LaneWriter(outbox, ctx, lane, with_tokens=with_tokens) for lane in range(lanes)
+        ]
+
+    def open(
+        self, request_id: str, attempt: int, run: str, *, index: int, chars: int, model: str = ""
+    ) -> ChunkStream:
+        """The stream of a new run, which starts at token `index` and character `chars`."""
+        writer = self._writers[lane_of(request_id, self._lanes)]
+        return ChunkStream(writer, request_id, attempt, run, index, chars, model)
+
+
+class _LaneWriter:
+    """Appends the Chunks of one lane, one batch at a time; streams in the order of `wake`."""
+
+    def __init__(
+        self, outbox: RecordPublisher, ctx: ProcessContext, lane: int, *, with_tokens: bool
+    ) -> None:
+        self.with_tokens = with_tokens
+        self._outbox = outbox
+        self._ctx = ctx
+        self._lane = lane
+        self._ready: dict[ChunkStream, None] = {}
+        self._writing = False
+        self._is_large = False
+        """Whether the current batch is a single Chunk that exceeds the limit of a batch."""
+
+    def wake(self, stream: ChunkStream) -> None:
+        """Schedule a stream that has something to send."""
+        self._ready[stream] = None
+        if not self._writing:
+            self._writing = True  # it begins after the other outputs of this engine step
+            self._ctx.spawn(f"chunks of lane {self._lane}", self._write())
+
+    async def _write(self) -> None:
+        try:
+            while self._ready:
+                await self._append(self._take())
+        finally:
+            self._writing = False
+
+    def _take(self) -> list[tuple[ChunkStream, Chunk]]:
+        batch: list[tuple[ChunkStream, Chunk]] = []
+        room, self._is_large = MAX_BATCH_BYTES, False
+        for stream in list(self._ready):
+            room -= stream.size_bytes()
+            if room < 0 and batch:
+                break
+            self._is_large = room < 0
+            del self._ready[stream]
+            if (chunk := stream.next_chunk()) is not None:
+                batch.append((stream, chunk))
+        return batch
+
+    async def _append(self, batch: Sequence[tuple[ChunkStream, Chunk]]) -> None:
+        if not batch:
+            return
+        try:
+            if self._is_large:  # a batch holds 1 MiB, a single record 8 MiB
+                ((stream, chunk),) = batch
+                await self._outbox.publish_once(RESPONSES, stream.request_id, chunk, self._lane)
+            else:
+                await self._outbox.publish_batch_once(
+                    RESPONSES, self._lane, [(stream.request_id, chunk) for stream, chunk in batch]
+                )
+        except (AppendFailed, RecordTooLarge) as e:
+            log.warning(
+                "lane %d: an append failed, which breaks %d runs: %s", self._lane, len(batch), e
+            )
+            for stream, _ in batch:
+                stream.discard()
+        else:
+            for stream, chunk in batch:
+                stream.on_acknowledged(chunk)

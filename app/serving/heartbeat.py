@@ -1,0 +1,64 @@
+"""Heartbeats of a worker: its state, its open runs and its engine, written to kv-events.
+
+A heartbeat that is not acknowledged is not repeated: the next one is newer. Owns the time of the
+last acknowledgement. When heartbeats are sent is decided in `app/worker.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from app.engine.interface import Engine
+from app.serving.kv_event_publisher import KvEventPublisher
+from app.serving.run_queue import RunQueue
+from streams.clock import Clock
+from streams.errors import AppendFailed
+from streams.record_publisher import RecordPublisher
+from streams.records import Heartbeat, WorkerState
+from streams.topics import KV_EVENTS
+
+log = logging.getLogger(__name__)
+
+
+class HeartbeatSender:
+    """Sends the heartbeats of one worker, over all its epochs."""
+
+    def __init__(self, outbox: RecordPublisher, clock: Clock, engine: Engine, worker: str) -> None:
+        self._outbox = outbox
+        self._clock = clock
+        self._engine = engine
+        self._worker = worker
+        self._acknowledged_at = clock.now()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last acknowledged heartbeat."""
+        return self._clock.now() - self._acknowledged_at
+
+    async def send(
+        self,
+        runs: RunQueue,
+        caches: Iterable[KvEventPublisher],
+        state: WorkerState,
+        reason: str,
+        slot_offset: int,
+    ) -> None:
+        """Send one heartbeat of the epoch of `runs`, in a single attempt."""
+        heartbeat = Heartbeat(
+            worker=self._worker,
+            epoch=runs.epoch,
+            slot_offset=slot_offset,
+            state=state,
+            reason=reason,
+            running=runs.progress(),
+            waiting=runs.waiting_count,
+            last_event_ids=tuple(events.last_event_id for events in caches),
+            engine=self._engine.stats(),
+        )
+        try:
+            await self._outbox.publish_once(KV_EVENTS, self._worker, heartbeat)
+        except AppendFailed as e:
+            log.warning("a heartbeat of %s was not acknowledged: %s", self._worker, e)
+        else:
+            self._acknowledged_at = self._clock.now()

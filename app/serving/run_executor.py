@@ -1,0 +1,341 @@
+"""Execution of one run: Started, the engine's answer, its Chunks and its outcome.
+
+    Started ─────────► acknowledged: Chunks may go out ─────► PrefillDone after the first token
+    engine.generate ─► text ─► ChunkStream ─► last Chunk acknowledged ─► RunEnd
+
+Both lines run concurrently, so that the acknowledgement of Started hides behind the prefill. Owns
+the run's tokens, text and times. Admission, and the Finished that reports the outcome, are in
+`app/serving/run_queue.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from app.engine.interface import (
+    Engine,
+    EngineDead,
+    EngineError,
+    EngineFull,
+    EngineOutput,
+    GenerateContext,
+    InvalidRequest,
+    token_usage,
+)
+from app.preprocess.models.byte_model import Model
+from app.preprocess.text.stop_conditions import TextPiece, TextStream
+from app.runtime.process import ProcessContext
+from app.serving.chunk_writer import ChunkStream, ChunkWriters, FinalChunk, StreamBroken
+from streams.codecs import token_count, unpack_tokens
+from streams.errors import AppendFailed
+from streams.record_publisher import RecordPublisher
+from streams.records import Assignment, FinishReason, PrefillDone, RunCode, RunKey, Started, Usage
+from streams.request import Request
+from streams.topics import LEDGER
+
+log = logging.getLogger(__name__)
+
+MAX_REASON_CHARS = 1000
+"""Limit of an error message about a request, in characters; engines may quote from it at length."""
+
+_CODES: dict[FinishReason, RunCode] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "cancelled",
+    "error": "error",
+    "content_filter": "stop",
+    "tool_calls": "stop",
+    "function_call": "stop",
+}
+
+
+class RunEnd(NamedTuple):
+    """How a run ended. `fatal_error`: the engine is dead, and the process must end."""
+
+    code: RunCode
+    retryable: bool = False
+    message: str = ""
+    fatal_error: EngineDead | None = None
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of this worker. Times are seconds of the injected clock."""
+
+    key: RunKey
+    assignment: Assignment
+    run_id: int
+    accepted_at: float
+    deadline_at: float
+    context: GenerateContext
+    first_token_event: asyncio.Event
+    state: Literal["waiting", "running", "closing"] = "waiting"
+    started_at: float = 0.0
+    """When it was passed to the engine."""
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    handoff: bytes = b""
+    """The engine's own data for the decode worker, of a prefill run."""
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    waiting_since: float | None = None
+    """Since when it has been waiting for the engine's next output; None while it is not."""
+    stream: ChunkStream | None = None
+    task: asyncio.Task[None] | None = None
+    forced_outcome: RunEnd | None = None
+    """The outcome of a run that is stopped from outside, by cancelling its task."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the answer; 0 for an embedding, whose single output counts as one in
+        `generated_tokens`."""
+        return 0 if self.assignment.request.kind == "embedding" else self.generated_tokens
+
+    @property
+    def ttft_ms(self) -> float:
+        """From the acceptance to the first token; 0 before it."""
+        return (self.first_token_at - self.accepted_at) * 1000 if self.generated_tokens else 0.0
+
+    @property
+    def prefill_ms(self) -> float:
+        """From the start in the engine to the first token; 0 before it."""
+        return (self.first_token_at - self.started_at) * 1000 if self.generated_tokens else 0.0
+
+    @property
+    def itl_ms(self) -> float:
+        """Mean inter-token latency; 0 for fewer than two tokens."""
+        if self.generated_tokens < 2:
+            return 0.0
+        return (self.last_token_at - self.first_token_at) * 1000 / (self.generated_tokens - 1)
+
+    def count_tokens(self, tokens: int, now: float) -> None:
+        """Count tokens that the engine has generated."""
+        if not tokens:
+            return
+        if not self.generated_tokens:
+            self.first_token_at = now
+        self.generated_tokens += tokens
+        self.last_token_at = now
+
+
+def resumed_request(request: Request, emitted: bytes) -> Request:
+    """The request for the rest of an answer whose tokens `emitted` (u32 ids) have been sent
+    already: a longer prompt and lower limits.
+
+    A seed is mixed with the tokens; unchanged, it would repeat the same random draws.
+    """
+    if not emitted:
+        return request
+    count = token_count(emitted)
+    stop, sampling = request.stop, request.sampling
+    left = None if stop.max_tokens is None else max(stop.max_tokens - count, 0)
+    stop = replace(stop, max_tokens=left, min_tokens=max(stop.min_tokens - count, 0))
+    if sampling.seed is not None:
+        mixed = blake2b(b"%d" % sampling.seed + emitted, digest_size=4).digest()
+        sampling = replace(sampling, seed=int.from_bytes(mixed, "little"))
+    return replace(request, token_ids=request.token_ids + emitted, stop=stop, sampling=sampling)
+
+
+class RunExecutor:
+    """Executes runs of one epoch of a worker with its engine."""
+
+    def __init__(
+        self,
+        ctx: ProcessContext,
+        outbox: RecordPublisher,
+        engine: Engine,
+        chunks: ChunkWriters,
+        model: Model,
+        worker: str,
+        epoch: int,
+    ) -> None:
+        self._ctx = ctx
+        self._outbox = outbox
+        self._engine = engine
+        self._chunks = chunks
+        self._model = model
+        self._worker = worker
+        self._epoch = epoch
+
+    async def execute(self, run: Run) -> RunEnd:
+        """Run it to its end. If cancelled without `run.forced_outcome`, nothing more is written."""
+        if run.forced_outcome is not None:
+            return run.forced_outcome
+        assignment = run.assignment
+        run.stream = stream = self._chunks.open(
+            run.key.id,
+            run.key.attempt,
+            str(run.run_id),
+            index=token_count(assignment.taken),
+            chars=assignment.taken_chars,
+            model=assignment.request.model,
+        )
+        announced = self._ctx.spawn(f"announce {run.key.id}", self._announce(run, stream))
+        try:
+            outcome = await self._outcome(run, stream)
+            run.state = "closing"
+            if run.generated_tokens and not stream.is_broken:
+                await asyncio.wait([announced])  # PrefillDone must precede Finished
+            return outcome
+        finally:
+            announced.cancel()
+            stream.discard()
+
+    async def abort(self, run: Run) -> None:
+        """Pass an explicit cancel on to the engine; an error is only logged."""
+        try:
+            await self._engine.abort(run.context)
+        except Exception:
+            log.exception("%s: the engine failed to abort it", run.key.id)
+
+    async def _announce(self, run: Run, stream: ChunkStream) -> None:
+        assignment, (request_id, attempt, phase) = run.assignment, run.key
+        started = Started(
+            id=request_id, attempt=attempt, phase=phase, worker=self._worker, epoch=self._epoch,
+            run=run.run_id, origin=assignment.origin, responses_from=assignment.responses_from,
+            deadline_ms=assignment.deadline_ms,
+            prompt_tokens=assignment.request.prompt_tokens,
+        )  # fmt: skip
+        try:
+            await self._outbox.publish(LEDGER, request_id, started, until=run.deadline_at)
+        except AppendFailed as e:
+            log.warning("%s: Started was not acknowledged before its deadline: %s", request_id, e)
+            stream.discard()
+            return
+        stream.release()
+        await run.first_token_event.wait()
+        done = PrefillDone(
+            id=request_id, attempt=attempt, phase=phase, worker=self._worker, epoch=self._epoch,
+            run=run.run_id, cached_tokens=run.cached_tokens, ttft_ms=run.ttft_ms,
+            prefill_ms=run.prefill_ms, handoff=run.handoff,
+        )  # fmt: skip
+        try:
+            await self._outbox.publish_once(LEDGER, request_id, done)
+        except AppendFailed as e:  # routers overestimate the load of this worker for a while
+            log.warning("%s: PrefillDone was not acknowledged: %s", request_id, e)
+
+    async def _outcome(self, run: Run, stream: ChunkStream) -> RunEnd:
+        """The outcome of the answer; every failure becomes an outcome."""
+        try:
+            return await self._answer(run, stream)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            if not task.cancelling():
+                return RunEnd("error", retryable=True, message="cancelled within the engine")
+            if run.forced_outcome is None or task.uncancel() > 0:
+                raise
+            return run.forced_outcome
+        except StreamBroken:
+            return RunEnd("broken", message="a Chunk was not acknowledged")
+        except EngineError as e:
+            fatal = e if isinstance(e, EngineDead) else None
+            is_full = isinstance(e, EngineFull) and not run.generated_tokens
+            code: RunCode = "worker_full" if is_full else "error"
+            return RunEnd(code, retryable=True, message=str(e), fatal_error=fatal)
+        except Exception as e:
+            log.exception("%s: the engine failed", run.key.id)
+            return RunEnd("error", retryable=True, message=repr(e))
+
+    async def _answer(self, run: Run, stream: ChunkStream) -> RunEnd:
+        """Generate and send the answer up to its last acknowledgement. Raises retryable
+        EngineErrors."""
+        assignment = run.assignment
+        taken = unpack_tokens(assignment.taken)
+        text = self._model.text_stream(assignment.request, taken)
+        invalid = ""
+        run.started_at = self._ctx.clock.now()
+        try:
+            ended = await self._generate(run, stream, text)
+        except EngineError as e:
+            if e.retryable:
+                raise
+            ended = EngineOutput.error(str(e))
+            invalid = str(e)[:MAX_REASON_CHARS] if isinstance(e, InvalidRequest) else ""
+        run.state = "closing"
+        counts, reason = _counts(run, ended), ended.finish_reason
+        if (
+            run.generated_tokens
+        ):  # an engine that returns text has a more exact count than its outputs
+            run.generated_tokens = counts.completion_tokens - len(taken) or run.generated_tokens
+        assert reason is not None
+        await stream.finish(FinalChunk(reason, counts, ended.stop_reason, invalid), text.end())
+        return RunEnd(_CODES[reason], message=ended.message)
+
+    async def _generate(self, run: Run, stream: ChunkStream, text: TextStream) -> EngineOutput:
+        """Send the engine's outputs as they come; returns the final one, already sent.
+
+        The answer may end before the engine's stream: at a stop string, which only the text
+        contains. Closing the stream stops the engine.
+        """
+        request = resumed_request(run.assignment.request, run.assignment.taken)
+        if run.assignment.taken and not self._chunks.with_tokens:
+            # Readers could not tell where this run resumed, and no other could resume it.
+            raise EngineError("the engine returns no token ids to resume from", retryable=True)
+        if (rank := run.assignment.rank) != (request.hints.dp_rank or 0):
+            request = replace(request, hints=replace(request.hints, dp_rank=rank))
+        if text.ended is not None:
+            return _ended(text, EngineOutput.stop())
+        if request.stop.max_tokens == 0:
+            return EngineOutput.length()
+        clock = self._ctx.clock
+        run.waiting_since = clock.now()
+        try:
+            async with aclosing(self._engine.generate(request, run.context)) as outputs:
+                async for output in outputs:
+                    run.waiting_since = None  # waiting for the log does not count as an idle engine
+                    over = await self._pass_on(run, stream, text, output)
+                    if over or output.finish_reason is not None:
+                        return _ended(text, output)
+                    run.waiting_since = clock.now()
+        finally:
+            run.waiting_since = None
+        raise EngineError("the engine ended its answer without a finish reason", retryable=True)
+
+    async def _pass_on(
+        self, run: Run, stream: ChunkStream, text: TextStream, output: EngineOutput
+    ) -> bool:
+        """Send the content of an output; returns whether it ended the answer."""
+        if output.usage is not None:
+            run.cached_tokens = output.usage.cached_tokens
+        if output.transfer is not None:
+            run.handoff = output.transfer
+        if output.is_empty:
+            return False
+        # Text without token ids counts as one token: most servers send each token separately.
+        piece = text.feed(output.token_ids) if output.token_ids else TextPiece(output.text, 1)
+        run.count_tokens(piece.tokens, self._ctx.clock.now())
+        run.context.notify_first_token()
+        log_probs = (output.log_probs or ())[: piece.tokens]
+        await stream.push(output.token_ids[: piece.tokens], piece.text, log_probs, output.data)
+        return piece.finish_reason is not None
+
+
+def _counts(run: Run, ended: EngineOutput) -> Usage:
+    """Token counts of a request over all its attempts; of a body, the engine's own counts."""
+    request, taken = run.assignment.request, token_count(run.assignment.taken)
+    if request.body is not None:
+        return ended.usage or token_usage(0, run.generated_tokens)
+    return token_usage(
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=taken + run.generated_tokens,
+        # To the engine, tokens of earlier attempts belong to the prompt; to the client they do not.
+        cached_tokens=min(run.cached_tokens, request.prompt_tokens),
+    )
+
+
+def _ended(text: TextStream, output: EngineOutput) -> EngineOutput:
+    """How an answer ended: by its text, which knows the limits of the whole answer, or by its
+    engine."""
+    if text.ended is None or text.ended.finish_reason is None:
+        return output
+    return replace(
+        output, finish_reason=text.ended.finish_reason, stop_reason=text.ended.stop_reason
+    )

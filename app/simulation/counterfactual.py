@@ -1,0 +1,298 @@
+"""Counterfactual simulation of a captured period: with its recorded decisions, or another policy.
+
+Requests arrive as recorded, at a fleet like that of the capture, with empty caches. The *regret* of
+the recorded decisions is the additional latency compared to another policy, both simulated, so that
+errors of the engine model are in both. It applies to the whole period and to no single request,
+since each decision changes the state for later ones.
+
+Only finished requests of the period for its most requested model count. Pinned workers, routing
+constraints, preferences and session affinity are not simulated; blocks filled by answers are not
+shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from app.capture_format import (
+    AnyCaptureLine,
+    CapturedDecision,
+    CapturedPrefill,
+    CapturedRequest,
+    CapturedRun,
+    CapturedWorker,
+)
+from app.engine.simulated.batch import EngineLimits
+from app.mooncake_trace import InvalidTrace
+from app.routing.selection.decision import RoutingConfig
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.state.performance import profile_from_card
+from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
+from app.simulation.run_metrics import RunMetrics, metrics_of
+from app.simulation.simulation_runs import parse_policy
+from app.simulation.simulator import SimulatedRequest, new_simulator, worker_names
+from app.simulation.trace_requests import (
+    SIMULATION_SECRET,
+    RequestArrival,
+    TraceRequest,
+    uses_sessions,
+)
+from indexer.block_keys import prompt_keys
+from streams.records import EngineConfig
+from streams.request import Hints, Request, StopConditions
+
+_ROLES = ("aggregated", "decode")
+DEFAULT_CACHE_BLOCKS = 16_384
+"""Assumed cache size of an engine that does not report one."""
+
+
+class RecordedRequest(NamedTuple):
+    """A request as recorded, in ms since the first one; its worker rank as a number.
+
+    `sent_ms`: time of dispatch, without the delays of messages and processes.
+    """
+
+    request: CapturedRequest
+    rank_number: int
+    arrived_ms: float
+    sent_ms: float
+    first_token_ms: float
+    last_token_ms: float
+    output_tokens: int
+    cached_tokens: int
+
+
+class PolicyRegret(NamedTuple):
+    """Mean additional latency of the recorded decisions in ms; `*_error`: two standard errors."""
+
+    ttft_ms: float
+    ttft_error: float
+    e2e_ms: float
+    e2e_error: float
+
+
+class CapturedPeriod(NamedTuple):
+    """Requests to simulate, in order of arrival. `left_out`: ignored requests by reason; `fleets`:
+    number of engine configurations, of which the most common one is simulated.
+    """
+
+    model: str
+    workers: int
+    shape: EngineLimits
+    requests: list[RecordedRequest]
+    left_out: Counter[str]
+    fleets: int
+
+
+@dataclass
+class CaptureReader:
+    """Collects the lines of a capture, and builds the period from them."""
+
+    _workers: dict[str, CapturedWorker] = field(default_factory=dict)
+    _asked: dict[str, CapturedRequest] = field(default_factory=dict)
+    _decided: dict[str, list[CapturedDecision]] = field(default_factory=dict)
+    _prefilled: dict[str, int] = field(default_factory=dict)
+    _ran: dict[str, list[CapturedRun]] = field(default_factory=dict)
+
+    def add_line(self, line: AnyCaptureLine) -> None:
+        """Add a line."""
+        if isinstance(line, CapturedWorker):
+            self._workers[line.id] = line
+        elif isinstance(line, CapturedRequest):
+            # A second request with the same id is a duplicate, which routers ignore.
+            self._asked.setdefault(line.id, replace(line, router_config_override=None))
+        elif isinstance(line, CapturedDecision):
+            slim = replace(line.decision, candidates=(), params={})
+            self._decided.setdefault(line.decision.id, []).append(replace(line, decision=slim))
+        elif isinstance(line, CapturedPrefill):
+            self._prefilled.setdefault(line.done.id, line.at_ms)
+        elif isinstance(line, CapturedRun):
+            self._ran.setdefault(line.end.id, []).append(line)
+
+    def build_period(self) -> CapturedPeriod:
+        """Build the period. Raises InvalidTrace if it has no request to simulate."""
+        models = Counter(asked.model for asked in self._asked.values())
+        if not models:
+            raise InvalidTrace(
+                "the capture has no requests of this period: requests are kept for an hour, so "
+                "capture earlier (`kvlane capture`)"
+            )
+        model = models.most_common(1)[0][0]
+        fleet = [w for w in self._workers.values() if w.model == model or not model]
+        fleet = [worker for worker in fleet if worker.role in _ROLES]
+        places = {
+            place: number
+            for number, place in enumerate(
+                (worker.id, rank)
+                for worker in sorted(fleet, key=lambda w: w.id)
+                for rank in range(worker.ranks)
+            )
+        }
+        if not places:
+            raise InvalidTrace(
+                f"the capture has no worker of {model or 'any model'} in this period"
+            )
+        requests, left_out = [], Counter[str]()
+        ordered = sorted(self._asked.values(), key=lambda asked: (asked.at_ms, asked.id))
+        for asked in ordered:
+            found = self._recorded_request(asked, model, places, ordered[0].at_ms)
+            if isinstance(found, RecordedRequest):
+                requests.append(found)
+            else:
+                left_out[found] += 1
+        if not requests:
+            why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            raise InvalidTrace(f"no request of this period can be simulated: {why}")
+        size = requests[0].request.block_size
+        kinds = Counter(_shape(worker.config, size) for worker in fleet)
+        shape = kinds.most_common(1)[0][0]
+        return CapturedPeriod(model, len(places), shape, requests, left_out, len(kinds))
+
+    def _recorded_request(
+        self, asked: CapturedRequest, model: str, places: dict[tuple[str, int], int], began_ms: int
+    ) -> RecordedRequest | str:
+        """A request as recorded, or the reason to ignore it."""
+        decided, ran = self._decided.get(asked.id), self._ran.get(asked.id)
+        if asked.model != model:
+            return "for another model"
+        if not decided:
+            return "not decided in the period"
+        if asked.at_ms > decided[0].at_ms:
+            return "published before the period, and again in it"
+        if not ran or ran[-1].end.code not in ("stop", "length"):
+            return "without a whole answer"
+        first = decided[0].decision
+        place = places.get((first.worker, first.rank))
+        if place is None:
+            return "on a worker without a card"
+        end = ran[-1]
+        return RecordedRequest(
+            asked,
+            place,
+            asked.at_ms - began_ms,
+            asked.at_ms - began_ms + first.held_ms,
+            self._prefilled.get(asked.id, end.at_ms) - began_ms,
+            end.at_ms - began_ms,
+            max(sum(run.end.output_tokens for run in ran), 1),
+            ran[0].end.cached_tokens,
+        )
+
+
+def recorded_metrics(period: CapturedPeriod) -> RunMetrics:
+    """Metrics of the log; times by the broker's clock, so to the millisecond at best."""
+    lives = []
+    for each in period.requests:
+        life = SimulatedRequest(_traced(each), each.arrived_ms)
+        life.first_token_ms, life.last_token_ms = each.first_token_ms, each.last_token_ms
+        life.cached_tokens = each.cached_tokens
+        lives.append(life)
+    return metrics_of(lives)
+
+
+def simulate_recorded(
+    period: CapturedPeriod,
+    conditions: NetworkConditions = DEFAULT_CONDITIONS,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[SimulatedRequest]:
+    """Simulate the recorded decisions and queueing times; returned in order of arrival."""
+    names = worker_names(period.workers)
+    arrivals = [
+        RequestArrival(each.sent_ms, _traced(each, names[each.rank_number]))
+        for each in sorted(period.requests, key=lambda each: each.sent_ms)
+    ]
+    lives = _run(period, arrivals, RoutingConfig("direct"), 0, conditions, progress)
+    arrived_ms = {each.request.id: each.arrived_ms for each in period.requests}
+    for life in lives:
+        life.arrived_ms = arrived_ms[life.id]
+    return _in_order(period, lives)
+
+
+def counterfactual(
+    period: CapturedPeriod,
+    policy: str,
+    seed: int,
+    conditions: NetworkConditions = DEFAULT_CONDITIONS,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[SimulatedRequest]:
+    """Simulate another policy; returned in order of arrival. Raises UnknownPolicy, InvalidTrace."""
+    tuning = parse_policy(policy)
+    in_session = uses_sessions(tuning.policy)
+    arrivals = [
+        RequestArrival(each.arrived_ms, _traced(each, in_session=in_session))
+        for each in period.requests
+    ]
+    return _in_order(period, _run(period, arrivals, tuning, seed, conditions, progress))
+
+
+def policy_regret(
+    taken: Sequence[SimulatedRequest], other: Sequence[SimulatedRequest]
+) -> PolicyRegret:
+    """Regret of recorded decisions against others, on the same requests in the same order."""
+    first = [a.first_token_ms - b.first_token_ms for a, b in zip(taken, other, strict=True)]
+    last = [a.last_token_ms - b.last_token_ms for a, b in zip(taken, other, strict=True)]
+    return PolicyRegret(*_mean(first), *_mean(last))
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    error = 2 * float(np.std(values)) / math.sqrt(len(values))
+    return float(np.mean(values)), error
+
+
+def _run(
+    period: CapturedPeriod,
+    arrivals: Sequence[RequestArrival],
+    tuning: RoutingConfig,
+    seed: int,
+    conditions: NetworkConditions,
+    progress: Callable[[int], None],
+) -> list[SimulatedRequest]:
+    replay = new_simulator(
+        arrivals, period.workers, period.shape, tuning, seed, progress, conditions
+    )
+    return replay.run()
+
+
+def _in_order(period: CapturedPeriod, lives: Iterable[SimulatedRequest]) -> list[SimulatedRequest]:
+    by_id = {life.id: life for life in lives}
+    return [by_id[each.request.id] for each in period.requests]
+
+
+def _traced(
+    each: RecordedRequest, worker: str | None = None, *, in_session: bool = False
+) -> TraceRequest:
+    asked = each.request
+    hints = Hints(
+        decode_worker_id=worker,
+        session_control=asked.hints.session_control if in_session else None,
+        expected_output_tokens=asked.hints.expected_output_tokens,
+    )
+    stop = StopConditions(max_tokens=asked.max_tokens)
+    names = asked.block_hashes
+    return TraceRequest(
+        PromptHashes.from_hashes(
+            Request(id=asked.id, hints=hints, stop=stop), asked.prompt_tokens, names,
+            asked.block_size,
+        ),
+        each.output_tokens,
+        names.tolist(),
+        tuple(prompt_keys(names, SIMULATION_SECRET).tolist()),
+    )  # fmt: skip
+
+
+def _shape(config: EngineConfig, block_size: int) -> EngineLimits:
+    usual, pace = EngineLimits(block_size, 1), profile_from_card(config)
+    blocks = config.total_kv_blocks or 0
+    return EngineLimits(
+        block_size,
+        blocks * (config.kv_cache_block_size or block_size) // block_size or DEFAULT_CACHE_BLOCKS,
+        config.max_num_batched_tokens or usual.max_batched_tokens,
+        config.max_num_seqs or usual.max_sequences,
+        pace.curves,
+    )

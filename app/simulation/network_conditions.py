@@ -1,0 +1,30 @@
+"""Network conditions of a simulated deployment: delays between processes, and number of routers.
+
+Owns the numbers only; `app/simulation/simulator.py` and `app/simulation/router_state.py` apply
+them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class NetworkConditions(NamedTuple):
+    """Delays and routers. Default: one router, and only engines take time.
+
+    `dispatch_delay_ms`: delay from a decision until its worker has the request. `event_delay_ms`:
+    delay from an event on a worker (tokens, ends, cache changes) until routers read it.
+    `ledger_lag_ms`: delay from a ledger record until routers read it; each router counts its own
+    decisions at once. `shares_ledger`: whether routers read the decisions of each other.
+    `publishes_curves`: whether worker cards contain the performance curves of the engines.
+    """
+
+    dispatch_delay_ms: float = 0.0
+    event_delay_ms: float = 0.0
+    routers: int = 1
+    ledger_lag_ms: float = 0.0
+    shares_ledger: bool = True
+    publishes_curves: bool = True
+
+
+DEFAULT_CONDITIONS = NetworkConditions()

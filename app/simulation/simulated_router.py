@@ -1,0 +1,126 @@
+"""Simulated router: the queue of a fleet's requests, when each is planned, and the decisions.
+
+A request is planned on arrival. A held request is planned again at the time that `select_worker`
+returned, after progress of workers, and at least every `MAX_RETRY_INTERVAL_MS`. Requests of one
+time are planned as a batch before the first of them is dispatched
+(`app/routing/queueing/pending.py`). All as in a real router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+
+from app.routing.queueing.batch_select import BatchContext, plan_batch
+from app.routing.queueing.pending import PendingRequest, PendingRequests
+from app.routing.selection.decision import Placement, Rejection, Reservation, RoutingConfig, Wait
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.select import select_worker
+from app.simulation.router_state import RouterState
+from app.simulation.simulated_worker import NEVER
+
+MAX_RETRY_INTERVAL_MS = 1000.0
+
+
+class SimulationFailed(Exception):
+    """A policy never scheduled a request, or rejected one, so the run has no figures."""
+
+
+@dataclass(slots=True)
+class SimulatedRouter:
+    """Simulated router. Requests are identified by their numbers."""
+
+    state: RouterState
+    config: RoutingConfig
+    waiting: dict[int, PendingRequest[int]] = field(default_factory=dict)
+    """Waiting requests in order of arrival."""
+    _due: dict[int, None] = field(default_factory=dict)
+    """Requests to plan now."""
+    _held: PendingRequests[int] = field(default_factory=PendingRequests)
+    _retries: list[tuple[float, int]] = field(default_factory=list)
+    """Heap of retry times and requests; an entry that differs from `_retry_ms` is stale."""
+    _retry_ms: dict[int, float] = field(default_factory=dict)
+    _dispatched: int = 0
+
+    @property
+    def wake_ms(self) -> float:
+        """Next retry time of a waiting request; NEVER if there is none."""
+        while self._retries:
+            at_ms, number = self._retries[0]
+            if self._retry_ms.get(number) == at_ms:
+                return at_ms
+            heappop(self._retries)
+        return NEVER
+
+    def on_arrival(self, prompt: PromptHashes, number: int, seed: int, now_ms: float) -> None:
+        """Add a request."""
+        self.waiting[number] = PendingRequest(number, number, prompt, seed, int(now_ms))
+        self._due[number] = None
+
+    def on_worker_progress(self, workers: Iterable[str]) -> None:
+        """Mark the requests to plan after first or last tokens on these workers."""
+        due = self._due
+        for worker in workers:
+            due |= dict.fromkeys(self._held.to_wake(worker))
+        if len(self._held) < len(self.waiting):  # some have no reservation
+            due |= dict.fromkeys([n for n in self.waiting if self._held.reserved_rank(n) is None])
+
+    def schedule(self, now_ms: float) -> Iterator[tuple[int, Placement]]:
+        """Plan all requests that are due; the caller must apply each decision before the next one.
+
+        Raises SimulationFailed for a rejection.
+        """
+        while self.wake_ms <= now_ms:
+            self._due[self._retries[0][1]] = None
+            del self._retry_ms[self._retries[0][1]]
+        while self._due:
+            due, self._due = self._due, {}
+            looking = [self.waiting[number] for number in due if number in self.waiting]
+            by = None
+            if self.config.holds_requests and len(looking) > 1:
+                by = BatchContext(self.state.routing_state(now_ms, ()), self.config)
+            plan_now = partial(self._plan, now_ms=now_ms)
+            ordered = plan_batch(looking, self._held, by, plan_now)
+            self._due |= dict.fromkeys(ordered.to_wake)
+            for number, hold in ordered.waiting.items():
+                self._set_retry(number, hold, now_ms)
+            for number in ordered.order:
+                planned = self._plan(self.waiting[number], now_ms)
+                if isinstance(planned, Wait):
+                    self._hold(number, planned, now_ms)
+                else:
+                    self._reserve(number, None)
+                    del self.waiting[number]
+                    self._retry_ms.pop(number, None)
+                    self._dispatched += 1
+                    yield number, planned
+
+    def _plan(self, wanted: PendingRequest[int], now_ms: float) -> Placement | Wait:
+        others = self._held.reservations_of_others(wanted.key)
+        planned = select_worker(
+            wanted.prompt, self.state.routing_state(now_ms, others), self.config,
+            seed=wanted.seed, dispatched_count=self._dispatched, queued_since_ms=wanted.since_ms,
+        )  # fmt: skip
+        if isinstance(planned, Rejection):
+            raise SimulationFailed(
+                f"request {wanted.prompt.request.id} was rejected: {planned.message}"
+            )
+        return planned
+
+    def _hold(self, number: int, hold: Wait, now_ms: float) -> None:
+        """Keep a request waiting."""
+        self._reserve(number, hold.reservation)
+        self._set_retry(number, hold, now_ms)
+
+    def _set_retry(self, number: int, hold: Wait, now_ms: float) -> None:
+        """Set the retry time of a waiting request; at least 1 ms ahead."""
+        at_ms = self._held.next_retry_ms(number, hold)
+        soon, late = int(now_ms) + 1.0, now_ms + MAX_RETRY_INTERVAL_MS
+        self._retry_ms[number] = alarm = late if at_ms is None else min(max(at_ms, soon), late)
+        heappush(self._retries, (alarm, number))
+
+    def _reserve(self, number: int, planned: Reservation | None) -> None:
+        """Update the reservation of a request; requests whose position changes become due."""
+        self._due |= dict.fromkeys(self._held.reserve(self.waiting[number], planned))

@@ -1,0 +1,159 @@
+"""Simulation runs: a policy by name, on a fleet, at a speed; and their result rows.
+
+A row is the form of a run in tables and files, with units in the field names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from app.engine.perf_curves import PerfCurves
+from app.engine.simulated.batch import EngineLimits
+from app.mooncake_trace import CHUNK_TOKENS, TraceRow
+from app.routing.selection.decision import RoutingConfig
+from app.routing.selection.policies import POLICIES, DynamoWeights
+from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
+from app.simulation.run_metrics import RunMetrics, metrics_of
+from app.simulation.simulator import SimulatedRequest, new_simulator
+from app.simulation.trace_requests import (
+    ArrivalRate,
+    TraceRequest,
+    schedule_arrivals,
+    trace_requests,
+    uses_sessions,
+)
+
+DEFAULT_CACHE_BLOCKS = 2048
+"""Cache size of a worker: a million tokens, as in the published set-ups."""
+MAX_PREFILL_LOAD_SCALE = 1e6
+POLICY_NAMES = ("predictive", *(name for name in POLICIES if name != "direct"))
+"""All policies but `direct`, which takes the worker from the request."""
+
+
+class UnknownPolicy(Exception):
+    """Unknown policy; the message lists those that can be simulated."""
+
+
+class SimulationRun(NamedTuple):
+    """Parameters of one run. `policy` as for `parse_policy`, `cache_blocks`: cache size of each
+    worker.
+
+    `curves`: of all engines. `warmup_requests`: number of leading requests that are not in the
+    figures.
+    """
+
+    policy: str
+    workers: int
+    pace: ArrivalRate = ArrivalRate()
+    seed: int = 0
+    cache_blocks: int = DEFAULT_CACHE_BLOCKS
+    conditions: NetworkConditions = DEFAULT_CONDITIONS
+    curves: PerfCurves = PerfCurves()
+    warmup_requests: int = 0
+
+
+class PreparedTrace:
+    """The requests of a trace, prepared once for any number of runs."""
+
+    def __init__(self, rows: Sequence[TraceRow]) -> None:
+        self.rows = rows
+        self._requests = {False: trace_requests(rows)}
+
+    def requests_for(self, policy: str) -> list[TraceRequest]:
+        """The requests, with sessions if the policy uses them."""
+        in_sessions = uses_sessions(policy)
+        if in_sessions not in self._requests:
+            self._requests[in_sessions] = trace_requests(self.rows, with_sessions=in_sessions)
+        return self._requests[in_sessions]
+
+    @property
+    def duration_s(self) -> float:
+        """Time from the first to the last arrival, as recorded."""
+        return (self.rows[-1].timestamp - self.rows[0].timestamp) / 1000
+
+
+def parse_policy(policy: str) -> RoutingConfig:
+    """Parse a policy: a name, or `dynamo:64` with a prefill_load_scale. Raises UnknownPolicy."""
+    name, _, scale = policy.partition(":")
+    if name not in POLICY_NAMES:
+        raise UnknownPolicy(f"policy {name!r}: one of {', '.join(POLICY_NAMES)}")
+    if not scale:
+        return RoutingConfig(name)
+    try:
+        weights = DynamoWeights(prefill_load_scale=float(scale))
+    except ValueError:
+        weights = None
+    if (
+        name != "dynamo"
+        or weights is None
+        or not 0 <= weights.prefill_load_scale <= MAX_PREFILL_LOAD_SCALE
+    ):
+        raise UnknownPolicy(
+            f"policy {policy!r}: only dynamo takes a number, its prefill_load_scale, from 0 to "
+            f"{MAX_PREFILL_LOAD_SCALE:g}"
+        )
+    return RoutingConfig(name, weights)
+
+
+def run_requests(
+    trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None] = lambda _: None
+) -> list[SimulatedRequest]:
+    """Run the simulation; returns the requests after `warmup_requests`, in order of arrival.
+
+    `progress` is called with the number of new arrivals. Raises as `new_simulator` does.
+    """
+    tuning = parse_policy(run.policy)
+    coming = schedule_arrivals(trace.rows, trace.requests_for(tuning.policy), run.pace, run.seed)
+    shape = EngineLimits(CHUNK_TOKENS, run.cache_blocks, curves=run.curves)
+    replay = new_simulator(coming, run.workers, shape, tuning, run.seed, progress, run.conditions)
+    return replay.run()[run.warmup_requests :]
+
+
+def run_metrics(
+    trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None] = lambda _: None
+) -> RunMetrics:
+    """The figures of a run, as by `run_requests`."""
+    return metrics_of(run_requests(trace, run, progress))
+
+
+def result_row(run: SimulationRun, found: RunMetrics, wall_s: float) -> dict[str, Any]:
+    """The result row of a run."""
+    return {
+        "policy": run.policy,
+        "seed": run.seed,
+        "workers": run.workers,
+        "speed": run.pace.speed,
+        "jitter_s": run.pace.jitter_s,
+        "conditions": ", ".join(_circumstances(run)),
+        "requests": found.requests,
+        "reuse": found.reuse,
+        "ttft_ms": {"mean": found.ttft_mean, "p50": found.ttft_p50, "p99": found.ttft_p99},
+        "itl_ms": {"mean": found.itl_mean},
+        "e2e_ms": {"mean": found.e2e_mean, "p99": found.e2e_p99},
+        "wall_s": wall_s,
+    }
+
+
+def _circumstances(run: SimulationRun) -> Iterator[str]:
+    """Descriptions of the parameters that are not at their default."""
+    usual, there = SimulationRun("", 0), run.conditions
+    if run.cache_blocks != usual.cache_blocks:
+        yield f"{run.cache_blocks} blocks"
+    if there.routers > 1:
+        yield f"{there.routers} routers"
+        if not there.shares_ledger:
+            yield "apart"
+    if there.ledger_lag_ms:
+        yield f"lag {there.ledger_lag_ms:g} ms"
+    if there.dispatch_delay_ms:
+        yield f"hop {there.dispatch_delay_ms:g} ms"
+    if there.event_delay_ms:
+        yield f"notices {there.event_delay_ms:g} ms"
+    if run.curves != usual.curves:
+        a, b, c = run.curves.prefill
+        yield f"prefill {a:.3g} n^2 + {b:.3g} n + {c:.3g} ms"
+    if not there.publishes_curves:
+        yield "curves unknown"
+    if run.warmup_requests:
+        yield f"after {run.warmup_requests}"

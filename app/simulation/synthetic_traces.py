@@ -1,0 +1,143 @@
+"""Synthetic traces: workloads with shared prefixes, generated from a seed.
+
+    shared-prefixes   single questions after one of forty system prompts of uneven popularity
+    multi-turn        conversations: each prompt is the whole history and a new question
+    agent-tools       agents with long instructions and many tool calls in quick succession, some of
+                      them parallel, each followed by the tool's output
+
+Sessions arrive as a Poisson process with a given mean rate of requests. Owns the parameters of
+these workloads; they are not fitted to a recording, and no policy was tuned on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import NamedTuple
+
+from app.mooncake_trace import CHUNK_TOKENS, TraceRow
+
+NAME_PREFIX = "gen:"
+"""Prefix of a trace kind where a file name is allowed too."""
+SYSTEM_PROMPTS = 40
+MAX_PROMPT_TOKENS = 120_000
+"""Maximum prompt length; a conversation ends before it."""
+
+
+class TraceSize(NamedTuple):
+    """Size of a generated trace. `rate`: requests per second."""
+
+    requests: int = 3000
+    rate: float = 5.0
+    seed: int = 0
+
+
+class UnknownTraceKind(Exception):
+    """Unknown kind of trace; the message lists the known ones."""
+
+
+@dataclass(slots=True)
+class _Text:
+    """A growing prompt. Its full chunks have unique ids; the last chunk may be partial."""
+
+    names: Iterator[int]
+    tokens: int = 0
+    chunks: list[int] = field(default_factory=list)
+
+    def grow(self, tokens: int) -> None:
+        self.tokens += tokens
+        while (len(self.chunks) + 1) * CHUNK_TOKENS <= self.tokens:
+            self.chunks.append(next(self.names))
+
+    def copy(self) -> _Text:
+        return _Text(self.names, self.tokens, [*self.chunks])
+
+    def asked(self, at_ms: float, output_tokens: int) -> TraceRow:
+        """A request with this prompt; its output becomes part of the text."""
+        is_open = self.tokens % CHUNK_TOKENS > 0
+        hash_ids = [*self.chunks, *([next(self.names)] if is_open else [])]
+        row = TraceRow(at_ms, self.tokens, output_tokens, hash_ids)
+        self.grow(output_tokens)
+        return row
+
+
+SessionGenerator = Callable[[Random, _Text, float], Iterator[TraceRow]]
+"""Generator of the requests of one session in order, from its start time in ms."""
+
+
+class _SessionProfile(NamedTuple):
+    """`mean_requests`: mean per session; `system_tokens`: minimum and maximum length."""
+
+    session: SessionGenerator
+    mean_requests: float
+    system_tokens: tuple[int, int]
+    system_prompts: int = SYSTEM_PROMPTS
+
+
+def generate_trace(name: str, size: TraceSize) -> list[TraceRow]:
+    """Generate a trace of a kind, in order of arrival. Raises UnknownTraceKind."""
+    if name not in TRACE_KINDS:
+        raise UnknownTraceKind(
+            f"{NAME_PREFIX}{name}: one of {', '.join(NAME_PREFIX + kind for kind in TRACE_KINDS)}"
+        )
+    kind, rng, names = TRACE_KINDS[name], Random(size.seed), count()
+    prompts = [_Text(names) for _ in range(kind.system_prompts)]
+    for prompt in prompts:
+        prompt.grow(rng.randint(*kind.system_tokens))
+    popularity = [1 / (number + 1) for number in range(len(prompts))]
+    rows: list[TraceRow] = []
+    at_ms, due = 0.0, 0
+    while due < size.requests:
+        at_ms += rng.expovariate(size.rate / kind.mean_requests) * 1000
+        (prompt,) = rng.choices(prompts, popularity)
+        rows += kind.session(rng, prompt.copy(), at_ms)
+        if len(rows) >= size.requests:  # no later session starts before `at_ms`
+            due = sum(row.timestamp <= at_ms for row in rows)
+    rows.sort(key=lambda row: row.timestamp)
+    return rows[: size.requests]
+
+
+def _tokens(rng: Random, median: float, sigma: float, most: int) -> int:
+    """Log-normal text length: most are short, few are very long."""
+    return max(1, min(most, round(median * rng.lognormvariate(0.0, sigma))))
+
+
+def _question(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
+    text.grow(_tokens(rng, 500, 1.2, 60_000))
+    yield text.asked(at_ms, _tokens(rng, 180, 0.8, 2000))
+
+
+def _conversation(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
+    while True:
+        text.grow(_tokens(rng, 250, 1.3, 30_000))
+        output_tokens = _tokens(rng, 250, 0.7, 2000)
+        if text.tokens + output_tokens > MAX_PROMPT_TOKENS:
+            return
+        yield text.asked(at_ms, output_tokens)
+        if rng.random() < 1 / 5:
+            return
+        at_ms += 15 * output_tokens + 1000 * _tokens(rng, 25, 1.0, 600)
+
+
+def _agent(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
+    text.grow(_tokens(rng, 400, 1.0, 8000))
+    while text.tokens < MAX_PROMPT_TOKENS * 0.9:
+        is_last = rng.random() < 1 / 12
+        calls = 1 if is_last or rng.random() < 0.85 else rng.randint(2, 4)
+        for branch in [text, *(text.copy() for _ in range(calls - 1))]:
+            if branch is not text:
+                branch.grow(_tokens(rng, 150, 0.8, 2000))
+            yield branch.asked(at_ms, _tokens(rng, 400 if is_last else 70, 0.6, 2000))
+        if is_last:
+            return
+        text.grow(_tokens(rng, 600 * calls, 1.2, 10_000))
+        at_ms += 15 * 70 + _tokens(rng, 1500, 0.9, 60_000)
+
+
+TRACE_KINDS: Mapping[str, _SessionProfile] = {
+    "shared-prefixes": _SessionProfile(_question, 1, (1_000, 12_000)),
+    "multi-turn": _SessionProfile(_conversation, 5, (200, 2_000)),
+    "agent-tools": _SessionProfile(_agent, 15.3, (6_000, 20_000), system_prompts=8),
+}

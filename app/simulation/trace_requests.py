@@ -1,0 +1,95 @@
+"""Requests of a trace, in the form that routers and engines need.
+
+Chunks of the trace are the blocks of the caches, so a block has CHUNK_TOKENS tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.mooncake_trace import CHUNK_TOKENS, TraceRow
+from app.routing.selection.prompt_hashes import PromptHashes
+from indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
+from streams.request import NO_HINTS, Hints, Request, SessionControl
+
+SIMULATION_SECRET = derive_secret(LOOPBACK_SECRET)
+
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+"""Multiplier that turns small numbers into hash-like ones; odd, so it is injective."""
+
+
+class TraceRequest(NamedTuple):
+    """A request of a trace. `chunks`: its full chunks; `keys`: their keys in the index."""
+
+    prompt: PromptHashes
+    output_tokens: int
+    chunks: list[int]
+    keys: tuple[int, ...]
+
+
+class RequestArrival(NamedTuple):
+    """A request, and its arrival time in ms since the start."""
+
+    at_ms: float
+    request: TraceRequest
+
+
+class ArrivalRate(NamedTuple):
+    """Arrival process. `speed`: factor on the recorded arrival rate.
+
+    `jitter_s`: maximum random delay of each arrival, in seconds of the trace. Recorded arrivals may
+    be rounded to clock ticks (3 s in Mooncake's traces), and then come in bursts.
+    """
+
+    speed: float = 1.0
+    jitter_s: float = 0.0
+
+
+def uses_sessions(policy: str) -> bool:
+    """Whether a policy uses sessions. Other policies get requests without sessions: the simulation
+    has no session affinity, and requests without a session are planned in batches, which is faster
+    and has the same result.
+    """
+    return policy == "session_hash"
+
+
+def trace_requests(rows: Sequence[TraceRow], *, with_sessions: bool = False) -> list[TraceRequest]:
+    """The requests of a trace, in its order. `with_sessions`: with session ids."""
+    return [_traced(number, row, in_session=with_sessions) for number, row in enumerate(rows)]
+
+
+def _traced(number: int, row: TraceRow, *, in_session: bool) -> TraceRequest:
+    chunks = row.full_chunks
+    local: NDArray[np.uint64] = np.array(chunks, np.uint64) * _SPREAD
+    hints = NO_HINTS
+    if in_session:
+        hints = Hints(session_control=SessionControl(session_id=_session(row)))
+    return TraceRequest(
+        PromptHashes.from_hashes(
+            Request(id=f"{number:06}", hints=hints),
+            row.input_length, local, CHUNK_TOKENS,
+        ),
+        max(row.output_length, 1),
+        chunks,
+        tuple(prompt_keys(local, SIMULATION_SECRET).tolist()),
+    )  # fmt: skip
+
+
+def _session(row: TraceRow) -> str:
+    """Session id: the second chunk, since the first one is often a shared system prompt."""
+    return str(row.hash_ids[min(1, len(row.hash_ids) - 1)])
+
+
+def schedule_arrivals(
+    rows: Sequence[TraceRow], requests: Sequence[TraceRequest], pace: ArrivalRate, seed: int
+) -> list[RequestArrival]:
+    """The requests in order of arrival."""
+    at_ms = np.array([row.timestamp for row in rows], np.float64)
+    if pace.jitter_s:
+        at_ms += np.random.default_rng(seed).uniform(0, pace.jitter_s * 1000, len(at_ms))
+    order = np.argsort(at_ms, kind="stable").tolist()
+    return [RequestArrival(float(at_ms[i]) / pace.speed, requests[i]) for i in order]

@@ -1,0 +1,247 @@
+"""Fault injection from a seed: kills, pauses, false suspicions, lane moves, truncation, outages.
+
+Every fault is possible at any moment, also during the recovery from another one, and hits a process
+between any two of its steps. `stop` ends it: paused processes resume, killed ones restart, and the
+network is fast and reliable.
+"""
+
+# ruff: noqa: SLF001 - a false suspicion is declared with the product's own code
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from app.preprocess.text.byte_level import ASSISTANT
+from app.router import Router
+from app.testing.cache_scenarios import SnapshotFaults
+from app.testing.simulated_process import SimulatedProcess
+from app.testing.simulated_world import BROKER_COUNT, MEAN_RESTART_S, SimulatedWorld
+from app.testing.virtual_time import PROCESS
+from app.testing.world_parameters import COMMITS, ProcessKind
+from app.worker import Worker
+from streams.codecs import encode, pack_tokens
+from streams.memory.broker_faults import Operation
+from streams.ports import Partition
+from streams.records import Lost
+from streams.request import Request
+from streams.topics import (
+    ASSIGNMENTS,
+    KV_EVENTS,
+    LEDGER,
+    PROMPTS,
+    REGISTRY,
+    REQUESTS,
+    RESPONSES,
+    lane_of,
+)
+
+EDGE_KINDS: tuple[ProcessKind, ...] = ("preprocessor", "gateway")
+RESPONSE_FAULT_SHARE = 0.1
+"""Probability of a fault in a gateway right after it has sent an event to its client."""
+WEIGHT_FACTORS = (0.0, 0.3, 1.0, 1.0, 5.0)
+
+
+class SimulationFaults:
+    """The faults of one seed."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self._world = world
+        self._rng = rng = random.Random(f"{world.seed} chaos")
+        deeds: list[tuple[float, Callable[[], None]]] = [
+            (2.0, self._kill_router),
+            (2.0, self._kill_worker),
+            (1.5, self._pause_router),
+            (1.5, self._pause_worker),
+            (0.5, self._terminate),
+            (1.0, self._accuse),
+            (1.0, self._evict),
+            (0.4, self._usurp),
+            (0.2, self._cut),
+            (0.3, self._outage),
+            (0.5, self._depose),
+            (0.3, self._poison),
+            (1.5, self._kill_edge),
+            (0.7, self._pause_edge),
+        ]
+        world.broker.on_append = self._lie_in_wait
+        world.on_response_event = self._interrupt
+        world.network.on_answer = self._lie_in_wait_for_commits
+        self._tearing = SnapshotFaults(world)
+        if world.parameters.indexers:
+            deeds += [(1.0, self._kill_indexer), (0.5, self._pause_indexer)]
+        # Each seed weights the faults in its own way: some are left out, some come in swarms, so
+        # that rare ones meet. With equal weights all seeds would be alike.
+        self._deeds = [(weight * rng.choice(WEIGHT_FACTORS), deed) for weight, deed in deeds]
+        self._every_s = rng.choice((0.3, 0.8, 0.8, 2.0))
+
+    async def run(self) -> None:
+        """Inject faults until the time for faults is over."""
+        world, rng = self._world, self._rng
+        weights = [weight + 1e-9 for weight, _ in self._deeds]
+        while True:
+            await world.clock.sleep(rng.expovariate(1 / self._every_s))
+            if world.loop.time() >= world.parameters.faults_s:
+                return
+            rng.choices(self._deeds, weights)[0][1]()
+
+    def stop(self) -> None:
+        """Stop all faults and resume paused processes."""
+        world = self._world
+        world.history.add_event("faults stop")
+        world.network.clear()
+        world.broker.available = True
+        world.faults_stopped.set()
+        world.broker.on_append = None
+        world.on_response_event = None
+        world.network.on_answer = None
+        for node in world.running():
+            world.resume(node)
+
+    def _lie_in_wait_for_commits(self, client: str, operation: Operation) -> None:
+        """Maybe hit a process that has committed: work before that offset is not repeated."""
+        if operation == "commit":
+            self._strike(client, COMMITS)
+
+    def _lie_in_wait(self, topic: str) -> None:
+        """Maybe hit a process whose record is appended but not yet acknowledged."""
+        self._tearing.on_append(topic)
+        self._strike(PROCESS.get(), topic)
+
+    def _strike(self, label: str, what: str) -> None:
+        shape = self._world.parameters
+        if what in shape.trigger_topics and self._rng.random() < shape.trigger_share:
+            node = next((n for n in self._world.running() if n.label == label), None)
+            self._rng.choice((self._kill, self._pause, self._evict_of))(node)
+
+    def _interrupt(self, gateway: SimulatedProcess) -> None:
+        """Maybe hit a gateway in the middle of a response."""
+        if self._rng.random() < RESPONSE_FAULT_SHARE:
+            self._rng.choice((self._kill, self._pause))(gateway)
+
+    def _victim(self, kind: ProcessKind) -> SimulatedProcess | None:
+        nodes = [n for n in self._world.running() if n.kind == kind]
+        return self._rng.choice(nodes) if nodes else None
+
+    def _kill_router(self) -> None:
+        self._kill(self._victim("router"))
+
+    def _kill_worker(self) -> None:
+        self._kill(self._victim("worker"))
+
+    def _kill(self, node: SimulatedProcess | None) -> None:
+        if node is not None:
+            self._world.kill(node)
+            self._world.restart_later(node, self._rng.expovariate(1 / MEAN_RESTART_S))
+
+    def _kill_edge(self) -> None:
+        self._kill(self._victim(self._rng.choice(EDGE_KINDS)))
+
+    def _pause_edge(self) -> None:
+        self._pause(self._victim(self._rng.choice(EDGE_KINDS)))
+
+    def _kill_indexer(self) -> None:
+        self._kill(self._victim("indexer"))
+
+    def _pause_indexer(self) -> None:
+        self._pause(self._victim("indexer"))
+
+    def _depose(self) -> None:
+        self._world.move_leadership(self._rng.randrange(BROKER_COUNT))
+
+    def _pause_router(self) -> None:
+        self._pause(self._victim("router"))
+
+    def _pause_worker(self) -> None:
+        self._pause(self._victim("worker"))
+
+    def _pause(self, node: SimulatedProcess | None) -> None:
+        if node is not None and not self._world.loop.is_paused(node.label):
+            self._world.pause(node)
+            pause_s = self._rng.choice((0.3, 2.0, 6.0, 12.0)) * self._rng.random()
+            self._world.call_later(pause_s, self._world.resume, node)
+
+    def _terminate(self) -> None:
+        if (node := self._victim(self._rng.choice(("router", "worker", *EDGE_KINDS)))) is not None:
+            self._world.terminate(node)
+
+    def _accuse(self) -> None:
+        """A router declares a live worker lost."""
+        accuser, victim = self._victim("router"), self._victim("worker")
+        if accuser is None or victim is None or accuser.state != "up":
+            return
+        assert isinstance(accuser.process, Router)
+        assert isinstance(victim.process, Worker)
+        epoch = victim.process.epoch
+        if epoch is not None:
+            self._world.history.add_event(f"{accuser.label} falsely suspects {victim.label}")
+            declaring = accuser.process._deaths._declare(victim.name, epoch)
+            self._world.run_in(accuser, "accusation", declaring)
+
+    def _evict(self) -> None:
+        self._evict_of(self._victim(self._rng.choice(("router", "router", "preprocessor"))))
+
+    def _evict_of(self, node: SimulatedProcess | None) -> None:
+        """The coordinator evicts a live member from its group."""
+        for group in (
+            self._world.broker.group(REQUESTS, "router"),
+            self._world.broker.group(PROMPTS, "preprocessor"),
+        ):
+            for member in [m for m in group.members if node and m.startswith(f"{node.label}-")]:
+                self._world.history.add_event(f"the group evicts {member}")
+                group.evict(member)
+
+    def _usurp(self) -> None:
+        """A second worker starts under the id of a running one."""
+        if (node := self._victim("worker")) is not None:
+            self._world.start_process(node.kind, node.name)
+
+    def _cut(self) -> None:
+        """Retention deletes records that may still be needed."""
+        world, rng = self._world, self._rng
+        topic = rng.choice((RESPONSES, REQUESTS, KV_EVENTS))
+        partition = rng.randrange(world.broker.partitions[topic])
+        log = world.broker.log(topic, partition)
+        # Requests that no router has read must stay: no design survives their loss.
+        end = world.committed(partition) if topic == REQUESTS else log.end
+        if end > log.start:
+            world.truncate(Partition(topic, partition), rng.randint(log.start + 1, end))
+
+    def _poison(self) -> None:
+        """Append a malformed record, or one that does not belong on its topic."""
+        world, rng = self._world, self._rng
+        topic = rng.choice((REQUESTS, LEDGER, RESPONSES, ASSIGNMENTS, KV_EVENTS, REGISTRY))
+        kind = rng.choice((b"Request", b"Assigned", b"Chunk", b"Heartbeat", b"WorkerCard"))
+        source = Partition(topic, rng.randrange(world.broker.partitions[topic]))
+        if topic == REQUESTS and rng.random() < 0.3:
+            self._misplace()
+        elif topic == REQUESTS and rng.random() < 0.5:
+            # A view stops at an unknown type; the request consumer writes a dead letter.
+            value = encode(Lost(worker="worker-0", epoch=0), "-").value or b""
+            world.append_malformed(source, rng.choice((b"Future", b"Lost")), value)
+        else:
+            world.append_malformed(source, kind)
+
+    def _misplace(self) -> None:
+        """A client with another partitioner: its request is in the wrong lane."""
+        world = self._world
+        stray = world.next_malformed_key()
+        lanes = [
+            n for n in range(world.parameters.lanes) if n != lane_of(stray, world.parameters.lanes)
+        ]
+        if lanes:
+            value = encode(Request(id=stray, token_ids=pack_tokens([ASSISTANT])), stray).value
+            world.append_malformed(
+                Partition(REQUESTS, self._rng.choice(lanes)), b"Request", value or b""
+            )
+
+    def _outage(self) -> None:
+        """The broker is unavailable for up to 3 s."""
+        world = self._world
+        world.history.add_event("the broker is down")
+        world.broker.available = False
+        world.call_later(3.0 * self._rng.random(), self._recover)
+
+    def _recover(self) -> None:
+        self._world.history.add_event("the broker is back")
+        self._world.broker.available = True

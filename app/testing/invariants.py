@@ -1,0 +1,178 @@
+"""Invariants of a simulation, checked when faults have stopped and the world has drained.
+
+    readers      see the streams that `stream_checks.py` expects
+    routers      hold the same Load at the same positions; no open request, no load left
+    groups       have committed everything
+    processes    run their steady tasks and no others; an error ends one for three reasons only
+
+`violations` lists the invariants that do not hold (yet), as texts; the first word is the kind.
+"""
+
+# ruff: noqa: SLF001 - checks the private state of processes
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from app.engine.interface import EngineDead
+from app.gateway import Gateway
+from app.router import Router
+from app.routing.state.ledger import LedgerState
+from app.testing.cache_scenarios import differing_indexes, incomplete_indexes
+from app.testing.http_clients import HttpClients
+from app.testing.kafka_clients import KafkaClients
+from app.testing.simulated_world import SimulatedWorld
+from app.testing.stream_checks import decode_or_none, stream_violations
+from app.worker import WorkerIdTaken
+from streams.errors import BrokerUnavailable
+from streams.ports import Partition
+from streams.records import LogRecord
+from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS
+
+STEADY_TASKS = {
+    "router": {
+        "load",
+        "fleet",
+        "index",
+        "scanner",
+        "deaths",
+        "response ends",
+        "tick",
+        "intake",
+        "drift",
+        "capacity",
+    },
+    "worker": {"engine", "engine watch", "registry", "heartbeats", "slot"},
+    "preprocessor": {"registry", "prompts", "capacity"},
+    "gateway": {"replies", "registry", "log probe", "loop delay"},
+    "indexer": {"index", "fleet", "loop delay", "ownership", "snapshots"},
+}
+OPTIONAL_TASKS = {"probe", "judgement", "cache events"}
+"""Tasks that not every worker has all the time: health probes of the engine, and cache events."""
+
+
+def violations(
+    world: SimulatedWorld, kafka_clients: KafkaClients, http_clients: HttpClients
+) -> list[str]:
+    """All violated invariants; [] when there are none."""
+    return [
+        *_uncommitted(world),
+        *stream_violations(world, kafka_clients, http_clients),
+        *_unfinished(world),
+        *_different(world),
+        *differing_indexes(world),
+        *incomplete_indexes(world),
+        *_busy(world),
+        *_failed(world),
+    ]
+
+
+def has_open_work(world: SimulatedWorld) -> bool:
+    """A cheap check: whether some work is certainly still going on."""
+    return any(_uncommitted(world)) or any(_unfinished(world))
+
+
+def _uncommitted(world: SimulatedWorld) -> Iterator[str]:
+    groups = {REQUESTS: "router"} | (
+        {PROMPTS: "preprocessor"} if world.parameters.preprocessors else {}
+    )
+    for topic, name in groups.items():
+        committed = world.broker.group(topic, name).committed
+        for partition in range(world.broker.partitions[topic]):
+            end = world.broker.log(topic, partition).end
+            if (done := committed.get(partition, 0)) < end:
+                yield f"uncommitted: {topic}[{partition}] is committed to {done} of {end}"
+
+
+# --- routers -------------------------------------------------------------------------------------
+
+
+def _routers(world: SimulatedWorld) -> list[tuple[str, Router]]:
+    return [
+        (node.label, node.process)
+        for node in world.running("router")
+        if node.state == "up" and isinstance(node.process, Router)
+    ]
+
+
+def _unfinished(world: SimulatedWorld) -> Iterator[str]:
+    for label, router in _routers(world):
+        load = router._load
+        for lane in range(world.parameters.lanes):
+            end = world.broker.log(LEDGER, lane).end
+            if (position := load.position(Partition(LEDGER, lane))) != end:
+                yield f"behind: {label} has read {position} of {end} in lane {lane} of the ledger"
+            for request_id, story in load.lane(lane).unfinished.items():
+                yield f"open: {label} holds {request_id} as {story}"
+        for owner in router._owners.values():
+            for request_id in owner._jobs:
+                yield f"job: {label} still works on {request_id}"
+
+
+def _different(world: SimulatedWorld) -> Iterator[str]:
+    states: dict[int, str] = {}
+    for lane in range(world.parameters.lanes):
+        source = Partition(LEDGER, lane)
+        fold = LedgerState(int(world.settings.dedup_window_s * 1000))
+        raws = world.all_records(LEDGER, lane)
+        records = [(r, decode_or_none(r)) for r in raws]
+        facts = [LogRecord(r.offset, r.timestamp, d) for r, d in records if d is not None]
+        fold.apply(source, facts, len(raws))
+        states[lane] = fold.state_hash(source)
+    for label, router in _routers(world):
+        context = router._context
+        for lane, state in states.items():
+            if router._load.state_hash(Partition(LEDGER, lane)) != state:
+                yield f"different: {label} holds another Load of lane {lane} than its records say"
+        if left := (router._load.active_load or context._undelivered or context.queued_requests):
+            yield f"load: {label} still counts {left}"
+        deferred = context.scheduler.deferred
+        if deferred.size.requests or deferred.granted.requests:
+            yield f"load: {label} still defers {deferred.size} and reserves {deferred.granted}"
+        for owner in router._owners.values():
+            if owner.claim.is_paused or owner._bytes or owner._sizes:
+                yield f"paused: {label} has lane {owner.claim.partition} with {owner._bytes} bytes"
+    fleets = {router._fleet.state_hash(Partition(REGISTRY, 0)) for _, router in _routers(world)}
+    if len(fleets) > 1:
+        yield "different: routers hold different Fleets"
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def _busy(world: SimulatedWorld) -> Iterator[str]:
+    for node in world.running():
+        if node.state != "up":
+            yield f"{node.state}: {node.label}"
+            continue
+        if world.current[node.name] is not node:
+            yield f"stray: {node.label} runs beside {world.current[node.name].label}"
+        tasks = {task.get_name().partition("/")[2] for task in node.ctx._tasks}
+        if more := tasks - STEADY_TASKS[node.kind] - OPTIONAL_TASKS:
+            yield f"task: {node.label} still has {sorted(more)}"
+        if fewer := STEADY_TASKS[node.kind] - tasks:
+            yield f"missing: {node.label} has no task {sorted(fewer)}"
+        if isinstance(node.process, Gateway) and (left := node.process.parts.streams.open_streams):
+            yield f"listening: {node.label} has {left} open responses"
+        if node.engine is not None and node.engine.running:
+            yield f"running: the engine of {node.label} has {node.engine.running} streams"
+    for name, node in world.current.items():
+        if not node.exists:
+            yield f"dead: {name} was not started again"
+
+
+def _failed(world: SimulatedWorld) -> Iterator[str]:
+    """Processes that ended with an error they should have survived.
+
+    The end of a process costs its work and the time until an orchestrator restarts it. The allowed
+    reasons: a dead engine, a newer process under the same name, and no broker at the start.
+    """
+    for node, error in world.failures:
+        names = [n.name for n in world.processes if n is not node]
+        if isinstance(error, EngineDead) or (
+            isinstance(error, WorkerIdTaken) and node.name in names
+        ):
+            continue
+        if isinstance(error, BrokerUnavailable) and not node.was_connected:
+            continue
+        yield f"failure: {node.label} ended with {error!r}"

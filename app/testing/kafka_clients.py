@@ -1,0 +1,189 @@
+"""Kafka clients of a simulation: requests, prompts, repeats, cancels, and the expected answers.
+
+Everything is drawn before the first record is written, so that a seed sends the same requests
+whatever the world does. All clients publish from one process, under the same network faults as all
+others. HTTP clients are in `http_clients.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from app.engine.echo import echo_answer
+from app.preprocess.text.byte_level import ASSISTANT, encode_bytes
+from app.testing.simulated_world import SimulatedWorld
+from app.testing.virtual_time import VirtualClock, process_context
+from app.testing.world_parameters import MODELS
+from streams.codecs import encode as entry_of
+from streams.codecs import pack_tokens
+from streams.memory.memory_log import MemoryLog
+from streams.ports import Entry
+from streams.prompt import Prompt, encode_prompt
+from streams.record_publisher import RecordPublisher
+from streams.records import Cancel, Refused
+from streams.request import Request, StopConditions
+from streams.topics import PROMPTS, REQUESTS
+
+ENDLESS_PROMPT_DEADLINE_S = 20.0
+TEXTS = ("abc", "kvlane", "né", "→✓", "a", "tokens, please")
+NO_DEADLINE_S = 600.0
+ENDLESS_TOKENS = 2000
+"""Length of an answer that outlasts the simulation: only its Cancel can end it."""
+BURST_S = 1.5
+UNSERVED_MODEL = "nobody's"
+"""A model that no worker serves."""
+
+
+class ExpectedRequest(NamedTuple):
+    """One request and its whole expected answer. `is_refused`: it is to be rejected. `via_prompts`:
+    it is published to `prompts`, not to `requests`."""
+
+    request: Request
+    expected_tokens: list[int]
+    is_cancelled: bool
+    is_refused: bool = False
+    via_prompts: bool = False
+
+    @property
+    def may_time_out(self) -> bool:
+        """Whether its deadline may pass within the simulation."""
+        return self.request.deadline_s < NO_DEADLINE_S
+
+    @property
+    def is_served(self) -> bool:
+        """Whether any worker serves its model."""
+        return self.request.model != UNSERVED_MODEL
+
+
+class Publication(NamedTuple):
+    """A record to publish `at_s` seconds after the start; records of one `id` go in order."""
+
+    at_s: float
+    id: str
+    topic: str
+    entry: Entry
+
+
+class KafkaClients:
+    """The requests of one seed, and the client process that publishes them."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self._world = world
+        self._rng = rng = random.Random(f"{world.seed} asking")
+        self.requests: dict[str, ExpectedRequest] = {}
+        self._publications: list[Publication] = []
+        within_s = BURST_S if world.parameters.is_burst else world.parameters.faults_s
+        for number in range(world.parameters.requests):
+            self._draw(f"r{number}", rng.random() * within_s)
+        self._publications.sort(key=lambda p: p.at_s)
+
+    def _draw(self, request_id: str, at: float) -> None:
+        rng, shape = self._rng, self._world.parameters
+        text = rng.choice(TEXTS)
+        prompt = [*encode_bytes(text), ASSISTANT]
+        cancelled = rng.random() < shape.cancel_share
+        endless = cancelled and rng.random() < 0.5
+        max_tokens = ENDLESS_TOKENS if endless else rng.choice((None, 1, 3, 7, 12))
+        prompted = bool(shape.preprocessors) and rng.random() < 0.5
+        # A prompt without a model is for the only model there is.
+        unnamed = () if prompted and shape.models > 1 else ("",)
+        model = rng.choice((*unnamed, *MODELS[: shape.models]))
+        deadline_s = rng.uniform(1.0, 20.0) if rng.random() < 0.12 else NO_DEADLINE_S
+        if endless and prompted and shape.is_tight:
+            # Its cancel waits behind earlier prompts of the partition, which may wait for its end.
+            deadline_s = min(deadline_s, ENDLESS_PROMPT_DEADLINE_S)
+        if rng.random() < 0.04:
+            model, deadline_s = UNSERVED_MODEL, rng.uniform(1.0, 10.0)
+        request = Request(
+            id=request_id,
+            model=model,
+            token_ids=pack_tokens(prompt),
+            deadline_s=deadline_s,
+            stop=StopConditions(max_tokens=max_tokens),
+        )
+        refused = rng.random() < 0.06
+        nonsense = not prompted and rng.random() < 0.04
+        if nonsense:
+            request, refused = _nonsense(rng, request), True
+        question = ExpectedRequest(
+            request, echo_answer(prompt, max_tokens), cancelled, refused, prompted
+        )
+        self.requests[request_id] = question
+        if prompted:
+            topic, asked = PROMPTS, _prompt(question, text, prompt)
+            cancel = encode_prompt(Prompt(id=request_id, kind="cancel"))
+        else:
+            turned_down = refused and not nonsense
+            record = Refused(id=request_id, code="invalid") if turned_down else request
+            topic, asked = REQUESTS, entry_of(record, request_id)
+            cancel = entry_of(Cancel(id=request_id, reason="of the client"), request_id)
+        self._publish_at(at, request_id, topic, asked)
+        while rng.random() < 0.2:
+            self._publish_at(at + rng.expovariate(0.3), request_id, topic, asked)
+        if cancelled:
+            for _ in range(rng.choice((1, 1, 2))):
+                # Often at once, so that both come with the same poll.
+                later_s = rng.choice((0.0, rng.expovariate(0.5), rng.expovariate(0.5)))
+                self._publish_at(at + later_s, request_id, topic, cancel)
+
+    def _publish_at(self, at: float, request_id: str, topic: str, entry: Entry) -> None:
+        self._publications.append(Publication(at, request_id, topic, entry))
+
+    def start(self) -> asyncio.Task[None]:
+        """Start the clients; the task ends when everything is published."""
+        return self._world.loop.create_task(
+            self._publish(), name="clients/main", context=process_context("clients")
+        )
+
+    async def _publish(self) -> None:
+        world = self._world
+        clock = VirtualClock(world.loop)
+        log = MemoryLog(world.broker, "clients")
+        await log.start()
+        outbox = RecordPublisher(log, clock)
+        last: dict[str, asyncio.Task[None]] = {}
+        for publication in self._publications:
+            await clock.sleep(max(0.0, publication.at_s - clock.now()))
+            publishing = _publish_after(last.get(publication.id), outbox, publication)
+            last[publication.id] = asyncio.create_task(publishing)
+        await asyncio.gather(*last.values())
+        await log.close()
+
+
+def _nonsense(rng: random.Random, request: Request) -> Request:
+    """A well-formed request that no worker can run."""
+    broken: tuple[dict[str, Any], ...] = (
+        {"deadline_s": math.nan},
+        {"deadline_s": -math.inf},
+        {"deadline_s": -1.0},
+        {"token_ids": b"abc"},
+    )
+    return replace(request, **rng.choice(broken))
+
+
+def _prompt(question: ExpectedRequest, text: str, tokens: list[int]) -> Entry:
+    """The same request as a prompt for a preprocessor."""
+    request = question.request
+    body: dict[str, Any] = {"model": request.model}
+    if request.stop.max_tokens is not None:
+        body["max_tokens"] = request.stop.max_tokens
+    if question.is_refused:
+        body["n"] = 2
+    kind = "completion" if len(tokens) % 2 else "tokens"
+    body |= {"prompt": text} if kind == "completion" else {"token_ids": tokens}
+    fields = {"id": request.id, "kind": kind, "body": body, "deadline_s": request.deadline_s}
+    return encode_prompt(Prompt.model_validate(fields))
+
+
+async def _publish_after(
+    before: asyncio.Task[None] | None, outbox: RecordPublisher, publication: Publication
+) -> None:
+    """Publish after the record before it: a Cancel ahead of its request cancels nothing."""
+    if before is not None:
+        await before
+    await outbox.publish_entry(publication.topic, publication.entry)

@@ -1,0 +1,102 @@
+"""Network faults between clients and the broker: latency, lost, duplicated and delayed appends.
+
+Owns the probabilities of each fault; draws come from the seed. `clear` ends it: from then on the
+network is fast and loses nothing.
+"""
+
+# ruff: noqa: ARG002 - faults do not depend on the client
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from streams.memory.broker_faults import AppendFate, BrokerFaults, Operation
+
+
+class FaultProfile(NamedTuple):
+    """Probabilities of one operation; latencies in seconds."""
+
+    lost: float = 0.02
+    unreported: float = 0.02
+    duplicated: float = 0.02
+    delayed: float = 0.015
+    reordered: float = 0.015
+    max_delay_s: float = 3.0
+    """Latest arrival of an append that its client has given up."""
+    unanswered: float = 0.03
+    slow: float = 0.08
+    """Probability of a slow operation, up to `max_latency_s`; otherwise it takes milliseconds."""
+    max_latency_s: float = 1.5
+    usual_latency_s: float = 0.005
+    slow_poll: float = 0.02
+    """Probability of a slow poll, as `slow`: the reader then lags behind."""
+
+
+NO_FAULTS = FaultProfile(
+    lost=0.0, unreported=0.0, duplicated=0.0, delayed=0.0, reordered=0.0, max_delay_s=0.0,
+    unanswered=0.0,
+    slow=0.0, usual_latency_s=0.0, slow_poll=0.0,
+)  # fmt: skip
+DEPARTED_SHARE = 0.5
+"""Share of the pending appends that still reach the broker when their process is killed."""
+
+
+class NetworkFaults(BrokerFaults):
+    """Network faults drawn from a seed."""
+
+    def __init__(self, rng: random.Random, climate: FaultProfile) -> None:
+        self._random = rng.random
+        self.profile = climate
+        self.on_answer: Callable[[str, Operation], None] | None = None
+        """Called when an operation has taken effect, before its client gets the answer."""
+
+    def clear(self) -> None:
+        """End all faults."""
+        self.profile = NO_FAULTS
+
+    def latency_s(self, client: str, operation: Operation) -> float:
+        """Mostly milliseconds; mostly 0 for polls, which wait anyway."""
+        climate = self.profile
+        draw = self._random()
+        if operation == "poll":
+            return self._random() * climate.max_latency_s if draw < climate.slow_poll else 0.0
+        if draw < climate.slow:
+            return self._random() * climate.max_latency_s
+        return draw * climate.usual_latency_s
+
+    def answer_s(self, client: str, operation: Operation) -> float:
+        """The same distribution as for requests."""
+        if self.on_answer is not None:
+            self.on_answer(client, operation)
+        climate = self.profile
+        draw = self._random()
+        if draw < climate.slow:
+            return self._random() * climate.max_latency_s
+        return draw * climate.usual_latency_s
+
+    def fate(self, client: str, topic: str, partition: int) -> AppendFate:
+        """The fate of one append."""
+        draw, climate = self._random(), self.profile
+        for fate, likely in (
+            (AppendFate.LOST, climate.lost),
+            (AppendFate.UNREPORTED, climate.unreported),
+            (AppendFate.TWICE, climate.duplicated),
+            (AppendFate.LATE, climate.delayed),
+            (AppendFate.OVERTAKEN, climate.reordered),
+        ):
+            if (draw := draw - likely) < 0:
+                return fate
+        return AppendFate.KEPT
+
+    def late_s(self, client: str) -> float:
+        """Uniform up to `max_delay_s`."""
+        return self._random() * self.profile.max_delay_s
+
+    def departed(self, client: str) -> bool:
+        return self._random() < DEPARTED_SHARE
+
+    def answered(self, client: str, operation: Operation) -> bool:
+        """Whether the operation is answered. Polls always are, at worst empty."""
+        return operation == "poll" or self._random() >= self.profile.unanswered

@@ -1,0 +1,108 @@
+"""The simulation of one seed, from an empty log to the verdict.
+
+    faults   processes serve client requests while faults are injected
+    drain    no more faults; all requests finish, within DRAIN_S of virtual time
+    verdict  the invariants, once nothing is open or the time is over
+
+A seed replays exactly, in any process: same records at the same virtual times, same verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from app.testing.event_history import EventHistory
+from app.testing.fault_schedule import SimulationFaults
+from app.testing.http_clients import HttpClients
+from app.testing.invariants import has_open_work, violations
+from app.testing.kafka_clients import KafkaClients
+from app.testing.simulated_world import SimulatedWorld
+from app.testing.virtual_time import Deadlock, StepLimitExceeded, VirtualLoop, run_virtual
+from app.testing.world_parameters import WorldParameters
+
+DRAIN_S = 120.0
+"""Enough for a session time-out, a worker failure, and several attempts with their back-offs."""
+MAX_STEPS = 60_000
+"""Limit of callbacks of one seed. A clean one needs a few thousand; beyond it, a task spins."""
+
+CACHE_STEPS_FACTOR = 3
+"""Factor of MAX_STEPS where engines cache: they compute step by step, and publish events."""
+
+
+@dataclass
+class SimulationResult:
+    """The result of a seed. `history` replays with the seed; times are virtual seconds."""
+
+    seed: int
+    violations: list[str]
+    history: EventHistory
+    parameters: WorldParameters
+    ended_s: float = 0.0
+    steps: int = 0
+    kinds: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kinds = frozenset(p.partition(":")[0] for p in self.violations)
+
+    def report(self, about: str = "") -> str:
+        """The history, of one request if `about` names it, and the problems found."""
+        wrong = self.violations or ["nothing is wrong"]
+        return "\n".join(
+            [*self.history.lines(about), f"seed {self.seed}: {self.parameters}", *wrong]
+        )
+
+
+def simulate_seed(seed: int, *, take_overs: bool = False) -> SimulationResult:
+    """Run one seed; with `take_overs`, lanes change owners all the time."""
+    shape = WorldParameters.draw(random.Random(f"{seed} shape"))
+    shape = shape.with_caches(random.Random(f"{seed} caches"))
+    if take_overs:
+        shape = shape.with_take_overs()
+    worlds: list[SimulatedWorld] = []
+
+    async def main(loop: VirtualLoop) -> SimulationResult:
+        loop.set_exception_handler(lambda _loop, _context: None)  # checked by the invariants
+        world = SimulatedWorld(seed, loop, shape)
+        worlds.append(world)
+        found = await _play(world)
+        world.history.is_closed = True
+        return SimulationResult(seed, found, world.history, shape, loop.time(), loop.steps)
+
+    with _silence():
+        try:
+            most = MAX_STEPS * (CACHE_STEPS_FACTOR if shape.has_caches else 1)
+            return run_virtual(main, random.Random(f"{seed} scheduler"), most)
+        except (Deadlock, StepLimitExceeded) as e:
+            return SimulationResult(seed, [f"{type(e).__name__}: {e}"], worlds[0].history, shape)
+
+
+async def _play(world: SimulatedWorld) -> list[str]:
+    asking, calling = KafkaClients(world), HttpClients(world)
+    chaos = SimulationFaults(world)
+    world.start_all()
+    publishing = asking.start()
+    calling.start()
+    await chaos.run()
+    chaos.stop()
+    await publishing
+    until = world.loop.time() + DRAIN_S
+    while world.loop.time() < until:
+        await world.clock.sleep(1.0)
+        if not has_open_work(world) and not violations(world, asking, calling):
+            return []
+    return violations(world, asking, calling)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Disable logging: simulated processes fail by the dozen, and the history has the reasons."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,102 @@
+"""Engines of the simulation: one with a prefix cache, and a wrapper that injects failures.
+
+The wrapped engine's output stays the same; timing and completion differ: stalls, retryable and
+permanent errors, crashes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from app.engine.interface import (
+    Engine,
+    EngineDead,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    KvEventListener,
+)
+from app.engine.simulated.batch import EngineLimits
+from app.engine.simulated.engine import SimulatedEngine
+from app.serving.engine_health import PROBE
+from streams.clock import Clock
+from streams.records import EngineConfig, EngineStats
+from streams.request import Request
+
+ENGINE_SHAPE = EngineLimits(block_size=2, cache_blocks=1100)
+"""Small blocks, since prompts are short; two endless answers fill the cache."""
+CONTEXT_LENGTH = 2100
+SLOWDOWN = 10
+"""Slowdown, so that a step takes about as long as one of the echo engine."""
+STALL_SHARE, LONGEST_STALL_S = 0.04, 4.0
+RETRYABLE_ERROR_SHARE, DEATH_SHARE, CRASH_SHARE, PERMANENT_ERROR_SHARE = 0.01, 0.003, 0.003, 0.002
+
+
+def cached_engine(clock: Clock, model: str, sequences: int) -> Engine:
+    """A simulated engine with a prefix cache and cache events."""
+    return SimulatedEngine(
+        clock,
+        ENGINE_SHAPE._replace(max_sequences=sequences),
+        model=model,
+        context_length=CONTEXT_LENGTH,
+        speedup=1 / SLOWDOWN,
+    )
+
+
+class FlakyEngine(Engine):
+    """Injects failures from its seed until `calm` is set; `running` counts streams, not probes."""
+
+    def __init__(
+        self, engine: Engine, clock: Clock, rng: random.Random, calm: asyncio.Event
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._rng = rng
+        self._calm = calm
+        self.running = 0
+        self.rejected: set[str] = set()
+        """Requests that failed with a permanent error."""
+
+    def set_kv_event_listener(self, listener: KvEventListener) -> None:
+        self._engine.set_kv_event_listener(listener)
+
+    def stats(self) -> EngineStats | None:
+        return self._engine.stats()
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        return await self._engine.start(worker_id)
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """The stream of the wrapped engine, with stalls and failures."""
+        self.running += not request.is_probe
+        try:
+            async with aclosing(self._engine.generate(request, context)) as outputs:
+                async for output in outputs:
+                    await self._stumble(context.request_id)
+                    yield output
+        finally:
+            self.running -= not request.is_probe
+
+    async def cleanup(self) -> None:
+        await self._engine.cleanup()
+
+    async def _stumble(self, request_id: str) -> None:
+        if self._calm.is_set():
+            return
+        draw = self._rng.random()
+        if (draw := draw - DEATH_SHARE) < 0:
+            raise EngineDead("the engine has died")
+        if (draw := draw - RETRYABLE_ERROR_SHARE) < 0:
+            raise EngineError("the engine has failed", retryable=True)
+        if (draw := draw - CRASH_SHARE) < 0:
+            raise ZeroDivisionError("a mistake in the engine")
+        if (draw := draw - PERMANENT_ERROR_SHARE) < 0 and request_id != PROBE.id:
+            self.rejected.add(request_id)
+            raise EngineError("no engine will ever do this", retryable=False)
+        if draw < STALL_SHARE:
+            await self._clock.sleep(self._rng.random() * LONGEST_STALL_S)

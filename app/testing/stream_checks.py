@@ -1,0 +1,190 @@
+"""Checks of the streams that readers have seen, once the world has drained.
+
+Kafka   every request ends exactly once, with the engine's tokens and text: all of them, or a
+        prefix where its end has a cause; no gap in any stream
+HTTP    the same stream as on Kafka, once, however often the client reconnected
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from app.engine.echo import echo_answer
+from app.preprocess.text.byte_level import ByteDetokenizer
+from app.routing.state.ledger import NOT_COUNTED_AS_FAILURE
+from app.testing.http_clients import HttpClient, HttpClients
+from app.testing.kafka_clients import ExpectedRequest, KafkaClients
+from app.testing.simulated_world import SimulatedWorld
+from streams.codecs import AnyRecord, decode, unpack_tokens
+from streams.errors import RecordError
+from streams.memory.partition_log import MemoryRecord
+from streams.ports import Partition
+from streams.records import Assigned, Cancel, Chunk, End, Fence, Fencing
+from streams.request import Request
+from streams.responses.transcript import Transcript
+from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, RESPONSES, lane_of
+
+COMPLETE = ("stop", "length")
+
+
+def stream_violations(
+    world: SimulatedWorld, kafka_clients: KafkaClients, http_clients: HttpClients
+) -> Iterator[str]:
+    """Violations, as texts."""
+    shown: dict[str, Transcript] = defaultdict(Transcript)
+    for lane in range(world.parameters.lanes):
+        for raw in world.all_records(RESPONSES, lane):
+            if isinstance(record := decode_or_none(raw), Chunk | Fence | End):
+                shown[record.id].apply(record)
+    causes = _Causes(world)
+    letters = {r.key for p in range(4) for r in world.broker.records(DEAD_LETTERS, p)}
+    for key, source in world.malformed.items():
+        if source.topic == REQUESTS and key not in letters:
+            yield f"poison: {key!r} of {source} did not go to the dead letters"
+    questions = kafka_clients.requests | _called(world, kafka_clients)
+    for request_id, question in questions.items():
+        yield from _misread(question, shown[request_id], causes)
+    for call in http_clients.clients:
+        yield from _misheard(call, shown[call.id], causes)
+    yield from _misrouted(world, questions)
+
+
+def decode_or_none(raw: MemoryRecord) -> AnyRecord | None:
+    """The record; None for a malformed one."""
+    try:
+        return decode(raw)
+    except RecordError:
+        return None
+
+
+def _called(world: SimulatedWorld, asking: KafkaClients) -> dict[str, ExpectedRequest]:
+    """The requests that gateways published, under ids of their own."""
+    requests: dict[str, Request] = {}
+    cancelled = set()
+    for lane in range(world.parameters.lanes):
+        for raw in world.all_records(REQUESTS, lane):
+            record = decode_or_none(raw)
+            if raw.key in world.malformed:
+                continue
+            if isinstance(record, Request) and record.id not in asking.requests:
+                requests[record.id] = record
+            elif isinstance(record, Cancel):
+                cancelled.add(record.id)
+    return {
+        i: ExpectedRequest(
+            r, echo_answer(unpack_tokens(r.token_ids), r.stop.max_tokens), i in cancelled
+        )
+        for i, r in requests.items()
+    }
+
+
+def _misread(question: ExpectedRequest, seen: Transcript, causes: _Causes) -> Iterator[str]:
+    request_id = question.request.id
+    if not seen.is_over:
+        yield f"hanging: {request_id} never ends (shown {seen.shown_tokens} tokens)"
+        return
+    if seen.gaps:
+        yield f"hole: {request_id} has {seen.gaps} gaps"
+    code = _code(seen)
+    whole = code in COMPLETE
+    if not (question.is_served and not question.is_refused) and (seen.shown_tokens or whole):
+        yield f"refused: {request_id} should have been rejected and has an answer"
+    due = question.expected_tokens if whole else question.expected_tokens[: seen.shown_tokens]
+    if seen.tokens != due:
+        expected = question.expected_tokens
+        yield f"wrong: {request_id} ({code}) shows {seen.tokens}, expected {expected}"
+    elif seen.text not in _texts(seen):
+        yield f"text: {request_id} ({code}) shows {seen.text!r} for {seen.tokens}"
+    elif whole and (code == "length") != (question.request.stop.max_tokens is not None):
+        yield f"code: {request_id} ends as {code}"
+    if not whole and not causes.justify(question, code):
+        yield f"causeless: {request_id} ends as {code}"
+
+
+def _misheard(call: HttpClient, seen: Transcript, causes: _Causes) -> Iterator[str]:
+    if not call.outcome:
+        yield f"waiting: {call.name} got no end of {call.id or 'any request'}"
+    if call.unexpected_errors:
+        yield f"surprise: {call.name} got {call.unexpected_errors}"
+    if not call.outcome or not call.id:
+        return
+    if call.outcome == "left":
+        if not seen.text.startswith(call.text):
+            yield f"heard: {call.name} {call.text!r}, {call.id} shows {seen.text!r}"
+    elif call.outcome in ("stream_not_found", "lost") and causes.are_cut(call.id):
+        pass  # a late reader cannot read records that were deleted
+    elif call.outcome != _code(seen) or not _told(call, seen):
+        yield (
+            f"heard: {call.name} {call.text!r} and {call.outcome}, "
+            f"{call.id} shows {seen.text!r} and {_code(seen)}"
+        )
+
+
+def _told(call: HttpClient, seen: Transcript) -> bool:
+    """Whether the client has the right text; a failure may hide text that came with it."""
+    if call.outcome in COMPLETE:
+        return call.text == seen.text
+    return seen.text.startswith(call.text)
+
+
+def _code(seen: Transcript) -> str:
+    return str(seen.end.code if seen.end is not None else seen.finish_reason)
+
+
+def _texts(seen: Transcript) -> tuple[str, ...]:
+    """The possible texts of the tokens shown; an End may drop an incomplete character."""
+    text = ByteDetokenizer()
+    said = text.push(seen.tokens)
+    whole = said + text.end()
+    return (whole,) if seen.end is None else (said, whole)
+
+
+def _misrouted(world: SimulatedWorld, questions: dict[str, ExpectedRequest]) -> Iterator[str]:
+    """Requests that were assigned to workers of other models."""
+    for lane in range(world.parameters.lanes):
+        for raw in world.all_records(LEDGER, lane):
+            record = decode_or_none(raw)
+            if isinstance(record, Assigned) and (question := questions.get(record.id)):
+                model = question.request.model
+                if model and world.model_of(record.worker) != model:
+                    yield f"misrouted: {record.id}, for {model!r}, goes to {record.worker}"
+
+
+class _Causes:
+    """The causes in the log that justify the end of a request."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self._world = world
+        self._failed: dict[str, set[int]] = defaultdict(set)
+        for lane in range(world.parameters.lanes):
+            for raw in world.all_records(LEDGER, lane):
+                record = decode_or_none(raw)
+                if isinstance(record, Fencing) and record.reason not in NOT_COUNTED_AS_FAILURE:
+                    self._failed[record.id].add(record.attempt)
+
+    def are_cut(self, request_id: str) -> bool:
+        """Whether records that its answer needs may be deleted."""
+        lane, cut = lane_of(request_id, self._world.parameters.lanes), self._world.truncated
+        return Partition(RESPONSES, lane) in cut or Partition(REQUESTS, lane) in cut
+
+    def justify(self, question: ExpectedRequest, code: str) -> bool:
+        """Whether this end of it has a cause."""
+        request_id = question.request.id
+        settings = self._world.settings
+        engines = [node.engine for node in self._world.processes if node.engine is not None]
+        causes = {
+            "cancelled": question.is_cancelled,
+            "deadline": question.may_time_out,
+            "no_workers": question.may_time_out,
+            "all_busy": question.may_time_out,
+            "none_eligible": question.may_time_out,
+            "attempts": len(self._failed[request_id]) >= settings.max_attempts,
+            # Past its deadline, a request ends as lost when the log cannot be read at once.
+            "lost": self.are_cut(request_id) or question.may_time_out,
+            "invalid": question.is_refused or not question.is_served,
+            "model_not_found": not question.is_served,
+            "queue_full": self._world.parameters.is_tight and not question.via_prompts,
+            "error": any(request_id in engine.rejected for engine in engines),
+        }
+        return causes.get(code, False)

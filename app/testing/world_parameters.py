@@ -1,0 +1,138 @@
+"""Parameters of a simulated world: counts, settings and network faults, drawn from the seed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from app.settings import Settings
+from app.testing.network_faults import FaultProfile
+from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
+
+ProcessKind = Literal["router", "worker", "preprocessor", "gateway", "indexer"]
+
+MODELS = ("echo", "second")
+MAX_SEQUENCES = 3
+DEFAULT_SETTINGS = Settings.model_construct(
+    max_attempts=4,
+    worker_timeout_s=3.0,
+    heartbeat_interval_s=1.0,
+    max_num_seqs=MAX_SEQUENCES,
+    worker_max_waiting=1,
+    drain_grace_s=3.0,
+    snapshot_interval_s=2.0,
+    health_probe_idle_s=2.0,
+    health_probe_timeout_s=1.0,
+    engine_stall_timeout_s=2.5,
+    engine_dead_timeout_s=6.0,
+    model=MODELS[0],
+    worker_id="-",
+    router_id="-",
+    status_port=None,
+    cache_dir=Path("/dev/null/cache"),
+)
+TIGHT_SETTINGS = DEFAULT_SETTINGS.model_copy(
+    update={"max_queued_requests": 1, "worker_max_waiting": 0}
+)
+
+COMMITS = "commits"
+TRIGGER_TOPICS = (LEDGER, RESPONSES, ASSIGNMENTS, REGISTRY, REQUESTS, COMMITS)
+"""Topics where the order of appends matters, and offset commits."""
+
+FAULT_PROFILES = (
+    FaultProfile(),
+    FaultProfile(slow=0.02, slow_poll=0.0),
+    FaultProfile(lost=0.06, duplicated=0.06),
+    FaultProfile(delayed=0.06, reordered=0.06, max_delay_s=6.0),
+    FaultProfile(slow_poll=0.4, max_latency_s=2.5),
+    FaultProfile(slow=0.4, slow_poll=0.1),
+)
+
+
+class WorldParameters(NamedTuple):
+    """Parameters of one seed. Counts are small: two or three of everything find most bugs.
+
+    `sequences`: concurrent requests of a worker. `is_burst`: all requests arrive within BURST_S.
+    `cancel_share`: share of requests that are cancelled. `trigger_share`: probability of a fault in
+    a process right after its record was appended to one of the topics in `trigger_topics`.
+    `skew_ms`: largest difference between the clocks of two brokers. `has_caches`: whether engines
+    cache and publish cache events.
+    """
+
+    routers: int
+    workers: int
+    preprocessors: int
+    gateways: int
+    models: int
+    lanes: int
+    slots: int
+    requests: int
+    sequences: int
+    is_burst: bool
+    is_tight: bool
+    faults_s: float
+    cancel_share: float
+    trigger_share: float
+    trigger_topics: tuple[str, ...]
+    skew_ms: int
+    network: FaultProfile
+    has_caches: bool = False
+    indexers: int = 0
+
+    @property
+    def settings(self) -> Settings:
+        """Settings of all processes."""
+        return TIGHT_SETTINGS if self.is_tight else DEFAULT_SETTINGS
+
+    @property
+    def process_counts(self) -> dict[ProcessKind, int]:
+        """Number of processes of each kind."""
+        return {
+            "router": self.routers,
+            "worker": self.workers,
+            "preprocessor": self.preprocessors,
+            "gateway": self.gateways,
+            "indexer": self.indexers,
+        }
+
+    @staticmethod
+    def draw(rng: random.Random) -> WorldParameters:
+        """Draw the parameters of a seed; every fifth world has frequent lane take-overs."""
+        workers = rng.choice((1, 2, 2, 3))
+        shape = WorldParameters(
+            routers=rng.choice((1, 2, 2, 3)),
+            workers=workers,
+            preprocessors=rng.choice((0, 1, 2)),
+            gateways=rng.choice((0, 0, 1, 2)),
+            models=rng.choice((1, 1, 2)) if workers > 1 else 1,
+            lanes=rng.choice((1, 2, 3)),
+            slots=rng.choice((1, 2, 3)),
+            requests=rng.randint(4, 16),
+            sequences=rng.choice((1, MAX_SEQUENCES, MAX_SEQUENCES)),
+            is_burst=rng.random() < 0.2,
+            is_tight=rng.random() < 0.15,
+            faults_s=rng.uniform(8.0, 25.0),
+            cancel_share=rng.choice((0.05, 0.15, 0.5)),
+            trigger_share=rng.choice((0.0, 0.02, 0.05)),
+            trigger_topics=tuple(rng.sample(TRIGGER_TOPICS, rng.randint(1, len(TRIGGER_TOPICS)))),
+            skew_ms=rng.choice((0, 300, 700)),
+            network=rng.choice(FAULT_PROFILES),
+        )
+        return shape.with_take_overs() if rng.random() < 0.2 else shape
+
+    def with_caches(self, rng: random.Random) -> WorldParameters:
+        """The same; in every fourth world engines cache, and indexers follow their events."""
+        if rng.random() >= 0.25:
+            return self
+        return self._replace(has_caches=True, indexers=rng.choice((0, 1, 2)))
+
+    def with_take_overs(self) -> WorldParameters:
+        """The same, with frequent lane take-overs between routers, and lagging readers."""
+        return self._replace(
+            routers=max(self.routers, 2),
+            workers=max(self.workers, 2),
+            trigger_share=0.2,
+            trigger_topics=(LEDGER, ASSIGNMENTS),
+            network=FaultProfile(slow=0.1, slow_poll=0.6, max_latency_s=4.0),
+        )

@@ -1,0 +1,1 @@
+"""The command `kvlane up`: a small persistent deployment on this machine."""

@@ -1,0 +1,161 @@
+"""Supervision of a local deployment: restarts its processes and its broker.
+
+Reports every exit and every restart in one line. Pauses between restarts double up to
+MAX_RESTART_PAUSE_S; a process that ran for STABLE_RUN_S starts again with the shortest. Never gives
+up, and stops nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from streams.brokers.broker import Broker
+from streams.clock import Clock
+from streams.errors import BrokerUnavailable
+
+MIN_RESTART_PAUSE_S = 0.5
+MAX_RESTART_PAUSE_S = 30.0
+STABLE_RUN_S = 60.0
+CHECK_INTERVAL_S = 0.25
+BROKER_CHECK_INTERVAL_S = 1.0
+MAX_MISSED_CHECKS = 3
+"""Failed checks of an external broker before it counts as down; one for a broker started here."""
+MAX_LAST_LINES = 2
+"""Lines of output to show of a failed process: the error and the advice."""
+
+ReportLine = Callable[[str], None]
+
+
+class RestartBackoff:
+    """Exponential back-off of restarts. Times are in seconds on one clock."""
+
+    def __init__(self) -> None:
+        self._started_at = float("-inf")
+        self.exits = 0
+        """Exits in a row, without STABLE_RUN_S of running in between."""
+
+    def started(self, now: float) -> None:
+        """Note a start."""
+        self._started_at = now
+
+    def exited(self, now: float) -> float:
+        """Note an exit; returns the pause before the restart."""
+        self.exits = 1 if now - self._started_at >= STABLE_RUN_S else self.exits + 1
+        return float(min(MIN_RESTART_PAUSE_S * 2 ** min(self.exits - 1, 16), MAX_RESTART_PAUSE_S))
+
+
+class SupervisedProcesses(Protocol):
+    """The supervised processes, such as `app.local.deployment.ProcessDeployment`."""
+
+    def take_exited(self) -> Mapping[str, int]:
+        """The exit status of each process that ended since the last call."""
+
+    def restart_one(self, name: str) -> None:
+        """Restart a process that has ended."""
+
+    def output_file(self, name: str) -> Path:
+        """The output file of a process."""
+
+
+class ProcessSupervisor:
+    """Restarts processes. `watch` runs as a task."""
+
+    def __init__(self, children: SupervisedProcesses, clock: Clock, say: ReportLine) -> None:
+        self._children = children
+        self._clock = clock
+        self._say = say
+        self._backoffs: dict[str, RestartBackoff] = {}
+        self._due: dict[str, float] = {}
+
+    async def watch(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            self.check_once()
+            await self._clock.sleep(CHECK_INTERVAL_S)
+
+    def check_once(self) -> None:
+        """Report processes that ended, and restart those that are due."""
+        now = self._clock.now()
+        for name, status in self._children.take_exited().items():
+            backoff = self._backoffs.setdefault(name, RestartBackoff())
+            pause_s = backoff.exited(now)
+            self._due[name] = now + pause_s
+            times = f", {backoff.exits} times in a row" if backoff.exits > 1 else ""
+            self._say(f"{name} {_how(status)}{times}; started again in {pause_s:g} s")
+            if status > 0:
+                for line in last_lines(self._children.output_file(name)):
+                    self._say(f"  {line}")
+        for name in [name for name, at in self._due.items() if at <= now]:
+            del self._due[name]
+            self._children.restart_one(name)
+            self._backoffs[name].started(now)
+            self._say(f"{name} is started again")
+
+
+class BrokerSupervisor:
+    """Restarts a broker that was started here, or waits for others'. `watch` runs as a task."""
+
+    def __init__(self, broker: Broker, clock: Clock, say: ReportLine) -> None:
+        self._broker = broker
+        self._clock = clock
+        self._say = say
+        self._is_own = broker.kind != "env"
+        self._backoff = RestartBackoff()
+
+    async def watch(self) -> None:
+        """Look again and again, until cancelled."""
+        misses = 0
+        while True:
+            try:
+                await asyncio.to_thread(self._broker.check_running)
+                misses = 0
+            except BrokerUnavailable as e:
+                misses += 1
+                if self._is_own or misses >= MAX_MISSED_CHECKS:
+                    await self._mend(e)
+                    misses = 0
+            await self._clock.sleep(BROKER_CHECK_INTERVAL_S)
+
+    async def _mend(self, error: BrokerUnavailable) -> None:
+        since = self._clock.now()
+        what = "started again on its data" if self._is_own else "waited for; nothing is ended"
+        self._say(f"the broker is gone, and is {what}: {_first_line(error)}")
+        while True:
+            pause_s = self._backoff.exited(self._clock.now())
+            await self._clock.sleep(pause_s if self._is_own else BROKER_CHECK_INTERVAL_S)
+            self._backoff.started(self._clock.now())
+            try:
+                await asyncio.to_thread(self._broker.restart)
+            except BrokerUnavailable as e:
+                if self._is_own:
+                    self._say(f"the broker does not start: {_first_line(e)}; trying again")
+            else:
+                self._say(f"the broker is back after {self._clock.now() - since:.1f} s")
+                return
+
+
+def last_lines(log: Path) -> list[str]:
+    """The last lines of a log file."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 4096))
+            return file.read().decode(errors="replace").splitlines()[-MAX_LAST_LINES:]
+    except OSError:
+        return []
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    return f"ended with code {status}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(":")

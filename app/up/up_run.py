@@ -1,0 +1,314 @@
+"""The run of `kvlane run_up`: a broker and one of each process on this machine, until Ctrl-C.
+
+Wires the data folder, the broker, the processes and their supervisors. Prints one line for each
+event, and the addresses when all is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from app.local.deployment import DeploymentPart, ProcessDeployment, deployment_parts
+from app.runtime.process import ProcessContext
+from app.settings import Settings, variable_name
+from app.up.data_folder import CannotStart, DataFolder, rotate_logs
+from app.up.readiness import ReadinessCheck, WorkerObserver
+from app.up.supervisor import BrokerSupervisor, ProcessSupervisor
+from streams.brokers.broker import LOOPBACK, free_ports
+from streams.brokers.broker_factory import Broker, KeptData, Kind, obtain_broker
+from streams.brokers.watchdog import ProcessGuard
+from streams.clock import SystemClock
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
+
+BrokerChoice = Literal["auto"] | Kind
+
+PORT_FIELDS = {"gateway": "http_port", "indexer": "indexer_port"}
+"""Port settings by kind of process; all others listen on a status port."""
+STATUS_PORT_FIELD = "status_port"
+"""A given status port is the router's; the other processes get free ports."""
+PORT_RELEASE_S = 3.0
+"""Time for a port to become free: the processes of a killed deployment end within it."""
+READY_POLL_S = 0.25
+LATE_REPORT_S = 30.0
+"""A start that takes longer reports what is missing, at this interval."""
+LOG_ROTATION_S = 10.0
+
+ReportLine = Callable[[str], None]
+
+
+class UpOptions(NamedTuple):
+    """Options of the command line; `port` and `data` are None unless given."""
+
+    kind: BrokerChoice
+    workers: int
+    port: int | None
+    data: Path | None
+    ephemeral: bool
+
+    @property
+    def needs_own_broker(self) -> bool:
+        """Whether an option needs a broker that is started here."""
+        return self.port is not None or self.data is not None or self.ephemeral
+
+
+def run_up(settings: Settings, options: UpOptions, default_data: Path, report: ReportLine) -> None:
+    """Run a deployment until Ctrl-C or SIGTERM.
+
+    Raises CannotStart, BrokerUnavailable, TopicMismatch, SettingsError.
+    """
+    settings.require_authentication()
+    settings, kind = choose_broker(settings, options, report)
+    is_own = kind != "env"
+    with ExitStack() as cleanup:
+        folder: DataFolder | None = None
+        kept: KeptData | None = None
+        if is_own and not options.ephemeral:
+            folder = DataFolder(options.data or default_data)
+            cleanup.callback(folder.close)
+            folder.open()
+            kept = folder.storage
+            if kind == "auto" and folder.broker_kind in ("jvm", "docker"):
+                kind = folder.broker_kind  # type: ignore[assignment]
+        check_ports(settings, (options.port or 0) if is_own else 0)
+        servers, port = settings.bootstrap_servers, options.port or 0
+        broker = obtain_broker(kind, bootstrap_servers=servers, port=port, kept=kept, report=report)
+        cleanup.callback(broker.stop)
+        if broker.kind == "memory":
+            raise CannotStart("a log in memory is for one process only: use `kvlane demo`")
+        if folder is not None:
+            folder.set_broker_kind(broker.kind)
+        report(f"broker: {broker.description}")
+        asyncio.run(_Deployment(settings, options.workers, broker, folder, report).run())
+
+
+def choose_broker(
+    settings: Settings, options: UpOptions, report: ReportLine
+) -> tuple[Settings, BrokerChoice]:
+    """The settings and the kind of broker; explicit options win. Raises CannotStart.
+
+    "env": the given servers; "auto": a broker that is started here, of any available kind.
+    """
+    kind = settings.broker if options.kind == "auto" else options.kind
+    if kind == "env" and options.needs_own_broker:
+        raise CannotStart(
+            "--port, --data and --ephemeral are for a broker that is started here, but --broker "
+            "env (or KVLANE_BROKER) uses the given servers: omit one of them"
+        )
+    if kind == "auto" and settings.bootstrap_servers and not options.needs_own_broker:
+        kind = "env"
+    if kind != "env" and settings.bootstrap_servers:
+        report(
+            f"ignoring KVLANE_BOOTSTRAP_SERVERS={settings.bootstrap_servers}: the options start a "
+            "broker here"
+        )
+        settings = settings.model_copy(update={"bootstrap_servers": ""})
+    return settings, kind
+
+
+def check_ports(settings: Settings, broker_port: int, within_s: float = PORT_RELEASE_S) -> None:
+    """Raises CannotStart when a port is in use."""
+    given = [f for f in (*PORT_FIELDS.values(), STATUS_PORT_FIELD) if getattr(settings, f)]
+    wanted = [(settings.http_host, getattr(settings, f), variable_name(f)) for f in given]
+    if broker_port:
+        wanted.append((LOOPBACK, broker_port, "--port"))
+    deadline = time.monotonic() + within_s
+    while taken := [w for w in wanted if not _is_free(w[0], w[1])]:
+        if time.monotonic() >= deadline:
+            named = ", ".join(f"{port} ({name})" for _, port, name in taken)
+            raise CannotStart(
+                f"ports in use: {named}. Another `kvlane up` may be running; end the process that "
+                f"listens (`ss -ltnp`), or change {' and '.join(name for *_, name in taken)}"
+            )
+        time.sleep(0.1)
+
+
+def assign_ports(settings: Settings, parts: Sequence[DeploymentPart]) -> dict[str, tuple[str, int]]:
+    """The setting and the port that each process listens on, by process name."""
+    fields = {part.name: PORT_FIELDS.get(part.kind, STATUS_PORT_FIELD) for part in parts}
+    given = {
+        part.name: getattr(settings, fields[part.name])
+        for part in parts
+        if part.kind in PORT_FIELDS or part.kind == "router"
+    }
+    free = iter(free_ports(len(parts)))
+    return {name: (field, given.get(name) or next(free)) for name, field in fields.items()}
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError:
+        return False
+    return True
+
+
+class _Deployment:
+    """The processes of a deployment on a running broker, from start to stop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        workers: int,
+        broker: Broker,
+        folder: DataFolder | None,
+        say: ReportLine,
+    ) -> None:
+        self._settings = settings.model_copy(update={"bootstrap_servers": broker.bootstrap_servers})
+        self._broker = broker
+        self._folder = folder
+        self._say = say
+        self._parts = deployment_parts(workers)
+        self._ports = assign_ports(self._settings, self._parts)
+        self._workers = [part.name for part in self._parts if part.kind == "worker"]
+        self._clock = SystemClock()
+        self._life = ProcessContext("up", self._clock)
+        self._began = self._clock.now()
+
+    async def run(self) -> None:
+        """Run until SIGINT or SIGTERM."""
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        async with AsyncExitStack() as cleanup:
+            cleanup.push_async_callback(asyncio.to_thread, self._broker.stop)
+            running = asyncio.create_task(self._run(cleanup))
+            waits = (asyncio.ensure_future(ended.wait()), asyncio.ensure_future(self._failure()))
+            try:
+                await asyncio.wait({running, *waits}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await (
+                    self._life.cancel_tasks()
+                )  # else the supervisor would restart stopped processes
+            if ended.is_set():
+                self._say("stopping")
+            for task in (running, *waits):
+                task.cancel()
+            for outcome in await asyncio.gather(running, *waits, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    raise outcome
+
+    async def _failure(self) -> None:
+        raise await self._life.wait_for_failure()
+
+    async def _run(self, cleanup: AsyncExitStack) -> None:
+        s = self._settings
+        log = KafkaLog(s.kafka_connection("up"), prefix=s.topic_prefix)
+        workers = WorkerObserver(log, self._clock, s.worker_timeout_s, s.heartbeat_interval_s)
+        try:
+            await log.start()
+            await provision.create_topics(
+                log,
+                lanes=s.lanes,
+                replication=s.replication_factor,
+                min_insync=s.min_insync_replicas,
+            )
+            await workers.start()
+            if self._broker.kind == "env" and (alive := await workers.find_alive(self._workers)):
+                raise CannotStart(
+                    f"{' and '.join(alive)} already run on topics {s.topic_prefix}* of "
+                    f"{s.bootstrap_servers}, perhaps by another `kvlane up`. "
+                    "Use that deployment, or set another KVLANE_TOPIC_PREFIX"
+                )
+            parts = self._started(cleanup)
+            await parts.start()
+            self._life.spawn("processes", ProcessSupervisor(parts, self._clock, self._tell).watch())
+            self._life.spawn(
+                "broker", BrokerSupervisor(self._broker, self._clock, self._tell).watch()
+            )
+            urls = {name: self._url(port) for name, (_, port) in self._ports.items()}
+            await self._wait_ready(
+                ReadinessCheck(workers, self._workers, workers.next_epoch(), urls)
+            )
+        finally:
+            await workers.close()
+            await log.close()
+        self._say(self._where(urls))
+        await self._bound_logs()
+
+    def _started(self, cleanup: AsyncExitStack) -> ProcessDeployment:
+        """The processes, not started yet; the cleanup stops them."""
+        folder, s = self._folder, self._settings
+        guard = (
+            ProcessGuard()
+            if folder is None
+            else ProcessGuard(parent=folder.path, inherited=[folder.storage.lock])
+        )
+        cleanup.push_async_callback(asyncio.to_thread, guard.close)
+        environment = {variable_name("bootstrap_servers"): s.bootstrap_servers}
+        own = {
+            name: {variable_name(field): str(port)} for name, (field, port) in self._ports.items()
+        }
+        self._logs = guard.directory if folder is None else folder.new_logs()
+        parts = ProcessDeployment(
+            self._parts, environment, guard, self._clock, own=own, logs=self._logs
+        )
+        cleanup.push_async_callback(parts.stop)
+        return parts
+
+    async def _wait_ready(self, readiness: ReadinessCheck) -> None:
+        count = len(self._workers)
+        self._say(
+            f"a gateway, a preprocessor, a router, an indexer and {count} "
+            f"worker{'s'[: count > 1]} are starting; their log files are in {self._logs}"
+        )
+        late_at = self._clock.now() + LATE_REPORT_S
+        while missing := await readiness.failed_checks():
+            if self._clock.now() > late_at:
+                self._say(f"not ready yet: {'; '.join(missing)}")
+                late_at = self._clock.now() + LATE_REPORT_S
+            await self._clock.sleep(READY_POLL_S)
+
+    def _where(self, urls: dict[str, str]) -> str:
+        s, gateway = self._settings, urls["gateway-1"]
+        data = "deleted at exit" if self._folder is None else str(self._folder.path)
+        if self._broker.kind == "env":
+            data = "on that Kafka"
+        default_prefix = Settings.model_fields["topic_prefix"].default
+        own_prefix = [f"export KVLANE_TOPIC_PREFIX={s.topic_prefix}"] * (
+            s.topic_prefix != default_prefix
+        )
+        lines = [
+            f"ready after {self._clock.now() - self._began:.1f} s",
+            "",
+            f"  gateway   {gateway}/v1, model {s.model}",
+            f"  indexer   {urls['indexer-1']}",
+            f"  Kafka     {s.bootstrap_servers}, topics {s.topic_prefix}*",
+            f"  data      {data}",
+            "  metrics",
+            *(f"    {url}/metrics  {name}" for name, url in urls.items()),
+            "",
+            f"export KVLANE_BOOTSTRAP_SERVERS={s.bootstrap_servers}",
+            *own_prefix,
+            f"export OPENAI_BASE_URL={gateway}/v1",
+            f"export OPENAI_API_KEY={'none' if s.api_keys_file is None else 'YOUR_KEY'}",
+            "kvlane publish --follow 'Hello'",
+            "",
+            "Ctrl-C stops everything" + ("." if self._folder is None else "; data are kept."),
+        ]
+        return "\n".join(lines)
+
+    def _tell(self, line: str) -> None:
+        """Print a line with the time of day."""
+        self._say(f"{time.strftime('%H:%M:%S')}  {line}")
+
+    async def _bound_logs(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(rotate_logs, self._logs)
+            await self._clock.sleep(LOG_ROTATION_S)
+
+    def _url(self, port: int) -> str:
+        host = self._settings.http_host
+        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)  # noqa: S104 - only compared
+        scheme = "http" if self._settings.http_tls_cert is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,0 +1,94 @@
+"""Cache events as engines publish them: blocks under opaque, engine-specific hashes.
+
+Owns the types, which follow vLLM's, and the rules for which of them concern a prefix index: kinds
+of attention, media, localities. Knows no wire format; `indexer/cache_events/event_normalizer.py`
+converts these events to canonical ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from indexer.events import Tier
+
+EngineHash: TypeAlias = int | bytes
+"""Hash of a block by its engine: unique within one engine process and group, of any form."""
+
+PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""Attention kinds whose blocks serve every later token; the others drop blocks from a window."""
+
+_TIERS = {
+    "": Tier.DEVICE,
+    "GPU": Tier.DEVICE,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "CPU_TIER1": Tier.HOST,
+    "CPU_TIER2": Tier.DISK,
+    "DISK": Tier.DISK,
+    "NVME": Tier.DISK,
+    "STORAGE": Tier.DISK,
+}
+
+
+class BlocksStored(NamedTuple):
+    """Consecutive blocks were filled; the first one continues `parent`.
+
+    `cache_salt` may be given for a prompt's first block only: later blocks inherit it and the
+    adapter. `mm_hashes`: for each block, the hashes of the multimodal objects in it.
+    """
+
+    block_hashes: Sequence[EngineHash]
+    parent: EngineHash | None
+    token_ids: Sequence[int]
+    block_size: int
+    medium: str = ""
+    lora_name: str = ""
+    cache_salt: str = ""
+    mm_hashes: Sequence[Collection[int] | None] | None = None
+    group: int = 0
+    kind: str = ""
+    locality: str = ""
+
+
+class BlocksRemoved(NamedTuple):
+    """One copy of each block was removed; the engine may hold other copies."""
+
+    block_hashes: Sequence[EngineHash]
+    medium: str = ""
+    group: int = 0
+    locality: str = ""
+
+
+@dataclass(frozen=True, slots=True)  # a tuple without fields is false, and equals all others
+class AllCleared:
+    """The cache was emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventsLost:
+    """Earlier events are permanently lost; emitted by the reader of the event stream."""
+
+
+EngineEvent: TypeAlias = BlocksStored | BlocksRemoved | AllCleared | EventsLost
+
+
+def tier_of(medium: str) -> Tier:
+    """The tier of a medium by its engine's name; EXTERNAL for an unknown one."""
+    tier = _TIERS.get(medium)
+    return _TIERS.get(medium.upper(), Tier.EXTERNAL) if tier is None else tier
+
+
+def is_remote(event: BlocksStored | BlocksRemoved) -> bool:
+    """Whether the blocks are in a cache outside the worker."""
+    return bool(event.locality) and event.locality.upper() == "REMOTE"
+
+
+def serves_prefixes(event: BlocksStored) -> bool:
+    """Whether stored blocks serve later prompts on this worker: by locality and by attention kind,
+    or by group if the kind is missing.
+    """
+    if is_remote(event):
+        return False
+    return event.kind in PREFIX_KINDS if event.kind else event.group == 0

@@ -1,0 +1,22 @@
+"""KV cache index as a library: block hashes, cache events, and longest cached prefixes."""
+
+from __future__ import annotations
+
+from indexer.block_hashes import BlockHashes, hash_blocks
+from indexer.block_keys import derive_secret as index_secret
+from indexer.block_keys import prompt_keys
+from indexer.epochs import CacheId
+from indexer.events import CacheEvent, EventKind, encode_events
+from indexer.index import Index
+
+__all__ = [
+    "BlockHashes",
+    "CacheEvent",
+    "CacheId",
+    "EventKind",
+    "Index",
+    "encode_events",
+    "hash_blocks",
+    "index_secret",
+    "prompt_keys",
+]

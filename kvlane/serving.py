@@ -1,0 +1,84 @@
+"""Engine interface, and a worker process around an engine of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from app.engine.interface import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    InvalidRequest,
+    token_usage,
+)
+from streams.codecs import unpack_tokens
+from streams.records import EngineConfig
+from streams.request import Request
+
+if TYPE_CHECKING:
+    from faststream import FastStream
+
+    from app.runtime.process import ProcessContext
+    from app.settings import Settings
+    from app.worker import Worker
+    from streams.ports import Log
+
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "EngineOutput",
+    "GenerateContext",
+    "InvalidRequest",
+    "Request",
+    "prompt_tokens",
+    "token_usage",
+    "worker_app",
+]
+
+
+def prompt_tokens(request: Request) -> tuple[int, ...]:
+    """Token ids of a request: its prompt, and the output of earlier attempts.
+
+    Args:
+        request: the argument of `Engine.generate`.
+
+    Returns:
+        Ids from 0 to 2^32 - 1; empty for a request with a body (`EngineConfig.kind`).
+    """
+    return tuple(unpack_tokens(request.token_ids))
+
+
+def worker_app(engine: Callable[[], Engine]) -> FastStream:
+    """A worker process that serves an engine of your own.
+
+    Args:
+        engine: makes the engine; called once, when the process starts.
+
+    Returns:
+        An application for `faststream run module:app`. It reads `KVLANE_*` settings and ends with
+        exit code 1, and a message on standard error, when they cannot work. With
+        `KVLANE_MODEL_PATH` the tokenizer and chat template of that directory are published for the
+        model; without it tokens are the bytes of the text (`app/preprocess/text/byte_level.py`).
+
+    Example:
+        # my_engine.py; run with: faststream run my_engine:app
+        app = worker_app(MyEngine)
+    """
+    from app.runtime.process import faststream_app
+
+    return faststream_app(
+        "worker", lambda log, settings, life: _worker(engine(), log, settings, life)
+    )
+
+
+def _worker(engine: Engine, log: Log, settings: Settings, life: ProcessContext) -> Worker:
+    from app.preprocess.models.model_folder import read_folder
+    from app.serving.model_publisher import ModelPublisher
+    from app.worker import Worker
+
+    files = None if settings.model_path is None else read_folder(settings.model_path)
+    offer = None if files is None else ModelPublisher(log, settings, life, files)
+    return Worker(log, settings, life, engine, offer=offer)

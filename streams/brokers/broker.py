@@ -1,0 +1,221 @@
+"""The interface of a broker that tests and demos use, however it was started.
+
+Owns `Broker`, and the probe of a Kafka listener. Brokers are started by `jvm` and `docker`; `local`
+chooses between them.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+from streams.errors import BrokerUnavailable
+
+Kind = Literal["env", "docker", "jvm", "memory"]
+Report = Callable[[str], None]
+"""Called with one line of progress for the user."""
+
+LOOPBACK = "127.0.0.1"
+_METADATA_V1 = (3, 1)
+_NO_TOPICS = 0
+
+
+class KeptData(NamedTuple):
+    """Data that outlive their broker.
+
+    `folder` holds them; `lock` is the descriptor of a locked file that watchdogs inherit: the lock
+    is free again when nothing of the broker is left.
+    """
+
+    folder: Path
+    lock: int
+
+
+class PortTaken(BrokerUnavailable):
+    """The port of a broker is in use. Choose another one, or end what listens (`ss -ltnp`)."""
+
+
+class Broker(ABC):
+    """A broker, or several as one cluster, that this process started or was given.
+
+    `description` names the running broker in one line. `version` is Kafka's, "" where unknown.
+    `bootstrap_servers` is for clients: host:port, separated by commas.
+    """
+
+    kind: Kind
+    version: str
+    bootstrap_servers: str
+    description: str
+
+    @abstractmethod
+    def start(self) -> Self:
+        """Start, unless it runs, and wait until it answers. Raises BrokerUnavailable."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stop it and remove its processes, containers and data. Idempotent."""
+
+    @abstractmethod
+    def check_running(self) -> None:
+        """Raise BrokerUnavailable, with the reason, if it is not running."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Restart a dead broker with the same data and ports. Raises BrokerUnavailable.
+
+        Blocks until it answers. A given broker is only probed.
+        """
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+class ClusterMetadata(NamedTuple):
+    """The cluster metadata of one broker: number of live brokers, and the controller's id."""
+
+    brokers: int
+    controller_id: int
+
+
+def query_metadata(host: str, port: int, timeout_s: float = 2.0) -> ClusterMetadata | None:
+    """Send a Metadata request (version 1) to a plaintext listener; None without an answer.
+
+    By the protocol and not by a line in a log file: a broker that answers it serves clients.
+    """
+    request = struct.pack(">hhih6si", *_METADATA_V1, 1, 6, b"kvlane", _NO_TOPICS)
+    try:
+        with socket.create_connection((host, port), timeout_s) as connection:
+            connection.sendall(struct.pack(">i", len(request)) + request)
+            with connection.makefile("rb") as answer:
+                (size,) = struct.unpack(">i", answer.read(4))
+                return _read_metadata(answer.read(size))
+    except (OSError, struct.error):
+        return None
+
+
+def _read_metadata(body: bytes) -> ClusterMetadata:
+    """Of: correlation id, array of (node, host, port, rack), controller, topics."""
+    _, brokers = struct.unpack_from(">ii", body)
+    at = 8
+    for _ in range(brokers):
+        at += 4
+        at += 2 + _length(body, at)
+        at += 4
+        at += 2 + _length(body, at)
+    (controller,) = struct.unpack_from(">i", body, at)
+    return ClusterMetadata(brokers, controller)
+
+
+def _length(body: bytes, at: int) -> int:
+    (length,) = struct.unpack_from(">h", body, at)
+    return max(0, int(length))
+
+
+def free_ports(count: int) -> list[int]:
+    """Different loopback ports that nothing listens on, from 20000 to 31999.
+
+    Below the range that systems hand out for outgoing connections, so that no connection takes
+    the port of a broker while it restarts. Raises BrokerUnavailable when there are too few.
+    """
+    found: list[int] = []
+    candidates = random.sample(range(20_000, 32_000), 2_000)
+    for port in candidates:
+        if len(found) == count:
+            return found
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+            found.append(port)
+    raise BrokerUnavailable(f"no {count} free ports between 20000 and 31999 on {LOOPBACK}")
+
+
+class ExternalBroker(Broker):
+    """External servers. Nothing is started or stopped."""
+
+    kind = "env"
+
+    def __init__(self, bootstrap_servers: str, *, deadline_s: float = 5.0) -> None:
+        if not bootstrap_servers:
+            raise BrokerUnavailable("no servers are given: set KVLANE_BOOTSTRAP_SERVERS=host:port")
+        self.bootstrap_servers = bootstrap_servers
+        self.version = ""
+        self.description = f"given servers {bootstrap_servers}"
+        self._deadline_s = deadline_s
+
+    def start(self) -> Self:
+        """Wait until one of the servers takes connections. Raises BrokerUnavailable."""
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                self.check_running()
+            except BrokerUnavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+            else:
+                return self
+
+    def check_running(self) -> None:
+        """See `Broker`. The listeners may want TLS or SASL, so only the connection is tried."""
+        reasons = []
+        for server in self.bootstrap_servers.split(","):
+            host, _, port = server.strip().rpartition(":")
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+            except (OSError, ValueError) as error:
+                reasons.append(f"{server.strip()}: {error}")
+            else:
+                return
+        raise BrokerUnavailable(
+            f"none of the given servers answers: {'; '.join(reasons)}. Without "
+            "KVLANE_BOOTSTRAP_SERVERS, `kvlane up` and `kvlane demo` start a broker of their own"
+        )
+
+    def restart(self) -> None:
+        """See `Broker`."""
+        self.check_running()
+
+    def stop(self) -> None:
+        """Nothing to do: the servers are external."""
+
+
+class NoBroker(Broker):
+    """No broker: the log is to be kept in this process (`streams.memory.memory_broker`)."""
+
+    kind = "memory"
+
+    def __init__(self) -> None:
+        self.bootstrap_servers = ""
+        self.version = ""
+        self.description = "in-memory log in this process, gone when it ends"
+
+    def start(self) -> Self:
+        """Nothing to start."""
+        return self
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+    def check_running(self) -> None:
+        """Never fails."""
+
+    def restart(self) -> None:
+        """Nothing to start."""

@@ -1,0 +1,118 @@
+"""The entry point for obtaining a broker, for tests, `kvlane up` and `kvlane demo`.
+
+    with obtain("auto", report=print) as broker:
+        connect(broker.bootstrap_servers)
+
+Tried in this order: servers that are given; Docker; a local JVM; the log in memory, with lines
+that say why. Data that are kept are asked of a local JVM first, which writes into their folder. A
+kind that was asked for by name is used, or fails with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, overload
+
+from streams.brokers.broker import (
+    Broker,
+    ExternalBroker,
+    KeptData,
+    Kind,
+    NoBroker,
+    PortTaken,
+    Report,
+)
+from streams.brokers.docker import DockerBroker
+from streams.brokers.jvm import JvmBroker
+from streams.brokers.jvm_artifacts import jars, java_tool
+from streams.brokers.jvm_node import JvmNode
+from streams.errors import BrokerUnavailable
+
+__all__ = [
+    "Broker",
+    "JvmBroker",
+    "JvmNode",
+    "KeptData",
+    "Kind",
+    "Report",
+    "jars",
+    "java_tool",
+    "obtain_broker",
+]
+
+
+@overload
+def obtain_broker(
+    kind: Literal["jvm"],
+    *,
+    bootstrap_servers: str = "",
+    brokers: int = 1,
+    port: int = 0,
+    full_jit: bool = False,
+    kept: KeptData | None = None,
+    report: Report,
+) -> JvmBroker: ...
+@overload
+def obtain_broker(
+    kind: Literal["auto"] | Kind,
+    *,
+    bootstrap_servers: str = "",
+    brokers: int = 1,
+    port: int = 0,
+    full_jit: bool = False,
+    kept: KeptData | None = None,
+    report: Report,
+) -> Broker: ...
+def obtain_broker(
+    kind: Literal["auto"] | Kind,
+    *,
+    bootstrap_servers: str = "",
+    brokers: int = 1,
+    port: int = 0,
+    full_jit: bool = False,
+    kept: KeptData | None = None,
+    report: Report,
+) -> Broker:
+    """A broker that runs and answers; it ends with its `with` block, `stop()` or this process.
+
+    `bootstrap_servers` are the given ones, if any: "env" needs them and "auto" takes them.
+    `brokers` above 1 asks for a cluster, which runs in JVMs. `port` is for the first broker that is
+    started, 0 for a free one. `full_jit` is for measurements, `kept` for data that outlive it.
+    `report` takes what a waiting person wants to know, one line at a time.
+
+    Raises BrokerUnavailable when the kind asked for cannot be had; given servers that do not
+    answer are an error with "auto" too.
+    """
+    ways: dict[Kind, Callable[[], Broker]] = {
+        "env": lambda: ExternalBroker(bootstrap_servers),
+        "docker": lambda: _one_container(brokers, port, kept, full_jit=full_jit, report=report),
+        "jvm": lambda: JvmBroker(
+            brokers=brokers, port=port, full_jit=full_jit, kept=kept, report=report
+        ),
+        "memory": NoBroker,
+    }
+    if kind != "auto":
+        return ways[kind]().start()
+    if bootstrap_servers:
+        return ways["env"]().start()
+    local: tuple[Kind, ...] = ("docker", "jvm") if kept is None else ("jvm", "docker")
+    reasons = []
+    for candidate in local:
+        try:
+            return ways[candidate]().start()
+        except PortTaken:
+            raise
+        except BrokerUnavailable as reason:
+            reasons.append(f"not {candidate}: {reason}")
+    for line in reasons:
+        report(line)
+    report("no Kafka can be had here: the log is kept in memory, in this process alone")
+    return ways["memory"]().start()
+
+
+def _one_container(
+    brokers: int, port: int, kept: KeptData | None, *, full_jit: bool, report: Report
+) -> DockerBroker:
+    if brokers > 1:
+        raise BrokerUnavailable("a cluster runs in local JVMs only")
+    return DockerBroker(port=port, full_jit=full_jit, kept=kept, report=report)

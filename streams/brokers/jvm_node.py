@@ -1,0 +1,170 @@
+"""One Kafka broker process on this machine, which can be killed, paused and started again.
+
+Where its data, settings and class archive come from is determined by `jvm`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from streams.brokers.broker import LOOPBACK, PortTaken, query_metadata
+from streams.brokers.broker_settings import LOG4J_PROPERTIES, to_properties
+from streams.brokers.jvm_artifacts import java_command
+from streams.errors import BrokerUnavailable
+
+START_DEADLINE_S = 90.0
+"""A warm start takes 1 to 5 s; a busy machine has taken 17 for a cluster."""
+_TAIL_BYTES = 3000
+
+
+class JvmNode:
+    """One broker process. `start` after `kill` or `stop` uses the same data and ports again.
+
+    `number` is the broker's id in the cluster, from 1. All calls block; from an event loop, use
+    `asyncio.to_thread`.
+    """
+
+    def __init__(
+        self, number: int, directory: Path, port: int, settings: dict[str, str], jvm: Sequence[str]
+    ) -> None:
+        self.number = number
+        self.port = port
+        self.bootstrap_servers = f"{LOOPBACK}:{port}"
+        self._directory = directory
+        self._settings = settings
+        self._jvm = jvm
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """The process exists; it may be paused."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Process id. Raises BrokerUnavailable when it was never started."""
+        if self._process is None:
+            raise BrokerUnavailable(f"broker {self.number} was not started")
+        return self._process.pid
+
+    def spawn(self) -> None:
+        """Start the process without waiting for it. It must not be alive."""
+        assert not self.is_alive
+        logs = self._directory / "logs"
+        for directory in (logs, self._directory / "tmp"):
+            directory.mkdir(parents=True, exist_ok=True)
+        logging = self._directory / "log4j2.properties"
+        logging.write_text(LOG4J_PROPERTIES)
+        config = self._directory / "server.properties"
+        config.write_text(to_properties(self._settings))
+        jvm = (
+            *self._jvm,
+            f"-Dkafka.logs.dir={logs}",
+            f"-Dlog4j2.configurationFile={logging}",
+            f"-Djava.io.tmpdir={self._directory / 'tmp'}",  # unpacked native libraries
+        )
+        with (logs / "output.log").open("ab") as output:
+            self._process = subprocess.Popen(  # noqa: S603 - the user's own Java
+                java_command("kafka.Kafka", [str(config)], jvm),
+                cwd=self._directory,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the owner
+            )
+
+    def wait_ready(self, brokers: int = 1, deadline_s: float = START_DEADLINE_S) -> None:
+        """Wait until it serves clients and knows of that many brokers. Raises BrokerUnavailable."""
+        deadline = time.monotonic() + deadline_s
+        while True:
+            answer = query_metadata(LOOPBACK, self.port)
+            self.check_running()
+            if answer and answer.brokers >= brokers and answer.controller_id >= 0:
+                return
+            if time.monotonic() > deadline:
+                raise BrokerUnavailable(
+                    f"broker {self.number} is not ready after {deadline_s:.0f} "
+                    f"s:\n{self.log_tail()}"
+                )
+            time.sleep(0.02)
+
+    def start(self, deadline_s: float = START_DEADLINE_S) -> None:
+        """Start the process and wait until it serves clients. Raises BrokerUnavailable."""
+        self.spawn()
+        self.wait_ready(deadline_s=deadline_s)
+
+    def check_running(self) -> None:
+        """Raise BrokerUnavailable, with the end of the log, when the process has ended."""
+        if self._process is None or self._process.poll() is None:
+            return
+        tail = self.log_tail()
+        if "Address already in use" in tail:
+            raise PortTaken(
+                f"port {self.port} or the controller's is taken; choose another one, or end what "
+                f"listens there (ss -ltnp):\n{tail}"
+            )
+        raise BrokerUnavailable(
+            f"broker {self.number} ended with status {self._process.returncode}:\n{tail}"
+        )
+
+    def kill(self) -> None:
+        """SIGKILL, as a machine that loses its power; wait until it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(30)
+
+    def stop(self, deadline_s: float = 30.0) -> int:
+        """SIGTERM, then SIGKILL at the deadline; the exit status.
+
+        Not for all nodes of a cluster at once: an orderly end waits for a quorum that is gone.
+        """
+        if self._process is None:
+            return 0
+        self._process.terminate()
+        self.resume()
+        try:
+            return self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP: it hangs, and its connections stay open."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT, after `pause`; harmless otherwise."""
+        if self.is_alive:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def fill_disk(self) -> None:
+        """From now on none of its files can grow, which is what a full disk is to it.
+
+        It ends itself when it next writes; started again, it has room. Linux only, as it is a limit
+        that is set for a process that runs.
+        """
+        _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, hard))
+
+    def wait_ended(self, deadline_s: float = 30.0) -> None:
+        """Wait until the process has ended. Raises BrokerUnavailable when it does not."""
+        assert self._process is not None
+        try:
+            self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise BrokerUnavailable(f"broker {self.number} has not ended") from None
+
+    def log_tail(self) -> str:
+        """The end of what the broker wrote, for people."""
+        written = []
+        for name in ("output.log", "server.log"):
+            log = self._directory / "logs" / name
+            if log.exists():
+                written.append(log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace"))
+        return "\n".join(written).strip()

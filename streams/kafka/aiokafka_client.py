@@ -1,0 +1,347 @@
+"""Shared parts of all aiokafka clients.
+
+Owns four things: the classification of errors that a retry cannot cure, patches of aiokafka, the
+lifecycle of a consumer (connected on first use, always stopped), and the rate limit of aiokafka's
+log messages. Knows nothing of topics and records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer
+from aiokafka.client import AIOKafkaClient
+from aiokafka.conn import AIOKafkaConnection, CloseReason, collect_hosts, create_conn
+from aiokafka.errors import (
+    AuthenticationFailedError,
+    AuthenticationMethodNotSupported,
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    IllegalSaslStateError,
+    IncompatibleBrokerVersion,
+    InconsistentGroupProtocolError,
+    InvalidGroupIdError,
+    InvalidSessionTimeoutError,
+    InvalidTopicError,
+    KafkaConnectionError,
+    KafkaError,
+    SaslAuthenticationFailed,
+    TopicAuthorizationFailedError,
+    UnsupportedSaslMechanismError,
+    UnsupportedVersionError,
+)
+
+from streams.errors import AccessDenied
+from streams.kafka import record_batches
+from streams.kafka.stuck_broker import watch_connection
+from streams.topics import MAX_RECORD_BYTES
+
+log = logging.getLogger(__name__)
+
+REFUSAL_ERRORS: tuple[type[KafkaError], ...] = (
+    AuthenticationFailedError,
+    AuthenticationMethodNotSupported,
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    IllegalSaslStateError,
+    IncompatibleBrokerVersion,
+    InconsistentGroupProtocolError,
+    InvalidGroupIdError,
+    InvalidSessionTimeoutError,
+    InvalidTopicError,
+    SaslAuthenticationFailed,
+    TopicAuthorizationFailedError,
+    UnsupportedSaslMechanismError,
+    UnsupportedVersionError,
+)
+"""Errors that need an operator (`AccessDenied`): credentials, rights, names, versions."""
+
+RETRY_S = 0.1
+"""Pause before a retry at the same broker."""
+
+SILENT_TIMEOUTS = 5
+"""A consumer is replaced after this many request time-outs without any response."""
+
+READER_OPTIONS: Mapping[str, Any] = {
+    "enable_auto_commit": False,
+    # A position outside the log must be heard of; every other policy jumps without a word.
+    "auto_offset_reset": "none",
+    # One partition's answer must hold the largest batch; the whole answer bounds the memory that
+    # a consumer takes for what it has fetched ahead, for each broker.
+    "max_partition_fetch_bytes": MAX_RECORD_BYTES + 64 * 1024,
+    "fetch_max_bytes": 32 * 1024 * 1024,
+    # The broker answers at once when there is something. This is how long a new position may wait
+    # behind a request that is already under way. A consumer asks every broker that leads one of its
+    # partitions so often when nothing happens, which a cluster of three feels in every process.
+    "fetch_max_wait_ms": 250,
+}
+"""Options of all consumers, next to those of the connection."""
+MOVING_READER_OPTIONS: Mapping[str, Any] = {**READER_OPTIONS, "fetch_max_wait_ms": 50}
+"""Options of consumers whose positions change while a caller waits for existing records."""
+
+
+record_batches.patch_aiokafka()
+
+_OF_A_CONNECTION = frozenset(inspect.signature(create_conn).parameters)
+_COORDINATOR_TASKS = (
+    "_coordination_task",
+    "_heartbeat_task",
+    "_commit_refresh_task",
+    "_reset_committed_task",
+)
+
+
+def to_access_denied(error: BaseException, what: str) -> AccessDenied:
+    """Translate a refusal for code outside of `streams/kafka`."""
+    return AccessDenied(f"{what}: the broker refuses: {error!r}")
+
+
+_send = AIOKafkaConnection.send
+
+
+def _send_and_watch(connection: AIOKafkaConnection, *request: Any, **options: Any) -> Any:
+    """Send a request, and watch for the response.
+
+    Raises KafkaConnectionError if the transport is closed already. uvloop's transport raises a
+    RuntimeError before the connection is notified. aiokafka does not handle it: its fetching or
+    sending task would end for good, and the process with it.
+    """
+    try:
+        answer = _send(connection, *request, **options)
+    except RuntimeError as e:
+        connection.close(reason=CloseReason.CONNECTION_BROKEN)
+        raise KafkaConnectionError(f"the connection is broken: {e}") from e
+    watch_connection(connection)
+    return answer
+
+
+AIOKafkaConnection.send = _send_and_watch
+
+_get_conn = AIOKafkaClient._get_conn  # noqa: SLF001
+
+
+async def _get_conn_while_open(
+    client: AIOKafkaClient, node: int, **options: Any
+) -> AIOKafkaConnection | None:
+    """A connection to a broker; None if the client is closed, or is closed meanwhile.
+
+    aiokafka would connect all the same, and leak the connection.
+    """
+    if client._sync_task is None:  # noqa: SLF001  # there is one from its start until it is closed
+        return None
+    connection = await _get_conn(client, node, **options)
+    if connection is not None and client._sync_task is None:  # noqa: SLF001
+        connection.close(reason=CloseReason.SHUTDOWN)
+        return None
+    return connection
+
+
+AIOKafkaClient._get_conn = _get_conn_while_open  # noqa: SLF001
+
+
+async def start_client(client: Any, options: Mapping[str, Any]) -> None:
+    """Start a client; one that does not start is stopped. Raises KafkaError, refusals as such."""
+    try:
+        await client.start()
+    except KafkaConnectionError as e:
+        await client.stop()
+        if (refusal := await _refusal(options)) is not None:
+            raise refusal from e
+        raise
+    except BaseException:
+        await client.stop()
+        raise
+
+
+async def _refusal(options: Mapping[str, Any]) -> KafkaError | None:
+    """The reason if the servers refuse authentication.
+
+    aiokafka tries one server after the other, logs the response, and then only reports that none of
+    them is reachable.
+    """
+    if options.get("sasl_mechanism") is None:
+        return None
+    same = {k: v for k, v in options.items() if k in _OF_A_CONNECTION}
+    for host, port, _ in collect_hosts(options["bootstrap_servers"]):
+        try:
+            connection = await create_conn(host, port, **same)
+        except REFUSAL_ERRORS as e:
+            return e
+        except (OSError, KafkaError, TimeoutError):
+            continue
+        connection.close()
+    return None
+
+
+class LazyConsumer:
+    """A consumer that connects on first use, and again after `drop`.
+
+    If `ready` has less time than connecting takes, connecting continues in the background, since a
+    cancelled connect leaks its socket.
+    """
+
+    def __init__(self, options: Mapping[str, Any], grace_s: float) -> None:
+        """`options` are aiokafka's; `grace_s` bounds how long ending one may take."""
+        self._options = dict(options)
+        self._grace_s = grace_s
+        self._consumer: AIOKafkaConsumer | None = None
+        self._starting: asyncio.Task[AIOKafkaConsumer] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def ready(self, timeout_s: float) -> AIOKafkaConsumer | None:
+        """The connected consumer; None if connecting did not succeed in time.
+
+        Raises KafkaError only for refusals; other errors are retried at the next call.
+        """
+        if self._consumer is not None:
+            return self._consumer
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        starting = self._starting
+        await asyncio.wait({starting}, timeout=timeout_s)
+        if not starting.done():
+            return None
+        if self._starting is starting:
+            self._starting = None
+            if not starting.cancelled() and starting.exception() is None:
+                self._consumer = starting.result()
+        if starting.cancelled():
+            return None
+        if (error := starting.exception()) is not None:
+            if not isinstance(error, KafkaError | OSError) or isinstance(error, REFUSAL_ERRORS):
+                raise error
+            log.warning("cannot connect to Kafka, retrying: %s", error)
+            await asyncio.sleep(min(RETRY_S, timeout_s))
+            return None
+        return self._consumer
+
+    def drop(self) -> None:
+        """Drop the consumer; it stops in the background, and the next `ready` reconnects."""
+        if (consumer := self._consumer) is not None:
+            self._consumer = None
+            self._end(consumer)
+
+    async def close(self) -> None:
+        """Stop the consumer, within little more than the grace period. Idempotent."""
+        if self._starting is not None:
+            starting, self._starting = self._starting, None
+            await asyncio.wait({starting}, timeout=self._grace_s)
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait({starting}, timeout=RETRY_S)
+            elif not starting.cancelled() and starting.exception() is None:
+                self._consumer = starting.result()
+        self.drop()
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    async def _start(self) -> AIOKafkaConsumer:
+        consumer = AIOKafkaConsumer(**self._options)
+        _mend(consumer)
+        await start_client(consumer, self._options)
+        return consumer
+
+    def _end(self, consumer: AIOKafkaConsumer) -> None:
+        task = asyncio.create_task(stop_consumer(consumer, self._grace_s))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+def _mend(consumer: AIOKafkaConsumer) -> None:
+    """Make aiokafka count polls that end by an error or by cancellation.
+
+    It counts pending polls without a `finally`: after such a poll, a member that is never polled
+    again would stay in its group for ever.
+    """
+    state = consumer._subscription  # noqa: SLF001
+
+    @contextmanager
+    def fetch_context() -> Iterator[None]:
+        state._fetch_count += 1  # noqa: SLF001
+        try:
+            yield
+        finally:
+            state._fetch_count -= 1  # noqa: SLF001
+            if state._fetch_count == 0:  # noqa: SLF001
+                state._last_fetch_ended = time.monotonic()  # noqa: SLF001  # the client's clock
+
+    state.fetch_context = fetch_context
+
+
+async def stop_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
+    """Stop a consumer in any state; after the grace period, cancel its tasks.
+
+    During an outage `stop` waits for one response after the other, and may raise an internal
+    CancelledError (the fetcher does not expect cancellation in a back-off), which leaks tasks and
+    connections. So it runs in a separate task, and leaked tasks are cancelled here.
+    """
+    stopping = asyncio.create_task(consumer.stop())
+    await asyncio.wait({stopping}, timeout=grace_s)
+    if stopping.done() and not stopping.cancelled() and stopping.exception() is None:
+        return
+    tasks = {stopping}
+    if (fetcher := consumer._fetcher) is not None:  # noqa: SLF001
+        tasks |= {fetcher._fetch_task, *fetcher._pending_tasks}  # noqa: SLF001
+    for name in _COORDINATOR_TASKS:
+        if (task := getattr(consumer._coordinator, name, None)) is not None:  # noqa: SLF001
+            tasks.add(task)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=grace_s)
+    closing = asyncio.create_task(consumer._client.close())  # noqa: SLF001
+    await asyncio.wait({closing}, timeout=grace_s)
+
+
+class LogRateLimiter(logging.Filter):
+    """Passes one warning or error of a kind every ten seconds, with the number of suppressed ones.
+
+    Without it an outage logs about 30 lines a second. Messages of an ordinary rebalance, or of the
+    first group of a new cluster, are logged as INFO. The line for every assignment is suppressed:
+    gateways make one for every request.
+    """
+
+    PERIOD_S = 10.0
+    ORDINARY = (
+        "Heartbeat failed for group %s because it is rebalancing",
+        "OffsetCommit failed for group %s due to group error (%s), will rejoin",
+        "Group Coordinator Request failed: %s",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}  # last shown, suppressed since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to log this record; may change its level and its text."""
+        if record.levelno < logging.WARNING:
+            return record.name != "aiokafka.consumer.subscription_state"
+        if record.msg in self.ORDINARY:
+            record.levelno, record.levelname = logging.INFO, "INFO"
+        kind = (record.name, str(record.msg))
+        shown, left_out = self._seen.get(kind, (float("-inf"), 0))
+        if shown <= record.created < shown + self.PERIOD_S:
+            self._seen[kind] = (shown, left_out + 1)
+            return False
+        self._seen[kind] = (record.created, 0)
+        if left_out:
+            record.msg = f"{record.msg} (and {left_out} more like this)"
+        return True
+
+
+_calm = LogRateLimiter()
+
+
+def limit_client_logs() -> None:
+    """Filter every logger of the client, and ours around it. Idempotent.
+
+    One by one, since a filter on their parent would see nothing.
+    """
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("aiokafka", "streams.kafka")):
+            logging.getLogger(name).addFilter(_calm)

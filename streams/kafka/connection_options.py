@@ -1,0 +1,119 @@
+"""Connection options of Kafka clients: addresses, TLS, SASL. One value for a whole process.
+
+Owns the translation into the options of aiokafka. Opens no connection. Passwords are not in `repr`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from aiokafka.abc import AbstractTokenProvider
+from aiokafka.helpers import create_ssl_context
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
+SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
+
+
+class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka is untyped
+    """The OAUTHBEARER token from a file that another program renews (UTF-8, trimmed).
+
+    Read at every connection attempt, so a rotated token needs no restart.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def token(self) -> str:
+        """The current token. Raises OSError if the file cannot be read."""
+        return (await asyncio.to_thread(self._path.read_text, "utf-8")).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """Address and credentials of Kafka.
+
+    Args:
+        bootstrap_servers: host:port, several separated by commas.
+        client_id: name of the program in the broker's logs and quotas.
+        security_protocol: PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL.
+        ssl_cafile, ssl_certfile, ssl_keyfile: PEM files; without a CA file the system's are used.
+        sasl_mechanism: PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER.
+        request_timeout_ms: time a broker has to answer, in milliseconds.
+
+    Example:
+        Connection("kafka:9093", "my-program", "SASL_SSL", sasl_mechanism="SCRAM-SHA-512",
+                   sasl_username="me", sasl_password=password)
+    """
+
+    bootstrap_servers: str  # host:port, several separated by commas
+    client_id: str
+    security_protocol: SecurityProtocol = "PLAINTEXT"
+    ssl_cafile: Path | None = None  # None: the certificate authorities of the system
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_keypassword: str = field(default="", repr=False)
+    ssl_check_hostname: bool = True
+    sasl_mechanism: SaslMechanism | None = None
+    sasl_username: str = ""
+    sasl_password: str = field(default="", repr=False)
+    sasl_oauth_token_file: Path | None = None
+    request_timeout_ms: int = 4_000
+    session_timeout_ms: int = 6_000  # for consumer groups only, so not among the client options
+
+    @property
+    def servers(self) -> list[str]:
+        """The addresses one by one."""
+        return [server.strip() for server in self.bootstrap_servers.split(",") if server.strip()]
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether the connection is encrypted."""
+        return self.security_protocol in {"SSL", "SASL_SSL"}
+
+    @property
+    def uses_sasl(self) -> bool:
+        """Whether the client authenticates by SASL."""
+        return self.security_protocol in {"SASL_PLAINTEXT", "SASL_SSL"}
+
+    def client_options(self) -> dict[str, object]:
+        """The keyword arguments that every aiokafka client takes: producer, consumer, admin.
+
+        Raises OSError (ssl.SSLError among them) when a certificate file cannot be read or used.
+        """
+        options: dict[str, object] = {
+            "bootstrap_servers": self.servers,
+            "client_id": self.client_id,
+            "request_timeout_ms": self.request_timeout_ms,
+            "security_protocol": self.security_protocol,
+        }
+        if self.uses_tls:
+            options["ssl_context"] = self._ssl_context()
+        if self.uses_sasl:
+            options["sasl_mechanism"] = self.sasl_mechanism
+            if self.sasl_mechanism == "OAUTHBEARER":
+                options["sasl_oauth_token_provider"] = self._token_file()
+            else:
+                options["sasl_plain_username"] = self.sasl_username
+                options["sasl_plain_password"] = self.sasl_password
+        return options
+
+    def _ssl_context(self) -> SSLContext:
+        context: SSLContext = create_ssl_context(
+            cafile=self.ssl_cafile,
+            certfile=self.ssl_certfile,
+            keyfile=self.ssl_keyfile,
+            # Never None: OpenSSL would ask for the password of an encrypted key on the terminal.
+            password=self.ssl_keypassword,
+        )
+        context.check_hostname = self.ssl_check_hostname
+        return context
+
+    def _token_file(self) -> TokenFile:
+        assert self.sasl_oauth_token_file is not None, "OAUTHBEARER without a token file"
+        return TokenFile(self.sasl_oauth_token_file)

@@ -1,0 +1,279 @@
+"""The log over Apache Kafka: the ports of `streams/ports.py` by means of aiokafka.
+
+`KafkaLog` is one process's connection. It adds the prefix of the deployment to the names of topics
+and groups, and translates every error of the client (`streams/errors.py`), with the cause kept.
+
+    producer.py      appending            kafka_reader.py     reading without a group
+    group_member.py  reading in a group   aiokafka_client.py  connections of all clients
+    stuck_broker.py  detecting hung brokers, on every connection
+
+Each reader and member has its own consumer, because a consumer has one pending request per broker,
+and waits until its response is consumed. Offset queries use another consumer that never reads: a
+query would wait behind a fetch that waits for records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError, KafkaTimeoutError
+
+from streams.errors import AccessDenied, AppendFailed, BrokerUnavailable, LogClosed, TopicMismatch
+from streams.kafka.aiokafka_client import (
+    REFUSAL_ERRORS,
+    RETRY_S,
+    LazyConsumer,
+    limit_client_logs,
+    to_access_denied,
+)
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.group_member import KafkaMember
+from streams.kafka.kafka_reader import KafkaReader
+from streams.kafka.producer import Producer
+from streams.ports import Appended, Entry, Partition, RebalanceListener
+from streams.topics import partition_of
+
+T = TypeVar("T")
+
+_HEARSAY_S = 2.0
+"""A busy broker may not know a new topic yet; after this long the topic does not exist."""
+
+
+class KafkaLog:
+    """Connection of one process to the topics of a deployment.
+
+    Args:
+        connection: address and credentials.
+        prefix: prefix of all topic names (`KVLANE_TOPIC_PREFIX`).
+
+    Call `start` first, and `close` at the end. Errors of the Kafka client leave as `StreamError`s.
+    """
+
+    def __init__(self, connection: ConnectionOptions, prefix: str = "kvlane.") -> None:
+        self.connection = connection
+        self.prefix = prefix
+        self.request_timeout_s = connection.request_timeout_ms / 1000
+        self.options: dict[str, Any] = {}
+        """Options of every client of this connection; filled by `start`."""
+        self._producer: Producer | None = None
+        self._questions: LazyConsumer | None = None
+        self._users: dict[KafkaReader | KafkaMember, None] = {}
+        self._partitions: dict[str, int] = {}
+        self._finding = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._finders = Counter[str]()
+        """Callers that wait for an unknown topic; later callers do not overtake them."""
+        self._asking = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Connect. Raises BrokerUnavailable, and AccessDenied, also for a useless certificate."""
+        if self._closed:
+            raise LogClosed("the log was closed")
+        limit_client_logs()
+        try:
+            self.options = dict(self.connection.client_options())
+        except OSError as e:
+            raise AccessDenied(f"the security settings cannot be used: {e}") from e
+        self._producer = Producer(self.options, self.request_timeout_s)
+        self._questions = LazyConsumer(self.options, self.request_timeout_s)
+        try:
+            async with asyncio.timeout(self._producer.append_timeout_s):
+                await self._producer.ready()
+        except (KafkaError, TimeoutError) as e:
+            await self._producer.close()
+            self._producer = None
+            servers = self.connection.bootstrap_servers
+            if isinstance(e, REFUSAL_ERRORS):
+                raise to_access_denied(e, servers) from e
+            raise BrokerUnavailable(f"no Kafka at {servers}: {e!r}") from e
+        await self._learn_partitions()
+
+    async def close(self) -> None:
+        """Leave all groups, flush queued appends, disconnect.
+
+        Bounded by about two request time-outs, also while no broker answers. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.gather(*(user.close() for user in list(self._users)))
+        if self._questions is not None:
+            await self._questions.close()
+        if self._producer is not None:
+            await self._producer.close()
+
+    async def partitions(self, topic: str) -> int:
+        """Number of partitions. Raises TopicMismatch, BrokerUnavailable, AccessDenied."""
+        self._check_open()
+        if topic in self._partitions and not self._finders.get(topic):
+            return self._partitions[topic]
+        until = asyncio.get_running_loop().time() + _HEARSAY_S
+        self._finders[topic] += 1
+        try:
+            async with asyncio.timeout_at(until + self._open_producer().append_timeout_s):
+                async with self._finding[topic]:
+                    await self._find(topic, until)
+        except TimeoutError as e:
+            raise BrokerUnavailable(f"no answer about {topic}") from e
+        finally:
+            self._finders[topic] -= 1
+        return self._partitions[topic]
+
+    async def refresh_topics(self) -> dict[str, int]:
+        """Refresh the existing topics and their partition counts.
+
+        Raises BrokerUnavailable, AccessDenied.
+        """
+        return await self._learn_partitions()
+
+    async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
+        """Append one entry, and wait for its acknowledgement at most three request time-outs.
+
+        As long again, and two seconds, to hear of a topic that was not written to before.
+
+        An append that failed or was cancelled may be in the log, now or a little later; see
+        `streams/kafka/producer.py`. Raises AppendFailed, RecordTooLarge, TopicMismatch,
+        AccessDenied.
+        """
+        producer = self._open_producer()
+        count = await self._count(topic)
+        if partition is None:
+            assert entry.key is not None, "an entry without a key needs a partition"
+            partition = partition_of(entry.key, count)
+        return await producer.append(self._existing(topic, partition), entry)
+
+    async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
+        """Append entries to one partition, all or none; as `append`."""
+        producer = self._open_producer()
+        await self._count(topic)
+        return await producer.append_batch(self._existing(topic, partition), entries)
+
+    async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """Offset of the oldest record kept, by partition."""
+        tps = await self._all_existing(topic, partitions)
+        offsets = await self._ask(topic, lambda consumer: consumer.beginning_offsets(tps))
+        return {tp.partition: offset for tp, offset in offsets.items()}
+
+    async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """Offset the next record will get, by partition."""
+        tps = await self._all_existing(topic, partitions)
+        offsets = await self._ask(topic, lambda consumer: consumer.end_offsets(tps))
+        return {tp.partition: offset for tp, offset in offsets.items()}
+
+    async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
+        """First offset at or after a time; the end when there is none."""
+        # The end is taken first: what is appended between the questions lies behind it.
+        end = (await self.end_offsets(topic, [partition]))[partition]
+        tp = self._existing(topic, partition)
+        found = await self._ask(
+            topic, lambda consumer: consumer.offsets_for_times({tp: max(0, timestamp_ms)})
+        )
+        return end if found[tp] is None else int(found[tp].offset)
+
+    def reader(self, *, moving: bool = True) -> KafkaReader:
+        """A reader with a connection of its own; closed with this one."""
+        self._check_open()
+        reader = KafkaReader(self, moving=moving)
+        self._users[reader] = None
+        return reader
+
+    def member(self, topic: str, group: str, ownership: RebalanceListener) -> KafkaMember:
+        """A member that joins the group at its first poll."""
+        self._check_open()
+        member = KafkaMember(self, topic, group, ownership)
+        self._users[member] = None
+        return member
+
+    # --- for the readers and members of this connection ---
+
+    def full_name(self, name: Partition) -> TopicPartition:
+        """A partition by the name that the broker knows."""
+        return TopicPartition(self.prefix + name.topic, name.partition)
+
+    def forget(self, user: KafkaReader | KafkaMember) -> None:
+        """A reader or member has closed itself."""
+        self._users.pop(user, None)
+
+    async def _ask(self, topic: str, question: Callable[[AIOKafkaConsumer], Awaitable[T]]) -> T:
+        """Retry a query until it is answered, at most as long as an append waits."""
+        self._check_open()
+        assert self._questions is not None
+        assert self._producer is not None
+        error: Exception | None = None
+        try:
+            async with asyncio.timeout(self._producer.append_timeout_s):
+                while True:
+                    try:
+                        consumer = await self._questions.ready(self.request_timeout_s)
+                        if consumer is not None:
+                            return await question(consumer)
+                    except KafkaError as e:
+                        if isinstance(e, REFUSAL_ERRORS):
+                            raise to_access_denied(e, topic) from e
+                        error = e
+                        if isinstance(e, KafkaTimeoutError):
+                            # The client keeps what it knew of the leaders; a new one does not.
+                            self._questions.drop()
+                    self._check_open()
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError as e:
+            raise BrokerUnavailable(f"no answer about {topic}: {error!r}") from (error or e)
+
+    async def _count(self, topic: str) -> int:
+        """The partitions of a topic that is to be written to."""
+        try:
+            return await self.partitions(topic)
+        except BrokerUnavailable as e:
+            raise AppendFailed(f"{topic}: {e}") from e
+
+    async def _find(self, topic: str, until: float) -> None:
+        """Ask until the topic is known; once at least, and up to a time. Raises as `partitions`."""
+        while topic not in self._partitions and topic not in await self._learn_partitions():
+            if asyncio.get_running_loop().time() > until:
+                raise TopicMismatch(
+                    f"topic {self.prefix}{topic} does not exist, or is not visible to this client: "
+                    "run `kvlane topics create`"
+                )
+            await asyncio.sleep(RETRY_S)
+
+    async def _learn_partitions(self) -> dict[str, int]:
+        """List all topics: brokers may create a topic that is requested by name."""
+        producer = self._open_producer()
+        found: dict[str, int] = {}
+        async with self._asking:
+            try:
+                async with asyncio.timeout(producer.append_timeout_s):
+                    known = await (await producer.ready()).client.fetch_all_metadata()
+            except (KafkaError, TimeoutError) as e:
+                self._check_open()
+                if isinstance(e, REFUSAL_ERRORS):
+                    raise to_access_denied(e, "topics") from e
+                raise BrokerUnavailable(f"no answer about topics: {e!r}") from e
+            for topic in known.topics():
+                if topic.startswith(self.prefix):
+                    count = len(known.partitions_for_topic(topic))
+                    found[topic.removeprefix(self.prefix)] = count
+            self._partitions |= found
+        return found
+
+    async def _all_existing(self, topic: str, partitions: Sequence[int]) -> list[TopicPartition]:
+        await self.partitions(topic)
+        return [self._existing(topic, p) for p in partitions]
+
+    def _existing(self, topic: str, partition: int) -> TopicPartition:
+        if not 0 <= partition < self._partitions[topic]:
+            raise TopicMismatch(f"no partition {partition} of topic {self.prefix}{topic}")
+        return TopicPartition(self.prefix + topic, partition)
+
+    def _open_producer(self) -> Producer:
+        self._check_open()
+        assert self._producer is not None
+        return self._producer
+
+    def _check_open(self) -> None:
+        if self._closed or self._producer is None:
+            raise LogClosed(f"the log was {'closed' if self._closed else 'not started'}")

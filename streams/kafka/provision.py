@@ -1,0 +1,324 @@
+"""Provisioning: creates the topics of the table, and reports differences.
+
+Owns the Deployment record in the registry, which holds the parameters that all processes of a
+deployment must share. It creates topics, and never changes or deletes one: the number of partitions
+determines the partition of a key, so a topic with records keeps it; settings are changed by the
+operator. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NamedTuple
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import (
+    KafkaError,
+    TopicAlreadyExistsError,
+    UnknownTopicOrPartitionError,
+    for_code,
+)
+
+from streams.clock import Clock, SystemClock
+from streams.codecs import decode, encode
+from streams.errors import BrokerUnavailable, Malformed, PositionLost, RecordError, TopicMismatch
+from streams.kafka.aiokafka_client import REFUSAL_ERRORS, RETRY_S, to_access_denied
+from streams.kafka.kafka_log import KafkaLog
+from streams.ports import Log, Partition
+from streams.reading.range_reader import read_range
+from streams.records import Deployment
+from streams.topics import PER_LANE, REGISTRY, TOPICS, TOPICS_BY_NAME, Topic
+
+logger = logging.getLogger(__name__)
+
+DEPLOYMENT = "deployment"
+"""Key of the Deployment record."""
+
+REPLICATION = "replication.factor"
+"""Name of the number of replicas in `TopicState.differing_configs`."""
+
+TOPIC_CHECK_INTERVAL_S = 10.0
+"""Interval between checks that the topics still exist."""
+_DEADLINE_S = 30.0
+
+
+class TopicState(NamedTuple):
+    """The state of one topic of the table. Names are short; `partitions` 0: missing."""
+
+    name: str
+    exists: bool
+    partitions: int
+    expected_partitions: int
+    differing_configs: Mapping[str, tuple[str, str]]  # name: (is, should)
+
+    @property
+    def is_as_expected(self) -> bool:
+        """Whether partitions and settings are as expected."""
+        return self.partitions == self.expected_partitions and not self.differing_configs
+
+
+async def create_topics(
+    log: KafkaLog, *, lanes: int, replication: int, min_insync: int
+) -> list[TopicState]:
+    """Create missing topics; returns the state of all topics afterwards. Idempotent.
+
+    Existing topics stay unchanged; differing settings are reported. Then the Deployment record is
+    written, once. Raises BrokerUnavailable, AccessDenied, and TopicMismatch if a topic cannot be
+    created, or one exists with another number of partitions: then nothing is created.
+    """
+    expected = expected_partitions(lanes)
+    async with _admin(log) as admin:
+        existing = await _partitions(admin, log.prefix)
+        for name, replicas in existing.items():
+            _check_count(name, len(replicas), expected.get(name, len(replicas)))
+        missing = [t for t in TOPICS if t.name not in existing]
+        if missing:
+            await _create(admin, log.prefix, missing, expected, replication, min_insync)
+            await _wait_until_led(admin, log.prefix)
+    await check_partitions(log, lanes)
+    if await read_deployment(log) is None:
+        record = Deployment(lanes=lanes, partitions=expected)
+        await log.append(REGISTRY, encode(record, DEPLOYMENT), 0)
+    return await describe_topics(log, lanes=lanes, replication=replication, min_insync=min_insync)
+
+
+async def describe_topics(
+    log: KafkaLog, *, lanes: int, replication: int, min_insync: int
+) -> list[TopicState]:
+    """Compare every topic of the table with the broker's.
+
+    Raises BrokerUnavailable, AccessDenied.
+    """
+    expected = expected_partitions(lanes)
+    async with _admin(log) as admin:
+        existing = await _partitions(admin, log.prefix)
+        names = [t.name for t in TOPICS if t.name in existing]
+        settings = await _settings(admin, log.prefix, names)
+    states = []
+    for topic in TOPICS:
+        # A topic can be deleted between the two answers; without settings it does not exist.
+        replicas = existing.get(topic.name, []) if topic.name in settings else []
+        differing: dict[str, tuple[str, str]] = {}
+        if replicas:
+            for name, should in topic.config(min_insync).items():
+                value = settings[topic.name].get(name, "")
+                if value != should:
+                    differing[name] = (value, should)
+            if min(replicas) != replication:
+                differing[REPLICATION] = (str(min(replicas)), str(replication))
+        states.append(
+            TopicState(topic.name, bool(replicas), len(replicas), expected[topic.name], differing)
+        )
+    return states
+
+
+async def check_partitions(log: Log, lanes: int) -> None:
+    """Check at start that this process and the deployment agree about the topics.
+
+    The Deployment record is used if there is one, else the table. Raises TopicMismatch, with the
+    remedy, and BrokerUnavailable.
+    """
+    expected = expected_partitions(lanes)
+    found = {name: await log.partitions(name) for name in expected}
+    if (made := await read_deployment(log)) is not None:
+        if made.lanes != lanes:
+            raise TopicMismatch(
+                f"this deployment was created with {made.lanes} lanes, this process expects "
+                f"{lanes}: set KVLANE_LANES={made.lanes}"
+            )
+        for name, count in made.partitions.items():
+            if found.get(name, count) != count:
+                raise TopicMismatch(
+                    f"topic {name} has {found[name]} partitions and was created with {count}: keys "
+                    "map to other partitions now, so its records are not found. Delete and "
+                    "recreate the topics, or use another prefix (KVLANE_TOPIC_PREFIX)"
+                )
+        expected |= made.partitions
+    for name, count in found.items():
+        _check_count(name, count, expected[name])
+
+
+async def watch_topics(
+    log: KafkaLog, clock: Clock, every_s: float = TOPIC_CHECK_INTERVAL_S
+) -> None:
+    """Check periodically that the topics still exist, until cancelled.
+
+    Nothing else detects it: to a reader, a deleted topic is one without new records. Raises
+    TopicMismatch if one was missing, or had another number of partitions, twice in a row: a broker
+    that has just restarted may not know all of them yet.
+    """
+    before: dict[str, int] = {}
+    differed: dict[str, int] = {}
+    while True:
+        try:
+            found = {t: n for t, n in (await log.refresh_topics()).items() if t in TOPICS_BY_NAME}
+        except BrokerUnavailable as e:
+            logger.warning("cannot list topics: %s", e)
+        else:
+            before = before or found
+            differ = {n: found.get(n, 0) for n, count in before.items() if found.get(n, 0) != count}
+            for name in sorted(differ.keys() & differed.keys()):
+                raise TopicMismatch(
+                    f"topic {log.prefix}{name} had {before[name]} partitions and has "
+                    f"{differ[name]} now: its records are lost. `kvlane topics create` creates "
+                    "missing topics; then start the processes again"
+                )
+            differed = differ
+        await clock.sleep(every_s)
+
+
+async def read_deployment(log: Log) -> Deployment | None:
+    """The Deployment record, None before there is one. Raises BrokerUnavailable."""
+    registry = Partition(REGISTRY, 0)
+    ends = {registry: (await log.end_offsets(REGISTRY, [0]))[0]}
+    starts = {registry: (await log.start_offsets(REGISTRY, [0]))[0]}
+    pieces = read_range(log, SystemClock(), starts, ends, timeout_s=_DEADLINE_S)
+    found = None
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                for record in piece.records:
+                    if record.key == DEPLOYMENT.encode():
+                        try:
+                            decoded = decode(record)
+                        except Malformed as e:
+                            logger.warning("malformed deployment record @%d: %s", record.offset, e)
+                            continue
+                        found = decoded if isinstance(decoded, Deployment) else None
+    except (TimeoutError, PositionLost) as e:
+        raise BrokerUnavailable(f"cannot read the registry: {e!r}") from e
+    except RecordError as e:
+        raise TopicMismatch(f"the deployment was made by another version: {e}") from e
+    return found
+
+
+def expected_partitions(lanes: int) -> dict[str, int]:
+    """Partitions by topic, in the order of the table."""
+    return {t.name: lanes if t.partitions == PER_LANE else t.partitions for t in TOPICS}
+
+
+def _check_count(name: str, found: int, expected: int) -> None:
+    if found == expected:
+        return
+    if any(t.name == name and t.partitions == PER_LANE for t in TOPICS):
+        remedy = f"set KVLANE_LANES={found}, or create a deployment of its own under another prefix"
+    else:
+        remedy = "delete it and run `kvlane topics create`, or use another prefix"
+    raise TopicMismatch(
+        f"topic {name} has {found} partitions, this process expects {expected}: {remedy} "
+        "(KVLANE_TOPIC_PREFIX)"
+    )
+
+
+async def count_lagging_partitions(log: KafkaLog) -> int:
+    """Number of partitions of this deployment with a replica that is not in sync.
+
+    Raises AccessDenied, BrokerUnavailable.
+    """
+    async with _admin(log) as admin:
+        topics = await admin.describe_topics()
+    own = (topic for topic in topics if topic["topic"].startswith(log.prefix))
+    return sum(len(p["isr"]) < len(p["replicas"]) for topic in own for p in topic["partitions"])
+
+
+@asynccontextmanager
+async def _admin(log: KafkaLog) -> AsyncIterator[AIOKafkaAdminClient]:
+    admin = AIOKafkaAdminClient(**log.options)
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            await admin.start()
+            yield admin
+    except (KafkaError, TimeoutError) as e:
+        if isinstance(e, REFUSAL_ERRORS):
+            raise to_access_denied(e, "administering topics") from e
+        raise BrokerUnavailable(f"cannot administer topics: {e!r}") from e
+    finally:
+        await admin.close()
+
+
+async def _partitions(admin: AIOKafkaAdminClient, prefix: str) -> dict[str, list[int]]:
+    """Replica counts of the partitions of every topic of this deployment."""
+    # Lists all topics: a broker may create one that is requested by name.
+    topics = await admin.describe_topics()
+    return {
+        topic["topic"].removeprefix(prefix): [len(p["replicas"]) for p in topic["partitions"]]
+        for topic in topics
+        if topic["topic"].startswith(prefix) and not topic["error_code"]
+    }
+
+
+async def _create(
+    admin: AIOKafkaAdminClient,
+    prefix: str,
+    topics: list[Topic],
+    partitions: Mapping[str, int],
+    replication: int,
+    min_insync: int,
+) -> None:
+    await _wait_for_controller(admin)
+    answer = await admin.create_topics(
+        [
+            NewTopic(
+                prefix + t.name,
+                partitions[t.name],
+                replication,
+                topic_configs=t.config(min_insync),
+            )
+            for t in topics
+        ]
+    )
+    for name, code, message, *_ in answer.topic_errors:
+        error = for_code(code)
+        if issubclass(error, REFUSAL_ERRORS):
+            raise to_access_denied(error(message), f"creating topic {name}")
+        if code and error is not TopicAlreadyExistsError:  # another process created it
+            raise TopicMismatch(f"topic {name} cannot be created: {message or error.__name__}")
+
+
+async def _wait_for_controller(admin: AIOKafkaAdminClient) -> None:
+    """Wait until one is elected; the client has no error for this case."""
+    while True:
+        if (await admin.describe_cluster())["controller_id"] >= 0:
+            return
+        await asyncio.sleep(RETRY_S)
+
+
+async def _wait_until_led(admin: AIOKafkaAdminClient, prefix: str) -> None:
+    """Wait until every partition has a leader for the next append."""
+    wanted = {t.name for t in TOPICS}
+    while True:
+        topics = await admin.describe_topics()
+        led = {
+            t["topic"].removeprefix(prefix)
+            for t in topics
+            if t["partitions"] and all(p["leader"] >= 0 for p in t["partitions"])
+        }
+        if wanted <= led:
+            return
+        await asyncio.sleep(RETRY_S)
+
+
+async def _settings(
+    admin: AIOKafkaAdminClient, prefix: str, names: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Configuration by topic; missing topics are omitted."""
+    if not names:
+        return {}
+    answers = await admin.describe_configs(
+        [ConfigResource(ConfigResourceType.TOPIC, prefix + name) for name in names]
+    )
+    settings = {}
+    for answer in answers:
+        for code, message, _, name, entries in answer.resources:
+            if issubclass(error := for_code(code), REFUSAL_ERRORS):
+                raise to_access_denied(error(message), f"settings of {name}")
+            if error is UnknownTopicOrPartitionError:
+                continue
+            if code:
+                raise BrokerUnavailable(f"settings of {name}: {message or error.__name__}")
+            settings[name.removeprefix(prefix)] = {entry[0]: entry[1] for entry in entries}
+    return settings

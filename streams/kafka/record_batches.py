@@ -1,0 +1,271 @@
+"""A parser of fetched record batches that no content can stop.
+
+aiokafka decompresses a batch to any size, assumes that header names are UTF-8, and its consumer
+raises the resulting error at every poll. Here a batch is decompressed within a bound
+(`streams/kafka/decompression.py`), header names that are not UTF-8 are escaped, and an unreadable
+record becomes an `Unreadable` at its offset, so that the reader gets its neighbours and moves past
+it. A record that exceeds the uncompressed size limit, or has too many headers, is unreadable as
+well; and one poll returns a bounded number of bytes per partition.
+
+Owns the parsing of batches in all consumers of this process: aiokafka's `MemoryRecords` is replaced
+by `FetchedBatches`, and `FetchResult.getall` by `next_records`. Knows nothing of topics and record
+types.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from aiokafka.consumer import fetcher
+from aiokafka.record.default_records import DefaultRecordBatch
+from aiokafka.record.memory_records import MemoryRecords
+from aiokafka.structs import ConsumerRecord
+
+from streams.kafka.decompression import DecompressionError, decompress
+from streams.ports import Unreadable
+from streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
+
+log = logging.getLogger(__name__)
+
+MAX_CLIENT_PARSED_BYTES = 1024 * 1024
+"""A batch above this size is parsed here, record by record with all bounds, 5 us each. Smaller ones
+go through the client's compiled parser, whose output for 1 MiB is small."""
+MAX_HEADERS = 1000
+"""Bound of headers in a record that is parsed here."""
+HEADER_COST_BYTES = 64
+"""Memory of the objects for a header, which takes 2 bytes in a batch."""
+MAX_POLLED_BYTES = MAX_RECORD_BYTES
+"""Bytes per partition in one poll, plus one record; decompressed or not."""
+RECORD_COST_BYTES = 1024
+"""Cost of parsing a record here, counted in bytes. 8000 of them take 40 ms."""
+
+_LOG_OVERHEAD = 12  # base offset and length stand before what the length counts
+_MAGIC = 16
+_ATTRIBUTES = 21
+_COUNT = 57
+_RECORDS = 61  # behind the header of a batch
+_CODEC = 0x07
+
+
+class ReadRecord(NamedTuple):
+    """One record, with the attributes of the client's own."""
+
+    offset: int
+    timestamp: int
+    timestamp_type: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...]
+    checksum: None = None
+
+
+class DamagedRecordError(Exception):
+    """A record whose bytes are invalid."""
+
+
+class FetchedBatches:
+    """The batches in one fetch response; replaces aiokafka's `MemoryRecords`."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self._position = 0
+        self.parsed_bytes = 0
+        """Decompressed bytes of the batches that were started: they take time, 1 ms per MiB, even
+        if they yield no record."""
+
+    def size_in_bytes(self) -> int:
+        """Size of the response, with an incomplete batch at its end."""
+        return len(self._data)
+
+    def has_next(self) -> bool:
+        """Whether there is another complete batch."""
+        return self._end() is not None
+
+    def next_batch(self) -> Any:
+        """The next batch, None after the last one."""
+        end = self._end()
+        if end is None:
+            return None
+        data = self._data[self._position : end]
+        self._position = end
+        if len(data) > _MAGIC and data[_MAGIC] < 2:  # not written by any broker since Kafka 0.11
+            return MemoryRecords(bytes(data)).next_batch()
+        return FetchedBatch(data, self)
+
+    def _end(self) -> int | None:
+        at = self._position
+        if len(self._data) - at < _LOG_OVERHEAD:
+            return None
+        (length,) = struct.unpack_from(">i", self._data, at + 8)
+        end: int = at + _LOG_OVERHEAD + length
+        return end if end <= len(self._data) else None
+
+
+class FetchedBatch:
+    """One batch. Iterating never raises: unreadable content becomes an `Unreadable`."""
+
+    __slots__ = ("_answer", "_batch", "_data", "is_control_batch", "next_offset")
+
+    def __init__(self, data: memoryview, answer: FetchedBatches) -> None:
+        self._data = data
+        self._answer = answer
+        self._batch = batch = DefaultRecordBatch(data)
+        self.next_offset: int = batch.next_offset
+        self.is_control_batch: bool = batch.is_control_batch
+
+    def validate_crc(self) -> bool:
+        """Whether the checksum matches; brokers check every batch that they accept."""
+        return bool(self._batch.validate_crc())
+
+    def __iter__(self) -> Iterator[Any]:
+        batch, data, content = self._batch, self._data, None
+        if codec := batch.compression_type:
+            try:
+                content = decompress(codec, bytes(data[_RECORDS:]), MAX_UNCOMPRESSED_BYTES)
+            except DecompressionError as e:
+                self._answer.parsed_bytes += MAX_UNCOMPRESSED_BYTES
+                yield self._unreadable(str(e))
+                return
+            if len(content) <= MAX_CLIENT_PARSED_BYTES:
+                plain = struct.pack(">h", batch.attributes & ~_CODEC)
+                batch = DefaultRecordBatch(
+                    b"".join((data[:_ATTRIBUTES], plain, data[_ATTRIBUTES + 2 : _RECORDS], content))
+                )
+        self._answer.parsed_bytes += len(content if content is not None else data)
+        read, last, after = 0, batch.base_offset - 1, self.next_offset
+        if len(content if content is not None else data) <= MAX_CLIENT_PARSED_BYTES:
+            records = iter(batch)
+            while True:
+                try:
+                    record = next(records)
+                except StopIteration:
+                    return
+                except Exception:  # noqa: BLE001  # any error: the careful parser continues
+                    break
+                if not last < record.offset < after:  # brokers do not check it
+                    break
+                last = record.offset
+                yield record
+                read += 1
+        yield from self._parsed(bytes(data[_RECORDS:]) if content is None else content, read, last)
+
+    def _parsed(self, content: bytes, skip: int, last: int) -> Iterator[ReadRecord]:
+        """The records of a batch's content after the first `skip`, which end at offset `last`."""
+        position = 0
+        (count,) = struct.unpack_from(">i", self._data, _COUNT)
+        for number in range(count):
+            try:
+                record, position = _field(content, position)
+            except DamagedRecordError as e:
+                yield self._unreadable(f"record {number + 1} of {count}: {e}")
+                return
+            self._answer.parsed_bytes += RECORD_COST_BYTES
+            if number < skip:
+                continue
+            if last + 1 >= self.next_offset:
+                return  # no offset of the batch is left
+            found = self._record(record or b"", number)
+            if not last < found.offset < self.next_offset:
+                reason = f"a record of offset {found.offset}, which is not in its batch"
+                found = self._lost(last + 1, found.timestamp, found.key, reason)
+            last = found.offset
+            yield found
+
+    def _record(self, data: bytes, number: int) -> ReadRecord:
+        batch = self._batch
+        offset, at_ms = batch.base_offset + number, batch.max_timestamp
+        key = None
+        try:
+            delta, position = _varint(data, 1)  # after the attributes
+            shift, position = _varint(data, position)
+            offset = batch.base_offset + shift
+            if not batch.timestamp_type:  # the time of creation
+                at_ms = batch.first_timestamp + delta
+            key, position = _field(data, position)
+            if (size := len(data)) > MAX_RECORD_BYTES:
+                reason = f"a record of {size} bytes uncompressed, {MAX_RECORD_BYTES} are the most"
+                return self._lost(offset, at_ms, key, reason)
+            value, position = _field(data, position)
+            headers = _headers(data, position)
+        except DamagedRecordError as e:
+            return self._lost(offset, at_ms, key, f"a record that cannot be read: {e}")
+        return ReadRecord(offset, at_ms, batch.timestamp_type, key, value, headers)
+
+    def _unreadable(self, reason: str) -> ReadRecord:
+        """Replaces the rest of the batch, at its last offset."""
+        last = self.next_offset - 1
+        what = f"the batch of offsets {self._batch.base_offset} to {last} cannot be read: {reason}"
+        return self._lost(last, self._batch.max_timestamp, None, what)
+
+    def _lost(self, offset: int, at_ms: int, key: bytes | None, reason: str) -> ReadRecord:
+        if key is not None and len(key) > MAX_RECORD_BYTES:
+            key = None
+        value = Unreadable(reason.encode())
+        return ReadRecord(offset, at_ms, self._batch.timestamp_type, key, value, ())
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """A number, and where it ends. Raises DamagedRecordError."""
+    result = shift = 0
+    while position < len(data) and shift < 70:
+        byte = data[position]
+        position += 1
+        result |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return (result >> 1) ^ -(result & 1), position
+        shift += 7
+    raise DamagedRecordError("a number without an end")
+
+
+def _field(data: bytes, position: int) -> tuple[bytes | None, int]:
+    """Bytes with their length before them, None for a negative length, and where they end."""
+    length, position = _varint(data, position)
+    if length < 0:
+        return None, position
+    if position + length > len(data):
+        raise DamagedRecordError("a field is longer than what holds it")
+    return data[position : position + length], position + length
+
+
+def _headers(data: bytes, position: int) -> tuple[tuple[str, bytes | None], ...]:
+    count, position = _varint(data, position)
+    if not 0 <= count <= MAX_HEADERS:
+        raise DamagedRecordError(f"{count} headers, {MAX_HEADERS} are the most")
+    headers = []
+    for _ in range(count):
+        name, position = _field(data, position)
+        value, position = _field(data, position)
+        headers.append(((name or b"").decode(errors="backslashreplace"), value))
+    return tuple(headers)
+
+
+def next_records(result: Any, max_records: int | None = None) -> list[ConsumerRecord[bytes, bytes]]:
+    """The next records of a partition, up to a number and to MAX_POLLED_BYTES and one record more.
+
+    As aiokafka's `FetchResult.getall`, which bounds the number alone.
+    """
+    if not result.check_assignment(result._topic_partition) or not result.has_more():  # noqa: SLF001
+        return []
+    found: list[ConsumerRecord[bytes, bytes]] = []
+    answer = result._partition_records._records  # noqa: SLF001
+    size, most = 0, answer.parsed_bytes + MAX_POLLED_BYTES
+    for record in result._partition_records:  # noqa: SLF001
+        found.append(record)
+        size += record.serialized_key_size + record.serialized_value_size
+        for name, value in record.headers:
+            size += HEADER_COST_BYTES + len(name) + len(value or b"")
+        if size >= MAX_POLLED_BYTES or answer.parsed_bytes >= most or len(found) == max_records:
+            result._update_position()  # noqa: SLF001
+            return found
+    result._update_position()  # noqa: SLF001
+    result._partition_records = None  # noqa: SLF001
+    return found
+
+
+def patch_aiokafka() -> None:
+    """Replace the parser of all aiokafka consumers of this process. Idempotent."""
+    fetcher.MemoryRecords = FetchedBatches
+    fetcher.FetchResult.getall = next_records

@@ -1,0 +1,148 @@
+"""An in-memory broker: the ports of `streams/ports.py` within one process.
+
+`MemoryBroker` is the shared state; each process has a `MemoryLog` (`streams/memory/memory_log.py`).
+Tests, the whole-system simulation and `kvlane demo --broker memory` run on it; the contract suite
+in `tests/contracts` compares it with a real broker.
+
+It has: partitions by key as in the Java client, offsets, append time by the clock of a partition's
+leader (it never goes back before another one leads), headers, tombstones, deletion by age and
+count, compaction with its lags, consumer groups with generations, rebalances and zombies
+(`streams/memory/consumer_groups.py`), size limits, and the faults that
+`streams/memory/broker_faults.py` names.
+
+It does not have: durability (everything is lost with the process), replicas, segments (deletion and
+compaction work record by record), quotas, security, compression, transactions, static members and
+other assignors than range, and fetches that are bounded by bytes.
+
+Time is the injected clock's. Waiting with a limit uses a timer of the running loop, which the
+virtual loop of the simulation moves along with its clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from streams.clock import Clock
+from streams.errors import TopicMismatch
+from streams.memory.broker_faults import BrokerFaults
+from streams.memory.consumer_groups import ConsumerGroup
+from streams.memory.partition_log import MemoryRecord, PartitionLog
+from streams.ports import Appended, Entry, Partition
+from streams.topics import PER_LANE, TOPICS
+
+_DAY_MS = 24 * 3_600_000
+_COMPACT_FROM = 1000  # records in a partition before compaction looks at it
+
+
+class MemoryBroker:
+    """Topics, groups and broker time, shared by all connections."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        lanes: int = 32,
+        partitions: Mapping[str, int] | None = None,
+        faults: BrokerFaults | None = None,
+        max_records: int | None = None,
+        session_timeout_s: float = 10.0,
+        max_poll_interval_s: float = 300.0,
+    ) -> None:
+        """Every topic of `streams/topics.py` exists from the start.
+
+        `partitions` overrides counts by topic. `max_records` bounds each partition that deletes
+        by age: the oldest records go when there are more.
+        """
+        overrides = partitions or {}
+        self.clock = clock
+        self.faults = faults or BrokerFaults()
+        self.session_timeout_s = session_timeout_s
+        self.max_poll_interval_s = max_poll_interval_s
+        self.available = True
+        """False during an outage: appends and queries fail, polls return nothing."""
+        self.partitions: dict[str, int] = {}
+        self._max_records = max_records
+        self._retention_ms: dict[str, int | None] = {}
+        self._logs: dict[str, list[PartitionLog]] = {}
+        for topic in TOPICS:
+            count = lanes if topic.partitions == PER_LANE else topic.partitions
+            self.create_topic(topic.name, overrides.get(topic.name, count), topic.retention_ms)
+        self._groups: dict[tuple[str, str], ConsumerGroup] = {}
+        self._stamps: dict[Clock, int] = {}
+        self._leaders: dict[PartitionLog, Clock] = {}
+        self._members = 0
+
+    def create_topic(self, name: str, partitions: int, retention_ms: int | None) -> None:
+        """Add an empty topic; without retention it is a compacted one."""
+        self.partitions[name] = partitions
+        self._retention_ms[name] = retention_ms
+        self._logs[name] = [PartitionLog(Partition(name, p)) for p in range(partitions)]
+
+    def now_ms(self, log: PartitionLog | None = None) -> int:
+        """Broker time as stamped on records, by the leader of a partition if one is given."""
+        clock = self.clock if log is None else self._leaders.get(log, self.clock)
+        self._stamps[clock] = now_ms = max(self._stamps.get(clock, 0), clock.wall_ms())
+        return now_ms
+
+    def set_leader_clock(self, topic: str, partition: int, clock: Clock) -> None:
+        """Make a broker with this clock the leader of the partition."""
+        self._leaders[self.log(topic, partition)] = clock
+
+    def log(self, topic: str, partition: int) -> PartitionLog:
+        """Raises TopicMismatch when there is no such partition."""
+        try:
+            return self._logs[topic][partition]
+        except LookupError:
+            raise TopicMismatch(f"no partition {partition} of topic {topic!r}") from None
+
+    def records(self, topic: str, partition: int) -> Sequence[MemoryRecord]:
+        """The records of one partition."""
+        return self.log(topic, partition).records
+
+    def append(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
+        """Append at once, without faults; applies retention."""
+        log = self.log(topic, partition)
+        timestamp_ms = self.now_ms(log)
+        offset = log.append(entries, timestamp_ms)
+        self._clean(log, timestamp_ms)
+        return Appended(partition, offset, timestamp_ms)
+
+    def delete_records(self, topic: str, partition: int, before: int) -> None:
+        """Delete the records below an offset, as an administrator does."""
+        self.log(topic, partition).delete_before(before)
+
+    def compact(self, topic: str) -> None:
+        """Compact now, keeping what is younger than the compaction lag."""
+        now_ms = self.now_ms()
+        for log in self._logs[topic]:
+            log.compact(now_ms - _DAY_MS, now_ms - 2 * _DAY_MS)
+
+    def group(self, topic: str, name: str) -> ConsumerGroup:
+        """The group of this name on this topic, created on first use."""
+        self.log(topic, 0)
+        group = self._groups.get((topic, name))
+        if group is None:
+            group = self._groups[topic, name] = ConsumerGroup(
+                self.clock, topic, self.partitions[topic], self.session_timeout_s
+            )
+        return group
+
+    def member_id(self, client_id: str) -> str:
+        """A new member id of this client."""
+        self._members += 1
+        return f"{client_id}-{self._members:06}"
+
+    def expire(self, log: PartitionLog) -> None:
+        """Delete records whose retention is over."""
+        if log.records and (retention_ms := self._retention_ms[log.name.topic]) is not None:
+            log.delete_older(self.now_ms(log) - retention_ms)
+
+    def _clean(self, log: PartitionLog, now_ms: int) -> None:
+        retention_ms = self._retention_ms[log.name.topic]
+        if retention_ms is None:
+            if len(log.records) >= 2 * log.compacted_size + _COMPACT_FROM:
+                log.compact(now_ms - _DAY_MS, now_ms - 2 * _DAY_MS)
+            return
+        log.delete_older(now_ms - retention_ms)
+        if self._max_records is not None and log.end - log.start > self._max_records:
+            log.delete_before(log.end - self._max_records)

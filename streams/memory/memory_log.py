@@ -1,0 +1,264 @@
+"""One process's connection to the in-memory broker: appends, queries, readers.
+
+Implements `Log` and `Reader`. Owns requests in transit between this client and the broker, and
+drops their responses once the client is killed; the broker owns the records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container, Mapping, Sequence
+
+from streams.errors import (
+    BrokerUnavailable,
+    LogClosed,
+    PositionLost,
+    RecordTooLarge,
+)
+from streams.memory.append_queue import AppendQueue
+from streams.memory.broker_faults import Operation
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_connection import ConnectionUser
+from streams.memory.memory_member import MemoryMember
+from streams.memory.partition_log import Cursor, PartitionLog
+from streams.ports import Appended, Batches, Entry, Partition, RebalanceListener
+from streams.topics import MAX_RECORD_BYTES, partition_of
+
+MAX_BATCH_BYTES = 1024 * 1024
+CONNECT_S, RECONNECT_S = 12.0, 0.5
+"""How long `start` waits for a broker, and its retry interval, as with a real broker."""
+_RECORD_OVERHEAD = 90  # bytes around key, value and headers in a batch of one record
+
+
+class MemoryLog:
+    """Implements `Log`: one client's connection."""
+
+    def __init__(self, broker: MemoryBroker, client_id: str) -> None:
+        self.broker = broker
+        self.client_id = client_id
+        self.is_killed = False
+        self.suspended_at: float | None = None
+        self._started = False
+        self._closed = False
+        self._users: dict[ConnectionUser, None] = {}
+        self._lines: dict[PartitionLog, AppendQueue] = {}
+
+    async def start(self) -> None:
+        """Connect; nothing else works before. Raises BrokerUnavailable after CONNECT_S."""
+        until = self.broker.clock.now() + CONNECT_S
+        while not self.broker.available:
+            if self.broker.clock.now() >= until:
+                raise BrokerUnavailable(f"{self.client_id}: the broker is down")
+            await self.broker.clock.sleep(RECONNECT_S)
+        if self._closed:
+            raise LogClosed(self.client_id)
+        self._started = True
+
+    async def close(self) -> None:
+        """Flush pending appends, leave all groups, disconnect."""
+        if self._closed:
+            return
+        self._closed = True
+        for line in self._lines.values():
+            line.flush()
+        for user in list(self._users):
+            await user.close()
+
+    def kill(self) -> None:
+        """As kill -9: no call returns any more, and nothing more is sent.
+
+        Appends that had left the process arrive a little later (`BrokerFaults.departed`), others
+        are lost; group memberships end by their session time-out.
+        """
+        self.is_killed = True
+        for line in self._lines.values():
+            line.kill()
+        self.suspend()
+        for user in self._users:
+            user.cursor.clear()
+
+    def suspend(self) -> None:
+        """As SIGSTOP: the client sends no heartbeats until `resume`; sent requests still arrive."""
+        if self.suspended_at is None:
+            self.suspended_at = self.broker.clock.now()
+
+    def resume(self) -> None:
+        """As SIGCONT: the client continues; its groups may have rebalanced without it."""
+        for user in self._users:
+            if isinstance(user, MemoryMember):
+                user.check_timeouts()
+        if not self.is_killed:
+            self.suspended_at = None
+
+    async def partitions(self, topic: str) -> int:
+        """Number of partitions of the topic, known since connecting."""
+        self.check_open()
+        self.broker.log(topic, 0)
+        return self.broker.partitions[topic]
+
+    async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
+        """Append one record."""
+        self.check_open()
+        assert entry.key is not None or entry.value is not None, "the client of Kafka refuses it"
+        if _bytes(entry) > MAX_RECORD_BYTES:
+            raise RecordTooLarge(f"{topic}: {_bytes(entry)} bytes")
+        if partition is None:
+            assert entry.key is not None, "a record without a key needs a partition"
+            self.broker.log(topic, 0)
+            partition = partition_of(entry.key, self.broker.partitions[topic])
+        return await self._append(topic, partition, (entry,))
+
+    async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
+        """Append records to one partition, all or none."""
+        self.check_open()
+        assert entries, "a batch holds at least one entry"
+        if (size := sum(map(_bytes, entries))) > MAX_BATCH_BYTES:
+            raise RecordTooLarge(f"{topic}: a batch of {size} bytes")
+        return await self._append(topic, partition, tuple(entries))
+
+    async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """Offset of the oldest record kept."""
+        await self._ask(topic, partitions)
+        return {p: self.broker.log(topic, p).start for p in partitions}
+
+    async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """Offset the next record will get."""
+        await self._ask(topic, partitions)
+        return {p: self.broker.log(topic, p).end for p in partitions}
+
+    async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
+        """First offset at or after a time."""
+        await self._ask(topic, (partition,))
+        return self.broker.log(topic, partition).offset_at(timestamp_ms)
+
+    def reader(self, *, moving: bool = True) -> MemoryReader:  # noqa: ARG002  each position waits alone
+        """A reader; closed with this connection."""
+        self.check_open()
+        reader = MemoryReader(self)
+        self._users[reader] = None
+        return reader
+
+    def member(self, topic: str, group: str, ownership: RebalanceListener) -> MemoryMember:
+        """A member of a group; closed with this connection."""
+        self.check_open()
+        member = MemoryMember(self, topic, self.broker.group(topic, group), ownership)
+        self._users[member] = None
+        return member
+
+    # --- for readers and members of this connection ---
+
+    def check_open(self) -> None:
+        """Raises LogClosed."""
+        if self._closed or not self._started:
+            raise LogClosed(f"{self.client_id}: {'closed' if self._closed else 'not started'}")
+
+    async def check_alive(self) -> None:
+        """Return only if this client still exists. Raises LogClosed."""
+        if self.is_killed:
+            await asyncio.get_running_loop().create_future()  # for ever: the process is dead
+        self.check_open()
+
+    async def send_request(self, operation: Operation) -> bool:
+        """The way to the broker; False when there will be no answer."""
+        await self.broker.clock.sleep(self.broker.faults.latency_s(self.client_id, operation))
+        await self.check_alive()
+        return self.broker.faults.answered(self.client_id, operation)
+
+    async def receive_answer(self, operation: Operation) -> None:
+        """The way back."""
+        if (answer_s := self.broker.faults.answer_s(self.client_id, operation)) > 0:
+            await self.broker.clock.sleep(answer_s)
+        if self.is_killed:
+            await asyncio.get_running_loop().create_future()
+
+    def forget(self, user: ConnectionUser) -> None:
+        """The user has closed itself."""
+        self._users.pop(user, None)
+
+    async def _ask(self, topic: str, partitions: Sequence[int]) -> None:
+        self.check_open()
+        if not await self.send_request("offsets") or not self.broker.available:
+            raise BrokerUnavailable(f"{self.client_id}: no answer about {topic}")
+        for partition in partitions or (0,):
+            self.broker.expire(self.broker.log(topic, partition))
+        await self.receive_answer("offsets")
+
+    async def _append(self, topic: str, partition: int, entries: tuple[Entry, ...]) -> Appended:
+        log = self.broker.log(topic, partition)
+        line = self._lines.get(log)
+        if line is None:
+            line = self._lines[log] = AppendQueue(self, log)
+        return await line.append(entries)
+
+
+class MemoryReader:
+    """Implements `Reader`; made by `MemoryLog.reader`."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        self.cursor = Cursor()
+        self._log = log
+        self._keys: Container[bytes | None] | None = None
+        self._closed = False
+
+    def assign(
+        self,
+        positions: Mapping[Partition, int],
+        keys: Container[bytes | None] | None = None,
+    ) -> None:
+        """Read these partitions and no others, of `keys` only."""
+        self._check_open()
+        self._keys = keys
+        self.cursor.clear()
+        for name, position in positions.items():
+            self.cursor.add(self._log.broker.log(*name), position)
+
+    async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
+        """The next records; raises PositionLost for the first position that is."""
+        self._check_open()
+        broker = self._log.broker
+        deadline = broker.clock.now() + timeout_s
+        await self._log.send_request("poll")
+        while True:
+            self._check_open()
+            if broker.available:
+                self._check_positions()
+                if batch := self.cursor.read(max_records):
+                    return batch if self._keys is None else _chosen(batch, self._keys)
+            if (wait_s := deadline - broker.clock.now()) <= 0:
+                return {}
+            await self.cursor.wake_up.wait(wait_s)
+            await self._log.check_alive()
+
+    def position(self, partition: Partition) -> int:
+        """Every record below was returned by a poll or is gone."""
+        return self.cursor.positions[partition]
+
+    async def close(self) -> None:
+        """Forget all positions; a poll that waits raises LogClosed."""
+        self._closed = True
+        self.cursor.clear()
+        self.cursor.wake_up.notify()
+        self._log.forget(self)
+
+    def _check_positions(self) -> None:
+        for log in self.cursor.ready:
+            self._log.broker.expire(log)
+            if (wanted := self.cursor.positions[log.name]) < log.start:
+                raise PositionLost(*log.name, wanted, log.start)
+
+    def _check_open(self) -> None:
+        self._log.check_open()
+        if self._closed:
+            raise LogClosed(f"reader of {self._log.client_id}")
+
+
+def _chosen(batch: Batches, keys: Container[bytes | None]) -> Batches:
+    """The records of these keys; no list is empty."""
+    chosen = {name: [r for r in records if r.key in keys] for name, records in batch.items()}
+    return {name: records for name, records in chosen.items() if records}
+
+
+def _bytes(entry: Entry) -> int:
+    """The size of an entry in a batch of its own, roughly as the broker counts it."""
+    size = _RECORD_OVERHEAD + len(entry.key or b"") + len(entry.value or b"")
+    return size + sum(len(name) + len(value or b"") + 4 for name, value in entry.headers)

@@ -1,0 +1,200 @@
+"""One partition of the in-memory broker: its records, and the cursors that read it.
+
+Owns offsets, deletion and compaction of one partition; knows nothing of clients, groups or time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from streams.ports import Entry, Partition
+
+_offset = attrgetter("offset")
+
+
+class MemoryRecord(NamedTuple):
+    """One record as it was read; the attribute names are those of the Kafka client's record."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...]
+
+
+class WakeUp:
+    """Wakes one waiting task; a ring before the wait is not lost."""
+
+    def __init__(self) -> None:
+        self._rung = False
+        self._waiting: asyncio.Future[None] | None = None
+
+    def notify(self) -> None:
+        """Wake the waiting task, or the next one that waits."""
+        self._rung = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def wait(self, seconds: float) -> None:
+        """Return when rung, or after `seconds`."""
+        assert self._waiting is None, "one poll at a time"
+        if not self._rung and seconds > 0:
+            loop = asyncio.get_running_loop()
+            self._waiting = loop.create_future()
+            timer = loop.call_later(seconds, self.notify)
+            try:
+                await self._waiting
+            finally:
+                timer.cancel()
+                self._waiting = None
+        self._rung = False
+
+
+class Cursor:
+    """Positions in some partitions, and the set of those with unread records.
+
+    A partition is `ready` if it was appended to since it was last read to its end, so that a poll
+    checks no partition in vain.
+    """
+
+    def __init__(self) -> None:
+        self.wake_up = WakeUp()
+        self.positions: dict[Partition, int] = {}
+        self.ready: dict[PartitionLog, None] = {}
+        self._logs: dict[Partition, PartitionLog] = {}
+
+    def add(self, log: PartitionLog, position: int) -> None:
+        """Read a partition from a position on."""
+        self.positions[log.name] = position
+        self._logs[log.name] = log
+        log.followers[self] = None
+        self.ready[log] = None
+        self.wake_up.notify()
+
+    def remove(self, name: Partition) -> None:
+        """Read this partition no more."""
+        if (log := self._logs.pop(name, None)) is not None:
+            del self.positions[name]
+            self.ready.pop(log, None)
+            log.followers.pop(self, None)
+
+    def clear(self) -> None:
+        """Read nothing any more."""
+        for name in list(self._logs):
+            self.remove(name)
+
+    def on_append(self, log: PartitionLog) -> None:
+        """A partition has new records."""
+        self.ready[log] = None
+        self.wake_up.notify()
+
+    def read(self, max_records: int) -> dict[Partition, Sequence[MemoryRecord]]:
+        """The next records of the ready partitions, moving on; partitions take turns.
+
+        The caller has checked that no position is below the start of its log.
+        """
+        taken: dict[Partition, Sequence[MemoryRecord]] = {}
+        for log in list(self.ready):
+            if max_records <= 0:
+                break
+            del self.ready[log]
+            records = log.read(self.positions[log.name], max_records)
+            if not records:  # the rest was compacted away
+                self.positions[log.name] = max(self.positions[log.name], log.end)
+                continue
+            taken[log.name] = records
+            max_records -= len(records)
+            position = self.positions[log.name] = records[-1].offset + 1
+            if position < log.end:
+                self.ready[log] = None
+        return taken
+
+
+class PartitionLog:
+    """Records in offset order. After compaction offsets have gaps; `end` never goes back."""
+
+    def __init__(self, name: Partition) -> None:
+        self.name = name
+        self.records: list[MemoryRecord] = []
+        self.start = 0
+        self.end = 0
+        self.followers: dict[Cursor, None] = {}
+        self.compacted_size = (
+            0  # records after the last compaction: tells when the next one is worth it
+        )
+
+    def append(self, entries: Sequence[Entry], timestamp_ms: int) -> int:
+        """Append in order; the offset of the first one."""
+        first = self.end
+        topic, partition = self.name
+        for key, value, headers in entries:
+            self.records.append(
+                MemoryRecord(topic, partition, self.end, timestamp_ms, key, value, headers)
+            )
+            self.end += 1
+        for follower in list(self.followers):
+            follower.on_append(self)
+        return first
+
+    def read(self, position: int, limit: int) -> list[MemoryRecord]:
+        """Up to `limit` records from a position on."""
+        i = self._index(position)
+        return self.records[i : i + limit]
+
+    def offset_at(self, timestamp_ms: int) -> int:
+        """First offset at or after a time; the end when there is none.
+
+        Linear search: times may go back after a change of the leader.
+        """
+        return next((r.offset for r in self.records if r.timestamp >= timestamp_ms), self.end)
+
+    def delete_before(self, offset: int) -> None:
+        """Drop the records below `offset`, at most all there are."""
+        offset = min(offset, self.end)
+        if offset <= self.start:
+            return
+        del self.records[: self._index(offset)]
+        self.start = offset
+        for follower in self.followers:
+            if follower.positions[self.name] < offset:  # its next poll reports the loss
+                follower.on_append(self)
+
+    def delete_older(self, timestamp_ms: int) -> None:
+        """Drop the records appended before `timestamp_ms`."""
+        if self.records and self.records[0].timestamp < timestamp_ms:
+            self.delete_before(self.offset_at(timestamp_ms))
+
+    def compact(self, before_ms: int, tombstones_before_ms: int) -> None:
+        """Of the records appended before `before_ms`, keep the last one of each key.
+
+        Tombstones appended before `tombstones_before_ms` go too. The newest record stays whatever
+        it is, as the active segment of a broker does.
+        """
+        last = {r.key: r.offset for r in self.records if r.timestamp < before_ms}
+        newest = self.end - 1
+        self.records = [
+            r
+            for r in self.records
+            if r.offset == newest
+            or r.timestamp >= before_ms
+            or (
+                last[r.key] == r.offset
+                and (r.value is not None or r.timestamp >= tombstones_before_ms)
+            )
+        ]
+        self.compacted_size = len(self.records)
+
+    def _index(self, offset: int) -> int:
+        """Index of the first record at or after `offset`."""
+        if not self.records:
+            return 0
+        first = self.records[0].offset
+        if self.records[-1].offset - first == len(self.records) - 1:  # no gaps
+            return min(max(offset - first, 0), len(self.records))
+        return bisect_left(self.records, offset, key=_offset)

@@ -1,0 +1,145 @@
+"""Decoding of the records of views: malformed ones are counted and skipped.
+
+A record is skipped if it is malformed, of an unknown type, or of a type that the topic table does
+not list (`streams/topics.py`): any program with the rights may have written it. The first of a kind
+is logged with its position, all are counted. A record that its writer marked for newer readers
+(`streams/codecs.py`) is not skipped automatically: the view would be wrong from there on. `kvlane
+topics skip` writes a `Skip` of its position to the registry. The registry is searched whenever such
+a record is read, so a `Skip` applies to all processes, to later ones, and to a record on the
+registry itself, wherever the `Skip` is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+
+from streams.clock import Clock
+from streams.codecs import AnyRecord, decode
+from streams.errors import (
+    BrokerUnavailable,
+    Malformed,
+    NewerRecord,
+    NothingToSkip,
+    PositionLost,
+    RecordError,
+)
+from streams.ports import Appended, Log, Partition, Record
+from streams.reading.range_reader import read_range, record_at
+from streams.record_publisher import RecordPublisher
+from streams.records import LogRecord, Skip
+from streams.retry import retry_while_unavailable
+from streams.topics import REGISTRY, TOPICS
+
+log = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 30.0
+"""Time limit for reading skips from the registry, before the read is restarted."""
+
+_PREFIX = "skip/"
+_TYPES: Mapping[str, frozenset[str]] = {t.name: frozenset(t.records) for t in TOPICS}
+
+
+def skip_key(topic: str, partition: int, offset: int) -> str:
+    """The key of a Skip on the registry."""
+    return f"{_PREFIX}{topic}/{partition}/{offset}"
+
+
+def decode_for_topic(topic: str, record: Record) -> AnyRecord:
+    """Decode a record whose type belongs on this topic. Raises NewerRecord, Malformed."""
+    decoded = decode(record)
+    name = type(decoded).__name__
+    if name not in _TYPES[topic]:
+        raise Malformed(f"a {name} does not belong on {topic}")
+    return decoded
+
+
+class RecordDecoder:
+    """Decodes records of one reader. `malformed_count` counts those that were skipped."""
+
+    def __init__(self, log: Log, clock: Clock) -> None:
+        self._log = log
+        self._clock = clock
+        self._logged: set[tuple[str, str]] = set()
+        self.malformed_count = 0
+
+    async def decode_records(self, source: Partition, records: Sequence[Record]) -> list[LogRecord]:
+        """The decoded records, in order, without malformed ones.
+
+        Raises NewerRecord, with its position, for one that no operator has skipped.
+        """
+        facts: list[LogRecord] = []
+        for record in records:
+            try:
+                told = decode_for_topic(source.topic, record)
+            except Malformed as e:
+                self._skip(source, record.offset, e)
+            except NewerRecord as e:
+                skips = await retry_while_unavailable(
+                    self._clock, lambda: read_skips(self._log, self._clock)
+                )
+                if (*source, record.offset) not in skips:
+                    place = f"{source.topic}:{source.partition}:{record.offset}"
+                    raise NewerRecord(e.required, e.version, place) from None
+                self._skip(source, record.offset, e)
+            else:
+                facts.append(LogRecord(record.offset, record.timestamp, told))
+        return facts
+
+    def _skip(self, source: Partition, offset: int, error: RecordError) -> None:
+        self.malformed_count += 1
+        kind = (source.topic, type(error).__name__)
+        if kind in self._logged:
+            log.debug("skipping malformed record %s[%d]@%d: %s", *source, offset, error)
+            return
+        self._logged.add(kind)
+        log.warning(
+            "skipping malformed record %s[%d]@%d: %s (similar ones on %s are counted, not logged)",
+            *source, offset, error, source.topic,
+        )  # fmt: skip
+
+
+async def write_skip(log: Log, clock: Clock, source: Partition, offset: int) -> Appended:
+    """Let readers skip a record that is marked for newer ones; returns the position of the Skip.
+
+    Raises NothingToSkip for any other record or position, BrokerUnavailable, AppendFailed.
+    """
+    place = f"{source.topic}:{source.partition}:{offset}"
+    record = await record_at(log, clock, source, offset) if source.topic in _TYPES else None
+    if record is None:
+        raise NothingToSkip(f"no record at {place}: it does not exist, or its retention is over")
+    try:
+        name = type(decode_for_topic(source.topic, record)).__name__
+    except NewerRecord:
+        skip = Skip(source.topic, source.partition, offset)
+        until = clock.now() + LOOKUP_TIMEOUT_S
+        key = skip_key(source.topic, source.partition, offset)
+        return await RecordPublisher(log, clock).publish(REGISTRY, key, skip, 0, until=until)
+    except Malformed as e:
+        raise NothingToSkip(f"the record at {place} stops no reader, it is skipped: {e}") from e
+    raise NothingToSkip(f"the record at {place} stops no reader: it is a {name}")
+
+
+async def read_skips(log: Log, clock: Clock) -> frozenset[tuple[str, int, int]]:
+    """Topic, partition and offset of all skipped records. Raises BrokerUnavailable."""
+    registry = Partition(REGISTRY, 0)
+    starts = {registry: (await log.start_offsets(REGISTRY, [0]))[0]}
+    ends = {registry: (await log.end_offsets(REGISTRY, [0]))[0]}
+    found = set()
+    try:
+        async with aclosing(
+            read_range(log, clock, starts, ends, timeout_s=LOOKUP_TIMEOUT_S)
+        ) as pieces:
+            async for piece in pieces:
+                for record in piece.records:
+                    if (record.key or b"").startswith(_PREFIX.encode()):
+                        try:
+                            told = decode(record)
+                        except RecordError:
+                            continue
+                        if isinstance(told, Skip):
+                            found.add((told.topic, told.partition, told.offset))
+    except (TimeoutError, PositionLost) as e:
+        raise BrokerUnavailable(f"cannot read the registry: {e!r}") from e
+    return frozenset(found)

@@ -1,0 +1,362 @@
+"""A group consumer with at-least-once processing: ownership, completion, commits.
+
+`GroupConsumer` reads one topic as a member of a group. Each owned partition has a `PartitionClaim`,
+from its assignment to its revocation. Records are delivered in offset order, each once per claim,
+and the handler calls `mark_done` when the effect of a record is acknowledged. The low-water mark is
+committed: the lowest offset that is not done. So after a crash or a rebalance the next owner gets
+every record whose effect may be missing, and some whose effect exists already.
+
+Records that are malformed, of a type that the topic table does not list, or rejected by the handler
+go to dead-letters and are done when the dead letter is acknowledged; a partition never stops for
+one. The sender of a malformed record may wait for an answer: if its key can be a request id, the
+handler gets a `Refused` in its place, which has to be done, too.
+
+The number of delivered, unfinished records is not bounded here. Records are delivered as soon as
+they are polled, since a Cancel must not wait behind a full queue; the handler (`RecordHandler`)
+bounds the queued requests (the router rejects further ones at once). It pauses a partition only
+while it can answer no record of it, a Cancel no more than a Request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from streams.clock import BrokerClock, Clock
+from streams.codecs import AnyRecord, decode
+from streams.errors import (
+    AppendFailed,
+    LogClosed,
+    Malformed,
+    OwnershipLost,
+    RecordError,
+    UnknownType,
+)
+from streams.ports import Log, Member, Record
+from streams.reading.dead_letter_format import MAX_REASON_BYTES, DeadLetterWriter
+from streams.record_publisher import RecordPublisher
+from streams.records import MAX_ID_CHARS, LogRecord, Refused
+from streams.topics import TOPICS
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+RECORDS_PER_POLL = 200
+"""Delivered without yielding, at tens of microseconds each: a few milliseconds."""
+MAX_QUEUED_DEAD_LETTERS = 1000
+"""Bound of unacknowledged dead letters; polling stops at it. With this many the broker accepts no
+appends, and then no request can be answered either."""
+DEAD_LETTER_BATCH = 50
+
+_TYPES = {t.name: frozenset(t.records) for t in TOPICS}
+
+
+class PartitionClaim:
+    """One partition from its assignment to its revocation, with the records that are done.
+
+    `start` is the first offset that may be delivered; `is_lost` becomes true with the revocation;
+    while `is_paused` nothing is delivered.
+    """
+
+    __slots__ = (
+        "_delivered",
+        "_moved",
+        "_undone",
+        "_unwritten",
+        "committed",
+        "is_lost",
+        "is_paused",
+        "partition",
+        "position",
+        "start",
+    )
+
+    def __init__(self, partition: int, start: int, moved: asyncio.Event | None = None) -> None:
+        self.partition = partition
+        self.start = start
+        self.is_lost = False
+        self.is_paused = False
+        self.position = start  # after the last delivered record
+        self.committed = start  # by the group
+        self._delivered: deque[int] = deque()  # in offset order; a done head is removed lazily
+        self._undone: set[int] = set()
+        self._unwritten: set[int] = set()  # with unacknowledged dead letters
+        self._moved = moved
+
+    @property
+    def low_water(self) -> int:
+        """The lowest delivered offset that is not done; without one, the position."""
+        delivered, undone, unwritten = self._delivered, self._undone, self._unwritten
+        while delivered and delivered[0] not in undone and delivered[0] not in unwritten:
+            delivered.popleft()
+        return delivered[0] if delivered else self.position
+
+    @property
+    def unfinished(self) -> int:
+        """Number of delivered records that are not done."""
+        return len(self._undone)
+
+    def mark_done(self, offset: int) -> None:
+        """The effect of this record is in the log. Idempotent; ignored on a lost claim."""
+        if self.is_lost:
+            return
+        assert self.start <= offset < self.position, f"offset {offset} was never delivered"
+        self._undone.discard(offset)
+        if self._moved is not None:
+            self._moved.set()
+
+    def deliver(self, offset: int) -> None:
+        """Intake only: this record is delivered now."""
+        self._delivered.append(offset)
+        self._undone.add(offset)
+        self.position = offset + 1
+
+    def require_dead_letter(self, offset: int) -> None:
+        """Intake only: this record is also not done before its dead letter is written."""
+        self._unwritten.add(offset)
+
+    def dead_letter_written(self, offset: int) -> None:
+        """Intake only: the dead letter of this record is acknowledged."""
+        self._unwritten.discard(offset)
+        if self._moved is not None and not self.is_lost:
+            self._moved.set()
+
+
+class RecordHandler(Protocol):
+    """The handler of the records. All methods are called on the event loop and must not block."""
+
+    def on_claimed(self, claim: PartitionClaim) -> None:
+        """A partition is assigned. It is not read before `GroupConsumer.resume(claim)`."""
+
+    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
+        """The next record. Each needs a `claim.mark_done(fact.offset)`, at any time.
+
+        Raises RecordError to reject a record: it goes to dead-letters with that reason.
+        """
+
+    def on_released(self, claim: PartitionClaim) -> None:
+        """The partition is revoked: its unfinished records are delivered to the next owner."""
+
+
+class _Letter(NamedTuple):
+    claim: PartitionClaim
+    record: Record
+    reason: str
+
+
+class GroupConsumer:
+    """Reads one topic as a member of `group`, and commits the records that are done.
+
+    A commit follows within `commit_every_s` of a `mark_done`; a failed one is retried with the
+    next. `run` raises the errors of polling, and returns after `close`.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        topic: str,
+        group: str,
+        lanes: RecordHandler,
+        clock: Clock,
+        broker_clock: BrokerClock | None = None,
+        commit_every_s: float = 0.2,
+        *,
+        keep_prompts: bool = False,
+    ) -> None:
+        self._log = log
+        self._topic = topic
+        self._group = group
+        self._lanes = lanes
+        self._clock = clock
+        self._broker_clock = broker_clock
+        self._commit_every_s = commit_every_s
+        self._types = _TYPES[topic]
+        self._dead_letters = DeadLetterWriter(
+            RecordPublisher(log, clock, broker_clock), keep_prompts=keep_prompts
+        )
+        self._letters: asyncio.Queue[_Letter] = asyncio.Queue(MAX_QUEUED_DEAD_LETTERS)
+        self._claims: dict[int, PartitionClaim] = {}
+        self._moved = asyncio.Event()
+        self._closing = False
+        self._member: Member | None = None
+        self.rejected_records = 0
+
+    def resume(self, claim: PartitionClaim) -> None:
+        """Start reading a partition. Ignored for a lost claim."""
+        if self._member is not None and not claim.is_lost:
+            claim.is_paused = False
+            self._member.resume(claim.partition)
+
+    def pause(self, claim: PartitionClaim) -> None:
+        """Stop delivering records of a partition until `resume`; polled ones are read again."""
+        if self._member is not None and not claim.is_lost:
+            claim.is_paused = True
+            self._member.pause(claim.partition, claim.position)
+
+    async def run(self) -> None:
+        """Poll, commit and write dead letters, until cancelled or closed."""
+        self._member = member = self._log.member(self._topic, self._group, self)
+        work = (self._poll_loop(member), self._commit_loop(member), self._letter_loop())
+        tasks = [asyncio.ensure_future(w) for w in work]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except LogClosed:
+            if not self._closing:
+                raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Commit, leave the group, close all claims. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        member = self._member
+        if member is None:
+            return
+        try:
+            await self._commit(member)
+        finally:
+            await member.close()
+            self.revoked(frozenset(self._claims))
+
+    # --- Ownership, called by the member ---
+
+    def assigned(self, starts: Mapping[int, int]) -> None:
+        """Open a claim for each partition; an existing one is closed first."""
+        self.revoked(frozenset(starts))
+        for partition, start in sorted(starts.items()):
+            claim = self._claims[partition] = PartitionClaim(partition, start, self._moved)
+            self._lanes.on_claimed(claim)
+
+    def revoked(self, partitions: frozenset[int]) -> None:
+        """Close the claims of these partitions, before any handler acts on them again."""
+        for partition in sorted(partitions):
+            claim = self._claims.pop(partition, None)
+            if claim is not None:
+                claim.is_lost = True
+                self._lanes.on_released(claim)
+
+    # --- reading ---
+
+    async def _poll_loop(self, member: Member) -> None:
+        while True:
+            batches = await member.poll(POLL_S, RECORDS_PER_POLL)
+            if self._closing:
+                return
+            letters: list[_Letter] = []
+            for partition, records in batches.items():  # no await here: it could change the claims
+                claim = self._claims.get(partition.partition)
+                if claim is None:
+                    continue
+                if self._broker_clock is not None:
+                    self._broker_clock.observe(records[-1].timestamp)
+                letters += self._hand_on(claim, records)
+            for letter in letters:
+                await self._letters.put(letter)
+            await self._clock.sleep(0)
+
+    def _hand_on(self, claim: PartitionClaim, records: Sequence[Record]) -> list[_Letter]:
+        """Deliver records; returns the dead letters of those that were rejected."""
+        letters = []
+        for record in records:
+            if (
+                claim.is_lost or claim.is_paused
+            ):  # the handler may have done it with the record before
+                break
+            if record.offset < claim.position:
+                continue  # fetched again by the client
+            claim.deliver(record.offset)
+            try:
+                fact = LogRecord(record.offset, record.timestamp, self._read(record))
+                self._lanes.on_record(claim, fact)
+            except RecordError as e:
+                letters.append(_Letter(claim, record, str(e)))
+                claim.require_dead_letter(record.offset)
+                if not self._refuse(claim, record, e):
+                    claim.mark_done(record.offset)
+        if letters:
+            self.rejected_records += len(letters)
+            log.warning(
+                "moving %d records of %s[%d] to dead-letters, the first from offset %d: %s",
+                len(letters), self._topic, claim.partition, letters[0].record.offset,
+                letters[0].reason,
+            )  # fmt: skip
+        return letters
+
+    def _read(self, record: Record) -> AnyRecord:
+        decoded = decode(record)
+        name = type(decoded).__name__
+        if name not in self._types:
+            raise RecordError(f"a {name} does not belong on {self._topic}")
+        return decoded
+
+    def _refuse(self, claim: PartitionClaim, record: Record, error: RecordError) -> bool:
+        """Deliver a `Refused` that answers the sender of a malformed record; false if none is due.
+
+        A record of an unknown type need not have been a request.
+        """
+        if not isinstance(error, Malformed) or isinstance(error, UnknownType):
+            return False
+        if Refused.__name__ not in self._types:
+            return False
+        try:
+            name = (record.key or b"").decode()
+            if not 0 < len(name) <= MAX_ID_CHARS:
+                return False
+            refusal = Refused(id=name, code="invalid", message=str(error)[:MAX_REASON_BYTES])
+            self._lanes.on_record(claim, LogRecord(record.offset, record.timestamp, refusal))
+        except (UnicodeDecodeError, RecordError):
+            return False
+        return True
+
+    async def _letter_loop(self) -> None:
+        while True:
+            letters = [await self._letters.get()]
+            while len(letters) < DEAD_LETTER_BATCH and not self._letters.empty():
+                letters.append(self._letters.get_nowait())
+            ends = await asyncio.gather(*map(self._bury, letters), return_exceptions=True)
+            for error in ends:
+                if error is not None:
+                    raise error
+
+    async def _bury(self, letter: _Letter) -> None:
+        await self._dead_letters.write(self._topic, letter.record, letter.reason)
+        letter.claim.dead_letter_written(letter.record.offset)
+
+    # --- committing ---
+
+    async def _commit_loop(self, member: Member) -> None:
+        while True:
+            await self._moved.wait()
+            await self._clock.sleep(self._commit_every_s)
+            self._moved.clear()
+            if not await self._commit(member):
+                self._moved.set()
+
+    async def _commit(self, member: Member) -> bool:
+        """Commit the marks that advanced; false if that must be retried."""
+        claims = list(self._claims.values())
+        marks = {c.partition: m for c in claims if (m := c.low_water) > c.committed}
+        if not marks:
+            return True
+        try:
+            await member.commit(marks)
+        except OwnershipLost as e:
+            # The revocation follows.
+            log.info("commit to %s rejected: %s", self._topic, e)
+            return False
+        except AppendFailed as e:
+            log.warning("commit to %s failed, retrying: %s", self._topic, e)
+            return False
+        for claim in claims:
+            if claim.partition in marks:
+                claim.committed = marks[claim.partition]
+        return True

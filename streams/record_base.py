@@ -1,0 +1,29 @@
+"""The two kinds of records, by their format on the wire, and types that several records share.
+
+`streams/request.py` and `streams/records.py` define the records themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+ModelKind = Literal["tokens", "chat", "completion", "embedding"]
+"""What a model takes: tokens, which serve chats and completions, or OpenAI's bodies of one kind."""
+Json = bytes
+"""A JSON value of whatever form, in UTF-8: passed on as it came, read by its receiver only."""
+
+
+class InternalRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """A record that only kvlane's own processes read: a msgpack map."""
+
+
+class PublicRecord(
+    msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False, tag_field="t", tag=True
+):
+    """A record that clients read: a JSON object with its type in field `t`.
+
+    Codes and reasons in them are plain strings: clients are not upgraded before the writers, and
+    one that does not know a new code must still see the end that it comes with.
+    """

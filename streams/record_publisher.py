@@ -1,0 +1,175 @@
+"""Publishing records: encode, append, wait for the acknowledgement, retry where that is allowed.
+
+An unacknowledged append may be in the log all the same. So there are two ways to publish:
+`publish_once` tries once and leaves the uncertainty to the caller; `publish` repeats until
+acknowledged, for records that may be duplicated. Neither stores records: work whose record was not
+acknowledged when the process died is found from the log by the process that takes it over.
+
+Appends of one caller are in order if it awaits each one. `publish` keeps that order, since it
+returns only when its record is in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+from streams.clock import BrokerClock, Clock
+from streams.codecs import AnyRecord, encode
+from streams.errors import AppendFailed, BrokerUnavailable
+from streams.ports import Appended, Entry, Log
+from streams.retry import INITIAL_BACKOFF_S, MAX_BACKOFF_S
+
+log = logging.getLogger(__name__)
+
+SLOW_APPEND_S = 1.0
+"""A slower append indicates a problem of the broker or the network, which delays the appends of
+other processes too. Usually one takes a few milliseconds, on a busy machine a hundred."""
+
+RETRY_WAIT_S = 15.0
+"""How long a failed append waits while another one to the same target is being retried. It retries
+as soon as that one is acknowledged, and by itself, because that one may fail for its size."""
+
+AppendTarget = tuple[str, object]
+"""A topic, and a partition or, if the client picks it, the key."""
+
+
+class RecordPublisher:
+    """Publishes records to one log; reports append times to the broker clock.
+
+    All methods raise RecordTooLarge, Denied and LogClosed at once: a retry would not help.
+    """
+
+    def __init__(self, log: Log, clock: Clock, broker_clock: BrokerClock | None = None) -> None:
+        self._log = log
+        self._clock = clock
+        self._broker_clock = broker_clock
+        self._under_way: dict[object, float] = {}
+        """Start times of pending appends, the oldest first."""
+        self._slow_ms = 0
+        self._repeating: dict[AppendTarget, asyncio.Event] = {}
+        """Targets with an append that is being retried; set when that is over."""
+
+    @property
+    def slow_until_ms(self) -> int:
+        """Broker time of the latest slow append: now, if one is pending; 0 for never."""
+        assert self._broker_clock is not None, "slow_ms needs a broker clock"
+        began_at = next(iter(self._under_way.values()), None)
+        if began_at is not None and self._clock.now() - began_at > SLOW_APPEND_S:
+            return self._broker_clock.now_ms()
+        return self._slow_ms
+
+    async def publish_once(
+        self, topic: str, key: str, record: AnyRecord, partition: int | None = None
+    ) -> Appended:
+        """Append one record, once. Raises AppendFailed: it may or may not be in the log."""
+        return await self.publish_entry_once(topic, encode(record, key), partition)
+
+    async def publish_entry_once(
+        self, topic: str, entry: Entry, partition: int | None = None
+    ) -> Appended:
+        """As `publish_once`, for an encoded entry."""
+        return await self._observed(self._log.append(topic, entry, partition))
+
+    async def publish_batch_once(
+        self, topic: str, partition: int, records: Sequence[tuple[str, AnyRecord]]
+    ) -> Appended:
+        """Append (key, record) pairs to one partition in order, all or none, once.
+
+        Raises AppendFailed, or RecordTooLarge when they do not fit into one batch of 1 MiB.
+        """
+        entries = [encode(record, key) for key, record in records]
+        return await self._observed(self._log.append_batch(topic, partition, entries))
+
+    async def publish(
+        self,
+        topic: str,
+        key: str,
+        record: AnyRecord,
+        partition: int | None = None,
+        *,
+        until: float | None = None,
+    ) -> Appended:
+        """Append one record, retrying until it is acknowledged; it may be appended several times.
+
+        `until` is a point on the clock; past it the last AppendFailed is raised. Without it, only
+        the acknowledgement, an error that a retry cannot cure, or cancellation ends the call.
+        """
+        return await self.publish_entry(topic, encode(record, key), partition, until=until)
+
+    async def publish_batch(
+        self, topic: str, partition: int, records: Sequence[tuple[str, AnyRecord]]
+    ) -> Appended:
+        """Append pairs as `publish_batch_once` does, until they are acknowledged; as `publish`."""
+        return await self._repeated(
+            (topic, partition), lambda: self.publish_batch_once(topic, partition, records), None
+        )
+
+    async def publish_entry(
+        self,
+        topic: str,
+        entry: Entry,
+        partition: int | None = None,
+        *,
+        until: float | None = None,
+    ) -> Appended:
+        """As `publish`, for an encoded entry."""
+        place = (topic, entry.key if partition is None else partition)
+        return await self._repeated(
+            place, lambda: self.publish_entry_once(topic, entry, partition), until
+        )
+
+    async def _repeated(
+        self, place: AppendTarget, append: Callable[[], Awaitable[Appended]], until: float | None
+    ) -> Appended:
+        """Append until acknowledged, or past `until`.
+
+        Of all failed appends to one target, one is retried within `MAX_BACKOFF_S`; the others
+        wait for its acknowledgement. So a partition without a leader costs each process one try a
+        second, and not one per record.
+        """
+        pause_s, over = INITIAL_BACKOFF_S, None
+        try:
+            while True:
+                try:
+                    return await append()
+                except (AppendFailed, BrokerUnavailable) as e:
+                    left_s = math.inf if until is None else until - self._clock.now()
+                    if left_s <= 0:
+                        raise
+                    log.warning("broker unavailable, retrying: %s", e)
+                if over is None and (other := self._repeating.get(place)) is not None:
+                    await self._wait(other, min(RETRY_WAIT_S, left_s))
+                    continue
+                if over is None:
+                    over = self._repeating[place] = asyncio.Event()
+                await self._clock.sleep(min(pause_s, left_s))
+                pause_s = min(2 * pause_s, MAX_BACKOFF_S)
+        finally:
+            if over is not None:
+                del self._repeating[place]
+                over.set()
+
+    async def _wait(self, other: asyncio.Event, most_s: float) -> None:
+        """Wait until another append is acknowledged or abandoned, at most `most_s`."""
+        try:
+            async with asyncio.timeout(most_s):
+                await other.wait()
+        except TimeoutError:
+            pass
+
+    async def _observed(self, appending: Awaitable[Appended]) -> Appended:
+        under_way, clock = self._under_way, self._broker_clock
+        key, began_at = object(), self._clock.now()
+        under_way[key] = began_at
+        try:
+            appended = await appending
+        finally:
+            del under_way[key]
+            if clock is not None and self._clock.now() - began_at > SLOW_APPEND_S:
+                self._slow_ms = max(self._slow_ms, clock.now_ms())
+        if clock is not None:
+            clock.observe(appended.timestamp_ms)
+        return appended

@@ -1,0 +1,307 @@
+"""A request that is ready for a worker, with all its options.
+
+`Request` travels on `requests`, and within an `Assignment`; `streams/records.py` has the other
+records and the rules by which fields are added.
+"""
+
+# ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from streams.record_base import InternalRecord, Json, ModelKind
+
+
+class StopConditions(InternalRecord, frozen=True):
+    """Stop conditions in addition to the model's end of text.
+
+    Tokens in `stop_token_ids` are reported as the stop reason, those in `stop_token_ids_hidden` end
+    an answer like an end of text. No condition applies before `min_tokens`.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stop_token_ids_hidden: tuple[int, ...] = ()
+    max_thinking_tokens: int | None = None
+
+
+class GuidedDecoding(InternalRecord, frozen=True):
+    """Constraints on the form of an answer; at most one of json, regex, choice, grammar and tag."""
+
+    json: Json | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    backend: str | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Json | None = None
+
+
+class SamplingOptions(InternalRecord, frozen=True):
+    """Sampling parameters; None leaves the engine's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    include_stop_str_in_output: bool | None = None
+    guided_decoding: GuidedDecoding | None = None
+    detokenize: bool | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] | None = None
+    logit_bias: dict[int, float] | None = None
+
+
+class OutputOptions(InternalRecord, frozen=True):
+    """Output in addition to text; None leaves the default."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    formatted_prompt: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class RoutingConstraints(InternalRecord, frozen=True):
+    """Taints that a worker must have, and preferred taints with their weights."""
+
+    required_taints: tuple[str, ...] = ()
+    preferred_taints: dict[str, float] = {}
+
+
+class SessionControl(InternalRecord, frozen=True):
+    """The session of a request, and whether the session begins or ends with it."""
+
+    session_id: str
+    action: Literal["open", "close", "bind"] | None = None
+    timeout: int = 300  # idle seconds
+
+
+class Hints(InternalRecord, frozen=True):
+    """Routing options of a request. Worker ids are names, or hashes in decimals."""
+
+    backend_instance_id: str | None = None
+    allowed_worker_ids: tuple[str, ...] = ()
+    prefill_worker_id: str | None = None
+    decode_worker_id: str | None = None
+    dp_rank: int | None = None
+    prefill_dp_rank: int | None = None
+    expected_output_tokens: int | None = None
+    lora_name: str | None = None
+    priority_jump: float | None = None  # seconds by which it counts as older
+    priority: int | None = None  # for the engine
+    strict_priority: int | None = None
+    routing_constraints: RoutingConstraints | None = None
+    session_control: SessionControl | None = None
+    queue_class: str | None = None
+
+
+NO_HINTS = Hints()
+"""Hints of a request without routing options, usually this very object."""
+
+
+class RouterConfigOverride(InternalRecord, frozen=True):
+    """Settings of the cost function for one request."""
+
+    overlap_score_credit: float | None = None
+    prefill_load_scale: float | None = None
+    router_temperature: float | None = None
+    assume_kv_reuse: bool | None = None
+    track_prefill_tokens: bool | None = None
+    shared_cache_multiplier: float | None = None
+
+
+class RouterParams(InternalRecord, frozen=True):
+    """Latency targets in ms: time to first token, and inter-token latency."""
+
+    ttft_target: float | None = None
+    itl_target: float | None = None
+
+
+class BootstrapInfo(InternalRecord, frozen=True):
+    """Rendezvous of prefill and decode of a request. `bootstrap_room`: u64, unique to the
+    request."""
+
+    bootstrap_host: str = ""
+    bootstrap_port: int = 0
+    bootstrap_room: int = 0
+
+
+class TraceLink(InternalRecord, frozen=True):
+    """The span of the previous worker of the request: W3C ids in hex."""
+
+    trace_id: str
+    span_id: str
+
+
+class PromptTokensDetails(InternalRecord, frozen=True):
+    """Numbers of audio tokens and cached tokens of the prompt."""
+
+    audio_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class PrefillResult(InternalRecord, frozen=True):
+    """The result of prefill, for decode. The parameters are opaque."""
+
+    disaggregated_params: Json
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class MmObject(InternalRecord, frozen=True):
+    """An image or the like in a block: hash of its content (u64), token ranges in the block."""
+
+    mm_hash: int
+    offsets: tuple[tuple[int, int], ...] = ()
+
+
+class BlockExtraInfo(InternalRecord, frozen=True):
+    """Content of a block in addition to its tokens."""
+
+    mm_objects: tuple[MmObject, ...] = ()
+
+
+class MmRoutingInfo(InternalRecord, frozen=True):
+    """Substitute tokens for prefix matching (u32, little endian), with the content of each
+    block."""
+
+    routing_token_ids: bytes = b""
+    block_mm_infos: tuple[BlockExtraInfo | None, ...] = ()
+
+
+class MultimodalData(InternalRecord, frozen=True):
+    """One image or the like: by URL, by a string that is used as one, or decoded already.
+
+    `decoded` describes the memory that holds it, in the words of the transfer library.
+    """
+
+    kind: Literal["url", "raw_url", "decoded"]
+    url: str = ""
+    decoded: Json | None = None
+
+
+class RoutingTokens(NamedTuple):
+    """Input of prefix matching: tokens (u32, little endian), and the content of each block."""
+
+    token_ids: bytes
+    blocks: tuple[BlockExtraInfo | None, ...] | None
+
+
+class OpenAiBody(InternalRecord, frozen=True):
+    """An OpenAI request body, passed to the engine unchanged: a JSON object.
+
+    `prompt_tokens`: estimated length of the prompt; only the engine can count it.
+    """
+
+    kind: Literal["chat", "completion", "embedding"]
+    json: Json
+    prompt_tokens: int = 0
+
+
+class Request(InternalRecord, frozen=True):
+    """A request that is ready for a worker. `token_ids`: u32, little endian; none with a `body`.
+
+    One with `queued_ms` may wait in any queue, and its deadline counts from then.
+
+    Clients publish the JSON form of other systems as prompts of kind `tokens`
+    (`app/preprocess/requests/preprocessed_requests.py`).
+    """
+
+    id: str
+    model: str = ""
+    token_ids: bytes = b""
+    tenant: str = ""
+    deadline_s: float = 600.0
+    received_ms: int = 0
+    stop: StopConditions = StopConditions()
+    sampling: SamplingOptions = SamplingOptions()
+    hints: Hints = NO_HINTS
+    output: OutputOptions = OutputOptions()
+    eos_token_ids: tuple[int, ...] = ()
+    mdc_sum: str | None = None  # checksum of the model card it was made with
+    annotations: tuple[str, ...] = ()
+    cache_salt: str = ""  # requests with different salts share no cache
+    prompt_embeds: str | None = None  # base64 of a tensor, used instead of the tokens
+    multi_modal_data: dict[str, tuple[MultimodalData, ...]] | None = None  # by type of part
+    mm_routing_info: MmRoutingInfo | None = None
+    router_config_override: RouterConfigOverride | None = None
+    prefill_result: PrefillResult | None = None
+    migration_link: TraceLink | None = None
+    bootstrap_info: BootstrapInfo | None = None
+    extra_args: Json | None = None
+    router: RouterParams | None = None
+    agent_context: Json | None = None
+    mm_processor_kwargs: Json | None = None
+    request_timestamp_ms: float | None = None
+    is_probe: bool = msgspec.field(default=False, name="_HEALTH_CHECK")
+    body: OpenAiBody | None = None
+    queued_ms: int = 0  # append time of its prompt in `prompts`; 0: it did not come from there
+
+    @property
+    def kind(self) -> ModelKind:
+        """The required input kind of the model."""
+        return "tokens" if self.body is None else self.body.kind
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt in tokens; for a body an estimate."""
+        return len(self.token_ids) // 4 if self.body is None else self.body.prompt_tokens
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Memory of the prompt, in any of its forms."""
+        info = self.mm_routing_info
+        media = (data for of in (self.multi_modal_data or {}).values() for data in of)
+        return (
+            len(self.token_ids)
+            + (0 if self.body is None else len(self.body.json))
+            + len(self.prompt_embeds or "")
+            + len(self.extra_args or b"")
+            + (0 if info is None else len(info.routing_token_ids))
+            + sum(len(data.url) + len(data.decoded or b"") for data in media)
+        )
+
+    def has_annotation(self, name: str) -> bool:
+        """Whether the request has exactly this annotation."""
+        return name in self.annotations
+
+    @property
+    def is_query(self) -> bool:
+        """Whether it is a dry run, which only returns its placement.
+
+        A dry run has the annotation query_instance_id with any value.
+        """
+        return bool(self.annotations) and self.annotation_value("query_instance_id") is not None
+
+    def annotation_value(self, key: str) -> str | None:
+        """The text after `key:` in the first such annotation; None without one."""
+        prefix = f"{key}:"
+        return next(
+            (a.removeprefix(prefix) for a in self.annotations if a.startswith(prefix)), None
+        )
+
+    def routing_tokens(self) -> RoutingTokens:
+        """Tokens for prefix matching: the prompt, unless substitute tokens are given.
+
+        With `prompt_embeds` the tokens are not computed, so no prefix matches.
+        """
+        if self.prompt_embeds is not None:
+            return RoutingTokens(b"", None)
+        info = self.mm_routing_info
+        if info is None or not info.routing_token_ids:
+            return RoutingTokens(self.token_ids, None)
+        return RoutingTokens(info.routing_token_ids, info.block_mm_infos)

@@ -1,0 +1,286 @@
+"""The reader of `responses` for all replies of one client.
+
+The *live* reader (`streams/responses/live_reader.py`) tails the lanes in which replies are awaited,
+each from the end that it had when it was opened. A reply that begins earlier (a client attaches to
+a running request) must not delay the others while an hour of a lane is read: passes over that lane
+(`streams/responses/catch_up_reader.py`) feed it from its start until it has caught up with the live
+reader.
+
+Owns the start of each reply and the choice of its reader. Decides nothing about text
+(`streams/responses/reply_stream.py`), commits nothing, belongs to no group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from streams.clock import BrokerClock, Clock
+from streams.errors import BrokerUnavailable, LogClosed, NotFound, PositionLost
+from streams.ids import issued_ms
+from streams.ports import Log
+from streams.records import EndCode
+from streams.responses.catch_up_reader import CatchUpReader, ReaderTask
+from streams.responses.live_reader import LiveReader, PartitionTail
+from streams.responses.reply_stream import NO_OFFSET, AttachPoint, Reply, UnconfirmedEnd
+from streams.retry import retry_while_unavailable
+from streams.topics import RESPONSES, TOPICS_BY_NAME, lane_of
+
+IDLE_LANE_TTL_S = 60.0
+"""A lane is read for this long after its last reply, so that the next request in it need not wait
+for a new reading position, which costs up to a pending fetch."""
+
+CLOCK_MARGIN_MS = 300_000
+"""How far the clock that an id was made with may be ahead of the broker's. Reading five more
+minutes of a lane takes a fraction of a second."""
+
+MAX_REQUEST_LIFETIME_MS = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) // 2
+"""The longest lifetime of a request, enforced by the settings."""
+
+REJECTED_BEFORE_START: frozenset[EndCode] = frozenset(
+    {"refused", "invalid", "too_large", "queue_full"}
+)
+"""End codes of requests that cannot have shown any token."""
+
+END_CHECK_TIMEOUT_S = 10.0
+"""Time limit of the query about an unconfirmed End; other replies wait for it."""
+
+
+class OffsetRange(NamedTuple):
+    """Offsets of one lane: the first that may be of a request, the oldest one kept, and the end."""
+
+    start: int
+    oldest: int
+    end: int
+
+
+class ReplyReader:
+    """All replies that a client awaits, fed between `start` and `close`."""
+
+    def __init__(
+        self, log: Log, clock: Clock, lanes: int, broker_clock: BrokerClock | None = None
+    ) -> None:
+        """`broker_clock` observes the records that are read live."""
+        self._log = log
+        self._clock = clock
+        self._lanes = lanes
+        self._live = LiveReader(
+            live := log.reader(), clock, IDLE_LANE_TTL_S, broker_clock or BrokerClock(clock)
+        )
+        self._history = CatchUpReader(log, clock, self._settle, self._hand_over)
+        self._readers = (live, *self._history.readers)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._error: Exception | None = None
+
+    def start(self) -> None:
+        """Start reading."""
+        runs = {"live": self._follow, **self._history.reader_tasks()}
+        self._tasks = [
+            asyncio.create_task(self._guarded(run), name=f"replies/{name}")
+            for name, run in runs.items()
+        ]
+
+    @property
+    def polled_at(self) -> float:
+        """Time of the last completed poll of the live reader; a point on the clock."""
+        return self._live.last_poll_at
+
+    async def wait_until_failed(self) -> None:
+        """Wait until reading fails, and raise its error."""
+        await asyncio.gather(*self._tasks)
+
+    async def pin(self, lanes: Iterable[int]) -> None:
+        """Read these lanes permanently, whether replies are awaited in them or not.
+
+        So the first request in a lane need not wait for its reader. Raises BrokerUnavailable.
+        """
+        numbers = list(lanes)
+        ends = await self._log.end_offsets(RESPONSES, numbers)
+        for number in numbers:
+            lane = self._live.lanes.get(number) or self._live.open_lane(number, ends[number])
+            lane.is_pinned = True
+
+    async def close(self) -> None:
+        """Stop reading; awaited replies fail with LogClosed."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for reader in self._readers:
+            await reader.close()
+        self._fail(LogClosed("the client was closed"))
+
+    async def subscribe(self, request_id: str) -> Reply:
+        """A reply with all records that are appended after this call has returned.
+
+        Raises BrokerUnavailable, or the error that ended reading.
+        """
+        self._check()
+        number = lane_of(request_id, self._lanes)
+        lane = await self._open(number)
+        reply = Reply(request_id, lane.position)
+        lane.add(reply)
+        return reply
+
+    async def attach(
+        self, request_id: str, *, begun: bool = False, may_begin_s: float = math.inf
+    ) -> Reply:
+        """A reply from the first record of the request; it fails with PositionLost if that is gone.
+
+        `begun`: part of it was visible before, so that a log without it has lost it.
+        `may_begin_s`: for how long from now the request may still begin. If the log was read to
+        its end without a record of a request that has begun, or after that time, the reply fails
+        with PositionLost if the log has lost records, and with NotFound if it has not.
+
+        Raises BrokerUnavailable, or the error that ended reading.
+        """
+        self._check()
+        number = lane_of(request_id, self._lanes)
+        start, oldest, end = await self._beginning(request_id, number)
+        lane = await self._open(number)
+        is_due = begun or may_begin_s < math.inf
+        reply = Reply(
+            request_id,
+            start,
+            end if is_due else NO_OFFSET,
+            doubts=begun or 0 < oldest == start,
+            may_begin_until=-math.inf if begun else self._clock.now() + may_begin_s,
+            attached=AttachPoint(oldest, begun),
+        )
+        if start >= lane.position:
+            lane.add(reply)
+        else:
+            self._history.catch_up(number, start, reply, lane.position)
+        return reply
+
+    def detach(self, reply: Reply) -> None:
+        """Stop awaiting a reply. Idempotent."""
+        number = lane_of(reply.request_id, self._lanes)
+        self._take_out(number, reply)
+        reply.cancel_timer()
+
+    def _take_out(self, number: int, reply: Reply) -> None:
+        self._live.remove(number, reply)
+        self._history.remove(number, reply)
+
+    async def _open(self, number: int) -> PartitionTail:
+        """The live lane, opened at its end if necessary."""
+        if (lane := self._live.lanes.get(number)) is not None:
+            return lane
+        end = (await self._log.end_offsets(RESPONSES, [number]))[number]
+        self._check()
+        return self._live.lanes.get(number) or self._live.open_lane(number, end)
+
+    async def _beginning(self, request_id: str, number: int) -> OffsetRange:
+        """The offsets at which to search for the first record of a request.
+
+        An id without a time, or with one that the lane has not reached, gives the oldest offset:
+        a lane without appends for minutes has little to read.
+        """
+        oldest = (await self._log.start_offsets(RESPONSES, [number]))[number]
+        end = (await self._log.end_offsets(RESPONSES, [number]))[number]
+        if (drawn_ms := issued_ms(request_id)) is not None:
+            wanted_ms = max(0, drawn_ms - CLOCK_MARGIN_MS)
+            start = await self._log.offset_at(RESPONSES, number, wanted_ms)
+            if start < end:
+                return OffsetRange(max(start, oldest), oldest, end)
+        return OffsetRange(oldest, oldest, end)
+
+    async def _guarded(self, run: ReaderTask) -> None:
+        """Run a reading task; its error fails all replies."""
+        try:
+            await run()
+        except Exception as e:
+            self._fail(e)
+            raise
+
+    async def _follow(self) -> None:
+        """Feed replies live until cancelled."""
+        while True:
+            for number, reply in await self._live.poll():
+                await self._settle_one(number, reply)
+            for number, reply in self._live.overdue():
+                self._seek_beginning(number, reply)
+
+    async def _settle(self, number: int, lane: PartitionTail, changed: Iterable[Reply]) -> None:
+        """Complete, restart or fail replies of a lane after some were fed."""
+        for reply in changed:
+            await self._settle_one(number, reply)
+        for reply in lane.overdue(self._clock.now()):
+            self._seek_beginning(number, reply)
+
+    async def _settle_one(self, number: int, reply: Reply) -> None:
+        if reply.unconfirmed_end is not None:
+            await self._judge_end(number, reply, reply.unconfirmed_end)
+        if reply.is_over:
+            self.detach(reply)
+        elif reply.is_missing_start and reply.attached is not None:
+            self._seek_beginning(number, reply)
+
+    async def _judge_end(self, number: int, reply: Reply, bare: UnconfirmedEnd) -> None:
+        """An End is the only record of a request: decide whether earlier text was deleted.
+
+        The caller knows if there was some (`begun`). Otherwise there was none if the log still
+        covers the whole time in which the request can have run.
+        """
+        assert reply.attached is not None, "only an attached reply may be truncated"
+        oldest, begun = reply.attached
+        if oldest == 0 or bare.end.code in REJECTED_BEFORE_START:
+            reply.accept_end()
+        elif begun:
+            self._seek_beginning(number, reply)
+        else:
+            try:
+                born = await retry_while_unavailable(
+                    self._clock,
+                    lambda: self._log.offset_at(
+                        RESPONSES, number, bare.at_ms - MAX_REQUEST_LIFETIME_MS
+                    ),
+                    until=self._clock.now() + END_CHECK_TIMEOUT_S,
+                )
+            except BrokerUnavailable as e:
+                reply.fail(e)
+                return
+            if born > oldest:
+                reply.accept_end()
+            else:
+                self._seek_beginning(number, reply)
+
+    def _seek_beginning(self, number: int, reply: Reply) -> None:
+        """Restart from the oldest offset: the time in the id was wrong, or the beginning is
+        gone."""
+        assert reply.attached is not None, "others begin at the live position"
+        oldest, start = reply.attached.oldest, reply.start
+        if start > oldest:
+            self._take_out(number, reply)
+            reply.restart(oldest)
+            live = self._live.lanes.get(number)
+            self._history.catch_up(number, oldest, reply, live.position if live else start)
+        elif oldest > 0:
+            self._give_up(reply, PositionLost(RESPONSES, number, oldest - 1, oldest))
+        elif not reply.is_missing_start:
+            self._give_up(reply, NotFound(f"no record of {reply.request_id} in the log"))
+
+    def _give_up(self, reply: Reply, error: Exception) -> None:
+        reply.fail(error)
+        self.detach(reply)
+
+    def _hand_over(self, number: int, lane: PartitionTail) -> bool:
+        """Move replies to the live reader if their lane has caught up with it."""
+        live = self._live.lanes.get(number) or self._live.open_lane(number, lane.position)
+        live.idle_since = self._clock.now()  # replies are about to join it
+        if lane.position < live.position:
+            return False
+        for reply in lane.all_replies():
+            live.add(reply)
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        for reply in (*self._live.all_replies(), *self._history.all_replies()):
+            reply.fail(error)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,269 @@
+"""The reply stream of one request, between the reader and the task that consumes it.
+
+A `Reply` applies the stream reconstruction rule to the records that it is fed and buffers the
+visible pieces until they are taken. It never reads the log (`streams/responses/reply_reader.py`
+feeds it) and never blocks its reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from streams.codecs import decode
+from streams.errors import Malformed, NewerRecord
+from streams.ports import Record
+from streams.records import Chunk, End, Fence, LogProb
+from streams.responses.transcript import Transcript
+
+MAX_PENDING_PIECES = 256
+"""Buffered pieces before they are merged into one. So a slow consumer gets fewer and larger pieces;
+it delays no other consumer, and the buffer holds at most one whole answer."""
+
+NO_OFFSET = sys.maxsize
+"""An offset that no partition reaches."""
+
+_VISIBLE = (Chunk, Fence, End)
+
+
+class UnconfirmedEnd(NamedTuple):
+    """An End, and its append time in ms of the broker."""
+
+    at_ms: int
+    end: End
+
+
+class AttachPoint(NamedTuple):
+    """The oldest offset of a reply's lane, and whether part of the reply was visible before."""
+
+    oldest: int
+    has_begun: bool
+
+
+class Reply:
+    """The visible pieces of one request, from the offset `start` on.
+
+    A piece is a Chunk or the End. Merged Chunks have the `index` of the first and all other fields
+    of the last: they are for display, not for a `Transcript`.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        start: int = 0,
+        due: int = NO_OFFSET,
+        *,
+        doubts: bool = False,
+        may_begin_until: float = -math.inf,
+        attached: AttachPoint | None = None,
+    ) -> None:
+        """`doubts`: the beginning may have been deleted from the log (see `unconfirmed_end`)."""
+        self.request_id = request_id
+        self.key = request_id.encode()
+        self.start = start
+        self.expected_before = due
+        """Below this offset a record of it is expected, unless it may still begin."""
+        self.may_begin_until = may_begin_until
+        """A point on the clock."""
+        self.attached = attached
+        """Set for a reply that may have begun before it was attached to."""
+        self.malformed = 0
+        self._next = start
+        self.has_begun = False
+        """Whether a piece has become visible."""
+        self.unconfirmed_end: UnconfirmedEnd | None = None
+        """An End without earlier records, held back until it is confirmed: earlier text may have
+        been deleted."""
+        self._doubts = doubts
+        self._unfenced = False
+        self._transcript = Transcript(request_id, keep=False)
+        self._pieces: deque[Chunk | End] = deque()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._due = math.inf
+        self._alarm: asyncio.TimerHandle | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """No further piece will become visible; buffered pieces may remain."""
+        ended = self._transcript.is_over and self.unconfirmed_end is None
+        return ended or self._error is not None
+
+    @property
+    def is_missing_start(self) -> bool:
+        """A Chunk arrived that is not the first of the request, without visible pieces before it.
+
+        Also one of an attempt without a Fence: the Fence is earlier in the log.
+        """
+        return not self.has_begun and (self._transcript.gaps > 0 or self._unfenced)
+
+    @property
+    def gaps(self) -> int:
+        """Runs that lost a Chunk; above 0 only if a writer violated the protocol."""
+        return self._transcript.gaps
+
+    @property
+    def skipped_chunks(self) -> int:
+        """Chunks that were not shown: duplicates, and chunks of abandoned runs."""
+        return self._transcript.skipped_chunks
+
+    def restart(self, start: int) -> None:
+        """Restart at an earlier offset. Only before anything was visible."""
+        assert not self.has_begun, "visible pieces cannot be withdrawn"
+        self.start = self._next = start
+        self._unfenced = False
+        self.unconfirmed_end = None
+        self._transcript = Transcript(self.request_id, keep=False)
+
+    def restart_truncated(self, start: int) -> None:
+        """Restart at the new start of the log. Only before anything was visible."""
+        assert self.attached is not None, "others begin at the live position"
+        self.attached = AttachPoint(start, self.attached.has_begun)
+        self._doubts = True
+        self.restart(start)
+
+    def accept_end(self) -> None:
+        """Confirm that no text was deleted before the End that was held back."""
+        bare, self.unconfirmed_end = self.unconfirmed_end, None
+        if bare is not None and self._error is None:
+            self._put(bare.end)
+
+    def apply(self, record: Record) -> None:
+        """Apply a record of this request; records that were fed before are ignored."""
+        if record.offset < self._next or self.is_over or self.unconfirmed_end is not None:
+            return
+        self._next = record.offset + 1
+        try:
+            decoded = decode(record)
+        except Malformed:
+            self.malformed += 1
+            return
+        except NewerRecord as e:
+            self.fail(e)
+            return
+        if not isinstance(decoded, _VISIBLE):
+            self.malformed += 1
+            return
+        if (piece := self._transcript.apply(decoded)) is not None:
+            if self._doubts and not self.has_begun and isinstance(piece, End):
+                self.unconfirmed_end = UnconfirmedEnd(record.timestamp, piece)
+            else:
+                self._put(piece)
+        elif type(decoded) is Chunk and decoded.attempt > self._transcript.attempt:
+            self._unfenced = True
+
+    def fail(self, error: Exception) -> None:
+        """Fail the reply: `next_piece` raises the error after the buffered pieces."""
+        if not self.is_over:
+            self._error = error
+            self._wake()
+
+    async def next_piece(self, timeout_s: float | None) -> Chunk | End:
+        """Take the next piece. Raises the error of the reply, or TimeoutError.
+
+        None leaves the deadline to the caller. Not to be called after the End or a finish reason.
+        """
+        if not self._pieces:
+            await self._awaited(timeout_s)
+        return self._pieces.popleft()
+
+    async def next_pieces(self, timeout_s: float | None) -> list[Chunk | End]:
+        """Take all buffered pieces, at least one; otherwise as `next_piece`."""
+        if not self._pieces:
+            await self._awaited(timeout_s)
+        pieces = list(self._pieces)
+        self._pieces.clear()
+        return pieces
+
+    def cancel_timer(self) -> None:
+        """Cancel the timer, when no task awaits pieces any more."""
+        if self._alarm is not None and self._waiter is None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _put(self, piece: Chunk | End) -> None:
+        if len(self._pieces) >= MAX_PENDING_PIECES:
+            chunks = [p for p in self._pieces if isinstance(p, Chunk)]
+            assert len(chunks) == len(self._pieces), "nothing follows an End"
+            self._pieces = deque([merge_chunks(chunks)])
+        self._pieces.append(piece)
+        self.has_begun = True
+        self._wake()
+
+    async def _awaited(self, timeout_s: float | None) -> None:
+        """Wait for a piece. Raises as `next_piece`.
+
+        A future, and one timer for many waits, which is set again if it fires too early:
+        `asyncio.timeout` around an event takes 5 us more for every piece of every stream.
+        """
+        assert self._waiter is None, "only one task may await the pieces of a reply"
+        if self._error is not None:
+            raise self._error
+        loop = asyncio.get_running_loop()
+        self._waiter = waiter = loop.create_future()
+        self._due = math.inf if timeout_s is None else loop.time() + timeout_s
+        if self._alarm is None or self._due < self._alarm.when():
+            self._set_alarm(loop)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+        if not self._pieces:
+            raise self._reason()
+
+    def _reason(self) -> Exception:
+        """The error to raise without a piece."""
+        return self._error or TimeoutError()
+
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = None if math.isinf(self._due) else loop.call_at(self._due, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        if self._waiter is None:
+            return  # the next wait sets it anew
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._due:
+            self._set_alarm(loop)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge_chunks(chunks: Sequence[Chunk]) -> Chunk:
+    """Merge successive visible Chunks into one."""
+    last = chunks[-1]
+    return Chunk(
+        id=last.id,
+        attempt=last.attempt,
+        run=last.run,
+        seq=last.seq,
+        index=chunks[0].index,
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        text="".join(chunk.text for chunk in chunks),
+        chars=last.chars,
+        finish_reason=last.finish_reason,
+        usage=next((c.usage for c in reversed(chunks) if c.usage is not None), None),
+        stop_reason=last.stop_reason,
+        log_probs=_log_probs(chunks),
+        data=tuple(aside for chunk in chunks for aside in chunk.data),
+        model=chunks[0].model,
+    )
+
+
+def _log_probs(chunks: Sequence[Chunk]) -> tuple[tuple[LogProb, ...], ...] | None:
+    """One entry per token, or None if none were requested."""
+    if all(chunk.log_probs is None for chunk in chunks):
+        return None
+    return tuple(
+        entry for chunk in chunks for entry in chunk.log_probs or ((),) * len(chunk.token_ids)
+    )

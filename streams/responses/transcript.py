@@ -1,0 +1,154 @@
+"""The stream reconstruction rule: which records of a request's stream are part of its answer.
+
+A fold over the records of one request, in log order, used by all readers of `responses`: gateways,
+clients, and routers that determine what was shown before a worker died. Duplicates (a producer's
+retry, a request delivered twice, two routers at once, a worker that was declared dead and still
+writes) are shown once, and all readers show the same.
+
+1. The attempt is the highest Fence seen, 0 before any. Chunks of other attempts are skipped.
+2. The first Chunk of an attempt determines its run. Chunks of other runs are skipped.
+3. Within the run `seq` must be the next one and `index` the number of tokens shown so far. A lower
+   `seq` is a producer's retry and skipped. Anything else is a gap: this and every later Chunk of
+   the run is skipped, even one with a finish reason, since the text before it is incomplete.
+4. A shown Chunk with a finish reason, or an End, ends the request. Later records are ignored.
+
+`streams/vectors` has the rule as test vectors for other languages. This module never reads the log,
+never waits, and relies only on the order of the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from streams.records import Chunk, End, Fence, Usage
+
+
+class Transcript:
+    """The visible answer of one request. Feed it the records of that request only.
+
+    With `keep=False` tokens and text are counted, not stored: for readers that forward them.
+
+    With `until_attempt` it is the answer that was visible when that attempt began: records after
+    the first Fence of it, or of a higher one, do not count (`is_closed`). So all routers that fence
+    an attempt continue from the same token.
+    """
+
+    __slots__ = (
+        "_keep",
+        "_next",
+        "_parts",
+        "_run",
+        "_until",
+        "attempt",
+        "chars",
+        "end",
+        "finish_reason",
+        "gaps",
+        "is_closed",
+        "is_over",
+        "passthrough_count",
+        "request_id",
+        "shown_tokens",
+        "skipped_chunks",
+        "tokens",
+        "usage",
+    )
+
+    def __init__(
+        self, request_id: str = "", *, keep: bool = True, until_attempt: int | None = None
+    ) -> None:
+        self.request_id = request_id
+        self.attempt = 0
+        """The attempt that is shown; unchanged after the end."""
+        self.tokens: list[int] = []
+        self.shown_tokens = 0
+        """Number of tokens shown: the `index` that the next Chunk must have."""
+        self.chars = 0
+        """Length of the shown text in Unicode code points."""
+        self.passthrough_count = 0
+        """Number of shown `PassthroughDelta` items, which are not text."""
+        self.finish_reason: str | None = None
+        self.end: End | None = None
+        self.is_over = False
+        self.usage: Usage | None = None
+        self.gaps = 0
+        """Runs that lost a Chunk; above 0 only if a writer violated the protocol."""
+        self.skipped_chunks = 0
+        """Chunks that were not shown, for any reason."""
+        self.is_closed = False
+        self._keep = keep
+        self._until = until_attempt
+        self._parts: list[str] = []
+        self._run: str | None = None
+        self._next: int | None = 0
+        """The next `seq` to be shown; None if no further Chunk of this attempt can be."""
+
+    @property
+    def text(self) -> str:
+        """The text shown so far."""
+        parts = self._parts
+        if len(parts) > 1:
+            parts[:] = ["".join(parts)]
+        return parts[0] if parts else ""
+
+    def apply(self, record: Chunk | Fence | End) -> Chunk | End | None:
+        """Apply the next record; returns the piece that becomes visible, if any."""
+        if type(record) is not Chunk:
+            return self._turn(record)
+        if record.attempt != self.attempt or self._next is None:
+            self.skipped_chunks += 1
+            return None
+        if record.run != self._run:
+            if self._run is not None:
+                self.skipped_chunks += 1
+                return None
+            self._run = record.run
+        if record.seq != self._next or record.index != self.shown_tokens:
+            self.skipped_chunks += 1
+            if record.seq >= self._next:
+                self._next = None
+                self.gaps += 1
+            return None
+        self._next += 1
+        self.shown_tokens += len(record.token_ids)
+        self.chars += len(record.text)
+        self.passthrough_count += len(record.data)
+        if self._keep:
+            self.tokens += record.token_ids
+            self._parts.append(record.text)
+        if record.usage is not None:
+            self.usage = record.usage
+        if record.finish_reason is not None:
+            self.finish_reason = record.finish_reason
+            self._finish()
+        return record
+
+    def _turn(self, record: Chunk | Fence | End) -> End | None:
+        if self.is_over or self.is_closed:
+            return None
+        if type(record) is Fence:
+            if self._until is not None and record.attempt >= self._until:
+                self.is_closed, self._next = True, None
+            elif record.attempt > self.attempt:
+                self.attempt, self._run, self._next = record.attempt, None, 0
+        elif type(record) is End:
+            self.end = record
+            if record.usage is not None:
+                self.usage = record.usage
+            self._finish()
+            return record
+        return None
+
+    def _finish(self) -> None:
+        self.is_over = True
+        self._next = None
+
+
+def transcript_before(records: Iterable[Chunk | Fence | End], before_attempt: int) -> Transcript:
+    """The answer that was visible when an attempt began, from the records of a request."""
+    transcript = Transcript(until_attempt=before_attempt)
+    for record in records:
+        if transcript.is_closed:
+            break
+        transcript.apply(record)
+    return transcript

@@ -1,0 +1,158 @@
+"""Snapshot writer: decides which replica writes the snapshots of a view, and when.
+
+Replicas with a view of the same topic share the work: a consumer group assigns the partitions, and
+each replica writes snapshots of those that it owns. The group serves only for that; nothing is read
+or committed through it. When a replica dies, the group reassigns its partitions.
+
+Ownership is not a lock. A replica that has not yet noticed a reassignment may write a snapshot
+concurrently with the new owner: both are complete, and either may be the newest one. A snapshot
+that is unfinished when its partition is revoked gets no pointer, so no reader uses it.
+
+The content of a snapshot is defined in `streams/snapshots/snapshot_store.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+from streams.clock import BrokerClock, Clock
+from streams.errors import BrokerUnavailable, LogClosed
+from streams.ports import Log, Member, Partition
+from streams.snapshots.snapshot_store import CapturedState, SnapshotStore, capture
+from streams.views.follower import Follower
+from streams.views.view import MaterializedView
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+CHECKS_PER_PERIOD = 5
+"""Due checks per snapshot period; a snapshot is at most a fifth of a period late."""
+MAX_CHECK_INTERVAL_S = 10.0
+MAX_RECORDS_BEHIND = 20_000
+"""A partition that has advanced by this many records is due early: reading as many again takes a
+quarter of a second, and a router has 32 partitions to read."""
+
+CaptureInThread = Callable[[Callable[[], CapturedState]], Awaitable[CapturedState]]
+"""Runs a function off the event loop."""
+
+
+class SnapshotWriter:
+    """Writes snapshots of the partitions of `topic` that this member of `group` owns.
+
+    A snapshot is due when the partition has advanced and the newest one is `every_s` old, or
+    missing, or MAX_RECORDS_BEHIND behind. Snapshots are written one at a time. `join_group` and
+    `run` must both be running. `written` counts snapshots and `bytes` their sizes before
+    compression; `last_duration_s` is the duration of the last one, from capture to pointer.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        topic: str,
+        group: str,
+        fold: MaterializedView,
+        follower: Follower,
+        snapshots: SnapshotStore,
+        clock: Clock,
+        broker_clock: BrokerClock,
+        *,
+        offload: CaptureInThread,
+        every_s: float,
+    ) -> None:
+        self._log = log
+        self._topic = topic
+        self._group = group
+        self._fold = fold
+        self._follower = follower
+        self._snapshots = snapshots
+        self._clock = clock
+        self._broker_clock = broker_clock
+        self._offload = offload
+        self._every_s = every_s
+        self._member: Member | None = None
+        self._closing = False
+        self.owned: frozenset[int] = frozenset()
+        self.written = 0
+        self.bytes = 0
+        self.last_duration_s = 0.0
+
+    async def join_group(self) -> None:
+        """Take part in the group until cancelled or closed. Raises as `Member.poll`."""
+        self._member = member = self._log.member(self._topic, self._group, self)
+        try:
+            while True:
+                await member.poll(POLL_S)  # never a record: no partition is resumed
+        except LogClosed:
+            if not self._closing:
+                raise
+
+    async def run(self) -> None:
+        """Write due snapshots until cancelled. Raises as `Log.append`."""
+        await self._follower.wait_caught_up()
+        while True:
+            try:
+                await self._snapshots.refresh()
+                for partition in sorted(self.owned):
+                    source = Partition(self._topic, partition)
+                    if partition in self.owned and self._is_due(source):
+                        await self._write(source)
+            except BrokerUnavailable as e:
+                log.warning("cannot write snapshots, broker unavailable: %s", e)
+            await self._clock.sleep(min(self._every_s / CHECKS_PER_PERIOD, MAX_CHECK_INTERVAL_S))
+
+    async def close(self) -> None:
+        """Leave the group, so that other replicas take over at once. Idempotent."""
+        self._closing = True
+        self.owned = frozenset()
+        if self._member is not None:
+            await self._member.close()
+
+    def age_s(self, partition: int) -> float | None:
+        """Age of the newest known snapshot; None without one."""
+        newest = self._snapshots.newest(self._fold.name, Partition(self._topic, partition))
+        if newest is None:
+            return None
+        return max(0.0, (self._broker_clock.now_ms() - newest.written_ms) / 1000)
+
+    # --- ownership, called by the member ---
+
+    def assigned(self, starts: Mapping[int, int]) -> None:
+        """The group has assigned these partitions."""
+        self.owned |= starts.keys()
+
+    def revoked(self, partitions: frozenset[int]) -> None:
+        """The group has revoked these: a snapshot in progress gets no pointer."""
+        self.owned -= partitions
+
+    # --- parts ---
+
+    def _is_due(self, source: Partition) -> bool:
+        position = self._fold.position(source)
+        if not position or not self._follower.caught_up:
+            return False
+        newest = self._snapshots.newest(self._fold.name, source)
+        if newest is None:
+            return True
+        moved = position - newest.pointer.position
+        age_s = self.age_s(source.partition) or 0.0
+        # Below it: the topic was recreated, and the pointer belongs to the old one.
+        return moved < 0 or moved >= MAX_RECORDS_BEHIND or (moved > 0 and age_s >= self._every_s)
+
+    async def _write(self, source: Partition) -> None:
+        began = self._clock.now()
+        async with self._follower.paused():
+            if self._fold.position(source) is None:
+                return  # it is being rebuilt
+            taken = await self._offload(partial(capture, self._fold, source))
+        pointer = await self._snapshots.write(taken, lambda: source.partition in self.owned)
+        if pointer is None:
+            return
+        self.written += 1
+        self.bytes += len(taken.data)
+        self.last_duration_s = self._clock.now() - began
+        log.debug(
+            "snapshot of %s, %s[%d], at %d: %d bytes in %.2f s",
+            self._fold.name, *source, pointer.position, len(taken.data), self.last_duration_s,
+        )  # fmt: skip

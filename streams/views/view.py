@@ -1,0 +1,42 @@
+"""Materialized views: state computed from the records of some partitions, and from nothing else.
+
+`streams/views/follower.py` keeps a view up to date, `streams/snapshots/snapshot_store.py` saves and
+restores it. A view never reads the log, never waits, and takes no time from a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from streams.ports import Partition
+from streams.records import LogRecord
+
+
+class MaterializedView(Protocol):
+    """A pure state machine: its state depends only on the records below its positions."""
+
+    @property
+    def name(self) -> str:
+        """The name of its snapshots."""
+
+    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
+        """Apply the next records of a partition; `position` is the offset after them.
+
+        `facts` is in offset order, and empty if only the position moves.
+        """
+
+    def position(self, source: Partition) -> int | None:
+        """The next offset of a partition; None before the first `apply` or `restore`."""
+
+    def forget(self, source: Partition) -> None:
+        """Drop the state and the position of this partition."""
+
+    def snapshot(self, source: Partition) -> bytes:
+        """The serialized state of this partition."""
+
+    def restore(self, source: Partition, data: bytes, position: int) -> None:
+        """The inverse of `snapshot`. Raises ValueError for data it cannot use."""
+
+    def state_hash(self, source: Partition) -> str:
+        """Equal for equal state, however it was reached."""

@@ -1,0 +1,176 @@
+"""Keys, tenants and TLS on a real broker: the gateway as `faststream run` starts it, in debug."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from aiokafka import AIOKafkaConsumer
+
+from app.engine.simulated.batch import EngineLimits
+from app.engine.simulated.engine import SimulatedEngine
+from app.router import Router
+from app.runtime.process import ProcessContext
+from app.settings import Settings
+from app.worker import Worker
+from streams.brokers.broker_factory import Broker
+from streams.clock import SystemClock
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
+from streams.topics import TOPICS_BY_NAME
+from tests.flows.test_access_sockets import BLOCK, cached, certificate, complete
+from tests.harness.key_files import SECRET, KeyFileHarness, auth_headers
+from tests.harness.topic_cleanup import delete_topics
+
+LANES = 4
+WAIT_S = 40.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+async def settings(kafka: Broker, topic_prefix: str) -> AsyncIterator[Settings]:
+    """A deployment with a router and a worker in this process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = Settings(
+        bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
+        http_port=port,
+    )  # fmt: skip
+    log = KafkaLog(settings.kafka_connection("test"), prefix=topic_prefix)
+    await log.start()
+    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
+    life = ProcessContext("parts", rng=random.Random(1))
+    router = Router(log, settings, life)
+    shape = EngineLimits(block_size=BLOCK, cache_blocks=1024)
+    engine = SimulatedEngine(life.clock, shape, model="demo", context_length=2000, speedup=20)
+    worker = Worker(log, settings, life, engine, worker_id="w1")
+    await worker.start()
+    await router.start()
+    yield settings
+    assert life.error is None
+    await router.stop()
+    await life.cancel_tasks()
+    await log.close()
+    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+
+
+async def test_tenants_are_kept_apart_and_no_key_leaves_the_gateway(
+    settings: Settings, tmp_path: Path
+) -> None:
+    keys, tls = KeyFileHarness(tmp_path), certificate(tmp_path)
+    ours, theirs = keys.add("acme"), keys.add("globex")
+    trust = ssl.create_default_context(cafile=tls.certificate)
+    variables = {
+        "BOOTSTRAP_SERVERS": settings.bootstrap_servers, "TOPIC_PREFIX": settings.topic_prefix,
+        "LANES": LANES, "HTTP_PORT": settings.http_port, "LOG_LEVEL": "DEBUG", "DEBUG": "true",
+        "API_KEYS_FILE": keys.path, "STREAM_SECRET": SECRET, "HTTP_HOST": "0.0.0.0",
+        "HTTP_TLS_CERT": tls.certificate, "HTTP_TLS_KEY": tls.key,
+    }  # fmt: skip
+    env = os.environ | {f"KVLANE_{name}": str(value) for name, value in variables.items()}
+    output = tmp_path / "gateway.log"
+    with output.open("wb") as file:
+        gateway = subprocess.Popen(
+            [sys.executable, "-m", "faststream", "run", "app.gateway:app"],
+            stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+        )  # fmt: skip
+    try:
+        await _share_nothing(gateway, settings, keys, trust)
+    finally:
+        gateway.terminate()
+        code = gateway.wait(WAIT_S)
+    told = output.read_bytes()
+    assert code == 0, told.decode()
+    log = await _bytes_of(settings)
+    assert b"acme" in log
+    for token in (ours, theirs, ours[:-4] + "abcd"):
+        for part in (token, token.split("_", 2)[2], token.split("_", 2)[2][:12]):
+            assert part.encode() not in told
+            assert part.encode() not in log
+
+
+async def _share_nothing(
+    gateway: subprocess.Popen[bytes],
+    settings: Settings,
+    keys: KeyFileHarness,
+    trust: ssl.SSLContext,
+) -> None:
+    ours, theirs = keys.tokens
+    url = f"https://127.0.0.1:{settings.http_port}"
+    clock = SystemClock()
+    async with httpx.AsyncClient(base_url=url, verify=trust, timeout=WAIT_S) as http:
+
+        async def status(path: str, token: str, method: str = "GET") -> int:
+            return (await http.request(method, path, headers=auth_headers(token))).status_code
+
+        deadline = clock.now() + WAIT_S
+        while True:
+            assert gateway.poll() is None, "the gateway has ended"
+            assert clock.now() < deadline, "the gateway is not ready"
+            try:
+                if (await http.get("/v1/models", headers=auth_headers(ours))).json()["data"]:
+                    break
+            except httpx.TransportError:
+                pass
+            await clock.sleep(0.1)
+        mine, other = (
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=token, http_client=http, max_retries=0)
+            for token in (ours, theirs)
+        )
+        counts = [cached(await complete(client)) for client in (mine, other, mine, other)]
+        assert counts == [0, 0, 8 * BLOCK, 8 * BLOCK]
+        answer = await mine.completions.with_raw_response.create(
+            model="demo", prompt="a", max_tokens=1500, stream=True
+        )
+        stream = f"/v1/streams/{answer.headers['x-kvlane-id']}"
+        assert await status(stream, theirs) == await status(stream, theirs, "DELETE") == 404
+        assert await status(stream, ours[:-4] + "abcd") == await status(stream, "none") == 401
+        assert await status("/metrics", ours) == 403
+        assert await status(stream, ours, "DELETE") == 202
+        keys.revoke(theirs)
+        while (code := await status("/v1/models", theirs)) != 401:
+            assert code == 200
+            assert clock.now() < deadline + WAIT_S, "the key is never revoked"
+            await clock.sleep(0.1)
+        assert await status("/v1/models", ours) == 200
+
+
+async def _bytes_of(settings: Settings) -> bytes:
+    """Keys, values and headers of all records of the deployment."""
+    async with AIOKafkaConsumer(
+        *(f"{settings.topic_prefix}{name}" for name in TOPICS_BY_NAME),
+        bootstrap_servers=settings.bootstrap_servers, auto_offset_reset="earliest",
+    ) as consumer:  # fmt: skip
+        ends = await consumer.end_offsets(consumer.assignment())
+        parts: list[bytes] = []
+        while any([await consumer.position(p) < end for p, end in ends.items()]):
+            for records in (await consumer.getmany(timeout_ms=200)).values():
+                for record in records:
+                    parts += [record.key or b"", record.value or b""]
+                    parts.append(repr(record.headers).encode())
+    return b"\n".join(parts)
+
+
+@pytest.mark.parametrize("kind", ["gateway", "indexer"])
+def test_a_process_that_others_reach_does_not_start_without_keys(kind: str) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("KVLANE_")}
+    more = {"KVLANE_BOOTSTRAP_SERVERS": "127.0.0.1:1", "KVLANE_HTTP_HOST": "0.0.0.0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "faststream", "run", f"app.{kind}:app"],
+        env=env | more, capture_output=True, text=True, timeout=90, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 1
+    first, _ = done.stderr.splitlines()
+    assert "KVLANE_HTTP_HOST=0.0.0.0 is reached from other machines" in first
+    assert "KVLANE_API_KEYS_FILE" in first
+    assert "KVLANE_HTTP_ALLOW_ANONYMOUS=true" in first

@@ -1,0 +1,451 @@
+"""Prompts over Kafka wait in the log while routers are full; none is refused for load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.router import Router
+from app.routing.queueing.fair_share import ClassConfig
+from streams.codecs import decode, pack_tokens
+from streams.records import Assigned, Assignment, Cancel, End, Refused, RouterCapacity
+from streams.request import Hints, Request
+from streams.topics import CAPACITY, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
+from tests.flows.test_preprocessor import ask, begin
+from tests.harness.fake_worker import FakeWorker, append_record, start_router
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+
+
+def ends(world: MemoryWorld) -> dict[str, str]:
+    records = [decode(r) for r in world.all_records(RESPONSES)]
+    return {r.id: r.code for r in records if isinstance(r, End)}
+
+
+def assigned(world: MemoryWorld) -> list[str]:
+    records = [decode(r) for r in world.all_records(LEDGER)]
+    return [r.id for r in records if isinstance(r, Assigned)]
+
+
+def published(world: MemoryWorld) -> list[str]:
+    records = [decode(r) for r in world.all_records(REQUESTS)]
+    return [r.id for r in records if isinstance(r, Request)]
+
+
+def cancelled(world: MemoryWorld) -> list[str]:
+    records = [decode(r) for r in world.all_records(REQUESTS)]
+    return [r.id for r in records if isinstance(r, Cancel)]
+
+
+async def finish_all(world: MemoryWorld, worker: FakeWorker, every_s: float = 0.01) -> None:
+    """Start what comes, one after the other, and end each at once."""
+    seen = 0
+    while True:
+        for assignment in worker.received(Assignment)[seen:]:
+            seen += 1
+            worker.finish(worker.start(assignment), "stop")
+            await world.sleep(every_s)
+        await world.sleep(0.01)
+
+
+def test_prompts_wait_while_routers_are_full() -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world, model="m", max_runs=2)
+        router = await start_router(world, max_queued_requests=10)
+        await world.sleep(5)
+        preprocessor, _ = await begin(world)
+        names = [f"job-{n}" for n in range(300)]
+        for name in names:
+            ask(world, name)
+        await world.sleep(20)
+        assert ends(world) == {}
+        assert len(assigned(world)) == 2
+        assert len(published(world)) <= 2 + 10 / 2 + 1
+        assert preprocessor.is_paused
+        assert preprocessor.credit == 0
+        page = (await preprocessor._metrics.page()).decode()
+        assert "kvlane_preprocessor_paused 1.0" in page
+        assert "kvlane_preprocessor_credit_requests 0.0" in page
+        assert not any(world.broker.group(PROMPTS, "preprocessor").committed.values())
+        world.spawn(finish_all(world, worker))
+        for assignment in worker.received(Assignment):
+            worker.finish(worker.start(assignment), "stop")
+        await world.wait_until(lambda: set(assigned(world)) == set(names), within_s=120)
+        await world.sleep(5)
+        assert ends(world) == {}
+        assert sorted(assigned(world)) == sorted(names)
+        assert sorted(published(world)) == sorted(names)
+        assert not preprocessor.is_paused
+        assert sum(world.broker.group(PROMPTS, "preprocessor").committed.values()) == len(names)
+        assert router._context.scheduler.deferred.granted.requests == 0
+
+    run_scenario(scenario, lanes=1)
+
+
+def test_a_cancel_passes_the_prompts_of_others_that_wait() -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        FakeWorker(world, model="m", max_runs=1)
+        await start_router(world, max_queued_requests=4)
+        await world.sleep(5)
+        await begin(world)
+        names = [f"job-{n}" for n in range(20)]
+        for name in names:
+            ask(world, name)
+        for name in names:
+            ask(world, name, kind="cancel")
+        await world.sleep(10)
+        assert sorted(cancelled(world)) == sorted(published(world)) == sorted(names)
+
+    run_scenario(scenario, lanes=1)
+
+
+@pytest.mark.parametrize("preprocessors", [2, 5])
+def test_several_preprocessors_share_the_room_of_several_routers(preprocessors: int) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world, model="m", max_runs=1)
+        routers = [await start_router(world, f"r{n}", max_queued_requests=20) for n in (1, 2)]
+        await world.sleep(15)
+        for n in range(preprocessors):
+            await begin(world, f"p{n}")
+        await world.sleep(15)
+        for n in range(500):
+            ask(world, f"job-{n}")
+        await world.sleep(30)
+        assert 18 <= len(published(world)) <= 1 + 2 * (10 + preprocessors)
+        assert (
+            sum(r._context.scheduler.deferred.size.requests for r in routers) <= 2 * preprocessors
+        )
+        world.spawn(finish_all(world, worker))
+        await world.wait_until(lambda: len(set(assigned(world))) == 500, within_s=300)
+        assert ends(world) == {}
+
+    run_scenario(scenario, lanes=4)
+
+
+@scenario_test
+async def test_a_preprocessor_that_waits_stays_in_its_group(world: MemoryWorld) -> None:
+    world.broker.max_poll_interval_s = 3.0
+    FakeWorker(world, model="m").state = "draining"
+    await start_router(world, max_queued_requests=2)
+    await world.sleep(5)
+    preprocessor, life = await begin(world)
+    group = world.broker.group(PROMPTS, "preprocessor")
+    await world.wait_until(lambda: group.generation == 1)
+    for n in range(100):
+        ask(world, f"job-{n}")
+    await world.sleep(60)
+    assert preprocessor.is_paused
+    assert group.generation == 1
+    assert life.error is None
+
+
+@scenario_test
+async def test_what_waits_goes_to_the_next_owner_of_its_partition(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, model="m")
+    worker.state = "draining"
+    await start_router(world, max_queued_requests=4)
+    await world.sleep(5)
+    first, life = await begin(world, "p1")
+    for n in range(100):
+        ask(world, f"job-{n}")
+    await world.wait_until(lambda: first.is_paused)
+    await begin(world, "p2")
+    await world.sleep(20)
+    assert life.error is None
+    worker.state = "ready"
+    world.spawn(finish_all(world, worker, 0.0))
+    await world.wait_until(lambda: len(set(assigned(world))) == 100, within_s=120)
+    assert ends(world) == {}
+    assert len(assigned(world)) == 100
+    assert len(published(world)) < 200, "what waited was published by its old owner, too"
+
+
+@scenario_test
+async def test_a_prompt_ends_at_its_deadline_where_ever_it_waits(world: MemoryWorld) -> None:
+    FakeWorker(world, model="m").state = "draining"
+    await start_router(world, max_queued_requests=4)
+    await begin(world)
+    names = [f"job-{n}" for n in range(500)]
+    for n, name in enumerate(names):
+        ask(world, name, deadline_s=30 if n == 0 else 10)
+    await world.sleep(9)
+    assert ends(world) == {}
+    await world.sleep(6)
+    assert ends(world).keys() >= set(names[1:])
+    await world.wait_until(lambda: len(ends(world)) == 500, within_s=30)
+    assert set(ends(world).values()) <= {"deadline", "all_busy"}
+    assert {r.code for r in map(decode, world.all_records(REQUESTS)) if isinstance(r, Refused)} == {
+        "deadline"
+    }
+
+
+@scenario_test
+async def test_the_deadline_of_a_prompt_counts_from_its_append(world: MemoryWorld) -> None:
+    for n in range(3):
+        ask(world, f"job-{n}", deadline_s=100)
+    asked_ms = world.all_records(PROMPTS)[0].timestamp
+    await world.sleep(50)
+    FakeWorker(world, model="m")
+    await start_router(world)
+    await begin(world)
+    await world.wait_until(lambda: len(assigned(world)) == 3)
+    found = [decode(r) for r in world.all_records(LEDGER)]
+    assert {r.deadline_ms for r in found if isinstance(r, Assigned)} == {asked_ms + 100_000}
+
+
+@scenario_test
+async def test_a_router_that_died_holds_nothing_back(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, model="m")
+    worker.state = "draining"
+    router = await start_router(world, "r1", max_queued_requests=4)
+    await world.sleep(5)
+    preprocessor, _ = await begin(world)
+    for n in range(100):
+        ask(world, f"job-{n}")
+    await world.wait_until(lambda: preprocessor.is_paused)
+    await world.sleep(5)
+    router._log.kill()
+    await router._life.cancel_tasks()
+    worker.state = "ready"
+    world.spawn(finish_all(world, worker))
+    await start_router(world, "r2")
+    await world.wait_until(lambda: len(set(assigned(world))) == 100, within_s=60)
+    assert ends(world) == {}
+
+
+@scenario_test
+async def test_without_reports_prompts_go_on_at_a_bounded_rate(world: MemoryWorld) -> None:
+    await begin(world)
+    await world.sleep(5)
+    for n in range(2000):
+        ask(world, f"job-{n}")
+    await world.sleep(4)
+    assert 200 < len(published(world)) <= 200 * 6
+    await world.wait_until(lambda: len(published(world)) == 2000, within_s=20)
+
+
+@scenario_test
+async def test_a_router_reports_its_room_and_how_far_it_has_read(world: MemoryWorld) -> None:
+    FakeWorker(world, model="m").state = "draining"
+    await start_router(world, max_queued_requests=10, max_queued_tokens=1000)
+    await world.sleep(5)
+    for n in range(4):
+        append_record(
+            world, REQUESTS, Request(id=f"r{n}", model="m", token_ids=pack_tokens(range(10)))
+        )
+    await world.sleep(3)
+    reports = [decode(r) for r in world.all_records(CAPACITY)]
+    assert isinstance(reports[0], RouterCapacity)
+    last = reports[-1]
+    assert isinstance(last, RouterCapacity)
+    assert (last.router, last.requests, last.tokens) == ("r1", 1, 460)
+    assert last.positions == {
+        lane: len(world.records(REQUESTS, lane)) for lane in range(world.lanes)
+    }
+    count = len(reports)
+    await world.sleep(10)
+    assert 8 <= len(world.all_records(CAPACITY)) - count <= 11
+
+
+# --- prompts beyond the room of their router -----------------------------------------------------
+
+
+def prompt(name: str, **over: Any) -> Request:
+    fields = {"id": name, "model": "m", "token_ids": pack_tokens(range(1000)), "queued_ms": 1}
+    return Request(**(fields | over))
+
+
+def overrun(world: MemoryWorld, count: int, **over: Any) -> list[str]:
+    """More prompts than a router has room for."""
+    names = [f"p{n:03}" for n in range(count)]
+    for name in names:
+        append_record(world, REQUESTS, prompt(name, queued_ms=world.broker.now_ms(), **over))
+    return names
+
+
+def waiting(router: Router) -> tuple[int, int]:
+    places = router._context.scheduler
+    return places.queued_requests, places.deferred_requests
+
+
+def test_prompts_beyond_the_room_of_a_router_wait_without_their_bodies() -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world, model="m")
+        worker.state = "draining"
+        router = await start_router(world, max_queued_requests=10)
+        names = overrun(world, 100)
+        await world.sleep(5)
+        assert waiting(router) == (5, 95)
+        (owner,) = router._owners.values()
+        assert owner._bytes == 5 * 4000
+        assert not owner.claim.is_paused
+        worker.state = "ready"
+        world.spawn(finish_all(world, worker))
+        await world.wait_until(lambda: len(assigned(world)) == 100)
+        await world.sleep(1)
+        assert ends(world) == {}
+        assert sorted(assigned(world)) == names
+        assert waiting(router) == (0, 0)
+        assert router._context.scheduler.deferred.granted.requests == 0
+        assert world.broker.group(REQUESTS, "router").committed == {0: 100}
+
+    run_scenario(scenario, lanes=1)
+
+
+@scenario_test
+async def test_deferred_prompts_go_in_the_order_in_which_they_came(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, model="m", max_runs=1)
+    await start_router(world, max_queued_requests=2)
+    names = [name for n in range(60) if lane_of(name := f"o{n}", world.lanes) == 0]
+    for name in names:
+        append_record(world, REQUESTS, prompt(name, queued_ms=world.broker.now_ms()))
+        await world.sleep(0.01)
+    world.spawn(finish_all(world, worker))
+    await world.wait_until(lambda: len(assigned(world)) == len(names))
+    assert assigned(world) == names
+
+
+def test_prompts_leave_room_for_requests_over_http() -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        FakeWorker(world, model="m").state = "draining"
+        router = await start_router(world, max_queued_requests=10)
+        overrun(world, 100)
+        for n in range(8):
+            append_record(world, REQUESTS, Request(id=f"h{n}", model="m"))
+        await world.sleep(5)
+        assert waiting(router) == (10, 95)
+        assert sorted(ends(world)) == ["h5", "h6", "h7"]
+        assert set(ends(world).values()) == {"queue_full"}
+
+    run_scenario(scenario, lanes=1)
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"max_queued_requests": 0}, {"max_queued_tokens": 0}, {"max_queued_bytes": 0}]
+)
+def test_a_router_without_a_place_to_wait_takes_one_prompt_after_the_other(
+    bounds: dict[str, int],
+) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        worker = FakeWorker(world, model="m", max_runs=1)
+        await start_router(world, **bounds)
+        await begin(world)
+        for n in range(20):
+            ask(world, f"job-{n}")
+        world.spawn(finish_all(world, worker, 0.1))
+        await world.wait_until(lambda: len(assigned(world)) == 20, within_s=120)
+        assert ends(world) == {}
+
+    run_scenario(scenario, lanes=1)
+
+
+@scenario_test
+async def test_a_cancel_reaches_a_deferred_prompt(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, model="m")
+    worker.state = "draining"
+    router = await start_router(world, max_queued_requests=2)
+    names = overrun(world, 50)
+    await world.sleep(2)
+    append_record(world, REQUESTS, Cancel(id=names[-1], reason="no"))
+    await world.wait_until(lambda: ends(world) == {names[-1]: "cancelled"}, within_s=2)
+    assert waiting(router) == (1, 48)
+    append_record(world, REQUESTS, prompt(names[-2]))
+    await world.sleep(1)
+    assert waiting(router) == (1, 48)
+    worker.state = "ready"
+    world.spawn(finish_all(world, worker))
+    await world.wait_until(lambda: sorted(assigned(world)) == names[:-1])
+    await world.sleep(1)
+    for lane, mark in world.broker.group(REQUESTS, "router").committed.items():
+        assert mark == len(world.records(REQUESTS, lane))
+
+
+@scenario_test
+async def test_a_deferred_prompt_ends_at_its_deadline(world: MemoryWorld) -> None:
+    FakeWorker(world, model="m").state = "draining"
+    router = await start_router(world, max_queued_requests=2)
+    names = overrun(world, 50, deadline_s=10)
+    await world.sleep(9)
+    assert ends(world) == {}
+    await world.sleep(3)
+    assert sorted(ends(world)) == names
+    assert sorted(ends(world).values()).count("deadline") >= 49
+    assert waiting(router) == (0, 0)
+    assert router._context.scheduler.remaining_capacity(0).requests == 1
+
+
+@scenario_test
+async def test_deferred_prompts_change_hands_with_their_lane(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, model="m")
+    worker.state = "draining"
+    first = await start_router(world, "r1", max_queued_requests=2)
+    names = overrun(world, 60)
+    await world.sleep(2)
+    second = await start_router(world, "r2", max_queued_requests=2)
+    await world.sleep(20)
+    assert waiting(first)[1] + waiting(second)[1] == 60 - 2
+    worker.state = "ready"
+    world.spawn(finish_all(world, worker))
+    await world.wait_until(lambda: sorted(assigned(world)) == names)
+    await world.sleep(1)
+    assert ends(world) == {}
+    assert waiting(first) == waiting(second) == (0, 0)
+    assert {
+        first._context.scheduler.deferred.granted,
+        second._context.scheduler.deferred.granted,
+    } == {(0, 0, 0)}
+
+
+@scenario_test
+async def test_a_deferred_prompt_whose_record_is_gone_ends_as_lost(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, model="m")
+    worker.state = "draining"
+    await start_router(world, max_queued_requests=2)
+    names = [name for n in range(60) if lane_of(name := f"o{n}", world.lanes) == 0]
+    for name in names:
+        append_record(world, REQUESTS, prompt(name, queued_ms=world.broker.now_ms()))
+    await world.sleep(2)
+    world.broker.delete_records(REQUESTS, 0, 10)
+    worker.state = "ready"
+    world.spawn(finish_all(world, worker))
+    await world.wait_until(lambda: len(ends(world)) + len(assigned(world)) == len(names))
+    assert ends(world) == dict.fromkeys(names[1:10], "lost")
+
+
+@scenario_test
+async def test_one_class_that_is_full_does_not_keep_the_others_from_going(
+    world: MemoryWorld,
+) -> None:
+    worker = FakeWorker(world, model="m")
+    worker.state = "draining"
+    router = await start_router(world, queue_classes={"batch": ClassConfig(max_queued_requests=2)})
+    for n in range(20):
+        append_record(
+            world,
+            REQUESTS,
+            prompt(f"d{n}", hints=Hints(queue_class="batch"), queued_ms=world.broker.now_ms()),
+        )
+    for n in range(5):
+        append_record(world, REQUESTS, prompt(f"e{n}", queued_ms=world.broker.now_ms()))
+    await world.sleep(2)
+    assert waiting(router) == (7, 18)
+    worker.state = "ready"
+    world.spawn(finish_all(world, worker))
+    await world.wait_until(lambda: len(assigned(world)) == 25)
+
+
+@scenario_test
+async def test_an_outage_while_prompts_are_published_is_waited_out(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, model="m")
+    await start_router(world)
+    preprocessor, life = await begin(world)
+    await world.sleep(5)
+    world.broker.available = False
+    for n in range(50):
+        ask(world, f"job-{n}")
+    await world.sleep(10)
+    world.broker.available = True
+    world.spawn(finish_all(world, worker))
+    await world.wait_until(lambda: len(set(assigned(world))) == 50)
+    assert life.error is None
+    assert not preprocessor.is_paused

@@ -1,0 +1,200 @@
+"""Attaching in a lane that holds much, while others attach there too, in virtual time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from streams.client import Client
+from streams.codecs import encode
+from streams.errors import NotFound, PositionLost
+from streams.memory.memory_log import MemoryReader
+from streams.ports import Batches, Partition
+from streams.records import Chunk
+from streams.responses import catch_up_reader
+from streams.responses.reply_reader import CLOCK_MARGIN_MS, ReplyReader
+from streams.topics import RESPONSES, lane_of
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.listening import Worker, connect, in_lane, read, text
+
+RECORDS = 20_000
+POLL_S = 0.05
+PASS_S = RECORDS / catch_up_reader.RECORDS_PER_POLL * POLL_S
+"""How long it takes to read the lane once."""
+
+
+def fill(world: MemoryWorld, lane: int = 0, records: int = RECORDS) -> None:
+    """Records of others, which are read at the same speed by every reader."""
+    stranger = encode(Chunk(id="other", attempt=9, run="1", seq=1, index=1, text="x"), "other")
+    world.append_raw(RESPONSES, lane, *[stranger] * records)
+    world.faults.slow["poll"] = POLL_S
+
+
+async def first_text_s(world: MemoryWorld, replies: ReplyReader, request_id: str) -> float:
+    began = world.clock.now()
+    reply = await replies.attach(request_id, begun=True)
+    try:
+        await reply.next_pieces(60.0)
+        return world.clock.now() - began
+    finally:
+        replies.detach(reply)
+
+
+def test_attaching_does_not_keep_others_from_their_text() -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        client = await connect(world)
+        fill(world)
+        Worker(world, "a").write("hello")
+        waits = []
+        for _ in range(100):
+            waits.append(world.spawn(first_text_s(world, client._listening(), "a")))
+            await world.sleep(PASS_S / 20)
+        assert max([await wait for wait in waits]) < 2 * PASS_S + 0.5
+
+    run_scenario(scenario, lanes=1)
+
+
+def test_a_stream_of_the_last_minutes_does_not_wait_for_one_far_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catch_up_reader, "FAR_OFFSETS", RECORDS // 2)
+
+    async def scenario(world: MemoryWorld) -> None:
+        client = await connect(world)
+        fill(world)
+        await world.sleep(2 * CLOCK_MARGIN_MS / 1000)
+        recent = Worker(world, client.new_request_id())
+        recent.write("hello")
+        fill(world, records=1000)
+        far = [world.spawn(client.result(f"old-{n}")) for n in range(3)]
+        await world.sleep(PASS_S / 4)
+        assert await first_text_s(world, client._listening(), recent.id) < PASS_S / 4
+        assert not any(reading.done() for reading in far)
+
+    run_scenario(scenario, lanes=1)
+
+
+def test_passes_far_back_are_few_and_all_lanes_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catch_up_reader, "FAR_OFFSETS", RECORDS // 2)
+
+    async def scenario(world: MemoryWorld) -> None:
+        client = await connect(world)
+        ids = [next(i for i in map(str, range(1000)) if lane_of(i, 5) == n) for n in range(5)]
+        for lane, request_id in enumerate(ids):
+            fill(world, lane)
+            Worker(world, request_id).write("hello", "stop")
+        reading = [world.spawn(read(client, request_id)) for request_id in ids]
+        await world.sleep(PASS_S / 2)
+        assert len(client._listening()._history.active_passes) == catch_up_reader.MAX_FAR_PASSES
+        assert [text(await pieces) for pieces in reading] == ["hello"] * 5
+
+    run_scenario(scenario, lanes=5)
+
+
+def test_a_lane_that_cannot_be_read_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catch_up_reader, "MAX_PASSES", 1)
+    hanging = Partition(RESPONSES, 0)
+    answered = MemoryReader.poll
+
+    async def poll(reader: MemoryReader, timeout_s: float, max_records: int) -> Batches:
+        if hanging in reader.cursor.positions:
+            await reader._log.broker.clock.sleep(timeout_s)
+            return {}
+        return await answered(reader, timeout_s, max_records)
+
+    async def scenario(world: MemoryWorld) -> None:
+        client = await connect(world)
+        Worker(world, in_lane(0, "a")).write("hello", "stop")
+        Worker(world, in_lane(1, "b")).write("hello", "stop")
+        with monkeypatch.context() as leaderless:
+            leaderless.setattr(MemoryReader, "poll", poll)
+            first = world.spawn(read(client, in_lane(0, "a")))
+            await world.sleep(1)
+            began = world.clock.now()
+            assert text(await read(client, in_lane(1, "b"))) == "hello"
+            assert world.clock.now() - began < catch_up_reader.STALL_TIMEOUT_S + 1
+        assert text(await first) == "hello"
+
+    run_scenario(scenario)
+
+
+def test_a_stream_that_is_attached_to_while_its_lane_is_read_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reader passes over records of other keys long before its poll comes back."""
+    read_at_once = MemoryReader.poll
+
+    async def poll(reader: MemoryReader, timeout_s: float, max_records: int) -> Batches:
+        batches = await read_at_once(reader, timeout_s, max_records)
+        await reader._log.broker.clock.sleep(POLL_S)
+        return batches
+
+    async def scenario(world: MemoryWorld) -> None:
+        client = await connect(world)
+        fill(world, records=100)
+        await world.sleep(2 * CLOCK_MARGIN_MS / 1000)
+        worker = Worker(world, client.new_request_id())
+        worker.write("hello", "stop")
+        fill(world, records=5 * catch_up_reader.RECORDS_PER_POLL)
+        monkeypatch.setattr(MemoryReader, "poll", poll)
+        first = world.spawn(client.result("other", timeout_s=5))
+        await world.sleep(1.5 * POLL_S)  # the first poll has passed over it
+        assert (await client.result(worker.id, timeout_s=5)).text == "hello"
+        first.cancel()
+
+    run_scenario(scenario, lanes=1)
+
+
+@scenario_test
+async def test_a_stream_is_found_though_the_log_was_cut_while_it_waited(world: MemoryWorld) -> None:
+    client = await connect(world)
+    fill(world)
+    Worker(world, in_lane(0, "a")).write("hello", "stop")
+    reading = world.spawn(read(client, in_lane(0, "a")))
+    await world.sleep(2 * POLL_S)
+    world.broker.delete_records(RESPONSES, 0, RECORDS // 2)
+    assert text(await reading) == "hello"
+
+
+@scenario_test
+async def test_a_stream_that_was_cut_while_it_was_read_says_so(world: MemoryWorld) -> None:
+    client = await connect(world)
+    worker = Worker(world, in_lane(0, "a"))
+    worker.write("he")
+    fill(world)
+    worker.write("llo", "stop")
+    reading = world.spawn(read(client, worker.id))
+    await world.sleep(3 * POLL_S)
+    world.broker.delete_records(RESPONSES, 0, RECORDS + 1)
+    with pytest.raises(PositionLost):
+        await reading
+
+
+@scenario_test
+async def test_an_id_too_old_to_begin_is_unknown_to_a_whole_log(world: MemoryWorld) -> None:
+    client = await connect(world)
+    request_id = client.new_request_id()
+    await world.sleep(26 * 3600)
+    began = world.clock.now()
+    with pytest.raises(NotFound, match=request_id):
+        await read(client, request_id)
+    assert world.clock.now() - began < 1.0
+
+
+@scenario_test
+async def test_a_reply_that_was_left_is_forgotten(world: MemoryWorld) -> None:
+    client: Client = await connect(world)
+    replies = client._listening()
+    fill(world)
+    left = []
+    for _ in range(100):
+        reply = await replies.attach("other")
+        await world.sleep(POLL_S / 3)
+        replies.detach(reply)
+        left.append(weakref.ref(reply))
+    await world.sleep(2 * PASS_S)
+    gc.collect()
+    # Tasks that wait hold what they had in hand last.
+    assert sum(ref() is not None for ref in left) <= 1 + len(replies._readers)

@@ -1,0 +1,127 @@
+"""`kvlane keys`, as it is typed."""
+
+from __future__ import annotations
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from app.access import key_file
+from app.access.key_file import KeyRing, Tenant
+from app.cli import app
+
+NOW_S = 1_800_000_000.0
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "keys.json"
+    monkeypatch.setenv("KVLANE_API_KEYS_FILE", str(path))
+    monkeypatch.setenv("COLUMNS", "80")
+    return path
+
+
+def kvlane(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["keys", *arguments])
+
+
+def created(*arguments: str) -> str:
+    result = kvlane("create", *arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout.strip()
+
+
+def test_a_key_is_printed_once_and_works(path: Path) -> None:
+    token = created("--tenant", "acme", "--role", "operator", "--note", "laptop", "--days", "30")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert token.split("_", 2)[2] not in path.read_text()
+    (entry,) = key_file.read_key_file(path).keys
+    assert (entry.tenant, entry.role, entry.note) == ("acme", "operator", "laptop")
+    assert entry.expires is not None
+    found = KeyRing(key_file.read_key_file(path)).find(token, entry.expires.timestamp() - 1)
+    assert found == entry
+
+
+def test_keys_are_listed_without_their_secrets_in_80_columns(path: Path) -> None:
+    token = created("--tenant", "acme", "--note", "laptop", "--days", "30")
+    other = created("--tenant", "globex", "--role", "metrics")
+    kvlane("limit", "acme", "--requests", "8", "--tokens-per-minute", "1000000")
+    told = kvlane("list").stdout
+    for each in (token, other):
+        _, key_id, secret = each.split("_", 2)
+        assert key_id in told
+        assert secret not in told
+    assert key_file.read_key_file(path).keys[0].hash not in told
+    assert "acme    8         any     any       1000000" in told
+    assert all(len(line) <= 80 for line in told.splitlines())
+
+
+def test_a_revoked_key_is_kept_as_such(path: Path) -> None:
+    token = created("--tenant", "acme")
+    key_id = token.split("_")[1]
+    assert kvlane("revoke", key_id).exit_code == 0
+    assert KeyRing(key_file.read_key_file(path)).find(token, NOW_S) is None
+    assert "revoked" in kvlane("list").stdout
+    unknown = kvlane("revoke", "nonsense")
+    assert unknown.exit_code == 1
+    assert "kvlane keys list" in unknown.output
+
+
+def test_limits_are_changed_one_by_one_and_taken_away(path: Path) -> None:
+    created("--tenant", "acme")
+    kvlane("limit", "acme", "--requests", "8", "--tokens", "0", "--share-cache")
+    kvlane("limit", "acme", "--queue-class", "batch", "--requests-per-minute", "60")
+    expected = Tenant(
+        requests=8, tokens=0, requests_per_minute=60, queue_class="batch", share_cache=True
+    )
+    assert key_file.read_key_file(path).tenants["acme"] == expected
+    kvlane("limit", "acme", "--tokens", "-1", "--own-cache", "--queue-class", "")
+    assert key_file.read_key_file(path).tenants["acme"] == Tenant(
+        requests=8, requests_per_minute=60
+    )
+    unknown = kvlane("limit", "nobody", "--requests", "1")
+    assert unknown.exit_code == 1
+    assert "tenant 'nobody' has no key" in unknown.output
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["create", "--tenant", "a b"], "tenant"),
+        (["create", "--tenant", "a", "--role", "root"], "user, operator or metrics"),
+        (["list"], "no such file"),
+        (["revoke", "x"], "no such file"),
+        (["create", "--tenant", "a", "--file", "/none/keys.json"], "/none/keys.json"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line(arguments: list[str], reason: str) -> None:
+    result = kvlane(*arguments)
+    assert result.exit_code == 1
+    assert reason in result.output
+    assert "Traceback" not in result.output
+
+
+def test_without_a_file_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVLANE_API_KEYS_FILE", raising=False)
+    assert "set KVLANE_API_KEYS_FILE or give --file" in kvlane("list").output
+
+
+def test_a_file_that_is_not_one_of_keys_is_not_overwritten(path: Path) -> None:
+    path.write_text("[1, 2]")
+    assert kvlane("create", "--tenant", "a").exit_code == 1
+    assert path.read_text() == "[1, 2]"
+
+
+def test_keys_that_are_created_at_once_are_all_there(path: Path) -> None:
+    def create(number: int) -> None:
+        with key_file.lock_key_file(path):
+            file = key_file.read_key_file(path) if path.exists() else key_file.KeyFile()
+            key_file.write_key_file(path, file.with_key(key_file.new_key(f"t{number}").entry))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(create, range(24)))
+    assert len(key_file.read_key_file(path).keys) == 24

@@ -1,0 +1,129 @@
+"""Whatever anybody publishes to any topic, processes go on and requests are answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from typing import Any
+
+import pytest
+
+from app.engine.echo import EchoEngine
+from app.indexer import Indexer
+from app.preprocess.thread_pool import InlinePool
+from app.preprocessor import Preprocessor
+from app.router import Router
+from app.runtime.process import ProcessContext
+from app.worker import Worker
+from streams.codecs import decode
+from streams.errors import RecordError
+from streams.memory.partition_log import MemoryRecord
+from streams.ports import Entry, Unreadable
+from streams.records import Chunk
+from streams.topics import PROMPTS, REQUESTS, RESPONSES, TOPICS, partition_of
+from tests.harness.gateway_harness import CONTEXT, STEP_S, GatewayHarness, memory_settings
+from tests.harness.memory_world import MemoryWorld, run_scenario
+from tests.oddities import Oddities
+
+RECORDS = int(os.environ.get("KVLANE_TEST_ODD_RECORDS", "600"))
+SEEDS = int(os.environ.get("KVLANE_TEST_ODD_SEEDS", "3"))
+ROUNDS = 6
+
+
+class Place:
+    """One process of each kind, twice, in a world where strangers publish."""
+
+    def __init__(self, world: MemoryWorld, seed: int) -> None:
+        self.world = world
+        self.lives: list[ProcessContext] = []
+        self._odd = Oddities(seed)
+
+    def scatter(self, count: int) -> None:
+        """Publish odd records, some as the log hands out what it cannot read."""
+        broker = self.world.broker
+        for _ in range(count):
+            topic, partition, entry = self._odd.draw()
+            if partition % 29 == 0:
+                entry = entry._replace(value=Unreadable(b"the batch cannot be read"))
+            self.world.append_raw(topic, partition % broker.partitions[topic], entry)
+
+    async def begin(self, name: str) -> None:
+        """Start one process of each kind, but for the gateway."""
+        await Router(*await self._own(f"router-{name}")).start()
+        await Preprocessor(*await self._own(f"preprocessor-{name}"), InlinePool()).start()
+        await Indexer(*await self._own(f"indexer-{name}"), InlinePool()).open()
+        engine = EchoEngine(self.world.clock, STEP_S, model="demo", context_length=CONTEXT)
+        worker = f"worker-{name}"
+        await Worker(*await self._own(worker), engine, worker_id=worker).start()
+
+    async def _own(self, name: str) -> tuple[Any, Any, ProcessContext]:
+        self.lives.append(ProcessContext(name, self.world.clock, random.Random(name)))
+        return await self.world.connect(name), memory_settings(), self.lives[-1]
+
+    def answered(self) -> set[str]:
+        """Ids of requests that have run to their end."""
+        told = [whole(record) for record in self.world.all_records(RESPONSES)]
+        return {chunk.id for chunk in told if chunk is not None}
+
+    def behind(self, topic: str, group: str) -> dict[int, tuple[int, int]]:
+        """Partitions that are not committed to their end: committed, end."""
+        broker = self.world.broker
+        committed = broker.group(topic, group).committed
+        ends = {p: broker.log(topic, p).end for p in range(broker.partitions[topic])}
+        return {p: (committed.get(p, 0), e) for p, e in ends.items() if committed.get(p, 0) < e}
+
+
+def ask(world: MemoryWorld, name: str, **body: str) -> None:
+    """Publish a prompt."""
+    body = {"prompt": f"hello {name}"} | body
+    prompt = {"id": name, "kind": "completion", "body": body}
+    partition = partition_of(name.encode(), world.broker.partitions[PROMPTS])
+    world.append_raw(PROMPTS, partition, Entry(name.encode(), json.dumps(prompt).encode()))
+
+
+def whole(record: MemoryRecord) -> Chunk | None:
+    """The last Chunk of an answer."""
+    try:
+        told = decode(record)
+    except RecordError:
+        return None
+    return told if isinstance(told, Chunk) and told.finish_reason == "stop" else None
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.timeout(300)
+def test_odd_records_on_every_topic_stop_no_process(seed: int) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        place = Place(world, seed)
+        place.scatter(RECORDS // ROUNDS)
+        await place.begin("1")
+        house = await GatewayHarness.open(world)
+        await world.wait_until(lambda: "demo" in house.models())
+        for number in range(ROUNDS - 1):
+            asked = [house.complete(f"hello {n}", max_tokens=5) for n in range(5)]
+            prompts = {f"job-{number}-{n}" for n in range(5)}
+            for name in prompts:
+                ask(world, name, model="demo")
+            place.scatter(RECORDS // ROUNDS)
+            await world.wait_until(lambda due=prompts: due <= place.answered())
+            for exchange in asked:
+                answer = await exchange.wait_done()
+                assert answer.status == 200, answer.content
+            await world.sleep(10)
+            if number == ROUNDS // 2:
+                await place.begin("2")  # these read all of it again
+        await world.sleep(60)
+        lives = (*place.lives, house.life)
+        assert {life.name: life.error for life in lives if life.error is not None} == {}
+        assert not place.behind(PROMPTS, "preprocessor")
+        assert not place.behind(REQUESTS, "router")
+
+    run_scenario(scenario, lanes=4)
+
+
+def test_odd_records_are_of_every_topic_and_the_same_for_a_seed() -> None:
+    drawn, again = ([Oddities(1).draw() for _ in range(3)] for _ in range(2))
+    assert drawn == again
+    odd = Oddities(1)
+    assert {odd.draw().topic for _ in range(300)} == {t.name for t in TOPICS}

@@ -1,0 +1,69 @@
+"""What a process prints when it cannot start: what is wrong and what to do, in two lines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def failed(kind: str, **variables: str) -> list[str]:
+    """What a process logs before it ends with code 1: warnings and errors of its own."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVLANE_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "faststream", "run", f"app.{kind}:app"],
+        env=inherited | variables, capture_output=True, text=True, timeout=90, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    return [line for line in lines if not line.endswith(" starts") and " aiokafka: " not in line]
+
+
+def test_a_setting_that_cannot_work_is_named() -> None:
+    what, remedy = failed("router", KVLANE_LANES="0")
+    assert what.startswith("router cannot start: KVLANE_LANES=0: Input should be greater than")
+    assert "kvlane settings" in remedy
+
+
+def test_a_process_without_servers_says_which_variable_is_not_set() -> None:
+    what, _ = failed("router", KVLANE_BOOTSTRAP_SERVERS="")
+    assert "KVLANE_BOOTSTRAP_SERVERS is not set" in what
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_role_that_no_router_dispatches_is_refused(role: str) -> None:
+    what, remedy = failed("worker", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1", KVLANE_WORKER_ROLE=role)
+    assert f"worker fails: SettingsError: KVLANE_WORKER_ROLE={role}: only aggregated" in what
+    assert "what to do:" in remedy
+
+
+def test_a_broker_that_is_not_there_is_named() -> None:
+    what, remedy = failed("router", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1")
+    assert "router fails: BrokerUnavailable: no Kafka at 127.0.0.1:1" in what
+    assert "what to do: No broker answers. Check KVLANE_BOOTSTRAP_SERVERS" in remedy
+
+
+def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "none"
+    what, remedy = failed(
+        "worker", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1", KVLANE_MODEL_PATH=str(folder)
+    )
+    assert "worker fails: BadModel" in what
+    assert str(folder) in what
+    assert "what to do:" in remedy
+
+
+def test_an_unknown_variable_is_named_with_the_nearest_setting() -> None:
+    lines = failed("router", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1", KVLANE_WORKER_TIMEOUTS="3")
+    assert lines[0].endswith(
+        "not a setting, ignored: KVLANE_WORKER_TIMEOUTS (did you mean KVLANE_WORKER_TIMEOUT_S?)"
+    )
+    assert len([line for line in lines if "WORKER_TIMEOUTS" in line]) == 1

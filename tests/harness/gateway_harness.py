@@ -1,0 +1,145 @@
+"""A gateway harness on the log in memory, with a router and workers on demand."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from app.engine.echo import EchoEngine
+from app.engine.interface import Engine
+from app.gateway import Gateway
+from app.preprocess.thread_pool import InlinePool
+from app.router import Router
+from app.runtime.process import ProcessContext
+from app.settings import Settings
+from app.worker import Worker
+from streams.clock import Clock
+from streams.codecs import decode
+from streams.memory.memory_log import MemoryLog
+from streams.records import Cancel, End, EngineConfig, WorkerCard
+from streams.request import Request
+from streams.topics import REGISTRY, REQUESTS, RESPONSES, lane_of
+from tests.harness.http_exchange import HttpExchange
+from tests.harness.memory_world import MemoryWorld
+
+CONTEXT = 512
+STEP_S = 0.02
+NO_CACHE_DIR = "/dev/null/cache"
+"""An unusable cache folder, so that files are loaded from the log."""
+
+
+def memory_settings(**over: Any) -> Settings:
+    fields = {
+        "worker_id": "-",
+        "router_id": "-",
+        "cache_dir": NO_CACHE_DIR,
+        "status_port": None,
+    } | over
+    return Settings(**fields)
+
+
+class GatewayHarness:
+    """A gateway in a world; a router and workers are started on demand."""
+
+    def __init__(self, world: MemoryWorld, gateway: Gateway, life: ProcessContext) -> None:
+        self.world = world
+        self.gateway = gateway
+        self.life = life
+        self.workers: dict[str, tuple[MemoryLog, ProcessContext]] = {}
+
+    @staticmethod
+    async def open(
+        world: MemoryWorld, name: str = "g1", clock: Clock | None = None, **over: Any
+    ) -> GatewayHarness:
+        life = ProcessContext(name, clock or world.clock, random.Random(name))
+        rng = random.Random(f"ids of {name}")
+        gateway = Gateway(
+            await world.connect(name), memory_settings(**over), life, rng, InlinePool()
+        )
+        await gateway.open()
+        return GatewayHarness(world, gateway, life)
+
+    async def start_backend(self, model: str = "demo", **over: Any) -> Worker:
+        """Start a router and a worker; returns when the gateway knows the worker."""
+        await self.start_router(**over)
+        return await self.start_worker("w1", model, **over)
+
+    async def start_router(self, name: str = "r1", **over: Any) -> Router:
+        """A router that has started."""
+        life = ProcessContext(name, self.world.clock, random.Random(name))
+        router = Router(await self.world.connect(name), memory_settings(**over), life)
+        await router.start()
+        return router
+
+    async def start_worker(
+        self, name: str, model: str = "demo", engine: Engine | None = None, **over: Any
+    ) -> Worker:
+        """Start a worker; returns when the gateway knows it."""
+        world = self.world
+        life = ProcessContext(name, world.clock, random.Random(name))
+        if engine is None:
+            engine = EchoEngine(world.clock, STEP_S, model=model, context_length=CONTEXT)
+        log = await world.connect(name)
+        worker = Worker(log, memory_settings(**over), life, engine, worker_id=name)
+        await worker.start()
+        self.workers[name] = log, life
+        await world.wait_until(lambda: model in self.models())
+        return worker
+
+    async def kill(self, name: str) -> None:
+        """Kill a worker, as kill -9 does."""
+        log, life = self.workers.pop(name)
+        log.kill()
+        await life.cancel_tasks()
+
+    def register_worker(self, model: str = "demo", name: str = "w1", **over: Any) -> int:
+        """Register a worker that does nothing; returns its epoch."""
+        config = EngineConfig(model=model, context_length=CONTEXT)
+        fields: dict[str, Any] = {"id": name, "slot": 0, "model": model, "config": config} | over
+        key = f"worker/{name}"
+        epoch = self.world.append(REGISTRY, 0, WorkerCard(**fields), key=key)
+        self.world.append(REGISTRY, 0, WorkerCard(**fields, epoch=epoch), key=key)
+        return epoch
+
+    async def register_and_wait(self, model: str = "demo", **over: Any) -> None:
+        """Register a worker, and wait until the gateway knows it."""
+        self.register_worker(model, **over)
+        await self.world.wait_until(lambda: model in self.models())
+
+    def models(self) -> list[str]:
+        return [m.name for m in self.gateway.parts.served_models.models()]
+
+    def send(
+        self, method: str, url: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> HttpExchange:
+        return HttpExchange(self.gateway.http, method, url, body, headers)
+
+    def chat(
+        self, text: str = "hello", headers: dict[str, str] | None = None, **over: Any
+    ) -> HttpExchange:
+        body = {"model": "demo", "messages": [{"role": "user", "content": text}]} | over
+        return self.send("POST", "/v1/chat/completions", body, headers)
+
+    def complete(self, prompt: Any = "hello", **over: Any) -> HttpExchange:
+        return self.send("POST", "/v1/completions", {"model": "demo", "prompt": prompt} | over)
+
+    async def published(self, count: int = 1) -> list[Request]:
+        """The requests on the log, once there are `count`."""
+        await self.world.wait_until(lambda: len(self.requests()) >= count)
+        return self.requests()
+
+    async def cancelled(self, count: int = 1) -> list[str]:
+        """The cancelled ids, once there are `count`."""
+        await self.world.wait_until(lambda: len(self.cancels()) >= count)
+        return [cancel.id for cancel in self.cancels()]
+
+    def end_request(self, request_id: str, code: str, **over: Any) -> None:
+        """A router ends a request."""
+        lane = lane_of(request_id, self.world.lanes)
+        self.world.append(RESPONSES, lane, End(id=request_id, code=code, **over), key=request_id)
+
+    def requests(self) -> list[Request]:
+        return [r for r in map(decode, self.world.all_records(REQUESTS)) if isinstance(r, Request)]
+
+    def cancels(self) -> list[Cancel]:
+        return [r for r in map(decode, self.world.all_records(REQUESTS)) if isinstance(r, Cancel)]

@@ -1,0 +1,123 @@
+"""A small world for tests: the log in memory, in virtual time.
+
+A scenario is an async function of one `MemoryWorld`; `scenario_test` makes a test of it. Time
+passes only where everything waits, so waits cost nothing and every run is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from app.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
+from streams.codecs import AnyRecord, encode
+from streams.memory.broker_faults import AppendFate, BrokerFaults, Operation
+from streams.memory.memory_broker import MemoryBroker
+from streams.memory.memory_log import MemoryLog
+from streams.memory.partition_log import MemoryRecord
+from streams.ports import Entry
+from streams.topics import partition_of
+
+Scenario = Callable[["MemoryWorld"], Coroutine[Any, Any, Any]]
+
+
+class ScriptedFaults(BrokerFaults):
+    """Faults listed by the test: fates of the next appends, failing and slow operations."""
+
+    def __init__(self) -> None:
+        self.fates: dict[str, deque[AppendFate]] = {}
+        self.unanswered: set[Operation] = set()
+        self.asked: list[Operation] = []
+        self.slow: dict[Operation, float] = {}
+        self.late = 0.0
+        self.departures = 0
+        """Number of appends that leave their process before it is killed."""
+
+    def next_fates(self, topic: str, *fates: AppendFate) -> None:
+        self.fates.setdefault(topic, deque()).extend(fates)
+
+    def fate(self, client: str, topic: str, partition: int) -> AppendFate:
+        fates = self.fates.get(topic)
+        return fates.popleft() if fates else AppendFate.KEPT
+
+    def late_s(self, client: str) -> float:
+        return self.late
+
+    def departed(self, client: str) -> bool:
+        self.departures -= 1
+        return self.departures >= 0
+
+    def answered(self, client: str, operation: Operation) -> bool:
+        self.asked.append(operation)
+        return operation not in self.unanswered
+
+    def latency_s(self, client: str, operation: Operation) -> float:
+        return self.slow.get(operation, 0.0)
+
+    def answer_s(self, client: str, operation: Operation) -> float:
+        return self.slow.get(operation, 0.0)
+
+
+class MemoryWorld:
+    """A broker with `lanes` lanes, and a clock; spawned tasks end with the scenario."""
+
+    def __init__(self, loop: VirtualLoop, lanes: int = 2) -> None:
+        self.clock = VirtualClock(loop)
+        self.faults = ScriptedFaults()
+        self.broker = MemoryBroker(self.clock, lanes=lanes, faults=self.faults)
+        self.lanes = lanes
+
+    async def connect(self, client: str = "client") -> MemoryLog:
+        log = MemoryLog(self.broker, client)
+        await log.start()
+        return log
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.get_running_loop().create_task(work)
+
+    async def sleep(self, seconds: float) -> None:
+        await self.clock.sleep(seconds)
+
+    async def wait_until(self, condition: Callable[[], bool], within_s: float = 60.0) -> None:
+        deadline = self.clock.now() + within_s
+        while not condition():
+            assert self.clock.now() < deadline, "it never came true"
+            await self.clock.sleep(0.01)
+
+    def append(self, topic: str, partition: int, *records: AnyRecord, key: str = "k") -> int:
+        """Append directly, without clients and faults; returns the offset of the first record."""
+        entries = [encode(record, key) for record in records]
+        return self.broker.append(topic, partition, entries).offset
+
+    def append_raw(self, topic: str, partition: int, *entries: Entry) -> int:
+        return self.broker.append(topic, partition, entries).offset
+
+    def records(
+        self, topic: str, partition: int | None = None, key: str = ""
+    ) -> list[MemoryRecord]:
+        """The records of a partition: the given one, or that of a key."""
+        if partition is None:
+            partition = partition_of(key.encode(), self.broker.partitions[topic])
+        return list(self.broker.records(topic, partition))
+
+    def all_records(self, topic: str) -> list[MemoryRecord]:
+        count = self.broker.partitions[topic]
+        return [r for p in range(count) for r in self.broker.records(topic, p)]
+
+
+def run_scenario(scenario: Scenario, lanes: int = 2) -> None:
+    """Run a scenario in a new world."""
+    run_virtual(lambda loop: scenario(MemoryWorld(loop, lanes)))
+
+
+def scenario_test(scenario: Scenario) -> Callable[[], None]:
+    """The test of a scenario."""
+
+    def test() -> None:
+        run_scenario(scenario)
+
+    test.__name__ = scenario.__name__
+    test.__doc__ = scenario.__doc__
+    return test

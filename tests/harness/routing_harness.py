@@ -1,0 +1,127 @@
+"""A routing harness: router state set up worker by worker, and the record of a decision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from app.routing.selection.decision import Decision, Placement, RoutingConfig, RoutingState
+from app.routing.selection.eligibility import CandidatePools
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.select import select_worker
+from app.routing.state.active_load import ActiveLoad, WorkerLoad
+from app.routing.state.fleet import Fleet
+from app.routing.state.kv_index import KvIndexView
+from app.routing.worker_rank import WorkerRank
+from indexer.block_keys import derive_secret, prompt_keys
+from indexer.events import CacheEvent, EventKind, Tier, encode_events
+from streams.codecs import pack_tokens
+from streams.ports import Partition
+from streams.records import (
+    Assigned,
+    Blocks,
+    EngineConfig,
+    Heartbeat,
+    LogRecord,
+    RequestOffset,
+    WorkerCard,
+)
+from streams.request import Hints, Request
+
+NOW_MS = 2000
+TIMEOUT_MS = 5000
+SECRET = derive_secret(b"test")
+REGISTRY, EVENTS = Partition("registry", 0), Partition("kv-events", 0)
+TOKENS = pack_tokens(list(range(160)))  # ten blocks of 16
+
+
+class RoutingHarness:
+    """Router state that a test sets up worker by worker; a worker's epoch is its number."""
+
+    def __init__(self) -> None:
+        self.fleet, self.index = Fleet(), KvIndexView(SECRET)
+        self.told, self.own = ActiveLoad(), ActiveLoad()
+        self.pools = CandidatePools(self.fleet, TIMEOUT_MS)
+        self.fleet.apply(REGISTRY, [], 100)
+        self.epochs: dict[str, int] = {}
+
+    def worker(self, name: str, block_size: int = 16, **over: Any) -> str:
+        epoch = self.epochs[name] = len(self.epochs)
+        engine = over.pop("engine", {})
+        config = EngineConfig(model="m", kv_cache_block_size=block_size, **engine)
+        card = {"id": name, "slot": 0, "model": "m", "config": config, "epoch": epoch}
+        self.registry(WorkerCard(**(card | over)))
+        self.send_heartbeat(name)
+        return name
+
+    def registry(self, record: Any) -> None:
+        position = self.fleet.position(REGISTRY) or 0
+        self.fleet.apply(REGISTRY, [LogRecord(position, 0, record)], position + 1)
+
+    def event(self, record: Any, at_ms: int = 1500) -> None:
+        for fold in (self.fleet, self.index):
+            position = fold.position(EVENTS) or 0
+            fold.apply(EVENTS, [LogRecord(position, at_ms, record)], position + 1)
+
+    def send_heartbeat(self, name: str, at_ms: int = 1500, **over: Any) -> None:
+        fields = {"worker": name, "epoch": self.epochs[name], "slot_offset": 0} | over
+        self.event(Heartbeat(**fields), at_ms)
+
+    def add_blocks(
+        self, name: str, blocks: int, tier: Tier = Tier.DEVICE, rank: int = 0, **over: Any
+    ) -> None:
+        """Put the first blocks of the prompt into a worker's cache."""
+        local = PromptHashes(Request(id="-", token_ids=TOKENS, **over)).local_hashes(16)[:blocks]
+        keys = prompt_keys(local, SECRET).tolist()
+        columns = encode_events([CacheEvent(EventKind.STORED, tier, 0, tuple(keys))])
+        self.event(Blocks(worker=name, epoch=self.epochs[name], first_event_id=0, rank=rank,
+                          hash_fingerprint=SECRET.fingerprint, **columns._asdict()))  # fmt: skip
+
+    def add_load(
+        self, name: str, tokens: int, prefill: int = 0, rank: int = 0, since_ms: int | None = None
+    ) -> None:
+        """Add a run; with `since_ms` it has been waiting for its first token since then."""
+        waiting = () if since_ms is None else (1, since_ms)
+        self.told.add(
+            WorkerRank(name, self.epochs[name], rank), WorkerLoad(1, tokens, prefill, *waiting)
+        )
+
+    def plan(
+        self, tuning: RoutingConfig | str = "dynamo", seed: int = 1, now_ms: int = NOW_MS,
+        request: Request | None = None, known: dict[str, Any] | None = None, **over: Any,
+    ) -> Decision:  # fmt: skip
+        """`known`: what else is in the view; `over`: arguments of `select_worker`."""
+        base = RoutingState(self.fleet, self.pools, self.index, self.told, self.own, now_ms)
+        view = replace(base, **known or {})
+        tuning = RoutingConfig(tuning) if isinstance(tuning, str) else tuning
+        request = request or Request(id="a", model="m", token_ids=TOKENS)
+        return select_worker(PromptHashes(request), view, tuning, seed=seed, **over)
+
+    def chosen(self, *args: Any, **over: Any) -> Placement:
+        planned = self.plan(*args, **over)
+        assert isinstance(planned, Placement), planned
+        return planned
+
+    def plan_hints(self, **over: Any) -> Decision:
+        """Plan a request with hints."""
+        request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(**over))
+        return self.plan(request=request)
+
+
+def to_assigned(decision: Placement, **over: Any) -> Assigned:
+    """The ledger record of a decision."""
+    worker, epoch, rank = decision.worker_rank
+    fields = {"origin": RequestOffset(topic="requests", partition=0, offset=0), "responses_from": 0}
+    fields |= {"id": "a", "attempt": 0, "phase": "aggregated", "deadline_ms": 0}
+    fields |= {
+        "candidates": decision.candidates,
+        "cached_tokens_predicted": decision.cached_tokens,
+        "prefill_tokens": decision.prefill_tokens,
+        "ttft_ms_predicted": decision.forecast.ttft_ms,
+    }
+    return Assigned(
+        worker=worker, epoch=epoch, rank=rank, prompt_tokens=decision.tokens,
+        policy=decision.policy, params=decision.params, seed=decision.seed,
+        block_size=decision.block_size, **(fields | over),
+    )  # fmt: skip

@@ -1,0 +1,208 @@
+"""A stranger publishes odd records to every topic of a real broker while requests run.
+
+Beside what `tests/oddities.py` makes up: names of headers that are not UTF-8, all compressions,
+and batches that decompress to far more than they should. Every request is answered with what the
+engine says, no process ends, and none grows. `KVLANE_TEST_ODD_RECORDS=20000` for the long form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.record.util import calc_crc32c
+
+from app.local.processes import free_port
+from app.settings import Settings
+from streams.brokers.broker_factory import Broker
+from streams.kafka import provision
+from streams.kafka.kafka_log import KafkaLog
+from streams.topics import TOPICS
+from tests.deployments import Deployment, Part
+from tests.harness.http_and_kafka_clients import DeploymentClients
+from tests.harness.topic_cleanup import delete_topics
+from tests.oddities import Oddities
+
+log = logging.getLogger(__name__)
+
+RECORDS = int(os.environ.get("KVLANE_TEST_ODD_RECORDS", "2000"))
+REQUESTS = max(30, RECORDS // 100)
+WARM = 0.3
+"""Of the records and requests, before memory is measured for the first time."""
+GROWTH_BYTES = 20 * 1024 * 1024
+LANES = 4
+IN_A_BATCH = 10
+BOMB_EVERY = 50  # batches
+BOMB_BYTES = 64 * 1024 * 1024
+NAME = "a name to break"
+PARTS = ("worker", "worker", "router", "preprocessor", "indexer", "gateway")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+
+class Stranger:
+    """Publishes batches whose bytes are its own."""
+
+    def __init__(self, producer: AIOKafkaProducer, prefix: str, counts: dict[str, int]) -> None:
+        self._producer = producer
+        self._prefix = prefix
+        self._counts = counts
+        self._odd = Oddities(7)
+        self._random = random.Random(7)
+        self._batches = 0
+        self.published = 0
+        self.refused = 0
+
+    async def publish(self, count: int) -> None:
+        """So many records; what the broker does not take is counted."""
+        until = self.published + count
+        while self.published < until:
+            topic = self._random.choice(TOPICS)
+            partition = self._random.randrange(self._counts[topic.name])
+            try:
+                await self._send(topic.name, partition)
+            except Exception:  # noqa: BLE001  # a record that the broker refuses harms nothing
+                self.refused += 1
+            await asyncio.sleep(0)
+
+    async def _send(self, topic: str, partition: int) -> None:
+        self._batches += 1
+        codec = self._random.randrange(5)
+        if self._batches % BOMB_EVERY == 0:
+            entries: list[tuple[Any, ...]] = [(b"odd-1", bytes(BOMB_BYTES), [("t", b"Request")])]
+            codec = 1 + self._batches // BOMB_EVERY % 4
+        else:
+            entries = [(e.key, e.value, list(e.headers)) for e in self._entries(topic)]
+        making = DefaultRecordBatchBuilder(2, codec, 0, -1, -1, -1, 1 << 30)
+        for number, (key, value, headers) in enumerate(entries):
+            making.append(number, 1000, key, value, headers)
+        batch = self._producer.create_batch()
+        for _ in entries:
+            batch.append(key=None, value=b"", timestamp=None)
+        batch.close()
+        batch._buffer = _broken(bytearray(making.build()))
+        self.published += len(entries)
+        sent = await self._producer.send_batch(batch, self._prefix + topic, partition=partition)
+        await sent
+
+    def _entries(self, topic: str) -> list[Any]:
+        odd = [self._odd.draw(topic).entry for _ in range(IN_A_BATCH)]
+        if self._random.random() < 0.3:
+            odd[0] = odd[0]._replace(headers=((NAME, b"1"), *odd[0].headers))
+        keyed = {
+            "registry",
+            "artifacts",
+        }  # a broker takes no record without a key where it compacts
+        return [e._replace(key=e.key or b"odd") if topic in keyed else e for e in odd]
+
+
+def _broken(data: bytearray) -> bytes:
+    """The batch, with a name of a header that is no UTF-8 in place of the marker."""
+    at = data.find(NAME.encode())
+    if at >= 0:
+        data[at : at + len(NAME)] = b"\xff" * len(NAME)
+        data[17:21] = struct.pack(">I", calc_crc32c(bytes(data[21:])))
+    return bytes(data)
+
+
+@asynccontextmanager
+async def opened(
+    kafka: Broker, cache: Path
+) -> AsyncIterator[tuple[Deployment, DeploymentClients, Stranger]]:
+    prefix, port = f"odd{random.randbytes(4).hex()}.", free_port()
+    common: dict[str, Any] = {
+        "bootstrap_servers": kafka.bootstrap_servers,
+        "topic_prefix": prefix,
+        "lanes": LANES,
+        "cache_dir": cache,
+        "max_attempts": 10,
+        "worker_timeout_s": 10,
+        "session_timeout_ms": 10000,
+    }
+    own: dict[str, dict[str, Any]] = {
+        "gateway": {"http_port": port},
+        "indexer": {"indexer_port": free_port()},
+    }
+    parts = [Part(f"{kind}-{n}", kind, own.get(kind, {})) for n, kind in enumerate(PARTS)]
+    settings = Settings(**common)
+    log = KafkaLog(settings.kafka_connection("users"), prefix=prefix)
+    await log.start()
+    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.bootstrap_servers, max_request_size=1 << 26)
+    await producer.start()
+    deployment = Deployment(parts, common)
+    users = DeploymentClients(log, settings, (f"http://127.0.0.1:{port}",))
+    try:
+        deployment.start(*deployment.names)
+        await deployment.ready(*deployment.names)
+        await users.judge.load()
+        await users.wait_model()
+        counts = {topic.name: await log.partitions(topic.name) for topic in TOPICS}
+        async with users.client:
+            yield deployment, users, Stranger(producer, prefix, counts)
+    finally:
+        deployment.close()
+        await producer.stop()
+        for client in users.openai:
+            await client.close()
+        await log.close()
+        await delete_topics(kafka.bootstrap_servers, prefix)
+
+
+async def ask(users: DeploymentClients, count: int) -> None:
+    """Every second one over HTTP, the others on Kafka; each answer is what the engine says."""
+    asked = []
+    for number in range(count):
+        body = {"model": "demo", "prompt": f"Tell me about {number}.", "max_tokens": 12}
+        if number % 2:
+            one = await users.judge.expect_answer("", "completion", body)
+            await users.complete(0, "completion", body, one)
+        else:
+            one = await users.publish("completion", body)
+            await users.read(one)
+        asked.append(one)
+    wrong = [(a.id, a.finish_reason) for a in asked if not a.is_correct]
+    assert not wrong, f"{len(wrong)} of {count}: {wrong[:5]}"
+
+
+def resident(deployment: Deployment) -> dict[str, int]:
+    """Bytes of each process."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return {
+        name: page * int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+        for name, process in sorted(deployment._running.items())
+    }
+
+
+async def test_requests_are_answered_and_no_process_ends_or_grows(
+    kafka: Broker, tmp_path: Path
+) -> None:
+    async with opened(kafka, tmp_path) as (deployment, users, stranger):
+        await ask(users, 4)
+        first = resident(deployment)
+        measured = []
+        for share in (WARM, 1 - WARM):
+            await asyncio.gather(
+                stranger.publish(int(RECORDS * share)), ask(users, int(REQUESTS * share))
+            )
+            await ask(users, 4)  # behind all that was published
+            deployment.check()
+            measured.append(resident(deployment))
+        # Shown by `--log-cli-level=WARNING`.
+        log.warning("%d records, %d batches refused", stranger.published, stranger.refused)
+        for name, size in measured[-1].items():
+            sizes = (first[name], measured[0][name], size)
+            log.warning("%s: %s MB", name, " ".join(f"{each / 2**20:.1f}" for each in sizes))
+        assert stranger.published >= RECORDS
+        grown = {n: size - measured[0][n] for n, size in measured[-1].items()}
+        assert max(grown.values()) <= GROWTH_BYTES, grown

@@ -1,0 +1,609 @@
+"""Mutations for mutation testing: each disables one rule of the real code while it is applied.
+
+A simulation that passes without a rule does not check it. So every rule of the delivery guarantees
+has a mutation here, and the tests require that the simulation detects it: alone, or together with
+the rule that masks its loss, which is named with the reason.
+
+A mutation replaces attributes of real modules and classes; the product has no code for it.
+
+    python -m tests.simulation.mutations NAME[+NAME] SEED     the history of a seed without rules
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
+
+import msgspec
+
+from app import preprocessor, worker
+from app.http.openai import active_streams, stream_resume
+from app.lanes import dispatch, owner, shared_scan, termination
+from app.routing import reconcile
+from app.routing.selection import eligibility
+from app.routing.selection.decision import Rejection
+from app.routing.state import ledger
+from app.serving import chunk_writer, registration, run_queue
+from app.testing.seed_simulation import simulate_seed
+from streams import record_publisher
+from streams.clock import BrokerClock
+from streams.errors import AppendFailed, BrokerUnavailable, RecordError, RecordTooLarge
+from streams.ports import Appended, Partition
+from streams.reading import group_consumer, range_reader
+from streams.records import (
+    Blocks,
+    Cancel,
+    Chunk,
+    EndCode,
+    Ended,
+    Fence,
+    Fencing,
+    Finished,
+    Started,
+)
+from streams.responses import reply_reader, transcript
+from streams.snapshots import snapshot_writer
+from streams.topics import RESPONSES
+
+Replacement = tuple[object, str, Any]
+"""The owner of an attribute, its name, and the replacement."""
+
+
+class MaskingRule(NamedTuple):
+    """Why the loss of a rule has no visible effect as long as another one (`by`) holds."""
+
+    by: str
+    because: str
+
+
+class Mutation(NamedTuple):
+    """One disabled rule. A covered one has to be detected together with its cover.
+
+    `expected_kinds`: kinds of problems that follow from the loss of this rule, as a verdict names
+    them, separated by spaces. Others do not count: a faulty mutation causes them, too.
+    `take_overs`: only a world with frequent lane take-overs shows it often enough.
+    """
+
+    name: str
+    expected_kinds: str
+    rule: str
+    replacements: Callable[[], Iterable[Replacement]]
+    covered: MaskingRule | None = None
+    take_overs: bool = False
+
+    @property
+    def to_detect(self) -> str:
+        """The mutations to apply: this one alone, or together with its cover."""
+        return f"{self.name}+{self.covered.by}" if self.covered else self.name
+
+
+def needs_take_overs(names: str) -> bool:
+    """Whether these mutations need worlds with frequent take-overs (see `simulate_seed`)."""
+    return any(MUTATIONS[name].take_overs for name in filter(None, names.split("+")))
+
+
+@contextmanager
+def apply_mutations(names: str) -> Iterator[None]:
+    """Apply these mutations (names joined by "+") inside the block. Raises KeyError."""
+    with ExitStack() as stack:
+        for name in filter(None, names.split("+")):
+            for owner, attribute, replacement in MUTATIONS[name].replacements():
+                original = getattr(owner, attribute, _MISSING)
+                if isinstance(owner, type):
+                    original = owner.__dict__[attribute]
+                setattr(owner, attribute, replacement)
+                stack.callback(_restore, owner, attribute, original)
+        yield
+
+
+_MISSING = object()
+
+
+def _restore(owner: object, attribute: str, original: object) -> None:
+    if original is _MISSING:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, original)
+
+
+# --- obligations ---------------------------------------------------------------------------------
+
+
+def _only_on_change() -> Iterator[Replacement]:
+    def check(*_: Any) -> None:
+        pass
+
+    for name in ("reconcile_all", "reconcile_due", "reconcile_unlisted"):
+        yield owner.LaneOwner, name, check
+
+
+def _newest_run_speaks() -> Iterator[Replacement]:
+    def speaking(story: ledger.RequestState) -> list[tuple[ledger.RunId, ledger.RunStatus]]:
+        return list(story.runs.items())[-1:]
+
+    def over(story: ledger.RequestState) -> bool:
+        states = [run.state for _, run in speaking(story)]
+        return bool(story.ended) or (bool(states) and states[0] not in ledger.OPEN | ledger.FAILED)
+
+    yield reconcile, "_current_runs", speaking
+    yield ledger.RequestState, "is_finished", property(over)
+
+
+def _nobody_looks_for_missing_runs() -> Iterator[Replacement]:
+    def looks_missing(*_: Any) -> bool:
+        return False
+
+    yield reconcile, "_looks_missing", looks_missing
+
+
+def _refusals_count_as_failures() -> Iterator[Replacement]:
+    yield ledger, "NOT_COUNTED_AS_FAILURE", frozenset()
+
+
+def _cancel_done_when_read() -> Iterator[Replacement]:
+    original = owner.LaneOwner._take
+
+    async def take(self: Any, fact: Any) -> None:
+        if isinstance(fact.record, Cancel):
+            self.claim.mark_done(fact.offset)
+        await original(self, fact)
+
+    yield owner.LaneOwner, "_take", take
+
+
+# --- the order of appends ------------------------------------------------------------------------
+
+
+def _not_written(kind: type) -> Iterator[Replacement]:
+    """Records of this kind count as appended at the present end of the log, but are not."""
+    original = record_publisher.RecordPublisher.publish
+
+    async def persist(
+        self: Any, topic: str, key: str, record: Any, partition: int | None = None, **options: Any
+    ) -> Appended:
+        if not isinstance(record, kind):
+            return await original(self, topic, key, record, partition, **options)
+        where = partition or 0
+        while True:
+            try:
+                end = (await self._log.end_offsets(topic, [where]))[where]
+                return Appended(where, max(end - 1, 0), 0)
+            except BrokerUnavailable:
+                await self._clock.sleep(0.5)
+
+    yield record_publisher.RecordPublisher, "publish", persist
+
+
+def _fence_without_fencing() -> Iterator[Replacement]:
+    return _not_written(Fencing)
+
+
+def _no_fence() -> Iterator[Replacement]:
+    return _not_written(Fence)
+
+
+def _no_started() -> Iterator[Replacement]:
+    return _not_written(Started)
+
+
+def _sent_once(kind: type) -> Iterator[Replacement]:
+    """Records of this kind are not sent again when they are not acknowledged."""
+    original = record_publisher.RecordPublisher.publish
+
+    async def persist(
+        self: Any, topic: str, key: str, record: Any, partition: int | None = None, **options: Any
+    ) -> Appended:
+        if not isinstance(record, kind):
+            return await original(self, topic, key, record, partition, **options)
+        try:
+            return await self.publish_once(topic, key, record, partition)  # type: ignore[no-any-return]
+        except AppendFailed:
+            return Appended(0, 0, 0)
+
+    yield record_publisher.RecordPublisher, "publish", persist
+
+
+def _finished_once() -> Iterator[Replacement]:
+    return _sent_once(Finished)
+
+
+def _cache_events_once() -> Iterator[Replacement]:
+    return _sent_once(Blocks)
+
+
+def _ended_before_end() -> Iterator[Replacement]:
+    original = termination.RequestTermination.end
+
+    async def end(self: Any, request_id: str, code: EndCode, *more: Any, **options: Any) -> None:
+        await self.write_terminal(request_id, code)
+        await original(self, request_id, code, *more, **options)
+
+    yield termination.RequestTermination, "end", end
+
+
+def _no_barrier_on_take_over() -> Iterator[Replacement]:
+    async def begin(self: Any) -> None:
+        lane = Partition(RESPONSES, self.claim.partition)
+        self._context.response_end_offsets[lane.partition] = await self._context.end_offset(lane)
+        self.serving = True
+        self._context.resume(self.claim)
+        self.reconcile_all()
+
+    yield owner.LaneOwner, "_begin", begin
+
+
+def _commit_early() -> Iterator[Replacement]:
+    yield group_consumer.PartitionClaim, "low_water", property(lambda self: self.position)
+
+
+def _highest_responses_from() -> Iterator[Replacement]:
+    yield ledger, "min", max  # the module's name for the lower of two offsets
+
+
+def _started_is_not_knowledge() -> Iterator[Replacement]:
+    original = ledger._fold
+
+    def fold(story: ledger.RequestState, record: Any, *more: Any) -> None:
+        unknown = story.origin is None
+        original(story, record, *more)
+        if unknown and isinstance(record, Started):
+            story.origin = None
+
+    yield ledger, "_fold", fold
+
+
+def _late_records_open_old_attempts() -> Iterator[Replacement]:
+    original = ledger._fold
+
+    def fold(story: ledger.RequestState, record: Any, at_ms: int, burdens: Any) -> None:
+        original(story, record, at_ms, burdens)
+        old = not isinstance(record, Ended | Fencing) and record.attempt < story.attempt
+        if old and not story.ended:
+            ledger._fold_run(story, record, at_ms, burdens)
+
+    yield ledger, "_fold", fold
+
+
+def _gather_past_the_first_fence() -> Iterator[Replacement]:
+    class Past(transcript.Transcript):
+        """Applies the Fences of earlier attempts, and reads on past the one to stop at."""
+
+        def apply(self, record: Any) -> Any:
+            until = self._until
+            is_past = isinstance(record, Fence) and until is not None and record.attempt >= until
+            return None if is_past else super().apply(record)
+
+    yield shared_scan, "Transcript", Past
+
+
+# --- workers -------------------------------------------------------------------------------------
+
+
+def _finished_before_the_last_ack() -> Iterator[Replacement]:
+    abandon = chunk_writer.ChunkStream.discard
+
+    async def finish(self: Any, last: chunk_writer.FinalChunk, text: str = "") -> None:
+        self._text += text
+        self._last = last
+        self.sent_off = True
+        if self._released:
+            self._writer.wake(self)
+
+    def keep(self: Any) -> None:
+        if not hasattr(self, "sent_off"):
+            abandon(self)
+
+    yield chunk_writer.ChunkStream, "finish", finish
+    yield chunk_writer.ChunkStream, "discard", keep
+
+
+def _go_on_after_a_lost_chunk() -> Iterator[Replacement]:
+    async def append(self: Any, batch: Any) -> None:
+        if not batch:
+            return
+        records = [(stream.request_id, chunk) for stream, chunk in batch]
+        with suppress(AppendFailed, RecordTooLarge):
+            await self._outbox.publish_batch_once(RESPONSES, self._lane, records)
+        for stream, chunk in batch:
+            stream.on_acknowledged(chunk)
+
+    yield chunk_writer._LaneWriter, "_append", append
+
+
+def _last_words_when_lost() -> Iterator[Replacement]:
+    def drop(self: Any) -> None:
+        for run in self._open.values():
+            run.context.cancel()
+
+    yield run_queue.RunQueue, "discard_all", drop
+
+
+def _card_before_slot_position() -> Iterator[Replacement]:
+    begin = worker.Worker._start_epoch
+
+    async def start_epoch(self: Any, until: float | None = None) -> None:
+        await begin(self, until)
+        if not self._loops:  # the first life: the slot is not read yet
+            self._slot_offset = await worker.end_offset_of(self._log, self._clock, self._slot)
+
+    yield worker.Worker, "_start_epoch", start_epoch
+
+
+def _epoch_used_again() -> Iterator[Replacement]:
+    original = registration.Registration.begin_epoch
+
+    async def begin(self: Any, until: float | None = None) -> int:
+        if self.card.epoch is None:
+            return await original(self, until)
+        await self.rewrite_card(until)
+        return self.epoch  # type: ignore[no-any-return]
+
+    yield registration.Registration, "begin_epoch", begin
+
+
+# --- time and outages ----------------------------------------------------------------------------
+
+
+def _own_clock() -> Iterator[Replacement]:
+    def now_ms(self: Any) -> int:
+        return self._clock.wall_ms()  # type: ignore[no-any-return]
+
+    yield BrokerClock, "now_ms", now_ms
+
+
+def _ask_once() -> Iterator[Replacement]:
+    async def ask(_: Any, question: Any, *__: Any, **___: Any) -> Any:
+        return await question()
+
+    for asker in (range_reader, active_streams):
+        yield asker, "retry_while_unavailable", ask
+
+
+# --- the edge ------------------------------------------------------------------------------------
+
+
+def _commit_prompts_early() -> Iterator[Replacement]:
+    original = preprocessor.Preprocessor.publish_requests
+
+    async def handle(self: Any, records: Any) -> None:
+        self._life.spawn("handling", original(self, list(records)))
+
+    yield preprocessor.Preprocessor, "publish_requests", handle
+
+
+def _prompts_are_refused() -> Iterator[Replacement]:
+    def excess(self: Any, _: Any, wanted: Any, __: Any) -> Any:
+        crowded = self._context.scheduler.is_queue_full(wanted)
+        return Rejection("queue_full", "as over HTTP") if crowded else None
+
+    yield dispatch.Dispatcher, "_excess", excess
+
+
+def _prompts_paused_for_ever() -> Iterator[Replacement]:
+    def resume(self: Any) -> None:
+        self._is_paused = False
+
+    yield preprocessor.Preprocessor, "_resume", resume
+
+
+def _answers_from_their_beginning() -> Iterator[Replacement]:
+    yield stream_resume, "_position", lambda _: 0
+
+
+def _answers_from_now_on() -> Iterator[Replacement]:
+    async def attach(self: Any, request_id: str, **_: Any) -> Any:
+        return await self.subscribe(request_id)
+
+    yield reply_reader.ReplyReader, "attach", attach
+
+
+def _any_model() -> Iterator[Replacement]:
+    make = eligibility.CandidatePools._make
+
+    def pool(self: Any, _: str, *more: Any) -> Any:
+        return make(self, "", *more)
+
+    yield eligibility.CandidatePools, "_make", pool
+
+
+def _any_lane() -> Iterator[Replacement]:
+    received = owner.LaneOwner.on_request_record
+
+    def take(self: Any, fact: Any) -> None:
+        try:
+            received(self, fact)
+        except RecordError:
+            self.claim.mark_done(fact.offset)
+
+    yield owner.LaneOwner, "on_request_record", take
+
+
+def _no_objections() -> Iterator[Replacement]:
+    yield owner, "_objection", lambda _: ""
+
+
+# --- caches --------------------------------------------------------------------------------------
+
+
+def _snapshot_ahead_of_its_state() -> Iterator[Replacement]:
+    original: Any = vars(snapshot_writer)["capture"]
+
+    def take(fold: Any, source: Partition) -> Any:
+        taken = original(fold, source)
+        position = taken.header.position + 5
+        return taken._replace(header=msgspec.structs.replace(taken.header, position=position))
+
+    yield snapshot_writer, "capture", take
+
+
+# --- readers -------------------------------------------------------------------------------------
+
+
+def _zombies_are_believed() -> Iterator[Replacement]:
+    original = transcript.Transcript.apply
+
+    def feed(self: Any, record: Any) -> Any:
+        if isinstance(record, Chunk) and record.attempt < self.attempt:
+            record = msgspec.structs.replace(record, attempt=self.attempt)
+        return original(self, record)
+
+    yield transcript.Transcript, "apply", feed
+
+
+MUTATIONS: dict[str, Mutation] = {
+    m.name: m
+    for m in (
+        Mutation("edge", "open hanging", "level-triggered reconciliation", _only_on_change),
+        Mutation(
+            "newest-run",
+            "load",
+            "reconciliation of each run",
+            _newest_run_speaks,
+            MaskingRule(
+                "no-barrier",
+                "an attempt has two runs only where two routers decided it, and a "
+                "router that reads the ledger before it serves knows the first decision",
+            ),
+            take_overs=True,
+        ),
+        Mutation(
+            "no-verify",
+            "open hanging",
+            "looking for runs that are missing",
+            _nobody_looks_for_missing_runs,
+        ),
+        Mutation("count-refusals", "causeless", "free worker_full", _refusals_count_as_failures),
+        Mutation(
+            "cancel-early",
+            "open hanging job",
+            "Cancel done after its Ended",
+            _cancel_done_when_read,
+        ),
+        Mutation("no-fencing", "StepLimitExceeded", "Fencing before Fence", _fence_without_fencing),
+        Mutation("no-fence", "hanging", "Fence before gathering", _no_fence),
+        Mutation(
+            "no-started", "hanging", "Started before the first Chunk", _no_started, take_overs=True
+        ),
+        Mutation(
+            "started-unknown",
+            "hanging",
+            "a Started alone makes its id known",
+            _started_is_not_knowledge,
+            take_overs=True,
+        ),
+        Mutation(
+            "finished-once",
+            "open hanging",
+            "Finished until acknowledged",
+            _finished_once,
+            MaskingRule(
+                "no-verify", "a run whose end was lost is missing from its worker's heartbeat"
+            ),
+        ),
+        Mutation("ended-first", "hanging", "End before Ended", _ended_before_end),
+        Mutation(
+            "no-barrier",
+            "load",
+            "reading the ledger to its end on take-over",
+            _no_barrier_on_take_over,
+            MaskingRule(
+                "newest-run", "a request decided twice has twin runs, and each is reconciled"
+            ),
+            take_overs=True,
+        ),
+        Mutation("commit-early", "hanging", "low-water commits", _commit_early),
+        Mutation(
+            "highest-from",
+            "hanging",
+            "the lowest responses_from",
+            _highest_responses_from,
+            MaskingRule("no-barrier", "as for newest-run: one decision has one responses_from"),
+            take_overs=True,
+        ),
+        Mutation(
+            "old-attempts",
+            "StepLimitExceeded open",
+            "nothing opens below an attempt",
+            _late_records_open_old_attempts,
+        ),
+        Mutation(
+            "past-fence",
+            "hanging hole",
+            "gathering to the first Fence",
+            _gather_past_the_first_fence,
+        ),
+        Mutation(
+            "finished-early",
+            "hanging",
+            "Finished after the last ack",
+            _finished_before_the_last_ack,
+        ),
+        Mutation(
+            "go-on", "hole hanging", "fail-stop after a lost Chunk", _go_on_after_a_lost_chunk
+        ),
+        Mutation(
+            "last-words", "causeless", "no records after one's own Lost", _last_words_when_lost
+        ),
+        Mutation(
+            "card-first",
+            "open hanging",
+            "slot position before the card",
+            _card_before_slot_position,
+            MaskingRule(
+                "no-verify", "an assignment that was skipped is found as one that never starts"
+            ),
+        ),
+        Mutation(
+            "same-epoch",
+            "StepLimitExceeded",
+            "a new epoch for each registration",
+            _epoch_used_again,
+        ),
+        Mutation(
+            "zombies", "hanging hole", "skipping Chunks of lower attempts", _zombies_are_believed
+        ),
+        Mutation("own-clock", "causeless", "broker time for deadlines and deaths", _own_clock),
+        Mutation("ask-once", "failure", "retrying until a broker answers", _ask_once),
+        Mutation(
+            "prompts-early", "hanging", "prompts committed when published", _commit_prompts_early
+        ),
+        Mutation(
+            "prompts-refused", "causeless", "prompts are queued, not rejected", _prompts_are_refused
+        ),
+        Mutation(
+            "paused", "uncommitted", "resuming prompts after a pause", _prompts_paused_for_ever
+        ),
+        Mutation(
+            "from-start",
+            "heard",
+            "resuming a stream from a position",
+            _answers_from_their_beginning,
+        ),
+        Mutation("from-now", "waiting", "attaching from the beginning", _answers_from_now_on),
+        Mutation("events-once", "caches", "cache events until acknowledged", _cache_events_once),
+        Mutation(
+            "snapshot-ahead",
+            "caches",
+            "state and position of a snapshot from one moment",
+            _snapshot_ahead_of_its_state,
+        ),
+        Mutation("any-model", "misrouted", "workers of the model only", _any_model),
+        Mutation("any-lane", "poison", "dead letters for records of other lanes", _any_lane),
+        Mutation(
+            "no-objections",
+            "causeless",
+            "rejecting requests that no worker can run",
+            _no_objections,
+        ),
+    )
+}
+
+
+if __name__ == "__main__":
+    _, without, seed = sys.argv
+    with apply_mutations(without):
+        sys.stdout.write(
+            simulate_seed(int(seed), take_overs=needs_take_overs(without)).report() + "\n"
+        )

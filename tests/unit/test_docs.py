@@ -1,0 +1,114 @@
+"""README and docs/: paths, links, settings, metrics and commands that they name exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from app.cli import app
+from app.settings import Settings, settings_markdown, variable_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").iterdir()),
+]  # fmt: skip
+PAGES = [page for page in PAGES if page.is_file()]
+SOURCE = "\n".join(file.read_text() for file in sorted((ROOT / "app").rglob("*.py")))
+FOLDERS = "app|streams|indexer|kvlane|tests|deploy|docs|examples"
+SUFFIXES = ("_total", "_count", "_sum", "_bucket")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def anchors(page: Path) -> set[str]:
+    """The ids that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.replace(" ", "-") for title in plain}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+@each_page
+def test_paths_that_are_named_exist(page: Path) -> None:
+    named = re.findall(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*\w/?)", page.read_text())
+    missing = [path for path in named if "*" not in path and not (ROOT / path).exists()]
+    assert missing == []
+
+
+@each_page
+def test_settings_that_are_named_exist(page: Path) -> None:
+    known = {variable_name(name) for name in Settings.model_fields}
+    named = re.findall(r"KVLANE_[A-Z0-9_]*[A-Z0-9](?!\w|[*…])", page.read_text())
+    assert [name for name in named if name not in known] == []
+
+
+@each_page
+def test_metrics_that_are_named_exist(page: Path) -> None:
+    """A name stands in the source, or the last part of one that is put together there."""
+    missing = []
+    for name in re.findall(r"\bkvlane_[a-z0-9_]*[a-z0-9](?![\w*]|_\*)", page.read_text()):
+        bare = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name)
+        parts = bare.split("_")
+        ends = ("_".join(parts[start:]) for start in range(2, len(parts) - 1))
+        if f'"{bare}"' not in SOURCE and not any(
+            f'"{end}"' in SOURCE or f'"{end.removesuffix("_seconds")}"' in SOURCE for end in ends
+        ):
+            missing.append(name)
+    assert missing == []
+
+
+def commands_in(page: Path) -> Iterator[list[str]]:
+    """The words after `kvlane`, of commands in backticks and in code blocks."""
+    text = page.read_text()
+    blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    lines = re.findall(r"^(?:\$ |.*[;&|=] ?)?(?:\.venv/bin/)?kvlane (.*)$", blocks, re.MULTILINE)
+    for line in [*lines, *re.findall(r"`kvlane ([^`]*)`", text)]:
+        words = re.split(r"\s#|\s\||;", line)[0].split()
+        if words and re.fullmatch(r"[a-z-]+", words[0]):
+            yield words
+
+
+@each_page
+def test_commands_that_are_named_exist(page: Path) -> None:
+    wrong = []
+    for words in commands_in(page):
+        command: Any = typer.main.get_command(app)
+        rest = words
+        while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+            known = {name for name in rest[0].split("|") if name in command.commands}
+            if known != {*rest[0].split("|")}:
+                wrong.append(" ".join(words))
+                break
+            command, rest = command.commands[rest[0].split("|")[0]], rest[1:]
+        options = {"--help", *(name for each in command.params for name in each.opts)}
+        wrong += [
+            f"{' '.join(words)}: {w}" for w in rest if w.startswith("--") and w not in options
+        ]
+    assert wrong == []
+
+
+def test_the_table_of_settings_is_complete() -> None:
+    """Renew it with `kvlane settings --markdown`."""
+    assert settings_markdown() in (ROOT / "docs" / "configuration.md").read_text()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200

@@ -1,0 +1,64 @@
+"""Which answers that broke off are whole, and which cannot be continued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.lanes.failover import finish_reason_of, migration_blocker
+from streams.records import Chunk
+from streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
+from streams.responses.transcript import Transcript
+
+
+def asked(eos: tuple[int, ...] = (), **stop: Any) -> Request:
+    return Request(id="a", eos_token_ids=eos, stop=StopConditions(**stop))
+
+
+@pytest.mark.parametrize(
+    ("request_", "taken", "code"),
+    [
+        (asked(), [1, 2], None),
+        (asked(max_tokens=2), [], None),
+        (asked(max_tokens=2), [1], None),
+        (asked(max_tokens=2), [1, 2], "length"),
+        (asked(eos=(9,)), [1, 9], "stop"),
+        (asked(eos=(9,)), [9, 1], None),
+        (asked(eos=(9,), ignore_eos=True), [1, 9], None),
+        (asked(eos=(9,), ignore_eos=True, max_tokens=2), [1, 9], "length"),
+        (asked(eos=(9,), max_tokens=2), [1, 9], "stop"),
+        (asked(eos=(9,), min_tokens=2), [9], None),
+        (asked(eos=(9,), min_tokens=2), [1, 9], "stop"),
+        (asked(stop_token_ids=(8,)), [1, 8], "stop"),
+        (asked(stop_token_ids=(8,), ignore_eos=True), [1, 8], "stop"),
+        (asked(stop_token_ids=(8,), min_tokens=3), [1, 8], None),
+        (asked(stop_token_ids_hidden=(7,)), [7], "stop"),
+        (asked(stop_token_ids_hidden=(7,), ignore_eos=True), [7], None),
+    ],
+)
+def test_an_answer_is_whole_when_its_engine_would_have_stopped(
+    request_: Request, taken: list[int], code: str | None
+) -> None:
+    assert finish_reason_of(request_, taken) == code
+
+
+def shown(*tokens: int, text: str = "") -> Transcript:
+    transcript = Transcript()
+    transcript.apply(Chunk(id="a", attempt=0, run="1", seq=0, index=0, token_ids=tokens, text=text))
+    return transcript
+
+
+def test_most_answers_can_be_continued() -> None:
+    assert migration_blocker(asked(), shown(1, 2, text="ab")) == ""
+    assert migration_blocker(asked(), Transcript()) == ""
+
+
+def test_text_without_tokens_cannot_be_continued() -> None:
+    assert "token ids" in migration_blocker(asked(), shown(text="ab"))
+
+
+def test_a_prescribed_form_can_only_be_begun() -> None:
+    guided = Request(id="a", sampling=SamplingOptions(guided_decoding=GuidedDecoding(regex="a*")))
+    assert migration_blocker(guided, Transcript()) == ""
+    assert "guided decoding" in migration_blocker(guided, shown(1))

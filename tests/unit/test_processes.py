@@ -1,0 +1,51 @@
+"""Child processes: output, signals, and the error of one that ends by itself."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.local.processes import ManagedProcess, ProcessFailed, launch
+from streams.brokers.watchdog import ProcessGuard
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def guard(tmp_path: Path) -> Iterator[ProcessGuard]:
+    guard = ProcessGuard(parent=tmp_path)
+    yield guard
+    guard.close()
+
+
+def wait_ended(process: ManagedProcess) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while process.status is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_process_that_ended_fails_its_check_with_its_status_and_last_lines(
+    guard: ProcessGuard,
+) -> None:
+    arguments = ["timeit", "-n", "x"]
+    process = launch(guard, "p", arguments, {}, guard.directory / "p.log")
+    wait_ended(process)
+    with pytest.raises(ProcessFailed, match=r"p ended with status 1:\n(.|\n)*invalid literal"):
+        process.check()
+
+
+def test_a_process_that_runs_passes_its_check_until_it_is_killed(guard: ProcessGuard) -> None:
+    process = launch(guard, "p", ["http.server", "0"], {}, guard.directory / "p.log")
+    process.check()
+    assert process.status is None
+    assert process.rss_bytes > 0
+    process.kill()
+    assert process.status == -9
+
+
+def test_a_paused_process_stops_in_order(guard: ProcessGuard) -> None:
+    process = launch(guard, "p", ["http.server", "0"], {}, guard.directory / "p.log")
+    process.pause()
+    process.stop(WAIT_S)
+    assert process.status == -15

@@ -1,0 +1,89 @@
+"""The structure of the code: layers without circles, small folders, one meaning per name."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("app", "streams", "indexer")
+MOST_FILES = 15
+
+SHARED_MODULE_NAMES: dict[str, str] = {}
+"""Module names that occur twice, each with its reason."""
+
+SHARED_CLASS_NAMES: dict[str, str] = {}
+"""Class names that occur twice, each with its reason."""
+
+FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+TREES = {file: ast.parse(file.read_text()) for file in FILES}
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Every module that a file imports, at its top or late; those for type checking count too."""
+    known = {module_of(f) for f in FILES}
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def shared(names: dict[str, list[str]], reasons: dict[str, str]) -> dict[str, list[str]]:
+    return {name: files for name, files in names.items() if len(files) > 1 and name not in reasons}
+
+
+def test_imports_form_no_circle() -> None:
+    known = {module_of(file) for file in FILES}
+    graph = {
+        module_of(file): {name for name in imported(file) if name in known}
+        for file in FILES
+        if file.name != "__init__.py"
+    }
+    try:
+        order = list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
+    assert len(order) >= len(graph)
+
+
+def test_folders_hold_few_files() -> None:
+    files: dict[str, int] = defaultdict(int)
+    for file in FILES:
+        files[str(file.parent.relative_to(ROOT))] += file.name != "__init__.py"
+    assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
+
+
+def test_module_names_are_unique() -> None:
+    names = defaultdict(list)
+    for file in FILES:
+        if file.name not in {"__init__.py", "__main__.py"}:
+            names[file.name].append(module_of(file))
+    assert shared(names, SHARED_MODULE_NAMES) == {}
+
+
+def test_class_names_are_unique() -> None:
+    names = defaultdict(list)
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                names[node.name].append(module_of(file))
+    assert shared(names, SHARED_CLASS_NAMES) == {}
+
+
+def test_every_exception_is_still_one() -> None:
+    modules, classes = defaultdict(int), defaultdict(int)
+    for file, tree in TREES.items():
+        modules[file.name] += 1
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] += 1
+    assert [name for name in SHARED_MODULE_NAMES if modules[name] < 2] == []
+    assert [name for name in SHARED_CLASS_NAMES if classes[name] < 2] == []

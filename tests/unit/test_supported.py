@@ -1,0 +1,116 @@
+"""Features that the engines of a model lack are refused by the field that asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.engine.echo import EchoEngine
+from app.engine.interface import GenerateContext, InvalidRequest
+from app.engine.simulated.engine import SimulatedEngine
+from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.requests.engine_features import check_supported, unsupported_features
+from app.preprocess.requests.request_reader import read_request
+from app.routing.state.fleet import Fleet
+from streams.clock import SystemClock
+from streams.codecs import pack_tokens
+from streams.ports import Partition
+from streams.records import EngineConfig, LogRecord, Tombstone, WorkerCard
+from streams.request import GuidedDecoding, OutputOptions, Request, SamplingOptions
+from streams.topics import REGISTRY
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+NAMED = {"type": "function", "function": {"name": "f"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+ALL = ("guided_decoding", "logprobs")
+
+
+def refused(unsupported: tuple[str, ...] = ALL, kind: Any = "chat", **fields: Any) -> str:
+    """The field that is refused; "" for none."""
+    base = CHAT if kind == "chat" else {"model": "m", "prompt": "hi"}
+    try:
+        check_supported(read_request(kind, base | fields, as_is=False), unsupported)
+    except InvalidPrompt as e:
+        return e.field
+    return ""
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_is_never_enforced_on_a_model_that_answers_in_text(choice: Any) -> None:
+    assert refused(tools=TOOLS, tool_choice=choice) == "tool_choice"
+    assert refused((), tools=TOOLS, tool_choice=choice) == "tool_choice"
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_tools_that_need_not_be_called_are_rendered(choice: Any) -> None:
+    assert refused(tools=TOOLS, tool_choice=choice) == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": SCHEMA}),
+        ("guided_json", {"guided_json": {"type": "object"}}),
+        ("guided_choice", {"guided_choice": ["a"]}),
+        ("structured_outputs.regex", {"structured_outputs": {"regex": "a"}}),
+    ],
+)
+def test_the_form_of_an_answer(field: str, fields: dict[str, Any]) -> None:
+    assert refused(**fields) == field
+    assert refused(("logprobs",), **fields) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("chat", {"logprobs": True}),
+        ("chat", {"logprobs": True, "top_logprobs": 3}),
+        ("completion", {"logprobs": 0}),
+        ("completion", {"prompt_logprobs": 1}),
+    ],
+)
+def test_log_probabilities(kind: str, fields: dict[str, Any]) -> None:
+    assert refused(kind=kind, **fields) == next(iter(fields))
+    assert refused(("guided_decoding",), kind, **fields) == ""
+
+
+def test_what_asks_for_nothing_of_the_kind_is_taken() -> None:
+    fields = {"response_format": {"type": "text"}, "logprobs": False, "n": 2}
+    assert refused(**fields) == ""
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"sampling": SamplingOptions(guided_decoding=GuidedDecoding(regex="a"))},
+        {"output": OutputOptions(logprobs=0)},
+        {"output": OutputOptions(prompt_logprobs=1)},
+    ],
+)
+async def test_an_engine_refuses_what_no_front_end_could(over: dict[str, Any]) -> None:
+    request = Request(id="r", token_ids=pack_tokens([1, 2]), **over)
+    for engine in (EchoEngine(SystemClock(), 0.0), SimulatedEngine(SystemClock())):
+        with pytest.raises(InvalidRequest, match="not supported by the engine"):
+            await anext(engine.generate(request, GenerateContext("r")))
+
+
+def test_bodies_that_are_passed_on_are_for_their_server_to_refuse() -> None:
+    fields = CHAT | {"tools": TOOLS, "tool_choice": "required", "logprobs": True}
+    check_supported(read_request("chat", fields, as_is=True), ALL)
+
+
+def test_one_worker_of_the_model_that_lacks_a_feature_is_enough() -> None:
+    fleet = Fleet()
+    config = EngineConfig(model="m", unsupported=("logprobs",))
+    cards = [
+        WorkerCard(id="a", slot=0, model="m", config=EngineConfig(model="m"), epoch=0),
+        WorkerCard(id="b", slot=0, model="m", config=config, epoch=1),
+    ]
+    fleet.apply(Partition(REGISTRY, 0), [LogRecord(n, 0, card) for n, card in enumerate(cards)], 2)
+    assert unsupported_features(fleet, "m") == {"logprobs"}
+    assert unsupported_features(fleet, "n") == frozenset()
+    fleet.apply(Partition(REGISTRY, 0), [LogRecord(2, 0, Tombstone(key="worker/b", epoch=1))], 3)
+    assert unsupported_features(fleet, "m") == frozenset()

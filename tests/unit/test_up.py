@@ -1,0 +1,314 @@
+"""`kvlane up` piece by piece: what it starts again and when, its folder, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from app.local.deployment import deployment_parts
+from app.settings import Settings
+from app.up.data_folder import MAX_LOG_BYTES, CannotStart, DataFolder, rotate_logs
+from app.up.supervisor import (
+    MAX_RESTART_PAUSE_S,
+    STABLE_RUN_S,
+    BrokerSupervisor,
+    ProcessSupervisor,
+    RestartBackoff,
+)
+from app.up.up_run import UpOptions, assign_ports, check_ports, choose_broker
+from streams.brokers.broker import Broker, KeptData
+from streams.brokers.docker import DockerBroker, volume
+from streams.brokers.watchdog import MARK, NAME
+from streams.errors import BrokerUnavailable
+from tests.harness.memory_world import MemoryWorld, scenario_test
+
+ASKED = UpOptions("auto", 2, None, None, ephemeral=False)
+
+
+class Children:
+    """Processes of which a test says which end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.dead: dict[str, int] = {}
+        self.starts: list[tuple[float, str]] = []
+        self.world: MemoryWorld | None = None
+        self.dies_at_once = False
+
+    def take_exited(self) -> Mapping[str, int]:
+        dead, self.dead = self.dead, {}
+        return dead
+
+    def restart_one(self, name: str) -> None:
+        assert self.world is not None
+        self.starts.append((self.world.clock.now(), name))
+        if self.dies_at_once:
+            self.dead[name] = 1
+
+    def output_file(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+
+def supervised(
+    world: MemoryWorld, folder: Path = Path("/nonexistent")
+) -> tuple[Children, list[str]]:
+    children, lines = Children(folder), list[str]()
+    children.world = world
+    world.spawn(ProcessSupervisor(children, world.clock, lines.append).watch())
+    return children, lines
+
+
+@scenario_test
+async def test_a_killed_process_is_started_again_and_both_is_reported(world: MemoryWorld) -> None:
+    children, lines = supervised(world)
+    await world.sleep(1)
+    children.dead["worker-1"] = -9
+    await world.sleep(2)
+    assert [name for _, name in children.starts] == ["worker-1"]
+    assert lines == [
+        "worker-1 was killed by SIGKILL; started again in 0.5 s",
+        "worker-1 is started again",
+    ]
+
+
+@scenario_test
+async def test_a_process_that_dies_at_every_start_is_started_ever_more_seldom(
+    world: MemoryWorld,
+) -> None:
+    children, lines = supervised(world)
+    children.dies_at_once = True
+    children.dead["worker-1"] = 1
+    await world.sleep(600)
+    pauses = [b - a for (a, _), (b, _) in zip(children.starts, children.starts[1:], strict=False)]
+    assert pauses == sorted(pauses)
+    assert MAX_RESTART_PAUSE_S <= pauses[-1] <= MAX_RESTART_PAUSE_S + 1
+    assert 20 < len(children.starts) < 40
+    assert "worker-1 ended with code 1, 3 times in a row; started again in 2 s" in lines
+
+
+def test_a_long_life_makes_the_next_pause_short_again() -> None:
+    backoff = RestartBackoff()
+    pauses = []
+    for now in (0.0, 1.0, 2.0):
+        pauses.append(backoff.exited(now))
+        backoff.started(now)
+    assert pauses == [0.5, 1.0, 2.0]
+    assert backoff.exited(2.0 + STABLE_RUN_S) == 0.5
+
+
+def test_what_an_ended_process_wrote_last_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "worker-1.log").write_text("starts\nfails: no folder\nwhat to do: name one\n")
+    children, lines = Children(tmp_path), list[str]()
+    children.dead["worker-1"] = 1
+
+    class Clock:
+        def now(self) -> float:
+            return 0.0
+
+    ProcessSupervisor(children, Clock(), lines.append).check_once()  # type: ignore[arg-type]
+    assert lines[1:] == ["  fails: no folder", "  what to do: name one"]
+
+
+class Patient(Broker):
+    """A broker that answers from its third start on."""
+
+    kind = "jvm"
+
+    def __init__(self) -> None:
+        self.alive, self.revivals = True, 0
+
+    def start(self) -> Self:
+        return self
+
+    def stop(self) -> None:
+        pass
+
+    def check_running(self) -> None:
+        if not self.alive:
+            raise BrokerUnavailable("broker 1 ended with status -9:\nlong\nlog")
+
+    def restart(self) -> None:
+        self.revivals += 1
+        if self.revivals < 3:
+            raise BrokerUnavailable("port 9092 is taken")
+        self.alive = True
+
+
+async def test_a_dead_broker_is_started_until_it_answers() -> None:
+    broker, lines = Patient(), list[str]()
+
+    class Clock:
+        def __init__(self) -> None:
+            self.time = 0.0
+
+        def now(self) -> float:
+            return self.time
+
+        async def sleep(self, seconds: float) -> None:
+            self.time += seconds
+            if broker.revivals >= 3 and broker.alive:
+                raise StopAsyncIteration
+
+    broker.alive = False
+    with pytest.raises((StopAsyncIteration, RuntimeError)):
+        await BrokerSupervisor(broker, Clock(), lines.append).watch()  # type: ignore[arg-type]
+    assert lines == [
+        "the broker is gone, and is started again on its data: broker 1 ended with status -9",
+        "the broker does not start: port 9092 is taken; trying again",
+        "the broker does not start: port 9092 is taken; trying again",
+        "the broker is back after 3.5 s",
+    ]
+
+
+def test_a_folder_that_is_in_use_is_refused_with_the_process(tmp_path: Path) -> None:
+    first, second = DataFolder(tmp_path), DataFolder(tmp_path)
+    first.open()
+    with pytest.raises(CannotStart, match=f"process {os.getpid()}.* uses {tmp_path}"):
+        second.open()
+    first.close()
+    second.open()
+    second.close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotStart, match="--data"):
+        DataFolder(tmp_path / "file" / "data").open()
+
+
+def test_processes_that_a_killed_up_left_are_ended_before_the_next_start(tmp_path: Path) -> None:
+    left = tmp_path / f"{NAME}0123"
+    left.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-X", f"{MARK}{left}", "-c", "import time; time.sleep(60)"],
+        start_new_session=True,
+    ) as process:
+        folder = DataFolder(tmp_path)
+        folder.open()
+        folder.close()
+        assert process.wait(10) == -9
+    assert not left.exists()
+
+
+def test_log_files_of_the_life_before_are_kept_once(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path)
+    for life in ("first", "second"):
+        (folder.new_logs() / "router-1.log").write_text(life)
+    logs = folder.new_logs()
+    assert [p.name for p in logs.iterdir()] == ["router-1.log.1"]
+    assert (logs / "router-1.log.1").read_text() == "second"
+
+
+def test_a_log_file_is_bounded_while_its_process_appends(tmp_path: Path) -> None:
+    log = tmp_path / "router-1.log"
+    with log.open("ab") as writer:
+        writer.truncate(MAX_LOG_BYTES + 1)
+        rotate_logs(tmp_path)
+        writer.write(b"more")
+    assert log.read_bytes() == b"more"
+    assert (tmp_path / "router-1.log.1").stat().st_size == MAX_LOG_BYTES + 1
+
+
+GIVEN = "10.0.0.1:9092"
+
+
+def decided(wish: UpOptions, **settings: Any) -> tuple[str, str, list[str]]:
+    lines: list[str] = []
+    found, kind = choose_broker(Settings(**settings), wish, lines.append)
+    return kind, found.bootstrap_servers, lines
+
+
+def test_given_servers_are_used() -> None:
+    assert decided(ASKED, bootstrap_servers=GIVEN) == ("env", GIVEN, [])
+
+
+@pytest.mark.parametrize(
+    "more", [{"port": 9092}, {"port": 0}, {"data": Path("x")}, {"ephemeral": True}]
+)
+def test_what_the_command_line_asks_for_wins_over_the_variable(more: dict[str, Any]) -> None:
+    kind, servers, [line] = decided(ASKED._replace(**more), bootstrap_servers=GIVEN)
+    assert (kind, servers) == ("auto", "")
+    assert f"ignoring KVLANE_BOOTSTRAP_SERVERS={GIVEN}" in line
+
+
+def test_a_port_for_given_servers_is_refused() -> None:
+    with pytest.raises(CannotStart, match="--port"):
+        decided(ASKED._replace(kind="env", port=9092), bootstrap_servers=GIVEN)
+
+
+def test_taken_ports_are_named_with_their_variables() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        settings = Settings(indexer_port=port, http_port=0)
+        with pytest.raises(CannotStart, match=rf"{port} \(KVLANE_INDEXER_PORT\)"):
+            check_ports(settings, 0, 0.0)
+        with pytest.raises(CannotStart, match=rf"{port} \(--port\)"):
+            check_ports(Settings(indexer_port=0, http_port=0), port, 0.0)
+
+
+def test_every_process_listens_on_a_port_of_its_own() -> None:
+    parts = deployment_parts(2)
+    ports = assign_ports(Settings(http_port=8000, indexer_port=0, status_port=9100), parts)
+    assert len({port for _, port in ports.values()}) == len(parts)
+    assert ports["gateway-1"] == ("http_port", 8000)
+    assert ports["router-1"] == ("status_port", 9100)
+    assert ports["worker-1"][0] == ports["preprocessor-1"][0] == "status_port"
+    assert ports["indexer-1"][0] == "indexer_port"
+
+
+def test_a_container_gets_the_port_and_a_volume_that_outlives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Container:
+        def __init__(self, image: str, **_: Any) -> None:
+            self.ports: dict[str, Any] = {}
+            self.volumes: dict[str, tuple[str, str]] = {}
+            self.env: dict[str, str] = {}
+            made.append(self)
+
+        def with_env(self, name: str, value: str) -> None:
+            self.env[name] = value
+
+        def with_volume_mapping(self, source: str, target: str, mode: str) -> None:
+            self.volumes[source] = target, mode
+
+        def with_command(self, command: list[str]) -> None:
+            pass
+
+        def with_exposed_ports(self, port: int) -> None:
+            self.ports[str(port)] = None
+
+        def get_docker_client(self) -> Any:
+            from testcontainers.core.config import ConnectionMode
+
+            class Daemon:
+                def get_connection_mode(self) -> ConnectionMode:
+                    return ConnectionMode.docker_host
+
+                def host(self) -> str:
+                    return "localhost"
+
+            return Daemon()
+
+        def start(self) -> None:
+            raise OSError("no daemon in this test")
+
+    monkeypatch.setattr("testcontainers.core.container.DockerContainer", Container)
+    monkeypatch.setattr("streams.brokers.docker.find_image", lambda _: "image")
+    with (tmp_path / "lock").open("w") as lock:
+        kept = KeptData(tmp_path, lock.fileno())
+        with pytest.raises(BrokerUnavailable, match="no daemon in this test"):
+            DockerBroker(port=9092, kept=kept, report=lambda _: None).start()
+    [container] = made
+    assert container.ports == {"9092": ("127.0.0.1", 9092)}
+    assert container.volumes == {volume(tmp_path): ("/var/lib/kafka/data", "rw")}
+    assert container.env["KAFKA_LOG_DIRS"] == "/var/lib/kafka/data"
