@@ -40,6 +40,7 @@ import zstandard
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from app.operator_error import OperatorError
 from streams.records import Assigned, EngineConfig, Finished, PrefillDone, Role
 from streams.request import Hints, RouterConfigOverride
 
@@ -50,7 +51,7 @@ _LEVEL = 6
 _PROGRESS_EVERY = 500
 
 
-class InvalidCapture(Exception):
+class InvalidCapture(OperatorError):
     """An invalid or incomplete capture; the message names the file, the line, and the remedy."""
 
 

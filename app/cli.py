@@ -132,25 +132,10 @@ def main() -> None:
 
 
 def _is_for_people(error: Exception) -> bool:
-    from app.access.key_file import KeyFileError
-    from app.audit.dead_letter_retry import InvalidDeadLetter
-    from app.audit.time_range import InvalidTime
-    from app.bench.bench_environment import BenchFailed
-    from app.capture_format import InvalidCapture
-    from app.commands.kafka_client import InvalidPromptFile
-    from app.local.deployment import DemoFailed
-    from app.local.processes import ProcessFailed
-    from app.mooncake_trace import InvalidTrace
-    from app.runtime.process import OperatorError
-    from app.settings import SettingsError
+    from app.operator_error import OperatorError
     from streams.errors import StreamError
 
-    expected = (
-        StreamError, SettingsError, DemoFailed, BenchFailed, InvalidCapture, InvalidDeadLetter,
-        InvalidTime,
-        InvalidPromptFile, InvalidTrace, KeyFileError, OperatorError, ProcessFailed, TimeoutError,
-    )  # fmt: skip
-    return isinstance(error, expected)
+    return isinstance(error, StreamError | OperatorError | TimeoutError)
 
 
 def _advice(error: Exception) -> str:

@@ -11,12 +11,14 @@ from typing import Annotated
 
 import msgspec
 
+from app.operator_error import OperatorError
+
 CHUNK_TOKENS = 512
 BUNDLED_TRACE = Path(__file__).resolve().parent / "data" / "conversation_300.jsonl"
 """The slice of a trace that ships with kvlane (see `app/data/NOTICE`)."""
 
 
-class InvalidTrace(Exception):
+class InvalidTrace(OperatorError):
     """A file that is no valid trace; the message names the file and the line."""
 
 

@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from app.operator_error import OperatorError
 from app.routing.queueing.fair_share import ClassConfig
 from streams.ids import TenantTag
 from streams.kafka.connection_options import ConnectionOptions, SaslMechanism, SecurityProtocol
@@ -55,7 +56,7 @@ _LONGEST_LIFETIME_S = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) / 2000
 the request changes hands at its end."""
 
 
-class SettingsError(ValueError):
+class SettingsError(OperatorError, ValueError):
     """Settings that cannot work. Each line names a variable, what is wrong, and what would do."""
 
 

@@ -32,8 +32,9 @@ from app.engine.engine_factory import create_engine
 from app.engine.interface import Engine, EngineDead
 from app.http.probes import Checks, Probes, StatusServer
 from app.metrics.worker_metrics import WorkerMetrics
+from app.operator_error import OperatorError
 from app.preprocess.models.byte_model import ByteModel, Model
-from app.runtime.process import OperatorError, ProcessContext, faststream_app
+from app.runtime.process import ProcessContext, faststream_app
 from app.serving.chunk_writer import ChunkWriters
 from app.serving.engine_health import EngineHealthMonitor, HealthTimeouts
 from app.serving.heartbeat import HeartbeatSender

@@ -482,7 +482,7 @@ class RouterCapacity(InternalRecord, frozen=True):
 class EngineConfig(InternalRecord, frozen=True):
     """The properties that an engine advertises; None: not advertised.
 
-    `curve`: how long its steps take, see `numbers` in app/engine/perf_curves.py. `lora_names`:
+    `curve`: how long its steps take, see `numbers` in app/perf_curves.py. `lora_names`:
     adapters that it has, `max_loras`: how many it can load besides, at a time.
     `data_parallel_size`: its ranks, each with a cache of its own; None is one. Without
     `gives_tokens` it gives text only, and nobody can continue its answers; with `guesses_cache` its

@@ -24,7 +24,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from app.runtime.process import OperatorError
+from app.operator_error import OperatorError
 
 PREFIX = "kvl"
 MAX_FILE_BYTES = 16 * 1024 * 1024

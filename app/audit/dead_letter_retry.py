@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from app.audit.timeline import explain_request
+from app.operator_error import OperatorError
 from app.preprocess.requests.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt
 from streams.clock import Clock
 from streams.codecs import decode
@@ -32,7 +33,7 @@ PUBLISH_TIMEOUT_S = 30.0
 _KNOWN = frozenset({"Assigned", "Started"})
 
 
-class InvalidDeadLetter(Exception):
+class InvalidDeadLetter(OperatorError):
     """A dead letter that does not exist or cannot be retried; the message says why."""
 
 

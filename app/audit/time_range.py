@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from app.operator_error import OperatorError
 from streams.ports import Partition
 from streams.topics import RESPONSES, TOPICS_BY_NAME
 
@@ -17,7 +18,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _OFFSET = re.compile(r"^([a-z-]+)/(\d+)[:=](\d+)$")
 
 
-class InvalidTime(Exception):
+class InvalidTime(OperatorError):
     """Invalid time or period; the message shows valid ones."""
 
 

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from app.local.processes import ManagedProcess, launch
+from app.operator_error import OperatorError
 from app.settings import Settings, variable_name
 from streams.brokers.broker_factory import Broker, obtain_broker
 from streams.brokers.watchdog import ProcessGuard
@@ -32,7 +33,7 @@ STOP_TIMEOUT_S = 10.0
 PrintLine = Callable[[str], None]
 
 
-class BenchFailed(Exception):
+class BenchFailed(OperatorError):
     """A benchmark cannot be finished: the message has the reason."""
 
 

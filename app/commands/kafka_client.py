@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
+from app.operator_error import OperatorError
 from app.settings import Settings
 from streams.client import Client
 from streams.clock import SystemClock
@@ -21,7 +22,7 @@ MAX_PENDING_PROMPTS = 200
 """Most pending prompts; more wait, so that a large file needs little memory."""
 
 
-class InvalidPromptFile(Exception):
+class InvalidPromptFile(OperatorError):
     """A prompt that cannot be published; the message says which and why."""
 
 

@@ -102,7 +102,7 @@ def simulate(
     """
     from app.bench.report import Report
     from app.bench.routing.policy_simulation import run_timed
-    from app.engine.perf_curves import PerfCurves, curves_from
+    from app.perf_curves import PerfCurves, curves_from
     from app.simulation.network_conditions import NetworkConditions
     from app.simulation.simulation_runs import (
         PreparedTrace,

@@ -34,6 +34,7 @@ from typing import Protocol
 
 import msgspec
 
+from app.operator_error import OperatorError
 from indexer.cache_events.engine_events import EngineEvent
 from streams.record_base import Json
 from streams.records import (
@@ -61,7 +62,7 @@ class KvEventListener(Protocol):
         """Process events in their order."""
 
 
-class EngineError(Exception):
+class EngineError(OperatorError):
     """A request failed in the engine. `retryable`: another worker may succeed with it."""
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:

@@ -20,7 +20,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from app.http.http_protocol import BoundedProtocol
-from app.runtime.process import OperatorError, ProcessContext
+from app.operator_error import OperatorError
+from app.runtime.process import ProcessContext
 from app.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)

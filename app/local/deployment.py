@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from app.local.processes import ManagedProcess, launch, process_command
+from app.operator_error import OperatorError
 from app.runtime.process import ProcessContext, ProcessLifecycle
 from app.settings import Settings, variable_name
 from streams.brokers.watchdog import ProcessGuard
@@ -29,7 +30,7 @@ NO_OWN_VARIABLES: Mapping[str, Mapping[str, str]] = {}
 SINGLE_KINDS = ("router", "indexer", "preprocessor", "gateway")
 
 
-class DemoFailed(Exception):
+class DemoFailed(OperatorError):
     """A process does not work; the message has the reason."""
 
 

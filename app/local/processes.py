@@ -13,13 +13,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from app.operator_error import OperatorError
 from streams.brokers.broker import free_ports
 from streams.brokers.watchdog import ProcessGuard
 
 TAIL_LINES = 15
 
 
-class ProcessFailed(Exception):
+class ProcessFailed(OperatorError):
     """A process ended by itself; the message has its last lines."""
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from app.operator_error import OperatorError
+
 NAMED_PROBLEMS = 3
 """How many wrong fields an error names; the first ones tell enough."""
 LONGEST_MESSAGE = 1000
@@ -22,7 +24,7 @@ LONGEST_NAME = 40
 """Characters of a name that a client made up, such as a key of `logit_bias`, in an error."""
 
 
-class PreprocessError(Exception):
+class PreprocessError(OperatorError):
     """Root of everything that preprocessing raises on purpose."""
 
 

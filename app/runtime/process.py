@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from app.operator_error import OperatorError
 from app.runtime.broker_probe import BrokerProbe
 from streams.clock import Clock, SystemClock
 from streams.errors import StreamError
@@ -33,10 +34,6 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.001
 """Switch interval of the interpreter. By default 5 ms: that long the event loop would wait for a
 thread that prepares prompts, and a thread that reads the index for one that updates it."""
-
-
-class OperatorError(Exception):
-    """An error that an operator has to correct. The docstring of the class says how."""
 
 
 class ProcessContext:
@@ -75,7 +72,7 @@ class ProcessContext:
         """End the process with this error; only the first one counts."""
         future = self._failed()
         if not future.done():
-            if isinstance(error, _for_operators()):
+            if isinstance(error, StreamError | OperatorError):
                 log.error("%s fails: %s: %s", self.name, type(error).__name__, error)
                 log.error("what to do: %s", " ".join((type(error).__doc__ or "").split()))
             else:
@@ -157,15 +154,6 @@ async def run_process(
         await ctx.cancel_tasks()
     if ctx.error is not None:
         raise ctx.error
-
-
-def _for_operators() -> tuple[type[Exception], ...]:
-    """Errors that an operator can correct, logged with advice instead of a traceback."""
-    from app.engine.interface import EngineError
-    from app.preprocess.prompt_errors import PreprocessError
-    from app.settings import SettingsError
-
-    return StreamError, OperatorError, SettingsError, PreprocessError, EngineError
 
 
 def tune_interpreter() -> None:

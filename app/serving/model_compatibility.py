@@ -17,8 +17,9 @@ from typing import Any
 
 import msgspec
 
+from app.operator_error import OperatorError
 from app.routing.state.fleet import Fleet
-from app.runtime.process import OperatorError, ProcessContext
+from app.runtime.process import ProcessContext
 from streams.errors import BrokerUnavailable
 from streams.ports import Log
 from streams.records import ModelCard

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from app.engine.perf_curves import PerfCurves
 from app.engine.simulated.batch import EngineLimits
 from app.mooncake_trace import CHUNK_TOKENS, TraceRow
+from app.perf_curves import PerfCurves
 from app.routing.selection.decision import RoutingConfig
 from app.routing.selection.policies import POLICIES, DynamoWeights
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from app.runtime.process import OperatorError
+from app.operator_error import OperatorError
 from streams.brokers.broker import KeptData
 from streams.brokers.watchdog import NAME, clean_up
 

@@ -20,10 +20,10 @@ from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
 from app.engine.echo import EchoEngine
 from app.engine.engine_factory import create_engine
 from app.engine.interface import Engine, EngineError, KvEventListener
-from app.engine.perf_curves import PerfCurves
 from app.engine.simulated.batch import EngineLimits
 from app.engine.simulated.engine import SimulatedEngine
 from app.engine.validator import ContractViolation, ValidatingEngine
+from app.perf_curves import PerfCurves
 from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
 from app.preprocess.text.byte_level import ASSISTANT
 from app.routing.state.performance import profile_from_card

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.engine.perf_curves import PerfCurves
 from app.lanes import scheduler
+from app.perf_curves import PerfCurves
 from app.router import Router
 from app.routing.selection.select import select_worker
 from streams.codecs import pack_tokens

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from app.engine.perf_curves import PerfCurves
 from app.lanes.owner import LaneOwner
 from app.lanes.request_timers import TIMER_RESOLUTION_MS
 from app.lanes.scheduler import PendingRequest, Scheduler
+from app.perf_curves import PerfCurves
 from app.routing.reconcile import next_action
 from app.routing.selection.decision import Wait
 from app.routing.state import performance

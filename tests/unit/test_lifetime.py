@@ -9,7 +9,8 @@ import pytest
 from fastapi import FastAPI
 
 from app.http.http_server import CannotListen, UvicornServer
-from app.runtime.process import OperatorError, ProcessContext, run_process
+from app.operator_error import OperatorError
+from app.runtime.process import ProcessContext, run_process
 from app.settings import SettingsError
 from streams.errors import AccessDenied
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from app.engine.perf_curves import PerfCurves, curves_from
+from app.perf_curves import PerfCurves, curves_from
 from app.routing.state.performance import (
     EXPLORATION_INTERVAL,
     MAX_RATIOS,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from app.bench.routing import cost_reference
-from app.engine.perf_curves import PerfCurves
+from app.perf_curves import PerfCurves
 from app.routing.queueing import batch_select
 from app.routing.queueing.batch_select import (
     BatchContext,

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from app.engine.echo import echo_answer
 from app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
-from app.engine.perf_curves import PerfCurves
 from app.engine.simulated.batch import EngineLimits
 from app.engine.simulated.engine import SimulatedEngine
 from app.engine.simulated.text_generator import TextGenerator, echo_continuation
 from app.engine.validator import ValidatingEngine
+from app.perf_curves import PerfCurves
 from app.preprocess.text.byte_level import ASSISTANT, END_OF_TEXT, render_chat
 from app.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
 from indexer.block_hashes import local_hashes

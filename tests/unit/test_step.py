@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from app.engine.perf_curves import PerfCurves
 from app.engine.simulated.batch import (
     BatchSequence,
     BatchState,
@@ -15,6 +14,7 @@ from app.engine.simulated.batch import (
     StepResult,
 )
 from app.engine.simulated.step import add_sequence, remove_sequence, run_step, sequence_tokens
+from app.perf_curves import PerfCurves
 
 CURVES = PerfCurves()
 SMALL = EngineLimits(block_size=4, cache_blocks=10)

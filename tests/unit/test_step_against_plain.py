@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.perf_curves import PerfCurves
 from app.engine.simulated.batch import FINISHED, BatchSequence, BatchState, EngineLimits, StepResult
 from app.engine.simulated.step import add_sequence, remove_sequence, run_step
+from app.perf_curves import PerfCurves
 from tests.plain_engine import PlainEngine, PlainSequence, PlainStep
 
 SIZE = 2

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from app.bench.report import Threshold
-from app.engine.perf_curves import PerfCurves
+from app.perf_curves import PerfCurves
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics
 from app.simulation.simulation_runs import SimulationRun

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.engine.perf_curves import PerfCurves
 from app.engine.simulated.block_cache import BlockCache
+from app.perf_curves import PerfCurves
 
 WAITING, PREFILL, DECODE, FINISHED = range(4)
 """The phases of a sequence."""

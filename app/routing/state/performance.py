@@ -21,7 +21,7 @@ from collections import OrderedDict, deque
 from functools import lru_cache
 from typing import NamedTuple
 
-from app.engine.perf_curves import PerfCurves, curves_from
+from app.perf_curves import PerfCurves, curves_from
 from app.routing.state.change_log import TrackedDict
 from streams.records import (
     Assigned,
