@@ -32,7 +32,7 @@ from streams.ids import TenantTag
 from streams.kafka.connection_options import ConnectionOptions, SaslMechanism, SecurityProtocol
 from streams.record_base import ModelKind
 from streams.records import Role
-from streams.topics import RESPONSES, TOPICS_BY_NAME
+from streams.topics import ASSIGNMENTS, DEFAULT_LANES, KV_EVENTS, RESPONSES, TOPICS_BY_NAME
 
 if TYPE_CHECKING:
     from indexer.block_keys import KeySecret
@@ -115,7 +115,23 @@ class Settings(BaseSettings):
         description="prefix of every topic name",
     )
     lanes: int = Field(
-        32, ge=1, le=1024, description="partitions of each of requests, ledger and responses"
+        DEFAULT_LANES,
+        ge=1,
+        le=1024,
+        description="partitions of each of requests, ledger and responses, fixed when "
+        "`kvlane topics create` makes them; more routers than lanes share no more work",
+    )
+    assignments_partitions: int = Field(
+        TOPICS_BY_NAME[ASSIGNMENTS].partitions,
+        ge=1,
+        le=1024,
+        description="partitions of assignments that `kvlane topics create` makes",
+    )
+    kv_events_partitions: int = Field(
+        TOPICS_BY_NAME[KV_EVENTS].partitions,
+        ge=1,
+        le=1024,
+        description="partitions of kv-events that `kvlane topics create` makes",
     )
     replication_factor: int = Field(
         1, ge=1, description="replicas of every partition that `kvlane topics create` makes"
@@ -723,6 +739,14 @@ class Settings(BaseSettings):
                 f"KVLANE_SASL_MECHANISM={self.sasl_mechanism} needs KVLANE_SASL_USERNAME and "
                 "KVLANE_SASL_PASSWORD (or KVLANE_SASL_PASSWORD_FILE)"
             )
+
+    @property
+    def partitions(self) -> dict[str, int]:
+        """Partitions of the topics whose number is a setting, without those of lanes."""
+        return {
+            ASSIGNMENTS: self.assignments_partitions,
+            KV_EVENTS: self.kv_events_partitions,
+        }
 
     @property
     def taint_names(self) -> tuple[str, ...]:

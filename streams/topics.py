@@ -43,6 +43,9 @@ DEAD_LETTERS = "dead-letters"
 PER_LANE = -1
 """Stands for "as many as there are lanes" in the table."""
 
+DEFAULT_LANES = 8
+"""Lanes of a deployment that sets no number (`KVLANE_LANES`)."""
+
 _HOUR_MS = 3_600_000
 MAX_RECORD_BYTES = 8 * 1024 * 1024
 MAX_UNCOMPRESSED_BYTES = 2 * MAX_RECORD_BYTES
@@ -119,12 +122,12 @@ TOPICS: tuple[Topic, ...] = (
         ("worker", "router"), ("gateway", "client", "router", "operator"),
     ),
     Topic(
-        ASSIGNMENTS, "worker id", 64, _HOUR_MS, "msgpack",
+        ASSIGNMENTS, "worker id", 16, _HOUR_MS, "msgpack",
         ("Assignment", "CancelRun", "Lost"),
         ("router",), ("worker",),
     ),
     Topic(
-        KV_EVENTS, "worker id", 32, 24 * _HOUR_MS, "msgpack",
+        KV_EVENTS, "worker id", 8, 24 * _HOUR_MS, "msgpack",
         ("Blocks", "Heartbeat", "Lost", "Probe"),
         ("worker", "router"), ("router", "indexer", "operator"),
     ),

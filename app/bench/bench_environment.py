@@ -161,4 +161,5 @@ async def create_topics(log: KafkaLog, settings: Settings) -> None:
         lanes=settings.lanes,
         replication=settings.replication_factor,
         min_insync=settings.min_insync_replicas,
+        partitions=settings.partitions,
     )

@@ -104,6 +104,7 @@ async def _topics(*, creating: bool) -> bool:
             lanes=settings.lanes,
             replication=settings.replication_factor,
             min_insync=settings.min_insync_replicas,
+            partitions=settings.partitions,
         )
     Console().print(_table(states, settings.topic_prefix), highlight=False)
     return all(state.is_as_expected for state in states)

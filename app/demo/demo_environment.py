@@ -59,7 +59,7 @@ async def demo_environment(
     parts: LocalDeployment
     with contextlib.ExitStack() as cleanup:
         if broker.kind == "memory":
-            memory = MemoryBroker(clock, lanes=settings.lanes)
+            memory = MemoryBroker(clock, lanes=settings.lanes, partitions=settings.partitions)
             parts = InProcessDeployment(
                 deployment_parts(workers), builds, settings, memory, random.Random()
             )
@@ -78,6 +78,7 @@ async def demo_environment(
                     lanes=settings.lanes,
                     replication=settings.replication_factor,
                     min_insync=settings.min_insync_replicas,
+                    partitions=settings.partitions,
                 )
             yield DemoEnvironment(log, parts, settings)
         finally:

@@ -200,7 +200,7 @@ def faststream_app(
 
         async def start() -> None:
             await kafka.start()
-            await check_partitions(kafka, settings.lanes)
+            await check_partitions(kafka, settings.lanes, settings.partitions)
             life.spawn("topics", watch_topics(kafka, life.clock))
             life.start_broker_probe(kafka, settings.request_timeout_ms / 1000)
             await process.start()

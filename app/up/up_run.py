@@ -211,6 +211,7 @@ class _Deployment:
                 lanes=s.lanes,
                 replication=s.replication_factor,
                 min_insync=s.min_insync_replicas,
+                partitions=s.partitions,
             )
             await workers.start()
             if self._broker.kind == "env" and (alive := await workers.find_alive(self._workers)):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import aclosing, asynccontextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
@@ -44,6 +45,7 @@ REPLICATION = "replication.factor"
 TOPIC_CHECK_INTERVAL_S = 10.0
 """Interval between checks that the topics still exist."""
 _DEADLINE_S = 30.0
+_OF_THE_TABLE: Mapping[str, int] = MappingProxyType({})
 
 
 class TopicState(NamedTuple):
@@ -62,40 +64,55 @@ class TopicState(NamedTuple):
 
 
 async def create_topics(
-    log: KafkaLog, *, lanes: int, replication: int, min_insync: int
+    log: KafkaLog,
+    *,
+    lanes: int,
+    replication: int,
+    min_insync: int,
+    partitions: Mapping[str, int] = _OF_THE_TABLE,
 ) -> list[TopicState]:
     """Create missing topics; returns the state of all topics afterwards. Idempotent.
 
-    Existing topics stay unchanged; differing settings are reported. Then the Deployment record is
-    written, once. Raises BrokerUnavailable, AccessDenied, and TopicMismatch if a topic cannot be
-    created, or one exists with another number of partitions: then nothing is created.
+    `partitions` overrides the table by topic. An existing deployment keeps the numbers that it was
+    created with. Existing topics stay unchanged; differing settings are reported. Then the
+    Deployment record is written, once. Raises BrokerUnavailable, AccessDenied, and TopicMismatch if
+    a topic cannot be created, or one exists with another number of partitions: then nothing is
+    created.
     """
-    expected = expected_partitions(lanes)
     async with _admin(log) as admin:
         existing = await _partitions(admin, log.prefix)
+        expected = expected_partitions(lanes, partitions) | await _recorded(log, existing)
         for name, replicas in existing.items():
             _check_count(name, len(replicas), expected.get(name, len(replicas)))
         missing = [t for t in TOPICS if t.name not in existing]
         if missing:
             await _create(admin, log.prefix, missing, expected, replication, min_insync)
             await _wait_until_led(admin, log.prefix)
-    await check_partitions(log, lanes)
+    await check_partitions(log, lanes, partitions)
     if await read_deployment(log) is None:
         record = Deployment(lanes=lanes, partitions=expected)
         await log.append(REGISTRY, encode(record, DEPLOYMENT), 0)
-    return await describe_topics(log, lanes=lanes, replication=replication, min_insync=min_insync)
+    return await describe_topics(
+        log, lanes=lanes, replication=replication, min_insync=min_insync, partitions=partitions
+    )
 
 
 async def describe_topics(
-    log: KafkaLog, *, lanes: int, replication: int, min_insync: int
+    log: KafkaLog,
+    *,
+    lanes: int,
+    replication: int,
+    min_insync: int,
+    partitions: Mapping[str, int] = _OF_THE_TABLE,
 ) -> list[TopicState]:
-    """Compare every topic of the table with the broker's.
+    """Compare every topic of the deployment with the broker's.
 
-    Raises BrokerUnavailable, AccessDenied.
+    `partitions` overrides the table by topic, for a deployment that does not exist yet. Raises
+    BrokerUnavailable, AccessDenied.
     """
-    expected = expected_partitions(lanes)
     async with _admin(log) as admin:
         existing = await _partitions(admin, log.prefix)
+        expected = expected_partitions(lanes, partitions) | await _recorded(log, existing)
         names = [t.name for t in TOPICS if t.name in existing]
         settings = await _settings(admin, log.prefix, names)
     states = []
@@ -116,13 +133,15 @@ async def describe_topics(
     return states
 
 
-async def check_partitions(log: Log, lanes: int) -> None:
+async def check_partitions(
+    log: Log, lanes: int, partitions: Mapping[str, int] = _OF_THE_TABLE
+) -> None:
     """Check at start that this process and the deployment agree about the topics.
 
-    The Deployment record is used if there is one, else the table. Raises TopicMismatch, with the
-    remedy, and BrokerUnavailable.
+    The Deployment record is used if there is one, else the table with `partitions` over it. Raises
+    TopicMismatch, with the remedy, and BrokerUnavailable.
     """
-    expected = expected_partitions(lanes)
+    expected = expected_partitions(lanes, partitions)
     found = {name: await log.partitions(name) for name in expected}
     if (made := await read_deployment(log)) is not None:
         if made.lanes != lanes:
@@ -196,9 +215,21 @@ async def read_deployment(log: Log) -> Deployment | None:
     return found
 
 
-def expected_partitions(lanes: int) -> dict[str, int]:
-    """Partitions by topic, in the order of the table."""
-    return {t.name: lanes if t.partitions == PER_LANE else t.partitions for t in TOPICS}
+def expected_partitions(
+    lanes: int, partitions: Mapping[str, int] = _OF_THE_TABLE
+) -> dict[str, int]:
+    """Partitions by topic, in the order of the table, which `partitions` overrides."""
+    return {
+        t.name: lanes if t.partitions == PER_LANE else partitions.get(t.name, t.partitions)
+        for t in TOPICS
+    }
+
+
+async def _recorded(log: Log, existing: Collection[str]) -> dict[str, int]:
+    """Partitions that the deployment was created with, without those of lanes; {} before that."""
+    made = await read_deployment(log) if REGISTRY in existing else None
+    fixed = {t.name for t in TOPICS if t.partitions != PER_LANE}
+    return {} if made is None else {n: k for n, k in made.partitions.items() if n in fixed}
 
 
 def _check_count(name: str, found: int, expected: int) -> None:

@@ -28,7 +28,7 @@ from streams.memory.broker_faults import BrokerFaults
 from streams.memory.consumer_groups import ConsumerGroup
 from streams.memory.partition_log import MemoryRecord, PartitionLog
 from streams.ports import Appended, Entry, Partition
-from streams.topics import PER_LANE, TOPICS
+from streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
 
 _DAY_MS = 24 * 3_600_000
 _COMPACT_FROM = 1000  # records in a partition before compaction looks at it
@@ -41,7 +41,7 @@ class MemoryBroker:
         self,
         clock: Clock,
         *,
-        lanes: int = 32,
+        lanes: int = DEFAULT_LANES,
         partitions: Mapping[str, int] | None = None,
         faults: BrokerFaults | None = None,
         max_records: int | None = None,

@@ -32,11 +32,20 @@ from streams.kafka.provision import (
 from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_log import MemoryLog
 from streams.ports import Entry, Partition, Record
-from streams.topics import MAX_RECORD_BYTES, PROMPTS, REGISTRY, REQUESTS, RESPONSES, TOPICS
+from streams.topics import (
+    ASSIGNMENTS,
+    KV_EVENTS,
+    MAX_RECORD_BYTES,
+    PROMPTS,
+    REGISTRY,
+    REQUESTS,
+    RESPONSES,
+    TOPICS,
+)
 from streams.topics import PER_LANE as ANY_LANES
 
 LANES = 2
-SHAPE = {"lanes": LANES, "replication": 1, "min_insync": 1}
+SHAPE: dict[str, Any] = {"lanes": LANES, "replication": 1, "min_insync": 1}
 WAIT_S = 30.0
 
 
@@ -275,6 +284,17 @@ class TestTopics:
         wider = tuple(t if t.name != PROMPTS else t._replace(partitions=4) for t in TOPICS)
         monkeypatch.setattr(provision, "TOPICS", wider)
         await check_partitions(full, LANES)
+
+    async def test_deployment_keeps_the_partitions_that_it_was_created_with(
+        self, narrow: None, empty: KafkaLog, admin: AIOKafkaAdminClient
+    ) -> None:
+        await create_topics(empty, **SHAPE, partitions={ASSIGNMENTS: 3, KV_EVENTS: 2})
+        await admin.delete_topics([empty.prefix + ASSIGNMENTS])
+        await until_described(empty, lambda states: not states[ASSIGNMENTS].exists)
+        states = {s.name: s for s in await create_topics(empty, **SHAPE)}
+        assert (states[ASSIGNMENTS].partitions, states[KV_EVENTS].partitions) == (3, 2)
+        assert all(s.is_as_expected for s in states.values())
+        await check_partitions(empty, LANES, {ASSIGNMENTS: 7})
 
     async def test_deployment_is_on_record(self, full: KafkaLog) -> None:
         made = await read_deployment(full)

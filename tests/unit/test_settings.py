@@ -19,6 +19,7 @@ from app.settings import (
 )
 from indexer.block_keys import LOOPBACK_SECRET, derive_secret
 from streams.kafka.connection_options import ConnectionOptions, TokenFile
+from streams.topics import ASSIGNMENTS, KV_EVENTS, TOPICS_BY_NAME
 
 MECHANISMS_WITH_PASSWORD = ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 SECRET = "open-sesame"
@@ -53,23 +54,31 @@ def sasl(mechanism: str, **values: object) -> dict[str, object]:
 
 def test_defaults_work_without_an_environment() -> None:
     settings = Settings()
-    assert (settings.lanes, settings.topic_prefix, settings.broker) == (32, "kvlane.", "auto")
+    assert (settings.lanes, settings.topic_prefix, settings.broker) == (8, "kvlane.", "auto")
 
 
 def test_variables_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVLANE_LANES", "8")
+    monkeypatch.setenv("KVLANE_LANES", "16")
     monkeypatch.setenv("KVLANE_LOG_JSON", "true")
     monkeypatch.setenv("KVLANE_LOG_LEVEL", "debug")
     settings = Settings()
-    assert (settings.lanes, settings.log_json, settings.log_level) == (8, True, "DEBUG")
+    assert (settings.lanes, settings.log_json, settings.log_level) == (16, True, "DEBUG")
 
 
 def test_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLANE_LANES", "")
     monkeypatch.setenv("KVLANE_WORKER_ID", "")
     settings = Settings()
-    assert settings.lanes == 32
+    assert settings.lanes == 8
     assert settings.worker_id.endswith(f"-{os.getpid()}")
+
+
+def test_partitions_of_workers_topics_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {name: TOPICS_BY_NAME[name].partitions for name in (ASSIGNMENTS, KV_EVENTS)}
+    assert Settings().partitions == table
+    monkeypatch.setenv("KVLANE_ASSIGNMENTS_PARTITIONS", "3")
+    monkeypatch.setenv("KVLANE_KV_EVENTS_PARTITIONS", "5")
+    assert Settings().partitions == {ASSIGNMENTS: 3, KV_EVENTS: 5}
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -249,8 +258,8 @@ def test_secrets_among_the_arguments_of_an_engine_are_masked() -> None:
 
 
 def test_table_tells_what_was_set() -> None:
-    row = next(row for row in settings_rows(Settings(lanes=8)) if row.name == "KVLANE_LANES")
-    assert (row.default, row.value, row.is_set) == ("32", "8", True)
+    row = next(row for row in settings_rows(Settings(lanes=16)) if row.name == "KVLANE_LANES")
+    assert (row.default, row.value, row.is_set) == ("8", "16", True)
 
 
 def test_every_setting_has_a_meaning_and_a_figure_with_unit_says_it() -> None:
