@@ -26,6 +26,7 @@ from app.commands import (
     simulate_command,
     topic_commands,
 )
+from app.commands.console import escape_lines
 
 
 class _Commands(TyperGroup):
@@ -38,7 +39,7 @@ class _Commands(TyperGroup):
             if ctx.params.get("debug") or not _is_for_people(error):
                 raise
             stderr = Console(stderr=True, soft_wrap=True, highlight=False)
-            stderr.print("[red]error:[/]", escape(str(error) or type(error).__name__))
+            stderr.print("[red]error:[/]", escape(escape_lines(str(error) or type(error).__name__)))
             if advice := _advice(error):
                 stderr.print(advice, style="dim")
             raise typer.Exit(1) from error

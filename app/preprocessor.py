@@ -191,7 +191,6 @@ class Preprocessor:
                 answers.append(self._answer(said, record.partition, claims))
         lanes: dict[int, list[_PreparedRecord]] = {}
         for answer in await asyncio.gather(*answers):
-            self._metrics.count_outcome(answer.asked)
             lanes.setdefault(lane_of(answer.asked.id, self._lanes), []).append(answer)
         await asyncio.gather(*letters, *(self._publish_all(lane, a) for lane, a in lanes.items()))
 
@@ -296,18 +295,24 @@ class Preprocessor:
                 await self._publish(lane, ready[:middle])
                 await self._publish(lane, ready[middle:])
             else:
-                for offset, (_, sent) in enumerate(ready, appended.offset):
-                    if sent is not None:
-                        sent.offset = offset
+                for offset, (record, sent) in enumerate(ready, appended.offset):
+                    self._on_published(record, sent, offset)
             return
         ((record, sent),) = ready
         try:
             appended = await self._outbox.publish(REQUESTS, record.id, record, lane)
-            if sent is not None:
-                sent.offset = appended.offset
         except RecordTooLarge as e:
             refusal = Refused(id=record.id, code="too_large", message=str(e))
-            await self._outbox.publish(REQUESTS, record.id, refusal, lane)
+            appended = await self._outbox.publish(REQUESTS, record.id, refusal, lane)
+            record, sent = refusal, None
+        self._on_published(record, sent, appended.offset)
+
+    def _on_published(
+        self, record: PreprocessedRecord, sent: CreditDebit | None, offset: int
+    ) -> None:
+        self._metrics.count_outcome(record)
+        if sent is not None:
+            sent.offset = offset
 
     async def _latest_reports(self, source: Partition) -> int:
         end = (await self._log.end_offsets(source.topic, [source.partition]))[source.partition]

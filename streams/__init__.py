@@ -2,25 +2,25 @@
 
 Start with topics.py, the topic table. The modules, from the records to their readers:
 
-    records          topics.py           all topics: writers, readers, keys, retention
-                     records.py          every record, field by field; request.py, record_base.py
-                     prompt.py           what a client publishes, as a pydantic model
-                     codecs.py           records to bytes and back
-                     ids.py              request ids
-                     asyncapi.py         the client topics as an AsyncAPI document
-    the log          ports.py            Log, Reader, Member: all that the rest of kvlane sees of it
-                     kafka/              over a real broker (aiokafka); topics and their settings
-                     memory/             in this process, with groups, retention and broker time
-                     errors.py           the errors, and what to do about them
-                     clock.py            local time, and broker time
-    writing          record_publisher.py publish once, or until acknowledged
-                     retry.py            retries during an outage
-    reading          reading/            a consumer group that commits records that are done,
-                                         dead letters, ranges of offsets
-                     views/              materialized views, and the follower that keeps them
-                     current snapshots/          snapshots of views: format, store, writer
-                     responses/          replies of many requests, and the stream reconstruction
-                     rule client.py           publish, stream, cancel: for programs vectors/
-                     that rule as test vectors for other languages
-    getting a broker brokers/            given, in Docker, in a JVM, or none
+    records    topics.py            all topics: writers, readers, keys, retention
+               records.py           every record, field by field; request.py, record_base.py
+               prompt.py            what a client publishes, as a pydantic model
+               codecs.py            records to bytes and back
+               ids.py               request ids
+               asyncapi.py          the client topics as an AsyncAPI document
+    the log    ports.py             Log, Reader, Member: the interface that kvlane uses
+               kafka/               over a real broker (aiokafka); topics and their settings
+               memory/              in this process, with groups, retention and broker time
+               errors.py            the errors, and their corrections
+               clock.py             local time, and broker time
+    writing    record_publisher.py  publish once, or until acknowledged
+               retry.py             retries during an outage
+    reading    reading/             consumer group with commits of completed records, dead letters,
+                                    ranges of offsets
+               views/               materialized views, and the follower that keeps them current
+               snapshots/           snapshots of views: format, store, writer
+               responses/           replies of many requests, and the stream reconstruction rule
+               client.py            publish, stream, cancel: for programs
+               vectors/             test vectors of that rule, for other languages
+    brokers    brokers/             obtain one: given, in Docker, in a JVM, or in memory
 """

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
-from rich.markup import escape
 
 from app.commands import capture_commands
 from app.commands import console as screen
@@ -166,7 +165,7 @@ def _show_recomputed(found: RecomputeReport) -> None:
         if count:
             console.print(f"{count} could not be recomputed: they {why}", style="yellow")
     if found.first:
-        console.print(f"[red]first difference:[/] {escape(found.first)}")
+        console.print(f"[red]first difference:[/] {screen.escape_text(found.first)}")
 
 
 def _show_replayed(result: RebuiltView) -> None:
@@ -189,5 +188,7 @@ def _show_replayed(result: RebuiltView) -> None:
     for name, value in result.summary.items():
         rows = value.items() if isinstance(value, dict) else [("", screen.format_value(value))]
         for number, (key, item) in enumerate(rows or [("", "none")]):
-            summary.add_row(name if number == 0 else "", escape(f"{key}  {item}".strip()))
+            summary.add_row(
+                name if number == 0 else "", screen.escape_text(f"{key}  {item}".strip())
+            )
     console.print(summary)

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unicodedata import category
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -22,6 +24,18 @@ def make_console() -> Console:
 def escape_control(text: str) -> str:
     """A text from a topic, with control characters escaped, which could control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def escape_text(text: str) -> str:
+    """A text from a topic for rich: shown to the letter, without markup or control characters."""
+    return escape(escape_control(text))
+
+
+def escape_lines(text: str) -> str:
+    """A text of several lines for a terminal, with all other control characters escaped."""
+    return "".join(
+        escape_control(c) if category(c) == "Cc" and c not in "\n\t" else c for c in text
+    )
 
 
 def plain_table(*columns: str, right: str = "") -> Table:

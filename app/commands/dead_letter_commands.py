@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.markup import escape
 
 from app.commands import console as screen
 from app.settings import Settings
@@ -58,9 +57,9 @@ def list_letters(
     for letter in found:
         origin = f"{letter.origin_topic}/{letter.origin_partition}:{letter.origin_offset}"
         table.add_row(
-            letter.name, _time(letter.at_ms), escape(origin), escape(_text(letter.key)),
-            escape(_text(letter.type)), str(letter.value_bytes), str(letter.tries),
-            escape(letter.reason),
+            letter.name, _time(letter.at_ms),
+            *map(screen.escape_text, (origin, _text(letter.key), _text(letter.type))),
+            str(letter.value_bytes), str(letter.tries), screen.escape_text(letter.reason),
         )  # fmt: skip
     console = screen.make_console()
     if found:
@@ -125,14 +124,15 @@ async def _show(name: str) -> None:
         try:
             content = await dead_letter_retry.record_of_dead_letter(log, clock, letter)
         except dead_letter_retry.InvalidDeadLetter as e:
-            typer.echo(f"\n{e}")
+            typer.echo(f"\n{screen.escape_lines(str(e))}")
             return
         try:
             said = dead_letter_retry.to_json_types(
                 dead_letter_retry.decode_dead_letter(letter, content)
             )
         except RecordError as e:
-            typer.echo(f"\n{content.source}, still malformed: {e}\n{_hex(content)}")
+            why = screen.escape_lines(str(e))
+            typer.echo(f"\n{content.source}, still malformed: {why}\n{_hex(content)}")
             return
         typer.echo(f"\n{content.source}, decoded:")
         typer.echo(msgspec.json.format(msgspec.json.encode(said), indent=2).decode())
@@ -152,10 +152,11 @@ async def _retry(names: Sequence[str]) -> int:
                 request_id, stands = await dead_letter_retry.retry_dead_letter(log, clock, letter)
             except dead_letter_retry.InvalidDeadLetter as e:
                 refused += 1
-                typer.echo(f"refused: {e}", err=True)
+                typer.echo(f"refused: {screen.escape_control(str(e))}", err=True)
                 continue
             where = f"{letter.origin_topic}/{stands.partition}:{stands.offset}"
-            typer.echo(f"{name}: {request_id} is published again, {where}")
+            shown_id = screen.escape_control(request_id)
+            typer.echo(f"{name}: {shown_id} is published again, {where}")
     return refused
 
 
@@ -171,7 +172,7 @@ def _print_letter(letter: DeadLetter) -> None:
         "bytes": letter.value_bytes,
     }
     for name, value in rows.items():
-        typer.echo(f"{name:10} {value}")
+        typer.echo(f"{name:10} {screen.escape_control(str(value))}")
 
 
 def _hex(content: DeadLetterRecord) -> str:

@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from app.audit.cost_terms import DecisionReasons
 from app.audit.time_range import format_time
 from app.audit.timeline import ExplainedDecision, RequestTimeline, TimelineStep
 from app.audit.unknown_ids import explain_unknown
-from app.commands.console import format_value, plain_table
+from app.commands.console import escape_text, format_value, plain_table
 from streams.records import Assigned, Cancel, Refused
 from streams.request import Request
 from streams.topics import REQUESTS, TOPICS_BY_NAME
@@ -30,16 +29,18 @@ def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool =
     """Print a timeline; False when the log has nothing about the request."""
     if not timeline.steps:
         why = explain_unknown(timeline.request_id, timeline.now_ms)
-        console.print(f"[red]nothing found about[/] {escape(timeline.request_id)}: {escape(why)}")
+        console.print(
+            f"[red]nothing found about[/] {escape_text(timeline.request_id)}: {escape_text(why)}"
+        )
         return False
     began_ms = timeline.steps[0].at_ms
     asked = next((s for s in timeline.steps if s.name == Request.__name__), None)
     about = "" if asked is None else f": {asked.fields.get('prompt_tokens', 0)} prompt tokens"
     model = "" if asked is None else str(asked.fields.get("model", ""))
     console.print(
-        f"[bold]{escape(timeline.request_id)}[/] in lane {timeline.lane}, from "
+        f"[bold]{escape_text(timeline.request_id)}[/] in lane {timeline.lane}, from "
         f"{format_time(began_ms)} UTC"
-        f"{about}{f' for {escape(model)}' if model else ''}"
+        f"{about}{f' for {escape_text(model)}' if model else ''}"
     )
     if asked is None:
         console.print(_without_request({step.name for step in timeline.steps}), style="yellow")
@@ -49,7 +50,7 @@ def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool =
     for step in timeline.steps:
         _show_step(step, step.at_ms - began_ms, console, inputs=inputs)
     ending = timeline.ending or "not ended yet, or its end is no longer retained"
-    console.print(f"\n[bold]ended:[/] {escape(ending)}")
+    console.print(f"\n[bold]ended:[/] {escape_text(ending)}")
     return True
 
 
@@ -93,7 +94,7 @@ def _summary(decisions: list[ExplainedDecision]) -> Table:
         why = "no inputs recorded" if reasons is None else reasons.words
         expected_ms = f"{record.ttft_ms_predicted:.1f} ms" if record.ttft_ms_predicted else "-"
         shown.add_row(
-            str(record.attempt), f"[bold]{escape(_place(record))}[/]", escape(why),
+            str(record.attempt), f"[bold]{escape_text(_place(record))}[/]", escape_text(why),
             f"{record.cached_tokens_predicted} tokens",
             "-" if actual.cached_tokens is None else f"{actual.cached_tokens}", expected_ms,
             "-" if actual.ttft_ms is None else f"{actual.ttft_ms:.1f} ms",
@@ -114,7 +115,7 @@ def _show_step(step: TimelineStep, after_ms: int, console: Console, *, inputs: b
         _show_decision(step.decision, console)
         fields = {name: value for name, value in fields.items() if name not in _SHOWN_ELSEWHERE}
     shown = "  ".join(
-        f"[dim]{name}[/] {escape(format_value(value))}" for name, value in fields.items()
+        f"[dim]{name}[/] {escape_text(format_value(value))}" for name, value in fields.items()
     )
     console.print(f"  {shown}")
     if step.decision is not None and (reasons := step.decision.reasons) is not None:
@@ -130,13 +131,13 @@ def _show_decision(decision: ExplainedDecision, console: Console) -> None:
     attempt = f", attempt {record.attempt}" if record.attempt else ""
     policy = f", policy {record.policy}" if record.policy else ""
     console.print(
-        f"  to [bold]{escape(_place(record))}[/] (epoch {record.epoch}){escape(by)}"
+        f"  to [bold]{escape_text(_place(record))}[/] (epoch {record.epoch}){escape_text(by)}"
         f"{policy}{attempt}{held}"
     )
     if reasons is not None:
-        console.print(f"  {escape(reasons.words)}")
+        console.print(f"  {escape_text(reasons.words)}")
         if reasons.difference:
-            console.print(f"  [red]recomputed, it differs:[/] {escape(reasons.difference)}")
+            console.print(f"  [red]recomputed, it differs:[/] {escape_text(reasons.difference)}")
 
 
 def _terms(reasons: DecisionReasons) -> Table:
@@ -151,7 +152,7 @@ def _terms(reasons: DecisionReasons) -> Table:
         is_chosen = each is reasons.chosen
         has = each.inputs
         shown.add_row(
-            "  *" if is_chosen else "", escape(_place(each)), _number(each.cost),
+            "  *" if is_chosen else "", escape_text(_place(each)), _number(each.cost),
             *(_number(each.terms[name]) for name in names), str(each.cached_tokens),
             *(str(count) for count in (has.open_runs, has.open_tokens, has.prefill_tokens)),
             style="bold" if is_chosen else "",
@@ -175,6 +176,6 @@ def _inputs(reasons: DecisionReasons) -> Table:
     shown = plain_table("", *fields)
     for each in candidates:
         is_chosen = each is reasons.chosen.inputs
-        values = (escape(format_value(getattr(each, name))) for name in fields)
+        values = (escape_text(format_value(getattr(each, name))) for name in fields)
         shown.add_row("  *" if is_chosen else "", *values, style="bold" if is_chosen else "")
     return shown

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.commands.console import escape_control
+from app.commands.console import escape_control, escape_lines
 from app.settings import Settings
 
 CHECK_AFTER_S = 3.0
@@ -200,7 +200,7 @@ async def _show(
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(escape_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

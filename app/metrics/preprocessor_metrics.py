@@ -72,7 +72,7 @@ class PreprocessorMetrics:
         self._age.observe(max(0.0, age_s))
 
     def count_outcome(self, record: Request | Cancel | Refused | None) -> None:
-        """A prompt is on its way as this record; None: it goes to the dead letters."""
+        """A prompt was published as this record; None: it goes to the dead letters."""
         match record:
             case Request():
                 self._prompts.labels("request").inc()

@@ -1,4 +1,1 @@
-"""Test vectors of the stream reconstruction rule, for other languages; `README.md` explains them.
-
-`python -m streams.vectors` writes the JSON files again, byte for byte the same.
-"""
+"""Test vectors of the stream reconstruction rule, for readers in any language: `README.md`."""

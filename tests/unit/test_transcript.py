@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.records import Chunk, End, Fence, Usage
 from streams.responses.transcript import Transcript, transcript_before
-from streams.vectors.strays import stray
 
 Line = Chunk | Fence | End
 
@@ -329,10 +327,3 @@ def test_every_chunk_that_does_not_show_is_counted() -> None:
     ]
     transcript = read(log)
     assert (transcript.skipped_chunks, transcript.gaps) == (5, 1)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_the_drawn_vectors_hold_against_the_reference(seed: int) -> None:
-    case = stray(seed)
-    expected = (case.text, case.tokens, case.finish_reason, case.end, case.attempt, case.holes)
-    assert reference(case.log) == expected
