@@ -16,7 +16,10 @@ Every waiting call has a deadline, from its caller or from the settings.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:  # routing, which is pure, reads Partition and Record from here
+    from asyncio import Future
 
 
 class Partition(NamedTuple):
@@ -195,7 +198,17 @@ class Log(Protocol):
     async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
         """Append records to one partition, in order, as one request. All or none is appended.
 
-        Raises as `append`; RecordTooLarge when they do not fit into one batch of 1 MiB together.
+        Raises as `append`; RecordTooLarge when several do not fit into one batch of 1 MiB together.
+        """
+
+    def append_many(
+        self, topic: str, batches: Mapping[int, Sequence[Entry]]
+    ) -> Mapping[int, Future[Appended]]:
+        """Append records to several partitions at once, each as `append_batch` does.
+
+        Returns without waiting: one future per partition completes or raises as `append_batch`
+        would, by itself. Cancelling one gives up waiting, not the append. The append stands behind
+        all earlier calls for its partition, and before all later ones.
         """
 
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:

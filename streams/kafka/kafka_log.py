@@ -3,7 +3,8 @@
 `KafkaLog` is one process's connection. It adds the prefix of the deployment to the names of topics
 and groups, and translates every error of the client (`streams/errors.py`), with the cause kept.
 
-    producer.py      appending            kafka_reader.py     reading without a group
+    producer.py      appending            batch_queue.py      batches that wait to be sent
+    kafka_reader.py  reading without a group
     group_member.py  reading in a group   aiokafka_client.py  connections of all clients
     stuck_broker.py  detecting hung brokers, on every connection
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -144,13 +145,32 @@ class KafkaLog:
         if partition is None:
             assert entry.key is not None, "an entry without a key needs a partition"
             partition = partition_of(entry.key, count)
-        return await producer.append(self._existing(topic, partition), entry)
+        return await producer.append(self._existing(topic, partition), (entry,))
 
     async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
         """Append entries to one partition, all or none; as `append`."""
         producer = self._open_producer()
         await self._count(topic)
-        return await producer.append_batch(self._existing(topic, partition), entries)
+        return await producer.append(self._existing(topic, partition), entries)
+
+    def append_many(
+        self, topic: str, batches: Mapping[int, Sequence[Entry]]
+    ) -> dict[int, asyncio.Future[Appended]]:
+        """Append entries to several partitions, all or none to each; as `append_batch`."""
+        producer = self._open_producer()
+        if topic not in self._partitions or self._finders.get(topic):
+            return {
+                partition: asyncio.ensure_future(self.append_batch(topic, partition, entries))
+                for partition, entries in batches.items()
+            }
+        futures: dict[int, asyncio.Future[Appended]] = {}
+        for partition, entries in batches.items():
+            try:
+                futures[partition] = producer.append(self._existing(topic, partition), entries)
+            except TopicMismatch as e:
+                futures[partition] = asyncio.get_running_loop().create_future()
+                futures[partition].set_exception(e)
+        return futures
 
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """Offset of the oldest record kept, by partition."""

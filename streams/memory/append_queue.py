@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import Context
+from typing import Any
 
 from streams.errors import AppendFailed
 from streams.memory.broker_faults import AppendFate
@@ -31,11 +32,14 @@ class AppendQueue:
         """Abandoned appends that are still in the producer's queue."""
         self._last: _Sending | None = None
 
-    async def append(self, entries: tuple[Entry, ...]) -> Appended:
-        """Append entries after all earlier ones. Raises AppendFailed."""
-        client, broker = self._client, self._client.broker
+    def append(self, entries: tuple[Entry, ...]) -> Coroutine[Any, Any, Appended]:
+        """Append entries after all earlier calls. Waiting raises AppendFailed."""
         sending = _Sending(entries)
         self._under_way.append(sending)
+        return self._deliver(sending)
+
+    async def _deliver(self, sending: _Sending) -> Appended:
+        client, broker = self._client, self._client.broker
         if (latency_s := broker.faults.latency_s(client.client_id, "append")) > 0:
             try:
                 await broker.clock.sleep(latency_s)

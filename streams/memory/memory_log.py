@@ -7,13 +7,15 @@ drops their responses once the client is killed; the broker owns the records.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Coroutine, Mapping, Sequence
+from typing import Any
 
 from streams.errors import (
     BrokerUnavailable,
     LogClosed,
     PositionLost,
     RecordTooLarge,
+    TopicMismatch,
 )
 from streams.memory.append_queue import AppendQueue
 from streams.memory.broker_faults import Operation
@@ -42,6 +44,7 @@ class MemoryLog:
         self._closed = False
         self._users: dict[ConnectionUser, None] = {}
         self._lines: dict[PartitionLog, AppendQueue] = {}
+        self._appending: set[asyncio.Task[Appended]] = set()
 
     async def start(self) -> None:
         """Connect; nothing else works before. Raises BrokerUnavailable after CONNECT_S."""
@@ -110,11 +113,26 @@ class MemoryLog:
 
     async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
         """Append records to one partition, all or none."""
+        return await self._append_batch(topic, partition, entries)
+
+    def append_many(
+        self, topic: str, batches: Mapping[int, Sequence[Entry]]
+    ) -> dict[int, asyncio.Future[Appended]]:
+        """Append records to several partitions, all or none to each."""
         self.check_open()
-        assert entries, "a batch holds at least one entry"
-        if (size := sum(map(_bytes, entries))) > MAX_BATCH_BYTES:
-            raise RecordTooLarge(f"{topic}: a batch of {size} bytes")
-        return await self._append(topic, partition, tuple(entries))
+        loop = asyncio.get_running_loop()
+        futures: dict[int, asyncio.Future[Appended]] = {}
+        for partition, entries in batches.items():
+            try:
+                appending = self._append_batch(topic, partition, entries)
+            except (RecordTooLarge, TopicMismatch) as e:
+                futures[partition] = loop.create_future()
+                futures[partition].set_exception(e)
+            else:
+                futures[partition] = task = loop.create_task(appending)
+                self._appending.add(task)
+                task.add_done_callback(self._appending.discard)
+        return futures
 
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """Offset of the oldest record kept."""
@@ -183,12 +201,24 @@ class MemoryLog:
             self.broker.expire(self.broker.log(topic, partition))
         await self.receive_answer("offsets")
 
-    async def _append(self, topic: str, partition: int, entries: tuple[Entry, ...]) -> Appended:
+    def _append_batch(
+        self, topic: str, partition: int, entries: Sequence[Entry]
+    ) -> Coroutine[Any, Any, Appended]:
+        self.check_open()
+        assert entries, "a batch holds at least one entry"
+        size = sum(map(_bytes, entries))
+        if size > (MAX_RECORD_BYTES if len(entries) == 1 else MAX_BATCH_BYTES):
+            raise RecordTooLarge(f"{topic}: {len(entries)} entries of {size} bytes together")
+        return self._append(topic, partition, tuple(entries))
+
+    def _append(
+        self, topic: str, partition: int, entries: tuple[Entry, ...]
+    ) -> Coroutine[Any, Any, Appended]:
         log = self.broker.log(topic, partition)
         line = self._lines.get(log)
         if line is None:
             line = self._lines[log] = AppendQueue(self, log)
-        return await line.append(entries)
+        return line.append(entries)
 
 
 class MemoryReader:

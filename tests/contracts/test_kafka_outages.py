@@ -152,7 +152,7 @@ async def test_reader_and_member_made_during_an_outage_begin_after_it(
     assert traffic.log_of[0][0] == (0, 0)
 
 
-@pytest.mark.parametrize("how", ["append", "append_batch"])
+@pytest.mark.parametrize("how", ["append", "append_batch", "append_many"])
 async def test_first_append_to_a_topic_may_fall_into_an_outage(
     log: KafkaLog, node: JvmNode, how: str
 ) -> None:
@@ -162,6 +162,8 @@ async def test_first_append_to_a_topic_may_fall_into_an_outage(
         entry = Entry(b"key", b"first")
         if how == "append":
             return await log.append(LEDGER, entry, 0)
+        if how == "append_many":
+            return await log.append_many(LEDGER, {0: [entry]})[0]
         return await log.append_batch(LEDGER, 0, [entry])
 
     await kill(node)

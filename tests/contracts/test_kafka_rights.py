@@ -127,6 +127,10 @@ async def append_batch(log: KafkaLog) -> None:
     await log.append_batch(LEDGER, 0, [Entry(b"key", b"value")])
 
 
+async def append_many(log: KafkaLog) -> None:
+    await log.append_many(LEDGER, {0: [Entry(b"key", b"value")]})[0]
+
+
 async def persist(log: KafkaLog) -> None:
     await RecordPublisher(log, SystemClock()).publish(LEDGER, "a", Fencing(id="a", attempt=1))
 
@@ -170,7 +174,8 @@ async def list_topics(log: KafkaLog) -> None:
 
 
 @pytest.mark.parametrize(
-    "deed", [append, append_batch, persist, read, follow, join, make_topics, list_topics]
+    "deed",
+    [append, append_batch, append_many, persist, read, follow, join, make_topics, list_topics],
 )
 async def test_what_a_guest_may_not_do_is_denied_and_not_repeated(
     broker: Guarded, deed: Callable[[KafkaLog], Awaitable[None]]

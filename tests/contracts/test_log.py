@@ -258,6 +258,13 @@ class TestAppending:
             await log.append_batch(topic, 0, [Entry(b"k", bytes(300_000))] * 4)
         assert await log.end_offsets(topic, [0]) == {0: 0}
 
+    async def test_batch_of_one_record_may_be_as_large_as_a_record(
+        self, broker: Broker, log: Log
+    ) -> None:
+        topic = await broker.topic(1)
+        await log.append_batch(topic, 0, [Entry(b"k", bytes(3_000_000))])
+        assert await log.end_offsets(topic, [0]) == {0: 1}
+
     async def test_headers_and_tombstones_come_back_as_they_were(
         self, broker: Broker, log: Log
     ) -> None:
@@ -269,6 +276,90 @@ class TestAppending:
         [record] = await read(reader, 1)
         assert (record.key, record.value) == (b"worker/1", None)
         assert tuple((k, bytes(v)) for k, v in record.headers) == headers
+
+
+class TestAppendingToMany:
+    async def test_each_batch_is_in_its_partition(self, broker: Broker, log: Log) -> None:
+        topic = await broker.topic(3)
+        sent = {p: [entry(f"{p}/{i}") for i in range(p + 1)] for p in range(3)}
+        futures = log.append_many(topic, sent)
+        appended = {p: await future for p, future in futures.items()}
+        assert {p: a[:2] for p, a in appended.items()} == {p: (p, 0) for p in range(3)}
+        reader = log.reader()
+        reader.assign({Partition(topic, p): 0 for p in range(3)})
+        records = await read(reader, 6)
+        for p, entries in sent.items():
+            of_p = [r for r in records if r.partition == p]
+            assert values(of_p) == [e.value for e in entries]
+            assert {r.timestamp for r in of_p} == {appended[p].timestamp_ms}
+
+    async def test_calls_for_one_partition_keep_their_order(self, broker: Broker, log: Log) -> None:
+        topic = await broker.topic(2)
+        futures, waits = [], []
+        for i in range(20):
+            batches = {p: [entry(f"{i}a"), entry(f"{i}b")] for p in (i % 2, 1 - i % 2)}
+            futures += log.append_many(topic, batches).values()
+            if i % 5 == 0:  # other ways to append keep the order too
+                waits.append(asyncio.ensure_future(log.append(topic, entry(f"{i}c"), 0)))
+                waits.append(asyncio.ensure_future(log.append_batch(topic, 1, [entry(f"{i}c")])))
+                await asyncio.sleep(0)
+        offsets = [(await future)[:2] for future in futures]
+        await asyncio.gather(*waits)
+        reader = log.reader()
+        reader.assign({Partition(topic, p): 0 for p in range(2)})
+        records = await read(reader, 88)
+        wanted = [f"{i}{x}".encode() for i in range(20) for x in ("abc" if i % 5 == 0 else "ab")]
+        for p in range(2):
+            assert values([r for r in records if r.partition == p]) == wanted
+        firsts = sorted((r.partition, r.offset) for r in records if r.value.endswith(b"a"))  # type: ignore[union-attr]
+        assert sorted(offsets) == firsts
+
+    async def test_many_calls_without_waiting_are_all_appended(
+        self, broker: Broker, log: Log
+    ) -> None:
+        topic = await broker.topic(1)
+        large = bytes(100_000)  # several batches of 1 MiB
+        futures = [
+            log.append_many(topic, {0: [Entry(b"%d" % i, large), Entry(b"%d" % i, b"")]})[0]
+            for i in range(40)
+        ]
+        assert [(await future).offset for future in futures] == list(range(0, 80, 2))
+        reader = log.reader()
+        reader.assign({Partition(topic, 0): 0})
+        keys = [r.key for r in await read(reader, 80)]
+        assert keys == [b"%d" % (i // 2) for i in range(80)]
+
+    async def test_an_error_concerns_its_partition_only(self, broker: Broker, log: Log) -> None:
+        topic = await broker.topic(2)
+        futures = log.append_many(
+            topic, {0: [Entry(b"k", bytes(300_000))] * 4, 1: [entry("x")], 2: [entry("y")]}
+        )
+        assert (await futures[1]).offset == 0
+        with pytest.raises(RecordTooLarge):
+            await futures[0]
+        with pytest.raises(TopicMismatch):
+            await futures[2]
+        assert await log.end_offsets(topic, [0, 1]) == {0: 0, 1: 1}
+
+    async def test_giving_up_one_leaves_the_others(self, broker: Broker, log: Log) -> None:
+        topic = await broker.topic(2)
+        futures = log.append_many(topic, {0: [entry("x")], 1: [entry("y")]})
+        futures[0].cancel()
+        assert (await futures[1]).offset == 0
+        assert (await log.append(topic, entry("z"), 0)).offset in (0, 1)
+
+    async def test_topic_that_was_made_after_connecting(self, broker: Broker, log: Log) -> None:
+        topic = await broker.topic(2)
+        first = log.append_many(topic, {0: [entry("a")], 1: [entry("b")]})
+        second = log.append_many(topic, {0: [entry("c")], 1: [entry("d")]})
+        assert [(await second[p]).offset for p in (0, 1)] == [1, 1]
+        assert [(await first[p]).offset for p in (0, 1)] == [0, 0]
+
+    async def test_unknown_topic_fails_every_partition(self, log: Log) -> None:
+        futures = log.append_many("never-made", {0: [entry("a")], 1: [entry("b")]})
+        for future in futures.values():
+            with pytest.raises(TopicMismatch):
+                await future
 
 
 class TestAsking:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +147,7 @@ class Refusing:
     def __init__(self, **options: Any) -> None:
         self.options.append(options)
         self._subscription = SimpleNamespace()
+        self._sender = SimpleNamespace()
 
     async def start(self) -> None:
         raise KafkaConnectionError("nobody there")
@@ -220,8 +221,8 @@ class Unheard(KafkaLog):
             self._partitions |= next(self._answers, {})
         return self._partitions
 
-    async def _append(self, to: TopicPartition, entry: Entry) -> Appended:
-        self.appended.append(entry.value)
+    async def _append(self, to: TopicPartition, entries: Sequence[Entry]) -> Appended:
+        self.appended += [entry.value for entry in entries]
         return Appended(to.partition, 0, 0)
 
 
@@ -248,6 +249,16 @@ class TestFirstAppends:
                 await log.refresh_topics()
             for value in values[20:]:
                 tasks.create_task(log.append("ledger", Entry(None, value), 1))
+                await asyncio.sleep(0)
+        assert log.appended == values
+
+    async def test_many_at_once_keep_the_order_of_their_calls(self) -> None:
+        log = Unheard()
+        values = [b"%d" % n for n in range(20)]
+        async with asyncio.TaskGroup() as tasks:
+            for value in values:
+                futures = log.append_many("ledger", {1: [Entry(None, value)]})
+                tasks.create_task(asyncio.wait(futures.values()))
                 await asyncio.sleep(0)
         assert log.appended == values
 

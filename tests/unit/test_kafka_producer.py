@@ -12,29 +12,31 @@ from aiokafka import TopicPartition
 from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
-    KafkaTimeoutError,
     MessageSizeTooLargeError,
     NotEnoughReplicasError,
     TopicAuthorizationFailedError,
-    UnknownTopicOrPartitionError,
 )
+from aiokafka.producer.transaction_manager import TransactionManager
 
 from streams.errors import AccessDenied, AppendFailed, LogClosed, RecordTooLarge
 from streams.kafka import producer as kafka_producer
-from streams.kafka.producer import MAX_QUEUED_BYTES, Producer
+from streams.kafka.aiokafka_client import RETRY_S
+from streams.kafka.batch_queue import BatchQueue, PendingBatch
+from streams.kafka.producer import Producer
 from streams.ports import Appended, Entry
 
+QUEUED_BYTES = 1024 * 1024
 LANE, OTHER = TopicPartition("t.ledger", 0), TopicPartition("t.ledger", 1)
 
 
 class Sent(NamedTuple):
     to: TopicPartition
     value: bytes
-    answer: asyncio.Future[Any]
+    batch: PendingBatch
 
 
 class Client:
-    """Stands for AIOKafkaProducer; the test answers what it was given."""
+    """Stands for AIOKafkaProducer and its sender; the test answers what it was given."""
 
     made: list[Client]
     reachable: bool
@@ -43,23 +45,33 @@ class Client:
         self.options = options
         self.sent: list[Sent] = []
         self.stopped = False
-        self.full = False
-        self.given = asyncio.Event()
-        self.raises: list[Exception] = []
+        self.is_busy = False
         self.known: set[int] = {LANE.partition, OTHER.partition}
+        self.looked = 0
+        self.unauthorized: set[str] = set()
         cluster = SimpleNamespace(
-            partitions_for_topic=lambda _: self.known,
+            unauthorized_topics=self.unauthorized,
             leader_for_partition=lambda tp: 1 if tp.partition in self.known else None,
         )
         self.client = SimpleNamespace(
-            close=self._close, cluster=cluster, force_metadata_update=self._learn
+            close=self._close,
+            cluster=cluster,
+            force_metadata_update=self._look,
+            add_topic=lambda _: None,
         )
+        self._txn_manager = TransactionManager(None, 1000)
+        self._txn_manager.set_pid_and_epoch(7, 0)
         self._sender = SimpleNamespace(sender_task=None)
         Client.made.append(self)
+
+    @property
+    def queue(self) -> BatchQueue:
+        return self._sender._message_accumulator
 
     async def start(self) -> None:
         if not Client.reachable:
             raise KafkaConnectionError("nobody there")
+        self._sender.sender_task = asyncio.create_task(self._send())
 
     async def stop(self) -> None:
         self.stopped = True
@@ -67,39 +79,32 @@ class Client:
     async def _close(self) -> None:
         self.stopped = True
 
-    def _learn(self) -> None:
-        self.known = {LANE.partition, OTHER.partition}
+    async def _send(self) -> None:
+        while True:
+            self.drain()
+            await self.queue.waiter()
 
-    async def flush(self) -> None:
-        if waiting := [sent.answer for sent in self.sent if not sent.answer.done()]:
-            await asyncio.wait(waiting)
+    def drain(self) -> None:
+        batches, _ = self.queue.drain_by_nodes({1} if self.is_busy else set())
+        for to, batch in batches.get(1, {}).items():
+            entries = [e for append in batch.appends for e in append.entries]
+            self.sent += [Sent(to, e.value or b"", batch) for e in entries]
 
-    async def send(
-        self, topic: str, value: bytes, key: bytes, partition: int, headers: Any
-    ) -> asyncio.Future[Any]:
-        if self.full:
-            self.full = False
-            raise KafkaTimeoutError
-        if self.raises:
-            raise self.raises.pop(0)
-        assert partition in self.known, "Unrecognized partition"
-        answer = asyncio.get_running_loop().create_future()
-        self.given.set()
-        self.sent.append(Sent(TopicPartition(topic, partition), value, answer))
-        return answer
+    def _look(self) -> None:
+        self.looked += 1
 
     def acknowledge(self, number: int) -> None:
-        to, _, answer = self.sent[number]
-        answer.set_result(SimpleNamespace(partition=to.partition, offset=number, timestamp=1000))
+        self.sent[number].batch.done(number, 1000)
 
     def fail(self, number: int, error: KafkaError) -> None:
-        self.sent[number].answer.set_exception(error)
+        self.sent[number].batch.failure(error)
 
 
 @pytest.fixture
 async def producer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Producer]:
     Client.made, Client.reachable = [], True
     monkeypatch.setattr(kafka_producer, "AIOKafkaProducer", Client)
+    monkeypatch.setattr(kafka_producer, "MAX_QUEUED_BYTES", QUEUED_BYTES)
     made = Producer({"client_id": "test"}, request_timeout_s=0.1)
     yield made
     await made.close()
@@ -109,11 +114,15 @@ def entry(value: bytes) -> Entry:
     return Entry(b"key", value)
 
 
+async def _waited(future: asyncio.Future[Appended]) -> Appended:
+    return await future
+
+
 async def appending(
     producer: Producer, value: bytes, to: TopicPartition = LANE
 ) -> asyncio.Task[Appended]:
     """An append that has reached the client, or has failed before."""
-    task = asyncio.create_task(producer.append(to, entry(value)))
+    task = asyncio.create_task(_waited(producer.append(to, [entry(value)])))
     for _ in range(10):
         await asyncio.sleep(0)
     return task
@@ -170,60 +179,104 @@ async def test_append_without_an_answer_fails_at_its_deadline(producer: Producer
         await task
 
 
-async def test_append_waits_for_room_in_the_client(producer: Producer) -> None:
+async def test_append_waits_until_the_leader_of_its_partition_is_known(producer: Producer) -> None:
     await producer.ready()
-    Client.made[0].full = True
-    task = await appending(producer, b"a")
-    Client.made[0].acknowledge(0)
-    assert (await task).offset == 0
-    assert not Client.made[0].full
+    client = Client.made[0]
+    client.known = {LANE.partition}
+    task = await appending(producer, b"a", OTHER)
+    assert client.sent == []
+    assert client.looked == 1
+    client.known = {LANE.partition, OTHER.partition}
+    await asyncio.sleep(2 * RETRY_S)
+    client.acknowledge(0)
+    assert (await task).partition == OTHER.partition
 
 
-async def test_append_waits_until_the_client_has_heard_of_the_topic(producer: Producer) -> None:
+async def test_partition_without_a_leader_fails_only_its_own_appends(producer: Producer) -> None:
     await producer.ready()
-    Client.made[0].raises = [UnknownTopicOrPartitionError()] * 2
-    task = asyncio.create_task(producer.append(LANE, entry(b"a")))
-    await asyncio.wait_for(Client.made[0].given.wait(), 5)
-    Client.made[0].acknowledge(0)
-    assert (await task).offset == 0
+    client = Client.made[0]
+    client.known = {LANE.partition}
+    lost = await appending(producer, b"a", OTHER)
+    kept = await appending(producer, b"b")
+    with pytest.raises(AppendFailed, match=r"ledger\[1\]"):
+        await lost
+    client.acknowledge(0)
+    assert (await kept).offset == 0
+    assert len(Client.made) == 1
 
 
-async def test_topic_that_the_client_never_hears_of_may_be_tried_again(producer: Producer) -> None:
+async def test_missing_right_to_see_a_topic_is_denied(producer: Producer) -> None:
     await producer.ready()
-    Client.made[0].raises = [UnknownTopicOrPartitionError()] * 1000
-    with pytest.raises(AppendFailed, match=r"ledger\[0\]"):
-        await producer.append(LANE, entry(b"a"))
+    Client.made[0].known = set()
+    Client.made[0].unauthorized.add(LANE.topic)
+    with pytest.raises(AccessDenied):
+        await producer.append(LANE, [entry(b"a")])
 
 
-async def test_append_waits_until_the_client_has_heard_of_the_partition(
-    producer: Producer,
-) -> None:
-    await producer.ready()
-    Client.made[0].known = {LANE.partition}
-    task = asyncio.create_task(producer.append(OTHER, entry(b"a")))
-    await asyncio.wait_for(Client.made[0].given.wait(), 5)
-    Client.made[0].acknowledge(0)
-    assert await task
-
-
-async def test_a_broken_promise_of_ours_is_not_an_outage(producer: Producer) -> None:
-    await producer.ready()
-    Client.made[0].raises = [AssertionError("Need at least one: key or value")]
+async def test_entry_without_key_and_value_is_refused(producer: Producer) -> None:
     with pytest.raises(AssertionError):
-        await producer.append(LANE, entry(b"a"))
+        producer.append(LANE, [Entry(None, None)])
 
 
-async def test_append_that_waits_for_room_is_not_overtaken(producer: Producer) -> None:
+async def test_entry_that_cannot_be_encoded_fails_by_itself(producer: Producer) -> None:
+    odd = await appending(producer, "text")  # type: ignore[arg-type]
+    with pytest.raises(AppendFailed):
+        await odd
+    good = await appending(producer, b"a")
+    Client.made[0].acknowledge(0)
+    assert await good
+    assert len(Client.made) == 1
+
+
+async def test_appends_that_wait_for_a_request_in_flight_share_a_batch(producer: Producer) -> None:
     await producer.ready()
-    Client.made[0].raises = [KafkaTimeoutError()] * 2
-    tasks = [await appending(producer, b"a"), await appending(producer, b"b")]
-    await asyncio.wait_for(Client.made[0].given.wait(), 5)
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert [sent.value for sent in Client.made[0].sent] == [b"a", b"b"]
-    for number, task in enumerate(tasks):
-        Client.made[0].acknowledge(number)
-        assert (await task).offset == number
+    client = Client.made[0]
+    client.is_busy = True
+    client.drain()
+    tasks = [await appending(producer, value) for value in (b"a", b"b", b"c")]
+    assert client.sent == []
+    client.is_busy = False
+    client.drain()
+    assert [sent.value for sent in client.sent] == [b"a", b"b", b"c"]
+    assert len({id(sent.batch) for sent in client.sent}) == 1
+    client.acknowledge(0)
+    assert [(await task).offset for task in tasks] == [0, 1, 2]
+
+
+async def test_batch_that_is_sent_again_keeps_its_bytes_and_its_place(producer: Producer) -> None:
+    first = await appending(producer, b"a")
+    client = Client.made[0]
+    batch = client.sent[0].batch
+    data = bytes(batch.get_data_buffer())
+    client.is_busy = True
+    client.drain()
+    second = await appending(producer, b"b")
+    client.queue.reenqueue(batch)
+    client.is_busy = False
+    client.drain()
+    client.drain()
+    assert [sent.value for sent in client.sent] == [b"a", b"a", b"b"]
+    assert bytes(batch.get_data_buffer()) == data
+    client.acknowledge(1)
+    client.acknowledge(2)
+    assert [(await first).offset, (await second).offset] == [1, 2]
+
+
+async def test_append_given_up_before_it_was_sent_is_never_appended(producer: Producer) -> None:
+    await producer.ready()
+    client = Client.made[0]
+    client.is_busy = True
+    client.drain()
+    task = await appending(producer, b"a")
+    client.queue.heard_at += 1  # other partitions are answered
+    with pytest.raises(AppendFailed, match="no acknowledgement"):
+        await task
+    later = await appending(producer, b"b")
+    client.is_busy = False
+    client.drain()
+    client.acknowledge(0)
+    assert await later
+    assert [sent.value for sent in client.sent] == [b"b"]
 
 
 async def test_silence_replaces_the_client(producer: Producer) -> None:
@@ -251,7 +304,7 @@ async def test_one_slow_partition_does_not_replace_the_client(producer: Producer
 async def test_unreachable_broker_fails_the_append_at_once(producer: Producer) -> None:
     Client.reachable = False
     with pytest.raises(AppendFailed, match="nobody there"):
-        await producer.append(LANE, entry(b"a"))
+        await producer.append(LANE, [entry(b"a")])
     assert Client.made[0].stopped
 
 
@@ -264,18 +317,16 @@ async def test_missing_rights_are_not_worth_a_repeat(producer: Producer) -> None
 
 async def test_record_without_a_known_place_is_not_acknowledged(producer: Producer) -> None:
     task = await appending(producer, b"a")
-    Client.made[0].sent[0].answer.set_result(
-        SimpleNamespace(partition=0, offset=-1, timestamp=1000)
-    )
+    Client.made[0].sent[0].batch.done(-1, 1000)
     with pytest.raises(AppendFailed, match="unknown offset"):
         await task
 
 
 async def test_queue_has_a_bound(producer: Producer) -> None:
-    half = bytes(MAX_QUEUED_BYTES // 2)
+    half = bytes(QUEUED_BYTES // 2)
     first = await appending(producer, half)
     with pytest.raises(AppendFailed, match="wait for the broker"):
-        await producer.append(OTHER, entry(half))
+        await producer.append(OTHER, [entry(half)])
     Client.made[0].acknowledge(0)
     await first
     third = await appending(producer, half, OTHER)
@@ -284,7 +335,7 @@ async def test_queue_has_a_bound(producer: Producer) -> None:
 
 
 async def test_given_up_appends_leave_room_again(producer: Producer) -> None:
-    half = bytes(MAX_QUEUED_BYTES // 2)
+    half = bytes(QUEUED_BYTES // 2)
     task = await appending(producer, half)
     Client.made[0].fail(0, NotEnoughReplicasError())
     with pytest.raises(AppendFailed):
@@ -314,12 +365,12 @@ async def test_close_does_not_wait_for_ever(producer: Producer) -> None:
 async def test_closed_producer_takes_nothing(producer: Producer) -> None:
     await producer.close()
     with pytest.raises(LogClosed):
-        await producer.append(LANE, entry(b"a"))
+        await producer.append(LANE, [entry(b"a")])
 
 
 async def test_client_is_idempotent_and_waits_for_all_replicas(producer: Producer) -> None:
     await producer.ready()
-    wanted = {"client_id": "test", "acks": "all", "enable_idempotence": True, "linger_ms": 0}
+    wanted = {"client_id": "test", "acks": "all", "enable_idempotence": True}
     assert wanted.items() <= Client.made[0].options.items()
 
 
