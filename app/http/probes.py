@@ -17,7 +17,7 @@ from starlette.responses import Response
 from app.http.authentication import AccessControl, Authentication
 from app.http.http_server import TlsFiles, UvicornServer
 from app.http.origin_guard import OriginGuard
-from app.metrics.gateway_metrics import LoopDelayMonitor
+from app.metrics.metric_set import LoopDelayMonitor
 from app.runtime.process import ProcessContext
 from app.settings import Settings
 from streams.views.follower import Follower

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from app.audit.drift import DriftTracker
+from app.metrics.metric_set import gauges
+
+_LABELS = "model worker"
 
 
 class DriftCollector(Collector):
@@ -23,33 +26,31 @@ class DriftCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Four families, with and without series."""
-        whose = ["model", "worker"]
-        runs = GaugeMetricFamily(
+        now_ms = self._now_ms()
+        drifts = [
+            ([self._model_of(worker), worker], self._drift.summary_of([worker], now_ms))
+            for worker in self._drift.workers_with_runs(now_ms)
+        ]
+        yield gauges(
             "kvlane_router_drift_runs",
-            "Runs of the last ten minutes on which the other drift metrics rest",
-            labels=whose,
+            "Runs of the last ten minutes on which the other drift metrics rest", _LABELS,
+            ((labels, now.runs) for labels, now in drifts),
         )  # fmt: skip
-        blocks = GaugeMetricFamily(
+        yield gauges(
             "kvlane_router_drift_p95_cached_blocks",
-            "Difference between the expected cached blocks "
-            "of a prompt and those that the engine found, 95th percentile", labels=whose,
+            "Difference between the expected cached blocks of a prompt and those that the engine "
+            "found, 95th percentile", _LABELS,
+            ((labels, now.blocks) for labels, now in drifts if now.blocks is not None),
         )  # fmt: skip
-        ttft = GaugeMetricFamily(
-            "kvlane_router_drift_p95_time_to_first_token_seconds", "Difference between "
-            "the expected time to first token and the measured one, 95th percentile", labels=whose,
+        yield gauges(
+            "kvlane_router_drift_p95_time_to_first_token_seconds",
+            "Difference between the expected time to first token and the measured one, "
+            "95th percentile", _LABELS,
+            ((labels, now.ttft_ms / 1000) for labels, now in drifts if now.ttft_ms is not None),
         )  # fmt: skip
-        alarm = GaugeMetricFamily(
+        yield gauges(
             "kvlane_router_drift_alert",
             "1 if kvlane_router_drift_p95_cached_blocks is above 1 block: the index "
-            "differs from this cache", labels=whose,
+            "differs from this cache", _LABELS,
+            ((labels, not now.is_within_limit) for labels, now in drifts if now.blocks is not None),
         )  # fmt: skip
-        now_ms = self._now_ms()
-        for worker in self._drift.workers_with_runs(now_ms):
-            labels, now = [self._model_of(worker), worker], self._drift.summary_of([worker], now_ms)
-            runs.add_metric(labels, now.runs)
-            if now.blocks is not None:
-                blocks.add_metric(labels, now.blocks)
-                alarm.add_metric(labels, not now.is_within_limit)
-            if now.ttft_ms is not None:
-                ttft.add_metric(labels, now.ttft_ms / 1000)
-        yield from (runs, blocks, ttft, alarm)

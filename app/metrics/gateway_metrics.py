@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
-
+from app.metrics.metric_set import TOKEN_BUCKETS, MetricSet
 from streams.clock import Clock
 
 ENDPOINTS = ("chat", "completion", "embedding", "streams", "other")
@@ -21,85 +13,61 @@ RESPONSE_OUTCOMES = (
     "queue_full", "error",
 )  # fmt: skip
 
-LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 500)
-TOKEN_BUCKETS = (1, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
-_DELAYS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
-
 BLOCK_TOKENS = 16
 """Tokens per sample of the inter-token latency: long answers weigh more, and a stall in the middle
 of one is visible."""
-LOOP_DELAY_PERIOD_S = 0.05
-"""Period of event loop delay samples: 20 per second have no measurable cost, and a p99 over a
-minute is based on 1200 values."""
 
 
-class GatewayMetrics:
-    """The metrics of one gateway, in a registry of its own."""
+class GatewayMetrics(MetricSet):
+    """The metrics of one gateway."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.responses = Counter(
-            "kvlane_gateway_http_responses", "HTTP responses by endpoint and status",
-            ["endpoint", "status"], registry=registry,
-        )  # fmt: skip
-        self.completed_responses = Counter(
-            "kvlane_gateway_completions", "Completions that ended, by outcome for the client",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        self.responses_in_flight = Gauge(
-            "kvlane_gateway_completions_in_flight",
-            "Completions that are being streamed",
-            registry=registry,
+        super().__init__()
+        self.responses = self.counter(
+            "kvlane_gateway_http_responses",
+            "HTTP responses by endpoint and status",
+            "endpoint",
+            "status",
         )
-        self.time_to_first_token = Histogram(
-            "kvlane_gateway_time_to_first_token_seconds", "Time from a request to its first token",
-            buckets=LATENCY_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self.inter_token_latency = Histogram(
+        self.completed_responses = self.counter(
+            "kvlane_gateway_completions", "Ended completions, by outcome for the client", "outcome"
+        )
+        self.responses_in_flight = self.gauge(
+            "kvlane_gateway_completions_in_flight", "Completions that are being streamed"
+        )
+        self.time_to_first_token = self.histogram(
+            "kvlane_gateway_time_to_first_token_seconds", "Time from a request to its first token"
+        )
+        self.inter_token_latency = self.histogram(
             "kvlane_gateway_inter_token_latency_seconds",
             "Inter-token latency, averaged over blocks of 16 tokens",
-            buckets=LATENCY_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self.prompt_tokens = Histogram(
-            "kvlane_gateway_prompt_tokens",
-            "Prompt tokens of a request",
-            buckets=TOKEN_BUCKETS,
-            registry=registry,
         )
-        self.output_tokens = Histogram(
-            "kvlane_gateway_output_tokens",
-            "Output tokens of a completion",
-            buckets=TOKEN_BUCKETS,
-            registry=registry,
+        self.prompt_tokens = self.histogram(
+            "kvlane_gateway_prompt_tokens", "Prompt tokens of a request", buckets=TOKEN_BUCKETS
         )
-        self.loop_delay = LoopDelayMonitor(registry)
-        self.stream_gaps = Counter(
-            "kvlane_gateway_stream_gaps", "Runs with a lost Chunk; must stay 0", registry=registry
+        self.output_tokens = self.histogram(
+            "kvlane_gateway_output_tokens", "Output tokens of a completion", buckets=TOKEN_BUCKETS
         )
-        self.duplicate_chunks = Counter(
-            "kvlane_gateway_skipped_chunks", "Chunks that were duplicates, or of abandoned runs",
-            registry=registry,
-        )  # fmt: skip
-        self.caught_up = Gauge(
+        self.stream_gaps = self.counter(
+            "kvlane_gateway_stream_gaps", "Runs with a lost Chunk; must stay 0"
+        )
+        self.duplicate_chunks = self.counter(
+            "kvlane_gateway_skipped_chunks", "Chunks that were duplicates, or of abandoned runs"
+        )
+        self.caught_up = self.gauge(
             "kvlane_view_caught_up",
             "Whether a view has caught up with the end of its topics at start",
-            ["view"], registry=registry,
-        )  # fmt: skip
-        self.log_silent = Gauge(
+            "view",
+        )
+        self.log_silent = self.gauge(
             "kvlane_gateway_broker_last_response_age_seconds",
             "Time since the broker last answered; it is asked every 5 s",
-            registry=registry,
-        )  # fmt: skip
-        ProcessCollector(registry=registry)
+        )
         for endpoint in ENDPOINTS:
             for status in _STATUSES:
                 self.responses.labels(endpoint, str(status))
         for outcome in RESPONSE_OUTCOMES:
             self.completed_responses.labels(outcome)
-
-    async def page(self) -> bytes:
-        """Everything, in Prometheus' text format."""
-        return generate_latest(self.registry)
 
     def observe_response(self, outcome: str, output_tokens: int, gaps: int, skipped: int) -> None:
         """Count a response. `outcome`: its finish reason, or the code of its error."""
@@ -107,23 +75,6 @@ class GatewayMetrics:
         self.output_tokens.observe(output_tokens)
         self.stream_gaps.inc(gaps)
         self.duplicate_chunks.inc(skipped)
-
-
-class LoopDelayMonitor:
-    """Delay of timers in the event loop, a sign of blocking work."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._histogram = Histogram(
-            "kvlane_event_loop_delay_seconds", "Delay of timers in the event loop",
-            buckets=_DELAYS, registry=registry,
-        )  # fmt: skip
-
-    async def watch(self, clock: Clock) -> None:
-        """Measure, until cancelled."""
-        while True:
-            due = clock.now() + LOOP_DELAY_PERIOD_S
-            await clock.sleep(LOOP_DELAY_PERIOD_S)
-            self._histogram.observe(max(0.0, clock.now() - due))
 
 
 class TokenTimes:

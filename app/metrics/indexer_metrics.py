@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from app.metrics.gateway_metrics import LoopDelayMonitor
+from app.metrics.metric_set import MetricSet, counters, gauges
 from app.metrics.view_metrics import ViewCollector
 from app.routing.state.kv_index import KvIndexView
 from streams.snapshots.snapshot_writer import SnapshotWriter
@@ -27,107 +26,87 @@ ENDPOINTS = ("query", "query_by_hash")
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
-class IndexerMetrics:
-    """The metrics of one indexer, in a registry of its own."""
+class IndexerMetrics(MetricSet):
+    """The metrics of one indexer."""
 
     def __init__(
         self, index: KvIndexView, followers: Mapping[str, Follower], duty: SnapshotWriter
     ) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.query_s = Histogram(
-            "kvlane_indexer_query_duration_seconds", "Time from a query, read whole, to its answer",
-            ["endpoint"], buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
+        super().__init__()
+        self.query_s = self.histogram(
+            "kvlane_indexer_query_duration_seconds",
+            "Time from a query, read whole, to its answer",
+            "endpoint",
+            buckets=_SECONDS,
+        )
         for endpoint in ENDPOINTS:
             self.query_s.labels(endpoint)
-        self.loop_delay = LoopDelayMonitor(registry)
-        self._folds = ViewCollector(index, followers)
-        ProcessCollector(registry=registry)
-        for collector in (_Index(index), self._folds, _Duty(duty)):
-            registry.register(collector)
+        self._views = ViewCollector(index, followers)
+        self.registry.register(self._views)
+        self.read(partial(_index_families, index))
+        self.read(partial(_snapshot_families, duty))
 
     async def page(self) -> bytes:
-        """Everything, in Prometheus' text format."""
-        return await self._folds.page(self.registry)
+        """All metrics in Prometheus' text format."""
+        await self._views.refresh()
+        return await super().page()
 
 
-class _Index(Collector):
+def _index_families(index: KvIndexView) -> Iterator[Metric]:
     """Contents of caches, and events and records that were not applied."""
-
-    def __init__(self, index: KvIndexView) -> None:
-        self._index = index
-
-    def collect(self) -> Iterator[Metric]:
-        holdings, counters = self._index.cache_sizes(), self._index.blocks.counters
-        by_worker = GaugeMetricFamily(
-            "kvlane_indexer_worker_blocks",
-            "Blocks in a cache, all tiers",
-            labels=["worker", "rank"],
-        )
-        complete = GaugeMetricFamily(
-            "kvlane_indexer_worker_complete",
-            "Whether the index has every block of a cache", labels=["worker", "rank"],
-        )  # fmt: skip
-        for holder, held in sorted(holdings.items()):
-            labels = [holder.worker, str(holder.rank)]
-            by_worker.add_metric(labels, held.total_blocks)
-            complete.add_metric(labels, held.complete)
-        total = sum(held.total_blocks for held in holdings.values())
-        yield GaugeMetricFamily("kvlane_indexer_blocks", "Blocks in all caches and tiers", total)
-        yield by_worker
-        yield complete
-        events = CounterMetricFamily(
-            "kvlane_indexer_events", "Cache events by outcome: stale ones are of an earlier "
-            "epoch", labels=["outcome"],
-        )  # fmt: skip
-        events.add_metric(["applied"], counters.applied_events)
-        events.add_metric(["stale"], counters.stale_events)
-        events.add_metric(["duplicate"], counters.duplicate_events)
-        yield events
-        skipped = CounterMetricFamily(
-            "kvlane_indexer_skipped_records", "Records of cache events that were skipped; "
-            "wrong_secret, another hash secret, must stay 0", labels=["reason"],
-        )  # fmt: skip
-        skipped.add_metric(["malformed"], self._index.skipped.malformed)
-        skipped.add_metric(["wrong_secret"], self._index.skipped.wrong_secret)
-        yield skipped
-        yield CounterMetricFamily(
-            "kvlane_indexer_rejected_blocks", "Blocks beyond what one cache may hold",
-            counters.rejected_blocks,
-        )  # fmt: skip
-        yield CounterMetricFamily(
-            "kvlane_indexer_event_gaps", "Caches dropped because events were missing", counters.gaps
-        )
+    counts = index.blocks.counters
+    sizes = sorted(index.cache_sizes().items())
+    caches = [([cache.worker, str(cache.rank)], size) for cache, size in sizes]
+    total = sum(size.total_blocks for _, size in caches)
+    yield GaugeMetricFamily("kvlane_indexer_blocks", "Blocks in all caches and tiers", total)
+    yield gauges(
+        "kvlane_indexer_worker_blocks", "Blocks in a cache, all tiers", "worker rank",
+        ((labels, size.total_blocks) for labels, size in caches),
+    )  # fmt: skip
+    yield gauges(
+        "kvlane_indexer_worker_complete", "1 if the index has every block of a cache",
+        "worker rank", ((labels, size.complete) for labels, size in caches),
+    )  # fmt: skip
+    yield counters(
+        "kvlane_indexer_events", "Cache events by outcome: stale ones are of an earlier epoch",
+        "outcome",
+        (
+            (["applied"], counts.applied_events),
+            (["stale"], counts.stale_events),
+            (["duplicate"], counts.duplicate_events),
+        ),
+    )  # fmt: skip
+    skipped = index.skipped
+    yield counters(
+        "kvlane_indexer_skipped_records",
+        "Records of cache events that were skipped; wrong_secret, another hash secret, must stay 0",
+        "reason",
+        ((["malformed"], skipped.malformed), (["wrong_secret"], skipped.wrong_secret)),
+    )
+    for name, meaning, count in (
+        ("rejected_blocks", "Blocks beyond what one cache may hold", counts.rejected_blocks),
+        ("event_gaps", "Caches dropped because events were missing", counts.gaps),
+    ):
+        yield CounterMetricFamily(f"kvlane_indexer_{name}", meaning, count)
 
 
-class _Duty(Collector):
+def _snapshot_families(duty: SnapshotWriter) -> Iterator[Metric]:
     """Snapshots written by this replica, and the age of the newest ones."""
-
-    def __init__(self, duty: SnapshotWriter) -> None:
-        self._duty = duty
-
-    def collect(self) -> Iterator[Metric]:
-        duty = self._duty
-        yield GaugeMetricFamily(
-            "kvlane_indexer_snapshot_partitions", "Partitions whose snapshots this replica writes",
-            len(duty.owned),
-        )  # fmt: skip
-        age = GaugeMetricFamily(
-            "kvlane_indexer_snapshot_age_seconds", "Age of the newest snapshot of a partition",
-            labels=["topic", "partition"],
-        )  # fmt: skip
-        for partition in sorted(duty.owned):
-            if (seconds := duty.age_s(partition)) is not None:
-                age.add_metric([KV_EVENTS, str(partition)], seconds)
-        yield age
-        yield CounterMetricFamily("kvlane_indexer_snapshots", "Snapshots written", duty.written)
-        yield CounterMetricFamily(
-            "kvlane_indexer_snapshot_bytes",
-            "Bytes of the snapshots written, before compression",
-            duty.bytes,
-        )
-        yield GaugeMetricFamily(
-            "kvlane_indexer_snapshot_duration_seconds",
-            "Time that the last snapshot took",
-            duty.last_duration_s,
-        )
+    ages = {partition: duty.age_s(partition) for partition in sorted(duty.owned)}
+    yield gauges(
+        "kvlane_indexer_snapshot_age_seconds", "Age of the newest snapshot of a partition",
+        "topic partition",
+        (([KV_EVENTS, str(p)], seconds) for p, seconds in ages.items() if seconds is not None),
+    )  # fmt: skip
+    yield GaugeMetricFamily(
+        "kvlane_indexer_snapshot_partitions", "Partitions whose snapshots this replica writes",
+        len(ages),
+    )  # fmt: skip
+    yield GaugeMetricFamily(
+        "kvlane_indexer_snapshot_duration_seconds", "Duration of the last snapshot",
+        duty.last_duration_s,
+    )  # fmt: skip
+    yield CounterMetricFamily("kvlane_indexer_snapshots", "Snapshots written", duty.written)
+    yield CounterMetricFamily(
+        "kvlane_indexer_snapshot_bytes", "Bytes of snapshots, before compression", duty.bytes
+    )

@@ -19,9 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from app.metrics.gateway_metrics import LATENCY_BUCKETS_S
+from app.metrics.metric_set import MetricSet
 from streams.records import Assigned, Ended, Finished, LogRecord, PrefillDone
 from streams.request import Request
 
@@ -47,23 +46,19 @@ class _Open(msgspec.Struct, gc=False):
 class RequestMetrics:
     """The metrics of the requests of one router."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, metrics: MetricSet) -> None:
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._queue, self._ttft, self._itl = (
-            Histogram(
-                f"kvlane_router_request_{name}_seconds", meaning, ["model"],
-                buckets=LATENCY_BUCKETS_S, registry=registry,
-            )
+            metrics.histogram(f"kvlane_router_request_{name}_seconds", meaning, "model")
             for name, meaning in (
                 ("queue_time", "Time from receipt to the first assignment"),
                 ("time_to_first_token", "Time from receipt to the first token"),
                 ("inter_token_latency", "Inter-token latency, averaged over the last run"),
             )
-        )  # fmt: skip
-        self._outcomes = Counter(
-            "kvlane_router_requests", "Requests that ended, by outcome",
-            ["model", "outcome"], registry=registry,
-        )  # fmt: skip
+        )
+        self._outcomes = metrics.counter(
+            "kvlane_router_requests", "Requests that ended, by outcome", "model", "outcome"
+        )
 
     def on_accepted(self, request: Request, *, is_served: bool) -> None:
         """A request was accepted for scheduling. `is_served`: its model has workers."""

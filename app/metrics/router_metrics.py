@@ -6,18 +6,12 @@ Every series exists, at zero, before the first request; series by worker come an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Protocol, get_args
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    ProcessCollector,
-)
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from app.metrics.gateway_metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS, LoopDelayMonitor
+from app.metrics.metric_set import TOKEN_BUCKETS, MetricSet, gauges
 from app.metrics.request_metrics import RequestMetrics
 from app.metrics.view_metrics import ViewCollector
 from app.routing.selection import policies
@@ -29,7 +23,6 @@ from streams.records import EndCode
 from streams.views.follower import Follower
 
 POLICIES = ("predictive", *policies.POLICIES)
-_RATES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 class RouterGauges(Protocol):
@@ -64,43 +57,34 @@ class RouterGauges(Protocol):
         """Assignments that were not yet read back from the ledger."""
 
 
-class RouterMetrics:
-    """The metrics of one router, in a registry of its own."""
+class RouterMetrics(MetricSet):
+    """The metrics of one router."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._folds: ViewCollector | None = None
-        self._decisions = Counter(
-            "kvlane_router_decisions", "Requests assigned to a worker, by policy",
-            ["policy"], registry=registry,
-        )  # fmt: skip
-        self._outcomes = Counter(
-            "kvlane_router_terminated_requests",
-            "Requests that this router ended, by code",
-            ["code"], registry=registry,
-        )  # fmt: skip
-        self._queries = Counter(
-            "kvlane_router_dry_runs", "Dry runs: requests for a decision without its execution",
-            registry=registry,
-        )  # fmt: skip
-        self._queue_s = Histogram(
-            "kvlane_router_queue_time_seconds", "Time from the arrival of a request in the "
-            "router to its first assignment", buckets=LATENCY_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._prompt_tokens = Histogram(
-            "kvlane_router_prompt_tokens",
-            "Prompt tokens of a request",
-            buckets=TOKEN_BUCKETS,
-            registry=registry,
+        super().__init__()
+        self._views: ViewCollector | None = None
+        self._decisions = self.counter(
+            "kvlane_router_decisions", "Requests assigned to a worker, by policy", "policy"
         )
-        self._hit_rate = Histogram(
-            "kvlane_router_prefix_cache_hit_ratio", "Fraction of a prompt's blocks that its "
-            "worker has cached",
-            buckets=_RATES, registry=registry,
-        )  # fmt: skip
-        self.requests = RequestMetrics(registry)
-        self.loop_delay = LoopDelayMonitor(registry)
-        ProcessCollector(registry=registry)
+        self._outcomes = self.counter(
+            "kvlane_router_terminated_requests", "Requests that this router ended, by code", "code"
+        )
+        self._dry_runs = self.counter(
+            "kvlane_router_dry_runs", "Dry runs: requests for a decision without its execution"
+        )
+        self._queue_s = self.histogram(
+            "kvlane_router_queue_time_seconds",
+            "Time from the arrival of a request in the router to its first assignment",
+        )
+        self._prompt_tokens = self.histogram(
+            "kvlane_router_prompt_tokens", "Prompt tokens of a request", buckets=TOKEN_BUCKETS
+        )
+        self._hit_ratio = self.histogram(
+            "kvlane_router_prefix_cache_hit_ratio",
+            "Fraction of a prompt's blocks that its worker has cached",
+            buckets=[tenth / 10 for tenth in range(11)],
+        )
+        self.requests = RequestMetrics(self)
         for policy in POLICIES:
             self._decisions.labels(policy)
         for code in get_args(EndCode):
@@ -110,18 +94,19 @@ class RouterMetrics:
         self, queue: RouterGauges, followers: Mapping[str, Follower], index: KvIndexView
     ) -> None:
         """Add the metrics of these objects."""
-        self._folds = ViewCollector(index, followers)
-        self.registry.register(_Queue(queue))
-        self.registry.register(self._folds)
+        self._views = ViewCollector(index, followers)
+        self.read(partial(_queue_families, queue))
+        self.registry.register(self._views)
 
     async def page(self) -> bytes:
-        """Everything, in Prometheus' text format."""
-        assert self._folds is not None, "watches nothing"
-        return await self._folds.page(self.registry)
+        """All metrics in Prometheus' text format."""
+        assert self._views is not None, "watches nothing"
+        await self._views.refresh()
+        return await super().page()
 
     def on_dry_run(self, prompt: PromptHashes, choice: Placement) -> None:
         """Count a dry run."""
-        self._queries.inc()
+        self._dry_runs.inc()
         self._observe(prompt, choice)
 
     def on_dispatched(
@@ -141,59 +126,34 @@ class RouterMetrics:
         self._prompt_tokens.observe(prompt.tokens)
         rate = prompt.hit_rate(choice.overlap_blocks, choice.block_size)
         if rate is not None:
-            self._hit_rate.observe(rate)
+            self._hit_ratio.observe(rate)
 
 
-class _Queue(Collector):
-    """Collector of the queue and of the load of workers."""
-
-    def __init__(self, queue: RouterGauges) -> None:
-        self._queue = queue
-
-    def collect(self) -> Iterator[Metric]:
-        queue = self._queue
-        yield GaugeMetricFamily(
-            "kvlane_router_queued_requests", "Requests queued in this router",
-            queue.queued_requests,
-        )  # fmt: skip
-        yield GaugeMetricFamily(
-            "kvlane_router_deferred_requests",
-            "Prompts from Kafka that are left in the log until the queue has "
-            "room", queue.deferred_requests,
-        )  # fmt: skip
-        yield GaugeMetricFamily(
-            "kvlane_router_queued_tokens", "Prompt tokens of queued requests that no cache had "
-            "on arrival", queue.queued_tokens,
-        )  # fmt: skip
-        yield GaugeMetricFamily(
-            "kvlane_router_queued_bytes", "Prompt bytes of queued requests", queue.queued_bytes
-        )
-        slowness = GaugeMetricFamily(
-            "kvlane_router_worker_slowdown_ratio", "Measured latency of a worker relative to its "
-            "profile",
-            labels=["worker"],
-        )  # fmt: skip
-        for worker, factor in sorted(queue.slowdown_by_worker.items()):
-            slowness.add_metric([worker], factor)
-        yield slowness
-        yield from _loads(queue.worker_loads)
-        yield GaugeMetricFamily(
-            "kvlane_router_unconfirmed_assignments", "Decisions of this router "
-            "that it has not read back from the ledger", queue.unconfirmed_assignments,
-        )  # fmt: skip
-
-
-def _loads(loads: Mapping[str, WorkerLoad]) -> Iterator[Metric]:
-    runs, tokens, prefill = (
-        GaugeMetricFamily(f"kvlane_router_{name}", told, labels=["worker"])
-        for name, told in (
-            ("active_requests", "Active requests of a worker, from the ledger"),
-            ("active_tokens", "Their prompt tokens, and output tokens when they were assigned"),
-            ("pending_prefill_tokens", "Those of them that are neither computed nor cached"),
-        )
-    )
-    for worker, burden in sorted(loads.items()):
-        runs.add_metric([worker], burden.runs)
-        tokens.add_metric([worker], burden.tokens)
-        prefill.add_metric([worker], burden.prefill_tokens)
-    yield from (runs, tokens, prefill)
+def _queue_families(queue: RouterGauges) -> Iterator[Metric]:
+    """The queue, and the load of workers."""
+    for name, meaning, value in (
+        ("queued_requests", "Requests queued in this router", queue.queued_requests),
+        ("deferred_requests", "Prompts from Kafka that stay in the log until the queue has room",
+         queue.deferred_requests),
+        ("queued_tokens", "Prompt tokens of queued requests that no cache had on arrival",
+         queue.queued_tokens),
+        ("queued_bytes", "Prompt bytes of queued requests", queue.queued_bytes),
+        ("unconfirmed_assignments", "Decisions of this router not yet read back from the ledger",
+         queue.unconfirmed_assignments),
+    ):  # fmt: skip
+        yield GaugeMetricFamily(f"kvlane_router_{name}", meaning, value)
+    yield gauges(
+        "kvlane_router_worker_slowdown_ratio",
+        "Measured latency of a worker relative to its profile", "worker",
+        (([worker], ratio) for worker, ratio in sorted(queue.slowdown_by_worker.items())),
+    )  # fmt: skip
+    loads = sorted(queue.worker_loads.items())
+    for name, meaning, field in (
+        ("active_requests", "Active requests of a worker, from the ledger", "runs"),
+        ("active_tokens", "Their prompt tokens, and output tokens when they were assigned",
+         "tokens"),
+        ("pending_prefill_tokens", "Those of them that are neither computed nor cached",
+         "prefill_tokens"),
+    ):  # fmt: skip
+        samples = [([worker], getattr(load, field)) for worker, load in loads]
+        yield gauges(f"kvlane_router_{name}", meaning, "worker", samples)

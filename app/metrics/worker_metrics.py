@@ -7,19 +7,12 @@ worker accepts a run.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol, get_args
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from app.metrics.gateway_metrics import LATENCY_BUCKETS_S, LoopDelayMonitor
+from app.metrics.metric_set import MetricSet
 from app.serving.run_executor import Run
 from streams.records import EngineStats, RunCode
 
@@ -39,45 +32,38 @@ class WorkerState(Protocol):
         """State of the engine, if the engine gives it."""
 
 
-class WorkerMetrics:
-    """The metrics of one worker, in a registry of its own. `model`: set when the engine has one."""
+class WorkerMetrics(MetricSet):
+    """The metrics of one worker. `model`: set when the engine has one."""
 
     def __init__(self, worker: WorkerState) -> None:
+        super().__init__()
         self.model = ""
-        registry = CollectorRegistry()
-        labels = ["model"]
-        self._runs = Counter(
-            "kvlane_worker_runs", "Runs that ended, by code", ["model", "code"],
-            registry=registry,
-        )  # fmt: skip
-        self._ttft = Histogram(
+        self._runs = self.counter("kvlane_worker_runs", "Runs that ended, by code", "model", "code")
+        self._ttft = self.histogram(
             "kvlane_worker_time_to_first_token_seconds",
-            "Time from the acceptance of a run to its first token", labels,
-            buckets=LATENCY_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._itl = Histogram(
+            "Time from the acceptance of a run to its first token",
+            "model",
+        )
+        self._itl = self.histogram(
             "kvlane_worker_inter_token_latency_seconds",
-            "Inter-token latency, averaged over a run", labels,
-            buckets=LATENCY_BUCKETS_S, registry=registry,
-        )  # fmt: skip
+            "Inter-token latency, averaged over a run",
+            "model",
+        )
         self._prompt, self._cached, self._output = (
-            Counter(f"kvlane_worker_{name}_tokens", meaning, labels, registry=registry)
+            self.counter(f"kvlane_worker_{name}_tokens", meaning, "model")
             for name, meaning in (
                 ("prompt", "Tokens of the prompts of runs with a first token"),
                 ("cached_prompt", "Those of them that the engine's prefix cache held"),
                 ("output", "Tokens that runs generated"),
             )
         )
-        self.loop_delay = LoopDelayMonitor(registry)
-        self._registry = registry
-        registry.register(_State(worker))
-        ProcessCollector(registry=registry)
+        self.read(partial(_state_families, worker))
 
     async def page(self) -> bytes:
         """All metrics in Prometheus' text format."""
         for code in get_args(RunCode):
             self._runs.labels(self.model, code)
-        return generate_latest(self._registry)
+        return await super().page()
 
     def on_finished(self, run: Run, code: RunCode) -> None:
         """A run is over."""
@@ -92,26 +78,20 @@ class WorkerMetrics:
         self._output.labels(self.model).inc(run.output_tokens)
 
 
-class _State(Collector):
-    """Gauges that are read off the worker."""
-
-    def __init__(self, worker: WorkerState) -> None:
-        self._worker = worker
-
-    def collect(self) -> Iterator[Metric]:
-        worker = self._worker
-        running, waiting = worker.open_runs
-        engine = worker.engine_stats() or EngineStats()
-        for name, meaning, value in (
-            ("heartbeat_age_seconds", "Time since the last acknowledged heartbeat",
-             worker.heartbeat_age_s),
-            ("requests_running", "Runs that have a slot in the engine, or are closing", running),
-            ("requests_waiting", "Runs that wait for a slot in the engine", waiting),
-            ("engine_requests_running",
-            "Requests that the engine runs, as it reports", engine.running),
-            ("engine_requests_waiting", "Requests that wait inside the engine", engine.waiting),
-            ("kv_cache_used_blocks", "Blocks of the KV cache in use", engine.kv_used_blocks),
-            ("kv_cache_blocks", "Blocks of the KV cache", engine.kv_total_blocks),
-        ):  # fmt: skip
-            yield GaugeMetricFamily(f"kvlane_worker_{name}", meaning, value)
-        yield CounterMetricFamily("kvlane_worker_engine_steps", "Steps of the engine", engine.steps)
+def _state_families(worker: WorkerState) -> Iterator[Metric]:
+    """The state of the worker and of its engine."""
+    running, waiting = worker.open_runs
+    engine = worker.engine_stats() or EngineStats()
+    for name, meaning, value in (
+        ("heartbeat_age_seconds", "Time since the last acknowledged heartbeat",
+         worker.heartbeat_age_s),
+        ("requests_running", "Runs that have a slot in the engine, or are closing", running),
+        ("requests_waiting", "Runs that wait for a slot in the engine", waiting),
+        ("engine_requests_running",
+        "Requests that the engine runs, as it reports", engine.running),
+        ("engine_requests_waiting", "Requests that wait inside the engine", engine.waiting),
+        ("kv_cache_used_blocks", "Blocks of the KV cache in use", engine.kv_used_blocks),
+        ("kv_cache_blocks", "Blocks of the KV cache", engine.kv_total_blocks),
+    ):  # fmt: skip
+        yield GaugeMetricFamily(f"kvlane_worker_{name}", meaning, value)
+    yield CounterMetricFamily("kvlane_worker_engine_steps", "Steps of the engine", engine.steps)

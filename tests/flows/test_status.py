@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from app.engine.echo import EchoEngine
+from app.metrics.metric_set import MetricSet
 from app.metrics.request_metrics import RequestMetrics
 from app.preprocessor import Preprocessor
 from app.router import Router
@@ -183,10 +184,9 @@ async def test_the_name_of_a_model_that_no_worker_serves_is_no_label(world: Memo
 def test_requests_that_never_end_are_forgotten_beyond_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from prometheus_client import CollectorRegistry
 
     monkeypatch.setattr("app.metrics.request_metrics.MAX_TRACKED_REQUESTS", 10)
-    metrics = RequestMetrics(CollectorRegistry())
+    metrics = RequestMetrics(MetricSet())
     for n in range(100):
         metrics.on_accepted(Request(id=f"r{n}", model="m"), is_served=True)
     assert len(metrics._open) == 10
