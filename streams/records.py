@@ -117,7 +117,8 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     The fields from `prompt_tokens` on are inputs of policy predictive. `prompt_tokens`: of the open
     runs. `prefill_runs`: those of them without a first token, `busy_ms`: for how long the worker
     has been at their prompts. `ahead_ms`: prefill, computed alone, of each other request that
-    waited in the router and was to go there, by arrival. Then its pace, see `EngineProfile`
+    waited in the router and was to go there, by arrival; where they are more than 16, `planned_ms`
+    instead: the wait for all of them, as it is in the cost. Then its pace, see `EngineProfile`
     (app/routing/state/performance.py); without a `curve` it is the published one. `later_ms`: by
     how much later than others the router counted on it.
     """
@@ -142,6 +143,7 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     capacity_tokens: int = 0
     curve: tuple[float, ...] = ()
     later_ms: float = 0.0
+    planned_ms: float = 0.0
 
 
 class SessionUse(InternalRecord, frozen=True):

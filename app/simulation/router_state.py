@@ -12,7 +12,12 @@ from collections.abc import Mapping, Sequence
 
 from app.engine.simulated.batch import EngineLimits, StepResult
 from app.routing.queueing.herd_avoidance import NO_STAGGER, BurstDetector
-from app.routing.selection.decision import Placement, Reservation, RoutingState
+from app.routing.selection.decision import (
+    NOTHING_PLANNED,
+    Placement,
+    PlannedReservations,
+    RoutingState,
+)
 from app.routing.selection.eligibility import CandidatePools
 from app.routing.state.active_load import ActiveLoad
 from app.routing.state.fleet import Fleet
@@ -182,7 +187,9 @@ class RouterState:
         self.own_load = ActiveLoad()
         self._pools = CandidatePools(folds.fleet, TIMEOUT_MS)
 
-    def routing_state(self, now_ms: float, others: Sequence[Reservation]) -> RoutingState:
+    def routing_state(
+        self, now_ms: float, others: PlannedReservations = NOTHING_PLANNED
+    ) -> RoutingState:
         """View for `plan`, valid until the next record. `others`: see `RoutingState`."""
         folds, books = self.shared_views, self.ledger
         return RoutingState(

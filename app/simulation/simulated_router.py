@@ -80,7 +80,7 @@ class SimulatedRouter:
             looking = [self.waiting[number] for number in due if number in self.waiting]
             by = None
             if self.config.holds_requests and len(looking) > 1:
-                by = BatchContext(self.state.routing_state(now_ms, ()), self.config)
+                by = BatchContext(self.state.routing_state(now_ms), self.config)
             plan_now = partial(self._plan, now_ms=now_ms)
             ordered = plan_batch(looking, self._held, by, plan_now)
             self._due |= dict.fromkeys(ordered.to_wake)

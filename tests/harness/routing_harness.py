@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
-from app.routing.selection.decision import Decision, Placement, RoutingConfig, RoutingState
+from app.routing.selection.decision import (
+    Decision,
+    Placement,
+    PlannedReservations,
+    RoutingConfig,
+    RoutingState,
+)
 from app.routing.selection.eligibility import CandidatePools
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import select_worker
@@ -107,6 +115,23 @@ class RoutingHarness:
         """Plan a request with hints."""
         request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(**over))
         return self.plan(request=request)
+
+
+def planned_reservations(each: Sequence[tuple[WorkerRank, float]]) -> PlannedReservations:
+    """Reservations for these places, with the prefill of each."""
+    return PlannedReservations(
+        [place for place, _ in each], np.arange(len(each)), np.array([ms for _, ms in each])
+    )
+
+
+def reserved(planned: PlannedReservations) -> list[tuple[WorkerRank, float]]:
+    """Place and prefill of the reservations that count."""
+    pairs = zip(planned.numbers.tolist(), planned.prefill_ms.tolist(), strict=True)
+    return [
+        (planned.worker_ranks[number], prefill_ms)
+        for at, (number, prefill_ms) in enumerate(pairs)
+        if number >= 0 and at != planned.own
+    ]
 
 
 def to_assigned(decision: Placement, **over: Any) -> Assigned:

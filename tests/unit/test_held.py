@@ -33,7 +33,7 @@ from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.worker_rank import WorkerRank
 from streams.request import Hints, Request
-from tests.harness.routing_harness import SECRET
+from tests.harness.routing_harness import SECRET, reserved
 
 W1, W2 = WorkerRank("w1", 1), WorkerRank("w2", 2)
 
@@ -135,25 +135,21 @@ def test_one_sees_what_all_others_have_in_mind() -> None:
     held.add("b", 1, 0, planned(W2, 20.0))
     held.add("c", 2, 0, planned(W1, 30.0))
     held.add("b", 1, 0, planned(W2, 20.0))
-    assert held.reservations_of_others("a") == [planned(W2, 20.0), planned(W1, 30.0)]
-    assert held.reservations_of_others("b") == [planned(W1, 10.0), planned(W1, 30.0)], "by arrival"
-    assert held.reservations_of_others("new") == [
-        planned(W1, 10.0),
-        planned(W2, 20.0),
-        planned(W1, 30.0),
-    ]
+    assert reserved(held.reservations_of_others("a")) == [(W2, 20.0), (W1, 30.0)]
+    assert reserved(held.reservations_of_others("b")) == [(W1, 10.0), (W1, 30.0)], "by arrival"
+    everything = [(W1, 10.0), (W2, 20.0), (W1, 30.0)]
+    assert reserved(held.reservations_of_others("new")) == everything
 
 
 def test_a_new_plan_takes_the_place_of_the_old_one() -> None:
     held = PendingRequests[str]()
     held.add("a", 0, 0, planned(W1, 10.0))
     held.add("a", 0, 0, planned(W2, 5.0))
-    assert held.reservations_of_others("b") == [planned(W2, 5.0)]
-    assert list(held.reserved_ranks()) == [W2]
+    assert reserved(held.reservations_of_others("b")) == [(W2, 5.0)]
     assert held.reserved_rank("a") == W2
     held.remove("a")
     held.remove("a")
-    assert (len(held), held.in_dispatch_order(), list(held.reserved_ranks())) == (0, [], [])
+    assert (len(held), held.in_dispatch_order(), held.next_for(W2)) == (0, [], None)
     assert held.reserved_rank("a") is None
 
 
@@ -175,7 +171,7 @@ def test_who_looks_at_one_moment_is_planned_by_arrival_and_goes_the_shortest_fir
     lengths = {"long": 90.0, "short": 10.0, "middle": 40.0}
 
     def alone(each: PendingRequest[str]) -> Decision:
-        seen[each.key] = [other.prefill_ms for other in held.reservations_of_others(each.key)]
+        seen[each.key] = [ms for _, ms in reserved(held.reservations_of_others(each.key))]
         return going(planned(W1, lengths[each.key])) if each.key in lengths else REFUSED
 
     coming = [wanted(key, n) for n, key in enumerate(["long", "any", "short", "middle", "all"])]
@@ -214,9 +210,12 @@ def test_a_line_has_those_who_join_where_they_came() -> None:
     held = PendingRequests[str]()
     for number, key in enumerate("abcd"):
         held.add(key, number, 0, planned(W1, float(number)))
-    line = held.arrival_order({"e": 9, "b": 1})
-    assert line.reservations == [*(planned(W1, float(number)) for number in range(4)), None]
-    assert line.positions == {"b": 1, "e": 4}
+    joined = held.joined([wanted("b", 1), wanted("e", 9)])
+    assert reserved(joined.reservations) == [(W1, float(number)) for number in range(4)]
+    assert (joined.reservations.numbers.tolist(), joined.positions.tolist()) == (
+        [0, 0, 0, 0, -1],
+        [1, 4],
+    )
 
 
 def test_one_who_looks_alone_and_those_of_other_policies_are_not_planned_twice() -> None:
@@ -260,5 +259,6 @@ def test_what_others_have_in_mind_is_what_is_held_of_them_by_arrival(
         held.add(key, key, 0, planned(place, prefill_ms))
         last[key] = (place, prefill_ms)
     assert sorted(held.in_dispatch_order()) == sorted(last)
-    found = [(each.worker_rank, each.prefill_ms) for each in held.reservations_of_others(number)]
-    assert found == [last[key] for key in sorted(last) if key != number]
+    assert reserved(held.reservations_of_others(number)) == [
+        last[key] for key in sorted(last) if key != number
+    ]

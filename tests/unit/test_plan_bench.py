@@ -25,6 +25,7 @@ def test_every_size_and_policy_is_measured() -> None:
     assert [(r["what"], r["policy"], r["workers"]) for r in report.rows] == [
         ("decision", "predictive", 1), ("decision", "dynamo", 1), ("decision", "predictive", 3),
         ("decision", "dynamo", 3), ("100 held", "predictive", 64),
+        *((f"decision, {n} waiting", "predictive", 64) for n in (10, 100, 1000, 4096)),
     ]  # fmt: skip
     assert sum(shares) == pytest.approx(1)
 
@@ -42,4 +43,7 @@ def test_bars_are_for_the_sizes_that_have_one() -> None:
         }
 
     rows = [row(8, 999.0), row(64, 39.0), row(512, 201.0), row(64, 1999.0, "100 held")]
-    assert [bar.met for bar in decision_thresholds(rows)] == [True, False, True]
+    rows += [row(64, 40.0, "decision, 10 waiting"), row(64, 79.0, "decision, 4096 waiting")]
+    assert [bar.met for bar in decision_thresholds(rows)] == [True, False, True, True]
+    rows[-1] = row(64, 81.0, "decision, 4096 waiting")
+    assert [bar.met for bar in decision_thresholds(rows)] == [True, False, False, True]

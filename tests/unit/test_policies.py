@@ -211,7 +211,7 @@ def test_the_kernel_and_the_plain_formula_agree_to_the_bit(
 ) -> None:
     ask = replace(ASK, least_prefill_tokens=min(row["prefill_tokens"] for row in rows))
     costs = dynamo(ask, options(*rows), weights)
-    candidates = record_decision(options(*rows), costs, 0, is_timed=False).candidates
+    candidates = record_decision(options(*rows), costs, 0).candidates
     best = sorted(range(len(rows)), key=costs.tolist().__getitem__)[:MAX_RECORDED_CANDIDATES]
     assert [c.worker for c in candidates[: len(best)]] == [f"w{i}" for i in best]
     assert [c.cost for c in candidates] == [plain_dynamo(c, ask, weights) for c in candidates]

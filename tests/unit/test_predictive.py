@@ -31,11 +31,15 @@ from app.routing.selection.decision import (
     RoutingState,
     Wait,
 )
-from app.routing.selection.decision_record import candidates_from_record, record_decision
+from app.routing.selection.decision_record import (
+    MAX_RECORDED_RESERVATIONS,
+    candidates_from_record,
+    record_decision,
+)
 from app.routing.selection.policies import Candidates, RequestFeatures
 from app.routing.selection.predictive import Prediction, PredictiveWeights, predict
 from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.select import recompute_choice, select_worker
+from app.routing.selection.select import recompute_choice, reconstruct, select_worker
 from app.routing.state.active_load import WorkerLoad
 from app.routing.state.change_log import TrackedDict
 from app.routing.state.performance import EngineProfile
@@ -43,7 +47,14 @@ from app.routing.worker_rank import WorkerRank
 from streams.codecs import pack_tokens
 from streams.records import Candidate
 from streams.request import Hints, Request, RoutingConstraints, StopConditions
-from tests.harness.routing_harness import NOW_MS, TOKENS, RoutingHarness, to_assigned
+from tests.harness.routing_harness import (
+    NOW_MS,
+    TOKENS,
+    RoutingHarness,
+    planned_reservations,
+    reserved,
+    to_assigned,
+)
 
 CURVES = PerfCurves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 10.0, 5.0))
 """A step takes 10 ms and 0.01 ms a prompt token; of decode 5 ms, and 10 ms more in a full cache."""
@@ -266,7 +277,7 @@ def test_the_kernel_and_the_plain_formulas_agree_to_the_bit(
         ttft_target_ms=target_ms, itl_target_ms=target_ms / 5,
     )  # fmt: skip
     found = predicted(*rows, ask=ask)
-    candidates = record_decision(options(*rows), found.costs, 0, is_timed=True).candidates
+    candidates = record_decision(options(*rows), found.costs, 0, found.results).candidates
     assert len(candidates) == len(rows)
     for each in candidates:
         i = int(each.worker[1:])
@@ -419,7 +430,7 @@ def test_what_others_have_in_mind_counts_as_load(stage: RoutingHarness) -> None:
     at = WorkerRank("w1", 0)
     assert (
         stage.chosen(
-            PREDICTIVE, known={"reservations": [Reservation(at, 90.0, 0)]}
+            PREDICTIVE, known={"reservations": planned_reservations([(at, 90.0)])}
         ).worker_rank.worker
         == "w2"
     )
@@ -476,7 +487,8 @@ WORKERS = st.lists(
 def told(workers: list[dict[str, Any]]) -> tuple[RoutingHarness, dict[str, Any]]:
     """A stage with these workers, and what else is known of them."""
     stage = RoutingHarness()
-    known: dict[str, Any] = {"slowdown": {}, "reservations": []}
+    known: dict[str, Any] = {"slowdown": {}}
+    others: list[tuple[WorkerRank, float]] = []
     for n, each in enumerate(workers):
         name = stage.worker(f"w{n}", engine=each["engine"])
         if each["tokens"]:
@@ -484,8 +496,31 @@ def told(workers: list[dict[str, Any]]) -> tuple[RoutingHarness, dict[str, Any]]
         if each["blocks"]:
             stage.add_blocks(name, each["blocks"])
         known["slowdown"][name] = each["slowness"]
-        known["reservations"] += [Reservation(WorkerRank(name, n), ms, 0) for ms in each["others"]]
+        others += [(WorkerRank(name, n), ms) for ms in each["others"]]
+    known["reservations"] = planned_reservations(others)
     return stage, known
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=40), st.floats(0, 1))
+def test_many_reservations_are_recorded_as_their_sum_and_costs_recomputed_to_the_bit(
+    others: list[float], decode_weight: float
+) -> None:
+    stage = RoutingHarness()
+    place = WorkerRank(stage.worker("w1"), 0)
+    weights = PREDICTIVE.predictive_weights._replace(decode_weight=decode_weight)
+    decision = stage.chosen(
+        PREDICTIVE._replace(predictive_weights=weights),
+        known={"reservations": planned_reservations([(place, ms) for ms in others])},
+    )
+    (candidate,) = decision.candidates
+    if len(others) <= MAX_RECORDED_RESERVATIONS:
+        assert (candidate.ahead_ms, candidate.planned_ms) == (tuple(others), 0.0)
+    else:
+        assert candidate.ahead_ms == ()
+        assert candidate.planned_ms > 0 or not any(others)
+    recalled = reconstruct(to_assigned(decision))
+    assert recalled is not None
+    assert recalled.costs.tolist() == [candidate.cost]
 
 
 @given(WORKERS, st.integers(0, 2**32 - 1))
@@ -573,7 +608,7 @@ def test_a_survey_comes_to_what_planning_one_after_the_other_does(
         slowdown=known["slowdown"],
     )  # fmt: skip
 
-    def in_a_batch() -> tuple[BatchOrder[int], list[Reservation]]:
+    def in_a_batch() -> tuple[BatchOrder[int], list[tuple[WorkerRank, float]]]:
         held = PendingRequests[int]()
 
         def alone(each: PendingRequest[int]) -> Decision:
@@ -588,9 +623,9 @@ def test_a_survey_comes_to_what_planning_one_after_the_other_does(
                 n, n, 0, Reservation(WorkerRank(f"w{n % len(workers)}", n % len(workers)), 500.0, 0)
             )
         looking = [wanted[n] for n in looks if n < len(wanted)]
-        return plan_batch(
-            looking, held, BatchContext(view, PREDICTIVE), alone
-        ), held.reservations_of_others(99)
+        return plan_batch(looking, held, BatchContext(view, PREDICTIVE), alone), reserved(
+            held.reservations_of_others(99)
+        )
 
     together = in_a_batch()
     with mock.patch.object(batch_select, "_is_plain", return_value=False):

@@ -1,4 +1,4 @@
-"""CPU time of a routing decision, and of planning all queued requests again.
+"""CPU time of a routing decision, also while many requests wait, and of planning them again.
 
 On fleets of several sizes, half of whose workers have the prefix of every second prompt cached,
 with runs that start and end between decisions. A decision is timed from the tokens of the prompt to
@@ -19,6 +19,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from app.bench.bench_environment import PrintLine
@@ -26,7 +27,13 @@ from app.bench.report import Report, Threshold
 from app.bench.routing import cost_reference
 from app.routing.queueing.batch_select import BatchContext, plan_uniform, uniform_groups
 from app.routing.queueing.pending import PendingRequest, PendingRequests
-from app.routing.selection.decision import Decision, Placement, RoutingConfig, RoutingState
+from app.routing.selection.decision import (
+    Decision,
+    Placement,
+    Reservation,
+    RoutingConfig,
+    RoutingState,
+)
 from app.routing.selection.eligibility import CandidatePools
 from app.routing.selection.policies import DynamoWeights
 from app.routing.selection.prompt_hashes import PromptHashes
@@ -63,6 +70,10 @@ POLICIES = ("predictive", "dynamo")
 WARM_UP_DECISIONS = 50
 LIMIT_64_WORKERS_US, LIMIT_512_WORKERS_US, QUEUED_LIMIT_US = 40.0, 200.0, 2000.0
 QUEUED_REQUESTS, QUEUED_WORKERS = 100, 64
+QUEUE_SIZES = (10, 100, 1000, 4096)
+"""Waiting requests among which one is decided about; the last is the bound by default."""
+GROWTH_LIMIT = 2.0
+"""How many times as long a decision may take with the most of them as with the fewest."""
 MODEL = "m"
 
 
@@ -113,7 +124,7 @@ async def bench_decisions(
     """Measure all fleets in turn; a coroutine like the other benchmarks."""
     compile_all()
     tune_interpreter()  # as every process does when it has started
-    steps = len(scale.workers) * len(POLICIES) + 1
+    steps = len(scale.workers) * len(POLICIES) + len(QUEUE_SIZES) + 1
     rows: list[dict[str, Any]] = []
     for workers in scale.workers:
         for policy in POLICIES:
@@ -122,6 +133,9 @@ async def bench_decisions(
             await asyncio.sleep(0)
     rows.append(_held(loaded_fleet(QUEUED_WORKERS), scale.batch_plans))
     progress(1 / steps)
+    for waiting in QUEUE_SIZES:
+        rows.append(_among_waiting(loaded_fleet(QUEUED_WORKERS), waiting, scale.decisions))
+        progress(1 / steps)
     return Report("plan", rows, list(decision_thresholds(rows)))
 
 
@@ -133,8 +147,14 @@ def decision_thresholds(rows: list[dict[str, Any]]) -> Iterator[Threshold]:
                 name = f"{row['policy']}, {workers} workers: a decision beyond hash and match"
                 value = row["rest us"]["p50"]
                 yield Threshold(name, value, "us", f"<= {limit:g} us", value <= limit)
+    among = {row["what"]: row["all us"]["p50"] for row in rows}
+    fewest, most = _among(QUEUE_SIZES[0]), _among(QUEUE_SIZES[-1])
+    if fewest in among and most in among:
+        growth = among[most] / among[fewest]
+        name = f"a decision among {QUEUE_SIZES[-1]} waiting requests, to one among {QUEUE_SIZES[0]}"
+        yield Threshold(name, growth, "x", f"<= {GROWTH_LIMIT:g} x", growth <= GROWTH_LIMIT)
     for row in rows:
-        if row["what"] != "decision":
+        if row["what"] == f"{QUEUED_REQUESTS} held":
             value = row["all us"]["p50"]
             name = f"{QUEUED_REQUESTS} held requests over {QUEUED_WORKERS} workers, planned again"
             yield Threshold(
@@ -299,6 +319,43 @@ def _held(there: LoadedFleet, count: int) -> dict[str, Any]:
         "workers": QUEUED_WORKERS,
         **shown,
     }
+
+
+def _among(waiting: int) -> str:
+    return f"decision, {waiting} waiting"
+
+
+def _among_waiting(there: LoadedFleet, waiting: int, count: int) -> dict[str, Any]:
+    """Decisions while many requests wait, with the changes of a reservation before each."""
+    held, tuning = PendingRequests[int](), RoutingConfig("predictive")
+    places = [WorkerRank(f"w{n:04}", n) for n in range(QUEUED_WORKERS)]
+    for n in range(waiting):
+        reservation = Reservation(there.rng.choice(places), there.rng.uniform(1, 900), 0)
+        held.add(n, n, NOW_MS, reservation)
+    took = []
+    for n in range(waiting, waiting + count + WARM_UP_DECISIONS):
+        prompt = PromptHashes(there.prompts[n % len(there.prompts)])
+        prompt.local_hashes(BLOCK_SIZE)
+        wanted = PendingRequest(n, n, prompt, n, NOW_MS)
+        began = time.thread_time()
+        view = replace(there.view, reservations=held.reservations_of_others(n))
+        decision = select_worker(prompt, view, tuning, seed=n, queued_since_ms=0)
+        assert isinstance(decision, Placement), "there are workers"
+        candidates = decision.candidates
+        held.reserve(wanted, decision.forecast.reservation)
+        held.to_wake(decision.worker_rank.worker)
+        held.reserve(wanted, None)
+        ended = time.thread_time()
+        _check(decision)
+        del decision, candidates
+        if n >= waiting + WARM_UP_DECISIONS:
+            took.append(1e6 * (ended - began))
+    nothing = {"p50": 0.0, "p99": 0.0}
+    shown = {"hash us": nothing, "match us": nothing, "rest us": nothing}
+    return {
+        "what": _among(waiting), "policy": "predictive", "workers": QUEUED_WORKERS,
+        "all us": _percentiles(took), **shown,
+    }  # fmt: skip
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

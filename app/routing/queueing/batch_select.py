@@ -34,7 +34,7 @@ from app.routing.selection.request_features import (
     invalid_weight,
     latency_targets,
 )
-from app.routing.selection.select import refreshed_table
+from app.routing.selection.select import refreshed_table, reservation_rows
 from indexer.xxh3 import M64
 
 K = TypeVar("K", bound=Hashable)
@@ -154,11 +154,9 @@ def plan_uniform(
     found = board.overlaps_of(
         view.kv_index, [each.prompt.local_hashes(pool.block_size) for each in looking]
     )
-    line = held.arrival_order({each.key: each.arrival for each in looking})
-    others_at = board.rows_of(
-        [planned.worker_rank if planned else None for planned in line.reservations]
-    )
-    others_ms = np.array([planned.prefill_ms if planned else 0.0 for planned in line.reservations])
+    joined = held.joined(looking)
+    others_at, others_ms = reservation_rows(board, joined.reservations)
+    chosen = joined.positions
     asks = np.array([
         (
             each.prompt.tokens, pool.block_size,
@@ -168,7 +166,6 @@ def plan_uniform(
         for each in looking
     ], np.float64)  # fmt: skip
     size, best = len(board.worker_ranks), np.empty((len(looking), cost_kernels.RESULTS))
-    chosen = np.array([line.positions[each.key] for each in looking], np.int64)
     cost_kernels.plan_uniform_batch(
         board.features, board.hashes, *found, board.row_of_column, asks,
         np.array([each.seed & M64 for each in looking], np.uint64), chosen, others_at, others_ms,

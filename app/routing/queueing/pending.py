@@ -21,15 +21,16 @@ Never here: whether a request may go, which `select.py` decides, and any clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
-from operator import attrgetter
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from app.routing.queueing.fair_share import NO_COST, FairQueue, QueueEntry, QueueKey, ShareCost
-from app.routing.selection.decision import Reservation, Wait
+from app.routing.queueing.reservation_columns import JoinedColumns, ReservationColumns
+from app.routing.selection.decision import PlannedReservations, Reservation, Wait
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.worker_rank import WorkerRank
 
@@ -75,13 +76,6 @@ class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
         return ShareCost(self.queue_key, self.prompt.tokens)
 
 
-class ArrivalOrder(msgspec.Struct, Generic[K], frozen=True, gc=False):
-    """Reservations in the order of the requests' arrival; `positions`: positions of some in it."""
-
-    reservations: list[Reservation | None]
-    positions: dict[K, int]
-
-
 class PendingEntry(msgspec.Struct, frozen=True, gc=False):
     """A held request. `arrival`: its position in the order of arrival.
 
@@ -96,6 +90,12 @@ class PendingEntry(msgspec.Struct, frozen=True, gc=False):
     cost: ShareCost
 
 
+_Line: TypeAlias = list[tuple[float, int, K]]
+"""Requests for one place of one class and priority: order, arrival and key, ascending."""
+_Lines: TypeAlias = dict[tuple[int, QueueKey], _Line[K]]
+"""The requests for one place, by priority and queue."""
+
+
 class PendingRequests(Generic[K]):
     """Requests with a reservation, by keys of the router's choice; all that wait: `Scheduler`."""
 
@@ -103,7 +103,8 @@ class PendingRequests(Generic[K]):
         self._queue_order = order
         self._classes = classes or FairQueue()
         self._entries: dict[K, PendingEntry] = {}
-        self._by_place: dict[WorkerRank, dict[K, PendingEntry]] = {}
+        self._columns = ReservationColumns()
+        self._by_worker: dict[str, dict[WorkerRank, _Lines[K]]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -116,15 +117,11 @@ class PendingRequests(Generic[K]):
         order += self._classes.in_dispatch_order(others)
         return order
 
-    def arrival_order(self, joining: Mapping[K, int]) -> ArrivalOrder[K]:
-        """All held requests and the `joining` ones (key to number), in the order of arrival."""
-        entries = self._entries
-        numbers = {key: entry.arrival for key, entry in entries.items()} | dict(joining)
-        keys = sorted(numbers, key=numbers.__getitem__)
-        return ArrivalOrder(
-            [entries[key].reservation if key in entries else None for key in keys],
-            {key: at for at, key in enumerate(keys) if key in joining},
-        )
+    def joined(self, looking: Iterable[PendingRequest[K]]) -> JoinedColumns:
+        """The reservations of all held requests, with rows for the `looking` ones, which are in
+        the order of arrival.
+        """
+        return self._columns.joined([wanted.arrival for wanted in looking])
 
     def reserve(self, wanted: PendingRequest[K], planned: Reservation | None) -> Sequence[K]:
         """Set or clear the reservation of a request; returns the requests that must retry for it.
@@ -161,9 +158,13 @@ class PendingRequests(Generic[K]):
 
     def to_wake(self, worker: str) -> Sequence[K]:
         """Requests to retry after a record of a worker, in order: those for it; all, if few."""
-        few = len(self._entries) <= MAX_WAKEUPS
-        places = None if few else [place for place in self._by_place if place.worker == worker]
-        return list(islice(self._in_turn(self._planned_for(places)), MAX_WAKEUPS))
+        if len(self._entries) <= MAX_WAKEUPS:
+            return self.in_dispatch_order()
+        lines = (
+            line for place in self._by_worker.get(worker, {}).values() for line in place.values()
+        )
+        first = [key for line in lines for _, _, key in line[:MAX_WAKEUPS]]
+        return list(islice(self._in_turn(first), MAX_WAKEUPS))
 
     def add(
         self, key: K, number: int, since_ms: float, planned: Reservation, strict: int = 0,
@@ -181,62 +182,64 @@ class PendingRequests(Generic[K]):
         elif self._queue_order == "wspt":
             turn += planned.prefill_ms / (1 + max(jump_s, 0.0)) - planned.prefill_ms
         entry = self._entries[key] = PendingEntry(number, planned, strict, turn, claim)
-        self._by_place.setdefault(planned.worker_rank, {})[key] = entry
+        self._columns.set(number, planned)
+        place = planned.worker_rank
+        lines = self._by_worker.setdefault(place.worker, {}).setdefault(place, {})
+        insort(lines.setdefault((strict, claim.queue), []), (entry.order, number, key))
 
     def remove(self, key: K) -> None:
         """Remove a request, if it is held."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
-        there = self._by_place[entry.reservation.worker_rank]
-        del there[key]
-        if not there:
-            del self._by_place[entry.reservation.worker_rank]
+        self._columns.clear(entry.arrival)
+        place, queue = entry.reservation.worker_rank, (entry.strict_priority, entry.cost.queue)
+        places = self._by_worker[place.worker]
+        line = places[place][queue]
+        del line[bisect_left(line, (entry.order, entry.arrival, key))]
+        if not line:
+            del places[place][queue]
+            if not places[place]:
+                del places[place]
+                if not places:
+                    del self._by_worker[place.worker]
 
-    def reservations_of_others(self, key: K) -> list[Reservation]:
-        """The reservations of all other requests, in the order of their arrival."""
-        entries = [entry for each, entry in self._entries.items() if each != key]
-        return [entry.reservation for entry in sorted(entries, key=attrgetter("arrival"))]
+    def reservations_of_others(self, key: K) -> PlannedReservations:
+        """The reservations of all other requests. Valid until the next change."""
+        entry = self._entries.get(key)
+        return self._columns.others(None if entry is None else entry.arrival)
 
     def reserved_rank(self, key: K) -> WorkerRank | None:
         """The place reserved for a request."""
         entry = self._entries.get(key)
         return None if entry is None else entry.reservation.worker_rank
 
-    def reserved_ranks(self) -> Iterator[WorkerRank]:
-        """All places with a reservation."""
-        yield from self._by_place
-
     def next_for(self, place: WorkerRank) -> K | None:
         """The next request to go to a place."""
-        there = self._by_place.get(place)
-        if there is None:
+        lines = self._by_worker.get(place.worker, {}).get(place)
+        if lines is None:
             return None
-        return next(iter(there)) if len(there) == 1 else min(there, key=self._order)
+        if len(lines) == 1:
+            (line,) = lines.values()
+            return line[0][-1]
+        virtual_time = self._classes.virtual_time
+        firsts = [(strict, virtual_time(queue), line[0]) for (strict, queue), line in lines.items()]
+        return min(firsts)[-1][-1]
 
     def in_dispatch_order(self, places: Iterable[WorkerRank] | None = None) -> list[K]:
         """The requests for these places, or for any, in the order of dispatch."""
-        return list(self._in_turn(self._planned_for(places)))
-
-    def _planned_for(self, places: Iterable[WorkerRank] | None) -> Iterable[K]:
         if places is None:
-            return self._entries
-        return (key for place in places for key in self._by_place.get(place, ()))
+            return list(self._in_turn(self._entries))
+        lines = [self._by_worker.get(place.worker, {}).get(place, {}) for place in places]
+        return list(
+            self._in_turn(key for each in lines for line in each.values() for _, _, key in line)
+        )
 
     def _in_turn(self, keys: Iterable[K]) -> Iterator[K]:
         entries = ((key, self._entries[key]) for key in keys)
         return self._classes.in_dispatch_order(
             QueueEntry(key, entry.cost, entry.strict_priority, (entry.order, entry.arrival))
             for key, entry in entries
-        )
-
-    def _order(self, key: K) -> tuple[int, float, float, int]:
-        entry = self._entries[key]
-        return (
-            entry.strict_priority,
-            self._classes.virtual_time(entry.cost.queue),
-            entry.order,
-            entry.arrival,
         )
 
 

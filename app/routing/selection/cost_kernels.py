@@ -18,19 +18,21 @@ from indexer.kernels import inlined, kernel
 (
     RUNS, TOKENS, OPEN_TOKENS, PREFILL_TOKENS, PREFILL_RUNS, ARRIVED_MS, LAST_FIRST_TOKEN_MS,
     BUSY_MS,
-    STAGGER_MS, SLOWDOWN, CHUNK_TOKENS_COLUMN, CAPACITY_TOKENS_COLUMN, CURVE,
-) = range(13)  # fmt: skip
+    STAGGER_MS, PLANNED_MS, SLOWDOWN, CHUNK_TOKENS_COLUMN, CAPACITY_TOKENS_COLUMN, CURVE,
+) = range(14)  # fmt: skip
 """Of a spot. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `ARRIVED_MS`: when the runs without a
-first token came, in the mean; from `CURVE` on the seven numbers of a curve
+first token came, in the mean; `PLANNED_MS`: in decisions that are recomputed, the wait for
+reservations that were recorded as one sum; from `CURVE` on the seven numbers of a curve
 (`PerfCurves.coefficients`)."""
 FEATURES = CURVE + 7
-WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, STANDALONE, HOLD, CACHED = range(
-    9
-)
+(
+    WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, STANDALONE, HOLD, CACHED,
+    PLANNED,
+) = range(10)  # fmt: skip
 """Of what is found, in ms; `STANDALONE` and `HOLD` as in `Prediction`, but `HOLD` falls below 0
 when more time has passed than was expected. `CACHED`: tokens of the prompt that need not be
-computed."""
-RESULTS = 9
+computed. `PLANNED`: the part of `WAIT` for reservations."""
+RESULTS = 10
 
 REQUEST_TOKENS, REQUEST_BLOCK, REQUEST_OUTPUT, REQUEST_TTFT, REQUEST_ITL = range(5)
 """Of an ask: tokens of its prompt, of a block, of its answer; its targets in ms."""
@@ -157,13 +159,13 @@ def _settle(
         held = min(worth * block_size, prompt_tokens)
         most = max(most, held)
         found[i, CACHED] = held
-        found[i, WAIT] = 0.0
+        found[i, PLANNED] = spots[i, PLANNED_MS]
         found[i, STANDALONE] = _prefill_ms(spots[i], max(prompt_tokens - held, 1.0), 0.0)
     for j in range(len(others_at)):
         i = others_at[j]
         if i >= 0:
             own_ms, other_ms = found[i, STANDALONE], others_ms[j]
-            found[i, WAIT] += min(own_ms, other_ms) + weight * max(own_ms, other_ms)
+            found[i, PLANNED] += min(own_ms, other_ms) + weight * max(own_ms, other_ms)
     return most
 
 
@@ -207,7 +209,7 @@ def predict_costs(
         tokens = max(prompt_tokens - held, 1.0)
         context = prompts + runs * mean_output / 2
         step_ms = _decode_ms(spot, context) if runs > 0 else 0.0
-        alone_ms, planned_ms = found[i, STANDALONE], found[i, WAIT]
+        alone_ms, planned_ms = found[i, STANDALONE], found[i, PLANNED]
         left_ms = 0.0
         if spot[PREFILL_RUNS] > 0:
             left_ms = _prefill_ms(spot, spot[PREFILL_TOKENS], step_ms) - spot[BUSY_MS]
@@ -371,6 +373,28 @@ def record_candidates(costs: Floats, chosen: int, spots: Floats, blocks: Floats,
     return size
 
 
+@kernel()
+def record_reservations(
+    rows: Ints, size: int, others_at: Ints, others_ms: Floats, positions: Ints, ahead: Floats
+) -> None:
+    """The reservations at recorded options, as many as there is room for.
+
+    `rows`, `size`: as `record_candidates` left them. `positions`: i64 (options,), all -1. `ahead`:
+    f64 (size, 1 + room), a row for each recorded option: how many there are, then their prefill.
+    """
+    for k in range(size):
+        positions[rows[k, 0]] = k
+        ahead[k, 0] = 0.0
+    for j in range(len(others_at)):
+        i = others_at[j]
+        if i >= 0 and positions[i] >= 0:
+            k = positions[i]
+            ahead[k, 0] += 1.0
+            n = int(ahead[k, 0])
+            if n < ahead.shape[1]:
+                ahead[k, n] = others_ms[j]
+
+
 def warm_up() -> None:
     """Call every kernel once, with what it will be called with."""
     spots, blocks, costs = np.ones((1, FEATURES)), np.zeros((1, 3)), np.zeros(1)
@@ -385,6 +409,9 @@ def warm_up() -> None:
     draw_random(np.uint64(0), tags, tags.copy())
     argmin(costs, np.uint64(0), tags)
     record_candidates(costs, 0, spots, blocks, np.zeros((2, RECORD_COLUMNS), np.int64))
+    record_reservations(
+        np.zeros((2, RECORD_COLUMNS), np.int64), 1, none, np.zeros(1), none.copy(), np.zeros((2, 2))
+    )
     plan_uniform_batch(
         spots, tags, np.zeros(2, np.int64), none, np.zeros((1, 4), np.int64), none,
         np.ones((1, REQUEST_COLUMNS)), tags, np.zeros(1, np.int64), np.zeros(1, np.int64),

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
 from app.routing.selection import cost_kernels
 from app.routing.selection.candidate_table import NO_SLOWDOWNS, CandidateTable
+from app.routing.selection.cost_kernels import Floats, Ints
 from app.routing.selection.decision_record import DecisionRecord
 from app.routing.selection.eligibility import CandidatePools
 from app.routing.selection.policies import Candidates, DynamoWeights
@@ -36,13 +38,28 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
     hold_until_ms: int
 
 
+class PlannedReservations(msgspec.Struct, frozen=True, gc=False):
+    """Reservations in the order of their requests' arrival: `numbers` i64 (reservations,), which of
+    `worker_ranks` each is for, -1 for none; `prefill_ms` f64 (reservations,). `own`: the position
+    of one that does not count, -1 for none.
+    """
+
+    worker_ranks: Sequence[WorkerRank]
+    numbers: Ints
+    prefill_ms: Floats
+    own: int = -1
+
+
+NOTHING_PLANNED = PlannedReservations((), np.empty(0, np.int64), np.empty(0))
+
+
 class RoutingState(msgspec.Struct, frozen=True, gc=False):
     """The state of the deployment when a request is planned. `committed`: load by the ledger;
     `in_flight`: load of decisions taken here and not read back. `now_ms`: broker time.
 
     Only policy predictive uses the rest. `mean_output_tokens`: mean length of an answer;
-    `slowdown`: by worker, see `EngineProfile`. `reservations`: the reservations of the other
-    requests that are held here, in the order of their arrival. `stagger_ms`: see `TableInputs`.
+    `slowdown`: by worker, see `EngineProfile`. `reservations`: those of the other requests that are
+    held here. `stagger_ms`: see `TableInputs`.
     `count_output_tokens`: whether output tokens of running requests count as load.
     `expected_followups`: see `PerformanceModel`.
     """
@@ -55,7 +72,7 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     now_ms: int
     mean_output_tokens: float = DEFAULT_OUTPUT_TOKENS
     slowdown: Mapping[str, float] = NO_SLOWDOWNS
-    reservations: Sequence[Reservation] = ()
+    reservations: PlannedReservations = NOTHING_PLANNED
     count_output_tokens: bool = True
     stagger_ms: Mapping[str, float] = NO_SLOWDOWNS
     expected_followups: float = 1.0

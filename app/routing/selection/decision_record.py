@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from struct import Struct
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -20,12 +21,16 @@ from app.routing.selection.cost_kernels import (
     BUSY_MS,
     FEATURES,
     OPEN_TOKENS,
+    PLANNED,
+    PLANNED_MS,
     PREFILL_RUNS,
     PREFILL_TOKENS,
     RUNS,
     SLOWDOWN,
     STAGGER_MS,
     TOKENS,
+    Floats,
+    Ints,
 )
 from app.routing.selection.policies import (
     NO_RESERVATIONS,
@@ -41,10 +46,17 @@ from streams.records import Candidate
 MAX_RECORDED_CANDIDATES = 16
 """Number of candidates that a decision records: the best ones, and the chosen one besides."""
 
+MAX_RECORDED_RESERVATIONS = 16
+"""Reservations at a candidate up to which each is recorded, and beyond which only what they come
+to: 4096 waiting requests would fill each decision with 40 KB."""
+
 _ROW = Struct("qd10q3d")
 """As `cost_kernels.record_candidates` fills it. Read so, 16 rows become candidates in 6 us, by
 columns in 12.
 """
+
+
+NOT_SUMMED: Mapping[int, float] = MappingProxyType({})
 
 
 class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
@@ -52,7 +64,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
 
     They are converted to `Candidate` on access: that takes as long as a fifth of the decision, and
     not every caller records it. `rows`: as `cost_kernels.record_candidates` filled them,
-    `is_timed`: with what policy predictive looks at.
+    `is_timed`: with what policy predictive looks at. By option, `reservations` of others there, or
+    in `planned_ms` the wait for them.
     """
 
     rows: bytes
@@ -61,6 +74,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
     taints: Sequence[float]
     reservations: Mapping[int, tuple[float, ...]]
     is_timed: bool
+    planned_ms: Mapping[int, float] = NOT_SUMMED
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -74,7 +88,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
 
     def _candidates(self, rows: Iterable[tuple[Any, ...]]) -> list[Candidate]:
         places, curves, taints = self.worker_ranks, self.curves, self.taints
-        others, is_timed = self.reservations, self.is_timed
+        others, sums, is_timed = self.reservations, self.planned_ms, self.is_timed
         taint, found = 0.0, list[Candidate]()
         for (
             i, cost, runs, open_tokens, device, host, disk, prefill_tokens, prompt_tokens,
@@ -88,6 +102,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
                     worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
                     prefill_tokens, taint, prompt_tokens, prefill_runs, busy_ms, others.get(i, ()),
                     slowness, chunk_tokens, capacity_tokens, curves[i], later_ms,
+                    sums.get(i, 0.0),
                 ))  # fmt: skip
             else:
                 found.append(Candidate(
@@ -98,28 +113,36 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 def record_decision(
-    options: Candidates, costs: Costs, chosen: int, *, is_timed: bool
+    options: Candidates, costs: Costs, chosen: int, results: Floats | None = None
 ) -> DecisionRecord:
-    """Of a decision between options."""
+    """Of a decision between options; `results`: of policy predictive."""
     rows = np.empty((MAX_RECORDED_CANDIDATES + 1, cost_kernels.RECORD_COLUMNS), np.int64)
     size = cost_kernels.record_candidates(costs, chosen, options.features, options.blocks, rows)
     taints = options.taint_weights
+    ahead, sums = _reservations(options, rows, size, results)
     return DecisionRecord(
         rows[:size].tobytes(), options.worker_ranks, options.curves,
-        () if taints is None else taints.tolist(), _others(options), is_timed,
+        () if taints is None else taints.tolist(), ahead, results is not None, sums,
     )  # fmt: skip
 
 
-def _others(options: Candidates) -> dict[int, tuple[float, ...]]:
-    """By option, the prefill of the others that are planned for it."""
-    found: dict[int, list[float]] = {}
-    if options.reservations is NO_RESERVATIONS:
-        return {}
-    for at, ms in zip(
-        options.reservations.rows.tolist(), options.reservations.prefill_ms.tolist(), strict=True
-    ):
-        found.setdefault(at, []).append(ms)
-    return {at: tuple(each) for at, each in found.items()}
+def _reservations(
+    options: Candidates, rows: Ints, size: int, results: Floats | None
+) -> tuple[Mapping[int, tuple[float, ...]], Mapping[int, float]]:
+    """By recorded option, the prefill of the others that are planned for it, or their sum."""
+    if results is None or options.reservations is NO_RESERVATIONS:
+        return {}, NOT_SUMMED
+    ahead = np.empty((size, 1 + MAX_RECORDED_RESERVATIONS))
+    positions = np.full(len(options.worker_ranks), -1)
+    cost_kernels.record_reservations(rows, size, *options.reservations, positions, ahead)
+    each: dict[int, tuple[float, ...]] = {}
+    sums: dict[int, float] = {}
+    for i, (count, *prefill_ms) in zip(rows[:size, 0].tolist(), ahead.tolist(), strict=True):
+        if count > MAX_RECORDED_RESERVATIONS:
+            sums[i] = results.item(i, PLANNED)
+        elif count:
+            each[i] = tuple(prefill_ms[: int(count)])
+    return each, sums
 
 
 def candidates_from_record(candidates: Sequence[Candidate]) -> Candidates:
@@ -129,7 +152,7 @@ def candidates_from_record(candidates: Sequence[Candidate]) -> Candidates:
     for spot, c in zip(spots, candidates, strict=True):
         spot[RUNS], spot[TOKENS], spot[OPEN_TOKENS] = c.open_runs, c.prompt_tokens, c.open_tokens
         spot[PREFILL_TOKENS], spot[PREFILL_RUNS] = c.prefill_tokens, c.prefill_runs
-        spot[BUSY_MS], spot[STAGGER_MS] = c.busy_ms, c.later_ms
+        spot[BUSY_MS], spot[STAGGER_MS], spot[PLANNED_MS] = c.busy_ms, c.later_ms, c.planned_ms
         spot[SLOWDOWN:] = profile_columns(recorded_profile(c))
     blocks = [(c.overlap_blocks, c.host_blocks, c.disk_blocks) for c in candidates]
     others = [(i, ms) for i, c in enumerate(candidates) for ms in c.ahead_ms]

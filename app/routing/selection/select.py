@@ -15,14 +15,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from app.routing.selection import cost_kernels, predictive
-from app.routing.selection.candidate_table import CandidateTable, TableInputs
+from app.routing.selection.candidate_table import NO_ROW, CandidateTable, TableInputs
 from app.routing.selection.cost_kernels import Floats
 from app.routing.selection.decision import (
     Decision,
     Forecast,
     Placement,
+    PlannedReservations,
     Rejection,
-    Reservation,
     RoutingConfig,
     RoutingState,
     Wait,
@@ -158,7 +158,7 @@ def select_worker(
         policy=tuning.policy,
         params=params,
         seed=seed,
-        record=record_decision(options, costs, chosen, is_timed=prediction is not None),
+        record=record_decision(options, costs, chosen, prediction.results if prediction else None),
         at_ms=view.now_ms,
         forecast=outlook,
         session_rank=session_rank,
@@ -258,15 +258,18 @@ def _options(
         None if rows is pool.rows else [row.worker_rank for row in rows],
         board.overlap_blocks(view.kv_index, prompt.local_hashes(pool.block_size)),
         _taint_weights(request, pool.rows),
-        _others(board, view.reservations),
+        reservation_rows(board, view.reservations),
     )
 
 
-def _others(board: CandidateTable, planned: Sequence[Reservation]) -> Reservations:
-    if not planned:
+def reservation_rows(table: CandidateTable, planned: PlannedReservations) -> Reservations:
+    """Reservations by the rows of a table, in memory of their own as to the rows."""
+    if not len(planned.numbers):
         return NO_RESERVATIONS
-    at = board.rows_of([each.worker_rank for each in planned])
-    return Reservations(at, np.array([each.prefill_ms for each in planned], np.float64))
+    rows = table.rows_of((*planned.worker_ranks, None))[planned.numbers]  # the last: -1
+    if planned.own >= 0:
+        rows[planned.own] = NO_ROW
+    return Reservations(rows, planned.prefill_ms)
 
 
 def refreshed_table(pool: CandidatePool, view: RoutingState) -> CandidateTable:

@@ -1,0 +1,105 @@
+"""Reservations as columns: always what a plain list of them says, whatever came before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.routing.queueing.fair_share import ClassConfig, FairQueue, QueueKey, ShareCost
+from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, PendingRequests
+from app.routing.queueing.reservation_columns import MIN_ROWS, ReservationColumns
+from app.routing.selection.decision import Reservation
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.worker_rank import WorkerRank
+from streams.request import Request
+from tests.harness.routing_harness import reserved
+
+PLACES = [WorkerRank(f"w{n // 2}", 0, n % 2) for n in range(6)]
+CLASSES = {"": ClassConfig(), "batch": ClassConfig(weight=0.5)}
+
+
+@dataclass
+class PlainQueue:
+    """All held requests in a list: place, prefill, arrival, priority, order, and class of each."""
+
+    rows: dict[int, tuple[WorkerRank, float, int, float, str]] = field(default_factory=dict)
+
+    def others(self, key: int) -> list[tuple[WorkerRank, float]]:
+        return [self.rows[each][:2] for each in sorted(self.rows) if each != key]
+
+    def next_for(self, place: WorkerRank, classes: FairQueue) -> int | None:
+        there = [
+            (strict, classes.virtual_time(QueueKey("m", name)), order, key)
+            for key, (at, _, strict, order, name) in self.rows.items()
+            if at == place
+        ]
+        return min(there)[-1] if there else None
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.integers(0, 40), st.sampled_from([None, *PLACES]), st.floats(0, 1e4),
+        st.sampled_from([0, 0, -1]), st.sampled_from(["", "batch"]), st.booleans(),
+    ), max_size=120,
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(OPERATIONS, st.lists(st.integers(0, 50), unique=True, max_size=8))
+def test_columns_say_what_a_plain_list_of_reservations_does(
+    operations: list[tuple[int, WorkerRank | None, float, int, str, bool]], looking: list[int]
+) -> None:
+    classes = FairQueue(CLASSES)
+    for name in CLASSES:
+        classes.add_waiting(QueueKey("m", name), 0)
+    held, plain = PendingRequests[int]("fcfs", classes), PlainQueue()
+    for key, place, prefill_ms, strict, name, charged in operations:
+        if place is None:
+            held.remove(key)
+            plain.rows.pop(key, None)
+        else:
+            claim = ShareCost(QueueKey("m", name), 7)
+            held.add(key, key, 10.0 * key, Reservation(place, prefill_ms, 0), strict, claim=claim)
+            plain.rows[key] = (place, prefill_ms, strict, 10.0 * key, name)
+        if charged:
+            classes.charge(ShareCost(QueueKey("m", name), 7))
+        assert len(held) == len(plain.rows)
+        assert reserved(held.reservations_of_others(key)) == plain.others(key)
+        for each in PLACES:
+            assert held.next_for(each) == plain.next_for(each, classes)
+    asked = [PendingRequest(n, n, PromptHashes(Request(id=f"{n}")), 0, 0) for n in sorted(looking)]
+    joined = held.joined(asked)
+    assert reserved(joined.reservations) == plain.others(-1)
+    has_reservation = (joined.reservations.numbers >= 0).tolist()
+    for n, at in zip(sorted(looking), joined.positions.tolist(), strict=True):
+        assert (sum(has_reservation[:at]), has_reservation[at]) == (
+            sum(key < n for key in plain.rows),
+            n in plain.rows,
+        )
+    assert len({*joined.positions.tolist()}) == len(looking)
+    for worker in ("w0", "w1", "w2"):
+        places = [place for place in PLACES if place.worker == worker]
+        every = held.in_dispatch_order(None if len(held) <= MAX_WAKEUPS else places)
+        assert held.to_wake(worker) == every[:MAX_WAKEUPS]
+
+
+def test_rows_and_places_of_requests_that_are_gone_are_reclaimed() -> None:
+    columns = ReservationColumns()
+    for n in range(20 * MIN_ROWS):
+        columns.set(n, Reservation(WorkerRank("w", n), float(n), 0))
+        if n >= 5:
+            columns.clear(n - 5)
+    left = columns.others(None)
+    assert reserved(left) == [
+        (WorkerRank("w", n), float(n)) for n in range(20 * MIN_ROWS - 5, 20 * MIN_ROWS)
+    ]
+    assert max(len(left.numbers), len(left.worker_ranks)) <= 3 * MIN_ROWS
+
+
+def test_a_request_that_came_earlier_and_reserves_later_has_its_row_where_it_came() -> None:
+    columns = ReservationColumns()
+    for n in (3, 1, 2, 0):
+        columns.set(n, Reservation(PLACES[n], float(n), 0))
+    assert reserved(columns.others(2)) == [(PLACES[n], float(n)) for n in (0, 1, 3)]
