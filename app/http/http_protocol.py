@@ -17,6 +17,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from app.http.body_writer import BodyWriter
+
 HEAD_BYTES = 64 * 1024
 """Several times the size that clients and proxies send. One socket read more may be in memory."""
 HEAD_TIMEOUT_S = 20.0
@@ -57,7 +59,10 @@ class BoundedProtocol(HttpToolsProtocol):
         """The head is over."""
         self._head = None
         self._disarm()
+        before: RequestResponseCycle | None = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:  # which an upgrade leaves
+            BodyWriter(self.cycle).offer(self.scope)
 
     def on_message_complete(self) -> None:
         """The next head may begin."""

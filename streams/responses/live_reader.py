@@ -47,15 +47,18 @@ class PartitionTail:
                 del self.replies[reply.key]
 
     def apply(self, records: Sequence[Record]) -> list[Reply]:
-        """Feed records in offset order; returns the changed replies. Decodes awaited ones only."""
-        changed: dict[Reply, None] = {}
+        """Feed records in offset order; returns the replies for which the reader must act.
+
+        Decodes awaited ones only.
+        """
+        unsettled: dict[Reply, None] = {}
         for record in records:
             if record.key is not None and (awaiting := self.replies.get(record.key)) is not None:
                 for reply in awaiting:
-                    reply.apply(record)
-                    changed[reply] = None
+                    if reply.apply(record):
+                        unsettled[reply] = None
         self.position = records[-1].offset + 1
-        return list(changed)
+        return list(unsettled)
 
     def overdue(self, now: float) -> list[Reply]:
         """Replies without a record although the position has passed the offset where one was due.
@@ -107,7 +110,10 @@ class LiveReader:
         return [reply for lane in self.lanes.values() for reply in lane.all_replies()]
 
     async def poll(self) -> list[tuple[int, Reply]]:
-        """Feed new records; returns the changed replies. Waits without limit for a first lane."""
+        """Feed new records; returns the replies for which the caller must act.
+
+        Waits without limit for a first lane.
+        """
         self._drop_idle()
         if not self.lanes:
             self._wanted.clear()

@@ -1,8 +1,9 @@
 """The reply stream of one request, between the reader and the task that consumes it.
 
 A `Reply` applies the stream reconstruction rule to the records that it is fed and buffers the
-visible pieces until they are taken. It never reads the log (`streams/responses/reply_reader.py`
-feeds it) and never blocks its reader.
+visible pieces until they are taken. While the task waits, a sink of the task may take each piece at
+once, in the reader's call: a token then costs no future, no callback and no task switch. It never
+reads the log (`streams/responses/reply_reader.py` feeds it) and never blocks its reader.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import math
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from streams.codecs import decode
@@ -28,6 +29,9 @@ NO_OFFSET = sys.maxsize
 """An offset that no partition reaches."""
 
 _VISIBLE = (Chunk, Fence, End)
+
+PieceSink = Callable[[Chunk | End], bool]
+"""Takes a piece at once, without waiting; False leaves it, unchanged, to the waiting task."""
 
 
 class UnconfirmedEnd(NamedTuple):
@@ -84,6 +88,8 @@ class Reply:
         self._pieces: deque[Chunk | End] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: PieceSink | None = None
+        """The sink of the waiting task."""
         self._due = math.inf
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -132,29 +138,35 @@ class Reply:
         if bare is not None and self._error is None:
             self._put(bare.end)
 
-    def apply(self, record: Record) -> None:
-        """Apply a record of this request; records that were fed before are ignored."""
-        if record.offset < self._next or self.is_over or self.unconfirmed_end is not None:
-            return
+    def apply(self, record: Record) -> bool:
+        """Apply a record of this request; records that were fed before are ignored.
+
+        Returns whether its reader must act: the reply is over, held back, or misses its start.
+        """
+        transcript = self._transcript
+        if record.offset < self._next or transcript.is_over or self._error is not None:
+            return True
         self._next = record.offset + 1
         try:
             decoded = decode(record)
         except Malformed:
             self.malformed += 1
-            return
+            return False
         except NewerRecord as e:
             self.fail(e)
-            return
+            return True
         if not isinstance(decoded, _VISIBLE):
             self.malformed += 1
-            return
-        if (piece := self._transcript.apply(decoded)) is not None:
+            return False
+        if (piece := transcript.apply(decoded)) is not None:
             if self._doubts and not self.has_begun and isinstance(piece, End):
                 self.unconfirmed_end = UnconfirmedEnd(record.timestamp, piece)
             else:
                 self._put(piece)
-        elif type(decoded) is Chunk and decoded.attempt > self._transcript.attempt:
+            return self.is_over or self.unconfirmed_end is not None
+        if type(decoded) is Chunk and decoded.attempt > transcript.attempt:
             self._unfenced = True
+        return True
 
     def fail(self, error: Exception) -> None:
         """Fail the reply: `next_piece` raises the error after the buffered pieces."""
@@ -171,10 +183,16 @@ class Reply:
             await self._awaited(timeout_s)
         return self._pieces.popleft()
 
-    async def next_pieces(self, timeout_s: float | None) -> list[Chunk | End]:
-        """Take all buffered pieces, at least one; otherwise as `next_piece`."""
+    async def next_pieces(
+        self, timeout_s: float | None, sink: PieceSink | None = None
+    ) -> list[Chunk | End]:
+        """Take all buffered pieces, at least one; otherwise as `next_piece`.
+
+        `sink` gets the pieces that arrive while this waits, in order. The first that it leaves ends
+        the wait, and so does the time limit, whatever the sink took. Its error fails the reply.
+        """
         if not self._pieces:
-            await self._awaited(timeout_s)
+            await self._awaited(timeout_s, sink)
         pieces = list(self._pieces)
         self._pieces.clear()
         return pieces
@@ -186,15 +204,27 @@ class Reply:
             self._alarm = None
 
     def _put(self, piece: Chunk | End) -> None:
+        self.has_begun = True
+        if self._sink is not None and self._pass_on(self._sink, piece):
+            return
         if len(self._pieces) >= MAX_PENDING_PIECES:
             chunks = [p for p in self._pieces if isinstance(p, Chunk)]
             assert len(chunks) == len(self._pieces), "nothing follows an End"
             self._pieces = deque([merge_chunks(chunks)])
         self._pieces.append(piece)
-        self.has_begun = True
         self._wake()
 
-    async def _awaited(self, timeout_s: float | None) -> None:
+    def _pass_on(self, sink: PieceSink, piece: Chunk | End) -> bool:
+        """Offer a piece to the sink, unless the task is about to run."""
+        if self._waiter is None or self._waiter.done():
+            return False
+        try:
+            return sink(piece)
+        except Exception as e:  # noqa: BLE001 - of one client; the reader serves all
+            self.fail(e)
+            return True
+
+    async def _awaited(self, timeout_s: float | None, sink: PieceSink | None = None) -> None:
         """Wait for a piece. Raises as `next_piece`.
 
         A future, and one timer for many waits, which is set again if it fires too early:
@@ -204,14 +234,14 @@ class Reply:
         if self._error is not None:
             raise self._error
         loop = asyncio.get_running_loop()
-        self._waiter = waiter = loop.create_future()
+        self._waiter, self._sink = loop.create_future(), sink
         self._due = math.inf if timeout_s is None else loop.time() + timeout_s
         if self._alarm is None or self._due < self._alarm.when():
             self._set_alarm(loop)
         try:
-            await waiter
+            await self._waiter
         finally:
-            self._waiter = None
+            self._waiter = self._sink = None
         if not self._pieces:
             raise self._reason()
 

@@ -15,10 +15,11 @@ from app.http.api_errors import invalid_request
 from app.http.authentication import Caller, caller_of
 from app.http.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from app.http.middleware import BodyLimiter
+from app.http.openai.event_encoder import ResponseOptions
 from app.http.openai.logprobs import TokenText
 from app.http.openai.merged_replies import publish_and_read
 from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
-from app.http.openai.response_writer import CompletionResponse, ResponseOptions
+from app.http.openai.response_writer import CompletionResponse
 from app.preprocess.cooperative_steps import Steps, run_cooperatively
 from app.preprocess.json_errors import json_error
 from app.preprocess.json_limits import check_size, parse_json
@@ -82,16 +83,17 @@ class Completions:
         choices = self._choices(asked, prepared, model)
         caller.count_answers(prepared.requests, asked.n, choices, model.card.context_length)
         asks = self._asks(prepared.requests, asked.n, caller)
-        manner = ResponseOptions(
+        options = ResponseOptions(
             header=ResponseHeader(kind, asks[0].id, asked.model, created_s(asks[0].id)),
             ids=[ask.id for ask in asks],
             stream=asked.stream,
             include_usage=asked.include_usage,
             n=asked.n,
             reads_to_end=run_on and caller.is_counted,
+            interval=asked.stream_interval,
         )
         return CompletionResponse(
-            manner,
+            options,
             choices,
             publish_and_read(parts.streams, asks, run_on=run_on),
             parts.ctx.clock,

@@ -15,7 +15,7 @@ from app.http.openai.active_streams import ActiveStreams
 from streams.errors import StreamError
 from streams.records import Chunk, End
 from streams.request import Request
-from streams.responses.reply_stream import Reply
+from streams.responses.reply_stream import PieceSink, Reply
 
 ReplyPiece = Chunk | End
 
@@ -45,16 +45,19 @@ class MergedReplies:
         """The replies that have not ended."""
         return list(self._open.values())
 
-    async def next_pieces(self, timeout_s: float) -> tuple[int, list[ReplyPiece]]:
+    async def next_pieces(
+        self, timeout_s: float, sink: PieceSink | None = None
+    ) -> tuple[int, list[ReplyPiece]]:
         """The next pieces of a reply, one at least, and the number of the reply.
 
+        `sink`: as `Reply.next_pieces`; without effect if there are several replies.
         Raises TimeoutError when none comes in time, and what a reply has failed with.
         """
         number = 0
         if self._first:
             pieces, self._first = self._first, []
         elif len(self.replies) == 1:
-            pieces = await self.replies[0].next_pieces(timeout_s)
+            pieces = await self.replies[0].next_pieces(timeout_s, sink)
         else:
             async with asyncio.timeout(timeout_s):
                 number, came = await self._pumped().get()

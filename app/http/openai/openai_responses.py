@@ -188,11 +188,15 @@ class ChunkEncoder:
         sample = chunk(heading, begun, piece, index, with_usage=with_usage)
         self._before, _, self._after = _encode(sample).rpartition(_encode(_TEXT))
 
+    def encode_text(self, text: str) -> bytes:
+        """The chunk for text that is neither first nor last."""
+        return self._before + _encode(text) + self._after
+
     def encode(self, choice: Choice, piece: Chunk | End) -> bytes | None:
         """The chunk for a piece that was added to `choice`; None if there is nothing to send."""
         plain = choice.has_started and choice.finish_reason is None and choice.passthrough is None
         if plain and choice.logprobs("chat") is None and isinstance(piece, Chunk):
-            return self._before + _encode(piece.text) + self._after if piece.text else None
+            return self.encode_text(piece.text) if piece.text else None
         told = chunk(self._heading, choice, piece, self._index, with_usage=self._with_usage)
         return None if told is None else _encode(told)
 

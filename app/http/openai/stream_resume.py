@@ -18,9 +18,10 @@ from starlette.responses import Response
 from app.http.api_errors import invalid_request
 from app.http.authentication import caller_of
 from app.http.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
+from app.http.openai.event_encoder import ResponseOptions
 from app.http.openai.merged_replies import resume_reply
 from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
-from app.http.openai.response_writer import CompletionResponse, ResponseOptions
+from app.http.openai.response_writer import CompletionResponse
 from streams.ids import issued_ms
 from streams.records import MAX_ID_CHARS
 
@@ -57,7 +58,7 @@ class StreamResume:
         created_ms = parts.ctx.clock.wall_ms() if issued is None else issued
         choice = Choice(keep=not (stream := _switch(request, "stream", default=True)))
         choice.has_started = begun = from_token > 0
-        manner = ResponseOptions(
+        options = ResponseOptions(
             header=ResponseHeader(_form(request), request_id, "", created_ms // 1000),
             ids=[quote(request_id, safe="")],  # it may hold any character, a line break too
             stream=stream,
@@ -68,7 +69,7 @@ class StreamResume:
         joining = resume_reply(parts.streams, request_id, begun=begun, may_begin_s=may_begin_s)
         clock = parts.ctx.clock
         return CompletionResponse(
-            manner, [choice], joining, clock, parts.metrics, lifetime_s, clock.now()
+            options, [choice], joining, clock, parts.metrics, lifetime_s, clock.now()
         )
 
     async def cancel(self, request: Request) -> Response:

@@ -48,6 +48,8 @@ MAX_PROMPT_TOKENS = 2**20
 """In a prompt of tokens."""
 MAX_BLOCKS = 2**16
 """The number of blocks of 16 tokens in a prompt of MAX_PROMPT_TOKENS."""
+MAX_STREAM_INTERVAL = 1024
+"""Tokens of text that a gateway holds back for one event."""
 MAX_NAMES = 1024
 """Names of workers, taints and the like in one list; keys of an object that is passed on."""
 U32 = 2**32 - 1
@@ -227,7 +229,7 @@ class MultimodalRouting(BaseModel):
 
 
 class NvExt(BaseModel):
-    """The object `nvext` of a body."""
+    """The object `nvext` of a body. `stream_interval`: tokens of an event of a stream, at least."""
 
     model_config = STRICT_MODEL
 
@@ -255,6 +257,7 @@ class NvExt(BaseModel):
     router_config_override: CostOverride | None = None
     extra_args: Object | None = None
     mm_routing_info: MultimodalRouting | None = None
+    stream_interval: int | None = Field(default=None, ge=1, le=MAX_STREAM_INTERVAL)
 
 
 def with_headers(ext: NvExt, headers: Mapping[str, str]) -> NvExt:

@@ -95,6 +95,11 @@ class RoutingOptions:
         options = self.body.stream_options
         return bool(options and options.include_usage)
 
+    @property
+    def stream_interval(self) -> int:
+        """Tokens of an event of a stream, at least."""
+        return self.ext.stream_interval or 1
+
 
 @dataclass(frozen=True)
 class OpenAIRequest(RoutingOptions):

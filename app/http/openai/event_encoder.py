@@ -1,0 +1,183 @@
+"""Encoder of the server-sent events of one response, from the pieces of its answers.
+
+Pure: pieces in, bytes out. Owns the choices and the token times of the response; knows neither the
+connection nor the log. The task of a response and the reader of the log both use it, one at a time
+(`app/http/openai/response_writer.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from app.http.api_errors import error_of_piece, invalid_request
+from app.http.openai import openai_responses, sse
+from app.http.openai.merged_replies import ReplyPiece
+from app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader
+from app.http.openai.passthrough_fields import split_chunk
+from app.metrics.gateway_metrics import TokenTimes
+from streams.records import Chunk
+
+
+class ResponseOptions(NamedTuple):
+    """Options of a response. `ids`: of its requests, URL-quoted; `n` successive share a prompt.
+
+    `is_resumed`: an existing stream is resumed after position `from_token`. `reads_to_end`: the
+    stream is read to its end after a disconnect, since it counts towards limits until then.
+    `interval`: tokens of an event of text, at least.
+    """
+
+    header: ResponseHeader
+    ids: Sequence[str]
+    stream: bool
+    include_usage: bool = False
+    n: int = 1
+    is_resumed: bool = False
+    from_token: int = 0
+    reads_to_end: bool = False
+    interval: int = 1
+
+
+class EventEncoder:
+    """The answers of one response, and the events for their pieces."""
+
+    def __init__(
+        self, options: ResponseOptions, choices: Sequence[Choice], paces: Sequence[TokenTimes]
+    ) -> None:
+        self.choices = choices
+        self._options = options
+        self._paces = paces
+        self._is_single = len(choices) == 1
+        """Whether events have a position: a response with several answers has no single one."""
+        self._held = [_HeldText() for _ in choices]
+        self._set_header(options.header)
+
+    def add(self, index: int, piece: ReplyPiece) -> None:
+        """Add a piece to its choice. Raises ApiError for a failed piece."""
+        if (failure := error_of_piece(piece)) is not None:
+            raise failure
+        if isinstance(piece, Chunk) and piece.model and not self.header.model:
+            self._set_header(self.header._replace(model=piece.model))
+        choice = self.choices[index]
+        choice.add(piece)
+        if choice.finish_reason is not None and choice.position < self._options.from_token:
+            raise invalid_request(
+                f"the stream has ended at position {choice.position}, before the one to go on from",
+                "from",
+            )
+        self._paces[index].on_tokens(choice.position)
+
+    def encode(self, index: int, piece: ReplyPiece) -> bytes:
+        """The events for a piece, possibly none. Raises ApiError for a failed piece.
+
+        Only the last piece of an answer can fail. All pieces of usual answers but the first and the
+        last are text alone: their events differ only in position and text.
+        """
+        choice = self.choices[index]
+        if not (
+            choice.has_started
+            and type(piece) is Chunk
+            and piece.finish_reason is None
+            and piece.log_probs is None
+            and not piece.data
+            and not piece.model
+            and choice.position >= self._options.from_token
+        ):
+            return self._encode_unusual(index, piece)
+        choice.add(piece)
+        self._paces[index].on_tokens(choice.position)
+        text = piece.text
+        if self._options.interval > 1:
+            text = self._held[index].add(text, len(piece.token_ids), self._options.interval)
+        return self._encode_text(index, text) if text else b""
+
+    def encode_held(self) -> bytes:
+        """The events for text that waits for an interval to be complete, possibly none."""
+        told = b""
+        for index, held in enumerate(self._held):
+            if text := held.take():
+                told += self._encode_text(index, text)
+        return told
+
+    def encode_ending(self) -> bytes:
+        """The events after the last piece."""
+        options = self._options
+        if not options.include_usage:
+            return sse.DONE
+        total = openai_responses.usage_chunk(self.header, self.choices, options.n)
+        return sse.encode_event(msgspec.json.encode(total)) + sse.DONE
+
+    def _set_header(self, header: ResponseHeader) -> None:
+        """Set the fields of later objects: a resuming client does not name the model."""
+        self.header = header
+        with_usage = self._options.include_usage
+        numbers = range(len(self.choices))
+        self._encoders = [ChunkEncoder(header, n, with_usage=with_usage) for n in numbers]
+
+    def _encode_text(self, index: int, text: str) -> bytes:
+        data = self._encoders[index].encode_text(text)
+        return sse.encode_event(data, self.choices[index].position if self._is_single else None)
+
+    def _encode_unusual(self, index: int, piece: ReplyPiece) -> bytes:
+        if (failure := error_of_piece(piece)) is not None:
+            raise failure  # held text can still be sent
+        held = self._held[index].take()
+        before = self._encode_text(index, held) if held else b""
+        if isinstance(piece, Chunk) and piece.data:
+            return before + b"".join(
+                self._encode_part(index, each)
+                for part in split_chunk(piece)
+                for each in self._parts_of(index, part)
+            )
+        return before + self._encode_part(index, piece)
+
+    def _parts_of(self, index: int, part: Chunk) -> Iterable[Chunk]:
+        """The sub-parts of a part that a resuming client may lack."""
+        if self.choices[index].position >= self._options.from_token:
+            return (part,)
+        return split_chunk(part, apart=True)
+
+    def _encode_part(self, index: int, piece: ReplyPiece) -> bytes:
+        choice = self.choices[index]
+        self.add(index, piece)
+        if 0 < choice.position <= self._options.from_token and choice.finish_reason is None:
+            return b""  # the client has it already
+        told = self._encoders[index].encode(choice, self._unknown(choice, piece))
+        if told is None:
+            return b""
+        return sse.encode_event(told, choice.position if self._is_single else None)
+
+    def _unknown(self, choice: Choice, piece: ReplyPiece) -> ReplyPiece:
+        """The rest of a piece after the resume position; a piece with token ids is sent whole."""
+        if not isinstance(piece, Chunk) or not self._options.from_token:
+            return piece
+        if choice.position <= self._options.from_token:  # the client lacks only its end
+            return replace(piece, text="")
+        if choice.shown_tokens:
+            return piece
+        known = self._options.from_token - (choice.position - len(piece.text))
+        return replace(piece, text=piece.text[known:]) if known > 0 else piece
+
+
+class _HeldText:
+    """Text of a choice that is not in an event yet, because an interval is incomplete."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._tokens = 0
+
+    def add(self, text: str, tokens: int, interval: int) -> str:
+        """Add a piece; returns the held text if it completes an interval, otherwise nothing."""
+        self._parts.append(text)
+        self._tokens += tokens or 1  # a server that tells no token ids counts with its pieces
+        return self.take() if self._tokens >= interval else ""
+
+    def take(self) -> str:
+        """The held text, which is held no more."""
+        text = "".join(self._parts)
+        self._parts.clear()
+        self._tokens = 0
+        return text
