@@ -150,7 +150,7 @@ class Worker:
 
     @property
     def open_runs(self) -> tuple[int, int]:
-        """Runs of this epoch: those in the engine or closing, and those waiting for a slot."""
+        """Runs of this epoch: those in the engine or closing, and those waiting for it."""
         runs = self._runs
         return (
             (0, 0)

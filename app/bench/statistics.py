@@ -1,4 +1,4 @@
-"""Statistics of repeated measurements: percentiles, median and range. Pure."""
+"""Statistics of repeated measurements: quantiles of histograms, median and range. Pure."""
 
 from __future__ import annotations
 
@@ -24,15 +24,6 @@ class Spread(NamedTuple):
 def spread(values: Sequence[float]) -> Spread:
     """The spread of one or more values."""
     return Spread(median(values), min(values), max(values))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed; nan without values."""
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    place = -(-share * len(ordered) // 1)  # rounded up
-    return ordered[max(0, int(place) - 1)]
 
 
 def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:

@@ -84,7 +84,7 @@ async def _demo_vllm(settings: Settings, console: Console, broker: Broker, folde
     ) as on:
         try:
             return await vllm_scenario.VllmScenario(
-                on.log, on.deployment, on.settings, life, console
+                on.log, on.deployment, on.settings, life, console, vllm_scenario.VLLM_WORKERS
             ).run()
         finally:
             await life.cancel_tasks()
@@ -125,8 +125,9 @@ async def _demo(
         builds=PROCESS_FACTORIES,
     ) as on:
         try:
-            story = DemoScenario(on.log, on.deployment, on.settings, life, console, DEMO_WORKERS)
-            return await story.run(prompts)
+            return await DemoScenario(
+                on.log, on.deployment, on.settings, life, console, DEMO_WORKERS
+            ).run(prompts)
         finally:
             await life.cancel_tasks()
 

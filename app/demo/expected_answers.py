@@ -113,9 +113,3 @@ class AnswerOracle:
             self._settings.context_length,
         )
         return DemoAnswer(request_id, answer, token_count(request.token_ids), self._clock.now())
-
-
-def nearest_rank_percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from app.demo.expected_answers import DemoAnswer, nearest_rank_percentile
+from app.demo.expected_answers import DemoAnswer
 from app.demo.ledger_reader import LedgerDecisions
 from app.demo.trace_prompts import TracePrompt
+from app.percentiles import percentile
 from streams.clock import Clock
 from streams.records import Assigned, Candidate
 
@@ -88,8 +89,8 @@ def comparison_table(runs: Sequence[PolicyRun]) -> Table:
             s.policy,
             f"{s.cached_share:.1%}",
             f"{sum(ttft_ms) / len(ttft_ms):.0f} ms",
-            f"{nearest_rank_percentile(ttft_ms, 0.5):.0f} ms",
-            f"{nearest_rank_percentile(ttft_ms, 0.99):.0f} ms",
+            f"{percentile(ttft_ms, 0.5):.0f} ms",
+            f"{percentile(ttft_ms, 0.99):.0f} ms",
             f"{s.busiest_worker_share:.0%}",
             f"{s.duration_s:.0f} s",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,15 +18,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from app.demo import policy_comparison
+from app.demo.demo_session import DemoSession
 from app.demo.expected_answers import AnswerOracle, DemoAnswer
-from app.demo.ledger_reader import FleetObserver, LedgerDecisions
+from app.demo.policy_comparison import TRACE_SPEEDUP
 from app.demo.trace_prompts import TracePrompt, bundled_prompts
-from app.local.deployment import DemoFailed, LocalDeployment, run_scenario
+from app.local.deployment import DemoFailed, LocalDeployment
 from app.preprocess.requests.openai_requests import TokenizedKind
 from app.runtime.process import ProcessContext
 from app.settings import Settings
-from streams.client import Client
 from streams.ports import Log
 from streams.prompt import Prompt
 
@@ -40,8 +40,10 @@ EXAMPLE_PROMPTS = ("What is a log?", "And who keeps it?", "Did anything get lost
 KAFKA_PROMPTS = ("Why do trains wait?", "Was the harbour quiet?")
 
 
-class DemoScenario:
-    """One run of the scenario. All requests are in `asked`, to be checked at the end."""
+class DemoScenario(DemoSession):
+    """One run of the scenario. All requests are in `answers`, to be checked at the end."""
+
+    ready_timeout_s = READY_S
 
     def __init__(
         self,
@@ -52,45 +54,31 @@ class DemoScenario:
         console: Console,
         workers: int,
     ) -> None:
-        self._parts = parts
-        self._settings = settings
-        self._clock = life.clock
-        self._console = console
-        self._workers = workers
-        self._client = Client(log, life.clock)
-        self._decisions = LedgerDecisions(log)
-        self._crew = FleetObserver(log, life, settings.worker_timeout_s)
-        self._judge = AnswerOracle(settings, life.clock)
-        self._life = life
-        self._began = life.clock.now()
+        super().__init__(log, parts, settings, life, console, workers)
+        self._oracle = AnswerOracle(settings, life.clock)
         self.answers: list[DemoAnswer] = []
 
     async def run(self, prompts: Sequence[str]) -> bool:
         """Run it; True when every text is correct. Raises DemoFailed when a process ends."""
-        self._life.spawn("ledger", self._decisions.follow(await self._decisions.end_positions()))
-        self._crew.follow()
-        await self._judge.load()
+        await self._oracle.load()
         url = f"http://{self._settings.http_host}:{self._settings.http_port}/v1"
         chat = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=ANSWER_S)
-        async with self._client, chat as self._openai:
-            await self._parts.start()
-            return await run_scenario(
-                self._parts, self._acts(prompts or EXAMPLE_PROMPTS), self._clock
-            )
+        async with chat as self._openai:
+            return await self.play(lambda: self._steps(prompts or EXAMPLE_PROMPTS))
 
-    async def _acts(self, prompts: Sequence[str]) -> bool:
+    async def _steps(self, prompts: Sequence[str]) -> bool:
         await self._wait_ready()
         await self._show_chat(prompts)
         await self._show_prompts(KAFKA_PROMPTS)
         await self._compare()
-        await self._pull_the_plug()
-        return self._reckon()
+        await self._show_failover()
+        return self._check_answers()
 
     # --- steps -----------------------------------------------------------------------------------
 
     async def _wait_ready(self) -> None:
         until = self._clock.now() + READY_S
-        await self._wait_for_crew(0)
+        await self.wait_for_workers()
         while True:
             try:
                 if (await self._openai.models.list()).data:
@@ -101,17 +89,13 @@ class DemoScenario:
             await self._clock.sleep(0.1)
         self._console.print(
             f"a gateway, a preprocessor, a router, an indexer and {self._workers} workers are up, "
-            f"{self._clock.now() - self._began:.1f} s after their start\n",
+            f"{self.elapsed_s:.1f} s after their start\n",
             style="dim",
         )
 
-    async def _wait_for_crew(self, since: int) -> None:
-        if not await self._crew.wait_ready(self._workers, READY_S, since):
-            raise DemoFailed(f"not all workers accept requests after {READY_S:g} s")
-
     async def _show_chat(self, prompts: Sequence[str]) -> None:
         """A conversation through OpenAI's package: each turn reuses the cached earlier ones."""
-        self._title("A chat by the openai package, over HTTP")
+        self.show_title("A chat by the openai package, over HTTP")
         messages: list[Any] = []
         for prompt in prompts:
             messages.append({"role": "user", "content": prompt})
@@ -119,10 +103,10 @@ class DemoScenario:
             self._console.print("[bold]answer[/]  ", end="")
             asked = await self._chat(messages, show=True)
             messages.append({"role": "assistant", "content": asked.text})
-            await self._until_told(asked)
+            await self.wait_for_outcome(asked.id)
             self._console.print(
-                f"        [dim]{self._where(asked)}, {asked.ttft_s * 1000:.0f} ms to the first "
-                f"text, {self._decisions.cached_tokens(asked.id) or 0} of "
+                f"        [dim]{self.workers_of(asked.id)}, {asked.ttft_s * 1000:.0f} ms to the "
+                f"first text, {self._decisions.cached_tokens(asked.id) or 0} of "
                 f"{asked.prompt_tokens} prompt "
                 "tokens from its cache[/]\n",
                 highlight=False,
@@ -130,7 +114,7 @@ class DemoScenario:
 
     async def _show_prompts(self, prompts: Sequence[str]) -> None:
         """Prompts as Kafka records; answers by key."""
-        self._title("Prompts published directly to Kafka, answers read by their keys")
+        self.show_title("Prompts published directly to Kafka, answers read by their keys")
         answers = [
             await self._publish("chat", {"messages": [{"role": "user", "content": p}]})
             for p in prompts
@@ -139,30 +123,19 @@ class DemoScenario:
             await self._finish(asked)
             self._console.print(f"[bold]prompt[/]  {escape(prompt)}  [dim]{asked.id}[/]")
             self._console.print(f"[bold]stream[/]  {escape(asked.text)}", highlight=False)
-            self._console.print(f"        [dim]{self._where(asked)}[/]\n", highlight=False)
+            self._console.print(f"        [dim]{self.workers_of(asked.id)}[/]\n", highlight=False)
 
     async def _compare(self) -> None:
         """The trace with KV-aware routing, then, with empty caches, in round robin."""
-        trace = bundled_prompts(self._judge.vocabulary)
+        trace = bundled_prompts(self._oracle.vocabulary)
         longest = max(len(r.token_ids) for r in trace)
-        self._title(
+        self.show_title(
             f"{len(trace)} requests of a production trace, prompts of up to {longest} tokens"
         )
-        args = (self._decisions, self._clock, self._console)
-        kv_aware = await policy_comparison.replay_trace("KV-aware", trace, self._ask_trace, *args)
+        kv_aware = await self.replay("KV-aware", trace, self._ask_trace, TRACE_SPEEDUP)
         await self._show_caches()
-        since = self._crew.next_epoch()
-        await self._parts.restart({"worker", "router"}, {"policy": "round_robin"})
-        await self._wait_for_crew(since)
-        await self._chat([{"role": "user", "content": "ready?"}])  # every lane has an owner again
-        in_turn = await policy_comparison.replay_trace("round robin", trace, self._ask_trace, *args)
-        self._console.print()
-        self._console.print(
-            policy_comparison.comparison_table([in_turn, kv_aware]), highlight=False
-        )
-        self._console.print("\nthree routing decisions explained (KV-aware):")
-        for line in policy_comparison.explain_decisions(kv_aware, self._decisions):
-            self._console.print(line, highlight=False, markup=False, style="dim")
+        warm_up = partial(self._chat, [{"role": "user", "content": "ready?"}])
+        await self.replay_in_round_robin(trace, self._ask_trace, warm_up, kv_aware)
 
     async def _show_caches(self) -> None:
         """The cached blocks of each worker, from the indexer's API."""
@@ -172,9 +145,9 @@ class DemoScenario:
         held = ", ".join(f"{w['worker']} {sum(r['blocks'] for r in w['ranks'])}" for w in workers)
         self._console.print(f"cached blocks, from the indexer: {held}", style="dim")
 
-    async def _pull_the_plug(self) -> None:
+    async def _show_failover(self) -> None:
         """Kill the worker of a long answer in mid stream."""
-        self._title("A worker is killed in mid stream")
+        self.show_title("A worker is killed in mid stream")
         with Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             console=self._console,
@@ -183,8 +156,8 @@ class DemoScenario:
             killed = ""
             turns = [{"role": "user", "content": LONG_PROMPT}]
             limits = {"max_tokens": LONG_ANSWER, "ignore_eos": True}
-            async with aclosing(self._heard(turns, limits)) as heard:
-                async for asked in heard:
+            async with aclosing(self._stream_chat(turns, limits)) as stream:
+                async for asked in stream:
                     progress.update(line, total=len(asked.expected.text), completed=len(asked.text))
                     where = self._decisions.workers_of(asked.id)
                     if not killed and where and self._clock.now() - asked.sent_at > KILL_AFTER_S:
@@ -196,12 +169,12 @@ class DemoScenario:
                             highlight=False,
                         )
         self._console.print(
-            f"the answer is complete: {self._where(asked)}, "
+            f"the answer is complete: {self.workers_of(asked.id)}, "
             f"longest pause {asked.longest_pause_s:.1f} s",
             highlight=False,
         )
 
-    def _reckon(self) -> bool:
+    def _check_answers(self) -> bool:
         """Compare every text with the expected one."""
         wrong = [a for a in self.answers if not a.is_correct]
         for asked in wrong:
@@ -209,12 +182,12 @@ class DemoScenario:
                 f"[red]differs:[/] {asked.id} ended with {asked.finish_reason or 'no reason'} "
                 "after "
                 f"{len(asked.text)} of {len(asked.expected.text)} characters on "
-                f"{self._where(asked)}",
+                f"{self.workers_of(asked.id)}",
                 highlight=False,
             )
         self._console.print(
             f"\n[bold]{len(self.answers) - len(wrong)} of {len(self.answers)} texts are exactly as "
-            f"expected[/], {self._clock.now() - self._began:.0f} s in all",
+            f"expected[/], {self.elapsed_s:.0f} s in all",
             highlight=False,
         )
         return not wrong
@@ -223,8 +196,8 @@ class DemoScenario:
 
     async def _chat(self, messages: Sequence[Any], *, show: bool = False) -> DemoAnswer:
         shown = 0
-        async with aclosing(self._heard(messages, {})) as heard:
-            async for asked in heard:
+        async with aclosing(self._stream_chat(messages, {})) as stream:
+            async for asked in stream:
                 if show:
                     text = asked.text[shown:]
                     self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
@@ -233,12 +206,12 @@ class DemoScenario:
             self._console.print()
         return asked
 
-    async def _heard(
+    async def _stream_chat(
         self, messages: Sequence[Any], limits: dict[str, Any]
     ) -> AsyncGenerator[DemoAnswer, None]:
         """Send a chat over HTTP; yields it after each chunk of its answer, and at its end."""
         body = {"model": self._settings.model, "messages": list(messages), **limits}
-        asked = await self._judge.expect_answer("", "chat", body)
+        asked = await self._oracle.expect_answer("", "chat", body)
         self.answers.append(asked)
         stream: Any = await self._openai.chat.completions.create(
             model=self._settings.model, messages=messages, stream=True, extra_body=limits
@@ -262,7 +235,7 @@ class DemoScenario:
     async def _publish(self, kind: TokenizedKind, body: dict[str, Any]) -> DemoAnswer:
         body = {"model": self._settings.model, **body}
         prompt = Prompt(id=self._client.new_request_id(), kind=kind, body=body)
-        asked = await self._judge.expect_answer(prompt.id, kind, body)
+        asked = await self._oracle.expect_answer(prompt.id, kind, body)
         self.answers.append(asked)
         await self._client.publish(prompt)
         return asked
@@ -273,17 +246,5 @@ class DemoScenario:
                 asked.add_record(piece, self._clock.now())
         except TimeoutError:
             asked.finish_reason = "timeout"
-        await self._until_told(asked)
+        await self.wait_for_outcome(asked.id)
         return asked
-
-    async def _until_told(self, asked: DemoAnswer) -> None:
-        """Wait until its end is in the ledger, soon after its last text; at most a second."""
-        until = self._clock.now() + 1.0
-        while self._decisions.cached_tokens(asked.id) is None and self._clock.now() < until:
-            await self._clock.sleep(0.01)
-
-    def _where(self, asked: DemoAnswer) -> str:
-        return ", then ".join(self._decisions.workers_of(asked.id)) or "no worker"
-
-    def _title(self, text: str) -> None:
-        self._console.rule(f"[bold]{text}[/]", align="left")

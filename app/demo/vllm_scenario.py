@@ -11,25 +11,21 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
-from rich.console import Console
 from rich.markup import escape
 
-from app.demo import policy_comparison, tiny_model
-from app.demo.expected_answers import DemoAnswer, nearest_rank_percentile
-from app.demo.ledger_reader import FleetObserver, LedgerDecisions
+from app.demo import tiny_model
+from app.demo.demo_session import DemoSession
+from app.demo.expected_answers import DemoAnswer
 from app.demo.policy_comparison import PolicyRun
 from app.demo.trace_prompts import TracePrompt, chunk_tokens
 from app.engine.simulated.text_generator import ExpectedAnswer
-from app.local.deployment import DemoFailed, LocalDeployment, run_scenario
 from app.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.client import Client
-from streams.ports import Log
+from app.percentiles import percentile
 from streams.prompt import Prompt
 
 MODEL = "tiny"
@@ -78,52 +74,28 @@ class PredictionErrors(NamedTuple):
     max: float
 
 
-class VllmScenario:
+class VllmScenario(DemoSession):
     """One run of the scenario. `run` returns whether all checks pass."""
 
-    def __init__(
-        self,
-        log: Log,
-        parts: LocalDeployment,
-        settings: Settings,
-        life: ProcessContext,
-        console: Console,
-    ) -> None:
-        self._parts = parts
-        self._settings = settings
-        self._life = life
-        self._clock = life.clock
-        self._console = console
-        self._client = Client(log, life.clock)
-        self._decisions = LedgerDecisions(log)
-        self._crew = FleetObserver(log, life, settings.worker_timeout_s)
-        self._began = life.clock.now()
+    ready_timeout_s = READY_S
 
     async def run(self) -> bool:
         """Run it. Raises DemoFailed when a process ends."""
-        self._life.spawn("ledger", self._decisions.follow(await self._decisions.end_positions()))
-        self._crew.follow()
-        async with self._client:
-            self._console.print("two vLLM workers are starting", style="dim")
-            await self._parts.start()
-            return await run_scenario(self._parts, self._acts(), self._clock)
+        self._console.print(f"{self._workers} vLLM workers are starting", style="dim")
+        return await self.play(self._steps)
 
-    async def _acts(self) -> bool:
-        await self._ready(0)
-        self._say(f"ready, {self._clock.now() - self._began:.0f} s after the start\n")
+    async def _steps(self) -> bool:
+        await self.wait_for_workers()
+        self.show(f"ready, {self.elapsed_s:.0f} s after the start\n")
         await self._chat()
         kv_aware, in_turn = await self._compare()
-        survived = await self._pull_the_plug()
-        return self._reckon(kv_aware, in_turn, survived=survived)
-
-    async def _ready(self, since: int) -> None:
-        if not await self._crew.wait_ready(VLLM_WORKERS, READY_S, since):
-            raise DemoFailed(f"not all workers accept requests after {READY_S:g} s")
+        survived = await self._show_failover()
+        return self._show_checks(kv_aware, in_turn, survived=survived)
 
     # --- steps -----------------------------------------------------------------------------------
 
     async def _chat(self) -> None:
-        self._title("A chat by the openai package (random weights: it makes no sense)")
+        self.show_title("A chat by the openai package (random weights: it makes no sense)")
         url = f"http://{self._settings.http_host}:{self._settings.http_port}/v1"
         turn: Any = {"role": "user", "content": "What is a log?"}
         limits = {"ignore_eos": True}
@@ -142,34 +114,19 @@ class VllmScenario:
         """The trace with KV-aware routing, then, with empty caches, in round robin."""
         trace = shrunk_trace()
         longest = max(len(request.token_ids) for request in trace)
-        self._title(
+        self.show_title(
             f"{len(trace)} requests of a production trace, shrunk to prompts of up to {longest} "
             "tokens"
         )
         speed = (trace[-1].arrival_s - trace[0].arrival_s) / len(trace) * REQUESTS_PER_S
-        args = (self._decisions, self._clock, self._console)
-        kv_aware = await policy_comparison.replay_trace(
-            "KV-aware", trace, self._ask, *args, speed=speed
-        )
-        since = self._crew.next_epoch()
-        await self._parts.restart({"worker", "router"}, {"policy": "round_robin"})
-        await self._ready(since)
-        await self._ask(trace[0]._replace(token_ids=[5, 6, 7]))  # every lane has an owner again
-        in_turn = await policy_comparison.replay_trace(
-            "round robin", trace, self._ask, *args, speed=speed
-        )
-        self._console.print()
-        self._console.print(
-            policy_comparison.comparison_table([in_turn, kv_aware]), highlight=False
-        )
-        self._console.print("\nthree routing decisions explained (KV-aware):")
-        for line in policy_comparison.explain_decisions(kv_aware, self._decisions):
-            self._console.print(line, highlight=False, markup=False, style="dim")
+        kv_aware = await self.replay("KV-aware", trace, self._ask, speed)
+        warm_up = partial(self._ask, trace[0]._replace(token_ids=[5, 6, 7]))
+        in_turn = await self.replay_in_round_robin(trace, self._ask, warm_up, kv_aware, speed)
         return kv_aware, in_turn
 
-    async def _pull_the_plug(self) -> bool:
+    async def _show_failover(self) -> bool:
         """A long answer, twice; kills its worker the second time. Whether both are equal."""
-        self._title("A worker is killed in mid stream")
+        self.show_title("A worker is killed in mid stream")
         prompt = random.Random(99).choices(_VOCABULARY, k=100)
         whole = await self._tokens(await self._publish(prompt, LONG_ANSWER))
         request_id = await self._publish(prompt, LONG_ANSWER)
@@ -180,14 +137,14 @@ class VllmScenario:
             if not killed and len(tokens) >= KILL_AFTER_TOKENS:
                 killed = self._decisions.workers_of(request_id)[-1]
                 await self._parts.kill(killed)
-                self._say(f"[red]kill -9 {killed}[/], {len(tokens)} tokens into its answer")
-        where = ", then ".join(self._decisions.workers_of(request_id))
+                self.show(f"[red]kill -9 {killed}[/], {len(tokens)} tokens into its answer")
+        where = self.workers_of(request_id)
         same = tokens == whole
         verdict = "equal to" if same else "[red]not[/] equal to"
-        self._say(f"{len(tokens)} tokens from {where}: {verdict} the uninterrupted answer\n")
+        self.show(f"{len(tokens)} tokens from {where}: {verdict} the uninterrupted answer\n")
         return same
 
-    def _reckon(self, kv_aware: PolicyRun, in_turn: PolicyRun, *, survived: bool) -> bool:
+    def _show_checks(self, kv_aware: PolicyRun, in_turn: PolicyRun, *, survived: bool) -> bool:
         errors = self._errors(kv_aware)
         pairs = zip(kv_aware.answers, in_turn.answers, strict=True)
         differ = sum(a.tokens != b.tokens for a, b in pairs)
@@ -202,8 +159,8 @@ class VllmScenario:
             "the answer survived its worker": survived,
         }
         for what, holds in checks.items():
-            self._say(f"{'[green]passed[/]' if holds else '[red]failed[/]'}  {what}")
-        self._say(f"{self._clock.now() - self._began:.0f} s in all")
+            self.show(f"{'[green]passed[/]' if holds else '[red]failed[/]'}  {what}")
+        self.show(f"{self.elapsed_s:.0f} s in all")
         return all(checks.values())
 
     def _errors(self, showing: PolicyRun) -> PredictionErrors:
@@ -215,9 +172,7 @@ class VllmScenario:
             )
             if found is not None:
                 off.append(abs(found - decision.cached_tokens_predicted) / tiny_model.BLOCK_SIZE)
-        return PredictionErrors(
-            len(off), sum(off) / len(off), nearest_rank_percentile(off, 0.95), max(off)
-        )
+        return PredictionErrors(len(off), sum(off) / len(off), percentile(off, 0.95), max(off))
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -229,9 +184,7 @@ class VllmScenario:
         asked = DemoAnswer(request_id, UNKNOWN_ANSWER, len(request.token_ids), at)
         async for piece in self._client.stream(request_id, timeout_s=ANSWER_S):
             asked.add_record(piece, self._clock.now())
-        until = self._clock.now() + 1.0
-        while self._decisions.cached_tokens(request_id) is None and self._clock.now() < until:
-            await self._clock.sleep(0.01)
+        await self.wait_for_outcome(request_id)
         return asked
 
     async def _publish(self, tokens: Sequence[int], limit: int) -> str:
@@ -248,12 +201,6 @@ class VllmScenario:
         async for piece in self._client.stream(request_id, timeout_s=ANSWER_S):
             tokens += getattr(piece, "token_ids", ())
         return tokens
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False)
-
-    def _title(self, text: str) -> None:
-        self._console.rule(f"[bold]{text}[/]", align="left")
 
 
 _VOCABULARY = range(16, tiny_model.VOCABULARY_SIZE)

@@ -12,7 +12,7 @@ Lifecycle of an engine: constructed, `start`, any number of concurrent `generate
 2. A stream yields any number of outputs; exactly one, the last, has a finish reason. Or it raises
    an EngineError, which ends it too. Nothing follows either.
 3. A stream checks `context.is_stopped` between outputs, and then ends with `cancelled`.
-4. The resources of a stream (a slot, a handle) are released in its own `finally`: a consumer may
+4. The resources of a stream (a lock, a handle) are released in its own `finally`: a consumer may
    leave at any output. `abort` stops the generation early, and is called on an explicit cancel
    only.
 5. `cleanup` runs once, also after a failed `start`, and is safe on a half-started engine; a second

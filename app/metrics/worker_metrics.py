@@ -26,7 +26,7 @@ class WorkerState(Protocol):
 
     @property
     def open_runs(self) -> tuple[int, int]:
-        """Runs in the engine, and runs that wait for a slot in it."""
+        """Runs in the engine, and runs that wait for it."""
 
     def engine_stats(self) -> EngineStats | None:
         """State of the engine, if the engine gives it."""
@@ -85,8 +85,8 @@ def _state_families(worker: WorkerState) -> Iterator[Metric]:
     for name, meaning, value in (
         ("heartbeat_age_seconds", "Time since the last acknowledged heartbeat",
          worker.heartbeat_age_s),
-        ("requests_running", "Runs that have a slot in the engine, or are closing", running),
-        ("requests_waiting", "Runs that wait for a slot in the engine", waiting),
+        ("requests_running", "Runs in the engine, or closing", running),
+        ("requests_waiting", "Runs that wait in the worker for the engine", waiting),
         ("engine_requests_running",
         "Requests that the engine runs, as it reports", engine.running),
         ("engine_requests_waiting", "Requests that wait inside the engine", engine.waiting),

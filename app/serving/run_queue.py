@@ -26,13 +26,13 @@ from streams.topics import LEDGER
 
 log = logging.getLogger(__name__)
 
-OPEN_PER_SLOT = 2
-"""Open runs per slot to run or wait. Most are rejections whose Finished is in flight. When the
-ledger accepts no appends, further Assignments are left unanswered, which the heartbeats show."""
+MAX_OPEN_RATIO = 2
+"""Open runs per run that the limits admit: most others are rejections whose Finished is in flight.
+When the ledger accepts no appends, further Assignments are left unanswered, as heartbeats show."""
 
 
 class RunLimits(NamedTuple):
-    """Capacity of a worker: concurrent runs, and runs that wait for a slot; beyond, it is full."""
+    """Capacity of a worker: concurrent runs, and runs that wait; beyond, it is full."""
 
     max_running: int
     max_waiting: int
@@ -42,7 +42,7 @@ class RunLimits(NamedTuple):
     @property
     def max_open(self) -> int:
         """The bound on open runs."""
-        return OPEN_PER_SLOT * (self.max_running + self.max_waiting)
+        return MAX_OPEN_RATIO * (self.max_running + self.max_waiting)
 
 
 class RunQueue:
@@ -79,7 +79,7 @@ class RunQueue:
 
     @property
     def waiting_count(self) -> int:
-        """Number of accepted runs that wait for a slot."""
+        """Number of accepted runs that wait for the engine."""
         return len(self._waiting)
 
     def progress(self) -> tuple[RunProgress, ...]:

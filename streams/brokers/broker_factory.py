@@ -11,7 +11,7 @@ kind that was asked for by name is used, or fails with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Literal
 
 from streams.brokers.broker import (
     Broker,
@@ -41,28 +41,6 @@ __all__ = [
 ]
 
 
-@overload
-def obtain_broker(
-    kind: Literal["jvm"],
-    *,
-    bootstrap_servers: str = "",
-    brokers: int = 1,
-    port: int = 0,
-    full_jit: bool = False,
-    kept: KeptData | None = None,
-    report: Report,
-) -> JvmBroker: ...
-@overload
-def obtain_broker(
-    kind: Literal["auto"] | Kind,
-    *,
-    bootstrap_servers: str = "",
-    brokers: int = 1,
-    port: int = 0,
-    full_jit: bool = False,
-    kept: KeptData | None = None,
-    report: Report,
-) -> Broker: ...
 def obtain_broker(
     kind: Literal["auto"] | Kind,
     *,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.broker_factory import JvmBroker, JvmNode, obtain_broker
+from streams.brokers.broker_factory import JvmBroker, JvmNode
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, TopicMismatch
 from streams.kafka.connection_options import ConnectionOptions
 from streams.kafka.kafka_log import KafkaLog
@@ -28,7 +28,7 @@ PATIENCE_S = 3 * REQUEST_TIMEOUT_S  # of an append
 def broker() -> Iterator[JvmBroker]:
     """A broker of this module's own, since it is hurt."""
     try:
-        broker = obtain_broker("jvm", report=lambda _: None)
+        broker = JvmBroker(report=lambda _: None).start()
     except BrokerUnavailable as reason:
         pytest.fail(f"no broker: {reason}", pytrace=False)
     with broker:

@@ -12,7 +12,7 @@ import pytest
 
 from app.commands.topic_commands import _command
 from streams.brokers.broker import LOOPBACK, free_ports
-from streams.brokers.broker_factory import java_tool, obtain_broker
+from streams.brokers.broker_factory import JvmBroker, java_tool
 from streams.clock import SystemClock
 from streams.errors import AccessDenied, BrokerUnavailable
 from streams.kafka.connection_options import ConnectionOptions
@@ -39,7 +39,7 @@ class Guarded(NamedTuple):
 @pytest.fixture(scope="module")
 def broker() -> Iterator[Guarded]:
     try:
-        broker = obtain_broker("jvm", report=lambda _: None)
+        broker = JvmBroker(report=lambda _: None).start()
     except BrokerUnavailable as reason:
         pytest.fail(f"no broker: {reason}", pytrace=False)
     with broker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.demo.expected_answers import AnswerOracle, DemoAnswer, nearest_rank_percentile
+from app.demo.expected_answers import AnswerOracle, DemoAnswer
 from app.demo.trace_prompts import bundled_prompts, chunk_tokens
 from app.engine.simulated.text_generator import ExpectedAnswer
 from app.mooncake_trace import CHUNK_TOKENS
@@ -70,13 +70,6 @@ def test_times_count_from_asking() -> None:
     assert (one.ttft_s, one.longest_pause_s) == (1.0, 1.0)
     one.add_text("!", None, 9.0)
     assert one.longest_pause_s == 6.0
-
-
-@pytest.mark.parametrize(
-    ("share", "value"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.01, 1), (0.0, 1)]
-)
-def test_percentiles_are_values_that_occurred(share: float, value: int) -> None:
-    assert nearest_rank_percentile(list(range(100, 0, -1)), share) == value
 
 
 async def test_the_judge_knows_answers_beforehand_and_tells_prompts_apart() -> None:

@@ -17,7 +17,7 @@ from app.bench.chaos.fault_injection import BROKER_FAULTS, ROLLING, InjectedFaul
 from app.bench.chaos.load_generator import Conversation
 from app.bench.chaos.log_observer import ObservedRequest, WorkerLoss
 from app.bench.report import Report, Threshold
-from app.bench.statistics import percentile
+from app.percentiles import percentile
 
 ROUND_S = 10.0
 """The least time between the starts of two rounds."""

@@ -23,10 +23,10 @@ from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_envir
 from app.bench.chaos.chaos_run import deployment_processes
 from app.bench.process_group import ProcessGroup
 from app.bench.report import Report, Threshold
-from app.bench.statistics import percentile
 from app.bench.streaming.raw_http import http_request, wait_listening
 from app.demo.expected_answers import AnswerOracle, DemoAnswer
 from app.local.processes import free_port
+from app.percentiles import percentile
 from app.settings import Settings
 from streams.clock import Clock
 

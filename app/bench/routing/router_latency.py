@@ -27,8 +27,9 @@ from app.bench.bench_environment import (
     create_topics,
 )
 from app.bench.report import Report, Threshold
-from app.bench.statistics import percentile, spread
+from app.bench.statistics import spread
 from app.local.processes import ManagedProcess, process_command
+from app.percentiles import percentile
 from app.settings import Settings
 from streams.clock import SystemClock
 from streams.codecs import decode, encode, pack_tokens, token_count, type_of

@@ -40,8 +40,8 @@ from app.bench.routing.router_views import (
     disagreements,
     parse_view,
 )
-from app.bench.statistics import percentile
 from app.local.processes import free_port
+from app.percentiles import percentile
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.ledger import LedgerState
 from app.settings import Settings

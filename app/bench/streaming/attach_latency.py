@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from app.bench.bench_environment import PrintLine, bench_environment
 from app.bench.report import Report, Threshold
-from app.bench.statistics import percentile
+from app.percentiles import percentile
 from app.settings import Settings
 from streams.clock import Clock
 from streams.codecs import encode

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
 from app.bench.report import Report, Threshold
-from app.bench.statistics import histogram_quantile, loop_delay_buckets, percentile, spread
+from app.bench.statistics import histogram_quantile, loop_delay_buckets, spread
 from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream, wait_listening
 from app.local.processes import ManagedProcess, free_port, process_command
+from app.percentiles import percentile
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.model import publish_folder
 from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from app.access import key_file
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
 from app.bench.report import Report, Threshold
-from app.bench.statistics import percentile
 from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream, wait_listening
 from app.local.processes import free_port, process_command
+from app.percentiles import percentile
 from app.settings import Settings
 from streams.records import EngineConfig
 

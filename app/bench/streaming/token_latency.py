@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
 from app.bench.report import Report, Threshold
-from app.bench.statistics import percentile, spread
+from app.bench.statistics import spread
 from app.bench.streaming.raw_http import http_request, read_stream, wait_listening
 from app.local.processes import ManagedProcess, free_port, process_command
+from app.percentiles import percentile
 from app.settings import Settings
 from streams.records import EngineConfig
 

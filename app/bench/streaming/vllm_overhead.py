@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchFailed, PrintLine, bench_environment
 from app.bench.report import Report, Threshold
-from app.bench.statistics import percentile, spread
+from app.bench.statistics import spread
 from app.demo import tiny_model
 from app.engine.interface import (
     Engine,
@@ -35,6 +35,7 @@ from app.engine.interface import (
 )
 from app.engine.vllm.async_llm import VllmEngine
 from app.engine.vllm.versions import check_plugin, installed_version
+from app.percentiles import percentile
 from app.preprocess.models.model_folder import read_folder
 from app.runtime.process import ProcessContext
 from app.serving.model_publisher import ModelPublisher

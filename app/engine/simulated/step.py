@@ -160,8 +160,8 @@ def _fill_batch(state: BatchState, chunks: list[PrefillChunk], room: int, *, adm
     partial = state.partial_prefill
     if partial is not None:
         room -= _add_chunk(partial, room, chunks)
-    slots = state.limits.max_sequences - state.running_count
-    while admits and room > 0 and slots > 0 and state.waiting_count:
+    sequences_left = state.limits.max_sequences - state.running_count
+    while admits and room > 0 and sequences_left > 0 and state.waiting_count:
         sequence = state.waiting[0][2]
         if sequence.phase == FINISHED:
             heappop(state.waiting)
@@ -170,7 +170,7 @@ def _fill_batch(state: BatchState, chunks: list[PrefillChunk], room: int, *, adm
             return
         heappop(state.waiting)
         state.waiting_count -= 1
-        slots -= 1
+        sequences_left -= 1
         room -= _add_chunk(sequence, room, chunks)
 
 

@@ -1,0 +1,111 @@
+"""The common parts of demo scenarios: a deployment, a client, the decisions of its routers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from app.demo import policy_comparison
+from app.demo.ledger_reader import FleetObserver, LedgerDecisions
+from app.demo.policy_comparison import TRACE_SPEEDUP, AskTraceRequest, PolicyRun
+from app.demo.trace_prompts import TracePrompt
+from app.local.deployment import DemoFailed, LocalDeployment, run_scenario
+from app.runtime.process import ProcessContext
+from app.settings import Settings
+from streams.client import Client
+from streams.ports import Log
+
+OUTCOME_TIMEOUT_S = 1.0
+"""Time limit for the end of a run in the ledger, which follows the last text of its answer."""
+
+
+class DemoSession:
+    """A deployment under a scenario. Subclasses have the scenario's steps."""
+
+    ready_timeout_s: float
+
+    def __init__(
+        self,
+        log: Log,
+        parts: LocalDeployment,
+        settings: Settings,
+        life: ProcessContext,
+        console: Console,
+        workers: int,
+    ) -> None:
+        self._parts = parts
+        self._settings = settings
+        self._life = life
+        self._clock = life.clock
+        self._console = console
+        self._workers = workers
+        self._client = Client(log, life.clock)
+        self._decisions = LedgerDecisions(log)
+        self._fleet = FleetObserver(log, life, settings.worker_timeout_s)
+        self._began = life.clock.now()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the scenario began."""
+        return self._clock.now() - self._began
+
+    async def play(self, steps: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
+        """Start the deployment and run the steps. Raises DemoFailed when a process ends."""
+        self._life.spawn("ledger", self._decisions.follow(await self._decisions.end_positions()))
+        self._fleet.follow()
+        async with self._client:
+            await self._parts.start()
+            return await run_scenario(self._parts, steps(), self._clock)
+
+    async def wait_for_workers(self, since: int = 0) -> None:
+        """Wait until all workers accept requests, with epochs from `since` on."""
+        if not await self._fleet.wait_ready(self._workers, self.ready_timeout_s, since):
+            raise DemoFailed(f"not all workers accept requests after {self.ready_timeout_s:g} s")
+
+    async def replay(
+        self, policy: str, trace: Sequence[TracePrompt], ask: AskTraceRequest, speed: float
+    ) -> PolicyRun:
+        return await policy_comparison.replay_trace(
+            policy, trace, ask, self._decisions, self._clock, self._console, speed
+        )
+
+    async def replay_in_round_robin(
+        self,
+        trace: Sequence[TracePrompt],
+        ask: AskTraceRequest,
+        warm_up: Callable[[], Awaitable[object]],
+        kv_aware: PolicyRun,
+        speed: float = TRACE_SPEEDUP,
+    ) -> PolicyRun:
+        """The trace once more with empty caches and in round robin, beside the first run.
+
+        `warm_up`: a request, after which every lane has an owner again.
+        """
+        since = self._fleet.next_epoch()
+        await self._parts.restart({"worker", "router"}, {"policy": "round_robin"})
+        await self.wait_for_workers(since)
+        await warm_up()
+        in_turn = await self.replay("round robin", trace, ask, speed)
+        self._console.print()
+        self.show(policy_comparison.comparison_table([in_turn, kv_aware]))
+        self._console.print("\nthree routing decisions explained (KV-aware):")
+        for line in policy_comparison.explain_decisions(kv_aware, self._decisions):
+            self._console.print(line, highlight=False, markup=False, style="dim")
+        return in_turn
+
+    async def wait_for_outcome(self, request_id: str) -> None:
+        """Wait for the end of a request in the ledger, at most `OUTCOME_TIMEOUT_S`."""
+        until = self._clock.now() + OUTCOME_TIMEOUT_S
+        while self._decisions.cached_tokens(request_id) is None and self._clock.now() < until:
+            await self._clock.sleep(0.01)
+
+    def workers_of(self, request_id: str) -> str:
+        return ", then ".join(self._decisions.workers_of(request_id)) or "no worker"
+
+    def show(self, shown: Any) -> None:
+        self._console.print(shown, highlight=False)
+
+    def show_title(self, text: str) -> None:
+        self._console.rule(f"[bold]{text}[/]", align="left")
