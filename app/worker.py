@@ -35,7 +35,7 @@ from app.metrics.worker_metrics import WorkerMetrics
 from app.operator_error import OperatorError
 from app.preprocess.models.byte_model import ByteModel, Model
 from app.runtime.process import ProcessContext, faststream_app
-from app.serving.chunk_writer import ChunkWriters
+from app.serving.chunk_writer import ChunkWriter
 from app.serving.engine_health import EngineHealthMonitor, HealthTimeouts
 from app.serving.heartbeat import HeartbeatSender
 from app.serving.kv_event_publisher import KvEventPublisher
@@ -262,7 +262,7 @@ class Worker:
     async def _register(self, config: EngineConfig) -> None:
         slot = partition_of(self.id.encode(), await self._log.partitions(ASSIGNMENTS))
         self._slot = Partition(ASSIGNMENTS, slot)
-        self._chunks = ChunkWriters(
+        self._chunks = ChunkWriter(
             self._outbox,
             self._ctx,
             await self._log.partitions(RESPONSES),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from streams.clock import BrokerClock, Clock
 from streams.codecs import AnyRecord, encode
@@ -82,6 +82,24 @@ class RecordPublisher:
         """
         entries = [encode(record, key) for key, record in records]
         return await self._observed(self._log.append_batch(topic, partition, entries))
+
+    def publish_many_once(
+        self, topic: str, records: Mapping[int, Sequence[tuple[str, AnyRecord]]]
+    ) -> Mapping[int, asyncio.Future[Appended]]:
+        """Append (key, record) pairs to several partitions, in order, all or none to each, once.
+
+        Returns at once: the future of each partition completes or raises as `publish_batch_once`.
+        """
+        batches = {
+            partition: [encode(record, key) for key, record in pairs]
+            for partition, pairs in records.items()
+        }
+        appending = self._log.append_many(topic, batches)
+        began_at = self._clock.now()
+        for appended in appending.values():
+            self._under_way[appended] = began_at
+            appended.add_done_callback(self._on_end)
+        return appending
 
     async def publish(
         self,
@@ -161,15 +179,27 @@ class RecordPublisher:
             pass
 
     async def _observed(self, appending: Awaitable[Appended]) -> Appended:
-        under_way, clock = self._under_way, self._broker_clock
-        key, began_at = object(), self._clock.now()
-        under_way[key] = began_at
+        key = object()
+        self._under_way[key] = self._clock.now()
         try:
             appended = await appending
         finally:
-            del under_way[key]
-            if clock is not None and self._clock.now() - began_at > SLOW_APPEND_S:
-                self._slow_ms = max(self._slow_ms, clock.now_ms())
-        if clock is not None:
-            clock.observe(appended.timestamp_ms)
+            self._note_end(key)
+        if self._broker_clock is not None:
+            self._broker_clock.observe(appended.timestamp_ms)
         return appended
+
+    def _on_end(self, appended: asyncio.Future[Appended]) -> None:
+        self._note_end(appended)
+        if (
+            self._broker_clock is not None
+            and not appended.cancelled()
+            and appended.exception() is None
+        ):
+            self._broker_clock.observe(appended.result().timestamp_ms)
+
+    def _note_end(self, key: object) -> None:
+        """An append has ended; note whether it was slow."""
+        took_s = self._clock.now() - self._under_way.pop(key)
+        if self._broker_clock is not None and took_s > SLOW_APPEND_S:
+            self._slow_ms = max(self._slow_ms, self._broker_clock.now_ms())

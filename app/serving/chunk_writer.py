@@ -1,8 +1,9 @@
-"""Writers of Chunks: runs fill streams, and one writer per lane appends them in batches.
+"""The writer of Chunks: runs fill streams, and the worker's writer appends them in batches.
 
-A writer has one batch in flight. Tokens that arrive meanwhile wait in the stream of their run and
-become one Chunk of the next batch, so a slow broker makes larger Chunks, not longer queues. An idle
-lane costs nothing: the task of a writer runs only while a stream has something to send.
+The writer appends once per engine step, one batch to each lane, and has one batch per lane in
+flight. Tokens that arrive meanwhile wait in the stream of their run and become one Chunk of the
+next batch, so a slow broker makes larger Chunks, not longer queues. A slow lane holds up no other
+one, and an idle one costs nothing: no task waits for it.
 
 Fail-stop: a batch without an acknowledgement may or may not be in the log, so a later Chunk could
 leave a gap. Every run in that batch is broken, and no Chunk of a broken run is ever sent.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -20,6 +22,7 @@ from msgspec.structs import replace
 
 from app.runtime.process import ProcessContext
 from streams.errors import AppendFailed, RecordTooLarge
+from streams.ports import Appended
 from streams.record_publisher import RecordPublisher
 from streams.records import Chunk, FinishReason, LogProb, PassthroughDelta, Usage
 from streams.topics import RESPONSES, lane_of
@@ -66,11 +69,12 @@ class FinalChunk(NamedTuple):
 
 
 class ChunkStream:
-    """The Chunks of one run, in order; made by `ChunkWriters.open`."""
+    """The Chunks of one run, in order; made by `ChunkWriter.open`."""
 
     def __init__(
         self,
-        writer: _LaneWriter,
+        writer: ChunkWriter,
+        lane: int,
         request_id: str,
         attempt: int,
         run: str,
@@ -79,6 +83,7 @@ class ChunkStream:
         model: str,
     ) -> None:
         self.request_id = request_id
+        self.lane = lane
         self._writer = writer
         self._attempt = attempt
         self._run = run
@@ -129,10 +134,12 @@ class ChunkStream:
 
         Raises StreamBroken if they will not be sent.
         """
-        self._add_asides(data)
+        if data:
+            self._add_asides(data)
         self._tokens += token_ids
         self._text += text
-        self._log_probs += map(tuple, log_probs)
+        if log_probs:
+            self._log_probs += map(tuple, log_probs)
         if self._released:
             self._writer.wake(self)
         while self._is_full and not self.is_broken:
@@ -188,7 +195,9 @@ class ChunkStream:
         fixed = _CHUNK_BYTES + _CHAR_BYTES * (len(self.request_id) + len(self._model))
         content = _TOKEN_BYTES * len(self._tokens) + _CHAR_BYTES * len(self._text)
         content += self._aside_bytes + (self._last.size_bytes() if self._last else 0)
-        return fixed + content + _LOG_PROB_BYTES * sum(map(len, self._log_probs))
+        if self._log_probs:
+            content += _LOG_PROB_BYTES * sum(map(len, self._log_probs))
+        return fixed + content
 
     def on_acknowledged(self, chunk: Chunk) -> None:
         """The Chunk was acknowledged."""
@@ -221,8 +230,12 @@ class ChunkStream:
         self._aside_bytes = 0
 
 
-class ChunkWriters:
-    """The writers of all lanes of one worker.
+_Batch = list[tuple[ChunkStream, Chunk]]
+
+
+class ChunkWriter:
+    """The writer of all Chunks of one worker: in each lane one batch at a time, streams in the
+    order of `wake`.
 
     Without `with_tokens` Chunks carry text only: their tokens are not the engine's own, so another
     worker must not continue from them.
@@ -232,78 +245,79 @@ class ChunkWriters:
         self, outbox: RecordPublisher, ctx: ProcessContext, lanes: int, *, with_tokens: bool = True
     ) -> None:
         self.with_tokens = with_tokens
-        self._lanes = lanes
-        self._writers = [
-            _LaneWriter(outbox, ctx, lane, with_tokens=with_tokens) for lane in range(lanes)
-        ]
+        self._outbox = outbox
+        self._ctx = ctx
+        self._ready: list[dict[ChunkStream, None]] = [{} for _ in range(lanes)]
+        """Streams with something to send, by lane."""
+        self._due: dict[int, None] = {}
+        """Lanes with such streams and no batch in flight."""
+        self._in_flight: set[int] = set()
+        self._is_writing = False
 
     def open(
         self, request_id: str, attempt: int, run: str, *, index: int, chars: int, model: str = ""
     ) -> ChunkStream:
         """The stream of a new run, which starts at token `index` and character `chars`."""
-        writer = self._writers[lane_of(request_id, self._lanes)]
-        return ChunkStream(writer, request_id, attempt, run, index, chars, model)
-
-
-class _LaneWriter:
-    """Appends the Chunks of one lane, one batch at a time; streams in the order of `wake`."""
-
-    def __init__(
-        self, outbox: RecordPublisher, ctx: ProcessContext, lane: int, *, with_tokens: bool
-    ) -> None:
-        self.with_tokens = with_tokens
-        self._outbox = outbox
-        self._ctx = ctx
-        self._lane = lane
-        self._ready: dict[ChunkStream, None] = {}
-        self._writing = False
-        self._is_large = False
-        """Whether the current batch is a single Chunk that exceeds the limit of a batch."""
+        lane = lane_of(request_id, len(self._ready))
+        return ChunkStream(self, lane, request_id, attempt, run, index, chars, model)
 
     def wake(self, stream: ChunkStream) -> None:
         """Schedule a stream that has something to send."""
-        self._ready[stream] = None
-        if not self._writing:
-            self._writing = True  # it begins after the other outputs of this engine step
-            self._ctx.spawn(f"chunks of lane {self._lane}", self._write())
+        self._ready[stream.lane][stream] = None
+        if stream.lane not in self._in_flight:
+            self._schedule(stream.lane)
+
+    def _schedule(self, lane: int) -> None:
+        self._due[lane] = None
+        if not self._is_writing:
+            self._is_writing = True  # it begins after the other outputs of this engine step
+            self._ctx.spawn("chunks", self._write())
 
     async def _write(self) -> None:
-        try:
-            while self._ready:
-                await self._append(self._take())
-        finally:
-            self._writing = False
+        """Append one batch to each lane that is due."""
+        self._is_writing = False
+        batches = {lane: batch for lane in self._due if (batch := self._take(lane))}
+        self._due.clear()
+        self._in_flight |= batches.keys()
+        records = {
+            lane: [(stream.request_id, chunk) for stream, chunk in batch]
+            for lane, batch in batches.items()
+        }
+        appending = self._outbox.publish_many_once(RESPONSES, records)
+        for lane, appended in appending.items():
+            appended.add_done_callback(partial(self._on_end, lane, batches[lane]))
 
-    def _take(self) -> list[tuple[ChunkStream, Chunk]]:
-        batch: list[tuple[ChunkStream, Chunk]] = []
-        room, self._is_large = MAX_BATCH_BYTES, False
-        for stream in list(self._ready):
+    def _take(self, lane: int) -> _Batch:
+        """The next batch of a lane; empty if nothing is left to send."""
+        ready = self._ready[lane]
+        batch: _Batch = []
+        room = MAX_BATCH_BYTES
+        for stream in list(ready):
             room -= stream.size_bytes()
             if room < 0 and batch:
                 break
-            self._is_large = room < 0
-            del self._ready[stream]
+            del ready[stream]
             if (chunk := stream.next_chunk()) is not None:
                 batch.append((stream, chunk))
         return batch
 
-    async def _append(self, batch: Sequence[tuple[ChunkStream, Chunk]]) -> None:
-        if not batch:
+    def _on_end(self, lane: int, batch: _Batch, appended: asyncio.Future[Appended]) -> None:
+        """A batch was acknowledged, or its append failed."""
+        if appended.cancelled():  # the process ends
             return
-        try:
-            if self._is_large:  # a batch holds 1 MiB, a single record 8 MiB
-                ((stream, chunk),) = batch
-                await self._outbox.publish_once(RESPONSES, stream.request_id, chunk, self._lane)
-            else:
-                await self._outbox.publish_batch_once(
-                    RESPONSES, self._lane, [(stream.request_id, chunk) for stream, chunk in batch]
-                )
-        except (AppendFailed, RecordTooLarge) as e:
-            log.warning(
-                "lane %d: an append failed, which breaks %d runs: %s", self._lane, len(batch), e
-            )
-            for stream, _ in batch:
-                stream.discard()
-        else:
+        self._in_flight.discard(lane)
+        if self._ready[lane]:
+            self._schedule(lane)
+        error = appended.exception()
+        if error is None:
             for stream, chunk in batch:
                 stream.on_acknowledged(chunk)
+            return
+        for stream, _ in batch:
+            stream.discard()
+        if isinstance(error, AppendFailed | RecordTooLarge):
+            log.warning(
+                "lane %d: an append failed, which breaks %d runs: %s", lane, len(batch), error
+            )
+        else:
+            self._ctx.fail(error)

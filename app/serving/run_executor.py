@@ -32,7 +32,7 @@ from app.engine.interface import (
 from app.preprocess.models.byte_model import Model
 from app.preprocess.text.stop_conditions import TextPiece, TextStream
 from app.runtime.process import ProcessContext
-from app.serving.chunk_writer import ChunkStream, ChunkWriters, FinalChunk, StreamBroken
+from app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
 from streams.codecs import token_count, unpack_tokens
 from streams.errors import AppendFailed
 from streams.record_publisher import RecordPublisher
@@ -151,7 +151,7 @@ class RunExecutor:
         ctx: ProcessContext,
         outbox: RecordPublisher,
         engine: Engine,
-        chunks: ChunkWriters,
+        chunks: ChunkWriter,
         model: Model,
         worker: str,
         epoch: int,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from app.engine.echo import EchoEngine
@@ -130,13 +131,15 @@ def count_batches(desk: WorkerHarness) -> list[int]:
     """The sizes of the batches that this worker appends from now on."""
     sizes: list[int] = []
     log = desk.worker._log
-    append_batch = log.append_batch
+    append_many = log.append_many
 
-    async def counted(topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
-        sizes.append(len(entries))
-        return await append_batch(topic, partition, entries)
+    def counted(
+        topic: str, batches: Mapping[int, Sequence[Entry]]
+    ) -> Mapping[int, asyncio.Future[Appended]]:
+        sizes.extend(len(entries) for entries in batches.values())
+        return append_many(topic, batches)
 
-    log.append_batch = counted  # type: ignore[method-assign]
+    log.append_many = counted  # type: ignore[method-assign]
     return sizes
 
 

@@ -11,9 +11,10 @@ A mutation replaces attributes of real modules and classes; the product has no c
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,7 +30,7 @@ from app.serving import chunk_writer, registration, run_queue
 from app.testing.seed_simulation import simulate_seed
 from streams import record_publisher
 from streams.clock import BrokerClock
-from streams.errors import AppendFailed, BrokerUnavailable, RecordError, RecordTooLarge
+from streams.errors import AppendFailed, BrokerUnavailable, RecordError
 from streams.ports import Appended, Partition
 from streams.reading import group_consumer, range_reader
 from streams.records import (
@@ -300,16 +301,15 @@ def _finished_before_the_last_ack() -> Iterator[Replacement]:
 
 
 def _go_on_after_a_lost_chunk() -> Iterator[Replacement]:
-    async def append(self: Any, batch: Any) -> None:
-        if not batch:
-            return
-        records = [(stream.request_id, chunk) for stream, chunk in batch]
-        with suppress(AppendFailed, RecordTooLarge):
-            await self._outbox.publish_batch_once(RESPONSES, self._lane, records)
-        for stream, chunk in batch:
-            stream.on_acknowledged(chunk)
+    on_end = chunk_writer.ChunkWriter._on_end
 
-    yield chunk_writer._LaneWriter, "_append", append
+    def on_any_end(self: Any, lane: int, batch: Any, appended: Any) -> None:
+        if not appended.cancelled() and isinstance(appended.exception(), AppendFailed):
+            appended = asyncio.get_running_loop().create_future()
+            appended.set_result(Appended(lane, 0, 0))
+        on_end(self, lane, batch, appended)
+
+    yield chunk_writer.ChunkWriter, "_on_end", on_any_end
 
 
 def _last_words_when_lost() -> Iterator[Replacement]:

@@ -1,9 +1,9 @@
-"""How a lane's writer cuts batches."""
+"""The batches of a worker's writer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import pytest
@@ -12,14 +12,16 @@ from app.runtime.process import ProcessContext
 from app.serving.chunk_writer import (
     MAX_BATCH_BYTES,
     MAX_PENDING_BYTES,
-    ChunkWriters,
+    ChunkWriter,
     FinalChunk,
     StreamBroken,
 )
 from streams.codecs import AnyRecord, encode
-from streams.errors import AppendFailed, RecordTooLarge
+from streams.errors import AccessDenied, AppendFailed, RecordTooLarge
+from streams.ports import Appended
 from streams.record_publisher import RecordPublisher
 from streams.records import Chunk, PassthroughDelta, Usage
+from streams.topics import lane_of
 
 WIDE_TOKENS = [2**32 - 1] * 500
 WIDE_TEXT = "\x01" * 500  # six bytes each in JSON
@@ -30,28 +32,37 @@ class Sent:
 
     def __init__(self) -> None:
         self.batches: list[list[Chunk]] = []
+        self.calls = 0
         self.fails = False
+        self.held: dict[int, asyncio.Event] = {}
+        """Lanes whose batches are acknowledged when told to."""
         self.largest = MAX_BATCH_BYTES
-        """The longest text that is taken as a record by itself."""
+        """The longest text that is taken as a batch."""
 
-    async def publish_batch_once(
-        self, topic: str, partition: int, records: Sequence[tuple[str, AnyRecord]]
-    ) -> None:
+    def publish_many_once(
+        self, topic: str, records: Mapping[int, Sequence[tuple[str, AnyRecord]]]
+    ) -> Mapping[int, asyncio.Future[Appended]]:
+        self.calls += 1
+        return {
+            lane: asyncio.ensure_future(self._append(lane, [cast("Chunk", r) for _, r in pairs]))
+            for lane, pairs in records.items()
+        }
+
+    async def _append(self, lane: int, chunks: list[Chunk]) -> Appended:
+        if lane in self.held:
+            await self.held[lane].wait()
         await asyncio.sleep(0)
         if self.fails:
             raise AppendFailed("no answer")
-        self.batches.append([cast("Chunk", record) for _, record in records])
-
-    async def publish_once(self, topic: str, key: str, record: AnyRecord, partition: int) -> None:
-        chunk = cast("Chunk", record)
-        if len(chunk.text) > self.largest:
-            raise RecordTooLarge(f"{len(chunk.text)} characters")
-        await self.publish_batch_once(topic, partition, [(key, record)])
+        if len(chunks[0].text) > self.largest:
+            raise RecordTooLarge(f"{len(chunks[0].text)} characters")
+        self.batches.append(chunks)
+        return Appended(lane, 0, 0)
 
 
 async def test_a_batch_stays_below_what_the_log_takes() -> None:
     sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1)
+    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1)
     streams = [writers.open(f"{n:0200}", 0, str(2**64 - 1), index=0, chars=0) for n in range(300)]
     for stream in streams:
         stream.release()
@@ -69,7 +80,7 @@ async def test_a_batch_stays_below_what_the_log_takes() -> None:
 
 async def test_a_broken_stream_takes_nothing_more() -> None:
     sent, life = Sent(), ProcessContext("t")
-    stream = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1).open(
+    stream = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1).open(
         "a", 0, "1", index=0, chars=0
     )
     stream.release()
@@ -88,12 +99,13 @@ async def test_a_broken_stream_takes_nothing_more() -> None:
 
 async def test_a_chunk_that_no_record_holds_breaks_its_own_run_only() -> None:
     sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1)
+    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1)
     large, other = (writers.open(name, 0, "1", index=0, chars=0) for name in ("a", "b"))
     for stream in (large, other):
         stream.release()
+    await large.push((), "a" * (sent.largest + 1))
     with pytest.raises(StreamBroken):
-        await large.push((), "a" * (sent.largest + 1))
+        await large.finish(FinalChunk("stop", None))
     await other.push([1], "b")
     await other.finish(FinalChunk("stop", None))
     assert life.error is None
@@ -112,7 +124,7 @@ async def test_what_a_server_says_at_the_end_counts_for_the_size_of_its_chunk(
     last: FinalChunk,
 ) -> None:
     sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1)
+    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1)
     streams = [writers.open(name, 0, "1", index=0, chars=0) for name in ("a", "b", "c")]
     for stream in streams:
         stream.release()
@@ -124,7 +136,7 @@ async def test_what_a_server_says_at_the_end_counts_for_the_size_of_its_chunk(
 
 async def test_tokens_that_are_not_the_engines_own_are_kept_back() -> None:
     sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
+    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
     stream = writers.open("a", 0, "1", index=0, chars=0)
     stream.release()
     await stream.push([1, 2], "ab")
@@ -137,7 +149,7 @@ async def test_tokens_that_are_not_the_engines_own_are_kept_back() -> None:
 
 async def test_asides_keep_their_places_in_the_text() -> None:
     sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
+    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
     stream = writers.open("a", 0, "1", index=0, chars=0)
     await stream.push((), "ab", data=[PassthroughDelta(delta={"n": 1})])
     await stream.push((), "", data=[PassthroughDelta(delta={"n": 2})])
@@ -154,7 +166,7 @@ async def test_asides_keep_their_places_in_the_text() -> None:
 
 async def test_what_waits_is_bounded_in_bytes_too() -> None:
     sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
+    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
     for text, data in (
         ("x" * MAX_PENDING_BYTES, []),
         ("", [PassthroughDelta(delta={"x": "y" * MAX_PENDING_BYTES})]),
@@ -169,9 +181,62 @@ async def test_what_waits_is_bounded_in_bytes_too() -> None:
     assert max(sizes) < 2 * MAX_PENDING_BYTES
 
 
+async def test_all_outputs_of_one_step_are_appended_by_one_call() -> None:
+    sent, life = Sent(), ProcessContext("t")
+    writer = ChunkWriter(cast("RecordPublisher", sent), life, lanes=4)
+    streams = [writer.open(f"r-{n}", 0, "1", index=0, chars=0) for n in range(20)]
+    for stream in streams:
+        stream.release()
+        await stream.push([1], "a")
+    await asyncio.sleep(0.01)
+    assert sent.calls == 1
+    assert len(sent.batches) == len({stream.lane for stream in streams}) > 1
+    assert sum(map(len, sent.batches)) == 20
+
+
+async def test_a_lane_that_waits_holds_up_no_other() -> None:
+    sent, life = Sent(), ProcessContext("t")
+    writer = ChunkWriter(cast("RecordPublisher", sent), life, lanes=2)
+    ids = {lane_of(f"r-{n}", 2): f"r-{n}" for n in range(20)}
+    slow, quick = (writer.open(ids[lane], 0, "1", index=0, chars=0) for lane in (0, 1))
+    sent.held[0] = asyncio.Event()
+    for stream in (slow, quick):
+        stream.release()
+        await stream.push([1], "a")
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        await slow.push([2], "b")
+        await quick.push([2], "b")
+    await quick.finish(FinalChunk("stop", None))
+    assert {chunk.id for batch in sent.batches for chunk in batch} == {ids[1]}
+    sent.held[0].set()
+    await slow.finish(FinalChunk("stop", None))
+    of_slow = [chunk for batch in sent.batches for chunk in batch if chunk.id == ids[0]]
+    assert [chunk.text for chunk in of_slow[:1]] == ["a"]
+    assert "".join(chunk.text for chunk in of_slow) == "abbb"
+    assert len(of_slow) <= 3
+
+
+async def test_an_error_that_no_retry_cures_ends_the_process() -> None:
+    sent, life = Sent(), ProcessContext("t")
+
+    async def refused(lane: int, chunks: list[Chunk]) -> Appended:
+        raise AccessDenied("responses")
+
+    sent._append = refused  # type: ignore[method-assign]
+    stream = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1).open(
+        "a", 0, "1", index=0, chars=0
+    )
+    stream.release()
+    await stream.push([1], "a")
+    with pytest.raises(StreamBroken):
+        await stream.finish(FinalChunk("stop", None))
+    assert isinstance(life.error, AccessDenied)
+
+
 async def test_an_idle_lane_has_no_task() -> None:
     sent, life = Sent(), ProcessContext("t")
-    stream = ChunkWriters(cast("RecordPublisher", sent), life, lanes=1).open(
+    stream = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1).open(
         "a", 0, "1", index=0, chars=0
     )
     stream.release()

@@ -183,7 +183,20 @@ async def test_a_batch_stands_in_order_in_one_partition(world: MemoryWorld) -> N
     assert [(str(r.key, "ascii"), decode(r)) for r in world.records(REQUESTS, 1)] == sent
 
 
-@pytest.mark.parametrize("how", ["publish_once", "publish", "publish_batch_once"])
+@scenario_test
+async def test_batches_of_many_partitions_end_by_themselves(world: MemoryWorld) -> None:
+    outbox = RecordPublisher(await world.connect(), world.clock)
+    world.faults.next_fates(LEDGER, AppendFate.LOST)
+    appending = outbox.publish_many_once(LEDGER, {0: [("a", FENCING)], 1: [("b", FENCING)] * 2})
+    with pytest.raises(AppendFailed):
+        await appending[0]
+    assert (await appending[1])[:2] == (1, 0)
+    assert [decode(r) for r in world.records(LEDGER, 1)] == [FENCING] * 2
+
+
+@pytest.mark.parametrize(
+    "how", ["publish_once", "publish", "publish_batch_once", "publish_many_once"]
+)
 def test_acknowledged_append_times_set_the_broker_clock(how: str) -> None:
     async def scenario(world: MemoryWorld) -> None:
         broker_clock = BrokerClock(world.clock)
@@ -192,6 +205,8 @@ def test_acknowledged_append_times_set_the_broker_clock(how: str) -> None:
         assert broker_clock.now_ms() == 0
         if how == "publish_batch_once":
             await outbox.publish_batch_once(LEDGER, 0, [("a", FENCING)])
+        elif how == "publish_many_once":
+            await outbox.publish_many_once(LEDGER, {0: [("a", FENCING)]})[0]
         else:
             await getattr(outbox, how)(LEDGER, "a", FENCING)
         assert broker_clock.now_ms() == world.broker.now_ms()
@@ -219,6 +234,21 @@ async def test_slow_appends_are_known_while_they_last_and_afterwards(world: Memo
     world.faults.slow.clear()
     await world.sleep(10)
     await outbox.publish_once(LEDGER, "a", FENCING)
+    assert outbox.slow_until_ms == ended_ms
+
+
+@scenario_test
+async def test_a_slow_batch_of_many_is_known_while_it_lasts(world: MemoryWorld) -> None:
+    clock = BrokerClock(world.clock)
+    outbox = RecordPublisher(await world.connect(), world.clock, clock)
+    await outbox.publish_once(LEDGER, "a", FENCING)
+    world.faults.slow["append"] = 4.0
+    appending = outbox.publish_many_once(LEDGER, {0: [("a", FENCING)]})
+    await world.sleep(2)
+    assert outbox.slow_until_ms == clock.now_ms()
+    await appending[0]
+    ended_ms = clock.now_ms()
+    await world.sleep(10)
     assert outbox.slow_until_ms == ended_ms
 
 

@@ -2,7 +2,7 @@
 
     python -m app.bench.streaming.token_feeder TOKENS STEP STEPS_PER_S TOTAL
 
-Reads `requests` (no router), and appends through the writers of real workers
+Reads `requests` (no router), and appends through the writer of real workers
 (`app/serving/chunk_writer.py`). All answers step together, as in a batching engine: TOKENS each,
 STEP at a time. The text of a step begins with the time of its creation, so that readers can compute
 its latency. All answers wait until TOTAL requests have arrived. Prints `ready` when it reads.
@@ -17,7 +17,7 @@ import time
 import uvloop
 
 from app.runtime.process import ProcessContext
-from app.serving.chunk_writer import ChunkStream, ChunkWriters, FinalChunk
+from app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk
 from app.settings import Settings
 from streams.codecs import decode
 from streams.kafka.kafka_log import KafkaLog
@@ -40,9 +40,9 @@ class TokenFeeder:
     """Steps all open answers together."""
 
     def __init__(
-        self, writers: ChunkWriters, tokens: int, step: int, steps_per_s: float, total: int
+        self, writer: ChunkWriter, tokens: int, step: int, steps_per_s: float, total: int
     ) -> None:
-        self._writers = writers
+        self._writer = writer
         self._tokens = tokens
         self._step = step
         self._pause_s = 1 / steps_per_s
@@ -54,7 +54,7 @@ class TokenFeeder:
 
     def start_response(self, request: Request) -> None:
         """Add a request; one with a single token is answered at once."""
-        stream = self._writers.open(request.id, 0, RUN, index=0, chars=0)
+        stream = self._writer.open(request.id, 0, RUN, index=0, chars=0)
         stream.release()
         left = min(self._tokens, request.stop.max_tokens or self._tokens)
         if left == 1:
@@ -99,10 +99,10 @@ async def run_feeder(
     log = KafkaLog(settings.kafka_connection("feeder"), prefix=settings.topic_prefix)
     await log.start()
     life = ProcessContext("feeder")
-    writers = ChunkWriters(RecordPublisher(log, life.clock), life, await log.partitions(RESPONSES))
-    feeder = TokenFeeder(writers, tokens, step, steps_per_s, total)
+    writer = ChunkWriter(RecordPublisher(log, life.clock), life, await log.partitions(RESPONSES))
+    feeder = TokenFeeder(writer, tokens, step, steps_per_s, total)
     life.spawn("steps", feeder.run())
-    reader = log.reader()
+    reader = log.reader(moving=False)  # as workers read their assignments
     lanes = list(range(await log.partitions(REQUESTS)))
     ends = await log.end_offsets(REQUESTS, lanes)
     reader.assign({Partition(REQUESTS, lane): ends[lane] for lane in lanes})
