@@ -76,8 +76,10 @@ class TextStream:
             texts.append(self._step(token_id))
         text = "".join(texts)
         self.chars += len(text)
-        ended = self.ended or TextPiece("", 0)
-        return ended._replace(text=text, tokens=self.tokens - before)
+        if self.ended is None:
+            return TextPiece(text, self.tokens - before)
+        _, _, finish_reason, stop_reason = self.ended
+        return TextPiece(text, self.tokens - before, finish_reason, stop_reason)
 
     def end(self) -> str:
         """The text that was kept back, for an answer that its engine has ended."""
@@ -97,20 +99,20 @@ class TextStream:
             return self._finish(self._held + shown + self._detokenizer.end(), "stop", token_id)
         new = self._detokenizer.push(token_id)
         text = self._held + new
-        if (match := self._search(new, may_stop=may_stop)) is not None:
+        if self._searches and (match := self._search(new, may_stop=may_stop)) is not None:
             cut = len(self._held) + match.end
             cut -= 0 if self._include_stop else len(match.string)
             return self._finish(text[:cut], "stop", match.string)
         if limit is not None and self.tokens >= limit:
             return self._finish(text + self._detokenizer.end(), "length")
-        clear = len(text) - max((search.found for search in self._searches), default=0)
+        if not self._searches:
+            return text
+        clear = len(text) - max(search.found for search in self._searches)
         self._held = text[clear:]
         return text[:clear]
 
     def _search(self, new: str, *, may_stop: bool) -> _Match | None:
         """The stop string to end with, if one is complete in the new text."""
-        if not self._searches:
-            return None
         for end, char in enumerate(new, 1):
             complete = [search.string for search in self._searches if search.advance(char)]
             if complete and may_stop:
