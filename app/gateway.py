@@ -19,10 +19,10 @@ from fastapi import FastAPI
 
 from app.http import gateway_api
 from app.http.authentication import AccessControl
-from app.http.gateway_deps import GatewayDeps
 from app.http.gateway_health import GatewayHealth
 from app.http.http_server import TlsFiles, UvicornServer
 from app.http.openai.active_streams import ActiveStreams
+from app.http.openai.gateway_deps import GatewayDeps
 from app.http.openai.served_models import ModelCatalog, ServedModels
 from app.http.probes import Probes
 from app.metrics.gateway_metrics import GatewayMetrics

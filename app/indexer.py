@@ -5,7 +5,7 @@
 
 kvlane's routers maintain their own index from kv-events; they need no indexer to route, but its
 snapshots let them start sooner. Its answers are for other routers and for inspection. This file
-wires; `app/http/indexer_api.py` has the HTTP endpoints, `streams/snapshots/snapshot_writer.py`
+wires; `app/http/indexer_api.py` has the HTTP endpoints, `streams/views/snapshot_writer.py`
 assigns and writes snapshots.
 """
 
@@ -28,10 +28,10 @@ from app.settings import Settings
 from indexer.precompile import compile_all
 from streams.clock import BrokerClock
 from streams.ports import Log
-from streams.snapshots.snapshot_store import SnapshotStore
-from streams.snapshots.snapshot_writer import SnapshotWriter
 from streams.topics import KV_EVENTS, REGISTRY
 from streams.views.follower import Follower
+from streams.views.snapshot_store import SnapshotStore
+from streams.views.snapshot_writer import SnapshotWriter
 
 if TYPE_CHECKING:
     from faststream import FastStream

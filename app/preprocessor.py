@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from app.http.probes import Checks, Probes, StatusServer
 from app.metrics.preprocessor_metrics import PreprocessorMetrics
 from app.preprocess.cooperative_steps import run_cooperatively
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.byte_model import ByteModel, Model
-from app.preprocess.models.model_loader import LOAD_RETRY_S, ModelLoader
-from app.preprocess.models.model_names import ModelNames
-from app.preprocess.requests.engine_features import check_supported, unsupported_features
-from app.preprocess.requests.kafka_prompts import (
+from app.preprocess.kafka_prompts import (
     PromptRecord,
     UnreadablePrompt,
     prompt_steps,
     to_request,
 )
+from app.preprocess.models.artifacts import ArtifactStore
+from app.preprocess.models.byte_model import ByteModel, Model
+from app.preprocess.models.model_loader import LOAD_RETRY_S, ModelLoader
+from app.preprocess.models.model_names import ModelNames
+from app.preprocess.requests.engine_features import check_supported, unsupported_features
 from app.preprocess.thread_pool import ThreadPool, WorkPool
 from app.prompt_credit import CreditDebit, PromptCredit
 from app.routing.state.fleet import Fleet

@@ -144,7 +144,7 @@ class PromptCredit:
         self._allowance -= 1
         return True
 
-    # --- Fold ------------------------------------------------------------------------------------
+    # --- View ------------------------------------------------------------------------------------
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:  # noqa: ARG002
         self._position = position

@@ -39,7 +39,6 @@ from streams.ports import Log, Partition
 from streams.reading.group_consumer import GroupConsumer, PartitionClaim
 from streams.record_publisher import RecordPublisher
 from streams.records import Heartbeat, LogRecord, Probe
-from streams.snapshots.snapshot_store import SnapshotStore
 from streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
@@ -50,6 +49,7 @@ from streams.topics import (
     lane_of,
 )
 from streams.views.follower import Follower
+from streams.views.snapshot_store import SnapshotStore
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -17,8 +17,8 @@ Start with topics.py, the topic table. The modules, from the records to their re
                retry.py             retries during an outage
     reading    reading/             consumer group with commits of completed records, dead letters,
                                     ranges of offsets
-               views/               materialized views, and the follower that keeps them current
-               snapshots/           snapshots of views: format, store, writer
+               views/               materialized views, the follower that keeps them current, and
+                                    their snapshots
                responses/           replies of many requests, and the stream reconstruction rule
                client.py            publish, stream, cancel: for programs
                vectors/             test vectors of that rule, for other languages

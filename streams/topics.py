@@ -148,7 +148,7 @@ TOPICS: tuple[Topic, ...] = (
         ("worker",), ("gateway", "preprocessor", "worker"),
     ),
     Topic(
-        SNAPSHOTS, "fold/part", 8, 48 * _HOUR_MS, "bytes",
+        SNAPSHOTS, "view/part", 8, 48 * _HOUR_MS, "bytes",
         (),
         ("indexer",), ("router", "indexer"),
     ),

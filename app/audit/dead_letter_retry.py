@@ -18,7 +18,7 @@ import msgspec
 
 from app.audit.timeline import explain_request
 from app.operator_error import OperatorError
-from app.preprocess.requests.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt
+from app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt
 from streams.clock import Clock
 from streams.codecs import decode
 from streams.errors import RecordError

@@ -3,7 +3,7 @@
     Assigned    predicted: cached prompt tokens, and time to first token
     Finished    actual: the same two figures
 
-A fold of the ledger over the last `WINDOW_MS`, the same in every router. While the index of a cache
+A view of the ledger over the last `WINDOW_MS`, the same in every router. While the index of a cache
 is right, the error is at most `MAX_ERROR_BLOCKS` blocks for 95 % of its runs (`is_within_limit`);
 the rest comes from blocks that are cached between a decision and its prefill. A larger error means
 that the index is wrong (a lost event, another hash secret, an engine with another hash or

@@ -1,6 +1,6 @@
-"""Rebuild of a fold from the log: the state of a router at a point in time, for comparison.
+"""Rebuild of a view from the log: the state of a router at a point in time, for comparison.
 
-The state of a router is a fold of the log, so the log alone determines it. Snapshots are not used:
+The state of a router is a view of the log, so the log alone determines it. Snapshots are not used:
 this is how they are verified. Writes nothing, joins no consumer group.
 """
 
@@ -48,9 +48,9 @@ class PartitionState(msgspec.Struct, frozen=True):
 
 
 class RebuiltView(msgspec.Struct, frozen=True):
-    """A fold at its positions. Equal `state_hash` means equal state; `summary` is informative."""
+    """A view at its positions. Equal `state_hash` means equal state; `summary` is informative."""
 
-    fold: str
+    view: str
     partitions: list[PartitionState]
     state_hash: str
     summary: dict[str, Any]
@@ -64,7 +64,7 @@ async def rebuild_view(
     at: int | Mapping[Partition, int] | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> RebuiltView:
-    """Build a fold from the start of the log up to a broker time in ms, next offsets, or now.
+    """Build a view from the start of the log up to a broker time in ms, next offsets, or now.
 
     Partitions without a given offset are read to their current end. Raises InvalidTime,
     BrokerUnavailable, PositionLost, NewerRecord.
@@ -83,27 +83,27 @@ async def rebuild_view(
         check_partitions(at, sources)
         ends |= {source: min(ends[source], offset) for source, offset in at.items()}
     starts = {source: min(start, ends[source]) for source, start in starts.items()}
-    fold, decoding = _fold(name, settings), RecordDecoder(log, clock)
+    view, decoding = _view(name, settings), RecordDecoder(log, clock)
     records: Counter[Partition] = Counter()
     malformed: Counter[Partition] = Counter()
     holders: set[CacheId] = set()
     for source in sources:
-        fold.apply(source, (), starts[source])
+        view.apply(source, (), starts[source])
     async for source, some, position in read_range(log, clock, starts, ends, progress=progress):
         facts = await decoding.decode_records(source, some)
         decoded = [fact.record for fact in facts]
         holders |= {CacheId(each.worker, each.rank) for each in decoded if isinstance(each, Blocks)}
         records[source] += len(some)
         malformed[source] += len(some) - len(facts)
-        fold.apply(source, facts, position)
+        view.apply(source, facts, position)
     states = [
         PartitionState(
             *source, starts[source], ends[source], records[source], malformed[source],
-            fold.state_hash(source),
+            view.state_hash(source),
         )
         for source in sources
     ]  # fmt: skip
-    return RebuiltView(name, states, _combined_hash(states), _summary(fold, sources, holders))
+    return RebuiltView(name, states, _combined_hash(states), _summary(view, sources, holders))
 
 
 async def _offsets(ask: Any, sources: Iterable[Partition]) -> dict[Partition, int]:
@@ -117,7 +117,7 @@ async def _offsets(ask: Any, sources: Iterable[Partition]) -> dict[Partition, in
     }
 
 
-def _fold(name: ViewName, settings: Settings) -> MaterializedView:
+def _view(name: ViewName, settings: Settings) -> MaterializedView:
     if name == "load":
         return LedgerState(int(settings.dedup_window_s * 1000))
     return Fleet() if name == "fleet" else KvIndexView(settings.block_key_secret())
@@ -130,24 +130,24 @@ def _combined_hash(states: Iterable[PartitionState]) -> str:
 
 
 def _summary(
-    fold: MaterializedView, sources: Iterable[Partition], holders: Iterable[CacheId]
+    view: MaterializedView, sources: Iterable[Partition], holders: Iterable[CacheId]
 ) -> dict[str, Any]:
-    if isinstance(fold, LedgerState):
-        return _load_summary([fold.lane(source.partition) for source in sources])
-    if isinstance(fold, Fleet):
-        return _fleet_summary(fold)
-    assert isinstance(fold, KvIndexView)
+    if isinstance(view, LedgerState):
+        return _load_summary([view.lane(source.partition) for source in sources])
+    if isinstance(view, Fleet):
+        return _fleet_summary(view)
+    assert isinstance(view, KvIndexView)
     return {
         "blocks by worker and rank": {
             f"{holder.worker}/{holder.rank}": held
             for holder in sorted(holders)
-            if (held := fold.blocks.block_count(holder))
+            if (held := view.blocks.block_count(holder))
         },
         "records skipped": {
-            "malformed": fold.skipped.malformed,
-            "of another secret": fold.skipped.wrong_secret,
+            "malformed": view.skipped.malformed,
+            "of another secret": view.skipped.wrong_secret,
         },
-        "workers with another secret": list(fold.wrong_secret_workers),
+        "workers with another secret": list(view.wrong_secret_workers),
     }
 
 

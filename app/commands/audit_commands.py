@@ -182,7 +182,7 @@ def _show_replayed(result: RebuiltView) -> None:
     empty = sum(not s.records and s.start == s.position for s in result.partitions)
     if empty:
         console.print(f"{empty} partitions without records", style="dim")
-    console.print(f"\n[bold]{result.fold}[/] state hash {result.state_hash}")
+    console.print(f"\n[bold]{result.view}[/] state hash {result.state_hash}")
     summary = screen.plain_table("", "")
     summary.show_header = False
     for name, value in result.summary.items():

@@ -13,9 +13,9 @@ from starlette.routing import Match, Route
 
 from app.http.api_errors import ApiError, error_of_prompt, error_of_stream
 from app.http.authentication import Authentication
-from app.http.gateway_deps import GatewayDeps
 from app.http.middleware import RequestIdMiddleware
 from app.http.openai.completions import Completions
+from app.http.openai.gateway_deps import GatewayDeps
 from app.http.openai.openapi import openapi_of
 from app.http.openai.served_models import ServedModel
 from app.http.openai.stream_resume import StreamResume

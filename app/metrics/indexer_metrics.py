@@ -15,9 +15,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from app.metrics.metric_set import MetricSet, counters, gauges
 from app.metrics.view_metrics import ViewCollector
 from app.routing.state.kv_index import KvIndexView
-from streams.snapshots.snapshot_writer import SnapshotWriter
 from streams.topics import KV_EVENTS
 from streams.views.follower import Follower
+from streams.views.snapshot_writer import SnapshotWriter
 
 log = logging.getLogger(__name__)
 

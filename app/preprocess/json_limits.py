@@ -27,6 +27,8 @@ MAX_RENDERED_VALUES = 2**17
 call that holds the interpreter lock."""
 MAX_DIGITS = 100
 """Digits of one number: the time to parse an integer grows with their square."""
+MAX_PROMPT_TOKENS = 2**20
+"""Tokens of a prompt, given or made from a text."""
 MAX_REQUESTS_BYTES = 32 * 1024 * 1024
 """Bytes of all requests made from one body: four times the limit of a single one."""
 

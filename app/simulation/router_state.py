@@ -1,6 +1,6 @@
-"""State of the simulated routers: the folds of a real router, fed with the same records.
+"""State of the simulated routers: the views of a real router, fed with the same records.
 
-All routers read the same records with the same delay, so they share their folds (`SharedViews`,
+All routers read the same records with the same delay, so they share their views (`SharedViews`,
 `LedgerReplica`), and differ only in their own decisions that they have not read back yet
 (`RouterState`). Heartbeats come every `HEARTBEAT_MS`, as from real workers, so generated tokens are
 known as of the last one.
@@ -125,18 +125,18 @@ class SharedViews:
         ), 0.0)  # fmt: skip
 
     def _apply(
-        self, fold: Fleet | KvIndexView, source: Partition, record: InternalRecord, at_ms: float
+        self, view: Fleet | KvIndexView, source: Partition, record: InternalRecord, at_ms: float
     ) -> None:
         offset = self._positions.get(source, 0)
         self._positions[source] = offset + 1
-        fold.apply(source, [LogRecord(offset, int(at_ms), record)], offset + 1)
+        view.apply(source, [LogRecord(offset, int(at_ms), record)], offset + 1)
 
 
 class LedgerReplica:
     """The ledger, as far as it was read.
 
     Simplified from `app/routing/state/ledger.py`, whose other rules have no effect here: each
-    request has one run, each record comes once and in order. The full fold took a tenth of a
+    request has one run, each record comes once and in order. The full view took a tenth of a
     simulation.
     """
 
@@ -178,22 +178,22 @@ class RouterState:
     """State of one router. `own_load`: load of its decisions that are not in `ledger` yet."""
 
     def __init__(
-        self, folds: SharedViews, books: LedgerReplica, later_ms: Mapping[str, float] = NO_STAGGER
+        self, views: SharedViews, books: LedgerReplica, later_ms: Mapping[str, float] = NO_STAGGER
     ) -> None:
         """`stagger_ms`: see `RoutingState`; used while requests arrive in bursts."""
         self._later_ms = later_ms
-        self.shared_views = folds
+        self.shared_views = views
         self.ledger = books
         self.own_load = ActiveLoad()
-        self._pools = CandidatePools(folds.fleet, TIMEOUT_MS)
+        self._pools = CandidatePools(views.fleet, TIMEOUT_MS)
 
     def routing_state(
         self, now_ms: float, others: PlannedReservations = NOTHING_PLANNED
     ) -> RoutingState:
         """View for `plan`, valid until the next record. `others`: see `RoutingState`."""
-        folds, books = self.shared_views, self.ledger
+        views, books = self.shared_views, self.ledger
         return RoutingState(
-            folds.fleet, self._pools, folds.index, books.active_load, self.own_load, int(now_ms),
+            views.fleet, self._pools, views.index, books.active_load, self.own_load, int(now_ms),
             books.performance.mean_output_tokens, books.performance.slowdown, others,
             stagger_ms=self._later_ms if books.burst_detector.is_bursty else NO_STAGGER,
             expected_followups=books.performance.expected_followups,

@@ -293,18 +293,18 @@ def new_simulator(
         for arrival in arrivals
         for chunk, key in zip(arrival.request.chunks, arrival.request.keys, strict=True)
     }
-    folds = SharedViews(fleet, shape, keys, publishes_curves=conditions.publishes_curves)
+    views = SharedViews(fleet, shape, keys, publishes_curves=conditions.publishes_curves)
     books = LedgerReplica(conditions.ledger_lag_ms)
     seats = []
     routers = [f"router-{number}" for number in range(conditions.routers)]
     for router in routers:
         later = stagger_by_worker(router, routers, worker_names(workers), conditions.ledger_lag_ms)
         if conditions.shares_ledger:
-            knowledge = RouterState(folds, books, later)
+            knowledge = RouterState(views, books, later)
         else:
-            knowledge = RouterState(folds, LedgerReplica())
+            knowledge = RouterState(views, LedgerReplica())
         seats.append(RouterSlot(SimulatedRouter(knowledge, tuning), knowledge))
-    return Simulator(fleet, seats, folds, conditions, arrivals, Random(seed), progress)
+    return Simulator(fleet, seats, views, conditions, arrivals, Random(seed), progress)
 
 
 def worker_names(workers: int) -> list[str]:

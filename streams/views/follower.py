@@ -27,8 +27,8 @@ from streams.ports import Log, Partition, Reader, Record
 from streams.reading.decoding import RecordDecoder
 from streams.records import LogRecord
 from streams.retry import retry_while_unavailable
-from streams.snapshots.snapshot_store import SnapshotStore
 from streams.views.offset_waiters import OffsetWaiters
+from streams.views.snapshot_store import SnapshotStore
 from streams.views.view import MaterializedView
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Materialized views: state computed from the records of some partitions, and from nothing else.
 
-`streams/views/follower.py` keeps a view up to date, `streams/snapshots/snapshot_store.py` saves and
+`streams/views/follower.py` keeps a view up to date, `streams/views/snapshot_store.py` saves and
 restores it. A view never reads the log, never waits, and takes no time from a clock.
 """
 

@@ -15,9 +15,9 @@ from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition
 from streams.record_publisher import RecordPublisher
 from streams.records import Ended
-from streams.snapshots.snapshot_store import SnapshotStore
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS, TOPICS
 from streams.views.follower import Follower
+from streams.views.snapshot_store import SnapshotStore
 from tests.harness.recording_view import RecordingView
 
 PARTITIONS = {LEDGER: 2, REGISTRY: 1, SNAPSHOTS: 2}

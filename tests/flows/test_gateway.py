@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.http.gateway_deps import DEADLINE_MARGIN_S
 from app.http.middleware import BODY_TIMEOUT_S
 from app.http.openai.active_streams import PUBLISH_TIMEOUT_S
+from app.http.openai.gateway_deps import DEADLINE_MARGIN_S
 from streams.codecs import pack_tokens
 from streams.memory.broker_faults import AppendFate
 from streams.ports import Entry

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from app.http.gateway_deps import DEADLINE_MARGIN_S
+from app.http.openai.gateway_deps import DEADLINE_MARGIN_S
 from app.http.openai.merged_replies import FIRST_CHUNK_TIMEOUT_S
 from app.http.openai.response_writer import KEEP_ALIVE_S
 from app.http.openai.stream_resume import UNDATED_START_S

@@ -45,8 +45,8 @@ from streams.records import (
     Started,
 )
 from streams.responses import reply_reader, transcript
-from streams.snapshots import snapshot_writer
 from streams.topics import RESPONSES
+from streams.views import snapshot_writer
 
 Replacement = tuple[object, str, Any]
 """The owner of an attribute, its name, and the replacement."""
@@ -244,7 +244,7 @@ def _highest_responses_from() -> Iterator[Replacement]:
 
 
 def _started_is_not_knowledge() -> Iterator[Replacement]:
-    original = ledger._fold
+    original = ledger._apply_record
 
     def fold(story: ledger.RequestState, record: Any, *more: Any) -> None:
         unknown = story.origin is None
@@ -252,11 +252,11 @@ def _started_is_not_knowledge() -> Iterator[Replacement]:
         if unknown and isinstance(record, Started):
             story.origin = None
 
-    yield ledger, "_fold", fold
+    yield ledger, "_apply_record", fold
 
 
 def _late_records_open_old_attempts() -> Iterator[Replacement]:
-    original = ledger._fold
+    original = ledger._apply_record
 
     def fold(story: ledger.RequestState, record: Any, at_ms: int, burdens: Any) -> None:
         original(story, record, at_ms, burdens)
@@ -264,7 +264,7 @@ def _late_records_open_old_attempts() -> Iterator[Replacement]:
         if old and not story.ended:
             ledger._fold_run(story, record, at_ms, burdens)
 
-    yield ledger, "_fold", fold
+    yield ledger, "_apply_record", fold
 
 
 def _gather_past_the_first_fence() -> Iterator[Replacement]:

@@ -23,9 +23,10 @@ from app.preprocess.json_limits import (
     ParsedJson,
     parse_json,
 )
+from app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt
 from app.preprocess.models.byte_model import ByteModel
 from app.preprocess.prompt_errors import InvalidPrompt, TooLarge
-from app.preprocess.requests.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt
+from app.preprocess.request_reader import prepare, read_request
 from app.preprocess.requests.passthrough import BYTES_PER_TOKEN, MEDIA_ITEM_TOKENS, estimate_tokens
 from app.preprocess.requests.request_models import (
     ChatBody,
@@ -34,7 +35,6 @@ from app.preprocess.requests.request_models import (
     PassthroughBody,
     TokensBody,
 )
-from app.preprocess.requests.request_reader import prepare, read_request
 from streams.records import Refused
 
 SHAPES = {shape.name: shape for shape in body_shapes("demo")}

@@ -12,10 +12,10 @@ from streams.codecs import decode
 from streams.memory.memory_log import MemoryLog
 from streams.ports import Partition
 from streams.records import Ended, SnapshotPointer
-from streams.snapshots.snapshot_store import CapturedState, SnapshotStore
-from streams.snapshots.snapshot_writer import MAX_RECORDS_BEHIND, SnapshotWriter
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
 from streams.views.follower import Follower
+from streams.views.snapshot_store import CapturedState, SnapshotStore
+from streams.views.snapshot_writer import MAX_RECORDS_BEHIND, SnapshotWriter
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
 

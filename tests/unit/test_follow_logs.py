@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from streams.ports import Entry, Partition
 from streams.records import Ended, LogRecord, ModelCard, Tombstone
-from streams.snapshots.snapshot_store import SnapshotStore
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
 from streams.views.follower import Follower
+from streams.views.snapshot_store import SnapshotStore
 from tests.harness.memory_world import MemoryWorld, run_scenario
 from tests.harness.recording_view import RecordingView
 

@@ -13,13 +13,13 @@ import pytest
 from app.preprocess.json_limits import MAX_REQUESTS_BYTES
 from app.preprocess.models.byte_model import ByteModel
 from app.preprocess.prompt_errors import InvalidPrompt, TooLarge
+from app.preprocess.request_reader import prepare, read_request
 from app.preprocess.requests.openai_requests import OpenAIRequest, nth_request
 from app.preprocess.requests.passthrough import (
     MEDIA_ITEM_TOKENS,
     PassthroughRequest,
     estimate_tokens,
 )
-from app.preprocess.requests.request_reader import prepare, read_request
 from streams.records import ModelCard
 from streams.request import Request
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.preprocess.models.byte_model import ByteModel, Model
-from app.preprocess.prompt_errors import BadModel
-from app.preprocess.requests.kafka_prompts import (
+from app.preprocess.kafka_prompts import (
     FindModel,
     PromptRecord,
     UnreadablePrompt,
     read_prompt,
     to_request,
 )
+from app.preprocess.models.byte_model import ByteModel, Model
+from app.preprocess.prompt_errors import BadModel
 from app.preprocess.text.byte_level import ASSISTANT, USER, render_chat
 from streams import ports
 from streams.codecs import encode, unpack_tokens

@@ -17,10 +17,10 @@ from streams.memory.broker_faults import AppendFate
 from streams.memory.partition_log import MemoryRecord
 from streams.ports import Entry, Partition
 from streams.records import Ended, LogRecord, ModelCard, SnapshotPointer, Tombstone
-from streams.snapshots.snapshot_parts import SLICE_BYTES
-from streams.snapshots.snapshot_store import SnapshotStore, capture, pointer_key
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
 from streams.views.follower import Follower
+from streams.views.snapshot_parts import SLICE_BYTES
+from streams.views.snapshot_store import SnapshotStore, capture, pointer_key
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
 

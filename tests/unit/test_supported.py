@@ -10,8 +10,8 @@ from app.engine.echo import EchoEngine
 from app.engine.interface import GenerateContext, InvalidRequest
 from app.engine.simulated.engine import SimulatedEngine
 from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.request_reader import read_request
 from app.preprocess.requests.engine_features import check_supported, unsupported_features
-from app.preprocess.requests.request_reader import read_request
 from app.routing.state.fleet import Fleet
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens

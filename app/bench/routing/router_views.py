@@ -100,7 +100,7 @@ def _source(labels: Mapping[str, str]) -> Partition:
 
 
 class ReferenceState:
-    """The folds of a router, applied from the log; positions only grow."""
+    """The views of a router, applied from the log; positions only grow."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ReferenceState:
         load: LedgerState,
         index: KvIndexView,
     ) -> None:
-        """`records`: ledger and kv-events by partition, from offset 0; the folds are empty."""
+        """`records`: ledger and kv-events by partition, from offset 0; the views are empty."""
         self._records = records
         self._load, self._index = load, index
         self._read: dict[Partition, int] = {}
@@ -116,7 +116,7 @@ class ReferenceState:
     def at(self, positions: Mapping[Partition, int]) -> RouterFigures:
         """The state after reading up to these positions."""
         for source, position in positions.items():
-            self._advance(self._fold(source), source, position)
+            self._advance(self._view(source), source, position)
         loads = {
             worker: LoadFigures(burden.runs, burden.tokens, burden.prefill_tokens)
             for worker, burden in self._load.active_load.by_worker().items()
@@ -128,16 +128,16 @@ class ReferenceState:
         }
         return RouterFigures({worker: lies for worker, lies in loads.items() if any(lies)}, caches)
 
-    def _fold(self, source: Partition) -> MaterializedView:
+    def _view(self, source: Partition) -> MaterializedView:
         return self._load if source.topic == LEDGER else self._index
 
-    def _advance(self, fold: MaterializedView, source: Partition, position: int) -> None:
+    def _advance(self, view: MaterializedView, source: Partition, position: int) -> None:
         records, read = self._records.get(source, ()), self._read.get(source, 0)
         first = read
         while read < len(records) and records[read].offset < position:
             read += 1
         self._read[source] = read
-        fold.apply(source, records[first:read], position)
+        view.apply(source, records[first:read], position)
 
 
 class StateDifference(NamedTuple):

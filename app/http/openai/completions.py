@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from app.http.api_errors import invalid_request
 from app.http.authentication import Caller, caller_of
-from app.http.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from app.http.middleware import BodyLimiter
 from app.http.openai.event_encoder import ResponseOptions
+from app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from app.http.openai.logprobs import TokenText
 from app.http.openai.merged_replies import publish_and_read
 from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
@@ -25,11 +25,11 @@ from app.preprocess.json_errors import json_error
 from app.preprocess.json_limits import check_size, parse_json
 from app.preprocess.models.byte_model import Model
 from app.preprocess.models.model import PreparedPrompts
+from app.preprocess.request_reader import prepare, read_request
 from app.preprocess.requests import openai_requests
 from app.preprocess.requests.engine_features import check_supported
 from app.preprocess.requests.openai_requests import OpenAIRequest
 from app.preprocess.requests.passthrough import PassthroughRequest
-from app.preprocess.requests.request_reader import prepare, read_request
 from streams import request as prepared
 from streams.ids import issued_ms
 

@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from app.http.api_errors import invalid_request
 from app.http.authentication import caller_of
-from app.http.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from app.http.openai.event_encoder import ResponseOptions
+from app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from app.http.openai.merged_replies import resume_reply
 from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from app.http.openai.response_writer import CompletionResponse

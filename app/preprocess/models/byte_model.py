@@ -10,9 +10,9 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from app.preprocess.models.model import PreparedPrompts
 from app.preprocess.prompt_errors import InvalidPrompt, context_error
-from app.preprocess.requests.nvext import MAX_PROMPT_TOKENS
 from app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
 from app.preprocess.requests.request_models import ChatBody, TokensBody
 from app.preprocess.text import byte_level

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.model_folder import ModelFiles, card_of, read_folder
 from app.preprocess.prompt_errors import BadModel, InvalidPrompt, context_error
-from app.preprocess.requests.nvext import MAX_PROMPT_TOKENS
 from app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
 from app.preprocess.text.chat_template import ChatTemplate
 from app.preprocess.text.stop_conditions import TextStream

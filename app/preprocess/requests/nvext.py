@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from app.preprocess.prompt_errors import InvalidPrompt
 from streams.codecs import pack_tokens
 from streams.record_base import Json
@@ -44,8 +45,6 @@ STRICT_MODEL = ConfigDict(
 """Unknown fields are ignored, as OpenAI does; wrong types are not guessed at."""
 
 MAX_NAME_CHARS = 200
-MAX_PROMPT_TOKENS = 2**20
-"""In a prompt of tokens."""
 MAX_BLOCKS = 2**16
 """The number of blocks of 16 tokens in a prompt of MAX_PROMPT_TOKENS."""
 MAX_STREAM_INTERVAL = 1024

@@ -1,7 +1,7 @@
 """Text as tokens and tokens as text, for models whose tokens are the bytes of UTF-8.
 
 Tokens 0 to 255 are bytes; four more mark turns. Owns the vocabulary, the rendering of a chat and
-the incremental way back to text. Knows no requests: `app/preprocess/requests/kafka_prompts.py`
+the incremental way back to text. Knows no requests: `app/preprocess/kafka_prompts.py`
 does.
 """
 

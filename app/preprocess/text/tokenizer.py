@@ -21,8 +21,8 @@ from typing import Any
 
 import tokenizers
 
+from app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from app.preprocess.prompt_errors import BadModel
-from app.preprocess.requests.nvext import MAX_PROMPT_TOKENS
 from app.preprocess.text.detokenize import (
     ByteLevelDetokenizer,
     Detokenizer,

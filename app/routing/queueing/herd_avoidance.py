@@ -72,7 +72,7 @@ class BurstDetector:
         return self._share >= BURST_SHARE
 
     def on_record(self, fact: LogRecord) -> None:
-        """A record of the ledger was folded; decisions hold the arrival times of requests."""
+        """A record of the ledger was applied; decisions hold the arrival times of requests."""
         record = fact.record
         if not isinstance(record, Assigned) or record.attempt:
             return
@@ -98,7 +98,7 @@ class HerdAvoidance:
         self._made_of: tuple[object, ...] = ()
 
     def on_record(self, fact: LogRecord) -> None:
-        """A record of the ledger was folded; decisions name their router."""
+        """A record of the ledger was applied; decisions name their router."""
         self._crowding.on_record(fact)
         record = fact.record
         if isinstance(record, Assigned) and record.router not in ("", self._router):

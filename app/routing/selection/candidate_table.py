@@ -1,8 +1,8 @@
 """The candidate table: the places of a pool in columns, updated incrementally.
 
 Between two decisions few places change, and only their rows are written again; so a decision among
-many places takes hardly longer than one among few. The table holds the state of the folds and
-nothing else: it reads from each fold what has changed since the last time, or all of it where that
+many places takes hardly longer than one among few. The table holds the state of the views and
+nothing else: it reads from each view what has changed since the last time, or all of it where that
 is too long ago.
 """
 

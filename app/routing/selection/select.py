@@ -1,6 +1,6 @@
 """Selection of a worker: filter the eligible places, compute the cost of each, choose one.
 
-`select_worker` is a function of its arguments: the state by the folds and by this router's own
+`select_worker` is a function of its arguments: the state by the views and by this router's own
 undelivered decisions, the settings, and the request's own seed. Its result holds the inputs of the
 decision, so that `recompute_choice` reaches the same result from the record in the ledger alone.
 """

@@ -1,4 +1,4 @@
-"""Fleet state: the fold of the registry and of the heartbeats. The workers, and which are alive.
+"""Fleet state: the view of the registry and of the heartbeats. The workers, and which are alive.
 
 Sources are the registry's one partition (cards, tombstones) and the partitions of kv-events
 (heartbeats, Lost). There is no clock in here: how long a worker has been silent is a question with
@@ -126,7 +126,7 @@ class Fleet:
         beat = self.heartbeats.get(worker)
         return beat.at_ms if beat is not None and beat.epoch == member.epoch else member.since_ms
 
-    # --- the fold --------------------------------------------------------------------------------
+    # --- the view --------------------------------------------------------------------------------
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
         """Take in records of one partition; `position` is the next offset after them."""

@@ -1,4 +1,4 @@
-"""KV index: the fold of the cache events. Which rank of which worker caches which block, and where.
+"""KV index: the view of the cache events. Which rank of which worker caches which block, and where.
 
 Passes the content of records on to the index proper (`indexer/index.py`; the rules are in
 `indexer/epochs.py`). Unusable records are counted and skipped: malformed columns, and keys made
@@ -91,7 +91,7 @@ class KvIndexView:
         """Workers that have published keys under another secret."""
         return tuple(sorted(self._foreign))
 
-    # --- the fold --------------------------------------------------------------------------------
+    # --- the view --------------------------------------------------------------------------------
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
         """Take in records of one partition; `position` is the next offset after them."""

@@ -1,7 +1,7 @@
 """Last-seen times of workers, used to expire those that are gone for good.
 
 Times are those of the records of one partition, so that expiry is a function of the records, as
-everything in a fold.
+everything in a view.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Ledger state: the fold of the ledger. The open runs of requests, and the outcomes of the others.
+"""Ledger state: the view of the ledger. The open runs of requests, and the outcomes of the others.
 
 One `LaneState` per ledger partition, made of that partition's records alone: no clock, no input
 of this process. Two replicas at the same position hold the same lane (`state_hash`). What has to be
 done about a story is not decided here but in `reconcile.py`; what this router has decided and not
 yet read back is not in here either.
 
-The rules of the fold, per request id:
+The rules of the view, per request id:
 
 * the attempt is the highest one in any Assigned, Started or Fencing;
 * a higher attempt, or Ended, closes every run below it, and nothing below opens afterwards;
@@ -184,7 +184,7 @@ class LaneState:
             if story is None:
                 story = self.requests[record.id] = RequestState()
             story.last_ms = fact.timestamp_ms
-            _fold(story, record, fact.timestamp_ms, burdens)
+            _apply_record(story, record, fact.timestamp_ms, burdens)
             self.classify(record.id, story)
         self._expire(fact.timestamp_ms, burdens)
 
@@ -250,7 +250,7 @@ def _last_code(story: RequestState) -> str:
     )
 
 
-def _fold(
+def _apply_record(
     story: RequestState,
     record: LedgerRecord,
     at_ms: int,

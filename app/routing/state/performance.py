@@ -160,7 +160,7 @@ class PerformanceModel:
         self._begun: OrderedDict[RunKey, _Begun] = OrderedDict()
 
     def on_record(self, fact: LogRecord) -> None:
-        """A record of the ledger was folded; other records change nothing."""
+        """A record of the ledger was applied; other records change nothing."""
         record = fact.record
         if isinstance(record, Assigned):
             self._share(record)

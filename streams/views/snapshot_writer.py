@@ -8,7 +8,7 @@ Ownership is not a lock. A replica that has not yet noticed a reassignment may w
 concurrently with the new owner: both are complete, and either may be the newest one. A snapshot
 that is unfinished when its partition is revoked gets no pointer, so no reader uses it.
 
-The content of a snapshot is defined in `streams/snapshots/snapshot_store.py`.
+The content of a snapshot is defined in `streams/views/snapshot_store.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from functools import partial
 from streams.clock import BrokerClock, Clock
 from streams.errors import BrokerUnavailable, LogClosed
 from streams.ports import Log, Member, Partition
-from streams.snapshots.snapshot_store import CapturedState, SnapshotStore, capture
 from streams.views.follower import Follower
+from streams.views.snapshot_store import CapturedState, SnapshotStore, capture
 from streams.views.view import MaterializedView
 
 log = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ from app.preprocess.prompt_errors import (
     TooLarge,
     invalid_prompt,
 )
+from app.preprocess.request_reader import prepare, read_request
 from app.preprocess.requests import openai_requests, passthrough
 from app.preprocess.requests.openai_requests import OpenAIRequest
 from app.preprocess.requests.passthrough import PassthroughRequest
-from app.preprocess.requests.request_reader import prepare, read_request
 from streams import ports
 from streams.prompt import Prompt
 from streams.records import MAX_ID_CHARS, Cancel, EndCode, Refused

@@ -24,7 +24,8 @@ from streams.ports import Log, Partition, Record
 from streams.reading.range_reader import read_range
 from streams.record_publisher import RecordPublisher
 from streams.records import SnapshotPointer, Tombstone
-from streams.snapshots.snapshot_parts import (
+from streams.topics import REGISTRY, SNAPSHOTS
+from streams.views.snapshot_parts import (
     SNAPSHOT_FORMAT,
     SnapshotAssembler,
     SnapshotHeader,
@@ -35,7 +36,6 @@ from streams.snapshots.snapshot_parts import (
     part_id,
     split_slices,
 )
-from streams.topics import REGISTRY, SNAPSHOTS
 from streams.views.view import MaterializedView
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ Part 0 is the header, which identifies the state; the others are slices of the s
 each compressed separately. The record headers of each part hold its number and the checksum over
 the header and all slices, which distinguishes the parts of two snapshots.
 
-The offsets of the parts and the restoring are in `streams/snapshots/snapshot_store.py`.
+The offsets of the parts and the restoring are in `streams/views/snapshot_store.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUMBER = "part"  # header: from 0
 
 
 class UnusableSnapshotError(Exception):
-    """A snapshot that cannot be used. Caught in `streams/snapshots/snapshot_store.py`: the log is
+    """A snapshot that cannot be used. Caught in `streams/views/snapshot_store.py`: the log is
     read instead.
     """
 
