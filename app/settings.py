@@ -398,8 +398,8 @@ class Settings(BaseSettings):
     max_queue_wait_s: float = Field(
         10,
         ge=0,
-        description="policy predictive: longest time a request is held for a busy worker "
-        "before it is sent there anyway, in seconds; 0: never held. Waiting for full or missing "
+        description="policy predictive: longest time a request is queued for a busy worker "
+        "before it is assigned to it anyway, in seconds; 0: never. The wait for full or missing "
         "workers is not limited by it",
     )
 

@@ -1,6 +1,4 @@
-"""The commands `rebuild_view`, `verify-decisions` and `explain_request`: state and decisions, from
-the log.
-"""
+"""The commands `kvlane replay`, `verify-decisions` and `explain`: state and decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `kvlane capture_period`, and reading captures from a file or from the log."""
+"""The command `kvlane capture`, and reading captures from a file or from the log."""
 
 from __future__ import annotations
 

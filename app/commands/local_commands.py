@@ -1,4 +1,4 @@
-"""The commands `kvlane run_demo` and `kvlane run_up`: a whole deployment on this machine."""
+"""The commands `kvlane demo` and `kvlane up`: a whole deployment on this machine."""
 
 from __future__ import annotations
 

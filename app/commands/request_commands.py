@@ -1,4 +1,4 @@
-"""The commands `kvlane publish_prompts`, `follow` and `cancel`: a Kafka client on a terminal."""
+"""The commands `kvlane publish`, `follow` and `cancel`: a Kafka client on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run of `kvlane run_demo`: a broker and every process of a deployment on this machine.
+"""The run of `kvlane demo`: a broker and every process of a deployment on this machine.
 
 Chooses the broker and the settings, and ends everything. The scenario is in `scenario.py`, its
 environment in `demo_environment.py`.

@@ -1,4 +1,4 @@
-"""The run of `kvlane run_up`: a broker and one of each process on this machine, until Ctrl-C.
+"""The run of `kvlane up`: a broker and one of each process on this machine, until Ctrl-C.
 
 Wires the data folder, the broker, the processes and their supervisors. Prints one line for each
 event, and the addresses when all is ready.

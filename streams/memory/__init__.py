@@ -1,3 +1,1 @@
-"""The log in this process: `memory_broker.py` is what connections share, `client.py` is one of
-them.
-"""
+"""The log in this process: `memory_broker.py` and `memory_log.py`, one connection to it."""

@@ -121,7 +121,7 @@ class ArtifactStore:
         raise ArtifactUnavailable(f"{artifact.sha256}: {len(parts)} of {needed} parts are there")
 
     async def _records(self, source: Partition, artifact: Artifact) -> AsyncGenerator[Record, None]:
-        """What the partition holds up to its end of now. Raises ArtifactUnavailable."""
+        """The records of the partition up to its present end. Raises ArtifactUnavailable."""
         start = (await self._log.start_offsets(ARTIFACTS, [source.partition]))[source.partition]
         end = (await self._log.end_offsets(ARTIFACTS, [source.partition]))[source.partition]
         timeout_s = self._timeout_s

@@ -59,7 +59,7 @@ class ModelLoader:
     async def model(self, card: ModelCard) -> LoadedModel:
         """The model of a card that names files.
 
-        Raises TimeoutError after WAIT_S; BadModel, and StreamError when the log does not answer.
+        Raises TimeoutError after LOAD_TIMEOUT_S, BadModel, StreamError.
         """
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             model = await asyncio.shield(self._load(card))
