@@ -1,9 +1,10 @@
 """Writer of a response's body to its connection without ASGI: by a call, not an awaited message.
 
-A part that is sent by ASGI passes the middleware and a coroutine of the server, 5 to 10 us; a
-token's event needs neither. `app/http/http_protocol.py` offers the writer in the scope of each
-request; under another server, and in tests without one, there is none. Head and end of a response
-are always sent by ASGI. The bytes on the wire are the same either way.
+A part that is sent by ASGI passes all middleware and a coroutine of the server; the event of a
+token needs neither: from its record to the transport it takes 2.8 us. `app/http/http_protocol.py`
+offers the writer in the scope of each request; under another server, and in tests without one,
+there is none. Head and end of a response are always sent by ASGI. The bytes on the wire are the
+same either way.
 """
 
 from __future__ import annotations

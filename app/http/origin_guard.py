@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.api_errors import ApiError
 
 ANY_ORIGIN = "*"
+_READ = frozenset({b"origin", b"host"})
 _LOCAL_NAMES = (".localhost", ".internal")
 """Suffixes of names that are not in public DNS, such as `host.docker.internal`."""
 
@@ -35,10 +35,18 @@ class OriginGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request, or respond with 403."""
-        if scope["type"] == "http" and (wrong := self._rules.violation(Headers(scope=scope))):
+        if scope["type"] == "http" and (wrong := self._rules.violation(_headers(scope))):
             await wrong.response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    """The two headers that the rules read; of several with one name the first."""
+    given = reversed(scope["headers"])
+    return {
+        name.decode("latin-1"): value.decode("latin-1") for name, value in given if name in _READ
+    }
 
 
 class OriginRules:

@@ -119,7 +119,7 @@ class ReplyReader:
         self._check()
         number = lane_of(request_id, self._lanes)
         lane = await self._open(number)
-        reply = Reply(request_id, lane.position)
+        reply = Reply(request_id, lane.position, lane=number)
         lane.add(reply)
         return reply
 
@@ -144,6 +144,7 @@ class ReplyReader:
             request_id,
             start,
             end if is_due else NO_OFFSET,
+            lane=number,
             doubts=begun or 0 < oldest == start,
             may_begin_until=-math.inf if begun else self._clock.now() + may_begin_s,
             attached=AttachPoint(oldest, begun),
@@ -156,8 +157,7 @@ class ReplyReader:
 
     def detach(self, reply: Reply) -> None:
         """Stop awaiting a reply. Idempotent."""
-        number = lane_of(reply.request_id, self._lanes)
-        self._take_out(number, reply)
+        self._take_out(reply.lane, reply)
         reply.cancel_timer()
 
     def _take_out(self, number: int, reply: Reply) -> None:

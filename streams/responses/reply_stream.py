@@ -61,12 +61,15 @@ class Reply:
         start: int = 0,
         due: int = NO_OFFSET,
         *,
+        lane: int = 0,
         doubts: bool = False,
         may_begin_until: float = -math.inf,
         attached: AttachPoint | None = None,
     ) -> None:
         """`doubts`: the beginning may have been deleted from the log (see `unconfirmed_end`)."""
         self.request_id = request_id
+        self.lane = lane
+        """Kept, since a lane is found by a hash in Python."""
         self.key = request_id.encode()
         self.start = start
         self.expected_before = due

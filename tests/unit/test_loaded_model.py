@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from streams.records import ModelCard
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 POOL = InlinePool()
+T = TypeVar("T")
 
 
 async def in_log(world: MemoryWorld) -> ArtifactStore:
@@ -232,3 +234,37 @@ async def test_an_answer_completes_the_character_its_prompt_ends_with() -> None:
     first, second = await LOADED.tokenizer.encode("\u0378")  # in no text, so in no merge
     stream = LOADED.text_stream(q.Request(id="x", token_ids=pack_tokens([first])))
     assert stream.feed([second]).text == "\u0378"
+
+
+class CountingPool(InlinePool):
+    """A pool that counts its jobs."""
+
+    def __init__(self) -> None:
+        self.jobs = 0
+
+    async def run(self, work: Callable[[], T]) -> T:
+        self.jobs += 1
+        return work()
+
+
+@pytest.mark.parametrize(
+    ("changes", "jobs"),
+    [
+        ({}, 0),
+        ({"messages": [{"role": "user", "content": "hi " * 300}] * 2}, 0),
+        ({"messages": [{"role": "user", "content": "hi " * 700}]}, 1),
+        ({"messages": [{"role": "user", "content": "hi"}] * 9}, 1),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, 1),
+        ({"chat_template_kwargs": {"rounds": 1}}, 1),
+        ({"documents": [{"text": "hi"}]}, 1),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 1),
+    ],
+)
+async def test_a_short_chat_of_text_is_rendered_without_a_thread(
+    changes: dict[str, Any], jobs: int
+) -> None:
+    pool = CountingPool()
+    template = ChatTemplate("{{ messages | length }}", SystemClock())
+    model = LoadedModel(ModelCard(name="m"), LOADED.tokenizer, template, pool)
+    await prepared(model, **(CHAT | changes))
+    assert pool.jobs == jobs

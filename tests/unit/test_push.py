@@ -17,6 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from app.http.body_writer import BodyWriter, body_writer_of
+from app.http.http_server import UvicornServer
 from app.http.openai import response_writer
 from app.http.openai.event_encoder import ResponseOptions
 from app.http.openai.logprobs import TokenText
@@ -24,6 +25,7 @@ from app.http.openai.merged_replies import MergedReplies
 from app.http.openai.openai_responses import Choice, ResponseHeader
 from app.http.openai.response_writer import CompletionResponse
 from app.metrics.gateway_metrics import GatewayMetrics
+from app.runtime.process import ProcessContext
 from streams.clock import SystemClock
 from streams.codecs import encode
 from streams.errors import LogClosed
@@ -393,3 +395,73 @@ async def test_both_paths_send_a_client_the_same(
         for way in (True, False)
     ]
     assert kinds[0] == kinds[1]
+
+
+# --- the real server ------------------------------------------------------------------------------
+
+
+class Served:
+    """Streams of the real server, one reply for all requests; what is written past ASGI counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reply = Reply(ID)
+        self.pushed = 0
+        self._offset = 0
+        write = BodyWriter.write
+
+        def count(writer: BodyWriter, body: bytes) -> None:
+            self.pushed += 1
+            write(writer, body)
+
+        monkeypatch.setattr(BodyWriter, "write", count)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        @asynccontextmanager
+        async def joined() -> AsyncIterator[MergedReplies]:
+            yield MergedReplies([self.reply], run_on=False)
+
+        choice = Choice(keep=False)
+        response = CompletionResponse(
+            options_of(), [choice], joined(), SystemClock(), METRICS, 600.0, 0.0
+        )
+        await response(scope, receive, send)
+
+    def feed(self, *records: Chunk | End) -> None:
+        for record in records:
+            self.reply.apply(MemoryRecord("responses", 0, self._offset, 0, *encode(record, ID)))
+            self._offset += 1
+
+
+@pytest.fixture
+async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Served, int]]:
+    streams, life = Served(monkeypatch), ProcessContext("test")
+    server = UvicornServer(streams, "127.0.0.1", 0, life)
+    await server.start()
+    yield streams, int(server.url.rpartition(":")[2])
+    await server.stop()
+    await life.cancel_tasks()
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_a_client_that_reads_late_gets_every_token(
+    served: tuple[Served, int], version: bytes
+) -> None:
+    streams, port = served
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
+    writer.write(b"GET / HTTP/%b\r\nhost: localhost\r\nconnection: close\r\n\r\n" % version)
+    streams.feed(*chunks("a", end=None))
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    for seq in range(1, 4001):  # 8 MB, more than the buffers of two sockets
+        streams.feed(*chunks("word" * 500, end=None, seq=seq))
+        if seq % 50 == 0:
+            await asyncio.sleep(0)
+    assert 0 < streams.pushed < 4000, "the socket was full"
+    assert len(streams.reply._pieces) <= MAX_PENDING_PIECES
+    streams.feed(*chunks("z", seq=4001))
+    async with asyncio.timeout(20):
+        told = events_of(dechunked(await reader.read(-1)))
+    writer.close()
+    assert told.deltas == '{"role": "assistant"}a' + "word" * 500 * 4000 + "z"
+    assert told.ids == sorted(set(told.ids))
+    assert (told.ids[-1], told.finish, told.last) == (4002, ["stop"], "[DONE]")

@@ -124,7 +124,7 @@ class ActiveStreams:
         """
         while True:
             request_id = self.seal.tagged(self._ids.new(), tenant)
-            if self._reads(lane_of(request_id, self._lanes)):
+            if self._settings.gateway_count == 1 or self._reads(lane_of(request_id, self._lanes)):
                 return request_id
 
     def check_id(self, request_id: str, tenant: str) -> None:
@@ -197,17 +197,8 @@ class ActiveStreams:
             async with self._limit():
                 for request in requests:  # those before a failure are left again
                     replies.append(await self._replies.subscribe(request.id))  # noqa: PERF401
-            sending = True
-            longest = max(request.prompt_bytes for request in requests)
-            turns = asyncio.Semaphore(max(1, MAX_SEND_BYTES // max(1, longest)))
-
-            async def send(request: Request) -> None:
-                async with turns:  # it is encoded only then
-                    await self._outbox.publish(REQUESTS, request.id, request, until=until)
-
-            async with self._limit(), asyncio.TaskGroup() as sends:
-                for request in requests:
-                    sends.create_task(send(request))
+                sending = True
+                await self._send_all(requests, until)
         except BaseException as e:
             for reply in replies:
                 self._replies.detach(reply)
@@ -217,6 +208,23 @@ class ActiveStreams:
                 raise failure from e
             raise
         return replies
+
+    async def _send_all(self, requests: Sequence[Request], until: float) -> None:
+        async def send(request: Request) -> None:
+            await self._outbox.publish(REQUESTS, request.id, request, until=until)
+
+        async def send_in_turn(request: Request) -> None:
+            async with turns:  # it is encoded only then
+                await send(request)
+
+        if len(requests) == 1:
+            await send(requests[0])
+            return
+        longest = max(request.prompt_bytes for request in requests)
+        turns = asyncio.Semaphore(max(1, MAX_SEND_BYTES // max(1, longest)))
+        async with asyncio.TaskGroup() as sends:
+            for request in requests:
+                sends.create_task(send_in_turn(request))
 
     async def attach(self, request_id: str, *, begun: bool, may_begin_s: float) -> Reply:
         """The reply of any request, from its beginning. Raises ApiError.

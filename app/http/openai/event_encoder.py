@@ -114,7 +114,7 @@ class EventEncoder:
         """Set the fields of later objects: a resuming client does not name the model."""
         self.header = header
         with_usage = self._options.include_usage
-        numbers = range(len(self.choices))
+        numbers = range(len(self.choices) if self._options.stream else 0)
         self._encoders = [ChunkEncoder(header, n, with_usage=with_usage) for n in numbers]
 
     def _encode_text(self, index: int, text: str) -> bytes:

@@ -46,7 +46,10 @@ class LoadedModel:
 
     async def prepare(self, asked: OpenAIRequest) -> PreparedPrompts:
         """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded."""
-        prompts = await self._pool.run(lambda: asked.prompts(self._template))
+        if asked.is_short:
+            prompts = asked.prompts(self._template)
+        else:
+            prompts = await self._pool.run(lambda: asked.prompts(self._template))
         tokens = [
             await self._tokens(prompt, asked.field, add_special_tokens=asked.add_special_tokens)
             for prompt in prompts
