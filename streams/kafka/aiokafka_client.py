@@ -39,6 +39,7 @@ from aiokafka.errors import (
 
 from streams.errors import AccessDenied
 from streams.kafka import record_batches
+from streams.kafka.session_fetcher import SessionFetcher
 from streams.kafka.stuck_broker import watch_connection
 from streams.topics import MAX_RECORD_BYTES
 
@@ -245,6 +246,7 @@ class LazyConsumer:
         consumer = AIOKafkaConsumer(**self._options)
         _mend(consumer)
         await start_client(consumer, self._options)
+        SessionFetcher.install(consumer)
         return consumer
 
     def _end(self, consumer: AIOKafkaConsumer) -> None:

@@ -17,6 +17,11 @@ from streams.clock import SystemClock
 from streams.errors import PositionLost, RecordTooLarge, StreamError, TopicMismatch
 from streams.kafka import provision
 from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.fetch_session import (
+    REQUESTS_WITHOUT_SESSION,
+    FetchSession,
+    SessionRequest,
+)
 from streams.kafka.group_member import KafkaMember
 from streams.kafka.kafka_log import KafkaLog
 from streams.kafka.kafka_reader import KafkaReader
@@ -311,6 +316,35 @@ class TestTopics:
         await check_partitions(twin, LANES)
         with pytest.raises(TopicMismatch):
             await check_partitions(twin, 8)
+
+
+class TestFetching:
+    async def test_fetch_lists_no_partition_while_nothing_changes(
+        self, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        requests: list[SessionRequest] = []
+        make = FetchSession.request
+
+        def recorded(session: FetchSession, wanted: Mapping[TopicPartition, int]) -> SessionRequest:
+            requests.append(make(session, wanted))
+            return requests[-1]
+
+        monkeypatch.setattr(FetchSession, "request", recorded)
+        reader = log.reader(moving=True)
+        reader.assign({Partition(REQUESTS, lane): 0 for lane in range(LANES)})
+        async with asyncio.timeout(WAIT_S):
+            while len(requests) < REQUESTS_WITHOUT_SESSION + 4:
+                await reader.poll(0.1)
+            assert len(requests[0].positions) == LANES
+            assert [(r.positions, r.forgotten) for r in requests[-3:]] == [([], [])] * 3
+            requests.clear()
+            await log.append(REQUESTS, Entry(b"id", b"x"), 1)
+            while not any(request.positions for request in requests):
+                await reader.poll(0.1)
+        moved = TopicPartition(log.prefix + REQUESTS, 1)
+        [positions] = [request.positions for request in requests if request.positions]
+        assert positions == [(moved, 1)]
+        await reader.close()
 
 
 class TestAppending:

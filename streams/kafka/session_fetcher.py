@@ -1,0 +1,274 @@
+"""aiokafka's fetcher with fetch sessions: it lists only the partitions that have changed.
+
+Owns the sessions of one consumer, one per broker, and the plan of its assignment: the partitions by
+the broker that serves them. Requests and responses of version 11 go through `fetch_codec`; a broker
+that does not know it is asked by aiokafka's own code. Buffers, wake-ups, resets of positions,
+errors of partitions and preferred read replicas stay aiokafka's.
+
+aiokafka walks all partitions at every wake-up, and lists all of them in every request. Here a
+broker whose response is awaited is skipped as a whole, so each partition is looked at once per
+request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.protocol.fetch import FetchRequest
+
+from streams.kafka.fetch_codec import (
+    API_KEY,
+    API_VERSION,
+    FetchOptions,
+    FetchResponse,
+    decode_header,
+    decode_response,
+    encode_header,
+    encode_request,
+)
+from streams.kafka.fetch_session import FetchSession
+
+log = logging.getLogger(__name__)
+
+SESSION_ERRORS = frozenset({70, 71})
+"""FETCH_SESSION_ID_NOT_FOUND, INVALID_FETCH_SESSION_EPOCH: expected after a restart of the broker,
+or after it has evicted the session."""
+
+
+class _Encoded(NamedTuple):
+    """The header of a request, in the form that a connection encodes."""
+
+    data: bytes
+
+    def encode(self) -> bytes:
+        return self.data
+
+
+class _ResponseHeader(NamedTuple):
+    correlation_id: int
+
+
+class SessionFetch:
+    """One request and its response, in the forms of aiokafka's request, struct and decoder."""
+
+    API_KEY = API_KEY
+    API_VERSION = API_VERSION
+
+    def __init__(
+        self, session: FetchSession, wanted: dict[TopicPartition, int], options: FetchOptions
+    ) -> None:
+        self.wanted = wanted
+        self.response: FetchResponse | None = None
+        """Of version 11 only."""
+        self._session = session
+        self._options = options
+
+    # --- the request, for the fetcher ---
+
+    @property
+    def topics(self) -> list[tuple[str, list[tuple[int, int, int]]]]:
+        """Positions by topic: of the partitions in the response, of all before there is one."""
+        by_topic: dict[str, list[tuple[int, int, int]]] = {}
+        if self.response is not None:
+            for topic, partitions in self.response.topics:
+                found = by_topic.setdefault(topic, [])
+                for partition, *_ in partitions:
+                    found.append((partition, self.wanted[TopicPartition(topic, partition)], 0))
+            return list(by_topic.items())
+        for (topic, partition), offset in self.wanted.items():
+            wanted = (partition, offset, self._options.max_partition_bytes)
+            by_topic.setdefault(topic, []).append(wanted)
+        return list(by_topic.items())
+
+    def prepare(self, versions: dict[int, tuple[int, int]]) -> Any:
+        """What a connection encodes: this, or aiokafka's struct for a broker of other versions."""
+        lowest, highest = versions.get(API_KEY, (0, 0))
+        if lowest <= API_VERSION <= highest:
+            return self
+        options = self._options
+        return FetchRequest(
+            options.max_wait_ms,
+            options.min_bytes,
+            options.max_bytes,
+            options.isolation_level,
+            self.topics,
+            rack_id=options.rack,
+        ).prepare(versions)
+
+    # --- the struct, for the connection ---
+
+    @property
+    def RESPONSE_TYPE(self) -> SessionFetch:  # noqa: N802  # aiokafka's name
+        return self
+
+    def build_request_header(self, correlation_id: int, client_id: str) -> _Encoded:
+        return _Encoded(encode_header(correlation_id, client_id))
+
+    def encode(self) -> bytes:
+        return encode_request(self._options, *self._session.request(self.wanted))
+
+    def parse_response_header(self, buffer: BytesIO) -> _ResponseHeader:
+        return _ResponseHeader(decode_header(buffer.getvalue()))
+
+    def decode(self, buffer: BytesIO) -> FetchResponse:
+        """Called unless nobody waits for the response any more."""
+        response = decode_response(buffer.getvalue())
+        wanted = self.wanted
+        topics = [
+            (topic, [p for p in partitions if (topic, p[0]) in wanted])
+            for topic, partitions in response.topics
+        ]
+        self.response = response = response._replace(topics=topics)
+        if response.error_code:
+            self._session.restart()
+        else:
+            self._session.answered(response.session_id)
+        return response
+
+
+class _Plan(NamedTuple):
+    """The partitions of an assignment by the broker that serves them; None: none does."""
+
+    assignment: Any
+    metadata: Any
+    """The partitions of the cluster; each update of the metadata makes another object."""
+    by_node: dict[int | None, list[tuple[TopicPartition, Any]]]
+
+
+class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
+    """The fetcher of one consumer."""
+
+    _sessions: dict[int, FetchSession]
+    _plan: _Plan | None
+    _options: FetchOptions
+
+    @classmethod
+    def install(cls, consumer: AIOKafkaConsumer) -> None:
+        """Give a started consumer fetch sessions, before it has an assignment.
+
+        A consumer makes its fetcher itself, so the one that it has made changes its class.
+        """
+        fetcher = consumer._fetcher  # noqa: SLF001
+        fetcher._sessions, fetcher._plan = {}, None  # noqa: SLF001
+        fetcher._options = FetchOptions(  # noqa: SLF001
+            fetcher._fetch_max_wait_ms,  # noqa: SLF001
+            fetcher._fetch_min_bytes,  # noqa: SLF001
+            fetcher._fetch_max_bytes,  # noqa: SLF001
+            fetcher._isolation_level,  # noqa: SLF001
+            fetcher._max_partition_fetch_bytes,  # noqa: SLF001
+            fetcher._client_rack or "",  # noqa: SLF001
+        )
+        fetcher.__class__ = cls
+
+    def _get_actions_per_node(self, assignment: Any) -> tuple[Any, ...]:
+        """As aiokafka's: fetches, resets by node, time-out, whether to refresh, resumptions."""
+        by_node = self._planned(assignment).by_node
+        buffered, backoff_s = self._records, self._backoff_s()
+        fetches: list[tuple[int, dict[TopicPartition, int]]] = []
+        resets: dict[int, list[TopicPartition]] = defaultdict(list)
+        resumptions: list[Any] = []
+        has_leaderless = any(tp not in buffered for tp, _ in by_node.get(None, ()))
+        for node, rows in by_node.items():
+            if node is None or node in self._in_flight:
+                continue
+            wanted: dict[TopicPartition, int] = {}
+            for tp, state in rows:
+                if tp in buffered:
+                    continue
+                if (position := state._position) is None:  # noqa: SLF001
+                    # Only a leader knows the offsets; a follower may serve the records.
+                    leader = self._node(self._client.cluster.leader_for_partition(tp))
+                    has_leaderless |= leader is None
+                    if leader is not None:
+                        resets[leader].append(tp)
+                elif state.paused:
+                    resumptions.append(state.resume_fut)
+                else:
+                    wanted[tp] = position
+            if wanted and node not in backoff_s:
+                fetches.append((node, wanted))
+        requests = [
+            (node, SessionFetch(self._session(node), wanted, self._options))
+            for node, wanted in fetches
+            if node not in resets  # first the positions, then the next records
+        ]
+        timeout_s = min(backoff_s.values(), default=self._fetcher_timeout)
+        return requests, resets, timeout_s, has_leaderless, resumptions
+
+    def _backoff_s(self) -> dict[int | None, float]:
+        """Time by node for which its records in the buffer keep it from being asked for others."""
+        found: dict[int | None, float] = {}
+        for tp, result in self._records.items():
+            if left_s := result.calculate_backoff():
+                node = self._node(self._select_read_replica(tp))
+                found[node] = max(left_s, found.get(node, 0.0))
+        return found
+
+    @staticmethod
+    def _node(node: int | None) -> int | None:
+        """A node id, None for both forms of no leader."""
+        return None if node == -1 else node
+
+    def _session(self, node: int) -> FetchSession:
+        if node not in self._sessions:
+            self._sessions[node] = FetchSession()
+        return self._sessions[node]
+
+    def _planned(self, assignment: Any) -> _Plan:
+        plan, metadata = self._plan, self._client.cluster._partitions  # noqa: SLF001
+        if plan is not None and plan.assignment is not assignment:
+            for session in self._sessions.values():  # ends of partitions are reported once
+                session.restart()
+        elif plan is not None and plan.metadata is metadata and not self._preferred_read_replica:
+            return plan
+        by_node: dict[int | None, list[tuple[TopicPartition, Any]]] = defaultdict(list)
+        for tp in assignment.tps:
+            node = self._node(self._select_read_replica(tp))
+            by_node[node].append((tp, assignment.state_value(tp)))
+        self._plan = plan = _Plan(assignment, metadata, by_node)
+        return plan
+
+    async def _proc_fetch_request(self, assignment: Any, node: int, fetch: SessionFetch) -> bool:
+        """Send a request and take its response; whether there is something for a poll."""
+        try:
+            has_news: bool = await super()._proc_fetch_request(assignment, node, fetch)
+        finally:
+            if fetch.response is None:
+                self._session(node).restart()
+        response = fetch.response
+        if response is None:  # or aiokafka's own, of another version
+            return has_news
+        if response.error_code:
+            if response.error_code not in SESSION_ERRORS:
+                log.warning("broker %s answers a fetch with error %d", node, response.error_code)
+                await asyncio.sleep(self._retry_backoff)
+            return False
+        if assignment.active:
+            self._note(assignment, fetch, response)
+        return has_news
+
+    def _note(self, assignment: Any, fetch: SessionFetch, response: FetchResponse) -> None:
+        """Note ends of partitions, and the time of the response about all that were wanted.
+
+        A broker reports an end once, so it is noted even if the position has changed meanwhile. A
+        throttled response is about nothing.
+        """
+        for topic, partitions in response.topics:
+            for partition, error_code, high, stable, *_ in partitions:
+                if not error_code:
+                    state = assignment.state_value(TopicPartition(topic, partition))
+                    state.highwater, state.lso = high, stable
+        if response.throttle_ms:
+            return
+        now_ms = int(1000 * time.time())
+        for tp, offset in fetch.wanted.items():
+            state = assignment.state_value(tp)
+            if state._position == offset:  # noqa: SLF001
+                state.timestamp = now_ms
