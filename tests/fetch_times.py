@@ -1,17 +1,27 @@
-"""Times of the fetch codec beside aiokafka's: `python -m tests.fetch_times`."""
+"""Times of the fetch codec and the fetch loop beside aiokafka's: `python -m tests.fetch_times`."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from io import BytesIO
+from types import SimpleNamespace
+from typing import Any
 
+import uvloop
 from aiokafka import TopicPartition
+from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v11
 
 from streams.kafka.fetch_codec import FetchOptions, decode_response, encode_request
+from streams.kafka.fetch_session import REQUESTS_WITHOUT_SESSION
+from streams.kafka.session_fetcher import SessionFetch, SessionFetcher
+from tests.harness.fetch_cluster import FetchCluster
 
 PARTITIONS = (0, 1, 8, 32)
+LOOP_S = 2.0
 OPTIONS = FetchOptions(250, 1, 32 * 1024 * 1024, 0, 8 * 1024 * 1024, "")
 RECORDS = bytes(300)
 
@@ -48,14 +58,60 @@ def fetch_times(count: int) -> dict[str, float]:
     }
 
 
+class SteadyCluster(FetchCluster):
+    """Brokers that always give the response of an hour without records, at once."""
+
+    def __init__(self, lanes: list[TopicPartition]) -> None:
+        super().__init__(lanes)
+        self.fetches = 0
+        rows = [(tp.partition, 0, 5, 5, 0, None, -1, b"") for tp in lanes]
+        self._full = FetchResponse_v11(0, 0, 0, [("lanes", rows)]).encode()
+        self._opened = FetchResponse_v11(0, 0, 1, [("lanes", rows)]).encode()
+        self._empty = FetchResponse_v11(0, 0, 1, []).encode()
+
+    async def send(self, node: int, request: Any) -> Any:
+        struct = request.prepare({1: (4, 17)})
+        struct.build_request_header(1, "router").encode() + struct.encode()
+        self.fetches += 1
+        await asyncio.sleep(0)
+        if not isinstance(request, SessionFetch):
+            return FetchResponse_v11.decode(BytesIO(self._full))
+        has_session = self.fetches > REQUESTS_WITHOUT_SESSION
+        is_open = self.fetches > REQUESTS_WITHOUT_SESSION + 1
+        data = self._empty if is_open else self._opened if has_session else self._full
+        return struct.RESPONSE_TYPE.decode(BytesIO(bytes(4) + data))
+
+
+async def loop_us(count: int, *, sessions: bool) -> float:
+    """CPU time of the whole fetch loop for a fetch without news, with `count` partitions."""
+    lanes = [TopicPartition("lanes", p) for p in range(count)]
+    cluster, subscription = SteadyCluster(lanes), SubscriptionState()
+    fetcher = Fetcher(cluster, subscription)
+    if sessions:
+        SessionFetcher.install(SimpleNamespace(_fetcher=fetcher))
+    subscription.assign_from_user(set(lanes))
+    for tp in lanes:
+        fetcher.seek_to(tp, 5)
+    await asyncio.sleep(0.2)
+    before, began_s = cluster.fetches, time.process_time()
+    await asyncio.sleep(LOOP_S)
+    took_s = time.process_time() - began_s
+    await fetcher.close()
+    return 1e6 * took_s / (cluster.fetches - before)
+
+
 def table() -> str:
     """All times, a row each."""
     columns = {count: fetch_times(count) for count in PARTITIONS}
-    lines = [f"{'us; partitions listed':24}" + "".join(f"{count:8}" for count in PARTITIONS)]
-    lines += [
-        f"{row:24}" + "".join(f"{columns[count][row]:8.1f}" for count in PARTITIONS)
-        for row in columns[0]
-    ]
+    for count, column in columns.items():
+        if count:
+            column["fetch loop, aiokafka"] = uvloop.run(loop_us(count, sessions=False))
+            column["fetch loop"] = uvloop.run(loop_us(count, sessions=True))
+    rows = list(columns[PARTITIONS[-1]])
+    lines = [f"{'us; partitions':24}" + "".join(f"{count:8}" for count in PARTITIONS)]
+    for row in rows:
+        cells = (f"{column[row]:8.1f}" if row in column else " " * 8 for column in columns.values())
+        lines.append(f"{row:24}" + "".join(cells))
     return "\n".join(lines)
 
 

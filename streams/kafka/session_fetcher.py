@@ -7,7 +7,11 @@ errors of partitions and preferred read replicas stay aiokafka's.
 
 aiokafka walks all partitions at every wake-up, and lists all of them in every request. Here a
 broker whose response is awaited is skipped as a whole, so each partition is looked at once per
-request.
+request. CPU time of the whole loop for a fetch without news (`python -m tests.fetch_times`), in us:
+
+    partitions                 1       8      32
+    aiokafka                  56     104     254
+    with sessions             30      30      37
 """
 
 from __future__ import annotations

@@ -5,114 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiokafka import TopicPartition
-from aiokafka.cluster import ClusterMetadata
 from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.subscription_state import SubscriptionState
-from aiokafka.errors import KafkaConnectionError, OffsetOutOfRangeError
-from aiokafka.protocol.fetch import FetchRequest_v10, FetchRequest_v11
-from aiokafka.protocol.metadata import MetadataResponse_v1
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.errors import OffsetOutOfRangeError
 
 from streams.kafka.fetch_session import REQUESTS_WITHOUT_SESSION
 from streams.kafka.session_fetcher import SessionFetcher
-from tests.harness.session_broker import Answer, SessionBroker
+from tests.harness.fetch_cluster import ANSWER_S, FetchCluster
 
 LANES = [TopicPartition("lanes", p) for p in range(4)]
-NO_WAIT_S = 0.005
-
-
-class Node:
-    """A broker behind a connection: answers after a moment, or as it is told."""
-
-    def __init__(self, ends: dict[TopicPartition, int]) -> None:
-        self.broker = SessionBroker()
-        self.broker.ends = ends
-        self.versions = (4, 17)
-        self.requests: list[list[TopicPartition]] = []
-        """Partitions that each request lists."""
-        self.is_away = False
-        self.answers = asyncio.Event()
-        self.answers.set()
-        self.errors: dict[TopicPartition, int] = {}
-        self.error = self.throttle_ms = 0
-
-    async def answer(self, request: Any) -> Any:
-        struct = request.prepare({1: self.versions})
-        data = struct.encode()
-        known = {10: FetchRequest_v10, 11: FetchRequest_v11}[struct.API_VERSION].decode(data)
-        wanted = [
-            (TopicPartition(topic, p), at) for topic, ps in known.topics for p, _, at, _, _ in ps
-        ]
-        gone = [TopicPartition(t, p) for t, ps in known.forgotten_topics_data for p in ps]
-        self.requests.append([tp for tp, _ in wanted] + gone)
-        if self.is_away:
-            raise KafkaConnectionError("away")
-        answer = self.broker.fetch(known.session_id, known.session_epoch, wanted, gone)
-        await asyncio.sleep(NO_WAIT_S)
-        await self.answers.wait()
-        if self.error or self.throttle_ms:
-            answer = Answer(self.error, answer.session_id, {})
-        topics = [(tp.topic, [self._fields(tp, answer, dict(wanted))]) for tp in answer.partitions]
-        topics += [(tp.topic, [(tp.partition, e, -1, -1, -1, None, -1, b"")])
-                   for tp, e in self.errors.items()]  # fmt: skip
-        if struct.API_VERSION < 11:
-            topics = [(topic, [(*p[:6], p[7]) for p in ps]) for topic, ps in topics]
-        theirs = known.RESPONSE_TYPE(self.throttle_ms, answer.error, answer.session_id, topics)
-        return struct.RESPONSE_TYPE.decode(
-            BytesIO(bytes(struct.API_VERSION == 11 and 4) + theirs.encode())
-        )
-
-    def _fields(self, tp: TopicPartition, answer: Answer, listed: dict[TopicPartition, int]) -> Any:
-        reported = answer.partitions[tp]
-        sessions = self.broker.sessions
-        at = self.broker.positions(answer.session_id)[tp] if sessions else listed[tp]
-        records = batch(at, reported.records) if reported.records else b""
-        return (tp.partition, 0, reported.end, reported.end, 0, None, -1, records)
-
-
-def batch(first: int, count: int) -> bytes:
-    builder = DefaultRecordBatchBuilder(2, 0, 0, -1, -1, -1, 1_000_000)
-    for number in range(count):
-        builder.append(number, 0, b"key", b"%d" % (first + number), [])
-    data = bytearray(builder.build())
-    data[:8] = first.to_bytes(8)
-    return bytes(data)
-
-
-class Cluster:
-    """Two brokers, and the consumer's view of their partitions."""
-
-    _metadata_max_age_ms = 300_000
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.cluster = ClusterMetadata(metadata_max_age_ms=300_000)
-        self.ends = dict.fromkeys(LANES, 5)
-        self.nodes = {1: Node(self.ends), 2: Node(self.ends)}
-        self.lead(dict.fromkeys(LANES, 1))
-
-    def lead(self, leaders: dict[TopicPartition, int]) -> None:
-        brokers = [(node, "host", node, None) for node in self.nodes]
-        rows = [(0, tp.partition, leader, [], []) for tp, leader in leaders.items()]
-        self.cluster.update_metadata(MetadataResponse_v1(brokers, 1, [(0, "lanes", False, rows)]))
-
-    async def send(self, node: int, request: Any) -> Any:
-        return await self.nodes[node].answer(request)
-
-    def force_metadata_update(self) -> asyncio.Future[bool]:
-        return self._loop.create_future()
 
 
 class Consumer:
     """Fetcher and subscription of a consumer that was told its positions."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FetchCluster) -> None:
         self.cluster = cluster
         self.node = cluster.nodes[1]
         self.subscription = SubscriptionState()
@@ -149,7 +61,7 @@ class Consumer:
 
 @pytest.fixture
 async def consumer() -> AsyncIterator[Consumer]:
-    made = Consumer(Cluster())
+    made = Consumer(FetchCluster(LANES))
     yield made
     await made.fetcher.close()
 
@@ -203,6 +115,40 @@ async def test_new_assignment_learns_the_ends_again(consumer: Consumer) -> None:
     await consumer.until_steady()
     consumer.assign(dict.fromkeys(LANES[:2], 5))
     await consumer.until(lambda: all(consumer.state(tp).highwater == 5 for tp in LANES[:2]))
+
+
+async def test_new_assignment_learns_the_end_that_was_reported_while_nothing_was_asked(
+    consumer: Consumer,
+) -> None:
+    consumer.assign({LANES[0]: 5})
+    await consumer.until_steady()
+    consumer.cluster.ends[LANES[0]] = 6
+    await asyncio.sleep(0.2)
+    assert consumer.fetcher._records
+    consumer.assign({LANES[0]: 6})
+    await consumer.until(lambda: consumer.state(LANES[0]).highwater == 6)
+
+
+async def test_end_in_a_response_for_an_older_position_is_kept(consumer: Consumer) -> None:
+    consumer.assign(dict.fromkeys(LANES, 5))
+    await consumer.until_steady()
+    consumer.node.answers.clear()
+    consumer.cluster.ends[LANES[0]] = 6
+    await asyncio.sleep(4 * ANSWER_S)
+    consumer.fetcher.seek_to(LANES[0], 6)
+    consumer.node.answers.set()
+    await consumer.until(lambda: consumer.state(LANES[0]).highwater == 6)
+    assert not consumer.values
+
+
+async def test_position_in_a_lost_request_is_listed_again(consumer: Consumer) -> None:
+    consumer.assign(dict.fromkeys(LANES, 5))
+    await consumer.until_steady()
+    consumer.node.is_away = True
+    consumer.fetcher.seek_to(LANES[1], 3)
+    await consumer.until(lambda: LANES[1] in consumer.node.requests[-1])
+    consumer.node.is_away = False
+    await consumer.until(lambda: (LANES[1], 4) in consumer.values)
 
 
 async def test_partition_that_another_broker_leads_is_fetched_there(consumer: Consumer) -> None:
@@ -274,7 +220,7 @@ async def test_response_of_one_broker_is_none_about_anothers_partitions(
     consumer.assign(dict.fromkeys(LANES, 5))
     await consumer.until_steady()
     consumer.cluster.nodes[2].answers.clear()
-    await asyncio.sleep(4 * NO_WAIT_S)
+    await asyncio.sleep(4 * ANSWER_S)
     known_ms = {tp: consumer.state(tp).timestamp for tp in LANES}
     await asyncio.sleep(0.1)
     later = [tp for tp in LANES if consumer.state(tp).timestamp != known_ms[tp]]
@@ -285,7 +231,7 @@ async def test_throttled_response_is_about_no_partition(consumer: Consumer) -> N
     consumer.assign(dict.fromkeys(LANES, 5))
     await consumer.until_steady()
     consumer.node.throttle_ms = 100
-    await asyncio.sleep(4 * NO_WAIT_S)
+    await asyncio.sleep(4 * ANSWER_S)
     known_ms = consumer.state(LANES[0]).timestamp
     await asyncio.sleep(0.1)
     assert consumer.state(LANES[0]).timestamp == known_ms
