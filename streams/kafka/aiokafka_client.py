@@ -39,7 +39,7 @@ from aiokafka.errors import (
 
 from streams.errors import AccessDenied
 from streams.kafka import record_batches
-from streams.kafka.session_fetcher import SessionFetcher
+from streams.kafka.fetching.session_fetcher import SessionFetcher
 from streams.kafka.stuck_broker import watch_connection
 from streams.topics import MAX_RECORD_BYTES
 

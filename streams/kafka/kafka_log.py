@@ -7,7 +7,7 @@ and groups, and translates every error of the client (`streams/errors.py`), with
     kafka_reader.py  reading without a group
     group_member.py  reading in a group   aiokafka_client.py  connections of all clients
     stuck_broker.py  detecting hung brokers, on every connection
-    session_fetcher.py  fetching in sessions: fetch_session.py their state, fetch_codec.py the bytes
+    fetching/        fetching in sessions: their state, the bytes, their place in the fetcher
 
 Each reader and member has its own consumer, because a consumer has one pending request per broker,
 and waits until its response is consumed. Offset queries use another consumer that never reads: a

@@ -17,7 +17,7 @@ from streams.clock import SystemClock
 from streams.errors import PositionLost, RecordTooLarge, StreamError, TopicMismatch
 from streams.kafka import provision
 from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.fetch_session import (
+from streams.kafka.fetching.fetch_session import (
     REQUESTS_WITHOUT_SESSION,
     FetchSession,
     SessionRequest,

@@ -14,8 +14,8 @@ from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.errors import OffsetOutOfRangeError
 
-from streams.kafka.fetch_session import REQUESTS_WITHOUT_SESSION
-from streams.kafka.session_fetcher import SessionFetcher
+from streams.kafka.fetching.fetch_session import REQUESTS_WITHOUT_SESSION
+from streams.kafka.fetching.session_fetcher import SessionFetcher
 from tests.harness.fetch_cluster import ANSWER_S, FetchCluster
 
 LANES = [TopicPartition("lanes", p) for p in range(4)]

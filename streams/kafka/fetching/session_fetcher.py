@@ -27,7 +27,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.protocol.fetch import FetchRequest
 
-from streams.kafka.fetch_codec import (
+from streams.kafka.fetching.fetch_codec import (
     API_KEY,
     API_VERSION,
     FetchOptions,
@@ -37,7 +37,7 @@ from streams.kafka.fetch_codec import (
     encode_header,
     encode_request,
 )
-from streams.kafka.fetch_session import FetchSession
+from streams.kafka.fetching.fetch_session import FetchSession
 
 log = logging.getLogger(__name__)
 
