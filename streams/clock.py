@@ -34,15 +34,12 @@ class SystemClock:
     """The clock of this machine, for everything outside of tests and simulations."""
 
     def now(self) -> float:
-        """As `Clock.now`."""
         return time.monotonic()
 
     def wall_ms(self) -> int:
-        """As `Clock.wall_ms`."""
         return time.time_ns() // 1_000_000
 
     async def sleep(self, seconds: float) -> None:
-        """As `Clock.sleep`."""
         await asyncio.sleep(seconds)
 
 

@@ -38,7 +38,6 @@ class BrokerUsage:
         self.missing: dict[str, str] = {}
 
     def count_test(self, broker: Broker) -> None:
-        """Count a test on this broker."""
         self.tests[f"{broker.kind}: {broker.description}"] += 1
 
 

@@ -38,8 +38,6 @@ class CountedAnswer(Protocol):
 
 
 class TokenBucket:
-    """A token bucket."""
-
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.per_minute = per_minute
         self._level = float(per_minute)

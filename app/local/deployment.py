@@ -102,7 +102,6 @@ class ProcessDeployment:
         self._running.pop(name).kill()
 
     async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
-        """See `LocalDeployment`."""
         parts = [part for part in self._parts if part.kind in kinds]
         await self._end({part.name for part in parts})
         changed = {variable_name(name): str(value) for name, value in changes.items()}
@@ -123,7 +122,6 @@ class ProcessDeployment:
         self._running[name] = self._launch(part)
 
     def check(self) -> None:
-        """See `LocalDeployment`."""
         for process in self._running.values():
             process.check()
 
@@ -156,7 +154,6 @@ class ProcessDeployment:
         return launch(self._guard, part.name, command, environment, output_file)
 
     def output_file(self, name: str) -> Path:
-        """The output file of a process."""
         return self._logs / f"{name}.log"
 
 
@@ -194,7 +191,6 @@ class InProcessDeployment:
         await life.cancel_tasks()
 
     async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
-        """See `LocalDeployment`."""
         parts = [part for part in self._parts if part.kind in kinds]
         ending = [self._running.pop(part.name) for part in parts if part.name in self._running]
         await asyncio.gather(*(_ended(*running) for running in ending))
@@ -202,7 +198,6 @@ class InProcessDeployment:
             await self._launch(part, changes)
 
     def check(self) -> None:
-        """See `LocalDeployment`."""
         for name, (_, life, _) in self._running.items():
             if life.error is not None:
                 raise DemoFailed(f"{name} failed: {life.error!r}")

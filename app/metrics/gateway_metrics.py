@@ -19,8 +19,6 @@ of one is visible."""
 
 
 class GatewayMetrics(MetricSet):
-    """The metrics of one gateway."""
-
     def __init__(self) -> None:
         super().__init__()
         self.responses = self.counter(

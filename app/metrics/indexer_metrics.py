@@ -27,8 +27,6 @@ _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 
 
 
 class IndexerMetrics(MetricSet):
-    """The metrics of one indexer."""
-
     def __init__(
         self, index: KvIndexView, followers: Mapping[str, Follower], duty: SnapshotWriter
     ) -> None:

@@ -12,8 +12,6 @@ PROMPT_OUTCOMES = ("request", "cancel", "refused", "dead_letter")
 
 
 class PreprocessorMetrics(MetricSet):
-    """The metrics of one preprocessor."""
-
     def __init__(
         self, models: Callable[[], int], is_paused: Callable[[], bool], credit: Callable[[], float]
     ) -> None:

@@ -58,8 +58,6 @@ class RouterGauges(Protocol):
 
 
 class RouterMetrics(MetricSet):
-    """The metrics of one router."""
-
     def __init__(self) -> None:
         super().__init__()
         self._views: ViewCollector | None = None

@@ -30,7 +30,6 @@ epoch; stop, since another process has this worker id."""
 
 
 def registry_key(worker: str) -> str:
-    """The registry key of a worker."""
     return f"worker/{worker}"
 
 

@@ -102,7 +102,6 @@ class CaptureReader:
     _ran: dict[str, list[CapturedRun]] = field(default_factory=dict)
 
     def add_line(self, line: AnyCaptureLine) -> None:
-        """Add a line."""
         if isinstance(line, CapturedWorker):
             self._workers[line.id] = line
         elif isinstance(line, CapturedRequest):

@@ -118,7 +118,6 @@ def run_metrics(
 
 
 def result_row(run: SimulationRun, found: RunMetrics, wall_s: float) -> dict[str, Any]:
-    """The result row of a run."""
     return {
         "policy": run.policy,
         "seed": run.seed,

@@ -77,7 +77,6 @@ class NetworkFaults(BrokerFaults):
         return draw * climate.usual_latency_s
 
     def fate(self, client: str, topic: str, partition: int) -> AppendFate:
-        """The fate of one append."""
         draw, climate = self._random(), self.profile
         for fate, likely in (
             (AppendFate.LOST, climate.lost),

@@ -95,14 +95,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return process in self._held
 
     def create_future(self) -> asyncio.Future[Any]:
-        """A future of this loop."""
         self._made += 1
         return _Future(self._made, self)
 
     def create_task(
         self, coro: Any, *, name: object = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
-        """A task of this loop."""
         self._made += 1
         return _Task(self._made, coro, loop=self, name=name, context=context)
 

@@ -190,7 +190,6 @@ class ExternalBroker(Broker):
         )
 
     def restart(self) -> None:
-        """See `Broker`."""
         self.check_running()
 
     def stop(self) -> None:

@@ -144,7 +144,6 @@ class DockerBroker(Broker):
             time.sleep(0.1)
 
     def check_running(self) -> None:
-        """See `Broker`."""
         if self._container is None:
             raise BrokerUnavailable("the broker was not started")
         container = self._container.get_wrapped_container()
@@ -158,7 +157,6 @@ class DockerBroker(Broker):
             )
 
     def restart(self) -> None:
-        """See `Broker`."""
         try:
             self.check_running()
         except BrokerUnavailable:
@@ -170,7 +168,6 @@ class DockerBroker(Broker):
         self._wait_ready(host, int(port))
 
     def stop(self) -> None:
-        """See `Broker`."""
         if self._container is not None and self._kept is not None:
             with contextlib.suppress(Exception):  # an orderly end; what is left is the guard's
                 self._container.get_wrapped_container().stop(timeout=10)

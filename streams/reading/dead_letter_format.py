@@ -54,7 +54,6 @@ class DeadLetterWriter:
 def to_dead_letter(
     topic: str, record: Record, reason: str, tries: int, *, keep_value: bool
 ) -> Entry:
-    """The dead letter of a record."""
     value = record.value
     headers: list[tuple[str, bytes | None]] = [
         (TYPE_HEADER, type_of(record)[:MAX_TYPE_BYTES]),

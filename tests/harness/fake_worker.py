@@ -154,7 +154,6 @@ def chunk(index: int, *tokens: int, attempt: int = 0, seq: int = 0, **over: Any)
 async def start_router(
     world: MemoryWorld, name: str = "r1", clock: Clock | None = None, **over: Any
 ) -> Router:
-    """Start a router."""
     fields = {"router_id": name, "worker_id": "-", "status_port": None} | over
     settings = Settings(_env_file=None, **fields)
     life = ProcessContext(name, clock or world.clock, random.Random(name))

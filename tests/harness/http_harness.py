@@ -53,7 +53,6 @@ class HttpHarness:
         return worker
 
     async def process_arguments(self, name: str) -> tuple[Log, Settings, ProcessContext]:
-        """Log, settings and context for a process of this name."""
         life = ProcessContext(name, rng=random.Random(name))
         self.contexts.append(life)
         return await self._connect(name), self.settings, life

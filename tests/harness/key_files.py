@@ -15,8 +15,6 @@ SECRET = "only for tests"
 
 
 class KeyFileHarness:
-    """A key file and its keys."""
-
     def __init__(self, folder: Path) -> None:
         self.path = folder / "keys.json"
         self.tokens: list[str] = []

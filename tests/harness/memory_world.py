@@ -113,8 +113,6 @@ def run_scenario(scenario: Scenario, lanes: int = 2) -> None:
 
 
 def scenario_test(scenario: Scenario) -> Callable[[], None]:
-    """The test of a scenario."""
-
     def test() -> None:
         run_scenario(scenario)
 

@@ -164,6 +164,5 @@ def test_other_tokenizers_do_not_wait_for_ever_for_a_character() -> None:
 
 
 def byte_tokens(text: str) -> list[int]:
-    """The text with one token for each byte."""
     by_bytes = {TOKENIZER._vocabulary.pieces[i]: i for i in range(5, 261)}
     return [by_bytes[bytes([byte])] for byte in text.encode()]

@@ -22,8 +22,6 @@ ECHO_BYTES_PER_TOKEN = 16
 
 
 class PromptTokenDetails(msgspec.Struct):
-    """Details of the prompt tokens."""
-
     cached_tokens: int | None = None
 
 

@@ -20,8 +20,6 @@ NO_STEP = -1
 
 
 class EngineLimits(NamedTuple):
-    """The limits of an engine."""
-
     block_size: int
     cache_blocks: int
     max_batched_tokens: int = 8192

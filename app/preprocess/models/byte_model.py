@@ -62,7 +62,6 @@ class ByteModel:
         )
 
     async def prepare(self, asked: OpenAIRequest) -> PreparedPrompts:
-        """As `Model.prepare`."""
         if isinstance(asked.body, TokensBody) and asked.body.multi_modal_data:
             raise InvalidPrompt("multi_modal_data", "this model takes text only")
         try:

@@ -64,11 +64,9 @@ class ByteLevelDetokenizer:
         self._decoder.decode(self._tail(before))
 
     def push(self, token_id: int) -> str:
-        """As `Detokenizer.push`."""
         return self._decoder.decode(self._piece(token_id))
 
     def end(self) -> str:
-        """As `Detokenizer.end`."""
         return self._decoder.decode(b"", final=True)
 
     def _piece(self, token_id: int) -> bytes:
@@ -99,12 +97,10 @@ class WindowedDetokenizer:
         self._shown = len(self._window)
 
     def push(self, token_id: int) -> str:
-        """As `Detokenizer.push`."""
         self._window.append(token_id)
         return self._advance(at_end=len(self._window) - self._shown >= _MOST_PENDING)
 
     def end(self) -> str:
-        """As `Detokenizer.end`."""
         return self._advance(at_end=True)
 
     def _advance(self, *, at_end: bool) -> str:

@@ -97,7 +97,6 @@ class FairQueue:
         self._lines: dict[str, _Line] = {}
 
     def classify(self, request: Request) -> QueueKey:
-        """The queue of a request."""
         for name in (request.hints.queue_class, request.tenant):
             if name in self._shares:
                 return QueueKey(request.model, name)

@@ -95,7 +95,6 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def terms(self) -> CostTerms:
-        """The terms of the costs."""
         return CostTerms(*self.results[:, : cost_kernels.STANDALONE].T)
 
     @property

@@ -215,7 +215,6 @@ def reconstruct(decision: Assigned, session: str = "") -> Reconstructed | None:
 
 
 def recorded_features(decision: Assigned, session: str = "") -> RequestFeatures:
-    """The request, as a decision records it."""
     params = decision.params
     return RequestFeatures(
         id=decision.id, prompt_tokens=decision.prompt_tokens + decision.base_tokens,

@@ -20,7 +20,6 @@ class ChangeLog(Generic[K]):
         self._last: list[K] = []
 
     def record(self, key: K) -> None:
-        """Record a change of this key."""
         self.count += 1
         self._last.append(key)
         if len(self._last) >= 2 * MIN_REMEMBERED_CHANGES:

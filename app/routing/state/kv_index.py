@@ -79,7 +79,6 @@ class KvIndexView:
         return self.blocks.match_prefix(local)
 
     def cache_sizes(self) -> dict[CacheId, CacheSize]:
-        """The size of each cache."""
         return self.blocks.cache_sizes()
 
     def entries(self, holder: CacheId, tier: Tier) -> dict[int, int]:

@@ -350,8 +350,6 @@ class _RequestRow(msgspec.Struct):
 
 
 class _LaneSnapshot(msgspec.Struct):
-    """A lane in a snapshot."""
-
     stories: list[_RequestRow]
     outcomes: list[tuple[str, str, int, int]]
     sessions: list[tuple[SessionKey, Affinity]] = []
