@@ -116,7 +116,7 @@ def settings(
     ] = False,
 ) -> None:
     """Show every setting: its variable, value, default and meaning. Secrets are masked."""
-    from app.settings import print_settings, settings_markdown
+    from app.commands.settings_table import print_settings, settings_markdown
 
     if markdown:
         typer.echo(settings_markdown(), nl=False)

@@ -14,7 +14,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -38,17 +38,6 @@ if TYPE_CHECKING:
     from indexer.block_keys import KeySecret
 
 PREFIX = "KVLANE_"
-_MASK = "********"
-_SECRET_WORDS = {
-    "auth",
-    "authorization",
-    "credential",
-    "credentials",
-    "key",
-    "password",
-    "secret",
-    "token",
-}
 _SECRETS = ("sasl_password", "ssl_keypassword", "hash_secret", "stream_secret", "attach_api_key")
 """Each has a twin NAME_file."""
 _LONGEST_LIFETIME_S = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) / 2000
@@ -837,30 +826,6 @@ class Settings(BaseSettings):
         return derive_secret(secret or LOOPBACK_SECRET)
 
 
-class SettingRow(NamedTuple):
-    """One setting as it is shown to people; a secret's values are masked."""
-
-    name: str  # the environment variable
-    default: str
-    value: str
-    description: str  # with its unit
-    is_set: bool  # by the environment or the caller, whether or not it equals the default
-
-
-def settings_rows(settings: Settings) -> list[SettingRow]:
-    """Every setting in the order of the class, safe to print and to log."""
-    return [
-        SettingRow(
-            name=variable_name(name),
-            default=_unset(name) or _shown(field.default),
-            value=_shown(getattr(settings, name)),
-            description=field.description or "",
-            is_set=name in settings.model_fields_set,
-        )
-        for name, field in Settings.model_fields.items()
-    ]
-
-
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Variables with our prefix that no setting reads, each with what was probably meant."""
     known = [variable_name(name) for name in Settings.model_fields]
@@ -870,68 +835,6 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
             close = difflib.get_close_matches(name.upper(), known, n=1)
             unknown.append(f"{name} (did you mean {close[0]}?)" if close else name)
     return unknown
-
-
-def settings_markdown() -> str:
-    """The table of all settings with their defaults, as `docs/configuration.md` has it."""
-    lines = ["| variable | default | meaning |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        default = _unset(name) or _shown(field.default)
-        meaning = (field.description or "").replace("|", "\\|")
-        lines.append(
-            f"| `{variable_name(name)}` | {f'`{default}`' if default else ''} | {meaning} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def print_settings() -> None:
-    """Show every setting: its variable, value, default and meaning. Secrets are masked.
-
-    Raises SettingsError when the environment holds settings that cannot work.
-    """
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("variable", no_wrap=True)
-    table.add_column("value", overflow="fold", max_width=24)
-    table.add_column("meaning")
-    for row in settings_rows(Settings()):
-        default = f" [dim](default: {escape(row.default) or 'empty'})[/]" if row.is_set else ""
-        style = "bold" if row.is_set else ""
-        table.add_row(row.name, escape(row.value), escape(row.description) + default, style=style)
-    console = Console()
-    console.print(table)
-    for name in unknown_variables(os.environ):
-        console.print(f"[yellow]not a setting, ignored:[/] {name}", highlight=False)
-
-
-def _unset(name: str) -> str:
-    """What stands for a default that is made when the process starts."""
-    made = {"worker_id": "HOST-PID", "router_id": "HOST-PID", "cache_dir": "~/.cache/kvlane"}
-    return made.get(name, "")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, SecretStr):
-        return _MASK if value.get_secret_value() else ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:.15g}"
-    return "" if value is None else str(_masked(value))
-
-
-def _masked(value: object, name: str = "") -> object:
-    """An argument of an engine without the secrets in it, which its name tells (`hf_token`)."""
-    if isinstance(value, dict):
-        return {key: _masked(inner, str(key)) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_masked(inner, name) for inner in value]
-    is_secret = not _SECRET_WORDS.isdisjoint(re.split(r"[^a-z]+", name.lower()))
-    return _MASK if is_secret and isinstance(value, str) and value else value
 
 
 def _is_address(text: str) -> bool:
@@ -951,7 +854,7 @@ def _on_loopback(servers: str) -> bool:
 def _exceeds(settings: Settings, smaller: str, larger: str) -> str:
     low, high = getattr(settings, smaller), getattr(settings, larger)
     return (
-        f"{variable_name(smaller)}={_shown(low)} exceeds {variable_name(larger)}={_shown(high)}: "
+        f"{variable_name(smaller)}={low:.15g} exceeds {variable_name(larger)}={high:.15g}: "
         f"lower the first or raise the second"
     )
 

@@ -11,7 +11,8 @@ import pytest
 import typer
 
 from app.cli import app
-from app.settings import Settings, settings_markdown, variable_name
+from app.commands.settings_table import settings_markdown
+from app.settings import Settings, variable_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -10,13 +10,8 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 
-from app.settings import (
-    Settings,
-    SettingsError,
-    print_settings,
-    settings_rows,
-    unknown_variables,
-)
+from app.commands.settings_table import print_settings, settings_rows
+from app.settings import Settings, SettingsError, unknown_variables
 from indexer.block_keys import LOOPBACK_SECRET, derive_secret
 from streams.kafka.connection_options import ConnectionOptions, TokenFile
 from streams.topics import ASSIGNMENTS, KV_EVENTS, TOPICS_BY_NAME
