@@ -40,8 +40,8 @@ from numpy.typing import NDArray
 from indexer.block_keys import LOOPBACK_SECRET, KeySecret, derive_secret
 from indexer.blocks import snapshot_format
 from indexer.blocks.holder_sets import MIN_ROWS, WORD_BITS, empty_sets, with_capacity
-from indexer.blocks.kernel_entry import extend_to_lower_tier, match_prefix
-from indexer.blocks.prefix_keys import SearchScratch, new_scratch
+from indexer.blocks.kernel_entry import KernelArrays, extend_to_lower_tier, match_prefix
+from indexer.blocks.prefix_keys import new_scratch
 from indexer.blocks.prefix_search import RETRY, SCAN_THRESHOLD
 from indexer.blocks.tier_store import MAX_STEP_SLOTS, TierView, new_stores
 from indexer.blocks.updates import ACCOUNT_WORDS, BLOCK_COUNT, DIGEST_SUM
@@ -72,12 +72,28 @@ _NO_COLUMN = -1
 class MatchDepths(NamedTuple):
     """Caches that hold the first block of a prompt, and their matched blocks by tier.
 
-    `columns`: i64 (n), see `Index.column_owners`. `match_depths`: i64 (n, tiers), matched blocks in
-    each tier, in row-major order.
+    `columns`: i64 (n), see `Index.column_owners`. `depths`: i64 (n, tiers), matched blocks in each
+    tier, in row-major order.
     """
 
     columns: NDArray[np.int64]
     depths: NDArray[np.int64]
+
+
+class _ThreadScratch:
+    """Scratch memory of a thread, for up to `blocks` blocks and `columns` columns.
+
+    `found`, `depths`: the results of a kernel, i64 (columns) and (columns, tiers).
+    """
+
+    def __init__(self, blocks: int, columns: int) -> None:
+        arrays = new_scratch(blocks, columns)
+        self.blocks = blocks
+        self.columns = columns
+        self.found = arrays.columns
+        self.depths = arrays.depths.reshape(-1, len(Tier))
+        self._arrays = KernelArrays(arrays)
+        self.places = self._arrays.places
 
 
 class _Cache(CacheState):
@@ -209,16 +225,15 @@ class Index(IndexBase[_Cache]):
         scratch = self._scratch(len(local), WORD_BITS * len(alive))
         parts = views[Tier.DEVICE].kernel_arguments
         count = match_prefix(
-            *parts, alive, self._mixing, local, not (self._open or self._scans), tuple(scratch)
+            *parts, alive, self._mixing, local, not (self._open or self._scans), scratch.places
         )
         if count == RETRY:
             return None
-        packed = scratch.out[:count].view(np.int64)
-        columns, depths = packed >> 32, np.zeros((count, len(Tier)), np.int64)
-        depths[:, 0] = packed & 0xFFFFFFFF
-        found: MatchDepths | None = MatchDepths(columns, depths)
+        found: MatchDepths | None = MatchDepths(
+            scratch.found[:count].copy(), scratch.depths[:count].copy()
+        )
         if self._is_tiered:
-            found = self._below(views, alive, local, scratch, columns, depths[:, 0])
+            found = self._below(views, alive, local, scratch, count)
         # Changes of the writer to newer arrays are not visible in the older ones.
         return found if tuple(self._views) == views else None
 
@@ -227,30 +242,29 @@ class Index(IndexBase[_Cache]):
         views: tuple[TierView, ...],
         alive: NDArray[np.uint64],
         local: NDArray[np.uint64],
-        scratch: SearchScratch,
-        columns: NDArray[np.int64],
-        device: NDArray[np.int64],
+        scratch: _ThreadScratch,
+        count: int,
     ) -> MatchDepths | None:
-        """Extend each cache's depth into the lower tiers, one after the other."""
+        """Extend the depths of the found caches into the lower tiers, one after the other."""
         reached = np.zeros((len(Tier) + 1, len(alive) * WORD_BITS), np.int64)
-        reached[1, columns] = device
+        reached[1, scratch.found[:count]] = scratch.depths[:count, 0]
         for tier in list(Tier)[Tier.HOST :]:
             reached[tier + 1] = reached[tier]
             if views[tier].table.used:
                 got = extend_to_lower_tier(
                     *views[tier].kernel_arguments, alive, self._mixing, local, reached[tier + 1],
-                    tuple(scratch),
+                    scratch.places,
                 )  # fmt: skip
                 if got == RETRY:
                     return None
         found = np.flatnonzero(reached[-1])
         return MatchDepths(found, np.ascontiguousarray(np.diff(reached[:, found], axis=0).T))
 
-    def _scratch(self, blocks: int, columns: int) -> SearchScratch:
+    def _scratch(self, blocks: int, columns: int) -> _ThreadScratch:
         """Scratch memory of this thread."""
-        scratch: SearchScratch | None = getattr(self._local, "scratch", None)
-        if scratch is None or len(scratch.spare) < blocks + 2 or len(scratch.out) < columns:
-            scratch = self._local.scratch = new_scratch(max(2 * blocks, 1024), columns)
+        scratch: _ThreadScratch | None = getattr(self._local, "scratch", None)
+        if scratch is None or scratch.blocks < blocks or scratch.columns < columns:
+            scratch = self._local.scratch = _ThreadScratch(max(2 * blocks, 1024), columns)
         return scratch
 
     # --- inspection ------------------------------------------------------------------------------

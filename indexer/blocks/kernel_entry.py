@@ -1,12 +1,13 @@
 """Entry points to the kernels that Python calls for every record and every prompt.
 
-To determine the types of its arguments, numba takes 0.05 us for each array in a plain tuple, 0.2 in
-a named tuple, and 0.8 for a single np.uint64. So these functions take plain tuples, and build the
-named ones for the inner kernels.
+To pass an array to a kernel, numba takes 0.03 us on its own, 0.06 in a tuple, and 0.2 in a named
+tuple. A lookup needs 20 arrays, which seldom change. So these functions take the addresses of
+`table`, `sets` and `scratch` (`KernelArrays`): 0.3 instead of 1.3 us a call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from indexer.blocks.prefix_keys import KeyConstants, SearchScratch
 from indexer.blocks.updates import BLOCK_COUNT, REJECTED
 from indexer.events import EventRows
 from indexer.kernels import inlined, kernel
+from indexer.native.intrinsics import i64_array_at, u64_array_at
 
 U64Array: TypeAlias = NDArray[np.uint64]
 I64Array: TypeAlias = NDArray[np.int64]
@@ -27,14 +29,36 @@ KernelTuple: TypeAlias = tuple[Any, ...]
 NO_ROOM = -1
 
 
-@inlined
-def _table(t: KernelTuple) -> BlockTable:
-    return BlockTable(t[0], t[1], t[2])
+class KernelArrays:
+    """Arrays for kernels, which get only `places`: i64, the address and the length of each array.
+
+    An integer among them takes the place of an address. The arrays live as long as this object:
+    callers keep it for the time of a call.
+    """
+
+    def __init__(self, arrays: Iterable[NDArray[Any] | int]) -> None:
+        self._arrays = tuple(arrays)
+        self.places = np.array(
+            [
+                (one, 0) if isinstance(one, int) else (one.ctypes.data, len(one))
+                for one in self._arrays
+            ],
+            np.int64,
+        ).reshape(-1)
 
 
 @inlined
-def _sets(s: KernelTuple) -> HolderSets:
-    return HolderSets(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9])
+def _table(p: I64Array) -> BlockTable:
+    return BlockTable(u64_array_at(p, 0), u64_array_at(p, 1), i64_array_at(p, 2))
+
+
+@inlined
+def _sets(p: I64Array) -> HolderSets:
+    return HolderSets(
+        u64_array_at(p, 0), p[2], u64_array_at(p, 2), i64_array_at(p, 3), i64_array_at(p, 4),
+        i64_array_at(p, 5), i64_array_at(p, 6), u64_array_at(p, 7), u64_array_at(p, 8),
+        i64_array_at(p, 9),
+    )  # fmt: skip
 
 
 @inlined
@@ -43,14 +67,16 @@ def _mixing(m: U64Array) -> KeyConstants:
 
 
 @inlined
-def _scratch(s: KernelTuple) -> SearchScratch:
-    return SearchScratch(s[0], s[1], s[2], s[3], s[4], s[5])
+def _scratch(p: I64Array) -> SearchScratch:
+    return SearchScratch(
+        u64_array_at(p, 0), u64_array_at(p, 1), u64_array_at(p, 2), u64_array_at(p, 3), i64_array_at(p, 4), i64_array_at(p, 5), u64_array_at(p, 6)
+    )
 
 
 @kernel()
 def apply_rows(
-    table: KernelTuple,
-    sets: KernelTuple,
+    table: I64Array,
+    sets: I64Array,
     column: int,
     tier: int,
     tags: U64Array,
@@ -77,13 +103,13 @@ def apply_rows(
 
 @kernel()
 def match_prefix(
-    table: KernelTuple,
-    sets: KernelTuple,
+    table: I64Array,
+    sets: I64Array,
     alive: U64Array,
     mixing: U64Array,
     local: U64Array,
     is_closed: bool,
-    scratch: KernelTuple,
+    scratch: I64Array,
 ) -> int:
     """As `search.match_prefix`; `mixing`: u64 (4)."""
     return prefix_search.match_prefix(
@@ -93,13 +119,13 @@ def match_prefix(
 
 @kernel()
 def extend_to_lower_tier(
-    table: KernelTuple,
-    sets: KernelTuple,
+    table: I64Array,
+    sets: I64Array,
     alive: U64Array,
     mixing: U64Array,
     local: U64Array,
     depth: I64Array,
-    scratch: KernelTuple,
+    scratch: I64Array,
 ) -> int:
     """As `search.extend_to_lower_tier`; `mixing`: u64 (4)."""
     return prefix_search.extend_to_lower_tier(

@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.blocks.holder_sets import WORD_BITS, ZERO
+from indexer.events import Tier
 from indexer.kernels import inlined, kernel
 from indexer.native.xxh3_kernels import addend
 
 GROUP_BLOCKS = 64
 """Blocks per group: at 64, both the pass over the sums and the filling of a group are short."""
 GROUP_SHIFT = 6
+TIERS = len(Tier)
 KEY_FOR_ZERO = np.uint64(1)
 """Replacement for key 0, which marks an empty slot."""
 
@@ -40,28 +42,31 @@ class SearchScratch(NamedTuple):
 
     `totals`: u64 (n), the sum up to each block, where it was computed. `sums`: u64 (groups + 1),
     the sum before each group. `points`, `spare`: u64 (n + 2), positions with their sets,
-    `position << 32 | set`. `out`: u64 (c), `column << 32 | depth`. `row`: u64 (words).
+    `position << 32 | set`. `columns`: i64 (c), the found ones. `depths`: i64 (c · TIERS), their
+    matched blocks by tier in row-major order; only those of the first tier are ever written. `row`:
+    u64 (words).
     """
 
     totals: NDArray[np.uint64]
     sums: NDArray[np.uint64]
     points: NDArray[np.uint64]
     spare: NDArray[np.uint64]
-    out: NDArray[np.uint64]
+    columns: NDArray[np.int64]
+    depths: NDArray[np.int64]
     row: NDArray[np.uint64]
 
 
 def new_scratch(blocks: int, columns: int) -> SearchScratch:
     """Memory for prompts of up to `blocks` blocks."""
-    sizes = (
-        blocks,
-        blocks // GROUP_BLOCKS + 2,
-        blocks + 2,
-        blocks + 2,
-        columns,
-        columns // WORD_BITS,
+    return SearchScratch(
+        np.zeros(blocks, np.uint64),
+        np.zeros(blocks // GROUP_BLOCKS + 2, np.uint64),
+        np.zeros(blocks + 2, np.uint64),
+        np.zeros(blocks + 2, np.uint64),
+        np.zeros(columns, np.int64),
+        np.zeros(columns * TIERS, np.int64),
+        np.zeros(columns // WORD_BITS, np.uint64),
     )
-    return SearchScratch(*(np.zeros(size, np.uint64) for size in sizes))
 
 
 @inlined

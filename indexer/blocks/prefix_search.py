@@ -27,6 +27,7 @@ from indexer.blocks.holder_sets import GENERATION, ONE, WORD_BITS, ZERO, HolderS
 from indexer.blocks.prefix_keys import (
     GROUP_BLOCKS,
     GROUP_SHIFT,
+    TIERS,
     KeyConstants,
     SearchScratch,
     compute_total,
@@ -62,8 +63,9 @@ def match_prefix(
     is_closed: bool,
     scratch: SearchScratch,
 ) -> int:
-    """Write the leading blocks that each live column holds to `scratch.out`; returns the number of
-    columns, or RETRY when sets were recycled meanwhile.
+    """Write the live columns that hold the first block, and their leading blocks, to
+    `scratch.columns` and `scratch.depths`; returns their number, or RETRY when sets were recycled
+    meanwhile.
 
     `local`: u64, the hashes of the blocks; at least one. `alive`: u64 (words), the live columns.
     """
@@ -329,7 +331,7 @@ def column_depths(
     end: int,
     scratch: SearchScratch,
 ) -> int:
-    """Write the depth of each live column that holds the first block to `scratch.out`."""
+    """Write each live column that holds the first block, and its depth, to the scratch memory."""
     count = 0
     if runs == 0:
         return count
@@ -346,9 +348,9 @@ def column_depths(
             still = scratch.row[word] & sets.rows[at + word]
             gone = scratch.row[word] ^ still
             scratch.row[word] = still
-            count = _append_columns(gone, word, position_of(points[run]), scratch.out, count)
+            count = _append_columns(gone, word, position_of(points[run]), scratch, count)
     for word in range(sets.words):
-        count = _append_columns(scratch.row[word], word, end, scratch.out, count)
+        count = _append_columns(scratch.row[word], word, end, scratch, count)
     return count
 
 
@@ -360,11 +362,12 @@ def _is_known(sets: HolderSets, packed: np.uint64) -> bool:
 
 @inlined
 def _append_columns(
-    bits: np.uint64, word: int, depth: int, out: NDArray[np.uint64], count: int
+    bits: np.uint64, word: int, depth: int, scratch: SearchScratch, count: int
 ) -> int:
     """Append the columns of a word, with their depth."""
     while bits != ZERO:
-        out[count] = (np.uint64(WORD_BITS * word + trailing_zeros(bits)) << U32) | np.uint64(depth)
+        scratch.columns[count] = WORD_BITS * word + trailing_zeros(bits)
+        scratch.depths[TIERS * count] = depth
         count += 1
         bits &= bits - ONE
     return count

@@ -27,7 +27,7 @@ from indexer.blocks.block_table import (
     start_growth,
 )
 from indexer.blocks.holder_sets import GENERATION, HolderSets, bit_row, empty_sets, with_capacity
-from indexer.blocks.kernel_entry import NO_ROOM, KernelTuple, apply_rows
+from indexer.blocks.kernel_entry import NO_ROOM, KernelArrays, KernelTuple, apply_rows
 from indexer.blocks.updates import (
     ACCOUNT_WORDS,
     GROW_SLOTS_PER_KEY,
@@ -45,12 +45,13 @@ _UNREAD = 3
 
 
 class TierView:
-    """Arrays of a tier for readers; `kernel_arguments` has them as plain tuples, for kernels."""
+    """Arrays of a tier for readers; `kernel_arguments` are their addresses, for kernels."""
 
     def __init__(self, table: BlockTable, sets: HolderSets) -> None:
         self.table = table
         self.sets = sets
-        self.kernel_arguments: tuple[KernelTuple, KernelTuple] = tuple(table), tuple(sets)
+        self._arrays = KernelArrays(table), KernelArrays(sets)
+        self.kernel_arguments = self._arrays[0].places, self._arrays[1].places
 
 
 class TierStore:

@@ -20,7 +20,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numba.np.arrayobj import make_array
+from numba.np.arrayobj import make_array, populate_array
 from numpy.typing import NDArray
 
 HUGE_PAGE = 2 << 20
@@ -60,6 +60,34 @@ def _pointer(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """Pointer to an element; the arguments are the array and the index."""
     array = make_array(signature.args[0])(context, builder, args[0])
     return cgutils.gep_inbounds(builder, array.data, args[1])
+
+
+def _array_at(element: Any) -> Any:
+    """Intrinsic: the array whose address and length are the `number`-th pair of an i64 array.
+
+    The caller keeps its memory.
+    """
+    array = types.Array(element, 1, "C")
+
+    def array_at(_: Any, places: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            made, word = make_array(array)(context, builder), context.get_constant(types.intp, 8)
+            place = _pointer(
+                context, builder, signature, [args[0], builder.mul(args[1], _I64(2))]
+            )
+            populate_array(
+                made, data=builder.inttoptr(builder.load(place), made.data.type),
+                shape=[builder.load(builder.gep(place, [_I32(1)]))], strides=[word], itemsize=word,
+                meminfo=None,
+            )  # fmt: skip
+            return made._getvalue()
+
+        return array(places, types.int64), generate
+
+    return intrinsic(array_at)
+
+
+u64_array_at, i64_array_at = _array_at(types.uint64), _array_at(types.int64)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -48,7 +48,7 @@ from indexer.blocks.holder_sets import (
     empty_sets,
     with_capacity,
 )
-from indexer.blocks.prefix_keys import KeyConstants, SearchScratch, new_scratch
+from indexer.blocks.prefix_keys import TIERS, KeyConstants, SearchScratch, new_scratch
 from indexer.blocks.prefix_search import RETRY, match_prefix
 from indexer.blocks.updates import ACCOUNT_WORDS, update_run
 from indexer.epochs import CacheId
@@ -247,8 +247,8 @@ class KernelIndex:
             state.table, state.sets, state.live_columns, state.mixing, query, True, state.scratch
         )
         assert count != RETRY
-        found = state.scratch.out[:count].tolist()
-        return {word >> 32: word & 0xFFFFFFFF for word in found}
+        depths = state.scratch.depths.reshape(-1, TIERS)[:count, 0]
+        return dict(zip(state.scratch.columns[:count].tolist(), depths.tolist(), strict=True))
 
     def _make_room(self, blocks: int) -> None:
         table, sets = self._state.table, self._state.sets
