@@ -23,8 +23,8 @@ there is such a cache, every block of a prompt is looked up.
 One writer, and any number of threads that call `match_prefix` or `match_depths` concurrently: these
 take the arrays of a tier as one tuple, run without the interpreter's lock, and retry when sets were
 recycled meanwhile. Everything else belongs to the writer's thread, or to times when it is idle.
-Each cache has at most `max_blocks` blocks; positions are kept for display only, no answer depends
-on them.
+Each cache has at most `max_blocks` blocks. Positions are kept for display, and because closed
+caches are only searched for a prompt whose first block was stored at position 0.
 """
 
 from __future__ import annotations

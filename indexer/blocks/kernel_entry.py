@@ -49,7 +49,10 @@ class KernelArrays:
 
 @inlined
 def _table(p: I64Array) -> BlockTable:
-    return BlockTable(u64_array_at(p, 0), u64_array_at(p, 1), i64_array_at(p, 2))
+    return BlockTable(
+        u64_array_at(p, 0), u64_array_at(p, 1), u64_array_at(p, 2), u64_array_at(p, 3),
+        i64_array_at(p, 4),
+    )  # fmt: skip
 
 
 @inlined
@@ -69,8 +72,9 @@ def _mixing(m: U64Array) -> KeyConstants:
 @inlined
 def _scratch(p: I64Array) -> SearchScratch:
     return SearchScratch(
-        u64_array_at(p, 0), u64_array_at(p, 1), u64_array_at(p, 2), u64_array_at(p, 3), i64_array_at(p, 4), i64_array_at(p, 5), u64_array_at(p, 6)
-    )
+        u64_array_at(p, 0), u64_array_at(p, 1), u64_array_at(p, 2), u64_array_at(p, 3),
+        i64_array_at(p, 4), i64_array_at(p, 5), u64_array_at(p, 6),
+    )  # fmt: skip
 
 
 @kernel()

@@ -5,13 +5,14 @@ block holds all blocks before it (*closed*, see `indexer/index.py`), sets only s
 prompt; two blocks with equal sets then have that set everywhere in between. So the search finds the
 few positions where sets change without a lookup of every block: it probes some positions at once,
 then some in each gap between unequal neighbours, until no gap is left. A probe costs a cache miss,
-150-220 ns, but several probes at once cost little more than one. If a cache may not be closed, all
-blocks are scanned, at 8-10 ns each.
+150-220 ns, but several probes at once cost little more than one. Most prompts are in no cache: the
+count of first blocks (`indexer/blocks/block_table.py`) ends their search before the first miss. If
+a cache may not be closed, all blocks are scanned, at 8-10 ns each.
 
 Example: of 1000 blocks the first 256 are held by A and B, the others by A alone. The first round
 probes block 0, the last block of 15 groups of 64, and block 999: AB AB AB AB A … A. One gap is
-left, between blocks 255 and 319; 6 probes divide its 63 positions; then a gap of 9 is scanned. The
-result is two runs: AB from 0, A from 256, up to 1000.
+left, between blocks 255 and 319; 7 probes divide its 63 positions; then the 7 positions of one gap
+are probed. The result is two runs: AB from 0, A from 256, up to 1000.
 
 Columns that were retired but not swept do not matter. They are masked out of the result; for the
 others sets still only shrink, and equal sets still have equal live columns.
@@ -22,7 +23,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.blocks.block_table import SET_MASK, U32, BlockTable, lookup_set, prefetch_slot
+from indexer.blocks.block_table import (
+    SET_MASK,
+    U32,
+    BlockTable,
+    lookup_set,
+    may_have_first,
+    prefetch_slot,
+)
 from indexer.blocks.holder_sets import GENERATION, ONE, WORD_BITS, ZERO, HolderSets, has_column
 from indexer.blocks.prefix_keys import (
     GROUP_BLOCKS,
@@ -32,18 +40,17 @@ from indexer.blocks.prefix_keys import (
     SearchScratch,
     compute_total,
     fill_group,
+    first_key,
     key_at,
     sum_of_addends,
 )
 from indexer.kernels import inlined, kernel
 from indexer.native.intrinsics import fence, load_acquire, trailing_zeros
 
-EAGER_GROUPS = 16
-"""Longest prompt, in groups, whose groups are summed up while the first block is loaded; longer
-prompts wait for that block first, since most prompts are in no cache."""
-FIRST_PROBES, PROBES_PER_GAP = 15, 6
-"""Probes made at once, in the first round and in each gap. A round costs about one miss, a probe a
-tenth of that; prompts of 1000 blocks take 3 rounds, prompts of 8000 blocks 4."""
+FIRST_PROBES, PROBES_PER_GAP = 15, 7
+"""Probes made at once: in the first round, if there are that many groups, and in each gap. A round
+costs about one miss, a probe a tenth of that. Prompts of 64 blocks take 2 rounds, of 1000 blocks 3,
+of 8000 blocks 4; one, if all blocks have the same holders."""
 SCAN_THRESHOLD = 24
 """Longest prompt, in blocks, that is always scanned: its lookups run at once anyway."""
 SCAN_PREFETCH = 20
@@ -69,6 +76,8 @@ def match_prefix(
 
     `local`: u64, the hashes of the blocks; at least one. `alive`: u64 (words), the live columns.
     """
+    if is_closed and not may_have_first(table, first_key(mixing, local)):
+        return 0
     generation = load_acquire(sets.state, GENERATION)
     if is_closed and len(local) > SCAN_THRESHOLD:
         points, runs, end = search_closed(table, mixing, local, scratch)
@@ -129,21 +138,24 @@ def search_closed(
     table: BlockTable, mixing: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch
 ) -> tuple[NDArray[np.uint64], int, int]:
     """The same result as `scan_blocks`, if all caches are closed."""
-    blocks = len(local)
-    if not sum_groups(table, mixing, local, scratch):
-        return scratch.points, 0, 0
+    blocks, last = len(local), len(local) - 1
     points, spare = scratch.points, scratch.spare
-    last = blocks - 1
-    spread = prefetch_between(table, mixing, local, scratch, 0, last, FIRST_PROBES)
+    prefetch_slot(table, first_key(mixing, local))
+    sum_groups(mixing, local, scratch)
     compute_total(mixing, local, scratch, last, 0)
     prefetch_slot(table, key_at(scratch, last))
+    most = FIRST_PROBES if blocks > GROUP_BLOCKS else PROBES_PER_GAP
+    spread = prefetch_between(table, mixing, local, scratch, 0, last, most)
     number = lookup_set(table, key_at(scratch, 0))
     if number == ZERO:
         return points, 0, 0
-    count = append_point(points, 0, 0, number)
-    count = probe_between(table, scratch, points, count, 0, last, spread)
+    points[0] = pack_point(0, number)
+    at_end = lookup_set(table, key_at(scratch, last))
+    if at_end == number:
+        return points, 1, blocks
+    count = probe_between(table, scratch, points, 1, 0, last, spread)
     if points[count - 1] & SET_MASK != ZERO:
-        count = append_point(points, count, last, lookup_set(table, key_at(scratch, last)))
+        count = append_point(points, count, last, at_end)
     while prefetch_gaps(table, mixing, local, scratch, points, count):
         count = probe_gaps(table, scratch, points, count, spare)
         points, spare = spare, points
@@ -151,22 +163,15 @@ def search_closed(
 
 
 @inlined
-def sum_groups(
-    table: BlockTable, mixing: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch
-) -> bool:
-    """Sum up the groups; False, early, if the first block has no holders."""
-    groups = len(local) >> GROUP_SHIFT  # whole ones
+def sum_groups(mixing: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch) -> None:
+    """Sum up the whole groups; of the first one, compute all totals."""
     scratch.sums[0] = ZERO
     fill_group(mixing, local, scratch, 0)
-    prefetch_slot(table, key_at(scratch, 0))
-    if groups > EAGER_GROUPS and lookup_set(table, key_at(scratch, 0)) == ZERO:
-        return False
-    for group in range(1, groups):
+    for group in range(1, len(local) >> GROUP_SHIFT):
         start = group << GROUP_SHIFT
         scratch.sums[group + 1] = scratch.sums[group] + sum_of_addends(
             mixing, local, start, start + GROUP_BLOCKS
         )
-    return groups > EAGER_GROUPS or lookup_set(table, key_at(scratch, 0)) != ZERO
 
 
 @inlined

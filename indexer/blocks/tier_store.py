@@ -82,9 +82,9 @@ class TierStore:
     def nbytes(self) -> int:
         """Allocated memory of the arrays; the resident part may be smaller."""
         table, sets = self.view.table, self.view.sets
-        arrays = [table.slots, sets.rows, sets.buckets]
+        arrays = [table.slots, table.firsts, sets.rows, sets.buckets]
         if table.is_growing:
-            arrays.append(table.larger)
+            arrays += [table.larger, table.larger_firsts]
         return sum(array.nbytes for array in arrays)
 
     def _replace(self, table: BlockTable, sets: HolderSets) -> None:

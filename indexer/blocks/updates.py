@@ -69,6 +69,14 @@ def block_digest(tag: np.uint64, key: np.uint64) -> np.uint64:
 
 
 @inlined
+def placed(before: np.uint64, position: int, number: int) -> np.uint64:
+    """New value of a block with the value `before`, 0 for a new one: the lower position."""
+    if before != ZERO:
+        position = min(position, np.int64(before >> U32))
+    return (np.uint64(position) << U32) | np.uint64(number)
+
+
+@inlined
 def has_capacity(table: BlockTable, sets: HolderSets, column: int, keys: int) -> bool:
     """Whether table and sets have room for the column and so many keys, also while they grow.
 
@@ -149,7 +157,7 @@ def update_run(
             if held >= limit or (number == EMPTY_SET and not is_usable_slot(table, slot)):
                 account[REJECTED] += ONE
                 continue
-            write_slot(table, slot, key, (np.uint64(position + i) << U32) | np.uint64(after))
+            write_slot(table, slot, key, placed(value, position + i, after))
             if number == EMPTY_SET:
                 table.state[USED] += 1
             held += 1
@@ -300,7 +308,7 @@ def load_blocks(
         if number == EMPTY_SET and not is_usable_slot(table, slot):
             _move_references(sets, before, after, moved)
             return False
-        write_slot(table, slot, key, (np.uint64(positions[i]) << U32) | np.uint64(after))
+        write_slot(table, slot, key, placed(value, np.int64(positions[i]), after))
         if number == EMPTY_SET:
             table.state[USED] += 1
         moved += 1

@@ -29,11 +29,16 @@ MIN_HUGE_BYTES = 1 << 16
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _PAIR = ir.VectorType(_I64, 2)
+_AVX = "v" if binding.get_host_cpu_features().get("avx") else ""
 _LOAD = {
-    "x86_64": ("movdqa ($1), $0", "=x,r,~{memory}"),
+    "x86_64": (f"{_AVX}movdqa ($1), $0", "=x,r,~{memory}"),
     "aarch64": ("ldr ${0:q}, [$1]", "=w,r,~{memory}"),
 }.get(platform.machine())
-"""Assembler and constraints of one load of a pair."""
+"""Assembler and constraints of one load of a pair.
+
+The older encoding takes 100 ns instead of 1.3 on an Intel processor after instructions of AVX-512,
+as in the loops that sum up keys: it keeps the upper parts of registers that are in use.
+"""
 binding.initialize_native_asmparser()
 
 
@@ -72,15 +77,13 @@ def _array_at(element: Any) -> Any:
     def array_at(_: Any, places: Any, number: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             made, word = make_array(array)(context, builder), context.get_constant(types.intp, 8)
-            place = _pointer(
-                context, builder, signature, [args[0], builder.mul(args[1], _I64(2))]
-            )
+            place = _pointer(context, builder, signature, [args[0], builder.mul(args[1], _I64(2))])
             populate_array(
                 made, data=builder.inttoptr(builder.load(place), made.data.type),
                 shape=[builder.load(builder.gep(place, [_I32(1)]))], strides=[word], itemsize=word,
                 meminfo=None,
             )  # fmt: skip
-            return made._getvalue()
+            return made._getvalue()  # noqa: SLF001 - as numba's own intrinsics
 
         return array(places, types.int64), generate
 

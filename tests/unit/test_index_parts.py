@@ -17,6 +17,7 @@ from indexer.blocks.block_table import (
     finish_growth,
     is_too_full,
     lookup_set,
+    may_have_first,
     start_growth,
     write_slot,
 )
@@ -31,7 +32,8 @@ from indexer.blocks.holder_sets import (
     with_column_flipped,
 )
 from indexer.epochs import CacheId, Overlap
-from indexer.events import CLEARED, CacheEvent, EventKind
+from indexer.events import CLEARED, CacheEvent, EventKind, Tier
+from indexer.kernels import kernel
 from indexer.native.intrinsics import allocate_zeros
 from tests.harness.keyed_index import KeyedIndex, local_hashes_of
 
@@ -120,6 +122,63 @@ def test_a_table_holds_what_a_dict_would_through_removals_and_growth(seed: int) 
             assert int(lookup_set(table, np.uint64(key))) == model.get(key, 0)
     assert table.used == len(model)
     assert all(int(lookup_set(table, np.uint64(key))) == model.get(key, 0) for key in known)
+
+
+@kernel()
+def may_have(table: BlockTable, key: np.uint64) -> bool:
+    return may_have_first(table, key)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_first_blocks_are_known_through_removals_and_growth(seed: int) -> None:
+    rng = random.Random(seed)
+    table, model = empty_table(), dict[int, int]()
+    for _ in range(4000):
+        is_known = bool(model) and rng.random() < 0.4
+        key = rng.choice(list(model)) if is_known else rng.randrange(1, 1 << 64)
+        slot, value = find_slot(table, np.uint64(key))
+        if is_known and rng.random() < 0.6:
+            erase_slot(table, slot)
+            del model[key]
+        else:
+            model[key] = min(rng.choice([0, 0, 7]), model.get(key, 7))
+            table.state[USED] += not value
+            write_slot(table, slot, np.uint64(key), np.uint64(model[key] << 32 | 1))
+        if not table.is_growing and is_too_full(table, 1):
+            table = start_growth(table, 1)
+        if table.is_growing and copy_slots(table, rng.choice([1, 7, 300])):
+            table = finish_growth(table)
+        for known in rng.sample(list(model), min(3, len(model))):
+            assert model[known] or may_have(table, np.uint64(known))
+    assert all(may_have(table, np.uint64(key)) for key, position in model.items() if not position)
+    if table.is_growing:
+        copy_slots(table, 1 << 40)
+        table = finish_growth(table)
+    for key in model:
+        erase_slot(table, find_slot(table, np.uint64(key))[0])
+    assert not table.firsts.any()
+
+
+def test_more_first_blocks_than_a_counter_counts_are_never_lost() -> None:
+    table = empty_table()
+    keys = [np.uint64(n + 1) for n in range(20)]
+    for key in keys:
+        write_slot(table, find_slot(table, key)[0], key, np.uint64(1))
+    for key in keys[1:]:
+        erase_slot(table, find_slot(table, key)[0])
+    assert may_have(table, keys[0])
+
+
+def test_a_first_block_stays_one_whatever_else_is_said_of_its_position() -> None:
+    index = KeyedIndex()
+    keys = tuple(range(5, 45))
+    for worker, position in (("one", 0), ("two", 3)):
+        stored = CacheEvent(EventKind.STORED, position=position, keys=keys)
+        index.apply_events(0, CacheId(worker, 0), 1, 0, [CLEARED, stored])
+    assert index.match_prefix(keys) == {
+        CacheId(worker, 0): Overlap(len(keys)) for worker in ("one", "two")
+    }
+    assert min(index.blocks_of(CacheId("two", 0), Tier.DEVICE).values()) == 0
 
 
 def test_arrays_of_any_size_begin_where_pairs_may() -> None:
