@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+
 from app.local.processes import ManagedProcess, launch
 from app.operator_error import OperatorError
 from app.settings import Settings, variable_name
@@ -82,16 +84,17 @@ class BenchEnvironment:
                 raise BenchFailed(f"{process.name} was not ready within {READY_TIMEOUT_S:g} s")
             await self.clock.sleep(0.1)
 
-    async def register_worker(self, name: str, config: EngineConfig) -> WorkerCard:
+    async def register_worker(
+        self, name: str, config: EngineConfig, busy_prefill_tokens: int | None = None
+    ) -> WorkerCard:
         """Register a worker as workers do: the card is written twice, first without an epoch."""
         slots = await self.log.partitions(ASSIGNMENTS)
         card = WorkerCard(
-            id=name, slot=partition_of(name.encode(), slots), model=config.model, config=config
-        )
+            id=name, slot=partition_of(name.encode(), slots), model=config.model, config=config,
+            busy_prefill_tokens=busy_prefill_tokens,
+        )  # fmt: skip
         first = await self.outbox.publish(REGISTRY, f"worker/{name}", card)
-        card = WorkerCard(
-            id=name, slot=card.slot, model=config.model, config=config, epoch=first.offset
-        )
+        card = msgspec.structs.replace(card, epoch=first.offset)
         await self.outbox.publish(REGISTRY, f"worker/{name}", card)
         return card
 

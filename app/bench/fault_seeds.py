@@ -52,11 +52,11 @@ def simulate_seeds(
         "s a seed": sum(s.took_s for s in found) / seeds,
         "wall s": took_s,
         "seeds/s": seeds / took_s,
-        "failed seeds": " ".join(str(s.seed) for s in bad[:20]),
-        "problems": ", ".join(f"{kind} {n}" for kind, n in kinds.most_common()),
     }
+    lines = [f"seed {s.seed}: {'; '.join(s.problems)}" for s in bad]
+    lines += [f"{count} x {kind}" for kind, count in kinds.most_common()]
     bars = [Threshold("seeds with a problem", len(bad), "seeds", "0", not bad)]
-    return Report("faults", [row], bars)
+    return Report("faults", [row], bars, lines=lines)
 
 
 def seed_history(seed: int, request_id: str = "") -> str:

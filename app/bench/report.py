@@ -57,13 +57,16 @@ class Report(msgspec.Struct, frozen=True):
     bars: list[Threshold]
     machine: dict[str, Any] = msgspec.field(default_factory=machine_info)
 
+    lines: list[str] = []
+    """Text below the table, of any length."""
+
     @property
     def is_passed(self) -> bool:
         """Whether the figures pass all thresholds."""
         return all(bar.met for bar in self.bars)
 
     def show(self, console: Console) -> None:
-        """Print the rows, then the thresholds."""
+        """Print the rows, the lines, then the thresholds."""
         table = Table(box=None, pad_edge=False)
         for name, value in self.rows[0].items() if self.rows else ():
             parts = f" {_PARTS.join(value)}" if isinstance(value, dict) else ""
@@ -71,6 +74,8 @@ class Report(msgspec.Struct, frozen=True):
         for row in self.rows:
             table.add_row(*(_shown(v) for v in row.values()))
         console.print(table, highlight=False)
+        for line in self.lines:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         for bar in self.bars:
             verdict = "[green]passed[/]" if bar.met else "[red]failed[/]"
             wanted = f"({bar.bar}) {verdict}" if bar.bar else ""
@@ -80,6 +85,21 @@ class Report(msgspec.Struct, frozen=True):
     def write(self, file: Path) -> None:
         """Write the report as JSON."""
         file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+
+def at_most(name: str, value: float, unit: str, limit: float) -> Threshold:
+    """A figure with an upper limit."""
+    return Threshold(name, value, unit, f"<= {limit:g}", value <= limit)
+
+
+def at_least(name: str, value: float, unit: str, limit: float) -> Threshold:
+    """A figure with a lower limit."""
+    return Threshold(name, value, unit, f">= {limit:g}", value >= limit)
+
+
+def figure(name: str, value: float, unit: str) -> Threshold:
+    """A figure without a limit."""
+    return Threshold(name, value, unit, "", met=True)
 
 
 def _shown(value: object) -> str:

@@ -11,14 +11,20 @@ _DELAY = re.compile(r'^kvlane_event_loop_delay_seconds_bucket{le="([^"]+)"} (\S+
 
 
 class Spread(NamedTuple):
-    """Median and range of several repetitions."""
+    """Median and range of several repetitions; as text without a range if there is none."""
 
     median: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.low:.3g}-{self.high:.3g})"
+        if self.low == self.high:
+            return _short(self.median)
+        return f"{_short(self.median)} ({_short(self.low)}-{_short(self.high)})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def spread(values: Sequence[float]) -> Spread:

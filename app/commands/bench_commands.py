@@ -113,10 +113,12 @@ def faults(
 
 @_command
 def router_latency() -> Benchmark:
-    """Latency from a request to its readable assignment: the router and a bare echo, on Kafka.
+    """Latency, CPU time by part and capacity of the router, beside a bare echo, on Kafka.
 
-    Open loop, 2000-token prompts, 64 workers, alternating rounds. Quick: 100 requests/s; --full:
-    100, 500 and 1000. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    From a request to its readable assignment. Open loop, 2000-token prompts, 64 workers,
+    alternating rounds. Quick: 100 and 500 requests/s, and the capacity; --full: 1000, 1.5 x the
+    capacity and two routers, too: ten minutes. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a
+    broker.
     """
     from app.bench.routing.router_latency import FULL, QUICK, bench_router_latency
 
@@ -139,12 +141,36 @@ def tokens() -> Benchmark:
 def gateway() -> Benchmark:
     """Requests/s over HTTP, and the event loop delay from prompts of 100 to 100000 tokens.
 
-    Beside a bare FastAPI server that receives the same bodies. Uses KVLANE_BOOTSTRAP_SERVERS if
-    set, else starts a broker.
+    Beside a bare FastAPI server that renders and tokenizes the same bodies. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
     from app.bench.streaming.gateway_load import FULL, QUICK, bench_gateway
 
     return Benchmark(bench_gateway, QUICK, FULL)
+
+
+@_command
+def peer_router() -> Benchmark:
+    """Requests and tokens from client to model server and back, beside SGLang's router.
+
+    Mock servers, the same for both; bodies are forwarded unchanged. Needs `tests/peers/build.sh
+    router`. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from app.bench.streaming.peer_router import FULL, QUICK, bench_peer_router
+
+    return Benchmark(bench_peer_router, QUICK, FULL)
+
+
+@_command
+def growth() -> Benchmark:
+    """Costs at a tenth and at ten times the usual workers, blocks, requests, lanes and streams.
+
+    And the memory of a stream and of a waiting request. Uses KVLANE_BOOTSTRAP_SERVERS if set, else
+    starts brokers.
+    """
+    from app.bench.growth import FULL, QUICK, bench_growth
+
+    return Benchmark(bench_growth, QUICK, FULL)
 
 
 @_command

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Build what `kvlane bench index --peers` measures kvlane's index against, into build/peers:
-# Dynamo's Rust crate as a shared library (needs cargo), and its Python wheel in an environment of its own.
-#   tests/peers/build.sh [library|wheel]...    default: both        JOBS=N: compilers at a time
+# Build what benchmarks measure kvlane against, into build/peers. For `kvlane bench index --peers`: Dynamo's
+# Rust crate as a shared library (needs cargo), and its Python wheel in an environment of its own. For
+# `kvlane bench peer-router`: SGLang's router, a wheel in an environment of its own.
+#   tests/peers/build.sh [library|wheel|router]...    default: all        JOBS=N: compilers at a time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 OUT=$(cd ../.. && pwd)/build/peers
@@ -28,7 +29,12 @@ wheel() {
     ai-dynamo-runtime==1.6.1 numpy
 }
 
+router() {
+  "${PYTHON:-python3}" -m venv --clear "$OUT/router"
+  "$OUT/router/bin/python" -m pip install --quiet --disable-pip-version-check sglang-router==0.3.2
+}
+
 mkdir -p "$OUT"
-for part in "${@:-library wheel}"; do
+for part in "${@:-library wheel router}"; do
   for name in $part; do "$name"; done
 done

@@ -101,7 +101,7 @@ class TimedIndex(BlockIndex):
 
     match_s = 0.0
 
-    def depths(self, local: NDArray[np.uint64]) -> MatchDepths:
+    def match_depths(self, local: NDArray[np.uint64]) -> MatchDepths:
         """The match, timed."""
         began = time.thread_time()
         found = super().match_depths(local)
@@ -128,10 +128,13 @@ async def bench_decisions(
     rows: list[dict[str, Any]] = []
     for workers in scale.workers:
         for policy in POLICIES:
-            rows.append(_decisions(loaded_fleet(workers), workers, policy, scale.decisions))
+            took = decision_times(loaded_fleet(workers), workers, policy, scale.decisions)
+            shown = {f"{name} us": _percentiles(values) for name, values in took.items()}
+            rows.append({"what": "decision", "policy": policy, "workers": workers, **shown})
             progress(1 / steps)
             await asyncio.sleep(0)
-    rows.append(_held(loaded_fleet(QUEUED_WORKERS), scale.batch_plans))
+    took_us = queued_times(loaded_fleet(QUEUED_WORKERS), QUEUED_REQUESTS, scale.batch_plans)
+    rows.append(_queued_row(took_us))
     progress(1 / steps)
     for waiting in QUEUE_SIZES:
         rows.append(_among_waiting(loaded_fleet(QUEUED_WORKERS), waiting, scale.decisions))
@@ -212,7 +215,10 @@ def loaded_fleet(workers: int) -> LoadedFleet:
     return LoadedFleet(timed, view, prompts, rng)
 
 
-def _decisions(there: LoadedFleet, workers: int, policy: str, count: int) -> dict[str, Any]:
+def decision_times(
+    there: LoadedFleet, workers: int, policy: str, count: int
+) -> dict[str, list[float]]:
+    """CPU times of decisions in us: all, and its parts. Raises DecisionMismatch."""
     view, tuning = there.view, RoutingConfig(policy)
     places = [WorkerRank(f"w{n:04}", n) for n in range(workers)]
     took: dict[str, list[float]] = {"all": [], "hash": [], "match": [], "rest": []}
@@ -240,8 +246,7 @@ def _decisions(there: LoadedFleet, workers: int, policy: str, count: int) -> dic
             times["all"] = sum(times.values())
             for name, seconds in times.items():
                 took[name].append(1e6 * seconds)
-    shown = {f"{name} us": _percentiles(values) for name, values in took.items()}
-    return {"what": "decision", "policy": policy, "workers": workers, **shown}
+    return took
 
 
 def _reading_s() -> float:
@@ -289,13 +294,13 @@ def _check(decision: Decision) -> None:
             raise DecisionMismatch(f"{each.worker} costs {each.cost!r}, by the reference {cost!r}")
 
 
-def _held(there: LoadedFleet, count: int) -> dict[str, Any]:
-    """Plans of all queued requests, each after a load change."""
+def queued_times(there: LoadedFleet, queued: int, count: int) -> list[float]:
+    """CPU times in us of planning all queued requests, each time after a load change."""
     view, tuning, held = there.view, RoutingConfig("predictive"), PendingRequests[int]()
     places = [WorkerRank(f"w{n:04}", n) for n in range(QUEUED_WORKERS)]
     wanted = [
         PendingRequest(n, n, PromptHashes(there.prompts[n % len(there.prompts)]), n, NOW_MS)
-        for n in range(QUEUED_REQUESTS)
+        for n in range(queued)
     ]
     by = BatchContext(view, tuning)
     took, moved = [], list[tuple[WorkerRank, WorkerLoad]]()
@@ -310,8 +315,12 @@ def _held(there: LoadedFleet, count: int) -> dict[str, Any]:
             held.add(each.key, each.arrival, each.since_ms, tentative.reservation)
         if n >= WARM_UP_DECISIONS:
             took.append(1e6 * (ended - began))
+    return took
+
+
+def _queued_row(took_us: list[float]) -> dict[str, Any]:
     nothing = {"p50": 0.0, "p99": 0.0}
-    shown = {"all us": _percentiles(took), "hash us": nothing, "match us": nothing}
+    shown = {"all us": _percentiles(took_us), "hash us": nothing, "match us": nothing}
     shown["rest us"] = nothing
     return {
         "what": f"{QUEUED_REQUESTS} held",

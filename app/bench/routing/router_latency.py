@@ -1,22 +1,24 @@
-"""Latency and CPU time of the router: from a `requests` record to its readable assignment.
+"""Latency, CPU time and capacity of the router: from a `requests` record to its assignment.
 
     load (this process) ──► requests ──► router ──► ledger, assignments ──► load: latency
                                    └───► echo   ──► assignments         ──► the same: the shortest
                                                                             possible path
 
 Open loop: records are due at fixed times, independently of the answers, and latency counts from the
-due time. The router and a bare aiokafka echo (`echo.py`) take turns on the same broker, each on
-topics of its own, with the same records from the same load generator. 64 workers exist as cards and
-heartbeats; assigned runs are reported as started and finished, so that load comes and goes.
+due time. The router and a bare aiokafka echo (`baseline_kafka.py`) take turns on the same broker,
+each on topics of its own, with the same records from the same load generator (`router_load.py`). 64
+workers exist as cards and heartbeats; assigned runs are reported as started and finished, so that
+load comes and goes.
+
+The capacity is measured with IN_FLIGHT requests in flight, then OVERLOAD_FACTOR times as many
+requests are sent as it is, and the capacity of two routers is measured the same way. The parts of
+the CPU time come from rounds of their own, in which the router is sampled (`cpu_profile.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import defaultdict
 from collections.abc import Callable
-from contextlib import aclosing
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -26,212 +28,65 @@ from app.bench.bench_environment import (
     bench_environment,
     create_topics,
 )
-from app.bench.report import Report, Threshold
+from app.bench.cpu_profile import ProfiledProcess
+from app.bench.report import Report, Threshold, at_least, at_most, figure
+from app.bench.routing.baseline_kafka import BareProducer
+from app.bench.routing.router_load import (
+    MODEL,
+    WORKERS,
+    RegisteredWorkers,
+    RouterLatencyRound,
+    RouterLatencySide,
+    SharedPrefixPrompts,
+)
 from app.bench.statistics import spread
-from app.local.processes import ManagedProcess, process_command
-from app.percentiles import percentile
+from app.local.processes import process_command
 from app.settings import Settings
-from streams.clock import SystemClock
-from streams.codecs import decode, encode, pack_tokens, token_count, type_of
-from streams.ids import RequestIds
 from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Entry, Partition, Record
-from streams.reading.range_reader import tail
-from streams.record_publisher import RecordPublisher
-from streams.records import Assignment, EngineConfig, Finished, Heartbeat, Started, WorkerCard
-from streams.request import Request, StopConditions
-from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REQUESTS, lane_of
+from streams.records import Assignment, EngineConfig
 
-WORKERS = 64
-PROMPT_TOKENS = 2000
-SHARED_TOKENS = 1000
-"""The first half of a prompt is one of WORKERS prefixes, like a system prompt."""
-HEARTBEAT_S = 1.0
-DRAIN_TIMEOUT_S = 20.0
-"""Timeout of the last assignments; those that are missing after it count as lost."""
-IDLE_MEASUREMENT_S = 4.0
 WARM_UP_RATE, WARM_UP_S = 200, 20.0
 """The JIT compiler of the broker's JVM has done most of its work after 4000 records per side."""
-P50_FACTOR, P99_FACTOR, CPU_LIMIT_US = 1.5, 1.5, 300
-SIDES = ("echo", "router")
-MODEL = "bench"
+SATURATED_REQUESTS = 10_000
+OVERLOAD_FACTOR = 1.5
+P50_FACTOR, P99_FACTOR = 1.3, 1.6
+CPU_LIMITS_MS = {100: 1.0, 500: 0.5}
+"""Limits of the CPU time of a request beyond the echo's, by requests/s."""
+P50_LIMITS_MS = {1000: 25.0}
+IDLE_LIMIT = 4.0
+CAPACITY_LIMIT, OVERLOAD_SHARE, TWO_ROUTERS_FACTOR = 1300, 0.95, 1.8
+ECHO, ROUTER, SECOND_ROUTER = "echo", "router", "router 2"
+READY_LINE = " is ready\n"
+TWO_ROUTERS_WARM_UP = 2000
+"""Requests after the second router has joined, until both have taken their lanes over."""
 
 
 class RouterLatencyScale(NamedTuple):
-    """Amount of work: rates in requests/s, rounds, and seconds per round."""
+    """Amount of work: rates in requests/s, rounds, and seconds per round.
+
+    `has_overload`: with rounds beyond the capacity, and with two routers.
+    """
 
     rates: tuple[int, ...]
     rounds: int
     round_s: float
+    has_overload: bool
     warm_up_s: float = WARM_UP_S
+    saturated_requests: int = SATURATED_REQUESTS
 
 
-QUICK = RouterLatencyScale(rates=(100,), rounds=3, round_s=8.0)
-FULL = RouterLatencyScale(rates=(100, 500, 1000), rounds=5, round_s=20.0)
+QUICK = RouterLatencyScale((100, 500), 2, 6.0, False, 10.0, 4000)
+FULL = RouterLatencyScale((100, 500, 1000), 3, 15.0, True)
 
 
-class RouterLatencyRound(NamedTuple):
-    """Figures of one side at one rate. Times in ms, CPU of its process in us per request."""
+class RouterLatencyFigures(NamedTuple):
+    """All rounds, and the shares of the router's CPU time by rate."""
 
-    side: str
-    rate: int
-    p50_ms: float
-    p99_ms: float
-    cpu_us: float
-    throughput_per_s: float
-    lost: int
-
-
-class RouterLatencySide:
-    """The router or the echo: its topics and its process."""
-
-    def __init__(self, name: str, log: KafkaLog, child: ManagedProcess) -> None:
-        self.name = name
-        self.process = child
-        self._log = log
-        self._clock = SystemClock()
-        self._due: dict[bytes, float] = {}
-        self._took: list[float] = []
-        self.assigned: asyncio.Queue[Assignment] | None = None
-        """Assignments for `RegisteredWorkers.finish_runs`. Bounded by the requests in flight in a
-        round.
-        """
-
-    async def read_assignments(self) -> None:
-        """Measure the latency of assignments, until cancelled."""
-        numbers = range(await self._log.partitions(ASSIGNMENTS))
-        ends = await self._log.end_offsets(ASSIGNMENTS, list(numbers))
-        positions = {Partition(ASSIGNMENTS, n): ends[n] for n in numbers}
-        async with aclosing(tail(self._log, positions, moving=True)) as batches:
-            async for records in batches:
-                now = self._clock.now()
-                for record in records:
-                    if (due := self._due.pop(self._id_of(record), None)) is not None:
-                        self._took.append(now - due)
-
-    def _id_of(self, record: Record) -> bytes:
-        """The request id of a record; an assignment is also queued for its worker."""
-        assignment = decode(record) if type_of(record) == b"Assignment" else None
-        if not isinstance(assignment, Assignment):
-            return record.key or b""
-        if self.assigned is not None:
-            self.assigned.put_nowait(assignment)
-        return assignment.request.id.encode()
-
-    async def idle_cpu(self) -> float:
-        """The share of a core that the idle process takes."""
-        cpu_s = self.process.cpu_s
-        await self._clock.sleep(IDLE_MEASUREMENT_S)
-        return (self.process.cpu_s - cpu_s) / IDLE_MEASUREMENT_S
-
-    async def play_round(self, entries: list[Entry], rate: int) -> RouterLatencyRound:
-        """Send entries at a rate; the figures of the round."""
-        self._took, self._due = [], {}
-        cpu_s, began = self.process.cpu_s, self._clock.now()
-        sends = []
-        for number, entry in enumerate(entries):
-            due = began + number / rate
-            if (early := due - self._clock.now()) > 0:
-                await self._clock.sleep(early)
-            assert entry.key is not None
-            self._due[entry.key] = due
-            sends.append(asyncio.create_task(self._log.append(REQUESTS, entry)))
-        await asyncio.gather(*sends)
-        until = self._clock.now() + DRAIN_TIMEOUT_S
-        while self._due and self._clock.now() < until:
-            self.process.check()
-            await self._clock.sleep(0.01)
-        lasted = self._clock.now() - began
-        took_ms = [1000 * t for t in self._took]
-        return RouterLatencyRound(
-            self.name,
-            rate,
-            percentile(took_ms, 0.5),
-            percentile(took_ms, 0.99),
-            (self.process.cpu_s - cpu_s) / len(entries) * 1e6,
-            len(took_ms) / lasted,
-            len(self._due),
-        )
-
-
-class RegisteredWorkers:
-    """Workers that consist of registry cards and heartbeats only."""
-
-    def __init__(self, on: BenchEnvironment, cards: list[WorkerCard]) -> None:
-        self._on = on
-        self._cards = cards
-        self._outbox = RecordPublisher(on.log, on.clock)
-        self._rng = random.Random(1)
-
-    async def send_heartbeats(self) -> None:
-        """Send a heartbeat of each worker every second, until cancelled."""
-        while True:
-            for card in self._cards:
-                assert card.epoch is not None
-                beat = Heartbeat(worker=card.id, epoch=card.epoch, slot_offset=0)
-                await self._outbox.publish_once(KV_EVENTS, card.id, beat)
-                await self._on.clock.sleep(HEARTBEAT_S / len(self._cards))
-
-    async def finish_runs(self, assigned: asyncio.Queue[Assignment]) -> None:
-        """Report assigned runs as started and finished, in batches, until cancelled."""
-        while True:
-            lanes: dict[int, list[tuple[str, Started | Finished]]] = defaultdict(list)
-            came = [await assigned.get()]
-            while not assigned.empty():
-                came.append(assigned.get_nowait())
-            for assignment in came:
-                lane = lane_of(assignment.request.id, self._on.settings.lanes)
-                lanes[lane] += [
-                    (assignment.request.id, fact) for fact in self._run_records(assignment)
-                ]
-            for lane, facts in lanes.items():
-                await self._outbox.publish_batch_once(LEDGER, lane, facts)
-
-    def _run_records(self, assignment: Assignment) -> tuple[Started, Finished]:
-        run = self._rng.getrandbits(64)
-        named: dict[str, Any] = {
-            "id": assignment.request.id,
-            "attempt": assignment.attempt,
-            "phase": assignment.phase,
-            "worker": assignment.worker,
-            "epoch": assignment.epoch,
-            "run": run,
-        }
-        started = Started(
-            **named,
-            origin=assignment.origin,
-            responses_from=assignment.responses_from,
-            deadline_ms=assignment.deadline_ms,
-            prompt_tokens=token_count(assignment.request.token_ids),
-        )
-        return started, Finished(**named, code="stop", output_tokens=1)
-
-
-class SharedPrefixPrompts:
-    """Generator of prompts: half of each is a shared prefix, half is unique."""
-
-    def __init__(self) -> None:
-        self._rng = random.Random(17)
-        self._ids = RequestIds(SystemClock(), self._rng)
-        self._shared = [self._tokens(SHARED_TOKENS) for _ in range(WORKERS)]
-
-    def entries(self, count: int) -> list[Entry]:
-        """Log entries of new requests."""
-        return [self._entry() for _ in range(count)]
-
-    def _entry(self) -> Entry:
-        tokens = self._rng.choice(self._shared) + self._tokens(PROMPT_TOKENS - SHARED_TOKENS)
-        request = Request(
-            id=self._ids.new(),
-            model=MODEL,
-            token_ids=tokens,
-            received_ms=SystemClock().wall_ms(),
-            stop=StopConditions(max_tokens=100),
-        )
-        return encode(request, request.id)
-
-    def _tokens(self, count: int) -> bytes:
-        return pack_tokens([self._rng.randrange(100_000) for _ in range(count)])
+    rounds: list[RouterLatencyRound]
+    capacity: list[RouterLatencyRound]
+    overload: list[RouterLatencyRound]
+    idle_percent: dict[str, float]
+    parts: dict[int, dict[str, float]]
 
 
 async def bench_router_latency(
@@ -248,44 +103,54 @@ async def bench_router_latency(
         echo_log = KafkaLog(
             echo_settings.kafka_connection("bench"), prefix=echo_settings.topic_prefix
         )
+        producers = [BareProducer(each, "load") for each in (echo_settings, on.settings)]
         await echo_log.start()
         tasks: list[asyncio.Task[Any]] = []
         try:
             await create_topics(echo_log, echo_settings)
-            sides = await _sides(on, echo_log, echo_settings, tasks)
-            playing = asyncio.create_task(_play(sides, scale, print_line, progress))
+            for producer in producers:
+                await producer.start()
+            bench = await _prepare(on, echo_log, echo_settings, producers, tasks)
+            playing = asyncio.create_task(bench.run(scale, print_line, progress))
             tasks.append(playing)
             # Background tasks never return: if one ends, its error is the result.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {playing}:
                 task.result()
-            return playing.result()
+            return latency_report(playing.result())
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             on.stop_all()
+            for producer in producers:
+                await producer.close()
             await echo_log.close()
 
 
-async def _sides(
+async def _prepare(
     on: BenchEnvironment,
     echo_log: KafkaLog,
     echo_settings: Settings,
+    producers: list[BareProducer],
     tasks: list[asyncio.Task[Any]],
-) -> list[RouterLatencySide]:
+) -> RouterLatencyBench:
     """Both sides, ready; their background tasks are added to `tasks`."""
     config = EngineConfig(
         model=MODEL, context_length=131_072, kv_cache_block_size=16, total_kv_blocks=100_000,
         max_num_seqs=256,
     )  # fmt: skip
-    workers = RegisteredWorkers(
-        on, [await on.register_worker(f"bench-{n}", config) for n in range(WORKERS)]
-    )
+    cards = [await on.register_worker(f"bench-{n}", config) for n in range(WORKERS)]
+    workers = RegisteredWorkers(producers[1], cards)
     prefix = echo_settings.topic_prefix
-    echo = on.launch("echo", "app.bench.routing.baseline_kafka", topic_prefix=prefix)
-    router = on.launch("router", *process_command("router"), log_level="INFO")
-    sides = [RouterLatencySide("echo", echo_log, echo), RouterLatencySide("router", on.log, router)]
+    echo = on.launch(ECHO, "app.bench.routing.baseline_kafka", topic_prefix=prefix)
+    samples = on.output_folder / "router.samples"
+    command = ProfiledProcess.command(samples, *process_command("router"))
+    router = on.launch(ROUTER, *command, log_level="INFO")
+    sides = [
+        RouterLatencySide(ECHO, echo_log, producers[0], echo),
+        RouterLatencySide(ROUTER, on.log, producers[1], router),
+    ]
     assigned: asyncio.Queue[Assignment] = asyncio.Queue(1_000_000)
     sides[1].assigned = assigned
     beside = (
@@ -295,75 +160,149 @@ async def _sides(
     )
     tasks += [asyncio.create_task(work) for work in beside]
     await on.wait_until(lambda: "ready" in echo.output, echo)
-    return sides
+    await on.wait_until(lambda: READY_LINE in router.output, router)
+    return RouterLatencyBench(on, sides, ProfiledProcess(router, samples, on.clock))
 
 
-async def _play(
-    sides: list[RouterLatencySide],
-    form: RouterLatencyScale,
-    print_line: PrintLine,
-    progress: Callable[[float], None],
-) -> Report:
-    prompts = SharedPrefixPrompts()
-    warm = int(WARM_UP_RATE * form.warm_up_s)
-    whole = len(sides) * (warm / WARM_UP_RATE + form.rounds * form.round_s * len(form.rates))
-    for side in sides:
-        warmed = await side.play_round(prompts.entries(warm), WARM_UP_RATE)
-        print_line(f"warm: {side.name} p50 {warmed.p50_ms:.1f} ms, {warmed.lost} lost")
-        progress(warm / WARM_UP_RATE / whole)
-    idle = {side.name: await side.idle_cpu() for side in sides}
-    rounds: list[RouterLatencyRound] = []
-    for rate in form.rates:
-        for number in range(form.rounds):
-            # In alternating order, so that other load on the machine affects both sides.
-            for side in sides if number % 2 == 0 else sides[::-1]:
-                rounds.append(
-                    await side.play_round(prompts.entries(int(rate * form.round_s)), rate)
-                )
-                progress(form.round_s / whole)
-    return _report(rounds, idle, form)
+class RouterLatencyBench:
+    """The sequence of all rounds."""
+
+    def __init__(
+        self, on: BenchEnvironment, sides: list[RouterLatencySide], profiled: ProfiledProcess
+    ) -> None:
+        self._on = on
+        self._sides = sides
+        self._router = sides[1]
+        self._profiled = profiled
+        self._prompts = SharedPrefixPrompts(on.settings.lanes)
+
+    async def run(
+        self, form: RouterLatencyScale, print_line: PrintLine, progress: Callable[[float], None]
+    ) -> RouterLatencyFigures:
+        """Play all rounds; `progress` gets shares of the whole."""
+        steps = 4 + len(form.rates) * (2 * form.rounds + 1) + form.has_overload * 2
+        for side in self._sides:
+            warm = self._prompts.requests(int(WARM_UP_RATE * form.warm_up_s))
+            warmed = await side.play_round(warm, WARM_UP_RATE)
+            print_line(f"warm: {side.name} p50 {warmed.p50_ms:.1f} ms, {warmed.lost} lost")
+            await side.measure_idle()
+            progress(1 / steps)
+        rounds: list[RouterLatencyRound] = []
+        parts: dict[int, dict[str, float]] = {}
+        for rate in form.rates:
+            for number in range(form.rounds):
+                # In alternating order, so that other load on the machine affects both sides.
+                for side in self._sides if number % 2 == 0 else self._sides[::-1]:
+                    rounds.append(await self._play(side, rate, form.round_s))
+                    progress(1 / steps)
+            self._profiled.start()
+            await self._play(self._router, rate, form.round_s)
+            parts[rate] = await self._profiled.end()
+            progress(1 / steps)
+        idle_percent = {side.name: 100 * side.idle_share for side in self._sides}
+        capacity = []
+        for side in self._sides:
+            requests = self._prompts.requests(form.saturated_requests)
+            capacity.append(await side.play_saturated(requests))
+            progress(1 / steps)
+        overload: list[RouterLatencyRound] = []
+        if form.has_overload:
+            offered = OVERLOAD_FACTOR * capacity[-1].answered_per_s
+            overload.append(await self._play(self._router, offered, form.round_s))
+            progress(1 / steps)
+            capacity.append(await self._two_routers(form.saturated_requests))
+            progress(1 / steps)
+        return RouterLatencyFigures(rounds, capacity, overload, idle_percent, parts)
+
+    async def _play(
+        self, side: RouterLatencySide, rate: float, seconds: float
+    ) -> RouterLatencyRound:
+        return await side.play_round(self._prompts.requests(int(rate * seconds)), rate)
+
+    async def _two_routers(self, count: int) -> RouterLatencyRound:
+        """The capacity with a second router, which takes half of the lanes over."""
+        second = self._on.launch(SECOND_ROUTER, *process_command("router"), log_level="INFO")
+        await self._on.wait_until(lambda: READY_LINE in second.output, second)
+        self._router.processes.append(second)
+        await self._router.play_saturated(self._prompts.requests(TWO_ROUTERS_WARM_UP))
+        return await self._router.play_saturated(self._prompts.requests(count))
 
 
-def _report(
-    rounds: list[RouterLatencyRound], idle: dict[str, float], form: RouterLatencyScale
-) -> Report:
+def latency_report(figures: RouterLatencyFigures) -> Report:
+    """A row for each side and rate, the thresholds, then the parts of the CPU time."""
     rows: list[dict[str, Any]] = []
     bars: list[Threshold] = []
-    for rate in form.rates:
-        sides = {s: [r for r in rounds if (r.side, r.rate) == (s, rate)] for s in SIDES}
-        rows += [_row(rate, own, idle[side]) for side, own in sides.items()]
-        p50 = _ratio(sides, lambda r: r.p50_ms)
-        p99 = _ratio(sides, lambda r: r.p99_ms)
-        cpu_us = {s: median(r.cpu_us for r in own) for s, own in sides.items()}
-        extra_us = cpu_us["router"] - cpu_us["echo"]
-        lost = sum(r.lost for r in sides["router"])
+    for rate in dict.fromkeys(int(each.rate) for each in figures.rounds):
+        sides = {
+            side: [r for r in figures.rounds if (r.side, r.rate) == (side, rate)]
+            for side in (ECHO, ROUTER)
+        }
+        rows += [_row(f"{rate}/s", own) for own in sides.values()]
+        bars += _rate_thresholds(rate, sides)
+    echo, router, *two = figures.capacity
+    rows += [_row("saturated", [echo]), _row("saturated", [router])]
+    bars += [
+        at_most(f"idle, {WORKERS} workers", figures.idle_percent[ROUTER], "% of a core",
+            IDLE_LIMIT),
+        at_least("one router carries", router.answered_per_s, "requests/s", CAPACITY_LIMIT),
+    ]  # fmt: skip
+    for over in figures.overload:
+        rows.append(_row(f"{OVERLOAD_FACTOR:g} x capacity", [over]))
+        share = over.answered_per_s / router.answered_per_s
+        name = f"answered at {OVERLOAD_FACTOR:g} x capacity, to the capacity"
+        bars.append(at_least(name, share, "x", OVERLOAD_SHARE))
+    for both in two:
+        rows.append(_row("saturated, 2 routers", [both]))
+        factor = both.answered_per_s / router.answered_per_s
         bars += [
-            Threshold(f"p50 to echo at {rate}/s", p50, "x", f"<= {P50_FACTOR}", p50 <= P50_FACTOR),
-            Threshold(f"p99 to echo at {rate}/s", p99, "x", f"<= {P99_FACTOR}", p99 <= P99_FACTOR),
-            Threshold(f"CPU beyond echo at {rate}/s", extra_us, "us/req", f"<= {CPU_LIMIT_US}",
-                extra_us <= CPU_LIMIT_US),
-            Threshold(f"lost at {rate}/s", lost, "requests", "0", not lost),
-        ]  # fmt: skip
-    return Report("hop", rows, bars)
+            at_least("two routers carry, to one", factor, "x", TWO_ROUTERS_FACTOR),
+            figure("CPU of a request by two routers, to one", both.cpu_us / router.cpu_us, "x"),
+        ]
+    for rate, parts in figures.parts.items():
+        cpu_us = median(r.cpu_us for r in figures.rounds if (r.side, r.rate) == (ROUTER, rate))
+        bars += [
+            figure(f"CPU at {rate}/s: {part}", round(share * cpu_us), "us/request")
+            for part, share in parts.items()
+        ]
+    return Report("router-latency", rows, bars)
 
 
-def _row(rate: int, own: list[RouterLatencyRound], idle: float) -> dict[str, Any]:
+def _rate_thresholds(rate: int, sides: dict[str, list[RouterLatencyRound]]) -> list[Threshold]:
+    def middle(side: str, of: Callable[[RouterLatencyRound], float]) -> float:
+        return median(map(of, sides[side]))
+
+    bars = []
+    if rate in CPU_LIMITS_MS:
+        extra_ms = (middle(ROUTER, lambda r: r.cpu_us) - middle(ECHO, lambda r: r.cpu_us)) / 1000
+        bars.append(
+            at_most(f"CPU beyond echo at {rate}/s", extra_ms, "ms/request", CPU_LIMITS_MS[rate])
+        )
+    if rate == min(CPU_LIMITS_MS):
+        p50, p99 = (
+            middle(ROUTER, of) / middle(ECHO, of) for of in (lambda r: r.p50_ms, lambda r: r.p99_ms)
+        )
+        bars += [
+            at_most(f"p50 to echo at {rate}/s", p50, "x", P50_FACTOR),
+            at_most(f"p99 to echo at {rate}/s", p99, "x", P99_FACTOR),
+        ]
+    if rate in P50_LIMITS_MS:
+        p50_ms = middle(ROUTER, lambda r: r.p50_ms)
+        bars.append(at_most(f"p50 at {rate}/s", p50_ms, "ms", P50_LIMITS_MS[rate]))
+    lost = sum(r.lost for r in sides[ROUTER])
+    bars.append(Threshold(f"lost at {rate}/s", lost, "requests", "0", not lost))
+    return bars
+
+
+def _row(load: str, own: list[RouterLatencyRound]) -> dict[str, Any]:
     return {
+        "load": load,
         "side": own[0].side,
-        "req/s": rate,
         "p50 ms": str(spread([r.p50_ms for r in own])),
         "p99 ms": str(spread([r.p99_ms for r in own])),
         "CPU us/req": str(spread([r.cpu_us for r in own])),
-        "idle CPU %": 100 * idle,
-        "answered/s": median(r.throughput_per_s for r in own),
+        "less idle": median(r.beyond_idle_us for r in own),
+        "client": median(r.client_us for r in own),
+        "sent/s": median(r.sent_per_s for r in own),
+        "answered/s": median(r.answered_per_s for r in own),
         "lost": sum(r.lost for r in own),
-        "rounds": len(own),
     }
-
-
-def _ratio(
-    sides: dict[str, list[RouterLatencyRound]], of: Callable[[RouterLatencyRound], float]
-) -> float:
-    """Ratio of the router to the echo, of their median rounds."""
-    router, echo = (median(map(of, sides[side])) for side in ("router", "echo"))
-    return router / echo

@@ -1,9 +1,11 @@
-"""Baseline of HTTP streaming: FastAPI under uvicorn, without a log or a model.
+"""Baseline of HTTP: FastAPI under uvicorn, without a log or an engine.
 
     python -m app.bench.streaming.baseline_http PORT TOKENS STEP STEPS_PER_S TOTAL
 
 `POST /v1/chat/completions` streams TOKENS tokens at the rate of `token_feeder.py`, in the same
-events as the gateway. `POST /echo` returns the JSON of its body.
+events as the gateway. `POST /prompt` renders the template of the demo model with the messages of
+its body, tokenizes the text, and returns a completion of one token: the least that a server of
+chats does for a request.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ from starlette.responses import Response, StreamingResponse
 from app.bench.streaming.token_feeder import timestamped_text
 from app.http.openai import sse
 from app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader
+from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from app.preprocess.text.chat_template import ChatTemplate
+from app.preprocess.text.tokenizer import Tokenizer
+from app.preprocess.thread_pool import InlinePool
+from streams.clock import SystemClock
 from streams.records import Chunk
 
 
@@ -88,9 +95,20 @@ def create_app(step_clock: StepClock) -> FastAPI:
         await request.body()
         return StreamingResponse(completion_events(step_clock), media_type=sse.MEDIA_TYPE)
 
-    @api.post("/echo")
-    async def echo(request: Request) -> Response:
-        return Response(msgspec.json.encode(msgspec.json.decode(await request.body())))
+    files = read_folder(DEMO_MODEL_FOLDER)
+    assert files.template is not None, "the demo model has a template"
+    template = ChatTemplate(files.template, SystemClock(), files.special_tokens)
+    tokenizer = Tokenizer(files.tokenizer, InlinePool())
+
+    @api.post("/prompt")
+    async def prompt(request: Request) -> Response:
+        body = msgspec.json.decode(await request.body())
+        tokens = tokenizer.encode_now(template.render(body["messages"]))
+        usage = {"prompt_tokens": len(tokens), "completion_tokens": 1}
+        message = {"role": "assistant", "content": "word"}
+        choice = {"index": 0, "message": message, "finish_reason": "length"}
+        answer = {"object": "chat.completion", "model": body["model"], "choices": [choice]}
+        return Response(msgspec.json.encode({**answer, "usage": usage}))
 
     return api
 
