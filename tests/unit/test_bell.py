@@ -78,3 +78,18 @@ async def test_who_is_cancelled_or_out_of_time_is_woken_no_more(world: MemoryWor
     await world.sleep(2)
     assert short.done()
     bell.notify_one([("m",)])
+
+
+@scenario_test
+async def test_many_notifications_at_once_wake_as_many_in_order(world: MemoryWorld) -> None:
+    bell, heard = WaitQueue(), list[str]()
+    names = [(f"{n}", "m", (float(-n),)) for n in range(50)]
+    await _waiting(world, bell, heard, *names)
+    for _ in range(20):
+        bell.notify_one([("m",)])
+    await _waiting(world, bell, heard, ("last", "m", (9.0,)))
+    assert heard == [f"{n}" for n in range(49, 29, -1)]
+    for _ in range(40):
+        bell.notify_one([("m",)])
+    await world.sleep(1)
+    assert heard == [*(f"{n}" for n in range(49, -1, -1)), "last"]

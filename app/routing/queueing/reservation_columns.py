@@ -4,7 +4,7 @@ A decision counts in the reservations of all others. The columns change by one r
 reservation, so that neither a list of them nor an order among them is made for a decision: kernels
 read them as they are. Among 64 workers, a decision takes 58 us of CPU with 10 reservations, 63 with
 100, 72 with 1000 and 84 with 4096; with a list of them it took 53, 83, 307 and 1172 (`kvlane bench
-plan`).
+decision`).
 
 Owned by `pending.py`. Never here: what a reservation costs others, and the order of dispatch.
 """
