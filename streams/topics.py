@@ -44,7 +44,14 @@ PER_LANE = -1
 """Stands for "as many as there are lanes" in the table."""
 
 DEFAULT_LANES = 8
-"""Lanes of a deployment that sets no number (`KVLANE_LANES`)."""
+"""Lanes of a deployment that sets no number (`KVLANE_LANES`): as many routers can share the work.
+
+Each batch and each response is divided among them. On two cores, 8 instead of 32: a token takes 93
+instead of 118 us of gateway and worker (1 a step), and 32 instead of 41 us of the broker; a router
+at 800 requests/s answers in 10 to 16 instead of 151 ms (p50). Little is gained below: an idle
+router takes 8.8 % of a core with 4, 9.5 % with 8, 10.5 % with 16 (64 workers, without fetch
+sessions).
+"""
 
 _HOUR_MS = 3_600_000
 MAX_RECORD_BYTES = 8 * 1024 * 1024
