@@ -114,6 +114,11 @@ def test_what_an_agent_says_of_itself_is_passed_on() -> None:
     assert agent_context_of(ext()) is None
 
 
+def test_the_interval_of_a_stream_is_one_token_unless_it_is_given() -> None:
+    bodies = [CHAT, CHAT | {"nvext": {"stream_interval": 8}}]
+    assert [read_openai("chat", body).stream_interval for body in bodies] == [1, 8]
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -125,6 +130,8 @@ def test_what_an_agent_says_of_itself_is_passed_on() -> None:
         ({"annotations": "x"}, "annotations"),
         ({"extra_fields": [1]}, "extra_fields.0"),
         ({"max_thinking_tokens": -1}, "max_thinking_tokens"),
+        ({"stream_interval": 0}, "stream_interval"),
+        ({"stream_interval": 1025}, "stream_interval"),
         ({"cache_salt": "x" * 201}, "cache_salt"),
         ({"agent_context": "x"}, "agent_context"),
         ({"session_control": {}}, "session_control.session_id"),

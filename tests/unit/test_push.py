@@ -327,7 +327,7 @@ async def told_by(
     one = Connection(options, Choice(3, keep=False, spelling=spelling), pushes=pushes)
     await one.rest()
     left = list(records)
-    for name, count in steps:
+    for name, count in (("feed", 1), ("rest", 0), *steps):
         match name:
             case "feed":
                 one.feed(*left[:count])

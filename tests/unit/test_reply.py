@@ -82,6 +82,54 @@ async def test_all_that_is_there_is_taken_together() -> None:
     assert await waiting == [chunk(2)]
 
 
+async def test_a_sink_gets_the_pieces_up_to_the_first_that_it_leaves() -> None:
+    reply = Reply("job-17")
+    taken: list[Chunk | End] = []
+
+    def sink(piece: Chunk | End) -> bool:
+        taken.append(piece)
+        return len(taken) != 2
+
+    waiting = asyncio.create_task(reply.next_pieces(10, sink))
+    await asyncio.sleep(0)
+    feed(reply, chunk(0), chunk(1), chunk(2))
+    assert taken == [chunk(0), chunk(1)]
+    assert await waiting == [chunk(1), chunk(2)]
+    feed(reply, chunk(3), offset=3)
+    assert await reply.next_pieces(1, sink) == [chunk(3)]
+    assert len(taken) == 2, "nobody waited"
+
+
+async def test_a_sink_is_not_asked_after_its_task_is_cancelled() -> None:
+    reply = Reply("job-17")
+    waiting = asyncio.create_task(reply.next_pieces(10, lambda _: True))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    feed(reply, chunk(0))
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await reply.next_pieces(1) == [chunk(0)]
+
+
+async def test_a_wait_ends_in_time_whatever_the_sink_took() -> None:
+    reply = Reply("job-17")
+    waiting = asyncio.create_task(reply.next_pieces(0.05, lambda _: True))
+    await asyncio.sleep(0)
+    feed(reply, chunk(0))
+    with pytest.raises(TimeoutError):
+        await waiting
+
+
+async def test_an_error_of_a_sink_fails_its_reply() -> None:
+    reply = Reply("job-17")
+    waiting = asyncio.create_task(reply.next_pieces(10, lambda _: bool(1 / 0)))
+    await asyncio.sleep(0)
+    feed(reply, chunk(0))
+    with pytest.raises(ZeroDivisionError):
+        await waiting
+    assert reply.is_over
+
+
 async def test_a_reply_that_is_left_leaves_no_timer() -> None:
     reply = Reply("job-17")
     waiting = asyncio.create_task(reply.next_piece(600))
