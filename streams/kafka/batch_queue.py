@@ -7,8 +7,8 @@ the encoding of batches, and one future per append; knows nothing of time-outs a
 
 Appends that wait for a request in flight join the last unsent batch of their partition, in order,
 while they fit into 1 MiB together. Each append is in one batch, so all or none of it is appended.
-aiokafka's accumulator lets one caller after another wait for room, in a task of its own each: five
-futures and 60 us of CPU per batch, against one future and 15 us here.
+In aiokafka's accumulator each caller waits for room in a task of its own, and five futures stand
+between a batch and its caller; here it is one, and no caller waits to be queued.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class BatchQueue:
         return batch
 
     def _find_leader(self, tp: TopicPartition) -> None:
-        """Ask for the leader of a partition, now and every `RETRY_S`."""
+        """Ask for the leader of a partition, at most every `RETRY_S`."""
         assert self._producer is not None
         client, batch = self._producer.client, self._unsent[tp][0]
         error: Exception | None = None
@@ -323,11 +323,14 @@ class BatchQueue:
             return
         client.add_topic(tp.topic)
         if self._retry is None:
-            client.force_metadata_update()
-            self._retry = self._loop.call_later(RETRY_S, self._look_again)
+            self._retry = self._loop.call_later(RETRY_S, self._ask_again)
+            client.force_metadata_update().add_done_callback(self._look_again)
 
-    def _look_again(self) -> None:
+    def _ask_again(self) -> None:
         self._retry = None
+        self._look_again()
+
+    def _look_again(self, _answer: object = None) -> None:
         if not self._work.done():
             self._work.set_result(None)
 

@@ -90,8 +90,10 @@ class Client:
             entries = [e for append in batch.appends for e in append.entries]
             self.sent += [Sent(to, e.value or b"", batch) for e in entries]
 
-    def _look(self) -> None:
+    def _look(self) -> asyncio.Future[Any]:
         self.looked += 1
+        self.answer = asyncio.get_running_loop().create_future()
+        return self.answer
 
     def acknowledge(self, number: int) -> None:
         self.sent[number].batch.done(number, 1000)
@@ -190,6 +192,32 @@ async def test_append_waits_until_the_leader_of_its_partition_is_known(producer:
     await asyncio.sleep(2 * RETRY_S)
     client.acknowledge(0)
     assert (await task).partition == OTHER.partition
+
+
+async def test_append_goes_as_soon_as_the_leader_is_known(producer: Producer) -> None:
+    await producer.ready()
+    client = Client.made[0]
+    client.known = set()
+    task = await appending(producer, b"a")
+    client.known = {LANE.partition}
+    client.answer.set_result(True)
+    for _ in range(20):  # no time passes
+        await asyncio.sleep(0)
+    client.acknowledge(0)
+    assert await task
+
+
+async def test_leader_is_not_asked_for_again_at_once(producer: Producer) -> None:
+    await producer.ready()
+    client = Client.made[0]
+    client.known = set()
+    task = await appending(producer, b"a")
+    client.answer.set_result(True)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (client.looked, client.sent) == (1, [])
+    with pytest.raises(AppendFailed):
+        await task
 
 
 async def test_partition_without_a_leader_fails_only_its_own_appends(producer: Producer) -> None:
