@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
-from app.engine.attached import token_completion as attached_answer
+from app.engine.attached import answer_stream as attached_answer
 from app.engine.attached.passthrough_engine import PassthroughEngine
 from app.engine.attached.server_engine import ServerAddress
 from app.engine.attached.token_engine import AssumedLimits, AttachedEngine

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from app.engine.attached.answer_stream import parse_finish_reason
 from app.engine.attached.request_body import ServerDialect
 from app.engine.attached.server_client import ServerFailed, error_for_status
 from streams.records import FinishReason, LogProb
@@ -84,7 +85,6 @@ class CompletionEvent(NamedTuple):
     usage: UsageCounts | None = None
 
 
-DONE = b"[DONE]"
 _events = msgspec.json.Decoder(_Event)
 FINISH_REASONS: Mapping[str, FinishReason] = {
     "stop": "stop",
@@ -122,19 +122,11 @@ def parse_completion_event(event: bytes, speech: ServerDialect) -> CompletionEve
     return CompletionEvent(
         choice.text or "",
         None if ids is None else tuple(ids),
-        _reason(choice.finish_reason),
+        parse_finish_reason(choice.finish_reason, FINISH_REASONS),
         choice.stop_reason,
         log_probs,
         read.usage,
     )
-
-
-def _reason(said: str | None) -> FinishReason | None:
-    if said is None:
-        return None
-    if said not in FINISH_REASONS:  # `abort`, `error`: ended by the server, not by the model
-        raise ServerFailed(f"the server ended the answer with {said!r:.200}")
-    return FINISH_REASONS[said]
 
 
 def _log_probs(said: _LogProbs | None) -> tuple[tuple[LogProb, ...], ...] | None:

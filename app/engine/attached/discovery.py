@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from app.engine.attached.answer_stream import DONE
 from app.engine.attached.completion_events import (
-    DONE,
     MAX_COMPLETION_EVENT_BYTES,
     CompletionEvent,
     parse_completion_event,

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from app.engine.attached import token_completion
-from app.engine.attached.completion_events import DONE, FINISH_REASONS
+from app.engine.attached.answer_stream import AnswerStream, parse_finish_reason
+from app.engine.attached.completion_events import FINISH_REASONS
 from app.engine.attached.server_client import (
     EventStream,
     ResponseTooLarge,
@@ -43,7 +43,7 @@ MAX_EMBEDDINGS_BYTES = 6 * 1024 * 1024
 _events = msgspec.json.Decoder(dict[str, Any])
 
 
-class PassthroughStream:
+class PassthroughStream(AnswerStream):
     """One streamed answer, of a chat (`is_chat`) or a completion."""
 
     def __init__(self, *, is_chat: bool) -> None:
@@ -53,45 +53,23 @@ class PassthroughStream:
         self._sent: dict[str, Any] = {}
         """The fields besides choices already sent: most events repeat them."""
         self._begun = False
+        self._tail: list[PassthroughDelta] = []
+        """Fields that came after the end of the answer."""
         self._held_back: dict[str, Any] = {}
         """Fields from before the first output, sent with it: until then another server can give
         the answer."""
 
-    async def read_outputs(
-        self, stream: EventStream, context: GenerateContext
-    ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the outputs, the final one last.
+    def _events(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
+        return _events_of(stream)
 
-        Raises ServerFailed for an answer without an end, and InvalidRequest for one that is too
-        large for a record.
-        """
-        tail: list[PassthroughDelta] = []
-        async with aclosing(_events_of(stream)) as events:
-            async for event in events:
-                if event == DONE:
-                    break
-                if context.is_stopped:
-                    yield self.cancelled_output()
-                    return
-                output = self._output(event)
-                if output.finish_reason is not None:
-                    await token_completion.read_trailing_events(
-                        events, lambda e: tail.extend(self._output(e).data)
-                    )
-                    behind = (replace(aside, at=len(output.text)) for aside in tail)
-                    data = (*output.data, *behind)
-                    yield replace(output, data=data, usage=self._usage())
-                    return
-                if not output.is_empty:
-                    yield output
-        raise ServerFailed("the server ended the stream before the end of the answer")
+    def _on_trailing_event(self, event: bytes) -> None:
+        self._tail.extend(self._output(event).data)
 
-    def cancelled_output(self) -> EngineOutput:
-        """The final output of a cancelled request."""
-        return EngineOutput.cancelled().with_usage(self._usage())
+    def _completed(self, output: EngineOutput) -> EngineOutput:
+        behind = (replace(aside, at=len(output.text)) for aside in self._tail)
+        return replace(output, data=(*output.data, *behind), usage=self._usage())
 
     def _usage(self) -> Usage:
-        """The token counts, the server's own where it reports them."""
         return self._counts or token_usage(0, self._pieces)
 
     def _output(self, event: bytes) -> EngineOutput:
@@ -105,7 +83,7 @@ class PassthroughStream:
             raise ServerFailed(f"the server sent text of type {type(text).__name__}")
         if delta.get("role") == "assistant":
             del delta["role"]
-        reason = _reason(choice.pop("finish_reason", None))
+        reason = parse_finish_reason(choice.pop("finish_reason", None) or None, _REASONS)
         stop_reason = choice.get("stop_reason")
         more, beside = _non_empty(delta), _non_empty(choice)
         self._held_back |= self._news(_non_empty(fields))
@@ -230,15 +208,6 @@ def _object(said: Any, name: str) -> dict[str, Any]:
     if said is None or isinstance(said, dict):
         return said or {}
     raise ServerFailed(f"the server sent a {name} that is not an object")
-
-
-def _reason(said: Any) -> FinishReason | None:
-    if said in (None, ""):
-        return None
-    # `abort`, `error`: ended by the server, not by the model
-    if not isinstance(said, str) or said not in _REASONS:
-        raise ServerFailed(f"the server ended the answer with {said!r:.200}")
-    return _REASONS[said]
 
 
 def _non_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
