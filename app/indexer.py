@@ -32,6 +32,7 @@ from streams.topics import KV_EVENTS, REGISTRY
 from streams.views.follower import Follower
 from streams.views.snapshot_store import SnapshotStore
 from streams.views.snapshot_writer import SnapshotWriter
+from streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
     from faststream import FastStream
@@ -54,12 +55,14 @@ class Indexer:
         self._index = index
         self._threads = ThreadPool(threads=1)
         broker_clock, snapshots = BrokerClock(clock), SnapshotStore(log, clock)
+        self._tail = TailReader(log, clock)
         follower = Follower(
-            log, index, [KV_EVENTS], clock, broker_clock=broker_clock, snapshots=snapshots
-        )
+            log, index, [KV_EVENTS], clock, broker_clock=broker_clock, snapshots=snapshots,
+            tail=self._tail,
+        )  # fmt: skip
         self._followers = {
             index.name: follower,
-            fleet.name: Follower(log, fleet, [REGISTRY], clock),
+            fleet.name: Follower(log, fleet, [REGISTRY], clock, tail=self._tail),
         }
         self._duty = SnapshotWriter(
             log, KV_EVENTS, CONSUMER_GROUP, index, follower, snapshots, clock, broker_clock,
@@ -103,6 +106,7 @@ class Indexer:
     async def open(self) -> None:
         """Everything of `start` but the socket, for callers of `http`."""
         self._access.start()
+        self._life.spawn("tail", self._tail.run())
         for name, follower in self._followers.items():
             self._life.spawn(name, follower.run())
         self._life.spawn("loop delay", self._metrics.loop_delay.watch(self._life.clock))

@@ -51,6 +51,7 @@ from streams.records import Cancel, LogRecord, Refused, WorkerCard
 from streams.request import Request
 from streams.topics import CAPACITY, PROMPTS, REGISTRY, REQUESTS, lane_of
 from streams.views.follower import Follower
+from streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -100,7 +101,10 @@ class Preprocessor:
         self._letters = DeadLetterWriter(self._outbox, keep_prompts=settings.keep_prompts)
         self._fleet = fleet = Fleet()
         self._models = ModelNames(fleet)
-        self._registry = Follower(log, fleet, [REGISTRY], life.clock, on_applied=self._applied)
+        self._tail = TailReader(log, life.clock)
+        self._registry = Follower(
+            log, fleet, [REGISTRY], life.clock, on_applied=self._applied, tail=self._tail
+        )
         self._threads = ThreadPool(THREADS, MAX_BATCH)
         pool = pool or self._threads
         artifacts = ArtifactStore(log, life.clock, pool, settings.cache_dir / "artifacts")
@@ -145,8 +149,9 @@ class Preprocessor:
         self._partitions = await self._log.partitions(PROMPTS)
         reports = Follower(
             self._log, self._credit, [CAPACITY], self._life.clock,
-            broker_clock=self._broker_clock, start=self._latest_reports,
+            broker_clock=self._broker_clock, start=self._latest_reports, tail=self._tail,
         )  # fmt: skip
+        self._life.spawn("tail", self._tail.run())
         self._life.spawn("capacity", reports.run())
         self._life.spawn("registry", self._registry.run())
         await self._registry.wait_caught_up()

@@ -50,6 +50,7 @@ from streams.topics import (
 )
 from streams.views.follower import Follower
 from streams.views.snapshot_store import SnapshotStore
+from streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -118,17 +119,19 @@ class Router:
         """Read the folds up to now, then join the group; returns when both is done."""
         compile_all()
         life, clock = self._life, self._life.clock
+        tail = TailReader(self._log, clock)
         load_follower = Follower(
             self._log, self._load, [LEDGER], clock, broker_clock=self._broker_clock,
-            start=self._ledger_start, on_applied=self._ledger_applied,
+            start=self._ledger_start, on_applied=self._ledger_applied, tail=tail,
         )  # fmt: skip
         fleet_follower = Follower(
             self._log, self._fleet, [REGISTRY, KV_EVENTS], clock, broker_clock=self._broker_clock,
-            start=self._fleet_start, on_applied=self._fleet_applied,
+            start=self._fleet_start, on_applied=self._fleet_applied, tail=tail,
         )  # fmt: skip
         index_follower = Follower(
-            self._log, self._index, [KV_EVENTS], clock, snapshots=SnapshotStore(self._log, clock)
-        )
+            self._log, self._index, [KV_EVENTS], clock,
+            snapshots=SnapshotStore(self._log, clock), tail=tail,
+        )  # fmt: skip
         self._context = RouterContext(
             name=self._name,
             log=self._log,
@@ -162,8 +165,9 @@ class Router:
         self._deaths = FailureDetector(self._context)
         # The broker's time, which is where each log is read from: this machine's may be wrong.
         await self._context.outbox.publish(KV_EVENTS, self._name, Probe(by=self._name))
+        life.spawn("tail", tail.run())
+        life.spawn("fleet", fleet_follower.run())  # first, so that no heartbeat waits for others
         life.spawn("load", load_follower.run())
-        life.spawn("fleet", fleet_follower.run())
         life.spawn("index", index_follower.run())
         life.spawn("scanner", self._context.scanner.run())
         await load_follower.wait_caught_up()

@@ -220,11 +220,12 @@ class Log(Protocol):
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
         """First offset appended at or after `timestamp_ms`; the end when there is none."""
 
-    def reader(self, *, moving: bool = True) -> Reader:
+    def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> Reader:
         """A reader that reads nothing until `assign`.
 
         `moving=False` is for a fixed assignment: brokers are polled less often while there is
-        nothing new, and a new assignment may wait a quarter of a second.
+        nothing new, and a new assignment may wait a quarter of a second. With `gather_s`, polls
+        return records at most so often: small ones that were appended meanwhile come together.
         """
 
     def member(self, topic: str, group: str, ownership: RebalanceListener) -> Member:

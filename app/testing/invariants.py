@@ -31,6 +31,7 @@ from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS
 
 STEADY_TASKS = {
     "router": {
+        "tail",
         "load",
         "fleet",
         "index",
@@ -43,9 +44,9 @@ STEADY_TASKS = {
         "capacity",
     },
     "worker": {"engine", "engine watch", "registry", "heartbeats", "slot"},
-    "preprocessor": {"registry", "prompts", "capacity"},
+    "preprocessor": {"tail", "registry", "prompts", "capacity"},
     "gateway": {"replies", "registry", "log probe", "loop delay"},
-    "indexer": {"index", "fleet", "loop delay", "ownership", "snapshots"},
+    "indexer": {"tail", "index", "fleet", "loop delay", "ownership", "snapshots"},
 }
 OPTIONAL_TASKS = {"probe", "judgement", "cache events"}
 """Tasks that not every worker has all the time: health probes of the engine, and cache events."""

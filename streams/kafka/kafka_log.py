@@ -195,10 +195,10 @@ class KafkaLog:
         )
         return end if found[tp] is None else int(found[tp].offset)
 
-    def reader(self, *, moving: bool = True) -> KafkaReader:
+    def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> KafkaReader:
         """A reader with a connection of its own; closed with this one."""
         self._check_open()
-        reader = KafkaReader(self, moving=moving)
+        reader = KafkaReader(self, moving=moving, gather_s=gather_s)
         self._users[reader] = None
         return reader
 

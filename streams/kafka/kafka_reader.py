@@ -35,6 +35,9 @@ _SETTLE_BYTES = 1024 * 1024
 """A broker omits partitions from a response that is too large (by default 55 MiB, here 32 MiB, both
 less one batch of 8 MiB). That cannot have happened while no more than this was read."""
 
+_GATHER_BYTES = 1024 * 1024
+"""A broker answers a reader that gathers records when it has so many bytes, or after its time."""
+
 _PATIENCE = 0.75
 """Fraction of the request time-out, which is meant for appends. A broker answers a reader in 250
 ms. A hung broker that is still a member of its cluster may cost three waits: for its response, for
@@ -44,10 +47,12 @@ a new connection to it, and for the new leader, if the client asks this broker f
 class KafkaReader:
     """Implements `Reader`; made by `KafkaLog.reader`. One task polls it."""
 
-    def __init__(self, kafka: KafkaSession, *, moving: bool) -> None:
+    def __init__(self, kafka: KafkaSession, *, moving: bool, gather_s: float = 0.0) -> None:
         self._kafka = kafka
         timeout_ms = int(1000 * _PATIENCE * kafka.request_timeout_s)
-        reading = MOVING_READER_OPTIONS if moving else READER_OPTIONS
+        reading = dict(MOVING_READER_OPTIONS if moving else READER_OPTIONS)
+        if gather_s:
+            reading |= {"fetch_min_bytes": _GATHER_BYTES, "fetch_max_wait_ms": int(1000 * gather_s)}
         self._selection = KeyFilter()
         options = {
             **kafka.options,

@@ -149,10 +149,15 @@ class MemoryLog:
         await self._ask(topic, (partition,))
         return self.broker.log(topic, partition).offset_at(timestamp_ms)
 
-    def reader(self, *, moving: bool = True) -> MemoryReader:  # noqa: ARG002  each position waits alone
+    def reader(
+        self,
+        *,
+        moving: bool = True,  # noqa: ARG002  each position waits alone
+        gather_s: float = 0.0,
+    ) -> MemoryReader:
         """A reader; closed with this connection."""
         self.check_open()
-        reader = MemoryReader(self)
+        reader = MemoryReader(self, gather_s)
         self._users[reader] = None
         return reader
 
@@ -224,9 +229,11 @@ class MemoryLog:
 class MemoryReader:
     """Implements `Reader`; made by `MemoryLog.reader`."""
 
-    def __init__(self, log: MemoryLog) -> None:
+    def __init__(self, log: MemoryLog, gather_s: float = 0.0) -> None:
         self.cursor = Cursor()
         self._log = log
+        self._gather_s = gather_s
+        self._gathered_at = 0.0
         self._keys: Container[bytes | None] | None = None
         self._closed = False
 
@@ -248,11 +255,16 @@ class MemoryReader:
         broker = self._log.broker
         deadline = broker.clock.now() + timeout_s
         await self._log.send_request("poll")
+        if (gathering_s := self._gathered_at - broker.clock.now()) > 0:
+            await broker.clock.sleep(min(gathering_s, timeout_s))
+            await self._log.check_alive()
         while True:
             self._check_open()
             if broker.available:
                 self._check_positions()
                 if batch := self.cursor.read(max_records):
+                    if sum(map(len, batch.values())) < max_records:
+                        self._gathered_at = broker.clock.now() + self._gather_s
                     return batch if self._keys is None else _chosen(batch, self._keys)
             if (wait_s := deadline - broker.clock.now()) <= 0:
                 return {}

@@ -2,8 +2,10 @@
 
 A `Follower` restores a `MaterializedView` from a snapshot if there is one, replays up to the end
 offsets that it read before its first poll (it is *caught up* then), and continues with newly
-appended records. A partition's state and its position change in one step, `MaterializedView.apply`;
-the position is kept nowhere else.
+appended records. Far from the ends it has a reader of its own; near them it is a subscriber of the
+reader that the views of a process share, if it was given one (`streams/views/tail_reader.py`). A
+partition's state and its position change in one step, `MaterializedView.apply`; the position is
+kept nowhere else.
 
 The position of a partition covers every offset below it: applied, skipped as malformed
 (`streams/reading/decoding.py`; counted), or deleted from the log. A record that its writer marked
@@ -23,20 +25,27 @@ from contextlib import asynccontextmanager
 
 from streams.clock import BrokerClock, Clock
 from streams.errors import LogClosed, PositionLost
-from streams.ports import Log, Partition, Reader, Record
+from streams.ports import Log, Partition
 from streams.reading.decoding import RecordDecoder
 from streams.records import LogRecord
 from streams.retry import retry_while_unavailable
 from streams.views.offset_waiters import OffsetWaiters
 from streams.views.snapshot_store import SnapshotStore
+from streams.views.tail_reader import (
+    POLL_S,
+    RECORDS_PER_POLL,
+    DecodedBatch,
+    TailReader,
+    decode_batches,
+    skip_gaps,
+)
 from streams.views.view import MaterializedView
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
-RECORDS_PER_POLL = 500
-"""Decoded and applied without yielding, at 2-5 us each: the event loop is blocked for 1-3 ms."""
-
+JOIN_DISTANCE = RECORDS_PER_POLL
+"""Offsets to the ends, and to the position of the shared reader, at which a view joins it: they are
+in one poll, and records that the other subscribers have are decoded again."""
 
 StartOffset = Callable[[Partition], Awaitable[int]]
 """The first offset for a view without a snapshot; the start of the log if that is later."""
@@ -48,8 +57,9 @@ class Follower:
 
     `on_applied` is called after each step, on the event loop; it must not block. `caught_up`
     becomes true when the end offsets seen at the start are reached, and false while a partition is
-    rebuilt. `applied` and `malformed_count` count records; `rebuilds` counts partitions that were
-    rebuilt, `restored` those restored from snapshots.
+    rebuilt. `applied` and `malformed` count records; `rebuilds` counts partitions that were
+    rebuilt, `restored` those restored from snapshots. `tail` is the reader that the views of the
+    process share.
     """
 
     def __init__(
@@ -63,6 +73,7 @@ class Follower:
         start: StartOffset | None = None,
         snapshots: SnapshotStore | None = None,
         on_applied: OnApplied | None = None,
+        tail: TailReader | None = None,
     ) -> None:
         self._log = log
         self._fold = fold
@@ -72,7 +83,8 @@ class Follower:
         self._start = start
         self._snapshots = snapshots
         self._on_applied = on_applied
-        self._decoding = RecordDecoder(log, clock)
+        self._tail = tail
+        self._decoder = RecordDecoder(log, clock)
         self._barriers = OffsetWaiters()
         self._applying = asyncio.Lock()
         self._behind: dict[Partition, int] = {}  # end offsets that are not reached yet
@@ -80,13 +92,9 @@ class Follower:
         self.sources: tuple[Partition, ...] = ()
         self.caught_up = False
         self.applied = 0
+        self.malformed = 0
         self.rebuilds = 0
         self.restored = 0
-
-    @property
-    def malformed(self) -> int:
-        """Number of records that were skipped as malformed."""
-        return self._decoding.malformed_count
 
     async def wait_caught_up(self) -> None:
         """Wait for `caught_up`; the caller sets the deadline. Raises the follower's error."""
@@ -135,20 +143,21 @@ class Follower:
         `on_applied`.
         """
         reason: Exception = LogClosed(f"following for {self._fold.name} was stopped")
-        reader = self._log.reader(moving=False)
         try:
             await retry_while_unavailable(self._clock, self._find_sources)
             await retry_while_unavailable(self._clock, lambda: self._place(self.sources))
-            self._assign(reader)
             while True:
-                await self._advance(reader)
+                try:
+                    await self._read_alone()
+                    await self._read_shared()
+                except PositionLost as e:
+                    await self._rebuild(e)
         except Exception as e:
             reason = e
             raise
         finally:
             self.caught_up = False
             self._barriers.fail(reason)
-            await reader.close()
 
     # --- before reading ---
 
@@ -187,6 +196,8 @@ class Follower:
                     start = min(max(start, await self._start(source)), end)
                 fold.apply(source, (), start)
         self._behind |= ends
+        for source, position in self.positions().items():
+            self._moved(source, position)
 
     async def _offsets(
         self,
@@ -202,43 +213,59 @@ class Follower:
             offsets |= {Partition(topic, p): offset for p, offset in answer.items()}
         return offsets
 
-    def _assign(self, reader: Reader) -> None:
-        positions = {source: self._fold.position(source) for source in self.sources}
-        reader.assign({s: p for s, p in positions.items() if p is not None})
-        for source, position in positions.items():
-            assert position is not None
-            self._moved(source, position)
-
     # --- reading ---
 
-    async def _advance(self, reader: Reader) -> None:
-        try:
-            batches = await reader.poll(POLL_S, RECORDS_PER_POLL)
-        except PositionLost as e:
-            await self._rebuild(reader, e)
+    async def _read_alone(self) -> None:
+        """Read with a reader of its own until the shared one is near; for ever without one."""
+        if self._is_near_tail():
             return
-        async with self._applying:
-            for source, records in batches.items():
-                await self._apply(source, records)
-            for source in dict.fromkeys((*self._behind, *self._barriers.pending_partitions)):
-                if source not in self._followed:
-                    continue
-                # The last offsets may have been deleted: then no record moves the position on.
-                if (position := reader.position(source)) > (self._fold.position(source) or 0):
-                    self._take(source, (), position)
-        await self._clock.sleep(0)
+        reader = self._log.reader(moving=False)
+        try:
+            reader.assign(self.positions())
+            while not self._is_near_tail():
+                polled = await reader.poll(POLL_S, RECORDS_PER_POLL)
+                batches = await decode_batches(self._decoder, polled)
+                async with self._applying:
+                    self._apply(batches)
+                    if awaited := self._awaited():
+                        self._apply(skip_gaps(reader, self.positions(), awaited))
+                await self._clock.sleep(0)
+        finally:
+            await reader.close()
 
-    async def _apply(self, source: Partition, records: Sequence[Record]) -> None:
-        position = self._fold.position(source) or 0
-        last = records[-1]
-        if last.offset < position:
-            return  # fetched again by the client
-        new = [record for record in records if record.offset >= position]
-        facts = await self._decoding.decode_records(source, new)
-        self.applied += len(facts)
-        if self._broker_clock is not None:
-            self._broker_clock.observe(last.timestamp)
-        self._take(source, facts, last.offset + 1)
+    async def _read_shared(self) -> None:
+        """Take the records from the shared reader; returns when this view has fallen behind."""
+        assert self._tail is not None, "without it a view reads alone"
+        with self._tail.subscribe(self.positions(), self._awaited) as subscription:
+            while (batches := await subscription.next()) is not None:
+                async with self._applying:
+                    self._apply(batches)
+                await self._clock.sleep(0)
+
+    def _is_near_tail(self) -> bool:
+        if self._tail is None or self.remaining_offsets > JOIN_DISTANCE:
+            return False
+        return self._tail.distance(self.positions()) <= JOIN_DISTANCE
+
+    def _awaited(self) -> Sequence[Partition]:
+        """Partitions in which an offset is awaited.
+
+        Their last offsets may have been deleted: then no record moves the position on.
+        """
+        return list(dict.fromkeys((*self._behind, *self._barriers.pending_partitions)))
+
+    def _apply(self, batches: Sequence[DecodedBatch]) -> None:
+        for batch in batches:
+            source = batch.source
+            position = self._fold.position(source) or 0
+            if batch.position <= position:
+                continue  # fetched again by the client, or read again for another view
+            _, records, facts, end = batch.after(position)
+            self.applied += len(facts)
+            self.malformed += len(records) - len(facts)
+            if records and self._broker_clock is not None:
+                self._broker_clock.observe(records[-1].timestamp)
+            self._take(source, facts, end)
 
     def _take(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
         self._fold.apply(source, facts, position)
@@ -259,7 +286,7 @@ class Follower:
             self._barriers.advance(None, 1)
         self._barriers.advance(source, position)
 
-    async def _rebuild(self, reader: Reader, lost: PositionLost) -> None:
+    async def _rebuild(self, lost: PositionLost) -> None:
         log.warning("rebuilding %s: %s", self._fold.name, lost)
         source = Partition(lost.topic, lost.partition)
         self.rebuilds += 1
@@ -267,4 +294,3 @@ class Follower:
         async with self._applying:
             self._fold.forget(source)
             await retry_while_unavailable(self._clock, lambda: self._place((source,)))
-        self._assign(reader)

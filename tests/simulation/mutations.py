@@ -47,6 +47,7 @@ from streams.records import (
 from streams.responses import reply_reader, transcript
 from streams.topics import RESPONSES
 from streams.views import snapshot_writer
+from streams.views import tail_reader
 
 Replacement = tuple[object, str, Any]
 """The owner of an attribute, its name, and the replacement."""
@@ -441,6 +442,17 @@ def _snapshot_ahead_of_its_state() -> Iterator[Replacement]:
 # --- readers -------------------------------------------------------------------------------------
 
 
+def _joining_views_skip_records() -> Iterator[Replacement]:
+    def positions(self: Any) -> dict[Partition, int]:
+        highest: dict[Partition, int] = {}
+        for subscription in self._subscriptions:
+            for source, position in subscription.positions.items():
+                highest[source] = max(position, highest.get(source, position))
+        return highest
+
+    yield tail_reader.TailReader, "_positions", positions
+
+
 def _zombies_are_believed() -> Iterator[Replacement]:
     original = transcript.Transcript.apply
 
@@ -588,6 +600,12 @@ MUTATIONS: dict[str, Mutation] = {
             "caches",
             "state and position of a snapshot from one moment",
             _snapshot_ahead_of_its_state,
+        ),
+        Mutation(
+            "join-ahead",
+            "caches load",
+            "reading on from the position of a view that joins",
+            _joining_views_skip_records,
         ),
         Mutation("any-model", "misrouted", "workers of the model only", _any_model),
         Mutation("any-lane", "poison", "dead letters for records of other lanes", _any_lane),

@@ -44,6 +44,7 @@ FOUND_BY = {
     "from-now": (14, 20),
     "events-once": (4, 35),
     "snapshot-ahead": (25, 46),
+    "join-ahead": (31, 44),
     "any-model": (0, 1),
     "any-lane": (1, 140),
     "no-objections": (8, 12),

@@ -11,9 +11,11 @@ from streams.clock import BrokerClock
 from streams.errors import AccessDenied, LogClosed, NewerRecord
 from streams.memory.memory_log import MemoryReader
 from streams.ports import Batches, Entry, Partition
+from streams.reading.decoding import RecordDecoder
 from streams.records import Ended, LogRecord, ModelCard, Tombstone
 from streams.topics import LEDGER, REGISTRY, REQUESTS
-from streams.views.follower import RECORDS_PER_POLL, Follower
+from streams.views.follower import Follower
+from streams.views.tail_reader import RECORDS_PER_POLL, decode_batches
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 from tests.harness.recording_view import RecordingView
 
@@ -352,8 +354,9 @@ async def test_what_the_client_fetches_again_is_not_applied_again(world: MemoryW
     copy = await (await a_copy(world)).caught_up()
     world.append(LEDGER, 0, *many(2))
     records = world.records(LEDGER, 0)
-    await copy.follower._apply(LANE_0, records[1:4])
-    await copy.follower._apply(LANE_0, records[1:3])
+    decoder = RecordDecoder(await world.connect(), world.clock)
+    for fetched in (records[1:4], records[1:3]):
+        copy.follower._apply(await decode_batches(decoder, {LANE_0: fetched}))
     assert copy.fold.offsets(LANE_0) == [0, 1, 2, 3]
     assert copy.fold.position(LANE_0) == 4
 

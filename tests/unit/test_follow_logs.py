@@ -14,6 +14,7 @@ from streams.records import Ended, LogRecord, ModelCard, Tombstone
 from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
 from streams.views.follower import Follower
 from streams.views.snapshot_store import SnapshotStore
+from streams.views.tail_reader import TailReader
 from tests.harness.memory_world import MemoryWorld, run_scenario
 from tests.harness.recording_view import RecordingView
 
@@ -30,6 +31,8 @@ OPS = st.one_of(
     st.tuples(st.just("truncate"), st.tuples(LANE, st.floats(0, 1))),
     st.tuples(st.just("begin"), st.sampled_from(NAMES)),
     st.tuples(st.just("begin"), st.sampled_from(NAMES)),
+    st.tuples(st.just("begin_second"), st.sampled_from(NAMES)),
+    st.tuples(st.just("begin_second"), st.sampled_from(NAMES)),
     st.tuples(st.just("kill"), st.sampled_from(NAMES)),
     st.tuples(st.just("save"), st.tuples(st.sampled_from(NAMES), LANE)),
     st.tuples(st.just("save"), st.tuples(st.sampled_from(NAMES), LANE)),
@@ -40,19 +43,31 @@ STEPS = st.lists(st.tuples(OPS, st.sampled_from([0.0, 0.01, 1.5, 3.0])), min_siz
 
 
 class Copy:
-    """One process that follows, until it is killed."""
+    """One process that follows, until it is killed: with a reader of its own, or a shared one."""
 
-    def __init__(self, world: MemoryWorld, log: Any, fold: Any, sources: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        world: MemoryWorld,
+        log: Any,
+        fold: Any,
+        sources: Sequence[Any],
+        tail: TailReader | None = None,
+    ) -> None:
         self.log = log
         self.fold = fold
         self.snapshots = SnapshotStore(log, world.clock)
-        self.follower = Follower(log, fold, sources, world.clock, snapshots=self.snapshots)
+        self.follower = Follower(
+            log, fold, sources, world.clock, snapshots=self.snapshots, tail=tail
+        )
         self.running = world.spawn(self.follower.run())
         self.saving: list[asyncio.Task[Any]] = []
+        self.second: Copy | None = None
 
     async def kill(self) -> None:
         self.log.kill()
         tasks = [self.running, *self.saving]
+        if self.second is not None:
+            tasks.append(self.second.running)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -89,7 +104,19 @@ class Model:
     async def begin(self, name: str) -> None:
         if name not in self.alive and self.world.broker.available:
             log = await self.world.connect(name)
-            self.alive[name] = Copy(self.world, log, RecordingView(), [LEDGER])
+            tail = TailReader(log, self.world.clock)
+            copy = self.alive[name] = Copy(self.world, log, RecordingView(), [LEDGER], tail)
+            copy.saving.append(self.world.spawn(tail.run()))
+
+    async def begin_second(self, name: str) -> None:
+        """A second view in a process that has one already."""
+        first = self.alive.get(name)
+        if first is not None and first.second is None and self.world.broker.available:
+            tail = first.follower._tail
+            first.second = Copy(self.world, first.log, RecordingView(), [SOURCES[0]], tail)
+
+    def copies(self) -> list[Copy]:
+        return [copy for first in self.alive.values() for copy in (first, first.second) if copy]
 
     async def kill(self, name: str) -> None:
         if (copy := self.alive.pop(name, None)) is not None:
@@ -110,7 +137,7 @@ class Model:
         self.world.broker.available = not begins
 
     def check(self) -> None:
-        for copy in self.alive.values():
+        for copy in self.copies():
             assert not copy.running.done(), copy.running
             for source, share in copy.fold.shares.items():
                 history = self.history[source]
@@ -131,9 +158,10 @@ class Model:
         self.world.broker.available = True
         for name in NAMES:
             await self.begin(name)
-        for copy in self.alive.values():
+            await self.begin_second(name)
+        for copy in self.copies():
             await asyncio.wait_for(copy.follower.wait_caught_up(), 60)
-            for source in SOURCES:
+            for source in copy.follower.sources:
                 end = self.world.broker.log(*source).end
                 await asyncio.wait_for(copy.follower.wait_for(source, end), 60)
                 assert copy.fold.position(source) == end
