@@ -67,6 +67,9 @@ deadline or a run that does not start is noticed."""
 DRIFT_CHECK_INTERVAL_S = 10.0
 """Interval between drift checks. One check takes 4 ms for 64 workers."""
 
+TAKE_OVER_CHECK_S = 0.01
+"""Interval of looking, at the start, whether the first lanes are served."""
+
 RESPONSE_ENDS_INTERVAL_S = 1.0
 """Interval between fetches of the ends of the response lanes
 (`RouterContext.response_end_offsets`).
@@ -100,6 +103,7 @@ class Router:
         self._name = name or settings.router_id or f"{socket.gethostname()}-{os.getpid()}"
         self._drift = DriftTracker()
         self._fleet_version = self._fleet.version
+        self._has_joined = False
         self._intake = GroupConsumer(
             log, REQUESTS, GROUP, self, life.clock, broker_clock=self._broker_clock,
             keep_prompts=settings.keep_prompts,
@@ -116,7 +120,7 @@ class Router:
         return self._status.http
 
     async def start(self) -> None:
-        """Read the folds up to now, then join the group; returns when both is done."""
+        """Read the views up to now, then join the group; returns when its lanes are served."""
         compile_all()
         life, clock = self._life, self._life.clock
         tail = TailReader(self._log, clock)
@@ -179,6 +183,15 @@ class Router:
         life.spawn("drift", self._watch_drift())
         life.spawn("capacity", CapacityReporter(self._context, self._owners).run())
         life.spawn("intake", self._intake.run())
+        await self._intake.wait_joined()
+        while not self._serves_lanes:
+            await clock.sleep(TAKE_OVER_CHECK_S)
+        self._has_joined = True
+
+    @property
+    def _serves_lanes(self) -> bool:
+        """Whether every lane that the group has given to this router is served: perhaps none."""
+        return all(owner.serving for owner in self._owners.values())
 
     async def stop(self) -> None:
         """Leave the group with everything committed that is done; held requests are redelivered."""
@@ -196,7 +209,12 @@ class Router:
             DriftCollector(self._drift, self._model_of, self._broker_clock.now_ms)
         )
         probes = Probes(
-            lambda: {**catch_up_checks(followers), "log_answers": life.broker_answers},
+            lambda: {
+                **catch_up_checks(followers),
+                "lanes_served": self._has_joined and self._serves_lanes,
+                "lanes": len(self._owners),
+                "log_answers": life.broker_answers,
+            },
             metrics.page,
             lambda: life.error is None,
         )

@@ -139,6 +139,7 @@ class RebalanceListener(Protocol):
     def assigned(self, starts: Mapping[int, int]) -> None:
         """These partitions are owned from now on; reading starts at the given offsets.
 
+        Without partitions: the group has more members than partitions.
         Nothing is read from a new partition before `Member.resume`.
         """
 

@@ -6,13 +6,12 @@ ledger. Nothing here decides anything.
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from app.lanes.end_offsets import EndOffsets
 from app.lanes.scheduler import Scheduler
 from app.lanes.shared_scan import SharedScanner
 from app.metrics.router_metrics import RouterMetrics
@@ -32,7 +31,6 @@ from app.wait_queue import WaitQueue
 from streams.clock import BrokerClock
 from streams.ports import Log, Partition
 from streams.reading.group_consumer import PartitionClaim
-from streams.reading.range_reader import end_offset_of
 from streams.record_publisher import RecordPublisher
 from streams.records import LogRecord
 from streams.topics import ASSIGNMENTS, KV_EVENTS, partition_of
@@ -97,17 +95,12 @@ class RouterContext:
     """Ends of the response lanes as of a moment ago: where a new request's answer begins, or
     before it. A lower bound is enough, it only makes a later scan longer."""
     _undelivered: ActiveLoad = field(default_factory=ActiveLoad)
-    _ends: dict[Partition, asyncio.Task[int]] = field(default_factory=dict)
-    """Fetches of end offsets that are still to be sent."""
-    _asks: defaultdict[Partition, asyncio.Lock] = field(
-        default_factory=lambda: defaultdict(asyncio.Lock)
-    )
-    """Held while a fetch of the end of a partition is under way."""
-
+    _ends: EndOffsets = field(init=False)
     _turns: HerdAvoidance = field(init=False)
 
     def __post_init__(self) -> None:
         self._turns = HerdAvoidance(self.name)
+        self._ends = EndOffsets(self.log, self.ctx)
         self.scheduler = Scheduler(
             self.fleet, self.ledger, self.kv_index, self._undelivered,
             routing_config(self.settings),
@@ -145,19 +138,8 @@ class RouterContext:
             self._undelivered.remove(run.worker_rank(rank), burden, adapter)
 
     async def end_offset(self, source: Partition) -> int:
-        """The next offset of a partition, as of now or later; asks until the broker answers.
-
-        Those who ask while a question is on its way share the next one, however many they are.
-        """
-        asking = self._ends.get(source)
-        if asking is None:
-            asking = self._ends[source] = self.ctx.spawn("end offset", self._ask_end(source))
-        return await asyncio.shield(asking)
-
-    async def _ask_end(self, source: Partition) -> int:
-        async with self._asks[source]:
-            del self._ends[source]  # whoever asks from now on may mean a later end
-            return await end_offset_of(self.log, self.ctx.clock, source)
+        """The next offset of a partition, as of now or later; asks until the broker answers."""
+        return await self._ends.fetch(source)
 
     async def wait_for_ledger(self, source: Partition, offset: int) -> None:
         """Wait until this ledger is folded up to `offset`, exclusive. Raises ViewStopped."""

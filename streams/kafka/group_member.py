@@ -228,7 +228,7 @@ class KafkaMember:
         self._granted = None
         if partitions:
             log.info("%s: taking over %s", self._topic, partitions)
-            self._ownership.assigned(dict(self._next))
+        self._ownership.assigned(dict(self._next))
 
     async def _committed(
         self, consumer: AIOKafkaConsumer, partitions: Sequence[int]

@@ -149,8 +149,7 @@ class MemoryMember:
         self._starts = {
             p: max(group.committed.get(p, 0), broker.log(self._topic, p).start) for p in share
         }
-        if share:
-            self._ownership.assigned(dict(self._starts))
+        self._ownership.assigned(dict(self._starts))
 
     def _take(self, max_records: int) -> Batches:
         for log in self.cursor.ready:

@@ -180,9 +180,14 @@ class GroupConsumer:
         self._letters: asyncio.Queue[_Letter] = asyncio.Queue(MAX_QUEUED_DEAD_LETTERS)
         self._claims: dict[int, PartitionClaim] = {}
         self._moved = asyncio.Event()
+        self._joined = asyncio.Event()
         self._closing = False
         self._member: Member | None = None
         self.rejected_records = 0
+
+    async def wait_joined(self) -> None:
+        """Wait for the first assignment, also an empty one."""
+        await self._joined.wait()
 
     def resume(self, claim: PartitionClaim) -> None:
         """Start reading a partition. Ignored for a lost claim."""
@@ -235,6 +240,7 @@ class GroupConsumer:
         for partition, start in sorted(starts.items()):
             claim = self._claims[partition] = PartitionClaim(partition, start, self._moved)
             self._lanes.on_claimed(claim)
+        self._joined.set()
 
     def revoked(self, partitions: frozenset[int]) -> None:
         """Close the claims of these partitions, before any handler acts on them again."""

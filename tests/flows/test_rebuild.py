@@ -19,6 +19,7 @@ from streams.codecs import encode as encoded
 from streams.memory.memory_log import MemoryLog
 from streams.records import Blocks, Heartbeat, SnapshotPointer
 from streams.topics import KV_EVENTS, REGISTRY, SNAPSHOTS, TOPICS_BY_NAME, partition_of
+from streams.views.tail_reader import MAX_QUEUED_RECORDS
 from tests.harness.fake_worker import FakeWorker
 from tests.harness.gateway_harness import memory_settings
 from tests.harness.http_exchange import HttpExchange
@@ -351,6 +352,8 @@ async def test_what_is_lost_while_it_runs_is_built_again_from_a_snapshot(
     async with slow.indexer._followers["index"].paused():
         for n in range(3):
             cache.say(stored(100 * n + 100, 20))
+        for _ in range(2 * MAX_QUEUED_RECORDS):  # more than wait for a view that is paused
+            cache.beat()
         for _ in range(10):
             await world.sleep(EVERY_S / 4)
             cache.beat()
