@@ -66,6 +66,10 @@ class NetworkFaults(BrokerFaults):
             return self._random() * climate.max_latency_s
         return draw * climate.usual_latency_s
 
+    def gather_s(self, wanted_s: float) -> float:
+        """As a broker, which waits for more records as long as it may."""
+        return wanted_s
+
     def answer_s(self, client: str, operation: Operation) -> float:
         """The same distribution as for requests."""
         if self.on_answer is not None:

@@ -43,6 +43,10 @@ class BrokerFaults:
         """Delay of the response after that."""
         return 0.0
 
+    def gather_s(self, wanted_s: float) -> float:
+        """How long records wait for others for a reader that asked for so long."""
+        return 0.0
+
     def late_s(self, client: str) -> float:
         """How long an abandoned append remains in transit."""
         return 0.0

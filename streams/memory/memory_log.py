@@ -232,7 +232,7 @@ class MemoryReader:
     def __init__(self, log: MemoryLog, gather_s: float = 0.0) -> None:
         self.cursor = Cursor()
         self._log = log
-        self._gather_s = gather_s
+        self._gather_s = log.broker.faults.gather_s(gather_s)
         self._gathered_at = 0.0
         self._keys: Container[bytes | None] | None = None
         self._closed = False

@@ -32,6 +32,7 @@ class ScriptedFaults(BrokerFaults):
         self.asked: list[Operation] = []
         self.slow: dict[Operation, float] = {}
         self.late = 0.0
+        self.gathers = False
         self.departures = 0
         """Number of appends that leave their process before it is killed."""
 
@@ -41,6 +42,9 @@ class ScriptedFaults(BrokerFaults):
     def fate(self, client: str, topic: str, partition: int) -> AppendFate:
         fates = self.fates.get(topic)
         return fates.popleft() if fates else AppendFate.KEPT
+
+    def gather_s(self, wanted_s: float) -> float:
+        return wanted_s if self.gathers else 0.0
 
     def late_s(self, client: str) -> float:
         return self.late

@@ -126,6 +126,7 @@ async def test_a_view_far_from_the_end_reads_alone_until_it_is_near(world: Memor
 
 @scenario_test
 async def test_a_view_that_joins_behind_the_others_misses_nothing(world: MemoryWorld) -> None:
+    world.faults.gathers = True
     process = await a_process(world)
     early = process.follow()
     await asyncio.wait_for(early.wait_caught_up(), 5)
@@ -148,6 +149,7 @@ async def test_records_come_together(world: MemoryWorld) -> None:
         nonlocal polls
         polls += 1
 
+    world.faults.gathers = True
     process = await a_process(world)
     follower = process.follow(LANE_0, on_applied=count)
     await asyncio.wait_for(follower.wait_caught_up(), 5)
