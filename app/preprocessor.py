@@ -54,8 +54,8 @@ from streams.views.follower import Follower
 from streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from faststream import FastStream
+    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Preprocessor:
         self._status = StatusServer(settings, life, probes, self._metrics.loop_delay)
 
     @property
-    def http(self) -> FastAPI:
+    def http(self) -> Starlette:
         """The application of its probes."""
         return self._status.http
 

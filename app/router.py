@@ -53,8 +53,8 @@ from streams.views.snapshot_store import SnapshotStore
 from streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from faststream import FastStream
+    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Router:
         return self._status.url
 
     @property
-    def http(self) -> FastAPI:
+    def http(self) -> Starlette:
         """The application of its probes. Only after `start`."""
         return self._status.http
 

@@ -66,8 +66,8 @@ from streams.records import (
 from streams.topics import ASSIGNMENTS, REGISTRY, RESPONSES, partition_of
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from faststream import FastStream
+    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Worker:
         return self._runs.epoch if self._runs is not None else None
 
     @property
-    def http(self) -> FastAPI:
+    def http(self) -> Starlette:
         return self._status.http
 
     @property

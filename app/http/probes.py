@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 
 import msgspec
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from app.http.authentication import AccessControl, Authentication
@@ -50,25 +51,25 @@ class Probes:
         self._page = page
         self._is_alive = is_alive
 
-    def add_to(self, api: FastAPI) -> None:
+    def add_to(self, api: Starlette) -> None:
         """Add the endpoints to an application."""
         for path, handler in (
             ("/livez", self.livez),
             ("/readyz", self.readyz),
             ("/metrics", self.metrics),
         ):
-            api.add_api_route(path, handler, methods=["GET"])
+            api.add_route(path, handler, methods=["GET"])
 
-    async def livez(self) -> Response:
+    async def livez(self, _: Request) -> Response:
         """200 while the process works, 503 if it must be restarted."""
         return _judged("alive", self._is_alive(), {})
 
-    async def readyz(self) -> Response:
+    async def readyz(self, _: Request) -> Response:
         """200 if all checks are true, else 503; the body lists the checks."""
         checks = self._checks()
         return _judged("ready", all(v for v in checks.values() if isinstance(v, bool)), checks)
 
-    async def metrics(self) -> Response:
+    async def metrics(self, _: Request) -> Response:
         """The metrics in Prometheus' text format."""
         return Response(await self._page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -84,7 +85,7 @@ class StatusServer:
     ) -> None:
         self._life = life
         self._loop_delay = loop_delay
-        self.http = FastAPI(title=f"kvlane {life.name}", openapi_url=None)
+        self.http = Starlette()
         probes.add_to(self.http)
         port = settings.status_port
         self._server: UvicornServer | None = None

@@ -46,6 +46,12 @@ def test_what_has_no_kernels_loads_no_compiler(module: str) -> None:
     assert "numba" not in loaded_by(f"import {module}")
 
 
+@pytest.mark.parametrize("module", ["app.router", "app.worker", "app.preprocessor"])
+def test_what_serves_probes_only_loads_no_fastapi(module: str) -> None:
+    """0.3 s of CPU at each start, most of it for models of OpenAPI documents."""
+    assert "fastapi" not in loaded_by(f"import {module}")
+
+
 def test_app_loads_nothing_until_asked() -> None:
     before = loaded_by("")
     assert loaded_by("import app") - before == {"app"}
