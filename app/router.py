@@ -12,6 +12,7 @@ choice of a worker: `app/routing/selection/select.py`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -66,9 +67,6 @@ deadline or a run that does not start is noticed."""
 
 DRIFT_CHECK_INTERVAL_S = 10.0
 """Interval between drift checks. One check takes 4 ms for 64 workers."""
-
-TAKE_OVER_CHECK_S = 0.01
-"""Interval of looking, at the start, whether the first lanes are served."""
 
 RESPONSE_ENDS_INTERVAL_S = 1.0
 """Interval between fetches of the ends of the response lanes
@@ -185,7 +183,7 @@ class Router:
         life.spawn("intake", self._intake.run())
         await self._intake.wait_joined()
         while not self._serves_lanes:
-            await clock.sleep(TAKE_OVER_CHECK_S)
+            await asyncio.wait({owner.take_over for owner in self._owners.values()})
         self._has_joined = True
 
     @property

@@ -72,7 +72,7 @@ class LaneOwner:
         self._bytes = 0  # of them all
         self._paused_at = 0.0
         self._is_stuck = False  # and that was logged
-        self._take_over = context.ctx.spawn(f"take over lane {self._lane}", self._begin())
+        self.take_over = context.ctx.spawn(f"take over lane {self._lane}", self._begin())
 
     # --- from outside ----------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class LaneOwner:
     def close(self) -> None:
         """The lane was revoked: stop everything at once."""
         self.serving = False
-        self._take_over.cancel()
+        self.take_over.cancel()
         for job in self._jobs.values():
             job.cancel()
         self._jobs.clear()

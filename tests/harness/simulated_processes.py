@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from app.engine.echo import EchoEngine, echo_answer
 from app.engine.interface import Engine
@@ -34,7 +34,6 @@ from tests.harness.fake_worker import append_record
 from tests.harness.memory_world import MemoryWorld
 from tests.harness.worker_harness import PROMPT, STEP_S
 
-T = TypeVar("T")
 MODEL = "echo"
 
 
@@ -45,6 +44,8 @@ class SimulatedProcesses:
         self.world = world
         self._loop = cast("VirtualLoop", asyncio.get_running_loop())
         self._logs: dict[str, MemoryLog] = {}
+        self._struck: dict[str, asyncio.Future[None]] = {}
+        """By process, done when it is killed or stopped."""
         self._traps: list[tuple[str, type, Callable[[str], None]]] = []
         self._append = world.broker.append
         world.broker.append = self._appended  # type: ignore[method-assign]
@@ -76,20 +77,30 @@ class SimulatedProcesses:
         await log.start()
         return log
 
-    async def _within(self, name: str, work: Coroutine[Any, Any, T]) -> T:
-        return await self._loop.create_task(work, context=process_context(name))
+    async def _within(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
+        """Run the start of a process to its end, or until it is struck."""
+        starting = self._loop.create_task(work, context=process_context(name))
+        struck = self._struck[name] = self._loop.create_future()
+        await asyncio.wait({starting, struck}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
 
     # --- faults ----------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
-        self._loop.pause(name)
+        self._strike(name)
         self._logs[name].kill()
 
     def stop(self, name: str) -> None:
         """SIGSTOP."""
-        self._loop.pause(name)
+        self._strike(name)
         self._logs[name].suspend()
+
+    def _strike(self, name: str) -> None:
+        self._loop.pause(name)
+        if not self._struck[name].done():
+            self._struck[name].set_result(None)
 
     def resume(self, name: str) -> None:
         """SIGCONT."""
