@@ -46,8 +46,7 @@ from streams.records import (
 )
 from streams.responses import reply_reader, transcript
 from streams.topics import RESPONSES
-from streams.views import snapshot_writer
-from streams.views import tail_reader
+from streams.views import snapshot_writer, tail_reader
 
 Replacement = tuple[object, str, Any]
 """The owner of an attribute, its name, and the replacement."""
