@@ -28,7 +28,7 @@ from tests.harness.cluster_harness import BLOCK, ClusterHarness, session_hint
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness, memory_settings
 from tests.harness.http_exchange import HttpExchange
 from tests.harness.key_files import KeyFileHarness, auth_headers, start_guarded
-from tests.harness.memory_world import MemoryWorld, run_scenario
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 DRY = {"annotations": ["query_instance_id:x"]}
 CHAT = "/v1/chat/completions"
@@ -51,7 +51,10 @@ def cached(answer: HttpExchange) -> int:
 # --- who is let in --------------------------------------------------------------------------------
 
 
-def test_without_a_valid_key_all_but_probes_is_refused(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_without_a_valid_key_all_but_probes_is_refused(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     good = keys.add("acme")
     revoked = keys.add("acme")
     keys.revoke(revoked)
@@ -62,110 +65,100 @@ def test_without_a_valid_key_all_but_probes_is_refused(keys: KeyFileHarness) -> 
         auth_headers(expired),
         {"x-api-key": good}, {"authorization": f"Bearer kvl_{'0' * 12}_{'A' * 43}"},
     )  # fmt: skip
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.register_and_wait()
-        for headers in wrong:
-            for method, path in (
-                ("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/streams/a"),
-                ("GET", "/metrics"), ("DELETE", "/v1/streams/a"),
-                ("GET", "/openapi.json"), ("GET", "/nowhere"),
-            ):  # fmt: skip
-                answer = await house.send(method, path, headers=headers).wait_done()
-                assert refusal(answer) == (401, "invalid_api_key")
-                assert answer.error["type"] == "invalid_request_error"
-                assert answer.headers["www-authenticate"] == "Bearer"
-        for path in ("/livez", "/readyz"):
-            assert (await house.send("GET", path).wait_done()).status == 200
-        for scheme in ("Bearer", "bearer"):
-            headers = {"authorization": f"{scheme} {good}"}
-            assert (
-                await house.send("GET", "/v1/models", headers=headers).wait_done()
-            ).status == 200
-
-    run_scenario(scenario)
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.register_and_wait()
+    for headers in wrong:
+        for method, path in (
+            ("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/streams/a"),
+            ("GET", "/metrics"), ("DELETE", "/v1/streams/a"),
+            ("GET", "/openapi.json"), ("GET", "/nowhere"),
+        ):  # fmt: skip
+            answer = await house.send(method, path, headers=headers).wait_done()
+            assert refusal(answer) == (401, "invalid_api_key")
+            assert answer.error["type"] == "invalid_request_error"
+            assert answer.headers["www-authenticate"] == "Bearer"
+    for path in ("/livez", "/readyz"):
+        assert (await house.send("GET", path).wait_done()).status == 200
+    for scheme in ("Bearer", "bearer"):
+        headers = {"authorization": f"{scheme} {good}"}
+        assert (await house.send("GET", "/v1/models", headers=headers).wait_done()).status == 200
 
 
-def test_a_request_without_a_key_is_refused_before_its_body_is_sent(keys: KeyFileHarness) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        answer = HttpExchange(house.gateway.http, "POST", CHAT, upload=False)
-        assert refusal(await answer.wait_done()) == (401, "invalid_api_key")
-        assert world.clock.now() == 0
+@scenario_test
+async def test_a_request_without_a_key_is_refused_before_its_body_is_sent(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    house = await GatewayHarness.open(world, **keys.settings)
+    answer = HttpExchange(house.gateway.http, "POST", CHAT, upload=False)
+    assert refusal(await answer.wait_done()) == (401, "invalid_api_key")
+    assert world.clock.now() == 0
 
-    run_scenario(scenario)
 
-
-def test_a_changed_file_counts_within_two_seconds(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_a_changed_file_counts_within_two_seconds(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     first = keys.add("acme")
+    house = await GatewayHarness.open(world, **keys.settings)
 
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
+    async def status(token: str) -> int:
+        return (
+            await house.send("GET", "/v1/models", headers=auth_headers(token)).wait_done()
+        ).status
 
-        async def status(token: str) -> int:
-            return (
-                await house.send("GET", "/v1/models", headers=auth_headers(token)).wait_done()
-            ).status
-
-        second = keys.add("acme")
-        assert [await status(first), await status(second)] == [200, 401]
-        await world.sleep(2)
-        assert [await status(first), await status(second)] == [200, 200]
-        keys.revoke(first)
-        await world.sleep(2)
-        assert [await status(first), await status(second)] == [401, 200]
-        keys.change(KeyFile())
-        await world.sleep(2)
-        assert [await status(first), await status(second)] == [401, 401]
-
-    run_scenario(scenario)
+    second = keys.add("acme")
+    assert [await status(first), await status(second)] == [200, 401]
+    await world.sleep(2)
+    assert [await status(first), await status(second)] == [200, 200]
+    keys.revoke(first)
+    await world.sleep(2)
+    assert [await status(first), await status(second)] == [401, 200]
+    keys.change(KeyFile())
+    await world.sleep(2)
+    assert [await status(first), await status(second)] == [401, 401]
 
 
 @pytest.mark.parametrize("damage", ["{", "{}{}", None])
-def test_a_file_that_cannot_be_read_leaves_the_keys_and_is_logged_once(
-    keys: KeyFileHarness, damage: str | None, caplog: pytest.LogCaptureFixture
+@scenario_test
+async def test_a_file_that_cannot_be_read_leaves_the_keys_and_is_logged_once(
+    world: MemoryWorld, keys: KeyFileHarness, damage: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = keys.add("acme")
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        if damage is None:
-            keys.path.unlink()
-        else:
-            keys.path.write_text(damage)
-        await world.sleep(10)
-        answer = await house.send("GET", "/v1/models", headers=auth_headers(good)).wait_done()
-        assert answer.status == 200
-        errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
-        assert len(errors) == 1
-        assert errors[0].startswith(f"the API keys stay those of before: {keys.path}")
-        keys.change(KeyFile())
-        await world.sleep(2)
-        answer = await house.send("GET", "/v1/models", headers=auth_headers(good)).wait_done()
-        assert answer.status == 401
-
-    run_scenario(scenario)
+    house = await GatewayHarness.open(world, **keys.settings)
+    if damage is None:
+        keys.path.unlink()
+    else:
+        keys.path.write_text(damage)
+    await world.sleep(10)
+    answer = await house.send("GET", "/v1/models", headers=auth_headers(good)).wait_done()
+    assert answer.status == 200
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"the API keys stay those of before: {keys.path}")
+    keys.change(KeyFile())
+    await world.sleep(2)
+    answer = await house.send("GET", "/v1/models", headers=auth_headers(good)).wait_done()
+    assert answer.status == 401
 
 
-def test_a_running_stream_of_a_revoked_key_goes_on(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_a_running_stream_of_a_revoked_key_goes_on(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     token = keys.add("acme")
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-        answer = house.chat("hello", auth_headers(token), stream=True, max_tokens=300)
-        await world.wait_until(lambda: len(answer.text) > 3)
-        keys.revoke(token)
-        await world.sleep(2)
-        assert not answer.complete
-        await answer.wait_done()
-        assert answer.events[-1] == "[DONE]"
-
-    run_scenario(scenario)
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
+    answer = house.chat("hello", auth_headers(token), stream=True, max_tokens=300)
+    await world.wait_until(lambda: len(answer.text) > 3)
+    keys.revoke(token)
+    await world.sleep(2)
+    assert not answer.complete
+    await answer.wait_done()
+    assert answer.events[-1] == "[DONE]"
 
 
-def test_what_is_passed_on_has_no_key(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_what_is_passed_on_has_no_key(world: MemoryWorld, keys: KeyFileHarness) -> None:
     token = keys.add("acme")
     seen: list[Any] = []
 
@@ -174,72 +167,62 @@ def test_what_is_passed_on_has_no_key(keys: KeyFileHarness) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    async def scenario(world: MemoryWorld) -> None:
-        access = AccessControl(memory_settings(**keys.settings), ProcessContext("p", world.clock))
-        await HttpExchange(
-            Authentication(app, access), "GET", "/x", headers=auth_headers(token)
-        ).wait_done()
-        (scope,) = seen
-        assert token not in repr(scope)
-        assert b"authorization" not in dict(scope["headers"])
-
-    run_scenario(scenario)
+    access = AccessControl(memory_settings(**keys.settings), ProcessContext("p", world.clock))
+    await HttpExchange(
+        Authentication(app, access), "GET", "/x", headers=auth_headers(token)
+    ).wait_done()
+    (scope,) = seen
+    assert token not in repr(scope)
+    assert b"authorization" not in dict(scope["headers"])
 
 
 # --- roles ----------------------------------------------------------------------------------------
 
 
-def test_each_role_has_its_rights(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_each_role_has_its_rights(world: MemoryWorld, keys: KeyFileHarness) -> None:
     tokens = {
         "user": keys.add("acme"),
         "operator": keys.add("acme", "operator"),
         "metrics": keys.add("acme", "metrics"),
     }
     forbidden = (403, "permission_denied")
+    town = await start_guarded(world, keys)
+    life = ProcessContext("i1", world.clock, random.Random(1))
+    indexer = Indexer(
+        await world.connect("i1"), memory_settings(**keys.settings), life, InlinePool()
+    )
+    await indexer.open()
 
-    async def scenario(world: MemoryWorld) -> None:
-        town = await start_guarded(world, keys)
-        life = ProcessContext("i1", world.clock, random.Random(1))
-        indexer = Indexer(
-            await world.connect("i1"), memory_settings(**keys.settings), life, InlinePool()
-        )
-        await indexer.open()
+    async def outcome(app: Any, role: str, method: str, path: str, body: Any = None) -> Any:
+        answer = await HttpExchange(app, method, path, body, auth_headers(tokens[role])).wait_done()
+        return answer.status if answer.status < 400 else refusal(answer)
 
-        async def outcome(app: Any, role: str, method: str, path: str, body: Any = None) -> Any:
-            answer = await HttpExchange(
-                app, method, path, body, auth_headers(tokens[role])
-            ).wait_done()
-            return answer.status if answer.status < 400 else refusal(answer)
-
-        gateway = town.gateway.http
-        query = {"token_ids": [1, 2, 3]}
-        rights: list[tuple[Any, str, str, Any, set[str]]] = [
-            (gateway, "GET", "/v1/models", None, {"user", "operator"}),
-            (gateway, "GET", "/metrics", None, {"operator", "metrics"}),
-            (gateway, "POST", "/v1/completions", _prompt(), {"user", "operator"}),
-            (gateway, "POST", "/v1/completions", _prompt(nvext=DRY), {"operator"}),
-            (indexer.http, "POST", "/query", query, {"operator"}),
-            (indexer.http, "POST", "/query_by_hash", {"block_hashes": []}, {"operator"}),
-            (indexer.http, "GET", "/dump", None, {"operator"}),
-            (indexer.http, "GET", "/workers", None, {"operator"}),
-            (indexer.http, "GET", "/metrics", None, {"operator", "metrics"}),
-        ]
-        for app, method, path, body, roles in rights:
-            for role in tokens:
-                got = await outcome(app, role, method, path, body)
-                assert got == (200 if role in roles else forbidden), (path, role)
-        assert refusal(await HttpExchange(indexer.http, "GET", "/dump").wait_done())[0] == 401
-
-    run_scenario(scenario)
+    gateway = town.gateway.http
+    query = {"token_ids": [1, 2, 3]}
+    rights: list[tuple[Any, str, str, Any, set[str]]] = [
+        (gateway, "GET", "/v1/models", None, {"user", "operator"}),
+        (gateway, "GET", "/metrics", None, {"operator", "metrics"}),
+        (gateway, "POST", "/v1/completions", _prompt(), {"user", "operator"}),
+        (gateway, "POST", "/v1/completions", _prompt(nvext=DRY), {"operator"}),
+        (indexer.http, "POST", "/query", query, {"operator"}),
+        (indexer.http, "POST", "/query_by_hash", {"block_hashes": []}, {"operator"}),
+        (indexer.http, "GET", "/dump", None, {"operator"}),
+        (indexer.http, "GET", "/workers", None, {"operator"}),
+        (indexer.http, "GET", "/metrics", None, {"operator", "metrics"}),
+    ]
+    for app, method, path, body, roles in rights:
+        for role in tokens:
+            got = await outcome(app, role, method, path, body)
+            assert got == (200 if role in roles else forbidden), (path, role)
+    assert refusal(await HttpExchange(indexer.http, "GET", "/dump").wait_done())[0] == 401
 
 
-def test_figures_can_be_open(keys: KeyFileHarness) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings, metrics_allow_anonymous=True)
-        assert (await house.send("GET", "/metrics").wait_done()).status == 200
-        assert (await house.send("GET", "/v1/models").wait_done()).status == 401
-
-    run_scenario(scenario)
+@scenario_test
+async def test_figures_can_be_open(world: MemoryWorld, keys: KeyFileHarness) -> None:
+    house = await GatewayHarness.open(world, **keys.settings, metrics_allow_anonymous=True)
+    assert (await house.send("GET", "/metrics").wait_done()).status == 200
+    assert (await house.send("GET", "/v1/models").wait_done()).status == 401
 
 
 # --- tenants --------------------------------------------------------------------------------------
@@ -250,68 +233,62 @@ def _prompt(**over: Any) -> dict[str, Any]:
     return {"model": "demo", "prompt": prompt, "max_tokens": 2} | over
 
 
-def test_tenants_share_no_cached_blocks(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_tenants_share_no_cached_blocks(world: MemoryWorld, keys: KeyFileHarness) -> None:
     """What one has asked shows neither in the usage nor in the dry runs of another."""
     ours, theirs = keys.add("acme"), keys.add("globex")
     operator = keys.add("globex", "operator")
+    town = await start_guarded(world, keys)
 
-    async def scenario(world: MemoryWorld) -> None:
-        town = await start_guarded(world, keys)
-
-        async def tokens(token: str, **over: Any) -> int:
-            body = _prompt(**over)
-            answer = await town.send(
-                "POST", "/v1/completions", body, auth_headers(token)
-            ).wait_done()
-            await world.sleep(1)
-            return cached(answer)
-
-        assert await tokens(ours) == 0
-        assert await tokens(ours) == 8 * BLOCK
-        assert await tokens(operator, nvext=DRY) == 0
-        assert await tokens(theirs) == 0
-        assert await tokens(theirs) == 8 * BLOCK
-        assert await tokens(operator, nvext=DRY) == 8 * BLOCK
-        for salt in _salts(world):
-            assert await tokens(theirs, cache_salt=salt) == 0
-            assert await tokens(operator, cache_salt=salt, nvext=DRY) == 8 * BLOCK
-        assert await tokens(ours, cache_salt="mine") == 0
-        assert await tokens(ours, cache_salt="mine") == 8 * BLOCK
-        assert await tokens(theirs, cache_salt="mine") == 0
-
-    run_scenario(scenario)
-
-
-def test_an_operator_asks_the_indexer_for_a_tenants_prompts(keys: KeyFileHarness) -> None:
-    user, operator = keys.add("acme"), keys.add("platform", "operator")
-
-    async def scenario(world: MemoryWorld) -> None:
-        town = await start_guarded(world, keys)
-        for salt in ("", "mine"):
-            body = _prompt(cache_salt=salt)
-            assert (
-                await town.send("POST", "/v1/completions", body, auth_headers(user)).wait_done()
-            ).status == 200
+    async def tokens(token: str, **over: Any) -> int:
+        body = _prompt(**over)
+        answer = await town.send("POST", "/v1/completions", body, auth_headers(token)).wait_done()
         await world.sleep(1)
-        tokens = list(unpack_tokens(town.requests()[0].token_ids))
-        life = ProcessContext("i1", world.clock, random.Random(1))
-        indexer = Indexer(
-            await world.connect("i1"), memory_settings(**keys.settings), life, InlinePool()
-        )
-        await indexer.open()
+        return cached(answer)
 
-        async def blocks(**over: Any) -> list[int]:
-            body = {"token_ids": tokens, "model": "demo"} | over
-            answer = await HttpExchange(
-                indexer.http, "POST", "/query", body, auth_headers(operator)
-            ).wait_done()
-            return [holder["blocks"] for holder in answer.json["holders"]]
+    assert await tokens(ours) == 0
+    assert await tokens(ours) == 8 * BLOCK
+    assert await tokens(operator, nvext=DRY) == 0
+    assert await tokens(theirs) == 0
+    assert await tokens(theirs) == 8 * BLOCK
+    assert await tokens(operator, nvext=DRY) == 8 * BLOCK
+    for salt in _salts(world):
+        assert await tokens(theirs, cache_salt=salt) == 0
+        assert await tokens(operator, cache_salt=salt, nvext=DRY) == 8 * BLOCK
+    assert await tokens(ours, cache_salt="mine") == 0
+    assert await tokens(ours, cache_salt="mine") == 8 * BLOCK
+    assert await tokens(theirs, cache_salt="mine") == 0
 
-        assert await blocks() == await blocks(tenant="globex") == []
-        assert await blocks(tenant="acme") == await blocks(tenant="acme", cache_salt="mine") == [8]
-        assert await blocks(tenant="acme", cache_salt="other") == []
 
-    run_scenario(scenario)
+@scenario_test
+async def test_an_operator_asks_the_indexer_for_a_tenants_prompts(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    user, operator = keys.add("acme"), keys.add("platform", "operator")
+    town = await start_guarded(world, keys)
+    for salt in ("", "mine"):
+        body = _prompt(cache_salt=salt)
+        assert (
+            await town.send("POST", "/v1/completions", body, auth_headers(user)).wait_done()
+        ).status == 200
+    await world.sleep(1)
+    tokens = list(unpack_tokens(town.requests()[0].token_ids))
+    life = ProcessContext("i1", world.clock, random.Random(1))
+    indexer = Indexer(
+        await world.connect("i1"), memory_settings(**keys.settings), life, InlinePool()
+    )
+    await indexer.open()
+
+    async def blocks(**over: Any) -> list[int]:
+        body = {"token_ids": tokens, "model": "demo"} | over
+        answer = await HttpExchange(
+            indexer.http, "POST", "/query", body, auth_headers(operator)
+        ).wait_done()
+        return [holder["blocks"] for holder in answer.json["holders"]]
+
+    assert await blocks() == await blocks(tenant="globex") == []
+    assert await blocks(tenant="acme") == await blocks(tenant="acme", cache_salt="mine") == [8]
+    assert await blocks(tenant="acme", cache_salt="other") == []
 
 
 def _salts(world: MemoryWorld) -> set[str]:
@@ -323,428 +300,387 @@ def _salts(world: MemoryWorld) -> set[str]:
     return salts
 
 
-def test_tenants_that_are_to_share_blocks_do(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_tenants_that_are_to_share_blocks_do(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     tokens = [keys.add(name) for name in ("acme", "globex", "alone")]
     for name in ("acme", "globex"):
         keys.limit(name, share_cache=True)
-
-    async def scenario(world: MemoryWorld) -> None:
-        town = await start_guarded(world, keys)
-        counts = []
-        for token in tokens:
-            answer = await town.send(
-                "POST", "/v1/completions", _prompt(), auth_headers(token)
-            ).wait_done()
-            counts.append(cached(answer))
-            await world.sleep(1)
-        assert counts == [0, 8 * BLOCK, 0]
-
-    run_scenario(scenario)
+    town = await start_guarded(world, keys)
+    counts = []
+    for token in tokens:
+        answer = await town.send(
+            "POST", "/v1/completions", _prompt(), auth_headers(token)
+        ).wait_done()
+        counts.append(cached(answer))
+        await world.sleep(1)
+    assert counts == [0, 8 * BLOCK, 0]
 
 
-def test_streams_of_another_tenant_are_not_found(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_streams_of_another_tenant_are_not_found(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     ours, theirs = keys.add("acme"), keys.add("globex")
     boss = keys.add("globex", "operator")
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        other = await GatewayHarness.open(world, "g2", **keys.settings)
-        await house.start_backend()
-        answer = house.chat("hello", auth_headers(ours), stream=True, max_tokens=400)
-        await world.wait_until(lambda: len(answer.text) > 3)
-        name = answer.headers["x-kvlane-id"]
-        for at in (house, other):
-            for token in (theirs, boss):
-                for method in ("GET", "DELETE"):
-                    refused = await at.send(
-                        method, f"/v1/streams/{name}", None, auth_headers(token)
-                    ).wait_done()
-                    assert refusal(refused) == (404, "stream_not_found")
-        assert house.cancels() == []
-        whole = other.send("GET", f"/v1/streams/{name}", None, auth_headers(keys.add("acme")))
-        assert refusal(await whole.wait_done()) == (401, "invalid_api_key")
-        await world.sleep(2)
-        again = other.send("GET", f"/v1/streams/{name}", None, auth_headers(keys.tokens[-1]))
-        await world.wait_until(lambda: len(again.text) > 3)
-        ended = await other.send(
-            "DELETE", f"/v1/streams/{name}", None, auth_headers(ours)
-        ).wait_done()
-        assert ended.status == 202
-        await answer.wait_done()
-        assert answer.events[-2]["error"]["code"] == "cancelled"
-        (request,) = house.requests()
-        assert request.tenant == "acme"
-
-    run_scenario(scenario)
+    house = await GatewayHarness.open(world, **keys.settings)
+    other = await GatewayHarness.open(world, "g2", **keys.settings)
+    await house.start_backend()
+    answer = house.chat("hello", auth_headers(ours), stream=True, max_tokens=400)
+    await world.wait_until(lambda: len(answer.text) > 3)
+    name = answer.headers["x-kvlane-id"]
+    for at in (house, other):
+        for token in (theirs, boss):
+            for method in ("GET", "DELETE"):
+                refused = await at.send(
+                    method, f"/v1/streams/{name}", None, auth_headers(token)
+                ).wait_done()
+                assert refusal(refused) == (404, "stream_not_found")
+    assert house.cancels() == []
+    whole = other.send("GET", f"/v1/streams/{name}", None, auth_headers(keys.add("acme")))
+    assert refusal(await whole.wait_done()) == (401, "invalid_api_key")
+    await world.sleep(2)
+    again = other.send("GET", f"/v1/streams/{name}", None, auth_headers(keys.tokens[-1]))
+    await world.wait_until(lambda: len(again.text) > 3)
+    ended = await other.send("DELETE", f"/v1/streams/{name}", None, auth_headers(ours)).wait_done()
+    assert ended.status == 202
+    await answer.wait_done()
+    assert answer.events[-2]["error"]["code"] == "cancelled"
+    (request,) = house.requests()
+    assert request.tenant == "acme"
 
 
-def test_ids_of_kafka_clients_are_no_ones_over_http(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_ids_of_kafka_clients_are_no_ones_over_http(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     token = keys.add("acme")
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        house.end_request("job-1", "stop")
-        answer = await house.send("GET", "/v1/streams/job-1", None, auth_headers(token)).wait_done()
-        assert refusal(answer) == (404, "stream_not_found")
-
-    run_scenario(scenario)
+    house = await GatewayHarness.open(world, **keys.settings)
+    house.end_request("job-1", "stop")
+    answer = await house.send("GET", "/v1/streams/job-1", None, auth_headers(token)).wait_done()
+    assert refusal(answer) == (404, "stream_not_found")
 
 
-def test_sessions_and_classes_are_the_tenants(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_sessions_and_classes_are_the_tenants(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     ours, theirs = keys.add("acme"), keys.add("globex")
     boss = keys.add("acme", "operator")
     keys.limit("acme", queue_class="batch")
-
-    async def scenario(world: MemoryWorld) -> None:
-        town = await start_guarded(world, keys)
-        for token in (ours, theirs):
-            assert (
-                await town.complete_with(auth_headers(token), None, **session_hint("s")).wait_done()
-            ).status == 200
-        first, second = town.requests()
-        ids = [r.hints.session_control.session_id for r in (first, second)]  # type: ignore[union-attr]
-        assert ids == ["acme/s", "globex/s"]
-        assert [r.hints.queue_class for r in (first, second)] == ["batch", None]
-        for token, name, status in (
-            (ours, "batch", 200), (ours, "gold", 403), (theirs, "batch", 403), (boss, "gold", 200),
-        ):  # fmt: skip
-            answer = await town.complete_with(
-                auth_headers(token, **{"x-queue-class": name})
-            ).wait_done()
-            assert answer.status == status
-
-    run_scenario(scenario)
+    town = await start_guarded(world, keys)
+    for token in (ours, theirs):
+        assert (
+            await town.complete_with(auth_headers(token), None, **session_hint("s")).wait_done()
+        ).status == 200
+    first, second = town.requests()
+    ids = [r.hints.session_control.session_id for r in (first, second)]  # type: ignore[union-attr]
+    assert ids == ["acme/s", "globex/s"]
+    assert [r.hints.queue_class for r in (first, second)] == ["batch", None]
+    for token, name, status in (
+        (ours, "batch", 200), (ours, "gold", 403), (theirs, "batch", 403), (boss, "gold", 200),
+    ):  # fmt: skip
+        answer = await town.complete_with(
+            auth_headers(token, **{"x-queue-class": name})
+        ).wait_done()
+        assert answer.status == status
 
 
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def test_requests_in_flight_are_limited_by_tenant(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_requests_in_flight_are_limited_by_tenant(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     ours, same, theirs = keys.add("acme"), keys.add("acme"), keys.add("globex")
     keys.limit("acme", requests=2)
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-        running = [house.chat("hello", auth_headers(each), stream=True) for each in (ours, same)]
-        await world.wait_until(lambda: all(answer.text for answer in running))
-        for token in (ours, same):
-            refused = await house.chat("hello", auth_headers(token)).wait_done()
-            assert refusal(refused) == (429, "rate_limit_exceeded")
-            assert refused.error["type"] == "rate_limit_error"
-            assert refused.headers["retry-after"] == "1"
-        assert (await house.chat("hello", auth_headers(theirs)).wait_done()).status == 200
-        running[0].disconnect()
-        await running[0].task
-        assert (await house.chat("hello", auth_headers(ours)).wait_done()).status == 200
-        await running[1].wait_done()
-
-    run_scenario(scenario)
-
-
-def test_a_client_that_never_sends_its_body_gives_its_place_back(keys: KeyFileHarness) -> None:
-    token = keys.add("acme")
-    keys.limit("acme", requests=1, tokens=400)
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-        slow = HttpExchange(
-            house.gateway.http, "POST", CHAT, None, auth_headers(token), upload=False
-        )
-        await world.sleep(1)
-        assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
-        slow.disconnect()
-        await slow.task
-        for bad in (b"{", b"{}", b'{"model": "none", "messages": []}'):
-            assert (
-                await house.send("POST", CHAT, bad, auth_headers(token)).wait_done()
-            ).status in (400, 404)
-        for _ in range(3):
-            ok = await house.chat("hello", auth_headers(token), max_tokens=50).wait_done()
-            assert ok.status == 200, ok.content
-
-    run_scenario(scenario)
-
-
-def test_tokens_in_flight_are_limited(keys: KeyFileHarness) -> None:
-    token = keys.add("acme")
-    keys.limit("acme", tokens=120)
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-        answer = house.chat("hello", auth_headers(token), stream=True, max_tokens=80)
-        await world.wait_until(lambda: bool(answer.text))
-        refused = await house.chat("hello", auth_headers(token), max_tokens=80).wait_done()
-        assert refusal(refused) == (429, "rate_limit_exceeded")
-        assert refused.headers["retry-after"] == "1"
-        never = await house.chat("hello", auth_headers(token), max_tokens=300).wait_done()
-        assert refusal(never) == (429, "rate_limit_exceeded")
-        assert "retry-after" not in never.headers
-        await answer.wait_done()
-        assert (
-            await house.chat("hello", auth_headers(token), max_tokens=80).wait_done()
-        ).status == 200
-
-    run_scenario(scenario)
-
-
-def test_an_answer_without_a_limit_counts_as_the_rest_of_the_context(keys: KeyFileHarness) -> None:
-    token = keys.add("acme")
-    keys.limit("acme", tokens=CONTEXT - 1)
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        kinds: dict[str, ModelKind] = {"demo": "chat", "vectors": "embedding"}
-        for model, kind in kinds.items():
-            card = ModelCard(name=model, kind=kind)
-            world.append(REGISTRY, 0, card, key=f"model/{model}")
-            await house.register_and_wait(model, name=f"worker of {model}")
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
+    running = [house.chat("hello", auth_headers(each), stream=True) for each in (ours, same)]
+    await world.wait_until(lambda: all(answer.text for answer in running))
+    for token in (ours, same):
         refused = await house.chat("hello", auth_headers(token)).wait_done()
         assert refusal(refused) == (429, "rate_limit_exceeded")
-        limited = house.chat("hello", auth_headers(token), max_tokens=8)
-        body = {"model": "vectors", "input": "hello"}
-        embedding = house.send("POST", "/v1/embeddings", body, auth_headers(token))
-        assert {r.model for r in await house.published(2)} == {"demo", "vectors"}
-        for each in (limited, embedding):
-            each.disconnect()
+        assert refused.error["type"] == "rate_limit_error"
+        assert refused.headers["retry-after"] == "1"
+    assert (await house.chat("hello", auth_headers(theirs)).wait_done()).status == 200
+    running[0].disconnect()
+    await running[0].task
+    assert (await house.chat("hello", auth_headers(ours)).wait_done()).status == 200
+    await running[1].wait_done()
 
-    run_scenario(scenario)
+
+@scenario_test
+async def test_a_client_that_never_sends_its_body_gives_its_place_back(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    token = keys.add("acme")
+    keys.limit("acme", requests=1, tokens=400)
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
+    slow = HttpExchange(house.gateway.http, "POST", CHAT, None, auth_headers(token), upload=False)
+    await world.sleep(1)
+    assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
+    slow.disconnect()
+    await slow.task
+    for bad in (b"{", b"{}", b'{"model": "none", "messages": []}'):
+        assert (await house.send("POST", CHAT, bad, auth_headers(token)).wait_done()).status in (
+            400,
+            404,
+        )
+    for _ in range(3):
+        ok = await house.chat("hello", auth_headers(token), max_tokens=50).wait_done()
+        assert ok.status == 200, ok.content
 
 
-def test_rates_are_limited_and_told(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_tokens_in_flight_are_limited(world: MemoryWorld, keys: KeyFileHarness) -> None:
+    token = keys.add("acme")
+    keys.limit("acme", tokens=120)
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
+    answer = house.chat("hello", auth_headers(token), stream=True, max_tokens=80)
+    await world.wait_until(lambda: bool(answer.text))
+    refused = await house.chat("hello", auth_headers(token), max_tokens=80).wait_done()
+    assert refusal(refused) == (429, "rate_limit_exceeded")
+    assert refused.headers["retry-after"] == "1"
+    never = await house.chat("hello", auth_headers(token), max_tokens=300).wait_done()
+    assert refusal(never) == (429, "rate_limit_exceeded")
+    assert "retry-after" not in never.headers
+    await answer.wait_done()
+    assert (await house.chat("hello", auth_headers(token), max_tokens=80).wait_done()).status == 200
+
+
+@scenario_test
+async def test_an_answer_without_a_limit_counts_as_the_rest_of_the_context(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    token = keys.add("acme")
+    keys.limit("acme", tokens=CONTEXT - 1)
+    house = await GatewayHarness.open(world, **keys.settings)
+    kinds: dict[str, ModelKind] = {"demo": "chat", "vectors": "embedding"}
+    for model, kind in kinds.items():
+        card = ModelCard(name=model, kind=kind)
+        world.append(REGISTRY, 0, card, key=f"model/{model}")
+        await house.register_and_wait(model, name=f"worker of {model}")
+    refused = await house.chat("hello", auth_headers(token)).wait_done()
+    assert refusal(refused) == (429, "rate_limit_exceeded")
+    limited = house.chat("hello", auth_headers(token), max_tokens=8)
+    body = {"model": "vectors", "input": "hello"}
+    embedding = house.send("POST", "/v1/embeddings", body, auth_headers(token))
+    assert {r.model for r in await house.published(2)} == {"demo", "vectors"}
+    for each in (limited, embedding):
+        each.disconnect()
+
+
+@scenario_test
+async def test_rates_are_limited_and_told(world: MemoryWorld, keys: KeyFileHarness) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests_per_minute=2, tokens_per_minute=100_000)
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-        first = await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
-        assert first.headers["x-ratelimit-limit-requests"] == "2"
-        assert first.headers["x-ratelimit-remaining-requests"] == "1"
-        assert first.headers["x-ratelimit-limit-tokens"] == "100000"
-        await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
-        refused = await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
-        assert refusal(refused) == (429, "rate_limit_exceeded")
-        wait_s = int(refused.headers["retry-after"])
-        assert 25 < wait_s <= 30
-        await world.sleep(wait_s)
-        last = await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
-        assert last.status == 200
-        used = sum(first.json["usage"][name] for name in ("prompt_tokens", "completion_tokens"))
-        assert int(first.headers["x-ratelimit-remaining-tokens"]) > 100_000 - used
-
-    run_scenario(scenario)
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
+    first = await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    assert first.headers["x-ratelimit-limit-tokens"] == "100000"
+    await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
+    refused = await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
+    assert refusal(refused) == (429, "rate_limit_exceeded")
+    wait_s = int(refused.headers["retry-after"])
+    assert 25 < wait_s <= 30
+    await world.sleep(wait_s)
+    last = await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
+    assert last.status == 200
+    used = sum(first.json["usage"][name] for name in ("prompt_tokens", "completion_tokens"))
+    assert int(first.headers["x-ratelimit-remaining-tokens"]) > 100_000 - used
 
 
-def test_tokens_of_answers_count_towards_the_rate(keys: KeyFileHarness) -> None:
-    token = keys.add("acme")
-    keys.limit("acme", tokens_per_minute=60)
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-
-        async def complete(prompt: str) -> HttpExchange:
-            body = {"model": "demo", "prompt": prompt}
-            return await house.send(
-                "POST", "/v1/completions", body, auth_headers(token)
-            ).wait_done()
-
-        first = await complete("a" * 40)
-        assert first.status == 200
-        used = first.json["usage"]["total_tokens"]
-        assert used > 60
-        refused = await complete("a")
-        assert refusal(refused) == (429, "rate_limit_exceeded")
-        await world.sleep(int(refused.headers["retry-after"]))
-        assert (await complete("a")).status == 200
-
-    run_scenario(scenario)
-
-
-def test_a_detached_request_counts_until_it_ends_without_its_client(keys: KeyFileHarness) -> None:
-    token = keys.add("acme")
-    keys.limit("acme", requests=1)
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-        headers = auth_headers(token, **{"x-kvlane-detach": "true"})
-        text = "hello there, this is long enough to take a while"
-        answer = house.chat(text, headers, stream=True)
-        await world.wait_until(lambda: bool(answer.text))
-        answer.disconnect()
-        await world.sleep(0.1)
-        assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
-        name = answer.headers["x-kvlane-id"]
-        again = await house.send(
-            "GET", f"/v1/streams/{name}", None, auth_headers(token)
-        ).wait_done()
-        assert again.text == text
-        assert (await house.chat("hello", auth_headers(token)).wait_done()).status == 200
-        assert house.cancels() == []
-
-    run_scenario(scenario)
-
-
-def test_a_detached_request_counts_towards_the_rate_without_its_client(
-    keys: KeyFileHarness,
+@scenario_test
+async def test_tokens_of_answers_count_towards_the_rate(
+    world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", tokens_per_minute=60)
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
 
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-        headers = auth_headers(token, **{"x-kvlane-detach": "true"})
-        answer = house.chat("hello there, this is an answer", headers, stream=True)
-        await world.wait_until(lambda: bool(answer.text))
-        answer.disconnect()
-        await world.sleep(5)
-        assert house.gateway.parts.streams.open_streams == 0
-        assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
+    async def complete(prompt: str) -> HttpExchange:
+        body = {"model": "demo", "prompt": prompt}
+        return await house.send("POST", "/v1/completions", body, auth_headers(token)).wait_done()
 
-    run_scenario(scenario)
+    first = await complete("a" * 40)
+    assert first.status == 200
+    used = first.json["usage"]["total_tokens"]
+    assert used > 60
+    refused = await complete("a")
+    assert refusal(refused) == (429, "rate_limit_exceeded")
+    await world.sleep(int(refused.headers["retry-after"]))
+    assert (await complete("a")).status == 200
 
 
-def test_readers_of_streams_are_limited(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_a_detached_request_counts_until_it_ends_without_its_client(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests=1)
-
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-        answer = house.chat("hello" * 20, auth_headers(token), stream=True)
-        await world.wait_until(lambda: bool(answer.text))
-        url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
-        reader = house.send("GET", url, None, auth_headers(token))
-        await world.wait_until(lambda: bool(reader.text))
-        assert (
-            refusal(await house.send("GET", url, None, auth_headers(token)).wait_done())[0] == 429
-        )
-        await reader.wait_done()
-        await answer.wait_done()
-        assert (
-            await house.send("GET", url, None, auth_headers(token)).wait_done()
-        ).text == "hello" * 20
-
-    run_scenario(scenario)
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
+    headers = auth_headers(token, **{"x-kvlane-detach": "true"})
+    text = "hello there, this is long enough to take a while"
+    answer = house.chat(text, headers, stream=True)
+    await world.wait_until(lambda: bool(answer.text))
+    answer.disconnect()
+    await world.sleep(0.1)
+    assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
+    name = answer.headers["x-kvlane-id"]
+    again = await house.send("GET", f"/v1/streams/{name}", None, auth_headers(token)).wait_done()
+    assert again.text == text
+    assert (await house.chat("hello", auth_headers(token)).wait_done()).status == 200
+    assert house.cancels() == []
 
 
-def test_other_limits_hold_as_soon_as_they_are_read(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_a_detached_request_counts_towards_the_rate_without_its_client(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     token = keys.add("acme")
+    keys.limit("acme", tokens_per_minute=60)
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
+    headers = auth_headers(token, **{"x-kvlane-detach": "true"})
+    answer = house.chat("hello there, this is an answer", headers, stream=True)
+    await world.wait_until(lambda: bool(answer.text))
+    answer.disconnect()
+    await world.sleep(5)
+    assert house.gateway.parts.streams.open_streams == 0
+    assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
 
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-        assert (await house.chat("hello", auth_headers(token)).wait_done()).status == 200
-        keys.limit("acme", requests=0)
-        await world.sleep(2)
-        assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
 
-    run_scenario(scenario)
-
-
-def test_what_is_in_flight_counts_on_when_the_file_changes(keys: KeyFileHarness) -> None:
+@scenario_test
+async def test_readers_of_streams_are_limited(world: MemoryWorld, keys: KeyFileHarness) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests=1)
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
+    answer = house.chat("hello" * 20, auth_headers(token), stream=True)
+    await world.wait_until(lambda: bool(answer.text))
+    url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
+    reader = house.send("GET", url, None, auth_headers(token))
+    await world.wait_until(lambda: bool(reader.text))
+    assert refusal(await house.send("GET", url, None, auth_headers(token)).wait_done())[0] == 429
+    await reader.wait_done()
+    await answer.wait_done()
+    assert (
+        await house.send("GET", url, None, auth_headers(token)).wait_done()
+    ).text == "hello" * 20
 
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, **keys.settings)
-        await house.start_backend()
-        answer = house.chat("hello" * 30, auth_headers(token), stream=True)
-        await world.wait_until(lambda: bool(answer.text))
-        keys.add("globex")
-        await world.sleep(1.5)
-        assert not answer.complete
-        assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
-        await answer.wait_done()
-        assert (await house.chat("hello", auth_headers(token)).wait_done()).status == 200
 
-    run_scenario(scenario)
+@scenario_test
+async def test_other_limits_hold_as_soon_as_they_are_read(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    token = keys.add("acme")
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
+    assert (await house.chat("hello", auth_headers(token)).wait_done()).status == 200
+    keys.limit("acme", requests=0)
+    await world.sleep(2)
+    assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
+
+
+@scenario_test
+async def test_what_is_in_flight_counts_on_when_the_file_changes(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    token = keys.add("acme")
+    keys.limit("acme", requests=1)
+    house = await GatewayHarness.open(world, **keys.settings)
+    await house.start_backend()
+    answer = house.chat("hello" * 30, auth_headers(token), stream=True)
+    await world.wait_until(lambda: bool(answer.text))
+    keys.add("globex")
+    await world.sleep(1.5)
+    assert not answer.complete
+    assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
+    await answer.wait_done()
+    assert (await house.chat("hello", auth_headers(token)).wait_done()).status == 200
 
 
 # --- the start ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("build", [Gateway, Indexer])
-def test_without_keys_only_loopback_is_served(
-    build: Any, keys: KeyFileHarness, caplog: pytest.LogCaptureFixture
+@scenario_test
+async def test_without_keys_only_loopback_is_served(
+    world: MemoryWorld, build: Any, keys: KeyFileHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "app")
 
-    async def scenario(world: MemoryWorld) -> None:
-        async def begin(**over: Any) -> str:
-            caplog.clear()
-            life = ProcessContext("p", world.clock, random.Random(1))
-            part = build(await world.connect("p"), memory_settings(**over), life, pool=InlinePool())
-            await part.open()
-            return caplog.text
+    async def begin(**over: Any) -> str:
+        caplog.clear()
+        life = ProcessContext("p", world.clock, random.Random(1))
+        part = build(await world.connect("p"), memory_settings(**over), life, pool=InlinePool())
+        await part.open()
+        return caplog.text
 
-        far: dict[str, Any] = {"http_host": "0.0.0.0", "stream_secret": "s"}
-        with pytest.raises(SettingsError, match="without API keys: set KVLANE_API_KEYS_FILE"):
-            await begin(**far)
-        assert "open to all on this machine" in await begin()
-        assert "no API keys: HTTP on 0.0.0.0 is open to all" in await begin(
-            **far, http_allow_anonymous=True
-        )
-        assert "0 API keys in" in await begin(**keys.settings)
-        assert "clear text" in await begin(**(far | keys.settings))
-
-    run_scenario(scenario)
+    far: dict[str, Any] = {"http_host": "0.0.0.0", "stream_secret": "s"}
+    with pytest.raises(SettingsError, match="without API keys: set KVLANE_API_KEYS_FILE"):
+        await begin(**far)
+    assert "open to all on this machine" in await begin()
+    assert "no API keys: HTTP on 0.0.0.0 is open to all" in await begin(
+        **far, http_allow_anonymous=True
+    )
+    assert "0 API keys in" in await begin(**keys.settings)
+    assert "clear text" in await begin(**(far | keys.settings))
 
 
-def test_a_router_that_other_machines_reach_needs_keys_for_its_port() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        for over in ({"status_port": 0}, {}):
-            life = ProcessContext("r", world.clock, random.Random(1))
-            settings = memory_settings(http_host="0.0.0.0", **over)
-            router = Router(await world.connect("r"), settings, life)
-            if over:
-                with pytest.raises(SettingsError, match="without API keys"):
-                    await router.start()
-            else:
+@scenario_test
+async def test_a_router_that_other_machines_reach_needs_keys_for_its_port(
+    world: MemoryWorld,
+) -> None:
+    for over in ({"status_port": 0}, {}):
+        life = ProcessContext("r", world.clock, random.Random(1))
+        settings = memory_settings(http_host="0.0.0.0", **over)
+        router = Router(await world.connect("r"), settings, life)
+        if over:
+            with pytest.raises(SettingsError, match="without API keys"):
                 await router.start()
+        else:
+            await router.start()
 
-    run_scenario(scenario)
 
-
-def test_keys_need_a_secret_and_a_file(keys: KeyFileHarness, tmp_path: Path) -> None:
+@scenario_test
+async def test_keys_need_a_secret_and_a_file(
+    world: MemoryWorld, keys: KeyFileHarness, tmp_path: Path
+) -> None:
     with pytest.raises(SettingsError, match="KVLANE_API_KEYS_FILE needs KVLANE_STREAM_SECRET"):
         Settings(api_keys_file=keys.path).tenant_tag()
-
-    async def scenario(world: MemoryWorld) -> None:
-        with pytest.raises(KeyFileError, match="no such file"):
-            await GatewayHarness.open(
-                world, api_keys_file=tmp_path / "none.json", stream_secret="s"
-            )
-
-    run_scenario(scenario)
+    with pytest.raises(KeyFileError, match="no such file"):
+        await GatewayHarness.open(world, api_keys_file=tmp_path / "none.json", stream_secret="s")
 
 
-def test_without_keys_nothing_is_asked_for_and_nothing_changed(keys: KeyFileHarness) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        town = await ClusterHarness.start(world, ("w1",))
-        answer = await town.complete_with(
-            auth_headers("kvl_what_ever"), **DRY, cache_salt="mine"
-        ).wait_done()
-        assert answer.status == 200
-        (request,) = town.requests()
-        assert (request.tenant, request.cache_salt) == ("", "mine")
+@scenario_test
+async def test_without_keys_nothing_is_asked_for_and_nothing_changed(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    town = await ClusterHarness.start(world, ("w1",))
+    answer = await town.complete_with(
+        auth_headers("kvl_what_ever"), **DRY, cache_salt="mine"
+    ).wait_done()
+    assert answer.status == 200
+    (request,) = town.requests()
+    assert (request.tenant, request.cache_salt) == ("", "mine")
 
-    run_scenario(scenario)
 
-
-def test_a_key_expires_while_a_gateway_runs(keys: KeyFileHarness) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        now = datetime.fromtimestamp(world.clock.wall_ms() / 1000, UTC)
-        token = keys.add("acme", expires=now + timedelta(seconds=10))
-        house = await GatewayHarness.open(world, **keys.settings)
-        for status in (200, 401):
-            answer = await house.send("GET", "/v1/models", headers=auth_headers(token)).wait_done()
-            assert answer.status == status
-            await world.sleep(10)
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_key_expires_while_a_gateway_runs(world: MemoryWorld, keys: KeyFileHarness) -> None:
+    now = datetime.fromtimestamp(world.clock.wall_ms() / 1000, UTC)
+    token = keys.add("acme", expires=now + timedelta(seconds=10))
+    house = await GatewayHarness.open(world, **keys.settings)
+    for status in (200, 401):
+        answer = await house.send("GET", "/v1/models", headers=auth_headers(token)).wait_done()
+        assert answer.status == status
+        await world.sleep(10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from streams.request import Hints, Request
 from streams.topics import CAPACITY, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
 from tests.flows.test_preprocessor import ask, begin
 from tests.harness.fake_worker import FakeWorker, append_record, start_router
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 def ends(world: MemoryWorld) -> dict[str, str]:
@@ -48,78 +49,72 @@ async def finish_all(world: MemoryWorld, worker: FakeWorker, every_s: float = 0.
         await world.sleep(0.01)
 
 
-def test_prompts_wait_while_routers_are_full() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world, model="m", max_runs=2)
-        router = await start_router(world, max_queued_requests=10)
-        await world.sleep(5)
-        preprocessor, _ = await begin(world)
-        names = [f"job-{n}" for n in range(300)]
-        for name in names:
-            ask(world, name)
-        await world.sleep(20)
-        assert ends(world) == {}
-        assert len(assigned(world)) == 2
-        assert len(published(world)) <= 2 + 10 / 2 + 1
-        assert preprocessor.is_paused
-        assert preprocessor.credit == 0
-        page = (await preprocessor._metrics.page()).decode()
-        assert "kvlane_preprocessor_paused 1.0" in page
-        assert "kvlane_preprocessor_credit_requests 0.0" in page
-        assert not any(world.broker.group(PROMPTS, "preprocessor").committed.values())
-        world.spawn(finish_all(world, worker))
-        for assignment in worker.received(Assignment):
-            worker.finish(worker.start(assignment), "stop")
-        await world.wait_until(lambda: set(assigned(world)) == set(names), within_s=120)
-        await world.sleep(5)
-        assert ends(world) == {}
-        assert sorted(assigned(world)) == sorted(names)
-        assert sorted(published(world)) == sorted(names)
-        assert not preprocessor.is_paused
-        assert sum(world.broker.group(PROMPTS, "preprocessor").committed.values()) == len(names)
-        assert router._context.scheduler.deferred.granted.requests == 0
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_prompts_wait_while_routers_are_full(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, model="m", max_runs=2)
+    router = await start_router(world, max_queued_requests=10)
+    await world.sleep(5)
+    preprocessor, _ = await begin(world)
+    names = [f"job-{n}" for n in range(300)]
+    for name in names:
+        ask(world, name)
+    await world.sleep(20)
+    assert ends(world) == {}
+    assert len(assigned(world)) == 2
+    assert len(published(world)) <= 2 + 10 / 2 + 1
+    assert preprocessor.is_paused
+    assert preprocessor.credit == 0
+    page = (await preprocessor._metrics.page()).decode()
+    assert "kvlane_preprocessor_paused 1.0" in page
+    assert "kvlane_preprocessor_credit_requests 0.0" in page
+    assert not any(world.broker.group(PROMPTS, "preprocessor").committed.values())
+    world.spawn(finish_all(world, worker))
+    for assignment in worker.received(Assignment):
+        worker.finish(worker.start(assignment), "stop")
+    await world.wait_until(lambda: set(assigned(world)) == set(names), within_s=120)
+    await world.sleep(5)
+    assert ends(world) == {}
+    assert sorted(assigned(world)) == sorted(names)
+    assert sorted(published(world)) == sorted(names)
+    assert not preprocessor.is_paused
+    assert sum(world.broker.group(PROMPTS, "preprocessor").committed.values()) == len(names)
+    assert router._context.scheduler.deferred.granted.requests == 0
 
 
-def test_a_cancel_passes_the_prompts_of_others_that_wait() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        FakeWorker(world, model="m", max_runs=1)
-        await start_router(world, max_queued_requests=4)
-        await world.sleep(5)
-        await begin(world)
-        names = [f"job-{n}" for n in range(20)]
-        for name in names:
-            ask(world, name)
-        for name in names:
-            ask(world, name, kind="cancel")
-        await world.sleep(10)
-        assert sorted(cancelled(world)) == sorted(published(world)) == sorted(names)
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_a_cancel_passes_the_prompts_of_others_that_wait(world: MemoryWorld) -> None:
+    FakeWorker(world, model="m", max_runs=1)
+    await start_router(world, max_queued_requests=4)
+    await world.sleep(5)
+    await begin(world)
+    names = [f"job-{n}" for n in range(20)]
+    for name in names:
+        ask(world, name)
+    for name in names:
+        ask(world, name, kind="cancel")
+    await world.sleep(10)
+    assert sorted(cancelled(world)) == sorted(published(world)) == sorted(names)
 
 
 @pytest.mark.parametrize("preprocessors", [2, 5])
-def test_several_preprocessors_share_the_room_of_several_routers(preprocessors: int) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world, model="m", max_runs=1)
-        routers = [await start_router(world, f"r{n}", max_queued_requests=20) for n in (1, 2)]
-        await world.sleep(15)
-        for n in range(preprocessors):
-            await begin(world, f"p{n}")
-        await world.sleep(15)
-        for n in range(500):
-            ask(world, f"job-{n}")
-        await world.sleep(30)
-        assert 18 <= len(published(world)) <= 1 + 2 * (10 + preprocessors)
-        assert (
-            sum(r._context.scheduler.deferred.size.requests for r in routers) <= 2 * preprocessors
-        )
-        world.spawn(finish_all(world, worker))
-        await world.wait_until(lambda: len(set(assigned(world))) == 500, within_s=300)
-        assert ends(world) == {}
-
-    run_scenario(scenario, lanes=4)
+@partial(scenario_test, lanes=4)
+async def test_several_preprocessors_share_the_room_of_several_routers(
+    world: MemoryWorld, preprocessors: int
+) -> None:
+    worker = FakeWorker(world, model="m", max_runs=1)
+    routers = [await start_router(world, f"r{n}", max_queued_requests=20) for n in (1, 2)]
+    await world.sleep(15)
+    for n in range(preprocessors):
+        await begin(world, f"p{n}")
+    await world.sleep(15)
+    for n in range(500):
+        ask(world, f"job-{n}")
+    await world.sleep(30)
+    assert 18 <= len(published(world)) <= 1 + 2 * (10 + preprocessors)
+    assert sum(r._context.scheduler.deferred.size.requests for r in routers) <= 2 * preprocessors
+    world.spawn(finish_all(world, worker))
+    await world.wait_until(lambda: len(set(assigned(world))) == 500, within_s=300)
+    assert ends(world) == {}
 
 
 @scenario_test
@@ -268,28 +263,28 @@ def waiting(router: Router) -> tuple[int, int]:
     return places.queued_requests, places.deferred_requests
 
 
-def test_prompts_beyond_the_room_of_a_router_wait_without_their_bodies() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world, model="m")
-        worker.state = "draining"
-        router = await start_router(world, max_queued_requests=10)
-        names = overrun(world, 100)
-        await world.sleep(5)
-        assert waiting(router) == (5, 95)
-        (owner,) = router._owners.values()
-        assert owner._bytes == 5 * 4000
-        assert not owner.claim.is_paused
-        worker.state = "ready"
-        world.spawn(finish_all(world, worker))
-        await world.wait_until(lambda: len(assigned(world)) == 100)
-        await world.sleep(1)
-        assert ends(world) == {}
-        assert sorted(assigned(world)) == names
-        assert waiting(router) == (0, 0)
-        assert router._context.scheduler.deferred.granted.requests == 0
-        assert world.broker.group(REQUESTS, "router").committed == {0: 100}
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_prompts_beyond_the_room_of_a_router_wait_without_their_bodies(
+    world: MemoryWorld,
+) -> None:
+    worker = FakeWorker(world, model="m")
+    worker.state = "draining"
+    router = await start_router(world, max_queued_requests=10)
+    names = overrun(world, 100)
+    await world.sleep(5)
+    assert waiting(router) == (5, 95)
+    (owner,) = router._owners.values()
+    assert owner._bytes == 5 * 4000
+    assert not owner.claim.is_paused
+    worker.state = "ready"
+    world.spawn(finish_all(world, worker))
+    await world.wait_until(lambda: len(assigned(world)) == 100)
+    await world.sleep(1)
+    assert ends(world) == {}
+    assert sorted(assigned(world)) == names
+    assert waiting(router) == (0, 0)
+    assert router._context.scheduler.deferred.granted.requests == 0
+    assert world.broker.group(REQUESTS, "router").committed == {0: 100}
 
 
 @scenario_test
@@ -305,38 +300,34 @@ async def test_deferred_prompts_go_in_the_order_in_which_they_came(world: Memory
     assert assigned(world) == names
 
 
-def test_prompts_leave_room_for_requests_over_http() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        FakeWorker(world, model="m").state = "draining"
-        router = await start_router(world, max_queued_requests=10)
-        overrun(world, 100)
-        for n in range(8):
-            append_record(world, REQUESTS, Request(id=f"h{n}", model="m"))
-        await world.sleep(5)
-        assert waiting(router) == (10, 95)
-        assert sorted(ends(world)) == ["h5", "h6", "h7"]
-        assert set(ends(world).values()) == {"queue_full"}
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_prompts_leave_room_for_requests_over_http(world: MemoryWorld) -> None:
+    FakeWorker(world, model="m").state = "draining"
+    router = await start_router(world, max_queued_requests=10)
+    overrun(world, 100)
+    for n in range(8):
+        append_record(world, REQUESTS, Request(id=f"h{n}", model="m"))
+    await world.sleep(5)
+    assert waiting(router) == (10, 95)
+    assert sorted(ends(world)) == ["h5", "h6", "h7"]
+    assert set(ends(world).values()) == {"queue_full"}
 
 
 @pytest.mark.parametrize(
     "bounds", [{"max_queued_requests": 0}, {"max_queued_tokens": 0}, {"max_queued_bytes": 0}]
 )
-def test_a_router_without_a_place_to_wait_takes_one_prompt_after_the_other(
-    bounds: dict[str, int],
+@partial(scenario_test, lanes=1)
+async def test_a_router_without_a_place_to_wait_takes_one_prompt_after_the_other(
+    world: MemoryWorld, bounds: dict[str, int]
 ) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world, model="m", max_runs=1)
-        await start_router(world, **bounds)
-        await begin(world)
-        for n in range(20):
-            ask(world, f"job-{n}")
-        world.spawn(finish_all(world, worker, 0.1))
-        await world.wait_until(lambda: len(assigned(world)) == 20, within_s=120)
-        assert ends(world) == {}
-
-    run_scenario(scenario, lanes=1)
+    worker = FakeWorker(world, model="m", max_runs=1)
+    await start_router(world, **bounds)
+    await begin(world)
+    for n in range(20):
+        ask(world, f"job-{n}")
+    world.spawn(finish_all(world, worker, 0.1))
+    await world.wait_until(lambda: len(assigned(world)) == 20, within_s=120)
+    assert ends(world) == {}
 
 
 @scenario_test

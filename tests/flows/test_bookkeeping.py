@@ -22,7 +22,7 @@ from tests.harness.cluster_harness import (
     slow_engine,
 )
 from tests.harness.gateway_harness import CONTEXT, STEP_S
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 class Hesitant(EchoEngine):
@@ -60,32 +60,30 @@ async def test_prefill_is_done_with_the_first_token_and_not_with_an_empty_output
 
 
 @pytest.mark.parametrize("way", ["end", "cancel", "leave", "death", "deadline"])
-def test_what_a_request_was_booked_with_is_given_back_once_however_it_ends(way: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        town = await ClusterHarness.start(world, (), deadline_s=30)
-        engine = caching_engine(world) if way == "end" else slow_engine(world)
-        await town.start_worker("w1", engine=engine)
-        answer = town.complete_with(body={"stream": True})
-        await world.wait_until(lambda: len(town.decisions()) == 1)
-        await world.sleep(1)
-        (decision,) = town.decisions()
-        if way != "end":
-            assert not town.is_idle
-        if way == "cancel":
-            assert (
-                await town.send("DELETE", f"/v1/streams/{decision.id}").wait_done()
-            ).status < 300
-        elif way == "leave":
-            answer.disconnect()
-        elif way == "death":
-            await town.kill("w1")
-        await answer.task
-        await world.sleep(40)
-        assert town.is_idle
-        assert not town.router._load.lane(0).unfinished
-        assert not town.router._load.lane(1).unfinished
-
-    run_scenario(scenario)
+@scenario_test
+async def test_what_a_request_was_booked_with_is_given_back_once_however_it_ends(
+    world: MemoryWorld, way: str
+) -> None:
+    town = await ClusterHarness.start(world, (), deadline_s=30)
+    engine = caching_engine(world) if way == "end" else slow_engine(world)
+    await town.start_worker("w1", engine=engine)
+    answer = town.complete_with(body={"stream": True})
+    await world.wait_until(lambda: len(town.decisions()) == 1)
+    await world.sleep(1)
+    (decision,) = town.decisions()
+    if way != "end":
+        assert not town.is_idle
+    if way == "cancel":
+        assert (await town.send("DELETE", f"/v1/streams/{decision.id}").wait_done()).status < 300
+    elif way == "leave":
+        answer.disconnect()
+    elif way == "death":
+        await town.kill("w1")
+    await answer.task
+    await world.sleep(40)
+    assert town.is_idle
+    assert not town.router._load.lane(0).unfinished
+    assert not town.router._load.lane(1).unfinished
 
 
 @scenario_test

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from tests.harness.capture_harness import (
     write_capture,
 )
 from tests.harness.fake_worker import append_record
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 POLICIES = (
     "predictive", "dynamo", "round_robin", "random", "least_loaded", "power_of_two", "session_hash",
@@ -54,28 +55,26 @@ COUNT = 300
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_decision_of_a_captured_run_is_recomputed_bit_for_bit(
-    policy: str, tmp_path: Path
+@partial(scenario_test, lanes=4)
+async def test_every_decision_of_a_captured_run_is_recomputed_bit_for_bit(
+    world: MemoryWorld, policy: str, tmp_path: Path
 ) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        await start_deployment(world, policy=policy)
-        await serve_requests(world, make_requests(world, COUNT))
-        file = write_capture(await capture_lines(world), tmp_path / "run.jsonl.zst")
-        told = [decode(record) for record in world.all_records(LEDGER)]
-        assigned = [record for record in told if isinstance(record, Assigned)]
-        lines = list(read_capture(file))
-        assert sorted(a.id for a in assigned) == sorted(
-            line.decision.id for line in lines if isinstance(line, CapturedDecision)
-        )
-        again = RecomputeReport()
-        for line in lines:
-            again.add_line(line)
-        assert (again.differ, again.first) == (0, "")
-        assert again.same == again.decisions == len(assigned) == COUNT
-        assert set(again.policies) == {policy}
-        assert_varied(lines, policy)
-
-    run_scenario(scenario, lanes=4)
+    await start_deployment(world, policy=policy)
+    await serve_requests(world, make_requests(world, COUNT))
+    file = write_capture(await capture_lines(world), tmp_path / "run.jsonl.zst")
+    told = [decode(record) for record in world.all_records(LEDGER)]
+    assigned = [record for record in told if isinstance(record, Assigned)]
+    lines = list(read_capture(file))
+    assert sorted(a.id for a in assigned) == sorted(
+        line.decision.id for line in lines if isinstance(line, CapturedDecision)
+    )
+    again = RecomputeReport()
+    for line in lines:
+        again.add_line(line)
+    assert (again.differ, again.first) == (0, "")
+    assert again.same == again.decisions == len(assigned) == COUNT
+    assert set(again.policies) == {policy}
+    assert_varied(lines, policy)
 
 
 @scenario_test

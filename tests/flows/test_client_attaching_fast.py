@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 
@@ -16,7 +17,7 @@ from streams.records import Chunk
 from streams.responses import catch_up_reader
 from streams.responses.reply_reader import CLOCK_MARGIN_MS, ReplyReader
 from streams.topics import RESPONSES, lane_of
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.listening import Worker, connect, in_lane, read, text
 
 RECORDS = 20_000
@@ -42,58 +43,55 @@ async def first_text_s(world: MemoryWorld, replies: ReplyReader, request_id: str
         replies.detach(reply)
 
 
-def test_attaching_does_not_keep_others_from_their_text() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        client = await connect(world)
-        fill(world)
-        Worker(world, "a").write("hello")
-        waits = []
-        for _ in range(100):
-            waits.append(world.spawn(first_text_s(world, client._listening(), "a")))
-            await world.sleep(PASS_S / 20)
-        assert max([await wait for wait in waits]) < 2 * PASS_S + 0.5
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_attaching_does_not_keep_others_from_their_text(world: MemoryWorld) -> None:
+    client = await connect(world)
+    fill(world)
+    Worker(world, "a").write("hello")
+    waits = []
+    for _ in range(100):
+        waits.append(world.spawn(first_text_s(world, client._listening(), "a")))
+        await world.sleep(PASS_S / 20)
+    assert max([await wait for wait in waits]) < 2 * PASS_S + 0.5
 
 
-def test_a_stream_of_the_last_minutes_does_not_wait_for_one_far_back(
-    monkeypatch: pytest.MonkeyPatch,
+@partial(scenario_test, lanes=1)
+async def test_a_stream_of_the_last_minutes_does_not_wait_for_one_far_back(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catch_up_reader, "FAR_OFFSETS", RECORDS // 2)
-
-    async def scenario(world: MemoryWorld) -> None:
-        client = await connect(world)
-        fill(world)
-        await world.sleep(2 * CLOCK_MARGIN_MS / 1000)
-        recent = Worker(world, client.new_request_id())
-        recent.write("hello")
-        fill(world, records=1000)
-        far = [world.spawn(client.result(f"old-{n}")) for n in range(3)]
-        await world.sleep(PASS_S / 4)
-        assert await first_text_s(world, client._listening(), recent.id) < PASS_S / 4
-        assert not any(reading.done() for reading in far)
-
-    run_scenario(scenario, lanes=1)
+    client = await connect(world)
+    fill(world)
+    await world.sleep(2 * CLOCK_MARGIN_MS / 1000)
+    recent = Worker(world, client.new_request_id())
+    recent.write("hello")
+    fill(world, records=1000)
+    far = [world.spawn(client.result(f"old-{n}")) for n in range(3)]
+    await world.sleep(PASS_S / 4)
+    assert await first_text_s(world, client._listening(), recent.id) < PASS_S / 4
+    assert not any(reading.done() for reading in far)
 
 
-def test_passes_far_back_are_few_and_all_lanes_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+@partial(scenario_test, lanes=5)
+async def test_passes_far_back_are_few_and_all_lanes_have_theirs(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(catch_up_reader, "FAR_OFFSETS", RECORDS // 2)
-
-    async def scenario(world: MemoryWorld) -> None:
-        client = await connect(world)
-        ids = [next(i for i in map(str, range(1000)) if lane_of(i, 5) == n) for n in range(5)]
-        for lane, request_id in enumerate(ids):
-            fill(world, lane)
-            Worker(world, request_id).write("hello", "stop")
-        reading = [world.spawn(read(client, request_id)) for request_id in ids]
-        await world.sleep(PASS_S / 2)
-        assert len(client._listening()._history.active_passes) == catch_up_reader.MAX_FAR_PASSES
-        assert [text(await pieces) for pieces in reading] == ["hello"] * 5
-
-    run_scenario(scenario, lanes=5)
+    client = await connect(world)
+    ids = [next(i for i in map(str, range(1000)) if lane_of(i, 5) == n) for n in range(5)]
+    for lane, request_id in enumerate(ids):
+        fill(world, lane)
+        Worker(world, request_id).write("hello", "stop")
+    reading = [world.spawn(read(client, request_id)) for request_id in ids]
+    await world.sleep(PASS_S / 2)
+    assert len(client._listening()._history.active_passes) == catch_up_reader.MAX_FAR_PASSES
+    assert [text(await pieces) for pieces in reading] == ["hello"] * 5
 
 
-def test_a_lane_that_cannot_be_read_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario_test
+async def test_a_lane_that_cannot_be_read_makes_room_for_others(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(catch_up_reader, "MAX_PASSES", 1)
     hanging = Partition(RESPONSES, 0)
     answered = MemoryReader.poll
@@ -104,24 +102,22 @@ def test_a_lane_that_cannot_be_read_makes_room_for_others(monkeypatch: pytest.Mo
             return {}
         return await answered(reader, timeout_s, max_records)
 
-    async def scenario(world: MemoryWorld) -> None:
-        client = await connect(world)
-        Worker(world, in_lane(0, "a")).write("hello", "stop")
-        Worker(world, in_lane(1, "b")).write("hello", "stop")
-        with monkeypatch.context() as leaderless:
-            leaderless.setattr(MemoryReader, "poll", poll)
-            first = world.spawn(read(client, in_lane(0, "a")))
-            await world.sleep(1)
-            began = world.clock.now()
-            assert text(await read(client, in_lane(1, "b"))) == "hello"
-            assert world.clock.now() - began < catch_up_reader.STALL_TIMEOUT_S + 1
-        assert text(await first) == "hello"
-
-    run_scenario(scenario)
+    client = await connect(world)
+    Worker(world, in_lane(0, "a")).write("hello", "stop")
+    Worker(world, in_lane(1, "b")).write("hello", "stop")
+    with monkeypatch.context() as leaderless:
+        leaderless.setattr(MemoryReader, "poll", poll)
+        first = world.spawn(read(client, in_lane(0, "a")))
+        await world.sleep(1)
+        began = world.clock.now()
+        assert text(await read(client, in_lane(1, "b"))) == "hello"
+        assert world.clock.now() - began < catch_up_reader.STALL_TIMEOUT_S + 1
+    assert text(await first) == "hello"
 
 
-def test_a_stream_that_is_attached_to_while_its_lane_is_read_is_found(
-    monkeypatch: pytest.MonkeyPatch,
+@partial(scenario_test, lanes=1)
+async def test_a_stream_that_is_attached_to_while_its_lane_is_read_is_found(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader passes over records of other keys long before its poll comes back."""
     read_at_once = MemoryReader.poll
@@ -131,20 +127,17 @@ def test_a_stream_that_is_attached_to_while_its_lane_is_read_is_found(
         await reader._log.broker.clock.sleep(POLL_S)
         return batches
 
-    async def scenario(world: MemoryWorld) -> None:
-        client = await connect(world)
-        fill(world, records=100)
-        await world.sleep(2 * CLOCK_MARGIN_MS / 1000)
-        worker = Worker(world, client.new_request_id())
-        worker.write("hello", "stop")
-        fill(world, records=5 * catch_up_reader.RECORDS_PER_POLL)
-        monkeypatch.setattr(MemoryReader, "poll", poll)
-        first = world.spawn(client.result("other", timeout_s=5))
-        await world.sleep(1.5 * POLL_S)  # the first poll has passed over it
-        assert (await client.result(worker.id, timeout_s=5)).text == "hello"
-        first.cancel()
-
-    run_scenario(scenario, lanes=1)
+    client = await connect(world)
+    fill(world, records=100)
+    await world.sleep(2 * CLOCK_MARGIN_MS / 1000)
+    worker = Worker(world, client.new_request_id())
+    worker.write("hello", "stop")
+    fill(world, records=5 * catch_up_reader.RECORDS_PER_POLL)
+    monkeypatch.setattr(MemoryReader, "poll", poll)
+    first = world.spawn(client.result("other", timeout_s=5))
+    await world.sleep(1.5 * POLL_S)  # the first poll has passed over it
+    assert (await client.result(worker.id, timeout_s=5)).text == "hello"
+    first.cancel()
 
 
 @scenario_test

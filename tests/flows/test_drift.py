@@ -21,7 +21,7 @@ from streams.request import Request
 from streams.topics import REQUESTS
 from tests.harness.fake_worker import FakeWorker, append_record, start_router, wait_for_items
 from tests.harness.gateway_harness import memory_settings
-from tests.harness.memory_world import MemoryWorld, run_scenario
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 ALERTS = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "alerts.yaml"
 TOKENS = list(range(320))
@@ -45,40 +45,38 @@ async def figures(router: Router) -> dict[str, float]:
     return {name.split("_drift_")[1].split("{")[0]: float(value) for name, value in lines}
 
 
-def test_a_cache_that_is_not_what_it_is_expected_to_be_raises_the_alarm_once(
-    caplog: pytest.LogCaptureFixture,
+@scenario_test
+async def test_a_cache_that_is_not_what_it_is_expected_to_be_raises_the_alarm_once(
+    world: MemoryWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "app.router")
 
     def alarms() -> list[str]:
         return [r.levelname for r in caplog.records if "worker w1 (demo)" in r.message]
 
-    async def scenario(world: MemoryWorld) -> None:
-        hand = FakeWorker(world, block_size=16)
-        hand.publish_blocks(TOKENS, 16)
-        router = await start_router(world, policy="predictive")
-        assert await figures(router) == {}
-        for n in range(60):
-            await serve(world, hand, f"right-{n}", 320 if n % 2 else 304)
-        now = await figures(router)
-        assert (now["runs"], now["p95_cached_blocks"], now["alert"]) == (60, 1, 0)
-        assert 0 < now["p95_time_to_first_token_seconds"] < 0.2
-        for n in range(10):
-            await serve(world, hand, f"wrong-{n}", 160)
-        await world.sleep(30)
-        now = await figures(router)
-        assert (now["runs"], now["p95_cached_blocks"], now["alert"]) == (70, 10, 1)
-        assert alarms() == ["WARNING"]
-        for n in range(256):
-            await serve(world, hand, f"well-{n}", 320)
-        await world.sleep(30)
-        assert (await figures(router))["alert"] == 0
-        assert alarms() == ["WARNING", "INFO"]
-        await world.sleep(600)
-        assert await figures(router) == {}
-        assert len(alarms()) == 2
-
-    run_scenario(scenario)
+    hand = FakeWorker(world, block_size=16)
+    hand.publish_blocks(TOKENS, 16)
+    router = await start_router(world, policy="predictive")
+    assert await figures(router) == {}
+    for n in range(60):
+        await serve(world, hand, f"right-{n}", 320 if n % 2 else 304)
+    now = await figures(router)
+    assert (now["runs"], now["p95_cached_blocks"], now["alert"]) == (60, 1, 0)
+    assert 0 < now["p95_time_to_first_token_seconds"] < 0.2
+    for n in range(10):
+        await serve(world, hand, f"wrong-{n}", 160)
+    await world.sleep(30)
+    now = await figures(router)
+    assert (now["runs"], now["p95_cached_blocks"], now["alert"]) == (70, 10, 1)
+    assert alarms() == ["WARNING"]
+    for n in range(256):
+        await serve(world, hand, f"well-{n}", 320)
+    await world.sleep(30)
+    assert (await figures(router))["alert"] == 0
+    assert alarms() == ["WARNING", "INFO"]
+    await world.sleep(600)
+    assert await figures(router) == {}
+    assert len(alarms()) == 2
 
 
 def test_alerts_are_about_metrics_that_there_are() -> None:

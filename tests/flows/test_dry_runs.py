@@ -15,28 +15,28 @@ from tests.harness.cluster_harness import (
     slow_engine,
     two_caches,
 )
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 @pytest.mark.parametrize("value", ["", "yes", "w2", "a:b"])
-def test_a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing(value: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        town = await two_caches(world)
-        before = len(town.decisions())
-        answer = await town.complete_with(annotations=[f"query_instance_id:{value}"]).wait_done()
-        assert answer.status == 200
-        told = answer.json["nvext"]
-        assert (told["worker_id"], told["dp_rank"]) == ("w1", 0)
-        (asked,) = (r for r in town.requests() if r.id == answer.headers["x-kvlane-id"])
-        assert told["token_ids"] == list(unpack_tokens(asked.token_ids))
-        assert told["token_ids"][:-1] == PROMPT
-        assert answer.json["choices"][0]["text"] == ""
-        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 * BLOCK
-        assert len(town.decisions()) == before
-        assert len(town.assigned()) == before
-        await world.wait_until(lambda: answer.headers["x-kvlane-id"] in town.ended_codes())
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing(
+    world: MemoryWorld, value: str
+) -> None:
+    town = await two_caches(world)
+    before = len(town.decisions())
+    answer = await town.complete_with(annotations=[f"query_instance_id:{value}"]).wait_done()
+    assert answer.status == 200
+    told = answer.json["nvext"]
+    assert (told["worker_id"], told["dp_rank"]) == ("w1", 0)
+    (asked,) = (r for r in town.requests() if r.id == answer.headers["x-kvlane-id"])
+    assert told["token_ids"] == list(unpack_tokens(asked.token_ids))
+    assert told["token_ids"][:-1] == PROMPT
+    assert answer.json["choices"][0]["text"] == ""
+    assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 * BLOCK
+    assert len(town.decisions()) == before
+    assert len(town.assigned()) == before
+    await world.wait_until(lambda: answer.headers["x-kvlane-id"] in town.ended_codes())
 
 
 @scenario_test

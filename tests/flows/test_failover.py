@@ -35,7 +35,7 @@ from streams.records import (
 from streams.request import Request, SamplingOptions, StopConditions
 from streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.fake_worker import append_record, read_records
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.simulated_processes import (
     MODEL,
     ObservedAnswer,
@@ -156,59 +156,56 @@ async def test_an_answer_whose_last_chunk_stood_is_over_though_nobody_said_so(
 
 
 @pytest.mark.parametrize("kind", [Started, PrefillDone, Chunk, Finished, Heartbeat])
-def test_a_worker_may_die_at_any_of_its_records(kind: type) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        processes = SimulatedProcesses(world)
-        await processes.router()
-        await processes.worker("w1")
-        processes.on_append("w1", kind, processes.kill)
-        publish_request(world)
-        await world.wait_until(lambda: not processes.has_pending_faults)
-        await processes.worker("w2")
-        await wait_complete(world)
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_worker_may_die_at_any_of_its_records(world: MemoryWorld, kind: type) -> None:
+    processes = SimulatedProcesses(world)
+    await processes.router()
+    await processes.worker("w1")
+    processes.on_append("w1", kind, processes.kill)
+    publish_request(world)
+    await world.wait_until(lambda: not processes.has_pending_faults)
+    await processes.worker("w2")
+    await wait_complete(world)
 
 
 @pytest.mark.parametrize("tokens", range(1, 14))
-def test_half_a_character_is_completed_by_the_next_worker(tokens: int) -> None:
+@scenario_test
+async def test_half_a_character_is_completed_by_the_next_worker(
+    world: MemoryWorld, tokens: int
+) -> None:
     """The prompt has characters of two and of three bytes, each byte a token."""
-
-    async def scenario(world: MemoryWorld) -> None:
-        processes = SimulatedProcesses(world)
-        await processes.router()
-        await processes.worker("w1")
-        publish_request(world)
-        await world.wait_until(spoken(world, tokens))
-        processes.kill("w1")
-        await processes.worker("w2")
-        await wait_complete(world)
-        assert decisions(world)[-1].base_tokens in (tokens, tokens + 1)
-
-    run_scenario(scenario)
+    processes = SimulatedProcesses(world)
+    await processes.router()
+    await processes.worker("w1")
+    publish_request(world)
+    await world.wait_until(spoken(world, tokens))
+    processes.kill("w1")
+    await processes.worker("w2")
+    await wait_complete(world)
+    assert decisions(world)[-1].base_tokens in (tokens, tokens + 1)
 
 
 @pytest.mark.parametrize("tokens", [*range(1, 12)])
-def test_a_stop_string_that_a_death_cuts_in_two_is_found_and_never_shown(tokens: int) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        prompt = [USER, *b"one two END three", ASSISTANT]
-        processes = SimulatedProcesses(world)
-        await processes.router()
-        await processes.worker("w1")
-        publish_request(world, prompt=prompt, stop=StopConditions(max_tokens=17, stop=("END",)))
-        await world.wait_until(spoken(world, tokens))
-        processes.kill("w1")
-        await processes.worker("w2")
-        await world.wait_until(lambda: ObservedAnswer(world).is_over, 90.0)
-        heard = ObservedAnswer(world)
-        assert heard.text == "one two "
-        assert heard.finish_reason == "stop"
-        assert text_of(heard.tokens) == "one two END"
-        last = heard.visible_records[-1]
-        assert isinstance(last, Chunk)
-        assert last.stop_reason == "END"
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_stop_string_that_a_death_cuts_in_two_is_found_and_never_shown(
+    world: MemoryWorld, tokens: int
+) -> None:
+    prompt = [USER, *b"one two END three", ASSISTANT]
+    processes = SimulatedProcesses(world)
+    await processes.router()
+    await processes.worker("w1")
+    publish_request(world, prompt=prompt, stop=StopConditions(max_tokens=17, stop=("END",)))
+    await world.wait_until(spoken(world, tokens))
+    processes.kill("w1")
+    await processes.worker("w2")
+    await world.wait_until(lambda: ObservedAnswer(world).is_over, 90.0)
+    heard = ObservedAnswer(world)
+    assert heard.text == "one two "
+    assert heard.finish_reason == "stop"
+    assert text_of(heard.tokens) == "one two END"
+    last = heard.visible_records[-1]
+    assert isinstance(last, Chunk)
+    assert last.stop_reason == "END"
 
 
 @scenario_test
@@ -354,98 +351,89 @@ async def failing_over(world: MemoryWorld, processes: SimulatedProcesses) -> Non
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_a_router_may_die_at_any_step_of_a_failover(kind: type) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        processes = SimulatedProcesses(world)
-        await processes.router("r1")
-        await failing_over(world, processes)
-        processes.on_append("r1", kind, processes.kill)
-        await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
-        await processes.router("r2")
-        await wait_complete(world, max_tokens=40)
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_router_may_die_at_any_step_of_a_failover(world: MemoryWorld, kind: type) -> None:
+    processes = SimulatedProcesses(world)
+    await processes.router("r1")
+    await failing_over(world, processes)
+    processes.on_append("r1", kind, processes.kill)
+    await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
+    await processes.router("r2")
+    await wait_complete(world, max_tokens=40)
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_a_router_that_is_stopped_in_a_failover_and_goes_on_does_no_harm(kind: type) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        processes = SimulatedProcesses(world)
-        await processes.router("r1")
-        await failing_over(world, processes)
-        processes.on_append("r1", kind, processes.stop)
-        await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
-        await processes.router("r2")
-        await world.wait_until(lambda: bool(len(ObservedAnswer(world).tokens) > 15), 60.0)
-        processes.resume("r1")
-        processes.resume("w1")
-        await wait_complete(world, max_tokens=40)
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_router_that_is_stopped_in_a_failover_and_goes_on_does_no_harm(
+    world: MemoryWorld, kind: type
+) -> None:
+    processes = SimulatedProcesses(world)
+    await processes.router("r1")
+    await failing_over(world, processes)
+    processes.on_append("r1", kind, processes.stop)
+    await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
+    await processes.router("r2")
+    await world.wait_until(lambda: bool(len(ObservedAnswer(world).tokens) > 15), 60.0)
+    processes.resume("r1")
+    processes.resume("w1")
+    await wait_complete(world, max_tokens=40)
 
 
 @pytest.mark.parametrize("first", STEPS)
 @pytest.mark.parametrize("second", [Fencing, Fence, Assigned, Assignment])
-def test_two_routers_may_die_one_after_the_other_in_the_same_failover(
-    first: type, second: type
+@scenario_test
+async def test_two_routers_may_die_one_after_the_other_in_the_same_failover(
+    world: MemoryWorld, first: type, second: type
 ) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        processes = SimulatedProcesses(world)
-        await processes.router("r1")
-        await failing_over(world, processes)
-        processes.on_append("r1", first, processes.kill)
-        await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
-        processes.on_append("r2", second, processes.kill)
-        await processes.router("r2")
-        await world.sleep(20.0)  # it may find nothing left to do
-        await processes.router("r3")
-        await wait_complete(world, max_tokens=40)
-
-    run_scenario(scenario)
+    processes = SimulatedProcesses(world)
+    await processes.router("r1")
+    await failing_over(world, processes)
+    processes.on_append("r1", first, processes.kill)
+    await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
+    processes.on_append("r2", second, processes.kill)
+    await processes.router("r2")
+    await world.sleep(20.0)  # it may find nothing left to do
+    await processes.router("r3")
+    await wait_complete(world, max_tokens=40)
 
 
 @pytest.mark.parametrize("kind", [Fencing, Fence, CancelRun, Assigned, Assignment])
 @pytest.mark.parametrize("struck", ["killed", "stopped"])
-def test_a_router_may_be_struck_when_it_moves_a_run_that_lost_a_chunk(
-    kind: type, struck: str
+@scenario_test
+async def test_a_router_may_be_struck_when_it_moves_a_run_that_lost_a_chunk(
+    world: MemoryWorld, kind: type, struck: str
 ) -> None:
     """Its worker lives, and is told to stop."""
-
-    async def scenario(world: MemoryWorld) -> None:
-        processes = SimulatedProcesses(world)
-        await processes.router("r1")
-        await processes.worker("w1")
-        publish_request(world, 40)
-        await world.wait_until(spoken(world, 9))
-        await processes.worker("w2")
-        processes.on_append("r1", kind, processes.kill if struck == "killed" else processes.stop)
-        append_record(world, LEDGER, Fencing(id="a", attempt=1, reason="broken"))
-        if kind is Fencing:  # the one that the router would have written
-            processes.kill("r1")
-        else:
-            await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
-        await processes.router("r2")
-        await world.wait_until(spoken(world, 15), 60.0)
-        if struck == "stopped" and kind is not Fencing:
-            processes.resume("r1")
-        await wait_complete(world, max_tokens=40)
-
-    run_scenario(scenario)
+    processes = SimulatedProcesses(world)
+    await processes.router("r1")
+    await processes.worker("w1")
+    publish_request(world, 40)
+    await world.wait_until(spoken(world, 9))
+    await processes.worker("w2")
+    processes.on_append("r1", kind, processes.kill if struck == "killed" else processes.stop)
+    append_record(world, LEDGER, Fencing(id="a", attempt=1, reason="broken"))
+    if kind is Fencing:  # the one that the router would have written
+        processes.kill("r1")
+    else:
+        await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
+    await processes.router("r2")
+    await world.wait_until(spoken(world, 15), 60.0)
+    if struck == "stopped" and kind is not Fencing:
+        processes.resume("r1")
+    await wait_complete(world, max_tokens=40)
 
 
 @pytest.mark.parametrize("kind", [Assigned, Assignment])
-def test_a_router_may_die_at_any_step_of_an_admission(kind: type) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        processes = SimulatedProcesses(world)
-        await processes.router("r1")
-        await processes.worker("w1")
-        processes.on_append("r1", kind, processes.kill)
-        publish_request(world)
-        await world.wait_until(lambda: not processes.has_pending_faults)
-        await processes.router("r2")
-        await wait_complete(world)
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_router_may_die_at_any_step_of_an_admission(world: MemoryWorld, kind: type) -> None:
+    processes = SimulatedProcesses(world)
+    await processes.router("r1")
+    await processes.worker("w1")
+    processes.on_append("r1", kind, processes.kill)
+    publish_request(world)
+    await world.wait_until(lambda: not processes.has_pending_faults)
+    await processes.router("r2")
+    await wait_complete(world)
 
 
 @scenario_test
@@ -464,26 +452,24 @@ async def test_a_request_that_a_dead_router_held_is_held_by_the_next_one(
 
 
 @pytest.mark.parametrize("kind", [End, CancelRun, Ended])
-def test_a_router_may_die_at_any_step_of_an_end(kind: type) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        processes = SimulatedProcesses(world)
-        await processes.router("r1")
-        await processes.worker("w1")
-        publish_request(world, 500)
-        await world.wait_until(spoken(world, 5))
-        processes.on_append("r1", kind, processes.kill)
-        append_record(world, REQUESTS, Cancel(id="a", reason="enough"))
-        await world.wait_until(lambda: not processes.has_pending_faults)
-        await processes.router("r2")
-        await world.sleep(30.0)
-        assert ObservedAnswer(world).finish_reason == "cancelled"
-        assert read_records(world, LEDGER, Ended) or read_records(world, LEDGER, Finished)
-        assert len(ObservedAnswer(world).tokens) < 100, "its worker was told to stop"
-        chunks = len(read_records(world, RESPONSES, Chunk))
-        await world.sleep(5.0)
-        assert len(read_records(world, RESPONSES, Chunk)) == chunks
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_router_may_die_at_any_step_of_an_end(world: MemoryWorld, kind: type) -> None:
+    processes = SimulatedProcesses(world)
+    await processes.router("r1")
+    await processes.worker("w1")
+    publish_request(world, 500)
+    await world.wait_until(spoken(world, 5))
+    processes.on_append("r1", kind, processes.kill)
+    append_record(world, REQUESTS, Cancel(id="a", reason="enough"))
+    await world.wait_until(lambda: not processes.has_pending_faults)
+    await processes.router("r2")
+    await world.sleep(30.0)
+    assert ObservedAnswer(world).finish_reason == "cancelled"
+    assert read_records(world, LEDGER, Ended) or read_records(world, LEDGER, Finished)
+    assert len(ObservedAnswer(world).tokens) < 100, "its worker was told to stop"
+    chunks = len(read_records(world, RESPONSES, Chunk))
+    await world.sleep(5.0)
+    assert len(read_records(world, RESPONSES, Chunk)) == chunks
 
 
 @scenario_test

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,17 +179,15 @@ async def test_the_id_that_a_client_gives_its_request_comes_back(world: MemoryWo
     assert failed.headers["x-request-id"] == "mine-18"
 
 
-def test_ids_fall_into_the_lanes_of_the_gateway() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world, gateway_count=3, gateway_index=1)
-        await house.register_and_wait()
-        for _ in range(20):
-            house.chat("hey")
-        lanes = {lane_of(request.id, 8) % 3 for request in await house.published(20)}
-        assert lanes == {1}
-        assert sorted(house.gateway.parts.streams._replies._live.lanes) == [1, 4, 7]
-
-    run_scenario(scenario, lanes=8)
+@partial(scenario_test, lanes=8)
+async def test_ids_fall_into_the_lanes_of_the_gateway(world: MemoryWorld) -> None:
+    house = await GatewayHarness.open(world, gateway_count=3, gateway_index=1)
+    await house.register_and_wait()
+    for _ in range(20):
+        house.chat("hey")
+    lanes = {lane_of(request.id, 8) % 3 for request in await house.published(20)}
+    assert lanes == {1}
+    assert sorted(house.gateway.parts.streams._replies._live.lanes) == [1, 4, 7]
 
 
 # --- what is wrong with a request -----------------------------------------------------------------
@@ -223,31 +222,29 @@ TEXT = {"model": "demo", "prompt": "hi"}
         ("completions", TEXT | {"prompt": {}}, "prompt"),
     ],
 )
-def test_a_wrong_field_is_named(endpoint: str, body: dict[str, Any], param: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        await house.register_and_wait()
-        answer = await house.send("POST", f"/v1/{endpoint}", body).wait_done()
-        assert answer.status == 400, answer.content
-        assert answer.error["param"] == param
-        assert answer.error["type"] == "invalid_request_error"
-        assert house.requests() == []
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_wrong_field_is_named(
+    world: MemoryWorld, endpoint: str, body: dict[str, Any], param: str
+) -> None:
+    house = await GatewayHarness.open(world)
+    await house.register_and_wait()
+    answer = await house.send("POST", f"/v1/{endpoint}", body).wait_done()
+    assert answer.status == 400, answer.content
+    assert answer.error["param"] == param
+    assert answer.error["type"] == "invalid_request_error"
+    assert house.requests() == []
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'"hi"', b"\xff\xfe", b"[" * 10_000, b'{"a":"\xff"}']
 )
-def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        await house.register_and_wait()
-        answer = await house.send("POST", "/v1/chat/completions", body).wait_done()
-        assert answer.status == 400
-        assert "body" in answer.error["message"]
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_body_that_is_no_object_is_refused(world: MemoryWorld, body: bytes) -> None:
+    house = await GatewayHarness.open(world)
+    await house.register_and_wait()
+    answer = await house.send("POST", "/v1/chat/completions", body).wait_done()
+    assert answer.status == 400
+    assert "body" in answer.error["message"]
 
 
 @scenario_test
@@ -267,21 +264,21 @@ async def test_features_that_the_engine_lacks_are_refused_by_their_field(
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", ""])
-def test_a_body_that_is_not_sent_as_json_is_refused(kind: str | None) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        await house.register_and_wait()
-        headers = {} if kind is None else {"content-type": kind}
-        body = json.dumps({"model": "demo", "prompt": "hi"}).encode()
-        ask = HttpExchange(
-            house.gateway.http, "POST", "/v1/completions", body, headers, sends_json=False
-        )
-        answer = await ask.wait_done()
-        assert (answer.status, answer.error["code"]) == (415, "unsupported_content_type")
-        assert "content-type: application/json" in answer.error["message"]
-        assert house.requests() == []
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_body_that_is_not_sent_as_json_is_refused(
+    world: MemoryWorld, kind: str | None
+) -> None:
+    house = await GatewayHarness.open(world)
+    await house.register_and_wait()
+    headers = {} if kind is None else {"content-type": kind}
+    body = json.dumps({"model": "demo", "prompt": "hi"}).encode()
+    ask = HttpExchange(
+        house.gateway.http, "POST", "/v1/completions", body, headers, sends_json=False
+    )
+    answer = await ask.wait_done()
+    assert (answer.status, answer.error["code"]) == (415, "unsupported_content_type")
+    assert "content-type: application/json" in answer.error["message"]
+    assert house.requests() == []
 
 
 @scenario_test
@@ -560,25 +557,23 @@ async def test_a_model_whose_workers_left_is_unavailable(world: MemoryWorld) -> 
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_end_before_the_first_token_is_the_status(
-    code: str, status: int, retry: bool, stream: bool
+@scenario_test
+async def test_an_end_before_the_first_token_is_the_status(
+    world: MemoryWorld, code: str, status: int, retry: bool, stream: bool
 ) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        await house.register_and_wait()
-        answer = house.chat(stream=stream)
-        (request,) = await house.published()
-        house.end_request(request.id, code, message="why")
-        await answer.wait_done()
-        assert answer.status == status
-        assert (answer.error["code"], answer.error["message"]) == (code, "why")
-        assert ("retry-after" in answer.headers) == retry
-        assert answer.headers["x-kvlane-id"] == request.id
-        await world.sleep(5)
-        assert house.cancels() == []
-        assert house.gateway.parts.streams.open_streams == 0
-
-    run_scenario(scenario)
+    house = await GatewayHarness.open(world)
+    await house.register_and_wait()
+    answer = house.chat(stream=stream)
+    (request,) = await house.published()
+    house.end_request(request.id, code, message="why")
+    await answer.wait_done()
+    assert answer.status == status
+    assert (answer.error["code"], answer.error["message"]) == (code, "why")
+    assert ("retry-after" in answer.headers) == retry
+    assert answer.headers["x-kvlane-id"] == request.id
+    await world.sleep(5)
+    assert house.cancels() == []
+    assert house.gateway.parts.streams.open_streams == 0
 
 
 @scenario_test

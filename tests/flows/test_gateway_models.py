@@ -17,7 +17,7 @@ from streams.records import Artifact, ModelCard, Tombstone
 from streams.request import Request
 from streams.topics import REGISTRY
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 async def publish_model(world: MemoryWorld, name: str = "demo", **over: Any) -> ModelCard:
@@ -126,19 +126,19 @@ async def test_a_model_that_could_not_be_loaded_is_tried_again(world: MemoryWorl
     ("kind", "chat", "completion"),
     [("tokens", 0, 0), ("chat", 0, 400), ("completion", 400, 0), ("embedding", 400, 400)],
 )
-def test_a_model_answers_what_its_card_says(kind: Any, chat: int, completion: int) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        world.append(REGISTRY, 0, ModelCard(name="demo", kind=kind), key="model/demo")
-        await house.register_and_wait()
-        asked = [house.chat(), house.complete()]
-        await world.sleep(1)
-        assert [exchange.status for exchange in asked] == [chat, completion]
-        for exchange in asked:
-            if exchange.status:
-                assert exchange.error["code"] == "model_not_supported"
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_model_answers_what_its_card_says(
+    world: MemoryWorld, kind: Any, chat: int, completion: int
+) -> None:
+    house = await GatewayHarness.open(world)
+    world.append(REGISTRY, 0, ModelCard(name="demo", kind=kind), key="model/demo")
+    await house.register_and_wait()
+    asked = [house.chat(), house.complete()]
+    await world.sleep(1)
+    assert [exchange.status for exchange in asked] == [chat, completion]
+    for exchange in asked:
+        if exchange.status:
+            assert exchange.error["code"] == "model_not_supported"
 
 
 @scenario_test

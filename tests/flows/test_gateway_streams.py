@@ -19,7 +19,7 @@ from streams.memory.broker_faults import AppendFate
 from streams.records import Chunk, Fence
 from streams.topics import REQUESTS, RESPONSES, lane_of
 from tests.harness.gateway_harness import GatewayHarness
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.listening import Worker
 
 # --- failures under way ---------------------------------------------------------------------------
@@ -161,21 +161,21 @@ async def test_a_worker_that_dies_is_not_noticed_by_its_client(world: MemoryWorl
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_client_that_leaves_cancels_its_request(stream: bool, begun: bool) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        await house.register_and_wait()
-        answer = house.chat(stream=stream)
-        (request,) = await house.published()
-        if begun:
-            Worker(world, request.id).write("he")
-            await world.sleep(1)
-        answer.disconnect()
-        assert await house.cancelled() == [request.id]
-        assert answer.task.done()
-        assert house.gateway.parts.streams.open_streams == 0
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_client_that_leaves_cancels_its_request(
+    world: MemoryWorld, stream: bool, begun: bool
+) -> None:
+    house = await GatewayHarness.open(world)
+    await house.register_and_wait()
+    answer = house.chat(stream=stream)
+    (request,) = await house.published()
+    if begun:
+        Worker(world, request.id).write("he")
+        await world.sleep(1)
+    answer.disconnect()
+    assert await house.cancelled() == [request.id]
+    assert answer.task.done()
+    assert house.gateway.parts.streams.open_streams == 0
 
 
 @scenario_test
@@ -204,20 +204,18 @@ async def test_a_client_that_leaves_after_the_end_cancels_nothing(world: MemoryW
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_detached_request_runs_on(stream: bool) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        await house.start_backend()
-        answer = house.chat("hello", {"X-Kvlane-Detach": "true"}, stream=stream)
-        (request,) = await house.published()
-        await world.sleep(0.05)
-        answer.disconnect()
-        await world.sleep(5)
-        assert house.cancels() == []
-        again = await house.send("GET", f"/v1/streams/{request.id}").wait_done()
-        assert again.text == "hello"
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_detached_request_runs_on(world: MemoryWorld, stream: bool) -> None:
+    house = await GatewayHarness.open(world)
+    await house.start_backend()
+    answer = house.chat("hello", {"X-Kvlane-Detach": "true"}, stream=stream)
+    (request,) = await house.published()
+    await world.sleep(0.05)
+    answer.disconnect()
+    await world.sleep(5)
+    assert house.cancels() == []
+    again = await house.send("GET", f"/v1/streams/{request.id}").wait_done()
+    assert again.text == "hello"
 
 
 @scenario_test
@@ -483,13 +481,11 @@ def test_a_stream_that_is_attached_to_names_its_model(position: int) -> None:
         ("include_usage=2", "include_usage"),
     ],
 )
-def test_a_wrong_parameter_is_named(query: str, param: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        answer = await house.send("GET", f"/v1/streams/a?{query}").wait_done()
-        assert (answer.status, answer.error["param"]) == (400, param)
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_wrong_parameter_is_named(world: MemoryWorld, query: str, param: str) -> None:
+    house = await GatewayHarness.open(world)
+    answer = await house.send("GET", f"/v1/streams/a?{query}").wait_done()
+    assert (answer.status, answer.error["param"]) == (400, param)
 
 
 @scenario_test

@@ -35,7 +35,7 @@ from tests.harness.cluster_harness import (
 )
 from tests.harness.gateway_harness import CONTEXT, STEP_S
 from tests.harness.http_exchange import HttpExchange
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 MISSED = 1e9
 """What a missed target costs: more than anything else."""
@@ -86,14 +86,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("ext", "field"), WRONG, ids=[field for _, field in WRONG])
-def test_a_wrong_hint_is_refused_by_name(ext: dict[str, Any], field: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        town = await ClusterHarness.gateway_only(world)
-        answer = await town.complete_with(**ext).wait_done()
-        assert (answer.status, answer.error["param"]) == (400, f"nvext.{field}")
-        assert town.requests() == []
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_wrong_hint_is_refused_by_name(
+    world: MemoryWorld, ext: dict[str, Any], field: str
+) -> None:
+    town = await ClusterHarness.gateway_only(world)
+    answer = await town.complete_with(**ext).wait_done()
+    assert (answer.status, answer.error["param"]) == (400, f"nvext.{field}")
+    assert town.requests() == []
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_a_wrong_hint_is_refused_by_name(ext: dict[str, Any], field: str) -> Non
         ({"prompt_embeds": "§"}, "prompt_embeds"),
     ],
 )
-def test_a_wrong_field_beside_nvext_is_refused_by_name(body: dict[str, Any], field: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        town = await ClusterHarness.gateway_only(world)
-        answer = await town.complete_with(body=body).wait_done()
-        assert (answer.status, answer.error["param"]) == (400, field)
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_wrong_field_beside_nvext_is_refused_by_name(
+    world: MemoryWorld, body: dict[str, Any], field: str
+) -> None:
+    town = await ClusterHarness.gateway_only(world)
+    answer = await town.complete_with(body=body).wait_done()
+    assert (answer.status, answer.error["param"]) == (400, field)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ def test_a_wrong_field_beside_nvext_is_refused_by_name(body: dict[str, Any], fie
         ("x-queue-class", "c" * 201),
     ],
 )
-def test_a_wrong_header_is_refused_by_name(header: str, value: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        town = await ClusterHarness.gateway_only(world)
-        answer = await town.complete_with({header: value}).wait_done()
-        assert (answer.status, answer.error["param"]) == (400, header)
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_wrong_header_is_refused_by_name(
+    world: MemoryWorld, header: str, value: str
+) -> None:
+    town = await ClusterHarness.gateway_only(world)
+    answer = await town.complete_with({header: value}).wait_done()
+    assert (answer.status, answer.error["param"]) == (400, header)
 
 
 # --- pins -----------------------------------------------------------------------------------------
@@ -485,15 +485,17 @@ CARRIED: list[tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any], Any]] 
 
 
 @pytest.mark.parametrize(("ext", "body", "of", "value"), CARRIED)
-def test_what_only_informs_is_carried_to_the_worker_and_kept_on_the_log(
-    ext: dict[str, Any], body: dict[str, Any], of: Callable[[Any], Any], value: Any
+@scenario_test
+async def test_what_only_informs_is_carried_to_the_worker_and_kept_on_the_log(
+    world: MemoryWorld,
+    ext: dict[str, Any],
+    body: dict[str, Any],
+    of: Callable[[Any], Any],
+    value: Any,
 ) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        town = await ClusterHarness.start(world, ("w1",))
-        decision = await town.wait_decision(body=body, **ext)
-        (assignment,) = town.assigned()
-        assert of(assignment.request) == value
-        (request,) = town.requests()
-        assert (of(request), request.id) == (value, decision.id)
-
-    run_scenario(scenario)
+    town = await ClusterHarness.start(world, ("w1",))
+    decision = await town.wait_decision(body=body, **ext)
+    (assignment,) = town.assigned()
+    assert of(assignment.request) == value
+    (request,) = town.requests()
+    assert (of(request), request.id) == (value, decision.id)

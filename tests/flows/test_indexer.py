@@ -18,7 +18,7 @@ from streams.topics import KV_EVENTS, REGISTRY, TOPICS_BY_NAME, partition_of
 from tests.harness.fake_worker import FakeWorker
 from tests.harness.gateway_harness import memory_settings
 from tests.harness.http_exchange import HttpExchange
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 SIZE = 16
 TOKENS = list(range(10 * SIZE + 3))
@@ -230,13 +230,13 @@ async def test_it_is_not_ready_before_the_log_is_read(world: MemoryWorld) -> Non
         ("/query_by_hash", {"block_hashes": [-(2**63) - 1]}, "64"),
     ],
 )
-def test_what_is_no_question_is_refused_with_the_reason(path: str, body: Any, words: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        exchange = await call(await opened(world), "POST", path, body)
-        assert exchange.status == 400, exchange.content
-        assert words in exchange.error["message"]
-
-    run_scenario(scenario)
+@scenario_test
+async def test_what_is_no_question_is_refused_with_the_reason(
+    world: MemoryWorld, path: str, body: Any, words: str
+) -> None:
+    exchange = await call(await opened(world), "POST", path, body)
+    assert exchange.status == 400, exchange.content
+    assert words in exchange.error["message"]
 
 
 @scenario_test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from streams.ports import Entry, Unreadable
 from streams.records import Chunk
 from streams.topics import PROMPTS, REQUESTS, RESPONSES, TOPICS, partition_of
 from tests.harness.gateway_harness import CONTEXT, STEP_S, GatewayHarness, memory_settings
-from tests.harness.memory_world import MemoryWorld, run_scenario
+from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.oddities import Oddities
 
 RECORDS = int(os.environ.get("KVLANE_TEST_ODD_RECORDS", "600"))
@@ -93,33 +94,31 @@ def whole(record: MemoryRecord) -> Chunk | None:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.timeout(300)
-def test_odd_records_on_every_topic_stop_no_process(seed: int) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        place = Place(world, seed)
+@partial(scenario_test, lanes=4)
+async def test_odd_records_on_every_topic_stop_no_process(world: MemoryWorld, seed: int) -> None:
+    place = Place(world, seed)
+    place.scatter(RECORDS // ROUNDS)
+    await place.begin("1")
+    house = await GatewayHarness.open(world)
+    await world.wait_until(lambda: "demo" in house.models())
+    for number in range(ROUNDS - 1):
+        asked = [house.complete(f"hello {n}", max_tokens=5) for n in range(5)]
+        prompts = {f"job-{number}-{n}" for n in range(5)}
+        for name in prompts:
+            ask(world, name, model="demo")
         place.scatter(RECORDS // ROUNDS)
-        await place.begin("1")
-        house = await GatewayHarness.open(world)
-        await world.wait_until(lambda: "demo" in house.models())
-        for number in range(ROUNDS - 1):
-            asked = [house.complete(f"hello {n}", max_tokens=5) for n in range(5)]
-            prompts = {f"job-{number}-{n}" for n in range(5)}
-            for name in prompts:
-                ask(world, name, model="demo")
-            place.scatter(RECORDS // ROUNDS)
-            await world.wait_until(lambda due=prompts: due <= place.answered())
-            for exchange in asked:
-                answer = await exchange.wait_done()
-                assert answer.status == 200, answer.content
-            await world.sleep(10)
-            if number == ROUNDS // 2:
-                await place.begin("2")  # these read all of it again
-        await world.sleep(60)
-        lives = (*place.lives, house.life)
-        assert {life.name: life.error for life in lives if life.error is not None} == {}
-        assert not place.behind(PROMPTS, "preprocessor")
-        assert not place.behind(REQUESTS, "router")
-
-    run_scenario(scenario, lanes=4)
+        await world.wait_until(lambda due=prompts: due <= place.answered())
+        for exchange in asked:
+            answer = await exchange.wait_done()
+            assert answer.status == 200, answer.content
+        await world.sleep(10)
+        if number == ROUNDS // 2:
+            await place.begin("2")  # these read all of it again
+    await world.sleep(60)
+    lives = (*place.lives, house.life)
+    assert {life.name: life.error for life in lives if life.error is not None} == {}
+    assert not place.behind(PROMPTS, "preprocessor")
+    assert not place.behind(REQUESTS, "router")
 
 
 def test_odd_records_are_of_every_topic_and_the_same_for_a_seed() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.cluster_harness import ClusterHarness, slow_engine
 from tests.harness.http_exchange import HttpExchange
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 async def _refused(answer: HttpExchange, status: int, code: str, *said: str) -> None:
@@ -56,17 +56,17 @@ async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: M
         ({"lora_name": "nobody's"}, "lora_name"),
     ],
 )
-def test_the_rule_that_leaves_no_worker_is_named(ext: dict[str, Any], rule: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        town = await ClusterHarness.start(world)
-        asked_at = world.clock.now()
-        answer = town.complete_with(**ext)
-        await _refused(answer, 503, "none_eligible", rule)
-        assert world.clock.now() - asked_at < 5, "no waiting would help"
-        assert answer.headers["retry-after"]
-        assert town.decisions() == []
-
-    run_scenario(scenario)
+@scenario_test
+async def test_the_rule_that_leaves_no_worker_is_named(
+    world: MemoryWorld, ext: dict[str, Any], rule: str
+) -> None:
+    town = await ClusterHarness.start(world)
+    asked_at = world.clock.now()
+    answer = town.complete_with(**ext)
+    await _refused(answer, 503, "none_eligible", rule)
+    assert world.clock.now() - asked_at < 5, "no waiting would help"
+    assert answer.headers["retry-after"]
+    assert town.decisions() == []
 
 
 @scenario_test

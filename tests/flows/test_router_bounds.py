@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.harness.fake_worker import (
     start_router,
     wait_for_items,
 )
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 FATES = (Assigned, Ended)
 
@@ -117,31 +118,31 @@ class Outage(BrokerFaults):
 
 
 @pytest.mark.parametrize("topic", [RESPONSES, LEDGER])
-def test_what_a_router_keeps_is_bounded_while_a_lane_takes_no_appends(topic: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world, max_runs=1)
-        router = await start_router(world, max_queued_requests=10)
-        world.broker.faults = outage = Outage(Partition(topic, 0))
-        names = [f"r{n}" for n in range(1000)]
-        ask(world, *names)
-        await world.sleep(20)
-        (owner,) = router._owners.values()
-        assert len(owner._jobs) < 200
-        assert owner._bytes <= 200 * 100
-        outage.tries = 0
-        await world.sleep(60)
-        assert outage.tries < 60 + 5 * len(owner._jobs), "one try a second for each request"
-        assert len(owner._jobs) < 200
-        outage.partitions.clear()
-        world.spawn(worker.serve(1))
-        await world.sleep(130)
-        known = {r.id for r in map(decode, world.all_records(LEDGER)) if isinstance(r, FATES)}
-        assert known == set(names)
-        assert owner._bytes == 0
-        group = world.broker.group(REQUESTS, "router")
-        await world.wait_until(lambda: group.committed.get(0) == len(names))
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_what_a_router_keeps_is_bounded_while_a_lane_takes_no_appends(
+    world: MemoryWorld, topic: str
+) -> None:
+    worker = FakeWorker(world, max_runs=1)
+    router = await start_router(world, max_queued_requests=10)
+    world.broker.faults = outage = Outage(Partition(topic, 0))
+    names = [f"r{n}" for n in range(1000)]
+    ask(world, *names)
+    await world.sleep(20)
+    (owner,) = router._owners.values()
+    assert len(owner._jobs) < 200
+    assert owner._bytes <= 200 * 100
+    outage.tries = 0
+    await world.sleep(60)
+    assert outage.tries < 60 + 5 * len(owner._jobs), "one try a second for each request"
+    assert len(owner._jobs) < 200
+    outage.partitions.clear()
+    world.spawn(worker.serve(1))
+    await world.sleep(130)
+    known = {r.id for r in map(decode, world.all_records(LEDGER)) if isinstance(r, FATES)}
+    assert known == set(names)
+    assert owner._bytes == 0
+    group = world.broker.group(REQUESTS, "router")
+    await world.wait_until(lambda: group.committed.get(0) == len(names))
 
 
 @scenario_test

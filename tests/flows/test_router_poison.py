@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from tests.harness.fake_worker import (
     start_router,
     wait_for_items,
 )
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 BROKEN = {"id": "a", "attempt": 0, "phase": "aggregated", "worker": "w9", "epoch": 0}
 
@@ -55,34 +56,32 @@ async def assert_serves(world: MemoryWorld, router: Router, worker: FakeWorker) 
 
 
 @pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -math.inf, -1.0])
-def test_a_deadline_that_is_no_time_is_refused(deadline_s: float) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world)
-        router = await start_router(world)
-        append_record(world, REQUESTS, Request(id="a", model="demo", deadline_s=deadline_s))
-        (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
-        assert end.code == "invalid"
-        assert "deadline_s" in end.message
-        await assert_serves(world, router, worker)
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_a_deadline_that_is_no_time_is_refused(world: MemoryWorld, deadline_s: float) -> None:
+    worker = FakeWorker(world)
+    router = await start_router(world)
+    append_record(world, REQUESTS, Request(id="a", model="demo", deadline_s=deadline_s))
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "invalid"
+    assert "deadline_s" in end.message
+    await assert_serves(world, router, worker)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_a_request_whose_bytes_cannot_be_read_is_refused_once(copies: int) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world)
-        unreadable = Entry(b"a", b"\xc1", (("t", b"Request"),))
-        world.append_raw(REQUESTS, 0, *[unreadable] * copies)
-        router = await start_router(world)
-        await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
-        await assert_serves(world, router, worker)
-        (end,) = read_records(world, RESPONSES, End)
-        assert end.code == "invalid"
-        assert "not a Request" in end.message
-        assert len(world.all_records(DEAD_LETTERS)) == copies
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_a_request_whose_bytes_cannot_be_read_is_refused_once(
+    world: MemoryWorld, copies: int
+) -> None:
+    worker = FakeWorker(world)
+    unreadable = Entry(b"a", b"\xc1", (("t", b"Request"),))
+    world.append_raw(REQUESTS, 0, *[unreadable] * copies)
+    router = await start_router(world)
+    await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
+    await assert_serves(world, router, worker)
+    (end,) = read_records(world, RESPONSES, End)
+    assert end.code == "invalid"
+    assert "not a Request" in end.message
+    assert len(world.all_records(DEAD_LETTERS)) == copies
 
 
 @scenario_test
@@ -95,69 +94,65 @@ async def test_tokens_that_are_no_whole_numbers_are_refused(world: MemoryWorld) 
     assert worker.received(Assignment) == []
 
 
-def test_an_origin_that_holds_no_request_ends_its_request() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world)
-        offset = append_record(world, REQUESTS, Cancel(id="b"))
-        origin = RequestOffset(topic=REQUESTS, partition=0, offset=offset)
-        times = {"responses_from": 0, "deadline_ms": world.broker.now_ms() + 100_000}
-        append_record(world, LEDGER, Started(run=1, origin=origin, **times, **BROKEN))
-        append_record(world, LEDGER, Finished(code="broken", **BROKEN))
-        router = await start_router(world)
-        (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
-        assert end.code == "internal"
-        assert [
-            e.code for e in await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
-        ]
-        await assert_serves(world, router, worker)
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_an_origin_that_holds_no_request_ends_its_request(world: MemoryWorld) -> None:
+    worker = FakeWorker(world)
+    offset = append_record(world, REQUESTS, Cancel(id="b"))
+    origin = RequestOffset(topic=REQUESTS, partition=0, offset=offset)
+    times = {"responses_from": 0, "deadline_ms": world.broker.now_ms() + 100_000}
+    append_record(world, LEDGER, Started(run=1, origin=origin, **times, **BROKEN))
+    append_record(world, LEDGER, Finished(code="broken", **BROKEN))
+    router = await start_router(world)
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "internal"
+    assert [e.code for e in await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))]
+    await assert_serves(world, router, worker)
 
 
 @pytest.mark.parametrize("error", [ValueError("what?"), Malformed("no Request")])
-def test_whatever_goes_wrong_with_one_request_ends_that_request(error: Exception) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world)
-        router = await start_router(world)
-        append_record(world, REQUESTS, PROMPT)
-        run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
-        router._context.scanner.fetch_request = raising(error)  # type: ignore[method-assign]
-        worker.finish(run, "broken")
-        (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
-        assert end.code == "internal"
-        await assert_serves(world, router, worker)
+@partial(scenario_test, lanes=1)
+async def test_whatever_goes_wrong_with_one_request_ends_that_request(
+    world: MemoryWorld, error: Exception
+) -> None:
+    worker = FakeWorker(world)
+    router = await start_router(world)
+    append_record(world, REQUESTS, PROMPT)
+    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    router._context.scanner.fetch_request = raising(error)  # type: ignore[method-assign]
+    worker.finish(run, "broken")
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "internal"
+    await assert_serves(world, router, worker)
 
-    run_scenario(scenario, lanes=1)
 
-
-def test_a_request_that_cannot_be_admitted_is_done_when_it_has_ended() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world)
-        router = await start_router(world)
-        honest = router._context.scheduler.schedule
-        router._context.scheduler.schedule = lambda *_: {}["surprise"]  # type: ignore[method-assign]
-        append_record(world, REQUESTS, PROMPT)
-        (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
-        assert end.code == "internal"
-        router._context.scheduler.schedule = honest  # type: ignore[method-assign]
-        await assert_serves(world, router, worker)
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_a_request_that_cannot_be_admitted_is_done_when_it_has_ended(
+    world: MemoryWorld,
+) -> None:
+    worker = FakeWorker(world)
+    router = await start_router(world)
+    honest = router._context.scheduler.schedule
+    router._context.scheduler.schedule = lambda *_: {}["surprise"]  # type: ignore[method-assign]
+    append_record(world, REQUESTS, PROMPT)
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "internal"
+    router._context.scheduler.schedule = honest  # type: ignore[method-assign]
+    await assert_serves(world, router, worker)
 
 
 @pytest.mark.parametrize("error", [LogClosed("closed"), AccessDenied("no right")])
-def test_what_is_not_about_one_request_ends_the_process_and_no_request(error: Exception) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world)
-        router = await start_router(world)
-        append_record(world, REQUESTS, PROMPT)
-        run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
-        router._context.scanner.fetch_request = raising(error)  # type: ignore[method-assign]
-        worker.finish(run, "broken")
-        await world.wait_until(lambda: router._life.error is error)
-        assert read_records(world, RESPONSES, End) == []
-
-    run_scenario(scenario)
+@scenario_test
+async def test_what_is_not_about_one_request_ends_the_process_and_no_request(
+    world: MemoryWorld, error: Exception
+) -> None:
+    worker = FakeWorker(world)
+    router = await start_router(world)
+    append_record(world, REQUESTS, PROMPT)
+    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    router._context.scanner.fetch_request = raising(error)  # type: ignore[method-assign]
+    worker.finish(run, "broken")
+    await world.wait_until(lambda: router._life.error is error)
+    assert read_records(world, RESPONSES, End) == []
 
 
 @scenario_test

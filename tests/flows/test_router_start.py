@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from tests.harness.fake_worker import (
     start_router,
     wait_for_items,
 )
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 def count_finds(router: Router) -> list[Any]:
@@ -62,50 +63,49 @@ async def test_an_id_is_recognised_for_as_long_as_the_window_says(world: MemoryW
 
 
 @pytest.mark.parametrize("minutes", [-60, -22, 22, 60])
-def test_a_router_with_a_wrong_wall_clock_finds_what_is_owed(minutes: int) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        workers = {name: FakeWorker(world, name) for name in ("w1", "w2")}
-        first = await start_router(world)
-        append_record(world, REQUESTS, PROMPT)
-        assigned = await wait_for_items(
-            world, lambda: [a for w in workers.values() for a in w.received(Assignment)]
-        )
-        dead = workers.pop(assigned[0].worker)
-        dead.start(assigned[0])
-        await first._life.cancel_tasks()
-        dead.heartbeat_task.cancel()
-        wrong = VirtualClock(world.clock._loop, ahead_ms=minutes * 60_000)
-        await start_router(world, "r2", clock=wrong)
-        await wait_for_items(world, lambda: read_records(world, RESPONSES, Fence))
-        (living,) = workers.values()
-        assert [
-            a.attempt for a in await wait_for_items(world, lambda: living.received(Assignment))
-        ] == [1]
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_a_router_with_a_wrong_wall_clock_finds_what_is_owed(
+    world: MemoryWorld, minutes: int
+) -> None:
+    workers = {name: FakeWorker(world, name) for name in ("w1", "w2")}
+    first = await start_router(world)
+    append_record(world, REQUESTS, PROMPT)
+    assigned = await wait_for_items(
+        world, lambda: [a for w in workers.values() for a in w.received(Assignment)]
+    )
+    dead = workers.pop(assigned[0].worker)
+    dead.start(assigned[0])
+    await first._life.cancel_tasks()
+    dead.heartbeat_task.cancel()
+    wrong = VirtualClock(world.clock._loop, ahead_ms=minutes * 60_000)
+    await start_router(world, "r2", clock=wrong)
+    await wait_for_items(world, lambda: read_records(world, RESPONSES, Fence))
+    (living,) = workers.values()
+    assert [
+        a.attempt for a in await wait_for_items(world, lambda: living.received(Assignment))
+    ] == [1]
 
 
 @pytest.mark.parametrize("minutes", [-60, 22, 60])
-def test_a_router_with_a_wrong_wall_clock_recognises_an_id(minutes: int) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world)
-        first = await start_router(world)
-        append_record(world, REQUESTS, PROMPT)
-        run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
-        worker.finish(run, "stop")
-        await first.stop()
-        await first._life.cancel_tasks()
-        wrong = VirtualClock(world.clock._loop, ahead_ms=minutes * 60_000)
-        await start_router(world, "r2", clock=wrong)
-        append_record(world, REQUESTS, PROMPT)
-        append_record(world, REQUESTS, replace(PROMPT, id="b"))
-        ids = [
-            a.request.id
-            for a in await wait_for_items(world, lambda: worker.received(Assignment), 2)
-        ]
-        assert ids == ["a", "b"]
-
-    run_scenario(scenario, lanes=1)
+@partial(scenario_test, lanes=1)
+async def test_a_router_with_a_wrong_wall_clock_recognises_an_id(
+    world: MemoryWorld, minutes: int
+) -> None:
+    worker = FakeWorker(world)
+    first = await start_router(world)
+    append_record(world, REQUESTS, PROMPT)
+    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker.finish(run, "stop")
+    await first.stop()
+    await first._life.cancel_tasks()
+    wrong = VirtualClock(world.clock._loop, ahead_ms=minutes * 60_000)
+    await start_router(world, "r2", clock=wrong)
+    append_record(world, REQUESTS, PROMPT)
+    append_record(world, REQUESTS, replace(PROMPT, id="b"))
+    ids = [
+        a.request.id for a in await wait_for_items(world, lambda: worker.received(Assignment), 2)
+    ]
+    assert ids == ["a", "b"]
 
 
 @scenario_test

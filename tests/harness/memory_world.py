@@ -7,8 +7,10 @@ passes only where everything waits, so waits cost nothing and every run is the s
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import wraps
 from typing import Any
 
 from app.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
@@ -116,10 +118,16 @@ def run_scenario(scenario: Scenario, lanes: int = 2) -> None:
     run_virtual(lambda loop: scenario(MemoryWorld(loop, lanes)))
 
 
-def scenario_test(scenario: Scenario) -> Callable[[], None]:
-    def test() -> None:
-        run_scenario(scenario)
+def scenario_test(
+    scenario: Callable[..., Coroutine[Any, Any, Any]], lanes: int = 2
+) -> Callable[..., None]:
+    """A test of an async function of a `world`; its other parameters are fixtures."""
 
-    test.__name__ = scenario.__name__
-    test.__doc__ = scenario.__doc__
+    @wraps(scenario)
+    def test(**fixtures: Any) -> None:
+        run_scenario(lambda world: scenario(world=world, **fixtures), lanes)
+
+    signature = inspect.signature(scenario)
+    wanted = [p for p in signature.parameters.values() if p.name != "world"]
+    test.__signature__ = signature.replace(parameters=wanted)  # type: ignore[attr-defined]
     return test

@@ -90,26 +90,26 @@ async def test_the_error_names_the_record_the_version_and_the_command(world: Mem
 
 
 @pytest.mark.parametrize("source", [LANE, CARDS])
-def test_a_record_that_was_stepped_over_stops_no_process_at_any_start(source: Partition) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        log = await world.connect()
-        offset = world.append_raw(source.topic, 0, MARKED)
-        _, _, running = await following(world, LEDGER, REGISTRY)
-        await asyncio.wait([running])
-        assert isinstance(running.exception(), NewerRecord)
-        await write_skip(log, world.clock, source, offset)
-        assert await read_skips(log, world.clock) == {(*source, offset)}
-        last = world.append(REGISTRY, 0, ModelCard(name="m"), key="model/m")
-        for _ in range(2):
-            follower, fold, running = await following(world, LEDGER, REGISTRY)
-            await asyncio.wait_for(follower.wait_caught_up(), 60)
-            assert fold.offsets(CARDS)[-1] == last
-            assert follower.malformed == 1
-        world.append_raw(source.topic, 0, MARKED)  # another record, another decision
-        await asyncio.wait([running])
-        assert isinstance(running.exception(), NewerRecord)
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_record_that_was_stepped_over_stops_no_process_at_any_start(
+    world: MemoryWorld, source: Partition
+) -> None:
+    log = await world.connect()
+    offset = world.append_raw(source.topic, 0, MARKED)
+    _, _, running = await following(world, LEDGER, REGISTRY)
+    await asyncio.wait([running])
+    assert isinstance(running.exception(), NewerRecord)
+    await write_skip(log, world.clock, source, offset)
+    assert await read_skips(log, world.clock) == {(*source, offset)}
+    last = world.append(REGISTRY, 0, ModelCard(name="m"), key="model/m")
+    for _ in range(2):
+        follower, fold, running = await following(world, LEDGER, REGISTRY)
+        await asyncio.wait_for(follower.wait_caught_up(), 60)
+        assert fold.offsets(CARDS)[-1] == last
+        assert follower.malformed == 1
+    world.append_raw(source.topic, 0, MARKED)  # another record, another decision
+    await asyncio.wait([running])
+    assert isinstance(running.exception(), NewerRecord)
 
 
 @scenario_test

@@ -16,7 +16,7 @@ from streams.records import Ended, LogRecord, ModelCard, Tombstone
 from streams.topics import LEDGER, REGISTRY, REQUESTS
 from streams.views.follower import Follower
 from streams.views.tail_reader import RECORDS_PER_POLL, decode_batches
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
 
 LANE_0, LANE_1 = Partition(LEDGER, 0), Partition(LEDGER, 1)
@@ -197,25 +197,24 @@ async def test_a_long_replay_lets_others_run(world: MemoryWorld) -> None:
     assert turns >= 20_000 / RECORDS_PER_POLL
 
 
-def test_a_poll_that_never_waits_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario_test
+async def test_a_poll_that_never_waits_lets_others_run(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The Kafka client hands out what it has fetched without giving way."""
 
     async def poll(self: MemoryReader, timeout_s: float, max_records: int) -> Batches:
         return self.cursor.read(max_records)
 
     monkeypatch.setattr(MemoryReader, "poll", poll)
-
-    async def scenario(world: MemoryWorld) -> None:
-        world.append(LEDGER, 0, *many(5 * RECORDS_PER_POLL))
-        copy = await a_copy(world)
-        positions = set()
-        while not copy.follower.caught_up:
-            await asyncio.sleep(0)
-            positions.add(copy.fold.position(LANE_0))
-        assert len(positions) >= 5
-        await copy.stop()
-
-    run_scenario(scenario)
+    world.append(LEDGER, 0, *many(5 * RECORDS_PER_POLL))
+    copy = await a_copy(world)
+    positions = set()
+    while not copy.follower.caught_up:
+        await asyncio.sleep(0)
+        positions.add(copy.fold.position(LANE_0))
+    assert len(positions) >= 5
+    await copy.stop()
 
 
 @scenario_test

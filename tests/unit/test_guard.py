@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.http.origin_guard import OriginGuard, OriginRules
 from tests.harness.gateway_harness import GatewayHarness, memory_settings
 from tests.harness.http_exchange import HttpExchange
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 def code(
@@ -109,32 +109,28 @@ async def test_browsers_are_told_which_pages_may_read_an_answer(world: MemoryWor
     assert (refused.status, "access-control-allow-origin" in refused.headers) == (403, False)
 
 
-def test_a_gateway_refuses_before_it_reads_a_body() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        await house.register_and_wait()
-        for headers in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
-            answer = await house.chat(headers=headers).wait_done()
-            assert answer.status == 403
-            assert answer.error["type"] == "invalid_request_error"
-            assert answer.headers["x-request-id"]
-        assert house.requests() == []
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_gateway_refuses_before_it_reads_a_body(world: MemoryWorld) -> None:
+    house = await GatewayHarness.open(world)
+    await house.register_and_wait()
+    for headers in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
+        answer = await house.chat(headers=headers).wait_done()
+        assert answer.status == 403
+        assert answer.error["type"] == "invalid_request_error"
+        assert answer.headers["x-request-id"]
+    assert house.requests() == []
 
 
-def test_a_gateway_allows_the_origins_of_its_setting() -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(
-            world, http_allowed_origins="https://app.example, https://b.example"
-        )
-        await house.register_and_wait()
-        answer = await house.send(
-            "GET", "/v1/models", headers={"origin": "https://b.example"}
-        ).wait_done()
-        assert answer.status == 200
-
-    run_scenario(scenario)
+@scenario_test
+async def test_a_gateway_allows_the_origins_of_its_setting(world: MemoryWorld) -> None:
+    house = await GatewayHarness.open(
+        world, http_allowed_origins="https://app.example, https://b.example"
+    )
+    await house.register_and_wait()
+    answer = await house.send(
+        "GET", "/v1/models", headers={"origin": "https://b.example"}
+    ).wait_done()
+    assert answer.status == 200
 
 
 @pytest.mark.parametrize("wrong", ["app.example", "https://app.example/path", "ws://a"])

@@ -16,7 +16,7 @@ from streams.records import Cancel, Fencing
 from streams.request import Request
 from streams.retry import MAX_BACKOFF_S
 from streams.topics import LEDGER, REQUESTS
-from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+from tests.harness.memory_world import MemoryWorld, scenario_test
 
 FENCING = Fencing(id="a", attempt=1)
 
@@ -197,21 +197,19 @@ async def test_batches_of_many_partitions_end_by_themselves(world: MemoryWorld) 
 @pytest.mark.parametrize(
     "how", ["publish_once", "publish", "publish_batch_once", "publish_many_once"]
 )
-def test_acknowledged_append_times_set_the_broker_clock(how: str) -> None:
-    async def scenario(world: MemoryWorld) -> None:
-        broker_clock = BrokerClock(world.clock)
-        outbox = RecordPublisher(await world.connect(), world.clock, broker_clock)
-        await world.sleep(100)
-        assert broker_clock.now_ms() == 0
-        if how == "publish_batch_once":
-            await outbox.publish_batch_once(LEDGER, 0, [("a", FENCING)])
-        elif how == "publish_many_once":
-            await outbox.publish_many_once(LEDGER, {0: [("a", FENCING)]})[0]
-        else:
-            await getattr(outbox, how)(LEDGER, "a", FENCING)
-        assert broker_clock.now_ms() == world.broker.now_ms()
-
-    run_scenario(scenario)
+@scenario_test
+async def test_acknowledged_append_times_set_the_broker_clock(world: MemoryWorld, how: str) -> None:
+    broker_clock = BrokerClock(world.clock)
+    outbox = RecordPublisher(await world.connect(), world.clock, broker_clock)
+    await world.sleep(100)
+    assert broker_clock.now_ms() == 0
+    if how == "publish_batch_once":
+        await outbox.publish_batch_once(LEDGER, 0, [("a", FENCING)])
+    elif how == "publish_many_once":
+        await outbox.publish_many_once(LEDGER, {0: [("a", FENCING)]})[0]
+    else:
+        await getattr(outbox, how)(LEDGER, "a", FENCING)
+    assert broker_clock.now_ms() == world.broker.now_ms()
 
 
 @scenario_test
