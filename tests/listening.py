@@ -55,6 +55,12 @@ async def publish(client: Client, request_id: str | None = None) -> str:
     return await client.publish(Prompt(id=request_id or client.new_request_id()))
 
 
+async def begin_reply(world: MemoryWorld) -> tuple[Client, Worker]:
+    """A client that has published a prompt, and the prompt's worker."""
+    client = await connect(world)
+    return client, Worker(world, await publish(client))
+
+
 async def read(client: Client, request_id: str, from_token: int = 0) -> list[Chunk | End]:
     return [piece async for piece in client.stream(request_id, from_token=from_token)]
 

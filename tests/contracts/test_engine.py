@@ -212,8 +212,7 @@ class Described(ScriptedEngine):
 
 
 async def registered(world: MemoryWorld, **fields: Any) -> WorkerCard:
-    desk = WorkerHarness(world)
-    await desk.start(Described(world, **fields))
+    desk = await WorkerHarness.started(world, Described(world, **fields))
     return desk.records_of(REGISTRY, WorkerCard)[-1]
 
 
@@ -329,8 +328,7 @@ async def test_a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye
         async def cleanup(self) -> None:
             raise EngineError("stuck too")
 
-    desk = WorkerHarness(world)
-    await desk.start(Sticky(world))
+    desk = await WorkerHarness.started(world, Sticky(world))
     await desk.worker.stop()
     await desk.life.cancel_tasks()
     assert desk.life.error is None

@@ -65,8 +65,7 @@ async def test_without_a_valid_key_all_but_probes_is_refused(
         auth_headers(expired),
         {"x-api-key": good}, {"authorization": f"Bearer kvl_{'0' * 12}_{'A' * 43}"},
     )  # fmt: skip
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world, **keys.settings)
     for headers in wrong:
         for method, path in (
             ("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/streams/a"),
@@ -146,8 +145,7 @@ async def test_a_running_stream_of_a_revoked_key_goes_on(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
     answer = house.chat("hello", auth_headers(token), stream=True, max_tokens=300)
     await world.wait_until(lambda: len(answer.text) > 3)
     keys.revoke(token)
@@ -396,8 +394,7 @@ async def test_requests_in_flight_are_limited_by_tenant(
 ) -> None:
     ours, same, theirs = keys.add("acme"), keys.add("acme"), keys.add("globex")
     keys.limit("acme", requests=2)
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
     running = [house.chat("hello", auth_headers(each), stream=True) for each in (ours, same)]
     await world.wait_until(lambda: all(answer.text for answer in running))
     for token in (ours, same):
@@ -418,8 +415,7 @@ async def test_a_client_that_never_sends_its_body_gives_its_place_back(
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests=1, tokens=400)
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
     slow = HttpExchange(house.gateway.http, "POST", CHAT, None, auth_headers(token), upload=False)
     await world.sleep(1)
     assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
@@ -439,8 +435,7 @@ async def test_a_client_that_never_sends_its_body_gives_its_place_back(
 async def test_tokens_in_flight_are_limited(world: MemoryWorld, keys: KeyFileHarness) -> None:
     token = keys.add("acme")
     keys.limit("acme", tokens=120)
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
     answer = house.chat("hello", auth_headers(token), stream=True, max_tokens=80)
     await world.wait_until(lambda: bool(answer.text))
     refused = await house.chat("hello", auth_headers(token), max_tokens=80).wait_done()
@@ -479,8 +474,7 @@ async def test_an_answer_without_a_limit_counts_as_the_rest_of_the_context(
 async def test_rates_are_limited_and_told(world: MemoryWorld, keys: KeyFileHarness) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests_per_minute=2, tokens_per_minute=100_000)
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
     first = await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
@@ -503,8 +497,7 @@ async def test_tokens_of_answers_count_towards_the_rate(
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", tokens_per_minute=60)
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
 
     async def complete(prompt: str) -> HttpExchange:
         body = {"model": "demo", "prompt": prompt}
@@ -526,8 +519,7 @@ async def test_a_detached_request_counts_until_it_ends_without_its_client(
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests=1)
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
     headers = auth_headers(token, **{"x-kvlane-detach": "true"})
     text = "hello there, this is long enough to take a while"
     answer = house.chat(text, headers, stream=True)
@@ -548,8 +540,7 @@ async def test_a_detached_request_counts_towards_the_rate_without_its_client(
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", tokens_per_minute=60)
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
     headers = auth_headers(token, **{"x-kvlane-detach": "true"})
     answer = house.chat("hello there, this is an answer", headers, stream=True)
     await world.wait_until(lambda: bool(answer.text))
@@ -563,8 +554,7 @@ async def test_a_detached_request_counts_towards_the_rate_without_its_client(
 async def test_readers_of_streams_are_limited(world: MemoryWorld, keys: KeyFileHarness) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests=1)
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
     answer = house.chat("hello" * 20, auth_headers(token), stream=True)
     await world.wait_until(lambda: bool(answer.text))
     url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
@@ -583,8 +573,7 @@ async def test_other_limits_hold_as_soon_as_they_are_read(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
     assert (await house.chat("hello", auth_headers(token)).wait_done()).status == 200
     keys.limit("acme", requests=0)
     await world.sleep(2)
@@ -597,8 +586,7 @@ async def test_what_is_in_flight_counts_on_when_the_file_changes(
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests=1)
-    house = await GatewayHarness.open(world, **keys.settings)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world, **keys.settings)
     answer = house.chat("hello" * 30, auth_headers(token), stream=True)
     await world.wait_until(lambda: bool(answer.text))
     keys.add("globex")

@@ -110,8 +110,9 @@ async def test_the_text_is_the_servers_whatever_it_gives(
     monkeypatch.setattr("app.worker.ByteModel", Words)
     async with ModelServer(behind, kind) as server:
         world = RealWorld()
-        desk = WorkerHarness(world)
-        await desk.start(ValidatingEngine(beside(server)), model="tiny", worker_timeout_s=60)
+        desk = await WorkerHarness.started(
+            world, ValidatingEngine(beside(server)), model="tiny", worker_timeout_s=60
+        )
         desk.assign(request=request(40))
         finished = await desk.wait_finished()
         seen = visible(desk.chunks())
@@ -152,8 +153,9 @@ async def test_a_stop_string_is_found_in_text_that_was_tokenised_again(
     word = said.split()[3]
     async with ModelServer(behind, "words") as server:
         world = RealWorld()
-        desk = WorkerHarness(world)
-        await desk.start(ValidatingEngine(beside(server)), model="tiny", worker_timeout_s=60)
+        desk = await WorkerHarness.started(
+            world, ValidatingEngine(beside(server)), model="tiny", worker_timeout_s=60
+        )
         desk.assign(request=request(40, stop=(word,)))
         assert (await desk.wait_finished()).code == "stop"
         assert visible(desk.chunks()).text == said[: said.index(word)]

@@ -85,8 +85,7 @@ async def test_a_fold_that_is_built_again_is_the_routers(world: MemoryWorld) -> 
 
 @scenario_test
 async def test_a_fold_stops_where_it_is_told_to(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     await house.chat("hello").wait_done()
     first = house.requests()[0]
     lane = lane_of(first.id, world.lanes)
@@ -169,8 +168,7 @@ async def test_the_story_of_a_request_has_its_move_to_another_worker(world: Memo
 
 @scenario_test
 async def test_the_words_of_a_prompt_are_not_in_its_story(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     await house.chat("sesame").wait_done()
     (request,) = house.requests()
     story = await explain_request(await world.connect("audit"), world.clock, request.id)

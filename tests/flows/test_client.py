@@ -20,7 +20,7 @@ from streams.responses.reply_reader import IDLE_LANE_TTL_S
 from streams.responses.reply_stream import MAX_PENDING_PIECES
 from streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
-from tests.listening import Worker, connect, publish, read, text
+from tests.listening import Worker, begin_reply, connect, publish, read, text
 
 # --- publishing -----------------------------------------------------------------------------------
 
@@ -83,8 +83,7 @@ async def test_ids_rise(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_stream_gives_every_piece_to_the_end(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     reading = world.spawn(read(client, worker.id))
     written = []
     for part, reason in (("he", None), ("ll", None), ("o", "stop")):
@@ -95,8 +94,7 @@ async def test_a_stream_gives_every_piece_to_the_end(world: MemoryWorld) -> None
 
 @scenario_test
 async def test_a_piece_is_there_as_soon_as_it_is_written(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     async with aclosing(client.stream(worker.id)) as stream:
         before = world.clock.now()
         worker.write("he")
@@ -158,8 +156,7 @@ async def test_a_fail_over_shows_each_token_once(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_an_end_is_the_last_piece(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     worker.write("he")
     end = End(id=worker.id, code="deadline", message="too slow")
     worker.append(end)
@@ -177,8 +174,7 @@ async def test_only_lanes_in_use_are_read(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_lane_is_left_some_time_after_its_last_stream(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     worker.write("hello", "stop")
     await client.result(worker.id)
     lanes = client._listening()._live.lanes
@@ -193,8 +189,7 @@ async def test_a_lane_is_left_some_time_after_its_last_stream(world: MemoryWorld
 
 @scenario_test
 async def test_whoever_stops_listening_leaves_nothing_behind(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     worker.write("he")
     async with aclosing(client.stream(worker.id)) as stream:
         await anext(stream)
@@ -204,8 +199,7 @@ async def test_whoever_stops_listening_leaves_nothing_behind(world: MemoryWorld)
 
 @scenario_test
 async def test_a_stream_that_was_left_can_be_taken_up_again(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     worker.write("he")
     async with aclosing(client.stream(worker.id)) as stream:
         await anext(stream)
@@ -241,8 +235,7 @@ async def test_a_result_is_the_whole_answer(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_result_says_why_a_router_ended_it(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     worker.write("he")
     worker.append(End(id=worker.id, code="queue_full", message="32 wait", retry_after_s=1.5))
     assert await client.result(worker.id) == ReplyResult(
@@ -265,8 +258,7 @@ async def test_a_dry_run_tells_where_a_request_would_go(world: MemoryWorld) -> N
 
 @scenario_test
 async def test_an_answer_whose_last_chunk_was_lost_ends_normally(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     worker.write("he")
     worker.append(End(id=worker.id, code="stop", usage=Usage(completion_tokens=2)))
     answer = await client.result(worker.id)
@@ -276,8 +268,7 @@ async def test_an_answer_whose_last_chunk_was_lost_ends_normally(world: MemoryWo
 
 @scenario_test
 async def test_waiting_ends_at_its_deadline_and_can_go_on(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     worker.write("he")
     with pytest.raises(TimeoutError, match=r"no end within 30 s, 2 tokens"):
         await client.result(worker.id, timeout_s=30)
@@ -311,8 +302,7 @@ async def test_a_slow_consumer_gets_all_the_text_in_fewer_pieces(world: MemoryWo
 
 @scenario_test
 async def test_joined_pieces_follow_each_other_without_a_gap(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     for number in range(3 * MAX_PENDING_PIECES):
         worker.write(f"{number} ")
     worker.append(End(id=worker.id, code="deadline"))

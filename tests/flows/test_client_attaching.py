@@ -23,7 +23,7 @@ from streams.records import Chunk, End, Fence
 from streams.responses.reply_reader import CLOCK_MARGIN_MS, MAX_REQUEST_LIFETIME_MS
 from streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
-from tests.listening import Worker, connect, in_lane, publish, read, text
+from tests.listening import Worker, begin_reply, connect, in_lane, publish, read, text
 
 
 @scenario_test
@@ -61,8 +61,7 @@ async def test_a_stream_may_be_awaited_before_it_begins(world: MemoryWorld) -> N
 
 @scenario_test
 async def test_two_listeners_get_the_same(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     worker.write("he")
     first = world.spawn(read(client, worker.id))
     await world.sleep(1)

@@ -17,13 +17,12 @@ from streams.prompt import Prompt
 from streams.request import Request
 from streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
-from tests.listening import Worker, connect, in_lane, publish, text
+from tests.listening import Worker, begin_reply, connect, in_lane, publish, text
 
 
 @scenario_test
 async def test_an_outage_is_waited_out(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     worker.write("he")
     reading = world.spawn(client.result(worker.id))
     publishing = world.spawn(client.publish(Prompt(id="during"), timeout_s=60))
@@ -98,8 +97,7 @@ async def test_a_record_for_newer_readers_ends_its_stream_with_a_clear_error(
 
 @scenario_test
 async def test_malformed_records_are_skipped_and_counted(world: MemoryWorld) -> None:
-    client = await connect(world)
-    worker = Worker(world, await publish(client))
+    client, worker = await begin_reply(world)
     reply = client._unclaimed[worker.id]
     lane = lane_of(worker.id, world.lanes)
     cancel = encode(Request(id=worker.id), worker.id)  # a type that has no business here

@@ -125,9 +125,7 @@ async def test_a_prefill_that_dies_is_done_again(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_an_answer_goes_on_where_its_worker_died(world: MemoryWorld) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router()
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     publish_request(world)
     await world.wait_until(spoken(world, 8))
     shown = len(ObservedAnswer(world).tokens)
@@ -141,9 +139,7 @@ async def test_an_answer_goes_on_where_its_worker_died(world: MemoryWorld) -> No
 async def test_an_answer_whose_last_chunk_stood_is_over_though_nobody_said_so(
     world: MemoryWorld,
 ) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router()
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     publish_request(world)
     await world.wait_until(spoken(world, 19))
     processes.on_append("w1", Chunk, processes.kill)
@@ -158,9 +154,7 @@ async def test_an_answer_whose_last_chunk_stood_is_over_though_nobody_said_so(
 @pytest.mark.parametrize("kind", [Started, PrefillDone, Chunk, Finished, Heartbeat])
 @scenario_test
 async def test_a_worker_may_die_at_any_of_its_records(world: MemoryWorld, kind: type) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router()
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     processes.on_append("w1", kind, processes.kill)
     publish_request(world)
     await world.wait_until(lambda: not processes.has_pending_faults)
@@ -174,9 +168,7 @@ async def test_half_a_character_is_completed_by_the_next_worker(
     world: MemoryWorld, tokens: int
 ) -> None:
     """The prompt has characters of two and of three bytes, each byte a token."""
-    processes = SimulatedProcesses(world)
-    await processes.router()
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     publish_request(world)
     await world.wait_until(spoken(world, tokens))
     processes.kill("w1")
@@ -191,9 +183,7 @@ async def test_a_stop_string_that_a_death_cuts_in_two_is_found_and_never_shown(
     world: MemoryWorld, tokens: int
 ) -> None:
     prompt = [USER, *b"one two END three", ASSISTANT]
-    processes = SimulatedProcesses(world)
-    await processes.router()
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     publish_request(world, prompt=prompt, stop=StopConditions(max_tokens=17, stop=("END",)))
     await world.wait_until(spoken(world, tokens))
     processes.kill("w1")
@@ -210,9 +200,7 @@ async def test_a_stop_string_that_a_death_cuts_in_two_is_found_and_never_shown(
 
 @scenario_test
 async def test_two_deaths_in_one_answer_leave_no_mark_on_it(world: MemoryWorld) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router()
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     publish_request(world, 40)
     await world.wait_until(spoken(world, 7))
     await processes.worker("w2")
@@ -226,9 +214,7 @@ async def test_two_deaths_in_one_answer_leave_no_mark_on_it(world: MemoryWorld) 
 
 @scenario_test
 async def test_a_stopped_worker_that_goes_on_is_not_heard_any_more(world: MemoryWorld) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router()
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     publish_request(world, 60)
     await world.wait_until(spoken(world, 7))
     await processes.worker("w2")
@@ -298,9 +284,7 @@ async def test_all_requests_of_a_dead_worker_are_gathered_in_one_pass_over_their
 
     original, shared_scan._Scan = shared_scan._Scan, Counted  # type: ignore[misc]
     try:
-        processes = SimulatedProcesses(world)
-        await processes.router()
-        await processes.worker("w1")
+        processes = await SimulatedProcesses.started(world)
         names = [f"r{n}" for n in range(40)]
         for name in names:
             publish_request(world, 30, name)
@@ -318,9 +302,7 @@ async def test_all_requests_of_a_dead_worker_are_gathered_in_one_pass_over_their
 
 @scenario_test
 async def test_a_cancel_of_a_request_whose_worker_died_ends_it_once(world: MemoryWorld) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router()
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     publish_request(world, 500)
     await world.wait_until(spoken(world, 5))
     processes.kill("w1")

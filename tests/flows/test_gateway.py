@@ -27,8 +27,7 @@ from tests.listening import Worker
 
 @scenario_test
 async def test_a_chat_is_answered_whole(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat("hello").wait_done()
     assert answer.status == 200
     assert answer.headers["content-type"] == "application/json"
@@ -45,8 +44,7 @@ async def test_a_chat_is_answered_whole(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_chat_is_answered_while_it_is_made(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = house.chat("hello", stream=True)
     await world.wait_until(lambda: answer.text == "he")
     assert answer.status == 200
@@ -62,8 +60,7 @@ async def test_a_chat_is_answered_while_it_is_made(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_usage_is_told_when_it_is_asked_for(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat(
         "hey", stream=True, stream_options={"include_usage": True}
     ).wait_done()
@@ -76,8 +73,7 @@ async def test_usage_is_told_when_it_is_asked_for(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_text_is_completed(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.complete("abc", max_tokens=7).wait_done()
     assert answer.json["object"] == "text_completion"
     (choice,) = answer.json["choices"]
@@ -89,8 +85,7 @@ async def test_a_text_is_completed(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_an_echo_stands_before_the_answer(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.complete("abc ", echo=True, max_tokens=2).wait_done()
     assert answer.json["choices"][0]["text"] == "abc ab"
     stream = await house.complete("abc ", echo=True, max_tokens=2, stream=True).wait_done()
@@ -100,8 +95,7 @@ async def test_an_echo_stands_before_the_answer(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_several_prompts_are_answered_in_their_order(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.complete(["ab", "cd"], n=2, max_tokens=3).wait_done()
     assert [c["text"] for c in answer.json["choices"]] == ["aba", "aba", "cdc", "cdc"]
     assert [c["index"] for c in answer.json["choices"]] == [0, 1, 2, 3]
@@ -111,8 +105,7 @@ async def test_several_prompts_are_answered_in_their_order(world: MemoryWorld) -
 
 @scenario_test
 async def test_hints_in_headers_are_passed_on(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     house.chat("hey", {"X-Worker-Instance-Id": "w1"})
     (request,) = await house.published()
     assert request.hints.backend_instance_id == "w1"
@@ -120,8 +113,7 @@ async def test_hints_in_headers_are_passed_on(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_several_answers_are_several_requests(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat("hey", n=3).wait_done()
     ids = [request.id for request in house.requests()]
     assert sorted(answer.headers["x-kvlane-id"].split(",")) == sorted(ids)
@@ -133,8 +125,7 @@ async def test_several_answers_are_several_requests(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_several_answers_are_streamed_together(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat("hey", n=2, stream=True).wait_done()
     texts = {0: "", 1: ""}
     for event in answer.events[:-1]:
@@ -146,8 +137,7 @@ async def test_several_answers_are_streamed_together(world: MemoryWorld) -> None
 
 @scenario_test
 async def test_each_of_several_answers_draws_for_itself(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     house.chat("hey", n=3, seed=7)
     seeds = [request.sampling.seed for request in await house.published(3)]
     assert len(set(seeds)) == 3
@@ -155,8 +145,7 @@ async def test_each_of_several_answers_draws_for_itself(world: MemoryWorld) -> N
 
 @scenario_test
 async def test_the_request_on_the_log_has_what_was_asked(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world, deadline_s=50)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world, deadline_s=50)
     asked_ms = world.clock.wall_ms()
     house.chat("hey", max_tokens=9, temperature=0.5, seed=3)
     (request,) = await house.published()
@@ -171,8 +160,7 @@ async def test_the_request_on_the_log_has_what_was_asked(world: MemoryWorld) -> 
 
 @scenario_test
 async def test_the_id_that_a_client_gives_its_request_comes_back(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat("hey", {"X-Request-Id": "mine-17"}).wait_done()
     assert answer.headers["x-request-id"] == "mine-17"
     failed = await house.chat("hey", {"x-request-id": "mine-18"}, messages=[]).wait_done()
@@ -181,8 +169,7 @@ async def test_the_id_that_a_client_gives_its_request_comes_back(world: MemoryWo
 
 @partial(scenario_test, lanes=8)
 async def test_ids_fall_into_the_lanes_of_the_gateway(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world, gateway_count=3, gateway_index=1)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world, gateway_count=3, gateway_index=1)
     for _ in range(20):
         house.chat("hey")
     lanes = {lane_of(request.id, 8) % 3 for request in await house.published(20)}
@@ -226,8 +213,7 @@ TEXT = {"model": "demo", "prompt": "hi"}
 async def test_a_wrong_field_is_named(
     world: MemoryWorld, endpoint: str, body: dict[str, Any], param: str
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = await house.send("POST", f"/v1/{endpoint}", body).wait_done()
     assert answer.status == 400, answer.content
     assert answer.error["param"] == param
@@ -240,8 +226,7 @@ async def test_a_wrong_field_is_named(
 )
 @scenario_test
 async def test_a_body_that_is_no_object_is_refused(world: MemoryWorld, body: bytes) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = await house.send("POST", "/v1/chat/completions", body).wait_done()
     assert answer.status == 400
     assert "body" in answer.error["message"]
@@ -251,8 +236,7 @@ async def test_a_body_that_is_no_object_is_refused(world: MemoryWorld, body: byt
 async def test_features_that_the_engine_lacks_are_refused_by_their_field(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     for field, value in (("logprobs", True), ("response_format", {"type": "json_object"})):
         answer = await house.chat(**{field: value}).wait_done()
         assert (answer.status, answer.error["param"]) == (400, field)
@@ -268,8 +252,7 @@ async def test_features_that_the_engine_lacks_are_refused_by_their_field(
 async def test_a_body_that_is_not_sent_as_json_is_refused(
     world: MemoryWorld, kind: str | None
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     headers = {} if kind is None else {"content-type": kind}
     body = json.dumps({"model": "demo", "prompt": "hi"}).encode()
     ask = HttpExchange(
@@ -283,8 +266,7 @@ async def test_a_body_that_is_not_sent_as_json_is_refused(
 
 @scenario_test
 async def test_json_may_name_its_charset(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     kind = {"content-type": "Application/JSON; charset=utf-8"}
     assert (await house.chat(headers=kind, messages=[]).wait_done()).status == 400
 
@@ -311,8 +293,7 @@ def test_an_id_that_cannot_be_repeated_is_replaced(given: str, repeated: bool) -
 async def test_an_answer_without_an_id_of_its_client_has_that_of_its_stream(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat(n=2).wait_done()
     assert answer.headers["x-kvlane-id"].split(",")[0] == answer.headers["x-request-id"]
     refused = await house.chat(messages=[]).wait_done()
@@ -322,8 +303,7 @@ async def test_an_answer_without_an_id_of_its_client_has_that_of_its_stream(
 
 @scenario_test
 async def test_an_error_of_the_gateway_has_an_id_and_is_counted(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
 
     def broken(_: object) -> None:
         raise RuntimeError("a mistake")
@@ -342,8 +322,7 @@ async def test_an_error_of_the_gateway_has_an_id_and_is_counted(world: MemoryWor
 async def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = await house.complete("x" * 2000).wait_done()
     assert answer.status == 400
     assert answer.error["code"] == "context_length_exceeded"
@@ -356,8 +335,7 @@ async def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
 
 @scenario_test
 async def test_nothing_of_a_prompt_is_in_an_error(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = await house.chat(
         messages=[{"role": "user", "content": {"secret": "secret"}}]
     ).wait_done()
@@ -367,8 +345,7 @@ async def test_nothing_of_a_prompt_is_in_an_error(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_body_above_the_limit_is_refused_with_both_numbers(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     body = b'{"model":"demo","prompt":"%b"}' % (b"x" * 9_000_000)
     answer = await house.send("POST", "/v1/completions", body).wait_done()
     assert answer.status == 413
@@ -422,8 +399,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(world: MemoryWorld) -
 
 @scenario_test
 async def test_bodies_are_taken_up_to_a_bound_together(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world, http_max_body_bytes=10_000)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world, http_max_body_bytes=10_000)
     slow = []
     for _ in range(32):
         slow.append(HttpExchange(house.gateway.http, "POST", "/v1/completions", upload=False))
@@ -485,8 +461,7 @@ async def test_a_card_without_epoch_serves_nothing_yet(world: MemoryWorld) -> No
 
 @scenario_test
 async def test_an_unknown_model_is_not_found(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = await house.chat(model="nonsense").wait_done()
     assert answer.status == 404
     assert (answer.error["param"], answer.error["code"]) == ("model", "model_not_found")
@@ -496,8 +471,7 @@ async def test_an_unknown_model_is_not_found(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_an_answer_beyond_the_context_has_the_code_of_openai(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = await house.chat("x" * 500, max_tokens=100).wait_done()
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert answer.error["param"] == "max_tokens"
@@ -561,8 +535,7 @@ async def test_a_model_whose_workers_left_is_unavailable(world: MemoryWorld) -> 
 async def test_an_end_before_the_first_token_is_the_status(
     world: MemoryWorld, code: str, status: int, retry: bool, stream: bool
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.chat(stream=stream)
     (request,) = await house.published()
     house.end_request(request.id, code, message="why")
@@ -578,8 +551,7 @@ async def test_an_end_before_the_first_token_is_the_status(
 
 @scenario_test
 async def test_a_request_that_nobody_ends_is_given_up_and_cancelled(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world, deadline_s=40)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world, deadline_s=40)
     began = world.clock.now()
     answer = await house.chat().wait_done()
     assert answer.status == 408
@@ -589,8 +561,7 @@ async def test_a_request_that_nobody_ends_is_given_up_and_cancelled(world: Memor
 
 @scenario_test
 async def test_a_worker_that_fails_for_good_is_an_error(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.chat()
     (request,) = await house.published()
     Worker(world, request.id).write("", "error")
@@ -601,8 +572,7 @@ async def test_a_worker_that_fails_for_good_is_an_error(world: MemoryWorld) -> N
 async def test_one_failure_of_several_answers_fails_all_and_cancels_the_rest(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.chat(n=3)
     first, second, third = await house.published(3)
     Worker(world, first.id).write("hello", "stop")
@@ -613,8 +583,7 @@ async def test_one_failure_of_several_answers_fails_all_and_cancels_the_rest(
 
 @scenario_test
 async def test_a_log_that_takes_nothing_is_unavailable(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     world.faults.next_fates(REQUESTS, *[AppendFate.LOST] * 1000)
     began = world.clock.now()
     answer = await house.chat().wait_done()
@@ -628,8 +597,7 @@ async def test_a_log_that_takes_nothing_is_unavailable(world: MemoryWorld) -> No
 async def test_an_unacknowledged_request_is_published_again_and_answered_once(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     world.faults.next_fates(REQUESTS, AppendFate.LOST, AppendFate.UNREPORTED)
     answer = await house.chat("hello").wait_done()
     assert answer.json["choices"][0]["message"]["content"] == "hello"
@@ -638,8 +606,7 @@ async def test_an_unacknowledged_request_is_published_again_and_answered_once(
 
 @scenario_test
 async def test_a_request_that_may_have_got_to_the_log_is_cancelled(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     world.faults.next_fates(REQUESTS, AppendFate.UNREPORTED, *[AppendFate.LOST] * 40)
     assert (await house.chat().wait_done()).status == 503
     assert await house.cancelled() == [house.requests()[0].id]
@@ -647,8 +614,7 @@ async def test_a_request_that_may_have_got_to_the_log_is_cancelled(world: Memory
 
 @scenario_test
 async def test_beyond_its_bound_the_gateway_refuses(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world, http_max_streams=3)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world, http_max_streams=3)
     answers = [house.chat(), house.chat(n=2)]
     await house.published(3)
     refused = await house.chat().wait_done()
@@ -663,8 +629,7 @@ async def test_beyond_its_bound_the_gateway_refuses(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_broken_record_of_a_reply_is_left_out(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.chat()
     (request,) = await house.published()
     lane = lane_of(request.id, world.lanes)
@@ -675,8 +640,7 @@ async def test_a_broken_record_of_a_reply_is_left_out(world: MemoryWorld) -> Non
 
 @scenario_test
 async def test_the_tokens_on_the_log_are_those_of_the_prompt(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     house.complete([104, 105])
     (request,) = await house.published()
     assert request.token_ids[:8] == pack_tokens([104, 105])

@@ -54,8 +54,7 @@ REFUSED = {400, 404, 413, 529}
 
 
 async def _ask(world: MemoryWorld, method: str, url: str, body: Any) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.send(method, url, body)
     await world.sleep(0.5)
     if answer.status == 0:  # it was taken: somebody ends it
@@ -119,8 +118,7 @@ DOCUMENT, BODIES = _documented()
 
 async def _answered(world: MemoryWorld, url: str, body: Any) -> None:
     """The answer to a body, of a worker where it is taken, as the document describes it."""
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.send("POST", url, body).wait_done()
     told = DOCUMENT["paths"][url]["post"]["responses"][str(answer.status)]
     kind = answer.headers["content-type"]

@@ -29,8 +29,7 @@ from tests.listening import Worker
 async def test_a_failure_after_the_first_token_is_an_event_and_the_last_one(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.chat(stream=True)
     (request,) = await house.published()
     Worker(world, request.id).write("he")
@@ -58,8 +57,7 @@ async def test_an_outage_delays_the_start_and_does_not_end_it(world: MemoryWorld
 
 @scenario_test
 async def test_silence_is_filled_and_opens_the_stream(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.chat(stream=True)
     (request,) = await house.published()
     await world.sleep(KEEP_ALIVE_S - 1)
@@ -74,8 +72,7 @@ async def test_silence_is_filled_and_opens_the_stream(world: MemoryWorld) -> Non
 
 @scenario_test
 async def test_a_stream_that_nobody_ends_is_ended_with_an_event(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world, deadline_s=40)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world, deadline_s=40)
     answer = house.chat(stream=True)
     (request,) = await house.published()
     Worker(world, request.id).write("he")
@@ -87,8 +84,7 @@ async def test_a_stream_that_nobody_ends_is_ended_with_an_event(world: MemoryWor
 
 @scenario_test
 async def test_what_a_dead_worker_said_again_is_not_told_twice(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.chat(stream=True)
     (request,) = await house.published()
     lost = Worker(world, request.id)
@@ -106,8 +102,7 @@ async def test_what_a_dead_worker_said_again_is_not_told_twice(world: MemoryWorl
 
 @scenario_test
 async def test_a_slow_client_gets_all_of_it_and_delays_nobody(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     slow, quick = house.chat("one", stream=True), house.chat("two", stream=True)
     slow.reading.clear()
     writers = [Worker(world, request.id) for request in await house.published(2)]
@@ -127,8 +122,7 @@ async def test_a_slow_client_gets_all_of_it_and_delays_nobody(world: MemoryWorld
 
 @scenario_test
 async def test_a_client_that_reads_nothing_is_let_go_at_last(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world, deadline_s=40)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world, deadline_s=40)
     answer = house.chat(stream=True)
     answer.reading.clear()
     (request,) = await house.published()
@@ -165,8 +159,7 @@ async def test_a_worker_that_dies_is_not_noticed_by_its_client(world: MemoryWorl
 async def test_a_client_that_leaves_cancels_its_request(
     world: MemoryWorld, stream: bool, begun: bool
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.chat(stream=stream)
     (request,) = await house.published()
     if begun:
@@ -195,8 +188,7 @@ async def test_a_cancelled_request_stops_at_its_worker(world: MemoryWorld) -> No
 
 @scenario_test
 async def test_a_client_that_leaves_after_the_end_cancels_nothing(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat(stream=True).wait_done()
     answer.disconnect()
     await world.sleep(5)
@@ -206,8 +198,7 @@ async def test_a_client_that_leaves_after_the_end_cancels_nothing(world: MemoryW
 @pytest.mark.parametrize("stream", [False, True])
 @scenario_test
 async def test_a_detached_request_runs_on(world: MemoryWorld, stream: bool) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = house.chat("hello", {"X-Kvlane-Detach": "true"}, stream=stream)
     (request,) = await house.published()
     await world.sleep(0.05)
@@ -220,8 +211,7 @@ async def test_a_detached_request_runs_on(world: MemoryWorld, stream: bool) -> N
 
 @scenario_test
 async def test_only_the_unfinished_of_several_answers_are_cancelled(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.chat(n=3, stream=True)
     first, second, third = await house.published(3)
     Worker(world, second.id).write("hello", "stop")
@@ -234,8 +224,7 @@ async def test_only_the_unfinished_of_several_answers_are_cancelled(world: Memor
 async def test_a_client_that_leaves_while_its_request_is_published_cancels_it(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     world.faults.slow["append"] = 2.0
     answer = house.chat()
     await world.sleep(1.0)
@@ -247,8 +236,7 @@ async def test_a_client_that_leaves_while_its_request_is_published_cancels_it(
 
 @scenario_test
 async def test_a_cancel_outlasts_a_short_outage(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answer = house.chat(stream=True)
     (request,) = await house.published()
     world.faults.next_fates(REQUESTS, *[AppendFate.LOST] * 8)
@@ -280,8 +268,7 @@ async def test_a_broken_stream_goes_on_where_it_broke_at_any_gateway(world: Memo
 
 @scenario_test
 async def test_the_last_event_that_was_seen_counts_more_than_the_url(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat("hello", stream=True).wait_done()
     url = f"/v1/streams/{answer.headers['x-kvlane-id']}?from=1"
     rest = await house.send("GET", url, headers={"Last-Event-ID": "3"}).wait_done()
@@ -291,8 +278,7 @@ async def test_the_last_event_that_was_seen_counts_more_than_the_url(world: Memo
 
 @scenario_test
 async def test_a_finished_stream_is_told_from_its_beginning(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.complete("hello", stream=True).wait_done()
     url = f"/v1/streams/{answer.headers['x-kvlane-id']}?form=completion&include_usage=true"
     again = await house.send("GET", url).wait_done()
@@ -304,8 +290,7 @@ async def test_a_finished_stream_is_told_from_its_beginning(world: MemoryWorld) 
 
 @scenario_test
 async def test_a_stream_can_be_had_whole(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat("hello").wait_done()
     url = f"/v1/streams/{answer.headers['x-kvlane-id']}?stream=false"
     again = await house.send("GET", url).wait_done()
@@ -315,8 +300,7 @@ async def test_a_stream_can_be_had_whole(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_stream_that_still_waits_can_be_attached_to(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     house.chat("hello", stream=True)
     (request,) = await house.published()
     attached = house.send("GET", f"/v1/streams/{request.id}")
@@ -329,8 +313,7 @@ async def test_a_stream_that_still_waits_can_be_attached_to(world: MemoryWorld) 
 
 @scenario_test
 async def test_who_attaches_and_leaves_cancels_nothing(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     house.chat("hello", stream=True)
     (request,) = await house.published()
     attached = house.send("GET", f"/v1/streams/{request.id}")
@@ -343,8 +326,7 @@ async def test_who_attaches_and_leaves_cancels_nothing(world: MemoryWorld) -> No
 
 @scenario_test
 async def test_a_stream_that_never_was_is_not_found(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     old = new_request_id(world.clock, random.Random(1))
     await world.sleep(house.gateway.parts.settings.max_lifetime_s + DEADLINE_MARGIN_S + 1)
     for unknown, within_s in ((old, 0.0), ("job-17", UNDATED_START_S), ("a/b c", UNDATED_START_S)):
@@ -356,8 +338,7 @@ async def test_a_stream_that_never_was_is_not_found(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_stream_whose_beginning_is_gone_is_not_found(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     lane = lane_of("job-17", world.lanes)
     for seq in range(3):
         chunk = Chunk(id="job-17", attempt=0, run="1", seq=seq, index=seq, token_ids=(7,), text="x")
@@ -371,8 +352,7 @@ async def test_a_stream_whose_beginning_is_gone_is_not_found(world: MemoryWorld)
 async def test_a_stream_of_which_nothing_is_left_is_not_found_by_who_has_some(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat("hello", stream=True).wait_done()
     url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
     for lane in range(world.lanes):
@@ -383,8 +363,7 @@ async def test_a_stream_of_which_nothing_is_left_is_not_found_by_who_has_some(
 
 @scenario_test
 async def test_a_stream_that_cannot_be_read_for_a_while_is_not_lost(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat("hello", stream=True).wait_done()
     await house.life.cancel_tasks()
     other = await GatewayHarness.open(world, "g2")
@@ -398,8 +377,7 @@ async def test_a_stream_that_cannot_be_read_for_a_while_is_not_lost(world: Memor
 async def test_a_stream_as_old_as_its_retention_is_found_however_long_that_takes(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = await house.chat("hello", stream=True).wait_done()
     stream_id = answer.headers["x-kvlane-id"]
     await house.life.cancel_tasks()
@@ -441,8 +419,7 @@ def test_a_stream_that_waits_is_found_whatever_the_clocks_of_gateways(
 def test_a_position_beyond_the_end_of_a_stream_is_refused(query: str) -> None:
     @scenario_test
     async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        await house.start_backend()
+        house = await GatewayHarness.with_backend(world)
         answer = await house.chat("hello", stream=True).wait_done()
         url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
         again = await house.send("GET", url + query).wait_done()
@@ -458,8 +435,7 @@ def test_a_position_beyond_the_end_of_a_stream_is_refused(query: str) -> None:
 def test_a_stream_that_is_attached_to_names_its_model(position: int) -> None:
     @scenario_test
     async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        await house.start_backend()
+        house = await GatewayHarness.with_backend(world)
         answer = await house.chat("hello", stream=True).wait_done()
         url = f"/v1/streams/{answer.headers['x-kvlane-id']}?include_usage=true"
         again = await house.send("GET", f"{url}&from={position}").wait_done()
@@ -490,8 +466,7 @@ async def test_a_wrong_parameter_is_named(world: MemoryWorld, query: str, param:
 
 @scenario_test
 async def test_an_id_stands_in_headers_as_in_urls(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     house.end_request("a, é\t", "stop")
     url = "/v1/streams/a%2C%20%C3%A9%09"
     answer = await house.send("GET", url).wait_done()
@@ -503,8 +478,7 @@ async def test_an_id_stands_in_headers_as_in_urls(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_stream_of_another_tenant_is_not_found_and_not_ended(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = house.chat("hello", stream=True, max_tokens=400)
     await world.wait_until(lambda: len(answer.text) > 3)
     mine = answer.headers["x-kvlane-id"]
@@ -541,8 +515,7 @@ async def test_an_id_that_is_too_long_is_no_id(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_stream_is_cancelled_by_its_id(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = house.chat("hello", stream=True, max_tokens=400)
     await world.wait_until(lambda: len(answer.text) > 3)
     stream_id = answer.headers["x-kvlane-id"]
@@ -561,8 +534,7 @@ async def test_a_stream_is_cancelled_by_its_id(world: MemoryWorld) -> None:
 async def test_a_stopping_gateway_takes_nothing_new_and_ends_what_it_has(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     answer = house.chat("hello", stream=True)
     await world.wait_until(lambda: answer.text == "he")
     stopping = world.spawn(house.gateway.stop())
@@ -600,8 +572,7 @@ async def test_a_stream_that_outlasts_the_grace_goes_on_at_another_gateway(
 
 @scenario_test
 async def test_a_plain_answer_that_outlasts_the_grace_is_cancelled(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world, drain_grace_s=1)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world, drain_grace_s=1)
     answer = house.chat()
     (request,) = await house.published()
     await house.gateway.stop()
@@ -613,8 +584,7 @@ async def test_a_plain_answer_that_outlasts_the_grace_is_cancelled(world: Memory
 @scenario_test
 async def test_a_stopped_gateway_leaves_no_tasks(world: MemoryWorld) -> None:
     before = asyncio.all_tasks()
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     answers = [house.chat(n=2, stream=True), house.chat()]
     await house.published(3)
     for answer in answers:
@@ -665,8 +635,7 @@ async def test_a_gateway_is_not_ready_without_the_log_and_ready_again_with_it(
 async def test_a_request_is_refused_soon_after_the_log_fell_silent_and_at_once_later(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     world.broker.available = False
     begun_at = world.clock.now()
     first = house.chat()
@@ -724,8 +693,7 @@ async def test_metrics_are_there_before_the_first_request(world: MemoryWorld) ->
 
 @scenario_test
 async def test_metrics_tell_of_answers(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     await house.chat("hello", stream=True).wait_done()
     left = house.chat("hello", stream=True, max_tokens=400)
     await world.wait_until(lambda: len(left.text) > 3)

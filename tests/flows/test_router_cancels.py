@@ -15,6 +15,7 @@ from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
     append_record,
+    begin_run,
     never_read,
     read_records,
     start_router,
@@ -63,10 +64,7 @@ async def test_a_cancel_is_taken_before_what_came_earlier_and_waits_as_well(
 
 @scenario_test
 async def test_a_request_that_waits_for_another_worker_can_be_cancelled(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker, _, run = await begin_run(world)
     worker.state = "draining"
     worker.send_heartbeat()
     worker.finish(run, "broken")
@@ -81,10 +79,7 @@ async def test_a_request_that_waits_for_another_worker_can_be_cancelled(world: M
 async def test_a_cancel_that_comes_while_a_request_is_fenced_is_not_held_with_it(
     world: MemoryWorld,
 ) -> None:
-    worker = FakeWorker(world)
-    await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker, _, run = await begin_run(world)
     worker.state = "draining"
     worker.send_heartbeat()
     world.faults.slow["append"] = 0.5
@@ -125,10 +120,7 @@ async def test_a_cancel_that_comes_before_the_wait_for_a_heartbeat_begins(
 
 @scenario_test
 async def test_a_cancel_does_not_wait_for_a_log_that_cannot_be_read(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    router = await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker, router, run = await begin_run(world)
     router._context.scanner.fetch_request = never_read  # type: ignore[method-assign]
     worker.finish(run, "broken")
     await wait_for_items(world, lambda: read_records(world, RESPONSES, Fence))
@@ -154,10 +146,7 @@ async def test_two_cancels_at_once_of_a_held_request_are_both_done(world: Memory
 async def test_a_running_request_is_cancelled_for_reader_worker_and_ledger(
     world: MemoryWorld,
 ) -> None:
-    worker = FakeWorker(world)
-    await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker = (await begin_run(world)).worker
     append_record(world, REQUESTS, Cancel(id="a"))
     await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
     assert [e.code for e in read_records(world, RESPONSES, End)] == ["cancelled"]
@@ -215,10 +204,7 @@ async def test_a_cancel_is_exact_however_full_the_queue_is(world: MemoryWorld) -
 
 @scenario_test
 async def test_a_running_request_is_cancelled_though_the_queue_is_full(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    await start_router(world, max_queued_requests=1)
-    append_record(world, REQUESTS, PROMPT)
-    worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker = (await begin_run(world, max_queued_requests=1)).worker
     worker.state = "draining"
     await world.sleep(2.0)
     for name in ("h0", "too-many"):

@@ -32,6 +32,7 @@ from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
     append_record,
+    begin_run,
     chunk,
     never_read,
     read_records,
@@ -86,10 +87,7 @@ async def test_chunks_after_the_fence_are_not_carried_over(world: MemoryWorld) -
 async def test_a_stream_that_had_ended_before_the_fence_is_closed_as_seen(
     world: MemoryWorld,
 ) -> None:
-    worker = FakeWorker(world)
-    await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker = (await begin_run(world)).worker
     append_record(world, RESPONSES, chunk(0, 7, finish_reason="stop"))
     worker.heartbeat_task.cancel()
     assert [
@@ -158,10 +156,7 @@ async def test_a_run_that_is_listed_but_slow_to_start_is_left_alone(world: Memor
 
 @scenario_test
 async def test_a_run_that_its_worker_forgot_is_restarted(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker = (await begin_run(world)).worker
     await world.sleep(3)
     worker.running = []
     await wait_for_items(world, lambda: worker.received(Assignment), 2)
@@ -323,10 +318,7 @@ async def test_an_answer_of_a_prescribed_form_is_not_continued_in_its_middle(
 
 @scenario_test
 async def test_a_request_that_cannot_be_read_back_in_its_time_is_lost(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    router = await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker, router, run = await begin_run(world)
     router._context.scanner.fetch_request = never_read  # type: ignore[method-assign]
     worker.finish(run, "broken")
     await world.sleep(95)

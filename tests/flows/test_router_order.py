@@ -31,6 +31,7 @@ from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
     append_record,
+    begin_run,
     chunk,
     read_records,
     start_router,
@@ -58,10 +59,7 @@ def watch_appends(world: MemoryWorld) -> list[str]:
 @scenario_test
 async def test_no_run_is_cancelled_before_readers_see_the_end(world: MemoryWorld) -> None:
     """Otherwise the worker's last Chunk, `cancelled`, could be the visible end of a deadline."""
-    worker = FakeWorker(world)
-    await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker = (await begin_run(world)).worker
     await world.sleep(2)
     world.faults.next_fates(RESPONSES, *NEVER)
     append_record(world, REQUESTS, Cancel(id="a"))
@@ -75,10 +73,7 @@ async def test_no_run_is_cancelled_before_readers_see_the_end(world: MemoryWorld
 
 @scenario_test
 async def test_a_request_is_discharged_after_its_runs_were_cancelled(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    await begin_run(world)
     await world.sleep(2)
     topics = watch_appends(world)
     append_record(world, REQUESTS, Cancel(id="a"))
@@ -89,10 +84,7 @@ async def test_a_request_is_discharged_after_its_runs_were_cancelled(world: Memo
 @scenario_test
 async def test_a_run_that_may_still_speak_is_cancelled_after_its_fence(world: MemoryWorld) -> None:
     """Before it, the last Chunk of a cancelled run would be the end of its request."""
-    worker = FakeWorker(world)
-    await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker = (await begin_run(world)).worker
     await world.sleep(2)
     world.faults.next_fates(RESPONSES, *NEVER)
     worker.running = []  # it is alive, and says no more of it
@@ -135,10 +127,7 @@ async def test_an_attempt_that_another_router_has_begun_is_left_to_it(world: Mem
 async def test_a_finished_that_is_still_to_be_read_comes_before_the_verdict(
     world: MemoryWorld,
 ) -> None:
-    worker = FakeWorker(world)
-    router = await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker, router, run = await begin_run(world)
     await world.sleep(3)
     async with router._context.ledger_follower.paused():  # it is behind with the ledger
         append_record(world, RESPONSES, chunk(0, 7, finish_reason="stop"))

@@ -28,6 +28,7 @@ from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
     append_record,
+    begin_run,
     read_records,
     start_router,
     wait_for_items,
@@ -114,10 +115,7 @@ async def test_an_origin_that_holds_no_request_ends_its_request(world: MemoryWor
 async def test_whatever_goes_wrong_with_one_request_ends_that_request(
     world: MemoryWorld, error: Exception
 ) -> None:
-    worker = FakeWorker(world)
-    router = await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker, router, run = await begin_run(world)
     router._context.scanner.fetch_request = raising(error)  # type: ignore[method-assign]
     worker.finish(run, "broken")
     (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
@@ -145,10 +143,7 @@ async def test_a_request_that_cannot_be_admitted_is_done_when_it_has_ended(
 async def test_what_is_not_about_one_request_ends_the_process_and_no_request(
     world: MemoryWorld, error: Exception
 ) -> None:
-    worker = FakeWorker(world)
-    router = await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker, router, run = await begin_run(world)
     router._context.scanner.fetch_request = raising(error)  # type: ignore[method-assign]
     worker.finish(run, "broken")
     await world.wait_until(lambda: router._life.error is error)
@@ -174,10 +169,7 @@ async def test_a_ledger_that_cannot_be_read_on_ends_the_process_and_no_request(
 
 @scenario_test
 async def test_a_request_that_is_gone_from_the_log_ends_as_lost(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    router = await start_router(world)
-    append_record(world, REQUESTS, PROMPT)
-    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker, router, run = await begin_run(world)
     gone = PositionLost(REQUESTS, 0, 0, 1)
     router._context.scanner.fetch_request = raising(gone)  # type: ignore[method-assign]
     worker.finish(run, "broken")

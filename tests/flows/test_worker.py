@@ -132,8 +132,7 @@ async def test_an_engine_that_fails_to_start_is_cleaned_up(world: MemoryWorld) -
 
 @scenario_test
 async def test_an_answer_is_the_engines_and_ends_with_usage(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign()
     finished = await desk.wait_finished()
     seen = visible(desk.chunks())
@@ -148,8 +147,7 @@ async def test_an_answer_is_the_engines_and_ends_with_usage(world: MemoryWorld) 
 
 @scenario_test
 async def test_chunks_count_from_zero_and_tell_where_they_stand(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign()
     await desk.wait_finished()
     index, text = 0, ""
@@ -161,8 +159,7 @@ async def test_chunks_count_from_zero_and_tell_where_they_stand(world: MemoryWor
 
 @scenario_test
 async def test_started_repeats_what_the_assignment_says(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     assignment = desk.assign()
     finished = await desk.wait_finished()
     (started,) = desk.lane_records(LEDGER, Started)
@@ -174,8 +171,7 @@ async def test_started_repeats_what_the_assignment_says(world: MemoryWorld) -> N
 
 @scenario_test
 async def test_no_chunk_goes_out_before_started_is_acknowledged(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 4)
     desk.assign()
     while not desk.lane_records(LEDGER, Started):
@@ -199,8 +195,7 @@ async def test_the_prefill_does_not_wait_for_started(world: MemoryWorld) -> None
 
 @scenario_test
 async def test_the_ledger_tells_the_run_in_order(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign()
     await desk.wait_finished()
     records = [decode(r) for r in world.records(LEDGER, lane_of("a", world.lanes))]
@@ -209,8 +204,9 @@ async def test_the_ledger_tells_the_run_in_order(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_finished_waits_for_the_last_chunks_acknowledgement(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(ScriptedEngine(world, 2.0, EngineOutput.stop().with_tokens([65])))
+    desk = await WorkerHarness.started(
+        world, ScriptedEngine(world, 2.0, EngineOutput.stop().with_tokens([65]))
+    )
     desk.assign()
     await world.sleep(1.0)
     world.faults.slow["append"] = 3.0  # when the last Chunk stands, its answer takes as long
@@ -224,8 +220,7 @@ async def test_finished_waits_for_the_last_chunks_acknowledgement(world: MemoryW
 async def test_finished_is_repeated_until_it_stands_and_listed_until_then(
     world: MemoryWorld,
 ) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(ScriptedEngine(world, 1.0, EngineOutput.stop()))
+    desk = await WorkerHarness.started(world, ScriptedEngine(world, 1.0, EngineOutput.stop()))
     desk.assign()
     await world.sleep(0.5)
     world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 5)
@@ -239,8 +234,7 @@ async def test_finished_is_repeated_until_it_stands_and_listed_until_then(
 
 @scenario_test
 async def test_tokens_of_one_step_in_one_lane_travel_as_one_batch(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     same_lane = [i for i in (f"r{n}" for n in range(40)) if lane_of(i, world.lanes) == 0][:5]
     asked = count_batches(desk)
     for request_id in same_lane:
@@ -251,8 +245,7 @@ async def test_tokens_of_one_step_in_one_lane_travel_as_one_batch(world: MemoryW
 
 @scenario_test
 async def test_tokens_that_wait_are_not_sent_after_its_own_lost(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign(max_tokens=500)
     await world.wait_until(lambda: bool(desk.chunks()))
     world.faults.slow["append"] = 1.0
@@ -280,8 +273,7 @@ class Reluctant(EchoEngine):
 async def test_its_own_lost_silences_runs_that_their_engine_does_not_let_go_of(
     world: MemoryWorld,
 ) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(Reluctant(world.clock, STEP_S))
+    desk = await WorkerHarness.started(world, Reluctant(world.clock, STEP_S))
     desk.assign(max_tokens=500)
     await world.wait_until(lambda: bool(desk.chunks()))
     world.faults.slow["append"] = 1.0
@@ -309,8 +301,7 @@ async def test_a_slow_broker_holds_the_engine_back(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_unanswerable_assignments_are_bounded_and_forgotten(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(max_num_seqs=2, worker_max_waiting=1)
+    desk = await WorkerHarness.started(world, max_num_seqs=2, worker_max_waiting=1)
     world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 500)
     for n in range(50):
         desk.assign(f"r{n}")
@@ -322,8 +313,7 @@ async def test_unanswerable_assignments_are_bounded_and_forgotten(world: MemoryW
 
 @scenario_test
 async def test_run_keys_are_forgotten_when_they_cannot_come_again(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(max_lifetime_s=10, deadline_s=10)
+    desk = await WorkerHarness.started(world, max_lifetime_s=10, deadline_s=10)
     desk.assign()
     await desk.wait_finished()
     await world.sleep(6)
@@ -339,8 +329,7 @@ async def test_run_keys_are_forgotten_when_they_cannot_come_again(world: MemoryW
 async def test_tokens_wait_for_the_batch_on_its_way_and_join_into_one_chunk(
     world: MemoryWorld,
 ) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign(max_tokens=20)
     await world.wait_until(lambda: bool(desk.chunks()))
     world.faults.slow["append"] = 5 * STEP_S
@@ -352,8 +341,7 @@ async def test_tokens_wait_for_the_batch_on_its_way_and_join_into_one_chunk(
 
 @scenario_test
 async def test_a_resumed_run_continues_the_text_and_counts_the_whole(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     whole = echo_answer(PROMPT, 20)
     taken = whole[:3]  # ends in the middle of the two bytes of "ï"
     desk.assign(attempt=1, taken=pack_tokens(taken), taken_chars=2)
@@ -400,8 +388,7 @@ async def test_nothing_left_to_generate_ends_as_length(world: MemoryWorld) -> No
 
 @scenario_test
 async def test_orders_for_others_and_for_other_epochs_are_ignored(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign("a", worker="other")
     desk.assign("b", epoch=desk.epoch + 1)
     desk.assign("c", epoch=desk.epoch - 1)
@@ -412,8 +399,7 @@ async def test_orders_for_others_and_for_other_epochs_are_ignored(world: MemoryW
 
 @scenario_test
 async def test_a_run_key_is_started_once(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign()
     desk.assign()
     await desk.wait_finished()
@@ -425,8 +411,7 @@ async def test_a_run_key_is_started_once(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_refused_run_key_is_not_started_later(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(max_num_seqs=1, worker_max_waiting=0)
+    desk = await WorkerHarness.started(world, max_num_seqs=1, worker_max_waiting=0)
     desk.assign("busy", max_tokens=5)
     desk.assign()
     assert (await desk.wait_finished()).code == "worker_full"
@@ -438,8 +423,7 @@ async def test_a_refused_run_key_is_not_started_later(world: MemoryWorld) -> Non
 
 @scenario_test
 async def test_beyond_places_and_queue_a_run_is_refused_retryably(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(max_num_seqs=2, worker_max_waiting=1)
+    desk = await WorkerHarness.started(world, max_num_seqs=2, worker_max_waiting=1)
     ids = ["r1", "r2", "r3", "r4"]
     for request_id in ids:
         desk.assign(request_id)
@@ -451,8 +435,7 @@ async def test_beyond_places_and_queue_a_run_is_refused_retryably(world: MemoryW
 
 @scenario_test
 async def test_a_budget_that_is_used_up_is_refused_as_expired(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign(budget_s=0.0)
     finished = await desk.wait_finished()
     assert (finished.code, finished.retryable) == ("expired", False)
@@ -461,16 +444,14 @@ async def test_a_budget_that_is_used_up_is_refused_as_expired(world: MemoryWorld
 
 @scenario_test
 async def test_time_in_the_log_counts_against_the_budget(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign(budget_s=60.0, deadline_ms=world.broker.now_ms() - 1)
     assert (await desk.wait_finished()).code == "expired"
 
 
 @scenario_test
 async def test_a_run_past_its_deadline_stops_without_a_finish_reason(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign(budget_s=3.0, max_tokens=500)
     finished = await desk.wait_finished()
     assert finished.code == "expired"
@@ -483,8 +464,7 @@ async def test_a_run_past_its_deadline_stops_without_a_finish_reason(world: Memo
 
 @scenario_test
 async def test_a_lost_chunk_breaks_the_run_and_no_chunk_follows(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign(max_tokens=50)
     await world.wait_until(lambda: len(desk.chunks()) == 3)
     world.faults.next_fates(RESPONSES, AppendFate.LOST)
@@ -496,8 +476,7 @@ async def test_a_lost_chunk_breaks_the_run_and_no_chunk_follows(world: MemoryWor
 
 @scenario_test
 async def test_an_unreported_chunk_breaks_the_run_too(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign(max_tokens=50)
     await world.wait_until(lambda: len(desk.chunks()) == 3)
     world.faults.next_fates(RESPONSES, AppendFate.UNREPORTED)
@@ -508,8 +487,9 @@ async def test_an_unreported_chunk_breaks_the_run_too(world: MemoryWorld) -> Non
 
 @scenario_test
 async def test_a_lost_last_chunk_ends_as_broken(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(ScriptedEngine(world, 1.0, EngineOutput.stop().with_tokens([65])))
+    desk = await WorkerHarness.started(
+        world, ScriptedEngine(world, 1.0, EngineOutput.stop().with_tokens([65]))
+    )
     desk.assign()
     await world.sleep(0.5)
     world.faults.next_fates(RESPONSES, AppendFate.LOST)
@@ -518,8 +498,7 @@ async def test_a_lost_last_chunk_ends_as_broken(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_all_runs_of_a_failed_batch_break_and_others_go_on(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     ids = [f"r{n}" for n in range(20)]
     failing = [i for i in ids if lane_of(i, world.lanes) == 0][:2]
     other = next(i for i in ids if lane_of(i, world.lanes) == 1)
@@ -536,8 +515,9 @@ async def test_all_runs_of_a_failed_batch_break_and_others_go_on(world: MemoryWo
 
 @scenario_test
 async def test_a_retryable_engine_error_leaves_the_end_to_the_owner(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(ScriptedEngine(world, TOKEN, EngineError("oom", retryable=True)))
+    desk = await WorkerHarness.started(
+        world, ScriptedEngine(world, TOKEN, EngineError("oom", retryable=True))
+    )
     desk.assign()
     finished = await desk.wait_finished()
     assert (finished.code, finished.retryable, finished.message) == ("error", True, "oom")
@@ -546,8 +526,9 @@ async def test_a_retryable_engine_error_leaves_the_end_to_the_owner(world: Memor
 
 @scenario_test
 async def test_a_final_engine_error_has_a_last_chunk(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(ScriptedEngine(world, TOKEN, EngineError("bad grammar")))
+    desk = await WorkerHarness.started(
+        world, ScriptedEngine(world, TOKEN, EngineError("bad grammar"))
+    )
     desk.assign()
     finished = await desk.wait_finished()
     assert (finished.code, finished.retryable) == ("error", False)
@@ -556,8 +537,7 @@ async def test_a_final_engine_error_has_a_last_chunk(world: MemoryWorld) -> None
 
 @scenario_test
 async def test_a_bug_in_the_engine_is_retryable_and_the_worker_lives(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(ScriptedEngine(world, TOKEN, ZeroDivisionError()))
+    desk = await WorkerHarness.started(world, ScriptedEngine(world, TOKEN, ZeroDivisionError()))
     desk.assign()
     finished = await desk.wait_finished()
     assert (finished.code, finished.retryable) == ("error", True)
@@ -566,8 +546,7 @@ async def test_a_bug_in_the_engine_is_retryable_and_the_worker_lives(world: Memo
 
 @scenario_test
 async def test_an_answer_without_an_end_is_a_retryable_error(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(ScriptedEngine(world, TOKEN))
+    desk = await WorkerHarness.started(world, ScriptedEngine(world, TOKEN))
     desk.assign()
     assert (await desk.wait_finished()).retryable
 
@@ -583,8 +562,7 @@ async def test_a_cancellation_inside_the_engine_is_an_error_of_the_engine(
             yield TOKEN
             raise asyncio.CancelledError
 
-    desk = WorkerHarness(world)
-    await desk.start(Cancelling(world))
+    desk = await WorkerHarness.started(world, Cancelling(world))
     desk.assign()
     assert (await desk.wait_finished()).retryable
 
@@ -603,8 +581,7 @@ async def test_a_dead_engine_ends_the_process_after_its_last_word(world: MemoryW
 
 @scenario_test
 async def test_a_bad_record_in_the_slot_does_not_stop_it(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     world.append_raw(ASSIGNMENTS, desk.slot, Entry(b"w", b"\xff\xff", (("t", b"Assignment"),)))
     world.append_raw(ASSIGNMENTS, desk.slot, Entry(b"w", b"?", (("t", b"FromTheFuture"),)))
     desk.assign()
@@ -640,8 +617,7 @@ async def test_a_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine(
 
 @scenario_test
 async def test_a_waiting_run_that_is_cancelled_never_starts(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(max_num_seqs=1, worker_max_waiting=4)
+    desk = await WorkerHarness.started(world, max_num_seqs=1, worker_max_waiting=4)
     desk.assign("busy", max_tokens=10)
     desk.assign()
     desk.cancel()
@@ -654,8 +630,7 @@ async def test_a_waiting_run_that_is_cancelled_never_starts(world: MemoryWorld) 
 
 @scenario_test
 async def test_a_cancel_of_an_unknown_run_does_nothing(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.cancel()
     desk.assign()
     assert (await desk.wait_finished()).code == "length"
@@ -666,8 +641,7 @@ async def test_a_cancel_of_an_unknown_run_does_nothing(world: MemoryWorld) -> No
 
 @scenario_test
 async def test_heartbeats_list_open_runs_and_the_next_offset(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(max_num_seqs=1)
+    desk = await WorkerHarness.started(world, max_num_seqs=1)
     desk.assign("a", max_tokens=100)
     desk.assign("b", max_tokens=100)
     await world.sleep(2.5)
@@ -679,8 +653,7 @@ async def test_heartbeats_list_open_runs_and_the_next_offset(world: MemoryWorld)
 
 @scenario_test
 async def test_a_beat_that_was_lost_is_not_made_up_for(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     await world.sleep(0.5)
     world.faults.next_fates(KV_EVENTS, AppendFate.LOST)
     await world.sleep(3)
@@ -694,8 +667,7 @@ async def test_a_beat_that_was_lost_is_not_made_up_for(world: MemoryWorld) -> No
 async def test_its_own_lost_drops_the_runs_without_a_word_and_begins_a_new_epoch(
     world: MemoryWorld,
 ) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     old = desk.epoch
     desk.assign(max_tokens=500)
     desk.assign("b", max_tokens=500)
@@ -715,8 +687,7 @@ async def test_its_own_lost_drops_the_runs_without_a_word_and_begins_a_new_epoch
 
 @scenario_test
 async def test_nothing_is_kept_of_the_lives_that_a_worker_has_lost(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     for _ in range(20):
         epoch = desk.epoch
         desk.send(Lost(worker="w", epoch=epoch))
@@ -727,8 +698,7 @@ async def test_nothing_is_kept_of_the_lives_that_a_worker_has_lost(world: Memory
 
 @scenario_test
 async def test_a_new_epoch_is_begun_however_long_the_broker_is_away(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     old = desk.epoch
     world.faults.next_fates(REGISTRY, *[AppendFate.LOST] * 5000)
     desk.send(Lost(worker="w", epoch=old))
@@ -768,8 +738,7 @@ async def test_a_worker_that_cannot_register_at_its_start_gives_up(world: Memory
 
 @scenario_test
 async def test_a_lost_of_an_older_epoch_means_nothing(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     epoch = desk.epoch
     desk.send(Lost(worker="w", epoch=epoch - 1))
     desk.send(Lost(worker="other", epoch=epoch))
@@ -779,8 +748,7 @@ async def test_a_lost_of_an_older_epoch_means_nothing(world: MemoryWorld) -> Non
 
 @scenario_test
 async def test_a_tombstone_of_its_epoch_counts_as_lost(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     old = desk.epoch
     world.append(REGISTRY, 0, Tombstone(key="worker/w", epoch=old), key="worker/w")
     await world.wait_until(lambda: desk.worker.epoch not in (None, old))
@@ -844,8 +812,7 @@ async def test_a_stopping_worker_says_so_finishes_its_runs_and_says_goodbye(
 
 @scenario_test
 async def test_work_that_comes_before_routers_notice_is_still_done(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     stopping = world.spawn(desk.worker.stop())
     await world.sleep(0.5)
     desk.assign()
@@ -855,8 +822,7 @@ async def test_work_that_comes_before_routers_notice_is_still_done(world: Memory
 
 @scenario_test
 async def test_runs_that_outlast_the_grace_end_as_broken(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(drain_grace_s=3, max_num_seqs=1)
+    desk = await WorkerHarness.started(world, drain_grace_s=3, max_num_seqs=1)
     desk.assign(max_tokens=5000)
     desk.assign("waits", max_tokens=5000)
     await world.sleep(1)
@@ -870,8 +836,7 @@ async def test_runs_that_outlast_the_grace_end_as_broken(world: MemoryWorld) -> 
 
 @scenario_test
 async def test_a_stop_with_a_dead_broker_ends_all_the_same(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(drain_grace_s=3)
+    desk = await WorkerHarness.started(world, drain_grace_s=3)
     desk.assign(max_tokens=5000)
     await world.sleep(1)
     world.broker.available = False
@@ -896,8 +861,7 @@ async def test_a_failing_drain_does_not_keep_it_from_leaving(world: MemoryWorld)
 
 @scenario_test
 async def test_nothing_is_left_when_all_runs_are_over(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     tasks = desk.life.task_count
     for n in range(30):
         desk.assign(f"r{n}")
@@ -909,8 +873,7 @@ async def test_nothing_is_left_when_all_runs_are_over(world: MemoryWorld) -> Non
 
 @scenario_test
 async def test_a_fenced_zombie_shows_nothing(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start()
+    desk = await WorkerHarness.started(world)
     desk.assign(max_tokens=10)
     await world.wait_until(lambda: len(desk.chunks()) == 3)
     lane = lane_of("a", world.lanes)

@@ -166,8 +166,7 @@ async def test_a_request_that_waits_while_others_get_tokens_is_no_stall(world: M
                     yield TOKEN
             yield DONE
 
-    desk = WorkerHarness(world)
-    await desk.start(Unfair(world))
+    desk = await WorkerHarness.started(world, Unfair(world))
     desk.assign("a", max_tokens=100, budget_s=99.0, deadline_ms=world.broker.now_ms() + 99_000)
     desk.assign("b", max_tokens=100, budget_s=99.0, deadline_ms=world.broker.now_ms() + 99_000)
     assert (await desk.wait_finished("b")).code == "stop"
@@ -205,8 +204,7 @@ async def test_what_a_dying_worker_runs_is_handed_on_before_it_ends(world: Memor
             await world.sleep(1.0 if request.id == "a" else 500.0)
             raise EngineDead("the GPU is gone")
 
-    desk = WorkerHarness(world)
-    await desk.start(Dying(world), max_num_seqs=2)
+    desk = await WorkerHarness.started(world, Dying(world), max_num_seqs=2)
     for name in "abc":
         desk.assign(name)
     await world.wait_until(lambda: desk.life.error is not None, within_s=5)

@@ -95,8 +95,9 @@ def test_a_client_is_told_what_is_wrong_with_its_request(tokens: int) -> None:
 
 @scenario_test
 async def test_a_reason_of_any_length_is_cut(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(ScriptedEngine(world, InvalidRequest("x" * 1_000_000)))
+    desk = await WorkerHarness.started(
+        world, ScriptedEngine(world, InvalidRequest("x" * 1_000_000))
+    )
     desk.assign()
     await desk.wait_finished()
     assert 100 < len(desk.chunks()[-1].invalid) < 10_000

@@ -31,8 +31,7 @@ async def test_a_role_stands_on_the_card_and_routers_go_by_it(world: MemoryWorld
 
 @scenario_test
 async def test_a_model_with_prefill_workers_only_is_not_served(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(worker_role="prefill")
+    desk = await WorkerHarness.started(world, worker_role="prefill")
     model = desk.records_of(REGISTRY, WorkerCard)[-1].model
     house = await GatewayHarness.open(world)
     await start_router(world)

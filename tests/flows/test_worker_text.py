@@ -130,8 +130,7 @@ class TextOnly(ScriptedEngine):
 async def test_an_engine_that_gives_text_only_shows_no_tokens_of_its_own_making(
     world: MemoryWorld,
 ) -> None:
-    desk = WorkerHarness(world)
-    await desk.start(TextOnly(world, *said("some"), EngineOutput.stop()))
+    desk = await WorkerHarness.started(world, TextOnly(world, *said("some"), EngineOutput.stop()))
     desk.assign()
     finished = await desk.wait_finished()
     seen = visible(desk.chunks())

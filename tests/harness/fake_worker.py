@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from app.router import Router
 from app.runtime.process import ProcessContext
@@ -34,6 +34,7 @@ from streams.topics import (
     KV_EVENTS,
     LEDGER,
     REGISTRY,
+    REQUESTS,
     lane_of,
     partition_of,
 )
@@ -173,3 +174,18 @@ async def wait_for_items(
     """The items, once there are `count`."""
     await world.wait_until(lambda: len(question()) >= count)
     return question()
+
+
+class Begun(NamedTuple):
+    worker: FakeWorker
+    router: Router
+    run: dict[str, Any]
+
+
+async def begin_run(world: MemoryWorld, **over: Any) -> Begun:
+    """A router with these settings whose only worker runs `PROMPT`."""
+    worker = FakeWorker(world)
+    router = await start_router(world, **over)
+    append_record(world, REQUESTS, PROMPT)
+    (assignment,) = await wait_for_items(world, lambda: worker.received(Assignment))
+    return Begun(worker, router, worker.start(assignment))

@@ -59,6 +59,20 @@ class GatewayHarness:
         await gateway.open()
         return GatewayHarness(world, gateway, life)
 
+    @staticmethod
+    async def with_backend(world: MemoryWorld, **over: Any) -> GatewayHarness:
+        """A gateway with these settings, a router and a worker."""
+        house = await GatewayHarness.open(world, **over)
+        await house.start_backend()
+        return house
+
+    @staticmethod
+    async def with_card(world: MemoryWorld, **over: Any) -> GatewayHarness:
+        """A gateway with these settings that knows a worker's card; nothing serves requests."""
+        house = await GatewayHarness.open(world, **over)
+        await house.register_and_wait()
+        return house
+
     async def start_backend(self, model: str = "demo", **over: Any) -> Worker:
         """Start a router and a worker; returns when the gateway knows the worker."""
         await self.start_router(**over)

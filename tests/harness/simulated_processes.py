@@ -52,6 +52,14 @@ class SimulatedProcesses:
 
     # --- starting --------------------------------------------------------------------------------
 
+    @staticmethod
+    async def started(world: MemoryWorld) -> SimulatedProcesses:
+        """A router `r1` and a worker `w1`."""
+        processes = SimulatedProcesses(world)
+        await processes.router()
+        await processes.worker()
+        return processes
+
     async def router(self, name: str = "r1", **over: Any) -> Router:
         """Start a router."""
         settings = Settings(_env_file=None, **({"router_id": name, "worker_id": "-"} | over))

@@ -70,6 +70,13 @@ class WorkerHarness:
         await self.worker.start()
         return self.worker
 
+    @staticmethod
+    async def started(world: MemoryWorld, *args: Any, **over: Any) -> WorkerHarness:
+        """A harness whose worker has started, with these arguments of `start`."""
+        desk = WorkerHarness(world)
+        await desk.start(*args, **over)
+        return desk
+
     @property
     def epoch(self) -> int:
         epoch = self.worker.epoch

@@ -111,8 +111,7 @@ async def test_browsers_are_told_which_pages_may_read_an_answer(world: MemoryWor
 
 @scenario_test
 async def test_a_gateway_refuses_before_it_reads_a_body(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait()
+    house = await GatewayHarness.with_card(world)
     for headers in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
         answer = await house.chat(headers=headers).wait_done()
         assert answer.status == 403

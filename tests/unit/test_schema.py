@@ -195,8 +195,7 @@ def answer_of(path: str, method: str, code: str, kind: str = JSON) -> Draft20201
 
 @scenario_test
 async def test_answers_are_as_the_document_says(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.start_backend()
+    house = await GatewayHarness.with_backend(world)
     chat = await house.chat().wait_done()
     told = [
         ("/v1/chat/completions", "post", chat),
