@@ -39,15 +39,14 @@ async def test_a_stream_published_elsewhere_is_read_from_its_beginning(world: Me
 
 
 @pytest.mark.parametrize("request_id", ["job-17", "0190a8c4-0000-7000-8000-000000000001"])
-def test_a_finished_stream_is_read_whatever_its_id(request_id: str) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        Worker(world, request_id).write("hello", "stop")
-        await world.sleep(1800)
-        client = await connect(world)
-        assert (await client.result(request_id, timeout_s=5)).text == "hello"
-
-    scenario()
+@scenario_test
+async def test_a_finished_stream_is_read_whatever_its_id(
+    world: MemoryWorld, request_id: str
+) -> None:
+    Worker(world, request_id).write("hello", "stop")
+    await world.sleep(1800)
+    client = await connect(world)
+    assert (await client.result(request_id, timeout_s=5)).text == "hello"
 
 
 @scenario_test
@@ -97,26 +96,22 @@ async def id_of_a_clock_that_is_ahead(world: MemoryWorld) -> str:
     return Client(await world.connect("ahead"), ahead).new_request_id()
 
 
-def test_an_attached_stream_goes_on_when_the_live_reader_has_left_its_lane_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
+@scenario_test
+async def test_an_attached_stream_goes_on_when_the_live_reader_has_left_its_lane_meanwhile(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streams.responses.reply_reader.IDLE_LANE_TTL_S", 0.0)
-
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        client = await connect(world)
-        worker = Worker(world, "job-17")
-        worker.write("he")
-        backlog(world, lane_of("job-17", world.lanes))
-        reading = world.spawn(client.result("job-17"))
-        replies = client._listening()
-        await world.wait_until(lambda: bool(replies._history.active_passes))
-        await world.wait_until(lambda: not replies._live.lanes)
-        await world.wait_until(lambda: bool(replies._live.lanes))
-        worker.write("llo", "stop")
-        assert (await reading).text == "hello"
-
-    scenario()
+    client = await connect(world)
+    worker = Worker(world, "job-17")
+    worker.write("he")
+    backlog(world, lane_of("job-17", world.lanes))
+    reading = world.spawn(client.result("job-17"))
+    replies = client._listening()
+    await world.wait_until(lambda: bool(replies._history.active_passes))
+    await world.wait_until(lambda: not replies._live.lanes)
+    await world.wait_until(lambda: bool(replies._live.lanes))
+    worker.write("llo", "stop")
+    assert (await reading).text == "hello"
 
 
 @scenario_test
@@ -268,20 +263,19 @@ async def test_a_stream_that_went_on_elsewhere_is_found_though_its_clock_is_ahea
 
 
 @pytest.mark.parametrize("others", [0, 1, 7000])
-def test_who_has_some_of_a_stream_is_told_when_nothing_of_it_is_left(others: int) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        client = await connect(world)
-        worker = Worker(world, client.new_request_id())
-        worker.write("he")
-        worker.write("llo", "stop")
-        lane = lane_of(worker.id, world.lanes)
-        world.broker.delete_records(RESPONSES, lane, 2)
-        backlog(world, lane, others)
-        with pytest.raises(PositionLost):
-            await read(client, worker.id, from_token=2)
-
-    scenario()
+@scenario_test
+async def test_who_has_some_of_a_stream_is_told_when_nothing_of_it_is_left(
+    world: MemoryWorld, others: int
+) -> None:
+    client = await connect(world)
+    worker = Worker(world, client.new_request_id())
+    worker.write("he")
+    worker.write("llo", "stop")
+    lane = lane_of(worker.id, world.lanes)
+    world.broker.delete_records(RESPONSES, lane, 2)
+    backlog(world, lane, others)
+    with pytest.raises(PositionLost):
+        await read(client, worker.id, from_token=2)
 
 
 @scenario_test
@@ -410,16 +404,15 @@ async def test_an_end_that_never_had_text_is_told_while_its_whole_life_is_in_the
 
 
 @pytest.mark.parametrize("code", ["refused", "invalid", "too_large", "queue_full"])
-def test_an_end_at_the_door_is_told_however_much_was_deleted(code: Any) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        backlog(world, lane_of("job-17", world.lanes), 2)
-        cut(world, "job-17", 1)
-        Worker(world, "job-17").append(End(id="job-17", code=code))
-        client = await connect(world)
-        assert [piece.code for piece in await read(client, "job-17")] == [code]  # type: ignore[union-attr]
-
-    scenario()
+@scenario_test
+async def test_an_end_at_the_door_is_told_however_much_was_deleted(
+    world: MemoryWorld, code: Any
+) -> None:
+    backlog(world, lane_of("job-17", world.lanes), 2)
+    cut(world, "job-17", 1)
+    Worker(world, "job-17").append(End(id="job-17", code=code))
+    client = await connect(world)
+    assert [piece.code for piece in await read(client, "job-17")] == [code]  # type: ignore[union-attr]
 
 
 @scenario_test
@@ -474,21 +467,20 @@ async def test_a_broker_that_does_not_answer_fails_who_asks_about_an_end_and_no_
 
 
 @pytest.mark.parametrize("others", [1, 7000])
-def test_a_stream_that_is_gone_and_too_old_to_begin_is_not_awaited(others: int) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        client = await connect(world)
-        worker = Worker(world, client.new_request_id())
-        worker.write("hello", "stop")
-        cut(world, worker.id, 1)
-        await world.sleep(26 * 3600)
-        backlog(world, lane_of(worker.id, world.lanes), others)
-        began = world.clock.now()
-        with pytest.raises(PositionLost):
-            await read(client, worker.id)
-        assert world.clock.now() - began < 5.0
-
-    scenario()
+@scenario_test
+async def test_a_stream_that_is_gone_and_too_old_to_begin_is_not_awaited(
+    world: MemoryWorld, others: int
+) -> None:
+    client = await connect(world)
+    worker = Worker(world, client.new_request_id())
+    worker.write("hello", "stop")
+    cut(world, worker.id, 1)
+    await world.sleep(26 * 3600)
+    backlog(world, lane_of(worker.id, world.lanes), others)
+    began = world.clock.now()
+    with pytest.raises(PositionLost):
+        await read(client, worker.id)
+    assert world.clock.now() - began < 5.0
 
 
 @scenario_test

@@ -389,61 +389,56 @@ async def test_a_stream_as_old_as_its_retention_is_found_however_long_that_takes
 
 
 @pytest.mark.parametrize(("asked_ms", "attached_ms"), [(0, 660_000), (0, -660_000), (-660_000, 0)])
-def test_a_stream_that_waits_is_found_whatever_the_clocks_of_gateways(
-    asked_ms: int, attached_ms: int
+@scenario_test
+async def test_a_stream_that_waits_is_found_whatever_the_clocks_of_gateways(
+    world: MemoryWorld, asked_ms: int, attached_ms: int
 ) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(
-            world, clock=VirtualClock(world.clock._loop, ahead_ms=asked_ms)
-        )
-        other = await GatewayHarness.open(
-            world, "g2", VirtualClock(world.clock._loop, ahead_ms=attached_ms)
-        )
-        await house.register_and_wait()
-        house.end_request("job-17", "stop")  # both see the time of the broker
-        await world.sleep(1)
-        house.chat("hello", stream=True)
-        (request,) = await house.published()
-        attached = other.send("GET", f"/v1/streams/{request.id}")
-        await world.sleep(60)
-        assert attached.status == 200
-        Worker(world, request.id).write("hello", "stop")
-        await attached.wait_done()
-        assert attached.text == "hello"
-
-    scenario()
+    house = await GatewayHarness.open(
+        world, clock=VirtualClock(world.clock._loop, ahead_ms=asked_ms)
+    )
+    other = await GatewayHarness.open(
+        world, "g2", VirtualClock(world.clock._loop, ahead_ms=attached_ms)
+    )
+    await house.register_and_wait()
+    house.end_request("job-17", "stop")  # both see the time of the broker
+    await world.sleep(1)
+    house.chat("hello", stream=True)
+    (request,) = await house.published()
+    attached = other.send("GET", f"/v1/streams/{request.id}")
+    await world.sleep(60)
+    assert attached.status == 200
+    Worker(world, request.id).write("hello", "stop")
+    await attached.wait_done()
+    assert attached.text == "hello"
 
 
 @pytest.mark.parametrize("query", ["?from=99999", "?from=6&stream=false"])
-def test_a_position_beyond_the_end_of_a_stream_is_refused(query: str) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.with_backend(world)
-        answer = await house.chat("hello", stream=True).wait_done()
-        url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
-        again = await house.send("GET", url + query).wait_done()
-        assert (again.status, again.error["code"]) == (400, "invalid_value")
-        assert "ended at position 5" in again.error["message"]
-        end = await house.send("GET", url + "?from=5").wait_done()
-        assert (end.status, end.text) == (200, "")
-
-    scenario()
+@scenario_test
+async def test_a_position_beyond_the_end_of_a_stream_is_refused(
+    world: MemoryWorld, query: str
+) -> None:
+    house = await GatewayHarness.with_backend(world)
+    answer = await house.chat("hello", stream=True).wait_done()
+    url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
+    again = await house.send("GET", url + query).wait_done()
+    assert (again.status, again.error["code"]) == (400, "invalid_value")
+    assert "ended at position 5" in again.error["message"]
+    end = await house.send("GET", url + "?from=5").wait_done()
+    assert (end.status, end.text) == (200, "")
 
 
 @pytest.mark.parametrize("position", [0, 3])
-def test_a_stream_that_is_attached_to_names_its_model(position: int) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.with_backend(world)
-        answer = await house.chat("hello", stream=True).wait_done()
-        url = f"/v1/streams/{answer.headers['x-kvlane-id']}?include_usage=true"
-        again = await house.send("GET", f"{url}&from={position}").wait_done()
-        assert {event["model"] for event in again.events[:-1]} == {"demo"}
-        whole = await house.send("GET", f"{url}&stream=false").wait_done()
-        assert whole.json["model"] == "demo"
-
-    scenario()
+@scenario_test
+async def test_a_stream_that_is_attached_to_names_its_model(
+    world: MemoryWorld, position: int
+) -> None:
+    house = await GatewayHarness.with_backend(world)
+    answer = await house.chat("hello", stream=True).wait_done()
+    url = f"/v1/streams/{answer.headers['x-kvlane-id']}?include_usage=true"
+    again = await house.send("GET", f"{url}&from={position}").wait_done()
+    assert {event["model"] for event in again.events[:-1]} == {"demo"}
+    whole = await house.send("GET", f"{url}&stream=false").wait_done()
+    assert whole.json["model"] == "demo"
 
 
 @pytest.mark.parametrize(

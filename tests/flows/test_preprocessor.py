@@ -228,30 +228,27 @@ async def test_a_model_that_comes_later_is_known(world: MemoryWorld) -> None:
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("named", [False, True])
-def test_a_prompt_for_a_model_whose_only_worker_restarts_is_taken(
-    restarted: bool, named: bool
+@scenario_test
+async def test_a_prompt_for_a_model_whose_only_worker_restarts_is_taken(
+    world: MemoryWorld, restarted: bool, named: bool
 ) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        serve(world, "m", 512)
-        if not restarted:
-            await begin(world, models=False)
-        await world.sleep(1.0)
-        world.append(REGISTRY, 0, Tombstone(key="worker/w-m"), key="worker/w-m")
-        if restarted:  # it knows what was there from the registry's past
-            await begin(world, models=False)
-            serve(world, "other")
-            world.append(REGISTRY, 0, Tombstone(key="worker/w-other"), key="worker/w-other")
-        await world.sleep(1.0)
-        body = {"messages": [{"role": "user", "content": "hi"}]} | ({"model": "m"} if named else {})
-        ask(world, "a", body=body)
-        if restarted and not named:  # there were two
-            await world.wait_until(lambda: bool(asked(world, Refused)))
-        else:
-            await world.wait_until(lambda: bool(asked(world, Request)))
-            assert asked(world, Request)[0].model in ("m", "")
-
-    scenario()
+    serve(world, "m", 512)
+    if not restarted:
+        await begin(world, models=False)
+    await world.sleep(1.0)
+    world.append(REGISTRY, 0, Tombstone(key="worker/w-m"), key="worker/w-m")
+    if restarted:  # it knows what was there from the registry's past
+        await begin(world, models=False)
+        serve(world, "other")
+        world.append(REGISTRY, 0, Tombstone(key="worker/w-other"), key="worker/w-other")
+    await world.sleep(1.0)
+    body = {"messages": [{"role": "user", "content": "hi"}]} | ({"model": "m"} if named else {})
+    ask(world, "a", body=body)
+    if restarted and not named:  # there were two
+        await world.wait_until(lambda: bool(asked(world, Refused)))
+    else:
+        await world.wait_until(lambda: bool(asked(world, Request)))
+        assert asked(world, Request)[0].model in ("m", "")
 
 
 @scenario_test

@@ -238,21 +238,20 @@ UNUSABLE: dict[str, Callable[[MemoryWorld], None]] = {
 
 
 @pytest.mark.parametrize("spoil", UNUSABLE.values(), ids=UNUSABLE.keys())
-def test_without_a_whole_snapshot_the_log_is_read(spoil: Callable[[MemoryWorld], None]) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        cache = Cache(world)
-        cache.say(CLEARED, stored(1, 40))
-        cache.say(stored(41, 2, 40))
-        live = await Replica.open(world)
-        await world.sleep(EVERY_S / 2)
-        assert pointers(world)
-        spoil(world)
-        replica = await Replica.open(world, "i2")
-        assert replica.restored == 0
-        assert await replica.knows() == await live.knows()
-
-    scenario()
+@scenario_test
+async def test_without_a_whole_snapshot_the_log_is_read(
+    world: MemoryWorld, spoil: Callable[[MemoryWorld], None]
+) -> None:
+    cache = Cache(world)
+    cache.say(CLEARED, stored(1, 40))
+    cache.say(stored(41, 2, 40))
+    live = await Replica.open(world)
+    await world.sleep(EVERY_S / 2)
+    assert pointers(world)
+    spoil(world)
+    replica = await Replica.open(world, "i2")
+    assert replica.restored == 0
+    assert await replica.knows() == await live.knows()
 
 
 @scenario_test

@@ -208,25 +208,22 @@ async def test_a_class_has_bounds_of_its_own(world: MemoryWorld) -> None:
 
 
 @pytest.mark.parametrize("policy", ["predictive", "dynamo"])
-def test_classes_that_wait_share_a_worker_by_weight(policy: str) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        worker = FakeWorker(world)
-        worker.state = "draining"
-        await start_router(world, queue_classes={"batch": ClassConfig(weight=0.25)}, policy=policy)
-        batch = Hints(queue_class="batch")
-        ask(world, *[f"b{n}" for n in range(8)], hints=batch, token_ids=PROMPT.token_ids)
-        await world.sleep(0.1)
-        ask(world, *[f"o{n}" for n in range(8)], token_ids=PROMPT.token_ids)
-        await world.sleep(0.1)
-        world.spawn(worker.serve(room=1))
-        worker.state = "ready"
-        worker.send_heartbeat()
-        await world.wait_until(lambda: len(worker.received(Assignment)) >= 10, within_s=60)
-        first_ten = [assignment.request.id[0] for assignment in worker.received(Assignment)[:10]]
-        assert first_ten.count("b") == 2, "one of five"
-
-    scenario()
+@scenario_test
+async def test_classes_that_wait_share_a_worker_by_weight(world: MemoryWorld, policy: str) -> None:
+    worker = FakeWorker(world)
+    worker.state = "draining"
+    await start_router(world, queue_classes={"batch": ClassConfig(weight=0.25)}, policy=policy)
+    batch = Hints(queue_class="batch")
+    ask(world, *[f"b{n}" for n in range(8)], hints=batch, token_ids=PROMPT.token_ids)
+    await world.sleep(0.1)
+    ask(world, *[f"o{n}" for n in range(8)], token_ids=PROMPT.token_ids)
+    await world.sleep(0.1)
+    world.spawn(worker.serve(room=1))
+    worker.state = "ready"
+    worker.send_heartbeat()
+    await world.wait_until(lambda: len(worker.received(Assignment)) >= 10, within_s=60)
+    first_ten = [assignment.request.id[0] for assignment in worker.received(Assignment)[:10]]
+    assert first_ten.count("b") == 2, "one of five"
 
 
 @scenario_test

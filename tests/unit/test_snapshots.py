@@ -99,17 +99,16 @@ async def test_the_pointer_says_what_it_points_at(world: MemoryWorld) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, SLICE_BYTES, SLICE_BYTES + 1, 3_500_000])
-def test_a_snapshot_of_any_size_comes_back_in_parts_of_at_most_a_megabyte(size: int) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        data, loaded = noise(size), Blob()
-        pointer = await (await snapshots(world)).save(Blob(data, 7), LANE_0)
-        assert all(len(r.value or b"") <= 1024 * 1024 for r in parts(world))
-        assert pointer.parts == len(parts(world)) == 1 + -(-size // SLICE_BYTES)
-        assert await (await snapshots(world)).load(loaded, LANE_0)
-        assert (loaded.data, loaded.at) == (data, 7)
-
-    scenario()
+@scenario_test
+async def test_a_snapshot_of_any_size_comes_back_in_parts_of_at_most_a_megabyte(
+    world: MemoryWorld, size: int
+) -> None:
+    data, loaded = noise(size), Blob()
+    pointer = await (await snapshots(world)).save(Blob(data, 7), LANE_0)
+    assert all(len(r.value or b"") <= 1024 * 1024 for r in parts(world))
+    assert pointer.parts == len(parts(world)) == 1 + -(-size // SLICE_BYTES)
+    assert await (await snapshots(world)).load(loaded, LANE_0)
+    assert (loaded.data, loaded.at) == (data, 7)
 
 
 @scenario_test
@@ -364,20 +363,17 @@ SPOILED: dict[str, Callable[[MemoryWorld], None]] = {
 
 @pytest.mark.parametrize("has_older", [False, True], ids=["alone", "with an older one"])
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
-def test_a_snapshot_that_is_not_whole_is_not_used(
-    spoil: Callable[[MemoryWorld], None], has_older: bool
+@scenario_test
+async def test_a_snapshot_that_is_not_whole_is_not_used(
+    world: MemoryWorld, spoil: Callable[[MemoryWorld], None], has_older: bool
 ) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        if has_older:
-            await (await snapshots(world)).save(Blob(b"older", 1), LANE_0)
-        await (await snapshots(world)).save(Blob(noise(2_500_000), 5), LANE_0)
-        spoil(world)
-        loaded = Blob()
-        assert bool(await (await snapshots(world)).load(loaded, LANE_0)) == has_older
-        assert (loaded.data, loaded.at) == ((b"older", 1) if has_older else (b"", None))
-
-    scenario()
+    if has_older:
+        await (await snapshots(world)).save(Blob(b"older", 1), LANE_0)
+    await (await snapshots(world)).save(Blob(noise(2_500_000), 5), LANE_0)
+    spoil(world)
+    loaded = Blob()
+    assert bool(await (await snapshots(world)).load(loaded, LANE_0)) == has_older
+    assert (loaded.data, loaded.at) == ((b"older", 1) if has_older else (b"", None))
 
 
 @scenario_test
@@ -453,20 +449,19 @@ async def test_one_of_another_topic_is_not_used(world: MemoryWorld) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("another version"), KeyError("a field")])
-def test_one_that_the_fold_cannot_read_leaves_nothing_behind(error: Exception) -> None:
+@scenario_test
+async def test_one_that_the_fold_cannot_read_leaves_nothing_behind(
+    world: MemoryWorld, error: Exception
+) -> None:
     class Refusing(Blob):
         def restore(self, source: Partition, data: bytes, position: int) -> None:
             super().restore(source, data[:1], position)
             raise error
 
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        await (await snapshots(world)).save(Blob(b"xyz", 1), LANE_0)
-        loaded = Refusing()
-        assert not await (await snapshots(world)).load(loaded, LANE_0)
-        assert (loaded.data, loaded.at) == (b"", None)
-
-    scenario()
+    await (await snapshots(world)).save(Blob(b"xyz", 1), LANE_0)
+    loaded = Refusing()
+    assert not await (await snapshots(world)).load(loaded, LANE_0)
+    assert (loaded.data, loaded.at) == (b"", None)
 
 
 @scenario_test

@@ -86,23 +86,22 @@ async def test_views_near_the_ends_need_one_reader(world: MemoryWorld) -> None:
     assert process.views[2].offsets(LANE_0) == []
 
 
-def test_a_record_is_decoded_once_for_all_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    @scenario_test
-    async def scenario(world: MemoryWorld) -> None:
-        process = await a_process(world)
-        followers = [process.follow(), process.follow(), process.follow()]
-        for follower in followers:
-            await asyncio.wait_for(follower.wait_caught_up(), 5)
-        decoded = counting(world, monkeypatch)
-        world.append(LEDGER, 0, *many(7))
-        world.append_raw(LEDGER, 0, MALFORMED)
-        for follower in followers:
-            await asyncio.wait_for(follower.wait_for(LANE_0, 8), 5)
-        assert decoded() == 8
-        assert [follower.malformed for follower in followers] == [1, 1, 1]
-        assert [follower.applied for follower in followers] == [7, 7, 7]
-
-    scenario()
+@scenario_test
+async def test_a_record_is_decoded_once_for_all_views(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await a_process(world)
+    followers = [process.follow(), process.follow(), process.follow()]
+    for follower in followers:
+        await asyncio.wait_for(follower.wait_caught_up(), 5)
+    decoded = counting(world, monkeypatch)
+    world.append(LEDGER, 0, *many(7))
+    world.append_raw(LEDGER, 0, MALFORMED)
+    for follower in followers:
+        await asyncio.wait_for(follower.wait_for(LANE_0, 8), 5)
+    assert decoded() == 8
+    assert [follower.malformed for follower in followers] == [1, 1, 1]
+    assert [follower.applied for follower in followers] == [7, 7, 7]
 
 
 @scenario_test
