@@ -143,7 +143,7 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     capacity_tokens: int = 0
     curve: tuple[float, ...] = ()
     later_ms: float = 0.0
-    planned_ms: float = 0.0
+    planned_ms: float | None = None
 
 
 class SessionUse(InternalRecord, frozen=True):

@@ -201,8 +201,7 @@ async def _end_unflushed(connecting: asyncio.Task[AIOKafkaProducer], grace_s: fl
     Its `stop` would wait for the queue, possibly for ever. Pending requests are awaited, since the
     client does not end them properly once the connections are closed.
     """
-    await asyncio.wait({connecting}, timeout=grace_s)
-    if not connecting.done():
+    if not connecting.done():  # so nothing was sent
         connecting.cancel()
         await asyncio.wait({connecting}, timeout=grace_s)
     if not connecting.done() or connecting.cancelled() or connecting.exception() is not None:

@@ -514,10 +514,10 @@ def test_many_reservations_are_recorded_as_their_sum_and_costs_recomputed_to_the
     )
     (candidate,) = decision.candidates
     if len(others) <= MAX_RECORDED_RESERVATIONS:
-        assert (candidate.ahead_ms, candidate.planned_ms) == (tuple(others), 0.0)
+        assert (candidate.ahead_ms, candidate.planned_ms) == (tuple(others), None)
     else:
         assert candidate.ahead_ms == ()
-        assert candidate.planned_ms > 0 or not any(others)
+        assert (candidate.planned_ms or 0) > 0 or not any(others)
     recalled = reconstruct(to_assigned(decision))
     assert recalled is not None
     assert recalled.costs.tolist() == [candidate.cost]

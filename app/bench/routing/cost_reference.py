@@ -55,7 +55,7 @@ def predictive_cost(
     excess = context + added + ask.mean_output_tokens - candidate.capacity_tokens
     if is_bounded and excess > 0:
         wait_ms += excess / max(context, 1.0) * ask.mean_output_tokens * FULL_CACHE_WAIT * step_ms
-    planned_ms = candidate.planned_ms
+    planned_ms = candidate.planned_ms or 0.0
     for other_ms in candidate.ahead_ms:
         planned_ms += min(alone_ms, other_ms) + decode_weight * max(alone_ms, other_ms)
     wait_ms += planned_ms

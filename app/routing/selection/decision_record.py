@@ -102,7 +102,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
                     worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
                     prefill_tokens, taint, prompt_tokens, prefill_runs, busy_ms, others.get(i, ()),
                     slowness, chunk_tokens, capacity_tokens, curves[i], later_ms,
-                    sums.get(i, 0.0),
+                    sums.get(i),
                 ))  # fmt: skip
             else:
                 found.append(Candidate(
@@ -152,7 +152,8 @@ def candidates_from_record(candidates: Sequence[Candidate]) -> Candidates:
     for spot, c in zip(spots, candidates, strict=True):
         spot[RUNS], spot[TOKENS], spot[OPEN_TOKENS] = c.open_runs, c.prompt_tokens, c.open_tokens
         spot[PREFILL_TOKENS], spot[PREFILL_RUNS] = c.prefill_tokens, c.prefill_runs
-        spot[BUSY_MS], spot[STAGGER_MS], spot[PLANNED_MS] = c.busy_ms, c.later_ms, c.planned_ms
+        spot[BUSY_MS], spot[STAGGER_MS] = c.busy_ms, c.later_ms
+        spot[PLANNED_MS] = c.planned_ms or 0.0
         spot[SLOWDOWN:] = profile_columns(recorded_profile(c))
     blocks = [(c.overlap_blocks, c.host_blocks, c.disk_blocks) for c in candidates]
     others = [(i, ms) for i, c in enumerate(candidates) for ms in c.ahead_ms]
