@@ -226,7 +226,8 @@ class Log(Protocol):
 
         `moving=False` is for a fixed assignment: brokers are polled less often while there is
         nothing new, and a new assignment may wait a quarter of a second. With `gather_s`, polls
-        return records at most so often: small ones that were appended meanwhile come together.
+        return records at most so often: small ones that were appended meanwhile come together. The
+        first one after a pause comes at once.
         """
 
     def member(self, topic: str, group: str, ownership: RebalanceListener) -> Member:

@@ -233,14 +233,11 @@ class KafkaMember:
     async def _committed(
         self, consumer: AIOKafkaConsumer, partitions: Sequence[int]
     ) -> dict[int, int | None]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                questions = {
-                    p: group.create_task(consumer.committed(self._full(p))) for p in partitions
-                }
-        except ExceptionGroup as e:
-            raise e.exceptions[0] from e
-        return {p: question.result() for p, question in questions.items()}
+        """By partition, None without a commit; `consumer.committed` asks for each by itself."""
+        wanted = {p: self._full(p) for p in partitions}
+        coordinator = consumer._coordinator  # noqa: SLF001
+        found = await coordinator.fetch_committed_offsets(list(wanted.values()))
+        return {p: found[tp].offset if tp in found else None for p, tp in wanted.items()}
 
     async def _fetch(
         self, consumer: AIOKafkaConsumer, timeout_s: float, max_records: int

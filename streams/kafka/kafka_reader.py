@@ -36,7 +36,8 @@ _SETTLE_BYTES = 1024 * 1024
 less one batch of 8 MiB). That cannot have happened while no more than this was read."""
 
 _GATHER_BYTES = 1024 * 1024
-"""A broker answers a reader that gathers records when it has so many bytes, or after its time."""
+"""A broker answers a reader that gathers records when it has so many bytes, or after its time; an
+idle reader at the first record (`streams/kafka/fetching/session_fetcher.py`)."""
 
 _PATIENCE = 0.75
 """Fraction of the request time-out, which is meant for appends. A broker answers a reader in 250

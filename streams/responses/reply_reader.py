@@ -60,15 +60,23 @@ class ReplyReader:
     """All replies that a client awaits, fed between `start` and `close`."""
 
     def __init__(
-        self, log: Log, clock: Clock, lanes: int, broker_clock: BrokerClock | None = None
+        self,
+        log: Log,
+        clock: Clock,
+        lanes: int,
+        broker_clock: BrokerClock | None = None,
+        *,
+        moving: bool = True,
     ) -> None:
-        """`broker_clock` observes the records that are read live."""
+        """`broker_clock` observes the records that are read live.
+
+        `moving=False` is for a reader that will `pin` all lanes (`Log.reader`).
+        """
         self._log = log
         self._clock = clock
         self._lanes = lanes
-        self._live = LiveReader(
-            live := log.reader(), clock, IDLE_LANE_TTL_S, broker_clock or BrokerClock(clock)
-        )
+        live = log.reader(moving=moving)
+        self._live = LiveReader(live, clock, IDLE_LANE_TTL_S, broker_clock or BrokerClock(clock))
         self._history = CatchUpReader(log, clock, self._settle, self._hand_over)
         self._readers = (live, *self._history.readers)
         self._tasks: list[asyncio.Task[None]] = []

@@ -27,7 +27,8 @@ POLL_S = 1.0
 RECORDS_PER_POLL = 500
 """Decoded and applied without yielding, at 2-5 us each: the event loop is blocked for 1-3 ms."""
 GATHER_S = 0.02
-"""Records arrive up to so much later, and wake the process at most 50 times a second."""
+"""Records arrive up to so much later, and wake the process at most 50 times a second; the first
+ones after a pause arrive at once."""
 MAX_QUEUED_RECORDS = 4 * RECORDS_PER_POLL
 """Records that wait for one subscriber. More of them wait only for a view that is paused, or that
 takes longer to apply records than all views together to read them."""

@@ -26,6 +26,8 @@ class FetchNode:
         self.versions = (4, 17)
         self.requests: list[list[TopicPartition]] = []
         """Partitions that each request lists."""
+        self.waits: list[tuple[int, int]] = []
+        """Least bytes and longest wait, in ms, of each request."""
         self.is_away = False
         self.answers = asyncio.Event()
         self.answers.set()
@@ -41,6 +43,7 @@ class FetchNode:
         ]
         gone = [TopicPartition(t, p) for t, ps in known.forgotten_topics_data for p in ps]
         self.requests.append([tp for tp, _ in wanted] + gone)
+        self.waits.append((known.min_bytes, known.max_wait_time))
         if self.is_away:
             raise KafkaConnectionError("away")
         await self.answers.wait()

@@ -15,7 +15,7 @@ from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.errors import OffsetOutOfRangeError
 
 from streams.kafka.fetching.fetch_session import REQUESTS_WITHOUT_SESSION
-from streams.kafka.fetching.session_fetcher import SessionFetcher
+from streams.kafka.fetching.session_fetcher import IDLE_WAIT_MS, SessionFetcher
 from tests.harness.fetch_cluster import ANSWER_S, FetchCluster
 
 LANES = [TopicPartition("lanes", p) for p in range(4)]
@@ -24,12 +24,12 @@ LANES = [TopicPartition("lanes", p) for p in range(4)]
 class Consumer:
     """Fetcher and subscription of a consumer that was told its positions."""
 
-    def __init__(self, cluster: FetchCluster) -> None:
+    def __init__(self, cluster: FetchCluster, **options: Any) -> None:
         self.cluster = cluster
         self.node = cluster.nodes[1]
         self.subscription = SubscriptionState()
         self.fetcher = Fetcher(
-            cluster, self.subscription, prefetch_backoff=0.0, retry_backoff_ms=20
+            cluster, self.subscription, prefetch_backoff=0.0, retry_backoff_ms=20, **options
         )
         SessionFetcher.install(SimpleNamespace(_fetcher=self.fetcher))
         self.values: Counter[tuple[TopicPartition, int]] = Counter()
@@ -85,6 +85,28 @@ async def test_records_of_one_partition_list_that_one_alone(consumer: Consumer) 
     assert set(consumer.values) == {(LANES[2], at) for at in (5, 6, 7)}
     assert set(consumer.values.values()) == {1}
     assert consumer.state(LANES[2]).highwater == 8
+
+
+async def test_consumer_that_gathers_waits_longer_for_the_first_record_than_for_more() -> None:
+    consumer = Consumer(FetchCluster(LANES), fetch_min_bytes=1000, fetch_max_wait_ms=20)
+    node = consumer.node
+    consumer.assign(dict.fromkeys(LANES, 5))
+    await consumer.until(lambda: len(node.waits) > REQUESTS_WITHOUT_SESSION + 2)
+    gathering, idle = (1000, 20), (1, IDLE_WAIT_MS)
+    assert node.waits[: REQUESTS_WITHOUT_SESSION + 1] == [
+        *[gathering] * REQUESTS_WITHOUT_SESSION,
+        idle,
+    ]
+    for _ in range(2):
+        node.answers.clear()
+        at = len(node.waits)
+        await asyncio.sleep(2 * ANSWER_S)
+        consumer.cluster.ends[LANES[2]] += 1
+        node.answers.set()
+        await consumer.until(lambda at=at: len(node.waits) > at + 2)
+        assert gathering in node.waits[at:]
+        assert node.waits[-1] == idle
+    await consumer.fetcher.close()
 
 
 async def test_seek_while_a_fetch_is_under_way_reads_from_there(consumer: Consumer) -> None:

@@ -91,10 +91,16 @@ class ActiveStreams:
     async def start(self) -> None:
         """Begin to read the lanes of this gateway's share."""
         self._lanes = await self._log.partitions(RESPONSES)
-        self._replies = ReplyReader(self._log, self._clock, self._lanes, self._broker_clock)
+        lanes = [lane for lane in range(self._lanes) if self._reads(lane)]
+        self._replies = ReplyReader(
+            self._log,
+            self._clock,
+            self._lanes,
+            self._broker_clock,
+            moving=len(lanes) < self._lanes,
+        )
         self._replies.start()
         self._life.spawn("replies", self._replies.wait_until_failed())
-        lanes = [lane for lane in range(self._lanes) if self._reads(lane)]
         await retry_while_unavailable(self._clock, lambda: self._replies.pin(lanes))
 
     async def wait_idle(self, within_s: float) -> bool:

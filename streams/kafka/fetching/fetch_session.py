@@ -53,14 +53,24 @@ class SessionRequest(NamedTuple):
 class FetchSession:
     """The session with one broker; there is none at first."""
 
-    __slots__ = ("_answered", "_epoch", "_id", "positions")
+    __slots__ = ("_answered", "_epoch", "_id", "_was_empty", "positions")
 
     def __init__(self) -> None:
         self._id = NO_SESSION
         self._epoch = FINAL_EPOCH
         self._answered = 0
+        self._was_empty = False
         self.positions: Mapping[TopicPartition, int] = {}
         """Partitions and positions of the last request."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last response had no record, and was not one of the first after a (re)start.
+
+        An assignment that has just changed may change again, and a broker takes up the next request
+        of a connection only after the response to the one before.
+        """
+        return self._was_empty and self._answered >= REQUESTS_WITHOUT_SESSION
 
     def request(self, wanted: Mapping[TopicPartition, int]) -> SessionRequest:
         """The request that makes the broker's side equal to `wanted`, which must not change."""
@@ -76,9 +86,13 @@ class FetchSession:
         forgotten = [tp for tp in known if tp not in wanted]
         return SessionRequest(self._id, self._epoch, changed, forgotten)
 
-    def answered(self, session_id: int) -> None:
-        """The broker has answered the last request, without an error for the whole."""
+    def answered(self, session_id: int, *, is_empty: bool) -> None:
+        """The broker has answered the last request, without an error for the whole.
+
+        `is_empty`: the response has no records.
+        """
         self._answered += 1
+        self._was_empty = is_empty
         if session_id == NO_SESSION:
             opening = self._answered >= REQUESTS_WITHOUT_SESSION
             self._epoch = INITIAL_EPOCH if opening else FINAL_EPOCH
