@@ -60,11 +60,7 @@ class Unreadable(bytes):
 
 
 class Record(Protocol):
-    """One record as it was read.
-
-    The attribute names are those of the Kafka client's record, which is passed on unchanged:
-    wrapping every record would cost more than reading it.
-    """
+    """One record as it was read, with the attribute names of Kafka clients."""
 
     @property
     def partition(self) -> int:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
 
 from streams.errors import BrokerUnavailable, LogClosed, PositionLost
@@ -26,6 +26,7 @@ from streams.kafka.aiokafka_client import (
 )
 from streams.kafka.kafka_session import KafkaSession
 from streams.kafka.key_filter import KeyFilter
+from streams.kafka.record_batches import ReadRecord
 from streams.ports import Batches, Partition
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class KafkaReader:
         for tp, offset in self._next.items():
             consumer.seek(tp, offset)
 
-    def _take(self, found: Mapping[TopicPartition, list[ConsumerRecord[bytes, bytes]]]) -> Batches:
+    def _take(self, found: Mapping[TopicPartition, list[ReadRecord]]) -> Batches:
         batches: dict[Partition, list[Any]] = {}
         keys = self._selection.keys
         for tp, records in found.items():
@@ -263,11 +264,11 @@ class _Tails:
         self._empty: dict[TopicPartition, _LastResponse] = {}
         self._bytes = 0
 
-    def read(self, found: Mapping[TopicPartition, list[ConsumerRecord[bytes, bytes]]]) -> None:
+    def read(self, found: Mapping[TopicPartition, list[ReadRecord]]) -> None:
         """Count records that were taken out of the client's buffer."""
         if self._first:
             self._bytes += sum(
-                r.serialized_key_size + r.serialized_value_size + 100
+                len(r.key or b"") + len(r.value or b"") + 100
                 for records in found.values()
                 for r in records
             )

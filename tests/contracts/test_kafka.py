@@ -11,6 +11,8 @@ import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.consumer import fetcher
+from aiokafka.record.default_records import DefaultRecordBatch
 
 from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
@@ -348,11 +350,19 @@ class TestFetching:
 
 
 class TestAppending:
-    async def test_time_is_the_brokers(self, log: KafkaLog) -> None:
+    async def test_time_is_the_brokers(
+        self, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        responses: list[bytes] = []
+        parser = fetcher.MemoryRecords
+        monkeypatch.setattr(
+            fetcher, "MemoryRecords", lambda data: responses.append(data) or parser(data)
+        )
         appended = await log.append(REQUESTS, Entry(b"id", b"x"), 0)
         [record] = await read(log, REQUESTS, 0, 1)
         log_append_time = 1
-        assert record.timestamp_type == log_append_time  # type: ignore[attr-defined]
+        [fetched] = filter(None, responses)
+        assert DefaultRecordBatch(fetched).timestamp_type == log_append_time
         assert record.timestamp == appended.timestamp_ms
 
     async def test_largest_record_goes_through(self, log: KafkaLog) -> None:

@@ -16,7 +16,6 @@ import pytest
 import zstandard
 from aiokafka import TopicPartition
 from aiokafka.consumer import fetcher
-from aiokafka.consumer.fetcher import PartitionRecords
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 
@@ -25,7 +24,12 @@ from streams.kafka.decompression import DecompressionError, decompress
 from streams.kafka.kafka_log import KafkaLog
 from streams.kafka.kafka_reader import KafkaReader
 from streams.kafka.key_filter import KeyFilter
-from streams.kafka.record_batches import MAX_HEADERS, MAX_POLLED_BYTES, FetchedBatches
+from streams.kafka.record_batches import (
+    MAX_HEADERS,
+    MAX_POLLED_BYTES,
+    FetchedBatches,
+    PartitionRecords,
+)
 from streams.ports import Partition, Unreadable
 from streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
 
@@ -55,7 +59,12 @@ def read(data: bytes, start: int = 10) -> tuple[list[Any], int]:
     """What a consumer makes of it, and its next position."""
     tp = TopicPartition("t", 0)
     reading = PartitionRecords(tp, FetchedBatches(data), [], start, None, None, True, 0)
-    return list(reading), reading.next_fetch_offset
+    found: list[Any] = []
+    has_more = True
+    while has_more:
+        polled, has_more = reading.take(None)
+        found += polled
+    return found, reading.next_fetch_offset
 
 
 def test_consumers_of_a_process_read_so_as_soon_as_there_is_a_log() -> None:

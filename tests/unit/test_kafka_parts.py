@@ -15,7 +15,6 @@ import pytest
 from aiokafka import TopicPartition
 from aiokafka.consumer import group_coordinator
 from aiokafka.errors import KafkaConnectionError
-from aiokafka.structs import ConsumerRecord
 
 from streams.errors import AccessDenied, BrokerUnavailable, LogClosed
 from streams.kafka.aiokafka_client import LazyConsumer, LogRateLimiter, limit_client_logs
@@ -23,13 +22,14 @@ from streams.kafka.connection_options import ConnectionOptions
 from streams.kafka.kafka_log import KafkaLog
 from streams.kafka.kafka_reader import _LastResponse, _Tails
 from streams.kafka.provision import describe_topics
+from streams.kafka.record_batches import ReadRecord
 from streams.ports import Appended, Entry
 
 LANE, OTHER = TopicPartition("t.registry", 0), TopicPartition("t.kv-events", 3)
 
 
-def record(size: int) -> ConsumerRecord[bytes, bytes]:
-    return ConsumerRecord("t.kv-events", 3, 0, 0, 1, b"", b"", None, 0, size, ())
+def record(size: int) -> ReadRecord:
+    return ReadRecord(3, 0, 0, b"", bytes(size), ())
 
 
 class TestTails:
