@@ -48,6 +48,7 @@ from app.routing.state.ledger import LedgerState
 from app.routing.state.performance import PerformanceModel
 from app.routing.worker_rank import WorkerRank
 from app.wait_queue import Priority, QueueName, WaitQueue
+from indexer.events import Tier
 from streams.clock import BrokerClock
 from streams.records import Finished, Heartbeat, LogRecord, ModelCard, PrefillDone, WorkerCard
 
@@ -381,8 +382,8 @@ class Scheduler:
         prompt, model = wanted.prompt, wanted.prompt.request.model
         self.waiting_keys.add(wanted.key)
         block = self._pools.pool(model, "aggregated", self._broker_clock.now_ms()).block_size
-        held = self._index.overlaps(prompt.local_hashes(block)).values()
-        cached = max((overlap.device for overlap in held), default=0) * block
+        depths = self._index.depths(prompt.local_hashes(block)).depths  # found when it was planned
+        cached = int(depths[:, Tier.DEVICE].max(initial=0)) * block
         uncached = max(prompt.tokens - cached, 0)
         self._end_waiting(wanted)
         size = self._sizes[wanted.key] = _Size(uncached, prompt.request.prompt_bytes)

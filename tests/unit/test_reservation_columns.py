@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from app.routing.queueing.fair_share import ClassConfig, FairQueue, QueueKey, ShareCost
 from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, PendingRequests
 from app.routing.queueing.reservation_columns import MIN_ROWS, ReservationColumns
+from app.routing.selection.candidate_table import NO_ROW, CandidateTable
 from app.routing.selection.decision import Reservation
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.worker_rank import WorkerRank
@@ -103,3 +104,18 @@ def test_a_request_that_came_earlier_and_reserves_later_has_its_row_where_it_cam
     for n in (3, 1, 2, 0):
         columns.set(n, Reservation(PLACES[n], float(n), 0))
     assert reserved(columns.others(2)) == [(PLACES[n], float(n)) for n in (0, 1, 3)]
+
+
+def test_a_table_follows_the_places_of_reservations() -> None:
+    table, columns = CandidateTable([]), ReservationColumns()
+    table._row_of = {place: n for n, place in enumerate(PLACES)}
+    elsewhere = [WorkerRank(f"x{n}", 0, 0) for n in range(2 * MIN_ROWS)]
+    for arrival, place in enumerate([*PLACES, *elsewhere, *PLACES]):
+        columns.set(arrival, Reservation(place, 1.0, 0))
+        if arrival >= len(PLACES):
+            columns.clear(arrival - len(PLACES))
+        places = columns.others(None).worker_ranks
+        assert table.rows_of_reserved(places).tolist() == [
+            *table.rows_of(places).tolist(), NO_ROW
+        ]  # fmt: skip
+    assert len(places) < len(elsewhere), "the places were replaced meanwhile"

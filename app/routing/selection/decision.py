@@ -41,7 +41,7 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
 class PlannedReservations(msgspec.Struct, frozen=True, gc=False):
     """Reservations in the order of their requests' arrival: `numbers` i64 (reservations,), which of
     `worker_ranks` each is for, -1 for none; `prefill_ms` f64 (reservations,). `own`: the position
-    of one that does not count, -1 for none.
+    of one that does not count, -1 for none. `worker_ranks` is replaced or continued, never changed.
     """
 
     worker_ranks: Sequence[WorkerRank]
@@ -109,6 +109,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     """A place was chosen. `prefill_tokens`: tokens that the request adds to the prefill there. The
     fields hold all inputs of the costs that are not in the request. `at_ms`: when it was decided.
     `session_rank`: the place of the request's session, if affinity was considered.
+    `overlap_blocks`: blocks of the prompt cached at its place, in any tier.
     """
 
     worker_rank: WorkerRank
@@ -123,17 +124,12 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     at_ms: int = 0
     forecast: Forecast = Forecast()
     session_rank: WorkerRank | None = None
+    overlap_blocks: int = 0
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The candidates to record: the best ones, and the chosen one."""
         return self.record.candidates
-
-    @property
-    def overlap_blocks(self) -> int:
-        """Blocks of the prompt cached at its place, in any tier."""
-        each = self.record.candidate(self.worker_rank)
-        return each.overlap_blocks + each.host_blocks + each.disk_blocks if each else 0
 
     @property
     def load(self) -> WorkerLoad:

@@ -137,11 +137,12 @@ def _reservations(
     cost_kernels.record_reservations(rows, size, *options.reservations, positions, ahead)
     each: dict[int, tuple[float, ...]] = {}
     sums: dict[int, float] = {}
-    for i, (count, *prefill_ms) in zip(rows[:size, 0].tolist(), ahead.tolist(), strict=True):
+    for row in np.flatnonzero(ahead[:, 0]).tolist():
+        i, count = rows.item(row, 0), int(ahead.item(row, 0))
         if count > MAX_RECORDED_RESERVATIONS:
             sums[i] = results.item(i, PLANNED)
-        elif count:
-            each[i] = tuple(prefill_ms[: int(count)])
+        else:
+            each[i] = tuple(ahead[row, 1 : 1 + count].tolist())
     return each, sums
 
 

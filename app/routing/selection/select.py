@@ -146,7 +146,8 @@ def select_worker(
         if (hold := wait_for_rank(outlook, view.now_ms)) is not None:
             return hold
     device, host, disk = options.blocks[chosen].tolist()
-    cached = min(int(device + host + disk) * pool.block_size, prompt.tokens)
+    overlap_blocks = int(device + host + disk)
+    cached = min(overlap_blocks * pool.block_size, prompt.tokens)
     tracked = tuning.policy != "direct" and params.get("track_prefill_tokens", 1.0)
     reuse = params.get("assume_kv_reuse", 1.0)
     return Placement(
@@ -162,6 +163,7 @@ def select_worker(
         at_ms=view.now_ms,
         forecast=outlook,
         session_rank=session_rank,
+        overlap_blocks=overlap_blocks,
     )
 
 
@@ -265,7 +267,7 @@ def reservation_rows(table: CandidateTable, planned: PlannedReservations) -> Res
     """Reservations by the rows of a table, in memory of their own as to the rows."""
     if not len(planned.numbers):
         return NO_RESERVATIONS
-    rows = table.rows_of((*planned.worker_ranks, None))[planned.numbers]  # the last: -1
+    rows = table.rows_of_reserved(planned.worker_ranks)[planned.numbers]
     if planned.own >= 0:
         rows[planned.own] = NO_ROW
     return Reservations(rows, planned.prefill_ms)
