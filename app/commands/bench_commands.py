@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -47,42 +48,28 @@ class Benchmark(NamedTuple):
     full: Any
 
 
-class BenchCommand:
-    """A command with options `--full` and `--json` only, and the same as a function.
+Load = Callable[[], Benchmark]
+"""Imports a benchmark when it is run, so that `--help` is quick; its docstring is the help text."""
 
-    `load` imports the benchmark when it is run, so that `--help` is quick; its docstring is the
-    help text.
+
+def _command(load: Load, *, exits: bool = False) -> Callable[..., None]:
+    """A command with options `--full` and `--json` only.
+
+    Its exit code is 0 whatever the figures are; with `exits`, 1 if a threshold is missed.
     """
+    name = load.__name__.replace("_", "-")
 
-    def __init__(self, load: Callable[[], Benchmark], *, exits: bool) -> None:
-        self._name = load.__name__.replace("_", "-")
-        self._load = load
+    def command(*, full: Full = False, json: Json = None) -> None:
+        run, quick, form = load()
+        report = _measure(name, partial(run, Settings(), form if full else quick), json)
+        if exits:
+            _require_passed(report)
 
-        def command(*, full: Full = False, json: Json = None) -> None:
-            if not self.run(full=full, json=json) and exits:
-                raise typer.Exit(1)
-
-        app.command(self._name, help=load.__doc__)(command)
-
-    def run(self, *, full: bool, json: Path | None = None) -> bool:
-        """Run the benchmark; whether it passed all its thresholds."""
-        run, quick, form = self._load()
-        form = form if full else quick
-        return _measure(
-            self._name,
-            lambda out, progress: run(Settings(), form, out, progress),
-            json,
-        ).is_passed
+    app.command(name, help=load.__doc__)(command)
+    return command
 
 
-def _command(load: Callable[[], Benchmark]) -> BenchCommand:
-    """A command whose exit code is 0 whatever the figures are."""
-    return BenchCommand(load, exits=False)
-
-
-def _checked_command(load: Callable[[], Benchmark]) -> BenchCommand:
-    """A command whose exit code is 1 if a threshold is missed."""
-    return BenchCommand(load, exits=True)
+_checked_command = partial(_command, exits=True)
 
 
 @app.command()
@@ -103,12 +90,17 @@ def faults(
     every request ended once with the right text. A failed seed can be replayed exactly. Exit
     code 1 if a seed fails.
     """
-    from app.bench.fault_seeds import seed_history as history
+    from app.bench.fault_seeds import seed_history, simulate_seeds
 
     if replay is not None:
-        typer.echo(history(replay, about))
-    elif not _faults(seeds, first, jobs, json):
-        raise typer.Exit(1)
+        typer.echo(seed_history(replay, about))
+        return
+    at_a_time = jobs or os.cpu_count() or 1
+
+    async def measure(_: Callback, progress: Callback) -> Report:
+        return simulate_seeds(seeds, first, at_a_time, lambda _: progress(1 / seeds))
+
+    _require_passed(_measure("seeds", measure, json))
 
 
 @_command
@@ -219,7 +211,10 @@ def rebuild(
     From snapshots and the tail, and from the log alone, beside a start with empty topics. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
-    _rebuild(blocks, full=full, json=json)
+    from app.bench.routing.cold_start import ColdStartScale, bench_cold_start
+
+    scale = ColdStartScale(blocks, rounds=5 if full else 2)
+    _measure("rebuild", partial(bench_cold_start, Settings(), scale), json)
 
 
 @app.command()
@@ -246,12 +241,13 @@ def index(
     With --peers beside the Rust crate of Dynamo in the same process, on the same data, with
     answers compared. Throughput is CPU time; latencies are measured inside the compiled code.
     """
-    if pauses:
-        from app.bench.index.index_bench import bench_index_pauses as run_pauses
+    from app.bench.index.index_bench import FULL, QUICK, bench_index, bench_index_pauses
 
-        _measure("index pauses", lambda _, progress: run_pauses(progress), json)
+    if pauses:
+        _measure("index pauses", lambda _, progress: bench_index_pauses(progress), json)
     else:
-        _index(full=full, json=json, peers=peers, trace=trace)
+        scale = FULL if full else QUICK
+        _measure("index", partial(bench_index, scale, peers=peers, trace=trace), json)
 
 
 @_command
@@ -289,8 +285,19 @@ def simulate(
     too. Exit code 1 if a threshold is missed; those that need --trace are missed without it.
     """
     _require_matplotlib(plot)
-    if not _simulate(full=full, trace=trace, keep=keep, jobs=jobs, plot=plot, json=json):
-        raise typer.Exit(1)
+    from app.bench.plots import plot_thresholds
+    from app.bench.routing.policy_scenarios import FULL, QUICK
+    from app.bench.routing.policy_simulation import bench_policies
+
+    scale, at_a_time = FULL if full else QUICK, jobs or os.cpu_count() or 1
+    report = _measure(
+        "simulate",
+        lambda out, progress: bench_policies(scale, trace, out, progress, keep, at_a_time),
+        json,
+    )
+    if plot is not None:
+        plot_thresholds(report.bars, plot)
+    _require_passed(report)
 
 
 @app.command()
@@ -320,19 +327,29 @@ def chaos(
     of three brokers, and most requests go through Kafka. --resume continues an earlier run. Exit
     code 1 if a threshold is missed.
     """
-    from app.bench.chaos.chaos_run import PROCESS_FAULTS
+    from app.bench.chaos.chaos_run import PROCESS_FAULTS, ChaosScale, bench_chaos, read_rounds
     from app.bench.chaos.fault_injection import FAULT_KINDS
+    from app.bench.plots import plot_chaos
 
     kinds = tuple(filter(None, only.split(","))) or PROCESS_FAULTS
     if unknown := set(kinds) - set(FAULT_KINDS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: one of {', '.join(FAULT_KINDS)}")
     _require_matplotlib(plot)
-    form = {
-        "seed": seed, "kinds": kinds, "rate": rate, "tokens": tokens, "workers": workers,
-        "limit_s": 60 * minutes,
-    }  # fmt: skip
-    if not _chaos(kills, form, json, resume, logs, plot):
-        raise typer.Exit(1)
+    scale = ChaosScale(
+        kills, seed=seed, kinds=kinds, rate=rate, tokens=tokens, workers=workers,
+        limit_s=60 * minutes,
+    )  # fmt: skip
+    lines = read_rounds(resume)
+    report = _measure(
+        "chaos",
+        lambda out, progress: bench_chaos(
+            Settings(), scale, out, progress, lines, log_file=resume, output_folder=logs
+        ),
+        json,
+    )
+    if plot is not None:
+        plot_chaos(lines, plot)
+    _require_passed(report)
 
 
 @app.command()
@@ -352,8 +369,21 @@ def overload(
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
     _require_matplotlib(plot)
-    if not _overload(FULL_MINUTES if full else minutes, factor, json, plot):
-        raise typer.Exit(1)
+    from app.bench.chaos.overload import OverloadResult, OverloadScale, bench_overload
+    from app.bench.plots import plot_overload
+
+    scale = OverloadScale(60 * (FULL_MINUTES if full else minutes), factor)
+    results: list[OverloadResult] = []
+
+    async def measure(out: Callback, progress: Callback) -> Report:
+        report, found = await bench_overload(Settings(), scale, out, progress)
+        results.append(found)
+        return report
+
+    report = _measure("overload", measure, json)
+    if plot is not None:
+        plot_overload(results[0], plot)
+    _require_passed(report)
 
 
 @_command
@@ -388,31 +418,35 @@ def routers(
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Quick: half a minute of each; --full: one
     and a half. Exit code 1 if the state of a router is wrong.
     """
+    from app.bench.routing import routers_kafka, routers_simulated
+
     if not kafka:
-        _routers(full=full, trace=trace, json=json)
+        size = routers_simulated.FULL if full else routers_simulated.QUICK
+        run = partial(routers_simulated.bench_simulated_routers, size, trace)
+        _measure("routers", run, json)
         return
     if trace is not None:
         raise typer.BadParameter("--kafka generates its requests: leave --trace out")
-    if not _routers_kafka(full=full, json=json):
-        raise typer.Exit(1)
+    scale = routers_kafka.FULL if full else routers_kafka.QUICK
+    run = partial(routers_kafka.bench_kafka_routers, Settings(), scale)
+    _require_passed(_measure("routers", run, json))
 
 
 @app.command(name="all")
 def every(*, full: Full = False) -> None:
     """Run every benchmark, one after the other. Exit code 1 if a threshold is missed."""
-    for command in (router_latency, tokens, gateway):
-        command.run(full=full)
-    _rebuild(full=full)
-    passed = [attach.run(full=full)]
-    _index(full=full, peers=True)
-    decision.run(full=full)
-    _simulate(full=full)  # most of its thresholds need a trace that is not part of kvlane
-    _routers(full=full)
+    for ungated in (router_latency, tokens, gateway, rebuild):
+        ungated(full=full)
+    passed = [_passes(attach, full=full)]
+    index(full=full, peers=True)
+    decision(full=full)
+    _passes(simulate, full=full)  # most of its thresholds need a trace that is not part of kvlane
+    routers(full=full)
     passed += [
-        _routers_kafka(full=full),
-        _chaos(FULL_KILLS if full else QUICK_KILLS),
-        _overload(FULL_MINUTES if full else 1.0),
-        _faults(FULL_SEEDS if full else QUICK_SEEDS),
+        _passes(routers, kafka=True, full=full),
+        _passes(chaos, kills=FULL_KILLS if full else QUICK_KILLS),
+        _passes(overload, full=full),
+        _passes(faults, seeds=FULL_SEEDS if full else QUICK_SEEDS),
     ]
     if not all(passed):
         raise typer.Exit(1)
@@ -441,118 +475,16 @@ def _measure(name: str, run: RunBenchmark, json: Path | None = None) -> Report:
     return report
 
 
-def _rebuild(blocks: int = 2_300_000, *, full: bool, json: Path | None = None) -> None:
-    from app.bench.routing.cold_start import ColdStartScale, bench_cold_start
-
-    form = ColdStartScale(blocks, rounds=5 if full else 2)
-    _measure(
-        "rebuild",
-        lambda out, progress: bench_cold_start(Settings(), form, out, progress),
-        json,
-    )
+def _require_passed(report: Report) -> None:
+    """End with exit code 1 if a threshold is missed."""
+    if not report.is_passed:
+        raise typer.Exit(1)
 
 
-def _index(*, full: bool, json: Path | None = None, **options: Any) -> None:
-    from app.bench.index.index_bench import FULL, QUICK, bench_index
-
-    form = FULL if full else QUICK
-    _measure("index", lambda out, progress: bench_index(form, out, progress, **options), json)
-
-
-def _simulate(
-    *,
-    full: bool,
-    trace: Path | None = None,
-    keep: Path | None = None,
-    jobs: int = 0,
-    plot: Path | None = None,
-    json: Path | None = None,
-) -> bool:
-    from app.bench.plots import plot_thresholds
-    from app.bench.routing.policy_scenarios import FULL, QUICK
-    from app.bench.routing.policy_simulation import bench_policies
-
-    form, at_a_time = FULL if full else QUICK, jobs or os.cpu_count() or 1
-    report = _measure(
-        "simulate",
-        lambda out, progress: bench_policies(form, trace, out, progress, keep, at_a_time),
-        json,
-    )
-    if plot is not None:
-        plot_thresholds(report.bars, plot)
-    return report.is_passed
-
-
-def _routers(*, full: bool, trace: Path | None = None, json: Path | None = None) -> None:
-    from app.bench.routing.routers_simulated import FULL, QUICK, bench_simulated_routers
-
-    form = FULL if full else QUICK
-    _measure(
-        "routers", lambda out, progress: bench_simulated_routers(form, trace, out, progress), json
-    )
-
-
-def _routers_kafka(*, full: bool, json: Path | None = None) -> bool:
-    from app.bench.routing.routers_kafka import FULL, QUICK, bench_kafka_routers
-
-    form = FULL if full else QUICK
-    return _measure(
-        "routers",
-        lambda out, progress: bench_kafka_routers(Settings(), form, out, progress),
-        json,
-    ).is_passed
-
-
-def _chaos(
-    kills: int,
-    form: dict[str, Any] | None = None,
-    json: Path | None = None,
-    resume: Path | None = None,
-    logs: Path | None = None,
-    plot: Path | None = None,
-) -> bool:
-    from app.bench.chaos.chaos_run import ChaosScale, bench_chaos, read_rounds
-    from app.bench.plots import plot_chaos
-
-    lines, whole = read_rounds(resume), ChaosScale(kills, **form or {})
-    report = _measure(
-        "chaos",
-        lambda out, progress: bench_chaos(
-            Settings(), whole, out, progress, lines, log_file=resume, output_folder=logs
-        ),
-        json,
-    )
-    if plot is not None:
-        plot_chaos(lines, plot)
-    return report.is_passed
-
-
-def _overload(
-    minutes: float, factor: float = 2.0, json: Path | None = None, plot: Path | None = None
-) -> bool:
-    from app.bench.chaos.overload import OverloadResult, OverloadScale, bench_overload
-    from app.bench.plots import plot_overload
-
-    results: list[OverloadResult] = []
-
-    async def measure(out: Callback, progress: Callback) -> Report:
-        report, found = await bench_overload(
-            Settings(), OverloadScale(60 * minutes, factor), out, progress
-        )
-        results.append(found)
-        return report
-
-    report = _measure("overload", measure, json)
-    if plot is not None:
-        plot_overload(results[0], plot)
-    return report.is_passed
-
-
-def _faults(seeds: int, first: int = 0, jobs: int = 0, json: Path | None = None) -> bool:
-    from app.bench.fault_seeds import simulate_seeds
-
-    async def measure(_: Callback, progress: Callback) -> Report:
-        at_a_time = jobs or os.cpu_count() or 1
-        return simulate_seeds(seeds, first, at_a_time, lambda _: progress(1 / seeds))
-
-    return _measure("seeds", measure, json).is_passed
+def _passes(command: Callable[..., None], **options: Any) -> bool:
+    """Run a command of this module; whether it passed all its thresholds."""
+    try:
+        command(**options)
+    except typer.Exit:
+        return False
+    return True
