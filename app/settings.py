@@ -14,7 +14,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from pydantic import (
     AfterValidator,
@@ -67,6 +67,15 @@ def _readable(path: Path) -> Path:
 
 
 ReadableFile = Annotated[Path, AfterValidator(_readable)]
+
+
+class TopicOptions(TypedDict):
+    """Arguments that create the topics of a deployment, or compare them with the broker's."""
+
+    lanes: int
+    replication: int
+    min_insync: int
+    partitions: dict[str, int]
 
 
 class Settings(BaseSettings):
@@ -736,6 +745,15 @@ class Settings(BaseSettings):
             ASSIGNMENTS: self.assignments_partitions,
             KV_EVENTS: self.kv_events_partitions,
         }
+
+    def topic_options(self) -> TopicOptions:
+        """Arguments of `create_topics` and `describe_topics` of `streams/kafka/provision.py`."""
+        return TopicOptions(
+            lanes=self.lanes,
+            replication=self.replication_factor,
+            min_insync=self.min_insync_replicas,
+            partitions=self.partitions,
+        )
 
     @property
     def taint_names(self) -> tuple[str, ...]:

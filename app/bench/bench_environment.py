@@ -13,17 +13,18 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from app.local.processes import ManagedProcess, launch
+from app.local.processes import ManagedProcess, free_port, launch, process_command
 from app.operator_error import OperatorError
 from app.settings import Settings, variable_name
 from streams.brokers.broker_factory import Broker, obtain_broker
 from streams.brokers.watchdog import ProcessGuard
 from streams.clock import Clock, SystemClock
-from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.provision import create_topics
 from streams.record_publisher import RecordPublisher
 from streams.records import EngineConfig, WorkerCard
 from streams.topics import ASSIGNMENTS, REGISTRY, partition_of
@@ -31,12 +32,22 @@ from streams.topics import ASSIGNMENTS, REGISTRY, partition_of
 READY_TIMEOUT_S = 60.0
 """Start timeout of a process; imports take five seconds on a machine with one idle core."""
 STOP_TIMEOUT_S = 10.0
+POLL_S = 0.1
+READY_LINE = " is ready\n"
+"""End of the line that every process logs when it has started."""
 
 PrintLine = Callable[[str], None]
 
 
 class BenchFailed(OperatorError):
     """A benchmark cannot be finished: the message has the reason."""
+
+
+class MeasuredGateway(NamedTuple):
+    """A gateway process and its port."""
+
+    process: ManagedProcess
+    port: int
 
 
 class BenchEnvironment:
@@ -66,6 +77,7 @@ class BenchEnvironment:
             "lanes": self.settings.lanes,
             "replication_factor": self.settings.replication_factor,
             "min_insync_replicas": self.settings.min_insync_replicas,
+            "log_level": "INFO",  # of the line that says that it is ready
             **changes,
         }
         environment = {variable_name(key): str(value) for key, value in values.items()}
@@ -75,14 +87,43 @@ class BenchEnvironment:
         self._children.append(child)
         return child
 
-    async def wait_until(self, condition: Callable[[], bool], process: ManagedProcess) -> None:
+    async def start_gateway(
+        self, model: str, context_length: int, **changes: object
+    ) -> MeasuredGateway:
+        """A gateway that listens and a worker card of the model, without a router."""
+        port = free_port()
+        process = self.launch("gateway", *process_command("gateway"), http_port=port, **changes)
+        config = EngineConfig(model=model, context_length=context_length)
+        await self.register_worker("bench-1", config)
+        await self.wait_ready(process)
+        return MeasuredGateway(process, port)
+
+    async def start_feeder(self, *pace: object) -> ManagedProcess:
+        """A worker without an engine that is ready: `app/bench/streaming/token_feeder.py`."""
+        feeder = self.launch("feeder", "app.bench.streaming.token_feeder", *map(str, pace))
+        await self.wait_until(lambda: "ready" in feeder.output, feeder)
+        return feeder
+
+    async def wait_ready(
+        self, process: ManagedProcess, timeout_s: float = READY_TIMEOUT_S, poll_s: float = POLL_S
+    ) -> None:
+        """Wait until a process has started. Raises BenchFailed, ProcessFailed."""
+        await self.wait_until(lambda: READY_LINE in process.output, process, timeout_s, poll_s)
+
+    async def wait_until(
+        self,
+        condition: Callable[[], bool],
+        process: ManagedProcess,
+        timeout_s: float = READY_TIMEOUT_S,
+        poll_s: float = POLL_S,
+    ) -> None:
         """Wait for a condition that a process brings about. Raises BenchFailed, ProcessFailed."""
-        deadline = self.clock.now() + READY_TIMEOUT_S
+        deadline = self.clock.now() + timeout_s
         while not condition():
             process.check()
             if self.clock.now() > deadline:
-                raise BenchFailed(f"{process.name} was not ready within {READY_TIMEOUT_S:g} s")
-            await self.clock.sleep(0.1)
+                raise BenchFailed(f"{process.name} was not ready within {timeout_s:g} s")
+            await self.clock.sleep(poll_s)
 
     async def register_worker(
         self, name: str, config: EngineConfig, busy_prefill_tokens: int | None = None
@@ -150,19 +191,8 @@ async def bench_environment(
         await log.start()
         on = BenchEnvironment(settings, guard, log, clock, broker)
         try:
-            await create_topics(log, settings)
+            await create_topics(log, **settings.topic_options())
             yield on
         finally:
             on.stop_all()
             await log.close()
-
-
-async def create_topics(log: KafkaLog, settings: Settings) -> None:
-    """Create the topics of a deployment."""
-    await provision.create_topics(
-        log,
-        lanes=settings.lanes,
-        replication=settings.replication_factor,
-        min_insync=settings.min_insync_replicas,
-        partitions=settings.partitions,
-    )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from app.bench.process_pool import process_pool
-from app.bench.report import Report, Threshold
+from app.bench.report import Report, none_of
 
 
 class SeedResult(NamedTuple):
@@ -55,7 +55,7 @@ def simulate_seeds(
     }
     lines = [f"seed {s.seed}: {'; '.join(s.problems)}" for s in bad]
     lines += [f"{count} x {kind}" for kind, count in kinds.most_common()]
-    bars = [Threshold("seeds with a problem", len(bad), "seeds", "0", not bad)]
+    bars = [none_of("seeds with a problem", len(bad), "seeds")]
     return Report("faults", [row], bars, lines=lines)
 
 

@@ -28,9 +28,8 @@ from app.bench.routing.decision_latency import (
     queued_times,
 )
 from app.bench.routing.router_load import MODEL, RegisteredWorkers, SharedPrefixPrompts
-from app.bench.streaming.raw_http import wait_listening
 from app.bench.streaming.token_latency import STREAMS, TOKENS_PER_S, token_round
-from app.local.processes import ManagedProcess, free_port, process_command
+from app.local.processes import ManagedProcess, process_command
 from app.settings import Settings
 from indexer.block_keys import prompt_keys
 from indexer.epochs import CacheId
@@ -47,7 +46,6 @@ STORE_BLOCKS, MATCH_BLOCKS, MATCHES = 1024, 64, 2000
 HOLDERS = 64
 WAITING_REQUESTS = 2000
 STREAM_MEMORY = "memory of an open stream in a gateway"
-READY_LINE = " is ready\n"
 RSS_INTERVAL_S = 0.1
 MIN_TOKENS = 100
 """Tokens of a stream: with fewer the cost of its request would be that of its tokens."""
@@ -106,7 +104,8 @@ async def bench_growth(
     for count in (1, DEFAULT_LANES, 10 * DEFAULT_LANES):
         changed = settings.model_copy(update={"lanes": count})
         async with bench_environment(changed, print_line) as on:
-            port, gateway = await _gateway(on)
+            gateway, port = await on.start_gateway(MODEL, 131_072)
+            await token_round(on, "kvlane", 1, TOKENS_PER_S // STREAMS, gateway, port)
             lanes[count] = await _token_us(on, gateway, port, STREAMS, scale.streams_s)
             if count == DEFAULT_LANES:
                 for open_streams in (STREAMS // 10, STREAMS, 10 * STREAMS):
@@ -183,15 +182,6 @@ def _index_times(blocks: int) -> tuple[float, float]:
     return stored_s / blocks * 1e6, matched_s / MATCHES * 1e6
 
 
-async def _gateway(on: BenchEnvironment) -> tuple[int, ManagedProcess]:
-    port = free_port()
-    gateway = on.launch("gateway", *process_command("gateway"), http_port=port)
-    await on.register_worker("bench-1", EngineConfig(model=MODEL, context_length=131_072))
-    await wait_listening(port, on.clock, gateway.check)
-    await token_round(on, "kvlane", 1, TOKENS_PER_S // STREAMS, gateway, port)
-    return port, gateway
-
-
 async def _token_us(
     on: BenchEnvironment, gateway: ManagedProcess, port: int, streams: int, seconds: float
 ) -> float:
@@ -219,8 +209,8 @@ async def _waiting_memory(on: BenchEnvironment) -> list[Threshold]:
     await producer.start()
     beating = asyncio.create_task(RegisteredWorkers(producer, [card]).send_heartbeats())
     try:
-        router = on.launch("router", *process_command("router"), log_level="INFO")
-        await on.wait_until(lambda: READY_LINE in router.output, router)
+        router = on.launch("router", *process_command("router"))
+        await on.wait_ready(router)
         prompts = SharedPrefixPrompts(on.settings.lanes, config.model)
         await _send(producer, prompts, WAITING_REQUESTS // 10)
         await on.clock.sleep(SETTLE_S)

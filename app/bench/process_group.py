@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from app.bench.bench_environment import BenchEnvironment, BenchFailed
+from app.bench.bench_environment import READY_LINE, BenchEnvironment, BenchFailed
 from app.local.processes import ManagedProcess, process_command
 
-READY_LINE = " is ready\n"
-"""End of the line that every process logs when it has started."""
 READY_TIMEOUT_S = 90.0
 """Start timeout of a process, with several of them starting on a busy machine."""
 STOP_TIMEOUT_S = 60.0
@@ -59,10 +57,6 @@ class ProcessGroup:
         """The names of all processes of a kind, in order."""
         return [part.name for part in self._parts.values() if part.kind == kind]
 
-    def kind_of(self, name: str) -> str:
-        """The kind of a process."""
-        return self._parts[name].kind
-
     @property
     def processes(self) -> Mapping[str, ManagedProcess]:
         """The processes by name."""
@@ -75,7 +69,7 @@ class ProcessGroup:
             life = self._lives[name] = self._lives.get(name, 0) + 1
             own = {"worker_id": name, "router_id": name, **self._settings, **part.settings}
             self._children[name] = self._on.launch(
-                f"{name}.{life}", *process_command(part.kind), **{"log_level": "INFO", **own}
+                f"{name}.{life}", *process_command(part.kind), **own
             )
 
     async def wait_ready(self, *names: str) -> None:

@@ -97,6 +97,11 @@ def at_least(name: str, value: float, unit: str, limit: float) -> Threshold:
     return Threshold(name, value, unit, f">= {limit:g}", value >= limit)
 
 
+def none_of(name: str, count: float, unit: str = "") -> Threshold:
+    """A number of faults, of which none is allowed."""
+    return Threshold(name, count, unit, "0", not count)
+
+
 def figure(name: str, value: float, unit: str) -> Threshold:
     """A figure without a limit."""
     return Threshold(name, value, unit, "", met=True)

@@ -99,13 +99,7 @@ async def _topics(*, creating: bool) -> bool:
     settings = Settings()
     work = provision.create_topics if creating else provision.describe_topics
     async with connect_kafka(settings, "kvlane-topics") as log:
-        states = await work(
-            log,
-            lanes=settings.lanes,
-            replication=settings.replication_factor,
-            min_insync=settings.min_insync_replicas,
-            partitions=settings.partitions,
-        )
+        states = await work(log, **settings.topic_options())
     Console().print(_table(states, settings.topic_prefix), highlight=False)
     return all(state.is_as_expected for state in states)
 

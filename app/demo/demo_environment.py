@@ -23,8 +23,8 @@ from app.settings import Settings, variable_name
 from streams.brokers.broker_factory import Broker
 from streams.brokers.watchdog import ProcessGuard
 from streams.clock import Clock
-from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.provision import create_topics
 from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_log import MemoryLog
 from streams.ports import Log
@@ -73,13 +73,7 @@ async def demo_environment(
         try:
             await log.start()
             if isinstance(log, KafkaLog):
-                await provision.create_topics(
-                    log,
-                    lanes=settings.lanes,
-                    replication=settings.replication_factor,
-                    min_insync=settings.min_insync_replicas,
-                    partitions=settings.partitions,
-                )
+                await create_topics(log, **settings.topic_options())
             yield DemoEnvironment(log, parts, settings)
         finally:
             await parts.stop()

@@ -206,13 +206,7 @@ class _Deployment:
         workers = WorkerObserver(log, self._clock, s.worker_timeout_s, s.heartbeat_interval_s)
         try:
             await log.start()
-            await provision.create_topics(
-                log,
-                lanes=s.lanes,
-                replication=s.replication_factor,
-                min_insync=s.min_insync_replicas,
-                partitions=s.partitions,
-            )
+            await provision.create_topics(log, **s.topic_options())
             await workers.start()
             if self._broker.kind == "env" and (alive := await workers.find_alive(self._workers)):
                 raise CannotStart(

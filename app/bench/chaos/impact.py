@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from app.bench.chaos.fault_injection import BROKER_FAULTS, ROLLING, InjectedFault
 from app.bench.chaos.load_generator import Conversation
 from app.bench.chaos.log_observer import ObservedRequest, WorkerLoss
-from app.bench.report import Report, Threshold
+from app.bench.report import Report, Threshold, at_most, figure, none_of
 from app.percentiles import percentile
 
 ROUND_S = 10.0
@@ -287,18 +287,18 @@ def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Threshold]:
     unended = sum(line.get("unended", 0) for line in lines)
     named = ("lost", "twice", "wrong")
     bars = [
-        Threshold("kills and stops", kills, "", "", met=True),
-        Threshold("asked", asked, "", "", met=True),
+        figure("kills and stops", kills, ""),
+        figure("asked", asked, ""),
     ]
     if asking_s := sum(line.get("asking_s", 0) for line in lines):
         kept = sum(line.get("requests", 0) for line in lines) / asking_s
-        bars.append(Threshold("asked a second", kept, "", "", met=True))
+        bars.append(figure("asked a second", kept, ""))
     late_s = max((line.get("late_ms", 0) for line in lines), default=0) / 1000
     limit = f"<= {LATENESS_LIMIT_S:g}"
     is_met = late_s <= LATENESS_LIMIT_S
     bars.append(Threshold("those who ask were behind, at most", late_s, "s", limit, is_met))
     bars += [Threshold(name, bad.count(name), "texts", "0", name not in bad) for name in named]
-    bars.append(Threshold("requests on the log without an end", unended, "", "0", not unended))
+    bars.append(none_of("requests on the log without an end", unended))
     return bars
 
 
@@ -319,7 +319,7 @@ def _bars(
         if kind in kinds and (found := kinds[kind].get("gaps")):
             gap_s = max(found) / 1000
             name = f"longest gap of a running stream, {kind}"
-            bars.append(Threshold(name, gap_s, "s", f"<= {limit_s:g}", gap_s <= limit_s))
+            bars.append(at_most(name, gap_s, "s", limit_s))
     waits = {
         "assigned": ("assignment", ROUTER_FAULTS, ASSIGNMENT_LIMIT_S),
         "first_text": ("first text", sorted(BROKER_FAULTS), BROKER_STALL_LIMIT_S),
@@ -329,7 +329,7 @@ def _bars(
             if kind in kinds and (found := kinds[kind].get(wait)):
                 wait_s = max(found) / 1000
                 name = f"longest wait of a new request for its {awaited}, {kind}"
-                bars.append(Threshold(name, wait_s, "s", f"<= {limit_s:g}", wait_s <= limit_s))
+                bars.append(at_most(name, wait_s, "s", limit_s))
     false = sum(len(line.get("false_deaths", ())) for line in lines)
-    bars.append(Threshold("workers declared lost that were not hit", false, "", "0", not false))
+    bars.append(none_of("workers declared lost that were not hit", false))
     return bars

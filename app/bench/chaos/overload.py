@@ -22,7 +22,7 @@ import msgspec
 from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from app.bench.chaos.chaos_run import deployment_processes
 from app.bench.process_group import ProcessGroup
-from app.bench.report import Report, Threshold
+from app.bench.report import Report, Threshold, at_most, none_of
 from app.bench.streaming.raw_http import http_request, wait_listening
 from app.demo.expected_answers import AnswerOracle, DemoAnswer
 from app.local.processes import free_port
@@ -256,17 +256,15 @@ def overload_report(result: OverloadResult) -> Report:
     normal_s = recovery_s(result)
     silent = sum(not a.retry_after for a in refused)
     bars = [
-        Threshold("refused, p50", refusal_ms, "ms", f"<= {REJECTION_LIMIT_MS:g}",
-            refusal_ms <= REJECTION_LIMIT_MS),
-        Threshold("refused without a time to come back", silent, "", "0", not silent),
-        Threshold("p99 to the first text, of those served, to that without load", p99, "x",
-            f"<= {TTFT_LIMIT_FACTOR:g}", p99 <= TTFT_LIMIT_FACTOR),
+        at_most("refused, p50", refusal_ms, "ms", REJECTION_LIMIT_MS),
+        none_of("refused without a time to come back", silent),
+        at_most("p99 to the first text, of those served, to that without load", p99, "x",
+            TTFT_LIMIT_FACTOR),
         Threshold(f"memory grown under overload, most of all {part}", grown / MB, "MB",
             f"<= {GROWTH_LIMIT_MB:g}", grown <= GROWTH_LIMIT_MB * MB),
-        Threshold("normal again after", normal_s, "s", f"<= {RECOVERY_LIMIT_S:g}",
-            normal_s <= RECOVERY_LIMIT_S),
-        Threshold("wrong texts", wrong, "", "0", not wrong),
-        Threshold("neither served nor refused", len(failed), "", "0", not failed),
+        at_most("normal again after", normal_s, "s", RECOVERY_LIMIT_S),
+        none_of("wrong texts", wrong),
+        none_of("neither served nor refused", len(failed)),
     ]  # fmt: skip
     return Report("overload", rows, bars)
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.bench.index.index_workload import IndexSetup
-from app.bench.report import Threshold
+from app.bench.report import Threshold, at_least
 
 OUR_INDEX = "ours"
 LESS_IS_BETTER = frozenset({"us", "B"})
@@ -144,18 +144,8 @@ def thresholds(figures: Iterable[IndexFigure]) -> list[Threshold]:
     for (measure, blocks, aim), own in grouped.items():
         name = f"{measure}, {blocks} blocks" if blocks else measure
         ratio = min(one.ratio for one in own)
-        found.append(
-            Threshold(name, ratio, "x the peer", f">= {aim.min_ratio:g}", ratio >= aim.min_ratio)
-        )
+        found.append(at_least(name, ratio, "x the peer", aim.min_ratio))
         if aim.min_tail_ratio:
             ratio = min(one.worst_ratio for one in own)
-            found.append(
-                Threshold(
-                    f"{name}, p99",
-                    ratio,
-                    "x the peer",
-                    f">= {aim.min_tail_ratio:g}",
-                    ratio >= aim.min_tail_ratio,
-                )
-            )
+            found.append(at_least(f"{name}, p99", ratio, "x the peer", aim.min_tail_ratio))
     return found

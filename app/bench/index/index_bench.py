@@ -51,7 +51,7 @@ from app.bench.index.python_overhead import (
     reader_pauses,
     record_rates,
 )
-from app.bench.report import Report, Threshold, machine_info
+from app.bench.report import Report, Threshold, at_least, at_most, machine_info
 from app.mooncake_trace import BUNDLED_TRACE
 from indexer.block_hashes import local_hashes
 
@@ -141,13 +141,7 @@ async def bench_index_pauses(progress: Callable[[float], None]) -> Report:
     """Measure only the latency of readers."""
     figures = reader_pauses(LARGE_PAIRS, progress)
     met = [
-        Threshold(
-            f.measure,
-            f.ours.median,
-            "ms",
-            f"<= {PAUSE_LIMIT_MS:g}",
-            f.ours.median <= PAUSE_LIMIT_MS,
-        )
+        at_most(f.measure, f.ours.median, "ms", PAUSE_LIMIT_MS)
         for f in figures
         if "idle" not in f.measure and "elsewhere" not in f.measure
     ]
@@ -264,10 +258,8 @@ class IndexBench:
             Threshold("answers that differ", answers.differing, f"of {answers.compared}", "0",
                 not answers.differing and answers.compared > 0),
             *thresholds(f for f in figures if f.measure not in ("match, miss", "memory")),
-            Threshold("match, miss", misses, "us", f"<= {MISS_LIMIT_US:g}",
-                misses <= MISS_LIMIT_US),
-            Threshold("memory", memory, "B a pair", f"<= {BYTES_PER_PAIR_LIMIT:g}",
-                memory <= BYTES_PER_PAIR_LIMIT),
+            at_most("match, miss", misses, "us", MISS_LIMIT_US),
+            at_most("memory", memory, "B a pair", BYTES_PER_PAIR_LIMIT),
             *(_record_bar(f) for f in figures if f.measure == "records"),
         ]  # fmt: skip
 
@@ -275,10 +267,4 @@ class IndexBench:
 def _record_bar(figure: IndexFigure) -> Threshold:
     value = figure.ours.median
     name = f"records of {figure.setup.blocks} blocks"
-    return Threshold(
-        name,
-        value,
-        "M blocks/s",
-        f">= {MIN_RECORD_BLOCKS_PER_S:g}",
-        value >= MIN_RECORD_BLOCKS_PER_S,
-    )
+    return at_least(name, value, "M blocks/s", MIN_RECORD_BLOCKS_PER_S)

@@ -12,28 +12,22 @@ way: one that has followed from the start, and one that started from snapshots.
 
 from __future__ import annotations
 
-import asyncio
 import re
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.bench.bench_environment import (
-    BenchEnvironment,
-    BenchFailed,
-    PrintLine,
-    bench_environment,
-    create_topics,
-)
-from app.bench.report import Report, Threshold
+from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
+from app.bench.report import Report, at_most, none_of
 from app.bench.statistics import histogram_quantile, loop_delay_buckets, spread
+from app.bench.streaming.raw_http import metrics_page
 from app.local.processes import ManagedProcess, free_port, process_command
 from app.settings import Settings
 from indexer.events import CLEARED, CacheEvent, EventKind, encode_events
 from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.provision import create_topics
 from streams.records import Blocks
 from streams.topics import KV_EVENTS, partition_of
 
@@ -159,7 +153,7 @@ class ColdStarts:
     async def _start(self, name: str, kind: str, **changes: object) -> ManagedProcess:
         while True:
             child, began = self._launch(name, **changes)
-            await self._ready(child, began, f"{name} is ready")
+            await self._on.wait_ready(child, READY_TIMEOUT_S, POLL_INTERVAL_S)
             if COMPILING_LINE not in child.output:
                 self._note(kind, child, began)
                 return child
@@ -170,14 +164,7 @@ class ColdStarts:
         self._launched += 1
         began, label = self._on.clock.now(), f"{name}-{self._launched}"
         arguments = process_command(name)
-        return self._on.launch(label, *arguments, log_level="INFO", **changes), began
-
-    async def _ready(self, child: ManagedProcess, began: float, line: str) -> None:
-        while line not in child.output:
-            child.check()
-            if self._on.clock.now() - began > READY_TIMEOUT_S:
-                raise BenchFailed(f"{child.name} was not ready within {READY_TIMEOUT_S:g} s")
-            await self._on.clock.sleep(POLL_INTERVAL_S)
+        return self._on.launch(label, *arguments, **changes), began
 
     def _note(self, kind: str, child: ManagedProcess, began: float) -> None:
         took_s = self._on.clock.now() - began
@@ -232,7 +219,7 @@ async def _make_topics(on: BenchEnvironment, prefix: str) -> None:
     log = KafkaLog(settings.kafka_connection("bench"), prefix=prefix)
     await log.start()
     try:
-        await create_topics(log, settings)
+        await create_topics(log, **settings.topic_options())
     finally:
         await log.close()
 
@@ -247,9 +234,12 @@ async def _snapshots_written(on: BenchEnvironment, port: int) -> tuple[int, floa
 
     The number of snapshots, and an upper bound of the p99 event loop delay meanwhile, in seconds.
     """
-    deadline, before = on.clock.now() + READY_TIMEOUT_S, loop_delay_buckets(await _page(port))
+    deadline, before = (
+        on.clock.now() + READY_TIMEOUT_S,
+        loop_delay_buckets(await metrics_page(port)),
+    )
     while True:
-        page = await _page(port)
+        page = await metrics_page(port)
         filled = sum(float(at) > 0 for _, at in _POSITION.findall(page))
         written = page.count("\nkvlane_indexer_snapshot_age_seconds{")
         if written >= filled:
@@ -266,19 +256,13 @@ async def _differences(on: BenchEnvironment, *ports: int) -> int:
     """Number of partitions whose state hash differs between indexers, at equal positions."""
     deadline = on.clock.now() + READY_TIMEOUT_S
     while True:
-        pages = [await _page(port) for port in ports]
+        pages = [await metrics_page(port) for port in ports]
         if len({tuple(_POSITION.findall(page)) for page in pages}) == 1:
             hashes = [dict(_HASH.findall(page)) for page in pages]
             return sum(len({h[partition] for h in hashes}) > 1 for partition in hashes[0])
         if on.clock.now() > deadline:
             raise BenchFailed("indexers are at different positions of a log that does not grow")
         await on.clock.sleep(0.5)
-
-
-async def _page(port: int) -> str:
-    url = f"http://127.0.0.1:{port}/metrics"
-    page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())
-    return str(page, "utf-8")
 
 
 def _report(starts: list[ColdStart], differ: int, form: ColdStartScale) -> Report:
@@ -291,8 +275,8 @@ def _report(starts: list[ColdStart], differ: int, form: ColdStartScale) -> Repor
     for kind, limit_s in (("snapshots and tail", SNAPSHOT_LIMIT_S), ("the log alone", LOG_LIMIT_S)):
         beyond_s = median(s.ready_s for s in kinds["router", kind]) - empty_s
         name = f"a router's start from {kind}, beyond one with empty topics"
-        bars.append(Threshold(name, beyond_s, "s", f"<= {limit_s:g}", beyond_s <= limit_s))
-    bars.append(Threshold("state hashes that differ", differ, "partitions", "0", not differ))
+        bars.append(at_most(name, beyond_s, "s", limit_s))
+    bars.append(none_of("state hashes that differ", differ, "partitions"))
     return Report("rebuild", rows, bars)
 
 

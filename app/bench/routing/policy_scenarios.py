@@ -19,7 +19,7 @@ from itertools import product
 from statistics import fmean
 from typing import NamedTuple
 
-from app.bench.report import Threshold
+from app.bench.report import Threshold, at_least, at_most
 from app.perf_curves import PerfCurves
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics
@@ -215,7 +215,7 @@ class ThresholdChecks:
         """Threshold of the ratio of ours to the best of Dynamo's settings."""
         ratio = self.ratio_to_best(scenario, figure)
         name = f"{scenario.name}: {OWN_POLICY}, {label} to dynamo's best setting"
-        return Threshold(name, ratio, "x", f"<= {limit:g}", ratio <= limit)
+        return at_most(name, ratio, "x", limit)
 
     def all(self) -> Iterator[Threshold]:
         """Thresholds of all scenarios."""
@@ -225,12 +225,8 @@ class ThresholdChecks:
             yield from self.recorded(setup)
         reuse = self.mean(trace_scenario(ABSOLUTE_SETUP), OWN_POLICY, "reuse")
         ttft = self.mean(trace_scenario(ABSOLUTE_SETUP), OWN_POLICY, "ttft_mean")
-        yield Threshold(f"{ABSOLUTE_SETUP.name}: {OWN_POLICY}, mean TTFT", ttft, "ms",
-            f"<= {TTFT_LIMIT_MS:g}",
-                  ttft <= TTFT_LIMIT_MS)  # fmt: skip
-        yield Threshold(f"{ABSOLUTE_SETUP.name}: {OWN_POLICY}, reuse", reuse, "",
-            f">= {MIN_REUSE:g}",
-                  reuse >= MIN_REUSE)  # fmt: skip
+        yield at_most(f"{ABSOLUTE_SETUP.name}: {OWN_POLICY}, mean TTFT", ttft, "ms", TTFT_LIMIT_MS)
+        yield at_least(f"{ABSOLUTE_SETUP.name}: {OWN_POLICY}, reuse", reuse, "", MIN_REUSE)
         if self._form.spread_seeds:
             for setup in SETUPS:
                 yield from self.spread(trace_scenario(setup, ARRIVAL_JITTER_S), setup.spread_e2e)
@@ -285,11 +281,13 @@ class ThresholdChecks:
         )
         ratio = unknown / told
         a, b, c = curves.prefill
-        return Threshold(
+        return at_most(
             f"{setup.name}: curves learned from nothing to known ones, mean TTFT, prefill "
             f"{a:.2g} n^2 + {b:.2g} n + {c:.2g} ms",
-            ratio, "x", f"<= {LEARNED_LIMIT:g}", ratio <= LEARNED_LIMIT,
-        )  # fmt: skip
+            ratio,
+            "x",
+            LEARNED_LIMIT,
+        )
 
 
 def all_thresholds(

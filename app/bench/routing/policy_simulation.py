@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from app.bench.bench_environment import PrintLine
 from app.bench.process_pool import process_pool
-from app.bench.report import Report, Threshold
+from app.bench.report import Report, Threshold, at_least
 from app.bench.routing.policy_scenarios import (
     CONVERSATION,
     REQUESTS,
@@ -184,7 +184,4 @@ def _speeds(trace: PreparedTrace | None) -> Iterator[Threshold]:
                 pace = trace.duration_s / min(
                     run_timed(trace, run).wall_s for _ in range(SPEED_ROUNDS)
                 )
-            yield Threshold(
-                f"{setup.name}: speed, policy {policy}",
-                pace, "trace s/s", f">= {MIN_SPEED:g}", pace >= MIN_SPEED,
-            )  # fmt: skip
+            yield at_least(f"{setup.name}: speed, policy {policy}", pace, "trace s/s", MIN_SPEED)

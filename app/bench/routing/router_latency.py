@@ -22,14 +22,9 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
-from app.bench.bench_environment import (
-    BenchEnvironment,
-    PrintLine,
-    bench_environment,
-    create_topics,
-)
+from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from app.bench.cpu_profile import ProfiledProcess
-from app.bench.report import Report, Threshold, at_least, at_most, figure
+from app.bench.report import Report, Threshold, at_least, at_most, figure, none_of
 from app.bench.routing.baseline_kafka import BareProducer
 from app.bench.routing.router_load import (
     MODEL,
@@ -43,6 +38,7 @@ from app.bench.statistics import spread
 from app.local.processes import process_command
 from app.settings import Settings
 from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.provision import create_topics
 from streams.records import Assignment, EngineConfig
 
 WARM_UP_RATE, WARM_UP_S = 200, 20.0
@@ -56,7 +52,6 @@ P50_LIMITS_MS = {1000: 25.0}
 IDLE_LIMIT = 4.0
 CAPACITY_LIMIT, OVERLOAD_SHARE, TWO_ROUTERS_FACTOR = 1300, 0.95, 1.8
 ECHO, ROUTER, SECOND_ROUTER = "echo", "router", "router 2"
-READY_LINE = " is ready\n"
 TWO_ROUTERS_WARM_UP = 2000
 """Requests after the second router has joined, until both have taken their lanes over."""
 
@@ -107,7 +102,7 @@ async def bench_router_latency(
         await echo_log.start()
         tasks: list[asyncio.Task[Any]] = []
         try:
-            await create_topics(echo_log, echo_settings)
+            await create_topics(echo_log, **echo_settings.topic_options())
             for producer in producers:
                 await producer.start()
             bench = await _prepare(on, echo_log, echo_settings, producers, tasks)
@@ -146,7 +141,7 @@ async def _prepare(
     echo = on.launch(ECHO, "app.bench.routing.baseline_kafka", topic_prefix=prefix)
     samples = on.output_folder / "router.samples"
     command = ProfiledProcess.command(samples, *process_command("router"))
-    router = on.launch(ROUTER, *command, log_level="INFO")
+    router = on.launch(ROUTER, *command)
     sides = [
         RouterLatencySide(ECHO, echo_log, producers[0], echo),
         RouterLatencySide(ROUTER, on.log, producers[1], router),
@@ -160,7 +155,7 @@ async def _prepare(
     )
     tasks += [asyncio.create_task(work) for work in beside]
     await on.wait_until(lambda: "ready" in echo.output, echo)
-    await on.wait_until(lambda: READY_LINE in router.output, router)
+    await on.wait_ready(router)
     return RouterLatencyBench(on, sides, ProfiledProcess(router, samples, on.clock))
 
 
@@ -221,8 +216,8 @@ class RouterLatencyBench:
 
     async def _two_routers(self, count: int) -> RouterLatencyRound:
         """The capacity with a second router, which takes half of the lanes over."""
-        second = self._on.launch(SECOND_ROUTER, *process_command("router"), log_level="INFO")
-        await self._on.wait_until(lambda: READY_LINE in second.output, second)
+        second = self._on.launch(SECOND_ROUTER, *process_command("router"))
+        await self._on.wait_ready(second)
         self._router.processes.append(second)
         await self._router.play_saturated(self._prompts.requests(TWO_ROUTERS_WARM_UP))
         return await self._router.play_saturated(self._prompts.requests(count))
@@ -289,7 +284,7 @@ def _rate_thresholds(rate: int, sides: dict[str, list[RouterLatencyRound]]) -> l
         p50_ms = middle(ROUTER, lambda r: r.p50_ms)
         bars.append(at_most(f"p50 at {rate}/s", p50_ms, "ms", P50_LIMITS_MS[rate]))
     lost = sum(r.lost for r in sides[ROUTER])
-    bars.append(Threshold(f"lost at {rate}/s", lost, "requests", "0", not lost))
+    bars.append(none_of(f"lost at {rate}/s", lost, "requests"))
     return bars
 
 

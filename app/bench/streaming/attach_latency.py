@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from app.bench.bench_environment import PrintLine, bench_environment
-from app.bench.report import Report, Threshold
+from app.bench.report import Report, at_most, none_of
 from app.percentiles import percentile
 from app.settings import Settings
 from streams.clock import Clock
@@ -155,9 +155,7 @@ def attach_report(times: AttachTimes, scale: AttachScale) -> Report:
         "loop p99 ms": round(1000 * percentile(times.loop_delays_s, 0.99), 1),
     }
     bars = [
-        Threshold("without text", without, "", "0", without == 0),
-        Threshold(
-            "last first text", last, "s", f"<= {FIRST_TEXT_LIMIT_S:g}", last <= FIRST_TEXT_LIMIT_S
-        ),
+        none_of("without text", without),
+        at_most("last first text", last, "s", FIRST_TEXT_LIMIT_S),
     ]
     return Report("attach", [row], bars)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from app.bench.report import Report, Threshold
+from app.bench.report import Report, at_most
 from app.bench.streaming.body_shapes import BodyShape, body_shapes
 from app.gateway import Gateway
 from app.preprocess.models.artifacts import ArtifactStore
@@ -103,7 +103,7 @@ async def bench_bodies(
         worst = max(rows, key=lambda row: row[f"{side} ms"] or 0.0)
         value = worst[f"{side} ms"]
         name = f"longest stall of a {side} ({worst['shape']}, model of {worst['model']})"
-        bars.append(Threshold(name, value, "ms", f"<= {STALL_LIMIT_MS:g}", value <= STALL_LIMIT_MS))
+        bars.append(at_most(name, value, "ms", STALL_LIMIT_MS))
     return Report("bodies", rows, bars)
 
 

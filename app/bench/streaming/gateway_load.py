@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-import urllib.request
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
 from app.bench.report import Report, at_least, at_most
 from app.bench.statistics import histogram_quantile, loop_delay_buckets, spread
-from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream, wait_listening
-from app.local.processes import ManagedProcess, free_port, process_command
+from app.bench.streaming.raw_http import (
+    HttpConnection,
+    http_request,
+    metrics_page,
+    read_stream,
+    wait_listening,
+)
+from app.local.processes import ManagedProcess, free_port
 from app.percentiles import percentile
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.model import publish_folder
@@ -27,7 +32,6 @@ from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
 from app.preprocess.text.tokenizer import Tokenizer
 from app.preprocess.thread_pool import ThreadPool
 from app.settings import Settings
-from streams.records import EngineConfig
 from streams.topics import REGISTRY
 
 MODEL = "bench"
@@ -92,26 +96,19 @@ async def bench_gateway(
         for n, count in PROMPTS_PER_LENGTH.items()
     }
     async with bench_environment(settings, print_line) as on:
-        port, bare_port = free_port(), free_port()
+        bare_port = free_port()
         artifacts = ArtifactStore(on.log, on.clock, ThreadPool(), None)
         card = await publish_folder(
             MODEL, DEMO_MODEL_FOLDER, artifacts, context_length=CONTEXT_LENGTH
         )
         await on.outbox.publish(REGISTRY, f"model/{MODEL}", card)
-        await on.register_worker(
-            "bench-1", EngineConfig(model=MODEL, context_length=CONTEXT_LENGTH)
-        )
-        child = on.launch("gateway", *process_command("gateway"), http_port=port)
+        gateway = await on.start_gateway(MODEL, CONTEXT_LENGTH)
         bare = on.launch(
             "bare", "app.bench.streaming.baseline_http", str(bare_port), "1", "1", "1", "1"
         )
-        feeder = on.launch(
-            "feeder", "app.bench.streaming.token_feeder", "100000", "1", str(STEPS_PER_S), "0"
-        )
-        await on.wait_until(lambda: "ready" in feeder.output, feeder)
-        await wait_listening(port, on.clock, child.check)
+        await on.start_feeder(100_000, 1, STEPS_PER_S, 0)
         await wait_listening(bare_port, on.clock, bare.check)
-        bench = GatewayLoad(on, prompts, {"gateway": (child, port), "bare": (bare, bare_port)})
+        bench = GatewayLoad(on, prompts, {"gateway": gateway, "bare": (bare, bare_port)})
         await bench.closed_loop(THROUGHPUT_LENGTHS[0], "gateway", WARM_S)
         shares = 1 / (scale.rounds * (2 * len(THROUGHPUT_LENGTHS) + 1 + len(PROMPT_RATES)))
         for _ in range(scale.rounds):
@@ -212,9 +209,7 @@ class GatewayLoad:
 
     async def _buckets(self) -> dict[float, float]:
         self._processes["gateway"].check()
-        url = f"http://127.0.0.1:{self._ports['gateway']}/metrics"
-        page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())
-        return loop_delay_buckets(page.decode())
+        return loop_delay_buckets(await metrics_page(self._ports["gateway"]))
 
     def report(self) -> Report:
         """The report of all measurements."""

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 from app.access import key_file
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.report import Report, Threshold
-from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream, wait_listening
-from app.local.processes import free_port, process_command
+from app.bench.report import Report, at_most
+from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream
 from app.percentiles import percentile
 from app.settings import Settings
-from streams.records import EngineConfig
 
 MODEL = "bench"
 PATH = "/v1/chat/completions"
@@ -52,19 +50,11 @@ async def bench_key_refusals(
         path = on.output_folder / "keys.json"
         keys = key_file.KeyFile().with_key(valid.entry).with_key(revoked.entry)
         key_file.write_key_file(path, keys)
-        port = free_port()
-        await on.register_worker("bench-1", EngineConfig(model=MODEL, context_length=4096))
-        child = on.launch(
-            "gateway", *process_command("gateway"), http_port=port,
-            api_keys_file=path,
-            stream_secret="bench", metrics_allow_anonymous=True,  # noqa: S106 - of this run
+        _, port = await on.start_gateway(
+            MODEL, 4096, api_keys_file=path, stream_secret="bench",  # noqa: S106 - of this run
+            metrics_allow_anonymous=True,
         )  # fmt: skip
-        feeder = on.launch(
-            "feeder", "app.bench.streaming.token_feeder", "100000", "1", str(STEPS_PER_S), "0"
-        )
-        await on.wait_until(lambda: "ready" in feeder.output, feeder)
-        await wait_listening(port, on.clock, child.check)
-        await on.wait_until(lambda: "is ready" in child.output, child)
+        await on.start_feeder(100_000, 1, STEPS_PER_S, 0)
         tokens = {"missing": "", "wrong": valid.token[:-8] + "AAAAAAAA", "revoked": revoked.token}
         key_file.write_key_file(path, keys.without(revoked.entry.id))
         await on.clock.sleep(KEY_RELOAD_WAIT_S)
@@ -80,11 +70,7 @@ async def bench_key_refusals(
                     p99 = percentile(took_ms, 0.99)
                     where = "kept connection" if is_kept else "new connections"
                     name = f"401 for a {kind} key, {where}, p99"
-                    bars.append(
-                        Threshold(
-                            name, p99, "ms", f"<= {LATENCY_LIMIT_MS:g}", p99 <= LATENCY_LIMIT_MS
-                        )
-                    )
+                    bars.append(at_most(name, p99, "ms", LATENCY_LIMIT_MS))
                     progress(1 / (2 * len(tokens)))
             if any(task.done() for task in streams):
                 raise BenchFailed("a stream ended before all requests were refused")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import urllib.request
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -66,6 +67,13 @@ async def read_stream(port: int, request: bytes, clock: Clock) -> StreamResult:
         return StreamResult(events, position, late_s, is_complete=False)
     finally:
         writer.close()
+
+
+async def metrics_page(port: int) -> str:
+    """The metrics of a process. Raises OSError."""
+    url = f"http://127.0.0.1:{port}/metrics"
+    page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())
+    return str(page, "utf-8")
 
 
 class HttpConnection:

@@ -19,10 +19,9 @@ from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine
 from app.bench.report import Report, Threshold, at_most
 from app.bench.statistics import spread
 from app.bench.streaming.raw_http import http_request, read_stream, wait_listening
-from app.local.processes import ManagedProcess, free_port, process_command
+from app.local.processes import ManagedProcess, free_port
 from app.percentiles import percentile
 from app.settings import Settings
-from streams.records import EngineConfig
 
 STREAMS = 100
 TOKENS_PER_S = 5000
@@ -68,10 +67,7 @@ async def bench_tokens(
     """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
     rounds: list[TokenRound] = []
     async with bench_environment(settings, print_line) as on:
-        port = free_port()
-        gateway = on.launch("gateway", *process_command("gateway"), http_port=port)
-        await on.register_worker("bench-1", EngineConfig(model=MODEL, context_length=131_072))
-        await wait_listening(port, on.clock, gateway.check)
+        gateway, port = await on.start_gateway(MODEL, 131_072)
         await token_round(on, "kvlane", 1, WARM_UP_TOKENS, gateway, port)
         for number in range(scale.rounds):
             for step in CPU_LIMITS_US:
@@ -99,9 +95,7 @@ async def token_round(
         measured = [on.launch(side, "app.bench.streaming.baseline_http", str(port), *pace)]
         await wait_listening(port, on.clock, measured[0].check)
     else:
-        feeder = on.launch("feeder", "app.bench.streaming.token_feeder", *pace)
-        await on.wait_until(lambda: "ready" in feeder.output, feeder)
-        measured = [gateway, feeder]
+        measured = [gateway, await on.start_feeder(*pace)]
     try:
         before = {child.name: child.cpu_s for child in measured}
         request = http_request("/v1/chat/completions", CHAT)
