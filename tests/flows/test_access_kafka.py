@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import ssl
 import subprocess
 import sys
@@ -22,17 +21,15 @@ from app.router import Router
 from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.worker import Worker
+from streams.brokers.broker import free_ports
 from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
 from streams.topics import TOPICS_BY_NAME
 from tests.flows.test_access_sockets import BLOCK, cached, certificate, complete
+from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
 from tests.harness.key_files import SECRET, KeyFileHarness, auth_headers
-from tests.harness.topic_cleanup import delete_topics
 
 LANES = 4
-WAIT_S = 40.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -40,28 +37,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 @pytest.fixture
 async def settings(kafka: Broker, topic_prefix: str) -> AsyncIterator[Settings]:
     """A deployment with a router and a worker in this process."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     settings = Settings(
         bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
-        http_port=port,
+        http_port=free_ports(1)[0],
     )  # fmt: skip
-    log = KafkaLog(settings.kafka_connection("test"), prefix=topic_prefix)
-    await log.start()
-    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
-    life = ProcessContext("parts", rng=random.Random(1))
-    router = Router(log, settings, life)
-    shape = EngineLimits(block_size=BLOCK, cache_blocks=1024)
-    engine = SimulatedEngine(life.clock, shape, model="demo", context_length=2000, speedup=20)
-    worker = Worker(log, settings, life, engine, worker_id="w1")
-    await worker.start()
-    await router.start()
-    yield settings
-    assert life.error is None
-    await router.stop()
-    await life.cancel_tasks()
-    await log.close()
-    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+    async with provisioned(settings) as log:
+        life = ProcessContext("parts", rng=random.Random(1))
+        router = Router(log, settings, life)
+        shape = EngineLimits(block_size=BLOCK, cache_blocks=1024)
+        engine = SimulatedEngine(life.clock, shape, model="demo", context_length=2000, speedup=20)
+        worker = Worker(log, settings, life, engine, worker_id="w1")
+        await worker.start()
+        await router.start()
+        yield settings
+        assert life.error is None
+        await router.stop()
+        await life.cancel_tasks()
 
 
 async def test_tenants_are_kept_apart_and_no_key_leaves_the_gateway(
@@ -78,14 +69,8 @@ async def test_tenants_are_kept_apart_and_no_key_leaves_the_gateway(
     }  # fmt: skip
     env = os.environ | {f"KVLANE_{name}": str(value) for name, value in variables.items()}
     output = tmp_path / "gateway.log"
-    with output.open("wb") as file:
-        gateway = subprocess.Popen(
-            [sys.executable, "-m", "faststream", "run", "app.gateway:app"],
-            stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True,
-        )  # fmt: skip
-    try:
+    with app_process("gateway", output, env) as gateway:
         await _share_nothing(gateway, settings, keys, trust)
-    finally:
         gateway.terminate()
         code = gateway.wait(WAIT_S)
     told = output.read_bytes()
@@ -112,16 +97,8 @@ async def _share_nothing(
         async def status(path: str, token: str, method: str = "GET") -> int:
             return (await http.request(method, path, headers=auth_headers(token))).status_code
 
-        deadline = clock.now() + WAIT_S
-        while True:
-            assert gateway.poll() is None, "the gateway has ended"
-            assert clock.now() < deadline, "the gateway is not ready"
-            try:
-                if (await http.get("/v1/models", headers=auth_headers(ours))).json()["data"]:
-                    break
-            except httpx.TransportError:
-                pass
-            await clock.sleep(0.1)
+        models = "/v1/models"
+        await wait_answered(gateway, http, models, lambda a: a.json()["data"], auth_headers(ours))
         mine, other = (
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=token, http_client=http, max_retries=0)
             for token in (ours, theirs)
@@ -137,9 +114,10 @@ async def _share_nothing(
         assert await status("/metrics", ours) == 403
         assert await status(stream, ours, "DELETE") == 202
         keys.revoke(theirs)
+        deadline = clock.now() + WAIT_S
         while (code := await status("/v1/models", theirs)) != 401:
             assert code == 200
-            assert clock.now() < deadline + WAIT_S, "the key is never revoked"
+            assert clock.now() < deadline, "the key is never revoked"
             await clock.sleep(0.1)
         assert await status("/v1/models", ours) == 200
 

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from app.cli import app
 from app.settings import Settings
 from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
-from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
 from streams.record_publisher import RecordPublisher
 from streams.records import Assigned, Candidate, Chunk, Ended, Finished, RequestOffset
 from streams.request import Request
 from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
-from tests.harness.topic_cleanup import delete_topics
+from tests.harness.kafka_processes import kvlane, provisioned
 
 LANES = 4
 IDS = [f"job-{n}" for n in range(20)]
 
 
-async def tell(settings: Settings) -> None:
+async def tell(log: KafkaLog) -> None:
     """The stories of all ids."""
-    log = KafkaLog(settings.kafka_connection("test"), prefix=settings.topic_prefix)
-    await log.start()
-    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
     outbox = RecordPublisher(log, SystemClock())
     for request_id in IDS:
         origin = RequestOffset(topic=REQUESTS, partition=lane_of(request_id, LANES), offset=0)
@@ -50,7 +43,6 @@ async def tell(settings: Settings) -> None:
         ):
             await outbox.publish(topic, request_id, record)
     await outbox.publish(LEDGER, "lost", Ended(id="lost", code="lost"))
-    await log.close()
 
 
 @pytest.mark.timeout(120)
@@ -60,8 +52,8 @@ async def test_the_log_of_a_real_broker_tells_what_was(
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
     monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
     monkeypatch.setenv("KVLANE_LANES", str(LANES))
-    try:
-        await tell(Settings())
+    async with provisioned(Settings()) as log:
+        await tell(log)
         results = []
         for name in ("one", "two"):
             file = tmp_path / name
@@ -79,12 +71,3 @@ async def test_the_log_of_a_real_broker_tells_what_was(
             "Request", "Assigned", "Shown", "Finished",
         ]  # fmt: skip
         assert story.splitlines()[-1] == "ended: stop"
-    finally:
-        await delete_topics(kafka.bootstrap_servers, topic_prefix)
-
-
-async def kvlane(*arguments: str) -> str:
-    """What a command shows; it has an event loop of its own, so not in this thread."""
-    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout

@@ -10,9 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from app.cli import app
 from app.engine.simulated.engine import SimulatedEngine
 from app.router import Router
 from app.runtime.process import ProcessContext
@@ -21,29 +19,18 @@ from app.worker import Worker
 from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.codecs import decode
-from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
 from streams.record_publisher import RecordPublisher
 from streams.records import Finished
 from streams.topics import LEDGER, REQUESTS
 from tests.harness.capture_harness import SHAPE, conversations
-from tests.harness.topic_cleanup import delete_topics
+from tests.harness.kafka_processes import kvlane, provisioned
 
 LANES = 4
 COUNT = 60
 WITHIN_S = 60.0
 SPEEDUP = 20.0
-
-
-@asynccontextmanager
-async def connected(settings: Settings, name: str) -> AsyncIterator[KafkaLog]:
-    log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
-    await log.start()
-    try:
-        yield log
-    finally:
-        await log.close()
 
 
 @asynccontextmanager
@@ -101,15 +88,13 @@ async def test_every_decision_on_a_real_broker_is_recomputed_bit_for_bit(
     ):  # fmt: skip
         monkeypatch.setenv(f"KVLANE_{name}", value)
     settings = Settings()
-    try:
-        async with connected(settings, "test") as log:
-            await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
-            async with staff(settings):
-                outbox, clock = RecordPublisher(log, SystemClock()), SystemClock()
-                for request in conversations(clock, random.Random(policy), COUNT):
-                    await outbox.publish(REQUESTS, request.id, request)
-                    await clock.sleep(0.02)
-                assert len(await answers(log)) == COUNT
+    async with provisioned(settings) as log:
+        async with staff(settings):
+            outbox, clock = RecordPublisher(log, SystemClock()), SystemClock()
+            for request in conversations(clock, random.Random(policy), COUNT):
+                await outbox.publish(REQUESTS, request.id, request)
+                await clock.sleep(0.02)
+            assert len(await answers(log)) == COUNT
         file = tmp_path / "run.jsonl.zst"
         wrote = await kvlane("capture", "--from", "-10m", "--out", str(file))
         assert f"{COUNT} requests, " in wrote
@@ -122,12 +107,3 @@ async def test_every_decision_on_a_real_broker_is_recomputed_bit_for_bit(
             assert again["policies"] == {policy: again["decisions"]}
         table = await kvlane("simulate", "--from-ledger", str(file), "--policy", "predictive")
         assert f"{COUNT} requests for demo, 3 workers of 400 blocks of 16 tokens" in table
-    finally:
-        await delete_topics(kafka.bootstrap_servers, topic_prefix)
-
-
-async def kvlane(*arguments: str) -> str:
-    """What a command shows; it has an event loop of its own, so not in this thread."""
-    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout

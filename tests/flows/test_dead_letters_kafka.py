@@ -14,14 +14,13 @@ from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.codecs import encode, pack_tokens
 from streams.errors import RecordError
-from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition
 from streams.reading.group_consumer import GroupConsumer, PartitionClaim
 from streams.records import Ended, LogRecord
 from streams.request import Request
 from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, lane_of
-from tests.harness.topic_cleanup import delete_topics
+from tests.harness.kafka_processes import provisioned
 
 LANES = 4
 STRAY = Request(id="job-7", model="demo", token_ids=pack_tokens([1, 2, 3]))
@@ -59,11 +58,9 @@ async def test_a_stray_record_is_put_aside_listed_and_taken_in_again(
 ) -> None:
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
     monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
+    monkeypatch.setenv("KVLANE_LANES", str(LANES))
     settings, clock, lanes = Settings(), SystemClock(), Strict()
-    log = KafkaLog(settings.kafka_connection("test"), prefix=topic_prefix)
-    await log.start()
-    try:
-        await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
+    async with provisioned(settings) as log:
         right = lane_of(STRAY.id, LANES)
         entry = Entry(*encode(STRAY, STRAY.id)[:2], HEADERS)
         await log.append(REQUESTS, entry, (right + 1) % LANES)
@@ -96,6 +93,3 @@ async def test_a_stray_record_is_put_aside_listed_and_taken_in_again(
         assert refused.exit_code == 1
         assert "ended (lost)" in refused.stderr
         assert (await ends(log, REQUESTS))[right] == 1
-    finally:
-        await log.close()
-        await delete_topics(kafka.bootstrap_servers, topic_prefix)

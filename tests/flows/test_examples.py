@@ -17,9 +17,7 @@ from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.standalone import StandaloneProcess
 from streams.brokers.broker_factory import Broker, java_tool
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
-from tests.harness.topic_cleanup import delete_topics
+from tests.harness.kafka_processes import provisioned
 
 ROOT = Path(__file__).resolve().parents[2]
 LANES = 4
@@ -48,17 +46,13 @@ async def deployment(kafka: Broker, topic_prefix: str, tmp_path: Path) -> AsyncI
         engine_speedup=20,
     )  # fmt: skip
     life = ProcessContext("standalone", rng=random.Random(1))
-    log = KafkaLog(settings.kafka_connection("standalone"), prefix=topic_prefix)
-    await log.start()
-    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
-    everything = StandaloneProcess(log, settings, life)
-    await everything.start()
-    yield Deployment(kafka.bootstrap_servers, topic_prefix, everything.gateway.url)
-    await everything.stop()
-    assert life.error is None
-    await life.cancel_tasks()
-    await log.close()
-    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+    async with provisioned(settings) as log:
+        everything = StandaloneProcess(log, settings, life)
+        await everything.start()
+        yield Deployment(kafka.bootstrap_servers, topic_prefix, everything.gateway.url)
+        await everything.stop()
+        assert life.error is None
+        await life.cancel_tasks()
 
 
 async def start(*command: str, **environment: str) -> asyncio.subprocess.Process:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -21,15 +20,13 @@ from app.router import Router
 from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.worker import Worker
+from streams.brokers.broker import free_ports
 from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
-from tests.harness.topic_cleanup import delete_topics
+from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
 
 LANES = 4
 CONTEXT = 2000
-WAIT_S = 40.0
 STEP_S = 0.01
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -39,19 +36,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 async def settings(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Settings]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
     monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
     monkeypatch.setenv("KVLANE_LANES", str(LANES))
-    monkeypatch.setenv("KVLANE_HTTP_PORT", str(port))
+    monkeypatch.setenv("KVLANE_HTTP_PORT", str(free_ports(1)[0]))
     settings = Settings()
-    log = KafkaLog(settings.kafka_connection("test"), prefix=topic_prefix)
-    await log.start()
-    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
-    yield settings
-    await log.close()
-    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+    async with provisioned(settings):
+        yield settings
 
 
 @pytest.fixture
@@ -81,31 +72,15 @@ async def staff(settings: Settings) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-async def gateway(settings: Settings, tmp_path: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
-    with (tmp_path / "gateway.log").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "faststream", "run", "app.gateway:app"],
-            stdout=output, stderr=subprocess.STDOUT, env=os.environ, start_new_session=True,
-        )  # fmt: skip
-    yield process
-    process.kill()
-    process.wait()
+def gateway(settings: Settings, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with app_process("gateway", tmp_path / "gateway.log") as process:
+        yield process
 
 
 async def ready(settings: Settings, process: subprocess.Popen[bytes]) -> None:
     """Wait until a model is served."""
-    clock = SystemClock()
-    deadline = clock.now() + WAIT_S
     async with httpx.AsyncClient(base_url=url_of(settings)) as http:
-        while True:
-            assert process.poll() is None, "the gateway has ended"
-            assert clock.now() < deadline, "the gateway is not ready"
-            try:
-                if (await http.get("/v1/models")).json()["data"]:
-                    break
-            except httpx.TransportError:
-                pass
-            await clock.sleep(0.1)
+        await wait_answered(process, http, "/v1/models", lambda answer: answer.json()["data"])
         assert (await http.get("/readyz")).json()["ready"]
 
 

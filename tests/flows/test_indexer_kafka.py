@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,19 +14,18 @@ from app.settings import Settings
 from indexer.block_hashes import local_hashes
 from indexer.block_keys import derive_secret, prompt_keys
 from indexer.events import CLEARED, CacheEvent, EventKind, encode_events
+from streams.brokers.broker import free_ports
 from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
-from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
 from streams.record_publisher import RecordPublisher
 from streams.records import Blocks, EngineConfig, WorkerCard
 from streams.topics import KV_EVENTS, REGISTRY
-from tests.harness.topic_cleanup import delete_topics
+from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
 
 SECRET = "not the known one"
 SIZE = 16
 TOKENS = list(range(1000 * SIZE))
-WAIT_S = 40.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -38,21 +34,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 async def settings(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Settings]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
     monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
     monkeypatch.setenv("KVLANE_LANES", "2")
-    monkeypatch.setenv("KVLANE_INDEXER_PORT", str(port))
+    monkeypatch.setenv("KVLANE_INDEXER_PORT", str(free_ports(1)[0]))
     monkeypatch.setenv("KVLANE_HASH_SECRET", SECRET)
     settings = Settings()
-    log = KafkaLog(settings.kafka_connection("test"), prefix=topic_prefix)
-    await log.start()
-    await provision.create_topics(log, lanes=2, replication=1, min_insync=1)
-    await tell(log)
-    yield settings
-    await log.close()
-    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+    async with provisioned(settings) as log:
+        await tell(log)
+        yield settings
 
 
 async def tell(log: KafkaLog) -> None:
@@ -72,32 +62,16 @@ async def tell(log: KafkaLog) -> None:
 
 @pytest.fixture
 def process(settings: Settings, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with (tmp_path / "indexer.log").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "faststream", "run", "app.indexer:app"],
-            stdout=output, stderr=subprocess.STDOUT, env=os.environ, start_new_session=True,
-        )  # fmt: skip
-    yield process
-    process.kill()
-    process.wait()
+    with app_process("indexer", tmp_path / "indexer.log") as process:
+        yield process
 
 
 async def test_it_answers_from_the_log_and_stops_when_it_is_told_to(
     settings: Settings, process: subprocess.Popen[bytes]
 ) -> None:
-    clock = SystemClock()
-    deadline = clock.now() + WAIT_S
     url = f"http://127.0.0.1:{settings.indexer_port}"
     async with httpx.AsyncClient(base_url=url) as http:
-        while True:
-            assert process.poll() is None, "the indexer has ended"
-            assert clock.now() < deadline, "the indexer is not ready"
-            try:
-                if (await http.get("/readyz")).json()["ready"]:
-                    break
-            except httpx.TransportError:
-                pass
-            await clock.sleep(0.1)
+        await wait_answered(process, http, "/readyz", lambda answer: answer.json()["ready"])
         told = (await http.post("/query", json={"model": "demo", "token_ids": TOKENS})).json()
         assert [(h["worker"], h["blocks"]) for h in told["holders"]] == [("w1", 1000)]
         dumped = (await http.get("/dump")).text.splitlines()

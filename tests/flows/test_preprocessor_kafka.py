@@ -21,16 +21,14 @@ from app.settings import Settings
 from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.codecs import AnyRecord, decode, encode
-from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition, Record
 from streams.records import Refused
 from streams.request import Request
 from streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS
-from tests.harness.topic_cleanup import delete_topics
+from tests.harness.kafka_processes import WAIT_S, provisioned
 
 LANES = 2
-WAIT_S = 40.0
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,15 +47,11 @@ async def log(
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
     monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
     monkeypatch.setenv("KVLANE_LANES", str(LANES))
-    log = KafkaLog(Settings().kafka_connection("test"), prefix=topic_prefix)
-    await log.start()
-    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
-    artifacts = ArtifactStore(log, SystemClock(), InlinePool(), None)
-    card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts, context_length=512)
-    await log.append(REGISTRY, encode(card, "model/demo"))
-    yield log
-    await log.close()
-    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+    async with provisioned(Settings()) as log:
+        artifacts = ArtifactStore(log, SystemClock(), InlinePool(), None)
+        card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts, context_length=512)
+        await log.append(REGISTRY, encode(card, "model/demo"))
+        yield log
 
 
 @asynccontextmanager

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,19 +25,17 @@ from streams.brokers.broker import free_ports
 from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.codecs import decode
-from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
 from streams.reading.range_reader import read_range
 from streams.record_publisher import RecordPublisher
 from streams.records import Blocks, SnapshotPointer
 from streams.topics import KV_EVENTS, REGISTRY, TOPICS_BY_NAME, partition_of
-from tests.harness.topic_cleanup import delete_topics
+from tests.harness.kafka_processes import WAIT_S, app_process, provisioned
 
 WORKERS = [f"w{n}" for n in range(12)]
 PARTITIONS = TOPICS_BY_NAME[KV_EVENTS].partitions
 FILLED = {partition_of(name.encode(), PARTITIONS) for name in WORKERS}
-WAIT_S = 40.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -123,12 +120,8 @@ async def log(
     monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
     monkeypatch.setenv("KVLANE_LANES", "2")
     monkeypatch.setenv("KVLANE_SNAPSHOT_INTERVAL_S", "2")
-    log = KafkaLog(Settings().kafka_connection("test"), prefix=topic_prefix)
-    await log.start()
-    await provision.create_topics(log, lanes=2, replication=1, min_insync=1)
-    yield log
-    await log.close()
-    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+    async with provisioned(Settings()) as log:
+        yield log
 
 
 @pytest.fixture
@@ -137,14 +130,8 @@ def start(log: KafkaLog, tmp_path: Path) -> Iterator[Callable[[str], Replica]]:
 
         def start(name: str) -> Replica:
             port, output = free_ports(1)[0], tmp_path / f"{name}.log"
-            with output.open("wb") as file:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "faststream", "run", "app.indexer:app"],
-                    stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                    env=os.environ | {"KVLANE_INDEXER_PORT": str(port)},
-                )  # fmt: skip
-            cleanup.callback(process.wait)
-            cleanup.callback(process.kill)
+            env = os.environ | {"KVLANE_INDEXER_PORT": str(port)}
+            process = cleanup.enter_context(app_process("indexer", output, env))
             return Replica(process, port, output)
 
         yield start

@@ -17,13 +17,12 @@ from app.settings import Settings
 from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.codecs import decode
-from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
 from streams.reading.range_reader import read_range
 from streams.records import Heartbeat
 from streams.topics import KV_EVENTS
-from tests.harness.topic_cleanup import delete_topics
+from tests.harness.kafka_processes import provisioned
 
 LANES = 2
 ENDS_WITHIN_S = 10.0
@@ -129,17 +128,15 @@ def silent() -> Iterator[str]:
 @pytest.fixture
 async def deployment(kafka: Broker, topic_prefix: str) -> AsyncIterator[dict[str, str]]:
     """What the environment says of a deployment with LANES lanes."""
-    settings = Settings(bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix)
-    log = KafkaLog(settings.kafka_connection("test"), prefix=topic_prefix)
-    await log.start()
-    await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
-    await log.close()
-    yield {
-        "KVLANE_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
-        "KVLANE_TOPIC_PREFIX": topic_prefix,
-        "KVLANE_LANES": str(LANES),
-    }
-    await delete_topics(kafka.bootstrap_servers, topic_prefix)
+    settings = Settings(
+        bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES
+    )
+    async with provisioned(settings):
+        yield {
+            "KVLANE_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+            "KVLANE_TOPIC_PREFIX": topic_prefix,
+            "KVLANE_LANES": str(LANES),
+        }
 
 
 async def test_a_broker_that_is_not_there_is_an_error(run: Run) -> None:
