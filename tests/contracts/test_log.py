@@ -153,6 +153,13 @@ def entry(text: str, key: str = "k") -> Entry:
     return Entry(key.encode(), text.encode())
 
 
+def reader_of(log: Log, topic: str) -> Reader:
+    """A reader of partition 0 from its beginning."""
+    reader = log.reader()
+    reader.assign({Partition(topic, 0): 0})
+    return reader
+
+
 async def read(reader: Reader | Member, n: int) -> list[Record]:
     """Poll until `n` records have come; fewer when the deadline is over."""
     got: list[Record] = []
@@ -198,8 +205,7 @@ class TestAppending:
         other = await broker.connect()
         logs = [log, other, log, other]
         times = [(await one.append(topic, entry("x"), 0)).timestamp_ms for one in logs]
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         assert times == sorted(times)
         assert [r.timestamp for r in await read(reader, 4)] == times
 
@@ -207,8 +213,7 @@ class TestAppending:
         topic = await broker.topic(1)
         batch = [entry(str(i), f"key-{i}") for i in range(50)]
         appended = await log.append_batch(topic, 0, batch)
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         records = await read(reader, 50)
         assert appended.offset == 0
         assert [(r.key, r.value) for r in records] == [(e.key, e.value) for e in batch]
@@ -221,8 +226,7 @@ class TestAppending:
             *(log.append_batch(topic, 0, a) for _ in range(5)),
             *(other.append_batch(topic, 0, b) for _ in range(5)),
         )
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         records = values(await read(reader, 200))
         assert all(len(set(records[i : i + 20])) == 1 for i in range(0, 200, 20))
 
@@ -230,8 +234,7 @@ class TestAppending:
         topic = await broker.topic(1)
         sent = [str(i) for i in range(100)]
         await asyncio.gather(*(log.append(topic, entry(text), 0) for text in sent))
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         assert values(await read(reader, 100)) == [text.encode() for text in sent]
 
     async def test_too_large_record_is_refused_and_not_appended(
@@ -246,8 +249,7 @@ class TestAppending:
         topic = await broker.topic(1)
         large = bytes(range(256)) * (4 * 4096)
         await log.append(topic, Entry(b"k", large))
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         assert values(await read(reader, 1)) == [large]
 
     async def test_too_large_batch_is_refused_and_not_appended(
@@ -271,8 +273,7 @@ class TestAppending:
         topic = await broker.topic(1)
         headers = (("t", b"Tombstone"), ("epoch", b"12"), ("t", b""))
         await log.append(topic, Entry(b"worker/1", None, headers))
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         [record] = await read(reader, 1)
         assert (record.key, record.value) == (b"worker/1", None)
         assert tuple((k, bytes(v)) for k, v in record.headers) == headers
@@ -324,8 +325,7 @@ class TestAppendingToMany:
             for i in range(40)
         ]
         assert [(await future).offset for future in futures] == list(range(0, 80, 2))
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         keys = [r.key for r in await read(reader, 80)]
         assert keys == [b"%d" % (i // 2) for i in range(80)]
 
@@ -404,8 +404,7 @@ class TestReading:
         topic = await broker.topic(2)
         for partition in (0, 1):
             await log.append(topic, entry(f"in {partition}"), partition)
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         assert values(await read(reader, 1)) == [b"in 0"]
         await log.append(topic, entry("more"), 0)
         reader.assign({Partition(topic, 1): 0})
@@ -423,8 +422,7 @@ class TestReading:
     async def test_poll_is_bounded(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic(1)
         await log.append_batch(topic, 0, [entry(str(i)) for i in range(10)])
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         sizes = [sum(map(len, (await reader.poll(5.0, max_records=4)).values())) for _ in "abc"]
         assert sizes == [4, 4, 2]
 
@@ -440,8 +438,7 @@ class TestReading:
 
     async def test_waiting_poll_wakes_when_data_arrives(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic(1)
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         waiting = asyncio.create_task(reader.poll(WAIT_S))
         await asyncio.sleep(0.1)
         await log.append(topic, entry("x"))
@@ -451,8 +448,7 @@ class TestReading:
 
     async def test_empty_poll_ends_after_its_time(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic(1)
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         async with asyncio.timeout(WAIT_S):
             assert await reader.poll(0.05) == {}
 
@@ -669,8 +665,7 @@ class TestClosing:
 
     async def test_closed_log_raises(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic(1)
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         member, _ = joined(log, topic)
         await log.close()
         with pytest.raises(LogClosed):
@@ -686,8 +681,7 @@ class TestClosing:
 
     async def test_closed_reader_and_member_raise(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic(1)
-        reader = log.reader()
-        reader.assign({Partition(topic, 0): 0})
+        reader = reader_of(log, topic)
         member, owner = joined(log, topic)
         await until([member], lambda: bool(owner.owned))
         for closing in (reader, member):

@@ -474,9 +474,8 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("asked_in", BESIDE)
 async def test_a_worker_reports_every_fault_and_goes_on(server: ModelServer, asked_in: str) -> None:
     world = RealWorld()
-    desk = WorkerHarness(world)
     engine = ValidatingEngine(BESIDE[asked_in](server))
-    await desk.start(engine, model="tiny", worker_timeout_s=60)
+    desk = await WorkerHarness.started(world, engine, model="tiny", worker_timeout_s=60)
     good = server.handlers["/v1/completions"]
     faults = OTHERS_MAY_SUCCEED | NOBODY_WILL
     for name, fault in faults.items():

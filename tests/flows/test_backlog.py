@@ -120,7 +120,7 @@ async def test_several_preprocessors_share_the_room_of_several_routers(
 @scenario_test
 async def test_a_preprocessor_that_waits_stays_in_its_group(world: MemoryWorld) -> None:
     world.broker.max_poll_interval_s = 3.0
-    FakeWorker(world, model="m").state = "draining"
+    FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=2)
     await world.sleep(5)
     preprocessor, life = await begin(world)
@@ -136,8 +136,7 @@ async def test_a_preprocessor_that_waits_stays_in_its_group(world: MemoryWorld) 
 
 @scenario_test
 async def test_what_waits_goes_to_the_next_owner_of_its_partition(world: MemoryWorld) -> None:
-    worker = FakeWorker(world, model="m")
-    worker.state = "draining"
+    worker = FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=4)
     await world.sleep(5)
     first, life = await begin(world, "p1")
@@ -157,7 +156,7 @@ async def test_what_waits_goes_to_the_next_owner_of_its_partition(world: MemoryW
 
 @scenario_test
 async def test_a_prompt_ends_at_its_deadline_where_ever_it_waits(world: MemoryWorld) -> None:
-    FakeWorker(world, model="m").state = "draining"
+    FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=4)
     await begin(world)
     names = [f"job-{n}" for n in range(500)]
@@ -190,8 +189,7 @@ async def test_the_deadline_of_a_prompt_counts_from_its_append(world: MemoryWorl
 
 @scenario_test
 async def test_a_router_that_died_holds_nothing_back(world: MemoryWorld) -> None:
-    worker = FakeWorker(world, model="m")
-    worker.state = "draining"
+    worker = FakeWorker(world, model="m", state="draining")
     router = await start_router(world, "r1", max_queued_requests=4)
     await world.sleep(5)
     preprocessor, _ = await begin(world)
@@ -221,7 +219,7 @@ async def test_without_reports_prompts_go_on_at_a_bounded_rate(world: MemoryWorl
 
 @scenario_test
 async def test_a_router_reports_its_room_and_how_far_it_has_read(world: MemoryWorld) -> None:
-    FakeWorker(world, model="m").state = "draining"
+    FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=10, max_queued_tokens=1000)
     await world.sleep(5)
     for n in range(4):
@@ -267,8 +265,7 @@ def waiting(router: Router) -> tuple[int, int]:
 async def test_prompts_beyond_the_room_of_a_router_wait_without_their_bodies(
     world: MemoryWorld,
 ) -> None:
-    worker = FakeWorker(world, model="m")
-    worker.state = "draining"
+    worker = FakeWorker(world, model="m", state="draining")
     router = await start_router(world, max_queued_requests=10)
     names = overrun(world, 100)
     await world.sleep(5)
@@ -302,7 +299,7 @@ async def test_deferred_prompts_go_in_the_order_in_which_they_came(world: Memory
 
 @partial(scenario_test, lanes=1)
 async def test_prompts_leave_room_for_requests_over_http(world: MemoryWorld) -> None:
-    FakeWorker(world, model="m").state = "draining"
+    FakeWorker(world, model="m", state="draining")
     router = await start_router(world, max_queued_requests=10)
     overrun(world, 100)
     for n in range(8):
@@ -332,8 +329,7 @@ async def test_a_router_without_a_place_to_wait_takes_one_prompt_after_the_other
 
 @scenario_test
 async def test_a_cancel_reaches_a_deferred_prompt(world: MemoryWorld) -> None:
-    worker = FakeWorker(world, model="m")
-    worker.state = "draining"
+    worker = FakeWorker(world, model="m", state="draining")
     router = await start_router(world, max_queued_requests=2)
     names = overrun(world, 50)
     await world.sleep(2)
@@ -353,7 +349,7 @@ async def test_a_cancel_reaches_a_deferred_prompt(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_deferred_prompt_ends_at_its_deadline(world: MemoryWorld) -> None:
-    FakeWorker(world, model="m").state = "draining"
+    FakeWorker(world, model="m", state="draining")
     router = await start_router(world, max_queued_requests=2)
     names = overrun(world, 50, deadline_s=10)
     await world.sleep(9)
@@ -367,8 +363,7 @@ async def test_a_deferred_prompt_ends_at_its_deadline(world: MemoryWorld) -> Non
 
 @scenario_test
 async def test_deferred_prompts_change_hands_with_their_lane(world: MemoryWorld) -> None:
-    worker = FakeWorker(world, model="m")
-    worker.state = "draining"
+    worker = FakeWorker(world, model="m", state="draining")
     first = await start_router(world, "r1", max_queued_requests=2)
     names = overrun(world, 60)
     await world.sleep(2)
@@ -389,8 +384,7 @@ async def test_deferred_prompts_change_hands_with_their_lane(world: MemoryWorld)
 
 @scenario_test
 async def test_a_deferred_prompt_whose_record_is_gone_ends_as_lost(world: MemoryWorld) -> None:
-    worker = FakeWorker(world, model="m")
-    worker.state = "draining"
+    worker = FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=2)
     names = [name for n in range(60) if lane_of(name := f"o{n}", world.lanes) == 0]
     for name in names:
@@ -407,8 +401,7 @@ async def test_a_deferred_prompt_whose_record_is_gone_ends_as_lost(world: Memory
 async def test_one_class_that_is_full_does_not_keep_the_others_from_going(
     world: MemoryWorld,
 ) -> None:
-    worker = FakeWorker(world, model="m")
-    worker.state = "draining"
+    worker = FakeWorker(world, model="m", state="draining")
     router = await start_router(world, queue_classes={"batch": ClassConfig(max_queued_requests=2)})
     for n in range(20):
         append_record(

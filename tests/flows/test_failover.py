@@ -321,23 +321,22 @@ async def test_a_cancel_of_a_request_whose_worker_died_ends_it_once(world: Memor
 STEPS = [Lost, Tombstone, Fencing, Fence, Assigned, Assignment]
 
 
-async def failing_over(world: MemoryWorld, processes: SimulatedProcesses) -> None:
+async def failing_over(world: MemoryWorld) -> SimulatedProcesses:
     """A worker has died in mid answer, another one is there; nothing was noticed yet."""
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     await world.sleep(1.0)
     publish_request(world, 40)
     await world.wait_until(spoken(world, 9))
     await processes.worker("w2")
     await processes.worker("w3")
     processes.stop("w1")  # so that it may still speak afterwards
+    return processes
 
 
 @pytest.mark.parametrize("kind", STEPS)
 @scenario_test
 async def test_a_router_may_die_at_any_step_of_a_failover(world: MemoryWorld, kind: type) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router("r1")
-    await failing_over(world, processes)
+    processes = await failing_over(world)
     processes.on_append("r1", kind, processes.kill)
     await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
     await processes.router("r2")
@@ -349,9 +348,7 @@ async def test_a_router_may_die_at_any_step_of_a_failover(world: MemoryWorld, ki
 async def test_a_router_that_is_stopped_in_a_failover_and_goes_on_does_no_harm(
     world: MemoryWorld, kind: type
 ) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router("r1")
-    await failing_over(world, processes)
+    processes = await failing_over(world)
     processes.on_append("r1", kind, processes.stop)
     await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
     await processes.router("r2")
@@ -367,9 +364,7 @@ async def test_a_router_that_is_stopped_in_a_failover_and_goes_on_does_no_harm(
 async def test_two_routers_may_die_one_after_the_other_in_the_same_failover(
     world: MemoryWorld, first: type, second: type
 ) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router("r1")
-    await failing_over(world, processes)
+    processes = await failing_over(world)
     processes.on_append("r1", first, processes.kill)
     await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
     processes.on_append("r2", second, processes.kill)
@@ -386,9 +381,7 @@ async def test_a_router_may_be_struck_when_it_moves_a_run_that_lost_a_chunk(
     world: MemoryWorld, kind: type, struck: str
 ) -> None:
     """Its worker lives, and is told to stop."""
-    processes = SimulatedProcesses(world)
-    await processes.router("r1")
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     publish_request(world, 40)
     await world.wait_until(spoken(world, 9))
     await processes.worker("w2")
@@ -408,9 +401,7 @@ async def test_a_router_may_be_struck_when_it_moves_a_run_that_lost_a_chunk(
 @pytest.mark.parametrize("kind", [Assigned, Assignment])
 @scenario_test
 async def test_a_router_may_die_at_any_step_of_an_admission(world: MemoryWorld, kind: type) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router("r1")
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     processes.on_append("r1", kind, processes.kill)
     publish_request(world)
     await world.wait_until(lambda: not processes.has_pending_faults)
@@ -436,9 +427,7 @@ async def test_a_request_that_a_dead_router_held_is_held_by_the_next_one(
 @pytest.mark.parametrize("kind", [End, CancelRun, Ended])
 @scenario_test
 async def test_a_router_may_die_at_any_step_of_an_end(world: MemoryWorld, kind: type) -> None:
-    processes = SimulatedProcesses(world)
-    await processes.router("r1")
-    await processes.worker("w1")
+    processes = await SimulatedProcesses.started(world)
     publish_request(world, 500)
     await world.wait_until(spoken(world, 5))
     processes.on_append("r1", kind, processes.kill)

@@ -65,8 +65,7 @@ async def test_without_a_place_to_wait_a_free_worker_is_enough(world: MemoryWorl
 
 @scenario_test
 async def test_what_waits_is_bounded_in_tokens_that_no_cache_has_too(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    worker.state = "draining"
+    worker = FakeWorker(world, state="draining")
     await start_router(world, max_queued_tokens=5000)
     ask(world, "a", "b", "c", token_ids=b"1234" * 3000)
     await world.wait_until(lambda: ended(world, "a", "b", "c") == {"c": "queue_full"}, within_s=5)
@@ -83,8 +82,7 @@ async def test_what_waits_is_bounded_in_tokens_that_no_cache_has_too(world: Memo
 async def test_what_waits_is_bounded_in_bytes_whatever_it_counts_as_in_tokens(
     world: MemoryWorld,
 ) -> None:
-    worker = FakeWorker(world, kind="chat")
-    worker.state = "draining"
+    worker = FakeWorker(world, kind="chat", state="draining")
     await start_router(world, max_queued_bytes=150_000)
     image = OpenAiBody(kind="chat", json=b"." * 100_000, prompt_tokens=1000)
     ask(world, "a", "b", "c", body=image)
@@ -184,8 +182,7 @@ async def test_what_a_router_keeps_of_a_lane_is_bounded_in_bytes_too(world: Memo
 
 @scenario_test
 async def test_a_class_has_bounds_of_its_own(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    worker.state = "draining"
+    worker = FakeWorker(world, state="draining")
     classes = {
         "batch": ClassConfig(max_queued_requests=2),
         "t": ClassConfig(max_queued_tokens=1000),
@@ -210,8 +207,7 @@ async def test_a_class_has_bounds_of_its_own(world: MemoryWorld) -> None:
 @pytest.mark.parametrize("policy", ["predictive", "dynamo"])
 @scenario_test
 async def test_classes_that_wait_share_a_worker_by_weight(world: MemoryWorld, policy: str) -> None:
-    worker = FakeWorker(world)
-    worker.state = "draining"
+    worker = FakeWorker(world, state="draining")
     await start_router(world, queue_classes={"batch": ClassConfig(weight=0.25)}, policy=policy)
     batch = Hints(queue_class="batch")
     ask(world, *[f"b{n}" for n in range(8)], hints=batch, token_ids=PROMPT.token_ids)

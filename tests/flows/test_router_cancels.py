@@ -24,6 +24,12 @@ from tests.harness.fake_worker import (
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
+async def wait_cancelled(world: MemoryWorld, within_s: float) -> None:
+    """Wait for the only End, which must be that of a cancelled request."""
+    await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)), within_s)
+    assert [e.code for e in read_records(world, RESPONSES, End)] == ["cancelled"]
+
+
 @scenario_test
 async def test_a_held_request_can_be_cancelled(world: MemoryWorld) -> None:
     await start_router(world)
@@ -44,8 +50,7 @@ async def test_a_request_and_its_cancel_of_one_poll_do_not_wait_for_a_worker(
     append_record(world, REQUESTS, PROMPT)
     offset = append_record(world, REQUESTS, Cancel(id="a"))
     await start_router(world)
-    await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)), within_s=2)
-    assert [e.code for e in read_records(world, RESPONSES, End)] == ["cancelled"]
+    await wait_cancelled(world, within_s=2)
     group = world.broker.group(REQUESTS, "router")
     await world.wait_until(lambda: group.committed.get(lane_of("a", world.lanes)) == offset + 1)
 
@@ -58,8 +63,7 @@ async def test_a_cancel_is_taken_before_what_came_earlier_and_waits_as_well(
     append_record(world, REQUESTS, Refused(id="a", code="invalid"))
     append_record(world, REQUESTS, Cancel(id="a"))
     await start_router(world)
-    await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)), within_s=2)
-    assert [e.code for e in read_records(world, RESPONSES, End)] == ["cancelled"]
+    await wait_cancelled(world, within_s=2)
 
 
 @scenario_test
@@ -71,8 +75,7 @@ async def test_a_request_that_waits_for_another_worker_can_be_cancelled(world: M
     await wait_for_items(world, lambda: read_records(world, RESPONSES, Fence))
     await world.sleep(1)
     append_record(world, REQUESTS, Cancel(id="a"))
-    await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)), within_s=2)
-    assert [e.code for e in read_records(world, RESPONSES, End)] == ["cancelled"]
+    await wait_cancelled(world, within_s=2)
 
 
 @scenario_test
@@ -86,8 +89,7 @@ async def test_a_cancel_that_comes_while_a_request_is_fenced_is_not_held_with_it
     worker.finish(run, "broken")
     await world.sleep(0.6)  # Fencing stands, Fence does not
     append_record(world, REQUESTS, Cancel(id="a"))
-    await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)), within_s=5)
-    assert [e.code for e in read_records(world, RESPONSES, End)] == ["cancelled"]
+    await wait_cancelled(world, within_s=5)
 
 
 @scenario_test
@@ -98,8 +100,7 @@ async def test_a_cancel_does_not_wait_for_a_heartbeat_that_never_comes(world: Me
     await wait_for_items(world, lambda: worker.received(Assignment))
     await world.sleep(10)  # it never reads its slot: the router waits to see whether it has
     append_record(world, REQUESTS, Cancel(id="a"))
-    await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)), within_s=2)
-    assert [e.code for e in read_records(world, RESPONSES, End)] == ["cancelled"]
+    await wait_cancelled(world, within_s=2)
 
 
 @scenario_test
@@ -114,8 +115,7 @@ async def test_a_cancel_that_comes_before_the_wait_for_a_heartbeat_begins(
     await world.sleep(4)
     append_record(world, REQUESTS, Cancel(id="a"))
     world.faults.slow.clear()
-    await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)), within_s=8)
-    assert [e.code for e in read_records(world, RESPONSES, End)] == ["cancelled"]
+    await wait_cancelled(world, within_s=8)
 
 
 @scenario_test
@@ -126,8 +126,7 @@ async def test_a_cancel_does_not_wait_for_a_log_that_cannot_be_read(world: Memor
     await wait_for_items(world, lambda: read_records(world, RESPONSES, Fence))
     await world.sleep(1)
     append_record(world, REQUESTS, Cancel(id="a"))
-    await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)), within_s=1)
-    assert [e.code for e in read_records(world, RESPONSES, End)] == ["cancelled"]
+    await wait_cancelled(world, within_s=1)
 
 
 @scenario_test
@@ -179,8 +178,7 @@ async def test_a_refused_prompt_is_ended_visibly_unless_its_id_is_known(world: M
 @scenario_test
 async def test_a_cancel_is_exact_however_full_the_queue_is(world: MemoryWorld) -> None:
     """It takes effect at once, on its request alone, and its place goes to the next one."""
-    worker = FakeWorker(world)
-    worker.state = "draining"
+    worker = FakeWorker(world, state="draining")
     await start_router(world, max_queued_requests=3)
     for name in ("h0", "h1", "h2", "too-many"):
         append_record(world, REQUESTS, replace(PROMPT, id=name))

@@ -39,6 +39,15 @@ def ask(world: MemoryWorld, name: str, tokens: int, **over: Any) -> None:
     append_record(world, REQUESTS, Request(**(fields | over)))
 
 
+async def busy_worker(world: MemoryWorld, tokens: int = 4000) -> tuple[FakeWorker, Router]:
+    """A slow worker that computes a prompt of so many tokens, `a`, and its router."""
+    hand = FakeWorker(world, **SLOW)
+    router = await start_router(world, policy="predictive")
+    ask(world, "a", tokens)
+    await wait_for_items(world, lambda: hand.received(Assignment))
+    return hand, router
+
+
 def prefilled(world: MemoryWorld, hand: FakeWorker, name: str) -> None:
     done = PrefillDone(
         id=name, attempt=0, phase="aggregated", worker=hand.name, epoch=hand.epoch, run=1
@@ -75,10 +84,7 @@ def count_finds(router: Router) -> list[Any]:
 
 @scenario_test
 async def test_a_request_goes_when_its_worker_is_predicted_free(world: MemoryWorld) -> None:
-    hand = FakeWorker(world, **SLOW)
-    await start_router(world, policy="predictive")
-    ask(world, "a", 4000)
-    await wait_for_items(world, lambda: hand.received(Assignment))
+    hand, _ = await busy_worker(world)
     ask(world, "b", 4000)
     await world.sleep(0.4)
     assert taken(hand) == ["a"]
@@ -93,10 +99,7 @@ async def test_a_request_goes_when_its_worker_is_predicted_free(world: MemoryWor
 
 @scenario_test
 async def test_the_first_token_of_the_one_before_lets_it_go_at_once(world: MemoryWorld) -> None:
-    hand = FakeWorker(world, **SLOW)
-    await start_router(world, policy="predictive")
-    ask(world, "a", 4000)
-    await wait_for_items(world, lambda: hand.received(Assignment))
+    hand, _ = await busy_worker(world)
     ask(world, "b", 4000)
     await world.sleep(0.1)
     prefilled(world, hand, "a")
@@ -177,10 +180,7 @@ async def test_whoever_cannot_be_lined_up_still_gets_a_turn(world: MemoryWorld) 
 
 @scenario_test
 async def test_who_is_held_goes_to_a_worker_that_comes(world: MemoryWorld) -> None:
-    hand = FakeWorker(world, **SLOW)
-    await start_router(world, policy="predictive")
-    ask(world, "a", 60_000)
-    await wait_for_items(world, lambda: hand.received(Assignment))
+    await busy_worker(world, 60_000)
     ask(world, "b", 60_000)
     await world.sleep(1)
     other = FakeWorker(world, "w2", **SLOW)
@@ -218,10 +218,7 @@ async def test_nobody_is_held_so_long_that_no_time_is_left(world: MemoryWorld) -
 
 @scenario_test
 async def test_the_next_in_turn_follows_when_the_first_is_cancelled(world: MemoryWorld) -> None:
-    hand = FakeWorker(world, **SLOW)
-    router = await start_router(world, policy="predictive")
-    ask(world, "a", 4000)
-    await wait_for_items(world, lambda: hand.received(Assignment))
+    hand, router = await busy_worker(world)
     ask(world, "short", 3000)
     ask(world, "long", 6000)
     await world.sleep(0.1)
@@ -234,10 +231,7 @@ async def test_the_next_in_turn_follows_when_the_first_is_cancelled(world: Memor
 
 @scenario_test
 async def test_a_lane_that_is_lost_takes_those_held_in_it_along(world: MemoryWorld) -> None:
-    hand = FakeWorker(world, **SLOW)
-    router = await start_router(world, policy="predictive")
-    ask(world, "a", 60_000)
-    await wait_for_items(world, lambda: hand.received(Assignment))
+    _, router = await busy_worker(world, 60_000)
     for n in range(5):
         ask(world, f"b{n}", 60_000)
     await world.sleep(0.1)
@@ -254,10 +248,7 @@ async def test_a_lane_that_is_lost_takes_those_held_in_it_along(world: MemoryWor
 
 @scenario_test
 async def test_waiting_for_a_busy_worker_takes_few_looks(world: MemoryWorld) -> None:
-    hand = FakeWorker(world, **SLOW)
-    router = await start_router(world, policy="predictive")
-    ask(world, "a", 60_000)
-    await wait_for_items(world, lambda: hand.received(Assignment))
+    hand, router = await busy_worker(world, 60_000)
     found = count_finds(router)
     for n in range(40):
         ask(world, f"b{n:02}", 60_000 - n)

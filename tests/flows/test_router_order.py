@@ -140,8 +140,7 @@ async def test_a_finished_that_is_still_to_be_read_comes_before_the_verdict(
 
 @scenario_test
 async def test_the_budget_of_an_assignment_is_what_waiting_has_left(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    worker.state = "draining"
+    worker = FakeWorker(world, state="draining")
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
     await world.sleep(40)

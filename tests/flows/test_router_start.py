@@ -159,8 +159,7 @@ async def test_a_worker_that_died_long_ago_and_has_a_card_still_is_declared_lost
 @scenario_test
 async def test_heartbeats_that_say_nothing_new_wake_nobody(world: MemoryWorld) -> None:
     workers = [FakeWorker(world, f"w{n}", model="other") for n in range(10)]
-    needed = FakeWorker(world, "w")
-    needed.state = "draining"
+    FakeWorker(world, "w", state="draining")
     router = await start_router(world)
     append_record(world, REQUESTS, PROMPT)
     await world.sleep(1)
@@ -172,8 +171,7 @@ async def test_heartbeats_that_say_nothing_new_wake_nobody(world: MemoryWorld) -
 
 @scenario_test
 async def test_who_waits_is_woken_by_a_worker_that_is_ready_again(world: MemoryWorld) -> None:
-    worker = FakeWorker(world)
-    worker.state = "draining"
+    worker = FakeWorker(world, state="draining")
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
     await world.sleep(5.5)

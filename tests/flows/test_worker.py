@@ -183,9 +183,8 @@ async def test_no_chunk_goes_out_before_started_is_acknowledged(world: MemoryWor
 
 @scenario_test
 async def test_the_prefill_does_not_wait_for_started(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
     engine = ScriptedEngine(world, 1.0, EngineOutput.stop().with_tokens([65]))
-    await desk.start(engine)
+    desk = await WorkerHarness.started(world, engine)
     world.faults.slow["append"] = 0.4  # on the way there and again on the way back
     began = world.clock.now()
     desk.assign()
@@ -286,9 +285,8 @@ async def test_its_own_lost_silences_runs_that_their_engine_does_not_let_go_of(
 
 @scenario_test
 async def test_a_slow_broker_holds_the_engine_back(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
     engine = ScriptedEngine(world, *[TOKEN] * 2000, EngineOutput.stop())
-    await desk.start(engine)
+    desk = await WorkerHarness.started(world, engine)
     world.faults.next_fates(
         LEDGER, *[AppendFate.LOST] * 5
     )  # nothing goes out before Started stands
@@ -357,9 +355,8 @@ async def test_a_resumed_run_continues_the_text_and_counts_the_whole(world: Memo
 
 @scenario_test
 async def test_a_resumed_run_asks_the_engine_for_the_rest_only(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
     engine = ScriptedEngine(world, EngineOutput.stop())
-    await desk.start(engine)
+    desk = await WorkerHarness.started(world, engine)
     request = Request(
         id="a", token_ids=pack_tokens(PROMPT), sampling=SamplingOptions(seed=5),
         stop=StopConditions(max_tokens=20, min_tokens=4),
@@ -374,9 +371,8 @@ async def test_a_resumed_run_asks_the_engine_for_the_rest_only(world: MemoryWorl
 
 @scenario_test
 async def test_nothing_left_to_generate_ends_as_length(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
     engine = ScriptedEngine(world)
-    await desk.start(engine)
+    desk = await WorkerHarness.started(world, engine)
     desk.assign(attempt=1, max_tokens=3, taken=pack_tokens([1, 2, 3]), taken_chars=3)
     assert (await desk.wait_finished()).code == "length"
     assert not engine.requests
@@ -569,9 +565,8 @@ async def test_a_cancellation_inside_the_engine_is_an_error_of_the_engine(
 
 @scenario_test
 async def test_a_dead_engine_ends_the_process_after_its_last_word(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
     engine = ScriptedEngine(world, TOKEN, EngineDead("the GPU is gone"))
-    await desk.start(engine)
+    desk = await WorkerHarness.started(world, engine)
     desk.assign()
     assert (await desk.wait_finished()).retryable
     await world.wait_until(lambda: desk.life.error is not None)
@@ -601,9 +596,8 @@ async def test_a_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine(
         async def abort(self, context: GenerateContext) -> None:
             self.aborts += 1
 
-    desk = WorkerHarness(world)
     engine = Aborted(world.clock, STEP_S)
-    await desk.start(engine)
+    desk = await WorkerHarness.started(world, engine)
     desk.assign(max_tokens=500)
     await world.wait_until(lambda: len(desk.chunks()) == 3)
     desk.cancel()
@@ -791,9 +785,8 @@ async def test_a_newer_process_of_the_same_name_ends_this_one(world: MemoryWorld
 async def test_a_stopping_worker_says_so_finishes_its_runs_and_says_goodbye(
     world: MemoryWorld,
 ) -> None:
-    desk = WorkerHarness(world)
     engine = ScriptedEngine(world, 4.0, EngineOutput.stop().with_tokens([65]))
-    await desk.start(engine)
+    desk = await WorkerHarness.started(world, engine)
     desk.assign()
     await world.sleep(1)
     stopping = world.spawn(desk.worker.stop())
@@ -851,9 +844,8 @@ async def test_a_failing_drain_does_not_keep_it_from_leaving(world: MemoryWorld)
         async def drain(self) -> None:
             raise RuntimeError("transfer stuck")
 
-    desk = WorkerHarness(world)
     engine = Bad(world)
-    await desk.start(engine)
+    desk = await WorkerHarness.started(world, engine)
     await desk.worker.stop()
     assert engine.calls == ["start", "cleanup"]
     assert isinstance(decode(world.records(REGISTRY, 0)[-1]), Tombstone)

@@ -55,12 +55,13 @@ class FakeWorker:
         model: str = "demo",
         block_size: int | None = None,
         max_runs: int | None = None,
+        state: WorkerState = "ready",
         **engine: Any,
     ) -> None:
         self.world, self.name = world, name
         self.running: list[RunProgress] = []
         self.slot_offset = 0
-        self.state: WorkerState = "ready"
+        self.state = state
         config = EngineConfig(model=model, kv_cache_block_size=block_size, **engine)
         card = {"id": name, "slot": 0, "model": model, "config": config, "max_runs": max_runs}
         self.epoch = world.append(REGISTRY, 0, WorkerCard(**card), key=f"worker/{name}")

@@ -63,6 +63,10 @@ class RoutingHarness:
         self.send_heartbeat(name)
         return name
 
+    def workers(self, *names: str) -> None:
+        for name in names:
+            self.worker(name)
+
     def registry(self, record: Any) -> None:
         position = self.fleet.position(REGISTRY) or 0
         self.fleet.apply(REGISTRY, [LogRecord(position, 0, record)], position + 1)

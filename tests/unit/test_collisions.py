@@ -29,8 +29,7 @@ def decided(
 def two_alike() -> RoutingHarness:
     """Two workers that have nothing to do and nothing in their caches."""
     stage = RoutingHarness()
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     return stage
 
 

@@ -156,8 +156,7 @@ def test_no_eligible_place_is_missed_and_no_other_is_taken(
 def test_the_rule_that_leaves_nobody_is_named(
     stage: RoutingHarness, hints: dict[str, Any], outcome: Decision
 ) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     stage.send_heartbeat("w2", state="draining")
     stage.worker("x1", model="x")
     stage.worker("p1", role="prefill")
@@ -165,15 +164,13 @@ def test_the_rule_that_leaves_nobody_is_named(
 
 
 def test_workers_that_failed_are_excluded_while_there_is_another(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     assert stage.chosen(excluded={"w1"}).worker_rank.worker == "w2"
     assert len(stage.chosen(excluded={"w1", "w2"}).candidates) == 2
 
 
 def test_full_workers_take_nothing(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     assert stage.chosen(full_workers={("w1", 0)}).worker_rank.worker == "w2"
     assert stage.plan(full_workers={("w1", 0), ("w2", 1)}) == Wait(
         "all workers are full", code="all_busy"
@@ -182,8 +179,7 @@ def test_full_workers_take_nothing(stage: RoutingHarness) -> None:
 
 
 def test_direct_goes_where_the_request_says(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     for hints in (Hints(decode_worker_id="w2", backend_instance_id="w1"),
                   Hints(backend_instance_id="w2")):  # fmt: skip
         request = Request(id="a", model="m", hints=hints)
@@ -234,8 +230,7 @@ def test_the_columns_of_a_pool_are_kept_while_the_same_workers_are_heard_of(
     def pool(at_ms: int) -> CandidatePool:
         return stage.pools.pool("m", "aggregated", at_ms)
 
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     first, late_ms = pool(1500), 1501 + TIMEOUT_MS
     for name in ("w1", "w2"):
         stage.send_heartbeat(name, late_ms)
@@ -258,8 +253,7 @@ def test_the_columns_of_a_pool_are_kept_while_the_same_workers_are_heard_of(
 
 
 def test_a_pin_to_a_lost_life_is_gone(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     stage.event(Lost(worker="w1", epoch=stage.epochs["w1"]))
     refused = stage.plan_hints(backend_instance_id="w1")
     assert refused == Rejection("pinned_gone", "the pinned worker w1 is gone")

@@ -100,6 +100,13 @@ async def a_router(world: MemoryWorld, name: str = "a", *, at_once: bool = False
     return Router(world, log, Owner(at_once=at_once), BrokerClock(world.clock))
 
 
+async def reading_router(world: MemoryWorld) -> Router:
+    """A router that owns both lanes and reads them."""
+    router = await (await a_router(world)).owns(0, 1)
+    router.owner.resume_all()
+    return router
+
+
 def requests(*ids: str) -> list[AnyRecord]:
     return [Request(id=i) for i in ids]
 
@@ -188,8 +195,7 @@ async def test_records_come_in_order_each_once(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_full_lane_does_not_hold_up_a_cancel(world: MemoryWorld) -> None:
-    router = await (await a_router(world)).owns(0, 1)
-    router.owner.resume_all()
+    router = await reading_router(world)
     world.append(REQUESTS, 0, *requests(*(f"r{i}" for i in range(5000))), Cancel(id="r0"))
     await router.received(5001)
     assert router.owner.claims[0].unfinished == 5001
@@ -275,8 +281,7 @@ async def test_a_cancelled_run_leaves_no_task(world: MemoryWorld) -> None:
 @scenario_test
 async def test_what_is_done_is_committed_within_the_interval(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c"))
-    router = await (await a_router(world)).owns(0, 1)
-    router.owner.resume_all()
+    router = await reading_router(world)
     await router.received(3)
     claim = router.owner.claims[0]
     claim.mark_done(0)
@@ -291,8 +296,7 @@ async def test_what_is_done_is_committed_within_the_interval(world: MemoryWorld)
 @scenario_test
 async def test_nothing_is_committed_when_no_mark_moved(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b"))
-    router = await (await a_router(world)).owns(0, 1)
-    router.owner.resume_all()
+    router = await reading_router(world)
     await router.received(2)
     router.owner.claims[0].mark_done(1)
     await world.sleep(60)
@@ -302,8 +306,7 @@ async def test_nothing_is_committed_when_no_mark_moved(world: MemoryWorld) -> No
 @scenario_test
 async def test_a_mark_is_committed_once(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c"))
-    router = await (await a_router(world)).owns(0, 1)
-    router.owner.resume_all()
+    router = await reading_router(world)
     await router.received(3)
     claim = router.owner.claims[0]
     claim.mark_done(0)
@@ -351,8 +354,7 @@ async def test_a_refused_commit_does_not_end_the_intake(world: MemoryWorld) -> N
 @scenario_test
 async def test_closing_commits_and_leaves(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b"))
-    router = await (await a_router(world)).owns(0, 1)
-    router.owner.resume_all()
+    router = await reading_router(world)
     await router.received(2)
     router.owner.claims[0].mark_done(0)
     await router.intake.close()
@@ -365,8 +367,7 @@ async def test_closing_commits_and_leaves(world: MemoryWorld) -> None:
 @scenario_test
 async def test_closing_leaves_the_group_although_the_last_commit_fails(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a"))
-    router = await (await a_router(world)).owns(0, 1)
-    router.owner.resume_all()
+    router = await reading_router(world)
     await router.received(1)
     world.faults.unanswered.add("commit")
     router.owner.claims[0].mark_done(0)
@@ -390,8 +391,7 @@ async def test_closing_before_running_or_twice_is_harmless(world: MemoryWorld) -
 @scenario_test
 async def test_the_next_owner_gets_what_is_not_done(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c"))
-    first = await (await a_router(world)).owns(0, 1)
-    first.owner.resume_all()
+    first = await reading_router(world)
     await first.received(3)
     first.owner.claims[0].mark_done(0)
     first.owner.claims[0].mark_done(2)
@@ -405,8 +405,7 @@ async def test_the_next_owner_gets_what_is_not_done(world: MemoryWorld) -> None:
 @scenario_test
 async def test_a_revoked_claim_is_closed_at_once_and_commits_no_more(world: MemoryWorld) -> None:
     world.append(REQUESTS, 1, *requests("a", "b"))
-    first = await (await a_router(world)).owns(0, 1)
-    first.owner.resume_all()
+    first = await reading_router(world)
     await first.received(2)
     claim = first.owner.claims[1]
     second = await a_router(world, "b")
@@ -425,8 +424,7 @@ async def test_a_revoked_claim_is_closed_at_once_and_commits_no_more(world: Memo
 @scenario_test
 async def test_a_lane_that_comes_back_is_a_new_claim(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b"))
-    first = await (await a_router(world)).owns(0, 1)
-    first.owner.resume_all()
+    first = await reading_router(world)
     await first.received(2)
     before = first.owner.claims[0]
     await a_router(world, "b")
@@ -537,8 +535,7 @@ async def test_a_refusal_is_done_when_the_lane_says_so_and_the_letter_is_written
     world: MemoryWorld,
 ) -> None:
     world.append_raw(REQUESTS, 0, MALFORMED)
-    router = await (await a_router(world)).owns(0, 1)
-    router.owner.resume_all()
+    router = await reading_router(world)
     await router.received(1)
     await world.wait_until(lambda: len(world.all_records(DEAD_LETTERS)) == 1)
     await world.sleep(5)

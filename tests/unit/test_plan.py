@@ -132,16 +132,14 @@ def test_a_holder_that_is_overloaded_is_passed_by(stage: RoutingHarness) -> None
 
 
 def test_decisions_of_this_router_count_before_they_are_read_back(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     first = stage.chosen()
     stage.own.add(first.worker_rank, first.load)
     assert stage.chosen().worker_rank.worker != first.worker_rank.worker
 
 
 def test_tokens_that_workers_report_count_as_open(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     run = RunProgress(id="x", attempt=0, phase="aggregated", output_tokens=500)
     stage.send_heartbeat("w1", running=(run,))
     decision = stage.chosen("least_loaded")

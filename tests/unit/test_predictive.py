@@ -425,8 +425,7 @@ def test_a_curve_that_cannot_be_true_is_not_believed(
 
 
 def test_what_others_have_in_mind_counts_as_load(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     at = WorkerRank("w1", 0)
     assert (
         stage.chosen(
@@ -572,8 +571,7 @@ def test_without_caches_it_is_the_least_load_in_predicted_milliseconds(
 
 
 def test_what_one_has_in_mind_itself_is_no_load_for_it(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     stage.add_load("w2", 500)
     held, wants = (
         PendingRequests[int](),

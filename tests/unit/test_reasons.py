@@ -76,8 +76,7 @@ def test_who_came_next_is_named_with_what_it_lost_by_and_in_which_term(
 
 
 def test_what_waits_there_counts_against_a_place(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     stage.add_load("w2", 500, 5000, since_ms=1999)
     found = told(stage)
     assert (found.chosen.worker, found.lost_in) == ("w1", "wait")
@@ -104,16 +103,14 @@ def test_a_tie_and_a_draw_are_called_so(stage: RoutingHarness) -> None:
 def test_policies_without_costs_say_what_they_go_by(
     stage: RoutingHarness, policy: str, words: str
 ) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     found = told(stage, policy)
     assert words in found.words
     assert found.lost_in == ""
 
 
 def test_a_session_that_stays_at_home_is_told(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     stage.add_blocks("w2", 2)
     decision = to_assigned(stage.chosen("dynamo"))
     assert decision.worker == "w2"
@@ -129,8 +126,7 @@ def test_a_session_that_stays_at_home_is_told(stage: RoutingHarness) -> None:
 
 
 def test_a_missed_target_is_a_term_of_its_own(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2")
+    stage.workers("w1", "w2")
     stage.add_load("w2", 60_000, 60_000, since_ms=1999)
     request = Request(
         id="a", model="m", token_ids=pack_tokens(range(100)), router=RouterParams(ttft_target=200.0)

@@ -53,6 +53,11 @@ class Consumer:
             while not so():
                 await self.read()
 
+    async def assign_steady(self) -> None:
+        """Assign all lanes from offset 5, and wait until fetches are steady."""
+        self.assign(dict.fromkeys(LANES, 5))
+        await self.until_steady()
+
     async def until_steady(self) -> None:
         """Until a session is open and nothing changes."""
         await self.until(lambda: len(self.node.requests) > REQUESTS_WITHOUT_SESSION + 2)
@@ -67,16 +72,14 @@ async def consumer() -> AsyncIterator[Consumer]:
 
 
 async def test_steady_fetches_list_no_partition(consumer: Consumer) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     before = len(consumer.node.requests)
     await consumer.until(lambda: len(consumer.node.requests) >= before + 5)
     assert consumer.node.requests[before:] == [[]] * (len(consumer.node.requests) - before)
 
 
 async def test_records_of_one_partition_list_that_one_alone(consumer: Consumer) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     before = len(consumer.node.requests)
     consumer.cluster.ends[LANES[2]] = 8
     await consumer.until(lambda: len(consumer.values) == 3)
@@ -110,16 +113,14 @@ async def test_consumer_that_gathers_waits_longer_for_the_first_record_than_for_
 
 
 async def test_seek_while_a_fetch_is_under_way_reads_from_there(consumer: Consumer) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     consumer.fetcher.seek_to(LANES[0], 2)
     await consumer.until(lambda: (LANES[0], 4) in consumer.values)
     assert {at for _, at in consumer.values} == {2, 3, 4}
 
 
 async def test_paused_partition_is_not_fetched_until_it_is_resumed(consumer: Consumer) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     consumer.state(LANES[1]).pause()
     before = len(consumer.node.requests)
     await consumer.until(lambda: any(consumer.node.requests[before:]))
@@ -133,8 +134,7 @@ async def test_paused_partition_is_not_fetched_until_it_is_resumed(consumer: Con
 
 
 async def test_new_assignment_learns_the_ends_again(consumer: Consumer) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     consumer.assign(dict.fromkeys(LANES[:2], 5))
     await consumer.until(lambda: all(consumer.state(tp).highwater == 5 for tp in LANES[:2]))
 
@@ -152,8 +152,7 @@ async def test_new_assignment_learns_the_end_that_was_reported_while_nothing_was
 
 
 async def test_end_in_a_response_for_an_older_position_is_kept(consumer: Consumer) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     consumer.node.answers.clear()
     consumer.cluster.ends[LANES[0]] = 6
     await asyncio.sleep(4 * ANSWER_S)
@@ -164,8 +163,7 @@ async def test_end_in_a_response_for_an_older_position_is_kept(consumer: Consume
 
 
 async def test_position_in_a_lost_request_is_listed_again(consumer: Consumer) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     consumer.node.is_away = True
     consumer.fetcher.seek_to(LANES[1], 3)
     await consumer.until(lambda: LANES[1] in consumer.node.requests[-1])
@@ -174,8 +172,7 @@ async def test_position_in_a_lost_request_is_listed_again(consumer: Consumer) ->
 
 
 async def test_partition_that_another_broker_leads_is_fetched_there(consumer: Consumer) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     consumer.cluster.lead(dict.fromkeys(LANES, 1) | {LANES[3]: 2})
     consumer.cluster.ends[LANES[3]] = 7
     await consumer.until(lambda: (LANES[3], 6) in consumer.values)
@@ -187,8 +184,7 @@ async def test_partition_that_another_broker_leads_is_fetched_there(consumer: Co
 async def test_partition_without_a_leader_waits_for_one(consumer: Consumer) -> None:
     consumer.cluster.lead(dict.fromkeys(LANES, 1) | {LANES[3]: -1})
     consumer.cluster.ends[LANES[3]] = 6
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     assert not consumer.values
     consumer.cluster.lead(dict.fromkeys(LANES, 1))
     await consumer.until(lambda: (LANES[3], 5) in consumer.values)
@@ -196,8 +192,7 @@ async def test_partition_without_a_leader_waits_for_one(consumer: Consumer) -> N
 
 @pytest.mark.parametrize("loses", ["session", "epoch", "connection"])
 async def test_lost_session_is_replaced(consumer: Consumer, loses: str) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     if loses == "session":
         consumer.node.broker.sessions.clear()
     elif loses == "epoch":
@@ -215,8 +210,7 @@ async def test_lost_session_is_replaced(consumer: Consumer, loses: str) -> None:
 
 
 async def test_error_of_a_whole_response_is_retried_with_a_pause(consumer: Consumer) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     consumer.node.error = 56  # KAFKA_STORAGE_ERROR
     before = len(consumer.node.requests)
     await asyncio.sleep(0.2)
@@ -228,8 +222,7 @@ async def test_error_of_a_whole_response_is_retried_with_a_pause(consumer: Consu
 
 async def test_position_outside_the_log_is_an_error_of_the_poll(consumer: Consumer) -> None:
     consumer.fetcher._default_reset_strategy = 0
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     consumer.node.errors = {LANES[1]: 1}
     with pytest.raises(OffsetOutOfRangeError):
         await consumer.until(lambda: False)
@@ -239,8 +232,7 @@ async def test_response_of_one_broker_is_none_about_anothers_partitions(
     consumer: Consumer,
 ) -> None:
     consumer.cluster.lead(dict.fromkeys(LANES, 1) | {LANES[3]: 2})
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     consumer.cluster.nodes[2].answers.clear()
     await asyncio.sleep(4 * ANSWER_S)
     known_ms = {tp: consumer.state(tp).timestamp for tp in LANES}
@@ -250,8 +242,7 @@ async def test_response_of_one_broker_is_none_about_anothers_partitions(
 
 
 async def test_throttled_response_is_about_no_partition(consumer: Consumer) -> None:
-    consumer.assign(dict.fromkeys(LANES, 5))
-    await consumer.until_steady()
+    await consumer.assign_steady()
     consumer.node.throttle_ms = 100
     await asyncio.sleep(4 * ANSWER_S)
     known_ms = consumer.state(LANES[0]).timestamp
