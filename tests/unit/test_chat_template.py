@@ -49,10 +49,6 @@ def test_the_generation_prompt_is_asked_for_unless_told_otherwise() -> None:
     assert render(source, add_generation_prompt=False) == "False"
 
 
-def test_tools_and_documents_are_none_when_there_are_none() -> None:
-    assert render("{{ tools is none }} {{ documents is none }}") == "True True"
-
-
 def test_tools_are_rendered_as_they_came() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert render("{{ tools[0].function.name }}", tools=[tool]) == "f"
@@ -75,33 +71,29 @@ def test_variables_do_not_replace_the_messages() -> None:
     assert render(LOOP, variables={"messages": []}) == "[user:hi]"
 
 
-def test_the_time_is_that_of_the_clock_in_utc() -> None:
-    assert render("{{ strftime_now('%Y-%m-%d %H:%M') }}") == "2023-11-14 22:13"
-
-
-def test_json_is_written_without_escapes_for_html_or_unicode() -> None:
-    assert render("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
-
-
-def test_json_may_be_indented() -> None:
-    assert render("{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ tools is none }} {{ documents is none }}", "True True"),
+        ("{{ strftime_now('%Y-%m-%d %H:%M') }}", "2023-11-14 22:13"),
+        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("a{% generation %}b{% endgeneration %}c", "abc"),
+        ("  {% if true %}\nx\n  {% endif %}\n", "x\n"),
+        ("{{ messages[0].name }}.", "."),
+    ],
+    ids=[
+        "no tools and documents", "the time in UTC", "JSON without escapes", "indented JSON",
+        "marks for training", "lines of statements", "a missing field",
+    ],
+)  # fmt: skip
+def test_what_templates_of_hugging_face_expect_is_there(source: str, text: str) -> None:
+    assert render(source) == text
 
 
 def test_loops_may_break() -> None:
     source = "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"
     assert render(source, USER, USER) == "hi"
-
-
-def test_marks_for_training_mean_nothing() -> None:
-    assert render("a{% generation %}b{% endgeneration %}c") == "abc"
-
-
-def test_lines_of_statements_leave_nothing_behind() -> None:
-    assert render("  {% if true %}\nx\n  {% endif %}\n") == "x\n"
-
-
-def test_a_missing_field_is_empty() -> None:
-    assert render("{{ messages[0].name }}.") == "."
 
 
 # --- how messages are worded ----------------------------------------------------------------------

@@ -79,22 +79,16 @@ class Group:
 # --- what may become of an append ---
 
 
+@pytest.mark.parametrize(("fate", "left"), [(AppendFate.LOST, []), (AppendFate.UNREPORTED, ["x"])])
 @scenario_test
-async def test_lost_append_leaves_nothing(world: MemoryWorld) -> None:
+async def test_lost_append_leaves_nothing_and_an_unreported_one_stands(
+    world: MemoryWorld, fate: AppendFate, left: list[str]
+) -> None:
     log = await world.connect()
-    world.faults.next_fates(LEDGER, AppendFate.LOST)
+    world.faults.next_fates(LEDGER, fate)
     with pytest.raises(AppendFailed):
         await log.append(LEDGER, entry("x"), 0)
-    assert values(world) == []
-
-
-@scenario_test
-async def test_unreported_append_stands(world: MemoryWorld) -> None:
-    log = await world.connect()
-    world.faults.next_fates(LEDGER, AppendFate.UNREPORTED)
-    with pytest.raises(AppendFailed):
-        await log.append(LEDGER, entry("x"), 0)
-    assert values(world) == ["x"]
+    assert values(world) == left
 
 
 @scenario_test

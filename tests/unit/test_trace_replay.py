@@ -286,6 +286,12 @@ def holding(
     monkeypatch.setattr(simulated_router, "select_worker", planned)
 
 
+def second_until_prefilled(name: str, view: Any) -> Wait | None:
+    """Hold the second request while the worker has a prefill."""
+    busy = view.committed.total("worker-0", 0).prefill_tokens
+    return Wait("busy") if name == "000001" and busy else None
+
+
 def test_a_held_request_is_looked_at_again_when_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, lambda _, view: Wait("later", 70) if view.now_ms < 70 else None)
     (life,) = played([row(0, 1000, 1)])
@@ -295,11 +301,7 @@ def test_a_held_request_is_looked_at_again_when_it_said(monkeypatch: pytest.Monk
 def test_a_held_request_is_looked_at_when_another_gets_a_token_and_joins_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def until(name: str, view: Any) -> Wait | None:
-        busy = view.committed.total("worker-0", 0).prefill_tokens
-        return Wait("busy") if name == "000001" and busy else None
-
-    holding(monkeypatch, until)
+    holding(monkeypatch, second_until_prefilled)
     _, held = played([row(0, 1000, 9), row(0, 1000, 9, 100)])
     assert held.sent_ms == pytest.approx(20)
     assert held.first_token_ms == pytest.approx(20 + 20 + 4)
@@ -373,11 +375,7 @@ def test_requests_that_hop_together_share_a_step() -> None:
 def test_a_request_that_is_held_for_news_goes_when_they_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def until(name: str, view: Any) -> Wait | None:
-        busy = view.committed.total("worker-0", 0).prefill_tokens
-        return Wait("busy") if name == "000001" and busy else None
-
-    holding(monkeypatch, until)
+    holding(monkeypatch, second_until_prefilled)
     rows = [row(0, 1000, 9), row(0, 1000, 9, 100)]
     _, held = under(NetworkConditions(event_delay_ms=7), rows)
     assert held.sent_ms == pytest.approx(27)
