@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -44,7 +44,6 @@ _EPOCH_DIGITS = 18
 """Digits of a valid epoch: one that does not fit into 64 bits could not be stored in a snapshot."""
 
 AnyRecord = record_base.InternalRecord | record_base.PublicRecord
-RecordT = TypeVar("RecordT", bound=AnyRecord)
 
 TOKEN_BYTES = 4
 """Size of a packed token."""

@@ -275,10 +275,6 @@ class Request(InternalRecord, frozen=True):
             + sum(len(data.url) + len(data.decoded or b"") for data in media)
         )
 
-    def has_annotation(self, name: str) -> bool:
-        """Whether the request has exactly this annotation."""
-        return name in self.annotations
-
     @property
     def is_query(self) -> bool:
         """Whether it is a dry run, which only returns its placement.

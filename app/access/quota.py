@@ -104,15 +104,16 @@ class TenantQuota:
             else:
                 self._rates[kind] = TokenBucket(rate, now_s)
 
-    def check_rate(self, kind: LimitKind, amount: int, now_s: float) -> QuotaRefusal | None:
-        """Whether so much exceeds a rate now."""
+    def take(self, kind: LimitKind, amount: int, now_s: float) -> QuotaRefusal | None:
+        """Count towards a rate, unless so much exceeds it now."""
         bucket = self._rates.get(kind)
-        wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now_s)
-        if bucket is None or wait_s <= 0:
+        if bucket is None:
             return None
-        return QuotaRefusal(
-            kind, f"the tenant may have {bucket.per_minute} {kind} a minute", wait_s
-        )
+        if (wait_s := bucket.wait_s(amount, now_s)) > 0:
+            message = f"the tenant may have {bucket.per_minute} {kind} a minute"
+            return QuotaRefusal(kind, message, wait_s)
+        bucket.take(amount, now_s)
+        return None
 
     def spend(self, kind: LimitKind, amount: int, now_s: float) -> None:
         """Count towards a rate."""
@@ -157,9 +158,8 @@ class QuotaLease:
             return QuotaRefusal(
                 "tokens", asked + held, QUOTA_RETRY_S if most_tokens <= most else None
             )
-        if (refusal := quota.check_rate("tokens", prompt_tokens, now_s)) is not None:
+        if (refusal := quota.take("tokens", prompt_tokens, now_s)) is not None:
             return refusal
-        quota.spend("tokens", prompt_tokens, now_s)
         quota.tokens += most_tokens
         self._tokens += most_tokens
         return None
@@ -169,9 +169,8 @@ class QuotaLease:
         quota, most = self.quota, self.quota.limits.requests
         if most is not None and quota.attached + 1 > most:
             return QuotaRefusal("requests", _in_flight(most), QUOTA_RETRY_S if most else None)
-        if (refusal := quota.check_rate("requests", 1, now_s)) is not None:
+        if (refusal := quota.take("requests", 1, now_s)) is not None:
             return refusal
-        quota.spend("requests", 1, now_s)
         quota.attached += 1
         self._attached += 1
         return None
@@ -191,9 +190,8 @@ class QuotaLease:
         if most is not None and quota.requests + more > most:
             can_be = self._requests + more <= most
             return QuotaRefusal("requests", _in_flight(most), QUOTA_RETRY_S if can_be else None)
-        if (refusal := quota.check_rate("requests", more, now_s)) is not None:
+        if (refusal := quota.take("requests", more, now_s)) is not None:
             return refusal
-        quota.spend("requests", more, now_s)
         quota.requests += more
         self._requests += more
         return None

@@ -19,10 +19,11 @@ from app.local.deployment import (
     ProcessFactory,
     deployment_parts,
 )
+from app.runtime.process import ProcessContext
 from app.settings import Settings, variable_name
 from streams.brokers.broker_factory import Broker
 from streams.brokers.watchdog import ProcessGuard
-from streams.clock import Clock
+from streams.clock import SystemClock
 from streams.kafka.kafka_log import KafkaLog
 from streams.kafka.provision import create_topics
 from streams.memory.memory_broker import MemoryBroker
@@ -36,13 +37,14 @@ class DemoEnvironment(NamedTuple):
     log: Log
     deployment: LocalDeployment
     settings: Settings
+    context: ProcessContext
+    workers: int
 
 
 @asynccontextmanager
 async def demo_environment(
     settings: Settings,
     broker: Broker,
-    clock: Clock,
     *,
     workers: int,
     changes: Mapping[str, Any],
@@ -55,6 +57,8 @@ async def demo_environment(
     """
     changes = {**changes, "bootstrap_servers": broker.bootstrap_servers}
     settings = settings.model_copy(update=changes)
+    context = ProcessContext("demo", SystemClock())
+    clock = context.clock
     log: Log
     parts: LocalDeployment
     with contextlib.ExitStack() as cleanup:
@@ -74,8 +78,9 @@ async def demo_environment(
             await log.start()
             if isinstance(log, KafkaLog):
                 await create_topics(log, **settings.topic_options())
-            yield DemoEnvironment(log, parts, settings)
+            yield DemoEnvironment(log, parts, settings, context, workers)
         finally:
+            await context.cancel_tasks()
             await parts.stop()
             await log.close()
 

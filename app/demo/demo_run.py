@@ -23,10 +23,8 @@ from app.local.deployment import DemoFailed, ProcessFactory
 from app.local.processes import free_port
 from app.preprocessor import Preprocessor
 from app.router import Router
-from app.runtime.process import ProcessContext
 from app.settings import Settings
 from streams.brokers.broker_factory import Broker, Kind, obtain_broker
-from streams.clock import SystemClock
 
 DEMO_WORKERS = 4
 CONTEXT_LENGTH = 16_384
@@ -72,22 +70,15 @@ def run_vllm_demo(settings: Settings, console: Console, kind: BrokerChoice = "au
 async def _demo_vllm(settings: Settings, console: Console, broker: Broker, folder: Path) -> bool:
     from app.demo import vllm_scenario
 
-    life = ProcessContext("demo", SystemClock())
     changes = _changes(settings, broker) | vllm_scenario.vllm_settings(folder / "model")
     async with demo_environment(
         settings,
         broker,
-        life.clock,
         workers=vllm_scenario.VLLM_WORKERS,
         changes=changes,
         builds=PROCESS_FACTORIES,
     ) as on:
-        try:
-            return await vllm_scenario.VllmScenario(
-                on.log, on.deployment, on.settings, life, console, vllm_scenario.VLLM_WORKERS
-            ).run()
-        finally:
-            await life.cancel_tasks()
+        return await vllm_scenario.VllmScenario(on, console).run()
 
 
 def run_demo(
@@ -114,22 +105,11 @@ def _broker(settings: Settings, console: Console, kind: BrokerChoice) -> Broker:
 async def _demo(
     settings: Settings, prompts: Sequence[str], console: Console, broker: Broker
 ) -> bool:
-    life = ProcessContext("demo", SystemClock())
     changes = _changes(settings, broker) | {"context_length": CONTEXT_LENGTH}
     async with demo_environment(
-        settings,
-        broker,
-        life.clock,
-        workers=DEMO_WORKERS,
-        changes=changes,
-        builds=PROCESS_FACTORIES,
+        settings, broker, workers=DEMO_WORKERS, changes=changes, builds=PROCESS_FACTORIES
     ) as on:
-        try:
-            return await DemoScenario(
-                on.log, on.deployment, on.settings, life, console, DEMO_WORKERS
-            ).run(prompts)
-        finally:
-            await life.cancel_tasks()
+        return await DemoScenario(on, console).run(prompts)
 
 
 def _changes(settings: Settings, broker: Broker) -> dict[str, Any]:

@@ -8,14 +8,12 @@ from typing import Any
 from rich.console import Console
 
 from app.demo import policy_comparison
+from app.demo.demo_environment import DemoEnvironment
 from app.demo.ledger_reader import FleetObserver, LedgerDecisions
 from app.demo.policy_comparison import TRACE_SPEEDUP, AskTraceRequest, PolicyRun
 from app.demo.trace_prompts import TracePrompt
-from app.local.deployment import DemoFailed, LocalDeployment, run_scenario
-from app.runtime.process import ProcessContext
-from app.settings import Settings
+from app.local.deployment import DemoFailed, run_scenario
 from streams.client import Client
-from streams.ports import Log
 
 OUTCOME_TIMEOUT_S = 1.0
 """Time limit for the end of a run in the ledger, which follows the last text of its answer."""
@@ -26,24 +24,14 @@ class DemoSession:
 
     ready_timeout_s: float
 
-    def __init__(
-        self,
-        log: Log,
-        parts: LocalDeployment,
-        settings: Settings,
-        life: ProcessContext,
-        console: Console,
-        workers: int,
-    ) -> None:
-        self._parts = parts
-        self._settings = settings
-        self._life = life
+    def __init__(self, on: DemoEnvironment, console: Console) -> None:
+        log, self._parts, self._settings, self._life, self._workers = on
+        life = self._life
         self._clock = life.clock
         self._console = console
-        self._workers = workers
         self._client = Client(log, life.clock)
         self._decisions = LedgerDecisions(log)
-        self._fleet = FleetObserver(log, life, settings.worker_timeout_s)
+        self._fleet = FleetObserver(log, life, on.settings.worker_timeout_s)
         self._began = life.clock.now()
 
     @property

@@ -18,15 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from app.demo.demo_environment import DemoEnvironment
 from app.demo.demo_session import DemoSession
 from app.demo.expected_answers import AnswerOracle, DemoAnswer
 from app.demo.policy_comparison import TRACE_SPEEDUP
 from app.demo.trace_prompts import TracePrompt, bundled_prompts
-from app.local.deployment import DemoFailed, LocalDeployment
+from app.local.deployment import DemoFailed
 from app.preprocess.requests.openai_requests import TokenizedKind
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.ports import Log
 from streams.prompt import Prompt
 
 READY_S = 60.0
@@ -45,17 +43,9 @@ class DemoScenario(DemoSession):
 
     ready_timeout_s = READY_S
 
-    def __init__(
-        self,
-        log: Log,
-        parts: LocalDeployment,
-        settings: Settings,
-        life: ProcessContext,
-        console: Console,
-        workers: int,
-    ) -> None:
-        super().__init__(log, parts, settings, life, console, workers)
-        self._oracle = AnswerOracle(settings, life.clock)
+    def __init__(self, on: DemoEnvironment, console: Console) -> None:
+        super().__init__(on, console)
+        self._oracle = AnswerOracle(on.settings, on.context.clock)
         self.answers: list[DemoAnswer] = []
 
     async def run(self, prompts: Sequence[str]) -> bool:

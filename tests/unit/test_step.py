@@ -13,7 +13,7 @@ from app.engine.simulated.batch import (
     PrefillChunk,
     StepResult,
 )
-from app.engine.simulated.step import add_sequence, remove_sequence, run_step, sequence_tokens
+from app.engine.simulated.step import add_sequence, remove_sequence, run_step
 from app.perf_curves import PerfCurves
 
 CURVES = PerfCurves()
@@ -112,16 +112,6 @@ def test_one_token_ends_with_the_prefill() -> None:
     state = state_with(sequence)
     assert stepped(state).finished == (sequence,)
     assert run_step(state) is None
-
-
-def test_tokens_are_counted_while_it_runs() -> None:
-    sequence = BatchSequence("a", 5, 3)
-    state = state_with(sequence)
-    counts = [sequence_tokens(state, sequence)]
-    for _ in range(2):
-        stepped(state)
-        counts.append(sequence_tokens(state, sequence))
-    assert counts == [5, 6, 7]
 
 
 @pytest.mark.parametrize(("prompt", "limit"), [(0, 1), (1, 0), (41, 1), (20, 22)])

@@ -84,15 +84,6 @@ def remove_sequence(state: BatchState, sequence: BatchSequence) -> None:
     sequence.phase = FINISHED
 
 
-def sequence_tokens(state: BatchState, sequence: BatchSequence) -> int:
-    """Prompt and output tokens of a running or waiting sequence."""
-    return (
-        sequence.offset + state.step_count + 1
-        if sequence.phase == DECODE
-        else sequence.prefill_target
-    )
-
-
 def run_step(state: BatchState) -> StepResult | None:
     """Advance the engine by one step; None, without effect, if there is no work."""
     if not state.decoding and state.partial_prefill is None and not state.waiting_count:
