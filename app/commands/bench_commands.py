@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -284,7 +283,7 @@ def simulate(
     performance is on no card: twenty minutes on two CPUs. Generated traces run without --trace,
     too. Exit code 1 if a threshold is missed; those that need --trace are missed without it.
     """
-    _require_matplotlib(plot)
+    screen.require_matplotlib(plot)
     from app.bench.plots import plot_thresholds
     from app.bench.routing.policy_scenarios import FULL, QUICK
     from app.bench.routing.policy_simulation import bench_policies
@@ -334,7 +333,7 @@ def chaos(
     kinds = tuple(filter(None, only.split(","))) or PROCESS_FAULTS
     if unknown := set(kinds) - set(FAULT_KINDS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: one of {', '.join(FAULT_KINDS)}")
-    _require_matplotlib(plot)
+    screen.require_matplotlib(plot)
     scale = ChaosScale(
         kills, seed=seed, kinds=kinds, rate=rate, tokens=tokens, workers=workers,
         limit_s=60 * minutes,
@@ -368,7 +367,7 @@ def overload(
     Quick: one minute; --full: ten. Every text is compared with the engine's. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
-    _require_matplotlib(plot)
+    screen.require_matplotlib(plot)
     from app.bench.chaos.overload import OverloadResult, OverloadScale, bench_overload
     from app.bench.plots import plot_overload
 
@@ -450,12 +449,6 @@ def every(*, full: Full = False) -> None:
     ]
     if not all(passed):
         raise typer.Exit(1)
-
-
-def _require_matplotlib(plot: Path | None) -> None:
-    """Raises BadParameter before the work, and not after it, when matplotlib is missing."""
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("--plot needs matplotlib: pip install 'kvlane[plot]'")
 
 
 def _measure(name: str, run: RunBenchmark, json: Path | None = None) -> Report:

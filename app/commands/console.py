@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unicodedata import category
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -58,6 +61,12 @@ def reading_progress(name: str) -> Iterator[Callable[[int, int], None]]:
     with progress_bar(Console(stderr=True), transient=True) as bar:
         task = bar.add_task(name)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def require_matplotlib(plot: Path | None) -> None:
+    """Raises BadParameter before the work, and not after it, when matplotlib is missing."""
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'kvlane[plot]'")
 
 
 def format_value(value: Any) -> str:

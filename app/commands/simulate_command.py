@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -199,8 +198,7 @@ def _can_draw(plot: Path | None) -> None:
         raise typer.BadParameter(
             f"--plot {plot}: its name must end in one of {', '.join(PLOT_SUFFIXES)}"
         )
-    if find_spec("matplotlib") is None:
-        raise typer.BadParameter("--plot needs matplotlib: pip install 'kvlane[plot]'")
+    screen.require_matplotlib(plot)
 
 
 def _rows(trace: str, requests: int | None, rate: float | None, seed: int | None) -> list[TraceRow]:

@@ -283,3 +283,19 @@ class Engine(ABC):
     @abstractmethod
     async def cleanup(self) -> None:
         """Release everything; see rule 5."""
+
+
+def refuse_unknown_options(request: Request, beam_search: str) -> None:
+    """Raise InvalidRequest for an option that no engine has.
+
+    `beam_search`: the reason why this engine refuses beam search.
+    """
+    sampling = request.sampling
+    if sampling.n not in (None, 1) or sampling.best_of not in (None, 1):
+        raise InvalidRequest("n, best_of: a request to an engine has one answer")
+    if sampling.use_beam_search or sampling.length_penalty not in (None, 1.0):
+        raise InvalidRequest(f"use_beam_search, length_penalty: {beam_search}")
+    if sampling.detokenize is False:
+        raise InvalidRequest("detokenize: an answer always comes with its text")
+    if request.output.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs: log probabilities of prompts are not supported")

@@ -50,7 +50,7 @@ def test_the_result_is_drawn(tmp_path: Path, name: str, begins: bytes) -> None:
 def test_without_matplotlib_it_says_what_to_install_before_it_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("app.commands.simulate_command.find_spec", lambda _: None)
+    monkeypatch.setattr("app.commands.console.find_spec", lambda _: None)
     done = simulate("--plot", f"{tmp_path / 'it.png'}")
     assert done.exit_code == 2
     assert "pip install 'kvlane[plot]'" in done.output

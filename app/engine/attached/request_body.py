@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from app.engine.interface import InvalidRequest
+from app.engine.interface import InvalidRequest, refuse_unknown_options
 from streams.codecs import unpack_tokens
 from streams.record_base import Json
 from streams.request import GuidedDecoding, Request
@@ -176,15 +176,7 @@ def _of_others(request: Request, speech: ServerDialect) -> dict[str, Any]:
 
 
 def _refuse(request: Request) -> None:
-    sampling = request.sampling
-    if sampling.n not in (None, 1) or sampling.best_of not in (None, 1):
-        raise InvalidRequest("n, best_of: a request to an engine has one answer")
-    if sampling.use_beam_search or sampling.length_penalty not in (None, 1.0):
-        raise InvalidRequest("use_beam_search, length_penalty: beam search is not supported")
-    if sampling.detokenize is False:
-        raise InvalidRequest("detokenize: an answer always comes with its text")
-    if request.output.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs: log probabilities of prompts are not supported")
+    refuse_unknown_options(request, "beam search is not supported")
     if request.multi_modal_data or request.mm_processor_kwargs is not None:
         raise InvalidRequest("multi_modal_data: an attached server receives text only")
     if request.bootstrap_info is not None:

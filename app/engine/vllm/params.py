@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from app.engine.interface import InvalidRequest
+from app.engine.interface import InvalidRequest, refuse_unknown_options
 from streams.codecs import unpack_tokens
 from streams.record_base import Json
 from streams.request import GuidedDecoding, MultimodalData, Request
@@ -109,15 +109,7 @@ async def vllm_prompt(request: Request, model_config: Any) -> Any:
 
 def _refuse(request: Request) -> None:
     """Raise InvalidRequest for a feature that this engine lacks."""
-    sampling = request.sampling
-    if sampling.n not in (None, 1) or sampling.best_of not in (None, 1):
-        raise InvalidRequest("n, best_of: a request to an engine has one answer")
-    if sampling.use_beam_search or sampling.length_penalty not in (None, 1.0):
-        raise InvalidRequest("use_beam_search, length_penalty: vLLM has no beam search")
-    if sampling.detokenize is False:
-        raise InvalidRequest("detokenize: an answer always comes with its text")
-    if request.output.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs: log probabilities of prompts are not supported")
+    refuse_unknown_options(request, "vLLM has no beam search")
     if request.bootstrap_info is not None:
         raise InvalidRequest(f"bootstrap_info: vLLM uses {KV_TRANSFER_FIELD} instead")
 
