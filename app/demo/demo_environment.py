@@ -21,6 +21,7 @@ from app.local.deployment import (
 )
 from app.runtime.process import ProcessContext
 from app.settings import Settings, variable_name
+from streams.brokers.broker import free_ports
 from streams.brokers.broker_factory import Broker
 from streams.brokers.watchdog import ProcessGuard
 from streams.clock import SystemClock
@@ -29,6 +30,10 @@ from streams.kafka.provision import create_topics
 from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_log import MemoryLog
 from streams.ports import Log
+
+STATUS_KINDS = ("router", "preprocessor")
+"""Processes that are asked whether they are ready. The demo sees workers in their topics, and the
+gateway by its models."""
 
 
 class DemoEnvironment(NamedTuple):
@@ -72,7 +77,16 @@ async def demo_environment(
             guard = ProcessGuard()
             cleanup.callback(guard.close)
             environment = {variable_name(name): _text(value) for name, value in changes.items()}
-            parts = ProcessDeployment(deployment_parts(workers), environment, guard, clock)
+            names = [p.name for p in deployment_parts(workers) if p.kind in STATUS_KINDS]
+            ports = dict(zip(names, free_ports(len(names)), strict=True))
+            parts = ProcessDeployment(
+                deployment_parts(workers),
+                environment,
+                guard,
+                clock,
+                own={n: {variable_name("status_port"): str(port)} for n, port in ports.items()},
+                status_urls={n: f"http://{settings.http_host}:{p}" for n, p in ports.items()},
+            )
             log = KafkaLog(settings.kafka_connection("stage"), prefix=settings.topic_prefix)
         try:
             await log.start()

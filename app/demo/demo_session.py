@@ -48,9 +48,10 @@ class DemoSession:
             return await run_scenario(self._parts, steps(), self._clock)
 
     async def wait_for_workers(self, since: int = 0) -> None:
-        """Wait until all workers accept requests, with epochs from `since` on."""
+        """Wait until all workers accept requests, with epochs from `since` on, and routers do."""
         if not await self._fleet.wait_ready(self._workers, self.ready_timeout_s, since):
             raise DemoFailed(f"not all workers accept requests after {self.ready_timeout_s:g} s")
+        await self._parts.wait_ready(self.ready_timeout_s)
 
     async def replay(
         self, policy: str, trace: Sequence[TracePrompt], ask: AskTraceRequest, speed: float

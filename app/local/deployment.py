@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import httpx
+
 from app.local.processes import ManagedProcess, launch, process_command
 from app.operator_error import OperatorError
 from app.runtime.process import ProcessContext, ProcessLifecycle
@@ -25,6 +27,7 @@ from streams.ports import Log
 
 STOP_TIMEOUT_S = 20.0
 """Grace period of a stop, before processes are killed."""
+READY_POLL_S = 0.05
 NO_VARIABLES: Mapping[str, str] = {}
 NO_OWN_VARIABLES: Mapping[str, Mapping[str, str]] = {}
 SINGLE_KINDS = ("router", "indexer", "preprocessor", "gateway")
@@ -53,6 +56,9 @@ class LocalDeployment(Protocol):
     async def start(self) -> None:
         """Start all processes."""
 
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the processes whose state has an address are ready. Raises DemoFailed."""
+
     async def kill(self, name: str) -> None:
         """End a process as kill -9 does."""
 
@@ -78,11 +84,12 @@ class ProcessDeployment:
         *,
         own: Mapping[str, Mapping[str, str]] = NO_OWN_VARIABLES,
         logs: Path | None = None,
+        status_urls: Mapping[str, str] = NO_VARIABLES,
     ) -> None:
         """`environment`: variables of all processes.
 
         `own`: variables of single processes, by name. `logs`: the folder of the output files, by
-        default that of the guard.
+        default that of the guard. `status_urls`: addresses of `/readyz`, by process name.
         """
         self._parts = parts
         self._environment = environment
@@ -90,12 +97,22 @@ class ProcessDeployment:
         self._clock = clock
         self._own = own
         self._logs = logs or guard.directory
+        self._status_urls = status_urls
         self._running: dict[str, ManagedProcess] = {}
 
     async def start(self) -> None:
         """Start all processes at once; does not wait until they are ready."""
         for part in self._parts:
             self._running[part.name] = self._launch(part)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        until = self._clock.now() + timeout_s
+        async with httpx.AsyncClient() as http:
+            for name, url in self._status_urls.items():
+                while not await _is_ready(http, url):
+                    if self._clock.now() > until:
+                        raise DemoFailed(f"{name} is not ready after {timeout_s:g} s")
+                    await self._clock.sleep(READY_POLL_S)
 
     async def kill(self, name: str) -> None:
         """SIGKILL."""
@@ -157,6 +174,13 @@ class ProcessDeployment:
         return self._logs / f"{name}.log"
 
 
+async def _is_ready(http: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await http.get(f"{url}/readyz")).is_success
+    except httpx.HTTPError:
+        return False
+
+
 ProcessFactory = Callable[[Log, Settings, ProcessContext], ProcessLifecycle]
 
 
@@ -183,6 +207,9 @@ class InProcessDeployment:
         """Start the processes one after the other; returns when all are ready."""
         for part in self._parts:
             await self._launch(part, {})
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Nothing to wait for: a process that was started is ready."""
 
     async def kill(self, name: str) -> None:
         """Cut its connection at once, and cancel its tasks."""
