@@ -96,11 +96,11 @@ class EventEncoder:
 
     def encode_held(self) -> bytes:
         """The events for text that waits for an interval to be complete, possibly none."""
-        told = b""
+        events = b""
         for index, held in enumerate(self._held):
             if text := held.take():
-                told += self._encode_text(index, text)
-        return told
+                events += self._encode_text(index, text)
+        return events
 
     def encode_ending(self) -> bytes:
         """The events after the last piece."""
@@ -145,10 +145,10 @@ class EventEncoder:
         self.add(index, piece)
         if 0 < choice.position <= self._options.from_token and choice.finish_reason is None:
             return b""  # the client has it already
-        told = self._encoders[index].encode(choice, self._unknown(choice, piece))
-        if told is None:
+        event = self._encoders[index].encode(choice, self._unknown(choice, piece))
+        if event is None:
             return b""
-        return sse.encode_event(told, choice.position if self._is_single else None)
+        return sse.encode_event(event, choice.position if self._is_single else None)
 
     def _unknown(self, choice: Choice, piece: ReplyPiece) -> ReplyPiece:
         """The rest of a piece after the resume position; a piece with token ids is sent whole."""
@@ -172,7 +172,7 @@ class _HeldText:
     def add(self, text: str, tokens: int, interval: int) -> str:
         """Add a piece; returns the held text if it completes an interval, otherwise nothing."""
         self._parts.append(text)
-        self._tokens += tokens or 1  # a server that tells no token ids counts with its pieces
+        self._tokens += tokens or 1  # a server that reports no token ids counts with its pieces
         return self.take() if self._tokens >= interval else ""
 
     def take(self) -> str:

@@ -110,8 +110,8 @@ class CompletionResponse(Response):
                 outcome = e.code
                 raise
             finally:
-                told = zip(self._choices, joined.replies, self._paces, strict=True)
-                for choice, reply, pace in told:
+                answers = zip(self._choices, joined.replies, self._paces, strict=True)
+                for choice, reply, pace in answers:
                     tokens = choice.counted_tokens
                     reason = choice.finish_reason or outcome
                     self._metrics.observe_response(reason, tokens, reply.gaps, reply.skipped_chunks)
@@ -124,8 +124,8 @@ class CompletionResponse(Response):
                 index, pieces = await self._take(joined, self._left_s)
                 for piece in pieces:
                     self._events.add(index, piece)
-        told = openai_responses.full_response(self._events.header, self._choices, self._options.n)
-        body = msgspec.json.encode(told)
+        whole = openai_responses.full_response(self._events.header, self._choices, self._options.n)
+        body = msgspec.json.encode(whole)
         await self._start(send, [*_JSON, (b"content-length", b"%d" % len(body))])
         await self._send(send, body, more=False)
 
@@ -138,37 +138,37 @@ class CompletionResponse(Response):
             try:
                 sink = self._push if begun and self._writer is not None else None
                 index, pieces = await self._take(joined, self._quiet_left_s, sink)
-                told, failure = self._encode(index, pieces)
+                events, failure = self._encode(index, pieces)
             except TimeoutError:
-                told = self._fill_silence(sent_at)
+                events = self._fill_silence(sent_at)
             except ApiError as e:
-                told, failure = b"", e
-            if told:
+                events, failure = b"", e
+            if events:
                 if not begun:
                     await self._start(send, _EVENTS)
                     begun = True
-                await self._send(send, told)
+                await self._send(send, events)
         if failure is None:
-            told = self._events.encode_held() + self._events.encode_ending()
+            events = self._events.encode_held() + self._events.encode_ending()
         elif begun:
             error = sse.encode_error(failure.body())
-            told = self._events.encode_held() + error + sse.DONE
+            events = self._events.encode_held() + error + sse.DONE
         else:
             raise failure
         if not begun:
             await self._start(send, _EVENTS)
-        await self._send(send, told)
+        await self._send(send, events)
         await self._send(send, b"", more=False)
 
     def _encode(self, index: int, pieces: Sequence[ReplyPiece]) -> tuple[bytes, ApiError | None]:
         """The events for pieces, and the failure after them."""
-        told = b""
+        events = b""
         try:
             for piece in pieces:
-                told += self._events.encode(index, piece)
+                events += self._events.encode(index, piece)
         except ApiError as e:
-            return told, e
-        return told, None
+            return events, e
+        return events, None
 
     def _fill_silence(self, since: float) -> bytes:
         """What to send when a wait has ended in vain; nothing if the sink has sent events."""
@@ -182,8 +182,8 @@ class CompletionResponse(Response):
         """
         if self._writer is None or not self._writer.is_ready or is_last(piece):
             return False
-        if told := self._events.encode(0, piece):
-            self._writer.write(told)
+        if events := self._events.encode(0, piece):
+            self._writer.write(events)
             self._sent_at = self._clock.now()
         return True
 
