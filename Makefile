@@ -8,7 +8,7 @@ ENGINE ?= simulated
 # their order: what waits comes first and the many quick ones fill the end.
 JOBS ?= $(if $(ARGS),0,2)
 
-.PHONY: help setup lock demo check format test test-vllm peers bench bench-full asyncapi clean
+.PHONY: help setup lock demo check format test test-vllm peers bench bench-full asyncapi chart image compose-up compose-down test-docker clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,7 @@ lock: setup  ## Renew the pinned packages, in agreement with those of vLLM (UPGR
 	$(BIN)/uv pip compile pyproject.toml --extra dev --constraint deploy/vllm-cpu/requirements.txt \
 		--universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --quiet \
 		$(UPGRADE) --output-file deploy/requirements/dev.txt
+	deploy/requirements/lock-image.sh
 
 demo: setup  ## Run a small fleet on this machine: broker, workers, router, requests (ENGINE=vllm: real ones)
 ifeq ($(ENGINE),vllm)
@@ -57,6 +58,28 @@ bench-full: setup  ## Long form of every benchmark
 
 asyncapi: setup  ## Write deploy/asyncapi.yaml from the types of the records
 	@env -i PATH="$$PATH" HOME="$$HOME" $(BIN)/kvlane asyncapi > deploy/asyncapi.yaml
+
+chart: setup  ## Write what follows from the Helm chart and the code: its tables, and deploy/k8s/
+	@deploy/chart/render.sh
+
+image:  ## Build the container image, and Docker and a base image where missing (VARIANT=vllm: with vLLM)
+	@deploy/image/build.sh $(VARIANT)
+
+compose-up:  ## Start a replicated deployment in containers (COMPOSE_PROFILES=monitoring: with Grafana)
+	@deploy/compose/up.sh
+
+compose-down:  ## Stop it, and delete its data
+	@deploy/compose/up.sh down
+
+test-docker: setup  ## Tests in containers: brokers, the whole path, the image, the compose deployment
+	deploy/kafka/build-image.sh
+	deploy/image/build.sh
+	KVLANE_TEST_LONG=1 $(BIN)/pytest tests/contracts/test_kafka_rights_removed.py tests/flows/test_examples.py $(ARGS)
+	KVLANE_BROKER=docker $(BIN)/pytest tests/contracts/test_broker.py tests/contracts/test_log.py \
+		tests/contracts/test_transactions.py tests/recovery/test_whole_path.py -m "not cluster" $(ARGS)
+	deploy/compose/up.sh
+	KVLANE_TEST_CONTAINERS=1 $(BIN)/pytest tests/containers $(ARGS)
+	deploy/compose/up.sh down
 
 clean:  ## Remove caches and build output; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis htmlcov

@@ -24,9 +24,11 @@ from app.commands import (
     local_commands,
     request_commands,
     simulate_command,
+    size_command,
     topic_commands,
 )
 from app.commands.console import escape_lines
+from app.commands.gateway_client import batch_commands
 
 
 class _Commands(TyperGroup):
@@ -87,6 +89,8 @@ app.command()(audit_commands.replay)
 app.command(context_settings={"ignore_unknown_options": True})(audit_commands.verify_decisions)
 app.command()(capture_commands.capture)
 app.command()(simulate_command.simulate)
+app.command()(size_command.size)
+app.add_typer(batch_commands.app, name="batch")
 app.add_typer(topic_commands.app, name="topics")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(dead_letter_commands.app, name="dead-letters")

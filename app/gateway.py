@@ -3,6 +3,7 @@
     HTTP ──► read_request ──► Request, Cancel → requests
     responses ──► ReplyReader ──► CompletionResponse ──► HTTP
     registry ──► ServedModels: models with workers
+    HTTP ◄──► file-parts: content of files   batch-jobs ──► BatchView: their cards
 
 This file wires the parts of `app/http`. It holds no durable state: a client whose connection
 breaks resumes at any other gateway.
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
+from app.batches.batch_log import BatchLog
+from app.batches.file_store import FileStore
 from app.http import gateway_api
 from app.http.authentication import AccessControl
 from app.http.gateway_health import GatewayHealth
@@ -32,6 +35,8 @@ from app.preprocess.thread_pool import ThreadPool, WorkPool
 from app.routing.state.fleet import Fleet
 from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
+from streams.clock import BrokerClock
+from streams.ids import RequestIds
 from streams.ports import Log, Partition
 from streams.records import LogRecord
 from streams.topics import REGISTRY
@@ -53,34 +58,40 @@ class Gateway:
         self,
         log: Log,
         settings: Settings,
-        life: ProcessContext,
+        ctx: ProcessContext,
         rng: random.Random | None = None,
         pool: WorkPool | None = None,
     ) -> None:
         """Without `rng`, ids are drawn so that they cannot be guessed. `pool`: for tokenising."""
         self._log = log
-        self._life = life
+        self._ctx = ctx
         self._settings = settings
-        self._access = AccessControl(settings, life)
+        self._access = AccessControl(settings, ctx)
         fleet = Fleet()
         self._served = served = ServedModels(fleet)
-        self._registry = Follower(log, fleet, [REGISTRY], life.clock, on_applied=self._applied)
+        registry_clock = BrokerClock(ctx.clock)
+        self._registry = Follower(
+            log, fleet, [REGISTRY], ctx.clock,
+            broker_clock=registry_clock, on_applied=self._applied,
+        )  # fmt: skip
         # As many prompts may be queued as streams may be open: their bodies are bounded already.
         self._threads = ThreadPool(waiting=settings.http_max_streams)
         pool = pool or self._threads
-        artifacts = ArtifactStore(log, life.clock, pool, settings.cache_dir / "artifacts")
-        self._library = ModelCatalog(served, ModelLoader(artifacts, pool, life))
-        self._streams = ActiveStreams(log, settings, life, rng)
-        self._health = GatewayHealth(self._streams, self._registry, life)
+        artifacts = ArtifactStore(log, ctx.clock, pool, settings.cache_dir / "artifacts")
+        self._library = ModelCatalog(served, ModelLoader(artifacts, pool, ctx))
+        self._streams = ActiveStreams(log, settings, ctx, registry_clock, rng)
+        self._health = GatewayHealth(self._streams, self._registry, ctx)
         self._metrics = GatewayMetrics()
         self._metrics.responses_in_flight.set_function(lambda: self._streams.open_streams)
         self._metrics.log_silent.set_function(lambda: self._health.broker_silence_s)
         self._metrics.caught_up.labels(fleet.name).set_function(lambda: self._registry.caught_up)
+        self._batches = BatchLog(log, ctx.clock)
         health = self._health
         probes = Probes(health.checks, self._metrics.page, lambda: health.is_alive)
         self.parts = GatewayDeps(
-            settings, life, self._streams, served, self._library, probes, self._metrics,
-            self._access,
+            settings, ctx, self._streams, served, self._library, probes, self._metrics,
+            self._access, self._batches, FileStore(log, ctx.clock),
+            RequestIds(ctx.clock, rng or random.SystemRandom()),
         )  # fmt: skip
         self.http: FastAPI = gateway_api.build_app(self.parts)
         self._server: UvicornServer | None = None
@@ -96,19 +107,21 @@ class Gateway:
         await self.open()
         settings = self._settings
         self._server = UvicornServer(
-            self.http, settings.http_host, settings.http_port, self._life, tls=TlsFiles.of(settings)
+            self.http, settings.http_host, settings.http_port, self._ctx, tls=TlsFiles.of(settings)
         )
         await self._server.start()
 
     async def open(self) -> None:
         """Start everything but the socket; `http` can be called directly."""
         self._access.start()
-        self._life.start_broker_probe(self._log, self._settings.request_timeout_ms / 1000)
+        self._ctx.start_broker_probe(self._log, self._settings.request_timeout_ms / 1000)
         await self._streams.start()
-        self._life.spawn("registry", self._registry.run())
+        self._ctx.spawn("registry", self._registry.run())
+        self._ctx.spawn("batch jobs", self._batches.follower.run())
         await self._registry.wait_caught_up()
+        await self._batches.follower.wait_caught_up()
         self._library.refresh()
-        self._life.spawn("loop delay", self._metrics.loop_delay.watch(self._life.clock))
+        self._ctx.spawn("loop delay", self._metrics.loop_delay.watch(self._ctx.clock))
 
     def _applied(self, source: Partition, facts: Sequence[LogRecord]) -> None:
         """Update models after new records of the registry."""

@@ -45,13 +45,13 @@ class Indexer:
     """One of any number of equal indexers, which share the writing of snapshots."""
 
     def __init__(
-        self, log: Log, settings: Settings, life: ProcessContext, pool: WorkPool | None = None
+        self, log: Log, settings: Settings, ctx: ProcessContext, pool: WorkPool | None = None
     ) -> None:
         """`pool`: threads that serialize snapshots."""
-        clock = life.clock
+        clock = ctx.clock
         index, fleet = KvIndexView(settings.block_key_secret()), Fleet()
         self._settings = settings
-        self._life = life
+        self._ctx = ctx
         self._index = index
         self._threads = ThreadPool(threads=1)
         broker_clock, snapshots = BrokerClock(clock), SnapshotStore(log, clock)
@@ -69,10 +69,10 @@ class Indexer:
             offload=(pool or self._threads).run, every_s=settings.snapshot_interval_s,
         )  # fmt: skip
         self._metrics = IndexerMetrics(index, self._followers, self._duty)
-        self._access = AccessControl(settings, life)
+        self._access = AccessControl(settings, ctx)
         lookup = IndexerApi(
             index, fleet, self._followers, self._metrics, clock, settings.http_max_body_bytes,
-            is_alive=lambda: life.error is None, log_answers=lambda: life.broker_answers,
+            is_alive=lambda: ctx.error is None, log_answers=lambda: ctx.broker_answers,
             access=self._access,
             seal=settings.tenant_tag() if settings.api_keys_file else None,
         )  # fmt: skip
@@ -96,7 +96,7 @@ class Indexer:
             self.http,
             settings.http_host,
             settings.indexer_port,
-            self._life,
+            self._ctx,
             setting="indexer_port",
             tls=TlsFiles.of(settings),
         )
@@ -106,14 +106,14 @@ class Indexer:
     async def open(self) -> None:
         """Everything of `start` but the socket, for callers of `http`."""
         self._access.start()
-        self._life.spawn("tail", self._tail.run())
+        self._ctx.spawn("tail", self._tail.run())
         for name, follower in self._followers.items():
-            self._life.spawn(name, follower.run())
-        self._life.spawn("loop delay", self._metrics.loop_delay.watch(self._life.clock))
+            self._ctx.spawn(name, follower.run())
+        self._ctx.spawn("loop delay", self._metrics.loop_delay.watch(self._ctx.clock))
         for follower in self._followers.values():
             await follower.wait_caught_up()
-        self._life.spawn("ownership", self._duty.join_group())
-        self._life.spawn("snapshots", self._duty.run())
+        self._ctx.spawn("ownership", self._duty.join_group())
+        self._ctx.spawn("snapshots", self._duty.run())
 
     async def stop(self) -> None:
         """Hand the snapshots over to other indexers, finish the open requests, and stop."""

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from app.metrics.drift_metrics import DriftCollector
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.ledger import LedgerState
+from app.routing.worker_rank import WorkerRank
 from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
 from indexer.precompile import compile_all
@@ -39,7 +40,7 @@ from streams.errors import BrokerUnavailable
 from streams.ports import Log, Partition
 from streams.reading.group_consumer import GroupConsumer, PartitionClaim
 from streams.record_publisher import RecordPublisher
-from streams.records import Heartbeat, LogRecord, Probe
+from streams.records import Assigned, Heartbeat, LogRecord, Probe
 from streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
@@ -80,20 +81,19 @@ CLOCK_SKEW_MS = 60_000
 """Added to how far back a topic is read: the clocks of two brokers may differ."""
 
 LANE_CACHE_SIZE = 65_536
-"""Ids whose lane is cached: hashing one takes 23 us, and every open run is in every heartbeat of
-its worker."""
+"""Ids whose lane is cached: every open run is in every heartbeat of its worker."""
 
 
 class Router:
     """One router; any number of them share the lanes of a deployment."""
 
     def __init__(
-        self, log: Log, settings: Settings, life: ProcessContext, name: str | None = None
+        self, log: Log, settings: Settings, ctx: ProcessContext, name: str | None = None
     ) -> None:
         self._log = log
         self._settings = settings
-        self._life = life
-        self._broker_clock = BrokerClock(life.clock)
+        self._ctx = ctx
+        self._broker_clock = BrokerClock(ctx.clock)
         self._owners: dict[int, LaneOwner] = {}
         self._fleet = Fleet()
         self._load = LedgerState(int(settings.dedup_window_s * 1000))
@@ -103,7 +103,7 @@ class Router:
         self._fleet_version = self._fleet.version
         self._has_joined = False
         self._intake = GroupConsumer(
-            log, REQUESTS, GROUP, self, life.clock, broker_clock=self._broker_clock,
+            log, REQUESTS, GROUP, self, ctx.clock, broker_clock=self._broker_clock,
             keep_prompts=settings.keep_prompts,
         )  # fmt: skip
 
@@ -120,7 +120,7 @@ class Router:
     async def start(self) -> None:
         """Read the views up to now, then join the group; returns when its lanes are served."""
         compile_all()
-        life, clock = self._life, self._life.clock
+        ctx, clock = self._ctx, self._ctx.clock
         tail = TailReader(self._log, clock)
         load_follower = Follower(
             self._log, self._load, [LEDGER], clock, broker_clock=self._broker_clock,
@@ -138,9 +138,9 @@ class Router:
             name=self._name,
             log=self._log,
             settings=self._settings,
-            ctx=life,
+            ctx=ctx,
             broker_clock=self._broker_clock,
-            outbox=RecordPublisher(self._log, clock, self._broker_clock),
+            publisher=RecordPublisher(self._log, clock, self._broker_clock),
             scanner=SharedScanner(self._log),
             ledger=self._load,
             ledger_follower=load_follower,
@@ -154,8 +154,8 @@ class Router:
             pause=self._intake.pause,
         )
         followers = {
-            fold.name: follower
-            for fold, follower in (
+            view.name: follower
+            for view, follower in (
                 (self._load, load_follower),
                 (self._fleet, fleet_follower),
                 (self._index, index_follower),
@@ -166,21 +166,21 @@ class Router:
         self._lane_of = lru_cache(LANE_CACHE_SIZE)(partial(lane_of, lanes=self._lanes))
         self._deaths = FailureDetector(self._context)
         # The broker's time, which is where each log is read from: this machine's may be wrong.
-        await self._context.outbox.publish(KV_EVENTS, self._name, Probe(by=self._name))
-        life.spawn("tail", tail.run())
-        life.spawn("fleet", fleet_follower.run())  # first, so that no heartbeat waits for others
-        life.spawn("load", load_follower.run())
-        life.spawn("index", index_follower.run())
-        life.spawn("scanner", self._context.scanner.run())
+        await self._context.publisher.publish(KV_EVENTS, self._name, Probe(by=self._name))
+        ctx.spawn("tail", tail.run())
+        ctx.spawn("fleet", fleet_follower.run())  # first, so that no heartbeat waits for others
+        ctx.spawn("load", load_follower.run())
+        ctx.spawn("index", index_follower.run())
+        ctx.spawn("scanner", self._context.scanner.run())
         await load_follower.wait_caught_up()
         await fleet_follower.wait_caught_up()
         await index_follower.wait_caught_up()
-        life.spawn("deaths", self._deaths.run())
-        life.spawn("response ends", self._follow_response_ends())
-        life.spawn("tick", self._tick())
-        life.spawn("drift", self._watch_drift())
-        life.spawn("capacity", CapacityReporter(self._context, self._owners).run())
-        life.spawn("intake", self._intake.run())
+        ctx.spawn("deaths", self._deaths.run())
+        ctx.spawn("response ends", self._follow_response_ends())
+        ctx.spawn("tick", self._tick())
+        ctx.spawn("drift", self._watch_drift())
+        ctx.spawn("capacity", CapacityReporter(self._context, self._owners).run())
+        ctx.spawn("intake", self._intake.run())
         await self._intake.wait_joined()
         while not self._serves_lanes:
             await asyncio.wait({owner.take_over for owner in self._owners.values()})
@@ -200,9 +200,9 @@ class Router:
 
     async def _listen(self, followers: Mapping[str, Follower]) -> None:
         """Answer probes from now on, so that `/readyz` can tell how far the start is."""
-        context, life = self._context, self._life
+        context, ctx = self._context, self._ctx
         metrics = context.metrics
-        metrics.watch(context.scheduler, followers, self._index)
+        metrics.watch(context.scheduler, context.batch_scheduler, followers, self._index)
         metrics.registry.register(
             DriftCollector(self._drift, self._model_of, self._broker_clock.now_ms)
         )
@@ -211,12 +211,12 @@ class Router:
                 **catch_up_checks(followers),
                 "lanes_served": self._has_joined and self._serves_lanes,
                 "lanes": len(self._owners),
-                "log_answers": life.broker_answers,
+                "log_answers": ctx.broker_answers,
             },
             metrics.page,
-            lambda: life.error is None,
+            lambda: ctx.error is None,
         )
-        self._status = StatusServer(self._settings, life, probes, metrics.loop_delay)
+        self._status = StatusServer(self._settings, ctx, probes, metrics.loop_delay)
         await self._status.start()
 
     # --- Lanes: called by the intake -------------------------------------------------------------
@@ -233,19 +233,32 @@ class Router:
         """A lane was revoked."""
         self._owners.pop(claim.partition).close()
 
-    # --- records of the folds --------------------------------------------------------------------
+    # --- records of the views --------------------------------------------------------------------
 
     def _ledger_applied(self, source: Partition, facts: Sequence[LogRecord]) -> None:
         owner = self._owners.get(source.partition)
         is_replay = not self._context.ledger_follower.caught_up
-        listeners: list[LedgerListener] = [self._context.scheduler, self._drift]
+        context = self._context
+        listeners: list[LedgerListener] = [
+            context.scheduler, context.batch_scheduler, self._drift
+        ]  # fmt: skip
         if owner is not None:
             listeners.append(owner)
         for fact in facts:
             for listener in listeners:
                 listener.on_record(fact, is_replay=is_replay)
             if owner is not None and not is_replay:
-                self._context.metrics.requests.on_record(fact, self._model_of)
+                context.metrics.requests.on_record(fact, self._model_of)
+            if isinstance(fact.record, Assigned) and not is_replay:
+                place = WorkerRank(fact.record.worker, fact.record.epoch, fact.record.rank)
+                self._reconcile_each(context.batch_scheduler.on_rank(place))
+
+    def _reconcile_each(self, request_ids: Iterable[str]) -> None:
+        """Look for what is due of these requests, in the lanes of this router."""
+        for request_id in request_ids:
+            owner = self._owners.get(self._lane_of(request_id))
+            if owner is not None:
+                owner.reconcile(request_id)
 
     def _fleet_applied(self, _: Partition, facts: Sequence[LogRecord]) -> None:
         context, is_news = self._context, self._context.fleet_follower.caught_up
@@ -258,15 +271,16 @@ class Router:
             if not self._fleet.is_lost(beat.worker, beat.epoch):
                 self._reconcile(beat)
             elif is_news:
-                self._life.spawn("tell again", self._deaths.renotify(beat.worker, beat.epoch))
+                self._ctx.spawn("tell again", self._deaths.renotify(beat.worker, beat.epoch))
         if self._fleet_version != self._fleet.version:
             self._fleet_version = self._fleet.version
             context.scheduler.on_fleet_changed()
+            context.batch_scheduler.on_fleet_changed()
             for owner in self._owners.values():
                 owner.reconcile_due()
 
     def _reconcile(self, beat: Heartbeat) -> None:
-        """Compare what a worker says it runs with what the ledger says, in the lanes we own."""
+        """Compare the runs that a worker lists with the ledger, in the lanes of this router."""
         for run in beat.running:
             owner = self._owners.get(self._lane_of(run.id))
             if owner is not None:
@@ -280,8 +294,10 @@ class Router:
             for owner in self._owners.values():
                 owner.reconcile_due()
                 owner.resume_if_relieved()
+            self._reconcile_each(self._context.batch_scheduler.due())
             self._context.scheduler.deferred.grant_next()
-            await self._life.clock.sleep(RECONCILE_INTERVAL_S)
+            self._context.batch_scheduler.deferred.grant_next()
+            await self._ctx.clock.sleep(RECONCILE_INTERVAL_S)
 
     def _model_of(self, worker: str) -> str:
         member = self._fleet.members.get(worker)
@@ -300,7 +316,7 @@ class Router:
                     self._model_of(worker),
                     now.blocks, now.runs, MAX_ERROR_BLOCKS,
                 )  # fmt: skip
-            await self._life.clock.sleep(DRIFT_CHECK_INTERVAL_S)
+            await self._ctx.clock.sleep(DRIFT_CHECK_INTERVAL_S)
 
     async def _follow_response_ends(self) -> None:
         lanes = range(self._lanes)
@@ -309,7 +325,7 @@ class Router:
                 self._context.response_end_offsets = await self._log.end_offsets(RESPONSES, lanes)
             except BrokerUnavailable as e:  # older ends are lower, and lower ends are right too
                 log.warning("cannot fetch the ends of the response lanes: %s", e)
-            await self._life.clock.sleep(RESPONSE_ENDS_INTERVAL_S)
+            await self._ctx.clock.sleep(RESPONSE_ENDS_INTERVAL_S)
 
     async def _ledger_start(self, source: Partition) -> int:
         """Far enough back for the longest lifetime of a request and for the window of known ids."""

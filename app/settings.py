@@ -30,9 +30,19 @@ from app.operator_error import OperatorError
 from app.routing.queueing.fair_share import ClassConfig
 from streams.ids import TenantTag
 from streams.kafka.connection_options import ConnectionOptions, SaslMechanism, SecurityProtocol
+from streams.prompt import MAX_DEADLINE_S
 from streams.record_base import ModelKind
 from streams.records import Role
-from streams.topics import ASSIGNMENTS, DEFAULT_LANES, KV_EVENTS, RESPONSES, TOPICS_BY_NAME
+from streams.topics import (
+    ASSIGNMENTS,
+    BATCH,
+    DEFAULT_LANES,
+    KV_EVENTS,
+    PROMPTS,
+    RESPONSES,
+    RESULTS,
+    TOPICS_BY_NAME,
+)
 
 if TYPE_CHECKING:
     from indexer.block_keys import KeySecret
@@ -76,6 +86,7 @@ class TopicOptions(TypedDict):
     replication: int
     min_insync: int
     partitions: dict[str, int]
+    retention_ms: dict[str, int]
 
 
 class Settings(BaseSettings):
@@ -131,6 +142,36 @@ class Settings(BaseSettings):
         le=1024,
         description="partitions of kv-events that `kvlane topics create` makes",
     )
+    prompts_partitions: int = Field(
+        TOPICS_BY_NAME[PROMPTS].partitions,
+        ge=1,
+        le=1024,
+        description="partitions of prompts that `kvlane topics create` makes; more preprocessors "
+        "than partitions share no more work",
+    )
+    batch_partitions: int = Field(
+        TOPICS_BY_NAME[BATCH].partitions,
+        ge=1,
+        le=1024,
+        description="partitions of batch that `kvlane topics create` makes",
+    )
+    batch_retention_s: float = Field(
+        (TOPICS_BY_NAME[BATCH].retention_ms or 0) / 1000,
+        ge=3600,
+        description="time for which batch prompts are kept, in seconds",
+    )
+    results_partitions: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="partitions of results that `kvlane topics create` makes; empty: as many as "
+        "lanes, which is also the cheapest to read again when a collector takes over a lane",
+    )
+    results_retention_s: float = Field(
+        (TOPICS_BY_NAME[RESULTS].retention_ms or 0) / 1000,
+        ge=3600,
+        description="time for which results are kept, in seconds",
+    )
     replication_factor: int = Field(
         1, ge=1, description="replicas of every partition that `kvlane topics create` makes"
     )
@@ -153,6 +194,13 @@ class Settings(BaseSettings):
     max_lifetime_s: float = Field(
         600, gt=0, description="longest time limit that a request may set, in seconds"
     )
+    batch_max_lifetime_s: float = Field(
+        7 * 24 * 3600,
+        gt=0,
+        le=MAX_DEADLINE_S,
+        description="time limit of a batch prompt that sets none, and the longest, in seconds from "
+        "its append to `batch`",
+    )
     dedup_window_s: float = Field(
         1200,
         gt=0,
@@ -160,6 +208,18 @@ class Settings(BaseSettings):
     )
     max_attempts: int = Field(
         3, ge=1, description="failed attempts after which a request ends with an error"
+    )
+
+    # Results
+    results: Literal["requested", "all", "batch"] = Field(
+        "requested",
+        description="requests that get a record on results: those whose prompt asks for it or "
+        "belongs to a batch job, all (also over HTTP), or those of batch jobs only",
+    )
+    reply_topic_prefixes: str = Field(
+        "",
+        description="prefixes of the topics that prompts may name for a copy of their result, "
+        "separated by commas; empty: none",
     )
 
     # Worker
@@ -341,6 +401,18 @@ class Settings(BaseSettings):
         description="prompt bytes that a router queues before it rejects more: an image counts as "
         "few tokens and takes megabytes",
     )
+    max_queued_batch_requests: int = Field(
+        128,
+        ge=0,
+        description="requests of class batch that a router has room for, besides those above; "
+        "further batch prompts wait in their topic",
+    )
+    batch_max_slowdown: float = Field(
+        0.05,
+        ge=0,
+        description="by which part of themselves the decode steps of interactive requests may "
+        "become longer for batch requests beside them; beyond it batch requests wait or give way",
+    )
     no_worker_timeout_s: float = Field(
         120,
         ge=0,
@@ -440,6 +512,14 @@ class Settings(BaseSettings):
     )
     http_max_body_bytes: int = Field(
         8 * 1024 * 1024, ge=1024, description="largest HTTP request body, in bytes"
+    )
+    http_max_file_bytes: int = Field(
+        200 * 1024 * 1024,
+        ge=1024,
+        description="largest file that is uploaded to the Files API, in bytes",
+    )
+    batch_max_lines: int = Field(
+        50_000, ge=1, le=1_000_000, description="requests that the input file of a batch may have"
     )
     http_allowed_origins: str = Field(
         "",
@@ -546,6 +626,18 @@ class Settings(BaseSettings):
         "INFO", description="lowest severity that is logged"
     )
     log_json: bool = Field(False, description="log lines as JSON objects")
+    trace_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="receiver of spans by OTLP over HTTP, http://host:4318; empty: no spans",
+    )
+    trace_sample_ratio: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of the requests that make spans; one whose client sends a "
+        "`traceparent` follows its sampled flag",
+    )
     keep_prompts: bool = Field(
         False, description="keep prompt text in dead letters instead of redacting it"
     )
@@ -647,6 +739,8 @@ class Settings(BaseSettings):
     def _wrong_times(self) -> Iterator[str]:
         if self.deadline_s > self.max_lifetime_s:
             yield _exceeds(self, "deadline_s", "max_lifetime_s")
+        if self.batch_max_lifetime_s > self.batch_retention_s:
+            yield _exceeds(self, "batch_max_lifetime_s", "batch_retention_s")
         if self.max_lifetime_s > self.dedup_window_s:
             yield _exceeds(self, "max_lifetime_s", "dedup_window_s")
         if self.max_lifetime_s >= _LONGEST_LIFETIME_S:
@@ -741,7 +835,10 @@ class Settings(BaseSettings):
     @property
     def partitions(self) -> dict[str, int]:
         """Partitions of the topics whose number is a setting, without those of lanes."""
-        return {
+        own = {RESULTS: self.results_partitions} if self.results_partitions else {}
+        return own | {
+            PROMPTS: self.prompts_partitions,
+            BATCH: self.batch_partitions,
             ASSIGNMENTS: self.assignments_partitions,
             KV_EVENTS: self.kv_events_partitions,
         }
@@ -753,7 +850,16 @@ class Settings(BaseSettings):
             replication=self.replication_factor,
             min_insync=self.min_insync_replicas,
             partitions=self.partitions,
+            retention_ms={
+                BATCH: int(self.batch_retention_s * 1000),
+                RESULTS: int(self.results_retention_s * 1000),
+            },
         )
+
+    @property
+    def reply_prefixes(self) -> tuple[str, ...]:
+        """The prefixes of topics for replies, one by one."""
+        return _listed(self.reply_topic_prefixes)
 
     @property
     def taint_names(self) -> tuple[str, ...]:

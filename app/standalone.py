@@ -1,4 +1,4 @@
-"""A whole deployment in one process: workers, router, preprocessor, indexer and gateway.
+"""A whole deployment in one process: workers, router, preprocessor, collector, indexer, gateway.
 
 For trials on one machine, and for tests. The parts share one connection and do not know each
 other; they communicate through the topics, exactly as separate processes do.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from app import worker
+from app.collector import Collector
 from app.gateway import Gateway
 from app.indexer import Indexer
 from app.preprocessor import Preprocessor
@@ -24,16 +25,15 @@ if TYPE_CHECKING:
 class StandaloneProcess:
     """A `ProcessLifecycle` that runs one of each process and `workers` workers."""
 
-    def __init__(
-        self, log: Log, settings: Settings, life: ProcessContext, workers: int = 1
-    ) -> None:
-        self.indexer = Indexer(log, settings, life)
-        self.gateway = Gateway(log, settings, life)
-        self.preprocessor = Preprocessor(log, _without_port(settings), life)
+    def __init__(self, log: Log, settings: Settings, ctx: ProcessContext, workers: int = 1) -> None:
+        self.indexer = Indexer(log, settings, ctx)
+        self.gateway = Gateway(log, settings, ctx)
+        self.preprocessor = Preprocessor(log, _without_port(settings), ctx)
         self._parts: list[ProcessLifecycle] = [
-            *(_worker(log, settings, life, n) for n in range(1, workers + 1)),
-            Router(log, settings, life),
+            *(_worker(log, settings, ctx, n) for n in range(1, workers + 1)),
+            Router(log, settings, ctx),
             self.preprocessor,
+            Collector(log, _without_port(settings), ctx),
             self.indexer,
             self.gateway,
         ]
@@ -57,9 +57,9 @@ def _without_port(settings: Settings) -> Settings:
     return settings.model_copy(update={"status_port": port})
 
 
-def _worker(log: Log, settings: Settings, life: ProcessContext, number: int) -> ProcessLifecycle:
+def _worker(log: Log, settings: Settings, ctx: ProcessContext, number: int) -> ProcessLifecycle:
     own = {"worker_id": f"{settings.worker_id}-{number}"}
-    return worker.build(log, _without_port(settings).model_copy(update=own), life)
+    return worker.build(log, _without_port(settings).model_copy(update=own), ctx)
 
 
 def __getattr__(name: str) -> FastStream | Any:

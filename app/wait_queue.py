@@ -38,6 +38,11 @@ class WaitQueue:
         """Waiting tasks by name, in the order in which they are notified."""
         self._numbers = count()
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any task waits."""
+        return bool(self._waiting)
+
     def notify_all(self) -> None:
         """Notify all tasks that are waiting now."""
         for waiters in self._waiting.values():

@@ -46,6 +46,7 @@ from app.serving.run_executor import Run, RunEnd, RunExecutor
 from app.serving.run_queue import RunLimits, RunQueue
 from app.settings import Settings, SettingsError
 from indexer.cache_events.engine_events import EngineEvent
+from indexer.cache_events.event_normalizer import NormalizerCounters
 from streams.clock import BrokerClock
 from streams.codecs import decode
 from streams.errors import RecordError, StreamError
@@ -109,7 +110,7 @@ class Worker:
         self._card_offset = -1
         """Offset of the model card in the registry."""
         self._broker_clock = BrokerClock(ctx.clock)
-        self._outbox = RecordPublisher(log, ctx.clock, self._broker_clock)
+        self._publisher = RecordPublisher(log, ctx.clock, self._broker_clock)
         self._state: WorkerState = "ready"
         self._fatal_reason = ""
         """Why this process is about to end with an error; "" otherwise."""
@@ -119,7 +120,7 @@ class Worker:
         self._cache_events: list[KvEventPublisher] = []
         """One for each data-parallel rank; empty until the engine has started."""
         self._loops: list[asyncio.Task[Any]] = []
-        self._heartbeats = HeartbeatSender(self._outbox, ctx.clock, engine, self.id)
+        self._heartbeats = HeartbeatSender(self._publisher, ctx.clock, engine, self.id)
         self._metrics = WorkerMetrics(self)
         probes = Probes(self._checks, self._metrics.page, lambda: self.is_alive)
         self._status = StatusServer(settings, ctx, probes, self._metrics.loop_delay)
@@ -161,6 +162,10 @@ class Worker:
     def engine_stats(self) -> EngineStats | None:
         """Current statistics of the engine, if it has any."""
         return self._engine.stats()
+
+    def cache_event_counters(self) -> list[NormalizerCounters]:
+        """Counters of the engine's cache events, one for each data-parallel rank."""
+        return [events.normalizer.counters for events in self._cache_events]
 
     def _checks(self) -> Checks:
         is_fresh = self.heartbeat_age_s < self._settings.worker_timeout_s
@@ -228,7 +233,7 @@ class Worker:
         self._metrics.model = model
         self._cache_events = [
             KvEventPublisher(
-                self._outbox,
+                self._publisher,
                 self._ctx,
                 self.id,
                 model,
@@ -252,7 +257,7 @@ class Worker:
         await wait_until_compatible(card, self.id, self._log, self._ctx, leaving_s)
         self._card = card
         until = self._clock.now() + REGISTER_TIMEOUT_S
-        written = await self._outbox.publish(REGISTRY, f"model/{card.name}", card, until=until)
+        written = await self._publisher.publish(REGISTRY, f"model/{card.name}", card, until=until)
         self._card_offset = written.offset
 
     def _on_engine_events(self, events: Sequence[EngineEvent], rank: int = 0) -> None:
@@ -263,7 +268,7 @@ class Worker:
         slot = partition_of(self.id.encode(), await self._log.partitions(ASSIGNMENTS))
         self._slot = Partition(ASSIGNMENTS, slot)
         self._chunks = ChunkWriter(
-            self._outbox,
+            self._publisher,
             self._ctx,
             await self._log.partitions(RESPONSES),
             with_tokens=config.gives_tokens,
@@ -278,14 +283,14 @@ class Worker:
         if self._card_offset < 0:
             self._card_offset = await end_offset_of(self._log, self._clock, registry)
         s = self._settings
-        patience = HealthTimeouts(
+        timeouts = HealthTimeouts(
             s.health_probe_idle_s,
             s.health_probe_timeout_s,
             s.engine_stall_timeout_s,
             s.engine_dead_timeout_s,
         )
         self._watch = EngineHealthMonitor(
-            self._engine, self._ctx, patience, self._idle_output_s, self._health_changed
+            self._engine, self._ctx, timeouts, self._idle_output_s, self._health_changed
         )
         card = WorkerCard(
             id=self.id,
@@ -301,7 +306,7 @@ class Worker:
             max_runs=self._limits.max_running + self._limits.max_waiting,
         )
         adapters = self._engine.adapters()
-        self._registration = Registration(self._outbox, self._ctx, card, adapters)
+        self._registration = Registration(self._publisher, self._ctx, card, adapters)
         await self._start_epoch(self._clock.now() + REGISTER_TIMEOUT_S)
         self._loops = [
             self._ctx.spawn(
@@ -320,10 +325,10 @@ class Worker:
         for events in self._cache_events:
             await events.begin_epoch(epoch, until)
         executor = RunExecutor(
-            self._ctx, self._outbox, self._engine, self._chunks, self._model, self.id, epoch
+            self._ctx, self._publisher, self._engine, self._chunks, self._model, self.id, epoch
         )
         self._runs = RunQueue(
-            executor, self._ctx, self._outbox, self._broker_clock, self._limits, self.id, epoch,
+            executor, self._ctx, self._publisher, self._broker_clock, self._limits, self.id, epoch,
             self._run_ended,
         )  # fmt: skip
         if self._watch.unhealthy_reason or self._fatal_reason:

@@ -232,43 +232,43 @@ class IndexBase(Generic[R]):
     """Base of both indexes: the part that needs no blocks."""
 
     def __init__(self, begin: Callable[[CacheId], R]) -> None:
-        self._lives = EpochTracker(begin)
+        self._epochs = EpochTracker(begin)
 
     @property
     def counters(self) -> IndexCounters:
-        return self._lives.counters
+        return self._epochs.counters
 
     def on_heartbeat(self, partition: int, holder: CacheId, epoch: int, last_event_id: int) -> None:
         """Apply the last event id of a heartbeat: a missing tail is a gap too."""
-        self._lives.advance_to(partition, holder, epoch, last_event_id + 1)
+        self._epochs.advance_to(partition, holder, epoch, last_event_id + 1)
 
     def end_epoch(self, partition: int, worker: str, epoch: int) -> None:
         """End an epoch of a worker, and drop its blocks."""
-        self._lives.end_epoch(partition, worker, epoch)
+        self._epochs.end_epoch(partition, worker, epoch)
 
     def drop_partition(self, partition: int) -> None:
         """Drop all state of a partition."""
-        self._lives.drop_partition(partition)
+        self._epochs.drop_partition(partition)
 
     def drop_worker(self, partition: int, worker: str) -> None:
         """Drop a worker, as if it had never published an event."""
-        self._lives.drop_worker(partition, worker)
+        self._epochs.drop_worker(partition, worker)
 
     def cache_sizes(self) -> dict[CacheId, CacheSize]:
         """Size of each cache."""
         return {
             holder: CacheSize(rank.tier_block_counts, rank.is_complete)
-            for holder, rank in self._lives
+            for holder, rank in self._epochs
         }
 
     def is_complete(self, holder: CacheId) -> bool:
         """Whether all blocks of a cache were announced in the records read."""
-        rank = self._lives.find_cache(holder)
+        rank = self._epochs.find_cache(holder)
         return rank is not None and rank.is_complete
 
     def block_count(self, holder: CacheId) -> int:
         """Number of blocks of a cache over all tiers."""
-        rank = self._lives.find_cache(holder)
+        rank = self._epochs.find_cache(holder)
         return rank.block_count if rank else 0
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
-from itertools import accumulate, chain
+from itertools import chain
 from struct import pack
 from typing import NamedTuple
 
@@ -155,16 +155,3 @@ def _first_fault(
     for key in keys:
         zeros += key == 0
     return BAD_KEY if zeros else VALID
-
-
-def decode_events(columns: EventColumns) -> list[CacheEvent]:
-    """Decode columns, the inverse of `encode_events`. Raises MalformedColumns."""
-    rows = parse_columns(columns)
-    counts, keys = rows.counts.tolist(), rows.keys.tolist()
-    ends = list(accumulate(counts))
-    return [
-        CacheEvent(EventKind(kind), Tier(tier), position, tuple(keys[end - count : end]))
-        for kind, tier, position, count, end in zip(
-            columns.kinds, columns.tiers, rows.positions.tolist(), counts, ends, strict=True
-        )
-    ]

@@ -168,14 +168,14 @@ class Index(IndexBase[_Cache]):
     ) -> None:
         """Apply the events of one record. Raises MalformedColumns, with nothing applied."""
         rows = parse_columns(columns)
-        cache = self._lives.advance_to(partition, holder, epoch, first_event_id)
+        cache = self._epochs.advance_to(partition, holder, epoch, first_event_id)
         if cache is None:
             self.counters.stale_events += len(rows.kinds)
             return
-        skipped = self._lives.skip_duplicates(cache, first_event_id, len(rows.kinds))
+        skipped = self._epochs.skip_duplicates(cache, first_event_id, len(rows.kinds))
         for tier, part in _parts(columns, rows, skipped):
             if tier is None:
-                self._lives.clear_cache(cache, complete=True)
+                self._epochs.clear_cache(cache, complete=True)
             else:
                 self._apply_rows(cache, tier, part)
         self._update_openness(cache)
@@ -271,7 +271,7 @@ class Index(IndexBase[_Cache]):
 
     def blocks_of(self, holder: CacheId, tier: Tier) -> dict[int, int]:
         """Keys in one tier of a cache with their positions, sorted by position."""
-        cache = self._lives.find_cache(holder)
+        cache = self._epochs.find_cache(holder)
         if cache is None or cache.column == _NO_COLUMN:
             return {}
         keys, positions, _ = self._stores[tier].dump_blocks([cache.column])
@@ -282,7 +282,7 @@ class Index(IndexBase[_Cache]):
         """Hash of the contents of a partition, independent of their order: a u64."""
         return M64 & sum(
             int(account[DIGEST_SUM])
-            for _, cache in self._lives.caches_of(partition)
+            for _, cache in self._epochs.caches_of(partition)
             for account in cache.accounts
         )
 
@@ -369,12 +369,12 @@ class Index(IndexBase[_Cache]):
 
     def snapshot(self, partition: int) -> bytes:
         """Snapshot of a partition. About 0.1 s for a million blocks."""
-        caches = [cache for _, cache in self._lives.caches_of(partition)]
+        caches = [cache for _, cache in self._epochs.caches_of(partition)]
         columns = [cache.column for cache in caches]
         held = [column for column in columns if column != _NO_COLUMN]
         tiers = [store.snapshot_part(columns, held) for store in self._stores]
         return snapshot_format.encode_snapshot(
-            self._fingerprint, self._lives.serialize(partition), tiers
+            self._fingerprint, self._epochs.serialize(partition), tiers
         )
 
     def restore(self, partition: int, data: bytes) -> None:
@@ -387,13 +387,13 @@ class Index(IndexBase[_Cache]):
             described, parts = snapshot_format.decode_snapshot(
                 data, self._fingerprint, tiers=len(Tier)
             )
-            caches = self._lives.deserialize(partition, described)
+            caches = self._epochs.deserialize(partition, described)
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as e:
             raise ValueError(f"inconsistent snapshot of the index: {e!r}") from e
         columns = [self._column(cache) for cache in caches]
         for tier, part in zip(Tier, parts, strict=True):
             if not self._load(tier, caches, columns, part):
-                self._lives.drop_partition(partition)
+                self._epochs.drop_partition(partition)
                 raise ValueError("inconsistent snapshot of the index: blocks of impossible caches")
 
     def _load(

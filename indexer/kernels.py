@@ -78,10 +78,23 @@ def dependency_hash() -> str:
     """Hash of everything the machine code depends on: sixteen hex digits."""
     parts = [
         sys.implementation.cache_tag or "", platform.machine(), numba.__version__,
-        binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(),
+        *target_processor(),
         *(path.read_text() for path in kernel_sources()),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def target_processor() -> tuple[str, str]:
+    """Name and features of the processor to compile for, as LLVM writes them.
+
+    This machine's, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another: so an image holds
+    code for all processors from a baseline on.
+    """
+    name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    return (
+        binding.get_host_cpu_name() if name is None else name,
+        binding.get_host_cpu_features().flatten() if features is None else features,
+    )
 
 
 def is_cache_name(name: str) -> bool:

@@ -59,17 +59,17 @@ class ReferenceIndex(IndexBase[_Rank]):
         events: Sequence[CacheEvent],
     ) -> None:
         """Apply the events of one record."""
-        rank = self._lives.advance_to(partition, holder, epoch, first_event_id)
+        rank = self._epochs.advance_to(partition, holder, epoch, first_event_id)
         if rank is None:
             self.counters.stale_events += len(events)
             return
-        for event in events[self._lives.skip_duplicates(rank, first_event_id, len(events)) :]:
+        for event in events[self._epochs.skip_duplicates(rank, first_event_id, len(events)) :]:
             self._apply_event(rank, event)
 
     def match_prefix(self, keys: Sequence[int]) -> dict[CacheId, Overlap]:
         """Overlap of a prompt, given by its keys, with every cache that holds its first block."""
         found = {}
-        for holder, rank in self._lives:
+        for holder, rank in self._epochs:
             depth, parts = 0, []
             for tier in rank.tiers:
                 start = depth
@@ -82,13 +82,13 @@ class ReferenceIndex(IndexBase[_Rank]):
 
     def blocks_of(self, holder: CacheId, tier: Tier) -> dict[int, int]:
         """Keys in one tier of a cache with their positions; a copy."""
-        rank = self._lives.find_cache(holder)
+        rank = self._epochs.find_cache(holder)
         return dict(rank.tiers[tier]) if rank else {}
 
     def state_hash(self, partition: int) -> int:
         """Hash of the contents of a partition, independent of their order: a u64."""
         total = 0
-        for holder, rank in self._lives.caches_of(partition):
+        for holder, rank in self._epochs.caches_of(partition):
             for tier in Tier:
                 tag = cache_tag(holder, tier)
                 total += sum(block_digest(tag, key) for key in rank.tiers[tier])
@@ -98,10 +98,10 @@ class ReferenceIndex(IndexBase[_Rank]):
 
     def snapshot(self, partition: int) -> bytes:
         """Snapshot of a partition."""
-        tiers = [tier for _, rank in self._lives.caches_of(partition) for tier in rank.tiers]
+        tiers = [tier for _, rank in self._epochs.caches_of(partition) for tier in rank.tiers]
         header = {
             "fingerprint": self._fingerprint,
-            "workers": self._lives.serialize(partition),
+            "workers": self._epochs.serialize(partition),
             "sizes": [len(tier) for tier in tiers],
         }
         keys = np.array([key for tier in tiers for key in tier], "<u8")
@@ -125,12 +125,12 @@ class ReferenceIndex(IndexBase[_Rank]):
         keys = iter(np.frombuffer(data, "<u8", entries, end).tolist())
         positions = iter(np.frombuffer(data, "<u4", entries, end + 8 * entries).tolist())
         sizes = iter(header["sizes"])
-        for rank in self._lives.deserialize(partition, header["workers"]):
+        for rank in self._epochs.deserialize(partition, header["workers"]):
             rank.tiers = [{next(keys): next(positions) for _ in range(next(sizes))} for _ in Tier]
 
     def _apply_event(self, rank: _Rank, event: CacheEvent) -> None:
         if event.kind == EventKind.CLEARED:
-            self._lives.clear_cache(rank, complete=True)
+            self._epochs.clear_cache(rank, complete=True)
             return
         tier = rank.tiers[event.tier]
         for index, key in enumerate(event.keys):

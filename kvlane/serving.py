@@ -70,15 +70,15 @@ def worker_app(engine: Callable[[], Engine]) -> FastStream:
     from app.runtime.process import faststream_app
 
     return faststream_app(
-        "worker", lambda log, settings, life: _worker(engine(), log, settings, life)
+        "worker", lambda log, settings, ctx: _worker(engine(), log, settings, ctx)
     )
 
 
-def _worker(engine: Engine, log: Log, settings: Settings, life: ProcessContext) -> Worker:
+def _worker(engine: Engine, log: Log, settings: Settings, ctx: ProcessContext) -> Worker:
     from app.preprocess.models.model_folder import read_folder
     from app.serving.model_publisher import ModelPublisher
     from app.worker import Worker
 
     files = None if settings.model_path is None else read_folder(settings.model_path)
-    offer = None if files is None else ModelPublisher(log, settings, life, files)
-    return Worker(log, settings, life, engine, offer=offer)
+    offer = None if files is None else ModelPublisher(log, settings, ctx, files)
+    return Worker(log, settings, ctx, engine, offer=offer)

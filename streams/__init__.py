@@ -4,7 +4,7 @@ Start with topics.py, the topic table. The modules, from the records to their re
 
     records    topics.py            all topics: writers, readers, keys, retention
                records.py           every record, field by field; request.py, record_base.py
-               prompt.py            what a client publishes, as a pydantic model
+               prompt.py            a prompt as clients publish it, as a pydantic model
                codecs.py            records to bytes and back
                ids.py               request ids
                asyncapi.py          the client topics as an AsyncAPI document

@@ -1,4 +1,4 @@
-"""The AsyncAPI document of the client topics, `prompts` and `responses`.
+"""The AsyncAPI document of the client topics: `prompts`, `responses` and `results`.
 
     faststream docs gen app:app      (or any other process: the result is the same)
 
@@ -18,18 +18,17 @@ from faststream.specification import AsyncAPI
 from pydantic import WithJsonSchema
 
 from streams.prompt import Prompt
-from streams.records import Chunk, End, Fence
-from streams.topics import PROMPTS, RESPONSES
+from streams.records import Chunk, End, Fence, Result
+from streams.topics import BATCH, PROMPTS, RESPONSES, RESULTS
 
 
 def specification() -> AsyncAPI:
     """Title and description of the document, one per application."""
     return AsyncAPI(
         title="kvlane",
-        description="Prompts in, streams of answers out. Both topics are keyed by the request id. "
-        "The rule by which a stream is read stands in streams/responses/transcript.py, with "
-        "test vectors in "
-        "streams/vectors.",
+        description="Prompts in, streams of answers out, and one result record of each request "
+        "that asks for it. All topics are keyed by the request id. The rule by which a stream is "
+        "read stands in streams/responses/transcript.py, with test vectors in streams/vectors.",
     )
 
 
@@ -51,11 +50,21 @@ def public_topics(servers: Sequence[str], prefix: str) -> Description:
     async def prompts(prompt: Prompt) -> None:
         """Never called."""
 
+    @broker.subscriber(prefix + BATCH, title=BATCH, description="Prompts that give way to others.")
+    async def batch(prompt: Prompt) -> None:
+        """Never called."""
+
     broker.publisher(
         prefix + RESPONSES,
         title=RESPONSES,
         description="What clients are told.",
         schema=Annotated[Any, WithJsonSchema(_schema(Chunk | Fence | End))],
+    )
+    broker.publisher(
+        prefix + RESULTS,
+        title=RESULTS,
+        description="One record per finished request. Read it with isolation.level=read_committed.",
+        schema=Annotated[Any, WithJsonSchema(_schema(Result))],
     )
     return broker
 
@@ -66,6 +75,11 @@ def document(servers: Sequence[str], prefix: str) -> str:
     described: Any = app.schema.to_specification()
     for message in described.components.messages.values():
         message.correlationId = None  # FastStream's default: no record of kvlane has this header
+    # FastStream keeps subscribers in a set: their order differs from run to run.
+    described.channels = dict(sorted(described.channels.items()))
+    described.operations = dict(sorted(described.operations.items()))
+    described.components.messages = dict(sorted(described.components.messages.items()))
+    described.components.schemas = dict(sorted(described.components.schemas.items()))
     text: str = described.to_yaml()
     return text
 
@@ -74,6 +88,8 @@ def _schema(types: Any) -> dict[str, Any]:
     """The JSON schema of records, without references: FastStream moves it to another place."""
     schema = msgspec.json.schema(types)
     definitions = schema.pop("$defs")
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]]
 
     def whole(value: Any) -> Any:
         if isinstance(value, dict) and "$ref" in value:

@@ -31,7 +31,7 @@ from streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
 from streams.responses.reply_reader import CLOCK_MARGIN_MS, MAX_REQUEST_LIFETIME_MS, ReplyReader
 from streams.responses.reply_stream import Reply
 from streams.retry import retry_while_unavailable
-from streams.topics import PROMPTS, RESPONSES, TOPICS_BY_NAME
+from streams.topics import BATCH, PROMPTS, RESPONSES, TOPICS_BY_NAME
 
 __all__ = ["Client", "ReplyResult", "new_request_id"]
 
@@ -92,7 +92,7 @@ class Client:
     def __init__(self, log: Log, clock: Clock, rng: random.Random | None = None) -> None:
         self._log = log
         self._clock = clock
-        self._outbox = RecordPublisher(log, clock)
+        self._publisher = RecordPublisher(log, clock)
         self._ids = RequestIds(clock, rng or random.SystemRandom())
         self._replies: ReplyReader | None = None
         self._unclaimed: dict[str, Reply] = {}
@@ -142,7 +142,8 @@ class Client:
         if subscribe:  # first, so that no part of the reply can be missed
             await self._listen(prompt.id, deadline)
         # After a failure the subscription stays: an unacknowledged prompt may be answered.
-        await self._outbox.publish_entry(PROMPTS, encode_prompt(prompt), until=deadline)
+        topic = BATCH if prompt.service_class == "batch" else PROMPTS
+        await self._publisher.publish_entry(topic, encode_prompt(prompt), until=deadline)
         return prompt.id
 
     async def cancel(self, request_id: str, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
@@ -153,7 +154,7 @@ class Client:
         finished request has no effect. Raises AppendFailed past the time-out: cancel again.
         """
         entry = encode_prompt(Prompt(id=request_id, kind="cancel"))
-        await self._outbox.publish_entry(PROMPTS, entry, until=self._clock.now() + timeout_s)
+        await self._publisher.publish_entry(PROMPTS, entry, until=self._clock.now() + timeout_s)
 
     async def stream(
         self, request_id: str, *, from_token: int = 0, timeout_s: float = STREAM_TIMEOUT_S
@@ -259,10 +260,10 @@ class Client:
 
 
 def _may_begin(request_id: str, now_ms: int) -> bool:
-    """Whether a reply may still begin: a prompt may wait as long as `prompts` keeps it, a gateway's
+    """Whether a reply may still begin: a prompt may wait as long as `batch` keeps it, a gateway's
     request begins within its lifetime. True for an id without a time."""
     drawn_ms = issued_ms(request_id)
-    waits_ms = 0 if has_tenant_tag(request_id) else TOPICS_BY_NAME[PROMPTS].retention_ms or 0
+    waits_ms = 0 if has_tenant_tag(request_id) else TOPICS_BY_NAME[BATCH].retention_ms or 0
     longest_ms = waits_ms + MAX_REQUEST_LIFETIME_MS + CLOCK_MARGIN_MS
     return drawn_ms is None or now_ms - drawn_ms < longest_ms
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from streams import record_base, records, request
+from streams import batch_records, record_base, records, request
 from streams.errors import Malformed, NewerRecord, UnknownType
 from streams.ports import Entry, Record, Unreadable
 
@@ -70,8 +70,16 @@ _INNER: tuple[type[record_base.InternalRecord], ...] = (
     records.SnapshotPointer,
     records.Deployment,
     records.Skip,
+    batch_records.FileCard,
+    batch_records.BatchJob,
+    batch_records.BatchCancel,
 )
-_PUBLIC: tuple[type[record_base.PublicRecord], ...] = (records.Chunk, records.Fence, records.End)
+_PUBLIC: tuple[type[record_base.PublicRecord], ...] = (
+    records.Chunk,
+    records.Fence,
+    records.End,
+    records.Result,
+)
 
 _msgpack = msgspec.msgpack.Encoder()
 _json = msgspec.json.Encoder()

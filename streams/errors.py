@@ -5,7 +5,7 @@
     ├── AccessDenied          the broker refuses: an operator must change something
     ├── TopicMismatch         a topic is missing or has another number of partitions than expected
     ├── RecordError
-    │   ├── Malformed         bytes that are not what their header says
+    │   ├── Malformed         bytes that do not match the type in their header
     │   │   └── UnknownType   a record type this version does not know
     │   ├── NewerRecord       a record whose writer asks for newer readers
     │   └── RecordTooLarge    above max.message.bytes

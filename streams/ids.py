@@ -77,8 +77,8 @@ class TenantTag:
         return hmac.digest(self._secret, parts, "sha256").hex()[:SALT_CHARS]
 
     def _digits(self, drawn: str, tenant: str) -> str:
-        said = f"{tenant}\0{drawn}".encode(errors="surrogatepass")
-        return hmac.digest(self._secret, said, "sha256").hex()[:TAG_CHARS]
+        signed = f"{tenant}\0{drawn}".encode(errors="surrogatepass")
+        return hmac.digest(self._secret, signed, "sha256").hex()[:TAG_CHARS]
 
 
 def has_tenant_tag(request_id: str) -> bool:

@@ -7,6 +7,7 @@ suite (`tests/contracts`) runs over both. Topic names here are the short ones of
     Log      append, ask for offsets, open readers and group members, administer topics
     Reader   reads chosen partitions from chosen positions, without a group
     Member   one member of a consumer group: owns partitions, commits explicitly
+    TransactionalWriter   appends to several partitions, all or nothing, one writer of a name
     Record   one record as it was read            Entry   one record to append
     Unreadable   the value of a record that could not be read
 
@@ -35,6 +36,19 @@ class Entry(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes | None], ...] = ()
+
+
+class TopicEntry(NamedTuple):
+    """One record to append in a transaction.
+
+    Without `partition` the key decides. `is_foreign`: `topic` is the whole name of a topic outside
+    of the deployment.
+    """
+
+    topic: str
+    entry: Entry
+    partition: int | None = None
+    is_foreign: bool = False
 
 
 class Appended(NamedTuple):
@@ -169,6 +183,29 @@ class Member(Protocol):
         """Leave the group, without committing anything."""
 
 
+class TransactionalWriter(Protocol):
+    """The only writer of its name: opening one ends all others of that name, in any process."""
+
+    async def open(self) -> None:
+        """Take over the name; `write` works from then on.
+
+        When it returns, every transaction of an earlier writer has ended: its records are visible
+        to readers, or never will be. May be called again, after an error of `write`. Raises
+        BrokerUnavailable.
+        """
+
+    async def write(self, entries: Sequence[TopicEntry]) -> None:
+        """Append all entries, or none.
+
+        Raises OwnershipLost if another writer of the name was opened: nothing was appended.
+        AppendFailed: all of them may be in the log, or none; `open` decides which. RecordTooLarge:
+        nothing was appended. After each of them `open` must be called.
+        """
+
+    async def close(self) -> None:
+        """Disconnect; idempotent. A transaction that is not over is aborted."""
+
+
 class Log(Protocol):
     """A connection to the log, for one process.
 
@@ -216,6 +253,18 @@ class Log(Protocol):
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
         """First offset appended at or after `timestamp_ms`; the end when there is none."""
+
+    async def foreign_partitions(self, topic: str) -> int:
+        """Partitions of a topic outside of the deployment, by its whole name; 0: does not exist.
+
+        Raises BrokerUnavailable.
+        """
+
+    def transactional_writer(self, name: str) -> TransactionalWriter:
+        """A writer that appends nothing until `open`; closed with this connection.
+
+        The deployment's prefix is added to the name.
+        """
 
     def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> Reader:
         """A reader that reads nothing until `assign`.

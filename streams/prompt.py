@@ -1,4 +1,4 @@
-"""The JSON record that a client publishes to `prompts`, validated by pydantic.
+"""The JSON record that a client publishes to `prompts` or `batch`, validated by pydantic.
 
 Separate from `streams/records.py`, because routing and indexing import the records and must not
 depend on pydantic.
@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from streams.codecs import TYPE_HEADER
 from streams.ports import Entry
+from streams.record_base import ServiceClass
 from streams.records import MAX_ID_CHARS
+from streams.topics import BATCH, TOPICS_BY_NAME
+
+MAX_METADATA_BYTES = 16 * 1024
+"""Largest metadata of a prompt, as JSON: they travel with the request and with its result."""
+MAX_CUSTOM_ID_CHARS = 512
+MAX_DEADLINE_S = (TOPICS_BY_NAME[BATCH].retention_ms or 0) / 1000
+"""Longest time limit, in seconds: a prompt is kept no longer. Each class has its own bound, by
+setting."""
 
 
 class Prompt(BaseModel):
@@ -37,7 +47,37 @@ class Prompt(BaseModel):
         description="the OpenAI request of that kind, or {token_ids, model, …}; nothing for cancel",
     )
     tenant: str = Field(default="", max_length=200)
-    deadline_s: float = Field(default=600.0, gt=0, le=600.0, description="seconds it may take")
+    deadline_s: float = Field(
+        default=600.0, gt=0, le=MAX_DEADLINE_S, description="seconds it may take, from its append"
+    )
+    service_class: ServiceClass = Field(
+        default="interactive",
+        description="batch: it uses the capacity that interactive requests leave, and gives way to "
+        "them. A prompt in topic `batch` is of that class in any case",
+    )
+    result: bool = Field(
+        default=False, description="whether a record on `results` is wanted for the whole answer"
+    )
+    metadata: dict[str, Any] = Field(
+        default_factory=dict, description="any JSON object of at most 16 KiB, copied to the result"
+    )
+    batch_id: str = Field(
+        default="",
+        max_length=MAX_ID_CHARS,
+        description="the batch job it belongs to; implies a result",
+    )
+    custom_id: str = Field(
+        default="",
+        max_length=MAX_CUSTOM_ID_CHARS,
+        description="the client's name for it, copied to the result",
+    )
+
+    @field_validator("metadata")
+    @classmethod
+    def _check_metadata(cls, metadata: dict[str, Any]) -> dict[str, Any]:
+        if metadata and (size := len(msgspec.json.encode(metadata))) > MAX_METADATA_BYTES:
+            raise ValueError(f"has {size} bytes as JSON, {MAX_METADATA_BYTES} are the most")
+        return metadata
 
 
 def encode_prompt(prompt: Prompt) -> Entry:

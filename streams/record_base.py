@@ -11,6 +11,8 @@ import msgspec
 
 ModelKind = Literal["tokens", "chat", "completion", "embedding"]
 """What a model takes: tokens, which serve chats and completions, or OpenAI's bodies of one kind."""
+ServiceClass = Literal["interactive", "batch"]
+"""Class of work of a request: batch requests wait until interactive ones leave capacity."""
 Json = bytes
 """A JSON value of whatever form, in UTF-8: passed on as it came, read by its receiver only."""
 

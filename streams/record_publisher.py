@@ -15,6 +15,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from streams.clock import BrokerClock, Clock
 from streams.codecs import AnyRecord, encode
@@ -34,6 +36,15 @@ as soon as that one is acknowledged, and by itself, because that one may fail fo
 
 AppendTarget = tuple[str, object]
 """A topic, and a partition or, if the client picks it, the key."""
+
+
+class OutgoingRecord(NamedTuple):
+    """A record to publish, with its topic, partition and key."""
+
+    topic: str
+    partition: int
+    key: str
+    record: AnyRecord
 
 
 class RecordPublisher:
@@ -90,10 +101,17 @@ class RecordPublisher:
 
         Returns at once: the future of each partition completes or raises as `publish_batch_once`.
         """
-        batches = {
-            partition: [encode(record, key) for key, record in pairs]
-            for partition, pairs in records.items()
-        }
+        return self._append_many(
+            topic,
+            {
+                partition: [encode(record, key) for key, record in pairs]
+                for partition, pairs in records.items()
+            },
+        )
+
+    def _append_many(
+        self, topic: str, batches: Mapping[int, Sequence[Entry]]
+    ) -> Mapping[int, asyncio.Future[Appended]]:
         appending = self._log.append_many(topic, batches)
         began_at = self._clock.now()
         for appended in appending.values():
@@ -125,6 +143,43 @@ class RecordPublisher:
             (topic, partition), lambda: self.publish_batch_once(topic, partition, records), None
         )
 
+    async def publish_entries(
+        self, topic: str, partition: int, entries: Sequence[Entry], *, until: float | None = None
+    ) -> Appended:
+        """As `publish_batch`, for encoded entries; `until` as in `publish`."""
+        return await self._repeated(
+            (topic, partition),
+            lambda: self._observed(self._log.append_batch(topic, partition, entries)),
+            until,
+        )
+
+    async def publish_together(self, *records: OutgoingRecord) -> list[Appended]:
+        """Append records to different partitions at once, each as `publish`; their positions.
+
+        Raises the first error that a retry cannot cure; the other records may be in the log then.
+        """
+        appending = [
+            self._append_many(topic, {partition: (encode(record, key),)})[partition]
+            for topic, partition, key, record in records
+        ]
+        try:
+            try:
+                return [await first for first in appending]
+            except (AppendFailed, BrokerUnavailable):
+                return [
+                    await self._repeated(
+                        (topic, partition),
+                        partial(self.publish_once, topic, key, record, partition),
+                        None,
+                        first,
+                    )
+                    for first, (topic, partition, key, record)
+                    in zip(appending, records, strict=True)
+                ]  # fmt: skip
+        finally:
+            for first in appending:
+                first.cancel()  # unless it has ended
+
     async def publish_entry(
         self,
         topic: str,
@@ -140,9 +195,13 @@ class RecordPublisher:
         )
 
     async def _repeated(
-        self, place: AppendTarget, append: Callable[[], Awaitable[Appended]], until: float | None
+        self,
+        place: AppendTarget,
+        append: Callable[[], Awaitable[Appended]],
+        until: float | None,
+        first: Awaitable[Appended] | None = None,
     ) -> Appended:
-        """Append until acknowledged, or past `until`.
+        """Append until acknowledged, or past `until`. `first`: an append that has begun already.
 
         Of all failed appends to one target, one is retried within `MAX_BACKOFF_S`; the others
         wait for its acknowledgement. So a partition without a leader costs each process one try a
@@ -152,12 +211,13 @@ class RecordPublisher:
         try:
             while True:
                 try:
-                    return await append()
+                    return await (append() if first is None else first)
                 except (AppendFailed, BrokerUnavailable) as e:
                     left_s = math.inf if until is None else until - self._clock.now()
                     if left_s <= 0:
                         raise
                     log.warning("broker unavailable, retrying: %s", e)
+                first = None
                 if over is None and (other := self._repeating.get(place)) is not None:
                     await self._wait(other, min(RETRY_WAIT_S, left_s))
                     continue

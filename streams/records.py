@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from streams.record_base import InternalRecord, ModelKind, PublicRecord
-from streams.request import Request, SamplingOptions
+from streams.record_base import InternalRecord, ModelKind, PublicRecord, ServiceClass
+from streams.request import Request, ResultOptions, SamplingOptions
 
 Phase = Literal["aggregated", "prefill", "decode"]
 RunCode = Literal[
@@ -98,6 +98,7 @@ class Refused(InternalRecord, frozen=True):
     id: str
     code: EndCode
     message: str = ""
+    result: ResultOptions | None = None
 
 
 # --- ledger: keyed by request id; the history of each request ---------------------------------
@@ -167,7 +168,8 @@ class Assigned(InternalRecord, frozen=True):
     of the policy that were in force. `candidates`: the best ones, and the chosen one.
     `held_ms`: how long the request had waited in the router, `ttft_ms_predicted`: what was expected
     from here to its first token; both by policy predictive only. `known_ms`: append time of the
-    youngest record of the ledger that its router had read.
+    youngest record of the ledger that its router had read. `is_preemptible`: whether a run of class
+    batch gives way; not if no other run could go on in the middle of its answer.
     """
 
     id: str
@@ -194,6 +196,8 @@ class Assigned(InternalRecord, frozen=True):
     session: SessionUse | None = None
     lora_name: str = ""
     known_ms: int = 0
+    service_class: ServiceClass = "interactive"
+    is_preemptible: bool = True
 
 
 class Started(InternalRecord, frozen=True):
@@ -353,6 +357,65 @@ class End(PublicRecord, frozen=True, tag="End"):
     placed: DryRunResult | None = None
 
 
+# --- results: keyed by request id; one record per finished request -------------------------------
+
+
+class ResultError(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """An error in the form of the OpenAI API. Part of a Result."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ResultUsage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Token counts of a request, over all its attempts. Part of a Result."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class ResultTimings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Times of a request in milliseconds, all between append times. Part of a Result.
+
+    They count from the append of its prompt, over HTTP from that of its request. `queued_ms`: until
+    the append of its request; `ttft_ms`: until its first tokens, None without any; `total_ms`:
+    until its end. `finished_ms`: the end, in ms since 1970.
+    """
+
+    queued_ms: int = 0
+    ttft_ms: int | None = None
+    total_ms: int = 0
+    finished_ms: int = 0
+
+
+class Result(PublicRecord, frozen=True, tag="Result", omit_defaults=False):
+    """A finished request, as one record. All fields are present on the wire.
+
+    `status`: completed, failed or cancelled; `status_code`: what HTTP would have answered. `body`:
+    the response object of the OpenAI API; None for one that did not complete, which has an `error`.
+    `kind`, `metadata`, `batch_id`, `custom_id`: those of the prompt. `attempts`: how often it was
+    begun, 0 for a request that never was.
+    """
+
+    id: str
+    status: str
+    status_code: int
+    model: str = ""
+    kind: str = "chat"
+    body: dict[str, Any] | None = None
+    usage: ResultUsage | None = None
+    error: ResultError | None = None
+    timings: ResultTimings = ResultTimings()
+    attempts: int = 0
+    metadata: dict[str, Any] = {}
+    batch_id: str = ""
+    custom_id: str = ""
+
+
 # --- assignments: one partition per slot; commands to a worker ----------------------------------
 
 
@@ -468,7 +531,8 @@ class RouterCapacity(InternalRecord, frozen=True):
     """Remaining capacity of a router: requests, and tokens and bytes of their prompts.
 
     `positions`: the lanes that it serves, each with the offset up to which it had read `requests`
-    at that time. Later records are not counted.
+    at that time. Later records are not counted. `batch_requests`: its room for requests of class
+    batch, which the other figures do not count.
     """
 
     router: str
@@ -476,6 +540,7 @@ class RouterCapacity(InternalRecord, frozen=True):
     tokens: int = 0
     bytes: int = 0
     positions: dict[int, int] = {}
+    batch_requests: int = 0
 
 
 # --- registry: compacted, keyed by entity --------------------------------------------------------
@@ -569,9 +634,9 @@ class ModelCard(InternalRecord, frozen=True):
 
 class SnapshotPointer(InternalRecord, frozen=True):
     """The position of a complete snapshot of one partition of a view. Key
-    `snapshot/<fold>/<partition>`."""
+    `snapshot/<view>/<partition>`."""
 
-    fold: str
+    view: str = msgspec.field(name="fold")  # the name on the wire
     partition: int
     position: int
     first_part: int

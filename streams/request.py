@@ -12,7 +12,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from streams.record_base import InternalRecord, Json, ModelKind
+from streams.record_base import InternalRecord, Json, ModelKind, ServiceClass
+
+ResultKind = Literal["chat", "completion", "tokens", "embedding"]
+"""The kind of a prompt that has an answer."""
 
 
 class StopConditions(InternalRecord, frozen=True):
@@ -212,10 +215,39 @@ class OpenAiBody(InternalRecord, frozen=True):
     prompt_tokens: int = 0
 
 
+class ReplyAddress(InternalRecord, frozen=True):
+    """The topic for a copy of a result, by its whole name.
+
+    `headers`: of the copy, with the correlation id that its reader expects. `partition`: None lets
+    the key decide.
+    """
+
+    topic: str
+    headers: tuple[tuple[str, bytes], ...] = ()
+    partition: int | None = None
+
+
+class ResultOptions(InternalRecord, frozen=True):
+    """The options of the result of a request; a request without them gets no result.
+
+    `kind`: of the prompt; it decides the form of the body. `metadata`: the client's JSON object,
+    copied to the result like `custom_id`. `batch_id`: the batch job of the request, if it has one.
+    `echo`: the text that the answer begins with.
+    """
+
+    kind: ResultKind = "chat"
+    metadata: Json = b"{}"
+    batch_id: str = ""
+    custom_id: str = ""
+    reply: ReplyAddress | None = None
+    echo: str = ""
+
+
 class Request(InternalRecord, frozen=True):
     """A request that is ready for a worker. `token_ids`: u32, little endian; none with a `body`.
 
-    One with `queued_ms` may wait in any queue, and its deadline counts from then.
+    One with `queued_ms` may wait in any queue, and its deadline counts from then. One of
+    `service_class` batch uses the capacity that interactive requests leave, and gives way to them.
 
     Clients publish the JSON form of other systems as prompts of kind `tokens`
     (`app/preprocess/requests/preprocessed_requests.py`).
@@ -249,7 +281,10 @@ class Request(InternalRecord, frozen=True):
     request_timestamp_ms: float | None = None
     is_probe: bool = msgspec.field(default=False, name="_HEALTH_CHECK")
     body: OpenAiBody | None = None
-    queued_ms: int = 0  # append time of its prompt in `prompts`; 0: it did not come from there
+    queued_ms: int = 0  # append time of its prompt in its topic; 0: it did not come from Kafka
+    service_class: ServiceClass = "interactive"
+    result: ResultOptions | None = None
+    traceparent: str = ""  # W3C Trace Context of its first span; empty: it is not sampled
 
     @property
     def kind(self) -> ModelKind:

@@ -24,21 +24,28 @@ A client that publishes tokenised requests needs the rights of a gateway.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from struct import Struct
 from typing import Literal, NamedTuple
 
-from aiokafka.partitioner import murmur2
-
 PROMPTS = "prompts"
+BATCH = "batch"
 REQUESTS = "requests"
 LEDGER = "ledger"
 RESPONSES = "responses"
+RESULTS = "results"
 ASSIGNMENTS = "assignments"
 KV_EVENTS = "kv-events"
 CAPACITY = "capacity"
 REGISTRY = "registry"
 ARTIFACTS = "artifacts"
+BATCH_JOBS = "batch-jobs"
+FILE_PARTS = "file-parts"
 SNAPSHOTS = "snapshots"
 DEAD_LETTERS = "dead-letters"
+
+FILE_RETENTION_MS = 30 * 24 * 3_600_000
+"""How long files of the Files API and batch jobs are kept. Card and content expire together."""
 
 PER_LANE = -1
 """Stands for "as many as there are lanes" in the table."""
@@ -54,6 +61,9 @@ sessions).
 """
 
 _HOUR_MS = 3_600_000
+_DAY_MS = 24 * _HOUR_MS
+_WORD, _U32 = Struct("<I"), 0xFFFFFFFF
+_MURMUR2_SEED, _MURMUR2_FACTOR = 0x9747B28C, 0x5BD1E995
 MAX_RECORD_BYTES = 8 * 1024 * 1024
 MAX_UNCOMPRESSED_BYTES = 2 * MAX_RECORD_BYTES
 """Size limit of a batch after decompression, which brokers do not bound. The client holds one such
@@ -61,7 +71,10 @@ batch at a time per partition, and 16 MiB decompress in 10 to 20 ms."""
 
 
 class Topic(NamedTuple):
-    """One row: shape and rules of a topic. No `retention_ms`: compaction keeps its records."""
+    """One row: shape and rules of a topic. No `retention_ms`: compaction keeps its records.
+
+    With `compacts`, records are deleted by age and replaced by newer ones of their key.
+    """
 
     name: str
     key: str
@@ -73,6 +86,7 @@ class Topic(NamedTuple):
     readers: tuple[str, ...]
     compression: Literal["lz4"] | None = None
     """Compression by the broker; None: as the producer sent it."""
+    compacts: bool = False
 
     def config(self, min_insync: int) -> dict[str, str]:
         """Broker settings of the topic.
@@ -85,25 +99,24 @@ class Topic(NamedTuple):
             "message.timestamp.type": "LogAppendTime",
             "max.message.bytes": str(MAX_RECORD_BYTES),
             "min.insync.replicas": str(min_insync),
-            # A leader that was not in sync would lose what was acknowledged.
+            # A leader that was not in sync would lose acknowledged records.
             "unclean.leader.election.enable": "false",
         }
         if self.compression is not None:
             shared["compression.type"] = self.compression
-        if self.retention_ms is None:
-            day_ms = 24 * _HOUR_MS
-            return shared | {
-                "cleanup.policy": "compact",
-                "min.compaction.lag.ms": str(day_ms),
-                "delete.retention.ms": str(day_ms),
-                "segment.ms": str(day_ms // 4),
-            }
-        return shared | {
-            "cleanup.policy": "delete",
-            "retention.ms": str(self.retention_ms),
+        segment_ms, policies = self.retention_ms or _DAY_MS, []
+        if self.compacts or self.retention_ms is None:
+            segment_ms = min(segment_ms, _DAY_MS)
+            policies.append("compact")
+            shared["min.compaction.lag.ms"] = shared["delete.retention.ms"] = str(_DAY_MS)
+        if self.retention_ms is not None:
+            policies.append("delete")
+            shared["retention.ms"] = str(self.retention_ms)
             # Retention by time alone: unfinished work stays readable, however much is written.
-            "retention.bytes": "-1",
-            "segment.ms": str(self.retention_ms // 4),
+            shared["retention.bytes"] = "-1"
+        return shared | {
+            "cleanup.policy": ",".join(policies),
+            "segment.ms": str(segment_ms // 4),
         }
 
 
@@ -114,19 +127,30 @@ TOPICS: tuple[Topic, ...] = (
         ("client",), ("preprocessor",),
     ),
     Topic(
+        # Its own topic, so that no prompt waits behind batch work.
+        BATCH, "request id", 16, 7 * 24 * _HOUR_MS, "JSON",
+        ("Prompt",),
+        ("client", "collector", "preprocessor"), ("preprocessor",),
+    ),
+    Topic(
         REQUESTS, "request id", PER_LANE, _HOUR_MS, "msgpack",
         ("Request", "Cancel", "Refused"),
-        ("gateway", "preprocessor"), ("router", "operator"),
+        ("gateway", "preprocessor"), ("router", "operator", "collector"),
     ),
     Topic(
         LEDGER, "request id", PER_LANE, 24 * _HOUR_MS, "msgpack",
         ("Assigned", "Started", "PrefillDone", "Finished", "Fencing", "Ended"),
-        ("router", "worker"), ("router", "operator"), "lz4",
+        ("router", "worker"), ("router", "operator", "collector"), "lz4",
     ),
     Topic(
         RESPONSES, "request id", PER_LANE, _HOUR_MS, "JSON",
         ("Chunk", "Fence", "End"),
-        ("worker", "router"), ("gateway", "client", "router", "operator"),
+        ("worker", "router"), ("gateway", "client", "router", "operator", "collector"),
+    ),
+    Topic(
+        RESULTS, "request id", PER_LANE, 7 * 24 * _HOUR_MS, "JSON",
+        ("Result",),
+        ("collector",), ("collector", "gateway", "client", "operator"),
     ),
     Topic(
         ASSIGNMENTS, "worker id", 16, _HOUR_MS, "msgpack",
@@ -147,12 +171,22 @@ TOPICS: tuple[Topic, ...] = (
         REGISTRY, "entity", 1, None, "msgpack",
         ("WorkerCard", "ModelCard", "SnapshotPointer", "Deployment", "Skip", "Tombstone"),
         ("worker", "router", "indexer", "operator"),
-        ("gateway", "preprocessor", "router", "worker", "indexer", "operator"),
+        ("gateway", "preprocessor", "router", "worker", "indexer", "operator", "collector"),
     ),
     Topic(
         ARTIFACTS, "sha256/part", 4, None, "bytes",
         (),
-        ("worker",), ("gateway", "preprocessor", "worker"),
+        ("worker",), ("gateway", "preprocessor", "worker", "collector"),
+    ),
+    Topic(
+        BATCH_JOBS, "kind/id", 8, FILE_RETENTION_MS, "msgpack",
+        ("FileCard", "BatchJob", "BatchCancel", "Tombstone"),
+        ("gateway", "collector"), ("gateway", "collector"), compacts=True,
+    ),
+    Topic(
+        FILE_PARTS, "file/run/part", 8, FILE_RETENTION_MS, "bytes",
+        (),
+        ("gateway", "collector"), ("gateway", "collector"), compacts=True,
     ),
     Topic(
         SNAPSHOTS, "view/part", 8, 48 * _HOUR_MS, "bytes",
@@ -166,26 +200,46 @@ TOPICS: tuple[Topic, ...] = (
     ),
 )  # fmt: skip
 
+TRANSACTIONAL = frozenset({RESULTS})
+"""Topics that are written by transactions. All readers of the project read them committed: records
+of an aborted transaction, or of one that is not over, are left out."""
+
 TOPICS_BY_NAME = {topic.name: topic for topic in TOPICS}
 
-GROUPS = {PROMPTS: "preprocessor", REQUESTS: "router", KV_EVENTS: "indexer"}
-"""The consumer group of a topic, named after the role; the deployment's prefix is added. The group
-of the indexers only shares the writing of snapshots; all other reads use no group."""
+GROUPS = {
+    "preprocessor": PROMPTS,
+    "preprocessor-batch": BATCH,
+    "router": REQUESTS,
+    "collector": REQUESTS,
+    "collector-jobs": BATCH_JOBS,
+    "indexer": KV_EVENTS,
+}
+"""Consumer groups and their topics. The name of a group begins with its role; the deployment's
+prefix is added. Those of snapshots and jobs only share the work; all other reads use no group."""
+
+TRANSACTIONAL_IDS = {"collector": "collector-"}
+"""By role, how the ids of its transactional writers begin, after the deployment's prefix."""
 
 
 class AclRule(NamedTuple):
-    """An ACL rule of a role. `name` is a topic or a group, "" all of them."""
+    """An ACL rule of a role. `name` is a topic, a group or a transactional id, "" all of them.
+
+    `is_prefix`: it is about all names that begin so. `is_foreign`: outside of the deployment.
+    """
 
     role: str
     operation: Literal["All", "Describe", "Read", "Write"]
-    resource: Literal["topic", "group"]
+    resource: Literal["topic", "group", "transactional-id"]
     name: str
+    is_prefix: bool = False
+    is_foreign: bool = False
 
 
-def required_acls() -> list[AclRule]:
+def required_acls(reply_prefixes: Sequence[str] = ()) -> list[AclRule]:
     """The complete ACL rules of a deployment, by role.
 
-    Each process compares all topics with the deployment at start, clients do not.
+    `reply_prefixes`: of the topics that replies may go to. Each process compares all topics with
+    the deployment at start, clients do not.
     """
     roles = sorted({role for t in TOPICS for role in (*t.writers, *t.readers)})
     found = []
@@ -197,13 +251,39 @@ def required_acls() -> list[AclRule]:
             found.append(AclRule(role, "Describe", "topic", ""))
         found += [AclRule(role, "Write", "topic", t.name) for t in TOPICS if role in t.writers]
         found += [AclRule(role, "Read", "topic", t.name) for t in TOPICS if role in t.readers]
-        found += [AclRule(role, "Read", "group", g) for g in GROUPS.values() if g == role]
+        found += [AclRule(role, "Read", "group", g) for g in GROUPS if _role_of(g) == role]
+        if (ids := TRANSACTIONAL_IDS.get(role)) is not None:
+            found += [
+                AclRule(role, "Describe", "transactional-id", ids, is_prefix=True),
+                AclRule(role, "Write", "transactional-id", ids, is_prefix=True),
+                *(
+                    AclRule(role, "Write", "topic", name, is_prefix=True, is_foreign=True)
+                    for name in reply_prefixes
+                ),
+            ]
     return found
+
+
+def _role_of(group: str) -> str:
+    return group.partition("-")[0]
+
+
+def murmur2(key: bytes) -> int:
+    """The 32-bit hash by which the Java client chooses the partition of a key."""
+    size = len(key)
+    state = _MURMUR2_SEED ^ size
+    for word in _WORD.iter_unpack(key[: size & ~3]):
+        mixed = word[0] * _MURMUR2_FACTOR & _U32
+        state = (state * _MURMUR2_FACTOR ^ (mixed ^ mixed >> 24) * _MURMUR2_FACTOR) & _U32
+    if rest := key[size & ~3 :]:
+        state = (state ^ int.from_bytes(rest, "little")) * _MURMUR2_FACTOR & _U32
+    state = (state ^ state >> 13) * _MURMUR2_FACTOR & _U32
+    return state ^ state >> 15
 
 
 def partition_of(key: bytes, partitions: int) -> int:
     """The partition of a key: murmur2 with the sign bit cleared, as the Java client does it."""
-    return int(murmur2(key) & 0x7FFFFFFF) % partitions
+    return (murmur2(key) & 0x7FFFFFFF) % partitions
 
 
 def lane_of(request_id: str, lanes: int) -> int:

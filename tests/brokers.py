@@ -96,18 +96,18 @@ def broker_ledger(request: pytest.FixtureRequest) -> BrokerUsage:
 @pytest.fixture(scope="session")
 def kafka(broker_ledger: BrokerUsage) -> Iterator[Broker]:
     """A real broker, the same one for the whole run."""
-    said: list[str] = []
+    output: list[str] = []
     try:
         broker = obtain_broker(
             cast("Kind", requested_kind()),
             bootstrap_servers=os.environ.get("KVLANE_BOOTSTRAP_SERVERS", ""),
-            report=said.append,
+            report=output.append,
         )
     except BrokerUnavailable as reason:
         pytest.fail(f"no broker: {reason}", pytrace=False)
     with broker:
         if broker.kind == "memory":
-            pytest.fail("no real broker:\n" + "\n".join(said), pytrace=False)
+            pytest.fail("no real broker:\n" + "\n".join(output), pytrace=False)
         broker_ledger.running["kafka"] = broker
         if broker.kind == "env":  # may be remote, and processes want a secret for those
             os.environ.setdefault("KVLANE_HASH_SECRET", "tests")
@@ -137,18 +137,18 @@ def topic_prefix() -> str:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Send this worker's ledger to the reporting process."""
-    if (told := getattr(session.config, "workeroutput", None)) is not None:
+    if (got := getattr(session.config, "workeroutput", None)) is not None:
         ledger = session.config.stash[_ledger]
-        told["brokers"] = {"tests": dict(ledger.tests), "missing": ledger.missing}
+        got["brokers"] = {"tests": dict(ledger.tests), "missing": ledger.missing}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Add the ledger of a worker; one that crashed has sent none."""
-    told = getattr(node, "workeroutput", {}).get("brokers", {"tests": {}, "missing": {}})
+    got = getattr(node, "workeroutput", {}).get("brokers", {"tests": {}, "missing": {}})
     ledger = node.config.stash[_ledger]
-    ledger.tests.update(told["tests"])
-    ledger.missing.update(told["missing"])
+    ledger.tests.update(got["tests"])
+    ledger.missing.update(got["missing"])
 
 
 def pytest_terminal_summary(

@@ -36,7 +36,7 @@ class Subject:
     engine: Engine
     config: EngineConfig
     idle: Callable[[], bool] = lambda: True
-    told: list[EngineEvent] = field(default_factory=list)
+    got: list[EngineEvent] = field(default_factory=list)
     salt: int = 0
     mark: tuple[int, ...] = ()
     """What a prompt ends with."""
@@ -50,10 +50,10 @@ class Subject:
         body = [100 + (self.salt * 7 + 13 * i) % 150 for i in range(tokens - len(self.mark))]
         return [*body, *self.mark]
 
-    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Request:
+    def make_request(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Request:
         stop = StopConditions(max_tokens=max_tokens, min_tokens=max_tokens, ignore_eos=True)
-        asked = {"stop": stop, "sampling": SamplingOptions(temperature=0.0)} | more
-        return Request(id=f"r{self.salt}", token_ids=pack_tokens(prompt), **asked)
+        sent = {"stop": stop, "sampling": SamplingOptions(temperature=0.0)} | more
+        return Request(id=f"r{self.salt}", token_ids=pack_tokens(prompt), **sent)
 
     async def run(self, request: Request, context: GenerateContext | None = None) -> Answer:
         context = context or GenerateContext(request.id)
@@ -77,8 +77,8 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         """Its tokens; of an engine that gives text only, its characters."""
-        said = [(*output.token_ids, *map(ord, output.text)) for output in self.outputs]
-        return [token for each in said for token in each]
+        text = [(*output.token_ids, *map(ord, output.text)) for output in self.outputs]
+        return [token for each in text for token in each]
 
 
 async def first_of(stream: AsyncGenerator[EngineOutput, None]) -> EngineOutput:
@@ -94,7 +94,7 @@ class Conformance:
     """See the module."""
 
     async def test_it_is_ready_when_start_returns(self, subject: Subject) -> None:
-        answer = await subject.run(subject.ask(subject.prompt(20)))
+        answer = await subject.run(subject.make_request(subject.prompt(20)))
         assert len(answer.tokens) == 8
         assert answer.last.finish_reason == "length"
 
@@ -103,19 +103,19 @@ class Conformance:
         assert subject.config.served_model_name != ""
 
     async def test_an_answer_has_one_end_which_is_its_last_output(self, subject: Subject) -> None:
-        answer = await subject.run(subject.ask(subject.prompt(20)))
+        answer = await subject.run(subject.make_request(subject.prompt(20)))
         assert [o.finish_reason is None for o in answer.outputs[:-1]] == [True] * (
             len(answer.outputs) - 1
         )
         assert answer.last.finish_reason is not None
 
     async def test_the_end_says_what_was_counted(self, subject: Subject) -> None:
-        counts = (await subject.run(subject.ask(subject.prompt(20), 5))).last.usage
+        counts = (await subject.run(subject.make_request(subject.prompt(20), 5))).last.usage
         assert counts is not None
         assert (counts.prompt_tokens, counts.completion_tokens) == (20, 5)
 
     async def test_many_answers_at_a_time_keep_apart(self, subject: Subject) -> None:
-        requests = [subject.ask(subject.prompt(20 + n)) for n in range(6)]
+        requests = [subject.make_request(subject.prompt(20 + n)) for n in range(6)]
         together = await asyncio.gather(*map(subject.run, requests))
         alone = [(await subject.run(request)).tokens for request in requests]
         assert [answer.tokens for answer in together] == alone
@@ -124,12 +124,12 @@ class Conformance:
         if not subject.draws_tokens:
             pytest.skip("its card says that its answers cannot be continued")
         prompt = subject.prompt(20)
-        whole = (await subject.run(subject.ask(prompt, 10))).tokens
-        rest = (await subject.run(subject.ask([*prompt, *whole[:4]], 6))).tokens
+        whole = (await subject.run(subject.make_request(prompt, 10))).tokens
+        rest = (await subject.run(subject.make_request([*prompt, *whole[:4]], 6))).tokens
         assert [*whole[:4], *rest] == whole
 
     async def test_a_stopped_request_ends_with_cancelled(self, subject: Subject) -> None:
-        request, context = subject.ask(subject.prompt(20), 400), GenerateContext("r")
+        request, context = subject.make_request(subject.prompt(20), 400), GenerateContext("r")
         stream = subject.engine.generate(request, context)
         async with aclosing(stream):
             await first_of(stream)
@@ -144,13 +144,13 @@ class Conformance:
     ) -> None:
         context = GenerateContext("r")
         context.cancel()
-        answer = await subject.run(subject.ask(subject.prompt(20)), context)
+        answer = await subject.run(subject.make_request(subject.prompt(20)), context)
         assert answer.last.finish_reason == "cancelled"
 
     async def test_an_abort_of_a_stopped_request_ends_it_with_cancelled(
         self, subject: Subject
     ) -> None:
-        request, context = subject.ask(subject.prompt(20), 400), GenerateContext("r")
+        request, context = subject.make_request(subject.prompt(20), 400), GenerateContext("r")
         stream = subject.engine.generate(request, context)
         async with aclosing(stream):
             await first_of(stream)
@@ -162,18 +162,20 @@ class Conformance:
         await subject.engine.abort(context)  # too late is no mistake
 
     async def test_a_stream_that_was_left_holds_nothing(self, subject: Subject) -> None:
-        stream = subject.engine.generate(subject.ask(subject.prompt(20), 400), GenerateContext("r"))
+        stream = subject.engine.generate(
+            subject.make_request(subject.prompt(20), 400), GenerateContext("r")
+        )
         async with aclosing(stream):
             await first_of(stream)
         await subject.settled()
-        assert len((await subject.run(subject.ask(subject.prompt(20)))).tokens) == 8
+        assert len((await subject.run(subject.make_request(subject.prompt(20)))).tokens) == 8
 
     async def test_a_reader_that_is_cancelled_holds_nothing(self, subject: Subject) -> None:
         begun = asyncio.Event()
 
         async def read() -> None:
             stream = subject.engine.generate(
-                subject.ask(subject.prompt(20), 400), GenerateContext("r")
+                subject.make_request(subject.prompt(20), 400), GenerateContext("r")
             )
             async with aclosing(stream):
                 async for _ in stream:
@@ -187,17 +189,17 @@ class Conformance:
         await subject.settled()
 
     async def test_the_first_token_is_told_once_at_most(self, subject: Subject) -> None:
-        told: list[int] = []
-        context = GenerateContext("r", lambda: told.append(1))
-        await subject.run(subject.ask(subject.prompt(20)), context)
+        got: list[int] = []
+        context = GenerateContext("r", lambda: got.append(1))
+        await subject.run(subject.make_request(subject.prompt(20)), context)
         context.notify_first_token()  # as the worker does
-        assert told == [1]
+        assert got == [1]
 
     async def test_a_prompt_that_fills_the_context_leaves_no_room(self, subject: Subject) -> None:
         context_length = subject.config.context_length
         if context_length is None:
             pytest.skip("it advertises no context")
-        answer = await subject.run(subject.ask(subject.prompt(context_length), 4))
+        answer = await subject.run(subject.make_request(subject.prompt(context_length), 4))
         assert (answer.tokens, answer.last.finish_reason) == ([], "length")
 
     async def test_nothing_in_is_an_end_or_an_error_of_its_kind(self, subject: Subject) -> None:
@@ -218,13 +220,13 @@ class Conformance:
         if size is None:
             pytest.skip("it advertises no blocks")
         prompt = subject.prompt(3 * size + 1)
-        await subject.run(subject.ask(prompt))
+        await subject.run(subject.make_request(prompt))
         bridge = EventNormalizer(size, SECRET)
         wanted = set(prompt_keys(local_hashes(prompt, size), SECRET).tolist())
 
         def keys() -> set[int]:
-            bridge.on_events(subject.told, 0.0)
-            subject.told.clear()
+            bridge.on_events(subject.got, 0.0)
+            subject.got.clear()
             batch = bridge.take_batch()
             return {key for event in batch.events for key in event.keys} if batch else set()
 
@@ -241,8 +243,8 @@ class Conformance:
         if size is None or not subject.reports_cached:
             pytest.skip("it says nothing of its cache")
         prompt = subject.prompt(3 * size + 1)
-        await subject.run(subject.ask(prompt))
-        counts = (await subject.run(subject.ask(prompt))).last.usage
+        await subject.run(subject.make_request(prompt))
+        counts = (await subject.run(subject.make_request(prompt))).last.usage
         assert counts is not None
         assert counts.cached_tokens == 3 * size
 
@@ -277,7 +279,9 @@ class Lifecycle:
         engine = make()
         config = await engine.start("w")
         subject = self.kind(engine, config)
-        stream = engine.generate(subject.ask(subject.prompt(20), 400), GenerateContext("r"))
+        stream = engine.generate(
+            subject.make_request(subject.prompt(20), 400), GenerateContext("r")
+        )
         async with aclosing(stream):
             await first_of(stream)
             await engine.cleanup()

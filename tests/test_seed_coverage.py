@@ -29,16 +29,16 @@ Row = dict[str, Held | Missing]
 
 FORM = "flows/test_preprocessed_requests.py::test_"
 CODECS = "unit/test_codecs.py::test_"
-PLAN = "unit/test_plan.py::test_"
+PLAN = "unit/test_select.py::test_"
 WHO = "unit/test_eligibility.py::test_"
 HINTS = "flows/test_hints.py::test_"
 DRY = "flows/test_dry_runs.py::test_"
 ROUTER = "flows/test_router_metrics.py::test_"
-BOOKS = "flows/test_bookkeeping.py::test_"
+BOOKS = "flows/test_active_load.py::test_"
 CANCELS = "flows/test_router_cancels.py::test_"
 ENDS = "unit/test_interleavings.py::test_"
 KEYS = "unit/test_prompt_keys.py::test_"
-LOAD = "unit/test_load.py::test_"
+LOAD = "unit/test_ledger_state.py::test_"
 WORKER = "flows/test_worker.py::test_"
 CONTRACT = "unit/test_engine_contract.py::test_"
 ENGINE = "contracts/test_engine.py::test_"
@@ -100,7 +100,7 @@ PREPROCESSED_REQUEST: Row = {
         f"{FORM}a_probe_needs_its_tokens_and_its_mark_only",
     ),
     "a request for embeddings with model, checksum and annotations": (
-        "unit/test_passed.py::test_embeddings_keep_their_model_checksum_and_annotations",
+        "unit/test_passthrough.py::test_embeddings_keep_their_model_checksum_and_annotations",
     ),
     "agent_context, request_timestamp_ms, mm_processor_kwargs and extra_args are carried": (
         f"{FORM}every_option_reaches_the_request",
@@ -229,7 +229,7 @@ PREFILL_ROUTER: Row = {
         _DISAGGREGATED
     ),
     "a prefill that was handed off is neither an end nor a failure": (
-        "unit/test_obligations.py::test_a_handed_off_prefill_is_neither_restarted_nor_the_end",
+        "unit/test_reconcile.py::test_a_handed_off_prefill_is_neither_restarted_nor_the_end",
         f"{LOAD}prefill_that_was_handed_off_is_not_the_end_of_its_request",
     ),
     "the trace link on the completed path only": _DISAGGREGATED,
@@ -310,20 +310,20 @@ MODEL_WATCHER: Row = {
         f"{MODELS}a_chat_is_rendered_by_the_template_of_its_model",
     ),
     "a pass-through pipeline for backends that take chats or texts themselves": (
-        "flows/test_passing.py::test_a_body_comes_to_the_server_as_it_was_sent",
-        "flows/test_passing.py::test_a_stream_brings_all_that_the_server_says",
-        "flows/test_passing.py::test_each_prompt_of_a_completion_is_a_request",
-        "unit/test_passed.py::test_a_body_stays_as_it_came_but_for_what_others_do",
+        "flows/test_passthrough_models.py::test_a_body_comes_to_the_server_as_it_was_sent",
+        "flows/test_passthrough_models.py::test_a_stream_brings_all_that_the_server_says",
+        "flows/test_passthrough_models.py::test_each_prompt_of_a_completion_is_a_request",
+        "unit/test_passthrough.py::test_a_body_stays_as_it_came_but_for_what_others_do",
     ),
     "a known model: another endpoint joins": (
-        "unit/test_models.py::test_only_the_models_own_workers_count",
+        "unit/test_model_names.py::test_only_the_models_own_workers_count",
         f"{HINTS}only_allowed_workers_are_considered",
     ),
     "an invalid entry is logged and skipped, and what follows is taken": (
-        "unit/test_follow.py::test_malformed_records_are_counted_and_passed_over",
+        "unit/test_follower.py::test_malformed_records_are_counted_and_passed_over",
     ),
     "a missing card is an error for token backends": (
-        "unit/test_loaded_model.py::test_a_card_without_a_tokenizer_cannot_be_loaded",
+        "unit/test_model.py::test_a_card_without_a_tokenizer_cannot_be_loaded",
         f"{MODELS}a_model_whose_files_are_missing_is_unavailable_until_they_come",
     ),
     "artifacts are fetched and checked": (
@@ -340,7 +340,7 @@ MODEL_WATCHER: Row = {
     ),
     "names by slug": Missing("a difference: names are keys of the registry as they are"),
     "the watcher never dies of one bad entry": (
-        "unit/test_follow.py::test_malformed_records_are_counted_and_passed_over",
+        "unit/test_follower.py::test_malformed_records_are_counted_and_passed_over",
         "flows/test_preprocessor.py::test_a_model_without_its_files_is_refused_and_others_go_on",
     ),
 }

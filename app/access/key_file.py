@@ -57,6 +57,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Limits of a tenant at each gateway, and how its requests are queued and cached.
 
     None is no limit. `requests`, `tokens`: in flight, tokens of prompts and of the longest answers.
+    `file_bytes`: size of all its files together, `batches`: those that have not ended; both for the
+    deployment.
     `queue_class`: one of KVLANE_QUEUE_CLASSES; empty: the one with the tenant's name, if any.
     `share_cache`: its prompts share cached blocks with all requests without a tenant's salt.
     """
@@ -65,6 +67,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     tokens: Limit | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
+    file_bytes: Limit | None = None
+    batches: Limit | None = None
     queue_class: str = ""
     share_cache: bool = False
 

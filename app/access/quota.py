@@ -3,7 +3,7 @@
 Pure: the clock is passed in, in seconds. Rates are token buckets that hold one minute's worth.
 Tokens in flight are those of prompts and of the longest answers; per minute count the tokens of
 prompts, when they begin, and of answers, when they end. So the bucket of tokens may be in debt, by
-no more than what is in flight.
+no more than the tokens in flight.
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ class QuotaLease:
         if answers > 1 and (refusal := self._more_requests(answers - 1, now_s)) is not None:
             return refusal
         if most is not None and quota.tokens + most_tokens > most:
-            asked = f"prompts and longest answers have {most_tokens} tokens, "
+            excess = f"prompts and longest answers have {most_tokens} tokens, "
             held = f"{quota.tokens} of the {most} that the tenant may have at a time are in use"
             return QuotaRefusal(
-                "tokens", asked + held, QUOTA_RETRY_S if most_tokens <= most else None
+                "tokens", excess + held, QUOTA_RETRY_S if most_tokens <= most else None
             )
         if (refusal := quota.take("tokens", prompt_tokens, now_s)) is not None:
             return refusal

@@ -1,4 +1,4 @@
-"""Capture of a period of the log: its records as the lines of `app/capture_format.py`.
+"""Capture of a period of the log: its records as the lines of `app/traces/capture_format.py`.
 
 Reads the registry for the workers, `requests` for the requests, then `ledger` for decisions and
 outcomes. Lines are yielded as they are read; the state in between is the epochs of workers, the ids
@@ -17,7 +17,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from app.audit.time_range import MAX_LIFETIME_MS, TimeRange
-from app.capture_format import (
+from app.routing.selection.eligibility import block_size_of
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.state.fleet import Fleet, FleetMember
+from app.traces.capture_format import (
     BLOCK_HASH,
     CAPTURE_FORMAT,
     AnyCaptureLine,
@@ -30,9 +33,6 @@ from app.capture_format import (
     CaptureHeader,
     CaptureTotals,
 )
-from app.routing.selection.eligibility import block_size_of
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.state.fleet import Fleet, FleetMember
 from indexer.block_keys import KeySecret, prompt_keys
 from streams import records
 from streams.clock import Clock
@@ -107,7 +107,7 @@ class _Reading:
         self._epochs: dict[str, list[_Epoch]] = {}
         self._sizes: dict[str, int] = {}
         self._kept: dict[Partition, int] = {}
-        self._asked_ms: defaultdict[Partition, OrderedDict[str, int]] = defaultdict(OrderedDict)
+        self._requested_ms: defaultdict[Partition, OrderedDict[str, int]] = defaultdict(OrderedDict)
         """Arrival times of the requests of the last DEDUP_WINDOW_MS, by lane."""
         self._open: dict[str, None] = {}
         """Requests with a decision of the period that are not finished."""
@@ -120,17 +120,17 @@ class _Reading:
         await self._read_registry()
         for worker in self._workers():
             yield worker
-        asked = await self._bounds(REQUESTS, from_ms, to_ms)
+        requests = await self._bounds(REQUESTS, from_ms, to_ms)
         decided = await self._bounds(LEDGER, from_ms, to_ms)
         later = await self._bounds(LEDGER, to_ms, to_ms + MAX_LIFETIME_MS)
         self._kept = await self._oldest(REQUESTS)
-        total = asked.size + decided.size
-        async with aclosing(self._facts(asked, partial(_later, progress, 0, total))) as facts:
+        total = requests.size + decided.size
+        async with aclosing(self._facts(requests, partial(_later, progress, 0, total))) as facts:
             async for source, fact in facts:
                 if isinstance(fact.record, Request) and self._is_first(source, fact, fact.record):
-                    yield self._asked(fact, fact.record)
-        heard = partial(_later, progress, asked.size, total)
-        async with aclosing(self._facts(decided, heard)) as facts:
+                    yield self._captured_request(fact, fact.record)
+        report = partial(_later, progress, requests.size, total)
+        async with aclosing(self._facts(decided, report)) as facts:
             async for source, fact in facts:
                 if isinstance(fact.record, Assigned):
                     yield self._decided(source, fact, fact.record)
@@ -231,15 +231,15 @@ class _Reading:
 
     def _is_first(self, source: Partition, fact: LogRecord, request: Request) -> bool:
         """Whether a request is not a duplicate."""
-        asked_ms, since_ms = self._asked_ms[source], fact.timestamp_ms - DEDUP_WINDOW_MS
-        while asked_ms and next(iter(asked_ms.values())) < since_ms:
-            asked_ms.popitem(last=False)
-        is_first = request.id not in asked_ms
+        requested_ms, since_ms = self._requested_ms[source], fact.timestamp_ms - DEDUP_WINDOW_MS
+        while requested_ms and next(iter(requested_ms.values())) < since_ms:
+            requested_ms.popitem(last=False)
+        is_first = request.id not in requested_ms
         if is_first:
-            asked_ms[request.id] = fact.timestamp_ms
+            requested_ms[request.id] = fact.timestamp_ms
         return is_first
 
-    def _asked(self, fact: LogRecord, request: Request) -> CapturedRequest:
+    def _captured_request(self, fact: LogRecord, request: Request) -> CapturedRequest:
         size = self._block_size(request.model)
         names = prompt_keys(PromptHashes(request).local_hashes(size), self._secret)
         return CapturedRequest(

@@ -25,6 +25,7 @@ UNITS = {
     "power_of_two": "tokens",
     "direct": "tokens",
     "round_robin": "turns",
+    "batch": "ms",
 }
 """Unit of the costs of each policy; random policies have none."""
 _WORDS = {
@@ -93,7 +94,7 @@ def reasons_for(decision: Assigned, session: str | None = None) -> DecisionReaso
     )  # fmt: skip
 
 
-def _words(
+def _words(  # noqa: PLR0911 - one for each kind of reason
     decision: Assigned, others: Sequence[ScoredCandidate], lost_by: float, lost_in: str
 ) -> str:
     if not others:
@@ -106,6 +107,8 @@ def _words(
         is_home = use is not None and use.bound_worker == decision.worker
         why = "its session is bound to this worker" if is_home else "drawn at its temperature"
         return f"{why}, though {name} cost {-lost_by:.4g} {unit} less"
+    if math.isinf(lost_by):  # of a batch request
+        return "no other worker has capacity that interactive requests leave"
     if lost_by == 0:
         return f"the same cost as {name}; the request's seed decided"
     if lost_by > MISSED_TARGET_MS / 2 and decision.policy == "predictive":

@@ -27,7 +27,7 @@ from streams.reading.dead_letter_format import DeadLetter, parse_dead_letter
 from streams.reading.range_reader import Progress, read_range, record_at
 from streams.record_publisher import RecordPublisher
 from streams.records import Refused
-from streams.topics import DEAD_LETTERS, PROMPTS, REQUESTS, TOPICS_BY_NAME
+from streams.topics import BATCH, DEAD_LETTERS, PROMPTS, REQUESTS, TOPICS_BY_NAME
 
 PUBLISH_TIMEOUT_S = 30.0
 _KNOWN = frozenset({"Assigned", "Started"})
@@ -124,12 +124,12 @@ async def record_of_dead_letter(log: Log, clock: Clock, letter: DeadLetter) -> D
 
 def decode_dead_letter(letter: DeadLetter, content: DeadLetterRecord) -> Any:
     """The record, decoded by this version. Raises RecordError for a malformed one."""
-    if letter.origin_topic != PROMPTS:
+    if letter.origin_topic not in (PROMPTS, BATCH):
         return decode(content)
-    said = read_prompt(content.key, content.value, content.timestamp)
-    if isinstance(said, UnreadablePrompt | Refused):
-        raise RecordError(said.reason if isinstance(said, UnreadablePrompt) else said.message)
-    return said.prompt if isinstance(said, PromptRecord) else said
+    record = read_prompt(content.key, content.value, content.timestamp)
+    if isinstance(record, UnreadablePrompt | Refused):
+        raise RecordError(record.reason if isinstance(record, UnreadablePrompt) else record.message)
+    return record.prompt if isinstance(record, PromptRecord) else record
 
 
 async def retry_dead_letter(log: Log, clock: Clock, letter: DeadLetter) -> tuple[str, Appended]:
@@ -137,37 +137,37 @@ async def retry_dead_letter(log: Log, clock: Clock, letter: DeadLetter) -> tuple
 
     Raises InvalidDeadLetter when that cannot help, and the errors of the log.
     """
-    if letter.origin_topic not in (PROMPTS, REQUESTS):
+    if letter.origin_topic not in (PROMPTS, BATCH, REQUESTS):
         raise InvalidDeadLetter(
             f"dead letter {letter.name} is from {letter.origin_topic or 'no topic'}: only those of "
-            f"{PROMPTS} and {REQUESTS} can be retried"
+            f"{PROMPTS}, {BATCH} and {REQUESTS} can be retried"
         )
     content = await record_of_dead_letter(log, clock, letter)
     request_id = _id_of(letter, content)
     await _check_unknown(log, clock, letter, request_id)
     entry = Entry(letter.key, content.value, content.headers)
     until = clock.now() + PUBLISH_TIMEOUT_S
-    outbox = RecordPublisher(log, clock)
-    return request_id, await outbox.publish_entry(letter.origin_topic, entry, until=until)
+    publisher = RecordPublisher(log, clock)
+    return request_id, await publisher.publish_entry(letter.origin_topic, entry, until=until)
 
 
 def _id_of(letter: DeadLetter, content: DeadLetterRecord) -> str:
     """The request id of a record. Raises InvalidDeadLetter for one that no process could accept."""
     try:
-        said = decode_dead_letter(letter, content)
+        record = decode_dead_letter(letter, content)
     except RecordError as e:
         raise InvalidDeadLetter(
             f"the record of dead letter {letter.name} is still malformed: {e}"
         ) from e
     if (
         letter.origin_topic == REQUESTS
-        and type(said).__name__ not in TOPICS_BY_NAME[REQUESTS].records
+        and type(record).__name__ not in TOPICS_BY_NAME[REQUESTS].records
     ):
-        name = type(said).__name__
+        name = type(record).__name__
         raise InvalidDeadLetter(
             f"dead letter {letter.name} is a {name}, which does not belong on {REQUESTS}"
         )
-    request_id: str = said.id
+    request_id: str = record.id
     if letter.key is None or letter.key.decode(errors="replace") != request_id:
         raise InvalidDeadLetter(
             f"dead letter {letter.name} is of {request_id!r}, but its key is {letter.key!r}: it "
@@ -178,19 +178,19 @@ def _id_of(letter: DeadLetter, content: DeadLetterRecord) -> str:
 
 async def _check_unknown(log: Log, clock: Clock, letter: DeadLetter, request_id: str) -> None:
     """Raises InvalidDeadLetter for a request that was accepted, whether open or ended."""
-    story = await explain_request(log, clock, request_id)
-    said = {step.name: step for step in story.steps}
-    if ended := said.get("Ended"):
-        code = story.ending or ended.fields.get("code", "")
+    timeline = await explain_request(log, clock, request_id)
+    steps = {step.name: step for step in timeline.steps}
+    if ended := steps.get("Ended"):
+        code = timeline.ending or ended.fields.get("code", "")
         raise InvalidDeadLetter(
             f"{request_id} of dead letter {letter.name} ended ({code}): an id is answered once. "
             "Publish it under another id"
         )
-    if story.ending:
+    if timeline.ending:
         raise InvalidDeadLetter(
-            f"{request_id} of dead letter {letter.name} was answered ({story.ending})"
+            f"{request_id} of dead letter {letter.name} was answered ({timeline.ending})"
         )
-    if _KNOWN & said.keys():
+    if _KNOWN & steps.keys():
         raise InvalidDeadLetter(
             f"{request_id} of dead letter {letter.name} is open: no retry is needed"
         )
@@ -205,10 +205,10 @@ def _content(
     )  # fmt: skip
 
 
-def to_json_types(said: Any) -> dict[str, Any]:
+def to_json_types(record: Any) -> dict[str, Any]:
     """A decoded record as JSON types; token ids in base64."""
-    if isinstance(said, msgspec.Struct):
-        fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(said))
+    if isinstance(record, msgspec.Struct):
+        fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
     else:
-        fields = said.model_dump(mode="json", exclude_defaults=True)
+        fields = record.model_dump(mode="json", exclude_defaults=True)
     return fields

@@ -106,14 +106,14 @@ async def rebuild_view(
     return RebuiltView(name, states, _combined_hash(states), _summary(view, sources, holders))
 
 
-async def _offsets(ask: Any, sources: Iterable[Partition]) -> dict[Partition, int]:
+async def _offsets(offsets_of: Any, sources: Iterable[Partition]) -> dict[Partition, int]:
     by_topic: dict[str, list[int]] = {}
     for topic, partition in sources:
         by_topic.setdefault(topic, []).append(partition)
     return {
         Partition(topic, p): offset
         for topic, numbers in by_topic.items()
-        for p, offset in (await ask(topic, numbers)).items()
+        for p, offset in (await offsets_of(topic, numbers)).items()
     }
 
 
@@ -155,8 +155,8 @@ def _load_summary(lanes: Sequence[LaneState]) -> dict[str, Any]:
     runs = [
         (run_id.worker, run.state)
         for lane in lanes
-        for story in lane.unfinished.values()
-        for run_id, run in story.runs.items()
+        for state in lane.unfinished.values()
+        for run_id, run in state.runs.items()
     ]
     return {
         "unfinished requests": sum(len(lane.unfinished) for lane in lanes),

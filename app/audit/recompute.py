@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from app.capture_format import AnyCaptureLine, CapturedDecision, CapturedRequest
 from app.routing.selection.policies import POLICIES
 from app.routing.selection.select import recompute_choice, reconstruct
 from app.routing.worker_rank import WorkerRank
+from app.traces.capture_format import AnyCaptureLine, CapturedDecision, CapturedRequest
 from streams.records import Assigned
 
 
@@ -61,7 +61,7 @@ class RecomputeReport:
 
 def has_inputs(decision: Assigned) -> bool:
     """Whether a record has the inputs of its decision, by a policy that this version knows."""
-    return bool(decision.candidates) and decision.policy in ("predictive", *POLICIES)
+    return bool(decision.candidates) and decision.policy in ("predictive", "batch", *POLICIES)
 
 
 def find_difference(decision: Assigned, session: str = "") -> str:

@@ -110,14 +110,14 @@ async def explain_request(
             found[source.topic] += await decoding.decode_records(source, its)
         if found[LEDGER] and _is_last(found[LEDGER][-1].record):
             break
-    asked, ledger = (found[topic] for topic in (REQUESTS, LEDGER))
+    requests, ledger = (found[topic] for topic in (REQUESTS, LEDGER))
     readers = _Readers(Partition(RESPONSES, lane))
     for fact in found[RESPONSES]:
         readers.take(fact)
     readers.close()
     steps = _in_order(
-        [_step(Partition(REQUESTS, lane), fact) for fact in asked],
-        _decided(Partition(LEDGER, lane), ledger, asked),
+        [_step(Partition(REQUESTS, lane), fact) for fact in requests],
+        _decided(Partition(LEDGER, lane), ledger, requests),
         readers.steps,
     )
     return RequestTimeline(request_id, lane, steps, readers.ending, clock.wall_ms())
@@ -131,10 +131,10 @@ def _is_last(record: Any) -> bool:
 
 
 def _decided(
-    source: Partition, ledger: Sequence[LogRecord], asked: Sequence[LogRecord]
+    source: Partition, ledger: Sequence[LogRecord], received: Sequence[LogRecord]
 ) -> list[TimelineStep]:
     """The steps of the ledger; decisions with their reasons and outcomes."""
-    requests = [fact.record for fact in asked if isinstance(fact.record, Request)]
+    requests = [fact.record for fact in received if isinstance(fact.record, Request)]
     session = None
     if requests:
         control = requests[0].hints.session_control

@@ -14,7 +14,7 @@ from streams.ids import issued_ms
 from streams.ports import Log, Partition
 from streams.reading.range_reader import read_range
 from streams.responses.reply_reader import CLOCK_MARGIN_MS
-from streams.topics import LEDGER, PROMPTS, REQUESTS, TOPICS_BY_NAME, lane_of
+from streams.topics import BATCH, LEDGER, PROMPTS, REQUESTS, TOPICS_BY_NAME, lane_of
 
 _HOUR_MS = 3_600_000
 
@@ -41,7 +41,8 @@ async def _stretches(
     drawn_ms = issued_ms(request_id)
     lane = lane_of(request_id, await log.partitions(LEDGER))
     # Partitioners differ, so a prompt may be in any partition.
-    every = {PROMPTS: list(range(await log.partitions(PROMPTS))), REQUESTS: [lane], LEDGER: [lane]}
+    every = {of: list(range(await log.partitions(of))) for of in (PROMPTS, BATCH)}
+    every |= {REQUESTS: [lane], LEDGER: [lane]}
     for topic, partitions in every.items():
         oldest = await log.start_offsets(topic, partitions)
         newest = await log.end_offsets(topic, partitions)

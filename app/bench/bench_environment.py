@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -60,7 +62,7 @@ class BenchEnvironment:
         self.log = log
         self.broker = broker
         self.clock = clock
-        self.outbox = RecordPublisher(log, clock)
+        self.publisher = RecordPublisher(log, clock)
         self._guard = guard
         self._children: list[ManagedProcess] = []
 
@@ -134,9 +136,9 @@ class BenchEnvironment:
             id=name, slot=partition_of(name.encode(), slots), model=config.model, config=config,
             busy_prefill_tokens=busy_prefill_tokens,
         )  # fmt: skip
-        first = await self.outbox.publish(REGISTRY, f"worker/{name}", card)
+        first = await self.publisher.publish(REGISTRY, f"worker/{name}", card)
         card = msgspec.structs.replace(card, epoch=first.offset)
-        await self.outbox.publish(REGISTRY, f"worker/{name}", card)
+        await self.publisher.publish(REGISTRY, f"worker/{name}", card)
         return card
 
     def stop_process(self, process: ManagedProcess) -> None:
@@ -167,6 +169,13 @@ async def bench_environment(
     Raises BrokerUnavailable when no broker can be started.
     """
     clock = SystemClock()
+    # Else each process compiles all kernels when it starts, and is not ready in time.
+    await asyncio.to_thread(
+        subprocess.run,
+        (sys.executable, "-m", "indexer.precompile"),
+        check=True,
+        stdout=subprocess.PIPE,
+    )
     given = "" if brokers else settings.bootstrap_servers
     broker = await asyncio.to_thread(
         lambda: obtain_broker("env" if given else "jvm", bootstrap_servers=given,

@@ -49,7 +49,7 @@ def plot_chaos(rounds: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 def plot_overload(result: OverloadResult, file: Path) -> None:
     """Memory of every process and outcomes of requests over time."""
-    figure, (memory, asked) = _axes(2, 8.0)
+    figure, (memory, latency_axis) = _axes(2, 8.0)
     began = min(sample.at for sample in result.samples)
     parts: dict[str, tuple[list[float], list[float]]] = {}
     for sample in result.samples:
@@ -64,11 +64,11 @@ def plot_overload(result: OverloadResult, file: Path) -> None:
     for label, status in (("served: first text", 200), ("refused", 529)):
         own = [a for a in result.outcomes if a.status == status]
         moments = [a.at - began for a in own]
-        asked.plot(moments, [1000 * a.ttft_s for a in own], ".", markersize=3, label=label)
-    asked.set_yscale("log")
-    asked.set_ylabel("milliseconds")
-    asked.set_xlabel("seconds")
-    asked.legend(fontsize="small")
+        latency_axis.plot(moments, [1000 * a.ttft_s for a in own], ".", markersize=3, label=label)
+    latency_axis.set_yscale("log")
+    latency_axis.set_ylabel("milliseconds")
+    latency_axis.set_xlabel("seconds")
+    latency_axis.legend(fontsize="small")
     figure.savefig(file, dpi=120)
 
 

@@ -1,7 +1,7 @@
 """The processes of a deployment under fault injection: kill, pause, stop and restart.
 
 An ended process is restarted at once, as an orchestrator does; one that ends by itself is recorded.
-Owns the processes and their readiness; knows nothing of what they do.
+Owns the processes and their readiness, not their purpose.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.05
 
-PROCESS_KINDS = ("gateway", "router", "worker", "indexer", "preprocessor")
+PROCESS_KINDS = ("gateway", "router", "worker", "indexer", "preprocessor", "collector")
 
 
 class ProcessSpec(NamedTuple):
@@ -50,7 +50,7 @@ class ProcessGroup:
         self._parts = {part.name: part for part in parts}
         self._settings = settings
         self._children: dict[str, ManagedProcess] = {}
-        self._lives: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
         self.crashes: list[ProcessCrash] = []
 
     def names_of_kind(self, kind: str) -> list[str]:
@@ -66,10 +66,10 @@ class ProcessGroup:
         """Start the named processes, or all; they are not ready yet."""
         for name in names or self._parts:
             part = self._parts[name]
-            life = self._lives[name] = self._lives.get(name, 0) + 1
+            start = self._starts[name] = self._starts.get(name, 0) + 1
             own = {"worker_id": name, "router_id": name, **self._settings, **part.settings}
             self._children[name] = self._on.launch(
-                f"{name}.{life}", *process_command(part.kind), **own
+                f"{name}.{start}", *process_command(part.kind), **own
             )
 
     async def wait_ready(self, *names: str) -> None:

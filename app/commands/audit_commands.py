@@ -106,10 +106,10 @@ def explain(
     """
     from app.commands import explain_view
 
-    told = asyncio.run(_explain(request_id))
-    if json is not None and told.steps:
-        _write(json, explain_view.timeline_json(told))
-    if not explain_view.show_timeline(told, screen.make_console(), inputs=inputs):
+    timeline = asyncio.run(_explain(request_id))
+    if json is not None and timeline.steps:
+        _write(json, explain_view.timeline_json(timeline))
+    if not explain_view.show_timeline(timeline, screen.make_console(), inputs=inputs):
         raise typer.Exit(1)
 
 

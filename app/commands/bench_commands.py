@@ -300,6 +300,36 @@ def simulate(
 
 
 @app.command()
+def disagg(*, trace: Trace = None, full: Full = False, json: Json = None) -> None:
+    """Prefill and decode on workers of their own, beside published figures; simulated.
+
+    Needs --trace with the conversation trace. Quick: 8 workers at the recorded rate; --full: two
+    more fleets at 4 and 8 times the rate. Exit code 1 if a threshold is missed.
+    """
+    from app.bench.routing.disagg import FLEETS, QUICK, bench_disagg
+
+    fleets = FLEETS if full else QUICK
+    _require_passed(
+        _measure("disagg", lambda out, progress: bench_disagg(fleets, trace, out, progress), json)
+    )
+
+
+@app.command()
+def mix(*, trace: Trace = None, full: Full = False, json: Json = None) -> None:
+    """Latency of a trace beside endless batch work, and what the latter gets; simulated.
+
+    Rows beside it: batch work without preemption, and without classes. Quick: 150 requests of the
+    trace that ships with kvlane; --full: the hour of --trace. Exit code 1 if a threshold is missed.
+    """
+    from app.bench.routing.mix import FULL, QUICK, bench_mix
+
+    scale = FULL if full else QUICK
+    _require_passed(
+        _measure("mix", lambda out, progress: bench_mix(scale, trace, out, progress), json)
+    )
+
+
+@app.command()
 def chaos(
     *,
     kills: Annotated[int, typer.Option(help="Number of injected faults.", min=1)] = 10,
@@ -385,6 +415,47 @@ def overload(
     _require_passed(report)
 
 
+@_checked_command
+def soak() -> Benchmark:
+    """Constant load without faults: growth of memory, CPU time and latency, on Kafka.
+
+    Two minutes; --full: twenty. Every text is compared with the engine's. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
+    """
+    from app.bench.chaos.soak import FULL, QUICK, bench_soak
+
+    return Benchmark(bench_soak, QUICK, FULL)
+
+
+@app.command()
+def backlog(
+    *,
+    prompts: Annotated[
+        int | None, typer.Option(help="Number of prompts, instead of 20000.", min=200)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sequence of faults.")] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run 2000 prompts: three minutes.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Run 200000 prompts: three hours.")] = False,
+    json: Json = None,
+) -> None:
+    """Drain prompts that were there before any worker, while everything is killed, on Kafka.
+
+    A third of them without faults, a third under kill -9, SIGSTOP and SIGTERM of every process, a
+    third with interactive HTTP requests beside them as well. Each prompt must have exactly one
+    result for a reader of committed records, with the engine's text; throughput is compared with
+    the capacity of the engines, the memory of every process with itself. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
+    """
+    from app.bench.chaos.backlog_drain import DEFAULT, FULL, QUICK, bench_backlog
+
+    scale = (FULL if full else QUICK if quick else DEFAULT)._replace(seed=seed)
+    if prompts is not None:
+        scale = scale._replace(prompts=prompts)
+    _require_passed(_measure("backlog", partial(bench_backlog, Settings(), scale), json))
+
+
 @_command
 def vllm() -> Benchmark:
     """A worker around the real vLLM, beside vLLM alone: tokens/s, and the cost of KV events.
@@ -433,7 +504,10 @@ def routers(
 
 @app.command(name="all")
 def every(*, full: Full = False) -> None:
-    """Run every benchmark, one after the other. Exit code 1 if a threshold is missed."""
+    """Run the benchmarks one after the other. Exit code 1 if a threshold is missed.
+
+    Without those that need the recorded trace or a peer, and without soak.
+    """
     for ungated in (router_latency, tokens, gateway, rebuild):
         ungated(full=full)
     passed = [_passes(attach, full=full)]
@@ -445,6 +519,8 @@ def every(*, full: Full = False) -> None:
         _passes(routers, kafka=True, full=full),
         _passes(chaos, kills=FULL_KILLS if full else QUICK_KILLS),
         _passes(overload, full=full),
+        _passes(backlog, quick=not full),
+        _passes(mix, full=full),
         _passes(faults, seeds=FULL_SEEDS if full else QUICK_SEEDS),
     ]
     if not all(passed):

@@ -16,7 +16,7 @@ from app.settings import Settings
 
 if TYPE_CHECKING:
     from app.audit.time_range import TimeRange
-    from app.capture_format import AnyCaptureLine, CaptureTotals
+    from app.traces.capture_format import AnyCaptureLine, CaptureTotals
 
 SECRET_BYTES = 32
 
@@ -39,7 +39,7 @@ def capture(
 
     `kvlane verify-decisions FILE` recomputes every decision of the file and compares, and
     `kvlane simulate --from-ledger FILE` simulates the period under other policies. JSON, one object
-    a line, described in `app/capture_format.py`. The file appears when it is complete.
+    a line, described in `app/traces/capture_format.py`. The file appears when it is complete.
 
     The file contains ids of requests and sessions, lengths, times, names of workers, models,
     adapters and taints, each decision with all its inputs, and the engines' figures. It does not
@@ -55,7 +55,7 @@ def capture(
     - `kvlane capture --from 2025-11-21T06:30:00Z --to 2025-11-21T06:40:00Z --out ten.jsonl.zst`
     """
     from app.audit.time_range import format_time, range_between
-    from app.capture_format import CaptureTotals, created_capture
+    from app.traces.capture_format import CaptureTotals, created_capture
     from streams.clock import SystemClock
 
     period = range_between(since, until, SystemClock().wall_ms())
@@ -84,7 +84,7 @@ def read(source: str, take: Callable[[AnyCaptureLine], None]) -> None:
     Raises InvalidCapture, InvalidTime.
     """
     from app.audit.time_range import InvalidTime, parse_range
-    from app.capture_format import InvalidCapture, read_capture
+    from app.traces.capture_format import InvalidCapture, read_capture
     from streams.clock import SystemClock
 
     file = Path(source)

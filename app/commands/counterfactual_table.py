@@ -57,15 +57,15 @@ def show_counterfactuals(
         rows.append(_row(REPLAYED_ROW, None, metrics_of(taken), None))
         for policy, seed in product(policies, range(seeds)):
             progress.update(bar, description=policy)
-            lives = counterfactual(
+            requests = counterfactual(
                 period, policy, seed, conditions, lambda n: progress.advance(bar, n)
             )
-            rows.append(_row(policy, seed, metrics_of(lives), policy_regret(taken, lives)))
+            rows.append(_row(policy, seed, metrics_of(requests), policy_regret(taken, requests)))
     _print(period, rows)
     if json is not None:
-        told = {"model": period.model, "workers": period.workers, "rows": rows}
-        told |= {"left_out": dict(period.left_out)}
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
+        report = {"model": period.model, "workers": period.workers, "rows": rows}
+        report |= {"left_out": dict(period.left_out)}
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
 def _row(
@@ -95,7 +95,11 @@ def _print(period: CapturedPeriod, rows: Sequence[dict[str, Any]]) -> None:
         seed = f", seed {row['seed']}" if several and row["seed"] is not None else ""
         found, lost = RunMetrics(**row["figures"]), row["regret"]
         name = row["policy"] + seed
-        table.add_row(name, f"{found.reuse:.1%}", *(f"{ms:.1f}" for ms in found[2:]))
+        times = (
+            found.ttft_mean, found.ttft_p50, found.ttft_p99, found.itl_mean, found.e2e_mean,
+            found.e2e_p99,
+        )  # fmt: skip
+        table.add_row(name, f"{found.reuse:.1%}", *(f"{ms:.1f}" for ms in times))
         if lost is not None:
             lost_by.add_row(
                 name,

@@ -67,8 +67,8 @@ def list_letters(
     shown = f", showing the newest {len(found)}" if count > len(found) else ""
     console.print(f"{count} dead letters{shown}", style="dim")
     if json is not None:
-        told = [letter._replace(value=None)._asdict() for letter in found]
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
+        rows = [letter._replace(value=None)._asdict() for letter in found]
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
 
 
 @app.command()
@@ -127,7 +127,7 @@ async def _show(name: str) -> None:
             typer.echo(f"\n{screen.escape_lines(str(e))}")
             return
         try:
-            said = dead_letter_retry.to_json_types(
+            record = dead_letter_retry.to_json_types(
                 dead_letter_retry.decode_dead_letter(letter, content)
             )
         except RecordError as e:
@@ -135,7 +135,7 @@ async def _show(name: str) -> None:
             typer.echo(f"\n{content.source}, still malformed: {why}\n{_hex(content)}")
             return
         typer.echo(f"\n{content.source}, decoded:")
-        typer.echo(msgspec.json.format(msgspec.json.encode(said), indent=2).decode())
+        typer.echo(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
 
 
 async def _retry(names: Sequence[str]) -> int:

@@ -34,15 +34,15 @@ def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool =
         )
         return False
     began_ms = timeline.steps[0].at_ms
-    asked = next((s for s in timeline.steps if s.name == Request.__name__), None)
-    about = "" if asked is None else f": {asked.fields.get('prompt_tokens', 0)} prompt tokens"
-    model = "" if asked is None else str(asked.fields.get("model", ""))
+    request = next((s for s in timeline.steps if s.name == Request.__name__), None)
+    about = "" if request is None else f": {request.fields.get('prompt_tokens', 0)} prompt tokens"
+    model = "" if request is None else str(request.fields.get("model", ""))
     console.print(
         f"[bold]{escape_text(timeline.request_id)}[/] in lane {timeline.lane}, from "
         f"{format_time(began_ms)} UTC"
         f"{about}{f' for {escape_text(model)}' if model else ''}"
     )
-    if asked is None:
+    if request is None:
         console.print(_without_request({step.name for step in timeline.steps}), style="yellow")
     if decisions := [step.decision for step in timeline.steps if step.decision is not None]:
         console.print()

@@ -20,7 +20,14 @@ _File = Annotated[
     Path | None, typer.Option("--file", help="The key file; default: KVLANE_API_KEYS_FILE.")
 ]
 _NO_LIMIT = -1
-_LIMITS = ("requests", "tokens", "requests_per_minute", "tokens_per_minute")
+_LIMITS = (
+    "requests",
+    "tokens",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "file_bytes",
+    "batches",
+)
 
 
 @app.command()
@@ -59,7 +66,16 @@ def list_keys(*, file: _File = None) -> None:
         expires = "" if key.expires is None else key.expires.isoformat(" ", "minutes")
         keys.add_row(key.id, key.tenant, key.role, key.status(now_s), expires, key.note)
     tenants = Table(box=None, pad_edge=False)
-    for column in ("tenant", "requests", "tokens", "a minute", "tokens a minute", "class", "cache"):
+    for column in (
+        "tenant",
+        "requests",
+        "tokens",
+        "a minute",
+        "tokens a minute",
+        "file bytes",
+        "class",
+        "cache",
+    ):
         tenants.add_column(column)
     for name in sorted({key.tenant for key in content.keys} | set(content.tenants)):
         terms = content.tenants.get(name, Tenant())
@@ -112,6 +128,14 @@ def limit(
     tokens_per_minute: Annotated[
         int | None, typer.Option(min=_NO_LIMIT, max=key_file.MAX_LIMIT)
     ] = None,
+    file_bytes: Annotated[
+        int | None,
+        typer.Option(min=_NO_LIMIT, max=key_file.MAX_LIMIT, help="Bytes of all files together."),
+    ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(min=_NO_LIMIT, max=key_file.MAX_LIMIT, help="Batches that have not ended."),
+    ] = None,
     queue_class: Annotated[
         str | None, typer.Option(help="One of KVLANE_QUEUE_CLASSES; empty: the tenant's name.")
     ] = None,
@@ -124,8 +148,8 @@ def limit(
     path = _path(file)
     given: dict[str, object] = {
         "requests": requests, "tokens": tokens, "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute, "queue_class": queue_class,
-        "share_cache": share_cache,
+        "tokens_per_minute": tokens_per_minute, "file_bytes": file_bytes, "batches": batches,
+        "queue_class": queue_class, "share_cache": share_cache,
     }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
     changes |= {name: None for name in _LIMITS if given[name] == _NO_LIMIT}

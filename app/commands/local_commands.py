@@ -53,7 +53,7 @@ def demo(
             raise typer.Exit(1)
         return
     if not prompts and sys.stdin.isatty():
-        prompts = _asked(console)
+        prompts = _prompt_lines(console)
     if not run(Settings(), prompts or [], console, broker):
         raise typer.Exit(1)
 
@@ -98,7 +98,7 @@ def up(
     run(Settings(), wish, default_folder(), typer.echo)
 
 
-def _asked(console: Console) -> list[str]:
+def _prompt_lines(console: Console) -> list[str]:
     console.print("Type prompts; an empty line starts (at once: with examples):", style="dim")
     prompts = []
     while line := console.input("[bold]you[/]  ").strip():

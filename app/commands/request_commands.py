@@ -112,24 +112,24 @@ async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -
     from app.commands.kafka_client import connect_client
     from streams.prompt import Prompt
 
-    async with connect_client(Settings()) as asking:
+    async with connect_client(Settings()) as client:
         known = "id" in fields  # it may have been published before: read from its beginning
-        prompt = Prompt(**({"id": asking.new_request_id()} | fields))
-        await asking.publish(prompt, subscribe=follow and not known)
+        prompt = Prompt(**({"id": client.new_request_id()} | fields))
+        await client.publish(prompt, subscribe=follow and not known)
         typer.echo(escape_control(prompt.id), err=follow)
         if follow:
-            await _show(asking, [prompt.id], 0, timeout_s)
+            await _show(client, [prompt.id], 0, timeout_s)
 
 
 async def _publish_lines(lines: Sequence[str], *, follow: bool, timeout_s: float) -> None:
     from app.commands.kafka_client import connect_client, parse_prompts, publish_prompts
 
-    async with connect_client(Settings()) as asking:
-        prompts = parse_prompts(lines, asking.new_request_id)
+    async with connect_client(Settings()) as client:
+        prompts = parse_prompts(lines, client.new_request_id)
         shown = (lambda _: None) if follow else (lambda name: typer.echo(escape_control(name)))
-        await publish_prompts(asking, prompts, wants_stream=False, on_published=shown)
+        await publish_prompts(client, prompts, wants_stream=False, on_published=shown)
         if follow:
-            await _show(asking, [p.id for p in prompts], 0, timeout_s)
+            await _show(client, [p.id for p in prompts], 0, timeout_s)
 
 
 async def _follow(request_id: str, from_token: int, timeout_s: float | None) -> bool:
@@ -148,10 +148,10 @@ async def _follow(request_id: str, from_token: int, timeout_s: float | None) -> 
 
     async with (
         kafka_client.connect_kafka(Settings(), "kvlane-cli") as log,
-        Client(log, clock) as asking,
+        Client(log, clock) as client,
     ):
         within_s = timeout_s or STREAM_TIMEOUT_S
-        showing = asyncio.create_task(_show(asking, [request_id], from_token, within_s, write))
+        showing = asyncio.create_task(_show(client, [request_id], from_token, within_s, write))
         await asyncio.wait({showing}, timeout=CHECK_AFTER_S)
         is_silent = not showing.done() and not seen.is_set()
         if is_silent and await is_published(log, clock, request_id, CHECK_TIMEOUT_S) is False:
@@ -175,7 +175,7 @@ async def _follow(request_id: str, from_token: int, timeout_s: float | None) -> 
 
 
 async def _show(
-    asking: Any,
+    client: Any,
     ids: Sequence[str],
     from_token: int,
     timeout_s: float,
@@ -189,7 +189,7 @@ async def _show(
         if len(ids) > 1:
             typer.echo(f"{escape_control(request_id)}\t", nl=False)
         why = await write_stream(
-            asking, request_id, write or _write, from_token=from_token, timeout_s=timeout_s
+            client, request_id, write or _write, from_token=from_token, timeout_s=timeout_s
         )
         typer.echo()
         if why:
@@ -207,6 +207,6 @@ def _write(text: str) -> None:
 async def _cancel(request_id: str) -> None:
     from app.commands.kafka_client import connect_client
 
-    async with connect_client(Settings()) as asking:
-        await asking.cancel(request_id)
+    async with connect_client(Settings()) as client:
+        await client.cancel(request_id)
     typer.echo(f"published the cancel of {escape_control(request_id)}")

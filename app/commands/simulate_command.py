@@ -12,7 +12,10 @@ from rich.console import Console
 from app.commands import console as screen
 
 if TYPE_CHECKING:
-    from app.mooncake_trace import TraceRow
+    from app.traces.mooncake_trace import TraceRow
+
+
+DEFAULT_WORKERS = 8
 
 
 def simulate(
@@ -36,7 +39,20 @@ def simulate(
     trace_seed: Annotated[
         int | None, typer.Option(help="Random seed of gen:KIND.", show_default="0")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Number of workers.", min=1, max=1024)] = 8,
+    workers: Annotated[
+        int | None, typer.Option(help="Number of workers.", min=1, max=1024, show_default="8")
+    ] = None,
+    prefill_workers: Annotated[
+        int,
+        typer.Option(
+            help="Workers that compute prompts only, and hand them over to --decode-workers.",
+            min=0,
+            max=1024,
+        ),
+    ] = 0,
+    decode_workers: Annotated[
+        int, typer.Option(help="Workers that only decode.", min=0, max=1024)
+    ] = 0,
     speed: Annotated[
         float, typer.Option(help="Factor on the recorded request rate.", min=0.001)
     ] = 1.0,
@@ -77,6 +93,14 @@ def simulate(
             "the log (-1h, -1h..-5m), on the recorded fleet.",
         ),
     ] = "",
+    batch: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|gen:KIND",
+            help="Endless batch work of these requests beside the trace, under policy predictive: "
+            "compares no batch work, classes, classes without preemption, and no classes.",
+        ),
+    ] = "",
     plot: Annotated[
         Path | None, typer.Option(help="Plot the result to this file: .png, .svg, .pdf, .html.")
     ] = None,
@@ -96,6 +120,10 @@ def simulate(
     - `kvlane simulate --trace conversation_trace.jsonl --workers 16 --speed 8 --jitter 3 --seeds 5`
 
     - `kvlane simulate --trace gen:agent-tools --policy predictive,dynamo:16 --plot it.html`
+
+    - `kvlane simulate --prefill-workers 4 --decode-workers 4`
+
+    - `kvlane simulate --batch gen:offline`
 
     - `kvlane simulate --from-ledger -1h`: the last hour under other policies
     """
@@ -132,12 +160,21 @@ def simulate(
         _refuse_others(context)
         show_counterfactuals(from_ledger, policies, seeds, conditions, json)
         return
+    if bool(prefill_workers) != bool(decode_workers):
+        raise typer.BadParameter("--prefill-workers and --decode-workers are given together")
+    if prefill_workers and (workers is not None or batch):
+        raise typer.BadParameter("--prefill-workers excludes --workers and --batch")
+    workers = prefill_workers + decode_workers or workers or DEFAULT_WORKERS
+    if batch:
+        _show_mix(_rows(trace, requests, rate, trace_seed), batch, workers, speed, blocks, json)
+        return
     _can_draw(plot)
     played = PreparedTrace(_rows(trace, requests, rate, trace_seed))
     compile_all()
     like = SimulationRun(
         "", workers, ArrivalRate(speed, jitter), cache_blocks=blocks, conditions=conditions,
         curves=curves_from(PerfCurves().coefficients(1 / slowdown)) or PerfCurves(),
+        prefill_workers=prefill_workers,
     )  # fmt: skip
     console = screen.make_console()
     rows = []
@@ -167,7 +204,7 @@ def _show(console: Console, rows: list[dict[str, Any]]) -> None:
     )
     has_seeds = any(row["seed"] for row in rows)
     seed = ("seed",) if has_seeds else ()
-    times = ("TTFT ms", "p50", "p99", "ITL ms", "E2E ms", "p99 ")
+    times = ("TTFT ms", "p50", "p99", "ITL ms", "p99 ", "E2E ms", "p99  ")
     table = screen.plain_table("policy", *seed, "reuse", *times)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -187,6 +224,33 @@ def _show(console: Console, rows: list[dict[str, Any]]) -> None:
     )
 
 
+BATCH_REQUESTS = 20_000
+"""Requests of a generated kind that differ; then they come again with other contents."""
+
+
+def _show_mix(
+    rows: list[TraceRow], batch: str, workers: int, speed: float, blocks: int, json: Path | None
+) -> None:
+    """Print the comparison of modes of batch work."""
+    from app.bench.report import Report
+    from app.bench.routing.mix import MODES
+    from app.simulation.mixed_runs import Mix, MixedRun, mixed_row
+    from indexer.precompile import compile_all
+
+    is_generated = batch.startswith("gen:")
+    batch_rows = _rows(batch, BATCH_REQUESTS if is_generated else None, None, None)
+    compile_all()
+    console = screen.make_console()
+    with screen.progress_bar(console) as progress:
+        bar = progress.add_task("", total=(1 + len(MODES)) * len(rows))
+        mix = Mix(rows, batch_rows, MixedRun(workers, speed, blocks))
+        found = mix.compare(MODES, lambda n: progress.advance(bar, n))
+    report = Report("simulate", [mixed_row(each) for each in found], [])
+    report.show(console)
+    if json is not None:
+        report.write(json)
+
+
 PLOT_SUFFIXES = (".png", ".svg", ".pdf", ".html")
 
 
@@ -203,13 +267,13 @@ def _can_draw(plot: Path | None) -> None:
 
 def _rows(trace: str, requests: int | None, rate: float | None, seed: int | None) -> list[TraceRow]:
     """The requests of --trace. Raises BadParameter, InvalidTrace."""
-    from app.mooncake_trace import BUNDLED_TRACE, read_trace
     from app.simulation.synthetic_traces import (
         NAME_PREFIX,
         TraceSize,
         UnknownTraceKind,
         generate_trace,
     )
+    from app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
 
     if not trace.startswith(NAME_PREFIX):
         if (requests, rate, seed) != (None, None, None):
@@ -229,8 +293,8 @@ def _rows(trace: str, requests: int | None, rate: float | None, seed: int | None
 
 def _refuse_others(context: typer.Context) -> None:
     """Raises BadParameter for options that contradict --from-ledger."""
-    own = ("trace", "requests", "rate", "trace_seed", "workers", "speed", "jitter", "blocks",
-           "slowdown", "plot")  # fmt: skip
+    own = ("trace", "batch", "requests", "rate", "trace_seed", "workers", "speed", "jitter",
+           "blocks", "slowdown", "plot")  # fmt: skip
     for name in own:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

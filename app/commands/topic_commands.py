@@ -63,14 +63,14 @@ def acls() -> None:
     """
     settings = Settings()
     servers = settings.bootstrap_servers or "HOST:PORT"
-    for right in required_acls():
+    for right in required_acls(settings.reply_prefixes):
         typer.echo(" ".join(_command(right, servers, settings.topic_prefix)))
 
 
 def _command(right: AclRule, servers: str, prefix: str) -> list[str]:
     """One command line of kafka-acls.sh."""
-    name = prefix + right.name
-    kind = "literal" if right.name else "prefixed"
+    name = right.name if right.is_foreign else prefix + right.name
+    kind = "prefixed" if right.is_prefix or not right.name else "literal"
     return [
         *("kafka-acls.sh", "--bootstrap-server", servers, "--add"),
         *("--allow-principal", f"User:{right.role}", "--operation", right.operation),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from app import worker
+from app.collector import Collector
 from app.demo.demo_environment import demo_environment
 from app.demo.scenario import DemoScenario
 from app.gateway import Gateway
@@ -42,6 +43,7 @@ PROCESS_FACTORIES: dict[str, ProcessFactory] = {
     "router": Router,
     "indexer": Indexer,
     "preprocessor": Preprocessor,
+    "collector": Collector,
     "gateway": Gateway,
 }
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from app.demo import policy_comparison
 from app.demo.demo_environment import DemoEnvironment
 from app.demo.ledger_reader import FleetObserver, LedgerDecisions
-from app.demo.policy_comparison import TRACE_SPEEDUP, AskTraceRequest, PolicyRun
+from app.demo.policy_comparison import TRACE_SPEEDUP, PolicyRun, RunTraceRequest
 from app.demo.trace_prompts import TracePrompt
 from app.local.deployment import DemoFailed, run_scenario
 from streams.client import Client
@@ -25,14 +25,14 @@ class DemoSession:
     ready_timeout_s: float
 
     def __init__(self, on: DemoEnvironment, console: Console) -> None:
-        log, self._parts, self._settings, self._life, self._workers = on
-        life = self._life
-        self._clock = life.clock
+        log, self._parts, self._settings, self._ctx, self._workers = on
+        ctx = self._ctx
+        self._clock = ctx.clock
         self._console = console
-        self._client = Client(log, life.clock)
+        self._client = Client(log, ctx.clock)
         self._decisions = LedgerDecisions(log)
-        self._fleet = FleetObserver(log, life, on.settings.worker_timeout_s)
-        self._began = life.clock.now()
+        self._fleet = FleetObserver(log, ctx, on.settings.worker_timeout_s)
+        self._began = ctx.clock.now()
 
     @property
     def elapsed_s(self) -> float:
@@ -41,7 +41,7 @@ class DemoSession:
 
     async def play(self, steps: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
         """Start the deployment and run the steps. Raises DemoFailed when a process ends."""
-        self._life.spawn("ledger", self._decisions.follow(await self._decisions.end_positions()))
+        self._ctx.spawn("ledger", self._decisions.follow(await self._decisions.end_positions()))
         self._fleet.follow()
         async with self._client:
             await self._parts.start()
@@ -54,16 +54,16 @@ class DemoSession:
         await self._parts.wait_ready(self.ready_timeout_s)
 
     async def replay(
-        self, policy: str, trace: Sequence[TracePrompt], ask: AskTraceRequest, speed: float
+        self, policy: str, trace: Sequence[TracePrompt], run_request: RunTraceRequest, speed: float
     ) -> PolicyRun:
         return await policy_comparison.replay_trace(
-            policy, trace, ask, self._decisions, self._clock, self._console, speed
+            policy, trace, run_request, self._decisions, self._clock, self._console, speed
         )
 
     async def replay_in_round_robin(
         self,
         trace: Sequence[TracePrompt],
-        ask: AskTraceRequest,
+        run_request: RunTraceRequest,
         warm_up: Callable[[], Awaitable[object]],
         kv_aware: PolicyRun,
         speed: float = TRACE_SPEEDUP,
@@ -76,7 +76,7 @@ class DemoSession:
         await self._parts.restart({"worker", "router"}, {"policy": "round_robin"})
         await self.wait_for_workers(since)
         await warm_up()
-        in_turn = await self.replay("round robin", trace, ask, speed)
+        in_turn = await self.replay("round robin", trace, run_request, speed)
         self._console.print()
         self.show(policy_comparison.comparison_table([in_turn, kv_aware]))
         self._console.print("\nthree routing decisions explained (KV-aware):")

@@ -54,29 +54,29 @@ class LedgerDecisions:
             async for records in batches:
                 for record in records:
                     try:
-                        told = decode(record)
+                        fact = decode(record)
                     except RecordError:
                         continue
-                    if isinstance(told, Assigned):
-                        self._assigned[told.id].append(told)
-                    elif isinstance(told, Finished) and told.attempt == 0:
-                        self._cached[told.id] = told.cached_tokens
+                    if isinstance(fact, Assigned):
+                        self._assigned[fact.id].append(fact)
+                    elif isinstance(fact, Finished) and fact.attempt == 0:
+                        self._cached[fact.id] = fact.cached_tokens
 
 
 class FleetObserver:
     """The workers that accept requests at the moment."""
 
-    def __init__(self, log: Log, life: ProcessContext, worker_timeout_s: float) -> None:
+    def __init__(self, log: Log, ctx: ProcessContext, worker_timeout_s: float) -> None:
         self._fleet = Fleet()
-        self._clock = BrokerClock(life.clock)
-        self._life = life
+        self._clock = BrokerClock(ctx.clock)
+        self._ctx = ctx
         self._timeout_ms = int(worker_timeout_s * 1000)
         self._follower = Follower(
-            log, self._fleet, [REGISTRY, KV_EVENTS], life.clock, broker_clock=self._clock
+            log, self._fleet, [REGISTRY, KV_EVENTS], ctx.clock, broker_clock=self._clock
         )
 
     def follow(self) -> None:
-        self._life.spawn("crew", self._follower.run())
+        self._ctx.spawn("crew", self._follower.run())
 
     def next_epoch(self) -> int:
         """An epoch above those of all workers so far."""
@@ -87,11 +87,11 @@ class FleetObserver:
 
         False after `timeout_s`.
         """
-        until = self._life.clock.now() + timeout_s
+        until = self._ctx.clock.now() + timeout_s
         while self._ready(since) < workers:
-            if self._life.clock.now() > until:
+            if self._ctx.clock.now() > until:
                 return False
-            await self._life.clock.sleep(READY_POLL_S)
+            await self._ctx.clock.sleep(READY_POLL_S)
         return True
 
     def _ready(self, since: int) -> int:

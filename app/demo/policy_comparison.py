@@ -24,7 +24,7 @@ from streams.records import Assigned, Candidate
 TRACE_SPEEDUP = 60.0
 """Speed-up of the trace, which is a sample of the production requests (see app/data/NOTICE)."""
 
-AskTraceRequest = Callable[[TracePrompt], Awaitable[DemoAnswer]]
+RunTraceRequest = Callable[[TracePrompt], Awaitable[DemoAnswer]]
 """Publishes a request of the trace and returns when its answer is complete."""
 
 
@@ -42,7 +42,7 @@ class PolicyRun(NamedTuple):
 async def replay_trace(
     policy: str,
     trace: Sequence[TracePrompt],
-    ask: AskTraceRequest,
+    run_request: RunTraceRequest,
     decisions: LedgerDecisions,
     clock: Clock,
     console: Console,
@@ -60,16 +60,16 @@ async def replay_trace(
             for request in trace:
                 due = began + (request.arrival_s - trace[0].arrival_s) / speed
                 await clock.sleep(max(0.0, due - clock.now()))
-                task = requests.create_task(_awaited(ask(request)))
+                task = requests.create_task(_awaited(run_request(request)))
                 task.add_done_callback(lambda _: progress.advance(bar))
                 tasks.append(task)
-    asked = [task.result() for task in tasks]
+    answers = [task.result() for task in tasks]
     took_s = clock.now() - began
-    cached = sum(decisions.cached_tokens(a.id) or 0 for a in asked)
-    where = [decisions.workers_of(a.id)[-1:] for a in asked]
+    cached = sum(decisions.cached_tokens(a.id) or 0 for a in answers)
+    where = [decisions.workers_of(a.id)[-1:] for a in answers]
     busiest = max(where.count(w) for w in where)
-    prompts = sum(a.prompt_tokens for a in asked)
-    return PolicyRun(policy, asked, took_s, cached / prompts, busiest / len(asked))
+    prompts = sum(a.prompt_tokens for a in answers)
+    return PolicyRun(policy, answers, took_s, cached / prompts, busiest / len(answers))
 
 
 async def _awaited(answer: Awaitable[DemoAnswer]) -> DemoAnswer:

@@ -78,8 +78,8 @@ class DemoScenario(DemoSession):
                     raise DemoFailed(f"the gateway has no model after {READY_S:g} s") from None
             await self._clock.sleep(0.1)
         self._console.print(
-            f"a gateway, a preprocessor, a router, an indexer and {self._workers} workers are up, "
-            f"{self.elapsed_s:.1f} s after their start\n",
+            "a gateway, a preprocessor, a router, a collector, an indexer and "
+            f"{self._workers} workers are up, {self.elapsed_s:.1f} s after their start\n",
             style="dim",
         )
 
@@ -91,13 +91,13 @@ class DemoScenario(DemoSession):
             messages.append({"role": "user", "content": prompt})
             self._console.print(f"[bold]you[/]     {escape(prompt)}", highlight=False)
             self._console.print("[bold]answer[/]  ", end="")
-            asked = await self._chat(messages, show=True)
-            messages.append({"role": "assistant", "content": asked.text})
-            await self.wait_for_outcome(asked.id)
+            answer = await self._chat(messages, show=True)
+            messages.append({"role": "assistant", "content": answer.text})
+            await self.wait_for_outcome(answer.id)
             self._console.print(
-                f"        [dim]{self.workers_of(asked.id)}, {asked.ttft_s * 1000:.0f} ms to the "
-                f"first text, {self._decisions.cached_tokens(asked.id) or 0} of "
-                f"{asked.prompt_tokens} prompt "
+                f"        [dim]{self.workers_of(answer.id)}, {answer.ttft_s * 1000:.0f} ms to the "
+                f"first text, {self._decisions.cached_tokens(answer.id) or 0} of "
+                f"{answer.prompt_tokens} prompt "
                 "tokens from its cache[/]\n",
                 highlight=False,
             )
@@ -109,11 +109,11 @@ class DemoScenario(DemoSession):
             await self._publish("chat", {"messages": [{"role": "user", "content": p}]})
             for p in prompts
         ]
-        for prompt, asked in zip(prompts, answers, strict=True):
-            await self._finish(asked)
-            self._console.print(f"[bold]prompt[/]  {escape(prompt)}  [dim]{asked.id}[/]")
-            self._console.print(f"[bold]stream[/]  {escape(asked.text)}", highlight=False)
-            self._console.print(f"        [dim]{self.workers_of(asked.id)}[/]\n", highlight=False)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            await self._finish(answer)
+            self._console.print(f"[bold]prompt[/]  {escape(prompt)}  [dim]{answer.id}[/]")
+            self._console.print(f"[bold]stream[/]  {escape(answer.text)}", highlight=False)
+            self._console.print(f"        [dim]{self.workers_of(answer.id)}[/]\n", highlight=False)
 
     async def _compare(self) -> None:
         """The trace with KV-aware routing, then, with empty caches, in round robin."""
@@ -122,10 +122,10 @@ class DemoScenario(DemoSession):
         self.show_title(
             f"{len(trace)} requests of a production trace, prompts of up to {longest} tokens"
         )
-        kv_aware = await self.replay("KV-aware", trace, self._ask_trace, TRACE_SPEEDUP)
+        kv_aware = await self.replay("KV-aware", trace, self._run_trace_request, TRACE_SPEEDUP)
         await self._show_caches()
         warm_up = partial(self._chat, [{"role": "user", "content": "ready?"}])
-        await self.replay_in_round_robin(trace, self._ask_trace, warm_up, kv_aware)
+        await self.replay_in_round_robin(trace, self._run_trace_request, warm_up, kv_aware)
 
     async def _show_caches(self) -> None:
         """The cached blocks of each worker, from the indexer's API."""
@@ -147,32 +147,34 @@ class DemoScenario(DemoSession):
             turns = [{"role": "user", "content": LONG_PROMPT}]
             limits = {"max_tokens": LONG_ANSWER, "ignore_eos": True}
             async with aclosing(self._stream_chat(turns, limits)) as stream:
-                async for asked in stream:
-                    progress.update(line, total=len(asked.expected.text), completed=len(asked.text))
-                    where = self._decisions.workers_of(asked.id)
-                    if not killed and where and self._clock.now() - asked.sent_at > KILL_AFTER_S:
+                async for answer in stream:
+                    progress.update(
+                        line, total=len(answer.expected.text), completed=len(answer.text)
+                    )
+                    where = self._decisions.workers_of(answer.id)
+                    if not killed and where and self._clock.now() - answer.sent_at > KILL_AFTER_S:
                         killed = where[-1]
                         await self._parts.kill(killed)
                         progress.console.print(
-                            f"[red]kill -9 {killed}[/], {len(asked.text)} of "
-                            f"{len(asked.expected.text)} characters into its answer",
+                            f"[red]kill -9 {killed}[/], {len(answer.text)} of "
+                            f"{len(answer.expected.text)} characters into its answer",
                             highlight=False,
                         )
         self._console.print(
-            f"the answer is complete: {self.workers_of(asked.id)}, "
-            f"longest pause {asked.longest_pause_s:.1f} s",
+            f"the answer is complete: {self.workers_of(answer.id)}, "
+            f"longest pause {answer.longest_pause_s:.1f} s",
             highlight=False,
         )
 
     def _check_answers(self) -> bool:
         """Compare every text with the expected one."""
         wrong = [a for a in self.answers if not a.is_correct]
-        for asked in wrong:
+        for answer in wrong:
             self._console.print(
-                f"[red]differs:[/] {asked.id} ended with {asked.finish_reason or 'no reason'} "
+                f"[red]differs:[/] {answer.id} ended with {answer.finish_reason or 'no reason'} "
                 "after "
-                f"{len(asked.text)} of {len(asked.expected.text)} characters on "
-                f"{self.workers_of(asked.id)}",
+                f"{len(answer.text)} of {len(answer.expected.text)} characters on "
+                f"{self.workers_of(answer.id)}",
                 highlight=False,
             )
         self._console.print(
@@ -187,37 +189,37 @@ class DemoScenario(DemoSession):
     async def _chat(self, messages: Sequence[Any], *, show: bool = False) -> DemoAnswer:
         shown = 0
         async with aclosing(self._stream_chat(messages, {})) as stream:
-            async for asked in stream:
+            async for answer in stream:
                 if show:
-                    text = asked.text[shown:]
+                    text = answer.text[shown:]
                     self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-                shown = len(asked.text)
+                shown = len(answer.text)
         if show:
             self._console.print()
-        return asked
+        return answer
 
     async def _stream_chat(
         self, messages: Sequence[Any], limits: dict[str, Any]
     ) -> AsyncGenerator[DemoAnswer, None]:
         """Send a chat over HTTP; yields it after each chunk of its answer, and at its end."""
         body = {"model": self._settings.model, "messages": list(messages), **limits}
-        asked = await self._oracle.expect_answer("", "chat", body)
-        self.answers.append(asked)
+        answer = await self._oracle.expect_answer("", "chat", body)
+        self.answers.append(answer)
         stream: Any = await self._openai.chat.completions.create(
             model=self._settings.model, messages=messages, stream=True, extra_body=limits
         )
-        asked.id = stream.response.headers["x-kvlane-id"]
+        answer.id = stream.response.headers["x-kvlane-id"]
         try:
             async for chunk in stream:
                 for choice in chunk.choices:
                     text, reason = choice.delta.content or "", choice.finish_reason
-                    asked.add_text(text, reason, self._clock.now())
-                yield asked
+                    answer.add_text(text, reason, self._clock.now())
+                yield answer
         except openai.APIError as e:
-            asked.finish_reason = str(e)
-            yield asked
+            answer.finish_reason = str(e)
+            yield answer
 
-    async def _ask_trace(self, request: TracePrompt) -> DemoAnswer:
+    async def _run_trace_request(self, request: TracePrompt) -> DemoAnswer:
         limit = min(request.output_tokens, MAX_TRACE_OUTPUT_TOKENS)
         body = {"token_ids": request.token_ids, "max_tokens": limit}
         return await self._finish(await self._publish("tokens", body))
@@ -225,16 +227,16 @@ class DemoScenario(DemoSession):
     async def _publish(self, kind: TokenizedKind, body: dict[str, Any]) -> DemoAnswer:
         body = {"model": self._settings.model, **body}
         prompt = Prompt(id=self._client.new_request_id(), kind=kind, body=body)
-        asked = await self._oracle.expect_answer(prompt.id, kind, body)
-        self.answers.append(asked)
+        answer = await self._oracle.expect_answer(prompt.id, kind, body)
+        self.answers.append(answer)
         await self._client.publish(prompt)
-        return asked
+        return answer
 
-    async def _finish(self, asked: DemoAnswer) -> DemoAnswer:
+    async def _finish(self, answer: DemoAnswer) -> DemoAnswer:
         try:
-            async for piece in self._client.stream(asked.id, timeout_s=ANSWER_S):
-                asked.add_record(piece, self._clock.now())
+            async for piece in self._client.stream(answer.id, timeout_s=ANSWER_S):
+                answer.add_record(piece, self._clock.now())
         except TimeoutError:
-            asked.finish_reason = "timeout"
-        await self.wait_for_outcome(asked.id)
-        return asked
+            answer.finish_reason = "timeout"
+        await self.wait_for_outcome(answer.id)
+        return answer

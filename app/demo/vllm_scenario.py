@@ -24,8 +24,8 @@ from app.demo.expected_answers import DemoAnswer
 from app.demo.policy_comparison import PolicyRun
 from app.demo.trace_prompts import TracePrompt, chunk_tokens
 from app.engine.simulated.text_generator import ExpectedAnswer
-from app.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
 from app.percentiles import percentile
+from app.traces.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
 from streams.prompt import Prompt
 
 MODEL = "tiny"
@@ -100,14 +100,14 @@ class VllmScenario(DemoSession):
         turn: Any = {"role": "user", "content": "What is a log?"}
         limits = {"ignore_eos": True}
         async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=ANSWER_S) as chat:
-            said = await chat.chat.completions.create(
+            reply = await chat.chat.completions.create(
                 model=MODEL,
                 messages=[turn],
                 max_tokens=24,
                 temperature=0,
                 extra_body=limits,
             )
-        text = said.choices[0].message.content or ""
+        text = reply.choices[0].message.content or ""
         self._console.print(f"[bold]answer[/]  {escape(repr(text))}\n", highlight=False)
 
     async def _compare(self) -> tuple[PolicyRun, PolicyRun]:
@@ -119,9 +119,11 @@ class VllmScenario(DemoSession):
             "tokens"
         )
         speed = (trace[-1].arrival_s - trace[0].arrival_s) / len(trace) * REQUESTS_PER_S
-        kv_aware = await self.replay("KV-aware", trace, self._ask, speed)
-        warm_up = partial(self._ask, trace[0]._replace(token_ids=[5, 6, 7]))
-        in_turn = await self.replay_in_round_robin(trace, self._ask, warm_up, kv_aware, speed)
+        kv_aware = await self.replay("KV-aware", trace, self._run_request, speed)
+        warm_up = partial(self._run_request, trace[0]._replace(token_ids=[5, 6, 7]))
+        in_turn = await self.replay_in_round_robin(
+            trace, self._run_request, warm_up, kv_aware, speed
+        )
         return kv_aware, in_turn
 
     async def _show_failover(self) -> bool:
@@ -165,10 +167,10 @@ class VllmScenario(DemoSession):
 
     def _errors(self, showing: PolicyRun) -> PredictionErrors:
         off = []
-        for asked in showing.answers:
+        for answer in showing.answers:
             found, (decision, *_) = (
-                self._decisions.cached_tokens(asked.id),
-                self._decisions.decisions(asked.id),
+                self._decisions.cached_tokens(answer.id),
+                self._decisions.decisions(answer.id),
             )
             if found is not None:
                 off.append(abs(found - decision.cached_tokens_predicted) / tiny_model.BLOCK_SIZE)
@@ -176,16 +178,16 @@ class VllmScenario(DemoSession):
 
     # --- requests --------------------------------------------------------------------------------
 
-    async def _ask(self, request: TracePrompt) -> DemoAnswer:
+    async def _run_request(self, request: TracePrompt) -> DemoAnswer:
         """Publish a request of the trace and read its answer."""
         at = self._clock.now()
         limit = min(request.output_tokens, LONGEST_ANSWER)
         request_id = await self._publish(request.token_ids, limit)
-        asked = DemoAnswer(request_id, UNKNOWN_ANSWER, len(request.token_ids), at)
+        answer = DemoAnswer(request_id, UNKNOWN_ANSWER, len(request.token_ids), at)
         async for piece in self._client.stream(request_id, timeout_s=ANSWER_S):
-            asked.add_record(piece, self._clock.now())
+            answer.add_record(piece, self._clock.now())
         await self.wait_for_outcome(request_id)
-        return asked
+        return answer
 
     async def _publish(self, tokens: Sequence[int], limit: int) -> str:
         body = {

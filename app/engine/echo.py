@@ -52,11 +52,11 @@ def current_turn(sequence: Sequence[int]) -> EchoTurn:
 
 def echo_answer(token_ids: Sequence[int], max_tokens: int | None = None) -> list[int]:
     """The answer to a prompt: its body, repeated up to `max_tokens`; once without a limit."""
-    body, said = current_turn(token_ids)
+    body, visible = current_turn(token_ids)
     if not body:
         return []
-    tokens = max(len(body) - said, 0) if max_tokens is None else max_tokens
-    return [body[k % len(body)] for k in range(said, said + tokens)]
+    tokens = max(len(body) - visible, 0) if max_tokens is None else max_tokens
+    return [body[k % len(body)] for k in range(visible, visible + tokens)]
 
 
 def _last(sequence: Sequence[int], end: int, token: int) -> int | None:

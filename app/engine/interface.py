@@ -183,6 +183,8 @@ class GenerateContext:
 
     def __init__(self, request_id: str, on_first_token: Callable[[], None] | None = None) -> None:
         self.request_id = request_id
+        self.traceparent = ""
+        """The W3C Trace Context for the engine's own spans; empty if the request is not sampled."""
         self._stopped = False
         self._on_first_token = on_first_token
 

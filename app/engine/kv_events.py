@@ -5,17 +5,16 @@
 A message has three frames: topic, batch number (i64, big endian, from 0, increased by one), and a
 msgpack array of time, events and rank. Answers to a replay have an empty frame first, older ones no
 topic. An event is a map, or in older engines an array, with its type inside; hashes are bytes or
-signed integers. Unknown fields and unknown types of events are skipped, so that newer engines can
-be read.
+signed integers. Unknown fields are skipped, so that newer engines can be read; an event of an
+unknown type becomes `UnreadableEvent`.
 
-Owns the formats only: no socket, no state of the cache, no time. Input of an engine never raises:
-an unreadable message is counted, since it must not end the reading task.
+Owns the formats only: no socket, no state of the cache, no time. Input of an engine never raises,
+since it must not end the reading task.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,6 +26,7 @@ from indexer.cache_events.engine_events import (
     BlocksStored,
     EngineEvent,
     EventsLost,
+    UnreadableEvent,
 )
 from indexer.xxh3 import xxh3
 
@@ -40,18 +40,6 @@ class EngineEventBatch(NamedTuple):
     number: int
     rank: int = 0
     events: tuple[EngineEvent, ...] = ()
-
-
-@dataclass
-class UnreadableCounts:
-    """Counts of skipped input."""
-
-    messages: int = 0
-    """Messages that are not a batch."""
-    events: int = 0
-    """Malformed events of a known type."""
-    unknown_events: int = 0
-    """Events of an unknown type, or of none."""
 
 
 class BatchGap(NamedTuple):
@@ -91,9 +79,9 @@ def recovered_events(missing: range, replay: Iterable[EngineEventBatch]) -> tupl
     return events if start == missing.start else (EventsLost(), *events)
 
 
-def decode_batch(frames: Sequence[bytes], unread: UnreadableCounts) -> EngineEventBatch | None:
+def decode_batch(frames: Sequence[bytes]) -> EngineEventBatch | None:
     """Decode a live or replayed message; `END_OF_REPLAY` is the number of its end. None if
-    unreadable.
+    unreadable: the next batch shows a gap.
     """
     try:
         *_, number_bytes, payload = frames
@@ -104,12 +92,11 @@ def decode_batch(frames: Sequence[bytes], unread: UnreadableCounts) -> EngineEve
             return EngineEventBatch(END_OF_REPLAY)
         message = _MESSAGE.decode(payload)
     except _UNREADABLE:
-        unread.messages += 1
         return None
     events: list[EngineEvent] = []
     for raw in message.events:
-        event = _event(raw, unread)
-        if event is not None and not (events and _joins(events[-1], event)):
+        event = _event(raw)
+        if not (events and _joins(events[-1], event)):
             events.append(event)
     return EngineEventBatch(number, message.data_parallel_rank or 0, tuple(events))
 
@@ -185,8 +172,7 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _KNOWN = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
-def _event(raw: msgspec.Raw, unread: UnreadableCounts) -> EngineEvent | None:
-    """Decode one event; None, and counted, if it is unreadable."""
+def _event(raw: msgspec.Raw) -> EngineEvent:
     first = memoryview(raw)[0]
     is_map = 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
     try:
@@ -197,12 +183,7 @@ def _event(raw: msgspec.Raw, unread: UnreadableCounts) -> EngineEvent | None:
             return _removed(event)
         return AllCleared()
     except _UNREADABLE:
-        kind = _type_of(raw, _TYPE_MAP if is_map else _TYPE_ROW)
-        if kind in _KNOWN:
-            unread.events += 1
-        else:
-            unread.unknown_events += 1
-        return None
+        return UnreadableEvent(_type_of(raw, _TYPE_MAP if is_map else _TYPE_ROW) in _KNOWN)
 
 
 def _type_of(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[Any]) -> str:

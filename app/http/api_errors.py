@@ -67,22 +67,25 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
-    def body(self) -> bytes:
-        """The OpenAI error object, as JSON; it is an event's data as well."""
-        error = {
+    def fields(self) -> dict[str, str | None]:
+        """The OpenAI error object."""
+        return {
             "message": self.message,
             "type": _TYPES.get(self.status) or _general_type(self.status),
             "param": self.param,
             "code": self.code,
         }
-        return msgspec.json.encode({"error": error})
+
+    def body(self) -> bytes:
+        """The body of the response, as JSON; it is an event's data as well."""
+        return msgspec.json.encode({"error": self.fields()})
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         """The HTTP response. Retry-After is rounded up to whole seconds."""
-        told = dict(headers or {})
+        sent_headers = dict(headers or {})
         if self.retry_after_s is not None:
-            told["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
-        return Response(self.body(), self.status, told, media_type="application/json")
+            sent_headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return Response(self.body(), self.status, sent_headers, media_type="application/json")
 
 
 def _general_type(status: int) -> str:
@@ -119,13 +122,14 @@ _ENDS = {
 }
 """HTTP errors by the code of a router's end. Unknown codes of newer routers are server errors."""
 
-_WHOLE = ("stop", "length")
+WHOLE_CODES = ("stop", "length")
+"""Codes of a router's end after a complete answer."""
 
 
 def error_of_piece(piece: Chunk | End) -> ApiError | None:
     """The error that a piece ends its answer with; None if it does not fail."""
     if isinstance(piece, End):
-        if piece.code in _WHOLE:
+        if piece.code in WHOLE_CODES:
             return None
         meaning = _ENDS.get(piece.code, _ENDS["internal"])
         retry_after_s = piece.retry_after_s or (DEFAULT_RETRY_AFTER_S if meaning.retry else None)
@@ -176,9 +180,9 @@ def error_of_stream(error: Exception) -> ApiError:
 
 def unknown_stream(*, was_cut: bool = False) -> ApiError:
     """The error for a stream that does not exist or belongs to another tenant."""
-    message = "there is no such stream, or it is not kept any more"
+    message = "there is no such stream, or it is no longer kept"
     if was_cut:
-        message = "the beginning of this stream is not kept any more"
+        message = "the beginning of this stream is no longer kept"
     return ApiError(HTTPStatus.NOT_FOUND, message, code="stream_not_found")
 
 

@@ -2,9 +2,9 @@
 
     Authorization: Bearer kvl_… ──► ApiKeyStore ──► Caller (tenant, role, lease) ──► endpoint
 
-A request is refused from its head alone, before its body is read. The key ends here: what is passed
-on has no Authorization header, so that no log line and no record can hold one. Limits hold for each
-gateway process.
+A request is refused from its head alone, before its body is read. The key ends here: the value
+passed on has no Authorization header, so that no log line and no record can hold one. Limits hold
+for each gateway process.
 """
 
 from __future__ import annotations
@@ -110,14 +110,15 @@ class Caller:
         """Without arguments: any sender where there are no keys."""
         self.tenant = tenant
         self.role = role
-        self._terms = terms or Tenant()
+        self.terms = terms or Tenant()
+        """Limits of the tenant, and how its requests are queued and cached."""
         self._lease = lease
         self._clock = clock
 
     @property
     def is_counted(self) -> bool:
         """Whether its requests count towards limits until they end, without a client too."""
-        terms = self._terms
+        terms = self.terms
         limits = (terms.requests, terms.tokens, terms.tokens_per_minute)
         return self._lease is not None and any(limit is not None for limit in limits)
 
@@ -157,7 +158,7 @@ class Caller:
 
         Raises ApiError, 403, for a class that is not the tenant's.
         """
-        tenant, terms, hints = self.tenant, self._terms, request.hints
+        tenant, terms, hints = self.tenant, self.terms, request.hints
         if not tenant:
             return request
         changes: dict[str, object] = {}
@@ -179,8 +180,8 @@ class Caller:
         """Headers of the answer: the limits by the minute, and what is left of them."""
         if self._lease is None or self._clock is None:
             return []
-        told = self._lease.quota.headers(self._clock.now())
-        return [(name.encode(), value.encode()) for name, value in told]
+        limits = self._lease.quota.headers(self._clock.now())
+        return [(name.encode(), value.encode()) for name, value in limits]
 
     def release(self) -> None:
         """The exchange is over."""
@@ -201,19 +202,19 @@ def caller_of(request: Request) -> Caller:
 class AccessControl:
     """The API keys of one process, or none on loopback."""
 
-    def __init__(self, settings: Settings, life: ProcessContext) -> None:
+    def __init__(self, settings: Settings, ctx: ProcessContext) -> None:
         """Raises SettingsError without keys where other machines ask, KeyFileError for bad ones."""
         settings.require_authentication()
         self._settings = settings
-        self._life = life
-        self.store = ApiKeyStore(settings, life.clock) if settings.api_keys_file else None
+        self._ctx = ctx
+        self.store = ApiKeyStore(settings, ctx.clock) if settings.api_keys_file else None
         """None: there are no keys."""
 
     def start(self) -> None:
         """Follow the file of keys, and log what is open."""
         settings, store = self._settings, self.store
         if store is not None:
-            self._life.spawn("api keys", store.watch())
+            self._ctx.spawn("api keys", store.watch())
             log.info("%d API keys in %s", len(store), settings.api_keys_file)
             if not settings.is_on_loopback and settings.http_tls_cert is None:
                 log.warning(
@@ -244,7 +245,7 @@ class AccessControl:
             raise _forbidden(f"this needs a key of the role {needs}, not {key.role}")
         tenant = key.tenant
         terms, lease = self.store.tenant(tenant), QuotaLease(self.store.quota(tenant))
-        return Caller(tenant, key.role, lease, terms, self._life.clock)
+        return Caller(tenant, key.role, lease, terms, self._ctx.clock)
 
 
 class Authentication:

@@ -16,6 +16,8 @@ from starlette.routing import Match, Route
 
 from app.http.api_errors import ApiError, error_of_prompt, error_of_stream
 from app.http.authentication import Authentication
+from app.http.batches.batches_endpoint import BatchesEndpoint
+from app.http.batches.files_endpoint import FilesEndpoint
 from app.http.middleware import RequestIdMiddleware
 from app.http.openai.completions import Completions
 from app.http.openai.gateway_deps import GatewayDeps
@@ -28,13 +30,15 @@ from app.http.unknown_urls import unknown_url
 from app.preprocess.prompt_errors import BadModel, InvalidPrompt, PreprocessorOverloaded
 
 _STREAM = "/v1/streams/{request_id:path}"
+_FILE = "/v1/files/{file_id}"
+_BATCH = "/v1/batches/{batch_id}"
 
 
 def build_app(parts: GatewayDeps) -> FastAPI:
     """The application of one gateway."""
     api = FastAPI(title="kvlane", docs_url=None, redoc_url=None)
     generation, attachment, plain = Completions(parts), StreamResume(parts), ModelsEndpoint(parts)
-    probes = parts.probes
+    files, batches, probes = FilesEndpoint(parts), BatchesEndpoint(parts), parts.probes
     for method, path, handler, meaning in (
         ("POST", "/v1/chat/completions", generation.create_chat_completion, "Answer a chat"),
         ("POST", "/v1/completions", generation.create_completion, "Complete a text"),
@@ -43,6 +47,15 @@ def build_app(parts: GatewayDeps) -> FastAPI:
         ("DELETE", _STREAM, attachment.cancel, "End a stream"),
         ("GET", "/v1/models", plain.models, "The models that are served"),
         ("GET", "/v1/models/{name:path}", plain.model, "One of the models that are served"),
+        ("POST", "/v1/files", files.create, "Upload a file"),
+        ("GET", "/v1/files", files.list, "The files of the key's tenant"),
+        ("GET", _FILE, files.retrieve, "One file"),
+        ("DELETE", _FILE, files.delete, "Delete a file"),
+        ("GET", f"{_FILE}/content", files.content, "The content of a file"),
+        ("POST", "/v1/batches", batches.create, "Run the lines of a file as requests"),
+        ("GET", "/v1/batches", batches.list, "The batches of the key's tenant"),
+        ("GET", _BATCH, batches.retrieve, "One batch"),
+        ("POST", f"{_BATCH}/cancel", batches.cancel, "Cancel a batch"),
         ("GET", "/livez", probes.livez, "Whether this process is worth keeping"),
         ("GET", "/readyz", probes.readyz, "Whether requests should be sent here"),
         ("GET", "/metrics", probes.metrics, "Figures for Prometheus"),

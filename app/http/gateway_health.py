@@ -15,20 +15,20 @@ second, and outages are waited out in steps."""
 class GatewayHealth:
     """State of one gateway, for `/livez` and `/readyz`."""
 
-    def __init__(self, streams: ActiveStreams, registry: Follower, life: ProcessContext) -> None:
+    def __init__(self, streams: ActiveStreams, registry: Follower, ctx: ProcessContext) -> None:
         self._streams = streams
         self._registry = registry
-        self._life = life
+        self._ctx = ctx
 
     @property
     def is_alive(self) -> bool:
         """Whether its background tasks run. If not, the process must be restarted."""
-        return self._life.error is None and self._streams.stalled_s < READER_STALL_S
+        return self._ctx.error is None and self._streams.stalled_s < READER_STALL_S
 
     @property
     def broker_silence_s(self) -> float:
         """Seconds since the broker last responded."""
-        probe = self._life.broker_probe
+        probe = self._ctx.broker_probe
         return 0.0 if probe is None else probe.silence_s
 
     def checks(self) -> Checks:
@@ -36,7 +36,7 @@ class GatewayHealth:
         return {
             "alive": self.is_alive,
             "registry_read": self._registry.caught_up,
-            "log_answers": self._life.broker_answers,
+            "log_answers": self._ctx.broker_answers,
             "taking_requests": not self._streams.is_stopping,
             "answers_under_way": self._streams.open_streams,
         }

@@ -74,14 +74,14 @@ class UvicornServer:
     """One server on one socket."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, life: ProcessContext, setting: str = "http_port",
+        self, app: ASGIApp, host: str, port: int, ctx: ProcessContext, setting: str = "http_port",
         *, tls: TlsFiles | None = None,
     ) -> None:  # fmt: skip
         """`port` 0 takes any free one; it is the value of `setting`."""
         self._tls = tls
         self._host, self._port = host, port
         self._setting = setting
-        self._life = life
+        self._ctx = ctx
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -113,7 +113,7 @@ class UvicornServer:
         # Inherited by connections. asyncio sets it for sockets of a named protocol only, which this
         # one is not: without it, what follows a first write waits 40 ms for a delayed ACK.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._task = self._life.spawn("http", self._serve())
+        self._task = self._ctx.spawn("http", self._serve())
         log.info("listening on %s", self.url)
 
     @property

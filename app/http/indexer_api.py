@@ -113,41 +113,40 @@ class IndexerApi:
 
     async def query(self, request: Request) -> Response:
         """Blocks by worker, rank and tier, of a prompt's tokens."""
-        asked = await self._read(request, TokenQuery)
+        query = await self._read(request, TokenQuery)
         began = self._clock.now()
         prompt = Asked(
-            id="", token_ids=pack_tokens(asked.token_ids), cache_salt=self._salt(asked),
-            hints=Hints(lora_name=asked.lora_name),
+            id="", token_ids=pack_tokens(query.token_ids), cache_salt=self._salt(query),
+            hints=Hints(lora_name=query.lora_name),
         )  # fmt: skip
-        size = self._block_size(asked.model)
-        answer = self._found(asked.model, size, PromptHashes(prompt).local_hashes(size))
+        size = self._block_size(query.model)
+        answer = self._found(query.model, size, PromptHashes(prompt).local_hashes(size))
         self._metrics.query_s.labels("query").observe(self._clock.now() - began)
         return answer
 
     async def query_by_hash(self, request: Request) -> Response:
         """Blocks by worker, rank and tier, of a prompt's local hashes."""
-        asked = await self._read(request, HashQuery)
+        query = await self._read(request, HashQuery)
         began = self._clock.now()
-        if any(not -(2**63) <= each <= U64_MAX for each in asked.block_hashes):
+        if any(not -(2**63) <= each <= U64_MAX for each in query.block_hashes):
             raise ApiError(
                 HTTPStatus.BAD_REQUEST, "hashes are numbers of 64 bits",
                 code="invalid_request", param="block_hashes",
             )  # fmt: skip
-        local = np.array([each & U64_MAX for each in asked.block_hashes], np.uint64)
-        answer = self._found(asked.model, self._block_size(asked.model), local)
+        local = np.array([each & U64_MAX for each in query.block_hashes], np.uint64)
+        answer = self._found(query.model, self._block_size(query.model), local)
         self._metrics.query_s.labels("query_by_hash").observe(self._clock.now() - began)
         return answer
 
     async def workers(self) -> Response:
         """The live workers, and the number of known blocks in each of their caches."""
-        holdings = {(h.worker, h.rank): told for h, told in self._index.cache_sizes().items()}
-        told = []
+        sizes = {(h.worker, h.rank): size for h, size in self._index.cache_sizes().items()}
+        rows = []
         for worker, member in sorted(self._fleet.live_members()):
             ranks = [
-                (rank, holdings.get((worker, rank), EMPTY_CACHE))
-                for rank in range(member.card.ranks)
+                (rank, sizes.get((worker, rank), EMPTY_CACHE)) for rank in range(member.card.ranks)
             ]
-            told.append(
+            rows.append(
                 {
                     "worker": worker,
                     "number": worker_number(worker),
@@ -158,13 +157,13 @@ class IndexerApi:
                     "block_size": member.card.config.kv_cache_block_size,
                     "known": worker not in self._index.wrong_secret_workers,
                     "ranks": [
-                        {"rank": rank, "blocks": held.total_blocks, "complete": held.complete}
-                        | dict(zip(TIERS, held.tiers, strict=True))
-                        for rank, held in ranks
+                        {"rank": rank, "blocks": size.total_blocks, "complete": size.complete}
+                        | dict(zip(TIERS, size.tiers, strict=True))
+                        for rank, size in ranks
                     ],
                 }
             )  # fmt: skip
-        return _json({"workers": told})
+        return _json({"workers": rows})
 
     async def dump(self) -> Response:
         """Every key in every cache, one JSON object a line: worker, rank, tier, keys, positions."""
@@ -196,16 +195,16 @@ class IndexerApi:
                 message = json_error(body, e)
                 raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_request") from None
 
-    def _salt(self, asked: TokenQuery) -> str:
+    def _salt(self, query: TokenQuery) -> str:
         """The salt of the prompt's blocks; for a tenant, the one that gateways give it."""
-        if not asked.tenant:
-            return asked.cache_salt
+        if not query.tenant:
+            return query.cache_salt
         if self._seal is None:
             raise ApiError(
                 HTTPStatus.BAD_REQUEST, "there are no tenants without KVLANE_API_KEYS_FILE",
                 code="invalid_request", param="tenant",
             )  # fmt: skip
-        return self._seal.cache_salt(asked.tenant, asked.cache_salt)
+        return self._seal.cache_salt(query.tenant, query.cache_salt)
 
     def _members(self, model: str) -> Iterator[Any]:
         return (m for _, m in self._fleet.live_members() if model in ("", m.card.model))
@@ -220,15 +219,15 @@ class IndexerApi:
             {
                 "worker": holder.worker,
                 "rank": holder.rank,
-                "blocks": held.total_blocks,
-                **held._asdict(),
+                "blocks": size.total_blocks,
+                **size._asdict(),
             }
-            for holder, held in overlaps.items()
+            for holder, size in overlaps.items()
             if not model or holder.worker in serving
         )
         holders = sorted(found, key=lambda each: (-each["blocks"], each["worker"], each["rank"]))
         return _json({"block_size": block_size, "blocks": len(local), "holders": holders})
 
 
-def _json(told: object, status: int = HTTPStatus.OK) -> Response:
-    return Response(msgspec.json.encode(told), status, media_type=JSON)
+def _json(body: object, status: int = HTTPStatus.OK) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type=JSON)

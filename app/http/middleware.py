@@ -39,7 +39,7 @@ _PATHS = {
     "/v1/completions": "completion",
     "/v1/embeddings": "embedding",
 }
-_STREAMS = "/v1/streams/"
+_PREFIXES = {"/v1/streams": "streams", "/v1/files": "files", "/v1/batches": "batches"}
 
 
 class RequestIdMiddleware:
@@ -81,7 +81,8 @@ class RequestIdMiddleware:
             raise
 
     def _count(self, path: str, status: int) -> None:
-        endpoint = _PATHS.get(path) or ("streams" if path.startswith(_STREAMS) else "other")
+        first = "/".join(path.split("/", 3)[:3])
+        endpoint = _PATHS.get(path) or _PREFIXES.get(first, "other")
         self._metrics.responses.labels(endpoint, str(status)).inc()
 
 
@@ -118,7 +119,7 @@ class BodyLimiter:
                 async with asyncio.timeout(BODY_TIMEOUT_S):
                     await self._receive(request, held)
             except TimeoutError:
-                request.scope.get(_UNREAD, set()).add(True)
+                mark_unread(request)
                 message = f"the body did not come within {BODY_TIMEOUT_S:g} s"
                 raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout") from None
             yield bytes(held)
@@ -128,7 +129,7 @@ class BodyLimiter:
     async def _receive(self, request: Request, held: bytearray) -> None:
         size = _announced(request)
         if size > self._limit and (size > MAX_DISCARDED_BYTES or "expect" in request.headers):
-            request.scope.get(_UNREAD, set()).add(True)
+            mark_unread(request)
             raise self._too_large(size)
         size = 0
         async for part in request.stream():
@@ -137,7 +138,7 @@ class BodyLimiter:
                 self._take(len(part))
                 held += part
             elif size > MAX_DISCARDED_BYTES:
-                request.scope.get(_UNREAD, set()).add(True)
+                mark_unread(request)
                 break
         if size > self._limit:
             raise self._too_large(max(size, _announced(request)))
@@ -153,6 +154,11 @@ class BodyLimiter:
             f"the body has {size} bytes or more; {self._limit} are allowed",
             code="too_large",
         )
+
+
+def mark_unread(request: Request) -> None:
+    """The body of this request is not read completely: its response closes the connection."""
+    request.scope.get(_UNREAD, set()).add(True)
 
 
 def check_content_type(request: Request) -> None:

@@ -1,7 +1,7 @@
 """Health and metrics endpoints: /livez, /readyz, /metrics.
 
 `Probes` adds them to an HTTP application; `StatusServer` is the application of processes without
-another one (router, worker, preprocessor), on the port `KVLANE_STATUS_PORT`.
+another one (router, worker, preprocessor, collector), on the port `KVLANE_STATUS_PORT`.
 """
 
 from __future__ import annotations
@@ -81,22 +81,22 @@ class StatusServer:
     """
 
     def __init__(
-        self, settings: Settings, life: ProcessContext, probes: Probes, loop_delay: LoopDelayMonitor
+        self, settings: Settings, ctx: ProcessContext, probes: Probes, loop_delay: LoopDelayMonitor
     ) -> None:
-        self._life = life
+        self._ctx = ctx
         self._loop_delay = loop_delay
         self.http = Starlette()
         probes.add_to(self.http)
         port = settings.status_port
         self._server: UvicornServer | None = None
         if port is not None:
-            self._access = AccessControl(settings, life)
+            self._access = AccessControl(settings, ctx)
             self.http.add_middleware(Authentication, access=self._access, needs="operator")
             self.http.add_middleware(
                 OriginGuard, host=settings.http_host, origins=settings.allowed_origins
             )
             self._server = UvicornServer(
-                self.http, settings.http_host, port, life, setting="status_port",
+                self.http, settings.http_host, port, ctx, setting="status_port",
                 tls=TlsFiles.of(settings),
             )  # fmt: skip
 
@@ -111,7 +111,7 @@ class StatusServer:
         if self._server is not None:
             self._access.start()
             await self._server.start()
-            self._life.spawn("loop delay", self._loop_delay.watch(self._life.clock))
+            self._ctx.spawn("loop delay", self._loop_delay.watch(self._ctx.clock))
 
     async def stop(self) -> None:
         """Close the port."""

@@ -33,7 +33,7 @@ class CapacityReporter:
         self._context = context
         self._owners = owners
         # Its own: the failure detector must not count how long these appends take.
-        self._outbox = RecordPublisher(context.log, context.ctx.clock)
+        self._publisher = RecordPublisher(context.log, context.ctx.clock)
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -43,7 +43,7 @@ class CapacityReporter:
             report = self._report()
             if report != last or clock.now() - reported_at >= REFRESH_INTERVAL_S:
                 try:
-                    await self._outbox.publish_once(CAPACITY, report.router, report, 0)
+                    await self._publisher.publish_once(CAPACITY, report.router, report, 0)
                     last, reported_at = report, clock.now()
                 except AppendFailed as e:
                     log.warning("cannot report this router's capacity to preprocessors: %s", e)
@@ -52,9 +52,12 @@ class CapacityReporter:
     def _report(self) -> RouterCapacity:
         serving = {lane: owner for lane, owner in self._owners.items() if owner.serving}
         admitted = sum(owner.admitted_requests for owner in serving.values())
-        room = self._context.scheduler.remaining_capacity(admitted)
+        admitted_batch = sum(owner.admitted_batch_requests for owner in serving.values())
+        room = self._context.scheduler.remaining_capacity(admitted - admitted_batch)
+        queued_batch = max(admitted_batch, self._context.batch_scheduler.queued_requests)
+        batch_room = self._context.settings.max_queued_batch_requests - queued_batch
         return RouterCapacity(
             router=self._context.name, requests=room.requests, tokens=room.tokens,
-            bytes=room.bytes,
+            bytes=room.bytes, batch_requests=max(0, batch_room),
             positions={lane: owner.claim.position for lane, owner in sorted(serving.items())},
         )  # fmt: skip

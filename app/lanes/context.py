@@ -1,6 +1,6 @@
 """The shared context of a router's parts: its state, and its ways to act.
 
-The state is the three folds plus this router's own decisions that it has not yet read back from the
+The state is the three views plus this router's own decisions that it has not yet read back from the
 ledger. Nothing here decides anything.
 """
 
@@ -9,19 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
+from app.lanes.batch_scheduler import BatchScheduler, batch_run
+from app.lanes.deferred_prompts import QueueSize
 from app.lanes.end_offsets import EndOffsets
 from app.lanes.scheduler import Scheduler
 from app.lanes.shared_scan import SharedScanner
 from app.metrics.router_metrics import RouterMetrics
-from app.routing.queueing.fair_share import FairQueue
+from app.routing.queueing.fair_share import UNBOUNDED, FairQueue
 from app.routing.queueing.herd_avoidance import HerdAvoidance
 from app.routing.reconcile import ReconcileTimeouts
-from app.routing.selection.decision import RoutingConfig
+from app.routing.selection.batch_placement import BatchBounds
+from app.routing.selection.decision import Placement, RoutingConfig
 from app.routing.selection.policies import DynamoWeights
 from app.routing.selection.predictive import PredictiveWeights
-from app.routing.state.active_load import ActiveLoad, WorkerLoad
+from app.routing.state.active_load import ActiveLoad
+from app.routing.state.batch_runs import BatchRunKey, BatchRuns
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.ledger import LedgerState, RunId
@@ -31,24 +36,32 @@ from app.wait_queue import WaitQueue
 from streams.clock import BrokerClock
 from streams.ports import Log, Partition
 from streams.reading.group_consumer import PartitionClaim
+from streams.record_base import ServiceClass
 from streams.record_publisher import RecordPublisher
 from streams.records import LogRecord
+from streams.request import Request
 from streams.topics import ASSIGNMENTS, KV_EVENTS, partition_of
 from streams.views.follower import Follower
 
+BATCH_BYTES_SHARE = 0.25
+"""Bound on the bytes of batch prompts that wait, as a share of that for interactive ones, on top of
+which they come."""
+WORKER_CACHE_SIZE = 4096
+"""Workers whose partitions are cached: every decision needs that of its worker."""
+
 
 class ViewStopped(Exception):
-    """A fold of this router stopped, so its state is stale. The router ends, too.
+    """A view of this router stopped, so its state is stale. The router ends, too.
 
-    The cause is what ended the fold; the log of the process says more.
+    The cause is what ended the view; the log of the process says more.
     """
 
 
 class LedgerListener(Protocol):
-    """A part of a router that reacts to records of the ledger, after they were folded."""
+    """A part of a router that reacts to records of the ledger, after they were applied."""
 
     def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
-        """A record was folded. `is_replay`: it was read while the router was catching up."""
+        """A record was applied. `is_replay`: it was read while the router was catching up."""
 
 
 def routing_config(settings: Settings) -> RoutingConfig:
@@ -64,6 +77,15 @@ def routing_config(settings: Settings) -> RoutingConfig:
     return RoutingConfig(settings.policy, weights, predicting, settings.session_affinity_tolerance)
 
 
+def _batch_bound(settings: Settings) -> QueueSize:
+    """The bound of the queue of batch requests; any number of tokens may wait."""
+    return QueueSize(
+        max(1, settings.max_queued_batch_requests),
+        UNBOUNDED,
+        max(1, int(BATCH_BYTES_SHARE * settings.max_queued_bytes)),
+    )
+
+
 @dataclass
 class RouterContext:
     """One per router process."""
@@ -73,7 +95,7 @@ class RouterContext:
     settings: Settings
     ctx: ProcessContext
     broker_clock: BrokerClock
-    outbox: RecordPublisher
+    publisher: RecordPublisher
     scanner: SharedScanner
     ledger: LedgerState
     ledger_follower: Follower
@@ -91,26 +113,34 @@ class RouterContext:
     heartbeat_read: WaitQueue = field(default_factory=WaitQueue)
     """Notified when heartbeats were read."""
     scheduler: Scheduler = field(init=False)
+    batch_scheduler: BatchScheduler = field(init=False)
     response_end_offsets: dict[int, int] = field(default_factory=dict)
     """Ends of the response lanes as of a moment ago: where a new request's answer begins, or
     before it. A lower bound is enough, it only makes a later scan longer."""
     _undelivered: ActiveLoad = field(default_factory=ActiveLoad)
+    _undelivered_batch: BatchRuns = field(default_factory=BatchRuns)
     _ends: EndOffsets = field(init=False)
-    _turns: HerdAvoidance = field(init=False)
+    _herd_avoidance: HerdAvoidance = field(init=False)
 
     def __post_init__(self) -> None:
-        self._turns = HerdAvoidance(self.name)
+        self._herd_avoidance = HerdAvoidance(self.name)
         self._ends = EndOffsets(self.log, self.ctx)
         self.scheduler = Scheduler(
             self.fleet, self.ledger, self.kv_index, self._undelivered,
             routing_config(self.settings),
             self.broker_clock, self.worker_timeout_ms, self.settings.max_queued_requests,
-            turns=self._turns, counts_output=self.settings.track_output_blocks,
+            own_batch=self._undelivered_batch,
+            herd_avoidance=self._herd_avoidance, counts_output=self.settings.track_output_blocks,
             bound_tokens=self.settings.max_queued_tokens,
             bound_bytes=self.settings.max_queued_bytes,
             absence_ms=1000 * self.settings.no_worker_timeout_s,
             queue_order=self.settings.queue_order,
             classes=FairQueue(self.settings.queue_classes),
+        )  # fmt: skip
+        self.batch_scheduler = BatchScheduler(
+            self.scheduler, self.fleet, self.ledger, self._undelivered_batch,
+            BatchBounds(max_slowdown=self.settings.batch_max_slowdown), _batch_bound(self.settings),
+            self.broker_clock,
         )  # fmt: skip
 
     @property
@@ -120,29 +150,41 @@ class RouterContext:
 
     @property
     def queued_requests(self) -> int:
-        """Number of requests that wait here; bounded by `settings.max_queued_requests`."""
-        return len(self.scheduler.waiting_keys)
+        """Number of requests that wait here; each class of work has its bound."""
+        return len(self.scheduler.waiting_keys) + len(self.batch_scheduler.waiting_keys)
+
+    def scheduler_of(self, service_class: ServiceClass) -> Scheduler | BatchScheduler:
+        """The scheduler of the requests of a class."""
+        return self.batch_scheduler if service_class == "batch" else self.scheduler
 
     @contextmanager
-    def count_in_flight(
-        self, run: RunId, rank: int, burden: WorkerLoad, adapter: str = ""
-    ) -> Iterator[None]:
+    def count_in_flight(self, run: RunId, request: Request, choice: Placement) -> Iterator[None]:
         """Count the load of a decision until it is read back, or given up."""
         began_s = self.ctx.clock.now()
-        self._undelivered.add(run.worker_rank(rank), burden, adapter)
+        place, load = choice.worker_rank, choice.load
+        adapter = request.hints.lora_name or ""
+        key = BatchRunKey(request.id, run.attempt, run.worker, run.epoch)
+        is_batch = request.service_class == "batch"
+        if is_batch:
+            self._undelivered_batch.put(place, key, batch_run(request.id, choice))
+        else:
+            self._undelivered.add(place, load, adapter)
         self.scheduler.worker_capacity.on_assigned(run.worker, run.epoch)
         try:
             yield
-            self._turns.observe_lag(1000 * (self.ctx.clock.now() - began_s))
+            self._herd_avoidance.observe_lag(1000 * (self.ctx.clock.now() - began_s))
         finally:
-            self._undelivered.remove(run.worker_rank(rank), burden, adapter)
+            if is_batch:
+                self._undelivered_batch.discard(key)
+            else:
+                self._undelivered.remove(place, load, adapter)
 
     async def end_offset(self, source: Partition) -> int:
         """The next offset of a partition, as of now or later; asks until the broker answers."""
         return await self._ends.fetch(source)
 
     async def wait_for_ledger(self, source: Partition, offset: int) -> None:
-        """Wait until this ledger is folded up to `offset`, exclusive. Raises ViewStopped."""
+        """Wait until this ledger is applied up to `offset`, exclusive. Raises ViewStopped."""
         try:
             await self.ledger_follower.wait_for(source, offset)
         except Exception as e:
@@ -150,8 +192,13 @@ class RouterContext:
 
     def assignments_partition(self, worker: str) -> Partition:
         """The partition of a worker's assignments."""
-        return Partition(ASSIGNMENTS, partition_of(worker.encode(), self.partitions[ASSIGNMENTS]))
+        return _partition_of(ASSIGNMENTS, worker, self.partitions[ASSIGNMENTS])
 
     def kv_events_partition(self, worker: str) -> Partition:
         """The partition of a worker's heartbeats and cache events."""
-        return Partition(KV_EVENTS, partition_of(worker.encode(), self.partitions[KV_EVENTS]))
+        return _partition_of(KV_EVENTS, worker, self.partitions[KV_EVENTS])
+
+
+@lru_cache(WORKER_CACHE_SIZE)
+def _partition_of(topic: str, worker: str, partitions: int) -> Partition:
+    return Partition(topic, partition_of(worker.encode(), partitions))

@@ -6,7 +6,8 @@ offset of their record in `requests`. When there is room again, the next of them
 its body is fetched again, and the reservation ends when the request is held or goes to a worker.
 
 Few wait here: preprocessors publish no more than routers report to have room for
-(`app/prompt_credit.py`). More come when lanes move, or when HTTP takes the room that was reported.
+(`app/prompts/prompt_credit.py`). More come when lanes move, or when HTTP takes the room that was
+reported.
 
 Never here: how much room there is, the fetching, and deadlines.
 """

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
-from opentelemetry.trace import get_tracer
+from opentelemetry.trace import Span
 
 from app.lanes.cancellable_waits import CancellableWaits
 from app.lanes.context import RouterContext, ViewStopped
@@ -28,9 +28,12 @@ from app.routing.selection.decision import Placement, Rejection, Wait
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.ledger import RunId
 from app.routing.worker_rank import WorkerRank
+from app.runtime import spans
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
-from streams.ports import Appended, Partition
+from streams.ports import Partition
+from streams.record_base import ServiceClass
+from streams.record_publisher import OutgoingRecord
 from streams.records import (
     Assigned,
     Assignment,
@@ -42,8 +45,6 @@ from streams.records import (
 )
 from streams.request import Request
 from streams.topics import ASSIGNMENTS, LEDGER
-
-tracer = get_tracer("kvlane.router")
 
 RETRY_AFTER_S = 1.0
 """Retry-After for rejected clients: by then the queue has advanced by roughly what one worker
@@ -111,6 +112,7 @@ class DeferredRequest(NamedTuple):
     excluded: frozenset[str]
     queue_key: QueueKey
     size: QueueSize
+    service_class: ServiceClass
 
 
 class RequestDeferred(Exception):
@@ -129,8 +131,6 @@ def is_request_fault(error: Exception) -> bool:
     Unexpected errors count as the request's: a router that ended for one would be restarted and get
     the same request again, and so would the next one.
     """
-    if isinstance(error, ExceptionGroup):
-        return all(isinstance(e, Exception) and is_request_fault(e) for e in error.exceptions)
     if isinstance(error, StreamError):
         return isinstance(error, RecordError | PositionLost)
     return not isinstance(error, ViewStopped)
@@ -155,7 +155,7 @@ class Dispatcher:
     async def resume_deferred(self, deferred: DeferredRequest) -> None:
         """Dispatch a deferred prompt when there is room for it; or end it."""
         s, key = self._context, RequestKey(self._lane, deferred.id)
-        waiting = s.scheduler.deferred
+        waiting = s.scheduler_of(deferred.service_class).deferred
         request = None
         try:
             with self._waits.begin(deferred.id):
@@ -189,9 +189,13 @@ class Dispatcher:
             s.metrics.requests.on_accepted(
                 request, is_served=s.scheduler.model_availability.has_worker(request.model)
             )
-        with tracer.start_as_current_span("router.select_worker") as span:
-            span.set_attribute("request_id", request.id)
+        span = spans.NO_SPAN
+        if request.traceparent:
+            span = spans.start_span("router.select_worker", request, {}, rest.attempt)
+        try:
             choice = await self._hold(rest)
+        finally:
+            span.end()
         if isinstance(choice, DeferredRequest):
             raise RequestDeferred(choice)
         if isinstance(choice, Rejection):
@@ -210,17 +214,11 @@ class Dispatcher:
         ):
             waited_s = s.ctx.clock.now() - began_at
             s.metrics.on_dispatched(rest.attempt, PromptHashes(request), choice, waited_s)
-            with tracer.start_as_current_span(
-                "router.route_request",
-                attributes={
-                    "request_id": request.id,
-                    "worker_id": choice.worker_rank.worker,
-                    "dp_rank": choice.worker_rank.rank,
-                    "overlap_blocks": choice.overlap_blocks,
-                    "phase": "aggregated",
-                },
-            ):
+            span = _route_span(rest, choice) if request.traceparent else spans.NO_SPAN
+            try:
                 await self._dispatch(rest, choice)
+            finally:
+                span.end()
 
     async def _hold(self, rest: RemainingWork) -> Placement | Rejection | DeferredRequest:
         """Wait for a worker with capacity until the deadline; else the reason of the rejection.
@@ -232,56 +230,62 @@ class Dispatcher:
         s, request = self._context, rest.request
         seed = s.ctx.rng.getrandbits(32)
         prompt = PromptHashes(request, pack_tokens(rest.emitted))
-        held = Wait("")
+        deferral = Wait("")
         key = RequestKey(self._lane, request.id)
-        wanted = s.scheduler.new_pending_request(key, prompt, seed, rest.deadline_ms, rest.excluded)
+        scheduler = s.scheduler_of(request.service_class)
+        wanted = scheduler.new_pending_request(key, prompt, seed, rest.deadline_ms, rest.excluded)
         try:
             while s.broker_clock.now_ms() <= rest.deadline_ms:
                 planned = (
                     s.scheduler.dry_run(wanted)
                     if request.is_query
-                    else await s.scheduler.schedule(wanted)
+                    else await scheduler.schedule(wanted)
                 )
                 if not isinstance(planned, Wait):
                     return planned
-                held = planned
-                if refusal := self._refusal(rest, wanted, held):
+                deferral = planned
+                if refusal := self._refusal(rest, wanted, deferral):
                     return refusal
-                if key not in s.scheduler.waiting_keys:
-                    s.scheduler.start_waiting(wanted)
+                if key not in scheduler.waiting_keys:
+                    scheduler.start_waiting(wanted)
                 with self._waits.begin(request.id):
-                    await s.scheduler.wait_for_change(wanted, planned)
+                    await scheduler.wait_for_change(wanted, planned)
         finally:
-            s.scheduler.leave(wanted)
+            scheduler.leave(wanted)
         if not s.scheduler.model_availability.has_worker(request.model):
-            return _no_place("no_workers", held.reason)
-        code: EndCode = "deadline" if held.code == "no_workers" else held.code
-        return _no_place(code, held.reason)
+            return _rejection("no_workers", deferral.reason)
+        code: EndCode = "deadline" if deferral.code == "no_workers" else deferral.code
+        return _rejection(code, deferral.reason)
 
     def _refusal(
-        self, rest: RemainingWork, wanted: LaneRequest, held: Wait
+        self, rest: RemainingWork, wanted: LaneRequest, deferral: Wait
     ) -> Rejection | DeferredRequest | None:
         """Why a request may not wait; one that has begun is refused only for a missing model."""
-        places, model = self._context.scheduler, rest.request.model
-        if held.needs_new_worker and not rest.has_begun:
-            return _no_place(held.code, held.reason)
-        is_new = wanted.key not in places.waiting_keys
-        if is_new and not places.model_availability.is_known(model):
-            return _no_place("model_not_found", repr(model[:MAX_NAME_IN_MESSAGE]))
+        scheduler, model = self._context.scheduler, rest.request.model
+        if deferral.needs_new_worker and not rest.has_begun:
+            return _rejection(deferral.code, deferral.reason)
+        is_new = (
+            wanted.key not in self._context.scheduler_of(rest.request.service_class).waiting_keys
+        )
+        if is_new and not scheduler.model_availability.is_known(model):
+            return _rejection("model_not_found", repr(model[:MAX_NAME_IN_MESSAGE]))
         if rest.has_begun:
             return None
-        if held.code == "no_workers" and places.model_availability.is_timed_out(model):
-            return _no_place("no_workers", held.reason)
-        return self._excess(rest, wanted, held) if is_new else None
+        if deferral.code == "no_workers" and scheduler.model_availability.is_timed_out(model):
+            return _rejection("no_workers", deferral.reason)
+        return self._excess(rest, wanted, deferral) if is_new else None
 
     def _excess(
-        self, rest: RemainingWork, wanted: LaneRequest, held: Wait
+        self, rest: RemainingWork, wanted: LaneRequest, deferral: Wait
     ) -> Rejection | DeferredRequest | None:
-        """The result if the queue is full: a prompt from Kafka waits in the log."""
-        places = self._context.scheduler
-        if rest.request.queued_ms:
-            return _reference(rest, wanted) if places.must_defer(wanted) else None
-        return _no_place("queue_full", held.reason) if places.is_queue_full(wanted) else None
+        """The result if the queue is full: prompts from Kafka, and batch requests, are deferred."""
+        scheduler = self._context.scheduler
+        if rest.request.queued_ms or rest.request.service_class == "batch":
+            queue = self._context.scheduler_of(rest.request.service_class)
+            return _reference(rest, wanted) if queue.must_defer(wanted) else None
+        return (
+            _rejection("queue_full", deferral.reason) if scheduler.is_queue_full(wanted) else None
+        )
 
     async def _answer_dry_run(self, rest: RemainingWork, choice: Placement) -> None:
         """Answer a dry run. It counts in no load, no session and no cache."""
@@ -319,6 +323,7 @@ class Dispatcher:
             held_ms=choice.forecast.queued_ms, ttft_ms_predicted=choice.forecast.ttft_ms,
             session=_session_use(request, choice), lora_name=adapter,
             known_ms=s.ledger.last_append_ms,
+            service_class=request.service_class, is_preemptible=is_resumable(request),
         )  # fmt: skip
         assignment = Assignment(
             worker=run.worker, epoch=run.epoch, rank=rank, attempt=run.attempt, phase=run.phase,
@@ -327,23 +332,24 @@ class Dispatcher:
             budget_s=(rest.deadline_ms - s.broker_clock.now_ms()) / 1000,
             taken=pack_tokens(rest.emitted), taken_chars=rest.emitted_chars,
         )  # fmt: skip
-        decision: asyncio.Task[Appended] | None = None
+        slot = s.assignments_partition(run.worker).partition
         s.scheduler.on_dispatched()
-        with s.count_in_flight(run, rank, choice.load, adapter):
-            try:
-                async with asyncio.TaskGroup() as sends:
-                    decision = sends.create_task(
-                        s.outbox.publish(LEDGER, request.id, assigned, self._lane)
-                    )
-                    sends.create_task(s.outbox.publish(ASSIGNMENTS, run.worker, assignment))
-            except* RecordTooLarge:
-                decision = None
-            if decision is not None:
-                await s.wait_for_ledger(self._ledger, decision.result().offset + 1)
-        if decision is None:
+        try:
+            with s.count_in_flight(run, request, choice):
+                decision, _ = await s.publisher.publish_together(
+                    OutgoingRecord(LEDGER, self._lane, request.id, assigned),
+                    OutgoingRecord(ASSIGNMENTS, slot, run.worker, assignment),
+                )
+                await s.wait_for_ledger(self._ledger, decision.offset + 1)
+        except RecordTooLarge:
             await self._ends.end(
                 request.id, "too_large", "the request does not fit into one record"
             )
+
+
+def is_resumable(request: Request) -> bool:
+    """Whether another run can go on in the middle of the answer, if its engine gives tokens."""
+    return request.body is None and request.sampling.guided_decoding is None
 
 
 def _with_rank(request: Request, rank: int) -> Request:
@@ -368,9 +374,21 @@ def _reference(rest: RemainingWork, wanted: LaneRequest) -> DeferredRequest:
     size = QueueSize(1, rest.prompt_tokens, rest.request.prompt_bytes)
     return DeferredRequest(
         rest.request.id, rest.attempt, rest.origin, rest.responses_from, rest.deadline_ms,
-        rest.excluded, wanted.queue_key, size,
+        rest.excluded, wanted.queue_key, size, rest.request.service_class,
     )  # fmt: skip
 
 
-def _no_place(code: EndCode, why: str = "") -> Rejection:
+def _route_span(rest: RemainingWork, choice: Placement) -> Span:
+    attributes: dict[str, str | int] = {
+        "worker_id": choice.worker_rank.worker,
+        "dp_rank": choice.worker_rank.rank,
+        "overlap_blocks": choice.overlap_blocks,
+        "phase": "aggregated",
+    }
+    return spans.start_span(
+        "router.route_request", rest.request, attributes, rest.attempt, own_id=spans.ROUTE
+    )
+
+
+def _rejection(code: EndCode, why: str = "") -> Rejection:
     return Rejection(code, f"{REJECTION_REASONS[code]}: {why}" if why else REJECTION_REASONS[code])

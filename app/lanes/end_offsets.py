@@ -1,8 +1,8 @@
-"""End offsets of partitions, one request for all that are asked for at the same time.
+"""End offsets of partitions: one request for all concurrent queries of a topic.
 
-A router that takes over lanes asks for the ends of two partitions of each, and a lane asks again
-for every failover. Questions that come while one about the same topic is under way share the next
-one: an answer to an earlier question may be older than they may use.
+A router that takes over lanes needs the ends of two partitions of each, and a lane needs one for
+every failover. Queries that come while a request for the same topic is under way share the next
+one: the answer to an earlier request may be older than they can use.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class EndOffsets:
         self._log = log
         self._ctx = ctx
         self._next: dict[str, _Question] = {}
-        self._asking = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def fetch(self, source: Partition) -> int:
-        """The next offset of a partition, as of now or later; asks until the broker answers."""
+        """The next offset of a partition, as of now or later; repeated until the broker answers."""
         question = self._next.get(source.topic)
         if question is None:
             partitions: set[int] = set()
-            answer = self._ctx.spawn("end offsets", self._ask(source.topic, partitions))
+            answer = self._ctx.spawn("end offsets", self._fetch(source.topic, partitions))
             question = self._next[source.topic] = _Question(partitions, answer)
         question.partitions.add(source.partition)
         return (await asyncio.shield(question.answer))[source.partition]
 
-    async def _ask(self, topic: str, partitions: set[int]) -> dict[int, int]:
-        async with self._asking[topic]:
-            del self._next[topic]  # whoever asks from now on may mean a later end
+    async def _fetch(self, topic: str, partitions: set[int]) -> dict[int, int]:
+        async with self._locks[topic]:
+            del self._next[topic]  # later queries may need a later end
             return await retry_while_unavailable(
                 self._ctx.clock, lambda: self._log.end_offsets(topic, sorted(partitions))
             )

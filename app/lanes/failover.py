@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from app.lanes.cancellable_waits import CancellableWaits
 from app.lanes.context import RouterContext
-from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher, RemainingWork
+from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher, RemainingWork, is_resumable
 from app.lanes.termination import RequestTermination
 from app.routing.reconcile import Restart, RestartReason, is_run_listed
 from app.routing.state.ledger import OPEN, RequestState, RunId
@@ -68,56 +68,58 @@ class Failover:
         old_runs = self._ends.active_runs(request_id)
         if action.reason != "resume":
             intent = Fencing(id=request_id, attempt=attempt, reason=action.reason)
-            await s.outbox.publish(LEDGER, request_id, intent, self._lane)
+            await s.publisher.publish(LEDGER, request_id, intent, self._lane)
+            if action.reason == "preempted":
+                s.metrics.on_preempted()
         fence = Fence(id=request_id, attempt=attempt, reason=action.reason)
-        fenced = await s.outbox.publish(RESPONSES, request_id, fence, self._lane)
+        fenced = await s.publisher.publish(RESPONSES, request_id, fence, self._lane)
         self.fenced[request_id] = attempt
         try:
             await self._ends.catch_up_with_ledger()
-            story = s.ledger.request(self._lane, request_id)
-            if story is None or story.origin is None or story.ended:
+            state = s.ledger.request(self._lane, request_id)
+            if state is None or state.origin is None or state.ended:
                 return
-            if story.attempt > attempt or story.runs:
+            if state.attempt > attempt or state.runs:
                 return
             await self._ends.cancel_runs(request_id, old_runs, action.reason)
-            await self._resume_after_fence(request_id, attempt, story, fenced.offset + 1)
+            await self._resume_after_fence(request_id, attempt, state, fenced.offset + 1)
         finally:
             self.fenced.pop(request_id, None)
 
     async def _resume_after_fence(
-        self, request_id: str, attempt: int, story: RequestState, stop: int
+        self, request_id: str, attempt: int, state: RequestState, stop: int
     ) -> None:
         """Find out what is left of a fenced request, and assign it. `stop`: behind the Fence."""
         try:
             with self._waits.begin(request_id):
-                async with asyncio.timeout(self._look_up_s(story)):
-                    found = await self._look_up(request_id, attempt, story, stop)
+                async with asyncio.timeout(self._look_up_s(state)):
+                    found = await self._look_up(request_id, attempt, state, stop)
         except (PositionLost, TimeoutError) as e:
             why = str(e) or "the log could not be read in time"
             await self._ends.end(request_id, "lost", f"cannot continue: {why}")
         else:
-            await self._continue(request_id, attempt, story, found)
+            await self._continue(request_id, attempt, state, found)
 
     async def _look_up(
-        self, request_id: str, attempt: int, story: RequestState, stop: int
+        self, request_id: str, attempt: int, state: RequestState, stop: int
     ) -> RequestHistory:
         """Read the history of a request from the log. Raises PositionLost, RecordError."""
         scanner = self._context.scanner
         shown = await scanner.visible_before(
-            self._lane, request_id, attempt, story.responses_from, stop
+            self._lane, request_id, attempt, state.responses_from, stop
         )
-        if shown.is_over or story.failures >= self._context.settings.max_attempts:
+        if shown.is_over or state.failures >= self._context.settings.max_attempts:
             return RequestHistory(shown, None)
-        assert story.origin is not None
-        return RequestHistory(shown, await scanner.fetch_request(story.origin))
+        assert state.origin is not None
+        return RequestHistory(shown, await scanner.fetch_request(state.origin))
 
-    def _look_up_s(self, story: RequestState) -> float:
+    def _look_up_s(self, state: RequestState) -> float:
         """Its time-out: the rest of the request's time, but enough to read."""
-        left_ms = story.deadline_ms - self._context.broker_clock.now_ms()
+        left_ms = state.deadline_ms - self._context.broker_clock.now_ms()
         return max(LOG_LOOKUP_TIMEOUT_S, left_ms / 1000)
 
     async def _continue(
-        self, request_id: str, attempt: int, story: RequestState, found: RequestHistory
+        self, request_id: str, attempt: int, state: RequestState, found: RequestHistory
     ) -> None:
         """Assign what is left of the request to a worker, or end it if nothing can be."""
         shown, request = found
@@ -125,12 +127,12 @@ class Failover:
             await self._ends.write_terminal(request_id, "seen")
             return
         if request is None:
-            await self._ends.end(request_id, "attempts", f"failed on {story.failures} workers")
+            await self._ends.end(request_id, "attempts", f"failed on {state.failures} workers")
             return
-        assert story.origin is not None
+        assert state.origin is not None
         rest = RemainingWork(
-            request, attempt, story.origin, story.responses_from, story.deadline_ms,
-            frozenset(story.failed_workers), shown.tokens, shown.chars,
+            request, attempt, state.origin, state.responses_from, state.deadline_ms,
+            frozenset(state.failed_workers), shown.tokens, shown.chars,
         )  # fmt: skip
         if code := finish_reason_of(request, shown.tokens):
             usage = Usage(prompt_tokens=rest.prompt_tokens, completion_tokens=len(rest.emitted))
@@ -150,9 +152,9 @@ class Failover:
         """
         s, worker, epoch = self._context, run.worker, run.epoch
         read_to = await s.end_offset(s.assignments_partition(worker))
-        while (story := self._story_of_open(request_id, run)) is not None:
+        while (state := self._open_request(request_id, run)) is not None:
             beat = s.fleet.heartbeats.get(worker)
-            if s.fleet.is_lost(worker, epoch) or s.broker_clock.now_ms() > story.deadline_ms:
+            if s.fleet.is_lost(worker, epoch) or s.broker_clock.now_ms() > state.deadline_ms:
                 return
             if beat is not None and beat.epoch == epoch:
                 if is_run_listed(s.fleet, request_id, run):
@@ -162,17 +164,17 @@ class Failover:
             with self._waits.begin(request_id):
                 await s.heartbeat_read.wait(timeout_s=1.0)
         await self._ends.catch_up_with_ledger()
-        story = self._story_of_open(request_id, run)
-        if story is not None:
-            state = story.runs[run].state
-            reason: RestartReason = "not_started" if state == "assigned" else "broken"
-            await self.restart(request_id, Restart(story.attempt + 1, reason))
+        state = self._open_request(request_id, run)
+        if state is not None:
+            run_state = state.runs[run].state
+            reason: RestartReason = "not_started" if run_state == "assigned" else "broken"
+            await self.restart(request_id, Restart(state.attempt + 1, reason))
 
-    def _story_of_open(self, request_id: str, run: RunId) -> RequestState | None:
+    def _open_request(self, request_id: str, run: RunId) -> RequestState | None:
         """The state of a request, if this run of it is open."""
-        story = self._context.ledger.request(self._lane, request_id)
-        known = story.runs.get(run) if story is not None else None
-        return story if known is not None and known.state in OPEN else None
+        state = self._context.ledger.request(self._lane, request_id)
+        known = state.runs.get(run) if state is not None else None
+        return state if known is not None and known.state in OPEN else None
 
 
 def finish_reason_of(request: Request, emitted: Sequence[int]) -> EndCode | None:
@@ -191,6 +193,6 @@ def migration_blocker(request: Request, emitted: Transcript) -> str:
     """Why no engine can continue this answer; "" when one can."""
     if (emitted.chars or emitted.passthrough_count) and not emitted.tokens:
         return "its engine gives no token ids to continue from"
-    if emitted.tokens and request.sampling.guided_decoding is not None:
+    if emitted.tokens and not is_resumable(request):
         return "guided decoding cannot be resumed in the middle of an answer"
     return ""

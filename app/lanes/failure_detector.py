@@ -58,7 +58,7 @@ class FailureDetector:
         s = self._context
         await s.fleet_follower.wait_caught_up()
         # The broker's time now: silence while it did not work does not count.
-        began = await s.outbox.publish(KV_EVENTS, s.name, Probe(by=s.name))
+        began = await s.publisher.publish(KV_EVENTS, s.name, Probe(by=s.name))
         self._began_ms = began.timestamp_ms
         while True:
             for events in {s.kv_events_partition(worker) for worker, _ in self._suspects()}:
@@ -70,7 +70,7 @@ class FailureDetector:
     async def renotify(self, worker: str, epoch: int) -> None:
         """A lost epoch still sends heartbeats: put its Lost into its slot once more."""
         try:
-            await self._context.outbox.publish_once(
+            await self._context.publisher.publish_once(
                 ASSIGNMENTS, worker, Lost(worker=worker, epoch=epoch, by=self._context.name)
             )
         except StreamError as e:  # its next heartbeat brings us back here
@@ -90,7 +90,7 @@ class FailureDetector:
     def _suspects(self) -> list[tuple[str, int]]:
         """Workers that are silent too long, or soon will be, as far as this router can tell."""
         settings, now_ms = self._context.settings, self._context.broker_clock.now_ms()
-        early_ms = self._patience_ms() - PROBE_LEAD * settings.request_timeout_ms
+        early_ms = self._silence_limit_ms() - PROBE_LEAD * settings.request_timeout_ms
         # A worker that missed only one heartbeat is not examined yet.
         silence_ms = max(early_ms, 2000 * settings.heartbeat_interval_s)
         return [
@@ -99,7 +99,7 @@ class FailureDetector:
             if self._silent_ms(worker, now_ms) > silence_ms
         ]
 
-    def _patience_ms(self) -> int:
+    def _silence_limit_ms(self) -> int:
         """The silence that is tolerated now.
 
         When more than a third of the workers are silent at once, or the only one, the cause is more
@@ -118,9 +118,12 @@ class FailureDetector:
         What lies before the last slow append of this router does not count, up to one time-out.
         """
         s = self._context
-        works_since_ms = self._works_since_ms.get(s.kv_events_partition(worker), self._began_ms)
+        works_since_ms = self._began_ms
+        if self._works_since_ms:  # seldom, and all workers are looked at twice a heartbeat
+            events = s.kv_events_partition(worker)
+            works_since_ms = self._works_since_ms.get(events, works_since_ms)
         since_ms = max(s.fleet.last_seen_ms(worker), works_since_ms)
-        slow_ms = min(max(s.outbox.slow_until_ms - since_ms, 0), s.worker_timeout_ms)
+        slow_ms = min(max(s.publisher.slow_until_ms - since_ms, 0), s.worker_timeout_ms)
         return at_ms - since_ms - slow_ms
 
     def _stale_cards(self) -> list[tuple[str, int]]:
@@ -142,18 +145,18 @@ class FailureDetector:
         if probe is None:
             return
         await s.fleet_follower.wait_for(events, probe.offset + 1)
-        patience_ms = self._patience_ms()
+        limit_ms = self._silence_limit_ms()
         for worker, member in list(s.fleet.live_members()):
             silent_ms = self._silent_ms(worker, probe.timestamp_ms)
-            if s.kv_events_partition(worker) == events and silent_ms > patience_ms:
+            if s.kv_events_partition(worker) == events and silent_ms > limit_ms:
                 await self._declare(worker, member.epoch, silent_ms)
 
     async def _probe(self, events: Partition) -> Appended | None:
         """Send a probe; None when the partition did not take it as quickly as it should."""
         s = self._context
-        asked_at = s.ctx.clock.now()
+        began_at = s.ctx.clock.now()
         try:
-            probe = await s.outbox.publish_once(
+            probe = await s.publisher.publish_once(
                 KV_EVENTS, s.name, Probe(by=s.name), events.partition
             )
         except AppendFailed as e:
@@ -162,7 +165,7 @@ class FailureDetector:
             )
             self._works_since_ms[events] = s.broker_clock.now_ms()
             return None
-        if s.ctx.clock.now() - asked_at > SLOW_APPEND_S:
+        if s.ctx.clock.now() - began_at > SLOW_APPEND_S:
             self._works_since_ms[events] = probe.timestamp_ms
             return None
         return probe
@@ -172,14 +175,14 @@ class FailureDetector:
         s = self._context
         log.warning("worker %s (epoch %d) is lost: silent for %d ms", worker, epoch, silent_ms)
         lost = Lost(worker=worker, epoch=epoch, by=s.name, silent_ms=silent_ms)
-        await s.outbox.publish(KV_EVENTS, worker, lost)
+        await s.publisher.publish(KV_EVENTS, worker, lost)
         # Its slot is a partition of another topic, which may fail next.
         self._begin(lost, self._notify(lost))
         self._begin((worker, epoch), self._write_tombstone(worker, epoch))
 
     async def _notify(self, lost: Lost) -> None:
-        await self._context.outbox.publish(ASSIGNMENTS, lost.worker, lost)
+        await self._context.publisher.publish(ASSIGNMENTS, lost.worker, lost)
 
     async def _write_tombstone(self, worker: str, epoch: int) -> None:
         key = f"worker/{worker}"
-        await self._context.outbox.publish(REGISTRY, key, Tombstone(key=key, epoch=epoch))
+        await self._context.publisher.publish(REGISTRY, key, Tombstone(key=key, epoch=epoch))

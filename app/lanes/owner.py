@@ -1,10 +1,10 @@
 """The owner of a lane, responsible for every request in it.
 
-A `LaneOwner` lives from the moment a lane is assigned to this router until it is revoked. It takes
-requests in (each is done when its decision or its end is in the ledger), and it meets the
+A `LaneOwner` exists from the assignment of a lane to this router until its revocation. It accepts
+requests (each is done when its decision or its end is in the ledger), and it meets the
 obligations that `app/routing/reconcile.py` finds, for its own requests as for those of the owner
-before it. At most one job per request runs at a time; all jobs die with the ownership, in the
-middle of whatever they do, which is safe because every obligation can be found again in the log.
+before it. At most one job per request runs at a time; all jobs are cancelled with the ownership, at
+any step, which is safe because every obligation can be found again in the log.
 
 The jobs, step by step: `dispatch.py` (dispatch), `failover.py`, `termination.py`.
 """
@@ -23,12 +23,13 @@ from app.lanes.cancellable_waits import CancellableWaits, RequestCancelled
 from app.lanes.context import RouterContext
 from app.lanes.dispatch import Dispatcher, RemainingWork, RequestDeferred, is_request_fault
 from app.lanes.failover import Failover
-from app.lanes.request_timers import RequestTimers
 from app.lanes.scheduler import RequestKey
 from app.lanes.termination import RequestTermination
+from app.request_timers import RequestTimers
 from app.routing.reconcile import Finish, Restart, Verify, next_action, next_action_ms
 from app.routing.state.fleet import LastHeartbeat
 from app.routing.state.ledger import OPEN, LedgerRecord, RequestState, RunId, WorkerEpoch
+from app.settings import Settings
 from streams.codecs import TOKEN_BYTES
 from streams.errors import RecordError, StreamError
 from streams.ports import Partition
@@ -68,6 +69,7 @@ class LaneOwner:
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[str, deque[LogRecord]] = {}
         self._arrived: dict[str, int] = {}  # offsets of the requests being admitted
+        self._batch_arrived: set[str] = set()  # those of them that are batch requests
         self._sizes: dict[str, int] = {}  # bytes of the prompts that jobs have in hand
         self._bytes = 0  # of them all
         self._paused_at = 0.0
@@ -117,7 +119,7 @@ class LaneOwner:
         return any(isinstance(w.record, Cancel) for w in self._waiting.get(request_id, ()))
 
     def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:  # noqa: ARG002  a lane looks at all
-        """A record of this lane's ledger was folded."""
+        """A record of this lane's ledger was applied."""
         if isinstance(fact.record, LedgerRecord):
             self.reconcile(fact.record.id)
 
@@ -127,17 +129,17 @@ class LaneOwner:
             return  # it is looked at when the job is over
         s, action, at_ms = self._context, None, None
         now_ms = s.broker_clock.now_ms()
-        story = s.ledger.request(self._lane, request_id)
-        if story is not None:
-            action = next_action(request_id, story, s.fleet, now_ms, s.timeouts)
+        state = s.ledger.request(self._lane, request_id)
+        if state is not None and state.ended:
+            state = None  # nothing is due any more
+        if state is not None:
+            action = next_action(request_id, state, s.fleet, now_ms, s.timeouts)
+            if action is None and s.batch_scheduler.gives_way(request_id, state):
+                action = Restart(state.attempt + 1, "preempted")
             if action is None:
-                at_ms = next_action_ms(request_id, story, now_ms, s.timeouts)
+                at_ms = next_action_ms(request_id, state, now_ms, s.timeouts)
         self._timers.set(request_id, at_ms)
-        waits, key = s.scheduler.waiting_keys, RequestKey(self._lane, request_id)
-        if story is not None and action is None and _backs_off(story):
-            waits.add(key)
-        else:
-            waits.discard(key)
+        self._set_back_off(request_id, state if action is None else None)
         match action:
             case Restart():
                 self._start(request_id, partial(self._failover.restart, request_id, action))
@@ -148,10 +150,26 @@ class LaneOwner:
             case None:
                 pass
 
+    def _set_back_off(self, request_id: str, state: RequestState | None) -> None:
+        """A request that backs off waits, in the queue of its class."""
+        key = RequestKey(self._lane, request_id)
+        for service_class in ("interactive", "batch"):
+            keys = self._context.scheduler_of(service_class).waiting_keys
+            is_its = state is not None and state.is_batch == (service_class == "batch")
+            if state is not None and is_its and _backs_off(state):
+                keys.add(key)
+            else:
+                keys.discard(key)
+
     @property
     def admitted_requests(self) -> int:
         """How many requests were handed to this lane and are neither assigned nor ended."""
         return len(self._arrived)
+
+    @property
+    def admitted_batch_requests(self) -> int:
+        """How many of them are batch requests."""
+        return len(self._batch_arrived)
 
     def reconcile_all(self) -> None:
         """Look for the obligations of every request that is not over."""
@@ -194,14 +212,14 @@ class LaneOwner:
         run would be the end of its request. A run of the new attempt shows that it does. Runs of
         ids that the ledger does not know are left alone: their Assigned may still come.
         """
-        story = self._context.ledger.request(self._lane, key.id)
-        if not self.serving or story is None or not story.is_known:
+        state = self._context.ledger.request(self._lane, key.id)
+        if not self.serving or state is None or not state.is_known:
             return
         run_id = RunId(key.attempt, key.phase, worker, epoch)
-        run = story.runs.get(run_id)
+        run = state.runs.get(run_id)
         closed = run is not None and run.state not in OPEN
-        fenced = bool(story.runs) or self._failover.fenced.get(key.id) == story.attempt
-        if story.ended or closed or (key.attempt < story.attempt and fenced):
+        fenced = bool(state.runs) or self._failover.fenced.get(key.id) == state.attempt
+        if state.ended or closed or (key.attempt < state.attempt and fenced):
             self._context.ctx.spawn(
                 "cancel run", self._ends.cancel_runs(key.id, [run_id], "superseded")
             )
@@ -214,8 +232,9 @@ class LaneOwner:
             job.cancel()
         self._jobs.clear()
         self._waiting.clear()
-        waits = self._context.scheduler.waiting_keys
-        waits -= {key for key in waits if key.lane == self._lane}
+        for scheduler in (self._context.scheduler, self._context.batch_scheduler):
+            keys = scheduler.waiting_keys
+            keys -= {key for key in keys if key.lane == self._lane}
 
     # --- a lane that takes no appends ------------------------------------------------------------
 
@@ -224,8 +243,10 @@ class LaneOwner:
         writing = len(self._jobs) - len(self._waits.waiting_ids)
         if writing >= share * MAX_APPENDING_JOBS:
             return True
-        held_bytes = self._context.scheduler.queued_bytes_of_lane(self._lane)
-        return self._bytes - held_bytes >= share * MAX_APPENDING_BYTES
+        queued_bytes = self._context.scheduler.queued_bytes_of_lane(
+            self._lane
+        ) + self._context.batch_scheduler.queued_bytes_of_lane(self._lane)
+        return self._bytes - queued_bytes >= share * MAX_APPENDING_BYTES
 
     def _pause(self) -> None:
         self._context.pause(self.claim)
@@ -299,6 +320,7 @@ class LaneOwner:
             log.exception("lane %d: %s cannot be handled and is ended", self._lane, request_id)
             await self._ends.end(request_id, "internal", f"the router failed on it: {_name(e)}")
         if offset is not None:
+            self._batch_arrived.discard(request_id)
             for done in (self._arrived.pop(request_id, offset), offset):
                 self.claim.mark_done(done)
 
@@ -339,12 +361,12 @@ class LaneOwner:
         if self._is_known(request.id):
             return
         self._arrived[request.id] = fact.offset
+        if request.service_class == "batch":
+            self._batch_arrived.add(request.id)
         if objection := _objection(request):
             await self._ends.end(request.id, "invalid", objection)
             return
-        lifetime_s = min(request.deadline_s, s.settings.max_lifetime_s)
-        since_ms = min(fact.timestamp_ms, request.queued_ms or fact.timestamp_ms)
-        deadline_ms = since_ms + int(lifetime_s * 1000)
+        deadline_ms = _deadline_ms(fact, request, s.settings)
         if s.broker_clock.now_ms() > deadline_ms:
             await self._ends.end(request.id, "deadline", "its deadline passed before it was read")
         else:
@@ -355,23 +377,37 @@ class LaneOwner:
     async def _cancel(self, cancel: Cancel) -> None:
         """End a request that its client no longer wants; a Cancel of an unknown id is nothing."""
         await self._ends.catch_up_with_ledger()
-        story = self._context.ledger.request(self._lane, cancel.id)
-        if story is not None and story.is_known:
-            is_wanted = not story.is_finished
+        state = self._context.ledger.request(self._lane, cancel.id)
+        if state is not None and state.is_known:
+            is_wanted = not state.is_finished
         else:
             is_wanted = cancel.id in self._arrived
         if is_wanted:
             await self._ends.end(cancel.id, "cancelled", cancel.reason)
 
     def _is_known(self, request_id: str) -> bool:
-        story = self._context.ledger.request(self._lane, request_id)
-        return story is not None and story.is_known
+        state = self._context.ledger.request(self._lane, request_id)
+        return state is not None and state.is_known
 
 
-def _backs_off(story: RequestState) -> bool:
+def _backs_off(state: RequestState) -> bool:
     """Whether workers refused it, and it is too early to try another one."""
-    states = {run.state for run in story.runs.values()}
-    return "worker_full" in states and not story.ended and not states & OPEN
+    states = {run.state for run in state.runs.values()}
+    return "worker_full" in states and not state.ended and not states & OPEN
+
+
+def _deadline_ms(fact: LogRecord, request: Request, settings: Settings) -> int:
+    """The deadline of a request: its time limit counts from the append of its prompt.
+
+    A batch prompt may wait for days, but not its request: what readers were shown of it must be in
+    the log when it changes hands.
+    """
+    longest_ms = int(settings.max_lifetime_s * 1000)
+    limit_ms = int(request.deadline_s * 1000)
+    since_ms = min(fact.timestamp_ms, request.queued_ms or fact.timestamp_ms)
+    if request.service_class == "batch":
+        return min(since_ms + limit_ms, fact.timestamp_ms + longest_ms)
+    return since_ms + min(limit_ms, longest_ms)
 
 
 def _objection(request: Request) -> str:

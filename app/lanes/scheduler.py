@@ -21,8 +21,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from app.lanes.deferred_prompts import DeferredPrompts, QueueSize
 from app.lanes.model_availability import ModelAvailability
 from app.lanes.worker_capacity import WorkerCapacity
@@ -31,8 +29,10 @@ from app.routing.queueing.fair_share import UNBOUNDED, FairQueue, QueueKey
 from app.routing.queueing.herd_avoidance import HerdAvoidance
 from app.routing.queueing.pending import PendingRequest, PendingRequests, QueueOrder
 from app.routing.selection.decision import (
+    NOTHING_PLANNED,
     Decision,
     Placement,
+    PlannedReservations,
     Reservation,
     RoutingConfig,
     RoutingState,
@@ -42,6 +42,7 @@ from app.routing.selection.eligibility import CandidatePools
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import select_worker
 from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
+from app.routing.state.batch_runs import BatchRuns
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.ledger import LedgerState
@@ -102,9 +103,9 @@ class _Size(NamedTuple):
 class Scheduler:
     """One per router.
 
-    `own`: load of this router's decisions that it has not read back. `worker_timeout_ms`: the
+    `own`, `own_batch`: this router's decisions that it has not read back. `worker_timeout_ms`: the
     silence after which nothing is sent to a worker. `absence_ms`: for how long requests wait while
-    their model has no worker. `turns`: the delays of this router among others.
+    their model has no worker. `herd_avoidance`: the delays of this router among others.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class Scheduler:
         worker_timeout_ms: int,
         bound: int,
         *,
-        turns: HerdAvoidance,
+        own_batch: BatchRuns,
+        herd_avoidance: HerdAvoidance,
         counts_output: bool = True,
         bound_tokens: int = UNBOUNDED,
         bound_bytes: int = UNBOUNDED,
@@ -132,27 +134,32 @@ class Scheduler:
         self._load = load
         self._index = index
         self._own = own
-        self.worker_capacity = WorkerCapacity(fleet, load, own)
+        self.worker_capacity = WorkerCapacity(fleet, load, own, own_batch)
         self._tuning = tuning
         self._pools = CandidatePools(fleet, worker_timeout_ms)
         self._broker_clock = broker_clock
         self._timeout_ms = worker_timeout_ms
         self._bound = bound
-        self._turns = turns
+        self._herd_avoidance = herd_avoidance
         self._bound_tokens = bound_tokens
         self._bound_bytes = bound_bytes
         self._counts_output = counts_output
         self._dispatched = 0
         self.model_availability = ModelAvailability(fleet, broker_clock, absence_ms)
-        self._heard_ms: dict[str, int] = {}
+        self._heartbeat_ms: dict[str, int] = {}
         self._changed = WaitQueue()
-        self._paces = PerformanceModel()
+        self._performance = PerformanceModel()
         self._wanted = 0
         self._classes = classes or FairQueue()
-        self._held = PendingRequests[RequestKey](queue_order, self._classes)
-        self._bells: dict[RequestKey, WaitQueue] = {}
+        self._pending = PendingRequests[RequestKey](queue_order, self._classes)
+        self._wait_queues: dict[RequestKey, WaitQueue] = {}
         """By request that is held for a place."""
         self._looking: dict[RequestKey, _Looking] = {}
+        self._planning = 0
+        """Calls of `schedule` under way."""
+        self._is_idle = asyncio.Event()
+        """Set while there are none."""
+        self._is_idle.set()
         self._sizes: dict[RequestKey, _Size] = {}
         """By waiting request."""
         self._waiting = _Size(0, 0)
@@ -170,7 +177,7 @@ class Scheduler:
     def is_queue_full(self, wanted: LaneRequest) -> bool:
         """Whether the queue, or that of the request's class, is full."""
         bound = QueueSize(self._bound, self._bound_tokens, self._bound_bytes)
-        return not self._held_size().has_room_below(bound) or self._is_class_crowded(
+        return not self._pending_size().has_room_below(bound) or self._is_class_crowded(
             wanted.queue_key
         )
 
@@ -183,19 +190,21 @@ class Scheduler:
 
     def remaining_capacity(self, admitted: int) -> QueueSize:
         """The free part of the queue for prompts, with `admitted` requests not yet assigned."""
-        held = self._held_size().plus(self.deferred.size)
+        pending_size = self._pending_size().plus(self.deferred.size)
         bound = self._bound_of_prompts
         return QueueSize(
-            max(0, bound.requests - max(held.requests, admitted)),
-            max(0, bound.tokens - held.tokens),
-            max(0, bound.bytes - held.bytes),
+            max(0, bound.requests - max(pending_size.requests, admitted)),
+            max(0, bound.tokens - pending_size.tokens),
+            max(0, bound.bytes - pending_size.bytes),
         )
 
     def _has_room_for(self, queue: QueueKey) -> bool:
-        held = self._held_size()
-        return held.has_room_below(self._bound_of_prompts) and not self._is_class_crowded(queue)
+        pending_size = self._pending_size()
+        return pending_size.has_room_below(self._bound_of_prompts) and not self._is_class_crowded(
+            queue
+        )
 
-    def _held_size(self) -> QueueSize:
+    def _pending_size(self) -> QueueSize:
         """Of those that wait and those that have a reservation."""
         tokens, size = self._waiting
         return QueueSize(len(self.waiting_keys), tokens, size).plus(self.deferred.granted)
@@ -224,12 +233,17 @@ class Scheduler:
         """
         loop = asyncio.get_running_loop()
         if not self._looking:
-            loop.call_soon(self._begin_turns)
+            loop.call_soon(self._start_pass)
         turn: asyncio.Future[Wait | None] = loop.create_future()
         self._looking[wanted.key] = _Looking(wanted, turn)
+        self._planning += 1
+        self._is_idle.clear()
         try:
             hold = await turn
         finally:
+            self._planning -= 1
+            if not self._planning:
+                self._is_idle.set()
             self._looking.pop(wanted.key, None)
         if hold is not None:
             return hold
@@ -237,17 +251,27 @@ class Scheduler:
         # taken the place that was planned for this one.
         planned = self._plan(wanted)
         if isinstance(planned, Placement):
-            first = self._held.next_for(planned.worker_rank)
-            self._classes.charge(wanted.cost)
-            self._intend(wanted, None)
-            if (now_first := self._held.next_for(planned.worker_rank)) not in (first, None):
-                self._ring([now_first])  # another class is first now
-            self._wake_one(planned.worker_rank.worker)
+            self._take(wanted, planned.worker_rank)
         else:
             self._intend(wanted, planned.reservation if isinstance(planned, Wait) else None)
         return planned
 
-    def _begin_turns(self) -> None:
+    async def wait_planned(self) -> None:
+        """Wait until the requests of this turn of the event loop were planned, such as those of the
+        same poll."""
+        await asyncio.sleep(0)
+        await self._is_idle.wait()
+
+    def _take(self, wanted: LaneRequest, place: WorkerRank) -> None:
+        """A request goes to a place: charge its class, and wake those whose turn comes."""
+        first = self._pending.next_for(place) if self._wait_queues else None
+        self._classes.charge(wanted.cost)
+        self._intend(wanted, None)
+        if self._wait_queues and (now_first := self._pending.next_for(place)) not in (first, None):
+            self._wake([now_first])  # another class is first now
+        self._wake_one(place.worker)
+
+    def _start_pass(self) -> None:
         """Plan all requests of this turn as a batch; resolve their futures in dispatch order."""
         looking, self._looking = self._looking, {}
         try:
@@ -255,7 +279,7 @@ class Scheduler:
             for key in (*ordered.order, *ordered.waiting):
                 if not looking[key].turn.done():
                     looking[key].turn.set_result(ordered.waiting.get(key))
-            self._ring(ordered.to_wake)
+            self._wake(ordered.to_wake)
         finally:  # where that failed, each is planned alone: nothing else would wake them
             for each in looking.values():
                 if not each.turn.done():
@@ -265,17 +289,17 @@ class Scheduler:
         if self._tuning.holds_requests:
             now_ms = self._broker_clock.now_ms()
             by = BatchContext(
-                self._view(now_ms), self._tuning, self.worker_capacity.full_workers(now_ms)
+                self.routing_state(now_ms), self._tuning, self.worker_capacity.full_workers(now_ms)
             )
             try:
-                return plan_batch(wanted, self._held, by, self._plan)
+                return plan_batch(wanted, self._pending, by, self._plan)
             except Exception:
                 # One request cannot be planned; that error is raised again when it goes, alone.
                 log.exception(
                     "batch planning failed for %d queued requests; planning them individually",
                     len(wanted),
                 )
-        return plan_batch(wanted, self._held, None, self._plan)
+        return plan_batch(wanted, self._pending, None, self._plan)
 
     def dry_run(self, wanted: LaneRequest) -> Decision:
         """The decision for a request now, without a reservation or any other effect."""
@@ -285,16 +309,16 @@ class Scheduler:
     def _plan(self, wanted: LaneRequest, tuning: RoutingConfig | None = None) -> Decision:
         tuning = tuning or self._tuning
         now_ms = self._broker_clock.now_ms()
-        view = self._view(now_ms)
+        others = NOTHING_PLANNED
         if tuning.holds_requests:
-            view = replace(view, reservations=self._held.reservations_of_others(wanted.key))
+            others = self._pending.reservations_of_others(wanted.key)
         session = wanted.prompt.request.hints.session_control
         bound: WorkerRank | None = None
         if session is not None and session.action != "open":
             bound = self._load.sessions.preferred_rank(session.session_id, "aggregated", now_ms)
         return select_worker(
             wanted.prompt,
-            view,
+            self.routing_state(now_ms, others),
             tuning,
             seed=wanted.seed,
             dispatched_count=self._dispatched,
@@ -305,13 +329,23 @@ class Scheduler:
             session_rank=bound,
         )
 
-    def _view(self, now_ms: int) -> RoutingState:
-        paces = self._paces
+    def reserved_ranks(self) -> set[WorkerRank]:
+        """The places that requests are held for."""
+        return self._pending.reserved_ranks()
+
+    def routing_state(
+        self, now_ms: int, others: PlannedReservations = NOTHING_PLANNED
+    ) -> RoutingState:
+        """The state for a decision, with the reservations of `others`."""
+        performance = self._performance
         return RoutingState(
             self._fleet, self._pools, self._index, self._load.active_load, self._own, now_ms,
-            paces.mean_output_tokens, paces.slowdown,
-            count_output_tokens=self._counts_output, expected_followups=paces.expected_followups,
-            stagger_ms=self._turns.stagger_ms(self._fleet.members, self._fleet.version, now_ms),
+            performance.mean_output_tokens, performance.slowdown, others,
+            count_output_tokens=self._counts_output,
+            expected_followups=performance.expected_followups,
+            stagger_ms=self._herd_avoidance.stagger_ms(
+                self._fleet.members, self._fleet.version, now_ms
+            ),
         )  # fmt: skip
 
     def on_dispatched(self) -> None:
@@ -347,17 +381,21 @@ class Scheduler:
     @property
     def worker_loads(self) -> Mapping[str, WorkerLoad]:
         """Load by worker according to the ledger, as far as it was read."""
-        return dict.fromkeys(self._fleet.members, NO_LOAD) | self._load.active_load.by_worker()
+        loads = dict.fromkeys(self._fleet.members, NO_LOAD) | self._load.active_load.by_worker()
+        for rank in self._load.batch_runs.ranks():
+            before = loads.get(rank.worker, NO_LOAD)
+            loads[rank.worker] = before.add(self._load.batch_runs.load(rank))
+        return loads
 
     @property
     def unconfirmed_assignments(self) -> int:
         """Decisions of this router that it has not read back."""
-        return sum(burden.runs for burden in self._own.by_worker().values())
+        return sum(load.runs for load in self._own.by_worker().values())
 
     @property
     def slowdown_by_worker(self) -> Mapping[str, float]:
         """By worker, the measured factor on its curve."""
-        return self._paces.slowdown
+        return self._performance.slowdown
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -368,14 +406,14 @@ class Scheduler:
         if hold.reservation is None:
             await self._changed.wait(look_s, wanted.queue_key, wanted.priority)
             return
-        ends_ms, left_s = self._held.next_retry_ms(key, hold), look_s
+        ends_ms, left_s = self._pending.next_retry_ms(key, hold), look_s
         if ends_ms is not None:
             left_s = (ends_ms - self._broker_clock.now_ms()) / 1000
-        bell = self._bells[key] = WaitQueue()
+        wait_queue = self._wait_queues[key] = WaitQueue()
         try:
-            await bell.wait(min(left_s, look_s))
+            await wait_queue.wait(min(left_s, look_s))
         finally:
-            del self._bells[key]
+            del self._wait_queues[key]
 
     def start_waiting(self, wanted: LaneRequest) -> None:
         """Add a request that found no place at once to the queue."""
@@ -407,28 +445,37 @@ class Scheduler:
             self._classes.remove_waiting(wanted.queue_key, size.uncached_tokens)
 
     def _intend(self, wanted: LaneRequest, planned: Reservation | None) -> None:
-        self._ring(self._held.reserve(wanted, planned))
+        if planned is None and not self._wait_queues:
+            self._pending.remove(wanted.key)  # as below, where nobody waits to be woken
+        else:
+            self._wake(self._pending.reserve(wanted, planned))
 
-    def _ring(self, keys: Iterable[RequestKey]) -> None:
+    def _wake(self, keys: Iterable[RequestKey]) -> None:
         """Wake these requests in this order, as far as they wait."""
         for key in keys:
-            if (bell := self._bells.get(key)) is not None:
-                bell.notify_all()
+            if (wait_queue := self._wait_queues.get(key)) is not None:
+                wait_queue.notify_all()
 
     def on_fleet_changed(self) -> None:
         """Wake all requests, since other workers may be eligible now."""
         self.worker_capacity.on_fleet_changed()
-        for worker in self._heard_ms.keys() - self._fleet.members.keys():
-            del self._heard_ms[worker]
+        for worker in self._heartbeat_ms.keys() - self._fleet.members.keys():
+            del self._heartbeat_ms[worker]
         self.model_availability.on_fleet_changed()
-        self._ring_all()
+        self._wake_all()
 
-    def _ring_all(self) -> None:
+    def _wake_for(self, worker: str) -> None:
+        """Wake the requests that a change of this worker concerns."""
+        self._wake_one(worker)
+        if self._wait_queues:
+            self._wake(self._pending.to_wake(worker))
+
+    def _wake_all(self) -> None:
         self._changed.notify_all()
-        self._ring(self._held.in_dispatch_order())
+        self._wake(self._pending.in_dispatch_order())
 
     def _wake_one(self, worker: str) -> None:
-        member = self._fleet.members.get(worker)
+        member = self._fleet.members.get(worker) if self._changed.has_waiting else None
         if member is not None:
             queues = self._classes.waiting_queues(member.card.model, "")
             self._changed.notify_one(queues, self._by_class)
@@ -439,9 +486,9 @@ class Scheduler:
     # --- what the log says -----------------------------------------------------------------------
 
     def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
-        """A record of the ledger was folded; old records only train the performance model."""
-        self._paces.on_record(fact)
-        self._turns.on_record(fact)
+        """A record of the ledger was applied; old records only train the performance model."""
+        self._performance.on_record(fact)
+        self._herd_avoidance.on_record(fact)
         if is_replay:
             return
         self.worker_capacity.on_record(fact)
@@ -449,19 +496,17 @@ class Scheduler:
             case Finished(code="worker_full"):
                 pass  # it freed no place
             case Finished(worker=worker):
-                self._wake_one(worker)
-                self._ring(self._held.to_wake(worker))
+                self._wake_for(worker)
             case PrefillDone(worker=worker):
-                self._wake_one(worker)  # it may have been too busy until now
-                self._ring(self._held.to_wake(worker))
+                self._wake_for(worker)  # it may have been too busy until now
 
     def on_fleet_record(self, fact: LogRecord) -> None:
-        """A record of the registry or of kv-events was folded."""
+        """A record of the registry or of kv-events was applied."""
         match fact.record:
             case Heartbeat(worker=worker):
-                before_ms = self._heard_ms.get(worker, 0)
-                self._heard_ms[worker] = fact.timestamp_ms
+                before_ms = self._heartbeat_ms.get(worker, 0)
+                self._heartbeat_ms[worker] = fact.timestamp_ms
                 if fact.timestamp_ms - before_ms > self._timeout_ms:
-                    self._ring_all()  # nothing was sent there while it was silent
+                    self._wake_all()  # nothing was sent there while it was silent
             case WorkerCard(model=model) | ModelCard(name=model):
                 self.model_availability.on_card(model)

@@ -1,10 +1,10 @@
 """Shared scans of the log: the tokens that readers have of a request, and the request itself.
 
-Needed when a request is moved to another worker. Many are moved at once when a worker dies, so all
-queued queries about a partition are answered by one scan of it. Queries that arrive during a scan
-wait for its end; other partitions are read at the same time, so that one that cannot be read delays
-only its own queries. Nothing is kept between scans, and cancelled queries are dropped; time-outs
-are the caller's.
+Needed when a request is moved to another worker. Many are moved at once when a worker is lost, so
+all queued queries about a partition are answered by one scan of it. Queries that arrive during a
+scan wait for its end; other partitions are read at the same time, so that one that cannot be read
+delays only its own queries. Nothing is kept between scans, and cancelled queries are dropped;
+time-outs are the caller's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SharedScanner:
         self._reader = log.reader()
         self._scans: dict[Partition, _Scan] = {}
         self._queued: dict[Partition, list[_Query]] = defaultdict(list)
-        self._asked = asyncio.Event()
+        self._has_queries = asyncio.Event()
 
     async def visible_before(
         self, lane: int, request_id: str, attempt: int, start: int, stop: int
@@ -69,7 +69,7 @@ class SharedScanner:
         source = Partition(RESPONSES, lane)
         if not 0 <= start <= stop:  # of an Assigned that no router wrote
             raise PositionLost(*source, start, stop)
-        await self._ask(source, start, stop, feed, request_id.encode())
+        await self._query(source, start, stop, feed, request_id.encode())
         return transcript
 
     async def fetch_request(self, origin: RequestOffset) -> Request:
@@ -80,7 +80,7 @@ class SharedScanner:
         found: list[Record] = []
         source = Partition(origin.topic, origin.partition)
         await self._check_origin(source, origin.offset)
-        await self._ask(source, origin.offset, origin.offset + 1, found.append)
+        await self._query(source, origin.offset, origin.offset + 1, found.append)
         if not found:
             raise PositionLost(*source, origin.offset, origin.offset + 1)
         request = codecs.decode(found[0])
@@ -108,17 +108,17 @@ class SharedScanner:
         """Answer queries until cancelled. Raises the errors of the reader."""
         try:
             while True:
-                self._asked.clear()
+                self._has_queries.clear()
                 if self._start_scans():
                     self._reader.assign({source: p.position for source, p in self._scans.items()})
                 if self._scans:
                     await self._advance()
                 else:
-                    await self._asked.wait()
+                    await self._has_queries.wait()
         finally:
             await self._reader.close()
 
-    async def _ask(
+    async def _query(
         self,
         source: Partition,
         start: int,
@@ -128,7 +128,7 @@ class SharedScanner:
     ) -> None:
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queued[source].append(_Query(start, stop, feed, answer, key))
-        self._asked.set()
+        self._has_queries.set()
         await answer  # cancelling it answers it, too: `_start_scans` drops the question
 
     def _start_scans(self) -> bool:

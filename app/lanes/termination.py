@@ -53,7 +53,7 @@ class RequestTermination:
             id=request_id, code=code, message=message, retry_after_s=retry_after_s, usage=usage,
             placed=placed,
         )  # fmt: skip
-        await self._context.outbox.publish(RESPONSES, request_id, end, self._lane)
+        await self._context.publisher.publish(RESPONSES, request_id, end, self._lane)
         await self.cancel_runs(request_id, runs, code)
         await self.write_terminal(request_id, code)
         self._context.metrics.on_ended(code)
@@ -61,7 +61,7 @@ class RequestTermination:
     async def write_terminal(self, request_id: str, code: EndCode | Literal["seen"]) -> None:
         """Discharge a request; `seen`: its readers have seen its end already."""
         s = self._context
-        ended = await s.outbox.publish(
+        ended = await s.publisher.publish(
             LEDGER, request_id, Ended(id=request_id, code=code), self._lane
         )
         await s.wait_for_ledger(self._ledger, ended.offset + 1)
@@ -74,7 +74,7 @@ class RequestTermination:
                 phase=run.phase, reason=reason,
             )  # fmt: skip
             try:
-                await self._context.outbox.publish_once(ASSIGNMENTS, run.worker, cancel)
+                await self._context.publisher.publish_once(ASSIGNMENTS, run.worker, cancel)
             except AppendFailed as e:
                 log.warning("lane %d: CancelRun of %s failed: %s", self._lane, request_id, e)
 
@@ -85,7 +85,7 @@ class RequestTermination:
 
     def active_runs(self, request_id: str) -> list[RunId]:
         """The open runs of a request whose workers may still be working."""
-        story = self._context.ledger.request(self._lane, request_id)
+        state = self._context.ledger.request(self._lane, request_id)
         is_lost = self._context.fleet.is_lost
-        runs = story.open_runs() if story is not None else []
+        runs = state.open_runs() if state is not None else []
         return [run for run in runs if not is_lost(run.worker, run.epoch)]

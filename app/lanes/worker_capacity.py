@@ -5,6 +5,9 @@ router reads. The runs it had when it refused are then its limit; no more are se
 one probe request a second, within the limit of its card, since it may have refused because of runs
 that no ledger knew.
 
+Interactive runs and batch runs fill a worker together. For an interactive request only the former
+count, since the latter give way to it (`batch_scheduler.py`).
+
 Only workers that were full once are remembered, so that the check costs nothing in a fleet with
 free capacity.
 """
@@ -15,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 from app.routing.state.active_load import ActiveLoad
+from app.routing.state.batch_runs import BatchRuns
 from app.routing.state.fleet import Fleet
 from app.routing.state.ledger import LedgerState
 from streams.records import Assigned, Finished, LogRecord, Started
@@ -32,16 +36,27 @@ class _Limit:
 
 
 class WorkerCapacity:
-    """One per router. `own`: load of its decisions that it has not read back."""
+    """One per router. `own`, `own_batch`: its decisions that it has not read back."""
 
-    def __init__(self, fleet: Fleet, load: LedgerState, own: ActiveLoad) -> None:
+    def __init__(
+        self, fleet: Fleet, load: LedgerState, own: ActiveLoad, own_batch: BatchRuns
+    ) -> None:
         self._fleet = fleet
         self._load = load
         self._own = own
+        self._own_batch = own_batch
         self._limits: dict[tuple[str, int], _Limit] = {}
 
     def full_workers(self, now_ms: int) -> list[tuple[str, int]]:
-        """The full workers, with their epochs."""
+        """The workers, with their epochs, that are full for an interactive request."""
+        return [
+            key
+            for key, limit in self._limits.items()
+            if self._interactive_runs(*key) >= self._bound(key, limit, now_ms)
+        ]
+
+    def full_for_batch(self, now_ms: int) -> list[tuple[str, int]]:
+        """The workers, with their epochs, that are full for a batch request."""
         return [
             key
             for key, limit in self._limits.items()
@@ -51,20 +66,20 @@ class WorkerCapacity:
     def on_assigned(self, worker: str, epoch: int) -> None:
         """A worker got one more run, by this router's decisions or by the ledger."""
         most = self._most_runs(worker, epoch)
-        if self._open_runs(worker, epoch) >= most:
+        if most < math.inf and self._open_runs(worker, epoch) >= most:
             self._limits.setdefault((worker, epoch), _Limit(int(most)))
 
     def on_record(self, fact: LogRecord) -> None:
-        """A new record of the ledger was folded."""
+        """A new record of the ledger was applied."""
         match fact.record:
             case Assigned(worker=worker, epoch=epoch):
                 self.on_assigned(worker, epoch)
             case Started(worker=worker, epoch=epoch):
                 limit = self._limits.get((worker, epoch))
                 if limit is not None:
-                    limit.runs = max(limit.runs, self._load.active_load.total(worker, epoch).runs)
+                    limit.runs = max(limit.runs, self._known_runs(worker, epoch))
             case Finished(worker=worker, epoch=epoch, code="worker_full"):
-                runs = self._load.active_load.total(worker, epoch).runs
+                runs = self._known_runs(worker, epoch)
                 if (before := self._limits.get((worker, epoch))) is not None:
                     runs = min(runs, before.runs)
                 self._limits[worker, epoch] = _Limit(runs, fact.timestamp_ms)
@@ -78,10 +93,18 @@ class WorkerCapacity:
         one_more = now_ms - limit.refused_ms >= PROBE_INTERVAL_MS
         return min(limit.runs + one_more, self._most_runs(*key))
 
+    def _interactive_runs(self, worker: str, epoch: int) -> int:
+        known, own = self._load.active_load, self._own
+        return known.total(worker, epoch).runs + own.total(worker, epoch).runs
+
+    def _known_runs(self, worker: str, epoch: int) -> int:
+        """Of both classes, by the ledger."""
+        interactive = self._load.active_load.total(worker, epoch).runs
+        return interactive + self._load.batch_runs.on_worker(worker, epoch)
+
     def _open_runs(self, worker: str, epoch: int) -> int:
-        return (
-            self._load.active_load.total(worker, epoch).runs + self._own.total(worker, epoch).runs
-        )
+        own = self._own.total(worker, epoch).runs + self._own_batch.on_worker(worker, epoch)
+        return self._known_runs(worker, epoch) + own
 
     def _most_runs(self, worker: str, epoch: int) -> float:
         """The limit on its card, if there is one."""

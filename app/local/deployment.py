@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 20.0
 READY_POLL_S = 0.05
 NO_VARIABLES: Mapping[str, str] = {}
 NO_OWN_VARIABLES: Mapping[str, Mapping[str, str]] = {}
-SINGLE_KINDS = ("router", "indexer", "preprocessor", "gateway")
+SINGLE_KINDS = ("router", "indexer", "preprocessor", "collector", "gateway")
 
 
 class DemoFailed(OperatorError):
@@ -213,9 +213,9 @@ class InProcessDeployment:
 
     async def kill(self, name: str) -> None:
         """Cut its connection at once, and cancel its tasks."""
-        log, life, _ = self._running.pop(name)
+        log, ctx, _ = self._running.pop(name)
         log.kill()
-        await life.cancel_tasks()
+        await ctx.cancel_tasks()
 
     async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
         parts = [part for part in self._parts if part.kind in kinds]
@@ -225,9 +225,9 @@ class InProcessDeployment:
             await self._launch(part, changes)
 
     def check(self) -> None:
-        for name, (_, life, _) in self._running.items():
-            if life.error is not None:
-                raise DemoFailed(f"{name} failed: {life.error!r}")
+        for name, (_, ctx, _) in self._running.items():
+            if ctx.error is not None:
+                raise DemoFailed(f"{name} failed: {ctx.error!r}")
 
     async def stop(self) -> None:
         """Stop the processes in reverse order; workers drain last."""
@@ -238,22 +238,22 @@ class InProcessDeployment:
     async def _launch(self, part: DeploymentPart, changes: Mapping[str, Any]) -> None:
         name = part.name
         log = MemoryLog(self._broker, name)
-        life = ProcessContext(name, self._broker.clock, random.Random(self._rng.random()))
+        ctx = ProcessContext(name, self._broker.clock, random.Random(self._rng.random()))
         settings = self._settings.model_copy(
             update={"worker_id": name, "router_id": name, **changes}
         )
-        process = self._builds[part.kind](log, settings, life)
-        self._running[name] = log, life, process
+        process = self._builds[part.kind](log, settings, ctx)
+        self._running[name] = log, ctx, process
         await log.start()
         await process.start()
 
 
-async def _ended(log: MemoryLog, life: ProcessContext, process: ProcessLifecycle) -> None:
+async def _ended(log: MemoryLog, ctx: ProcessContext, process: ProcessLifecycle) -> None:
     try:
-        if life.error is None:
+        if ctx.error is None:
             await process.stop()
     finally:
-        await life.cancel_tasks()
+        await ctx.cancel_tasks()
         await log.close()
 
 

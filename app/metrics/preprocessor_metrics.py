@@ -1,23 +1,34 @@
-"""Metrics of a preprocessor: the prompts that it read, by outcome, and how long they had waited."""
+"""Metrics of a preprocessor: prompts by outcome, how long they had waited, and those that wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 
-from app.metrics.metric_set import TOKEN_BUCKETS, MetricSet
+from prometheus_client.metrics_core import Metric
+
+from app.metrics.metric_set import TOKEN_BUCKETS, MetricSet, gauges
+from app.prompts.backlog import Backlog, BacklogSize
 from streams.records import Cancel, Refused
 from streams.request import Request
 
-PROMPT_OUTCOMES = ("request", "cancel", "refused", "dead_letter")
+PROMPT_OUTCOMES = ("request", "cancel", "refused", "dead_letter", "moved_to_batch")
 
 
 class PreprocessorMetrics(MetricSet):
     def __init__(
-        self, models: Callable[[], int], is_paused: Callable[[], bool], credit: Callable[[], float]
+        self,
+        models: Callable[[], int],
+        is_paused: Callable[[], bool],
+        credit: Callable[[], float],
+        backlogs: Callable[[], Sequence[Backlog]],
     ) -> None:
         """`models`: how many models prompts can name. `is_paused`: whether prompts are left in the
-        log. `credit`: how many requests routers have room for."""
+        log. `credit`: how many requests routers have room for. `backlogs`: of each topic."""
         super().__init__()
+        self._backlogs = backlogs
+        self._sizes: list[tuple[str, BacklogSize]] = []
+        self.read(self._backlog_families)
         self._prompts = self.counter(
             "kvlane_preprocessor_prompts", "Records of prompts, by outcome", "outcome"
         )
@@ -48,6 +59,38 @@ class PreprocessorMetrics(MetricSet):
         for outcome in PROMPT_OUTCOMES:
             self._prompts.labels(outcome)
 
+    async def page(self) -> bytes:
+        """All metrics; the backlogs are measured first, and left out while no broker answers."""
+        backlogs = self._backlogs()
+        sizes = await asyncio.gather(*(backlog.measure() for backlog in backlogs))
+        self._sizes = [
+            (backlog.topic, size)
+            for backlog, size in zip(backlogs, sizes, strict=True)
+            if size is not None
+        ]
+        return await super().page()
+
+    def _backlog_families(self) -> Iterable[Metric]:
+        sizes = self._sizes
+        yield gauges(
+            "kvlane_backlog_records",
+            "Prompts in the log that are not requests yet, of the partitions of this preprocessor",
+            "topic",
+            (((topic,), size.records) for topic, size in sizes),
+        )
+        yield gauges(
+            "kvlane_backlog_tokens",
+            "Prompt tokens of those that were read and wait for room in routers",
+            "topic",
+            (((topic,), size.tokens) for topic, size in sizes),
+        )
+        yield gauges(
+            "kvlane_backlog_oldest_age_seconds",
+            "Time since the append of the oldest of these prompts, at most",
+            "topic",
+            (((topic,), size.oldest_s) for topic, size in sizes),
+        )
+
     def observe_read(self, age_s: float) -> None:
         """A record of `prompts` was read; `age_s`: since its append."""
         self._age.observe(max(0.0, age_s))
@@ -65,3 +108,7 @@ class PreprocessorMetrics(MetricSet):
                 self._refused.labels(record.code).inc()
             case None:
                 self._prompts.labels("dead_letter").inc()
+
+    def count_moved(self) -> None:
+        """A batch prompt was moved from `prompts` to `batch`."""
+        self._prompts.labels("moved_to_batch").inc()

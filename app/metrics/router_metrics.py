@@ -22,7 +22,15 @@ from app.routing.state.kv_index import KvIndexView
 from streams.records import EndCode
 from streams.views.follower import Follower
 
-POLICIES = ("predictive", *policies.POLICIES)
+POLICIES = ("predictive", "batch", *policies.POLICIES)
+
+
+class BatchGauges(Protocol):
+    """State of a router that is read for each scrape: of its `BatchScheduler`."""
+
+    @property
+    def queued_requests(self) -> int:
+        """How many batch requests."""
 
 
 class RouterGauges(Protocol):
@@ -67,6 +75,9 @@ class RouterMetrics(MetricSet):
         self._outcomes = self.counter(
             "kvlane_router_terminated_requests", "Requests that this router ended, by code", "code"
         )
+        self._preempted = self.counter(
+            "kvlane_router_preempted_runs", "Batch runs that gave way to interactive requests"
+        )
         self._dry_runs = self.counter(
             "kvlane_router_dry_runs", "Dry runs: requests for a decision without its execution"
         )
@@ -89,11 +100,15 @@ class RouterMetrics(MetricSet):
             self._outcomes.labels(code)
 
     def watch(
-        self, queue: RouterGauges, followers: Mapping[str, Follower], index: KvIndexView
+        self,
+        queue: RouterGauges,
+        batch: BatchGauges,
+        followers: Mapping[str, Follower],
+        index: KvIndexView,
     ) -> None:
         """Add the metrics of these objects."""
         self._views = ViewCollector(index, followers)
-        self.read(partial(_queue_families, queue))
+        self.read(partial(_queue_families, queue, batch))
         self.registry.register(self._views)
 
     async def page(self) -> bytes:
@@ -116,6 +131,10 @@ class RouterMetrics(MetricSet):
             self._queue_s.observe(waited_s)
             self._observe(prompt, choice)
 
+    def on_preempted(self) -> None:
+        """A batch run gives way."""
+        self._preempted.inc()
+
     def on_ended(self, code: EndCode) -> None:
         """The router ended a request."""
         self._outcomes.labels(code).inc()
@@ -127,10 +146,12 @@ class RouterMetrics(MetricSet):
             self._hit_ratio.observe(rate)
 
 
-def _queue_families(queue: RouterGauges) -> Iterator[Metric]:
+def _queue_families(queue: RouterGauges, batch: BatchGauges) -> Iterator[Metric]:
     """The queue, and the load of workers."""
     for name, meaning, value in (
         ("queued_requests", "Requests queued in this router", queue.queued_requests),
+        ("queued_batch_requests", "Batch requests queued in this router, besides those",
+         batch.queued_requests),
         ("deferred_requests", "Prompts from Kafka that stay in the log until the queue has room",
          queue.deferred_requests),
         ("queued_tokens", "Prompt tokens of queued requests that no cache had on arrival",

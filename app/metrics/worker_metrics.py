@@ -6,14 +6,16 @@ worker accepts a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Protocol, get_args
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from app.metrics.metric_set import MetricSet
+from app.metrics.metric_set import MetricSet, counters
 from app.serving.run_executor import Run
+from indexer.cache_events.event_normalizer import NormalizerCounters
 from streams.records import EngineStats, RunCode
 
 
@@ -30,6 +32,9 @@ class WorkerState(Protocol):
 
     def engine_stats(self) -> EngineStats | None:
         """State of the engine, if the engine gives it."""
+
+    def cache_event_counters(self) -> Sequence[NormalizerCounters]:
+        """Counters of the engine's cache events, one for each data-parallel rank."""
 
 
 class WorkerMetrics(MetricSet):
@@ -95,3 +100,13 @@ def _state_families(worker: WorkerState) -> Iterator[Metric]:
     ):  # fmt: skip
         yield GaugeMetricFamily(f"kvlane_worker_{name}", meaning, value)
     yield CounterMetricFamily("kvlane_worker_engine_steps", "Steps of the engine", engine.steps)
+    ranks = [asdict(each) for each in worker.cache_event_counters()]
+    yield counters(
+        "kvlane_worker_skipped_kv_events",
+        "Cache events of the engine that are not in the log unchanged, by reason",
+        "reason",
+        (
+            ([field.name], sum(rank[field.name] for rank in ranks))
+            for field in fields(NormalizerCounters)
+        ),
+    )

@@ -8,7 +8,8 @@ against its model and may wait for the tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,13 +31,19 @@ from app.preprocess.request_reader import prepare, read_request
 from app.preprocess.requests import openai_requests, passthrough
 from app.preprocess.requests.openai_requests import OpenAIRequest
 from app.preprocess.requests.passthrough import PassthroughRequest
+from app.preprocess.result_rules import Headers, ResultRules
 from streams import ports
 from streams.prompt import Prompt
+from streams.record_base import ServiceClass
 from streams.records import MAX_ID_CHARS, Cancel, EndCode, Refused
-from streams.request import Request
+from streams.request import Request, ResultOptions
+
+_OF_RESULTS = ("kind", "result", "metadata", "batch_id", "custom_id")
+"""The fields of a prompt that are about its result."""
 
 FindModel = Callable[[str], Awaitable[Model]]
 """The model of a name; raises InvalidPrompt, BadModel, TimeoutError."""
+NO_REPLIES = ResultRules()
 IsPassthrough = Callable[[object], bool]
 """Whether bodies are forwarded unchanged to the model of a name."""
 
@@ -54,6 +61,7 @@ class PromptRecord(NamedTuple):
     prompt: Prompt
     request: OpenAIRequest | PassthroughRequest
     received_ms: int
+    result: ResultOptions | None = None
 
 
 def read_prompt(
@@ -61,16 +69,24 @@ def read_prompt(
     value: bytes | None,
     received_ms: int,
     passes_on: IsPassthrough = lambda _: False,
+    headers: Headers = (),
+    rules: ResultRules = NO_REPLIES,
 ) -> PromptRecord | Cancel | Refused | UnreadablePrompt:
     """Parse a record of `prompts` in one step. Never raises."""
-    return run_now(prompt_steps(key, value, received_ms, passes_on))
+    return run_now(prompt_steps(key, value, received_ms, passes_on, headers, rules))
 
 
 def prompt_steps(
-    key: bytes | None, value: bytes | None, received_ms: int, passes_on: IsPassthrough
+    key: bytes | None,
+    value: bytes | None,
+    received_ms: int,
+    passes_on: IsPassthrough,
+    headers: Headers,
+    rules: ResultRules,
 ) -> Steps[PromptRecord | Cancel | Refused | UnreadablePrompt]:
     """Parse a record of `prompts`, in steps that are short enough for the event loop."""
     wanted_id = None
+    fields: Mapping[str, Any] = {}
     try:
         found = yield from _fields(value or b"")
         if isinstance(found, str):
@@ -81,17 +97,18 @@ def prompt_steps(
         prompt = Prompt.model_validate(fields)
         if prompt.kind == "cancel":
             return Cancel(id=prompt.id, reason="the client cancelled it")
+        result = rules.options(prompt, headers)
         as_is = passes_on(prompt.body.get("model"))
         if values:
             yield
-        asked = _asked(prompt.kind, prompt.body, values, as_is=as_is)
+        request = _read_body(prompt.kind, prompt.body, values, as_is=as_is)
         if values:
             yield
     except ValidationError as e:
-        return _refused(key, wanted_id, invalid_prompt(e))
+        return _refused(key, wanted_id, invalid_prompt(e), _options_of_invalid(fields, rules))
     except InvalidPrompt as e:
-        return _refused(key, wanted_id, e)
-    return PromptRecord(prompt, asked, received_ms)
+        return _refused(key, wanted_id, e, _options_of_invalid(fields, rules))
+    return PromptRecord(prompt, request, received_ms, result)
 
 
 def _fields(value: bytes) -> Steps[tuple[dict[str, Any], int] | str]:
@@ -108,7 +125,7 @@ def _fields(value: bytes) -> Steps[tuple[dict[str, Any], int] | str]:
     return (fields, values) if isinstance(fields, dict) else "not a JSON object"
 
 
-def _asked(
+def _read_body(
     kind: openai_requests.TokenizedKind | passthrough.PassthroughKind,
     body: dict[str, Any],
     values: int,
@@ -123,35 +140,46 @@ def _asked(
 
 
 async def to_request(
-    question: PromptRecord, find: FindModel, deadline_s: float
+    parsed: PromptRecord,
+    find: FindModel,
+    deadline_s: float,
+    service_class: ServiceClass = "interactive",
+    traceparent: str = "",
 ) -> Request | Refused:
     """The request of a prompt. Raises nothing that is about this prompt.
 
-    `deadline_s` counts for prompts that name none.
+    `deadline_s` counts for prompts that name none; `service_class`: of the prompt's topic.
     """
-    prompt, asked, received_ms = question
-    if asked.n != 1:
-        return _invalid(prompt.id, "body.n: one answer a request; publish several requests")
+    prompt, request, received_ms, result = parsed
+    refuse = partial(Refused, id=prompt.id, result=result)
+    if request.n != 1:
+        message = "body.n: one answer a request; publish several requests"
+        return refuse(code="invalid", message=message)
     try:
-        model = await find(asked.model)
-        requests = (await prepare(asked, model)).requests
+        model = await find(request.model)
+        requests, texts = await prepare(request, model)
     except TooLarge as e:
-        return Refused(id=prompt.id, code="too_large", message=_in_body(e))
+        return refuse(code="too_large", message=_in_body(e))
     except InvalidPrompt as e:
-        return _invalid(prompt.id, _in_body(e))
+        return refuse(code="invalid", message=_in_body(e))
     except (BadModel, PreprocessorOverloaded, TimeoutError) as e:
         message = f"body.model: it cannot be used at the moment: {e}"
-        return Refused(id=prompt.id, code="internal", message=message)
+        return refuse(code="internal", message=message)
     if len(requests) != 1:
-        return _invalid(prompt.id, f"body.{asked.field}: one prompt a request")
+        return refuse(code="invalid", message=f"body.{request.field}: one prompt a request")
+    if result is not None and request.echo:
+        result = replace(result, echo=texts[0] or "")
     return replace(
         requests[0],
         id=prompt.id,
-        model=asked.model or model.card.name,
+        model=request.model or model.card.name,
         tenant=prompt.tenant,
         deadline_s=prompt.deadline_s if "deadline_s" in prompt.model_fields_set else deadline_s,
         received_ms=received_ms,
         queued_ms=received_ms,
+        result=result,
+        service_class=service_class,
+        traceparent=traceparent,
     )
 
 
@@ -160,16 +188,26 @@ def _in_body(error: InvalidPrompt) -> str:
     return f"body.{error}" if error.field else f"body: {error}"
 
 
-def _invalid(request_id: str, message: str) -> Refused:
-    return Refused(id=request_id, code="invalid", message=message)
+def _options_of_invalid(fields: Mapping[str, Any], rules: ResultRules) -> ResultOptions | None:
+    """The result options of an invalid prompt, if they are valid themselves; without a reply."""
+    try:
+        options = {name: fields[name] for name in _OF_RESULTS if name in fields}
+        return rules.options(Prompt.model_validate(options | {"id": "-"}))
+    except (ValidationError, InvalidPrompt):
+        return None
 
 
-def _refused(key: bytes | None, wanted_id: Any, error: InvalidPrompt) -> Refused | UnreadablePrompt:
+def _refused(
+    key: bytes | None,
+    wanted_id: Any,
+    error: InvalidPrompt,
+    result: ResultOptions | None = None,
+) -> Refused | UnreadablePrompt:
     """Answer to the id in the prompt, else to the record's key, if either can be an id."""
     for candidate in (wanted_id, _text(key)):
         if isinstance(candidate, str) and 0 < len(candidate) <= MAX_ID_CHARS:
             code: EndCode = "too_large" if isinstance(error, TooLarge) else "invalid"
-            return Refused(id=candidate, code=code, message=str(error))
+            return Refused(id=candidate, code=code, message=str(error), result=result)
     return UnreadablePrompt(str(error))
 
 

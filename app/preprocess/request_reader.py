@@ -45,19 +45,19 @@ def read_request(
             return _read_tokens(flatten(fields), headers)
         if as_is or kind == "embedding":
             return passthrough.read_passthrough(kind, fields, headers)
-        asked = openai_requests.read_openai(kind, fields, headers)
-        _check_rendered(kind, asked.ext, values)
+        request = openai_requests.read_openai(kind, fields, headers)
+        _check_rendered(kind, request.ext, values)
     except RecursionError:
         raise InvalidPrompt("", TOO_DEEP) from None
-    return asked
+    return request
 
 
-async def prepare(asked: OpenAIRequest | PassthroughRequest, model: Model) -> PreparedPrompts:
+async def prepare(request: OpenAIRequest | PassthroughRequest, model: Model) -> PreparedPrompts:
     """The requests for a checked body. Raises InvalidPrompt, PreprocessorOverloaded, BadModel."""
     try:
-        if isinstance(asked, OpenAIRequest):
-            return await model.prepare(asked)
-        requests = asked.requests(model.card)
+        if isinstance(request, OpenAIRequest):
+            return await model.prepare(request)
+        requests = request.requests(model.card)
     except RecursionError:  # encoding needs more stack per level than parsing did
         raise InvalidPrompt("", TOO_DEEP) from None
     return PreparedPrompts(requests, (None,) * len(requests))

@@ -18,6 +18,9 @@ action is due for the next owner. Acting twice is harmless by the stream reconst
     a prefill handed off, and no decode assigned                    nothing but the deadline
     otherwise (running well, or ended by the worker)                nothing
 
+Nor is preemption: whether a batch run gives way depends on other requests
+(`app/lanes/batch_scheduler.py`); one that does is restarted with the next attempt.
+
 Cancel is not in the table: a Cancel stays uncommitted in `requests` until its Ended is written, so
 the log itself brings it to the next owner. Decodes are not dispatched yet; until they are, a
 prefill that was handed off is neither the end of its request nor a failure.
@@ -31,7 +34,9 @@ from app.routing.state.fleet import Fleet
 from app.routing.state.ledger import OPEN, RequestState, RunId, RunStatus
 from streams.records import EndCode, RunKey
 
-RestartReason = Literal["broken", "retryable", "worker_full", "lost", "not_started", "resume"]
+RestartReason = Literal[
+    "broken", "retryable", "worker_full", "lost", "not_started", "resume", "preempted"
+]
 
 
 class Restart(NamedTuple):
@@ -69,50 +74,50 @@ class ReconcileTimeouts(NamedTuple):
 
 
 def next_action(
-    request_id: str, story: RequestState, fleet: Fleet, now_ms: int, timeouts: ReconcileTimeouts
+    request_id: str, state: RequestState, fleet: Fleet, now_ms: int, timeouts: ReconcileTimeouts
 ) -> Action | None:
     """The next action of the owner for this request; None when none is due.
 
     `now_ms` is broker time. A function of its arguments only.
     """
-    if story.ended or story.origin is None:
+    if state.ended or state.origin is None:
         return None
-    runs = _current_runs(story)
+    runs = _current_runs(state)
     if not runs:
-        return Restart(story.attempt, "resume") if story.attempt > 0 else None
-    if story.is_finished:
+        return Restart(state.attempt, "resume") if state.attempt > 0 else None
+    if state.is_finished:
         return None
-    if now_ms > story.deadline_ms or any(run.state == "expired" for _, run in runs):
+    if now_ms > state.deadline_ms or any(run.state == "expired" for _, run in runs):
         return Finish("deadline")
     reason = next(
         (
             r
             for run_id, run in runs
-            if (r := _failure(request_id, story, run_id, run, fleet, now_ms, timeouts))
+            if (r := _failure(request_id, state, run_id, run, fleet, now_ms, timeouts))
         ),
         None,
     )
     if reason is not None:
-        return Restart(story.attempt + 1, reason)
+        return Restart(state.attempt + 1, reason)
     missing = (k for k, run in runs if _looks_missing(request_id, k, run, fleet, now_ms, timeouts))
     return next((Verify(k) for k in missing), None)
 
 
 def next_action_ms(
-    request_id: str, story: RequestState, now_ms: int, timeouts: ReconcileTimeouts
+    request_id: str, state: RequestState, now_ms: int, timeouts: ReconcileTimeouts
 ) -> int | None:
     """When time alone may make something due of which nothing is due now; None if it cannot.
 
     Until then it depends on records: of the ledger, of deaths, and heartbeats without the run.
     """
-    if story.ended or story.origin is None:
+    if state.ended or state.origin is None:
         return None
-    times = [story.deadline_ms + 1]
-    for _, run in _current_runs(story):
+    times = [state.deadline_ms + 1]
+    for _, run in _current_runs(state):
         if run.state == "assigned":
             times.append(run.since_ms + timeouts.start_timeout_ms + 1)
         elif run.state == "worker_full":
-            times.append(run.since_ms + _back_off_ms(request_id, story.full_rejections, timeouts))
+            times.append(run.since_ms + _back_off_ms(request_id, state.full_rejections, timeouts))
     return min((at_ms for at_ms in times if at_ms > now_ms), default=None)
 
 
@@ -123,29 +128,29 @@ def is_run_listed(fleet: Fleet, request_id: str, run_id: RunId) -> bool:
     return beat is not None and beat.epoch == run_id.epoch and key in beat.running
 
 
-def _current_runs(story: RequestState) -> list[tuple[RunId, RunStatus]]:
+def _current_runs(state: RequestState) -> list[tuple[RunId, RunStatus]]:
     """The runs that decide: those of the present attempt, decode before the prefill it follows.
 
     A refused one only where there is no other: a full worker has shown nothing to readers, so its
     refusal is no reason to fence a twin that goes well.
     """
-    runs = [(k, run) for k, run in story.runs.items() if k.attempt == story.attempt]
+    runs = [(k, run) for k, run in state.runs.items() if k.attempt == state.attempt]
     runs = [x for x in runs if x[0].phase != "prefill"] or runs
     return [x for x in runs if x[1].state != "worker_full"] or runs
 
 
 def _failure(
     request_id: str,
-    story: RequestState,
+    state: RequestState,
     run_id: RunId,
     run: RunStatus,
     fleet: Fleet,
     now_ms: int,
-    patience: ReconcileTimeouts,
+    timeouts: ReconcileTimeouts,
 ) -> RestartReason | None:
     """Why a run will not go on, if so; a full worker counts when the back-off is over."""
     if run.state == "worker_full":
-        ready_ms = run.since_ms + _back_off_ms(request_id, story.full_rejections, patience)
+        ready_ms = run.since_ms + _back_off_ms(request_id, state.full_rejections, timeouts)
         return "worker_full" if now_ms >= ready_ms else None
     if run.state in ("broken", "retryable"):
         return run.state
@@ -154,10 +159,10 @@ def _failure(
     return None
 
 
-def _back_off_ms(request_id: str, refusals: int, patience: ReconcileTimeouts) -> int:
+def _back_off_ms(request_id: str, refusals: int, timeouts: ReconcileTimeouts) -> int:
     """Doubling, with up to half of it taken off by the request's own hash, so that requests which
     were refused together do not come back together."""
-    full_ms = min(patience.full_backoff_ms << min(refusals, 16), patience.full_backoff_max_ms)
+    full_ms = min(timeouts.full_backoff_ms << min(refusals, 16), timeouts.full_backoff_max_ms)
     spread = sum(request_id.encode()) % 64
     return full_ms - full_ms * spread // 128
 
@@ -168,15 +173,15 @@ def _looks_missing(
     run: RunStatus,
     fleet: Fleet,
     now_ms: int,
-    patience: ReconcileTimeouts,
+    timeouts: ReconcileTimeouts,
 ) -> bool:
     if run.state not in OPEN or is_run_listed(fleet, request_id, run_id):
         return False
     if run.state == "assigned":
-        return now_ms - run.since_ms > patience.start_timeout_ms
+        return now_ms - run.since_ms > timeouts.start_timeout_ms
     beat = fleet.heartbeats.get(run_id.worker)
     return (
         beat is not None
         and beat.epoch == run_id.epoch
-        and beat.at_ms - run.since_ms > patience.heartbeat_timeout_ms
+        and beat.at_ms - run.since_ms > timeouts.heartbeat_timeout_ms
     )

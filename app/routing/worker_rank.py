@@ -1,4 +1,4 @@
-"""One rank of one epoch of a worker: what a request is placed on."""
+"""One rank of one epoch of a worker, the target of a request."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class BrokerProbe:
         self._timeout_s = timeout_s
         self._spawn = spawn
         self._answered_at = clock.now()
-        self._questions: set[asyncio.Task[Any]] = set()
+        self._probes: set[asyncio.Task[Any]] = set()
         self._limits: set[asyncio.Timeout] = set()
         self._silent_since: float | None = None
 
@@ -68,10 +68,10 @@ class BrokerProbe:
         partitions = await self._log.partitions(RESPONSES)
         number = 0
         while True:
-            if len(self._questions) < MAX_PENDING_PROBES:
-                question = self._spawn("probe", self._ask(number % partitions))
-                self._questions.add(question)
-                question.add_done_callback(self._questions.discard)
+            if len(self._probes) < MAX_PENDING_PROBES:
+                probe = self._spawn("probe", self._probe_once(number % partitions))
+                self._probes.add(probe)
+                probe.add_done_callback(self._probes.discard)
                 number += 1
             slept_from = self._clock.now()
             await self._clock.sleep(PROBE_INTERVAL_S)
@@ -79,7 +79,7 @@ class BrokerProbe:
             self._answered_at += max(0.0, slept_s - 2 * PROBE_INTERVAL_S)  # this process was paused
             self._judge()
 
-    async def _ask(self, partition: int) -> None:
+    async def _probe_once(self, partition: int) -> None:
         try:
             await self._log.end_offsets(RESPONSES, [partition])
         except BrokerUnavailable:

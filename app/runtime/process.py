@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.operator_error import OperatorError
+from app.runtime import spans
 from app.runtime.broker_probe import BrokerProbe
 from streams.clock import Clock, SystemClock
 from streams.errors import StreamError
@@ -34,6 +35,10 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.001
 """Switch interval of the interpreter. By default 5 ms: that long the event loop would wait for a
 thread that prepares prompts, and a thread that reads the index for one that updates it."""
+
+COLLECTION_THRESHOLD = 5000
+"""Objects that a process makes beyond those that it frees before the youngest are searched for
+garbage. Those of the requests in flight come and go by the thousand, without circles."""
 
 
 class ProcessContext:
@@ -88,11 +93,6 @@ class ProcessContext:
         """The error that ended this process, if one did."""
         future = self._failure
         return future.result() if future is not None and future.done() else None
-
-    @property
-    def task_count(self) -> int:
-        """How many background tasks are running."""
-        return len(self._tasks)
 
     async def cancel_tasks(self) -> None:
         """Cancel all tasks and wait until they are gone. Idempotent."""
@@ -163,6 +163,7 @@ def tune_interpreter() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(COLLECTION_THRESHOLD, *gc.get_threshold()[1:])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
@@ -194,38 +195,39 @@ def faststream_app(
         log.warning("not a setting, ignored: %s", unknown)
     connection = settings.kafka_connection(name)
 
-    async def whole_life(asked: asyncio.Event) -> None:
-        life = ProcessContext(name)
+    async def run_to_end(stop_requested: asyncio.Event) -> None:
+        ctx = ProcessContext(name)
         kafka = KafkaLog(connection, prefix=settings.topic_prefix)
 
         async def start() -> None:
             await kafka.start()
             await check_partitions(kafka, settings.lanes, settings.partitions)
-            life.spawn("topics", watch_topics(kafka, life.clock))
-            life.start_broker_probe(kafka, settings.request_timeout_ms / 1000)
+            ctx.spawn("topics", watch_topics(kafka, ctx.clock))
+            ctx.start_broker_probe(kafka, settings.request_timeout_ms / 1000)
             await process.start()
             tune_interpreter()
 
         try:
-            process = build(kafka, settings, life)
-            await run_process(life, start, process.stop, asked)
+            with spans.exported(settings, name):
+                process = build(kafka, settings, ctx)
+                await run_process(ctx, start, process.stop, stop_requested)
         except Exception as e:
-            life.fail(e)  # logs what was not logged yet
+            ctx.fail(e)  # logs what was not logged yet
             raise
         finally:
             await kafka.close()
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
-        asked = asyncio.Event()
-        living = asyncio.create_task(whole_life(asked), name=name)
-        living.add_done_callback(lambda _: app.exit())
+        stop_requested = asyncio.Event()
+        running = asyncio.create_task(run_to_end(stop_requested), name=name)
+        running.add_done_callback(lambda _: app.exit())
         try:
             yield
         finally:
-            asked.set()
+            stop_requested.set()
             try:
-                await living
+                await running
             except Exception as e:  # it was logged
                 raise SystemExit(1) from e
 

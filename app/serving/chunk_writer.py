@@ -242,10 +242,15 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, outbox: RecordPublisher, ctx: ProcessContext, lanes: int, *, with_tokens: bool = True
+        self,
+        publisher: RecordPublisher,
+        ctx: ProcessContext,
+        lanes: int,
+        *,
+        with_tokens: bool = True,
     ) -> None:
         self.with_tokens = with_tokens
-        self._outbox = outbox
+        self._publisher = publisher
         self._ctx = ctx
         self._ready: list[dict[ChunkStream, None]] = [{} for _ in range(lanes)]
         """Streams with something to send, by lane."""
@@ -283,7 +288,7 @@ class ChunkWriter:
             lane: [(stream.request_id, chunk) for stream, chunk in batch]
             for lane, batch in batches.items()
         }
-        appending = self._outbox.publish_many_once(RESPONSES, records)
+        appending = self._publisher.publish_many_once(RESPONSES, records)
         for lane, appended in appending.items():
             appended.add_done_callback(partial(self._on_end, lane, batches[lane]))
 

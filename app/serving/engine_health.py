@@ -60,7 +60,7 @@ class EngineHealthMonitor:
         self,
         engine: Engine,
         ctx: ProcessContext,
-        patience: HealthTimeouts,
+        timeouts: HealthTimeouts,
         quiet_s: Callable[[], float | None],
         changed: Callable[[bool], None],
     ) -> None:
@@ -69,7 +69,7 @@ class EngineHealthMonitor:
         self._engine = engine
         self._ctx = ctx
         self._clock = ctx.clock
-        self._patience = patience
+        self._timeouts = timeouts
         self._quiet_s = quiet_s
         self._changed = changed
         self._busy_at = self._stepped_at = ctx.clock.now()
@@ -84,7 +84,7 @@ class EngineHealthMonitor:
             now = self._clock.now()
             if (quiet_s := self._quiet_s()) is not None:
                 self._busy_at = now
-                stepped_at, stall_s = self._last_step_at(now), self._patience.stall_s
+                stepped_at, stall_s = self._last_step_at(now), self._timeouts.stall_s
                 if stepped_at is None:
                     silent_s, stall_s = quiet_s, max(stall_s, self._engine.output_timeout_s)
                 else:
@@ -93,7 +93,7 @@ class EngineHealthMonitor:
                     self._mark_unhealthy(
                         f"no step for {silent_s:.0f} s while requests run", stalls=True
                     )
-            if self.unhealthy_reason or now - self._busy_at >= self._patience.idle_s:
+            if self.unhealthy_reason or now - self._busy_at >= self._timeouts.idle_s:
                 self._apply_probe(await self._probe())
 
     def _last_step_at(self, now: float) -> float | None:
@@ -111,7 +111,7 @@ class EngineHealthMonitor:
         if failure:
             self._mark_unhealthy(failure)
             unhealthy_s = now - self._unhealthy_since
-            if unhealthy_s >= self._patience.dead_s:
+            if unhealthy_s >= self._timeouts.dead_s:
                 raise EngineDead(f"the engine answered no probe for {unhealthy_s:.0f} s: {failure}")
         elif self.unhealthy_reason:
             log.warning("the engine is healthy again, after: %s", self.unhealthy_reason)
@@ -134,15 +134,15 @@ class EngineHealthMonitor:
         clean-up too. There is one probe at a time.
         """
         if self._probing is None or self._probing.done():
-            self._probing = self._ctx.spawn("probe", self._ask())
+            self._probing = self._ctx.spawn("probe", self._run_probe())
         probing = self._probing
-        await asyncio.wait([probing], timeout=self._patience.probe_s)
+        await asyncio.wait([probing], timeout=self._timeouts.probe_s)
         if not probing.done():
             probing.cancel()
-            return f"a probe was not answered within {self._patience.probe_s:g} s"
+            return f"a probe was not answered within {self._timeouts.probe_s:g} s"
         return "a probe was cancelled" if probing.cancelled() else probing.result()
 
-    async def _ask(self) -> str:
+    async def _run_probe(self) -> str:
         context = GenerateContext(PROBE.id)
         try:
             async with aclosing(self._engine.generate(PROBE, context)) as outputs:

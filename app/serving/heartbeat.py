@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 class HeartbeatSender:
     """Sends the heartbeats of one worker, over all its epochs."""
 
-    def __init__(self, outbox: RecordPublisher, clock: Clock, engine: Engine, worker: str) -> None:
-        self._outbox = outbox
+    def __init__(
+        self, publisher: RecordPublisher, clock: Clock, engine: Engine, worker: str
+    ) -> None:
+        self._publisher = publisher
         self._clock = clock
         self._engine = engine
         self._worker = worker
@@ -57,7 +59,7 @@ class HeartbeatSender:
             engine=self._engine.stats(),
         )
         try:
-            await self._outbox.publish_once(KV_EVENTS, self._worker, heartbeat)
+            await self._publisher.publish_once(KV_EVENTS, self._worker, heartbeat)
         except AppendFailed as e:
             log.warning("a heartbeat of %s was not acknowledged: %s", self._worker, e)
         else:

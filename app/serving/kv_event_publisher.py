@@ -45,7 +45,7 @@ class KvEventPublisher:
 
     def __init__(
         self,
-        outbox: RecordPublisher,
+        publisher: RecordPublisher,
         ctx: ProcessContext,
         worker: str,
         model: str,
@@ -56,7 +56,7 @@ class KvEventPublisher:
         self.normalizer = EventNormalizer(block_size, secret)
         self.last_event_id = -1
         """The last event of this epoch that the log has acknowledged; -1 for none."""
-        self._outbox = outbox
+        self._publisher = publisher
         self._ctx = ctx
         self._worker = worker
         self._model = model
@@ -138,5 +138,5 @@ class KvEventPublisher:
             hash_fingerprint=self._fingerprint,
             **columns._asdict(),
         )
-        await self._outbox.publish(KV_EVENTS, self._worker, blocks, until=until)
+        await self._publisher.publish(KV_EVENTS, self._worker, blocks, until=until)
         self.last_event_id = batch.first_event_id + len(batch.events) - 1

@@ -57,13 +57,13 @@ class Registration:
 
     def __init__(
         self,
-        outbox: RecordPublisher,
+        publisher: RecordPublisher,
         ctx: ProcessContext,
         card: WorkerCard,
         adapters: tuple[str, ...] | None = None,
     ) -> None:
         """`adapters`: the engine's own list at its start; the card may have one by the settings."""
-        self._outbox = outbox
+        self._publisher = publisher
         self._adapters = adapters
         self.card = msgspec.structs.replace(card, life=f"{ctx.rng.getrandbits(64):016x}")
         self.card_offset = -1
@@ -80,7 +80,7 @@ class Registration:
         Raises AppendFailed past `until`.
         """
         unregistered = msgspec.structs.replace(self.card, epoch=None)
-        first = await self._outbox.publish(
+        first = await self._publisher.publish(
             REGISTRY, registry_key(unregistered.id), unregistered, until=until
         )
         self.card = msgspec.structs.replace(unregistered, epoch=first.offset)
@@ -91,7 +91,7 @@ class Registration:
         """Write the card again, unchanged. Raises AppendFailed past `until`."""
         key = registry_key(self.card.id)
         self.card_offset = (
-            await self._outbox.publish(REGISTRY, key, self.card, until=until)
+            await self._publisher.publish(REGISTRY, key, self.card, until=until)
         ).offset
 
     async def update_adapters(self, adapters: tuple[str, ...] | None, until: float) -> None:
@@ -117,4 +117,6 @@ class Registration:
     async def write_tombstone(self, until: float) -> None:
         """Write the tombstone of this epoch. Raises AppendFailed past `until`."""
         key = registry_key(self.card.id)
-        await self._outbox.publish(REGISTRY, key, Tombstone(key=key, epoch=self.epoch), until=until)
+        await self._publisher.publish(
+            REGISTRY, key, Tombstone(key=key, epoch=self.epoch), until=until
+        )

@@ -18,6 +18,7 @@ from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
+from opentelemetry.trace import Span
 
 from app.engine.interface import (
     Engine,
@@ -31,6 +32,7 @@ from app.engine.interface import (
 )
 from app.preprocess.models.byte_model import Model
 from app.preprocess.text.stop_conditions import TextPiece, TextStream
+from app.runtime import spans
 from app.runtime.process import ProcessContext
 from app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
 from streams.codecs import token_count, unpack_tokens
@@ -89,6 +91,7 @@ class Run:
     """Since when it has been waiting for the engine's next output; None while it is not."""
     stream: ChunkStream | None = None
     task: asyncio.Task[None] | None = None
+    span: Span = spans.NO_SPAN
     forced_outcome: RunEnd | None = None
     """The outcome of a run that is stopped from outside, by cancelling its task."""
 
@@ -149,7 +152,7 @@ class RunExecutor:
     def __init__(
         self,
         ctx: ProcessContext,
-        outbox: RecordPublisher,
+        publisher: RecordPublisher,
         engine: Engine,
         chunks: ChunkWriter,
         model: Model,
@@ -157,7 +160,7 @@ class RunExecutor:
         epoch: int,
     ) -> None:
         self._ctx = ctx
-        self._outbox = outbox
+        self._publisher = publisher
         self._engine = engine
         self._chunks = chunks
         self._model = model
@@ -169,6 +172,8 @@ class RunExecutor:
         if run.forced_outcome is not None:
             return run.forced_outcome
         assignment = run.assignment
+        if assignment.request.traceparent:
+            run.span = self._start_span("worker.run", run, below=spans.ROUTE, own_id=spans.RUN)
         run.stream = stream = self._chunks.open(
             run.key.id,
             run.key.attempt,
@@ -183,10 +188,23 @@ class RunExecutor:
             run.state = "closing"
             if run.generated_tokens and not stream.is_broken:
                 await asyncio.wait([announced])  # PrefillDone must precede Finished
+            run.span.set_attribute("code", outcome.code)
             return outcome
         finally:
             announced.cancel()
             stream.discard()
+            run.span.end()
+
+    def _start_span(self, name: str, run: Run, *, below: str, own_id: str = "") -> Span:
+        """A span of a run whose request is sampled."""
+        return spans.start_span(
+            name,
+            run.assignment.request,
+            {"worker_id": self._worker, "epoch": self._epoch, "phase": run.key.phase},
+            run.key.attempt,
+            below=below,
+            own_id=own_id,
+        )
 
     async def abort(self, run: Run) -> None:
         """Pass an explicit cancel on to the engine; an error is only logged."""
@@ -204,7 +222,7 @@ class RunExecutor:
             prompt_tokens=assignment.request.prompt_tokens,
         )  # fmt: skip
         try:
-            await self._outbox.publish(LEDGER, request_id, started, until=run.deadline_at)
+            await self._publisher.publish(LEDGER, request_id, started, until=run.deadline_at)
         except AppendFailed as e:
             log.warning("%s: Started was not acknowledged before its deadline: %s", request_id, e)
             stream.discard()
@@ -217,7 +235,7 @@ class RunExecutor:
             prefill_ms=run.prefill_ms, handoff=run.handoff,
         )  # fmt: skip
         try:
-            await self._outbox.publish_once(LEDGER, request_id, done)
+            await self._publisher.publish_once(LEDGER, request_id, done)
         except AppendFailed as e:  # routers overestimate the load of this worker for a while
             log.warning("%s: PrefillDone was not acknowledged: %s", request_id, e)
 
@@ -286,6 +304,10 @@ class RunExecutor:
         if request.stop.max_tokens == 0:
             return EngineOutput.length()
         clock = self._ctx.clock
+        span = spans.NO_SPAN
+        if request.traceparent:
+            span = self._start_span("engine.generate", run, below=spans.RUN)
+            run.context.traceparent = spans.traceparent_of(span, request.traceparent)
         run.waiting_since = clock.now()
         try:
             async with aclosing(self._engine.generate(request, run.context)) as outputs:
@@ -297,6 +319,9 @@ class RunExecutor:
                     run.waiting_since = clock.now()
         finally:
             run.waiting_since = None
+            span.set_attribute("cached_tokens", run.cached_tokens)
+            span.set_attribute("output_tokens", run.output_tokens)
+            span.end()
         raise EngineError("the engine ended its answer without a finish reason", retryable=True)
 
     async def _pass_on(

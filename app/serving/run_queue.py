@@ -2,7 +2,7 @@
 
 Owns an Assignment from its acceptance to the acknowledgement of its Finished. A run key is executed
 at most once. A run counts as open, and is listed in the heartbeats, until its Finished is in the
-ledger: a router that finds it in neither knows that it was never accepted.
+ledger: a run that is in neither was never accepted.
 
 Reads nothing from the log; `app/worker.py` decides when an epoch ends.
 """
@@ -52,7 +52,7 @@ class RunQueue:
         self,
         executor: RunExecutor,
         ctx: ProcessContext,
-        outbox: RecordPublisher,
+        publisher: RecordPublisher,
         broker_clock: BrokerClock,
         limits: RunLimits,
         worker: str,
@@ -64,7 +64,7 @@ class RunQueue:
         self._on_over = on_over
         self._executor = executor
         self._ctx = ctx
-        self._outbox = outbox
+        self._publisher = publisher
         self._broker_clock = broker_clock
         self._limits = limits
         self._worker = worker
@@ -151,8 +151,10 @@ class RunQueue:
 
     def idle_output_s(self) -> float | None:
         """Seconds since the last output of the engine to any run; None if no run waits for it."""
-        heard = [run.waiting_since for run in self._open.values() if run.waiting_since is not None]
-        return self._ctx.clock.now() - max(*heard, self._last_end_at) if heard else None
+        waiting = [
+            run.waiting_since for run in self._open.values() if run.waiting_since is not None
+        ]
+        return self._ctx.clock.now() - max(*waiting, self._last_end_at) if waiting else None
 
     def discard_all(self) -> None:
         """Drop all runs without a record, since this epoch is considered dead."""
@@ -244,7 +246,7 @@ class RunQueue:
             retryable=outcome.retryable,
             message=outcome.message,
         )
-        await self._outbox.publish(LEDGER, run.key.id, finished)
+        await self._publisher.publish(LEDGER, run.key.id, finished)
         self._open.pop(run.key, None)
         self._changed.notify_all()
         self._on_over(run, outcome)

@@ -21,16 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from app.capture_format import (
-    AnyCaptureLine,
-    CapturedDecision,
-    CapturedPrefill,
-    CapturedRequest,
-    CapturedRun,
-    CapturedWorker,
-)
 from app.engine.simulated.batch import EngineLimits
-from app.mooncake_trace import InvalidTrace
 from app.routing.selection.decision import RoutingConfig
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.performance import profile_from_card
@@ -44,6 +35,15 @@ from app.simulation.trace_requests import (
     TraceRequest,
     uses_sessions,
 )
+from app.traces.capture_format import (
+    AnyCaptureLine,
+    CapturedDecision,
+    CapturedPrefill,
+    CapturedRequest,
+    CapturedRun,
+    CapturedWorker,
+)
+from app.traces.mooncake_trace import InvalidTrace
 from indexer.block_keys import prompt_keys
 from streams.records import EngineConfig
 from streams.request import Hints, Request, StopConditions
@@ -96,7 +96,7 @@ class CaptureReader:
     """Collects the lines of a capture, and builds the period from them."""
 
     _workers: dict[str, CapturedWorker] = field(default_factory=dict)
-    _asked: dict[str, CapturedRequest] = field(default_factory=dict)
+    _requests: dict[str, CapturedRequest] = field(default_factory=dict)
     _decided: dict[str, list[CapturedDecision]] = field(default_factory=dict)
     _prefilled: dict[str, int] = field(default_factory=dict)
     _ran: dict[str, list[CapturedRun]] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class CaptureReader:
             self._workers[line.id] = line
         elif isinstance(line, CapturedRequest):
             # A second request with the same id is a duplicate, which routers ignore.
-            self._asked.setdefault(line.id, replace(line, router_config_override=None))
+            self._requests.setdefault(line.id, replace(line, router_config_override=None))
         elif isinstance(line, CapturedDecision):
             slim = replace(line.decision, candidates=(), params={})
             self._decided.setdefault(line.decision.id, []).append(replace(line, decision=slim))
@@ -117,7 +117,7 @@ class CaptureReader:
 
     def build_period(self) -> CapturedPeriod:
         """Build the period. Raises InvalidTrace if it has no request to simulate."""
-        models = Counter(asked.model for asked in self._asked.values())
+        models = Counter(request.model for request in self._requests.values())
         if not models:
             raise InvalidTrace(
                 "the capture has no requests of this period: requests are kept for an hour, so "
@@ -139,9 +139,9 @@ class CaptureReader:
                 f"the capture has no worker of {model or 'any model'} in this period"
             )
         requests, left_out = [], Counter[str]()
-        ordered = sorted(self._asked.values(), key=lambda asked: (asked.at_ms, asked.id))
-        for asked in ordered:
-            found = self._recorded_request(asked, model, places, ordered[0].at_ms)
+        ordered = sorted(self._requests.values(), key=lambda request: (request.at_ms, request.id))
+        for request in ordered:
+            found = self._recorded_request(request, model, places, ordered[0].at_ms)
             if isinstance(found, RecordedRequest):
                 requests.append(found)
             else:
@@ -155,15 +155,19 @@ class CaptureReader:
         return CapturedPeriod(model, len(places), shape, requests, left_out, len(kinds))
 
     def _recorded_request(
-        self, asked: CapturedRequest, model: str, places: dict[tuple[str, int], int], began_ms: int
+        self,
+        request: CapturedRequest,
+        model: str,
+        places: dict[tuple[str, int], int],
+        began_ms: int,
     ) -> RecordedRequest | str:
         """A request as recorded, or the reason to ignore it."""
-        decided, ran = self._decided.get(asked.id), self._ran.get(asked.id)
-        if asked.model != model:
+        decided, ran = self._decided.get(request.id), self._ran.get(request.id)
+        if request.model != model:
             return "for another model"
         if not decided:
             return "not decided in the period"
-        if asked.at_ms > decided[0].at_ms:
+        if request.at_ms > decided[0].at_ms:
             return "published before the period, and again in it"
         if not ran or ran[-1].end.code not in ("stop", "length"):
             return "without a whole answer"
@@ -173,11 +177,11 @@ class CaptureReader:
             return "on a worker without a card"
         end = ran[-1]
         return RecordedRequest(
-            asked,
+            request,
             place,
-            asked.at_ms - began_ms,
-            asked.at_ms - began_ms + first.held_ms,
-            self._prefilled.get(asked.id, end.at_ms) - began_ms,
+            request.at_ms - began_ms,
+            request.at_ms - began_ms + first.held_ms,
+            self._prefilled.get(request.id, end.at_ms) - began_ms,
             end.at_ms - began_ms,
             max(sum(run.end.output_tokens for run in ran), 1),
             ran[0].end.cached_tokens,
@@ -186,13 +190,13 @@ class CaptureReader:
 
 def recorded_metrics(period: CapturedPeriod) -> RunMetrics:
     """Metrics of the log; times by the broker's clock, so to the millisecond at best."""
-    lives = []
+    requests = []
     for each in period.requests:
-        life = SimulatedRequest(_traced(each), each.arrived_ms)
-        life.first_token_ms, life.last_token_ms = each.first_token_ms, each.last_token_ms
-        life.cached_tokens = each.cached_tokens
-        lives.append(life)
-    return metrics_of(lives)
+        simulated = SimulatedRequest(_traced(each), each.arrived_ms)
+        simulated.first_token_ms, simulated.last_token_ms = each.first_token_ms, each.last_token_ms
+        simulated.cached_tokens = each.cached_tokens
+        requests.append(simulated)
+    return metrics_of(requests)
 
 
 def simulate_recorded(
@@ -206,11 +210,11 @@ def simulate_recorded(
         RequestArrival(each.sent_ms, _traced(each, names[each.rank_number]))
         for each in sorted(period.requests, key=lambda each: each.sent_ms)
     ]
-    lives = _run(period, arrivals, RoutingConfig("direct"), 0, conditions, progress)
+    requests = _run(period, arrivals, RoutingConfig("direct"), 0, conditions, progress)
     arrived_ms = {each.request.id: each.arrived_ms for each in period.requests}
-    for life in lives:
-        life.arrived_ms = arrived_ms[life.id]
-    return _in_order(period, lives)
+    for simulated in requests:
+        simulated.arrived_ms = arrived_ms[simulated.id]
+    return _in_order(period, requests)
 
 
 def counterfactual(
@@ -258,26 +262,28 @@ def _run(
     return replay.run()
 
 
-def _in_order(period: CapturedPeriod, lives: Iterable[SimulatedRequest]) -> list[SimulatedRequest]:
-    by_id = {life.id: life for life in lives}
+def _in_order(
+    period: CapturedPeriod, requests: Iterable[SimulatedRequest]
+) -> list[SimulatedRequest]:
+    by_id = {simulated.id: simulated for simulated in requests}
     return [by_id[each.request.id] for each in period.requests]
 
 
 def _traced(
     each: RecordedRequest, worker: str | None = None, *, in_session: bool = False
 ) -> TraceRequest:
-    asked = each.request
+    request = each.request
     hints = Hints(
         decode_worker_id=worker,
-        session_control=asked.hints.session_control if in_session else None,
-        expected_output_tokens=asked.hints.expected_output_tokens,
+        session_control=request.hints.session_control if in_session else None,
+        expected_output_tokens=request.hints.expected_output_tokens,
     )
-    stop = StopConditions(max_tokens=asked.max_tokens)
-    names = asked.block_hashes
+    stop = StopConditions(max_tokens=request.max_tokens)
+    names = request.block_hashes
     return TraceRequest(
         PromptHashes.from_hashes(
-            Request(id=asked.id, hints=hints, stop=stop), asked.prompt_tokens, names,
-            asked.block_size,
+            Request(id=request.id, hints=hints, stop=stop), request.prompt_tokens, names,
+            request.block_size,
         ),
         each.output_tokens,
         names.tolist(),

@@ -37,8 +37,10 @@ from streams.records import (
     Finished,
     Heartbeat,
     LogRecord,
+    Phase,
     PrefillDone,
     RequestOffset,
+    Role,
     RunProgress,
     WorkerCard,
 )
@@ -53,15 +55,16 @@ LedgerRecord = Assigned | PrefillDone | Finished
 
 
 class SharedViews:
-    """Fleet and index. `keys`: key of each chunk in the index."""
+    """Fleet and index. `keys`: key of each chunk in the index; `roles`: of the workers."""
 
     def __init__(
         self,
         workers: Sequence[SimulatedWorker],
         shape: EngineLimits,
-        keys: Mapping[int, int],
+        keys: dict[int, int],
         *,
         publishes_curves: bool,
+        roles: Sequence[Role],
     ) -> None:
         self.fleet = Fleet()
         self._index = KvIndexView(SIMULATION_SECRET)
@@ -76,8 +79,9 @@ class SharedViews:
         )  # fmt: skip
         for worker in workers:
             card = WorkerCard(
-                id=worker.name, slot=worker.epoch, model=MODEL, config=config, epoch=worker.epoch
-            )
+                id=worker.name, slot=worker.epoch, model=MODEL, config=config, epoch=worker.epoch,
+                role=roles[worker.epoch],
+            )  # fmt: skip
             self._apply(self.fleet, REGISTRY, card, 0.0)
             self._unread[worker] = [CLEARED]
 
@@ -93,6 +97,10 @@ class SharedViews:
                 self._apply_events(worker, events)
             self._unread.clear()
         return self._index
+
+    def add_chunks(self, chunks: Sequence[int], keys: Sequence[int]) -> None:
+        """Keys of chunks that are no part of the trace."""
+        self._keys.update(zip(chunks, keys, strict=True))
 
     def on_heartbeat(self, worker: SimulatedWorker, now_ms: float) -> None:
         """Apply a heartbeat; with one run for all, since only the sum of tokens is used."""
@@ -200,12 +208,12 @@ class RouterState:
         )  # fmt: skip
 
 
-def assigned_record(request_id: str, decision: Placement) -> Assigned:
+def assigned_record(request_id: str, decision: Placement, phase: Phase = "aggregated") -> Assigned:
     """Ledger record of a decision, with the chosen candidate only: the others are not used."""
     worker, epoch, rank = decision.worker_rank
     chosen = decision.record.candidate(decision.worker_rank)
     return Assigned(
-        id=request_id, attempt=0, phase="aggregated", worker=worker, epoch=epoch, rank=rank,
+        id=request_id, attempt=0, phase=phase, worker=worker, epoch=epoch, rank=rank,
         origin=_ORIGIN, responses_from=0, deadline_ms=0, prompt_tokens=decision.tokens,
         policy=decision.policy, params=decision.params, seed=decision.seed,
         block_size=decision.block_size, cached_tokens_predicted=decision.cached_tokens,
@@ -215,18 +223,24 @@ def assigned_record(request_id: str, decision: Placement) -> Assigned:
 
 
 def prefill_done_record(
-    request_id: str, worker: SimulatedWorker, cached_tokens: int, prefill_ms: float
+    request_id: str,
+    worker: SimulatedWorker,
+    cached_tokens: int,
+    prefill_ms: float,
+    phase: Phase = "aggregated",
 ) -> PrefillDone:
     """Ledger record of a first token, `prefill_ms` after its worker got the request."""
     return PrefillDone(
-        id=request_id, attempt=0, phase="aggregated", worker=worker.name, epoch=worker.epoch,
+        id=request_id, attempt=0, phase=phase, worker=worker.name, epoch=worker.epoch,
         run=0, cached_tokens=cached_tokens, ttft_ms=prefill_ms, prefill_ms=prefill_ms,
     )  # fmt: skip
 
 
-def finished_record(request_id: str, worker: SimulatedWorker, output_tokens: int) -> Finished:
+def finished_record(
+    request_id: str, worker: SimulatedWorker, output_tokens: int, phase: Phase = "aggregated"
+) -> Finished:
     """Ledger record of a last token."""
     return Finished(
-        id=request_id, attempt=0, phase="aggregated", worker=worker.name, epoch=worker.epoch,
+        id=request_id, attempt=0, phase=phase, worker=worker.name, epoch=worker.epoch,
         code="length", output_tokens=output_tokens,
     )  # fmt: skip

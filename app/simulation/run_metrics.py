@@ -7,15 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from app.simulation.simulated_worker import SimulatedWorker
 from app.simulation.simulator import SimulatedRequest
 
 
 class RunMetrics(NamedTuple):
-    """Metrics over all requests of a run. Times in ms; percentiles are interpolated.
+    """Metrics over all requests of a run. Times in ms; percentiles are interpolated,
+    but for `itl_p99`.
 
     `reuse`: cache hit rate, as a share of all prompt tokens. `ttft`: time to first token since
-    arrival, queueing included. `inter_token_latency`: inter-token latency, over all tokens but the
-    first ones. `e2e`: time from arrival to last token.
+    arrival, queueing included. `itl`: inter-token latency, over all tokens but the first ones;
+    `itl_p99`: of all steps of the workers,
+    None if unknown. `e2e`: time from arrival to last token.
     """
 
     requests: int
@@ -26,21 +29,24 @@ class RunMetrics(NamedTuple):
     itl_mean: float
     e2e_mean: float
     e2e_p99: float
+    itl_p99: float | None = None
 
 
-def metrics_of(lives: Sequence[SimulatedRequest]) -> RunMetrics:
-    """Metrics of at least one request."""
-    prompt = np.array([life.request.prompt.tokens for life in lives])
-    cached = np.array([life.cached_tokens for life in lives])
-    output = np.array([life.request.output_tokens for life in lives])
-    arrived = np.array([life.arrived_ms for life in lives])
-    first = np.array([life.first_token_ms for life in lives])
-    last = np.array([life.last_token_ms for life in lives])
+def metrics_of(
+    requests: Sequence[SimulatedRequest], workers: Sequence[SimulatedWorker] = ()
+) -> RunMetrics:
+    """Metrics of at least one request. `workers`: of the run, for `itl_p99`."""
+    prompt = np.array([simulated.request.prompt.tokens for simulated in requests])
+    cached = np.array([simulated.cached_tokens for simulated in requests])
+    output = np.array([simulated.request.output_tokens for simulated in requests])
+    arrived = np.array([simulated.arrived_ms for simulated in requests])
+    first = np.array([simulated.first_token_ms for simulated in requests])
+    last = np.array([simulated.last_token_ms for simulated in requests])
     ttft, e2e = first - arrived, last - arrived
     ttft_p50, ttft_p99 = np.percentile(ttft, (50, 99)).tolist()
     between = int((output - 1).sum())
     return RunMetrics(
-        requests=len(lives),
+        requests=len(requests),
         reuse=float(cached.sum() / prompt.sum()),
         ttft_mean=float(ttft.mean()),
         ttft_p50=ttft_p50,
@@ -48,4 +54,17 @@ def metrics_of(lives: Sequence[SimulatedRequest]) -> RunMetrics:
         itl_mean=float((last - first).sum() / between) if between else 0.0,
         e2e_mean=float(e2e.mean()),
         e2e_p99=float(np.percentile(e2e, 99)),
+        itl_p99=_gap_percentile(workers, 99) if between else None,
     )
+
+
+def _gap_percentile(workers: Sequence[SimulatedWorker], percent: float) -> float | None:
+    """Percentile of the time between tokens, in ms; None without any."""
+    found = [worker.token_gaps() for worker in workers]
+    gaps = np.concatenate([[], *(gaps for gaps, _ in found)])
+    counts = np.concatenate([[], *(counts for _, counts in found)])
+    if not len(gaps):
+        return None
+    order = gaps.argsort()
+    up_to = counts[order].cumsum()
+    return float(gaps[order][up_to.searchsorted(percent / 100 * up_to[-1])])

@@ -18,8 +18,10 @@ from app.routing.queueing.pending import PendingRequest, PendingRequests
 from app.routing.selection.decision import Placement, Rejection, Reservation, RoutingConfig, Wait
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import select_worker
+from app.routing.worker_rank import WorkerRank
 from app.simulation.router_state import RouterState
 from app.simulation.simulated_worker import NEVER
+from streams.records import Phase
 
 MAX_RETRY_INTERVAL_MS = 1000.0
 
@@ -30,10 +32,11 @@ class SimulationFailed(Exception):
 
 @dataclass(slots=True)
 class SimulatedRouter:
-    """Simulated router. Requests are identified by their numbers."""
+    """Simulated router, or its part for one phase. Requests are identified by their numbers."""
 
     state: RouterState
     config: RoutingConfig
+    phase: Phase = "aggregated"
     waiting: dict[int, PendingRequest[int]] = field(default_factory=dict)
     """Waiting requests in order of arrival."""
     _due: dict[int, None] = field(default_factory=dict)
@@ -53,6 +56,11 @@ class SimulatedRouter:
                 return at_ms
             heappop(self._retries)
         return NEVER
+
+    def reserved_ranks(self) -> list[WorkerRank]:
+        """The ranks that requests wait for."""
+        ranks = [self._held.reserved_rank(number) for number in self.waiting]
+        return [rank for rank in ranks if rank is not None]
 
     def on_arrival(self, prompt: PromptHashes, number: int, seed: int, now_ms: float) -> None:
         """Add a request."""
@@ -79,8 +87,8 @@ class SimulatedRouter:
             due, self._due = self._due, {}
             looking = [self.waiting[number] for number in due if number in self.waiting]
             by = None
-            if self.config.holds_requests and len(looking) > 1:
-                by = BatchContext(self.state.routing_state(now_ms), self.config)
+            if self.config.holds_requests and self.phase != "decode" and len(looking) > 1:
+                by = BatchContext(self.state.routing_state(now_ms), self.config, phase=self.phase)
             plan_now = partial(self._plan, now_ms=now_ms)
             ordered = plan_batch(looking, self._held, by, plan_now)
             self._due |= dict.fromkeys(ordered.to_wake)
@@ -101,7 +109,8 @@ class SimulatedRouter:
         others = self._held.reservations_of_others(wanted.key)
         planned = select_worker(
             wanted.prompt, self.state.routing_state(now_ms, others), self.config,
-            seed=wanted.seed, dispatched_count=self._dispatched, queued_since_ms=wanted.since_ms,
+            seed=wanted.seed, phase=self.phase, dispatched_count=self._dispatched,
+            queued_since_ms=wanted.since_ms,
         )  # fmt: skip
         if isinstance(planned, Rejection):
             raise SimulationFailed(

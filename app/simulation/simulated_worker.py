@@ -8,13 +8,22 @@ arrival.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits, StepResult
+from app.engine.simulated.batch import (
+    DECODE,
+    FINISHED,
+    PREFILL,
+    BatchSequence,
+    BatchState,
+    EngineLimits,
+    StepResult,
+)
 from app.engine.simulated.fast_forward import decode_only_ends_ms, decode_only_steps, fast_forward
-from app.engine.simulated.step import add_sequence, run_step
+from app.engine.simulated.step import add_sequence, remove_sequence, run_step
 
 NEVER = math.inf
 
@@ -24,10 +33,20 @@ MAX_BATCHED_STEPS = 512
 """Maximum number of decode-only steps in a batch: the next arrival discards the rest."""
 
 
+class RemovedSequence(NamedTuple):
+    """A sequence that was removed, with the tokens that it had made, and those in the cache."""
+
+    sequence: BatchSequence
+    output_tokens: int
+    computed_tokens: int
+
+
 class SimulatedWorker:
     """A worker of the fleet. `epoch` is its number; `ends_at_ms` is NEVER while it is idle."""
 
-    __slots__ = ("_ends", "_step", "ends_at_ms", "epoch", "name", "state")
+    __slots__ = (
+        "_began_ms", "_ends", "_gaps", "_removals", "_step", "ends_at_ms", "epoch", "name", "state",
+    )  # fmt: skip
 
     def __init__(self, name: str, epoch: int, shape: EngineLimits) -> None:
         self.name = name
@@ -35,12 +54,40 @@ class SimulatedWorker:
         self.state = BatchState(shape)
         self.ends_at_ms = NEVER
         self._step: StepResult | None = None
+        self._began_ms = 0.0
+        self._gaps: list[tuple[NDArray[np.float64], int]] = []
+        self._removals: list[BatchSequence] = []
         self._ends: NDArray[np.float64] | None = None
         """Ends of the current batch of decode-only steps; the state is that before them."""
 
     def admit(self, sequence: BatchSequence, now_ms: float) -> None:
         """Admit a request to the next step. Raises ValueError, see `run_step`."""
         add_sequence(self.state, sequence)
+        self._end_after_current(now_ms)
+
+    def remove(self, sequence: BatchSequence, now_ms: float) -> None:
+        """Remove a request at the end of the current step; `removed` returns it then."""
+        self._removals.append(sequence)
+        self._end_after_current(now_ms)
+
+    def removed(self) -> list[RemovedSequence]:
+        """Remove what is to be removed, as far as it has not ended; not during a step."""
+        found = []
+        for sequence in self._removals:
+            if sequence.phase == FINISHED:
+                continue
+            made = sequence.prefill_target - sequence.prompt_tokens
+            computed = sequence.computed_tokens if sequence.phase == PREFILL else 0
+            if sequence.phase == DECODE:
+                computed = sequence.offset + self.state.step_count
+                made = computed + 1 - sequence.prompt_tokens
+            remove_sequence(self.state, sequence)
+            found.append(RemovedSequence(sequence, made, computed))
+        self._removals.clear()
+        return found
+
+    def _end_after_current(self, now_ms: float) -> None:
+        """Cut the decode-only steps after the current one."""
         if self._ends is not None:
             current = int(self._ends.searchsorted(now_ms, side="right"))
             self._ends = self._ends[: current + 1]
@@ -49,6 +96,7 @@ class SimulatedWorker:
     def begin(self, now_ms: float) -> None:
         """Start the next step, if there is work; not during a step."""
         assert self.ends_at_ms == NEVER, f"{self.name} is in a step"
+        self._began_ms = now_ms
         quiet = decode_only_steps(self.state)
         if quiet >= MIN_BATCHED_STEPS:
             self._ends = decode_only_ends_ms(self.state, now_ms, min(quiet, MAX_BATCHED_STEPS))
@@ -62,11 +110,26 @@ class SimulatedWorker:
         """End the step, and return it; None for decode-only steps, which only made tokens."""
         self.ends_at_ms = NEVER
         if self._ends is not None:
+            gaps = np.diff(self._ends, prepend=self._began_ms)
+            self._gaps.append((gaps, len(self.state.decoding)))
             fast_forward(self.state, len(self._ends))
             self._ends = None
             return None
         done, self._step = self._step, None
+        if done is not None and (count := len(done.decoded) - len(done.received)) > 0:
+            self._gaps.append((np.array([done.duration_ms]), count))
         return done
+
+    def started(self) -> tuple[BatchSequence, ...]:
+        """The received sequences that the step under way has begun with."""
+        return () if self._step is None else self._step.received
+
+    def token_gaps(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Times between tokens of running requests in ms, and the number of each: the steps of
+        decode. The wait of a preempted request is no gap."""
+        counts = [np.full(len(gaps), count, np.int64) for gaps, count in self._gaps]
+        gaps = [gaps for gaps, _ in self._gaps]
+        return np.concatenate([[], *gaps]), np.concatenate([np.empty(0, np.int64), *counts])
 
     def output_tokens(self, now_ms: float) -> int:
         """Tokens of all decoding requests, without those of the current step."""

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from app.engine.simulated.batch import EngineLimits
-from app.mooncake_trace import CHUNK_TOKENS, TraceRow
 from app.perf_curves import PerfCurves
 from app.routing.selection.decision import RoutingConfig
 from app.routing.selection.policies import POLICIES, DynamoWeights
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics, metrics_of
-from app.simulation.simulator import SimulatedRequest, new_simulator
+from app.simulation.simulator import SimulatedRequest, Simulator, new_simulator
 from app.simulation.trace_requests import (
     ArrivalRate,
     TraceRequest,
@@ -23,6 +22,7 @@ from app.simulation.trace_requests import (
     trace_requests,
     uses_sessions,
 )
+from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 
 DEFAULT_CACHE_BLOCKS = 2048
 """Cache size of a worker: a million tokens, as in the published set-ups."""
@@ -40,7 +40,8 @@ class SimulationRun(NamedTuple):
     worker.
 
     `curves`: of all engines. `warmup_requests`: number of leading requests that are not in the
-    figures.
+    figures. `prefill_workers`: so many of the workers compute prompts, the others only decode; 0:
+    each does both.
     """
 
     policy: str
@@ -51,6 +52,7 @@ class SimulationRun(NamedTuple):
     conditions: NetworkConditions = DEFAULT_CONDITIONS
     curves: PerfCurves = PerfCurves()
     warmup_requests: int = 0
+    prefill_workers: int = 0
 
 
 class PreparedTrace:
@@ -103,18 +105,28 @@ def run_requests(
 
     `progress` is called with the number of new arrivals. Raises as `new_simulator` does.
     """
+    return _simulator(trace, run, progress).run()[run.warmup_requests :]
+
+
+def _simulator(
+    trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None]
+) -> Simulator:
     tuning = parse_policy(run.policy)
     coming = schedule_arrivals(trace.rows, trace.requests_for(tuning.policy), run.pace, run.seed)
     shape = EngineLimits(CHUNK_TOKENS, run.cache_blocks, curves=run.curves)
-    replay = new_simulator(coming, run.workers, shape, tuning, run.seed, progress, run.conditions)
-    return replay.run()[run.warmup_requests :]
+    return new_simulator(
+        coming, run.workers, shape, tuning, run.seed, progress, run.conditions,
+        prefill_workers=run.prefill_workers,
+    )  # fmt: skip
 
 
 def run_metrics(
     trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None] = lambda _: None
 ) -> RunMetrics:
     """The figures of a run, as by `run_requests`."""
-    return metrics_of(run_requests(trace, run, progress))
+    replay = _simulator(trace, run, progress)
+    requests = replay.run()[run.warmup_requests :]
+    return metrics_of(requests, () if run.warmup_requests else replay.workers)
 
 
 def result_row(run: SimulationRun, found: RunMetrics, wall_s: float) -> dict[str, Any]:
@@ -128,7 +140,7 @@ def result_row(run: SimulationRun, found: RunMetrics, wall_s: float) -> dict[str
         "requests": found.requests,
         "reuse": found.reuse,
         "ttft_ms": {"mean": found.ttft_mean, "p50": found.ttft_p50, "p99": found.ttft_p99},
-        "itl_ms": {"mean": found.itl_mean},
+        "itl_ms": {"mean": found.itl_mean, "p99": found.itl_p99},
         "e2e_ms": {"mean": found.e2e_mean, "p99": found.e2e_p99},
         "wall_s": wall_s,
     }
@@ -136,9 +148,22 @@ def result_row(run: SimulationRun, found: RunMetrics, wall_s: float) -> dict[str
 
 def _circumstances(run: SimulationRun) -> Iterator[str]:
     """Descriptions of the parameters that are not at their default."""
-    usual, there = SimulationRun("", 0), run.conditions
+    usual = SimulationRun("", 0)
+    if run.prefill_workers:
+        yield f"{run.prefill_workers} prefill + {run.workers - run.prefill_workers} decode"
     if run.cache_blocks != usual.cache_blocks:
         yield f"{run.cache_blocks} blocks"
+    yield from _network(run.conditions)
+    if run.curves != usual.curves:
+        a, b, c = run.curves.prefill
+        yield f"prefill {a:.3g} n^2 + {b:.3g} n + {c:.3g} ms"
+    if not run.conditions.publishes_curves:
+        yield "curves unknown"
+    if run.warmup_requests:
+        yield f"after {run.warmup_requests}"
+
+
+def _network(there: NetworkConditions) -> Iterator[str]:
     if there.routers > 1:
         yield f"{there.routers} routers"
         if not there.shares_ledger:
@@ -149,10 +174,3 @@ def _circumstances(run: SimulationRun) -> Iterator[str]:
         yield f"hop {there.dispatch_delay_ms:g} ms"
     if there.event_delay_ms:
         yield f"notices {there.event_delay_ms:g} ms"
-    if run.curves != usual.curves:
-        a, b, c = run.curves.prefill
-        yield f"prefill {a:.3g} n^2 + {b:.3g} n + {c:.3g} ms"
-    if not there.publishes_curves:
-        yield "curves unknown"
-    if run.warmup_requests:
-        yield f"after {run.warmup_requests}"

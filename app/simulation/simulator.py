@@ -4,6 +4,9 @@
                    ▲                                        │              │
                    └──────────── planned again ◄────────────┴──────────────┘
 
+With roles, a prefill worker computes the prompt and holds its blocks, until a decode worker, which
+is chosen then, has room for them and begins with decode.
+
 Decisions come from `app/routing/selection/select.py` and steps from `app/engine/simulated/step.py`,
 so the figures are those of the shipped code. No Kafka, no event loop, no clock: only engines and
 the delays of `NetworkConditions` take time.
@@ -24,9 +27,11 @@ from zlib import crc32
 
 from app.engine.simulated.batch import BatchSequence as Modelled
 from app.engine.simulated.batch import EngineLimits, StepResult
-from app.mooncake_trace import InvalidTrace
+from app.engine.simulated.step import release_held
 from app.routing.queueing.herd_avoidance import stagger_by_worker
 from app.routing.selection.decision import Placement, RoutingConfig
+from app.routing.worker_rank import WorkerRank
+from app.simulation.batch_work import BatchTask, BatchWork
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.router_state import (
     HEARTBEAT_MS,
@@ -41,6 +46,8 @@ from app.simulation.router_state import (
 from app.simulation.simulated_router import SimulatedRouter, SimulationFailed
 from app.simulation.simulated_worker import NEVER, SimulatedWorker
 from app.simulation.trace_requests import RequestArrival, TraceRequest
+from app.traces.mooncake_trace import InvalidTrace
+from streams.records import Phase, Role
 
 STARVATION_TIMEOUT_MS = 60_000.0
 """Idle time of all workers after which a waiting request counts as never scheduled."""
@@ -51,6 +58,7 @@ class SimulatedRequest:
     """A simulated request; times in ms since the start, NEVER until they are known.
 
     `router`: number of its router. `cached_tokens`: cached prompt tokens at its first admission.
+    `held`: its prefill worker and sequence there, until the blocks are transferred.
     """
 
     request: TraceRequest
@@ -61,6 +69,9 @@ class SimulatedRequest:
     first_token_ms: float = NEVER
     last_token_ms: float = NEVER
     cached_tokens: int = 0
+    number: int = 0
+    prefill_worker: str = ""
+    held: tuple[SimulatedWorker, Modelled] | None = None
 
     @property
     def id(self) -> str:
@@ -68,10 +79,24 @@ class SimulatedRequest:
 
 
 class RouterSlot(NamedTuple):
-    """A router and its state."""
+    """A router and its state. `router` plans whole requests, or with roles the prefill phase, and
+    `decode` the other phase."""
 
     router: SimulatedRouter
     state: RouterState
+    decode: SimulatedRouter | None = None
+
+    @property
+    def phases(self) -> Sequence[SimulatedRouter]:
+        return (self.router,) if self.decode is None else (self.router, self.decode)
+
+    @property
+    def waiting_count(self) -> int:
+        return sum([len(router.waiting) for router in self.phases])
+
+    @property
+    def wake_ms(self) -> float:
+        return min([router.wake_ms for router in self.phases])
 
 
 @dataclass(slots=True)
@@ -84,8 +109,12 @@ class Simulator:
     conditions: NetworkConditions
     arrivals: Sequence[RequestArrival]
     rng: Random
+    batch: BatchWork | None = None
+    """Batch work beside the trace; the run ends with the last request of the trace."""
     progress: Callable[[int], None] = lambda _: None
     requests: list[SimulatedRequest] = field(default_factory=list)
+    _unfinished: int = 0
+    """Requests that came and are not over."""
     _event_delay_ms: float = field(init=False)
     """Delay from an event on a worker until routers read it."""
     _wake_ms: float = NEVER
@@ -108,8 +137,7 @@ class Simulator:
         self._event_delay_ms = self.conditions.event_delay_ms + self.conditions.ledger_lag_ms
 
     def run(self) -> list[SimulatedRequest]:
-        """Run to the end; returns the requests in order of arrival. Raises as "
-        "`new_simulator` does."""
+        """Run to the end; returns the requests in order of arrival. Raises as `new_simulator`."""
         while True:
             came = len(self.requests)
             arrival = self.arrivals[came].at_ms if came < len(self.arrivals) else NEVER
@@ -117,13 +145,15 @@ class Simulator:
             later = self._delayed[0][0] if self._delayed else NEVER
             wake = self._wake_ms
             news = min(arrival, later, wake)
-            if end == news == NEVER:
+            if end == news == NEVER or (
+                self.batch is not None and arrival == NEVER and not self._unfinished
+            ):
                 return self.requests
             if (
                 end == arrival == later == NEVER
                 and wake > self._last_event_ms + STARVATION_TIMEOUT_MS
             ):
-                held = sum(len(seat.router.waiting) for seat in self.router_slots)
+                held = sum(seat.waiting_count for seat in self.router_slots)
                 raise SimulationFailed(f"{held} requests are never scheduled on idle workers")
             if self._heartbeat_ms <= min(end, news):
                 self._send_heartbeats(is_read=arrival < self._heartbeat_ms + HEARTBEAT_MS)
@@ -138,7 +168,7 @@ class Simulator:
 
     def _send_heartbeats(self, *, is_read: bool) -> None:
         """Send the heartbeats of all workers, if a router may read them before the next ones."""
-        if is_read or any(seat.router.waiting for seat in self.router_slots):
+        if is_read or any(seat.waiting_count for seat in self.router_slots):
             for worker in self.workers:
                 self.shared_views.on_heartbeat(worker, self._heartbeat_ms)
         self._heartbeat_ms += HEARTBEAT_MS
@@ -148,12 +178,13 @@ class Simulator:
         came = number = len(self.requests)
         while number < len(self.arrivals) and self.arrivals[number].at_ms <= now_ms:
             self._last_event_ms, request = self.arrivals[number]
-            life = SimulatedRequest(request, self._last_event_ms)
-            life.router = crc32(life.id.encode()) % len(self.router_slots)
-            self.requests.append(life)
-            router = self.router_slots[life.router].router
+            simulated = SimulatedRequest(request, self._last_event_ms, number=number)
+            simulated.router = crc32(simulated.id.encode()) % len(self.router_slots)
+            self.requests.append(simulated)
+            router = self.router_slots[simulated.router].router
             router.on_arrival(request.prompt, number, self.rng.getrandbits(32), now_ms)
             number += 1
+        self._unfinished += number - came
         self.progress(number - came)
 
     def _catch_up(self, now_ms: float) -> None:
@@ -176,35 +207,63 @@ class Simulator:
                     self._delay(now_ms, self._event_delay_ms, changed)
                 else:
                     self.shared_views.on_cache_change(worker, done)
-            if done.chunks or done.finished:
+            if done.chunks or done.finished or done.received:
                 self._record_tokens(worker, done, now_ms)
-            if self._progressed:
-                self._plan(now_ms)
+        self._take_removed(worker, now_ms)
+        if self._progressed:
+            self._plan(now_ms)
         self._begin(worker, now_ms)
 
     def _record_tokens(self, worker: SimulatedWorker, done: StepResult, now_ms: float) -> None:
         """Record first and last tokens."""
         for sequence, _, is_last in done.chunks:
-            life = _life_of(sequence)
-            if is_last and life.first_token_ms == NEVER:
-                life.first_token_ms, life.cached_tokens = now_ms, sequence.cached_tokens
-                took_ms = now_ms - life.sent_ms - self.conditions.dispatch_delay_ms
+            if isinstance(sequence.key, BatchTask):
+                if is_last:
+                    self._on_batch_token(sequence.key, worker, now_ms)
+                continue
+            simulated = _request_of(sequence)
+            if is_last and sequence.is_handed_over:
+                self._hand_over(simulated, sequence, worker, now_ms)
+            elif is_last and simulated.first_token_ms == NEVER:
+                simulated.first_token_ms, simulated.cached_tokens = now_ms, sequence.cached_tokens
+                took_ms = now_ms - simulated.sent_ms - self.conditions.dispatch_delay_ms
                 self._write(
-                    life, prefill_done_record(life.id, worker, life.cached_tokens, took_ms), now_ms
+                    simulated,
+                    prefill_done_record(simulated.id, worker, simulated.cached_tokens, took_ms),
+                    now_ms,
                 )
+        for sequence in done.received:
+            simulated = _request_of(sequence)
+            simulated.first_token_ms = now_ms
+            took_ms = now_ms - simulated.sent_ms - self.conditions.dispatch_delay_ms
+            record = prefill_done_record(simulated.id, worker, 0, took_ms, "decode")
+            self._write(simulated, record, now_ms)
         for sequence in done.finished:
-            life = _life_of(sequence)
-            life.last_token_ms = now_ms
-            self._write(life, finished_record(life.id, worker, life.request.output_tokens), now_ms)
+            if sequence.is_handed_over:
+                continue
+            if isinstance(sequence.key, BatchTask):
+                self._on_batch_end(sequence.key, worker, now_ms)
+                continue
+            simulated = _request_of(sequence)
+            simulated.last_token_ms = now_ms
+            self._unfinished -= 1
+            self._write(
+                simulated,
+                finished_record(simulated.id, worker, simulated.request.output_tokens),
+                now_ms,
+            )
 
     def _plan(self, now_ms: float) -> None:
         """Let the routers plan, then start steps on idle workers."""
         for seat in self.router_slots:
-            if seat.router.waiting:
-                seat.router.on_worker_progress(self._progressed)
-                for number, decision in seat.router.schedule(now_ms):
-                    self._send(self.requests[number], decision, now_ms)
-        self._wake_ms = min([seat.router.wake_ms for seat in self.router_slots])
+            for router in seat.phases:
+                if router.waiting:
+                    router.on_worker_progress(self._progressed)
+                    for number, decision in router.schedule(now_ms):
+                        self._send(self.requests[number], decision, router.phase, now_ms)
+        if self.batch is not None:
+            self._place_batch(now_ms)
+        self._wake_ms = min([seat.wake_ms for seat in self.router_slots])
         self._progressed.clear()
         for worker in self._idle.values():
             self._begin(worker, now_ms)
@@ -212,17 +271,22 @@ class Simulator:
 
     # --- actions ---------------------------------------------------------------------------------
 
-    def _send(self, life: SimulatedRequest, decision: Placement, now_ms: float) -> None:
+    def _send(
+        self, simulated: SimulatedRequest, decision: Placement, phase: Phase, now_ms: float
+    ) -> None:
         """Dispatch a request. Its own router counts it at once, others when they read it."""
         worker = self.workers[decision.worker_rank.epoch]
-        life.worker, life.sent_ms = worker.name, now_ms
-        self._delay(now_ms, self.conditions.dispatch_delay_ms, partial(self._admit, life, worker))
-        knowledge = self.router_slots[life.router].state
-        record = assigned_record(life.id, decision)
+        simulated.worker, simulated.sent_ms = worker.name, now_ms
+        admit = partial(self._admit, simulated, worker, phase)
+        self._delay(now_ms, self.conditions.dispatch_delay_ms, admit)
+        knowledge = self.router_slots[simulated.router].state
+        record = assigned_record(simulated.id, decision, phase)
         if not self.conditions.ledger_lag_ms:
             knowledge.ledger.on_record(record, now_ms)
+            self._preempt(knowledge, decision.worker_rank, now_ms)
             return
         knowledge.own_load.add(decision.worker_rank, decision.load)
+        self._preempt(knowledge, decision.worker_rank, now_ms)
 
         def read() -> None:
             knowledge.own_load.remove(decision.worker_rank, decision.load)
@@ -230,23 +294,120 @@ class Simulator:
 
         self._delay(now_ms, self.conditions.ledger_lag_ms, read)
 
-    def _admit(self, life: SimulatedRequest, worker: SimulatedWorker) -> None:
-        now_ms = life.sent_ms + self.conditions.dispatch_delay_ms
-        request = life.request
-        sequence = Modelled(life, request.prompt.tokens, request.output_tokens, request.chunks)
+    def _admit(self, simulated: SimulatedRequest, worker: SimulatedWorker, phase: Phase) -> None:
+        now_ms = simulated.sent_ms + self.conditions.dispatch_delay_ms
+        request, is_prefill = simulated.request, phase == "prefill"
+        output_tokens = 1 if is_prefill else request.output_tokens
+        sequence = Modelled(
+            simulated, request.prompt.tokens, output_tokens, request.chunks,
+            is_handed_over=is_prefill, is_received=phase == "decode",
+        )  # fmt: skip
         before = worker.ends_at_ms
         try:
             worker.admit(sequence, now_ms)
         except ValueError as e:
-            raise InvalidTrace(f"request {life.id} fits no worker: {e}") from e
+            raise InvalidTrace(f"request {simulated.id} fits no worker: {e}") from e
+        self._on_changed(worker, before)
+
+    def _hand_over(
+        self,
+        simulated: SimulatedRequest,
+        sequence: Modelled,
+        worker: SimulatedWorker,
+        now_ms: float,
+    ) -> None:
+        """Choose a decode worker once routers have read that the prompt is computed."""
+        took_ms = now_ms - simulated.sent_ms - self.conditions.dispatch_delay_ms
+        simulated.cached_tokens = sequence.cached_tokens
+        simulated.prefill_worker, simulated.held = worker.name, (worker, sequence)
+        for record in (
+            prefill_done_record(simulated.id, worker, sequence.cached_tokens, took_ms, "prefill"),
+            finished_record(simulated.id, worker, 0, "prefill"),
+        ):
+            self._write(simulated, record, now_ms)
+        router = self.router_slots[simulated.router].decode
+        assert router is not None, "a request is handed over where there are roles"
+        seed, prompt = self.rng.getrandbits(32), simulated.request.prompt
+        came_ms = now_ms + self._event_delay_ms
+        arrive = partial(router.on_arrival, prompt, simulated.number, seed, came_ms)
+        self._delay(now_ms, self._event_delay_ms, arrive)
+
+    def _on_received(self, sequence: Modelled, now_ms: float) -> None:
+        """Release the blocks at the prefill worker, which may have waited for them."""
+        simulated = _request_of(sequence)
+        assert simulated.held is not None
+        (worker, held), simulated.held = simulated.held, None
+        release_held(worker.state, held)
+        self._begin(worker, now_ms)
+
+    def _on_changed(self, worker: SimulatedWorker, before: float) -> None:
+        """Sequences of a worker changed, whose step was to end at `before`."""
         if before == NEVER:
             self._idle[worker.epoch] = worker
         elif worker.ends_at_ms != before:  # its decode-only steps were cut after the current one
             heappush(self._ends, (worker.ends_at_ms, worker.epoch))
 
-    def _write(self, life: SimulatedRequest, record: LedgerRecord, now_ms: float) -> None:
+    # --- batch work ------------------------------------------------------------------------------
+
+    def _place_batch(self, now_ms: float) -> None:
+        """Send batch requests to workers, as far as they have capacity for them."""
+        assert self.batch is not None
+        router, state = self.router_slots[0][:2]
+        reserved = router.reserved_ranks()
+        while found := self.batch.place(state, router.config, reserved, len(self.workers), now_ms):
+            task, decision = found
+            worker = self.workers[decision.worker_rank.epoch]
+            sequence = self.batch.begin(task, worker, decision)
+            if self.batch.mode == "no classes":
+                state.ledger.on_record(assigned_record(task.id, decision), now_ms)
+            admit = partial(self._admit_batch, sequence, worker, now_ms)
+            self._delay(now_ms, self.conditions.dispatch_delay_ms, admit)
+
+    def _admit_batch(self, sequence: Modelled, worker: SimulatedWorker, sent_ms: float) -> None:
+        before = worker.ends_at_ms
+        worker.admit(sequence, sent_ms + self.conditions.dispatch_delay_ms)
+        self._on_changed(worker, before)
+
+    def _preempt(self, state: RouterState, rank: WorkerRank, now_ms: float) -> None:
+        """Let batch runs give way to the interactive runs of a rank."""
+        if self.batch is None:
+            return
+        for task in self.batch.victims(state, rank):
+            assert task.sequence is not None
+            remove = partial(self._remove, task.sequence, self.workers[rank.epoch], now_ms)
+            self._delay(now_ms, self.conditions.dispatch_delay_ms, remove)
+
+    def _remove(self, sequence: Modelled, worker: SimulatedWorker, sent_ms: float) -> None:
+        before = worker.ends_at_ms
+        worker.remove(sequence, sent_ms + self.conditions.dispatch_delay_ms)
+        self._on_changed(worker, before)
+        if before == NEVER:
+            self._take_removed(worker, sent_ms + self.conditions.dispatch_delay_ms)
+
+    def _take_removed(self, worker: SimulatedWorker, now_ms: float) -> None:
+        if self.batch is not None:
+            for removed in worker.removed():
+                self.batch.on_removed(removed, now_ms)
+
+    def _on_batch_token(self, task: BatchTask, worker: SimulatedWorker, now_ms: float) -> None:
+        assert self.batch is not None
+        self.batch.on_first_token(task, WorkerRank(worker.name, worker.epoch, 0))
+        if self.batch.mode == "no classes":
+            record = prefill_done_record(task.id, worker, 0, 0.0)
+            self.router_slots[0].state.ledger.on_record(record, now_ms)
+        self._progressed[worker.name] = None
+
+    def _on_batch_end(self, task: BatchTask, worker: SimulatedWorker, now_ms: float) -> None:
+        assert self.batch is not None
+        self.batch.on_finished(task)
+        if self.batch.mode == "no classes":
+            record = finished_record(task.id, worker, task.output_tokens)
+            self.router_slots[0].state.ledger.on_record(record, now_ms)
+        self._progressed[worker.name] = None
+
+    def _write(self, simulated: SimulatedRequest, record: LedgerRecord, now_ms: float) -> None:
         """Write a record of a worker; routers that read it plan again."""
-        books = self.router_slots[life.router].state.ledger
+        books = self.router_slots[simulated.router].state.ledger
 
         def read() -> None:
             books.on_record(record, now_ms)
@@ -269,6 +430,8 @@ class Simulator:
         worker.begin(now_ms)
         if worker.ends_at_ms != NEVER:
             heappush(self._ends, (worker.ends_at_ms, worker.epoch))
+            for sequence in worker.started():
+                self._on_received(sequence, now_ms)
 
 
 def new_simulator(
@@ -279,8 +442,13 @@ def new_simulator(
     seed: int,
     progress: Callable[[int], None] = lambda _: None,
     conditions: NetworkConditions = DEFAULT_CONDITIONS,
+    batch: Callable[[SharedViews], BatchWork] | None = None,
+    *,
+    prefill_workers: int = 0,
 ) -> Simulator:
-    """A run of a trace on equal workers with empty caches.
+    """A run of a trace on equal workers with empty caches. `batch`: makes the work beside it.
+
+    `prefill_workers`: the first workers, which compute prompts alone; then the others only decode.
 
     The result is a function of the arguments. `run` raises InvalidTrace for a request that fits
     into no cache, and SimulationFailed.
@@ -293,7 +461,15 @@ def new_simulator(
         for arrival in arrivals
         for chunk, key in zip(arrival.request.chunks, arrival.request.keys, strict=True)
     }
-    views = SharedViews(fleet, shape, keys, publishes_curves=conditions.publishes_curves)
+    roles: list[Role] = ["aggregated"] * workers
+    phases: tuple[Phase, ...] = ("aggregated",)
+    if prefill_workers:
+        roles[:prefill_workers] = ["prefill"] * prefill_workers
+        roles[prefill_workers:] = ["decode"] * (workers - prefill_workers)
+        phases = ("prefill", "decode")
+    views = SharedViews(
+        fleet, shape, keys, publishes_curves=conditions.publishes_curves, roles=roles
+    )
     books = LedgerReplica(conditions.ledger_lag_ms)
     seats = []
     routers = [f"router-{number}" for number in range(conditions.routers)]
@@ -303,8 +479,10 @@ def new_simulator(
             knowledge = RouterState(views, books, later)
         else:
             knowledge = RouterState(views, LedgerReplica())
-        seats.append(RouterSlot(SimulatedRouter(knowledge, tuning), knowledge))
-    return Simulator(fleet, seats, views, conditions, arrivals, Random(seed), progress)
+        first, *rest = [SimulatedRouter(knowledge, tuning, phase) for phase in phases]
+        seats.append(RouterSlot(first, knowledge, *rest))
+    work = None if batch is None else batch(views)
+    return Simulator(fleet, seats, views, conditions, arrivals, Random(seed), work, progress)
 
 
 def worker_names(workers: int) -> list[str]:
@@ -313,7 +491,7 @@ def worker_names(workers: int) -> list[str]:
     return [f"worker-{number:0{digits}}" for number in range(workers)]
 
 
-def _life_of(sequence: Modelled) -> SimulatedRequest:
-    life = sequence.key
-    assert isinstance(life, SimulatedRequest)
-    return life
+def _request_of(sequence: Modelled) -> SimulatedRequest:
+    simulated = sequence.key
+    assert isinstance(simulated, SimulatedRequest)
+    return simulated

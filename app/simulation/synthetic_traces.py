@@ -2,6 +2,8 @@
 
     shared-prefixes   single questions after one of forty system prompts of uneven popularity
     multi-turn        conversations: each prompt is the whole history and a new question
+    offline           single requests of eight jobs, each with instructions of its own; such as run
+                      overnight, with more output than shared-prefixes
     agent-tools       agents with long instructions and many tool calls in quick succession, some of
                       them parallel, each followed by the tool's output
 
@@ -17,7 +19,7 @@ from itertools import count
 from random import Random
 from typing import NamedTuple
 
-from app.mooncake_trace import CHUNK_TOKENS, TraceRow
+from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 
 NAME_PREFIX = "gen:"
 """Prefix of a trace kind where a file name is allowed too."""
@@ -54,7 +56,7 @@ class _Text:
     def copy(self) -> _Text:
         return _Text(self.names, self.tokens, [*self.chunks])
 
-    def asked(self, at_ms: float, output_tokens: int) -> TraceRow:
+    def to_row(self, at_ms: float, output_tokens: int) -> TraceRow:
         """A request with this prompt; its output becomes part of the text."""
         is_open = self.tokens % CHUNK_TOKENS > 0
         hash_ids = [*self.chunks, *([next(self.names)] if is_open else [])]
@@ -106,7 +108,12 @@ def _tokens(rng: Random, median: float, sigma: float, most: int) -> int:
 
 def _question(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
     text.grow(_tokens(rng, 500, 1.2, 60_000))
-    yield text.asked(at_ms, _tokens(rng, 180, 0.8, 2000))
+    yield text.to_row(at_ms, _tokens(rng, 180, 0.8, 2000))
+
+
+def _offline(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
+    text.grow(_tokens(rng, 350, 0.7, 8000))
+    yield text.to_row(at_ms, _tokens(rng, 300, 0.5, 2000))
 
 
 def _conversation(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
@@ -115,7 +122,7 @@ def _conversation(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
         output_tokens = _tokens(rng, 250, 0.7, 2000)
         if text.tokens + output_tokens > MAX_PROMPT_TOKENS:
             return
-        yield text.asked(at_ms, output_tokens)
+        yield text.to_row(at_ms, output_tokens)
         if rng.random() < 1 / 5:
             return
         at_ms += 15 * output_tokens + 1000 * _tokens(rng, 25, 1.0, 600)
@@ -129,7 +136,7 @@ def _agent(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
         for branch in [text, *(text.copy() for _ in range(calls - 1))]:
             if branch is not text:
                 branch.grow(_tokens(rng, 150, 0.8, 2000))
-            yield branch.asked(at_ms, _tokens(rng, 400 if is_last else 70, 0.6, 2000))
+            yield branch.to_row(at_ms, _tokens(rng, 400 if is_last else 70, 0.6, 2000))
         if is_last:
             return
         text.grow(_tokens(rng, 600 * calls, 1.2, 10_000))
@@ -138,6 +145,7 @@ def _agent(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
 
 TRACE_KINDS: Mapping[str, _SessionProfile] = {
     "shared-prefixes": _SessionProfile(_question, 1, (1_000, 12_000)),
+    "offline": _SessionProfile(_offline, 1, (500, 2_000), system_prompts=8),
     "multi-turn": _SessionProfile(_conversation, 5, (200, 2_000)),
     "agent-tools": _SessionProfile(_agent, 15.3, (6_000, 20_000), system_prompts=8),
 }

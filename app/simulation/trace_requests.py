@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.mooncake_trace import CHUNK_TOKENS, TraceRow
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 from indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
 from streams.request import NO_HINTS, Hints, Request, SessionControl
 
 SIMULATION_SECRET = derive_secret(LOOPBACK_SECRET)
 
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """Multiplier that turns small numbers into hash-like ones; odd, so it is injective."""
 
 
@@ -57,21 +57,29 @@ def uses_sessions(policy: str) -> bool:
     return policy == "session_hash"
 
 
-def trace_requests(rows: Sequence[TraceRow], *, with_sessions: bool = False) -> list[TraceRequest]:
-    """The requests of a trace, in its order. `with_sessions`: with session ids."""
-    return [_traced(number, row, in_session=with_sessions) for number, row in enumerate(rows)]
+def trace_requests(
+    rows: Sequence[TraceRow], *, with_sessions: bool = False, block_size: int = CHUNK_TOKENS
+) -> list[TraceRequest]:
+    """The requests of a trace, in its order. `with_sessions`: with session ids.
+
+    `block_size`: tokens of a block, for which `hash_ids` has one id each.
+    """
+    return [
+        _traced(number, row, block_size, in_session=with_sessions)
+        for number, row in enumerate(rows)
+    ]
 
 
-def _traced(number: int, row: TraceRow, *, in_session: bool) -> TraceRequest:
-    chunks = row.full_chunks
-    local: NDArray[np.uint64] = np.array(chunks, np.uint64) * _SPREAD
+def _traced(number: int, row: TraceRow, block_size: int, *, in_session: bool) -> TraceRequest:
+    chunks = row.hash_ids[: row.input_length // block_size]
+    local: NDArray[np.uint64] = np.array(chunks, np.uint64) * SPREAD
     hints = NO_HINTS
     if in_session:
         hints = Hints(session_control=SessionControl(session_id=_session(row)))
     return TraceRequest(
         PromptHashes.from_hashes(
             Request(id=f"{number:06}", hints=hints),
-            row.input_length, local, CHUNK_TOKENS,
+            row.input_length, local, block_size,
         ),
         max(row.output_length, 1),
         chunks,

@@ -70,6 +70,11 @@ class SimulationFaults:
         self._tearing = SnapshotFaults(world)
         if world.parameters.indexers:
             deeds += [(1.0, self._kill_indexer), (0.5, self._pause_indexer)]
+        if world.parameters.collectors:
+            deeds += [
+                (2.0, self._kill_collector), (1.0, self._pause_collector),
+                (1.0, self._evict_collector),
+            ]  # fmt: skip
         # Each seed weights the faults in its own way: some are left out, some come in swarms, so
         # that rare ones meet. With equal weights all seeds would be alike.
         self._deeds = [(weight * rng.choice(WEIGHT_FACTORS), deed) for weight, deed in deeds]
@@ -146,6 +151,15 @@ class SimulationFaults:
     def _pause_indexer(self) -> None:
         self._pause(self._victim("indexer"))
 
+    def _kill_collector(self) -> None:
+        self._kill(self._victim("collector"))
+
+    def _pause_collector(self) -> None:
+        self._pause(self._victim("collector"))
+
+    def _evict_collector(self) -> None:
+        self._evict_of(self._victim("collector"))
+
     def _depose(self) -> None:
         self._world.move_leadership(self._rng.randrange(BROKER_COUNT))
 
@@ -186,6 +200,7 @@ class SimulationFaults:
         for group in (
             self._world.broker.group(REQUESTS, "router"),
             self._world.broker.group(PROMPTS, "preprocessor"),
+            self._world.broker.group(REQUESTS, "collector"),
         ):
             for member in [m for m in group.members if node and m.startswith(f"{node.label}-")]:
                 self._world.history.add_event(f"the group evicts {member}")

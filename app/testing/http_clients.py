@@ -1,7 +1,7 @@
 """HTTP clients of a simulation: they resume a stream at another gateway when theirs is gone.
 
 The gateway's real ASGI application is called without a socket; it runs in the gateway's simulated
-process and is paused and killed with it. A client whose gateway dies or sends nothing for a while
+process and is paused and killed with it. A client whose gateway ends or sends nothing for a while
 disconnects and, by request id and position, resumes the stream at any gateway.
 """
 
@@ -77,7 +77,7 @@ class HttpClient:
             await clock.sleep(RETRY_PAUSE_S * self._rng.random())
 
     async def _try(self, gateway: SimulatedProcess) -> None:
-        stream = self._go_on(gateway) if self.id else self._ask(gateway)
+        stream = self._go_on(gateway) if self.id else self._send(gateway)
         heard = 0
         async with aclosing(stream) as events:
             async for event in events:
@@ -90,7 +90,7 @@ class HttpClient:
                 if self.outcome:
                     return
 
-    def _ask(self, gateway: SimulatedProcess) -> AsyncGenerator[bytes, None]:
+    def _send(self, gateway: SimulatedProcess) -> AsyncGenerator[bytes, None]:
         body: dict[str, Any] = {"model": self._model, "max_tokens": self.max_tokens, "stream": True}
         if self.chat:
             body["messages"] = [{"role": "user", "content": self.prompt}]
@@ -117,8 +117,8 @@ class HttpClient:
     ) -> AsyncGenerator[bytes, None]:
         """The events of a response, one by one. Raises Disconnected."""
         self._world.history.add_event(f"{self.name} {method} {path} at {gateway.label}")
-        told = http_exchange(gateway, method, path, query, body, headers, self._patience_s)
-        async with aclosing(told) as parts:
+        answer = http_exchange(gateway, method, path, query, body, headers, self._patience_s)
+        async with aclosing(answer) as parts:
             start = await anext(parts)
             lines = {k.decode(): v.decode() for k, v in start["headers"]}
             self.id = lines.get(ID_HEADER, self.id)
@@ -137,11 +137,11 @@ class HttpClient:
         lines = dict(line.split(b": ", 1) for line in event.split(b"\n") if b": " in line)
         if (data := lines.get(b"data")) is None or data == b"[DONE]":
             return
-        told = msgspec.json.decode(data)
-        if "error" in told:
-            self._failed(told["error"]["code"])
+        answer = msgspec.json.decode(data)
+        if "error" in answer:
+            self._failed(answer["error"]["code"])
             return
-        choice = told["choices"][0]
+        choice = answer["choices"][0]
         self.text += choice["delta"].get("content", "") if self.chat else choice["text"]
         if b"id" in lines:
             self.position = int(lines[b"id"])
@@ -193,9 +193,9 @@ async def http_exchange(
     Raises Disconnected when it dies, or sends nothing for `read_timeout_s`.
     """
     assert isinstance(gateway.process, Gateway)
-    told: asyncio.Queue[Message] = asyncio.Queue()
-    said: asyncio.Queue[Message] = asyncio.Queue()
-    said.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    answer: asyncio.Queue[Message] = asyncio.Queue()
+    incoming: asyncio.Queue[Message] = asyncio.Queue()
+    incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
     lines = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     scope = {
         "type": "http",
@@ -212,7 +212,7 @@ async def http_exchange(
         "server": ("127.0.0.1", 80),
     }
     serving = asyncio.get_running_loop().create_task(
-        gateway.process.http(scope, said.get, told.put),
+        gateway.process.http(scope, incoming.get, answer.put),
         name=f"{gateway.label}/exchange",
         context=gateway.context,
     )
@@ -221,19 +221,19 @@ async def http_exchange(
     gone = asyncio.ensure_future(gateway.is_gone.wait())
     try:
         while True:
-            message = await _next(told, gone, read_timeout_s)
+            message = await _next(answer, gone, read_timeout_s)
             yield message
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 return
     finally:
         gone.cancel()
-        said.put_nowait({"type": "http.disconnect"})
+        incoming.put_nowait({"type": "http.disconnect"})
 
 
 async def _next(
-    told: asyncio.Queue[Message], gone: asyncio.Future[Any], within_s: float
+    answer: asyncio.Queue[Message], gone: asyncio.Future[Any], within_s: float
 ) -> Message:
-    coming = asyncio.ensure_future(told.get())
+    coming = asyncio.ensure_future(answer.get())
     try:
         await asyncio.wait({coming, gone}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         if not coming.done():

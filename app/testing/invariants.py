@@ -2,6 +2,7 @@
 
     readers      see the streams that `stream_checks.py` expects
     routers      hold the same Load at the same positions; no open request, no load left
+    results      one for each request that wants one, equal to its stream (`result_checks.py`)
     groups       have committed everything
     processes    run their steady tasks and no others; an error ends one for three reasons only
 
@@ -21,13 +22,14 @@ from app.routing.state.ledger import LedgerState
 from app.testing.cache_scenarios import differing_indexes, incomplete_indexes
 from app.testing.http_clients import HttpClients
 from app.testing.kafka_clients import KafkaClients
+from app.testing.result_checks import result_violations
 from app.testing.simulated_world import SimulatedWorld
 from app.testing.stream_checks import decode_or_none, stream_violations
 from app.worker import WorkerIdTaken
 from streams.errors import BrokerUnavailable
 from streams.ports import Partition
 from streams.records import LogRecord
-from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS
+from streams.topics import BATCH, LEDGER, PROMPTS, REGISTRY, REQUESTS
 
 STEADY_TASKS = {
     "router": {
@@ -44,12 +46,22 @@ STEADY_TASKS = {
         "capacity",
     },
     "worker": {"engine", "engine watch", "registry", "heartbeats", "slot"},
-    "preprocessor": {"tail", "registry", "prompts", "capacity"},
-    "gateway": {"replies", "registry", "log probe", "loop delay"},
+    "preprocessor": {"tail", "registry", "prompts", "batch", "capacity"},
+    "gateway": {"replies", "registry", "log probe", "loop delay", "batch jobs"},
+    "collector": {
+        "registry",
+        "requests",
+        "replies",
+        "checks",
+        "batch jobs",
+        "ownership of jobs",
+        "jobs",
+    },
     "indexer": {"tail", "index", "fleet", "loop delay", "ownership", "snapshots"},
 }
-OPTIONAL_TASKS = {"probe", "judgement", "cache events"}
-"""Tasks that not every worker has all the time: health probes of the engine, and cache events."""
+OPTIONAL_TASKS = {"probe", "judgement", "cache events", *(f"results of lane {n}" for n in range(3))}
+"""Tasks that not every worker has all the time, health probes of the engine and cache events, and
+those of the lanes that a collector owns."""
 
 
 def violations(
@@ -59,6 +71,7 @@ def violations(
     return [
         *_uncommitted(world),
         *stream_violations(world, kafka_clients, http_clients),
+        *result_violations(world, kafka_clients),
         *_unfinished(world),
         *_different(world),
         *differing_indexes(world),
@@ -74,10 +87,12 @@ def has_open_work(world: SimulatedWorld) -> bool:
 
 
 def _uncommitted(world: SimulatedWorld) -> Iterator[str]:
-    groups = {REQUESTS: "router"} | (
-        {PROMPTS: "preprocessor"} if world.parameters.preprocessors else {}
-    )
-    for topic, name in groups.items():
+    groups = [(REQUESTS, "router")]
+    if world.parameters.preprocessors:
+        groups += [(PROMPTS, "preprocessor"), (BATCH, "preprocessor-batch")]
+    if world.parameters.collectors:
+        groups += [(REQUESTS, "collector")]
+    for topic, name in groups:
         committed = world.broker.group(topic, name).committed
         for partition in range(world.broker.partitions[topic]):
             end = world.broker.log(topic, partition).end
@@ -103,8 +118,8 @@ def _unfinished(world: SimulatedWorld) -> Iterator[str]:
             end = world.broker.log(LEDGER, lane).end
             if (position := load.position(Partition(LEDGER, lane))) != end:
                 yield f"behind: {label} has read {position} of {end} in lane {lane} of the ledger"
-            for request_id, story in load.lane(lane).unfinished.items():
-                yield f"open: {label} holds {request_id} as {story}"
+            for request_id, state in load.lane(lane).unfinished.items():
+                yield f"open: {label} holds {request_id} as {state}"
         for owner in router._owners.values():
             for request_id in owner._jobs:
                 yield f"job: {label} still works on {request_id}"
@@ -114,28 +129,36 @@ def _different(world: SimulatedWorld) -> Iterator[str]:
     states: dict[int, str] = {}
     for lane in range(world.parameters.lanes):
         source = Partition(LEDGER, lane)
-        fold = LedgerState(int(world.settings.dedup_window_s * 1000))
+        view = LedgerState(int(world.settings.dedup_window_s * 1000))
         raws = world.all_records(LEDGER, lane)
         records = [(r, decode_or_none(r)) for r in raws]
         facts = [LogRecord(r.offset, r.timestamp, d) for r, d in records if d is not None]
-        fold.apply(source, facts, len(raws))
-        states[lane] = fold.state_hash(source)
+        view.apply(source, facts, len(raws))
+        states[lane] = view.state_hash(source)
     for label, router in _routers(world):
-        context = router._context
         for lane, state in states.items():
             if router._load.state_hash(Partition(LEDGER, lane)) != state:
                 yield f"different: {label} holds another Load of lane {lane} than its records say"
-        if left := (router._load.active_load or context._undelivered or context.queued_requests):
-            yield f"load: {label} still counts {left}"
-        deferred = context.scheduler.deferred
-        if deferred.size.requests or deferred.granted.requests:
-            yield f"load: {label} still defers {deferred.size} and reserves {deferred.granted}"
-        for owner in router._owners.values():
-            if owner.claim.is_paused or owner._bytes or owner._sizes:
-                yield f"paused: {label} has lane {owner.claim.partition} with {owner._bytes} bytes"
+        yield from _left_over(label, router)
     fleets = {router._fleet.state_hash(Partition(REGISTRY, 0)) for _, router in _routers(world)}
     if len(fleets) > 1:
         yield "different: routers hold different Fleets"
+
+
+def _left_over(label: str, router: Router) -> Iterator[str]:
+    context = router._context
+    if left := (
+        router._load.active_load or router._load.batch_runs or context._undelivered
+        or context._undelivered_batch or context.queued_requests
+    ):  # fmt: skip
+        yield f"load: {label} still counts {left}"
+    for scheduler in (context.scheduler, context.batch_scheduler):
+        deferred = scheduler.deferred
+        if deferred.size.requests or deferred.granted.requests:
+            yield f"load: {label} still defers {deferred.size} and reserves {deferred.granted}"
+    for owner in router._owners.values():
+        if owner.claim.is_paused or owner._bytes or owner._sizes:
+            yield f"paused: {label} has lane {owner.claim.partition} with {owner._bytes} bytes"
 
 
 # --- processes -----------------------------------------------------------------------------------

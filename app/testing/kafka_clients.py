@@ -1,7 +1,7 @@
 """Kafka clients of a simulation: requests, prompts, repeats, cancels, and the expected answers.
 
-Everything is drawn before the first record is written, so that a seed sends the same requests
-whatever the world does. All clients publish from one process, under the same network faults as all
+Everything is drawn before the first record is written, so that a seed sends the same requests in
+every run. All clients publish from one process, under the same network faults as all
 others. HTTP clients are in `http_clients.py`.
 """
 
@@ -24,10 +24,11 @@ from streams.codecs import pack_tokens
 from streams.memory.memory_log import MemoryLog
 from streams.ports import Entry
 from streams.prompt import Prompt, encode_prompt
+from streams.record_base import ServiceClass
 from streams.record_publisher import RecordPublisher
 from streams.records import Cancel, Refused
 from streams.request import Request, StopConditions
-from streams.topics import PROMPTS, REQUESTS
+from streams.topics import BATCH, PROMPTS, REQUESTS
 
 ENDLESS_PROMPT_DEADLINE_S = 20.0
 TEXTS = ("abc", "kvlane", "né", "→✓", "a", "tokens, please")
@@ -41,13 +42,14 @@ UNSERVED_MODEL = "nobody's"
 
 class ExpectedRequest(NamedTuple):
     """One request and its whole expected answer. `is_refused`: it is to be rejected. `via_prompts`:
-    it is published to `prompts`, not to `requests`."""
+    it is published to a topic of prompts, not to `requests`."""
 
     request: Request
     expected_tokens: list[int]
     is_cancelled: bool
     is_refused: bool = False
     via_prompts: bool = False
+    wants_result: bool = False
 
     @property
     def may_time_out(self) -> bool:
@@ -80,6 +82,9 @@ class KafkaClients:
         within_s = BURST_S if world.parameters.is_burst else world.parameters.faults_s
         for number in range(world.parameters.requests):
             self._draw(f"r{number}", rng.random() * within_s)
+        batch_rng = random.Random(f"{world.seed} asking batch")
+        for number in range(world.parameters.batch_requests):
+            self._draw_batch(batch_rng, f"b{number}", batch_rng.random() * within_s / 2)
         self._publications.sort(key=lambda p: p.at_s)
 
     def _draw(self, request_id: str, at: float) -> None:
@@ -115,21 +120,50 @@ class KafkaClients:
         )
         self.requests[request_id] = question
         if prompted:
-            topic, asked = PROMPTS, _prompt(question, text, prompt)
+            topic, entry = PROMPTS, _prompt(question, text, prompt)
             cancel = encode_prompt(Prompt(id=request_id, kind="cancel"))
         else:
             turned_down = refused and not nonsense
             record = Refused(id=request_id, code="invalid") if turned_down else request
-            topic, asked = REQUESTS, entry_of(record, request_id)
+            topic, entry = REQUESTS, entry_of(record, request_id)
             cancel = entry_of(Cancel(id=request_id, reason="of the client"), request_id)
-        self._publish_at(at, request_id, topic, asked)
+        self._publish_at(at, request_id, topic, entry)
         while rng.random() < 0.2:
-            self._publish_at(at + rng.expovariate(0.3), request_id, topic, asked)
+            self._publish_at(at + rng.expovariate(0.3), request_id, topic, entry)
         if cancelled:
             for _ in range(rng.choice((1, 1, 2))):
                 # Often at once, so that both come with the same poll.
                 later_s = rng.choice((0.0, rng.expovariate(0.5), rng.expovariate(0.5)))
                 self._publish_at(at + later_s, request_id, topic, cancel)
+
+    def _draw_batch(self, rng: random.Random, request_id: str, at: float) -> None:
+        """A prompt of class batch, mostly in its own topic; its answer is long enough to be
+        preempted."""
+        shape = self._world.parameters
+        text = rng.choice(TEXTS)
+        prompt = [*encode_bytes(text), ASSISTANT]
+        max_tokens = rng.choice((3, 12, 20, 30))
+        cancelled = rng.random() < shape.cancel_share
+        request = Request(
+            id=request_id,
+            model=rng.choice(MODELS[: shape.models]),
+            token_ids=pack_tokens(prompt),
+            deadline_s=NO_DEADLINE_S,
+            stop=StopConditions(max_tokens=max_tokens),
+        )
+        question = ExpectedRequest(
+            request, echo_answer(prompt, max_tokens), cancelled, rng.random() < 0.06,
+            via_prompts=True, wants_result=bool(shape.collectors) and rng.random() < 0.8,
+        )  # fmt: skip
+        self.requests[request_id] = question
+        entry = _prompt(question, text, prompt, "batch")
+        topic = PROMPTS if rng.random() < 0.2 else BATCH
+        self._publish_at(at, request_id, topic, entry)
+        while rng.random() < 0.2:
+            self._publish_at(at + rng.expovariate(0.3), request_id, topic, entry)
+        if cancelled:
+            cancel = encode_prompt(Prompt(id=request_id, kind="cancel"))
+            self._publish_at(at + rng.expovariate(0.3), request_id, BATCH, cancel)
 
     def _publish_at(self, at: float, request_id: str, topic: str, entry: Entry) -> None:
         self._publications.append(Publication(at, request_id, topic, entry))
@@ -145,11 +179,11 @@ class KafkaClients:
         clock = VirtualClock(world.loop)
         log = MemoryLog(world.broker, "clients")
         await log.start()
-        outbox = RecordPublisher(log, clock)
+        publisher = RecordPublisher(log, clock)
         last: dict[str, asyncio.Task[None]] = {}
         for publication in self._publications:
             await clock.sleep(max(0.0, publication.at_s - clock.now()))
-            publishing = _publish_after(last.get(publication.id), outbox, publication)
+            publishing = _publish_after(last.get(publication.id), publisher, publication)
             last[publication.id] = asyncio.create_task(publishing)
         await asyncio.gather(*last.values())
         await log.close()
@@ -166,7 +200,12 @@ def _nonsense(rng: random.Random, request: Request) -> Request:
     return replace(request, **rng.choice(broken))
 
 
-def _prompt(question: ExpectedRequest, text: str, tokens: list[int]) -> Entry:
+def _prompt(
+    question: ExpectedRequest,
+    text: str,
+    tokens: list[int],
+    service_class: ServiceClass = "interactive",
+) -> Entry:
     """The same request as a prompt for a preprocessor."""
     request = question.request
     body: dict[str, Any] = {"model": request.model}
@@ -176,14 +215,17 @@ def _prompt(question: ExpectedRequest, text: str, tokens: list[int]) -> Entry:
         body["n"] = 2
     kind = "completion" if len(tokens) % 2 else "tokens"
     body |= {"prompt": text} if kind == "completion" else {"token_ids": tokens}
-    fields = {"id": request.id, "kind": kind, "body": body, "deadline_s": request.deadline_s}
+    fields = {
+        "id": request.id, "kind": kind, "body": body, "deadline_s": request.deadline_s,
+        "service_class": service_class, "result": question.wants_result,
+    }  # fmt: skip
     return encode_prompt(Prompt.model_validate(fields))
 
 
 async def _publish_after(
-    before: asyncio.Task[None] | None, outbox: RecordPublisher, publication: Publication
+    before: asyncio.Task[None] | None, publisher: RecordPublisher, publication: Publication
 ) -> None:
     """Publish after the record before it: a Cancel ahead of its request cancels nothing."""
     if before is not None:
         await before
-    await outbox.publish_entry(publication.topic, publication.entry)
+    await publisher.publish_entry(publication.topic, publication.entry)

@@ -60,6 +60,7 @@ def simulate_seed(seed: int, *, take_overs: bool = False) -> SimulationResult:
     """Run one seed; with `take_overs`, lanes change owners all the time."""
     shape = WorldParameters.draw(random.Random(f"{seed} shape"))
     shape = shape.with_caches(random.Random(f"{seed} caches"))
+    shape = shape.with_batch(random.Random(f"{seed} batch"))
     if take_overs:
         shape = shape.with_take_overs()
     worlds: list[SimulatedWorld] = []
@@ -81,20 +82,20 @@ def simulate_seed(seed: int, *, take_overs: bool = False) -> SimulationResult:
 
 
 async def _play(world: SimulatedWorld) -> list[str]:
-    asking, calling = KafkaClients(world), HttpClients(world)
+    kafka_clients, http_clients = KafkaClients(world), HttpClients(world)
     chaos = SimulationFaults(world)
     world.start_all()
-    publishing = asking.start()
-    calling.start()
+    publishing = kafka_clients.start()
+    http_clients.start()
     await chaos.run()
     chaos.stop()
     await publishing
     until = world.loop.time() + DRAIN_S
     while world.loop.time() < until:
         await world.clock.sleep(1.0)
-        if not has_open_work(world) and not violations(world, asking, calling):
+        if not has_open_work(world) and not violations(world, kafka_clients, http_clients):
             return []
-    return violations(world, asking, calling)
+    return violations(world, kafka_clients, http_clients)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import Literal, Protocol
 
+from app.collector import Collector
 from app.engine.echo import EchoEngine
 from app.engine.interface import Engine
 from app.engine.validator import ValidatingEngine
@@ -92,7 +93,7 @@ class SimulatedProcess:
         """HTTP exchanges that a gateway is serving."""
         self.is_gone = asyncio.Event()
         """Set when it no longer serves any connection."""
-        self._asked = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self.task = world.loop.create_task(self._live(), name=f"{label}/main", context=self.context)
 
     @property
@@ -102,9 +103,9 @@ class SimulatedProcess:
 
     def terminate(self) -> None:
         """SIGTERM."""
-        self._asked.set()
+        self._stop_requested.set()
 
-    def _build(self) -> Router | Worker | Preprocessor | Gateway | Indexer:
+    def _build(self) -> Router | Worker | Preprocessor | Gateway | Indexer | Collector:
         world, settings = self._world, self._world.settings
         if self.kind == "router":
             return Router(self.log, settings, self.ctx, self.name)
@@ -112,6 +113,8 @@ class SimulatedProcess:
             return Preprocessor(self.log, settings, self.ctx, InlinePool())
         if self.kind == "gateway":
             return Gateway(self.log, settings, self.ctx, self._rng, InlinePool())
+        if self.kind == "collector":
+            return Collector(self.log, settings, self.ctx, InlinePool())
         if self.kind == "indexer":
             return Indexer(self.log, settings, self.ctx, InlinePool())
         self.engine = FlakyEngine(self._engine(), self.clock, self._rng, world.faults_stopped)
@@ -128,7 +131,7 @@ class SimulatedProcess:
         try:
             await self.log.start()
             self.was_connected = True
-            await run_process(self.ctx, self._start, self._end, self._asked)
+            await run_process(self.ctx, self._start, self._end, self._stop_requested)
         except Exception as e:  # noqa: BLE001 - checked by the invariants
             self.ctx.fail(e)
         finally:

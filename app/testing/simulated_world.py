@@ -24,7 +24,7 @@ from streams.memory.memory_broker import MemoryBroker
 from streams.memory.partition_log import MemoryRecord
 from streams.ports import Appended, Entry, Partition
 from streams.records import ModelCard
-from streams.topics import ASSIGNMENTS, KV_EVENTS, PROMPTS, REGISTRY, REQUESTS
+from streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, REGISTRY, REQUESTS
 
 SESSION_TIMEOUT_S = 4.0
 MEAN_RESTART_S = 3.0
@@ -68,7 +68,7 @@ class SimulatedWorld:
         self.broker = RecordingBroker(
             VirtualClock(loop, ahead_ms),
             lanes=shape.lanes,
-            partitions={ASSIGNMENTS: shape.slots, KV_EVENTS: shape.slots, PROMPTS: 2},
+            partitions={ASSIGNMENTS: shape.slots, KV_EVENTS: shape.slots, PROMPTS: 2, BATCH: 2},
             faults=self.network,
             session_timeout_s=SESSION_TIMEOUT_S,
         )
@@ -96,14 +96,14 @@ class SimulatedWorld:
         self.on_response_event: Callable[[SimulatedProcess], None] | None = None
         """Called when a gateway has sent an event to its client."""
         self._context = copy_context()
-        self._lives: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
 
     # --- processes -------------------------------------------------------------------------------
 
     def start_process(self, kind: ProcessKind, name: str) -> SimulatedProcess:
         """Start a process of this name; one that already runs under it becomes a duplicate."""
-        life = self._lives[name] = self._lives.get(name, 0) + 1
-        node = SimulatedProcess(self, kind, name, f"{name}#{life}")
+        start = self._starts[name] = self._starts.get(name, 0) + 1
+        node = SimulatedProcess(self, kind, name, f"{name}#{start}")
         self.processes.append(node)
         self.current[name] = node
         node.task.add_done_callback(lambda _: self._ended(node))
@@ -206,8 +206,9 @@ class SimulatedWorld:
         return [*self.truncated.get(Partition(topic, lane), ()), *kept]
 
     def committed(self, lane: int) -> int:
-        """The routers' committed offset of a lane."""
-        return self.broker.group(REQUESTS, "router").committed.get(lane, 0)
+        """The committed offset of a lane: the lower one of routers and collectors."""
+        groups = ("router", "collector") if self.parameters.collectors else ("router",)
+        return min(self.broker.group(REQUESTS, name).committed.get(lane, 0) for name in groups)
 
     def _reboot(self, node: SimulatedProcess) -> None:
         if self.current[node.name] is node and not node.exists:

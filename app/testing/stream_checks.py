@@ -32,15 +32,11 @@ def stream_violations(
     world: SimulatedWorld, kafka_clients: KafkaClients, http_clients: HttpClients
 ) -> Iterator[str]:
     """Violations, as texts."""
-    shown: dict[str, Transcript] = defaultdict(Transcript)
-    for lane in range(world.parameters.lanes):
-        for raw in world.all_records(RESPONSES, lane):
-            if isinstance(record := decode_or_none(raw), Chunk | Fence | End):
-                shown[record.id].apply(record)
+    shown = shown_streams(world)
     causes = _Causes(world)
-    letters = {r.key for p in range(4) for r in world.broker.records(DEAD_LETTERS, p)}
+    dead_letters = {r.key for p in range(4) for r in world.broker.records(DEAD_LETTERS, p)}
     for key, source in world.malformed.items():
-        if source.topic == REQUESTS and key not in letters:
+        if source.topic == REQUESTS and key not in dead_letters:
             yield f"poison: {key!r} of {source} did not go to the dead letters"
     questions = kafka_clients.requests | _called(world, kafka_clients)
     for request_id, question in questions.items():
@@ -48,6 +44,16 @@ def stream_violations(
     for call in http_clients.clients:
         yield from _misheard(call, shown[call.id], causes)
     yield from _misrouted(world, questions)
+
+
+def shown_streams(world: SimulatedWorld) -> dict[str, Transcript]:
+    """By request, its stream as readers have seen it."""
+    shown: dict[str, Transcript] = defaultdict(Transcript)
+    for lane in range(world.parameters.lanes):
+        for raw in world.all_records(RESPONSES, lane):
+            if isinstance(record := decode_or_none(raw), Chunk | Fence | End):
+                shown[record.id].apply(record)
+    return shown
 
 
 def decode_or_none(raw: MemoryRecord) -> AnyRecord | None:
@@ -58,7 +64,7 @@ def decode_or_none(raw: MemoryRecord) -> AnyRecord | None:
         return None
 
 
-def _called(world: SimulatedWorld, asking: KafkaClients) -> dict[str, ExpectedRequest]:
+def _called(world: SimulatedWorld, kafka_clients: KafkaClients) -> dict[str, ExpectedRequest]:
     """The requests that gateways published, under ids of their own."""
     requests: dict[str, Request] = {}
     cancelled = set()
@@ -67,7 +73,7 @@ def _called(world: SimulatedWorld, asking: KafkaClients) -> dict[str, ExpectedRe
             record = decode_or_none(raw)
             if raw.key in world.malformed:
                 continue
-            if isinstance(record, Request) and record.id not in asking.requests:
+            if isinstance(record, Request) and record.id not in kafka_clients.requests:
                 requests[record.id] = record
             elif isinstance(record, Cancel):
                 cancelled.add(record.id)
@@ -114,14 +120,14 @@ def _misheard(call: HttpClient, seen: Transcript, causes: _Causes) -> Iterator[s
             yield f"heard: {call.name} {call.text!r}, {call.id} shows {seen.text!r}"
     elif call.outcome in ("stream_not_found", "lost") and causes.are_cut(call.id):
         pass  # a late reader cannot read records that were deleted
-    elif call.outcome != _code(seen) or not _told(call, seen):
+    elif call.outcome != _code(seen) or not _has_expected_text(call, seen):
         yield (
             f"heard: {call.name} {call.text!r} and {call.outcome}, "
             f"{call.id} shows {seen.text!r} and {_code(seen)}"
         )
 
 
-def _told(call: HttpClient, seen: Transcript) -> bool:
+def _has_expected_text(call: HttpClient, seen: Transcript) -> bool:
     """Whether the client has the right text; a failure may hide text that came with it."""
     if call.outcome in COMPLETE:
         return call.text == seen.text
@@ -135,9 +141,9 @@ def _code(seen: Transcript) -> str:
 def _texts(seen: Transcript) -> tuple[str, ...]:
     """The possible texts of the tokens shown; an End may drop an incomplete character."""
     text = ByteDetokenizer()
-    said = text.push(seen.tokens)
-    whole = said + text.end()
-    return (whole,) if seen.end is None else (said, whole)
+    visible = text.push(seen.tokens)
+    whole = visible + text.end()
+    return (whole,) if seen.end is None else (visible, whole)
 
 
 def _misrouted(world: SimulatedWorld, questions: dict[str, ExpectedRequest]) -> Iterator[str]:

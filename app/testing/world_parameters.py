@@ -10,7 +10,7 @@ from app.settings import Settings
 from app.testing.network_faults import FaultProfile
 from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
 
-ProcessKind = Literal["router", "worker", "preprocessor", "gateway", "indexer"]
+ProcessKind = Literal["router", "worker", "preprocessor", "gateway", "indexer", "collector"]
 
 MODELS = ("echo", "second")
 MAX_SEQUENCES = 3
@@ -36,6 +36,7 @@ TIGHT_SETTINGS = DEFAULT_SETTINGS.model_copy(
     update={"max_queued_requests": 1, "worker_max_waiting": 0}
 )
 
+BATCH_SHARE = 0.2
 COMMITS = "commits"
 TRIGGER_TOPICS = (LEDGER, RESPONSES, ASSIGNMENTS, REGISTRY, REQUESTS, COMMITS)
 """Topics where the order of appends matters, and offset commits."""
@@ -56,8 +57,8 @@ class WorldParameters(NamedTuple):
     `sequences`: concurrent requests of a worker. `is_burst`: all requests arrive within BURST_S.
     `cancel_share`: share of requests that are cancelled. `trigger_share`: probability of a fault in
     a process right after its record was appended to one of the topics in `trigger_topics`.
-    `skew_ms`: largest difference between the clocks of two brokers. `has_caches`: whether engines
-    cache and publish cache events.
+    `batch_requests`: prompts of class batch, besides the requests. `skew_ms`: largest difference
+    between the clocks of two brokers. `has_caches`: whether engines cache and publish cache events.
     """
 
     routers: int
@@ -79,6 +80,8 @@ class WorldParameters(NamedTuple):
     network: FaultProfile
     has_caches: bool = False
     indexers: int = 0
+    batch_requests: int = 0
+    collectors: int = 0
 
     @property
     def settings(self) -> Settings:
@@ -94,6 +97,7 @@ class WorldParameters(NamedTuple):
             "preprocessor": self.preprocessors,
             "gateway": self.gateways,
             "indexer": self.indexers,
+            "collector": self.collectors,
         }
 
     @staticmethod
@@ -126,6 +130,12 @@ class WorldParameters(NamedTuple):
         if rng.random() >= 0.25:
             return self
         return self._replace(has_caches=True, indexers=rng.choice((0, 1, 2)))
+
+    def with_batch(self, rng: random.Random) -> WorldParameters:
+        """The same; in every fifth world with preprocessors, batch prompts and collectors."""
+        if not self.preprocessors or rng.random() >= BATCH_SHARE:
+            return self
+        return self._replace(batch_requests=rng.randint(2, 6), collectors=rng.choice((0, 1, 2)))
 
     def with_take_overs(self) -> WorldParameters:
         """The same, with frequent lane take-overs between routers, and lagging readers."""

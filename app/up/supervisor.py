@@ -64,10 +64,10 @@ class SupervisedProcesses(Protocol):
 class ProcessSupervisor:
     """Restarts processes. `watch` runs as a task."""
 
-    def __init__(self, children: SupervisedProcesses, clock: Clock, say: ReportLine) -> None:
+    def __init__(self, children: SupervisedProcesses, clock: Clock, report: ReportLine) -> None:
         self._children = children
         self._clock = clock
-        self._say = say
+        self._report = report
         self._backoffs: dict[str, RestartBackoff] = {}
         self._due: dict[str, float] = {}
 
@@ -85,24 +85,24 @@ class ProcessSupervisor:
             pause_s = backoff.exited(now)
             self._due[name] = now + pause_s
             times = f", {backoff.exits} times in a row" if backoff.exits > 1 else ""
-            self._say(f"{name} {_how(status)}{times}; started again in {pause_s:g} s")
+            self._report(f"{name} {_how(status)}{times}; started again in {pause_s:g} s")
             if status > 0:
                 for line in last_lines(self._children.output_file(name)):
-                    self._say(f"  {line}")
+                    self._report(f"  {line}")
         for name in [name for name, at in self._due.items() if at <= now]:
             del self._due[name]
             self._children.restart_one(name)
             self._backoffs[name].started(now)
-            self._say(f"{name} is started again")
+            self._report(f"{name} is started again")
 
 
 class BrokerSupervisor:
     """Restarts a broker that was started here, or waits for others'. `watch` runs as a task."""
 
-    def __init__(self, broker: Broker, clock: Clock, say: ReportLine) -> None:
+    def __init__(self, broker: Broker, clock: Clock, report: ReportLine) -> None:
         self._broker = broker
         self._clock = clock
-        self._say = say
+        self._report = report
         self._is_own = broker.kind != "env"
         self._backoff = RestartBackoff()
 
@@ -123,7 +123,7 @@ class BrokerSupervisor:
     async def _mend(self, error: BrokerUnavailable) -> None:
         since = self._clock.now()
         what = "started again on its data" if self._is_own else "waited for; nothing is ended"
-        self._say(f"the broker is gone, and is {what}: {_first_line(error)}")
+        self._report(f"the broker is gone, and is {what}: {_first_line(error)}")
         while True:
             pause_s = self._backoff.exited(self._clock.now())
             await self._clock.sleep(pause_s if self._is_own else BROKER_CHECK_INTERVAL_S)
@@ -132,9 +132,9 @@ class BrokerSupervisor:
                 await asyncio.to_thread(self._broker.restart)
             except BrokerUnavailable as e:
                 if self._is_own:
-                    self._say(f"the broker does not start: {_first_line(e)}; trying again")
+                    self._report(f"the broker does not start: {_first_line(e)}; trying again")
             else:
-                self._say(f"the broker is back after {self._clock.now() - since:.1f} s")
+                self._report(f"the broker is back after {self._clock.now() - since:.1f} s")
                 return
 
 

@@ -166,12 +166,12 @@ class _Deployment:
         self._settings = settings.model_copy(update={"bootstrap_servers": broker.bootstrap_servers})
         self._broker = broker
         self._folder = folder
-        self._say = say
+        self._report = say
         self._parts = deployment_parts(workers)
         self._ports = assign_ports(self._settings, self._parts)
         self._workers = [part.name for part in self._parts if part.kind == "worker"]
         self._clock = SystemClock()
-        self._life = ProcessContext("up", self._clock)
+        self._ctx = ProcessContext("up", self._clock)
         self._began = self._clock.now()
 
     async def run(self) -> None:
@@ -187,10 +187,10 @@ class _Deployment:
                 await asyncio.wait({running, *waits}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 await (
-                    self._life.cancel_tasks()
+                    self._ctx.cancel_tasks()
                 )  # else the supervisor would restart stopped processes
             if ended.is_set():
-                self._say("stopping")
+                self._report("stopping")
             for task in (running, *waits):
                 task.cancel()
             for outcome in await asyncio.gather(running, *waits, return_exceptions=True):
@@ -198,7 +198,7 @@ class _Deployment:
                     raise outcome
 
     async def _failure(self) -> None:
-        raise await self._life.wait_for_failure()
+        raise await self._ctx.wait_for_failure()
 
     async def _run(self, cleanup: AsyncExitStack) -> None:
         s = self._settings
@@ -216,9 +216,9 @@ class _Deployment:
                 )
             parts = self._started(cleanup)
             await parts.start()
-            self._life.spawn("processes", ProcessSupervisor(parts, self._clock, self._tell).watch())
-            self._life.spawn(
-                "broker", BrokerSupervisor(self._broker, self._clock, self._tell).watch()
+            self._ctx.spawn("processes", ProcessSupervisor(parts, self._clock, self._print).watch())
+            self._ctx.spawn(
+                "broker", BrokerSupervisor(self._broker, self._clock, self._print).watch()
             )
             urls = {name: self._url(port) for name, (_, port) in self._ports.items()}
             await self._wait_ready(
@@ -227,7 +227,7 @@ class _Deployment:
         finally:
             await workers.close()
             await log.close()
-        self._say(self._where(urls))
+        self._report(self._where(urls))
         await self._bound_logs()
 
     def _started(self, cleanup: AsyncExitStack) -> ProcessDeployment:
@@ -252,14 +252,14 @@ class _Deployment:
 
     async def _wait_ready(self, readiness: ReadinessCheck) -> None:
         count = len(self._workers)
-        self._say(
-            f"a gateway, a preprocessor, a router, an indexer and {count} "
+        self._report(
+            f"a gateway, a preprocessor, a router, a collector, an indexer and {count} "
             f"worker{'s'[: count > 1]} are starting; their log files are in {self._logs}"
         )
         late_at = self._clock.now() + LATE_REPORT_S
         while missing := await readiness.failed_checks():
             if self._clock.now() > late_at:
-                self._say(f"not ready yet: {'; '.join(missing)}")
+                self._report(f"not ready yet: {'; '.join(missing)}")
                 late_at = self._clock.now() + LATE_REPORT_S
             await self._clock.sleep(READY_POLL_S)
 
@@ -292,9 +292,9 @@ class _Deployment:
         ]
         return "\n".join(lines)
 
-    def _tell(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         """Print a line with the time of day."""
-        self._say(f"{time.strftime('%H:%M:%S')}  {line}")
+        self._report(f"{time.strftime('%H:%M:%S')}  {line}")
 
     async def _bound_logs(self) -> None:
         while True:

@@ -59,7 +59,6 @@ COUNTER_BITS_SHIFT, COUNTERS_SHIFT = 2, 4
 CAPACITY, NEXT_CAPACITY, FRONTIER, USED, VERSION, STATE_WORDS = range(6)
 """Fields of `state`. Capacities and the frontier in slots; USED counts both tables."""
 
-ABSENT = -1
 LARGER_TABLE_OFFSET = 1 << 40
 """Offset of the slot numbers of the larger table."""
 

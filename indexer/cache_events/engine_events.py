@@ -71,7 +71,14 @@ class EventsLost:
     """Earlier events are permanently lost; emitted by the reader of the event stream."""
 
 
-EngineEvent: TypeAlias = BlocksStored | BlocksRemoved | AllCleared | EventsLost
+@dataclass(frozen=True, slots=True)
+class UnreadableEvent:
+    """An event that could not be decoded; `is_known`: its type is one of those above."""
+
+    is_known: bool
+
+
+EngineEvent: TypeAlias = BlocksStored | BlocksRemoved | AllCleared | EventsLost | UnreadableEvent
 
 
 def tier_of(medium: str) -> Tier:

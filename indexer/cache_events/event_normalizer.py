@@ -82,9 +82,14 @@ class NormalizerCounters:
     orphans: int = 0
     """Blocks whose parent was never seen; rejected together with their descendants."""
     malformed: int = 0
-    """Events whose tokens do not fill the blocks, or whose block size is not the model's."""
+    """Events that cannot be decoded, whose tokens do not fill the blocks, or whose block size is
+    not the model's."""
+    unknown_types: int = 0
+    """Events of a type that this version does not read."""
     unknown_removed: int = 0
+    """Removed blocks that were never seen."""
     overflows: int = 0
+    """Times when too many events waited, so that all blocks were announced again."""
     gaps: int = 0
     """Reported losses of engine events."""
 
@@ -174,11 +179,14 @@ class EventNormalizer:
             elif isinstance(event, AllCleared):
                 self._forget_all()
                 self.start_announcement(now, clear=True)
-            else:
-                assert isinstance(event, EventsLost)
+            elif isinstance(event, EventsLost):
                 self.counters.gaps += 1
                 self._invalidate_all()
                 self.start_announcement(now, clear=True)
+            elif event.is_known:
+                self.counters.malformed += 1
+            else:
+                self.counters.unknown_types += 1
         if idle:
             self._pending_since = now
         if self._pending_blocks > self._max_pending:

@@ -6,7 +6,8 @@
         classes.jsa                          the broker's classes, parsed (class data sharing)
 
 `<cache>` is KVLANE_CACHE_DIR, or ~/.cache/kvlane. Both are made under another name and renamed, by
-one process at a time, so that a cache is whole or absent whoever dies or runs beside.
+one process at a time, so that a cache is whole or absent, also after a crash and beside other
+processes.
 """
 
 from __future__ import annotations

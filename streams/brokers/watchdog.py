@@ -1,14 +1,14 @@
 """A watchdog process that removes processes, containers and files when their owner is gone.
 
 A `ProcessGuard` is a new directory, and a process of this file in its own session that holds the
-reading end of a pipe. However the owner ends (return, exception, Ctrl-C, SIGKILL), the pipe closes,
-and the watchdog then kills every process that carries the guard's mark on its command line, removes
-every container with the guard's label, and deletes the directory. There is no other way of cleaning
-up, so the one for accidents is the one that always runs.
+reading end of a pipe. When the owner ends (by return, exception, Ctrl-C or SIGKILL), the pipe
+closes, and the watchdog kills every process that carries the guard's mark on its command line,
+removes every container with the guard's label, and deletes the directory. There is no other way of
+cleaning up, so the one for accidents is the one that always runs.
 
-Processes are found by their mark and not by registered ids: an owner that dies between starting a
-process and writing down its id leaves nothing behind, and an id used again by the system is
-nobody's victim.
+Processes are found by their mark and not by registered ids: an owner that is killed between the
+start of a process and the record of its id leaves nothing behind, and no process that got a reused
+id is killed.
 
 Started as a script: it must not import the rest of the package.
 """

@@ -40,6 +40,7 @@ from aiokafka.errors import (
 from streams.errors import AccessDenied
 from streams.kafka import record_batches
 from streams.kafka.fetching.session_fetcher import SessionFetcher
+from streams.kafka.key_filter import KeyFilter
 from streams.kafka.stuck_broker import watch_connection
 from streams.topics import MAX_RECORD_BYTES
 
@@ -195,6 +196,11 @@ class LazyConsumer:
         self._starting: asyncio.Task[AIOKafkaConsumer] | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
+    @property
+    def is_used(self) -> bool:
+        """Whether it is connected, or connecting."""
+        return self._consumer is not None or self._starting is not None
+
     async def ready(self, timeout_s: float) -> AIOKafkaConsumer | None:
         """The connected consumer; None if connecting did not succeed in time.
 
@@ -243,7 +249,8 @@ class LazyConsumer:
             await asyncio.wait(self._ending)
 
     async def _start(self) -> AIOKafkaConsumer:
-        consumer = AIOKafkaConsumer(**self._options)
+        # `streams/kafka/record_batches.py` parses the records of consumers with a filter.
+        consumer = AIOKafkaConsumer(**{"key_deserializer": KeyFilter(), **self._options})
         _mend(consumer)
         await start_client(consumer, self._options)
         SessionFetcher.install(consumer)

@@ -1,9 +1,9 @@
 """The queue of record batches in front of a producer's sender, by partition.
 
-Replaces aiokafka's accumulator and its batches under aiokafka's sender, which keeps its work: one
-request per broker in flight, retries, sequence numbers of an idempotent producer. Owns the queue,
-the encoding of batches, and one future per append; knows nothing of time-outs and reconnecting
-(`streams/kafka/producer.py`).
+Replaces aiokafka's accumulator and its batches under aiokafka's sender (`batch_sender.py`), which
+keeps its work: one request per broker in flight, retries, sequence numbers of an idempotent
+producer. Owns the queue, the encoding of batches, and one future per append; knows nothing of
+time-outs and reconnecting (`producer.py`).
 
 Appends that wait for a request in flight join the last unsent batch of their partition, in order,
 while they fit into 1 MiB together. Each append is in one batch, so all or none of it is appended.
@@ -323,14 +323,15 @@ class BatchQueue:
             return
         client.add_topic(tp.topic)
         if self._retry is None:
-            self._retry = self._loop.call_later(RETRY_S, self._ask_again)
-            client.force_metadata_update().add_done_callback(self._look_again)
+            self._retry = self._loop.call_later(RETRY_S, self._wake_later)
+            client.force_metadata_update().add_done_callback(self.look_again)
 
-    def _ask_again(self) -> None:
+    def _wake_later(self) -> None:
         self._retry = None
-        self._look_again()
+        self.look_again()
 
-    def _look_again(self, _answer: object = None) -> None:
+    def look_again(self, _answer: object = None) -> None:
+        """Wake the sender: it may have something to send, or a request has ended."""
         if not self._work.done():
             self._work.set_result(None)
 

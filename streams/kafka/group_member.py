@@ -85,8 +85,6 @@ class KafkaMember:
         self._waiting: asyncio.Timeout | None = None
         self._failure: Exception | None = None
         self._closed = False
-        self.out_of_range_count = 0
-        """Number of positions outside the log: records were deleted before they were read."""
 
     async def poll(self, timeout_s: float, max_records: int = 500) -> Batches:
         """The next records. Besides the port's errors: TopicMismatch, Denied."""
@@ -311,7 +309,6 @@ class KafkaMember:
         self._client.drop()
 
     def _alarm(self, partition: int, wanted: int, start: int) -> None:
-        self.out_of_range_count += 1
         # One message for each lane: none may be left out as a repetition of another.
         message = (
             f"{self._topic}[{partition}]: records were deleted before they were read: "

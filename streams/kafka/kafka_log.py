@@ -4,7 +4,9 @@
 and groups, and translates every error of the client (`streams/errors.py`), with the cause kept.
 
     producer.py      appending            batch_queue.py      batches that wait to be sent
+                                          batch_sender.py     their requests and responses
     kafka_reader.py  reading without a group
+    kafka_transactions.py  appending in transactions
     group_member.py  reading in a group   aiokafka_client.py  connections of all clients
     stuck_broker.py  detecting hung brokers, on every connection
     fetching/        fetching in sessions: their state, the bytes, their place in the fetcher
@@ -35,6 +37,7 @@ from streams.kafka.aiokafka_client import (
 from streams.kafka.connection_options import ConnectionOptions
 from streams.kafka.group_member import KafkaMember
 from streams.kafka.kafka_reader import KafkaReader
+from streams.kafka.kafka_transactions import KafkaTransactionalWriter
 from streams.kafka.producer import Producer
 from streams.ports import Appended, Entry, Partition, RebalanceListener
 from streams.topics import partition_of
@@ -62,13 +65,13 @@ class KafkaLog:
         self.options: dict[str, Any] = {}
         """Options of every client of this connection; filled by `start`."""
         self._producer: Producer | None = None
-        self._questions: LazyConsumer | None = None
-        self._users: dict[KafkaReader | KafkaMember, None] = {}
+        self._query_consumer: LazyConsumer | None = None
+        self._users: dict[KafkaReader | KafkaMember | KafkaTransactionalWriter, None] = {}
         self._partitions: dict[str, int] = {}
         self._finding = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._finders = Counter[str]()
         """Callers that wait for an unknown topic; later callers do not overtake them."""
-        self._asking = asyncio.Lock()
+        self._query_lock = asyncio.Lock()
         self._closed = False
 
     async def start(self) -> None:
@@ -81,7 +84,7 @@ class KafkaLog:
         except OSError as e:
             raise AccessDenied(f"the security settings cannot be used: {e}") from e
         self._producer = Producer(self.options, self.request_timeout_s)
-        self._questions = LazyConsumer(self.options, self.request_timeout_s)
+        self._query_consumer = LazyConsumer(self.options, self.request_timeout_s)
         try:
             async with asyncio.timeout(self._producer.append_timeout_s):
                 await self._producer.ready()
@@ -103,8 +106,8 @@ class KafkaLog:
             return
         self._closed = True
         await asyncio.gather(*(user.close() for user in list(self._users)))
-        if self._questions is not None:
-            await self._questions.close()
+        if self._query_consumer is not None:
+            await self._query_consumer.close()
         if self._producer is not None:
             await self._producer.close()
 
@@ -176,13 +179,13 @@ class KafkaLog:
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """Offset of the oldest record kept, by partition."""
         tps = await self._all_existing(topic, partitions)
-        offsets = await self._ask(topic, lambda consumer: consumer.beginning_offsets(tps))
+        offsets = await self._retry_query(topic, lambda consumer: consumer.beginning_offsets(tps))
         return {tp.partition: offset for tp, offset in offsets.items()}
 
     async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """Offset the next record will get, by partition."""
         tps = await self._all_existing(topic, partitions)
-        offsets = await self._ask(topic, lambda consumer: consumer.end_offsets(tps))
+        offsets = await self._retry_query(topic, lambda consumer: consumer.end_offsets(tps))
         return {tp.partition: offset for tp, offset in offsets.items()}
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
@@ -190,10 +193,14 @@ class KafkaLog:
         # The end is taken first: what is appended between the questions lies behind it.
         end = (await self.end_offsets(topic, [partition]))[partition]
         tp = self._existing(topic, partition)
-        found = await self._ask(
+        found = await self._retry_query(
             topic, lambda consumer: consumer.offsets_for_times({tp: max(0, timestamp_ms)})
         )
         return end if found[tp] is None else int(found[tp].offset)
+
+    async def foreign_partitions(self, topic: str) -> int:
+        """Partitions of a topic by its whole name, 0 if it does not exist."""
+        return len((await self._all_topics()).partitions_for_topic(topic) or ())
 
     def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> KafkaReader:
         """A reader with a connection of its own; closed with this one."""
@@ -209,36 +216,45 @@ class KafkaLog:
         self._users[member] = None
         return member
 
+    def transactional_writer(self, name: str) -> KafkaTransactionalWriter:
+        """A writer with a producer of its own; closed with this connection."""
+        self._check_open()
+        writer = KafkaTransactionalWriter(self, name)
+        self._users[writer] = None
+        return writer
+
     # --- for the readers and members of this connection ---
 
     def full_name(self, name: Partition) -> TopicPartition:
         """A partition by the name that the broker knows."""
         return TopicPartition(self.prefix + name.topic, name.partition)
 
-    def forget(self, user: KafkaReader | KafkaMember) -> None:
-        """A reader or member has closed itself."""
+    def forget(self, user: KafkaReader | KafkaMember | KafkaTransactionalWriter) -> None:
+        """A reader, member or writer has closed itself."""
         self._users.pop(user, None)
 
-    async def _ask(self, topic: str, question: Callable[[AIOKafkaConsumer], Awaitable[T]]) -> T:
+    async def _retry_query(
+        self, topic: str, query: Callable[[AIOKafkaConsumer], Awaitable[T]]
+    ) -> T:
         """Retry a query until it is answered, at most as long as an append waits."""
         self._check_open()
-        assert self._questions is not None
+        assert self._query_consumer is not None
         assert self._producer is not None
         error: Exception | None = None
         try:
             async with asyncio.timeout(self._producer.append_timeout_s):
                 while True:
                     try:
-                        consumer = await self._questions.ready(self.request_timeout_s)
+                        consumer = await self._query_consumer.ready(self.request_timeout_s)
                         if consumer is not None:
-                            return await question(consumer)
+                            return await query(consumer)
                     except KafkaError as e:
                         if isinstance(e, REFUSAL_ERRORS):
                             raise to_access_denied(e, topic) from e
                         error = e
                         if isinstance(e, KafkaTimeoutError):
                             # The client keeps what it knew of the leaders; a new one does not.
-                            self._questions.drop()
+                            self._query_consumer.drop()
                     self._check_open()
                     await asyncio.sleep(RETRY_S)
         except TimeoutError as e:
@@ -262,24 +278,27 @@ class KafkaLog:
             await asyncio.sleep(RETRY_S)
 
     async def _learn_partitions(self) -> dict[str, int]:
-        """List all topics: brokers may create a topic that is requested by name."""
-        producer = self._open_producer()
         found: dict[str, int] = {}
-        async with self._asking:
-            try:
-                async with asyncio.timeout(producer.append_timeout_s):
-                    known = await (await producer.ready()).client.fetch_all_metadata()
-            except (KafkaError, TimeoutError) as e:
-                self._check_open()
-                if isinstance(e, REFUSAL_ERRORS):
-                    raise to_access_denied(e, "topics") from e
-                raise BrokerUnavailable(f"no answer about topics: {e!r}") from e
+        async with self._query_lock:
+            known = await self._all_topics()
             for topic in known.topics():
                 if topic.startswith(self.prefix):
                     count = len(known.partitions_for_topic(topic))
                     found[topic.removeprefix(self.prefix)] = count
             self._partitions |= found
         return found
+
+    async def _all_topics(self) -> Any:
+        """List all topics: brokers may create a topic that is requested by name."""
+        producer = self._open_producer()
+        try:
+            async with asyncio.timeout(producer.append_timeout_s):
+                return await (await producer.ready()).client.fetch_all_metadata()
+        except (KafkaError, TimeoutError) as e:
+            self._check_open()
+            if isinstance(e, REFUSAL_ERRORS):
+                raise to_access_denied(e, "topics") from e
+            raise BrokerUnavailable(f"no answer about topics: {e!r}") from e
 
     async def _all_existing(self, topic: str, partitions: Sequence[int]) -> list[TopicPartition]:
         await self.partitions(topic)

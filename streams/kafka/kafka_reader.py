@@ -28,6 +28,7 @@ from streams.kafka.kafka_session import KafkaSession
 from streams.kafka.key_filter import KeyFilter
 from streams.kafka.record_batches import ReadRecord
 from streams.ports import Batches, Partition
+from streams.topics import TRANSACTIONAL
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,9 @@ class KafkaReader:
             "request_timeout_ms": timeout_ms,
             "key_deserializer": self._selection,
         }
+        self._options = options
+        self._is_committed = False
+        """Whether it reads committed records only."""
         self._client = LazyConsumer(options, kafka.request_timeout_s)
         self._consumer: AIOKafkaConsumer | None = None  # the one that has our assignment
         self._names: dict[TopicPartition, Partition] = {}
@@ -87,6 +91,8 @@ class KafkaReader:
         self._next = {tp: positions[name] for tp, name in self._names.items()}
         self._settled = dict(self._next)
         self._tails = _Tails()
+        if not self._is_committed and any(name.topic in TRANSACTIONAL for name in positions):
+            self._read_committed()
         if self._consumer is not None:
             self._hand_over(self._consumer)
         self._changed.set()
@@ -149,6 +155,13 @@ class KafkaReader:
                 self._silent_from = asyncio.get_running_loop().time()
         return self._consumer
 
+    def _read_committed(self) -> None:
+        """Leave out records of transactions that are aborted or not over."""
+        assert not self._client.is_used, "the isolation level is that of the first assignment"
+        self._is_committed = True
+        options = {**self._options, "isolation_level": "read_committed"}
+        self._client = LazyConsumer(options, self._kafka.request_timeout_s)
+
     def _hand_over(self, consumer: AIOKafkaConsumer) -> None:
         consumer.assign(list(self._next))
         self._seek(consumer)
@@ -180,7 +193,8 @@ class KafkaReader:
             # Does not wait: every partition has a position since `assign`.
             position = await consumer.position(tp)
             self._settled[tp] = max(self._settled[tp], position)
-            end = consumer.highwater(tp)
+            ends = consumer.last_stable_offset if self._is_committed else consumer.highwater
+            end = ends(tp)
             at_ms = consumer.last_poll_timestamp(tp)
             answered_ms = max(answered_ms, at_ms or 0)
             if end is not None and self._settled[tp] < end:

@@ -39,6 +39,7 @@ from streams.kafka.batch_queue import (
     PendingAppend,
     size_bytes,
 )
+from streams.kafka.batch_sender import BatchSender
 from streams.ports import Appended, Entry
 from streams.topics import MAX_RECORD_BYTES
 
@@ -133,6 +134,7 @@ class Producer:
     async def _connect(self, queue: BatchQueue) -> AIOKafkaProducer:
         producer = AIOKafkaProducer(**self._options, acks="all", enable_idempotence=True)
         queue.attach(producer)
+        BatchSender.install(producer)
         await start_client(producer, self._options)
         return producer
 
@@ -168,7 +170,7 @@ class Producer:
         assert self._connecting is not None
         self._queue = None
         queue.fail_all(error)
-        task = asyncio.create_task(_end_unflushed(self._connecting, self.append_timeout_s))
+        task = asyncio.create_task(end_unflushed(self._connecting, self.append_timeout_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
@@ -195,7 +197,7 @@ class Producer:
             raise LogClosed("the log was closed")
 
 
-async def _end_unflushed(connecting: asyncio.Task[AIOKafkaProducer], grace_s: float) -> None:
+async def end_unflushed(connecting: asyncio.Task[AIOKafkaProducer], grace_s: float) -> None:
     """Stop a producer without flushing its queue.
 
     Its `stop` would wait for the queue, possibly for ever. Pending requests are awaited, since the

@@ -32,7 +32,16 @@ from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Log, Partition
 from streams.reading.range_reader import read_range
 from streams.records import Deployment
-from streams.topics import PER_LANE, REGISTRY, TOPICS, TOPICS_BY_NAME, Topic
+from streams.topics import (
+    LEDGER,
+    PER_LANE,
+    REGISTRY,
+    REQUESTS,
+    RESPONSES,
+    TOPICS,
+    TOPICS_BY_NAME,
+    Topic,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +54,8 @@ REPLICATION = "replication.factor"
 TOPIC_CHECK_INTERVAL_S = 10.0
 """Interval between checks that the topics still exist."""
 _DEADLINE_S = 30.0
+_OF_LANES = frozenset({REQUESTS, LEDGER, RESPONSES})
+"""Topics that have as many partitions as there are lanes, whatever is set."""
 _OF_THE_TABLE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -70,21 +81,22 @@ async def create_topics(
     replication: int,
     min_insync: int,
     partitions: Mapping[str, int] = _OF_THE_TABLE,
+    retention_ms: Mapping[str, int] = _OF_THE_TABLE,
 ) -> list[TopicState]:
     """Create missing topics; returns the state of all topics afterwards. Idempotent.
 
-    `partitions` overrides the table by topic. An existing deployment keeps the numbers that it was
-    created with. Existing topics stay unchanged; differing settings are reported. Then the
-    Deployment record is written, once. Raises BrokerUnavailable, AccessDenied, and TopicMismatch if
-    a topic cannot be created, or one exists with another number of partitions: then nothing is
-    created.
+    `partitions` and `retention_ms` override the table by topic. An existing deployment keeps the
+    numbers that it was created with. Existing topics stay unchanged; differing settings are
+    reported. Then the Deployment record is written, once. Raises BrokerUnavailable, AccessDenied,
+    and TopicMismatch if a topic cannot be created, or one exists with another number of partitions:
+    then nothing is created.
     """
     async with _admin(log) as admin:
         existing = await _partitions(admin, log.prefix)
         expected = expected_partitions(lanes, partitions) | await _recorded(log, existing)
         for name, replicas in existing.items():
             _check_count(name, len(replicas), expected.get(name, len(replicas)))
-        missing = [t for t in TOPICS if t.name not in existing]
+        missing = [t for t in _kept_for(retention_ms) if t.name not in existing]
         if missing:
             await _create(admin, log.prefix, missing, expected, replication, min_insync)
             await _wait_until_led(admin, log.prefix)
@@ -93,8 +105,9 @@ async def create_topics(
         record = Deployment(lanes=lanes, partitions=expected)
         await log.append(REGISTRY, encode(record, DEPLOYMENT), 0)
     return await describe_topics(
-        log, lanes=lanes, replication=replication, min_insync=min_insync, partitions=partitions
-    )
+        log, lanes=lanes, replication=replication, min_insync=min_insync, partitions=partitions,
+        retention_ms=retention_ms,
+    )  # fmt: skip
 
 
 async def describe_topics(
@@ -104,10 +117,12 @@ async def describe_topics(
     replication: int,
     min_insync: int,
     partitions: Mapping[str, int] = _OF_THE_TABLE,
+    retention_ms: Mapping[str, int] = _OF_THE_TABLE,
 ) -> list[TopicState]:
     """Compare every topic of the deployment with the broker's.
 
-    `partitions` overrides the table by topic, for a deployment that does not exist yet. Raises
+    `partitions` and `retention_ms` override the table by topic, the former for a deployment that
+    does not exist yet. Raises
     BrokerUnavailable, AccessDenied.
     """
     async with _admin(log) as admin:
@@ -116,7 +131,7 @@ async def describe_topics(
         names = [t.name for t in TOPICS if t.name in existing]
         settings = await _settings(admin, log.prefix, names)
     states = []
-    for topic in TOPICS:
+    for topic in _kept_for(retention_ms):
         # A topic can be deleted between the two answers; without settings it does not exist.
         replicas = existing.get(topic.name, []) if topic.name in settings else []
         differing: dict[str, tuple[str, str]] = {}
@@ -220,22 +235,27 @@ def expected_partitions(
 ) -> dict[str, int]:
     """Partitions by topic, in the order of the table, which `partitions` overrides."""
     return {
-        t.name: lanes if t.partitions == PER_LANE else partitions.get(t.name, t.partitions)
+        t.name: partitions.get(t.name, lanes if t.partitions == PER_LANE else t.partitions)
         for t in TOPICS
     }
+
+
+def _kept_for(retention_ms: Mapping[str, int]) -> list[Topic]:
+    """The table, with other retentions."""
+    return [t._replace(retention_ms=retention_ms.get(t.name, t.retention_ms)) for t in TOPICS]
 
 
 async def _recorded(log: Log, existing: Collection[str]) -> dict[str, int]:
     """Partitions that the deployment was created with, without those of lanes; {} before that."""
     made = await read_deployment(log) if REGISTRY in existing else None
-    fixed = {t.name for t in TOPICS if t.partitions != PER_LANE}
+    fixed = {t.name for t in TOPICS if t.name not in _OF_LANES}
     return {} if made is None else {n: k for n, k in made.partitions.items() if n in fixed}
 
 
 def _check_count(name: str, found: int, expected: int) -> None:
     if found == expected:
         return
-    if any(t.name == name and t.partitions == PER_LANE for t in TOPICS):
+    if name in _OF_LANES:
         remedy = f"set KVLANE_LANES={found}, or create a deployment of its own under another prefix"
     else:
         remedy = "delete it and run `kvlane topics create`, or use another prefix"

@@ -87,11 +87,11 @@ class _Watch:
         if silent_s > self._timeout_s + self._every_s:  # the caller has timed out by now
             self._leave(CloseReason.CONNECTION_TIMEOUT, f"has not answered for {silent_s:.1f} s")
         elif silent_s > self._late_s and (self._look is None or self._look.done()):
-            self._look = asyncio.create_task(self._ask_others())
+            self._look = asyncio.create_task(self._probe_others())
             _looks.add(self._look)
             self._look.add_done_callback(_looks.discard)
 
-    async def _ask_others(self) -> None:
+    async def _probe_others(self) -> None:
         """Close the connection if the broker is not, or no longer, a member of its cluster."""
         client = getattr(self._connection._on_close_cb, "__self__", None)  # noqa: SLF001
         if not isinstance(client, AIOKafkaClient):

@@ -11,8 +11,8 @@ count, compaction with its lags, consumer groups with generations, rebalances an
 `streams/memory/broker_faults.py` names.
 
 It does not have: durability (everything is lost with the process), replicas, segments (deletion and
-compaction work record by record), quotas, security, compression, transactions, static members and
-other assignors than range, and fetches that are bounded by bytes.
+compaction work record by record), quotas, security, compression, control records of transactions,
+static members and other assignors than range, and fetches that are bounded by bytes.
 
 Time is the injected clock's. Waiting with a limit uses a timer of the running loop, which the
 virtual loop of the simulation moves along with its clock.
@@ -63,14 +63,18 @@ class MemoryBroker:
         self.partitions: dict[str, int] = {}
         self._max_records = max_records
         self._retention_ms: dict[str, int | None] = {}
+        self._compacting: set[str] = set()
         self._logs: dict[str, list[PartitionLog]] = {}
         for topic in TOPICS:
             count = lanes if topic.partitions == PER_LANE else topic.partitions
             self.create_topic(topic.name, overrides.get(topic.name, count), topic.retention_ms)
+            if topic.compacts:
+                self._compacting.add(topic.name)
         self._groups: dict[tuple[str, str], ConsumerGroup] = {}
         self._stamps: dict[Clock, int] = {}
         self._leaders: dict[PartitionLog, Clock] = {}
         self._members = 0
+        self._writer_epochs: dict[str, int] = {}
 
     def create_topic(self, name: str, partitions: int, retention_ms: int | None) -> None:
         """Add an empty topic; without retention it is a compacted one."""
@@ -132,6 +136,15 @@ class MemoryBroker:
         self._members += 1
         return f"{client_id}-{self._members:06}"
 
+    def begin_writer_epoch(self, name: str) -> int:
+        """The epoch of a new transactional writer of this name; it ends all earlier ones."""
+        self._writer_epochs[name] = epoch = self._writer_epochs.get(name, 0) + 1
+        return epoch
+
+    def is_writer_epoch(self, name: str, epoch: int) -> bool:
+        """Whether the writer of this name with this epoch may still write."""
+        return self._writer_epochs.get(name) == epoch
+
     def expire(self, log: PartitionLog) -> None:
         """Delete records whose retention is over."""
         if log.records and (retention_ms := self._retention_ms[log.name.topic]) is not None:
@@ -139,9 +152,11 @@ class MemoryBroker:
 
     def _clean(self, log: PartitionLog, now_ms: int) -> None:
         retention_ms = self._retention_ms[log.name.topic]
-        if retention_ms is None:
+        if retention_ms is None or log.name.topic in self._compacting:
             if len(log.records) >= 2 * log.compacted_size + _COMPACT_FROM:
                 log.compact(now_ms - _DAY_MS, now_ms - 2 * _DAY_MS)
+            if retention_ms is not None:
+                log.delete_older(now_ms - retention_ms)
             return
         log.delete_older(now_ms - retention_ms)
         if self._max_records is not None and log.end - log.start > self._max_records:

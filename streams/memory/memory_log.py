@@ -22,9 +22,10 @@ from streams.memory.broker_faults import Operation
 from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_connection import ConnectionUser
 from streams.memory.memory_member import MemoryMember
+from streams.memory.memory_transactions import MemoryTransactionalWriter
 from streams.memory.partition_log import Cursor, PartitionLog
 from streams.ports import Appended, Batches, Entry, Partition, RebalanceListener
-from streams.topics import MAX_RECORD_BYTES, partition_of
+from streams.topics import MAX_RECORD_BYTES, REGISTRY, partition_of
 
 MAX_BATCH_BYTES = 1024 * 1024
 CONNECT_S, RECONNECT_S = 12.0, 0.5
@@ -45,6 +46,7 @@ class MemoryLog:
         self._users: dict[ConnectionUser, None] = {}
         self._lines: dict[PartitionLog, AppendQueue] = {}
         self._appending: set[asyncio.Task[Appended]] = set()
+        self._writers: list[MemoryTransactionalWriter] = []
 
     async def start(self) -> None:
         """Connect; nothing else works before. Raises BrokerUnavailable after CONNECT_S."""
@@ -76,6 +78,8 @@ class MemoryLog:
         self.is_killed = True
         for line in self._lines.values():
             line.kill()
+        for writer in self._writers:
+            writer.kill()
         self.suspend()
         for user in self._users:
             user.cursor.clear()
@@ -136,18 +140,30 @@ class MemoryLog:
 
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """Offset of the oldest record kept."""
-        await self._ask(topic, partitions)
+        await self._exchange(topic, partitions)
         return {p: self.broker.log(topic, p).start for p in partitions}
 
     async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """Offset the next record will get."""
-        await self._ask(topic, partitions)
+        await self._exchange(topic, partitions)
         return {p: self.broker.log(topic, p).end for p in partitions}
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
         """First offset at or after a time."""
-        await self._ask(topic, (partition,))
+        await self._exchange(topic, (partition,))
         return self.broker.log(topic, partition).offset_at(timestamp_ms)
+
+    async def foreign_partitions(self, topic: str) -> int:
+        """Number of partitions of a topic that was created by its name; 0 if it was not."""
+        await self._exchange(REGISTRY, (0,))
+        return self.broker.partitions.get(topic, 0)
+
+    def transactional_writer(self, name: str) -> MemoryTransactionalWriter:
+        """A writer; unusable once this connection is closed."""
+        self.check_open()
+        self._writers = [writer for writer in self._writers if not writer.is_closed]
+        self._writers.append(writer := MemoryTransactionalWriter(self, name))
+        return writer
 
     def reader(
         self,
@@ -198,7 +214,7 @@ class MemoryLog:
         """The user has closed itself."""
         self._users.pop(user, None)
 
-    async def _ask(self, topic: str, partitions: Sequence[int]) -> None:
+    async def _exchange(self, topic: str, partitions: Sequence[int]) -> None:
         self.check_open()
         if not await self.send_request("offsets") or not self.broker.available:
             raise BrokerUnavailable(f"{self.client_id}: no answer about {topic}")

@@ -30,8 +30,8 @@ KEPT_HEADER_PREFIX = "header_"
 class DeadLetterWriter:
     """Writes dead letters and waits for their acknowledgements."""
 
-    def __init__(self, outbox: RecordPublisher, *, keep_prompts: bool = False) -> None:
-        self._outbox = outbox
+    def __init__(self, publisher: RecordPublisher, *, keep_prompts: bool = False) -> None:
+        self._publisher = publisher
         self._keep_prompts = keep_prompts
 
     async def write(self, topic: str, record: Record, reason: str, tries: int = 1) -> Appended:
@@ -42,13 +42,13 @@ class DeadLetterWriter:
         partition = None if record.key is not None else 0
         letter = to_dead_letter(topic, record, reason, tries, keep_value=self._keep_prompts)
         try:
-            return await self._outbox.publish_entry(DEAD_LETTERS, letter, partition)
+            return await self._publisher.publish_entry(DEAD_LETTERS, letter, partition)
         except RecordTooLarge:
             letter = to_dead_letter(topic, record, reason, tries, keep_value=False)
         try:
-            return await self._outbox.publish_entry(DEAD_LETTERS, letter, partition)
+            return await self._publisher.publish_entry(DEAD_LETTERS, letter, partition)
         except RecordTooLarge:
-            return await self._outbox.publish_entry(DEAD_LETTERS, letter._replace(key=None), 0)
+            return await self._publisher.publish_entry(DEAD_LETTERS, letter._replace(key=None), 0)
 
 
 def to_dead_letter(
@@ -70,8 +70,8 @@ def to_dead_letter(
         value = b""
     elif keep_value:
         headers += [
-            (KEPT_HEADER_PREFIX + name, said)
-            for name, said in record.headers
+            (KEPT_HEADER_PREFIX + name, value)
+            for name, value in record.headers
             if name != TYPE_HEADER
         ]
     elif value is not None:
@@ -123,8 +123,8 @@ class DeadLetter(NamedTuple):
 
 def parse_dead_letter(record: Record) -> DeadLetter:
     """Parse a dead letter. Missing or invalid fields are empty, 0 or -1; never raises."""
-    said = dict(record.headers)
-    text = {name: (value or b"").decode(errors="replace") for name, value in said.items()}
+    headers = dict(record.headers)
+    text = {name: (value or b"").decode(errors="replace") for name, value in headers.items()}
     digest = text.get("value_sha256", "")
     kept: list[tuple[str, bytes | None]]
     kept = [
@@ -137,7 +137,7 @@ def parse_dead_letter(record: Record) -> DeadLetter:
         offset=record.offset,
         at_ms=record.timestamp,
         key=record.key,
-        type=said.get(TYPE_HEADER) or b"",
+        type=headers.get(TYPE_HEADER) or b"",
         reason=text.get("reason", ""),
         origin_topic=text.get("origin_topic", ""),
         origin_partition=_number(text.get("origin_partition", "")),
@@ -146,8 +146,10 @@ def parse_dead_letter(record: Record) -> DeadLetter:
         value=None if digest else record.value,
         value_bytes=_number(text.get("value_bytes", "")) if digest else len(record.value or b""),
         value_sha256=digest,
-        headers=((TYPE_HEADER, said[TYPE_HEADER]), *kept) if said.get(TYPE_HEADER) else tuple(kept),
-        unreadable=UNREADABLE_HEADER in said,
+        headers=((TYPE_HEADER, headers[TYPE_HEADER]), *kept)
+        if headers.get(TYPE_HEADER)
+        else tuple(kept),
+        unreadable=UNREADABLE_HEADER in headers,
     )
 
 

@@ -56,13 +56,12 @@ def decode_for_topic(topic: str, record: Record) -> AnyRecord:
 
 
 class RecordDecoder:
-    """Decodes records of one reader. `malformed_count` counts those that were skipped."""
+    """Decodes the records of one reader; skips malformed ones."""
 
     def __init__(self, log: Log, clock: Clock) -> None:
         self._log = log
         self._clock = clock
         self._logged: set[tuple[str, str]] = set()
-        self.malformed_count = 0
 
     async def decode_records(self, source: Partition, records: Sequence[Record]) -> list[LogRecord]:
         """The decoded records, in order, without malformed ones.
@@ -72,7 +71,7 @@ class RecordDecoder:
         facts: list[LogRecord] = []
         for record in records:
             try:
-                told = decode_for_topic(source.topic, record)
+                record_body = decode_for_topic(source.topic, record)
             except Malformed as e:
                 self._skip(source, record.offset, e)
             except NewerRecord as e:
@@ -84,11 +83,10 @@ class RecordDecoder:
                     raise NewerRecord(e.required, e.version, place) from None
                 self._skip(source, record.offset, e)
             else:
-                facts.append(LogRecord(record.offset, record.timestamp, told))
+                facts.append(LogRecord(record.offset, record.timestamp, record_body))
         return facts
 
     def _skip(self, source: Partition, offset: int, error: RecordError) -> None:
-        self.malformed_count += 1
         kind = (source.topic, type(error).__name__)
         if kind in self._logged:
             log.debug("skipping malformed record %s[%d]@%d: %s", *source, offset, error)
@@ -135,11 +133,13 @@ async def read_skips(log: Log, clock: Clock) -> frozenset[tuple[str, int, int]]:
                 for record in piece.records:
                     if (record.key or b"").startswith(_PREFIX.encode()):
                         try:
-                            told = decode(record)
+                            record_body = decode(record)
                         except RecordError:
                             continue
-                        if isinstance(told, Skip):
-                            found.add((told.topic, told.partition, told.offset))
+                        if isinstance(record_body, Skip):
+                            found.add(
+                                (record_body.topic, record_body.partition, record_body.offset)
+                            )
     except (TimeoutError, PositionLost) as e:
         raise BrokerUnavailable(f"cannot read the registry: {e!r}") from e
     return frozenset(found)

@@ -141,7 +141,7 @@ class RecordHandler(Protocol):
         """The partition is revoked: its unfinished records are delivered to the next owner."""
 
 
-class _Letter(NamedTuple):
+class _RejectedRecord(NamedTuple):
     claim: PartitionClaim
     record: Record
     reason: str
@@ -165,7 +165,10 @@ class GroupConsumer:
         commit_every_s: float = 0.2,
         *,
         keep_prompts: bool = False,
+        writes_dead_letters: bool = True,
     ) -> None:
+        """Without `writes_dead_letters` rejected records are done at once: another group of the
+        topic answers for them."""
         self._log = log
         self._topic = topic
         self._group = group
@@ -174,16 +177,16 @@ class GroupConsumer:
         self._broker_clock = broker_clock
         self._commit_every_s = commit_every_s
         self._types = _TYPES[topic]
+        self._writes_dead_letters = writes_dead_letters
         self._dead_letters = DeadLetterWriter(
             RecordPublisher(log, clock, broker_clock), keep_prompts=keep_prompts
         )
-        self._letters: asyncio.Queue[_Letter] = asyncio.Queue(MAX_QUEUED_DEAD_LETTERS)
+        self._queue: asyncio.Queue[_RejectedRecord] = asyncio.Queue(MAX_QUEUED_DEAD_LETTERS)
         self._claims: dict[int, PartitionClaim] = {}
         self._moved = asyncio.Event()
         self._joined = asyncio.Event()
         self._closing = False
         self._member: Member | None = None
-        self.rejected_records = 0
 
     async def wait_joined(self) -> None:
         """Wait for the first assignment, also an empty one."""
@@ -204,7 +207,7 @@ class GroupConsumer:
     async def run(self) -> None:
         """Poll, commit and write dead letters, until cancelled or closed."""
         self._member = member = self._log.member(self._topic, self._group, self)
-        work = (self._poll_loop(member), self._commit_loop(member), self._letter_loop())
+        work = (self._poll_loop(member), self._commit_loop(member), self._dead_letter_loop())
         tasks = [asyncio.ensure_future(w) for w in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -257,21 +260,21 @@ class GroupConsumer:
             batches = await member.poll(POLL_S, RECORDS_PER_POLL)
             if self._closing:
                 return
-            letters: list[_Letter] = []
+            dead_letters: list[_RejectedRecord] = []
             for partition, records in batches.items():  # no await here: it could change the claims
                 claim = self._claims.get(partition.partition)
                 if claim is None:
                     continue
                 if self._broker_clock is not None:
                     self._broker_clock.observe(records[-1].timestamp)
-                letters += self._hand_on(claim, records)
-            for letter in letters:
-                await self._letters.put(letter)
+                dead_letters += self._process(claim, records)
+            for letter in dead_letters:
+                await self._queue.put(letter)
             await self._clock.sleep(0)
 
-    def _hand_on(self, claim: PartitionClaim, records: Sequence[Record]) -> list[_Letter]:
+    def _process(self, claim: PartitionClaim, records: Sequence[Record]) -> list[_RejectedRecord]:
         """Deliver records; returns the dead letters of those that were rejected."""
-        letters = []
+        dead_letters = []
         for record in records:
             if (
                 claim.is_lost or claim.is_paused
@@ -284,18 +287,20 @@ class GroupConsumer:
                 fact = LogRecord(record.offset, record.timestamp, self._read(record))
                 self._lanes.on_record(claim, fact)
             except RecordError as e:
-                letters.append(_Letter(claim, record, str(e)))
+                if not self._writes_dead_letters:
+                    claim.mark_done(record.offset)
+                    continue
+                dead_letters.append(_RejectedRecord(claim, record, str(e)))
                 claim.require_dead_letter(record.offset)
                 if not self._refuse(claim, record, e):
                     claim.mark_done(record.offset)
-        if letters:
-            self.rejected_records += len(letters)
+        if dead_letters:
             log.warning(
                 "moving %d records of %s[%d] to dead-letters, the first from offset %d: %s",
-                len(letters), self._topic, claim.partition, letters[0].record.offset,
-                letters[0].reason,
+                len(dead_letters), self._topic, claim.partition, dead_letters[0].record.offset,
+                dead_letters[0].reason,
             )  # fmt: skip
-        return letters
+        return dead_letters
 
     def _read(self, record: Record) -> AnyRecord:
         decoded = decode(record)
@@ -323,17 +328,19 @@ class GroupConsumer:
             return False
         return True
 
-    async def _letter_loop(self) -> None:
+    async def _dead_letter_loop(self) -> None:
         while True:
-            letters = [await self._letters.get()]
-            while len(letters) < DEAD_LETTER_BATCH and not self._letters.empty():
-                letters.append(self._letters.get_nowait())
-            ends = await asyncio.gather(*map(self._bury, letters), return_exceptions=True)
+            dead_letters = [await self._queue.get()]
+            while len(dead_letters) < DEAD_LETTER_BATCH and not self._queue.empty():
+                dead_letters.append(self._queue.get_nowait())
+            ends = await asyncio.gather(
+                *map(self._write_dead_letter, dead_letters), return_exceptions=True
+            )
             for error in ends:
                 if error is not None:
                     raise error
 
-    async def _bury(self, letter: _Letter) -> None:
+    async def _write_dead_letter(self, letter: _RejectedRecord) -> None:
         await self._dead_letters.write(self._topic, letter.record, letter.reason)
         letter.claim.dead_letter_written(letter.record.offset)
 

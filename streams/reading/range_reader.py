@@ -6,7 +6,7 @@ stay up to date belongs in a view (`streams/views/follower.py`), which also hand
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -40,10 +40,12 @@ async def read_range(
     timeout_s: float | None = None,
     batch_size: int = 500,
     progress: Progress = lambda _done, _total: None,
+    keys: Container[bytes | None] | None = None,
 ) -> AsyncGenerator[RecordBatch, None]:
     """The records of each partition from its start to before its end, as far as they are kept.
 
-    Other tasks run after every `batch_size` records. Close it (`aclosing`) when leaving it early.
+    With `keys`, only records with one of these. Other tasks run after every `batch_size` records.
+    Close it (`aclosing`) when leaving it early.
     Raises PositionLost; TimeoutError if the whole read takes longer than `timeout_s`; without that
     limit BrokerUnavailable after SILENCE_S without progress.
     """
@@ -53,7 +55,7 @@ async def read_range(
     until = clock.now() + (timeout_s or NO_DATA_TIMEOUT_S)
     reader = log.reader()
     try:
-        reader.assign(left)
+        reader.assign(left, keys)
         while left:
             batches = await reader.poll(POLL_S, batch_size)
             for source, before in list(left.items()):

@@ -18,8 +18,6 @@ never waits, and relies only on the order of the records.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from streams.records import Chunk, End, Fence, Usage
 
 
@@ -142,13 +140,3 @@ class Transcript:
     def _finish(self) -> None:
         self.is_over = True
         self._next = None
-
-
-def transcript_before(records: Iterable[Chunk | Fence | End], before_attempt: int) -> Transcript:
-    """The answer that was visible when an attempt began, from the records of a request."""
-    transcript = Transcript(until_attempt=before_attempt)
-    for record in records:
-        if transcript.is_closed:
-            break
-        transcript.apply(record)
-    return transcript

@@ -65,7 +65,7 @@ class Follower:
     def __init__(
         self,
         log: Log,
-        fold: MaterializedView,
+        view: MaterializedView,
         sources: Sequence[str | Partition],
         clock: Clock,
         *,
@@ -76,7 +76,7 @@ class Follower:
         tail: TailReader | None = None,
     ) -> None:
         self._log = log
-        self._fold = fold
+        self._view = view
         self._wanted = tuple(sources)
         self._clock = clock
         self._broker_clock = broker_clock
@@ -109,15 +109,15 @@ class Follower:
         """
         if self.sources and source not in self._followed:
             raise ValueError(
-                f"{self._fold.name} does not follow {source.topic}[{source.partition}]"
+                f"{self._view.name} does not follow {source.topic}[{source.partition}]"
             )
-        position = self._fold.position(source)
+        position = self._view.position(source)
         if position is None or position < offset:
             await self._barriers.wait(source, offset)
 
     def positions(self) -> dict[Partition, int]:
         """The next offset of each partition that has one."""
-        found = {source: self._fold.position(source) for source in self.sources}
+        found = {source: self._view.position(source) for source in self.sources}
         return {source: at for source, at in found.items() if at is not None}
 
     async def ends(self) -> dict[Partition, int]:
@@ -133,7 +133,7 @@ class Follower:
     @property
     def remaining_offsets(self) -> int:
         """Number of offsets still to be read until `caught_up`."""
-        position = self._fold.position
+        position = self._view.position
         return sum(max(0, end - (position(s) or 0)) for s, end in self._behind.items())
 
     async def run(self) -> None:
@@ -142,7 +142,7 @@ class Follower:
         Raises NewerRecord, TopicMismatch, AccessDenied, and the errors of the view and of
         `on_applied`.
         """
-        reason: Exception = LogClosed(f"following for {self._fold.name} was stopped")
+        reason: Exception = LogClosed(f"following for {self._view.name} was stopped")
         try:
             await retry_while_unavailable(self._clock, self._find_sources)
             await retry_while_unavailable(self._clock, lambda: self._place(self.sources))
@@ -174,27 +174,27 @@ class Follower:
 
     async def _place(self, sources: Sequence[Partition]) -> None:
         """Set a position that the log can serve in each partition, and note the end offsets."""
-        fold = self._fold
+        view = self._view
         if self._snapshots is not None:
-            new = [source for source in sources if fold.position(source) is None]
+            new = [source for source in sources if view.position(source) is None]
             if new:
-                self.restored += len(await self._snapshots.load(fold, *new))
+                self.restored += len(await self._snapshots.load(view, *new))
         starts = await self._offsets(sources, self._log.start_offsets)
         ends = await self._offsets(sources, self._log.end_offsets)
         for source in sources:
             start, end = starts[source], ends[source]
-            position = fold.position(source)
+            position = view.position(source)
             if position is not None and not start <= position <= end:
                 log.warning(
                     "%s: %s[%d] has offsets %d to %d, but the view is at %d: dropping its state",
-                    fold.name, *source, start, end, position,
+                    view.name, *source, start, end, position,
                 )  # fmt: skip
-                fold.forget(source)
+                view.forget(source)
                 position = None
             if position is None:
                 if self._start is not None:
                     start = min(max(start, await self._start(source)), end)
-                fold.apply(source, (), start)
+                view.apply(source, (), start)
         self._behind |= ends
         for source, position in self.positions().items():
             self._moved(source, position)
@@ -202,14 +202,14 @@ class Follower:
     async def _offsets(
         self,
         sources: Sequence[Partition],
-        ask: Callable[[str, Sequence[int]], Awaitable[Mapping[int, int]]],
+        offsets_of: Callable[[str, Sequence[int]], Awaitable[Mapping[int, int]]],
     ) -> dict[Partition, int]:
         topics: dict[str, list[int]] = {}
         for topic, partition in sources:
             topics.setdefault(topic, []).append(partition)
         offsets: dict[Partition, int] = {}
         for topic, partitions in topics.items():
-            answer = await ask(topic, partitions)
+            answer = await offsets_of(topic, partitions)
             offsets |= {Partition(topic, p): offset for p, offset in answer.items()}
         return offsets
 
@@ -257,7 +257,7 @@ class Follower:
     def _apply(self, batches: Sequence[DecodedBatch]) -> None:
         for batch in batches:
             source = batch.source
-            position = self._fold.position(source) or 0
+            position = self._view.position(source) or 0
             if batch.position <= position:
                 continue  # fetched again by the client, or read again for another view
             _, records, facts, end = batch.after(position)
@@ -268,7 +268,7 @@ class Follower:
             self._take(source, facts, end)
 
     def _take(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        self._fold.apply(source, facts, position)
+        self._view.apply(source, facts, position)
         if facts and self._on_applied is not None:
             self._on_applied(source, facts)
         self._moved(source, position)
@@ -281,16 +281,16 @@ class Follower:
             self.caught_up = True
             log.info(
                 "%s caught up: %d records read, %d partitions from snapshots",
-                self._fold.name, self.applied, self.restored,
+                self._view.name, self.applied, self.restored,
             )  # fmt: skip
             self._barriers.advance(None, 1)
         self._barriers.advance(source, position)
 
     async def _rebuild(self, lost: PositionLost) -> None:
-        log.warning("rebuilding %s: %s", self._fold.name, lost)
+        log.warning("rebuilding %s: %s", self._view.name, lost)
         source = Partition(lost.topic, lost.partition)
         self.rebuilds += 1
         self.caught_up = False
         async with self._applying:
-            self._fold.forget(source)
+            self._view.forget(source)
             await retry_while_unavailable(self._clock, lambda: self._place((source,)))

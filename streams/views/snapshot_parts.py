@@ -40,7 +40,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Part 0 of a snapshot. `size`: bytes of the serialized state."""
 
     format: int
-    fold: str
+    view: str = msgspec.field(name="fold")  # the name in the stored bytes
     topic: str
     partition: int
     position: int
@@ -87,10 +87,10 @@ class SnapshotAssembler:
         return self.header, bytes(self.data)
 
 
-def part_entry(fold: str, source: Partition, checksum: str, number: int, part: bytes) -> Entry:
+def part_entry(view: str, source: Partition, checksum: str, number: int, part: bytes) -> Entry:
     """The record of a part."""
     headers = ((TYPE_HEADER, _PART), (_SNAPSHOT, checksum.encode()), (_NUMBER, b"%d" % number))
-    return Entry(f"{fold}/{source.partition}/{number}".encode(), part, headers)
+    return Entry(f"{view}/{source.partition}/{number}".encode(), part, headers)
 
 
 def part_id(record: Record) -> tuple[str, int] | None:

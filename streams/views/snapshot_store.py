@@ -58,23 +58,23 @@ class KnownPointer(NamedTuple):
     written_ms: int
 
 
-def capture(fold: MaterializedView, source: Partition) -> CapturedState:
+def capture(view: MaterializedView, source: Partition) -> CapturedState:
     """Capture state, hash and position of a partition: nothing may be applied meanwhile.
 
     Raises ValueError if the view has no position there.
     """
-    position = fold.position(source)
+    position = view.position(source)
     if position is None:
-        raise ValueError(f"{fold.name} has no state of {source.topic}[{source.partition}]")
-    data = fold.snapshot(source)
+        raise ValueError(f"{view.name} has no state of {source.topic}[{source.partition}]")
+    data = view.snapshot(source)
     cover = SnapshotHeader(
         format=SNAPSHOT_FORMAT,
-        fold=fold.name,
+        view=view.name,
         topic=source.topic,
         partition=source.partition,
         position=position,
         size=len(data),
-        state_hash=fold.state_hash(source),
+        state_hash=view.state_hash(source),
     )
     return CapturedState(cover, data)
 
@@ -85,15 +85,15 @@ class SnapshotStore:
     def __init__(self, log: Log, clock: Clock, *, load_timeout_s: float = 60.0) -> None:
         self._log = log
         self._clock = clock
-        self._outbox = RecordPublisher(log, clock)
+        self._publisher = RecordPublisher(log, clock)
         self._load_timeout_s = load_timeout_s
         self._pointers: dict[str, list[KnownPointer]] = {}  # oldest first
         self._pointers_read_to = 0
         self._reading_pointers = asyncio.Lock()
 
-    async def save(self, fold: MaterializedView, source: Partition) -> SnapshotPointer:
+    async def save(self, view: MaterializedView, source: Partition) -> SnapshotPointer:
         """Write a snapshot of one partition of a view, now. Raises as `take`."""
-        pointer = await self.write(capture(fold, source))
+        pointer = await self.write(capture(view, source))
         assert pointer is not None
         return pointer
 
@@ -112,13 +112,13 @@ class SnapshotStore:
         for part in encode_parts(cover, data):
             if not is_wanted():
                 return None
-            entry = part_entry(cover.fold, source, checksum, parts, part)
-            appended = await self._outbox.publish_entry(SNAPSHOTS, entry, partition)
+            entry = part_entry(cover.view, source, checksum, parts, part)
+            appended = await self._publisher.publish_entry(SNAPSHOTS, entry, partition)
             first, parts = (first if parts else appended.offset), parts + 1
         if not is_wanted():
             return None
         pointer = SnapshotPointer(
-            fold=cover.fold,
+            view=cover.view,
             partition=source.partition,
             position=cover.position,
             first_part=first,
@@ -127,10 +127,10 @@ class SnapshotStore:
             state_hash=cover.state_hash,
             format=SNAPSHOT_FORMAT,
         )
-        await self._outbox.publish(REGISTRY, pointer_key(cover.fold, source), pointer)
+        await self._publisher.publish(REGISTRY, pointer_key(cover.view, source), pointer)
         return pointer
 
-    async def load(self, fold: MaterializedView, *sources: Partition) -> frozenset[Partition]:
+    async def load(self, view: MaterializedView, *sources: Partition) -> frozenset[Partition]:
         """Restore the newest valid snapshot of each partition.
 
         Returns the restored ones; the view has no state of the others. Raises BrokerUnavailable.
@@ -140,11 +140,11 @@ class SnapshotStore:
         for age in range(POINTERS_KEPT):
             wanted: dict[Partition, SnapshotPointer] = {}
             for source in sources:
-                known = self._pointers.get(pointer_key(fold.name, source), ())
+                known = self._pointers.get(pointer_key(view.name, source), ())
                 if source not in loaded and age < len(known):
                     wanted[source] = known[-1 - age].pointer
             if wanted:
-                loaded |= await self._restore_all(fold, wanted)
+                loaded |= await self._restore_all(view, wanted)
         return frozenset(loaded)
 
     async def refresh(self) -> None:
@@ -154,9 +154,9 @@ class SnapshotStore:
         except UnusableSnapshotError as e:
             log.warning("cannot read snapshot pointers from the registry: %s", e)
 
-    def newest(self, fold: str, source: Partition) -> KnownPointer | None:
+    def newest(self, view: str, source: Partition) -> KnownPointer | None:
         """The newest known pointer of a partition, whether its snapshot is valid or not."""
-        known = self._pointers.get(pointer_key(fold, source))
+        known = self._pointers.get(pointer_key(view, source))
         return known[-1] if known else None
 
     # --- writing ---
@@ -197,7 +197,7 @@ class SnapshotStore:
             del known[:-POINTERS_KEPT]
 
     async def _restore_all(
-        self, fold: MaterializedView, wanted: Mapping[Partition, SnapshotPointer]
+        self, view: MaterializedView, wanted: Mapping[Partition, SnapshotPointer]
     ) -> set[Partition]:
         """The restored partitions; the view has no state of the others."""
         restored = set()
@@ -206,12 +206,12 @@ class SnapshotStore:
             async for source in collected:
                 whole = pieces.pop(source)  # frees its bytes after restoring
                 try:
-                    _restore(fold, source, whole)
+                    _restore(view, source, whole)
                     restored.add(source)
                 except UnusableSnapshotError as e:
                     log.warning(
                         "ignoring snapshot of %s, %s[%d], at %d: %s",
-                        fold.name, *source, whole.pointer.position, e,
+                        view.name, *source, whole.pointer.position, e,
                     )  # fmt: skip
         return restored
 
@@ -266,26 +266,26 @@ class SnapshotStore:
             raise UnusableSnapshotError(str(e)) from e
 
 
-def _restore(fold: MaterializedView, source: Partition, pieces: SnapshotAssembler) -> None:
+def _restore(view: MaterializedView, source: Partition, pieces: SnapshotAssembler) -> None:
     """Raises UnusableSnapshotError; then the view has no state of this partition."""
     pointer = pieces.pointer
     if pointer.format != SNAPSHOT_FORMAT:
         raise UnusableSnapshotError(f"unknown format {pointer.format}")
     cover, data = pieces.assemble()
-    expected = (SNAPSHOT_FORMAT, fold.name, *source, pointer.position)
-    found = (cover.format, cover.fold, cover.topic, cover.partition, cover.position)
+    expected = (SNAPSHOT_FORMAT, view.name, *source, pointer.position)
+    found = (cover.format, cover.view, cover.topic, cover.partition, cover.position)
     if found != expected:
         raise UnusableSnapshotError(f"it belongs to {found}")
     try:
-        fold.restore(source, data, pointer.position)
+        view.restore(source, data, pointer.position)
     except Exception as e:  # any error: the log is the fallback
-        fold.forget(source)
+        view.forget(source)
         raise UnusableSnapshotError(f"the view cannot restore it: {e!r}") from e
-    if fold.state_hash(source) != pointer.state_hash:
-        fold.forget(source)
+    if view.state_hash(source) != pointer.state_hash:
+        view.forget(source)
         raise UnusableSnapshotError("state hash mismatch after restoring")
 
 
-def pointer_key(fold: str, source: Partition) -> str:
+def pointer_key(view: str, source: Partition) -> str:
     """The registry key of a snapshot."""
-    return f"snapshot/{fold}/{source.partition}"
+    return f"snapshot/{view}/{source.partition}"

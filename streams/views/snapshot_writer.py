@@ -52,7 +52,7 @@ class SnapshotWriter:
         log: Log,
         topic: str,
         group: str,
-        fold: MaterializedView,
+        view: MaterializedView,
         follower: Follower,
         snapshots: SnapshotStore,
         clock: Clock,
@@ -64,7 +64,7 @@ class SnapshotWriter:
         self._log = log
         self._topic = topic
         self._group = group
-        self._fold = fold
+        self._view = view
         self._follower = follower
         self._snapshots = snapshots
         self._clock = clock
@@ -111,7 +111,7 @@ class SnapshotWriter:
 
     def age_s(self, partition: int) -> float | None:
         """Age of the newest known snapshot; None without one."""
-        newest = self._snapshots.newest(self._fold.name, Partition(self._topic, partition))
+        newest = self._snapshots.newest(self._view.name, Partition(self._topic, partition))
         if newest is None:
             return None
         return max(0.0, (self._broker_clock.now_ms() - newest.written_ms) / 1000)
@@ -129,10 +129,10 @@ class SnapshotWriter:
     # --- parts ---
 
     def _is_due(self, source: Partition) -> bool:
-        position = self._fold.position(source)
+        position = self._view.position(source)
         if not position or not self._follower.caught_up:
             return False
-        newest = self._snapshots.newest(self._fold.name, source)
+        newest = self._snapshots.newest(self._view.name, source)
         if newest is None:
             return True
         moved = position - newest.pointer.position
@@ -143,9 +143,9 @@ class SnapshotWriter:
     async def _write(self, source: Partition) -> None:
         began = self._clock.now()
         async with self._follower.paused():
-            if self._fold.position(source) is None:
+            if self._view.position(source) is None:
                 return  # it is being rebuilt
-            taken = await self._offload(partial(capture, self._fold, source))
+            taken = await self._offload(partial(capture, self._view, source))
         pointer = await self._snapshots.write(taken, lambda: source.partition in self.owned)
         if pointer is None:
             return
@@ -154,5 +154,5 @@ class SnapshotWriter:
         self.last_duration_s = self._clock.now() - began
         log.debug(
             "snapshot of %s, %s[%d], at %d: %d bytes in %.2f s",
-            self._fold.name, *source, pointer.position, len(taken.data), self.last_duration_s,
+            self._view.name, *source, pointer.position, len(taken.data), self.last_duration_s,
         )  # fmt: skip

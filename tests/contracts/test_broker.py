@@ -61,8 +61,8 @@ def each_broker(request: pytest.FixtureRequest, broker_ledger: BrokerUsage) -> I
     try:
         broker = obtain_broker(kind, bootstrap_servers=servers, report=lambda _: None)
     except BrokerUnavailable as reason:
-        asked = requested_kind() == kind or (kind == "env" and servers)
-        if asked:
+        sent = requested_kind() == kind or (kind == "env" and servers)
+        if sent:
             raise
         broker_ledger.missing[kind] = str(reason)
         pytest.skip(str(reason))
@@ -157,10 +157,10 @@ def test_without_docker_and_java_the_log_is_kept_in_memory_and_that_is_said(
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'docker.sock'}")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
-    said: list[str] = []
-    with obtain_broker("auto", report=said.append) as broker:
+    output: list[str] = []
+    with obtain_broker("auto", report=output.append) as broker:
         assert broker.kind == "memory"
-    assert [line.partition(":")[0] for line in said] == [
+    assert [line.partition(":")[0] for line in output] == [
         "not docker",
         "not jvm",
         "no Kafka can be had here",

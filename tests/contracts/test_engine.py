@@ -50,9 +50,9 @@ def simulated() -> SimulatedEngine:
 
 
 async def begun(engine: Engine) -> Subject:
-    validated, told = ValidatingEngine(engine), list[EngineEvent]()
-    validated.set_kv_event_listener(lambda events, rank=0: told.extend(events))
-    return Subject(validated, await validated.start("w"), told=told, mark=(ASSISTANT,))
+    validated, got = ValidatingEngine(engine), list[EngineEvent]()
+    validated.set_kv_event_listener(lambda events, rank=0: got.extend(events))
+    return Subject(validated, await validated.start("w"), got=got, mark=(ASSISTANT,))
 
 
 class TestSimulated(Conformance, Lifecycle):
@@ -148,14 +148,14 @@ class TestAttachedWithoutEvents(Conformance, Lifecycle):
 class InWords(Subject):
     """An engine of bodies beside a `TextServer`, whose tokens are characters."""
 
-    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Request:
+    def make_request(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Request:
         text = "".join(map(chr, prompt))
         kind: Any = self.config.kind
-        said: dict[str, Any] = {"prompt": text}
+        output: dict[str, Any] = {"prompt": text}
         if kind == "chat":
-            said = {"messages": [{"role": "user", "content": text}]}
-        said |= {"max_tokens": max_tokens, "min_tokens": max_tokens, "ignore_eos": True}
-        body = OpenAiBody(kind=kind, json=msgspec.json.encode(said), prompt_tokens=len(prompt))
+            output = {"messages": [{"role": "user", "content": text}]}
+        output |= {"max_tokens": max_tokens, "min_tokens": max_tokens, "ignore_eos": True}
+        body = OpenAiBody(kind=kind, json=msgspec.json.encode(output), prompt_tokens=len(prompt))
         return Request(id=f"r{self.salt}", body=body)
 
 
@@ -212,18 +212,18 @@ class Described(ScriptedEngine):
 
 
 async def registered(world: MemoryWorld, **fields: Any) -> WorkerCard:
-    desk = await WorkerHarness.started(world, Described(world, **fields))
-    return desk.records_of(REGISTRY, WorkerCard)[-1]
+    harness = await WorkerHarness.started(world, Described(world, **fields))
+    return harness.records_of(REGISTRY, WorkerCard)[-1]
 
 
 @scenario_test
 async def test_the_worker_id_is_that_of_the_card_in_all_its_lives(world: MemoryWorld) -> None:
-    desk, engine = WorkerHarness(world), Described(world)
-    await desk.start(engine)
-    desk.send(Lost(worker="w", epoch=desk.epoch))
-    await world.wait_until(lambda: len(desk.records_of(REGISTRY, WorkerCard)) == 4)
+    harness, engine = WorkerHarness(world), Described(world)
+    await harness.start(engine)
+    harness.send(Lost(worker="w", epoch=harness.epoch))
+    await world.wait_until(lambda: len(harness.records_of(REGISTRY, WorkerCard)) == 4)
     assert (
-        {card.id for card in desk.records_of(REGISTRY, WorkerCard)}
+        {card.id for card in harness.records_of(REGISTRY, WorkerCard)}
         == set(engine.worker_ids)
         == {"w"}
     )
@@ -243,31 +243,33 @@ async def test_a_served_name_is_what_clients_ask_for(world: MemoryWorld) -> None
 @scenario_test
 async def test_without_a_block_size_nothing_is_told_of_the_cache(world: MemoryWorld) -> None:
     for block_size in (None, 2):
-        desk, engine = WorkerHarness(world, f"w{block_size}"), Described(world)
+        harness, engine = WorkerHarness(world, f"w{block_size}"), Described(world)
         engine.fields["kv_cache_block_size"] = block_size
-        await desk.start(engine)
+        await harness.start(engine)
         engine.listener([BlocksStored([1], None, [7, 8], 2)])
         await world.sleep(1)
-        told = [r for r in desk.records_of(KV_EVENTS, Blocks) if r.worker == desk.name and r.keys]
-        assert bool(told) == (block_size is not None)
+        got = [
+            r for r in harness.records_of(KV_EVENTS, Blocks) if r.worker == harness.name and r.keys
+        ]
+        assert bool(got) == (block_size is not None)
 
 
 def test_without_a_block_size_requests_are_not_routed_by_cache() -> None:
-    stage = RoutingHarness()
-    stage.registry(ModelCard(name="m"))
-    stage.add_blocks(stage.worker("w", block_size=None), 10)  # type: ignore[arg-type]
-    assert [c.overlap_blocks for c in stage.chosen().candidates] == [0]
+    routing = RoutingHarness()
+    routing.registry(ModelCard(name="m"))
+    routing.add_blocks(routing.worker("w", block_size=None), 10)  # type: ignore[arg-type]
+    assert [c.overlap_blocks for c in routing.chosen().candidates] == [0]
 
 
 @scenario_test
 async def test_without_max_num_seqs_the_setting_bounds_what_runs(world: MemoryWorld) -> None:
     for name, advertised, running in (("a", None, 3), ("b", 1, 1)):
-        desk = WorkerHarness(world, name)
-        await desk.start(Described(world, max_num_seqs=advertised), max_num_seqs=3)
+        harness = WorkerHarness(world, name)
+        await harness.start(Described(world, max_num_seqs=advertised), max_num_seqs=3)
         for n in range(5):
-            desk.assign(f"{name}{n}")
+            harness.assign(f"{name}{n}")
         await world.sleep(2)
-        (beat,) = [b for b in desk.heartbeats() if b.worker == name][-1:]
+        (beat,) = [b for b in harness.heartbeats() if b.worker == name][-1:]
         assert len(beat.running) - beat.waiting == running
 
 
@@ -281,14 +283,14 @@ def test_without_a_context_length_that_of_the_models_files_counts() -> None:
 def test_without_numbers_of_its_cache_and_steps_the_published_ones_count() -> None:
     pace = profile_from_card(EngineConfig(model="m"))
     assert (pace.capacity_tokens, pace.curves) == (0, PerfCurves())
-    told = profile_from_card(
+    got = profile_from_card(
         EngineConfig(
             model="m", total_kv_blocks=10, kv_cache_block_size=16, max_num_batched_tokens=99,
             curve=PerfCurves().coefficients(2.0),
         )
     )  # fmt: skip
-    assert (told.capacity_tokens, told.chunk_tokens) == (160, 99)
-    assert told.curves != PerfCurves()
+    assert (got.capacity_tokens, got.chunk_tokens) == (160, 99)
+    assert got.curves != PerfCurves()
 
 
 @scenario_test
@@ -307,12 +309,12 @@ async def test_bootstrap_host_and_port_are_on_the_card_both_or_not_at_all(
 async def test_an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends(
     world: MemoryWorld,
 ) -> None:
-    desk, engine = WorkerHarness(world), Described(world)
-    await desk.start(engine, drain_grace_s=1)
-    desk.assign()
-    await world.wait_until(lambda: bool(desk.chunks()))
-    await desk.worker.stop()
-    await desk.life.cancel_tasks()
+    harness, engine = WorkerHarness(world), Described(world)
+    await harness.start(engine, drain_grace_s=1)
+    harness.assign()
+    await world.wait_until(lambda: bool(harness.chunks()))
+    await harness.worker.stop()
+    await harness.ctx.cancel_tasks()
     assert engine.is_closed
     assert engine.calls == ["drain", "cleanup"]
 
@@ -328,10 +330,10 @@ async def test_a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye
         async def cleanup(self) -> None:
             raise EngineError("stuck too")
 
-    desk = await WorkerHarness.started(world, Sticky(world))
-    await desk.worker.stop()
-    await desk.life.cancel_tasks()
-    assert desk.life.error is None
+    harness = await WorkerHarness.started(world, Sticky(world))
+    await harness.worker.stop()
+    await harness.ctx.cancel_tasks()
+    assert harness.ctx.error is None
     assert world.all_records(REGISTRY)[-1].value is None
 
 
@@ -344,8 +346,8 @@ async def test_an_engine_that_was_cancelled_while_it_started_is_cleaned_up(
             await world.sleep(1000)
             return EngineConfig(model="m")
 
-    desk, engine = WorkerHarness(world), Slow(world)
-    starting = world.spawn(desk.start(engine))
+    harness, engine = WorkerHarness(world), Slow(world)
+    starting = world.spawn(harness.start(engine))
     await world.sleep(1)
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)

@@ -65,30 +65,30 @@ async def test_without_a_valid_key_all_but_probes_is_refused(
         auth_headers(expired),
         {"x-api-key": good}, {"authorization": f"Bearer kvl_{'0' * 12}_{'A' * 43}"},
     )  # fmt: skip
-    house = await GatewayHarness.with_card(world, **keys.settings)
+    harness = await GatewayHarness.with_card(world, **keys.settings)
     for headers in wrong:
         for method, path in (
             ("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/streams/a"),
             ("GET", "/metrics"), ("DELETE", "/v1/streams/a"),
             ("GET", "/openapi.json"), ("GET", "/nowhere"),
         ):  # fmt: skip
-            answer = await house.send(method, path, headers=headers).wait_done()
+            answer = await harness.send(method, path, headers=headers).wait_done()
             assert refusal(answer) == (401, "invalid_api_key")
             assert answer.error["type"] == "invalid_request_error"
             assert answer.headers["www-authenticate"] == "Bearer"
     for path in ("/livez", "/readyz"):
-        assert (await house.send("GET", path).wait_done()).status == 200
+        assert (await harness.send("GET", path).wait_done()).status == 200
     for scheme in ("Bearer", "bearer"):
         headers = {"authorization": f"{scheme} {good}"}
-        assert (await house.send("GET", "/v1/models", headers=headers).wait_done()).status == 200
+        assert (await harness.send("GET", "/v1/models", headers=headers).wait_done()).status == 200
 
 
 @scenario_test
 async def test_a_request_without_a_key_is_refused_before_its_body_is_sent(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
-    house = await GatewayHarness.open(world, **keys.settings)
-    answer = HttpExchange(house.gateway.http, "POST", CHAT, upload=False)
+    harness = await GatewayHarness.open(world, **keys.settings)
+    answer = HttpExchange(harness.gateway.http, "POST", CHAT, upload=False)
     assert refusal(await answer.wait_done()) == (401, "invalid_api_key")
     assert world.clock.now() == 0
 
@@ -98,11 +98,11 @@ async def test_a_changed_file_counts_within_two_seconds(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     first = keys.add("acme")
-    house = await GatewayHarness.open(world, **keys.settings)
+    harness = await GatewayHarness.open(world, **keys.settings)
 
     async def status(token: str) -> int:
         return (
-            await house.send("GET", "/v1/models", headers=auth_headers(token)).wait_done()
+            await harness.send("GET", "/v1/models", headers=auth_headers(token)).wait_done()
         ).status
 
     second = keys.add("acme")
@@ -123,20 +123,20 @@ async def test_a_file_that_cannot_be_read_leaves_the_keys_and_is_logged_once(
     world: MemoryWorld, keys: KeyFileHarness, damage: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = keys.add("acme")
-    house = await GatewayHarness.open(world, **keys.settings)
+    harness = await GatewayHarness.open(world, **keys.settings)
     if damage is None:
         keys.path.unlink()
     else:
         keys.path.write_text(damage)
     await world.sleep(10)
-    answer = await house.send("GET", "/v1/models", headers=auth_headers(good)).wait_done()
+    answer = await harness.send("GET", "/v1/models", headers=auth_headers(good)).wait_done()
     assert answer.status == 200
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == 1
     assert errors[0].startswith(f"the API keys stay those of before: {keys.path}")
     keys.change(KeyFile())
     await world.sleep(2)
-    answer = await house.send("GET", "/v1/models", headers=auth_headers(good)).wait_done()
+    answer = await harness.send("GET", "/v1/models", headers=auth_headers(good)).wait_done()
     assert answer.status == 401
 
 
@@ -145,8 +145,8 @@ async def test_a_running_stream_of_a_revoked_key_goes_on(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
-    house = await GatewayHarness.with_backend(world, **keys.settings)
-    answer = house.chat("hello", auth_headers(token), stream=True, max_tokens=300)
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    answer = harness.chat("hello", auth_headers(token), stream=True, max_tokens=300)
     await world.wait_until(lambda: len(answer.text) > 3)
     keys.revoke(token)
     await world.sleep(2)
@@ -185,10 +185,10 @@ async def test_each_role_has_its_rights(world: MemoryWorld, keys: KeyFileHarness
         "metrics": keys.add("acme", "metrics"),
     }
     forbidden = (403, "permission_denied")
-    town = await start_guarded(world, keys)
-    life = ProcessContext("i1", world.clock, random.Random(1))
+    cluster = await start_guarded(world, keys)
+    ctx = ProcessContext("i1", world.clock, random.Random(1))
     indexer = Indexer(
-        await world.connect("i1"), memory_settings(**keys.settings), life, InlinePool()
+        await world.connect("i1"), memory_settings(**keys.settings), ctx, InlinePool()
     )
     await indexer.open()
 
@@ -196,7 +196,7 @@ async def test_each_role_has_its_rights(world: MemoryWorld, keys: KeyFileHarness
         answer = await HttpExchange(app, method, path, body, auth_headers(tokens[role])).wait_done()
         return answer.status if answer.status < 400 else refusal(answer)
 
-    gateway = town.gateway.http
+    gateway = cluster.gateway.http
     query = {"token_ids": [1, 2, 3]}
     rights: list[tuple[Any, str, str, Any, set[str]]] = [
         (gateway, "GET", "/v1/models", None, {"user", "operator"}),
@@ -218,9 +218,9 @@ async def test_each_role_has_its_rights(world: MemoryWorld, keys: KeyFileHarness
 
 @scenario_test
 async def test_figures_can_be_open(world: MemoryWorld, keys: KeyFileHarness) -> None:
-    house = await GatewayHarness.open(world, **keys.settings, metrics_allow_anonymous=True)
-    assert (await house.send("GET", "/metrics").wait_done()).status == 200
-    assert (await house.send("GET", "/v1/models").wait_done()).status == 401
+    harness = await GatewayHarness.open(world, **keys.settings, metrics_allow_anonymous=True)
+    assert (await harness.send("GET", "/metrics").wait_done()).status == 200
+    assert (await harness.send("GET", "/v1/models").wait_done()).status == 401
 
 
 # --- tenants --------------------------------------------------------------------------------------
@@ -236,11 +236,13 @@ async def test_tenants_share_no_cached_blocks(world: MemoryWorld, keys: KeyFileH
     """What one has asked shows neither in the usage nor in the dry runs of another."""
     ours, theirs = keys.add("acme"), keys.add("globex")
     operator = keys.add("globex", "operator")
-    town = await start_guarded(world, keys)
+    cluster = await start_guarded(world, keys)
 
     async def tokens(token: str, **over: Any) -> int:
         body = _prompt(**over)
-        answer = await town.send("POST", "/v1/completions", body, auth_headers(token)).wait_done()
+        answer = await cluster.send(
+            "POST", "/v1/completions", body, auth_headers(token)
+        ).wait_done()
         await world.sleep(1)
         return cached(answer)
 
@@ -263,17 +265,17 @@ async def test_an_operator_asks_the_indexer_for_a_tenants_prompts(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     user, operator = keys.add("acme"), keys.add("platform", "operator")
-    town = await start_guarded(world, keys)
+    cluster = await start_guarded(world, keys)
     for salt in ("", "mine"):
         body = _prompt(cache_salt=salt)
         assert (
-            await town.send("POST", "/v1/completions", body, auth_headers(user)).wait_done()
+            await cluster.send("POST", "/v1/completions", body, auth_headers(user)).wait_done()
         ).status == 200
     await world.sleep(1)
-    tokens = list(unpack_tokens(town.requests()[0].token_ids))
-    life = ProcessContext("i1", world.clock, random.Random(1))
+    tokens = list(unpack_tokens(cluster.requests()[0].token_ids))
+    ctx = ProcessContext("i1", world.clock, random.Random(1))
     indexer = Indexer(
-        await world.connect("i1"), memory_settings(**keys.settings), life, InlinePool()
+        await world.connect("i1"), memory_settings(**keys.settings), ctx, InlinePool()
     )
     await indexer.open()
 
@@ -305,10 +307,10 @@ async def test_tenants_that_are_to_share_blocks_do(
     tokens = [keys.add(name) for name in ("acme", "globex", "alone")]
     for name in ("acme", "globex"):
         keys.limit(name, share_cache=True)
-    town = await start_guarded(world, keys)
+    cluster = await start_guarded(world, keys)
     counts = []
     for token in tokens:
-        answer = await town.send(
+        answer = await cluster.send(
             "POST", "/v1/completions", _prompt(), auth_headers(token)
         ).wait_done()
         counts.append(cached(answer))
@@ -322,20 +324,20 @@ async def test_streams_of_another_tenant_are_not_found(
 ) -> None:
     ours, theirs = keys.add("acme"), keys.add("globex")
     boss = keys.add("globex", "operator")
-    house = await GatewayHarness.open(world, **keys.settings)
+    harness = await GatewayHarness.open(world, **keys.settings)
     other = await GatewayHarness.open(world, "g2", **keys.settings)
-    await house.start_backend()
-    answer = house.chat("hello", auth_headers(ours), stream=True, max_tokens=400)
+    await harness.start_backend()
+    answer = harness.chat("hello", auth_headers(ours), stream=True, max_tokens=400)
     await world.wait_until(lambda: len(answer.text) > 3)
     name = answer.headers["x-kvlane-id"]
-    for at in (house, other):
+    for at in (harness, other):
         for token in (theirs, boss):
             for method in ("GET", "DELETE"):
                 refused = await at.send(
                     method, f"/v1/streams/{name}", None, auth_headers(token)
                 ).wait_done()
                 assert refusal(refused) == (404, "stream_not_found")
-    assert house.cancels() == []
+    assert harness.cancels() == []
     whole = other.send("GET", f"/v1/streams/{name}", None, auth_headers(keys.add("acme")))
     assert refusal(await whole.wait_done()) == (401, "invalid_api_key")
     await world.sleep(2)
@@ -345,7 +347,7 @@ async def test_streams_of_another_tenant_are_not_found(
     assert ended.status == 202
     await answer.wait_done()
     assert answer.events[-2]["error"]["code"] == "cancelled"
-    (request,) = house.requests()
+    (request,) = harness.requests()
     assert request.tenant == "acme"
 
 
@@ -354,9 +356,9 @@ async def test_ids_of_kafka_clients_are_no_ones_over_http(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
-    house = await GatewayHarness.open(world, **keys.settings)
-    house.end_request("job-1", "stop")
-    answer = await house.send("GET", "/v1/streams/job-1", None, auth_headers(token)).wait_done()
+    harness = await GatewayHarness.open(world, **keys.settings)
+    harness.end_request("job-1", "stop")
+    answer = await harness.send("GET", "/v1/streams/job-1", None, auth_headers(token)).wait_done()
     assert refusal(answer) == (404, "stream_not_found")
 
 
@@ -367,19 +369,19 @@ async def test_sessions_and_classes_are_the_tenants(
     ours, theirs = keys.add("acme"), keys.add("globex")
     boss = keys.add("acme", "operator")
     keys.limit("acme", queue_class="batch")
-    town = await start_guarded(world, keys)
+    cluster = await start_guarded(world, keys)
     for token in (ours, theirs):
         assert (
-            await town.complete_with(auth_headers(token), None, **session_hint("s")).wait_done()
+            await cluster.complete_with(auth_headers(token), None, **session_hint("s")).wait_done()
         ).status == 200
-    first, second = town.requests()
+    first, second = cluster.requests()
     ids = [r.hints.session_control.session_id for r in (first, second)]  # type: ignore[union-attr]
     assert ids == ["acme/s", "globex/s"]
     assert [r.hints.queue_class for r in (first, second)] == ["batch", None]
     for token, name, status in (
         (ours, "batch", 200), (ours, "gold", 403), (theirs, "batch", 403), (boss, "gold", 200),
     ):  # fmt: skip
-        answer = await town.complete_with(
+        answer = await cluster.complete_with(
             auth_headers(token, **{"x-queue-class": name})
         ).wait_done()
         assert answer.status == status
@@ -394,18 +396,18 @@ async def test_requests_in_flight_are_limited_by_tenant(
 ) -> None:
     ours, same, theirs = keys.add("acme"), keys.add("acme"), keys.add("globex")
     keys.limit("acme", requests=2)
-    house = await GatewayHarness.with_backend(world, **keys.settings)
-    running = [house.chat("hello", auth_headers(each), stream=True) for each in (ours, same)]
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    running = [harness.chat("hello", auth_headers(each), stream=True) for each in (ours, same)]
     await world.wait_until(lambda: all(answer.text for answer in running))
     for token in (ours, same):
-        refused = await house.chat("hello", auth_headers(token)).wait_done()
+        refused = await harness.chat("hello", auth_headers(token)).wait_done()
         assert refusal(refused) == (429, "rate_limit_exceeded")
         assert refused.error["type"] == "rate_limit_error"
         assert refused.headers["retry-after"] == "1"
-    assert (await house.chat("hello", auth_headers(theirs)).wait_done()).status == 200
+    assert (await harness.chat("hello", auth_headers(theirs)).wait_done()).status == 200
     running[0].disconnect()
     await running[0].task
-    assert (await house.chat("hello", auth_headers(ours)).wait_done()).status == 200
+    assert (await harness.chat("hello", auth_headers(ours)).wait_done()).status == 200
     await running[1].wait_done()
 
 
@@ -415,19 +417,19 @@ async def test_a_client_that_never_sends_its_body_gives_its_place_back(
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests=1, tokens=400)
-    house = await GatewayHarness.with_backend(world, **keys.settings)
-    slow = HttpExchange(house.gateway.http, "POST", CHAT, None, auth_headers(token), upload=False)
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    slow = HttpExchange(harness.gateway.http, "POST", CHAT, None, auth_headers(token), upload=False)
     await world.sleep(1)
-    assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
+    assert refusal(await harness.chat("hello", auth_headers(token)).wait_done())[0] == 429
     slow.disconnect()
     await slow.task
     for bad in (b"{", b"{}", b'{"model": "none", "messages": []}'):
-        assert (await house.send("POST", CHAT, bad, auth_headers(token)).wait_done()).status in (
+        assert (await harness.send("POST", CHAT, bad, auth_headers(token)).wait_done()).status in (
             400,
             404,
         )
     for _ in range(3):
-        ok = await house.chat("hello", auth_headers(token), max_tokens=50).wait_done()
+        ok = await harness.chat("hello", auth_headers(token), max_tokens=50).wait_done()
         assert ok.status == 200, ok.content
 
 
@@ -435,17 +437,19 @@ async def test_a_client_that_never_sends_its_body_gives_its_place_back(
 async def test_tokens_in_flight_are_limited(world: MemoryWorld, keys: KeyFileHarness) -> None:
     token = keys.add("acme")
     keys.limit("acme", tokens=120)
-    house = await GatewayHarness.with_backend(world, **keys.settings)
-    answer = house.chat("hello", auth_headers(token), stream=True, max_tokens=80)
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    answer = harness.chat("hello", auth_headers(token), stream=True, max_tokens=80)
     await world.wait_until(lambda: bool(answer.text))
-    refused = await house.chat("hello", auth_headers(token), max_tokens=80).wait_done()
+    refused = await harness.chat("hello", auth_headers(token), max_tokens=80).wait_done()
     assert refusal(refused) == (429, "rate_limit_exceeded")
     assert refused.headers["retry-after"] == "1"
-    never = await house.chat("hello", auth_headers(token), max_tokens=300).wait_done()
+    never = await harness.chat("hello", auth_headers(token), max_tokens=300).wait_done()
     assert refusal(never) == (429, "rate_limit_exceeded")
     assert "retry-after" not in never.headers
     await answer.wait_done()
-    assert (await house.chat("hello", auth_headers(token), max_tokens=80).wait_done()).status == 200
+    assert (
+        await harness.chat("hello", auth_headers(token), max_tokens=80).wait_done()
+    ).status == 200
 
 
 @scenario_test
@@ -454,18 +458,18 @@ async def test_an_answer_without_a_limit_counts_as_the_rest_of_the_context(
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", tokens=CONTEXT - 1)
-    house = await GatewayHarness.open(world, **keys.settings)
+    harness = await GatewayHarness.open(world, **keys.settings)
     kinds: dict[str, ModelKind] = {"demo": "chat", "vectors": "embedding"}
     for model, kind in kinds.items():
         card = ModelCard(name=model, kind=kind)
         world.append(REGISTRY, 0, card, key=f"model/{model}")
-        await house.register_and_wait(model, name=f"worker of {model}")
-    refused = await house.chat("hello", auth_headers(token)).wait_done()
+        await harness.register_and_wait(model, name=f"worker of {model}")
+    refused = await harness.chat("hello", auth_headers(token)).wait_done()
     assert refusal(refused) == (429, "rate_limit_exceeded")
-    limited = house.chat("hello", auth_headers(token), max_tokens=8)
+    limited = harness.chat("hello", auth_headers(token), max_tokens=8)
     body = {"model": "vectors", "input": "hello"}
-    embedding = house.send("POST", "/v1/embeddings", body, auth_headers(token))
-    assert {r.model for r in await house.published(2)} == {"demo", "vectors"}
+    embedding = harness.send("POST", "/v1/embeddings", body, auth_headers(token))
+    assert {r.model for r in await harness.published(2)} == {"demo", "vectors"}
     for each in (limited, embedding):
         each.disconnect()
 
@@ -474,18 +478,18 @@ async def test_an_answer_without_a_limit_counts_as_the_rest_of_the_context(
 async def test_rates_are_limited_and_told(world: MemoryWorld, keys: KeyFileHarness) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests_per_minute=2, tokens_per_minute=100_000)
-    house = await GatewayHarness.with_backend(world, **keys.settings)
-    first = await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    first = await harness.chat("hello", auth_headers(token), max_tokens=3).wait_done()
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
     assert first.headers["x-ratelimit-limit-tokens"] == "100000"
-    await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
-    refused = await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
+    await harness.chat("hello", auth_headers(token), max_tokens=3).wait_done()
+    refused = await harness.chat("hello", auth_headers(token), max_tokens=3).wait_done()
     assert refusal(refused) == (429, "rate_limit_exceeded")
     wait_s = int(refused.headers["retry-after"])
     assert 25 < wait_s <= 30
     await world.sleep(wait_s)
-    last = await house.chat("hello", auth_headers(token), max_tokens=3).wait_done()
+    last = await harness.chat("hello", auth_headers(token), max_tokens=3).wait_done()
     assert last.status == 200
     used = sum(first.json["usage"][name] for name in ("prompt_tokens", "completion_tokens"))
     assert int(first.headers["x-ratelimit-remaining-tokens"]) > 100_000 - used
@@ -497,11 +501,11 @@ async def test_tokens_of_answers_count_towards_the_rate(
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", tokens_per_minute=60)
-    house = await GatewayHarness.with_backend(world, **keys.settings)
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
 
     async def complete(prompt: str) -> HttpExchange:
         body = {"model": "demo", "prompt": prompt}
-        return await house.send("POST", "/v1/completions", body, auth_headers(token)).wait_done()
+        return await harness.send("POST", "/v1/completions", body, auth_headers(token)).wait_done()
 
     first = await complete("a" * 40)
     assert first.status == 200
@@ -513,25 +517,31 @@ async def test_tokens_of_answers_count_towards_the_rate(
     assert (await complete("a")).status == 200
 
 
+async def detached_answer(harness: GatewayHarness, text: str, token: str) -> HttpExchange:
+    """A stream whose client disconnects after the first text, without cancelling the request."""
+    headers = auth_headers(token, **{"x-kvlane-detach": "true"})
+    answer = harness.chat(text, headers, stream=True)
+    await harness.world.wait_until(lambda: bool(answer.text))
+    answer.disconnect()
+    return answer
+
+
 @scenario_test
 async def test_a_detached_request_counts_until_it_ends_without_its_client(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests=1)
-    house = await GatewayHarness.with_backend(world, **keys.settings)
-    headers = auth_headers(token, **{"x-kvlane-detach": "true"})
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
     text = "hello there, this is long enough to take a while"
-    answer = house.chat(text, headers, stream=True)
-    await world.wait_until(lambda: bool(answer.text))
-    answer.disconnect()
+    answer = await detached_answer(harness, text, token)
     await world.sleep(0.1)
-    assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
+    assert refusal(await harness.chat("hello", auth_headers(token)).wait_done())[0] == 429
     name = answer.headers["x-kvlane-id"]
-    again = await house.send("GET", f"/v1/streams/{name}", None, auth_headers(token)).wait_done()
+    again = await harness.send("GET", f"/v1/streams/{name}", None, auth_headers(token)).wait_done()
     assert again.text == text
-    assert (await house.chat("hello", auth_headers(token)).wait_done()).status == 200
-    assert house.cancels() == []
+    assert (await harness.chat("hello", auth_headers(token)).wait_done()).status == 200
+    assert harness.cancels() == []
 
 
 @scenario_test
@@ -540,31 +550,28 @@ async def test_a_detached_request_counts_towards_the_rate_without_its_client(
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", tokens_per_minute=60)
-    house = await GatewayHarness.with_backend(world, **keys.settings)
-    headers = auth_headers(token, **{"x-kvlane-detach": "true"})
-    answer = house.chat("hello there, this is an answer", headers, stream=True)
-    await world.wait_until(lambda: bool(answer.text))
-    answer.disconnect()
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    await detached_answer(harness, "hello there, this is an answer", token)
     await world.sleep(5)
-    assert house.gateway.parts.streams.open_streams == 0
-    assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
+    assert harness.gateway.parts.streams.open_streams == 0
+    assert refusal(await harness.chat("hello", auth_headers(token)).wait_done())[0] == 429
 
 
 @scenario_test
 async def test_readers_of_streams_are_limited(world: MemoryWorld, keys: KeyFileHarness) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests=1)
-    house = await GatewayHarness.with_backend(world, **keys.settings)
-    answer = house.chat("hello" * 20, auth_headers(token), stream=True)
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    answer = harness.chat("hello" * 20, auth_headers(token), stream=True)
     await world.wait_until(lambda: bool(answer.text))
     url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
-    reader = house.send("GET", url, None, auth_headers(token))
+    reader = harness.send("GET", url, None, auth_headers(token))
     await world.wait_until(lambda: bool(reader.text))
-    assert refusal(await house.send("GET", url, None, auth_headers(token)).wait_done())[0] == 429
+    assert refusal(await harness.send("GET", url, None, auth_headers(token)).wait_done())[0] == 429
     await reader.wait_done()
     await answer.wait_done()
     assert (
-        await house.send("GET", url, None, auth_headers(token)).wait_done()
+        await harness.send("GET", url, None, auth_headers(token)).wait_done()
     ).text == "hello" * 20
 
 
@@ -573,11 +580,11 @@ async def test_other_limits_hold_as_soon_as_they_are_read(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
-    house = await GatewayHarness.with_backend(world, **keys.settings)
-    assert (await house.chat("hello", auth_headers(token)).wait_done()).status == 200
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    assert (await harness.chat("hello", auth_headers(token)).wait_done()).status == 200
     keys.limit("acme", requests=0)
     await world.sleep(2)
-    assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
+    assert refusal(await harness.chat("hello", auth_headers(token)).wait_done())[0] == 429
 
 
 @scenario_test
@@ -586,15 +593,15 @@ async def test_what_is_in_flight_counts_on_when_the_file_changes(
 ) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests=1)
-    house = await GatewayHarness.with_backend(world, **keys.settings)
-    answer = house.chat("hello" * 30, auth_headers(token), stream=True)
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    answer = harness.chat("hello" * 30, auth_headers(token), stream=True)
     await world.wait_until(lambda: bool(answer.text))
     keys.add("globex")
     await world.sleep(1.5)
     assert not answer.complete
-    assert refusal(await house.chat("hello", auth_headers(token)).wait_done())[0] == 429
+    assert refusal(await harness.chat("hello", auth_headers(token)).wait_done())[0] == 429
     await answer.wait_done()
-    assert (await house.chat("hello", auth_headers(token)).wait_done()).status == 200
+    assert (await harness.chat("hello", auth_headers(token)).wait_done()).status == 200
 
 
 # --- the start ------------------------------------------------------------------------------------
@@ -609,8 +616,8 @@ async def test_without_keys_only_loopback_is_served(
 
     async def begin(**over: Any) -> str:
         caplog.clear()
-        life = ProcessContext("p", world.clock, random.Random(1))
-        part = build(await world.connect("p"), memory_settings(**over), life, pool=InlinePool())
+        ctx = ProcessContext("p", world.clock, random.Random(1))
+        part = build(await world.connect("p"), memory_settings(**over), ctx, pool=InlinePool())
         await part.open()
         return caplog.text
 
@@ -630,9 +637,9 @@ async def test_a_router_that_other_machines_reach_needs_keys_for_its_port(
     world: MemoryWorld,
 ) -> None:
     for over in ({"status_port": 0}, {}):
-        life = ProcessContext("r", world.clock, random.Random(1))
+        ctx = ProcessContext("r", world.clock, random.Random(1))
         settings = memory_settings(http_host="0.0.0.0", **over)
-        router = Router(await world.connect("r"), settings, life)
+        router = Router(await world.connect("r"), settings, ctx)
         if over:
             with pytest.raises(SettingsError, match="without API keys"):
                 await router.start()
@@ -654,12 +661,12 @@ async def test_keys_need_a_secret_and_a_file(
 async def test_without_keys_nothing_is_asked_for_and_nothing_changed(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
-    town = await ClusterHarness.start(world, ("w1",))
-    answer = await town.complete_with(
+    cluster = await ClusterHarness.start(world, ("w1",))
+    answer = await cluster.complete_with(
         auth_headers("kvl_what_ever"), **DRY, cache_salt="mine"
     ).wait_done()
     assert answer.status == 200
-    (request,) = town.requests()
+    (request,) = cluster.requests()
     assert (request.tenant, request.cache_salt) == ("", "mine")
 
 
@@ -667,8 +674,8 @@ async def test_without_keys_nothing_is_asked_for_and_nothing_changed(
 async def test_a_key_expires_while_a_gateway_runs(world: MemoryWorld, keys: KeyFileHarness) -> None:
     now = datetime.fromtimestamp(world.clock.wall_ms() / 1000, UTC)
     token = keys.add("acme", expires=now + timedelta(seconds=10))
-    house = await GatewayHarness.open(world, **keys.settings)
+    harness = await GatewayHarness.open(world, **keys.settings)
     for status in (200, 401):
-        answer = await house.send("GET", "/v1/models", headers=auth_headers(token)).wait_done()
+        answer = await harness.send("GET", "/v1/models", headers=auth_headers(token)).wait_done()
         assert answer.status == status
         await world.sleep(10)

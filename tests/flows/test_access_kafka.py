@@ -42,17 +42,17 @@ async def settings(kafka: Broker, topic_prefix: str) -> AsyncIterator[Settings]:
         http_port=free_ports(1)[0],
     )  # fmt: skip
     async with provisioned(settings) as log:
-        life = ProcessContext("parts", rng=random.Random(1))
-        router = Router(log, settings, life)
+        ctx = ProcessContext("parts", rng=random.Random(1))
+        router = Router(log, settings, ctx)
         shape = EngineLimits(block_size=BLOCK, cache_blocks=1024)
-        engine = SimulatedEngine(life.clock, shape, model="demo", context_length=2000, speedup=20)
-        worker = Worker(log, settings, life, engine, worker_id="w1")
+        engine = SimulatedEngine(ctx.clock, shape, model="demo", context_length=2000, speedup=20)
+        worker = Worker(log, settings, ctx, engine, worker_id="w1")
         await worker.start()
         await router.start()
         yield settings
-        assert life.error is None
+        assert ctx.error is None
         await router.stop()
-        await life.cancel_tasks()
+        await ctx.cancel_tasks()
 
 
 async def test_tenants_are_kept_apart_and_no_key_leaves_the_gateway(
@@ -73,13 +73,13 @@ async def test_tenants_are_kept_apart_and_no_key_leaves_the_gateway(
         await _share_nothing(gateway, settings, keys, trust)
         gateway.terminate()
         code = gateway.wait(WAIT_S)
-    told = output.read_bytes()
-    assert code == 0, told.decode()
+    got = output.read_bytes()
+    assert code == 0, got.decode()
     log = await _bytes_of(settings)
     assert b"acme" in log
     for token in (ours, theirs, ours[:-4] + "abcd"):
         for part in (token, token.split("_", 2)[2], token.split("_", 2)[2][:12]):
-            assert part.encode() not in told
+            assert part.encode() not in got
             assert part.encode() not in log
 
 

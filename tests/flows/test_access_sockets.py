@@ -72,9 +72,9 @@ class Deployment(HttpHarness):
         return b"\n".join(parts)
 
     @staticmethod
-    def _simulated(life: ProcessContext) -> SimulatedEngine:
+    def _simulated(ctx: ProcessContext) -> SimulatedEngine:
         shape = EngineLimits(block_size=BLOCK, cache_blocks=1024)
-        return SimulatedEngine(life.clock, shape, model="demo", context_length=2000, speedup=20)
+        return SimulatedEngine(ctx.clock, shape, model="demo", context_length=2000, speedup=20)
 
 
 @asynccontextmanager

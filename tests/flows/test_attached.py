@@ -61,10 +61,10 @@ def beside(server: ModelServer, **over: Any) -> AttachedEngine:
 
 
 async def begun(engine: Engine) -> Subject:
-    told: list[EngineEvent] = []
+    got: list[EngineEvent] = []
     engine = ValidatingEngine(engine)
-    engine.set_kv_event_listener(lambda events, rank=0: told.extend(events))
-    return Subject(engine, await engine.start("w"), told=told)
+    engine.set_kv_event_listener(lambda events, rank=0: got.extend(events))
+    return Subject(engine, await engine.start("w"), got=got)
 
 
 def request(max_tokens: int = 20, **stop: Any) -> Request:
@@ -110,19 +110,19 @@ async def test_the_text_is_the_servers_whatever_it_gives(
     monkeypatch.setattr("app.worker.ByteModel", Words)
     async with ModelServer(behind, kind) as server:
         world = RealWorld()
-        desk = await WorkerHarness.started(
+        harness = await WorkerHarness.started(
             world, ValidatingEngine(beside(server)), model="tiny", worker_timeout_s=60
         )
-        desk.assign(request=request(40))
-        finished = await desk.wait_finished()
-        seen = visible(desk.chunks())
-        said = TOKENIZER.decode(answer_of(40))
+        harness.assign(request=request(40))
+        finished = await harness.wait_finished()
+        seen = visible(harness.chunks())
+        text = TOKENIZER.decode(answer_of(40))
         assert (seen.text, finished.code) == (
-            said,
+            text,
             "length" if len(answer_of(40)) == 40 else "stop",
         )
         assert seen.tokens == (answer_of(40) if kind in ("vllm", "llamacpp") else [])
-        await desk.life.cancel_tasks()
+        await harness.ctx.cancel_tasks()
 
 
 def answer_of(limit: int) -> list[int]:
@@ -149,19 +149,19 @@ async def test_a_stop_string_is_found_in_text_that_was_tokenised_again(
     behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.worker.ByteModel", Words)
-    said = TOKENIZER.decode(answer_of(40))
-    word = said.split()[3]
+    text = TOKENIZER.decode(answer_of(40))
+    word = text.split()[3]
     async with ModelServer(behind, "words") as server:
         world = RealWorld()
-        desk = await WorkerHarness.started(
+        harness = await WorkerHarness.started(
             world, ValidatingEngine(beside(server)), model="tiny", worker_timeout_s=60
         )
-        desk.assign(request=request(40, stop=(word,)))
-        assert (await desk.wait_finished()).code == "stop"
-        assert visible(desk.chunks()).text == said[: said.index(word)]
-        assert desk.chunks()[-1].stop_reason == word
+        harness.assign(request=request(40, stop=(word,)))
+        assert (await harness.wait_finished()).code == "stop"
+        assert visible(harness.chunks()).text == text[: text.index(word)]
+        assert harness.chunks()[-1].stop_reason == word
         await until(lambda: not server.running)
-        await desk.life.cancel_tasks()
+        await harness.ctx.cancel_tasks()
 
 
 async def test_a_key_is_sent_and_no_other_words_are(behind: SimulatedEngine) -> None:
@@ -188,7 +188,7 @@ async def guessed(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> Subje
     monkeypatch.setattr(server_health, "CHECK_INTERVAL_S", 0.02)
     subject = await begun(beside(server))
     await subject.run(request())
-    stored = [event for event in subject.told if isinstance(event, BlocksStored)]
+    stored = [event for event in subject.got if isinstance(event, BlocksStored)]
     size = subject.config.kv_cache_block_size
     assert size is not None
     assert sum(len(event.block_hashes) for event in stored) >= len(PROMPT) // size > 0
@@ -196,7 +196,7 @@ async def guessed(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> Subje
 
 
 def cleared(subject: Subject) -> Callable[[], bool]:
-    return lambda: any(isinstance(event, AllCleared) for event in subject.told)
+    return lambda: any(isinstance(event, AllCleared) for event in subject.got)
 
 
 async def test_what_is_thought_to_be_cached_is_told_with_the_first_token(
@@ -205,14 +205,14 @@ async def test_what_is_thought_to_be_cached_is_told_with_the_first_token(
     async with ModelServer(behind) as server:
         subject = await begun(beside(server))
         prompt = subject.prompt(40)
-        told = []
+        got = []
         for _ in range(2):
-            answer = await subject.run(subject.ask(prompt))
+            answer = await subject.run(subject.make_request(prompt))
             counts = [output.usage for output in answer.outputs if output.usage is not None]
-            told.append([(c.cached_tokens, c.completion_tokens) for c in counts])
+            got.append([(c.cached_tokens, c.completion_tokens) for c in counts])
         size = subject.config.kv_cache_block_size
         assert size == 16
-        assert told == [[(0, 1), (0, 8)], [(32, 1), (32, 8)]]
+        assert got == [[(0, 1), (0, 8)], [(32, 1), (32, 8)]]
         await subject.engine.cleanup()
 
 
@@ -312,21 +312,21 @@ class Pair:
             desks = [WorkerHarness(world, name) for name in ("w1", "w2")]
             await self._begin(desks[0], first)
             router = await start_router(world, worker_timeout_s=60)
-            asked = request(40)
-            append_record(world, REQUESTS, replace(asked, model="tiny"))
+            sent = request(40)
+            append_record(world, REQUESTS, replace(sent, model="tiny"))
             await until(lambda: bool(desks[0].chunks()))
             await self._begin(desks[1], second)
             self._may_fail.set()
             await until(lambda: self._read().is_over)
             transcript = self._read()
-            for life in (router._context.ctx, *(desk.life for desk in desks)):
-                assert life.error is None
-                await life.cancel_tasks()
+            for ctx in (router._context.ctx, *(harness.ctx for harness in desks)):
+                assert ctx.error is None
+                await ctx.cancel_tasks()
         return transcript
 
-    async def _begin(self, desk: WorkerHarness, server: ModelServer) -> None:
+    async def _begin(self, harness: WorkerHarness, server: ModelServer) -> None:
         engine = ValidatingEngine(beside(server, read_timeout_s=0.4))
-        await desk.start(engine, model="tiny", worker_timeout_s=60)
+        await harness.start(engine, model="tiny", worker_timeout_s=60)
 
     def _read(self) -> Transcript:
         transcript = Transcript("a")

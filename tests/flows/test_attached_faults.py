@@ -50,7 +50,7 @@ PROMPT = list(range(50, 60))
 # --- what it does wrong ---------------------------------------------------------------------------
 
 
-async def says_nothing(x: ServerExchange) -> None:
+async def sends_nothing(x: ServerExchange) -> None:
     await x.wait_closed()
 
 
@@ -156,7 +156,7 @@ async def stalls_in_an_error(x: ServerExchange) -> None:
     await x.wait_closed()
 
 
-def says(*events: object) -> Handler:
+def sends(*events: object) -> Handler:
     async def handler(x: ServerExchange) -> None:
         await x.head()
         for event in events:
@@ -176,7 +176,7 @@ def answers(status: int, body: object = b"") -> Handler:
 OTHERS_MAY_SUCCEED: dict[str, Handler] = {
     f.__name__: f
     for f in (
-        says_nothing, stalls_behind_the_head, stalls_in_the_middle, only_pings, closes_at_once,
+        sends_nothing, stalls_behind_the_head, stalls_in_the_middle, only_pings, closes_at_once,
         closes_in_the_middle, resets, sends_half_a_chunk, sends_a_chunk_of_no_size,
         ends_without_an_end, floods_headers, one_header_without_an_end, drips_headers,
         speaks_no_http, redirects, a_long_error, stalls_in_an_error,
@@ -188,24 +188,24 @@ OTHERS_MAY_SUCCEED: dict[str, Handler] = {
     "429": answers(429, {"message": "too many"}),
     "401": answers(401, {"error": "no key"}),
     "wrong_model": answers(404, {"error": {"message": "The model does not exist", "code": 404}}),
-    "json_cut_off": says(b'{"choices": [{"token_ids": [1,'),
-    "json_of_another_kind": says(b'["choices"]'),
-    "json_without_an_end": says(b"[" * 100_000),
-    "no_json": says(b"hello"),
-    "no_utf8": says(b'{"choices": [{"text": "\xff"}]}'),
-    "no_token_ids": says({"choices": [{"text": "hello"}]}),
-    "no_tokens": says({"choices": [{"token_ids": [-1]}]}),
-    "words_as_tokens": says({"choices": [{"token_ids": ["a"]}]}),
-    "an_error_in_the_stream": says(PIECE, {"error": {"message": "core died", "code": 500}}),
-    "no_reason_at_all": says({"choices": [{"text": "a", "token_ids": [64], "finish_reason": {}}]}),
-    "given_up": says(PIECE, {"choices": [{"token_ids": [], "finish_reason": "abort"}]}),
+    "json_cut_off": sends(b'{"choices": [{"token_ids": [1,'),
+    "json_of_another_kind": sends(b'["choices"]'),
+    "json_without_an_end": sends(b"[" * 100_000),
+    "no_json": sends(b"hello"),
+    "no_utf8": sends(b'{"choices": [{"text": "\xff"}]}'),
+    "no_token_ids": sends({"choices": [{"text": "hello"}]}),
+    "no_tokens": sends({"choices": [{"token_ids": [-1]}]}),
+    "words_as_tokens": sends({"choices": [{"token_ids": ["a"]}]}),
+    "an_error_in_the_stream": sends(PIECE, {"error": {"message": "core died", "code": 500}}),
+    "no_reason_at_all": sends({"choices": [{"text": "a", "token_ids": [64], "finish_reason": {}}]}),
+    "given_up": sends(PIECE, {"choices": [{"token_ids": [], "finish_reason": "abort"}]}),
 }  # fmt: skip
 IS_FULL = frozenset({"503_in_html", "429"})
 NOBODY_WILL: dict[str, Handler] = {
     "400": answers(400, {"error": {"message": "max_tokens is too large"}}),
     "422": answers(422, {"detail": [{"loc": ["body", "prompt"]}]}),
     "413": answers(413, b"too large"),
-    "a_refusal_in_the_stream": says({"error": {"message": "bad grammar", "code": 400}}),
+    "a_refusal_in_the_stream": sends({"error": {"message": "bad grammar", "code": 400}}),
 }
 
 
@@ -255,7 +255,7 @@ def request(max_tokens: int = 4, name: str = "r") -> Request:
     )  # fmt: skip
 
 
-async def ask(
+async def make_request(
     engine: ValidatingEngine, context: GenerateContext | None = None
 ) -> list[EngineOutput]:
     async with asyncio.timeout(WITHIN_S):
@@ -274,11 +274,11 @@ async def test_what_a_server_does_wrong_may_well_succeed_elsewhere(
     good = server.handlers["/v1/completions"]
     server.handlers["/v1/completions"] = OTHERS_MAY_SUCCEED[fault]
     with pytest.raises(EngineError) as failed:
-        await ask(engine)
+        await make_request(engine)
     assert failed.value.retryable
     assert str(failed.value)
     server.handlers["/v1/completions"] = good
-    assert (await ask(engine))[-1].finish_reason == "length"
+    assert (await make_request(engine))[-1].finish_reason == "length"
 
 
 async def test_an_event_without_an_end_is_the_servers_fault_and_in_its_own_words_the_answers(
@@ -286,38 +286,38 @@ async def test_an_event_without_an_end_is_the_servers_fault_and_in_its_own_words
 ) -> None:
     server.handlers["/v1/completions"] = one_event_without_an_end
     with pytest.raises(EngineError, match="an event of more than") as failed:
-        await ask(engine)
+        await make_request(engine)
     in_tokens = request.node.callspec.params["engine"] == "tokens"
     assert (failed.value.retryable, isinstance(failed.value, InvalidRequest)) == (
         in_tokens, not in_tokens,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("asked_in", BESIDE)
-async def test_an_answer_without_an_end_is_broken_off(server: ModelServer, asked_in: str) -> None:
+@pytest.mark.parametrize("path", BESIDE)
+async def test_an_answer_without_an_end_is_broken_off(server: ModelServer, path: str) -> None:
     async def goes_on(x: ServerExchange) -> None:
         await x.head()
         piece = {"choices": [{"index": 0, "text": "a" * 1000, "token_ids": []}]}
         while True:
             await x.event(piece)
 
-    engine = ValidatingEngine(BESIDE[asked_in](server, max_response_bytes=20_000))
+    engine = ValidatingEngine(BESIDE[path](server, max_response_bytes=20_000))
     await engine.start("w")
     server.handlers["/v1/completions"] = goes_on
     with pytest.raises(
         EngineError, match=r"more than 20000 bytes \(KVLANE_ATTACH_MAX_RESPONSE_BYTES"
     ):
-        await ask(engine)
+        await make_request(engine)
     await engine.cleanup()
 
 
 async def test_a_server_is_tried_out_as_it_will_be_asked(server: ModelServer) -> None:
     engine = ValidatingEngine(passing(server))
     await engine.start("w")
-    await ask(engine)
-    tried, asked = server.received_bodies()
+    await make_request(engine)
+    tried, sent = server.received_bodies()
     ours = {"model", "stream", "stream_options"}
-    assert {name: tried[name] for name in ours} == {name: asked[name] for name in ours}
+    assert {name: tried[name] for name in ours} == {name: sent[name] for name in ours}
     await engine.cleanup()
 
 
@@ -325,10 +325,10 @@ async def test_in_a_servers_own_words_an_event_may_be_large(server: ModelServer)
     drawn = "a" * 3 * 1024 * 1024
     engine = ValidatingEngine(passing(server))
     await engine.start("w")
-    server.handlers["/v1/completions"] = says(
+    server.handlers["/v1/completions"] = sends(
         {"choices": [{"index": 0, "text": drawn, "finish_reason": "stop"}]}
     )
-    outputs = await ask(engine)
+    outputs = await make_request(engine)
     assert outputs[-1].text == drawn
     await engine.cleanup()
 
@@ -337,10 +337,10 @@ async def test_what_comes_behind_an_answers_end_stands_behind_its_text(server: M
     engine = ValidatingEngine(passing(server))
     await engine.start("w")
     last = {"index": 0, "text": "ab", "logprobs": {"tokens": ["ab"]}, "finish_reason": "length"}
-    server.handlers["/v1/completions"] = says(
+    server.handlers["/v1/completions"] = sends(
         {"choices": [last]}, {"choices": [], "system_fingerprint": "fp"}, b"[DONE]"
     )
-    (output,) = await ask(engine)
+    (output,) = await make_request(engine)
     assert [(aside.at, bool(aside.choice), bool(aside.event)) for aside in output.data] == [
         (0, True, False), (2, False, True),
     ]  # fmt: skip
@@ -351,8 +351,8 @@ async def test_a_reason_without_a_letter_is_no_end(server: ModelServer) -> None:
     engine = ValidatingEngine(passing(server))
     await engine.start("w")
     going_on = {"choices": [{"index": 0, "text": "a", "finish_reason": ""}]}
-    server.handlers["/v1/completions"] = says(going_on, going_on, LAST)
-    outputs = await ask(engine)
+    server.handlers["/v1/completions"] = sends(going_on, going_on, LAST)
+    outputs = await make_request(engine)
     assert [output.text for output in outputs] == ["a", "a", ""]
     await engine.cleanup()
 
@@ -360,9 +360,9 @@ async def test_a_reason_without_a_letter_is_no_end(server: ModelServer) -> None:
 async def test_what_cannot_be_read_is_not_quoted(
     server: ModelServer, engine: ValidatingEngine
 ) -> None:
-    server.handlers["/v1/completions"] = says(b"mellon")
+    server.handlers["/v1/completions"] = sends(b"mellon")
     with pytest.raises(EngineError) as failed:
-        await ask(engine)
+        await make_request(engine)
     assert "mellon" not in str(failed.value)
 
 
@@ -372,7 +372,7 @@ async def test_what_a_server_refuses_is_refused(
 ) -> None:
     server.handlers["/v1/completions"] = NOBODY_WILL[fault]
     with pytest.raises(EngineError) as failed:
-        await ask(engine)
+        await make_request(engine)
     assert not failed.value.retryable
 
 
@@ -381,15 +381,15 @@ async def test_a_server_that_is_gone_is_an_error_and_one_that_is_back_is_none(
 ) -> None:
     await server.__aexit__()
     with pytest.raises(EngineError, match=r"cannot be reached|the connection broke") as failed:
-        await ask(engine)
+        await make_request(engine)
     assert failed.value.retryable
     await server.__aenter__()
-    assert (await ask(engine))[-1].finish_reason == "length"
+    assert (await make_request(engine))[-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("asked_in", BESIDE)
-async def test_a_slow_first_byte_is_waited_for(server: ModelServer, asked_in: str) -> None:
-    engine = ValidatingEngine(BESIDE[asked_in](server, read_timeout_s=30.0))
+@pytest.mark.parametrize("path", BESIDE)
+async def test_a_slow_first_byte_is_waited_for(server: ModelServer, path: str) -> None:
+    engine = ValidatingEngine(BESIDE[path](server, read_timeout_s=30.0))
     await engine.start("w")
     good = server.handlers["/v1/completions"]
 
@@ -398,24 +398,24 @@ async def test_a_slow_first_byte_is_waited_for(server: ModelServer, asked_in: st
         await good(x)
 
     server.handlers["/v1/completions"] = slow
-    assert (await ask(engine))[-1].finish_reason == "length"
+    assert (await make_request(engine))[-1].finish_reason == "length"
     await engine.cleanup()
 
 
-@pytest.mark.parametrize("asked_in", BESIDE)
-@pytest.mark.parametrize("fault", ["says_nothing", "stalls_in_the_middle", "only_pings"])
+@pytest.mark.parametrize("path", BESIDE)
+@pytest.mark.parametrize("fault", ["sends_nothing", "stalls_in_the_middle", "only_pings"])
 async def test_a_cancel_ends_the_wait_for_a_server_that_stalls(
-    server: ModelServer, fault: str, asked_in: str
+    server: ModelServer, fault: str, path: str
 ) -> None:
-    engine = ValidatingEngine(BESIDE[asked_in](server, read_timeout_s=1000.0))
+    engine = ValidatingEngine(BESIDE[path](server, read_timeout_s=1000.0))
     await engine.start("w")
     server.handlers["/v1/completions"] = OTHERS_MAY_SUCCEED[fault]
     context = GenerateContext("r")
-    asking = asyncio.create_task(ask(engine, context))
+    sending = asyncio.create_task(make_request(engine, context))
     await asyncio.sleep(0.1)
     context.cancel()
     await engine.abort(context)
-    assert (await asking)[-1].finish_reason == "cancelled"
+    assert (await sending)[-1].finish_reason == "cancelled"
     await engine.cleanup()
 
 
@@ -430,7 +430,7 @@ async def test_an_answer_is_whole_without_what_comes_behind_it(
 
     monkeypatch.setattr(attached_answer, "USAGE_TIMEOUT_S", 0.1)
     server.handlers["/v1/completions"] = stalls_behind_the_end
-    first, last = await ask(engine)
+    first, last = await make_request(engine)
     assert (first.token_ids or first.text, last.finish_reason) in (((64,), "stop"), ("a", "stop"))
 
 
@@ -448,7 +448,7 @@ async def test_a_server_that_never_ends_has_failed_when_more_came_than_was_asked
 
     server.handlers["/v1/completions"] = never_ends
     with pytest.raises(EngineError, match="more than requested"):
-        await ask(engine)
+        await make_request(engine)
     await engine.cleanup()
 
 
@@ -471,26 +471,26 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("asked_in", BESIDE)
-async def test_a_worker_reports_every_fault_and_goes_on(server: ModelServer, asked_in: str) -> None:
+@pytest.mark.parametrize("path", BESIDE)
+async def test_a_worker_reports_every_fault_and_goes_on(server: ModelServer, path: str) -> None:
     world = RealWorld()
-    engine = ValidatingEngine(BESIDE[asked_in](server))
-    desk = await WorkerHarness.started(world, engine, model="tiny", worker_timeout_s=60)
+    engine = ValidatingEngine(BESIDE[path](server))
+    harness = await WorkerHarness.started(world, engine, model="tiny", worker_timeout_s=60)
     good = server.handlers["/v1/completions"]
     faults = OTHERS_MAY_SUCCEED | NOBODY_WILL
     for name, fault in faults.items():
         server.handlers["/v1/completions"] = fault
-        desk.assign(name, request=request(name=name), budget_s=WITHIN_S)
-        finished = await desk.wait_finished(name)
+        harness.assign(name, request=request(name=name), budget_s=WITHIN_S)
+        finished = await harness.wait_finished(name)
         code = "worker_full" if name in IS_FULL else "error"
         assert (finished.code, finished.retryable) == (code, name in OTHERS_MAY_SUCCEED), name
         assert finished.message
     server.handlers["/v1/completions"] = good
-    desk.assign("good", request=request(name="good"))
-    assert (await desk.wait_finished("good")).code == "length"
-    assert desk.life.error is None
-    assert len({f.id for f in desk.records_of(LEDGER, Finished)}) == len(faults) + 1
-    await desk.life.cancel_tasks()
+    harness.assign("good", request=request(name="good"))
+    assert (await harness.wait_finished("good")).code == "length"
+    assert harness.ctx.error is None
+    assert len({f.id for f in harness.records_of(LEDGER, Finished)}) == len(faults) + 1
+    await harness.ctx.cancel_tasks()
 
 
 # --- at the start ---------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def lists(*models: object) -> Handler:
     return answers(200, {"data": list(models)})
 
 
-@pytest.mark.parametrize("handler", [answers(404), answers(400), answers(500), says_nothing])
+@pytest.mark.parametrize("handler", [answers(404), answers(400), answers(500), sends_nothing])
 async def test_a_server_that_does_not_answer_what_it_is_to_be_asked_is_told_with_the_remedy(
     server: ModelServer, handler: Handler
 ) -> None:
@@ -525,9 +525,9 @@ async def test_a_server_that_does_not_answer_what_it_is_to_be_asked_is_told_with
         ("/tokenize", answers(200, {"tokens": [1, 2]}), {}, "KVLANE_MODEL_PATH.*'tiny'"),
         ("/v1/completions", answers(400), {}, "completes no prompt"),
         ("/v1/completions", answers(500), {}, "500"),
-        ("/v1/completions", says_nothing, {}, "sent nothing for"),
+        ("/v1/completions", sends_nothing, {}, "sent nothing for"),
         ("/v1/completions", OTHERS_MAY_SUCCEED["resets"], {}, "the connection broke"),
-        ("/v1/models", says_nothing, {}, "KVLANE_ATTACH_URL"),
+        ("/v1/models", sends_nothing, {}, "KVLANE_ATTACH_URL"),
     ],
 )
 async def test_what_is_wrong_with_an_attachment_is_told_with_the_remedy(
@@ -544,13 +544,13 @@ async def test_what_is_wrong_with_an_attachment_is_told_with_the_remedy(
 
 
 async def test_a_worker_waits_for_its_server(server: ModelServer) -> None:
-    asked = 0
+    sent = 0
     good = server.handlers["/health"]
 
     async def loads(x: ServerExchange) -> None:
-        nonlocal asked
-        asked += 1
-        await (good(x) if asked > 2 else x.answer({"error": "loading"}, 503))
+        nonlocal sent
+        sent += 1
+        await (good(x) if sent > 2 else x.answer({"error": "loading"}, 503))
 
     server.handlers["/health"] = loads
     engine = beside(server, start_timeout_s=30.0)

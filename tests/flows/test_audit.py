@@ -44,55 +44,56 @@ from tests.harness.gateway_harness import GatewayHarness, memory_settings
 from tests.harness.memory_commands import connect_commands
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
-FOLDS: tuple[tuple[ViewName, str], ...] = (
+VIEWS: tuple[tuple[ViewName, str], ...] = (
     ("load", "_load"), ("fleet", "_fleet"), ("index", "_index"),
 )  # fmt: skip
 
 
 async def with_a_death(world: MemoryWorld) -> GatewayHarness:
     """A world in which a worker died in the middle of an answer."""
-    house = await GatewayHarness.open(world)
-    await house.start_backend(worker_timeout_s=3)
-    answer = house.chat("x" * 200, stream=True)
+    harness = await GatewayHarness.open(world)
+    await harness.start_backend(worker_timeout_s=3)
+    answer = harness.chat("x" * 200, stream=True)
     await world.wait_until(lambda: len(answer.text) > 20)
-    await house.kill("w1")
-    await house.start_worker("w2")
+    await harness.kill("w1")
+    await harness.start_worker("w2")
     await answer.wait_done()
-    return house
+    return harness
 
 
 @scenario_test
 async def test_a_fold_that_is_built_again_is_the_routers(world: MemoryWorld) -> None:
     await with_a_death(world)
-    life = ProcessContext("r2", world.clock, random.Random("r2"))
-    router = Router(await world.connect("r2"), memory_settings(), life)
+    ctx = ProcessContext("r2", world.clock, random.Random("r2"))
+    router = Router(await world.connect("r2"), memory_settings(), ctx)
     await router.start()
     await world.sleep(3)
     log = await world.connect("audit")
-    for name, attribute in FOLDS:
-        fold = getattr(router, attribute)
+    for name, attribute in VIEWS:
+        view = getattr(router, attribute)
         positions = {}
         for topic in VIEW_TOPICS[name]:
             for number in range(await log.partitions(topic)):
                 source = Partition(topic, number)
-                positions[source] = fold.position(source)
+                positions[source] = view.position(source)
         again = await rebuild_view(log, memory_settings(), world.clock, name, positions)
-        told = {Partition(s.topic, s.partition): s.state_hash for s in again.partitions}
-        assert told == {source: fold.state_hash(source) for source in positions}
+        got = {Partition(s.topic, s.partition): s.state_hash for s in again.partitions}
+        assert got == {source: view.state_hash(source) for source in positions}
     await router.stop()
-    await life.cancel_tasks()
+    await ctx.cancel_tasks()
 
 
 @scenario_test
 async def test_a_fold_stops_where_it_is_told_to(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    await house.chat("hello").wait_done()
-    first = house.requests()[0]
+    harness = await GatewayHarness.with_backend(world)
+    await harness.chat("hello").wait_done()
+    first = harness.requests()[0]
     lane = lane_of(first.id, world.lanes)
     await world.sleep(1)  # its end is told before it is in the ledger
     before_ms = world.clock.wall_ms()
     await world.sleep(1)
-    await house.chat("hello").wait_done()
+    await harness.chat("hello").wait_done()
+    await world.sleep(1)
     log = await world.connect("audit")
     args = (log, memory_settings(), world.clock, "load")
     open_one = await rebuild_view(*args, {Partition(LEDGER, lane): 1})
@@ -129,13 +130,13 @@ async def test_what_caches_held_at_some_time_is_told(world: MemoryWorld) -> None
 async def test_progress_reaches_the_end_and_broken_records_are_counted(world: MemoryWorld) -> None:
     world.broker.append(LEDGER, 1, [Entry(b"a", b"\xff", (("t", b"Ended"),))])
     world.append(LEDGER, 1, Ended(id="a", code="lost"), key="a")
-    heard: list[tuple[int, int]] = []
+    received: list[tuple[int, int]] = []
     log = await world.connect("audit")
     again = await rebuild_view(
-        log, memory_settings(), world.clock, "load", progress=lambda *both: heard.append(both)
+        log, memory_settings(), world.clock, "load", progress=lambda *both: received.append(both)
     )
     assert (again.partitions[1].records, again.partitions[1].malformed) == (2, 1)
-    assert heard[-1] == (2, 2)
+    assert received[-1] == (2, 2)
 
 
 @scenario_test
@@ -147,40 +148,40 @@ async def test_a_record_for_newer_readers_is_not_left_out(world: MemoryWorld) ->
 
 @scenario_test
 async def test_the_story_of_a_request_has_its_move_to_another_worker(world: MemoryWorld) -> None:
-    house = await with_a_death(world)
-    (request,) = house.requests()
-    story = await explain_request(await world.connect("audit"), world.clock, request.id)
-    names = [step.name for step in story.steps]
+    harness = await with_a_death(world)
+    (request,) = harness.requests()
+    timeline = await explain_request(await world.connect("audit"), world.clock, request.id)
+    names = [step.name for step in timeline.steps]
     assert names[:3] == ["Request", "Assigned", "Started"]
     fencing = names.index("Fencing")
     assert names.index("Shown") < fencing < names.index("Fence")
     assert names[fencing:].index("Assigned") > 0
-    moved = story.steps[fencing]
+    moved = timeline.steps[fencing]
     assert moved.fields["attempt"] == 1
     assert moved.fields["reason"]
-    workers = [step.fields["worker"] for step in story.steps if step.name == "Assigned"]
+    workers = [step.fields["worker"] for step in timeline.steps if step.name == "Assigned"]
     assert workers == ["w1", "w2"]
-    shown = [step.fields["tokens"] for step in story.steps if step.name == "Shown"]
+    shown = [step.fields["tokens"] for step in timeline.steps if step.name == "Shown"]
     assert len(shown) == 2
     assert sum(shown) == 200
-    assert story.ending == "stop"
+    assert timeline.ending == "stop"
 
 
 @scenario_test
 async def test_the_words_of_a_prompt_are_not_in_its_story(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    await house.chat("sesame").wait_done()
-    (request,) = house.requests()
-    story = await explain_request(await world.connect("audit"), world.clock, request.id)
-    assert story.steps[0].fields["prompt_tokens"] == len(request.token_ids) // 4
-    assert "sesame" not in str(story)
+    harness = await GatewayHarness.with_backend(world)
+    await harness.chat("sesame").wait_done()
+    (request,) = harness.requests()
+    timeline = await explain_request(await world.connect("audit"), world.clock, request.id)
+    assert timeline.steps[0].fields["prompt_tokens"] == len(request.token_ids) // 4
+    assert "sesame" not in str(timeline)
 
 
 @scenario_test
 async def test_nothing_is_told_of_an_id_that_was_never_there(world: MemoryWorld) -> None:
     world.append(LEDGER, lane_of("job-17", 2), Ended(id="other", code="lost"), key="other")
-    story = await explain_request(await world.connect("audit"), world.clock, "job-17")
-    assert (story.steps, story.ending) == ([], "")
+    timeline = await explain_request(await world.connect("audit"), world.clock, "job-17")
+    assert (timeline.steps, timeline.ending) == ([], "")
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -206,7 +207,7 @@ def kvlane(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
-def tell(broker: MemoryBroker) -> None:
+def write(broker: MemoryBroker) -> None:
     """The story of job-17, as records."""
     lane = lane_of("job-17", 4)
     origin = RequestOffset(topic="requests", partition=lane, offset=0)
@@ -246,7 +247,7 @@ def tell(broker: MemoryBroker) -> None:
 
 
 def test_a_story_is_told_with_every_input_of_a_decision(memory: MemoryBroker) -> None:
-    tell(memory)
+    write(memory)
     shown = kvlane("explain", "job-17")
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.splitlines()
@@ -269,7 +270,7 @@ def test_a_story_is_told_with_every_input_of_a_decision(memory: MemoryBroker) ->
 
 
 def test_all_inputs_are_shown_to_those_who_ask(memory: MemoryBroker) -> None:
-    tell(memory)
+    write(memory)
     assert "overlap_blocks" not in kvlane("explain", "job-17").stdout
     lines = kvlane("explain", "job-17", "--inputs").stdout.splitlines()
     at = next(n for n, line in enumerate(lines) if "overlap_blocks" in line)
@@ -279,29 +280,29 @@ def test_all_inputs_are_shown_to_those_who_ask(memory: MemoryBroker) -> None:
 
 
 def test_a_story_is_written_for_programs(memory: MemoryBroker, tmp_path: Path) -> None:
-    tell(memory)
+    write(memory)
     file = tmp_path / "story.json"
     assert kvlane("explain", "job-17", "--json", str(file)).exit_code == 0
-    story = json.loads(file.read_bytes())
-    decision = next(step for step in story["steps"] if step["name"] == "Assigned")
+    timeline = json.loads(file.read_bytes())
+    decision = next(step for step in timeline["steps"] if step["name"] == "Assigned")
     assert decision["actual"] == {"cached_tokens": 2, "ttft_ms": 12.5, "code": None}
     reasons = decision["reasons"]
     assert reasons["chosen"]["terms"] == {"own prefill": 1.5, "decode": 0.0}
     assert reasons["others"][0]["inputs"]["open_tokens"] == 12
     assert (reasons["lost_by"], reasons["lost_in"]) == (5.0, "decode")
-    assert story["ending"] == "length"
+    assert timeline["ending"] == "length"
 
 
 def test_a_decision_that_comes_out_otherwise_is_pointed_at(memory: MemoryBroker) -> None:
-    tell(memory)
+    write(memory)
     assert "differs" not in kvlane("explain", "job-17").stdout
-    tell_other = Assigned(
+    other_write = Assigned(
         id="job-19", attempt=0, phase="aggregated", worker="w1", epoch=3, responses_from=0,
         deadline_ms=9, origin=RequestOffset(topic="requests", partition=0, offset=0),
         prompt_tokens=4,
         policy="dynamo", block_size=2, candidates=(Candidate(worker="w1", epoch=3, cost=1.0),),
     )  # fmt: skip
-    memory.append(LEDGER, lane_of("job-19", 4), [encode(tell_other, "job-19")])
+    memory.append(LEDGER, lane_of("job-19", 4), [encode(other_write, "job-19")])
     shown = kvlane("explain", "job-19").stdout
     assert "recomputed, it differs: the cost of w1 is 2.0, and was 1.0" in shown
     assert "the request is no longer retained (1 h)" in shown
@@ -354,20 +355,20 @@ def test_a_request_that_waited_long_before_it_came_is_found(memory: MemoryBroker
 
 
 def test_a_fold_is_shown_and_written(memory: MemoryBroker, tmp_path: Path) -> None:
-    tell(memory)
+    write(memory)
     file = tmp_path / "load.json"
     shown = kvlane("replay", "--view", "load", "--json", str(file))
     assert shown.exit_code == 0, shown.output
-    told = json.loads(file.read_bytes())
+    got = json.loads(file.read_bytes())
     lane = lane_of("job-17", 4)
-    assert told["partitions"][lane]["records"] == 6
-    assert told["partitions"][lane]["position"] == 6
-    assert told["summary"]["ended requests by code"] == {"length": 1}
-    assert told["state_hash"] in shown.stdout
+    assert got["partitions"][lane]["records"] == 6
+    assert got["partitions"][lane]["position"] == 6
+    assert got["summary"]["ended requests by code"] == {"length": 1}
+    assert got["state_hash"] in shown.stdout
     assert f"ledger/{lane}" in shown.stdout
     assert "3 partitions without records" in shown.stdout
-    for fold in ("fleet", "index"):
-        assert kvlane("replay", "--view", fold).exit_code == 0
+    for view in ("fleet", "index"):
+        assert kvlane("replay", "--view", view).exit_code == 0
 
 
 def test_the_fleet_is_shown_with_its_versions(memory: MemoryBroker, tmp_path: Path) -> None:
@@ -398,7 +399,7 @@ def test_a_moment_that_is_none_is_explained(memory: MemoryBroker, at: str) -> No
 def test_a_period_is_captured_and_its_decisions_taken_again(
     memory: MemoryBroker, tmp_path: Path
 ) -> None:
-    tell(memory)
+    write(memory)
     file = tmp_path / "run.jsonl.zst"
     wrote = kvlane("capture", "--from", "-1h", "--out", str(file))
     assert wrote.exit_code == 0, wrote.output
@@ -413,7 +414,7 @@ def test_a_period_is_captured_and_its_decisions_taken_again(
 def test_a_decision_that_comes_out_otherwise_fails_the_replay(
     memory: MemoryBroker, tmp_path: Path
 ) -> None:
-    tell(memory)
+    write(memory)
     file = tmp_path / "run.jsonl"
     kvlane("capture", "--from", "-1h", "--out", str(file))
     file.write_bytes(file.read_bytes().replace(b'"cost":1.5', b'"cost":1.25'))

@@ -21,9 +21,9 @@ LANES = 4
 IDS = [f"job-{n}" for n in range(20)]
 
 
-async def tell(log: KafkaLog) -> None:
+async def write(log: KafkaLog) -> None:
     """The stories of all ids."""
-    outbox = RecordPublisher(log, SystemClock())
+    publisher = RecordPublisher(log, SystemClock())
     for request_id in IDS:
         origin = RequestOffset(topic=REQUESTS, partition=lane_of(request_id, LANES), offset=0)
         run = {"id": request_id, "attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": 1}
@@ -41,8 +41,8 @@ async def tell(log: KafkaLog) -> None:
             (RESPONSES, chunk),
             (LEDGER, Finished(**run, code="stop", output_tokens=2)),
         ):
-            await outbox.publish(topic, request_id, record)
-    await outbox.publish(LEDGER, "lost", Ended(id="lost", code="lost"))
+            await publisher.publish(topic, request_id, record)
+    await publisher.publish(LEDGER, "lost", Ended(id="lost", code="lost"))
 
 
 @pytest.mark.timeout(120)
@@ -53,7 +53,7 @@ async def test_the_log_of_a_real_broker_tells_what_was(
     monkeypatch.setenv("KVLANE_TOPIC_PREFIX", topic_prefix)
     monkeypatch.setenv("KVLANE_LANES", str(LANES))
     async with provisioned(Settings()) as log:
-        await tell(log)
+        await write(log)
         results = []
         for name in ("one", "two"):
             file = tmp_path / name
@@ -66,8 +66,8 @@ async def test_the_log_of_a_real_broker_tells_what_was(
         none = await kvlane("replay", "--view", "load", "--at", "-1h")
         assert "ended requests by code" in none
         assert "stop" not in none
-        story = await kvlane("explain", "job-7")
-        assert [line.split()[2] for line in story.splitlines() if line.startswith("+")] == [
+        timeline = await kvlane("explain", "job-7")
+        assert [line.split()[2] for line in timeline.splitlines() if line.startswith("+")] == [
             "Request", "Assigned", "Shown", "Finished",
         ]  # fmt: skip
-        assert story.splitlines()[-1] == "ended: stop"
+        assert timeline.splitlines()[-1] == "ended: stop"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
 import pytest
 
+from app.preprocessor import Preprocessor
+from app.prompts.prompt_source import MAX_BATCH
 from app.router import Router
 from app.routing.queueing.fair_share import ClassConfig
 from streams.codecs import decode, pack_tokens
 from streams.records import Assigned, Assignment, Cancel, End, Refused, RouterCapacity
 from streams.request import Hints, Request
-from streams.topics import CAPACITY, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
-from tests.flows.test_preprocessor import ask, begin
+from streams.topics import BATCH, CAPACITY, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
+from tests.flows.test_batch_prompts import ask_batch
+from tests.flows.test_preprocessor import begin, send
 from tests.harness.fake_worker import FakeWorker, append_record, start_router
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
@@ -57,7 +61,7 @@ async def test_prompts_wait_while_routers_are_full(world: MemoryWorld) -> None:
     preprocessor, _ = await begin(world)
     names = [f"job-{n}" for n in range(300)]
     for name in names:
-        ask(world, name)
+        send(world, name)
     await world.sleep(20)
     assert ends(world) == {}
     assert len(assigned(world)) == 2
@@ -89,9 +93,9 @@ async def test_a_cancel_passes_the_prompts_of_others_that_wait(world: MemoryWorl
     await begin(world)
     names = [f"job-{n}" for n in range(20)]
     for name in names:
-        ask(world, name)
+        send(world, name)
     for name in names:
-        ask(world, name, kind="cancel")
+        send(world, name, kind="cancel")
     await world.sleep(10)
     assert sorted(cancelled(world)) == sorted(published(world)) == sorted(names)
 
@@ -108,7 +112,7 @@ async def test_several_preprocessors_share_the_room_of_several_routers(
         await begin(world, f"p{n}")
     await world.sleep(15)
     for n in range(500):
-        ask(world, f"job-{n}")
+        send(world, f"job-{n}")
     await world.sleep(30)
     assert 18 <= len(published(world)) <= 1 + 2 * (10 + preprocessors)
     assert sum(r._context.scheduler.deferred.size.requests for r in routers) <= 2 * preprocessors
@@ -123,15 +127,15 @@ async def test_a_preprocessor_that_waits_stays_in_its_group(world: MemoryWorld) 
     FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=2)
     await world.sleep(5)
-    preprocessor, life = await begin(world)
+    preprocessor, ctx = await begin(world)
     group = world.broker.group(PROMPTS, "preprocessor")
     await world.wait_until(lambda: group.generation == 1)
     for n in range(100):
-        ask(world, f"job-{n}")
+        send(world, f"job-{n}")
     await world.sleep(60)
     assert preprocessor.is_paused
     assert group.generation == 1
-    assert life.error is None
+    assert ctx.error is None
 
 
 @scenario_test
@@ -139,13 +143,13 @@ async def test_what_waits_goes_to_the_next_owner_of_its_partition(world: MemoryW
     worker = FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=4)
     await world.sleep(5)
-    first, life = await begin(world, "p1")
+    first, ctx = await begin(world, "p1")
     for n in range(100):
-        ask(world, f"job-{n}")
+        send(world, f"job-{n}")
     await world.wait_until(lambda: first.is_paused)
     await begin(world, "p2")
     await world.sleep(20)
-    assert life.error is None
+    assert ctx.error is None
     worker.state = "ready"
     world.spawn(finish_all(world, worker, 0.0))
     await world.wait_until(lambda: len(set(assigned(world))) == 100, within_s=120)
@@ -161,7 +165,7 @@ async def test_a_prompt_ends_at_its_deadline_where_ever_it_waits(world: MemoryWo
     await begin(world)
     names = [f"job-{n}" for n in range(500)]
     for n, name in enumerate(names):
-        ask(world, name, deadline_s=30 if n == 0 else 10)
+        send(world, name, deadline_s=30 if n == 0 else 10)
     await world.sleep(9)
     assert ends(world) == {}
     await world.sleep(6)
@@ -176,7 +180,7 @@ async def test_a_prompt_ends_at_its_deadline_where_ever_it_waits(world: MemoryWo
 @scenario_test
 async def test_the_deadline_of_a_prompt_counts_from_its_append(world: MemoryWorld) -> None:
     for n in range(3):
-        ask(world, f"job-{n}", deadline_s=100)
+        send(world, f"job-{n}", deadline_s=100)
     asked_ms = world.all_records(PROMPTS)[0].timestamp
     await world.sleep(50)
     FakeWorker(world, model="m")
@@ -194,11 +198,11 @@ async def test_a_router_that_died_holds_nothing_back(world: MemoryWorld) -> None
     await world.sleep(5)
     preprocessor, _ = await begin(world)
     for n in range(100):
-        ask(world, f"job-{n}")
+        send(world, f"job-{n}")
     await world.wait_until(lambda: preprocessor.is_paused)
     await world.sleep(5)
     router._log.kill()
-    await router._life.cancel_tasks()
+    await router._ctx.cancel_tasks()
     worker.state = "ready"
     world.spawn(finish_all(world, worker))
     await start_router(world, "r2")
@@ -211,7 +215,7 @@ async def test_without_reports_prompts_go_on_at_a_bounded_rate(world: MemoryWorl
     await begin(world)
     await world.sleep(5)
     for n in range(2000):
-        ask(world, f"job-{n}")
+        send(world, f"job-{n}")
     await world.sleep(4)
     assert 200 < len(published(world)) <= 200 * 6
     await world.wait_until(lambda: len(published(world)) == 2000, within_s=20)
@@ -321,7 +325,7 @@ async def test_a_router_without_a_place_to_wait_takes_one_prompt_after_the_other
     await start_router(world, **bounds)
     await begin(world)
     for n in range(20):
-        ask(world, f"job-{n}")
+        send(world, f"job-{n}")
     world.spawn(finish_all(world, worker, 0.1))
     await world.wait_until(lambda: len(assigned(world)) == 20, within_s=120)
     assert ends(world) == {}
@@ -422,14 +426,64 @@ async def test_one_class_that_is_full_does_not_keep_the_others_from_going(
 async def test_an_outage_while_prompts_are_published_is_waited_out(world: MemoryWorld) -> None:
     worker = FakeWorker(world, model="m")
     await start_router(world)
-    preprocessor, life = await begin(world)
+    preprocessor, ctx = await begin(world)
     await world.sleep(5)
     world.broker.available = False
     for n in range(50):
-        ask(world, f"job-{n}")
+        send(world, f"job-{n}")
     await world.sleep(10)
     world.broker.available = True
     world.spawn(finish_all(world, worker))
     await world.wait_until(lambda: len(set(assigned(world))) == 50)
-    assert life.error is None
+    assert ctx.error is None
     assert not preprocessor.is_paused
+
+
+async def backlog(world: MemoryWorld, preprocessors: list[Preprocessor], topic: str) -> list[float]:
+    """Records, tokens and age of a topic, summed over the metrics of preprocessors."""
+    sums = [0.0, 0.0, 0.0]
+    for preprocessor in preprocessors:
+        page = (await preprocessor._metrics.page()).decode()
+        for i, name in enumerate(("records", "tokens", "oldest_age_seconds")):
+            sample = rf'^kvlane_backlog_{name}{{topic="{topic}"}} (.*)$'
+            [line] = re.findall(sample, page, re.MULTILINE)
+            sums[i] += float(line)
+    return sums
+
+
+@pytest.mark.parametrize("topic", [PROMPTS, BATCH])
+@partial(scenario_test, lanes=1)
+async def test_the_metrics_of_all_preprocessors_add_up_to_the_backlog(
+    world: MemoryWorld, topic: str
+) -> None:
+    worker = FakeWorker(world, model="m", max_runs=2)
+    await start_router(world, max_queued_requests=10, max_queued_batch_requests=10)
+    await world.sleep(5)
+    preprocessors = [(await begin(world, name))[0] for name in ("p1", "p2")]
+    await world.sleep(20)
+    assert await backlog(world, preprocessors, topic) == [0, 0, 0]
+    names = [f"job-{n}" for n in range(300)]
+    for name in names:
+        (send if topic == PROMPTS else ask_batch)(world, name)
+    await world.sleep(20)
+    records, tokens, age_s = await backlog(world, preprocessors, topic)
+    assert records == pytest.approx(len(names) - len(published(world)), abs=MAX_BATCH)
+    assert records >= len(names) - len(published(world))
+    assert tokens > 0
+    assert 19 <= age_s / 2 <= 41
+    world.spawn(finish_all(world, worker))
+    for assignment in worker.received(Assignment):
+        worker.finish(worker.start(assignment), "stop")
+    await world.wait_until(lambda: set(assigned(world)) == set(names), within_s=120)
+    await world.sleep(5)
+    assert await backlog(world, preprocessors, topic) == [0, 0, 0]
+
+
+@scenario_test
+async def test_metrics_come_without_the_backlog_while_no_broker_answers(world: MemoryWorld) -> None:
+    preprocessor, _ = await begin(world)
+    await world.sleep(5)
+    world.broker.available = False
+    page = (await preprocessor._metrics.page()).decode()
+    assert "kvlane_backlog_records{" not in page
+    assert "kvlane_preprocessor_paused" in page

@@ -43,13 +43,13 @@ async def test_three_hundred_prompts_wait_for_a_router_that_holds_ten(
         worker_max_waiting=0,
         engine_speedup=5,
     )
-    life = ProcessContext("standalone", rng=random.Random(1))
+    ctx = ProcessContext("standalone", rng=random.Random(1))
     log = KafkaLog(settings.kafka_connection("standalone"), prefix=topic_prefix)
     await log.start()
     await provision.create_topics(log, lanes=4, replication=1, min_insync=1)
-    everything = StandaloneProcess(log, settings, life, workers=1)
+    everything = StandaloneProcess(log, settings, ctx, workers=1)
     await everything.start()
-    async with Client(log, life.clock) as client:
+    async with Client(log, ctx.clock) as client:
         ids = [client.new_request_id() for _ in range(PROMPTS)]
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
         await asyncio.gather(*(client.publish(Prompt(id=i, body=body)) for i in ids))
@@ -65,7 +65,7 @@ async def test_three_hundred_prompts_wait_for_a_router_that_holds_ten(
     assert preprocessor.credit == HELD / 2
     assert sum((await log.end_offsets(REQUESTS, range(4))).values()) == PROMPTS
     await everything.stop()
-    assert life.error is None
-    await life.cancel_tasks()
+    assert ctx.error is None
+    await ctx.cancel_tasks()
     await log.close()
     await delete_topics(kafka.bootstrap_servers, topic_prefix)

@@ -12,7 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from app.audit.recompute import RecomputeReport
-from app.capture_format import (
+from app.simulation.counterfactual import CaptureReader
+from app.traces.capture_format import (
     AnyCaptureLine,
     CapturedDecision,
     CapturedRequest,
@@ -22,7 +23,6 @@ from app.capture_format import (
     CaptureTotals,
     read_capture,
 )
-from app.simulation.counterfactual import CaptureReader
 from indexer.block_hashes import local_hashes
 from indexer.block_keys import derive_secret
 from streams.codecs import decode, pack_tokens, unpack_tokens
@@ -62,8 +62,8 @@ async def test_every_decision_of_a_captured_run_is_recomputed_bit_for_bit(
     await start_deployment(world, policy=policy)
     await serve_requests(world, make_requests(world, COUNT))
     file = write_capture(await capture_lines(world), tmp_path / "run.jsonl.zst")
-    told = [decode(record) for record in world.all_records(LEDGER)]
-    assigned = [record for record in told if isinstance(record, Assigned)]
+    got = [decode(record) for record in world.all_records(LEDGER)]
+    assigned = [record for record in got if isinstance(record, Assigned)]
     lines = list(read_capture(file))
     assert sorted(a.id for a in assigned) == sorted(
         line.decision.id for line in lines if isinstance(line, CapturedDecision)
@@ -82,13 +82,13 @@ async def test_an_id_that_was_published_again_counts_by_its_first_publish(
     world: MemoryWorld,
 ) -> None:
     await start_deployment(world)
-    asked = make_requests(world, 5)
-    await serve_requests(world, asked)
+    sent = make_requests(world, 5)
+    await serve_requests(world, sent)
     await world.sleep(6)
-    await serve_requests(world, asked[:2])
+    await serve_requests(world, sent[:2])
     lines = await capture_lines(world)
     assert sorted(line.id for line in lines if isinstance(line, CapturedRequest)) == sorted(
-        request.id for request in asked
+        request.id for request in sent
     )
     reading = CaptureReader()
     for line in lines:
@@ -105,14 +105,14 @@ async def test_an_id_whose_first_publish_is_not_of_the_period_does_not_count(
     world: MemoryWorld,
 ) -> None:
     await start_deployment(world)
-    asked = make_requests(world, 3)
-    await serve_requests(world, asked)
+    sent = make_requests(world, 3)
+    await serve_requests(world, sent)
     reading = CaptureReader()
     for line in await capture_lines(world):
-        is_cut = isinstance(line, CapturedRequest) and line.id == asked[0].id
+        is_cut = isinstance(line, CapturedRequest) and line.id == sent[0].id
         reading.add_line(replace(line, at_ms=line.at_ms + 6000) if is_cut else line)
     period = reading.build_period()
-    assert [each.request.id for each in period.requests] == [r.id for r in asked[1:]]
+    assert [each.request.id for each in period.requests] == [r.id for r in sent[1:]]
     assert period.left_out == {"published before the period, and again in it": 1}
 
 
@@ -174,10 +174,10 @@ async def test_a_capture_holds_no_prompt_answer_tenant_salt_or_message(world: Me
         assert word not in text, word
     tokens = unpack_tokens(secret.token_ids)
     assert str(list(tokens))[1:40].replace(" ", "").encode() not in text
-    (asked,) = (line for line in lines if isinstance(line, CapturedRequest))
+    (sent,) = (line for line in lines if isinstance(line, CapturedRequest))
     local = local_hashes(tokens, 16, cache_salt="pepper")
-    assert len(asked.block_hashes) == len(tokens) // 16
-    assert not {*asked.block_hashes.tolist()} & {*local.tolist()}
+    assert len(sent.block_hashes) == len(tokens) // 16
+    assert not {*sent.block_hashes.tolist()} & {*local.tolist()}
     assert any(isinstance(line, CapturedRun) and line.end.code == "error" for line in lines)
 
 
@@ -234,27 +234,27 @@ async def test_a_period_has_its_own_decisions_and_all_that_follows_from_them(
 
 @scenario_test
 async def test_workers_are_those_there_were_in_the_period(world: MemoryWorld) -> None:
-    def tell(record: Any, worker: str) -> int:
+    def write(record: Any, worker: str) -> int:
         world.append(REGISTRY, 0, record, key=f"worker/{worker}")
         return world.clock.wall_ms()
 
-    async def lives(from_ms: int, to_ms: int) -> list[tuple[str, int]]:
+    async def started(from_ms: int, to_ms: int) -> list[tuple[str, int]]:
         lines = await capture_lines(world, from_ms, to_ms)
         return [(line.id, line.epoch) for line in lines if isinstance(line, CapturedWorker)]
 
-    born_ms = tell(card("a"), "a")
-    tell(replace(card("a"), epoch=0), "a")
-    tell(card("b"), "b")
+    born_ms = write(card("a"), "a")
+    write(replace(card("a"), epoch=0), "a")
+    write(card("b"), "b")
     await world.sleep(10)
-    gone_ms = tell(Tombstone(key="worker/a"), "a")
+    gone_ms = write(Tombstone(key="worker/a"), "a")
     await world.sleep(10)
-    again_ms = tell(card("b"), "b")
+    again_ms = write(card("b"), "b")
     await world.sleep(10)
-    assert await lives(0, born_ms) == []
-    assert await lives(born_ms, born_ms + 1) == [("a", 0), ("b", 2)]
-    assert await lives(gone_ms, again_ms) == [("b", 2)]
-    assert await lives(again_ms - 1, again_ms + 1) == [("b", 2), ("b", 4)]
-    assert await lives(again_ms, again_ms + 1) == [("b", 4)]
+    assert await started(0, born_ms) == []
+    assert await started(born_ms, born_ms + 1) == [("a", 0), ("b", 2)]
+    assert await started(gone_ms, again_ms) == [("b", 2)]
+    assert await started(again_ms - 1, again_ms + 1) == [("b", 2), ("b", 4)]
+    assert await started(again_ms, again_ms + 1) == [("b", 4)]
 
 
 @scenario_test

@@ -36,28 +36,28 @@ SPEEDUP = 20.0
 @asynccontextmanager
 async def staff(settings: Settings) -> AsyncIterator[None]:
     """Two routers and three workers in this process, each on its own connection."""
-    lives = []
+    started = []
     for name in ("w0", "w1", "w2", "r0", "r1"):
-        life = ProcessContext(name)
+        ctx = ProcessContext(name)
         log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
         await log.start()
         part: Router | Worker
         if name.startswith("r"):
-            part = Router(log, settings, life, name)
+            part = Router(log, settings, ctx, name)
         else:
             engine = SimulatedEngine(
-                life.clock, SHAPE, model="demo", context_length=4096, speedup=SPEEDUP
+                ctx.clock, SHAPE, model="demo", context_length=4096, speedup=SPEEDUP
             )
-            part = Worker(log, settings, life, engine, worker_id=name)
+            part = Worker(log, settings, ctx, engine, worker_id=name)
         await part.start()
-        lives.append((log, life, part))
+        started.append((log, ctx, part))
     try:
         yield
     finally:
-        for log, life, part in reversed(lives):
-            assert life.error is None
+        for log, ctx, part in reversed(started):
+            assert ctx.error is None
             await part.stop()
-            await life.cancel_tasks()
+            await ctx.cancel_tasks()
             await log.close()
 
 
@@ -70,8 +70,8 @@ async def answers(log: KafkaLog) -> set[str]:
         async with asyncio.timeout(WITHIN_S):
             while len(found) < COUNT:
                 for records in (await reader.poll(1.0)).values():
-                    told = map(decode, records)
-                    found |= {r.id for r in told if isinstance(r, Finished) and r.code == "length"}
+                    got = map(decode, records)
+                    found |= {r.id for r in got if isinstance(r, Finished) and r.code == "length"}
     finally:
         await reader.close()
     return found
@@ -90,9 +90,9 @@ async def test_every_decision_on_a_real_broker_is_recomputed_bit_for_bit(
     settings = Settings()
     async with provisioned(settings) as log:
         async with staff(settings):
-            outbox, clock = RecordPublisher(log, SystemClock()), SystemClock()
+            publisher, clock = RecordPublisher(log, SystemClock()), SystemClock()
             for request in conversations(clock, random.Random(policy), COUNT):
-                await outbox.publish(REQUESTS, request.id, request)
+                await publisher.publish(REQUESTS, request.id, request)
                 await clock.sleep(0.02)
             assert len(await answers(log)) == COUNT
         file = tmp_path / "run.jsonl.zst"

@@ -319,8 +319,8 @@ def test_bench_of_real_routers_fails_when_one_of_them_is_wrong(
 
 def test_simulate_shows_a_row_for_each_policy_and_seed(tmp_path: Path) -> None:
     file = tmp_path / "simulate.json"
-    asked = ("--policy", "dynamo:16,round_robin", "--workers", "2", "--speed", "4", "--seeds", "2")
-    result = kvlane("simulate", *asked, "--json", str(file))
+    sent = ("--policy", "dynamo:16,round_robin", "--workers", "2", "--speed", "4", "--seeds", "2")
+    result = kvlane("simulate", *sent, "--json", str(file))
     assert result.exit_code == 0, result.output
     *_, heading, first, second, third, _, _ = result.stdout.splitlines()
     assert heading.split()[:5] == ["policy", "seed", "reuse", "TTFT", "ms"]

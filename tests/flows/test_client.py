@@ -20,7 +20,7 @@ from streams.responses.reply_reader import IDLE_LANE_TTL_S
 from streams.responses.reply_stream import MAX_PENDING_PIECES
 from streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
-from tests.listening import Worker, begin_reply, connect, publish, read, text
+from tests.reply_harness import Worker, begin_reply, connect, publish, read, text
 
 # --- publishing -----------------------------------------------------------------------------------
 
@@ -251,9 +251,9 @@ async def test_a_dry_run_tells_where_a_request_would_go(world: MemoryWorld) -> N
         worker = Worker(world, await publish(client, name))
         worker.append(End(id=worker.id, code="stop", placed=placed))
     assert (await client.result("a")).placed == placed
-    told: list[str] = []
-    assert await write_stream(client, "b", told.append, timeout_s=5) == ""
-    assert told == ["w1 1"]
+    got: list[str] = []
+    assert await write_stream(client, "b", got.append, timeout_s=5) == ""
+    assert got == ["w1 1"]
 
 
 @scenario_test

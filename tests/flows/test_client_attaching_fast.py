@@ -18,8 +18,9 @@ from streams.responses import catch_up_reader
 from streams.responses.reply_reader import CLOCK_MARGIN_MS, ReplyReader
 from streams.topics import RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
-from tests.listening import Worker, connect, in_lane, read, text
+from tests.reply_harness import Worker, connect, in_lane, read, text
 
+DAY_S = 24 * 3600
 RECORDS = 20_000
 POLL_S = 0.05
 PASS_S = RECORDS / catch_up_reader.RECORDS_PER_POLL * POLL_S
@@ -169,7 +170,7 @@ async def test_a_stream_that_was_cut_while_it_was_read_says_so(world: MemoryWorl
 async def test_an_id_too_old_to_begin_is_unknown_to_a_whole_log(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = client.new_request_id()
-    await world.sleep(26 * 3600)
+    await world.sleep(8 * DAY_S)
     began = world.clock.now()
     with pytest.raises(NotFound, match=request_id):
         await read(client, request_id)

@@ -17,7 +17,7 @@ from streams.prompt import Prompt
 from streams.request import Request
 from streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
-from tests.listening import Worker, begin_reply, connect, in_lane, publish, text
+from tests.reply_harness import Worker, begin_reply, connect, in_lane, publish, text
 
 
 @scenario_test

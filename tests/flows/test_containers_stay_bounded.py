@@ -69,20 +69,20 @@ def grown() -> dict[str, int]:
     found: dict[str, int] = {}
 
     async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        router = await house.start_router()
-        worker = await house.start_worker("w1")
-        processes = {"gateway": house.gateway, "router": router, "worker": worker}
+        harness = await GatewayHarness.open(world)
+        router = await harness.start_router()
+        worker = await harness.start_worker("w1")
+        processes = {"gateway": harness.gateway, "router": router, "worker": worker}
         counts = []
         for requests in (FEW, MANY):
             for _ in range(requests):
-                answer = await house.chat("hello", stream=True).wait_done()
+                answer = await harness.chat("hello", stream=True).wait_done()
                 url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
-                await house.send("GET", url).wait_done()
+                await harness.send("GET", url).wait_done()
             await world.sleep(FORGOTTEN_S)
             # A lane forgets what is old when something new comes to it.
             for _ in range(16):
-                await house.chat("hello", stream=True).wait_done()
+                await harness.chat("hello", stream=True).wait_done()
                 await world.sleep(5)
             counts.append(sizes(processes))
         found.update({p: n - counts[0][p] for p, n in counts[1].items() if n - counts[0][p] > 0})

@@ -88,8 +88,8 @@ def test_letters_are_listed_with_their_reasons(memory: MemoryBroker, tmp_path: P
     assert "requests/0:0" in shown.stdout
     assert "\\xff\\n" in shown.stdout
     assert "2 dead letters" in shown.stdout
-    told = json.loads((tmp_path / "letters").read_bytes())
-    assert [each["origin_topic"] for each in told] == [REQUESTS, PROMPTS]
+    got = json.loads((tmp_path / "letters").read_bytes())
+    assert [each["origin_topic"] for each in got] == [REQUESTS, PROMPTS]
 
 
 def test_letters_are_chosen_by_topic_and_reason(memory: MemoryBroker) -> None:

@@ -31,8 +31,8 @@ async def serve(world: MemoryWorld, hand: FakeWorker, name: str, cached: int) ->
     """A request of twenty blocks, of which the engine finds so many tokens."""
     before = len(hand.received(Assignment))
     append_record(world, REQUESTS, Request(id=name, model="demo", token_ids=pack_tokens(TOKENS)))
-    told = await wait_for_items(world, lambda: hand.received(Assignment)[before:])
-    run = hand.start(told[0])
+    got = await wait_for_items(world, lambda: hand.received(Assignment)[before:])
+    run = hand.start(got[0])
     await world.sleep(0.1)
     hand.finish(run, "stop", cached_tokens=cached, ttft_ms=100.0, output_tokens=3)
 
@@ -88,8 +88,8 @@ def test_alerts_are_about_metrics_that_there_are() -> None:
 
     async def scenario(world: MemoryWorld) -> None:
         router = await start_router(world)
-        life = ProcessContext("indexer", world.clock, random.Random(1))
-        indexer = Indexer(await world.connect("indexer"), memory_settings(), life, InlinePool())
+        ctx = ProcessContext("indexer", world.clock, random.Random(1))
+        indexer = Indexer(await world.connect("indexer"), memory_settings(), ctx, InlinePool())
         for registry in (
             router._context.metrics.registry, indexer._metrics.registry, GatewayMetrics().registry,
         ):  # fmt: skip

@@ -5,18 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from faststream.kafka import TestKafkaBroker
 
 from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.standalone import StandaloneProcess
+from examples import faststream_service
+from examples.faststream_service import Answer, Question, Result, ResultError, Usage
 from streams.brokers.broker_factory import Broker, java_tool
+from streams.prompt import Prompt
 from tests.harness.kafka_processes import provisioned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,16 +51,16 @@ async def deployment(kafka: Broker, topic_prefix: str, tmp_path: Path) -> AsyncI
     settings = Settings(
         bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
         worker_id="w", router_id="r", cache_dir=tmp_path, http_port=0, indexer_port=0,
-        engine_speedup=20,
+        engine_speedup=20, reply_topic_prefixes="replies-",
     )  # fmt: skip
-    life = ProcessContext("standalone", rng=random.Random(1))
+    ctx = ProcessContext("standalone", rng=random.Random(1))
     async with provisioned(settings) as log:
-        everything = StandaloneProcess(log, settings, life)
+        everything = StandaloneProcess(log, settings, ctx)
         await everything.start()
         yield Deployment(kafka.bootstrap_servers, topic_prefix, everything.gateway.url)
         await everything.stop()
-        assert life.error is None
-        await life.cancel_tasks()
+        assert ctx.error is None
+        await ctx.cancel_tasks()
 
 
 async def start(*command: str, **environment: str) -> asyncio.subprocess.Process:
@@ -64,7 +72,11 @@ async def start(*command: str, **environment: str) -> asyncio.subprocess.Process
 
 async def output_of(*command: str, **environment: str) -> str:
     process = await start(*command, **environment)
-    out, errors = await asyncio.wait_for(process.communicate(), WAIT_S)
+    try:
+        out, errors = await asyncio.wait_for(process.communicate(), WAIT_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
     assert process.returncode == 0, errors.decode()
     return out.decode()
 
@@ -131,3 +143,103 @@ async def test_an_engine_of_ones_own_serves_a_model(deployment: Deployment) -> N
         worker.terminate()
         await asyncio.wait_for(worker.communicate(), WAIT_S)
     assert worker.returncode == 0
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def topics(servers: str, *names: str) -> AsyncIterator[None]:
+    """Topics of a program outside of the deployment."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
+    await admin.start()
+    try:
+        await admin.create_topics([NewTopic(name, 1, 1) for name in names])
+        yield
+        await admin.delete_topics(list(names))
+    finally:
+        await admin.close()
+
+
+async def test_the_faststream_service_publishes_prompts_and_handles_results() -> None:
+    service = faststream_service
+
+    @service.broker.subscriber(service.prompts.topic)
+    async def answer(prompt: Prompt) -> Result:
+        """In place of kvlane: what a handler returns goes to the topic of `reply_to`."""
+        if prompt.id == "q2":
+            return Result(id=prompt.id, status="failed", error=ResultError(message="no worker"))
+        text = f"Answer to: {prompt.body['messages'][0]['content']}"
+        body = {"choices": [{"message": {"content": text}}]}
+        usage = Usage(completion_tokens=3)
+        return Result(id=prompt.id, status="completed", body=body, usage=usage)
+
+    async with TestKafkaBroker(service.broker) as broker:
+        for name in ("q1", "q2"):
+            await broker.publish(Question(id=name, text="What is a log?"), service.QUESTIONS)
+        answers = [call.args[0] for call in service.answers.mock.call_args_list]
+    assert [Answer.model_validate(answer) for answer in answers] == [
+        Answer(id="q1", text="Answer to: What is a log?", tokens=3),
+        Answer(id="q2", error="no worker"),
+    ]
+
+
+@pytest.mark.kafka
+async def test_the_faststream_service_answers_questions(deployment: Deployment) -> None:
+    servers, own = deployment.servers, f"replies-{deployment.prefix}"
+    questions, replies, answers = (own + name for name in ("questions", "replies", "answers"))
+    async with topics(servers, questions, replies, answers):
+        service = await start(
+            sys.executable, "-m", "faststream", "run", "examples.faststream_service:app",
+            KVLANE_BOOTSTRAP_SERVERS=servers, KVLANE_TOPIC_PREFIX=deployment.prefix,
+            EXAMPLE_TOPIC_PREFIX=own,
+        )  # fmt: skip
+        consumer = AIOKafkaConsumer(
+            answers, bootstrap_servers=servers, auto_offset_reset="earliest"
+        )
+        producer = AIOKafkaProducer(bootstrap_servers=servers)
+        await asyncio.gather(consumer.start(), producer.start())
+        try:
+            for n in range(3):
+                question = Question(id=f"{own}{n}", text="What is a log?")
+                await producer.send_and_wait(questions, question.model_dump_json().encode())
+            found = []
+            async with asyncio.timeout(WAIT_S):
+                while len(found) < 3:
+                    found.append(Answer.model_validate_json((await consumer.getone()).value))
+        finally:
+            await asyncio.gather(consumer.stop(), producer.stop())
+            service.terminate()
+            await asyncio.wait_for(service.communicate(), WAIT_S)
+        assert {answer.id for answer in found} == {f"{own}{n}" for n in range(3)}
+        assert all(answer.text and answer.tokens == 20 and not answer.error for answer in found)
+
+
+takes_long = pytest.mark.skipif(
+    "KVLANE_TEST_LONG" not in os.environ, reason="a minute of Maven: KVLANE_TEST_LONG=1 runs it"
+)
+needs_maven = pytest.mark.skipif(shutil.which("mvn") is None, reason="mvn is not installed")
+
+
+@takes_long
+@needs_maven
+@pytest.mark.slow
+@pytest.mark.kafka
+async def test_a_java_program_gets_replies_by_spring_kafka(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    project = shutil.copytree(ROOT / "examples" / "spring-kafka", tmp_path / "spring-kafka")
+    maven = ("mvn", "-q", "-B", "-Dstyle.color=never", "-f", str(project))
+    building = await start(*maven, "compile")
+    out, errors = await asyncio.wait_for(building.communicate(), 2 * WAIT_S)
+    if building.returncode and b"Could not resolve" in out + errors:
+        pytest.skip("mvn cannot fetch spring-kafka: no Maven repository answers")
+    assert building.returncode == 0, (out + errors).decode()
+    replies = f"replies-{deployment.prefix}spring"
+    async with topics(deployment.servers, replies):
+        arguments = f"-Dexec.args={deployment.servers} {deployment.prefix} {replies} 3"
+        shown = await output_of(*maven, "exec:java", arguments)
+    lines = [line for line in shown.splitlines() if "question-" in line]
+    ends = [f"question-{n} completed" for n in (1, 2, 3)]
+    assert all(line.partition(":")[0].endswith(end) for line, end in zip(lines, ends, strict=True))
+    assert all(line.partition(": ")[2] for line in lines)

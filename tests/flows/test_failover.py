@@ -11,7 +11,6 @@ from app.engine.echo import EchoEngine, echo_answer
 from app.engine.interface import EngineError, EngineOutput, GenerateContext
 from app.lanes import shared_scan
 from app.preprocess.text.byte_level import ASSISTANT, USER
-from app.preprocess.text.byte_level import decode_bytes as text_of
 from app.serving.run_executor import resumed_request
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.records import (
@@ -34,6 +33,7 @@ from streams.records import (
 )
 from streams.request import Request, SamplingOptions, StopConditions
 from streams.topics import LEDGER, REQUESTS, RESPONSES
+from tests.harness.decoded import decode_bytes as text_of
 from tests.harness.fake_worker import append_record, read_records
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.simulated_processes import (
@@ -104,8 +104,8 @@ async def test_a_request_that_waits_in_its_worker_goes_on_elsewhere(world: Memor
     assert not started(world)
     await processes.worker("w2")
     processes.kill("w1")
-    heard = await wait_complete(world)
-    assert heard.fences == 1
+    received = await wait_complete(world)
+    assert received.fences == 1
     assert [d.worker for d in decisions(world)] == ["w1", "w2"]
 
 
@@ -118,8 +118,8 @@ async def test_a_prefill_that_dies_is_done_again(world: MemoryWorld) -> None:
     await world.wait_until(lambda: started(world))
     await processes.worker("w2")
     processes.kill("w1")
-    heard = await wait_complete(world)
-    assert heard.fences == 1
+    received = await wait_complete(world)
+    assert received.fences == 1
     assert decisions(world)[-1].base_tokens == 0
 
 
@@ -143,11 +143,11 @@ async def test_an_answer_whose_last_chunk_stood_is_over_though_nobody_said_so(
     publish_request(world)
     await world.wait_until(spoken(world, 19))
     processes.on_append("w1", Chunk, processes.kill)
-    heard = await wait_complete(world)
+    received = await wait_complete(world)
     await world.wait_until(lambda: bool(read_records(world, LEDGER, Ended)))
     assert not read_records(world, LEDGER, Finished)
-    if heard.records[-1] is not heard.visible_records[-1]:  # a Fence behind the end
-        assert isinstance(heard.records[-1], Fence)
+    if received.records[-1] is not received.visible_records[-1]:  # a Fence behind the end
+        assert isinstance(received.records[-1], Fence)
     assert {e.code for e in read_records(world, LEDGER, Ended)} <= {"seen", "length"}
 
 
@@ -189,11 +189,11 @@ async def test_a_stop_string_that_a_death_cuts_in_two_is_found_and_never_shown(
     processes.kill("w1")
     await processes.worker("w2")
     await world.wait_until(lambda: ObservedAnswer(world).is_over, 90.0)
-    heard = ObservedAnswer(world)
-    assert heard.text == "one two "
-    assert heard.finish_reason == "stop"
-    assert text_of(heard.tokens) == "one two END"
-    last = heard.visible_records[-1]
+    received = ObservedAnswer(world)
+    assert received.text == "one two "
+    assert received.finish_reason == "stop"
+    assert text_of(received.tokens) == "one two END"
+    last = received.visible_records[-1]
     assert isinstance(last, Chunk)
     assert last.stop_reason == "END"
 
@@ -208,8 +208,8 @@ async def test_two_deaths_in_one_answer_leave_no_mark_on_it(world: MemoryWorld) 
     await world.wait_until(spoken(world, 22), 30.0)
     await processes.worker("w3")
     processes.kill("w2")
-    heard = await wait_complete(world, max_tokens=40)
-    assert heard.fences == 2
+    received = await wait_complete(world, max_tokens=40)
+    assert received.fences == 2
 
 
 @scenario_test
@@ -311,8 +311,8 @@ async def test_a_cancel_of_a_request_whose_worker_died_ends_it_once(world: Memor
     await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)), 30.0)
     await processes.worker("w2")
     await world.sleep(30.0)
-    heard = ObservedAnswer(world)
-    assert heard.finish_reason == "cancelled"
+    received = ObservedAnswer(world)
+    assert received.finish_reason == "cancelled"
     assert len(decisions(world)) == 1
 
 
@@ -420,8 +420,8 @@ async def test_a_request_that_a_dead_router_held_is_held_by_the_next_one(
     processes.kill("r1")
     await processes.router("r2")
     await processes.worker("w1")
-    heard = await wait_complete(world)
-    assert heard.fences == 0
+    received = await wait_complete(world)
+    assert received.fences == 0
 
 
 @pytest.mark.parametrize("kind", [End, CancelRun, Ended])

@@ -49,10 +49,12 @@ async def log(kafka: Broker, topic_prefix: str) -> AsyncIterator[KafkaLog]:
 
 async def append(log: KafkaLog, lane: int, count: int) -> None:
     """Batches of whole records, each followed by one that is malformed."""
-    outbox = RecordPublisher(log, SystemClock())
+    publisher = RecordPublisher(log, SystemClock())
     for first in range(0, count, BATCH):
         ids = [f"request-{lane}-{n}" for n in range(first, first + BATCH)]
-        await outbox.publish_batch_once(LEDGER, lane, [(i, Ended(id=i, code="seen")) for i in ids])
+        await publisher.publish_batch_once(
+            LEDGER, lane, [(i, Ended(id=i, code="seen")) for i in ids]
+        )
         await log.append(LEDGER, MALFORMED, lane)
 
 

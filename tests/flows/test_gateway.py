@@ -20,19 +20,19 @@ from streams.topics import REGISTRY, REQUESTS, lane_of
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness
 from tests.harness.http_exchange import HttpExchange
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
-from tests.listening import Worker
+from tests.reply_harness import Worker
 
 # --- answers --------------------------------------------------------------------------------------
 
 
 @scenario_test
 async def test_a_chat_is_answered_whole(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    answer = await house.chat("hello").wait_done()
+    harness = await GatewayHarness.with_backend(world)
+    answer = await harness.chat("hello").wait_done()
     assert answer.status == 200
     assert answer.headers["content-type"] == "application/json"
     body = answer.json
-    assert body["id"] == answer.headers["x-kvlane-id"] == house.requests()[0].id
+    assert body["id"] == answer.headers["x-kvlane-id"] == harness.requests()[0].id
     assert body["object"] == "chat.completion"
     assert body["model"] == "demo"
     assert body["created"] == world.clock.wall_ms() // 1000
@@ -44,12 +44,12 @@ async def test_a_chat_is_answered_whole(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_chat_is_answered_while_it_is_made(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    answer = house.chat("hello", stream=True)
+    harness = await GatewayHarness.with_backend(world)
+    answer = harness.chat("hello", stream=True)
     await world.wait_until(lambda: answer.text == "he")
     assert answer.status == 200
     assert answer.headers["content-type"] == "text/event-stream"
-    assert answer.headers["x-kvlane-id"] == house.requests()[0].id
+    assert answer.headers["x-kvlane-id"] == harness.requests()[0].id
     await answer.wait_done()
     assert answer.text == "hello"
     assert answer.events[-1] == "[DONE]"
@@ -60,8 +60,8 @@ async def test_a_chat_is_answered_while_it_is_made(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_usage_is_told_when_it_is_asked_for(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    answer = await house.chat(
+    harness = await GatewayHarness.with_backend(world)
+    answer = await harness.chat(
         "hey", stream=True, stream_options={"include_usage": True}
     ).wait_done()
     *chunks, total, done = answer.events
@@ -73,49 +73,49 @@ async def test_usage_is_told_when_it_is_asked_for(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_text_is_completed(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    answer = await house.complete("abc", max_tokens=7).wait_done()
+    harness = await GatewayHarness.with_backend(world)
+    answer = await harness.complete("abc", max_tokens=7).wait_done()
     assert answer.json["object"] == "text_completion"
     (choice,) = answer.json["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("abcabca", "length")
-    stream = await house.complete("abc", max_tokens=7, stream=True).wait_done()
+    stream = await harness.complete("abc", max_tokens=7, stream=True).wait_done()
     assert stream.text == "abcabca"
     assert stream.events[-1] == "[DONE]"
 
 
 @scenario_test
 async def test_an_echo_stands_before_the_answer(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    answer = await house.complete("abc ", echo=True, max_tokens=2).wait_done()
+    harness = await GatewayHarness.with_backend(world)
+    answer = await harness.complete("abc ", echo=True, max_tokens=2).wait_done()
     assert answer.json["choices"][0]["text"] == "abc ab"
-    stream = await house.complete("abc ", echo=True, max_tokens=2, stream=True).wait_done()
+    stream = await harness.complete("abc ", echo=True, max_tokens=2, stream=True).wait_done()
     assert stream.text == "abc ab"
     assert answer.json["usage"]["completion_tokens"] == 2
 
 
 @scenario_test
 async def test_several_prompts_are_answered_in_their_order(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    answer = await house.complete(["ab", "cd"], n=2, max_tokens=3).wait_done()
+    harness = await GatewayHarness.with_backend(world)
+    answer = await harness.complete(["ab", "cd"], n=2, max_tokens=3).wait_done()
     assert [c["text"] for c in answer.json["choices"]] == ["aba", "aba", "cdc", "cdc"]
     assert [c["index"] for c in answer.json["choices"]] == [0, 1, 2, 3]
-    prompts = [len(r.token_ids) // 4 for r in house.requests()]
+    prompts = [len(r.token_ids) // 4 for r in harness.requests()]
     assert answer.json["usage"]["prompt_tokens"] == sum(prompts) // 2
 
 
 @scenario_test
 async def test_hints_in_headers_are_passed_on(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
-    house.chat("hey", {"X-Worker-Instance-Id": "w1"})
-    (request,) = await house.published()
+    harness = await GatewayHarness.with_card(world)
+    harness.chat("hey", {"X-Worker-Instance-Id": "w1"})
+    (request,) = await harness.published()
     assert request.hints.backend_instance_id == "w1"
 
 
 @scenario_test
 async def test_several_answers_are_several_requests(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    answer = await house.chat("hey", n=3).wait_done()
-    ids = [request.id for request in house.requests()]
+    harness = await GatewayHarness.with_backend(world)
+    answer = await harness.chat("hey", n=3).wait_done()
+    ids = [request.id for request in harness.requests()]
     assert sorted(answer.headers["x-kvlane-id"].split(",")) == sorted(ids)
     assert len(set(ids)) == 3
     assert [c["index"] for c in answer.json["choices"]] == [0, 1, 2]
@@ -125,8 +125,8 @@ async def test_several_answers_are_several_requests(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_several_answers_are_streamed_together(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    answer = await house.chat("hey", n=2, stream=True).wait_done()
+    harness = await GatewayHarness.with_backend(world)
+    answer = await harness.chat("hey", n=2, stream=True).wait_done()
     texts = {0: "", 1: ""}
     for event in answer.events[:-1]:
         (choice,) = event["choices"]
@@ -137,18 +137,18 @@ async def test_several_answers_are_streamed_together(world: MemoryWorld) -> None
 
 @scenario_test
 async def test_each_of_several_answers_draws_for_itself(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
-    house.chat("hey", n=3, seed=7)
-    seeds = [request.sampling.seed for request in await house.published(3)]
+    harness = await GatewayHarness.with_card(world)
+    harness.chat("hey", n=3, seed=7)
+    seeds = [request.sampling.seed for request in await harness.published(3)]
     assert len(set(seeds)) == 3
 
 
 @scenario_test
 async def test_the_request_on_the_log_has_what_was_asked(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world, deadline_s=50)
+    harness = await GatewayHarness.with_card(world, deadline_s=50)
     asked_ms = world.clock.wall_ms()
-    house.chat("hey", max_tokens=9, temperature=0.5, seed=3)
-    (request,) = await house.published()
+    harness.chat("hey", max_tokens=9, temperature=0.5, seed=3)
+    (request,) = await harness.published()
     (record,) = world.records(REQUESTS, lane_of(request.id, world.lanes))
     assert record.key == request.id.encode()
     assert request.model == "demo"
@@ -160,21 +160,21 @@ async def test_the_request_on_the_log_has_what_was_asked(world: MemoryWorld) -> 
 
 @scenario_test
 async def test_the_id_that_a_client_gives_its_request_comes_back(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_backend(world)
-    answer = await house.chat("hey", {"X-Request-Id": "mine-17"}).wait_done()
+    harness = await GatewayHarness.with_backend(world)
+    answer = await harness.chat("hey", {"X-Request-Id": "mine-17"}).wait_done()
     assert answer.headers["x-request-id"] == "mine-17"
-    failed = await house.chat("hey", {"x-request-id": "mine-18"}, messages=[]).wait_done()
+    failed = await harness.chat("hey", {"x-request-id": "mine-18"}, messages=[]).wait_done()
     assert failed.headers["x-request-id"] == "mine-18"
 
 
 @partial(scenario_test, lanes=8)
 async def test_ids_fall_into_the_lanes_of_the_gateway(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world, gateway_count=3, gateway_index=1)
+    harness = await GatewayHarness.with_card(world, gateway_count=3, gateway_index=1)
     for _ in range(20):
-        house.chat("hey")
-    lanes = {lane_of(request.id, 8) % 3 for request in await house.published(20)}
+        harness.chat("hey")
+    lanes = {lane_of(request.id, 8) % 3 for request in await harness.published(20)}
     assert lanes == {1}
-    assert sorted(house.gateway.parts.streams._replies._live.lanes) == [1, 4, 7]
+    assert sorted(harness.gateway.parts.streams._replies._live.lanes) == [1, 4, 7]
 
 
 # --- what is wrong with a request -----------------------------------------------------------------
@@ -213,12 +213,12 @@ TEXT = {"model": "demo", "prompt": "hi"}
 async def test_a_wrong_field_is_named(
     world: MemoryWorld, endpoint: str, body: dict[str, Any], param: str
 ) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = await house.send("POST", f"/v1/{endpoint}", body).wait_done()
+    harness = await GatewayHarness.with_card(world)
+    answer = await harness.send("POST", f"/v1/{endpoint}", body).wait_done()
     assert answer.status == 400, answer.content
     assert answer.error["param"] == param
     assert answer.error["type"] == "invalid_request_error"
-    assert house.requests() == []
+    assert harness.requests() == []
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ async def test_a_wrong_field_is_named(
 )
 @scenario_test
 async def test_a_body_that_is_no_object_is_refused(world: MemoryWorld, body: bytes) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = await house.send("POST", "/v1/chat/completions", body).wait_done()
+    harness = await GatewayHarness.with_card(world)
+    answer = await harness.send("POST", "/v1/chat/completions", body).wait_done()
     assert answer.status == 400
     assert "body" in answer.error["message"]
 
@@ -236,15 +236,15 @@ async def test_a_body_that_is_no_object_is_refused(world: MemoryWorld, body: byt
 async def test_features_that_the_engine_lacks_are_refused_by_their_field(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.with_backend(world)
+    harness = await GatewayHarness.with_backend(world)
     for field, value in (("logprobs", True), ("response_format", {"type": "json_object"})):
-        answer = await house.chat(**{field: value}).wait_done()
+        answer = await harness.chat(**{field: value}).wait_done()
         assert (answer.status, answer.error["param"]) == (400, field)
         assert answer.error["type"] == "invalid_request_error"
-    assert house.requests() == []
-    await house.register_and_wait("able", name="w2")  # its worker's engine lacks nothing
-    house.chat(model="able", logprobs=True)
-    assert (await house.published())[0].output.logprobs == 0
+    assert harness.requests() == []
+    await harness.register_and_wait("able", name="w2")  # its worker's engine lacks nothing
+    harness.chat(model="able", logprobs=True)
+    assert (await harness.published())[0].output.logprobs == 0
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", ""])
@@ -252,23 +252,23 @@ async def test_features_that_the_engine_lacks_are_refused_by_their_field(
 async def test_a_body_that_is_not_sent_as_json_is_refused(
     world: MemoryWorld, kind: str | None
 ) -> None:
-    house = await GatewayHarness.with_card(world)
+    harness = await GatewayHarness.with_card(world)
     headers = {} if kind is None else {"content-type": kind}
     body = json.dumps({"model": "demo", "prompt": "hi"}).encode()
-    ask = HttpExchange(
-        house.gateway.http, "POST", "/v1/completions", body, headers, sends_json=False
+    send_request = HttpExchange(
+        harness.gateway.http, "POST", "/v1/completions", body, headers, sends_json=False
     )
-    answer = await ask.wait_done()
+    answer = await send_request.wait_done()
     assert (answer.status, answer.error["code"]) == (415, "unsupported_content_type")
     assert "content-type: application/json" in answer.error["message"]
-    assert house.requests() == []
+    assert harness.requests() == []
 
 
 @scenario_test
 async def test_json_may_name_its_charset(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
+    harness = await GatewayHarness.with_card(world)
     kind = {"content-type": "Application/JSON; charset=utf-8"}
-    assert (await house.chat(headers=kind, messages=[]).wait_done()).status == 400
+    assert (await harness.chat(headers=kind, messages=[]).wait_done()).status == 400
 
 
 @pytest.mark.parametrize(
@@ -281,8 +281,8 @@ async def test_json_may_name_its_charset(world: MemoryWorld) -> None:
 )  # fmt: skip
 def test_an_id_that_cannot_be_repeated_is_replaced(given: str, repeated: bool) -> None:
     async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        answer = await house.send("GET", "/livez", headers={"x-request-id": given}).wait_done()
+        harness = await GatewayHarness.open(world)
+        answer = await harness.send("GET", "/livez", headers={"x-request-id": given}).wait_done()
         assert (answer.headers["x-request-id"] == given) is repeated
         assert answer.headers["x-request-id"].startswith("req-") is not repeated
 
@@ -293,28 +293,28 @@ def test_an_id_that_cannot_be_repeated_is_replaced(given: str, repeated: bool) -
 async def test_an_answer_without_an_id_of_its_client_has_that_of_its_stream(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.with_backend(world)
-    answer = await house.chat(n=2).wait_done()
+    harness = await GatewayHarness.with_backend(world)
+    answer = await harness.chat(n=2).wait_done()
     assert answer.headers["x-kvlane-id"].split(",")[0] == answer.headers["x-request-id"]
-    refused = await house.chat(messages=[]).wait_done()
-    other = await house.chat(messages=[]).wait_done()
+    refused = await harness.chat(messages=[]).wait_done()
+    other = await harness.chat(messages=[]).wait_done()
     assert refused.headers["x-request-id"] != other.headers["x-request-id"]
 
 
 @scenario_test
 async def test_an_error_of_the_gateway_has_an_id_and_is_counted(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
+    harness = await GatewayHarness.with_card(world)
 
     def broken(_: object) -> None:
         raise RuntimeError("a mistake")
 
-    house.gateway.parts.served_models.models = broken  # type: ignore[method-assign, assignment]
-    answer = house.send("GET", "/v1/models")
+    harness.gateway.parts.served_models.models = broken  # type: ignore[method-assign, assignment]
+    answer = harness.send("GET", "/v1/models")
     with pytest.raises(TypeError):
         await answer.task
     assert (answer.status, answer.error["code"]) == (500, "internal")
     assert answer.headers["x-request-id"].startswith("req-")
-    page = (await house.send("GET", "/metrics").wait_done()).content.decode()
+    page = (await harness.send("GET", "/metrics").wait_done()).content.decode()
     assert '{endpoint="other",status="500"} 1.0' in page
 
 
@@ -322,21 +322,21 @@ async def test_an_error_of_the_gateway_has_an_id_and_is_counted(world: MemoryWor
 async def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = await house.complete("x" * 2000).wait_done()
+    harness = await GatewayHarness.with_card(world)
+    answer = await harness.complete("x" * 2000).wait_done()
     assert answer.status == 400
     assert answer.error["code"] == "context_length_exceeded"
     assert (
         f"maximum context length is {CONTEXT} tokens; the prompt has 2001"
         in answer.error["message"]
     )
-    assert house.requests() == []
+    assert harness.requests() == []
 
 
 @scenario_test
 async def test_nothing_of_a_prompt_is_in_an_error(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = await house.chat(
+    harness = await GatewayHarness.with_card(world)
+    answer = await harness.chat(
         messages=[{"role": "user", "content": {"secret": "secret"}}]
     ).wait_done()
     assert answer.status == 400
@@ -345,9 +345,9 @@ async def test_nothing_of_a_prompt_is_in_an_error(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_body_above_the_limit_is_refused_with_both_numbers(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
+    harness = await GatewayHarness.with_card(world)
     body = b'{"model":"demo","prompt":"%b"}' % (b"x" * 9_000_000)
-    answer = await house.send("POST", "/v1/completions", body).wait_done()
+    answer = await harness.send("POST", "/v1/completions", body).wait_done()
     assert answer.status == 413
     assert str(len(body)) in answer.error["message"]
     assert str(8 * 1024 * 1024) in answer.error["message"]
@@ -355,8 +355,8 @@ async def test_a_body_above_the_limit_is_refused_with_both_numbers(world: Memory
 
 @scenario_test
 async def test_a_body_of_unknown_size_is_refused_at_the_limit(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world, http_max_body_bytes=10_000)
-    answer = HttpExchange(house.gateway.http, "POST", "/v1/completions", upload=False)
+    harness = await GatewayHarness.open(world, http_max_body_bytes=10_000)
+    answer = HttpExchange(harness.gateway.http, "POST", "/v1/completions", upload=False)
     for _ in range(11):
         answer.upload(b"x" * 1000, more=True)
     answer.upload(b"")
@@ -368,29 +368,31 @@ async def test_a_body_of_unknown_size_is_refused_at_the_limit(world: MemoryWorld
 async def test_a_client_that_awaits_permission_is_not_let_to_send_too_much(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     headers = {"content-length": str(9_000_000), "expect": "100-continue"}
-    answer = HttpExchange(house.gateway.http, "POST", "/v1/completions", b"", headers, upload=False)
+    answer = HttpExchange(
+        harness.gateway.http, "POST", "/v1/completions", b"", headers, upload=False
+    )
     await answer.wait_done()
     assert answer.status == 413
 
 
 @scenario_test
 async def test_a_request_that_does_not_fit_into_a_record_is_refused(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    await house.register_and_wait(config=EngineConfig(model="demo"))
-    answer = await house.complete("x" * 3_000_000).wait_done()
+    harness = await GatewayHarness.open(world)
+    await harness.register_and_wait(config=EngineConfig(model="demo"))
+    answer = await harness.complete("x" * 3_000_000).wait_done()
     assert answer.status == 413
     assert answer.error["code"] == "too_large"
     await world.sleep(5)
-    assert house.gateway.parts.streams.open_streams == 0
+    assert harness.gateway.parts.streams.open_streams == 0
 
 
 @scenario_test
 async def test_a_body_that_does_not_come_is_not_waited_for(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     began = world.clock.now()
-    answer = HttpExchange(house.gateway.http, "POST", "/v1/completions", upload=False)
+    answer = HttpExchange(harness.gateway.http, "POST", "/v1/completions", upload=False)
     answer.upload(b"{", more=True)
     await answer.wait_done()
     assert answer.status == 408
@@ -399,30 +401,30 @@ async def test_a_body_that_does_not_come_is_not_waited_for(world: MemoryWorld) -
 
 @scenario_test
 async def test_bodies_are_taken_up_to_a_bound_together(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world, http_max_body_bytes=10_000)
+    harness = await GatewayHarness.with_card(world, http_max_body_bytes=10_000)
     slow = []
     for _ in range(32):
-        slow.append(HttpExchange(house.gateway.http, "POST", "/v1/completions", upload=False))
+        slow.append(HttpExchange(harness.gateway.http, "POST", "/v1/completions", upload=False))
         slow[-1].upload(b"x" * 10_000, more=True)
     await world.sleep(1)
-    refused = await house.chat().wait_done()
+    refused = await harness.chat().wait_done()
     assert refused.status == 529
     assert refused.headers["retry-after"]
     for exchange in slow:
         exchange.disconnect()
     await world.sleep(1)
-    house.chat()
-    await house.published()
+    harness.chat()
+    await harness.published()
 
 
 @scenario_test
 async def test_an_unknown_url_and_a_wrong_method_are_errors_in_openai_form(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
-    unknown = await house.send("GET", "/v1/nonsense").wait_done()
+    harness = await GatewayHarness.open(world)
+    unknown = await harness.send("GET", "/v1/nonsense").wait_done()
     assert (unknown.status, unknown.error["type"]) == (404, "invalid_request_error")
-    wrong = await house.send("GET", "/v1/chat/completions").wait_done()
+    wrong = await harness.send("GET", "/v1/chat/completions").wait_done()
     assert (wrong.status, wrong.error["type"]) == (405, "invalid_request_error")
 
 
@@ -431,48 +433,48 @@ async def test_an_unknown_url_and_a_wrong_method_are_errors_in_openai_form(
 
 @scenario_test
 async def test_only_models_with_a_live_worker_are_listed(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     world.append(REGISTRY, 0, ModelCard(name="card only"), key="model/card only")
-    epoch = house.register_worker("b/model", "w1")
-    house.register_worker("a", "w2", role="prefill")
-    await house.register_and_wait("c", name="w3")
-    listed = (await house.send("GET", "/v1/models").wait_done()).json
+    epoch = harness.register_worker("b/model", "w1")
+    harness.register_worker("a", "w2", role="prefill")
+    await harness.register_and_wait("c", name="w3")
+    listed = (await harness.send("GET", "/v1/models").wait_done()).json
     assert listed["object"] == "list"
     assert [model["id"] for model in listed["data"]] == ["b/model", "c"]
-    one = await house.send("GET", "/v1/models/b/model").wait_done()
+    one = await harness.send("GET", "/v1/models/b/model").wait_done()
     assert one.json == listed["data"][0]
     assert one.json["max_model_len"] == CONTEXT
     tombstone = Tombstone(key="worker/w1", epoch=epoch)
     world.append(REGISTRY, 0, tombstone, key="worker/w1")
-    await world.wait_until(lambda: house.models() == ["c"])
-    assert (await house.send("GET", "/v1/models/b/model").wait_done()).status == 503
+    await world.wait_until(lambda: harness.models() == ["c"])
+    assert (await harness.send("GET", "/v1/models/b/model").wait_done()).status == 503
 
 
 @scenario_test
 async def test_a_card_without_epoch_serves_nothing_yet(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     first = WorkerCard(id="w1", slot=0, model="early", config=EngineConfig(model="early"))
     world.append(REGISTRY, 0, first, key="worker/w1")
-    await house.register_and_wait(name="w2")
-    assert house.models() == ["demo"]
+    await harness.register_and_wait(name="w2")
+    assert harness.models() == ["demo"]
     world.append(REGISTRY, 0, replace(first, epoch=0), key="worker/w1")
-    await world.wait_until(lambda: house.models() == ["demo", "early"])
+    await world.wait_until(lambda: harness.models() == ["demo", "early"])
 
 
 @scenario_test
 async def test_an_unknown_model_is_not_found(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = await house.chat(model="nonsense").wait_done()
+    harness = await GatewayHarness.with_card(world)
+    answer = await harness.chat(model="nonsense").wait_done()
     assert answer.status == 404
     assert (answer.error["param"], answer.error["code"]) == ("model", "model_not_found")
     assert answer.error["message"] == "the model 'nonsense' does not exist; available: demo"
-    assert (await house.send("GET", "/v1/models/nonsense").wait_done()).status == 404
+    assert (await harness.send("GET", "/v1/models/nonsense").wait_done()).status == 404
 
 
 @scenario_test
 async def test_an_answer_beyond_the_context_has_the_code_of_openai(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = await house.chat("x" * 500, max_tokens=100).wait_done()
+    harness = await GatewayHarness.with_card(world)
+    answer = await harness.chat("x" * 500, max_tokens=100).wait_done()
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert answer.error["param"] == "max_tokens"
     assert answer.error["message"].endswith("the prompt has 502 and the answer may have 100")
@@ -482,37 +484,37 @@ async def test_an_answer_beyond_the_context_has_the_code_of_openai(world: Memory
 async def test_endpoints_of_openai_that_are_not_offered_name_one_that_is(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     for path in ("/v1/responses", "/v1/responses/r1", "/v1/audio/speech"):
-        answer = await house.send("POST", path, {"model": "demo", "input": "hi"}).wait_done()
+        answer = await harness.send("POST", path, {"model": "demo", "input": "hi"}).wait_done()
         assert (answer.status, answer.error["code"]) == (404, "unknown_url")
         assert "is not offered; use /v1/chat/completions" in answer.error["message"]
 
 
 @scenario_test
 async def test_a_path_without_its_v1_is_corrected(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    answer = await house.send("POST", "/chat/completions", {"model": "demo"}).wait_done()
+    harness = await GatewayHarness.open(world)
+    answer = await harness.send("POST", "/chat/completions", {"model": "demo"}).wait_done()
     assert answer.status == 404
     assert "/v1/chat/completions" in answer.error["message"]
 
 
 @scenario_test
 async def test_without_any_worker_no_model_is_unknown(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    answer = await house.chat().wait_done()
+    harness = await GatewayHarness.open(world)
+    answer = await harness.chat().wait_done()
     assert (answer.status, answer.error["code"]) == (503, "no_workers")
     assert answer.headers["retry-after"]
 
 
 @scenario_test
 async def test_a_model_whose_workers_left_is_unavailable(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    epoch = house.register_worker("gone", "w1")
-    await house.register_and_wait("demo", name="w2")
+    harness = await GatewayHarness.open(world)
+    epoch = harness.register_worker("gone", "w1")
+    await harness.register_and_wait("demo", name="w2")
     world.append(REGISTRY, 0, Tombstone(key="worker/w1", epoch=epoch), key="worker/w1")
-    await world.wait_until(lambda: house.models() == ["demo"])
-    assert (await house.chat(model="gone").wait_done()).status == 503
+    await world.wait_until(lambda: harness.models() == ["demo"])
+    assert (await harness.chat(model="gone").wait_done()).status == 503
 
 
 # --- what goes wrong behind -----------------------------------------------------------------------
@@ -535,35 +537,35 @@ async def test_a_model_whose_workers_left_is_unavailable(world: MemoryWorld) -> 
 async def test_an_end_before_the_first_token_is_the_status(
     world: MemoryWorld, code: str, status: int, retry: bool, stream: bool
 ) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = house.chat(stream=stream)
-    (request,) = await house.published()
-    house.end_request(request.id, code, message="why")
+    harness = await GatewayHarness.with_card(world)
+    answer = harness.chat(stream=stream)
+    (request,) = await harness.published()
+    harness.end_request(request.id, code, message="why")
     await answer.wait_done()
     assert answer.status == status
     assert (answer.error["code"], answer.error["message"]) == (code, "why")
     assert ("retry-after" in answer.headers) == retry
     assert answer.headers["x-kvlane-id"] == request.id
     await world.sleep(5)
-    assert house.cancels() == []
-    assert house.gateway.parts.streams.open_streams == 0
+    assert harness.cancels() == []
+    assert harness.gateway.parts.streams.open_streams == 0
 
 
 @scenario_test
 async def test_a_request_that_nobody_ends_is_given_up_and_cancelled(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world, deadline_s=40)
+    harness = await GatewayHarness.with_card(world, deadline_s=40)
     began = world.clock.now()
-    answer = await house.chat().wait_done()
+    answer = await harness.chat().wait_done()
     assert answer.status == 408
     assert world.clock.now() - began == pytest.approx(40 + DEADLINE_MARGIN_S)
-    assert await house.cancelled() == [house.requests()[0].id]
+    assert await harness.cancelled() == [harness.requests()[0].id]
 
 
 @scenario_test
 async def test_a_worker_that_fails_for_good_is_an_error(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = house.chat()
-    (request,) = await house.published()
+    harness = await GatewayHarness.with_card(world)
+    answer = harness.chat()
+    (request,) = await harness.published()
     Worker(world, request.id).write("", "error")
     assert (await answer.wait_done()).status == 500
 
@@ -572,66 +574,66 @@ async def test_a_worker_that_fails_for_good_is_an_error(world: MemoryWorld) -> N
 async def test_one_failure_of_several_answers_fails_all_and_cancels_the_rest(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = house.chat(n=3)
-    first, second, third = await house.published(3)
+    harness = await GatewayHarness.with_card(world)
+    answer = harness.chat(n=3)
+    first, second, third = await harness.published(3)
     Worker(world, first.id).write("hello", "stop")
-    house.end_request(second.id, "queue_full")
+    harness.end_request(second.id, "queue_full")
     assert (await answer.wait_done()).status == 529
-    assert await house.cancelled() == [third.id]
+    assert await harness.cancelled() == [third.id]
 
 
 @scenario_test
 async def test_a_log_that_takes_nothing_is_unavailable(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
+    harness = await GatewayHarness.with_card(world)
     world.faults.next_fates(REQUESTS, *[AppendFate.LOST] * 1000)
     began = world.clock.now()
-    answer = await house.chat().wait_done()
+    answer = await harness.chat().wait_done()
     assert (answer.status, answer.error["code"]) == (503, "log_unavailable")
     assert answer.headers["retry-after"]
     assert world.clock.now() - began < PUBLISH_TIMEOUT_S + 2
-    assert house.gateway.parts.streams.open_streams == 0
+    assert harness.gateway.parts.streams.open_streams == 0
 
 
 @scenario_test
 async def test_an_unacknowledged_request_is_published_again_and_answered_once(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.with_backend(world)
+    harness = await GatewayHarness.with_backend(world)
     world.faults.next_fates(REQUESTS, AppendFate.LOST, AppendFate.UNREPORTED)
-    answer = await house.chat("hello").wait_done()
+    answer = await harness.chat("hello").wait_done()
     assert answer.json["choices"][0]["message"]["content"] == "hello"
-    assert len({request.id for request in house.requests()}) == 1
+    assert len({request.id for request in harness.requests()}) == 1
 
 
 @scenario_test
 async def test_a_request_that_may_have_got_to_the_log_is_cancelled(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
+    harness = await GatewayHarness.with_card(world)
     world.faults.next_fates(REQUESTS, AppendFate.UNREPORTED, *[AppendFate.LOST] * 40)
-    assert (await house.chat().wait_done()).status == 503
-    assert await house.cancelled() == [house.requests()[0].id]
+    assert (await harness.chat().wait_done()).status == 503
+    assert await harness.cancelled() == [harness.requests()[0].id]
 
 
 @scenario_test
 async def test_beyond_its_bound_the_gateway_refuses(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world, http_max_streams=3)
-    answers = [house.chat(), house.chat(n=2)]
-    await house.published(3)
-    refused = await house.chat().wait_done()
+    harness = await GatewayHarness.with_card(world, http_max_streams=3)
+    answers = [harness.chat(), harness.chat(n=2)]
+    await harness.published(3)
+    refused = await harness.chat().wait_done()
     assert (refused.status, refused.error["code"]) == (529, "overloaded")
     assert refused.headers["retry-after"]
-    for request in house.requests():
-        house.end_request(request.id, "stop")
+    for request in harness.requests():
+        harness.end_request(request.id, "stop")
     assert [(await answer.wait_done()).status for answer in answers] == [200, 200]
-    house.chat()
-    await house.published(4)
+    harness.chat()
+    await harness.published(4)
 
 
 @scenario_test
 async def test_a_broken_record_of_a_reply_is_left_out(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = house.chat()
-    (request,) = await house.published()
+    harness = await GatewayHarness.with_card(world)
+    answer = harness.chat()
+    (request,) = await harness.published()
     lane = lane_of(request.id, world.lanes)
     world.append_raw("responses", lane, Entry(request.id.encode(), b"{", (("t", b"Chunk"),)))
     Worker(world, request.id).write("hello", "stop")
@@ -640,9 +642,9 @@ async def test_a_broken_record_of_a_reply_is_left_out(world: MemoryWorld) -> Non
 
 @scenario_test
 async def test_the_tokens_on_the_log_are_those_of_the_prompt(world: MemoryWorld) -> None:
-    house = await GatewayHarness.with_card(world)
-    house.complete([104, 105])
-    (request,) = await house.published()
+    harness = await GatewayHarness.with_card(world)
+    harness.complete([104, 105])
+    (request,) = await harness.published()
     assert request.token_ids[:8] == pack_tokens([104, 105])
 
 
@@ -661,8 +663,8 @@ def references(value: Any) -> list[str]:
 
 @scenario_test
 async def test_the_surface_describes_itself(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
-    described = (await house.send("GET", "/openapi.json").wait_done()).json
+    harness = await GatewayHarness.open(world)
+    described = (await harness.send("GET", "/openapi.json").wait_done()).json
     schemas = described["components"]["schemas"]
     for reference in references(described):
         assert reference.rsplit("/", 1)[1] in schemas

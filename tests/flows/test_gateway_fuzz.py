@@ -54,18 +54,18 @@ REFUSED = {400, 404, 413, 529}
 
 
 async def _ask(world: MemoryWorld, method: str, url: str, body: Any) -> None:
-    house = await GatewayHarness.with_card(world)
-    answer = house.send(method, url, body)
+    harness = await GatewayHarness.with_card(world)
+    answer = harness.send(method, url, body)
     await world.sleep(0.5)
     if answer.status == 0:  # it was taken: somebody ends it
-        for request in house.requests():
-            house.end_request(request.id, "stop")
+        for request in harness.requests():
+            harness.end_request(request.id, "stop")
     await answer.wait_done()
     assert answer.status in REFUSED | {200, 202}, answer.content
     if answer.status in REFUSED:
         assert answer.error["message"]
-    assert house.life.error is None
-    assert house.gateway.parts.streams.open_streams == 0
+    assert harness.ctx.error is None
+    assert harness.gateway.parts.streams.open_streams == 0
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
@@ -101,8 +101,8 @@ def _documented() -> tuple[dict[str, Any], dict[str, st.SearchStrategy[Any]]]:
     found: list[dict[str, Any]] = []
 
     async def scenario(world: MemoryWorld) -> None:
-        house = await GatewayHarness.open(world)
-        found.append((await house.send("GET", "/openapi.json").wait_done()).json)
+        harness = await GatewayHarness.open(world)
+        found.append((await harness.send("GET", "/openapi.json").wait_done()).json)
 
     run_scenario(scenario)
     (document,) = found
@@ -118,16 +118,16 @@ DOCUMENT, BODIES = _documented()
 
 async def _answered(world: MemoryWorld, url: str, body: Any) -> None:
     """The answer to a body, of a worker where it is taken, as the document describes it."""
-    house = await GatewayHarness.with_backend(world)
-    answer = await house.send("POST", url, body).wait_done()
-    told = DOCUMENT["paths"][url]["post"]["responses"][str(answer.status)]
+    harness = await GatewayHarness.with_backend(world)
+    answer = await harness.send("POST", url, body).wait_done()
+    got = DOCUMENT["paths"][url]["post"]["responses"][str(answer.status)]
     kind = answer.headers["content-type"]
-    schema = told["content"][kind]["schema"] | {"components": DOCUMENT["components"]}
+    schema = got["content"][kind]["schema"] | {"components": DOCUMENT["components"]}
     whole = answer.content.decode() if kind == "text/event-stream" else answer.json
     assert list(Draft202012Validator(schema).iter_errors(whole)) == [], answer.content
     # Pins on workers that are not there, and taints that none has, are told from what is broken.
     assert answer.status < 500 or answer.error["code"] in UNPLACEABLE, answer.content
-    assert house.life.error is None
+    assert harness.ctx.error is None
 
 
 @pytest.mark.parametrize("url", BODIES)
@@ -141,7 +141,7 @@ def test_what_is_right_by_the_document_is_answered_by_it(url: str, data: st.Data
 
 
 async def _found(world: MemoryWorld, url: str) -> None:
-    house = await GatewayHarness.open(world)
-    answer = await house.send("GET", url).wait_done()
+    harness = await GatewayHarness.open(world)
+    answer = await harness.send("GET", url).wait_done()
     assert answer.status in {400, 404}
     assert answer.error["message"]

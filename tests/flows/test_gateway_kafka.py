@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from app.engine.echo import EchoEngine, echo_answer
-from app.preprocess.text.byte_level import decode_bytes, render_chat
+from app.preprocess.text.byte_level import render_chat
 from app.router import Router
 from app.runtime.process import ProcessContext
 from app.settings import Settings
@@ -23,6 +23,7 @@ from app.worker import Worker
 from streams.brokers.broker import free_ports
 from streams.brokers.broker_factory import Broker
 from streams.kafka.kafka_log import KafkaLog
+from tests.harness.decoded import decode_bytes
 from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
 
 LANES = 4
@@ -48,26 +49,26 @@ async def settings(
 @pytest.fixture
 async def staff(settings: Settings) -> AsyncIterator[None]:
     """A router and a worker in this process, each on its own connection."""
-    logs, lives, parts = [], [], []
+    logs, contexts, parts = [], [], []
     for name in ("worker", "router"):
         log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
-        life = ProcessContext(name)
+        ctx = ProcessContext(name)
         await log.start()
         if name == "router":
-            part: Router | Worker = Router(log, settings, life)
+            part: Router | Worker = Router(log, settings, ctx)
         else:
-            engine = EchoEngine(life.clock, STEP_S, model="demo", context_length=CONTEXT)
-            part = Worker(log, settings, life, engine)
+            engine = EchoEngine(ctx.clock, STEP_S, model="demo", context_length=CONTEXT)
+            part = Worker(log, settings, ctx, engine)
         await part.start()
         logs.append(log)
-        lives.append(life)
+        contexts.append(ctx)
         parts.append(part)
     yield
-    for log, life, part in zip(logs, lives, parts, strict=True):
-        assert life.error is None
+    for log, ctx, part in zip(logs, contexts, parts, strict=True):
+        assert ctx.error is None
         if isinstance(part, Router):
             await part.stop()
-        await life.cancel_tasks()
+        await ctx.cancel_tasks()
         await log.close()
 
 
@@ -110,8 +111,8 @@ async def test_streams_are_answered_over_kafka_and_a_stopping_gateway_ends_them(
         base_url=f"{url_of(settings)}/v1", api_key="none", max_retries=0, timeout=WAIT_S
     ) as client:
         texts = [f"stream {n}: grüße " for n in range(20)]
-        told = await asyncio.gather(*(chat(client, text, 30) for text in texts))
-        assert told == [answer(text, 30) for text in texts]
+        got = await asyncio.gather(*(chat(client, text, 30) for text in texts))
+        assert got == [answer(text, 30) for text in texts]
         plain = await client.completions.create(model="demo", prompt=[104, 105], max_tokens=5)
         assert plain.choices[0].text == "hihih"
         last = asyncio.create_task(chat(client, "good bye ", 150))

@@ -36,11 +36,11 @@ def text_of(request: Request) -> str:
 
 @scenario_test
 async def test_a_chat_is_rendered_by_the_template_of_its_model(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     card = await publish_model(world)
-    await house.register_and_wait()
-    house.chat("how are you?")
-    (request,) = await house.published()
+    await harness.register_and_wait()
+    harness.chat("how are you?")
+    (request,) = await harness.published()
     assert "how are you?" in text_of(request)
     assert len(text_of(request)) > len("how are you?"), "markers stand around it"
     tokens = len(request.token_ids) // 4
@@ -52,14 +52,14 @@ async def test_a_chat_is_rendered_by_the_template_of_its_model(world: MemoryWorl
 
 @scenario_test
 async def test_a_model_is_loaded_before_its_first_request(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     await publish_model(world)
-    await house.register_and_wait()
-    (load,) = house.gateway._library._loader._loads.values()
+    await harness.register_and_wait()
+    (load,) = harness.gateway._library._loader._loads.values()
     await world.wait_until(load.done)
     world.faults.unanswered.add("offsets")  # its files could not be read any more
-    house.chat()
-    await house.published()
+    harness.chat()
+    await harness.published()
 
 
 @scenario_test
@@ -67,22 +67,22 @@ async def test_a_model_that_was_there_before_the_gateway_is_loaded(world: Memory
     await publish_model(world)
     first = await GatewayHarness.open(world)
     await first.register_and_wait()
-    house = await GatewayHarness.open(world, "g2")
-    assert len(house.gateway._library._loader._loads) == 1
-    assert (await house.send("GET", "/v1/models").wait_done()).json["data"][0]["id"] == "demo"
+    harness = await GatewayHarness.open(world, "g2")
+    assert len(harness.gateway._library._loader._loads) == 1
+    assert (await harness.send("GET", "/v1/models").wait_done()).json["data"][0]["id"] == "demo"
 
 
 @scenario_test
 async def test_a_prompt_is_held_against_the_context_in_tokens_of_its_model(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     await publish_model(world, context_length=64)
-    await house.register_and_wait()
-    taken = house.complete("word " * 40)
-    await house.published()
+    await harness.register_and_wait()
+    taken = harness.complete("word " * 40)
+    await harness.published()
     taken.disconnect()
-    refused = await house.complete("word " * 400).wait_done()
+    refused = await harness.complete("word " * 400).wait_done()
     assert refused.status == 400
     assert "64" in refused.error["message"]
 
@@ -91,35 +91,35 @@ async def test_a_prompt_is_held_against_the_context_in_tokens_of_its_model(
 async def test_a_model_whose_files_are_missing_is_unavailable_until_they_come(
     world: MemoryWorld,
 ) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     whole = await publish_model(world, "other")
     missing = Artifact(sha256="0" * 64, size=10)
     broken = ModelCard(name="demo", tokenizer=missing, checksum="x")
     world.append(REGISTRY, 0, broken, key="model/demo")
-    await house.register_and_wait()
-    answer = await house.chat().wait_done()
+    await harness.register_and_wait()
+    answer = await harness.chat().wait_done()
     assert (answer.status, answer.error["code"]) == (503, "model_unavailable")
     assert answer.error["param"] == "model"
-    assert house.life.error is None
+    assert harness.ctx.error is None
     repaired = ModelCard(name="demo", tokenizer=whole.tokenizer, checksum="y")
     world.append(REGISTRY, 0, repaired, key="model/demo")
     await world.sleep(1)
-    house.complete("hi")
-    await house.published()
+    harness.complete("hi")
+    await harness.published()
 
 
 @scenario_test
 async def test_a_model_that_could_not_be_loaded_is_tried_again(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     await publish_model(world)
     world.faults.unanswered.add("offsets")
-    await house.register_and_wait()
-    assert (await house.chat().wait_done()).status == 503
+    await harness.register_and_wait()
+    assert (await harness.chat().wait_done()).status == 503
     world.faults.unanswered.clear()
-    assert (await house.chat().wait_done()).status == 503, "not at once"
+    assert (await harness.chat().wait_done()).status == 503, "not at once"
     await world.sleep(LOAD_RETRY_S)
-    house.chat()
-    await house.published()
+    harness.chat()
+    await harness.published()
 
 
 @pytest.mark.parametrize(
@@ -130,27 +130,27 @@ async def test_a_model_that_could_not_be_loaded_is_tried_again(world: MemoryWorl
 async def test_a_model_answers_what_its_card_says(
     world: MemoryWorld, kind: Any, chat: int, completion: int
 ) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     world.append(REGISTRY, 0, ModelCard(name="demo", kind=kind), key="model/demo")
-    await house.register_and_wait()
-    asked = [house.chat(), house.complete()]
+    await harness.register_and_wait()
+    sent = [harness.chat(), harness.complete()]
     await world.sleep(1)
-    assert [exchange.status for exchange in asked] == [chat, completion]
-    for exchange in asked:
+    assert [exchange.status for exchange in sent] == [chat, completion]
+    for exchange in sent:
         if exchange.status:
             assert exchange.error["code"] == "model_not_supported"
 
 
 @scenario_test
 async def test_models_that_are_not_served_any_more_are_let_go(world: MemoryWorld) -> None:
-    house = await GatewayHarness.open(world)
+    harness = await GatewayHarness.open(world)
     for number in range(MAX_SPARE_MODELS + 4):
         name = f"m{number}"
         await publish_model(world, name, context_length=100 + number)
-        epoch = house.register_worker(name, f"w{number}")
-        await world.wait_until(lambda name=name: name in house.models())  # type: ignore[misc]
+        epoch = harness.register_worker(name, f"w{number}")
+        await world.wait_until(lambda name=name: name in harness.models())  # type: ignore[misc]
         await world.sleep(1)
         tombstone = Tombstone(key=f"worker/w{number}", epoch=epoch)
         world.append(REGISTRY, 0, tombstone, key=f"worker/w{number}")
     await world.sleep(1)
-    assert len(house.gateway._library._loader._loads) == MAX_SPARE_MODELS
+    assert len(harness.gateway._library._loader._loads) == MAX_SPARE_MODELS

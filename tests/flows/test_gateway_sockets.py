@@ -17,13 +17,14 @@ from app.engine.echo import EchoEngine, echo_answer
 from app.gateway import Gateway
 from app.http import http_protocol
 from app.http.http_server import CannotListen
-from app.preprocess.text.byte_level import ASSISTANT, decode_bytes, encode_bytes, render_chat
+from app.preprocess.text.byte_level import ASSISTANT, encode_bytes, render_chat
 from app.runtime.process import ProcessContext
 from streams.clock import SystemClock
 from streams.codecs import decode as decode_record
 from streams.memory.memory_broker import MemoryBroker
 from streams.records import Cancel
 from streams.topics import REQUESTS
+from tests.harness.decoded import decode_bytes
 from tests.harness.http_harness import WAIT_S, HttpHarness, connect_to, until
 
 LANES = 4
@@ -49,8 +50,8 @@ class Deployment(HttpHarness):
         return [r.id for r in records if isinstance(r, Cancel)]
 
     @staticmethod
-    def _echo(life: ProcessContext) -> EchoEngine:
-        return EchoEngine(life.clock, 0.005, model="demo", context_length=CONTEXT, max_num_seqs=256)
+    def _echo(ctx: ProcessContext) -> EchoEngine:
+        return EchoEngine(ctx.clock, 0.005, model="demo", context_length=CONTEXT, max_num_seqs=256)
 
 
 @pytest.fixture
@@ -233,7 +234,7 @@ async def test_a_broken_connection_goes_on_where_it_broke(
     text = "".join(chr(33 + n % 90) for n in range(300))
     url = f"{deployment.gateway.url}/v1"
     body = {"model": "demo", "messages": user(text), "stream": True}
-    told, position, stream_id = "", 0, ""
+    got, position, stream_id = "", 0, ""
     async with (
         httpx.AsyncClient() as http,
         http.stream(
@@ -245,16 +246,16 @@ async def test_a_broken_connection_goes_on_where_it_broke(
             if line.startswith("id: "):
                 position = int(line[4:])
             elif line.startswith("data: "):
-                told += json.loads(line[6:])["choices"][0]["delta"]["content"]
-                if len(told) > 50:
+                got += json.loads(line[6:])["choices"][0]["delta"]["content"]
+                if len(got) > 50:
                     break
     async with httpx.AsyncClient() as http:
         rest = await http.get(
             f"{url}/streams/{stream_id}", headers={"last-event-id": f"{position}"}
         )
     data = [line[6:] for line in rest.text.splitlines() if line.startswith("data: {")]
-    told += "".join(json.loads(d)["choices"][0]["delta"].get("content", "") for d in data)
-    assert told == text
+    got += "".join(json.loads(d)["choices"][0]["delta"].get("content", "") for d in data)
+    assert got == text
     assert rest.text.endswith("data: [DONE]\n\n")
     assert deployment.cancels() == []
 
@@ -262,16 +263,16 @@ async def test_a_broken_connection_goes_on_where_it_broke(
 async def test_200_streams_at_a_time_are_each_told_their_own_answer(
     deployment: Deployment, client: openai.AsyncOpenAI
 ) -> None:
-    async def ask(number: int) -> tuple[str, str]:
+    async def send(number: int) -> tuple[str, str]:
         text = f"stream {number} says {'é' * (number % 7)} "
         stream = await client.chat.completions.create(
             model="demo", messages=user(text), max_tokens=20 + number % 30, stream=True
         )
-        told = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-        return told, chat_answer(text, 20 + number % 30)
+        got = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        return got, chat_answer(text, 20 + number % 30)
 
-    answers = await asyncio.gather(*(ask(number) for number in range(200)))
-    assert [told for told, _ in answers] == [expected for _, expected in answers]
+    answers = await asyncio.gather(*(send(number) for number in range(200)))
+    assert [got for got, _ in answers] == [expected for _, expected in answers]
     assert deployment.gateway.parts.streams.open_streams == 0
     page = (await client.get("/../metrics", cast_to=httpx.Response)).text
     assert "\nkvlane_gateway_stream_gaps_total 0.0\n" in page
@@ -280,21 +281,21 @@ async def test_200_streams_at_a_time_are_each_told_their_own_answer(
 
 async def test_a_port_in_use_is_an_error_of_the_start(deployment: Deployment) -> None:
     port = int(deployment.gateway.url.rsplit(":", 1)[1])
-    log, settings, life = await deployment.process_arguments("g2")
-    second = Gateway(log, settings.model_copy(update={"http_port": port}), life)
+    log, settings, ctx = await deployment.process_arguments("g2")
+    second = Gateway(log, settings.model_copy(update={"http_port": port}), ctx)
     with pytest.raises(CannotListen, match="in use"):
         await second.start()
 
 
 async def test_a_server_that_ends_by_itself_fails_the_process() -> None:
     deployment = Deployment()
-    log, settings, life = await deployment.process_arguments("g1")
-    gateway = Gateway(log, settings, life)
+    log, settings, ctx = await deployment.process_arguments("g1")
+    gateway = Gateway(log, settings, ctx)
     await gateway.start()
     assert gateway._server is not None
     gateway._server._server.limit_max_requests = 0
-    await until(lambda: life.error is not None)
-    await life.cancel_tasks()
+    await until(lambda: ctx.error is not None)
+    await ctx.cancel_tasks()
 
 
 # --- below HTTP -----------------------------------------------------------------------------------
@@ -317,9 +318,9 @@ async def half_closed(deployment: Deployment, sent: bytes) -> bytes:
     out.write(sent)
     out.write_eof()
     async with asyncio.timeout(WAIT_S):
-        told = await incoming.read()
+        got = await incoming.read()
     out.close()
-    return told.removeprefix(http_protocol.INTERIM)
+    return got.removeprefix(http_protocol.INTERIM)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -328,8 +329,8 @@ async def test_a_client_that_closes_its_sending_side_gets_its_answer(
     stream: bool,
 ) -> None:
     request = post("/v1/chat/completions", messages=user("half"), max_tokens=50, stream=stream)
-    told = await half_closed(deployment, request)
-    head, _, body = told.partition(b"\r\n\r\n")
+    got = await half_closed(deployment, request)
+    head, _, body = got.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200")
     if stream:
         assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
@@ -342,8 +343,8 @@ async def test_a_half_closed_client_gets_the_answers_to_all_its_requests(
     deployment: Deployment,
 ) -> None:
     request = post("/v1/completions", prompt="abc", max_tokens=3)
-    told = await half_closed(deployment, request * 3)
-    assert told.count(b"HTTP/1.1 200") == 3
+    got = await half_closed(deployment, request * 3)
+    assert got.count(b"HTTP/1.1 200") == 3
 
 
 async def test_a_half_closed_client_gets_the_end_of_an_answer_that_had_begun(
@@ -413,15 +414,15 @@ async def test_an_empty_line_after_a_body_begins_no_head(
 async def test_a_head_without_end_is_refused(deployment: Deployment) -> None:
     incoming, out = await connect(deployment)
     out.write(b"GET /livez HTTP/1.1\r\nx: ")
-    told = asyncio.create_task(incoming.read())
+    got = asyncio.create_task(incoming.read())
     async with asyncio.timeout(WAIT_S):
         with contextlib.suppress(ConnectionError):  # cut off while we send, that is
-            while not told.done():
+            while not got.done():
                 out.write(b"x" * 65536)
                 await out.drain()
-        await asyncio.wait([told])
+        await asyncio.wait([got])
     out.close()
-    assert isinstance(told.exception(), ConnectionError) or b" 400 " in told.result()
+    assert isinstance(got.exception(), ConnectionError) or b" 400 " in got.result()
     assert (await deployment.openai.models.retrieve("demo")).id == "demo"
 
 
@@ -438,7 +439,7 @@ async def test_a_connection_may_rest_and_its_body_take_its_time(
             out.write(head + body[:10])
             await asyncio.sleep(0.5)
             out.write(body[10:])
-            told = await incoming.readuntil(b"}}}")
-            assert told.startswith(b"HTTP/1.1 200")
+            got = await incoming.readuntil(b"}}}")
+            assert got.startswith(b"HTTP/1.1 200")
             await asyncio.sleep(0.5)
     out.close()

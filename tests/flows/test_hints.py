@@ -90,10 +90,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 async def test_a_wrong_hint_is_refused_by_name(
     world: MemoryWorld, ext: dict[str, Any], field: str
 ) -> None:
-    town = await ClusterHarness.gateway_only(world)
-    answer = await town.complete_with(**ext).wait_done()
+    cluster = await ClusterHarness.gateway_only(world)
+    answer = await cluster.complete_with(**ext).wait_done()
     assert (answer.status, answer.error["param"]) == (400, f"nvext.{field}")
-    assert town.requests() == []
+    assert cluster.requests() == []
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ async def test_a_wrong_hint_is_refused_by_name(
 async def test_a_wrong_field_beside_nvext_is_refused_by_name(
     world: MemoryWorld, body: dict[str, Any], field: str
 ) -> None:
-    town = await ClusterHarness.gateway_only(world)
-    answer = await town.complete_with(body=body).wait_done()
+    cluster = await ClusterHarness.gateway_only(world)
+    answer = await cluster.complete_with(body=body).wait_done()
     assert (answer.status, answer.error["param"]) == (400, field)
 
 
@@ -127,8 +127,8 @@ async def test_a_wrong_field_beside_nvext_is_refused_by_name(
 async def test_a_wrong_header_is_refused_by_name(
     world: MemoryWorld, header: str, value: str
 ) -> None:
-    town = await ClusterHarness.gateway_only(world)
-    answer = await town.complete_with({header: value}).wait_done()
+    cluster = await ClusterHarness.gateway_only(world)
+    answer = await cluster.complete_with({header: value}).wait_done()
     assert (answer.status, answer.error["param"]) == (400, header)
 
 
@@ -137,38 +137,38 @@ async def test_a_wrong_header_is_refused_by_name(
 
 @scenario_test
 async def test_a_pin_decides_by_name_by_number_and_by_header(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ("w1", "w2", "w3"))
+    cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"))
     for worker in ("w1", "w2", "w3"):
-        assert (await town.wait_decision(backend_instance_id=worker)).worker == worker
+        assert (await cluster.wait_decision(backend_instance_id=worker)).worker == worker
         number = int(worker_number(worker))
-        assert (await town.wait_decision(backend_instance_id=number)).worker == worker
-        answer = await town.complete_with({"x-worker-instance-id": worker}).wait_done()
-        assert town.decision(answer).worker == worker
+        assert (await cluster.wait_decision(backend_instance_id=number)).worker == worker
+        answer = await cluster.complete_with({"x-worker-instance-id": worker}).wait_done()
+        assert cluster.decision(answer).worker == worker
 
 
 @scenario_test
 async def test_a_rank_decides_and_a_pin_without_one_means_rank_0(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ())
-    await town.start_worker("w1", engine=ranked_engine(world))
-    assert (await town.wait_decision(dp_rank=2)).rank == 2
-    answer = await town.complete_with({"x-dp-rank": "1"}).wait_done()
-    assert town.decision(answer).rank == 1
+    cluster = await ClusterHarness.start(world, ())
+    await cluster.start_worker("w1", engine=ranked_engine(world))
+    assert (await cluster.wait_decision(dp_rank=2)).rank == 2
+    answer = await cluster.complete_with({"x-dp-rank": "1"}).wait_done()
+    assert cluster.decision(answer).rank == 1
     for _ in range(3):
-        assert (await town.wait_decision(backend_instance_id="w1")).rank == 0
+        assert (await cluster.wait_decision(backend_instance_id="w1")).rank == 0
 
 
 @scenario_test
 async def test_the_rank_that_was_chosen_stands_in_the_request_of_the_worker(
     world: MemoryWorld,
 ) -> None:
-    town = await ClusterHarness.start(world, ())
-    await town.start_worker("w1", engine=ranked_engine(world))
-    together = [town.complete_with() for _ in range(3)]
+    cluster = await ClusterHarness.start(world, ())
+    await cluster.start_worker("w1", engine=ranked_engine(world))
+    together = [cluster.complete_with() for _ in range(3)]
     for answer in together:
         await answer.wait_done()
-    ranks = {d.id: d.rank for d in town.decisions()}
+    ranks = {d.id: d.rank for d in cluster.decisions()}
     assert set(ranks.values()) == {0, 1, 2}
-    for assignment in town.assigned():
+    for assignment in cluster.assigned():
         assert assignment.rank == ranks[assignment.request.id]
         assert (assignment.request.hints.dp_rank or 0) == assignment.rank
 
@@ -177,12 +177,12 @@ async def test_the_rank_that_was_chosen_stands_in_the_request_of_the_worker(
 async def test_policy_direct_goes_by_the_decode_worker_else_by_the_backend(
     world: MemoryWorld,
 ) -> None:
-    town = await ClusterHarness.start(world, policy="direct")
+    cluster = await ClusterHarness.start(world, policy="direct")
     assert (
-        await town.wait_decision(decode_worker_id="w2", backend_instance_id="w1")
+        await cluster.wait_decision(decode_worker_id="w2", backend_instance_id="w1")
     ).worker == "w2"
-    assert (await town.wait_decision(backend_instance_id="w1")).worker == "w1"
-    refused = await town.complete_with().wait_done()
+    assert (await cluster.wait_decision(backend_instance_id="w1")).worker == "w1"
+    refused = await cluster.complete_with().wait_done()
     assert refused.status == 400
     assert "decode_worker_id" in refused.error["message"]
     assert "backend_instance_id" in refused.error["message"]
@@ -190,14 +190,14 @@ async def test_policy_direct_goes_by_the_decode_worker_else_by_the_backend(
 
 @scenario_test
 async def test_pins_of_the_phases_do_not_bind_a_whole_request(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world)
-    busy = town.complete_with(backend_instance_id="w1")
-    await world.wait_until(lambda: len(town.decisions()) == 1)
-    decision = await town.wait_decision(
+    cluster = await ClusterHarness.start(world)
+    busy = cluster.complete_with(backend_instance_id="w1")
+    await world.wait_until(lambda: len(cluster.decisions()) == 1)
+    decision = await cluster.wait_decision(
         prefill_worker_id="w1", decode_worker_id="w1", prefill_dp_rank=7
     )
     assert decision.worker == "w2"
-    hints = town.assigned_request(decision).hints
+    hints = cluster.assigned_request(decision).hints
     assert (hints.prefill_worker_id, hints.decode_worker_id) == ("w1", "w1")
     assert hints.prefill_dp_rank == 7
     await busy.wait_done()
@@ -205,12 +205,12 @@ async def test_pins_of_the_phases_do_not_bind_a_whole_request(world: MemoryWorld
 
 @scenario_test
 async def test_a_pinned_request_is_booked_with_its_overlap(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ())
-    await town.start_worker("w1", engine=caching_engine(world))
-    await town.start_worker("w2", engine=caching_engine(world))
-    await town.wait_decision(backend_instance_id="w1")
+    cluster = await ClusterHarness.start(world, ())
+    await cluster.start_worker("w1", engine=caching_engine(world))
+    await cluster.start_worker("w2", engine=caching_engine(world))
+    await cluster.wait_decision(backend_instance_id="w1")
     await world.sleep(2)
-    again = await town.wait_decision(backend_instance_id="w1")
+    again = await cluster.wait_decision(backend_instance_id="w1")
     assert again.cached_tokens_predicted == 6 * BLOCK
     assert again.prefill_tokens == TOKENS - 6 * BLOCK
 
@@ -220,23 +220,23 @@ async def test_a_pinned_request_is_booked_with_its_overlap(world: MemoryWorld) -
 
 @scenario_test
 async def test_only_allowed_workers_are_considered(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ("w1", "w2", "w3"))
-    decision = await town.wait_decision(allowed_worker_ids=["w1", int(worker_number("w3"))])
+    cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"))
+    decision = await cluster.wait_decision(allowed_worker_ids=["w1", int(worker_number("w3"))])
     assert {c.worker for c in decision.candidates} == {"w1", "w3"}
 
 
 @scenario_test
 async def test_taints_are_required_and_preferred(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ())
-    await town.start_worker("w1")
-    await town.start_worker("w2", taints="gpu=h200, topology/zone=a")
-    await town.start_worker("w3", taints="topology/zone=b")
-    required = await town.wait_decision(
+    cluster = await ClusterHarness.start(world, ())
+    await cluster.start_worker("w1")
+    await cluster.start_worker("w2", taints="gpu=h200, topology/zone=a")
+    await cluster.start_worker("w3", taints="topology/zone=b")
+    required = await cluster.wait_decision(
         routing_constraints={"required_taints": ["topology/zone=a"]}
     )
     assert [c.worker for c in required.candidates] == ["w2"]
     preferred = {"preferred_taints": {"topology/zone=b": 1.0, "gpu=h200": 0.5}}
-    decision = await town.wait_decision(routing_constraints=preferred)
+    decision = await cluster.wait_decision(routing_constraints=preferred)
     assert decision.worker == "w3"
     weights = {c.worker: c.taint_weight for c in decision.candidates}
     assert weights == {"w1": 0, "w2": 0.5, "w3": 1}
@@ -244,18 +244,18 @@ async def test_taints_are_required_and_preferred(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_an_adapter_goes_to_who_has_it(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ())
-    await town.start_worker("w1")
-    await town.start_worker("w2", adapters={"sql": "/dev/null"})
-    decision = await town.wait_decision(lora_name="sql")
+    cluster = await ClusterHarness.start(world, ())
+    await cluster.start_worker("w1")
+    await cluster.start_worker("w2", adapters={"sql": "/dev/null"})
+    decision = await cluster.wait_decision(lora_name="sql")
     assert (decision.worker, decision.lora_name) == ("w2", "sql")
-    assert town.assigned_request(decision).hints.lora_name == "sql"
+    assert cluster.assigned_request(decision).hints.lora_name == "sql"
 
 
 @scenario_test
 async def test_a_new_adapter_is_loaded_in_one_place(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ("w1", "w2", "w3"), max_loras=2)
-    placed = [await town.wait_decision(lora_name="new") for _ in range(4)]
+    cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), max_loras=2)
+    placed = [await cluster.wait_decision(lora_name="new") for _ in range(4)]
     assert len({decision.worker for decision in placed}) == 1
 
 
@@ -274,11 +274,11 @@ async def placed_in_turn(world: MemoryWorld, answers: dict[str, HttpExchange]) -
 
 @scenario_test
 async def test_strict_priority_goes_first_and_a_priority_makes_older(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ())
+    cluster = await ClusterHarness.start(world, ())
     slow = EchoEngine(world.clock, 5.0, model="demo", context_length=CONTEXT)
-    await town.start_worker("w1", engine=slow, max_pending_prefill_tokens=50)
-    await town.occupy("w1")
-    asked = {
+    await cluster.start_worker("w1", engine=slow, max_pending_prefill_tokens=50)
+    await cluster.occupy("w1")
+    sent = {
         "plain": {},
         "older": {"latency_sensitivity": 100.0},
         "engine": {"priority": 200},
@@ -286,21 +286,23 @@ async def test_strict_priority_goes_first_and_a_priority_makes_older(world: Memo
         "most": {"strict_priority": 2, "latency_sensitivity": -50.0},
     }  # fmt: skip
     answers = {}
-    for name, hints in asked.items():
-        answers[name] = town.complete_with(agent_hints=hints)
+    for name, hints in sent.items():
+        answers[name] = cluster.complete_with(agent_hints=hints)
         await world.sleep(0.1)
     assert await placed_in_turn(world, answers) == ["most", "strict", "engine", "older", "plain"]
 
 
 @scenario_test
 async def test_a_class_is_waited_in_by_the_weight_it_has(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, (), queue_classes={"batch": ClassConfig(weight=0.25)})
+    cluster = await ClusterHarness.start(
+        world, (), queue_classes={"batch": ClassConfig(weight=0.25)}
+    )
     slow = EchoEngine(world.clock, 5.0, model="demo", context_length=CONTEXT)
-    await town.start_worker("w1", engine=slow, max_pending_prefill_tokens=50)
-    await town.occupy("w1")
+    await cluster.start_worker("w1", engine=slow, max_pending_prefill_tokens=50)
+    await cluster.occupy("w1")
     answers = {}
     for name in ("b1", "b2", "b3", "o1", "o2", "o3"):
-        answers[name] = town.complete_with({"x-queue-class": "batch"} if name[0] == "b" else {})
+        answers[name] = cluster.complete_with({"x-queue-class": "batch"} if name[0] == "b" else {})
         await world.sleep(0.1)
     assert await placed_in_turn(world, answers) == ["b1", "o1", "o2", "o3", "b2", "b3"]
 
@@ -310,21 +312,21 @@ async def test_a_class_is_waited_in_by_the_weight_it_has(world: MemoryWorld) -> 
 
 @scenario_test
 async def test_a_request_sets_the_credit_of_its_overlap(world: MemoryWorld) -> None:
-    town = await two_caches(world, policy="dynamo")
-    known = await town.wait_decision()
+    cluster = await two_caches(world, policy="dynamo")
+    known = await cluster.wait_decision()
     assert known.worker == "w1"
     assert {c.worker: c.cost for c in known.candidates} == {
         "w1": TOKENS / BLOCK - 6, "w2": TOKENS / BLOCK
     }  # fmt: skip
-    none = await town.wait_decision(router_config_override={"overlap_score_credit": 0})
+    none = await cluster.wait_decision(router_config_override={"overlap_score_credit": 0})
     assert none.params["overlap_score_credit"] == 0
     assert {c.cost for c in none.candidates} == {TOKENS / BLOCK}
 
 
 @scenario_test
 async def test_a_request_sets_the_scale_of_its_prefill(world: MemoryWorld) -> None:
-    town = await two_caches(world, policy="dynamo")
-    decision = await town.wait_decision(router_config_override={"prefill_load_scale": 4})
+    cluster = await two_caches(world, policy="dynamo")
+    decision = await cluster.wait_decision(router_config_override={"prefill_load_scale": 4})
     assert {c.worker: c.cost for c in decision.candidates} == {
         "w1": 4 * (TOKENS / BLOCK - 6), "w2": 4 * TOKENS / BLOCK
     }  # fmt: skip
@@ -332,9 +334,9 @@ async def test_a_request_sets_the_scale_of_its_prefill(world: MemoryWorld) -> No
 
 @scenario_test
 async def test_a_request_sets_its_temperature(world: MemoryWorld) -> None:
-    town = await two_caches(world, policy="dynamo")
+    cluster = await two_caches(world, policy="dynamo")
     hot = [
-        await town.wait_decision(router_config_override={"router_temperature": 50})
+        await cluster.wait_decision(router_config_override={"router_temperature": 50})
         for _ in range(16)
     ]
     assert {d.params["temperature"] for d in hot} == {50}
@@ -343,8 +345,8 @@ async def test_a_request_sets_its_temperature(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_request_may_count_on_no_cache(world: MemoryWorld) -> None:
-    town = await two_caches(world)
-    decision = await town.wait_decision(router_config_override={"assume_kv_reuse": False})
+    cluster = await two_caches(world)
+    decision = await cluster.wait_decision(router_config_override={"assume_kv_reuse": False})
     assert decision.params["assume_kv_reuse"] == 0
     assert decision.cached_tokens_predicted == 6 * BLOCK
     assert decision.prefill_tokens == TOKENS
@@ -352,18 +354,18 @@ async def test_a_request_may_count_on_no_cache(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_a_request_may_leave_its_prefill_out_of_the_load(world: MemoryWorld) -> None:
-    town = await two_caches(world)
-    decision = await town.wait_decision(router_config_override={"track_prefill_tokens": False})
+    cluster = await two_caches(world)
+    decision = await cluster.wait_decision(router_config_override={"track_prefill_tokens": False})
     assert decision.params["track_prefill_tokens"] == 0
     assert decision.prefill_tokens == 0
 
 
 @scenario_test
 async def test_the_expected_length_counts_in_the_prediction(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, policy="predictive")
-    decision = await town.wait_decision(agent_hints={"osl": 50}, body={"max_tokens": None})
+    cluster = await ClusterHarness.start(world, policy="predictive")
+    decision = await cluster.wait_decision(agent_hints={"osl": 50}, body={"max_tokens": None})
     assert decision.params["output_tokens"] == 50
-    shorter = await town.wait_decision(agent_hints={"osl": 50})
+    shorter = await cluster.wait_decision(agent_hints={"osl": 50})
     assert shorter.params["output_tokens"] == 4, "max_tokens is the limit"
 
 
@@ -371,48 +373,48 @@ async def test_the_expected_length_counts_in_the_prediction(world: MemoryWorld) 
 async def test_a_worker_that_misses_a_target_ranks_behind_those_that_meet_it(
     world: MemoryWorld,
 ) -> None:
-    town = await ClusterHarness.start(world, ("w2",), policy="predictive")
-    await town.start_worker("w1", engine=slow_engine(world))
-    await town.occupy("w1")
-    free = await town.wait_decision()
+    cluster = await ClusterHarness.start(world, ("w2",), policy="predictive")
+    await cluster.start_worker("w1", engine=slow_engine(world))
+    await cluster.occupy("w1")
+    free = await cluster.wait_decision()
     assert free.worker == "w2"
     assert max(c.cost for c in free.candidates) < MISSED
     target = {"ttft_target": 1.2 * free.ttft_ms_predicted}
-    asked = await town.wait_decision(router=target)
-    assert asked.params["ttft_target_ms"] == target["ttft_target"]
-    assert {c.worker: c.cost >= MISSED for c in asked.candidates} == {"w1": True, "w2": False}
-    slow = await town.wait_decision(router={"itl_target": 1e-6})
+    sent = await cluster.wait_decision(router=target)
+    assert sent.params["ttft_target_ms"] == target["ttft_target"]
+    assert {c.worker: c.cost >= MISSED for c in sent.candidates} == {"w1": True, "w2": False}
+    slow = await cluster.wait_decision(router={"itl_target": 1e-6})
     assert {c.cost >= MISSED for c in slow.candidates} == {True}, "all miss it, one is taken"
 
 
 @scenario_test
 async def test_embeddings_have_no_overlap(world: MemoryWorld) -> None:
-    town = await two_caches(world)
+    cluster = await two_caches(world)
     tensor = base64.b64encode(b"tensor").decode()
-    decision = await town.wait_decision(body={"prompt_embeds": tensor})
+    decision = await cluster.wait_decision(body={"prompt_embeds": tensor})
     assert {c.overlap_blocks for c in decision.candidates} == {0}
-    assert town.assigned_request(decision).prompt_embeds == tensor
+    assert cluster.assigned_request(decision).prompt_embeds == tensor
 
 
 @scenario_test
 async def test_routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone(
     world: MemoryWorld,
 ) -> None:
-    town = await two_caches(world)
+    cluster = await two_caches(world)
     other = [5] * len(PROMPT)
-    held = list(unpack_tokens(town.requests()[0].token_ids))
-    seen = await town.wait_decision(
+    held = list(unpack_tokens(cluster.requests()[0].token_ids))
+    seen = await cluster.wait_decision(
         body={"prompt": other}, mm_routing_info={"routing_token_ids": held}
     )
     assert (seen.worker, seen.cached_tokens_predicted) == ("w1", 6 * BLOCK)
-    request = town.assigned_request(seen)
+    request = cluster.assigned_request(seen)
     assert list(unpack_tokens(request.token_ids))[:-1] == other
     nothing: tuple[dict[str, Any], ...] = ({}, {"routing_token_ids": []})
     for empty in nothing:
-        unseen = await town.wait_decision(mm_routing_info=empty)
+        unseen = await cluster.wait_decision(mm_routing_info=empty)
         assert unseen.cached_tokens_predicted == 6 * BLOCK, "the prompt's own"
     images = [{"mm_objects": [{"mm_hash": 2**64 - 1, "offsets": [[0, 2]]}]}]
-    pictured = await town.wait_decision(
+    pictured = await cluster.wait_decision(
         mm_routing_info={"routing_token_ids": held, "block_mm_infos": images}
     )
     assert pictured.cached_tokens_predicted == 0, "an image makes another block"
@@ -447,24 +449,24 @@ class Guessed(EchoEngine):
 async def test_what_a_silent_engine_served_counts_as_cached_pinned_or_not(
     world: MemoryWorld,
 ) -> None:
-    town = await ClusterHarness.start(world, ())
+    cluster = await ClusterHarness.start(world, ())
     for name in ("w1", "w2"):
-        await town.start_worker(name, engine=Guessed(world))
-    first = await town.wait_decision()
+        await cluster.start_worker(name, engine=Guessed(world))
+    first = await cluster.wait_decision()
     await world.sleep(2)
-    again = await town.wait_decision()
+    again = await cluster.wait_decision()
     assert (again.worker, again.cached_tokens_predicted) == (first.worker, 6 * BLOCK)
     other = {"prompt": [5] * len(PROMPT)}
-    pinned = await town.wait_decision(body=other, backend_instance_id="w2")
+    pinned = await cluster.wait_decision(body=other, backend_instance_id="w2")
     await world.sleep(2)
-    after = await town.wait_decision(body=other)
+    after = await cluster.wait_decision(body=other)
     assert (after.worker, after.cached_tokens_predicted) == (pinned.worker, 6 * BLOCK)
 
 
 # --- what is carried ------------------------------------------------------------------------------
 
 
-def told(value: bytes) -> Any:
+def got(value: bytes) -> Any:
     return json.loads(value)
 
 
@@ -474,11 +476,11 @@ CARRIED: list[tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any], Any]] 
     ({"agent_hints": {"osl": 70}}, {}, lambda r: r.hints.expected_output_tokens, 70),
     ({"router": {"ttft_target": 100, "itl_target": 20}}, {},
      lambda r: (r.router.ttft_target, r.router.itl_target), (100, 20)),
-    ({"agent_context": {"agent": ["a"]}}, {}, lambda r: told(r.agent_context),
+    ({"agent_context": {"agent": ["a"]}}, {}, lambda r: got(r.agent_context),
      {"agent": ["a"]}),
     ({"request_timestamp_ms": 17.5}, {}, lambda r: r.request_timestamp_ms, 17.5),
-    ({"extra_args": {"a": {"b": 1}}}, {}, lambda r: told(r.extra_args), {"a": {"b": 1}}),
-    ({}, {"mm_processor_kwargs": {"fps": 2}}, lambda r: told(r.mm_processor_kwargs),
+    ({"extra_args": {"a": {"b": 1}}}, {}, lambda r: got(r.extra_args), {"a": {"b": 1}}),
+    ({}, {"mm_processor_kwargs": {"fps": 2}}, lambda r: got(r.mm_processor_kwargs),
      {"fps": 2}),
     ({"annotations": ["a", "b:c"]}, {}, lambda r: r.annotations, ("a", "b:c")),
 ]  # fmt: skip
@@ -493,9 +495,9 @@ async def test_what_only_informs_is_carried_to_the_worker_and_kept_on_the_log(
     of: Callable[[Any], Any],
     value: Any,
 ) -> None:
-    town = await ClusterHarness.start(world, ("w1",))
-    decision = await town.wait_decision(body=body, **ext)
-    (assignment,) = town.assigned()
+    cluster = await ClusterHarness.start(world, ("w1",))
+    decision = await cluster.wait_decision(body=body, **ext)
+    (assignment,) = cluster.assigned()
     assert of(assignment.request) == value
-    (request,) = town.requests()
+    (request,) = cluster.requests()
     assert (of(request), request.id) == (value, decision.id)

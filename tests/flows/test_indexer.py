@@ -26,8 +26,8 @@ PARTITION = partition_of(b"w1", TOPICS_BY_NAME[KV_EVENTS].partitions)
 
 
 async def opened(world: MemoryWorld, **over: Any) -> Indexer:
-    life = ProcessContext("i1", world.clock, random.Random("i1"))
-    indexer = Indexer(await world.connect("i1"), memory_settings(**over), life, InlinePool())
+    ctx = ProcessContext("i1", world.clock, random.Random("i1"))
+    indexer = Indexer(await world.connect("i1"), memory_settings(**over), ctx, InlinePool())
     await indexer.open()
     return indexer
 
@@ -38,11 +38,11 @@ async def call(indexer: Indexer, method: str, path: str, body: Any = None) -> Ht
     return exchange
 
 
-async def asked(indexer: Indexer, path: str = "/query", **body: Any) -> dict[str, Any]:
+async def sent(indexer: Indexer, path: str = "/query", **body: Any) -> dict[str, Any]:
     exchange = await call(indexer, "POST", path, body)
     assert exchange.status == 200, exchange.content
-    told: dict[str, Any] = exchange.json
-    return told
+    got: dict[str, Any] = exchange.json
+    return got
 
 
 async def metrics(indexer: Indexer) -> dict[str, float]:
@@ -51,17 +51,17 @@ async def metrics(indexer: Indexer) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
-def holders(told: dict[str, Any]) -> dict[str, int]:
-    return {holder["worker"]: holder["blocks"] for holder in told["holders"]}
+def holders(got: dict[str, Any]) -> dict[str, int]:
+    return {holder["worker"]: holder["blocks"] for holder in got["holders"]}
 
 
 @scenario_test
 async def test_holders_of_a_prompt_are_told_by_tokens_best_first(world: MemoryWorld) -> None:
     for name, blocks in (("w1", 3), ("w2", 10), ("w3", 0)):
         FakeWorker(world, name, block_size=SIZE).publish_blocks(TOKENS[: blocks * SIZE], SIZE)
-    told = await asked(await opened(world), token_ids=TOKENS, model="demo")
-    assert (told["block_size"], told["blocks"]) == (SIZE, 10)
-    assert [(h["worker"], h["blocks"], h["device"], h["host"]) for h in told["holders"]] == [
+    got = await sent(await opened(world), token_ids=TOKENS, model="demo")
+    assert (got["block_size"], got["blocks"]) == (SIZE, 10)
+    assert [(h["worker"], h["blocks"], h["device"], h["host"]) for h in got["holders"]] == [
         ("w2", 10, 10, 0), ("w1", 3, 3, 0),
     ]  # fmt: skip
 
@@ -71,9 +71,9 @@ async def test_hashes_signed_or_not_answer_as_tokens_do(world: MemoryWorld) -> N
     FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
     indexer = await opened(world)
     hashes = local_hashes(TOKENS, SIZE)
-    for told in (hashes.tolist(), hashes.astype("i8").tolist()):
-        by_hash = await asked(indexer, "/query_by_hash", block_hashes=told, model="demo")
-        assert by_hash == await asked(indexer, token_ids=TOKENS, model="demo")
+    for got in (hashes.tolist(), hashes.astype("i8").tolist()):
+        by_hash = await sent(indexer, "/query_by_hash", block_hashes=got, model="demo")
+        assert by_hash == await sent(indexer, token_ids=TOKENS, model="demo")
 
 
 @scenario_test
@@ -81,46 +81,46 @@ async def test_models_salts_and_adapters_are_kept_apart(world: MemoryWorld) -> N
     FakeWorker(world, "w1", block_size=SIZE).publish_blocks(TOKENS, SIZE)
     FakeWorker(world, "w2", "big", block_size=SIZE).publish_blocks(TOKENS, SIZE)
     indexer = await opened(world)
-    assert holders(await asked(indexer, token_ids=TOKENS)) == {"w1": 10, "w2": 10}
-    assert holders(await asked(indexer, token_ids=TOKENS, model="big")) == {"w2": 10}
+    assert holders(await sent(indexer, token_ids=TOKENS)) == {"w1": 10, "w2": 10}
+    assert holders(await sent(indexer, token_ids=TOKENS, model="big")) == {"w2": 10}
     for more in ({"cache_salt": "tenant"}, {"lora_name": "adapter"}):
-        assert holders(await asked(indexer, token_ids=TOKENS, **more)) == {}
+        assert holders(await sent(indexer, token_ids=TOKENS, **more)) == {}
 
 
 @scenario_test
 async def test_the_block_size_is_that_of_the_models_card(world: MemoryWorld) -> None:
     FakeWorker(world, block_size=SIZE)
     world.append(REGISTRY, 0, ModelCard(name="demo", block_size=32), key="model/demo")
-    told = await asked(await opened(world), token_ids=TOKENS, model="demo")
-    assert (told["block_size"], told["blocks"]) == (32, 5)
+    got = await sent(await opened(world), token_ids=TOKENS, model="demo")
+    assert (got["block_size"], got["blocks"]) == (32, 5)
 
 
 @scenario_test
 async def test_answers_follow_the_log(world: MemoryWorld) -> None:
     worker = FakeWorker(world, block_size=SIZE)
     indexer = await opened(world)
-    assert holders(await asked(indexer, token_ids=TOKENS)) == {}
+    assert holders(await sent(indexer, token_ids=TOKENS)) == {}
     worker.publish_blocks(TOKENS, SIZE)
     await world.sleep(0.1)
-    assert holders(await asked(indexer, token_ids=TOKENS)) == {"w1": 10}
+    assert holders(await sent(indexer, token_ids=TOKENS)) == {"w1": 10}
     partition = partition_of(b"w1", world.broker.partitions[KV_EVENTS])
     world.append(KV_EVENTS, partition, Lost(worker="w1", epoch=worker.epoch), key="w1")
     await world.sleep(0.1)
-    assert holders(await asked(indexer, token_ids=TOKENS)) == {}
+    assert holders(await sent(indexer, token_ids=TOKENS)) == {}
 
 
 @scenario_test
 async def test_workers_are_listed_with_what_is_known_of_their_caches(world: MemoryWorld) -> None:
     for name in ("w1", "w2", "gone"):
         FakeWorker(world, name, block_size=SIZE)
-    told = FakeWorker(world, "w3", block_size=SIZE)
-    told.publish_blocks(TOKENS, SIZE)
+    got = FakeWorker(world, "w3", block_size=SIZE)
+    got.publish_blocks(TOKENS, SIZE)
     world.append(REGISTRY, 0, Tombstone(key="worker/gone"), key="worker/gone")
     listed = (await call(await opened(world), "GET", "/workers")).json["workers"]
     tiers = dict.fromkeys(("device", "host", "disk", "external"), 0)
     assert [worker["worker"] for worker in listed] == ["w1", "w2", "w3"]
     assert listed[2] == {
-        "worker": "w3", "number": worker_number("w3"), "epoch": told.epoch, "model": "demo",
+        "worker": "w3", "number": worker_number("w3"), "epoch": got.epoch, "model": "demo",
         "role": "aggregated", "versions": {}, "block_size": SIZE, "known": True,
         "ranks": [{"rank": 0, "blocks": 10, "complete": True, **tiers, "device": 10}],
     }  # fmt: skip
@@ -131,7 +131,7 @@ async def test_workers_are_listed_with_what_is_known_of_their_caches(world: Memo
 async def test_keys_of_another_secret_show_wherever_one_looks(world: MemoryWorld) -> None:
     FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
     indexer = await opened(world, hash_secret="another")
-    assert holders(await asked(indexer, token_ids=TOKENS)) == {}
+    assert holders(await sent(indexer, token_ids=TOKENS)) == {}
     listed = (await call(indexer, "GET", "/workers")).json["workers"]
     assert [worker["known"] for worker in listed] == [False]
     page = await metrics(indexer)
@@ -190,7 +190,7 @@ async def test_metrics_are_there_before_there_is_anything_to_tell(world: MemoryW
 @scenario_test
 async def test_metrics_tell_how_far_it_is_behind_and_count_answers(world: MemoryWorld) -> None:
     indexer = await opened(world)
-    await asked(indexer, token_ids=TOKENS)
+    await sent(indexer, token_ids=TOKENS)
     async with indexer._followers["index"].paused():
         world.append(KV_EVENTS, PARTITION, *[Lost(worker="w1", epoch=1)] * 7, key="w1")
         page = await metrics(indexer)
@@ -210,8 +210,8 @@ async def test_metrics_are_told_while_no_broker_answers(world: MemoryWorld) -> N
 
 @scenario_test
 async def test_it_is_not_ready_before_the_log_is_read(world: MemoryWorld) -> None:
-    life = ProcessContext("i1", world.clock, random.Random("i1"))
-    indexer = Indexer(await world.connect("i1"), memory_settings(), life, InlinePool())
+    ctx = ProcessContext("i1", world.clock, random.Random("i1"))
+    indexer = Indexer(await world.connect("i1"), memory_settings(), ctx, InlinePool())
     exchange = await call(indexer, "GET", "/readyz")
     assert exchange.status == 503
     assert exchange.json["ready"] is False

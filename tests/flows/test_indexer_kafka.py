@@ -41,23 +41,23 @@ async def settings(
     monkeypatch.setenv("KVLANE_HASH_SECRET", SECRET)
     settings = Settings()
     async with provisioned(settings) as log:
-        await tell(log)
+        await write(log)
         yield settings
 
 
-async def tell(log: KafkaLog) -> None:
+async def write(log: KafkaLog) -> None:
     """A worker's card, and what its cache holds."""
-    outbox, secret = RecordPublisher(log, SystemClock()), derive_secret(SECRET.encode())
+    publisher, secret = RecordPublisher(log, SystemClock()), derive_secret(SECRET.encode())
     config = EngineConfig(model="demo", kv_cache_block_size=SIZE)
     card = WorkerCard(id="w1", slot=0, model="demo", config=config)
-    epoch = (await outbox.publish(REGISTRY, "worker/w1", card)).offset
+    epoch = (await publisher.publish(REGISTRY, "worker/w1", card)).offset
     keys = prompt_keys(local_hashes(TOKENS, SIZE), secret).tolist()
     columns = encode_events([CLEARED, CacheEvent(EventKind.STORED, keys=tuple(keys))])
     blocks = Blocks(
         worker="w1", epoch=epoch, first_event_id=0, hash_fingerprint=secret.fingerprint,
         **columns._asdict(),
     )  # fmt: skip
-    await outbox.publish(KV_EVENTS, "w1", blocks)
+    await publisher.publish(KV_EVENTS, "w1", blocks)
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ async def test_it_answers_from_the_log_and_stops_when_it_is_told_to(
     url = f"http://127.0.0.1:{settings.indexer_port}"
     async with httpx.AsyncClient(base_url=url) as http:
         await wait_answered(process, http, "/readyz", lambda answer: answer.json()["ready"])
-        told = (await http.post("/query", json={"model": "demo", "token_ids": TOKENS})).json()
-        assert [(h["worker"], h["blocks"]) for h in told["holders"]] == [("w1", 1000)]
+        got = (await http.post("/query", json={"model": "demo", "token_ids": TOKENS})).json()
+        assert [(h["worker"], h["blocks"]) for h in got["holders"]] == [("w1", 1000)]
         dumped = (await http.get("/dump")).text.splitlines()
         assert len(dumped) == 1
     process.send_signal(signal.SIGTERM)

@@ -49,14 +49,14 @@ def test_keys_are_listed_without_their_secrets_in_80_columns(path: Path) -> None
     token = created("--tenant", "acme", "--note", "laptop", "--days", "30")
     other = created("--tenant", "globex", "--role", "metrics")
     kvlane("limit", "acme", "--requests", "8", "--tokens-per-minute", "1000000")
-    told = kvlane("list").stdout
+    got = kvlane("list").stdout
     for each in (token, other):
         _, key_id, secret = each.split("_", 2)
-        assert key_id in told
-        assert secret not in told
-    assert key_file.read_key_file(path).keys[0].hash not in told
-    assert "acme    8         any     any       1000000" in told
-    assert all(len(line) <= 80 for line in told.splitlines())
+        assert key_id in got
+        assert secret not in got
+    assert key_file.read_key_file(path).keys[0].hash not in got
+    assert "acme    8         any     any       1000000" in got
+    assert all(len(line) <= 80 for line in got.splitlines())
 
 
 def test_a_revoked_key_is_kept_as_such(path: Path) -> None:

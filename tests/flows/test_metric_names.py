@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from app.metrics.collector_metrics import CollectorMetrics
 from app.metrics.gateway_metrics import GatewayMetrics
 from tests.flows.test_indexer import opened
 from tests.flows.test_preprocessor import begin
@@ -16,13 +17,16 @@ from tests.harness.http_exchange import HttpExchange
 from tests.harness.memory_world import MemoryWorld, run_scenario
 from tests.harness.worker_harness import WorkerHarness
 
-SUBSYSTEMS = ("gateway", "router", "worker", "preprocessor", "indexer", "view", "event_loop")
-"""The processes; `view` and `event_loop` are the same in several of them."""
+SUBSYSTEMS = (
+    "gateway", "router", "worker", "preprocessor", "backlog", "collector", "indexer", "view",
+    "event_loop",
+)  # fmt: skip
+"""The processes; `backlog` is of preprocessors, `view` and `event_loop` are the same in several."""
 PREFIXES = tuple(f"kvlane_{subsystem}_" for subsystem in SUBSYSTEMS)
 UNITS = (
     "bytes", "tokens", "blocks", "records", "requests", "runs", "prompts", "chunks", "completions",
     "responses", "assignments", "decisions", "partitions", "snapshots", "events", "gaps", "models",
-    "rebuilds", "steps",
+    "rebuilds", "steps", "results", "transactions", "replies",
 )  # fmt: skip
 """Nouns that say what is counted; times are in seconds, fractions are ratios."""
 NO_BASE_UNITS = frozenset({
@@ -74,16 +78,17 @@ def faults(metric: Family) -> list[str]:
 
 
 async def pages(world: MemoryWorld) -> list[str]:
-    desk = WorkerHarness(world)
-    processes = [await desk.start(), await start_router(world), await opened(world)]
-    desk.assign(max_tokens=2)
-    await desk.wait_finished()
+    harness = WorkerHarness(world)
+    processes = [await harness.start(), await start_router(world), await opened(world)]
+    harness.assign(max_tokens=2)
+    await harness.wait_finished()
     await world.sleep(2)
     found = [
         (await HttpExchange(process.http, "GET", "/metrics").wait_done()).content.decode()
         for process in processes
     ]
-    return [*found, (await GatewayMetrics().page()).decode()]
+    collected = await CollectorMetrics(lambda: 0, lambda: 0, lambda: 0).page()
+    return [*found, (await GatewayMetrics().page()).decode(), collected.decode()]
 
 
 async def preprocessor_page(world: MemoryWorld) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from streams.ports import Entry
 from streams.records import Assignment
 from streams.topics import DEAD_LETTERS, PROMPTS, REQUESTS
-from tests.flows.test_preprocessor import ask, asked, begin
+from tests.flows.test_preprocessor import begin, send, sent
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
@@ -37,7 +37,7 @@ async def test_by_a_router(
     await wait_for_items(world, lambda: worker.received(Assignment))
     group = world.broker.group(REQUESTS, "router")
     await world.wait_until(lambda: group.committed.get(0, 0) >= 1)
-    assert router._life.error is None
+    assert router._ctx.error is None
 
 
 @pytest.mark.parametrize("headers", HEADERS)
@@ -46,10 +46,10 @@ async def test_by_a_preprocessor(
     world: MemoryWorld, headers: tuple[tuple[str, bytes | None], ...]
 ) -> None:
     world.append_raw(PROMPTS, 0, NULL_TYPE._replace(key=None, headers=headers))
-    _, life = await begin(world, keep_prompts=True)
+    _, ctx = await begin(world, keep_prompts=True)
     await wait_for_items(world, lambda: world.all_records(DEAD_LETTERS))
-    ask(world, "good")
-    await world.wait_until(lambda: bool(asked(world, type(PROMPT))))
+    send(world, "good")
+    await world.wait_until(lambda: bool(sent(world, type(PROMPT))))
     group = world.broker.group(PROMPTS, "preprocessor")
     await world.wait_until(lambda: group.committed.get(0, 0) >= 1)
-    assert life.error is None
+    assert ctx.error is None

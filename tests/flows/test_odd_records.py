@@ -25,7 +25,7 @@ from streams.records import Chunk
 from streams.topics import PROMPTS, REQUESTS, RESPONSES, TOPICS, partition_of
 from tests.harness.gateway_harness import CONTEXT, STEP_S, GatewayHarness, memory_settings
 from tests.harness.memory_world import MemoryWorld, scenario_test
-from tests.oddities import Oddities
+from tests.malformed_records import MalformedRecords
 
 RECORDS = int(os.environ.get("KVLANE_TEST_ODD_RECORDS", "600"))
 SEEDS = int(os.environ.get("KVLANE_TEST_ODD_SEEDS", "3"))
@@ -37,8 +37,8 @@ class Place:
 
     def __init__(self, world: MemoryWorld, seed: int) -> None:
         self.world = world
-        self.lives: list[ProcessContext] = []
-        self._odd = Oddities(seed)
+        self.contexts: list[ProcessContext] = []
+        self._odd = MalformedRecords(seed)
 
     def scatter(self, count: int) -> None:
         """Publish odd records, some as the log hands out what it cannot read."""
@@ -59,13 +59,13 @@ class Place:
         await Worker(*await self._own(worker), engine, worker_id=worker).start()
 
     async def _own(self, name: str) -> tuple[Any, Any, ProcessContext]:
-        self.lives.append(ProcessContext(name, self.world.clock, random.Random(name)))
-        return await self.world.connect(name), memory_settings(), self.lives[-1]
+        self.contexts.append(ProcessContext(name, self.world.clock, random.Random(name)))
+        return await self.world.connect(name), memory_settings(), self.contexts[-1]
 
     def answered(self) -> set[str]:
         """Ids of requests that have run to their end."""
-        told = [whole(record) for record in self.world.all_records(RESPONSES)]
-        return {chunk.id for chunk in told if chunk is not None}
+        got = [whole(record) for record in self.world.all_records(RESPONSES)]
+        return {chunk.id for chunk in got if chunk is not None}
 
     def behind(self, topic: str, group: str) -> dict[int, tuple[int, int]]:
         """Partitions that are not committed to their end: committed, end."""
@@ -75,7 +75,7 @@ class Place:
         return {p: (committed.get(p, 0), e) for p, e in ends.items() if committed.get(p, 0) < e}
 
 
-def ask(world: MemoryWorld, name: str, **body: str) -> None:
+def send(world: MemoryWorld, name: str, **body: str) -> None:
     """Publish a prompt."""
     body = {"prompt": f"hello {name}"} | body
     prompt = {"id": name, "kind": "completion", "body": body}
@@ -86,10 +86,10 @@ def ask(world: MemoryWorld, name: str, **body: str) -> None:
 def whole(record: MemoryRecord) -> Chunk | None:
     """The last Chunk of an answer."""
     try:
-        told = decode(record)
+        got = decode(record)
     except RecordError:
         return None
-    return told if isinstance(told, Chunk) and told.finish_reason == "stop" else None
+    return got if isinstance(got, Chunk) and got.finish_reason == "stop" else None
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -99,30 +99,30 @@ async def test_odd_records_on_every_topic_stop_no_process(world: MemoryWorld, se
     place = Place(world, seed)
     place.scatter(RECORDS // ROUNDS)
     await place.begin("1")
-    house = await GatewayHarness.open(world)
-    await world.wait_until(lambda: "demo" in house.models())
+    harness = await GatewayHarness.open(world)
+    await world.wait_until(lambda: "demo" in harness.models())
     for number in range(ROUNDS - 1):
-        asked = [house.complete(f"hello {n}", max_tokens=5) for n in range(5)]
+        sent = [harness.complete(f"hello {n}", max_tokens=5) for n in range(5)]
         prompts = {f"job-{number}-{n}" for n in range(5)}
         for name in prompts:
-            ask(world, name, model="demo")
+            send(world, name, model="demo")
         place.scatter(RECORDS // ROUNDS)
         await world.wait_until(lambda due=prompts: due <= place.answered())
-        for exchange in asked:
+        for exchange in sent:
             answer = await exchange.wait_done()
             assert answer.status == 200, answer.content
         await world.sleep(10)
         if number == ROUNDS // 2:
             await place.begin("2")  # these read all of it again
     await world.sleep(60)
-    lives = (*place.lives, house.life)
-    assert {life.name: life.error for life in lives if life.error is not None} == {}
+    contexts = (*place.contexts, harness.ctx)
+    assert {ctx.name: ctx.error for ctx in contexts if ctx.error is not None} == {}
     assert not place.behind(PROMPTS, "preprocessor")
     assert not place.behind(REQUESTS, "router")
 
 
 def test_odd_records_are_of_every_topic_and_the_same_for_a_seed() -> None:
-    drawn, again = ([Oddities(1).draw() for _ in range(3)] for _ in range(2))
+    drawn, again = ([MalformedRecords(1).draw() for _ in range(3)] for _ in range(2))
     assert drawn == again
-    odd = Oddities(1)
+    odd = MalformedRecords(1)
     assert {odd.draw().topic for _ in range(300)} == {t.name for t in TOPICS}

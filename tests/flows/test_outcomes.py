@@ -11,39 +11,39 @@ from tests.harness.http_exchange import HttpExchange
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
-async def _refused(answer: HttpExchange, status: int, code: str, *said: str) -> None:
+async def _refused(answer: HttpExchange, status: int, code: str, *output: str) -> None:
     await answer.wait_done()
     assert (answer.status, answer.error["code"]) == (status, code), answer.content
-    for each in said:
+    for each in output:
         assert each in answer.error["message"]
 
 
 @scenario_test
 async def test_a_pin_to_nobody_is_gone(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world)
-    await _refused(town.complete_with(backend_instance_id="w9"), 503, "pinned_gone", "w9")
+    cluster = await ClusterHarness.start(world)
+    await _refused(cluster.complete_with(backend_instance_id="w9"), 503, "pinned_gone", "w9")
 
 
 @scenario_test
 async def test_a_pin_to_a_dead_worker_is_gone(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world)
-    await town.kill("w2")
+    cluster = await ClusterHarness.start(world)
+    await cluster.kill("w2")
     await world.sleep(20)
-    await _refused(town.complete_with(backend_instance_id="w2"), 503, "pinned_gone", "w2")
+    await _refused(cluster.complete_with(backend_instance_id="w2"), 503, "pinned_gone", "w2")
 
 
 @scenario_test
 async def test_a_pin_that_is_not_allowed_is_the_clients_mistake(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world)
-    answer = town.complete_with(backend_instance_id="w1", allowed_worker_ids=["w2"])
+    cluster = await ClusterHarness.start(world)
+    answer = cluster.complete_with(backend_instance_id="w1", allowed_worker_ids=["w2"])
     await _refused(answer, 400, "pin_not_allowed", "allowed_worker_ids")
 
 
 @scenario_test
 async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world)
+    cluster = await ClusterHarness.start(world)
     await _refused(
-        town.complete_with(backend_instance_id="w1", dp_rank=3), 400, "invalid", "rank 3"
+        cluster.complete_with(backend_instance_id="w1", dp_rank=3), 400, "invalid", "rank 3"
     )
 
 
@@ -60,59 +60,59 @@ async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: M
 async def test_the_rule_that_leaves_no_worker_is_named(
     world: MemoryWorld, ext: dict[str, Any], rule: str
 ) -> None:
-    town = await ClusterHarness.start(world)
-    asked_at = world.clock.now()
-    answer = town.complete_with(**ext)
+    cluster = await ClusterHarness.start(world)
+    sent_at = world.clock.now()
+    answer = cluster.complete_with(**ext)
     await _refused(answer, 503, "none_eligible", rule)
-    assert world.clock.now() - asked_at < 5, "no waiting would help"
+    assert world.clock.now() - sent_at < 5, "no waiting would help"
     assert answer.headers["retry-after"]
-    assert town.decisions() == []
+    assert cluster.decisions() == []
 
 
 @scenario_test
 async def test_busy_workers_take_nothing_and_all_busy_is_told_when_the_time_is_up(
     world: MemoryWorld,
 ) -> None:
-    town = await ClusterHarness.start(world, (), deadline_s=5)
-    await town.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
-    await town.occupy("w1")
-    answer = town.complete_with()
+    cluster = await ClusterHarness.start(world, (), deadline_s=5)
+    await cluster.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
+    await cluster.occupy("w1")
+    answer = cluster.complete_with()
     await _refused(answer, 529, "all_busy", "busy")
     assert answer.headers["retry-after"]
-    await town.start_worker("w2")
-    assert (await town.wait_decision()).worker == "w2"
+    await cluster.start_worker("w2")
+    assert (await cluster.wait_decision()).worker == "w2"
 
 
 @scenario_test
 async def test_a_busy_pin_is_told_when_the_time_is_up(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ("w2",), deadline_s=5)
-    await town.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
-    await town.occupy("w1")
-    await _refused(town.complete_with(backend_instance_id="w1"), 503, "pinned_busy", "w1")
+    cluster = await ClusterHarness.start(world, ("w2",), deadline_s=5)
+    await cluster.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
+    await cluster.occupy("w1")
+    await _refused(cluster.complete_with(backend_instance_id="w1"), 503, "pinned_busy", "w1")
 
 
 @scenario_test
 async def test_when_the_last_worker_dies_there_are_none(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, (), deadline_s=15)
-    await town.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
-    await town.occupy("w1")
-    waiting = town.complete_with()
+    cluster = await ClusterHarness.start(world, (), deadline_s=15)
+    await cluster.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
+    await cluster.occupy("w1")
+    waiting = cluster.complete_with()
     await world.sleep(1)
-    await town.kill("w1")
+    await cluster.kill("w1")
     await _refused(waiting, 503, "no_workers")
-    await _refused(town.complete_with(), 503, "no_workers")
+    await _refused(cluster.complete_with(), 503, "no_workers")
 
 
 @scenario_test
 async def test_a_full_queue_is_told_at_once(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, (), max_queued_requests=0)
-    await town.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
-    await town.occupy("w1")
-    await _refused(town.complete_with(), 529, "queue_full", "busy")
+    cluster = await ClusterHarness.start(world, (), max_queued_requests=0)
+    await cluster.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
+    await cluster.occupy("w1")
+    await _refused(cluster.complete_with(), 529, "queue_full", "busy")
 
 
 @scenario_test
 async def test_a_deadline_in_the_worker_is_a_deadline(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, (), deadline_s=5)
-    await town.start_worker("w1", engine=slow_engine(world))
-    await _refused(town.complete_with(), 408, "deadline")
+    cluster = await ClusterHarness.start(world, (), deadline_s=5)
+    await cluster.start_worker("w1", engine=slow_engine(world))
+    await _refused(cluster.complete_with(), 408, "deadline")

@@ -45,12 +45,12 @@ async def begin(
         serve(world, "m")
     ids = {"worker_id": "-", "router_id": "-"}
     nowhere = ids | {"cache_dir": "/dev/null/cache", "status_port": None}
-    life = ProcessContext(name, world.clock, random.Random(1))
+    ctx = ProcessContext(name, world.clock, random.Random(1))
     preprocessor = Preprocessor(
-        await world.connect(name), Settings(**(nowhere | over)), life, InlinePool()
+        await world.connect(name), Settings(**(nowhere | over)), ctx, InlinePool()
     )
     await preprocessor.start()
-    return preprocessor, life
+    return preprocessor, ctx
 
 
 def serve(world: MemoryWorld, model: str, context: int | None = None, **engine: Any) -> None:
@@ -73,21 +73,21 @@ def publish(world: MemoryWorld, key: bytes | None, value: bytes | None) -> None:
     world.append_raw(PROMPTS, partition, Entry(key, value))
 
 
-def ask(world: MemoryWorld, request_id: str, text: str = "hi", **fields: Any) -> None:
+def send(world: MemoryWorld, request_id: str, text: str = "hi", **fields: Any) -> None:
     body = {"messages": [{"role": "user", "content": text}]}
     prompt = {"id": request_id, "body": body} | fields
     publish(world, request_id.encode(), json.dumps(prompt).encode())
 
 
-def asked(world: MemoryWorld, kind: type[R]) -> list[R]:
+def sent(world: MemoryWorld, kind: type[R]) -> list[R]:
     return [r for r in map(decode, world.all_records(REQUESTS)) if isinstance(r, kind)]
 
 
 @scenario_test
 async def test_a_prompt_becomes_a_request_in_the_lane_of_its_id(world: MemoryWorld) -> None:
     await begin(world)
-    ask(world, "a")
-    await world.wait_until(lambda: bool(asked(world, Request)))
+    send(world, "a")
+    await world.wait_until(lambda: bool(sent(world, Request)))
     (record,) = world.records(REQUESTS, lane_of("a", world.lanes))
     assert record.key == b"a"
     request = decode(record)
@@ -99,10 +99,10 @@ async def test_a_prompt_becomes_a_request_in_the_lane_of_its_id(world: MemoryWor
 @scenario_test
 async def test_a_cancel_stays_behind_its_request(world: MemoryWorld) -> None:
     for n in range(50):
-        ask(world, f"r{n}")
-        ask(world, f"r{n}", kind="cancel")
+        send(world, f"r{n}")
+        send(world, f"r{n}", kind="cancel")
     await begin(world)
-    await world.wait_until(lambda: len(asked(world, Cancel)) == 50)
+    await world.wait_until(lambda: len(sent(world, Cancel)) == 50)
     for n in range(50):
         lane = [decode(r) for r in world.all_records(REQUESTS) if r.key == f"r{n}".encode()]
         assert [type(r) for r in lane] == [Request, Cancel]
@@ -117,20 +117,26 @@ async def test_bad_prompts_are_answered_and_stop_nothing(world: MemoryWorld) -> 
     publish(world, b"b4", None)
     publish(world, None, b"nobody")
     publish(world, b"\xff", b"{}")
-    ask(world, "good")
+    send(world, "good")
     await world.wait_until(
-        lambda: bool(asked(world, Request)) and len(world.all_records(DEAD_LETTERS)) == 5
+        lambda: bool(sent(world, Request)) and len(world.all_records(DEAD_LETTERS)) == 5
     )
     await world.sleep(5)
-    refused = {r.id: r for r in asked(world, Refused)}
+    refused = {r.id: r for r in sent(world, Refused)}
     assert sorted(refused) == ["b1", "b2", "b3", "b4"]
     assert {r.code for r in refused.values()} == {"invalid"}
     assert "body.messages" in refused["b1"].message
-    assert [r.id for r in asked(world, Request)] == ["good"]
-    letters = world.all_records(DEAD_LETTERS)
-    assert sorted(letter.key or b"" for letter in letters) == [b"", b"b2", b"b3", b"b4", b"\xff"]
-    assert {dict(letter.headers)["origin_topic"] for letter in letters} == {PROMPTS.encode()}
-    reasons = {letter.key: dict(letter.headers)["reason"] or b"" for letter in letters}
+    assert [r.id for r in sent(world, Request)] == ["good"]
+    dead_letters = world.all_records(DEAD_LETTERS)
+    assert sorted(letter.key or b"" for letter in dead_letters) == [
+        b"",
+        b"b2",
+        b"b3",
+        b"b4",
+        b"\xff",
+    ]
+    assert {dict(letter.headers)["origin_topic"] for letter in dead_letters} == {PROMPTS.encode()}
+    reasons = {letter.key: dict(letter.headers)["reason"] or b"" for letter in dead_letters}
     assert b"JSON" in reasons[b"b2"]
 
 
@@ -151,22 +157,22 @@ async def test_features_that_the_engine_lacks_are_refused_by_their_field(
     serve(world, "m", unsupported=("guided_decoding", "logprobs"))
     await begin(world)
     messages = {"messages": [{"role": "user", "content": "hi"}]}
-    ask(world, "a", body=messages | {"logprobs": True})
-    ask(world, "b", body=messages | {"response_format": {"type": "json_object"}})
-    await world.wait_until(lambda: len(asked(world, Refused)) == 2)
-    told = {r.id: r.message for r in asked(world, Refused)}
-    assert told["a"].startswith("body.logprobs: the engine of this model")
-    assert told["b"].startswith("body.response_format: the engine of this model")
+    send(world, "a", body=messages | {"logprobs": True})
+    send(world, "b", body=messages | {"response_format": {"type": "json_object"}})
+    await world.wait_until(lambda: len(sent(world, Refused)) == 2)
+    got = {r.id: r.message for r in sent(world, Refused)}
+    assert got["a"].startswith("body.logprobs: the engine of this model")
+    assert got["b"].startswith("body.response_format: the engine of this model")
 
 
 @scenario_test
 async def test_the_context_of_the_served_model_is_known_from_the_start(world: MemoryWorld) -> None:
     serve(world, "m", 10)
     await begin(world)
-    ask(world, "a", "x" * 20)
-    await world.wait_until(lambda: bool(asked(world, Refused)))
-    assert "the prompt has 22 " in asked(world, Refused)[0].message
-    assert "length is 10 tokens" in asked(world, Refused)[0].message
+    send(world, "a", "x" * 20)
+    await world.wait_until(lambda: bool(sent(world, Refused)))
+    assert "the prompt has 22 " in sent(world, Refused)[0].message
+    assert "length is 10 tokens" in sent(world, Refused)[0].message
 
 
 @scenario_test
@@ -175,9 +181,9 @@ async def test_prompts_are_rendered_and_tokenised_as_their_model_does_it(
 ) -> None:
     card = await serve_demo(world)
     await begin(world)
-    ask(world, "a", "how are you?")
-    await world.wait_until(lambda: bool(asked(world, Request)))
-    (request,) = asked(world, Request)
+    send(world, "a", "how are you?")
+    await world.wait_until(lambda: bool(sent(world, Request)))
+    (request,) = sent(world, Request)
     tokens = unpack_tokens(request.token_ids)
     text = TOKENIZER.decode(tokens, skip_special=False)
     assert text == "<|user|>how are you?<|end|><|assistant|>"
@@ -196,10 +202,10 @@ async def test_each_model_prepares_its_own_prompts(world: MemoryWorld) -> None:
         prompt = {"id": f"for {model}", "body": body}
         publish(world, prompt["id"].encode(), json.dumps(prompt).encode())  # type: ignore[attr-defined]
     await world.wait_until(lambda: len(world.all_records(REQUESTS)) == 4)
-    tokens = {r.model: list(unpack_tokens(r.token_ids)) for r in asked(world, Request)}
+    tokens = {r.model: list(unpack_tokens(r.token_ids)) for r in sent(world, Request)}
     assert tokens["bytes"] == render_chat([("user", "hello")])
     assert TOKENIZER.decode(tokens["demo"]) == "hello"
-    refused = {r.id: r.message for r in asked(world, Refused)}
+    refused = {r.id: r.message for r in sent(world, Refused)}
     assert refused["for other"].startswith(
         "body.model: the model 'other' does not exist; available: "
     )
@@ -209,12 +215,12 @@ async def test_each_model_prepares_its_own_prompts(world: MemoryWorld) -> None:
 @scenario_test
 async def test_prompts_wait_until_there_is_a_model(world: MemoryWorld) -> None:
     await begin(world, models=False)
-    ask(world, "a")
+    send(world, "a")
     await world.sleep(20)
     assert not world.all_records(REQUESTS)
     await serve_demo(world)
-    await world.wait_until(lambda: bool(asked(world, Request)))
-    assert asked(world, Request)[0].model == "demo"
+    await world.wait_until(lambda: bool(sent(world, Request)))
+    assert sent(world, Request)[0].model == "demo"
 
 
 @scenario_test
@@ -222,8 +228,8 @@ async def test_a_model_that_comes_later_is_known(world: MemoryWorld) -> None:
     await begin(world)
     await serve_demo(world)
     await world.sleep(1)
-    ask(world, "a", body={"model": "demo", "messages": [{"role": "user", "content": "x"}]})
-    await world.wait_until(lambda: bool(asked(world, Request)))
+    send(world, "a", body={"model": "demo", "messages": [{"role": "user", "content": "x"}]})
+    await world.wait_until(lambda: bool(sent(world, Request)))
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -243,12 +249,12 @@ async def test_a_prompt_for_a_model_whose_only_worker_restarts_is_taken(
         world.append(REGISTRY, 0, Tombstone(key="worker/w-other"), key="worker/w-other")
     await world.sleep(1.0)
     body = {"messages": [{"role": "user", "content": "hi"}]} | ({"model": "m"} if named else {})
-    ask(world, "a", body=body)
+    send(world, "a", body=body)
     if restarted and not named:  # there were two
-        await world.wait_until(lambda: bool(asked(world, Refused)))
+        await world.wait_until(lambda: bool(sent(world, Refused)))
     else:
-        await world.wait_until(lambda: bool(asked(world, Request)))
-        assert asked(world, Request)[0].model in ("m", "")
+        await world.wait_until(lambda: bool(sent(world, Request)))
+        assert sent(world, Request)[0].model in ("m", "")
 
 
 @scenario_test
@@ -261,9 +267,9 @@ async def test_a_model_that_left_is_not_one_of_those_an_unnamed_prompt_may_mean(
     world.append(REGISTRY, 0, Tombstone(key="worker/w-old"), key="worker/w-old")
     serve(world, "new")
     await world.sleep(1.0)
-    ask(world, "a")
-    await world.wait_until(lambda: bool(asked(world, Request)))
-    assert asked(world, Request)[0].model == "new"
+    send(world, "a")
+    await world.wait_until(lambda: bool(sent(world, Request)))
+    assert sent(world, Request)[0].model == "new"
 
 
 @scenario_test
@@ -273,55 +279,55 @@ async def test_a_model_without_its_files_is_refused_and_others_go_on(world: Memo
     serve(world, "m")
     await begin(world)
     for model in ("broken", "m"):
-        ask(world, model, body={"model": model, "prompt": "x"}, kind="completion")
+        send(world, model, body={"model": model, "prompt": "x"}, kind="completion")
     await world.wait_until(lambda: len(world.all_records(REQUESTS)) == 2)
-    (refused,) = asked(world, Refused)
+    (refused,) = sent(world, Refused)
     assert (refused.id, refused.code) == ("broken", "internal")
 
 
 @scenario_test
 async def test_files_that_cannot_be_read_in_an_outage_are_waited_for(world: MemoryWorld) -> None:
     await serve_demo(world)
-    preprocessor, life = await begin(world)
+    preprocessor, ctx = await begin(world)
     world.faults.unanswered.add("offsets")
     preprocessor._loader._loads.clear()
-    ask(world, "a")
+    send(world, "a")
     await world.sleep(60)
-    assert life.error is None
+    assert ctx.error is None
     assert not world.all_records(REQUESTS)
     world.faults.unanswered.clear()
-    await world.wait_until(lambda: bool(asked(world, Request)))
+    await world.wait_until(lambda: bool(sent(world, Request)))
 
 
 @scenario_test
 async def test_a_request_too_large_for_a_record_is_refused(world: MemoryWorld) -> None:
     await begin(world)
-    ask(world, "a", "x" * 3_000_000)  # four bytes a token
-    await world.wait_until(lambda: bool(asked(world, Refused)))
-    assert asked(world, Refused)[0].code == "too_large"
+    send(world, "a", "x" * 3_000_000)  # four bytes a token
+    await world.wait_until(lambda: bool(sent(world, Refused)))
+    assert sent(world, Refused)[0].code == "too_large"
 
 
 @scenario_test
 async def test_what_was_handled_is_not_read_again(world: MemoryWorld) -> None:
-    first, life = await begin(world)
-    ask(world, "a")
-    await world.wait_until(lambda: bool(asked(world, Request)))
+    first, ctx = await begin(world)
+    send(world, "a")
+    await world.wait_until(lambda: bool(sent(world, Request)))
     await world.sleep(1)
     await first.stop()
-    await life.cancel_tasks()
+    await ctx.cancel_tasks()
     await begin(world, "p2")
-    ask(world, "b")
-    await world.wait_until(lambda: len(asked(world, Request)) == 2)
+    send(world, "b")
+    await world.wait_until(lambda: len(sent(world, Request)) == 2)
     await world.sleep(5)
-    assert sorted(r.id for r in asked(world, Request)) == ["a", "b"]
+    assert sorted(r.id for r in sent(world, Request)) == ["a", "b"]
 
 
 @scenario_test
 async def test_a_commit_without_an_answer_is_repeated(world: MemoryWorld) -> None:
     await begin(world)
     world.faults.unanswered = {"commit"}
-    ask(world, "a")
-    await world.wait_until(lambda: bool(asked(world, Request)))
+    send(world, "a")
+    await world.wait_until(lambda: bool(sent(world, Request)))
     await world.sleep(5.0)
     assert not world.broker.group(PROMPTS, "preprocessor").committed
     world.faults.unanswered = set()
@@ -332,13 +338,13 @@ async def test_a_commit_without_an_answer_is_repeated(world: MemoryWorld) -> Non
 @scenario_test
 async def test_prompts_are_read_on_while_commits_are_not_answered(world: MemoryWorld) -> None:
     await begin(world)
-    ask(world, "a")
-    await world.wait_until(lambda: bool(asked(world, Request)))
+    send(world, "a")
+    await world.wait_until(lambda: bool(sent(world, Request)))
     world.faults.unanswered = {"commit"}
     begun = world.clock.now()
     for n in range(4):
-        ask(world, f"r{n}")
-        await world.wait_until(lambda: f"r{n}" in {r.id for r in asked(world, Request)})  # noqa: B023
+        send(world, f"r{n}")
+        await world.wait_until(lambda: f"r{n}" in {r.id for r in sent(world, Request)})  # noqa: B023
     assert world.clock.now() - begun < 4
 
 
@@ -348,11 +354,11 @@ async def test_what_has_piled_up_in_a_lane_goes_out_together(world: MemoryWorld)
     lanes = world.broker.partitions[REQUESTS]
     ids = [name for n in range(40 * lanes) if lane_of(name := f"r{n}", lanes) == 0]
     for name in ids:
-        ask(world, name)
+        send(world, name)
     world.faults.next_fates(REQUESTS, AppendFate.UNREPORTED)
     await begin(world)
-    await world.wait_until(lambda: len(asked(world, Request)) == 2 * len(ids))
-    found = [request.id for request in asked(world, Request)]
+    await world.wait_until(lambda: len(sent(world, Request)) == 2 * len(ids))
+    found = [request.id for request in sent(world, Request)]
     assert found == 2 * found[: len(ids)]
 
 
@@ -362,44 +368,44 @@ async def test_what_is_too_large_together_goes_out_in_parts(world: MemoryWorld) 
     lanes = world.broker.partitions[REQUESTS]
     ids = [name for n in range(9 * lanes) if lane_of(name := f"r{n}", lanes) == 0]
     for name in ids:
-        ask(world, name, "x" * 100_000)
+        send(world, name, "x" * 100_000)
     await begin(world)
-    await world.wait_until(lambda: len(asked(world, Request)) == len(ids))
-    assert {r.id for r in asked(world, Request)} == set(ids)
+    await world.wait_until(lambda: len(sent(world, Request)) == len(ids))
+    assert {r.id for r in sent(world, Request)} == set(ids)
 
 
 @scenario_test
 async def test_what_was_not_acknowledged_is_read_again_by_the_next_one(world: MemoryWorld) -> None:
-    first, life = await begin(world)
+    first, ctx = await begin(world)
     world.faults.next_fates(REQUESTS, *[AppendFate.LOST] * 10**4)
-    ask(world, "a")
+    send(world, "a")
     await world.sleep(10)
     await first.stop()
-    await life.cancel_tasks()
+    await ctx.cancel_tasks()
     world.faults.fates.clear()
-    assert not asked(world, Request)
+    assert not sent(world, Request)
     await begin(world, "p2")
-    await world.wait_until(lambda: [r.id for r in asked(world, Request)] == ["a"])
+    await world.wait_until(lambda: [r.id for r in sent(world, Request)] == ["a"])
 
 
 @scenario_test
 async def test_two_share_the_prompts_and_take_over_from_each_other(world: MemoryWorld) -> None:
-    first, life = await begin(world, "p1")
+    first, ctx = await begin(world, "p1")
     await begin(world, "p2")
     await world.sleep(5)
     for n in range(40):
-        ask(world, f"r{n}")
-    await world.wait_until(lambda: len(asked(world, Request)) == 40)
+        send(world, f"r{n}")
+    await world.wait_until(lambda: len(sent(world, Request)) == 40)
     await first.stop()
-    await life.cancel_tasks()
+    await ctx.cancel_tasks()
     for n in range(40, 80):
-        ask(world, f"r{n}")
-    await world.wait_until(lambda: len({r.id for r in asked(world, Request)}) == 80)
+        send(world, f"r{n}")
+    await world.wait_until(lambda: len({r.id for r in sent(world, Request)}) == 80)
 
 
 @scenario_test
 async def test_a_lost_append_is_repeated(world: MemoryWorld) -> None:
     await begin(world)
     world.faults.next_fates(REQUESTS, AppendFate.LOST, AppendFate.UNREPORTED)
-    ask(world, "a")
-    await world.wait_until(lambda: len(asked(world, Request)) == 2)
+    send(world, "a")
+    await world.wait_until(lambda: len(sent(world, Request)) == 2)

@@ -16,7 +16,7 @@ from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.model import publish_folder
 from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
 from app.preprocess.thread_pool import InlinePool
-from app.preprocessor import Preprocessor
+from app.prompts.prompt_source import PromptSource
 from app.settings import Settings
 from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
@@ -92,7 +92,7 @@ async def some(log: KafkaLog, topic: str, enough: Callable[[list[Record]], bool]
     return found
 
 
-async def ask(log: KafkaLog, *ids: str) -> None:
+async def send(log: KafkaLog, *ids: str) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     for request_id in ids:
         value = json.dumps({"id": request_id, "body": body}).encode()
@@ -105,18 +105,18 @@ def ids_of(records: list[Record], kind: type[AnyRecord] = Request) -> list[str]:
 
 
 async def test_prompts_of_any_kind_are_answered_and_committed(log: KafkaLog) -> None:
-    await ask(log, "a")
+    await send(log, "a")
     async with running():
         await log.append(PROMPTS, Entry(b"bad", b"not json"))
         await log.append(PROMPTS, Entry(None, b"\xff"), 0)
         await log.append(PROMPTS, Entry(b"empty", None))
-        await ask(log, *(f"r{n}" for n in range(30)))
+        await send(log, *(f"r{n}" for n in range(30)))
         found = await some(log, REQUESTS, lambda r: len(r) >= 33)
         await some(log, DEAD_LETTERS, lambda r: len(r) == 3)
     assert ids_of(found) == sorted(["a", *(f"r{n}" for n in range(30))])
     assert ids_of(found, Refused) == ["bad", "empty"]
     async with running():
-        await ask(log, "later")
+        await send(log, "later")
         await some(log, REQUESTS, lambda r: len(r) >= 34)
     assert len(await read(log, REQUESTS)) == 34  # nothing was read twice
 
@@ -124,12 +124,12 @@ async def test_prompts_of_any_kind_are_answered_and_committed(log: KafkaLog) -> 
 async def test_a_failure_ends_the_process_and_commits_nothing(
     log: KafkaLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fails(_: Preprocessor, __: object) -> None:
+    async def fails(_: PromptSource, __: object) -> None:
         raise ZeroDivisionError
 
     with monkeypatch.context() as broken:
-        broken.setattr(Preprocessor, "publish_requests", fails)
-        await ask(log, "a", "b")
+        broken.setattr(PromptSource, "publish_requests", fails)
+        await send(log, "a", "b")
         with pytest.raises(SystemExit) as ended:
             async with asyncio.timeout(WAIT_S):  # in this task: SystemExit of another ends the loop
                 await preprocessor.app.run()

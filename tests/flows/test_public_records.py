@@ -24,16 +24,16 @@ DOCUMENT = Path(__file__).parents[2] / "deploy/asyncapi.yaml"
 
 @pytest.fixture(scope="module")
 def schemas() -> dict[str, Any]:
-    told: dict[str, Any] = yaml.safe_load(DOCUMENT.read_text("utf-8"))["components"]["schemas"]
-    return told
+    got: dict[str, Any] = yaml.safe_load(DOCUMENT.read_text("utf-8"))["components"]["schemas"]
+    return got
 
 
-async def traffic(world: MemoryWorld, said: dict[str, list[Any]]) -> None:
-    """Prompts of every kind, a worker that dies, an end by a router; `said` gets all records."""
-    house = await GatewayHarness.open(world)
-    life = ProcessContext("p1", world.clock, random.Random("p1"))
-    await Preprocessor(await world.connect("p1"), memory_settings(), life).start()
-    await house.start_backend(worker_timeout_s=3)
+async def traffic(world: MemoryWorld, output: dict[str, list[Any]]) -> None:
+    """Prompts of every kind, a worker that dies, an end by a router; `output` gets all records."""
+    harness = await GatewayHarness.open(world)
+    ctx = ProcessContext("p1", world.clock, random.Random("p1"))
+    await Preprocessor(await world.connect("p1"), memory_settings(), ctx).start()
+    await harness.start_backend(worker_timeout_s=3)
     async with Client(await world.connect("client"), world.clock, random.Random(1)) as client:
         messages = [{"role": "user", "content": "x" * 200}]
         ids = [
@@ -47,24 +47,24 @@ async def traffic(world: MemoryWorld, said: dict[str, list[Any]]) -> None:
         ]
         await world.wait_until(lambda: len(world.all_records(RESPONSES)) > 3)
         await client.cancel(ids[0])
-        asked = house.chat("y" * 100, stream=True)
-        await world.wait_until(lambda: len(asked.text) > 5)
-        await house.kill("w1")
-        await house.start_worker("w2")
-        await asked.wait_done()
+        sent = harness.chat("y" * 100, stream=True)
+        await world.wait_until(lambda: len(sent.text) > 5)
+        await harness.kill("w1")
+        await harness.start_worker("w2")
+        await sent.wait_done()
         for request_id in ids:
             await client.result(request_id)
     for topic in (PROMPTS, RESPONSES):
-        said[topic] = [json.loads(r.value or b"") for r in world.all_records(topic)]
+        output[topic] = [json.loads(r.value or b"") for r in world.all_records(topic)]
 
 
 def test_every_record_of_a_flow_is_as_clients_are_told(schemas: dict[str, Any]) -> None:
     kinds = set()
-    said: dict[str, list[Any]] = {}
-    run_scenario(lambda world: traffic(world, said))
+    output: dict[str, list[Any]] = {}
+    run_scenario(lambda world: traffic(world, output))
     for topic, name in ((PROMPTS, "Prompt"), (RESPONSES, "responses:Message:Payload")):
         schema = Draft202012Validator(schemas[name])
-        for record in said[topic]:
+        for record in output[topic]:
             schema.validate(record)
             kinds.add(record.get("t") or record.get("kind", "chat"))
     assert kinds == {"chat", "completion", "tokens", "cancel", "Chunk", "Fence", "End"}

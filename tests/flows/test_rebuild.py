@@ -35,9 +35,9 @@ class Replica:
 
     def __init__(self, world: MemoryWorld, log: MemoryLog, name: str, secret: str) -> None:
         self.log = log
-        self.life = ProcessContext(name, world.clock, random.Random(name))
+        self.ctx = ProcessContext(name, world.clock, random.Random(name))
         settings = memory_settings(hash_secret=secret, snapshot_interval_s=EVERY_S)
-        self.indexer = Indexer(log, settings, self.life, InlinePool())
+        self.indexer = Indexer(log, settings, self.ctx, InlinePool())
 
     @staticmethod
     async def open(world: MemoryWorld, name: str = "i1", secret: str = SECRET) -> Replica:
@@ -47,7 +47,7 @@ class Replica:
 
     async def kill(self) -> None:
         self.log.kill()
-        await self.life.cancel_tasks()
+        await self.ctx.cancel_tasks()
 
     async def get(self, path: str) -> HttpExchange:
         exchange = HttpExchange(self.indexer.http, "GET", path)
@@ -180,14 +180,14 @@ async def test_a_router_starts_from_them_too(world: MemoryWorld) -> None:
     await Replica.open(world)
     await world.sleep(EVERY_S / 2)
     world.broker.delete_records(KV_EVENTS, cache.partition, end)  # so that there is no other way
-    life = ProcessContext("r1", world.clock, random.Random("r1"))
-    router = Router(await world.connect("r1"), memory_settings(hash_secret=SECRET), life)
+    ctx = ProcessContext("r1", world.clock, random.Random("r1"))
+    router = Router(await world.connect("r1"), memory_settings(hash_secret=SECRET), ctx)
     await router.start()
     assert {tuple(h): held.total_blocks for h, held in router._index.cache_sizes().items()} == {
         ("w1", 0): 40
     }
     await router.stop()
-    await life.cancel_tasks()
+    await ctx.cancel_tasks()
 
 
 @scenario_test

@@ -44,7 +44,7 @@ class Caches:
     """What the caches of all workers say."""
 
     def __init__(self, log: KafkaLog, fingerprint: str) -> None:
-        self._outbox = RecordPublisher(log, SystemClock())
+        self._publisher = RecordPublisher(log, SystemClock())
         self._fingerprint = fingerprint
         self._rng = random.Random(3)
         self._next = dict.fromkeys(WORKERS, 0)
@@ -52,9 +52,9 @@ class Caches:
     async def say(self, records: int) -> None:
         """So many records of each worker: blocks come and go."""
         for name in WORKERS:
-            said = [(name, self._record(name)) for _ in range(records)]
-            await self._outbox.publish_batch_once(
-                KV_EVENTS, partition_of(name.encode(), PARTITIONS), said
+            records_of = [(name, self._record(name)) for _ in range(records)]
+            await self._publisher.publish_batch_once(
+                KV_EVENTS, partition_of(name.encode(), PARTITIONS), records_of
             )
 
     def _record(self, name: str) -> Blocks:

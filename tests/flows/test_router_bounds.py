@@ -28,7 +28,7 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 FATES = (Assigned, Ended)
 
 
-def ask(world: MemoryWorld, *ids: str, **over: Any) -> None:
+def send(world: MemoryWorld, *ids: str, **over: Any) -> None:
     for name in ids:
         append_record(
             world, REQUESTS, Request(**({"id": name, "model": "demo", "deadline_s": 100} | over))
@@ -49,9 +49,9 @@ async def test_who_need_not_wait_is_not_refused_because_others_do(world: MemoryW
     worker, other = FakeWorker(world), FakeWorker(world, "w2", model="big")
     other.state = "draining"
     await start_router(world, max_queued_requests=1)
-    ask(world, "a", "b", model="big")
+    send(world, "a", "b", model="big")
     await world.wait_until(lambda: ended(world, "a", "b") == {"b": "queue_full"})
-    ask(world, "c")
+    send(world, "c")
     assert await wait_for_items(world, lambda: worker.received(Assignment))
 
 
@@ -59,7 +59,7 @@ async def test_who_need_not_wait_is_not_refused_because_others_do(world: MemoryW
 async def test_without_a_place_to_wait_a_free_worker_is_enough(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world, max_queued_requests=0)
-    ask(world, "a")
+    send(world, "a")
     assert await wait_for_items(world, lambda: worker.received(Assignment))
 
 
@@ -67,14 +67,14 @@ async def test_without_a_place_to_wait_a_free_worker_is_enough(world: MemoryWorl
 async def test_what_waits_is_bounded_in_tokens_that_no_cache_has_too(world: MemoryWorld) -> None:
     worker = FakeWorker(world, state="draining")
     await start_router(world, max_queued_tokens=5000)
-    ask(world, "a", "b", "c", token_ids=b"1234" * 3000)
+    send(world, "a", "b", "c", token_ids=b"1234" * 3000)
     await world.wait_until(lambda: ended(world, "a", "b", "c") == {"c": "queue_full"}, within_s=5)
     (end,) = read_records(world, RESPONSES, End, "c")
     assert end.retry_after_s
     worker.state = "ready"
     worker.send_heartbeat()
     await wait_for_items(world, lambda: worker.received(Assignment))
-    ask(world, "d", token_ids=b"1234" * 3000)
+    send(world, "d", token_ids=b"1234" * 3000)
     await world.wait_until(lambda: len(worker.received(Assignment)) == 3, within_s=30)
 
 
@@ -85,7 +85,7 @@ async def test_what_waits_is_bounded_in_bytes_whatever_it_counts_as_in_tokens(
     worker = FakeWorker(world, kind="chat", state="draining")
     await start_router(world, max_queued_bytes=150_000)
     image = OpenAiBody(kind="chat", json=b"." * 100_000, prompt_tokens=1000)
-    ask(world, "a", "b", "c", body=image)
+    send(world, "a", "b", "c", body=image)
     await world.wait_until(lambda: ended(world, "a", "b", "c") == {"c": "queue_full"}, within_s=5)
     (end,) = read_records(world, RESPONSES, End, "c")
     assert end.retry_after_s
@@ -96,7 +96,7 @@ async def test_what_waits_is_bounded_in_bytes_whatever_it_counts_as_in_tokens(
     )
     worker.state = "draining"
     worker.send_heartbeat()
-    ask(world, "d", body=image)
+    send(world, "d", body=image)
     await world.sleep(5)
     assert ended(world, "d") == {}
 
@@ -124,7 +124,7 @@ async def test_what_a_router_keeps_is_bounded_while_a_lane_takes_no_appends(
     router = await start_router(world, max_queued_requests=10)
     world.broker.faults = outage = Outage(Partition(topic, 0))
     names = [f"r{n}" for n in range(1000)]
-    ask(world, *names)
+    send(world, *names)
     await world.sleep(20)
     (owner,) = router._owners.values()
     assert len(owner._jobs) < 200
@@ -149,12 +149,12 @@ async def test_other_lanes_are_served_beside_one_that_takes_no_appends(world: Me
     await start_router(world)
     world.broker.faults = Outage(Partition(RESPONSES, 0), Partition(LEDGER, 0))
     names = [f"r{n}" for n in range(2000)]
-    ask(world, *names)
+    send(world, *names)
     others = {name for name in names if lane_of(name, world.lanes) == 1}
     await world.wait_until(
         lambda: {a.request.id for a in worker.received(Assignment)} >= others, within_s=5
     )
-    ask(world, *(f"s{n}" for n in range(100)))
+    send(world, *(f"s{n}" for n in range(100)))
     later = {f"s{n}" for n in range(100) if lane_of(f"s{n}", world.lanes) == 1}
     await world.wait_until(
         lambda: {a.request.id for a in worker.received(Assignment)} >= later, within_s=2
@@ -168,7 +168,7 @@ async def test_what_a_router_keeps_of_a_lane_is_bounded_in_bytes_too(world: Memo
     world.broker.faults = outage = Outage(Partition(LEDGER, 0))
     image = OpenAiBody(kind="chat", json=b"." * 4_000_000, prompt_tokens=1000)
     names = [name for n in range(100) if lane_of(name := f"r{n}", world.lanes) == 0]
-    ask(world, *names, model="none", body=image)
+    send(world, *names, model="none", body=image)
     await world.wait_until(lambda: 0 in router._owners and router._owners[0].claim.is_paused)
     owner = router._owners[0]
     await world.sleep(10)
@@ -189,9 +189,9 @@ async def test_a_class_has_bounds_of_its_own(world: MemoryWorld) -> None:
     }
     await start_router(world, queue_classes=classes)
     batch, tenants = ("a", "b", "c"), ("d", "e")
-    ask(world, *batch, hints=Hints(queue_class="batch"))
-    ask(world, *tenants, tenant="t", token_ids=b"1234" * 2000)
-    ask(world, "f", "g", "h")
+    send(world, *batch, hints=Hints(queue_class="batch"))
+    send(world, *tenants, tenant="t", token_ids=b"1234" * 2000)
+    send(world, "f", "g", "h")
     await world.sleep(5)
     refused = ended(world, *"abcdefgh")
     assert set(refused.values()) == {"queue_full"}
@@ -200,7 +200,7 @@ async def test_a_class_has_bounds_of_its_own(world: MemoryWorld) -> None:
     worker.state = "ready"
     worker.send_heartbeat()
     await world.wait_until(lambda: len(worker.received(Assignment)) == 6, within_s=30)
-    ask(world, "i", hints=Hints(queue_class="batch"))
+    send(world, "i", hints=Hints(queue_class="batch"))
     await world.wait_until(lambda: len(worker.received(Assignment)) == 7, within_s=30)
 
 
@@ -210,9 +210,9 @@ async def test_classes_that_wait_share_a_worker_by_weight(world: MemoryWorld, po
     worker = FakeWorker(world, state="draining")
     await start_router(world, queue_classes={"batch": ClassConfig(weight=0.25)}, policy=policy)
     batch = Hints(queue_class="batch")
-    ask(world, *[f"b{n}" for n in range(8)], hints=batch, token_ids=PROMPT.token_ids)
+    send(world, *[f"b{n}" for n in range(8)], hints=batch, token_ids=PROMPT.token_ids)
     await world.sleep(0.1)
-    ask(world, *[f"o{n}" for n in range(8)], token_ids=PROMPT.token_ids)
+    send(world, *[f"o{n}" for n in range(8)], token_ids=PROMPT.token_ids)
     await world.sleep(0.1)
     world.spawn(worker.serve(room=1))
     worker.state = "ready"
@@ -228,11 +228,11 @@ async def test_requests_that_workers_refused_count_as_waiting(world: MemoryWorld
     router = await start_router(world, max_queued_requests=2)
     world.spawn(worker.serve(room=1))
     names = [f"a{n}" for n in range(10)]
-    ask(world, *names)
+    send(world, *names)
     await world.wait_until(lambda: len(ended(world, *names)) == 7, within_s=5)
     assert set(ended(world, *names).values()) == {"queue_full"}
     assert all(e.retry_after_s for n in names for e in read_records(world, RESPONSES, End, n))
-    ask(world, "late")
+    send(world, "late")
     await world.wait_until(lambda: ended(world, "late") == {"late": "queue_full"}, within_s=1)
     assert router._context.queued_requests <= 2
 
@@ -245,14 +245,14 @@ async def test_a_request_is_not_sent_to_a_worker_that_was_full_a_moment_ago(
     free.state = "draining"
     await start_router(world)
     world.spawn(full.serve(room=0))
-    ask(world, "a")
+    send(world, "a")
     await world.wait_until(lambda: refusals(world, "a") == 1)
     free.state = "ready"
     free.send_heartbeat()
     await wait_for_items(world, lambda: free.received(Assignment))
     free.start(free.received(Assignment)[0])
-    ask(world, "b", token_ids=b"1234" * 1000)
-    ask(world, "c")  # by load alone it would go to the full one
+    send(world, "b", token_ids=b"1234" * 1000)
+    send(world, "c")  # by load alone it would go to the full one
     await wait_for_items(world, lambda: free.received(Assignment), 3)
     assert refusals(world, "a", "b", "c") <= 2  # once a second it may be asked again
 
@@ -263,7 +263,7 @@ async def test_a_full_worker_is_not_asked_over_and_over(world: MemoryWorld) -> N
     await start_router(world)
     world.spawn(worker.serve(room=3))
     names = [f"a{n}" for n in range(40)]
-    ask(world, *names)
+    send(world, *names)
     await world.wait_until(lambda: len(worker.running) == 3)
     await world.sleep(2)
     before = refusals(world, *names)
@@ -277,7 +277,7 @@ async def test_no_worker_is_sent_more_than_its_card_says_that_it_takes(world: Me
     await start_router(world)
     world.spawn(worker.serve(room=3))
     names = [f"a{n}" for n in range(12)]
-    ask(world, *names)
+    send(world, *names)
     await world.wait_until(lambda: len(worker.running) == 3)
     await world.sleep(5)
     assert len(worker.running) == 3
@@ -294,7 +294,7 @@ async def test_places_are_filled_as_they_become_free(world: MemoryWorld) -> None
     await start_router(world)
     world.spawn(worker.serve(room=3))
     names = [f"a{n}" for n in range(40)]
-    ask(world, *names)
+    send(world, *names)
     await world.wait_until(lambda: len(worker.running) == 3)
     await world.sleep(2)
     began_at = world.clock.now()
@@ -315,11 +315,11 @@ async def test_a_count_of_places_that_was_too_low_does_not_stay(world: MemoryWor
     worker = FakeWorker(world)
     await start_router(world)
     refusing = world.spawn(worker.serve(room=0))
-    ask(world, "a")
+    send(world, "a")
     await world.wait_until(lambda: refusals(world, "a") == 2)
     refusing.cancel()
     world.spawn(worker.serve(room=4))
-    ask(world, *[f"b{n}" for n in range(4)])
+    send(world, *[f"b{n}" for n in range(4)])
     await world.wait_until(lambda: len(worker.running) == 4, within_s=5)
 
 
@@ -328,7 +328,7 @@ async def test_a_model_that_nobody_serves_is_not_waited_for(world: MemoryWorld) 
     FakeWorker(world)
     await start_router(world, max_queued_requests=1)
     await world.sleep(1)
-    ask(world, "a", "b", model="other")
+    send(world, "a", "b", model="other")
     await world.wait_until(lambda: len(ended(world, "a", "b")) == 2, within_s=2)
     assert ended(world, "a", "b") == {"a": "model_not_found", "b": "model_not_found"}
     (end,) = read_records(world, RESPONSES, End, "a")
@@ -338,7 +338,7 @@ async def test_a_model_that_nobody_serves_is_not_waited_for(world: MemoryWorld) 
 @scenario_test
 async def test_an_empty_fleet_may_still_get_any_model(world: MemoryWorld) -> None:
     await start_router(world)
-    ask(world, "a", model="other")
+    send(world, "a", model="other")
     await world.sleep(10)
     assert ended(world, "a") == {}
     worker = FakeWorker(world, model="other")
@@ -355,7 +355,7 @@ async def test_a_model_whose_last_worker_died_is_waited_for(world: MemoryWorld) 
         worker.heartbeat_task.cancel()
         await wait_for_items(world, lambda w=worker: w.received(Lost))  # type: ignore[misc]
         await world.sleep(1)
-        ask(world, first, model="big")
+        send(world, first, model="big")
         await world.sleep(10)
         assert ended(world, first) == {}
 
@@ -366,7 +366,7 @@ async def test_a_model_that_has_a_card_is_waited_for(world: MemoryWorld) -> None
     world.append(REGISTRY, 0, ModelCard(name="big"), key="model/big")
     await start_router(world)
     await world.sleep(1)
-    ask(world, "a", model="big")
+    send(world, "a", model="big")
     await world.sleep(10)
     assert ended(world, "a") == {}
 
@@ -378,11 +378,11 @@ async def test_nobody_waits_long_for_a_model_whose_last_worker_has_left(world: M
     await world.sleep(100)
     world.append(REGISTRY, 0, Tombstone(key="worker/w1"), key="worker/w1")
     await world.sleep(1)
-    ask(world, "early", deadline_s=600)
+    send(world, "early", deadline_s=600)
     await world.sleep(50)
     assert ended(world, "early") == {}
     await world.sleep(20)
-    ask(world, "late", deadline_s=600)
+    send(world, "late", deadline_s=600)
     await world.sleep(0.5)
     assert ended(world, "early", "late") == {"early": "no_workers", "late": "no_workers"}
     ends = read_records(world, RESPONSES, End, "early") + read_records(
@@ -390,7 +390,7 @@ async def test_nobody_waits_long_for_a_model_whose_last_worker_has_left(world: M
     )
     assert {end.retry_after_s for end in ends} == {10.0}
     fresh = FakeWorker(world, "w2")
-    ask(world, "new", deadline_s=600)
+    send(world, "new", deadline_s=600)
     await wait_for_items(world, lambda: fresh.received(Assignment))
 
 
@@ -398,7 +398,7 @@ async def test_nobody_waits_long_for_a_model_whose_last_worker_has_left(world: M
 async def test_what_has_begun_waits_for_a_worker_until_its_deadline(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world, no_worker_timeout_s=10)
-    ask(world, "a", deadline_s=600)
+    send(world, "a", deadline_s=600)
     worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
     worker.heartbeat_task.cancel()
     await world.sleep(60)
@@ -414,7 +414,7 @@ async def test_a_request_that_waited_in_vain_says_whether_its_model_had_workers(
     FakeWorker(world)
     world.append(REGISTRY, 0, ModelCard(name="big"), key="model/big")
     await start_router(world)
-    ask(world, "a", model="big", deadline_s=5)
+    send(world, "a", model="big", deadline_s=5)
     await world.wait_until(lambda: ended(world, "a") == {"a": "no_workers"})
 
 
@@ -429,6 +429,6 @@ async def test_a_request_that_was_refused_and_held_again_is_taken_by_a_new_worke
     await world.wait_until(lambda: refusals(world, "a") == 1)
     await world.sleep(0.5)
     fresh = FakeWorker(world, "w2")
-    asked_at = world.clock.now()
+    sent_at = world.clock.now()
     await wait_for_items(world, lambda: fresh.received(Assignment))
-    assert world.clock.now() - asked_at < 0.5
+    assert world.clock.now() - sent_at < 0.5

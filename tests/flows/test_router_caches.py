@@ -26,7 +26,7 @@ SIZE = 16
 PREFIX = list(range(1000, 1000 + 40 * SIZE))
 
 
-def ask(world: MemoryWorld, name: str, *tail: int) -> None:
+def send(world: MemoryWorld, name: str, *tail: int) -> None:
     tokens = pack_tokens([*PREFIX, *tail])
     append_record(world, REQUESTS, Request(id=name, model="demo", token_ids=tokens, deadline_s=100))
 
@@ -41,7 +41,7 @@ async def test_requests_with_a_prefix_go_where_it_is(world: MemoryWorld) -> None
     workers[2].publish_blocks(PREFIX, SIZE)
     await start_router(world)
     for n in range(5):
-        ask(world, f"a{n}", n, n)
+        send(world, f"a{n}", n, n)
         decided = await decision(world, f"a{n}")
         assert decided.worker == "w2"
         assert decided.cached_tokens_predicted == len(PREFIX)
@@ -64,7 +64,7 @@ async def test_what_the_cache_no_longer_holds_is_forgotten_at_once(world: Memory
     holder.publish_blocks(PREFIX[: 4 * SIZE], SIZE, first_event_id=2)
     other.publish_blocks(PREFIX, SIZE)
     await world.sleep(0.1)
-    ask(world, "a")
+    send(world, "a")
     assert (await decision(world, "a")).worker == "w2"
 
 
@@ -77,16 +77,16 @@ async def test_an_overloaded_holder_spills_until_its_prefill_is_done(world: Memo
     holder.publish_blocks(PREFIX, SIZE)
     await start_router(world, policy="dynamo")
     long = range(5000, 5000 + 60 * SIZE)
-    ask(world, "long", *long)
+    send(world, "long", *long)
     run = holder.start((await wait_for_items(world, lambda: holder.received(Assignment)))[0])
     for n in range(2):
-        ask(world, f"spilled{n}")
+        send(world, f"spilled{n}")
         assert (await decision(world, f"spilled{n}")).worker == "w2"
     done = PrefillDone(run=1, **run)
     append_record(world, LEDGER, done)
     holder.finish(run, "stop")
     await world.sleep(0.1)
-    ask(world, "back")
+    send(world, "back")
     assert (await decision(world, "back")).worker == "w1"
     assert len(other.received(Assignment)) == 2
 
@@ -108,16 +108,16 @@ async def test_a_router_that_starts_knows_what_was_cached_before(world: MemoryWo
     for _ in range(2000):
         workers[3].send_heartbeat()
     workers[3].publish_blocks(PREFIX, SIZE)
-    ask(world, "a")
+    send(world, "a")
     await start_router(world)
     assert (await decision(world, "a")).worker == "w3"
 
 
 async def serve(world: MemoryWorld, name: str) -> None:
-    life = ProcessContext(name, world.clock, random.Random(name))
+    ctx = ProcessContext(name, world.clock, random.Random(name))
     engine = SimulatedEngine(world.clock, model="demo")
     settings = Settings(_env_file=None, worker_id=name, router_id="-")
-    await Worker(await world.connect(name), settings, life, engine).start()
+    await Worker(await world.connect(name), settings, ctx, engine).start()
 
 
 @scenario_test

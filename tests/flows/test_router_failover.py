@@ -246,7 +246,7 @@ async def test_another_router_takes_over_where_the_first_one_died(world: MemoryW
     append_record(world, REQUESTS, PROMPT)
     await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned))
     await first.stop()
-    await first._life.cancel_tasks()
+    await first._ctx.cancel_tasks()
     world.faults.fates.clear()
     worker.slot_offset = 0
     await start_router(world, "r2")
@@ -261,7 +261,7 @@ async def test_held_requests_of_a_dead_router_come_back(world: MemoryWorld) -> N
     append_record(world, REQUESTS, PROMPT)
     await world.sleep(2)
     first._log.kill()  # type: ignore[attr-defined]
-    await asyncio.wait_for(first._life.cancel_tasks(), 5)
+    await asyncio.wait_for(first._ctx.cancel_tasks(), 5)
     await start_router(world, "r2")
     worker = FakeWorker(world)
     await wait_for_items(world, lambda: worker.received(Assignment))

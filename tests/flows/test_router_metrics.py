@@ -47,17 +47,17 @@ async def figures(router: Router) -> dict[str, float]:
 
 @scenario_test
 async def test_all_figures_are_there_as_zeros_before_the_first_request(world: MemoryWorld) -> None:
-    told = await figures(await start_router(world))
+    got = await figures(await start_router(world))
     for policy in ("dynamo", "predictive", "least_loaded", "round_robin", "random",
                    "power_of_two", "session_hash", "direct"):  # fmt: skip
-        assert told[f'decisions_total{{policy="{policy}"}}'] == 0
+        assert got[f'decisions_total{{policy="{policy}"}}'] == 0
     for code in ("no_workers", "none_eligible", "all_busy", "pinned_gone", "pinned_busy",
                  "pin_not_allowed", "queue_full", "deadline"):  # fmt: skip
-        assert told[f'terminated_requests_total{{code="{code}"}}'] == 0
+        assert got[f'terminated_requests_total{{code="{code}"}}'] == 0
     for name in ("queue_time_seconds_count", "prompt_tokens_count",
                  "prefix_cache_hit_ratio_count", "dry_runs_total",
                  "queued_requests", "queued_tokens", "queued_bytes"):  # fmt: skip
-        assert told[name] == 0
+        assert got[name] == 0
 
 
 @scenario_test
@@ -69,11 +69,11 @@ async def test_a_decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait(
     await world.sleep(3)
     FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
     await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned))
-    told = await figures(router)
-    assert told['decisions_total{policy="predictive"}'] == 1
-    assert told["prompt_tokens_sum"] == len(TOKENS)
-    assert told["prefix_cache_hit_ratio_sum"] == pytest.approx(5 / 6), "the sixth block is not full"
-    assert 3 <= told["queue_time_seconds_sum"] < 5
+    got = await figures(router)
+    assert got['decisions_total{policy="predictive"}'] == 1
+    assert got["prompt_tokens_sum"] == len(TOKENS)
+    assert got["prefix_cache_hit_ratio_sum"] == pytest.approx(5 / 6), "the sixth block is not full"
+    assert 3 <= got["queue_time_seconds_sum"] < 5
 
 
 @scenario_test
@@ -87,10 +87,10 @@ async def test_a_second_attempt_is_a_decision_but_its_wait_began_with_the_first(
     run = hand.start(assignment)
     hand.finish(run, "broken")
     await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned), 2)
-    told = await figures(router)
-    assert told['decisions_total{policy="predictive"}'] == 2
-    assert told["queue_time_seconds_count"] == 1
-    assert told["prompt_tokens_count"] == told["prefix_cache_hit_ratio_count"] == 1
+    got = await figures(router)
+    assert got['decisions_total{policy="predictive"}'] == 2
+    assert got["queue_time_seconds_count"] == 1
+    assert got["prompt_tokens_count"] == got["prefix_cache_hit_ratio_count"] == 1
 
 
 @scenario_test
@@ -104,11 +104,11 @@ async def test_a_dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision(
     (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
     assert end.placed is not None
     assert (end.placed.worker_id, list(end.placed.token_ids)) == ("w1", TOKENS)
-    told = await figures(router)
-    assert told["dry_runs_total"] == 1
-    assert told["prompt_tokens_sum"] == len(TOKENS)
-    assert told["prefix_cache_hit_ratio_sum"] == pytest.approx(5 / 6)
-    assert told['decisions_total{policy="predictive"}'] == told["queue_time_seconds_count"] == 0
+    got = await figures(router)
+    assert got["dry_runs_total"] == 1
+    assert got["prompt_tokens_sum"] == len(TOKENS)
+    assert got["prefix_cache_hit_ratio_sum"] == pytest.approx(5 / 6)
+    assert got['decisions_total{policy="predictive"}'] == got["queue_time_seconds_count"] == 0
     assert read_records(world, LEDGER, Assigned) == []
 
 
@@ -121,13 +121,13 @@ async def test_what_waits_is_told_in_tokens_that_no_cache_has(world: MemoryWorld
     router = await start_router(world)
     append_record(world, REQUESTS, LONG)
     await world.sleep(2)
-    told = await figures(router)
-    assert told["queued_requests"] == 1
-    assert told["queued_tokens"] == len(TOKENS) - 2 * SIZE
+    got = await figures(router)
+    assert got["queued_requests"] == 1
+    assert got["queued_tokens"] == len(TOKENS) - 2 * SIZE
     hand.state = "ready"
     await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned))
-    told = await figures(router)
-    assert told["queued_requests"] == told["queued_tokens"] == 0
+    got = await figures(router)
+    assert got["queued_requests"] == got["queued_tokens"] == 0
 
 
 @scenario_test
@@ -140,10 +140,10 @@ async def test_ends_are_counted_by_code(world: MemoryWorld) -> None:
     ):
         append_record(world, REQUESTS, Request(id=f"r{number}", model="demo", hints=hints))
     await world.sleep(2)
-    told = await figures(router)
-    assert told['terminated_requests_total{code="pinned_gone"}'] == 1
-    assert told['terminated_requests_total{code="none_eligible"}'] == 2
-    assert told['terminated_requests_total{code="deadline"}'] == 0
+    got = await figures(router)
+    assert got['terminated_requests_total{code="pinned_gone"}'] == 1
+    assert got['terminated_requests_total{code="none_eligible"}'] == 2
+    assert got['terminated_requests_total{code="deadline"}'] == 0
 
 
 @scenario_test
@@ -161,15 +161,15 @@ async def test_a_router_is_ready_when_it_has_read_what_there_was(world: MemoryWo
 @scenario_test
 async def test_a_router_that_failed_does_not_live(world: MemoryWorld) -> None:
     router = await start_router(world)
-    router._life.fail(RuntimeError("broken"))
+    router._ctx.fail(RuntimeError("broken"))
     assert (await get(router, "/livez")).status == 503
 
 
 async def test_a_router_listens_where_its_settings_say_and_not_at_all_without() -> None:
     log = MemoryLog(MemoryBroker(SystemClock(), lanes=2), "r1")
     await log.start()
-    life = ProcessContext("r1", rng=random.Random(1))
-    router = Router(log, memory_settings(status_port=0), life)
+    ctx = ProcessContext("r1", rng=random.Random(1))
+    router = Router(log, memory_settings(status_port=0), ctx)
     await router.start()
     try:
         async with httpx.AsyncClient(base_url=router.url, timeout=20) as http:
@@ -177,7 +177,7 @@ async def test_a_router_listens_where_its_settings_say_and_not_at_all_without() 
             assert "kvlane_router_decisions_total" in (await http.get("/metrics")).text
     finally:
         await router.stop()
-        await life.cancel_tasks()
+        await ctx.cancel_tasks()
         await log.close()
 
 
@@ -190,18 +190,18 @@ async def test_what_lies_on_workers_is_told_until_it_is_over(world: MemoryWorld)
     append_record(world, REQUESTS, LONG)
     (assignment,) = await wait_for_items(world, lambda: hand.received(Assignment))
     await world.sleep(1)
-    told = await figures(router)
-    assert told['active_requests{worker="w1"}'] == 1
+    got = await figures(router)
+    assert got['active_requests{worker="w1"}'] == 1
     assert (
-        told['active_tokens{worker="w1"}']
-        == told['pending_prefill_tokens{worker="w1"}']
+        got['active_tokens{worker="w1"}']
+        == got['pending_prefill_tokens{worker="w1"}']
         == len(TOKENS)
     )
-    assert told["unconfirmed_assignments"] == 0
+    assert got["unconfirmed_assignments"] == 0
     page = (await get(router, "/metrics")).content.decode()
     assert parse_view("r1", page).figures.loads == {"w1": LoadFigures(1, len(TOKENS), len(TOKENS))}
     hand.finish(hand.start(assignment), "stop")
     await world.sleep(1)
-    told = await figures(router)
-    assert told['active_requests{worker="w1"}'] == told['active_tokens{worker="w1"}'] == 0
+    got = await figures(router)
+    assert got['active_requests{worker="w1"}'] == got['active_tokens{worker="w1"}'] == 0
     assert parse_view("r1", (await get(router, "/metrics")).content.decode()).is_idle

@@ -193,4 +193,4 @@ async def test_nothing_is_kept_of_what_is_over(world: MemoryWorld) -> None:
     for owner in router._owners.values():
         kept = (owner._jobs, owner._waiting, owner._arrived, owner._failover.fenced)
         assert not any((*kept, owner._waits.waiting_ids))
-    assert set(router._context.scheduler._heard_ms) == {other.name}
+    assert set(router._context.scheduler._heartbeat_ms) == {other.name}

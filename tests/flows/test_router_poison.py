@@ -47,7 +47,7 @@ def raising(error: Exception) -> Any:
 
 async def assert_serves(world: MemoryWorld, router: Router, worker: FakeWorker) -> None:
     """The router lives, serves others, and has everything committed."""
-    assert router._life.error is None
+    assert router._ctx.error is None
     end = append_record(world, REQUESTS, Request(id="after", model="demo")) + 1
     await wait_for_items(
         world, lambda: [a for a in worker.received(Assignment) if a.request.id == "after"]
@@ -146,7 +146,7 @@ async def test_what_is_not_about_one_request_ends_the_process_and_no_request(
     worker, router, run = await begin_run(world)
     router._context.scanner.fetch_request = raising(error)  # type: ignore[method-assign]
     worker.finish(run, "broken")
-    await world.wait_until(lambda: router._life.error is error)
+    await world.wait_until(lambda: router._ctx.error is error)
     assert read_records(world, RESPONSES, End) == []
 
 
@@ -163,7 +163,7 @@ async def test_a_ledger_that_cannot_be_read_on_ends_the_process_and_no_request(
     world.append_raw(LEDGER, lane, Entry(b"x", b"", (("t", b"FromTheFuture"), ("r", b"2"))))
     await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned))
     await world.sleep(5)
-    assert isinstance(router._life.error, NewerRecord)
+    assert isinstance(router._ctx.error, NewerRecord)
     assert read_records(world, RESPONSES, End) == []
 
 
@@ -184,12 +184,12 @@ async def test_records_in_a_wrong_lane_are_put_aside_and_never_run(world: Memory
     wrong = 1 - lane_of("a", world.lanes)
     for record in (PROMPT, Cancel(id="a"), Refused(id="a", code="invalid")):
         offset = world.append(REQUESTS, wrong, record, key="a")
-    letters = await wait_for_items(world, lambda: world.all_records(DEAD_LETTERS), 3)
-    reasons = {dict(letter.headers)["reason"] for letter in letters}
+    dead_letters = await wait_for_items(world, lambda: world.all_records(DEAD_LETTERS), 3)
+    reasons = {dict(letter.headers)["reason"] for letter in dead_letters}
     assert len(reasons) == 1
     assert f"belongs in lane {1 - wrong}".encode() in reasons.pop()
     group = world.broker.group(REQUESTS, "router")
     await world.wait_until(lambda: group.committed.get(wrong) == offset + 1)
     assert worker.received(Assignment) == []
     assert read_records(world, RESPONSES, End) == []
-    assert router._life.error is None
+    assert router._ctx.error is None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from app.lanes import dispatch as procedures
+from app.runtime import spans as process_spans
 from streams.records import Assigned
 from streams.topics import LEDGER, REQUESTS
 from tests.harness.fake_worker import (
@@ -22,13 +23,15 @@ from tests.harness.fake_worker import (
 )
 from tests.harness.memory_world import MemoryWorld, run_scenario
 
+TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
+
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(procedures, "tracer", provider.get_tracer("test"))
+    monkeypatch.setattr(process_spans, "tracer", provider.get_tracer("test"))
     yield exporter
     provider.shutdown()
 
@@ -39,15 +42,15 @@ def test_selecting_and_routing_are_spans_with_what_was_decided(
     async def scenario(world: MemoryWorld) -> None:
         FakeWorker(world, block_size=1).publish_blocks([7, 8], 1)
         await start_router(world)
-        append_record(world, REQUESTS, PROMPT)
+        append_record(world, REQUESTS, replace(PROMPT, traceparent=TRACEPARENT))
         await wait_for_items(world, lambda: read_records(world, LEDGER, Assigned))
         await world.sleep(1)
 
     run_scenario(scenario)
     select, dispatch = spans.get_finished_spans()
     assert (select.name, dispatch.name) == ("router.select_worker", "router.route_request")
-    assert dict(select.attributes or {}) == {"request_id": "a"}
+    assert dict(select.attributes or {}) == {"request_id": "a", "attempt": 0}
     assert dict(dispatch.attributes or {}) == {
         "request_id": "a", "worker_id": "w1", "dp_rank": 0, "overlap_blocks": 2,
-        "phase": "aggregated",
+        "phase": "aggregated", "attempt": 0,
     }  # fmt: skip

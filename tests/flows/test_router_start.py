@@ -38,9 +38,9 @@ def count_finds(router: Router) -> list[Any]:
     found: list[Any] = []
     find = router._context.scheduler.schedule
 
-    def counted(*asked: Any) -> Any:
-        found.append(asked)
-        return find(*asked)
+    def counted(*sent: Any) -> Any:
+        found.append(sent)
+        return find(*sent)
 
     router._context.scheduler.schedule = counted  # type: ignore[method-assign]
     return found
@@ -54,7 +54,7 @@ async def test_an_id_is_recognised_for_as_long_as_the_window_says(world: MemoryW
     run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
     worker.finish(run, "stop")
     await first.stop()
-    await first._life.cancel_tasks()
+    await first._ctx.cancel_tasks()
     await world.sleep(3000)
     await start_router(world, "r2", dedup_window_s=4000)
     append_record(world, REQUESTS, PROMPT)
@@ -75,7 +75,7 @@ async def test_a_router_with_a_wrong_wall_clock_finds_what_is_owed(
     )
     dead = workers.pop(assigned[0].worker)
     dead.start(assigned[0])
-    await first._life.cancel_tasks()
+    await first._ctx.cancel_tasks()
     dead.heartbeat_task.cancel()
     wrong = VirtualClock(world.clock._loop, ahead_ms=minutes * 60_000)
     await start_router(world, "r2", clock=wrong)
@@ -97,7 +97,7 @@ async def test_a_router_with_a_wrong_wall_clock_recognises_an_id(
     run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
     worker.finish(run, "stop")
     await first.stop()
-    await first._life.cancel_tasks()
+    await first._ctx.cancel_tasks()
     wrong = VirtualClock(world.clock._loop, ahead_ms=minutes * 60_000)
     await start_router(world, "r2", clock=wrong)
     append_record(world, REQUESTS, PROMPT)
@@ -117,7 +117,7 @@ async def test_an_obligation_older_than_the_window_is_found(world: MemoryWorld) 
     append_record(world, REQUESTS, PROMPT)
     worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
     await first.stop()
-    await first._life.cancel_tasks()
+    await first._ctx.cancel_tasks()
     await world.sleep(1000)
     await start_router(world, "r2", **settings)
     await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
@@ -243,4 +243,4 @@ async def test_prompts_that_cannot_be_read_are_kept_only_if_the_settings_say_so(
         )
         assert (letter.value == unreadable.value) == keep
         await router.stop()
-        await router._life.cancel_tasks()
+        await router._ctx.cancel_tasks()

@@ -84,7 +84,7 @@ class Process:
                 env={**os.environ, "PYTHONPATH": os.getcwd(), **environment},
             )  # fmt: skip
 
-    async def says(self, text: str) -> None:
+    async def sends(self, text: str) -> None:
         async with asyncio.timeout(60):
             while text not in self.text:
                 assert self._process.poll() is None, self.text
@@ -153,7 +153,7 @@ async def test_a_signal_ends_a_process_that_waits_for_a_broker(
     process = run(
         "app.router:app", KVLANE_BOOTSTRAP_SERVERS=silent, KVLANE_REQUEST_TIMEOUT_MS="60000"
     )
-    await process.says("router starts")
+    await process.sends("router starts")
     process.terminate(number)
     assert await process.code() == 0
 
@@ -163,7 +163,7 @@ async def test_a_signal_ends_a_start_that_takes_its_time(
 ) -> None:
     (tmp_path / "broken.py").write_text(BROKEN.format(work="pass"))
     process = run("broken:app", **deployment)
-    await process.says("START UNDER WAY")
+    await process.sends("START UNDER WAY")
     process.terminate()
     assert await process.code() == 0
     assert "STOPPED" not in process.text
@@ -191,7 +191,7 @@ async def test_a_process_that_is_ready_stops_in_good_order(
     run: Run, deployment: dict[str, str]
 ) -> None:
     process = run("app.router:app", **deployment)
-    await process.says("router is ready")
+    await process.sends("router is ready")
     process.terminate()
     assert await process.code() == 0
     assert "router stops" in process.text
@@ -223,7 +223,7 @@ async def test_a_worker_whose_engine_dies_says_so_and_ends_with_an_error(
 ) -> None:
     (tmp_path / "mortal.py").write_text(MORTAL)
     process = run("mortal:app", KVLANE_HEALTH_PROBE_IDLE_S="0.5", **deployment)
-    await process.says("worker is ready")
+    await process.sends("worker is ready")
     assert await process.code(30) == 1
     assert "the GPU is gone" in process.text
     first, *_, last = await heartbeats(deployment)

@@ -8,85 +8,87 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 
 @scenario_test
 async def test_a_session_stays_where_it_began(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
-    first = await town.wait_decision(**session_hint())
+    cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
+    first = await cluster.wait_decision(**session_hint())
     for _ in range(4):
-        assert (await town.wait_decision(**session_hint(action="bind"))).worker == first.worker
-    answer = await town.complete_with({"x-session-id": "s"}).wait_done()
-    assert town.decision(answer).worker == first.worker
-    others = {(await town.wait_decision()).worker for _ in range(3)}
+        assert (await cluster.wait_decision(**session_hint(action="bind"))).worker == first.worker
+    answer = await cluster.complete_with({"x-session-id": "s"}).wait_done()
+    assert cluster.decision(answer).worker == first.worker
+    others = {(await cluster.wait_decision()).worker for _ in range(3)}
     assert others == {"w1", "w2", "w3"}
 
 
 @scenario_test
 async def test_a_session_ends_when_it_is_closed(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
-    first = await town.wait_decision(**session_hint(action="open"))
-    closing = await town.wait_decision(**session_hint(action="close"))
+    cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
+    first = await cluster.wait_decision(**session_hint(action="open"))
+    closing = await cluster.wait_decision(**session_hint(action="close"))
     assert closing.worker == first.worker
     assert closing.session is not None
     assert closing.session.closes
-    after = await town.wait_decision(**session_hint())
+    after = await cluster.wait_decision(**session_hint())
     assert after.session is not None
     assert after.session.bound_worker == ""
 
 
 @scenario_test
 async def test_a_session_that_opens_again_begins_anew(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
-    workers = {(await town.wait_decision(**session_hint(action="open"))).worker for _ in range(3)}
+    cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
+    workers = {
+        (await cluster.wait_decision(**session_hint(action="open"))).worker for _ in range(3)
+    }
     assert workers == {"w1", "w2", "w3"}
 
 
 @scenario_test
 async def test_a_session_ends_when_it_is_idle(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
-    await town.wait_decision(**session_hint(timeout=30))
+    cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
+    await cluster.wait_decision(**session_hint(timeout=30))
     await world.sleep(29)
-    used = await town.wait_decision(**session_hint(timeout=30))
+    used = await cluster.wait_decision(**session_hint(timeout=30))
     assert used.session is not None
     assert used.session.bound_worker
     await world.sleep(31)
-    late = await town.wait_decision(**session_hint(timeout=30))
+    late = await cluster.wait_decision(**session_hint(timeout=30))
     assert late.session is not None
     assert late.session.bound_worker == ""
 
 
 @scenario_test
 async def test_a_session_ends_with_its_worker(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ("w1", "w2"), policy="round_robin")
-    first = await town.wait_decision(**session_hint())
-    await town.kill(first.worker)
+    cluster = await ClusterHarness.start(world, ("w1", "w2"), policy="round_robin")
+    first = await cluster.wait_decision(**session_hint())
+    await cluster.kill(first.worker)
     await world.sleep(20)
-    after = await town.wait_decision(**session_hint())
+    after = await cluster.wait_decision(**session_hint())
     assert after.worker != first.worker
-    assert (await town.wait_decision(**session_hint())).worker == after.worker
+    assert (await cluster.wait_decision(**session_hint())).worker == after.worker
 
 
 @scenario_test
 async def test_all_routers_know_a_session(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
-    await town.start_router("r2", router_id="r2", policy="round_robin")
+    cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
+    await cluster.start_router("r2", router_id="r2", policy="round_robin")
     await world.sleep(10)
     for name in ("a", "b"):
-        placed = [await town.wait_decision(**session_hint(name)) for _ in range(12)]
+        placed = [await cluster.wait_decision(**session_hint(name)) for _ in range(12)]
         assert {decision.router for decision in placed} == {"-", "r2"}
         assert len({decision.worker for decision in placed}) == 1
 
 
 @scenario_test
 async def test_a_session_goes_elsewhere_when_its_worker_costs_too_much(world: MemoryWorld) -> None:
-    town = await ClusterHarness.start(
+    cluster = await ClusterHarness.start(
         world, (), policy="least_loaded", session_affinity_tolerance=1.5
     )
-    await town.start_worker("w1", engine=slow_engine(world))
-    first = town.complete_with(**session_hint())
-    await world.wait_until(lambda: len(town.decisions()) == 1)
-    await town.start_worker("w2")
-    stays = town.complete_with(**session_hint())
-    await world.wait_until(lambda: len(town.decisions()) == 2)
-    assert town.decisions()[1].worker == "w1"
-    assert (await town.wait_decision(**session_hint())).worker == "w2"
+    await cluster.start_worker("w1", engine=slow_engine(world))
+    first = cluster.complete_with(**session_hint())
+    await world.wait_until(lambda: len(cluster.decisions()) == 1)
+    await cluster.start_worker("w2")
+    stays = cluster.complete_with(**session_hint())
+    await world.wait_until(lambda: len(cluster.decisions()) == 2)
+    assert cluster.decisions()[1].worker == "w1"
+    assert (await cluster.wait_decision(**session_hint())).worker == "w2"
     for answer in (first, stays):
         answer.disconnect()
         await answer.task

@@ -76,10 +76,10 @@ def test_what_cannot_be_is_refused_with_its_name(arguments: list[str], fault: st
 def test_the_benchmark_draws_its_bars_and_ends_with_1_if_one_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: bool
 ) -> None:
-    asked: list[Any] = []
+    sent: list[Any] = []
 
     async def found(*arguments: Any) -> Report:
-        asked.extend(arguments)
+        sent.extend(arguments)
         return Report("simulate", [], [Threshold("8x1: ours", 1.2, "x", "<= 1", met)])
 
     monkeypatch.setattr("app.bench.routing.policy_simulation.bench_policies", found)
@@ -88,4 +88,4 @@ def test_the_benchmark_draws_its_bars_and_ends_with_1_if_one_is_missed(
     assert done.exit_code == (0 if met else 1), done.output
     assert f"1.2 x (<= 1) {'passed' if met else 'failed'}" in done.output
     assert file.read_bytes().startswith(b"\x89PNG")
-    assert asked[-1] == 3
+    assert sent[-1] == 3

@@ -26,7 +26,6 @@ from indexer.block_hashes import local_hashes
 from indexer.block_keys import prompt_keys
 from indexer.epochs import CacheId
 from indexer.events import EventColumns
-from indexer.events import decode_events as events_of
 from indexer.reference_index import ReferenceIndex
 from streams.client import Client
 from streams.clock import SystemClock
@@ -40,6 +39,7 @@ from streams.prompt import Prompt
 from streams.records import Artifact, Blocks
 from streams.request import Request
 from streams.topics import KV_EVENTS
+from tests.harness.decoded import decode_events as events_of
 from tests.harness.topic_cleanup import delete_topics
 
 LANES = 4
@@ -86,11 +86,11 @@ class Deployed(NamedTuple):
             for source, records in (await reader.poll(0.2)).items():
                 for record in map(decode, records):
                     if isinstance(record, Blocks):
-                        told = EventColumns(
+                        got = EventColumns(
                             record.kinds, record.tiers, record.positions, record.counts, record.keys
                         )
                         holder = CacheId(record.worker, record.rank)
-                        events = events_of(told)
+                        events = events_of(got)
                         index.apply_events(
                             source.partition, holder, record.epoch, record.first_event_id, events
                         )
@@ -117,7 +117,7 @@ async def deployed(
         heartbeat_interval_s=0.2,
         validate_engine=True,
     )
-    life = ProcessContext("standalone", rng=random.Random(1))
+    ctx = ProcessContext("standalone", rng=random.Random(1))
     log: Log
     if servers:
         log = KafkaLog(settings.kafka_connection("standalone"), prefix=topic_prefix)
@@ -126,16 +126,16 @@ async def deployed(
     await log.start()
     if isinstance(log, KafkaLog):
         await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
-    everything = StandaloneProcess(log, settings, life, workers=2)
+    everything = StandaloneProcess(log, settings, ctx, workers=2)
     await everything.start()
     nothing = Artifact(sha256="", size=0)
     card = card_of("demo", FILES, nothing, None, context_length=CONTEXT)
-    model = await model_of_files(card, FILES, InlinePool(), life.clock)
-    async with Client(log, life.clock) as client:
+    model = await model_of_files(card, FILES, InlinePool(), ctx.clock)
+    async with Client(log, ctx.clock) as client:
         yield Deployed(log, settings, client, everything.gateway.url, everything.indexer.url, model)
     await everything.stop()
-    assert life.error is None
-    await life.cancel_tasks()
+    assert ctx.error is None
+    await ctx.cancel_tasks()
     await log.close()
     if servers:
         await delete_topics(servers, topic_prefix)
@@ -170,10 +170,10 @@ async def test_the_log_tells_which_worker_holds_a_prompt_that_was_served(
     (overlap,) = held.values()
     assert overlap.device == len(tokens) // size > 5
     async with httpx.AsyncClient(base_url=deployed.indexer, timeout=WAIT_S) as http:
-        asked = {"model": "demo", "token_ids": list(tokens)}
-        (told,) = (await http.post("/query", json=asked)).json()["holders"]
-    assert CacheId(told["worker"], told["rank"]) in held
-    assert told["device"] == overlap.device
+        sent = {"model": "demo", "token_ids": list(tokens)}
+        (got,) = (await http.post("/query", json=sent)).json()["holders"]
+    assert CacheId(got["worker"], got["rank"]) in held
+    assert got["device"] == overlap.device
 
 
 async def test_the_gateway_and_the_topics_give_one_answer(deployed: Deployed) -> None:
@@ -182,11 +182,11 @@ async def test_the_gateway_and_the_topics_give_one_answer(deployed: Deployed) ->
     await deployed.client.publish(prompt)
     answer = await deployed.client.result(prompt.id, WAIT_S)
     async with httpx.AsyncClient(base_url=deployed.url, timeout=WAIT_S) as http:
-        told = (await http.post("/v1/chat/completions", json=body)).json()
-    assert told["choices"][0]["message"]["content"] == answer.text
-    assert told["choices"][0]["finish_reason"] == answer.finish_reason
+        got = (await http.post("/v1/chat/completions", json=body)).json()
+    assert got["choices"][0]["message"]["content"] == answer.text
+    assert got["choices"][0]["finish_reason"] == answer.finish_reason
     assert answer.usage is not None
-    assert told["usage"]["prompt_tokens"] == answer.usage.prompt_tokens
+    assert got["usage"]["prompt_tokens"] == answer.usage.prompt_tokens
 
 
 async def test_a_wrong_prompt_is_answered_with_the_name_of_its_field(deployed: Deployed) -> None:

@@ -15,7 +15,6 @@ from app.engine.interface import (
     GenerateContext,
     token_usage,
 )
-from app.preprocess.text.byte_level import decode_bytes as text_of
 from app.serving.chunk_writer import MAX_PENDING_TOKENS
 from app.serving.registration import REGISTER_TIMEOUT_S
 from app.worker import WorkerIdTaken
@@ -46,6 +45,7 @@ from streams.topics import (
     RESPONSES,
     lane_of,
 )
+from tests.harness.decoded import decode_bytes as text_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import (
     PROMPT,
@@ -63,47 +63,47 @@ from tests.harness.worker_harness import (
 
 @scenario_test
 async def test_it_registers_clears_and_beats_in_this_order(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
+    harness = WorkerHarness(world)
     before = world.append(REGISTRY, 0, Tombstone(key="worker/other"), key="worker/other")
-    await desk.start()
-    first, second = desk.records_of(REGISTRY, WorkerCard)
+    await harness.start()
+    first, second = harness.records_of(REGISTRY, WorkerCard)
     assert first.epoch is None
-    assert second.epoch == before + 1 == desk.epoch  # the offset of the first card
-    assert (second.id, second.slot) == ("w", desk.slot)
+    assert second.epoch == before + 1 == harness.epoch  # the offset of the first card
+    assert (second.id, second.slot) == ("w", harness.slot)
     kinds = [type(r) for r in map(decode, world.all_records(KV_EVENTS))]
     assert kinds == [Blocks, Heartbeat]
-    (cleared,) = desk.records_of(KV_EVENTS, Blocks)
-    assert (cleared.epoch, cleared.kinds) == (desk.epoch, b"\x02")
+    (cleared,) = harness.records_of(KV_EVENTS, Blocks)
+    assert (cleared.epoch, cleared.kinds) == (harness.epoch, b"\x02")
 
 
 @scenario_test
 async def test_an_assignment_written_right_after_the_card_is_served(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
+    harness = WorkerHarness(world)
     world.faults.slow["append"] = 0.5
-    starting = world.spawn(desk.start())
-    await world.wait_until(lambda: len(desk.records_of(REGISTRY, WorkerCard)) == 2)
-    epoch = desk.records_of(REGISTRY, WorkerCard)[1].epoch
+    starting = world.spawn(harness.start())
+    await world.wait_until(lambda: len(harness.records_of(REGISTRY, WorkerCard)) == 2)
+    epoch = harness.records_of(REGISTRY, WorkerCard)[1].epoch
     assert epoch is not None
-    desk.assign(epoch=epoch)
+    harness.assign(epoch=epoch)
     await starting
-    assert (await desk.wait_finished()).code == "length"
+    assert (await harness.wait_finished()).code == "length"
 
 
 @scenario_test
 async def test_a_card_that_was_sent_twice_still_gives_one_epoch(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
+    harness = WorkerHarness(world)
     world.faults.next_fates(REGISTRY, AppendFate.UNREPORTED)
-    await desk.start()
-    cards = desk.records_of(REGISTRY, WorkerCard)
+    await harness.start()
+    cards = harness.records_of(REGISTRY, WorkerCard)
     assert [c.epoch for c in cards] == [None, None, 1]
-    assert desk.epoch == 1
+    assert harness.epoch == 1
 
 
 @scenario_test
 async def test_an_outage_delays_the_start_and_does_not_end_it(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
+    harness = WorkerHarness(world)
     world.faults.unanswered = {"offsets"}
-    starting = world.spawn(desk.start())
+    starting = world.spawn(harness.start())
     await world.sleep(30.0)
     assert not starting.done()
     world.faults.unanswered = set()
@@ -132,14 +132,14 @@ async def test_an_engine_that_fails_to_start_is_cleaned_up(world: MemoryWorld) -
 
 @scenario_test
 async def test_an_answer_is_the_engines_and_ends_with_usage(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign()
-    finished = await desk.wait_finished()
-    seen = visible(desk.chunks())
+    harness = await WorkerHarness.started(world)
+    harness.assign()
+    finished = await harness.wait_finished()
+    seen = visible(harness.chunks())
     assert seen.tokens == echo_answer(PROMPT, 20)
     assert seen.text == text_of(echo_answer(PROMPT, 20))
     assert (finished.code, finished.output_tokens, finished.retryable) == ("length", 20, False)
-    last = desk.chunks()[-1]
+    last = harness.chunks()[-1]
     assert last.finish_reason == "length"
     assert last.usage == token_usage(len(PROMPT), 20)
     assert abs(finished.itl_ms - STEP_S * 1000) < 1
@@ -147,11 +147,11 @@ async def test_an_answer_is_the_engines_and_ends_with_usage(world: MemoryWorld) 
 
 @scenario_test
 async def test_chunks_count_from_zero_and_tell_where_they_stand(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign()
-    await desk.wait_finished()
+    harness = await WorkerHarness.started(world)
+    harness.assign()
+    await harness.wait_finished()
     index, text = 0, ""
-    for seq, chunk in enumerate(desk.chunks()):
+    for seq, chunk in enumerate(harness.chunks()):
         text += chunk.text
         assert (chunk.seq, chunk.index, chunk.chars) == (seq, index, len(text))
         index += len(chunk.token_ids)
@@ -159,100 +159,100 @@ async def test_chunks_count_from_zero_and_tell_where_they_stand(world: MemoryWor
 
 @scenario_test
 async def test_started_repeats_what_the_assignment_says(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    assignment = desk.assign()
-    finished = await desk.wait_finished()
-    (started,) = desk.lane_records(LEDGER, Started)
+    harness = await WorkerHarness.started(world)
+    assignment = harness.assign()
+    finished = await harness.wait_finished()
+    (started,) = harness.lane_records(LEDGER, Started)
     assert started.origin == assignment.origin
     assert started.responses_from == assignment.responses_from
     assert started.deadline_ms == assignment.deadline_ms
-    assert started.run == finished.run == int(desk.chunks()[0].run)
+    assert started.run == finished.run == int(harness.chunks()[0].run)
 
 
 @scenario_test
 async def test_no_chunk_goes_out_before_started_is_acknowledged(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
+    harness = await WorkerHarness.started(world)
     world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 4)
-    desk.assign()
-    while not desk.lane_records(LEDGER, Started):
-        assert not desk.chunks()
+    harness.assign()
+    while not harness.lane_records(LEDGER, Started):
+        assert not harness.chunks()
         await world.sleep(0.01)
-    await desk.wait_finished()
-    assert visible(desk.chunks()).tokens == echo_answer(PROMPT, 20)
+    await harness.wait_finished()
+    assert visible(harness.chunks()).tokens == echo_answer(PROMPT, 20)
 
 
 @scenario_test
 async def test_the_prefill_does_not_wait_for_started(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world, 1.0, EngineOutput.stop().with_tokens([65]))
-    desk = await WorkerHarness.started(world, engine)
+    harness = await WorkerHarness.started(world, engine)
     world.faults.slow["append"] = 0.4  # on the way there and again on the way back
     began = world.clock.now()
-    desk.assign()
-    await world.wait_until(lambda: bool(desk.chunks()))
+    harness.assign()
+    await world.wait_until(lambda: bool(harness.chunks()))
     assert world.clock.now() - began < 1.6
 
 
 @scenario_test
 async def test_the_ledger_tells_the_run_in_order(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign()
-    await desk.wait_finished()
+    harness = await WorkerHarness.started(world)
+    harness.assign()
+    await harness.wait_finished()
     records = [decode(r) for r in world.records(LEDGER, lane_of("a", world.lanes))]
     assert [type(r) for r in records] == [Started, PrefillDone, Finished]
 
 
 @scenario_test
 async def test_finished_waits_for_the_last_chunks_acknowledgement(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(
+    harness = await WorkerHarness.started(
         world, ScriptedEngine(world, 2.0, EngineOutput.stop().with_tokens([65]))
     )
-    desk.assign()
+    harness.assign()
     await world.sleep(1.0)
     world.faults.slow["append"] = 3.0  # when the last Chunk stands, its answer takes as long
-    await world.wait_until(lambda: bool(desk.chunks()))
+    await world.wait_until(lambda: bool(harness.chunks()))
     await world.sleep(2.5)
-    assert not desk.lane_records(LEDGER, Finished)
-    assert (await desk.wait_finished()).code == "stop"
+    assert not harness.lane_records(LEDGER, Finished)
+    assert (await harness.wait_finished()).code == "stop"
 
 
 @scenario_test
 async def test_finished_is_repeated_until_it_stands_and_listed_until_then(
     world: MemoryWorld,
 ) -> None:
-    desk = await WorkerHarness.started(world, ScriptedEngine(world, 1.0, EngineOutput.stop()))
-    desk.assign()
+    harness = await WorkerHarness.started(world, ScriptedEngine(world, 1.0, EngineOutput.stop()))
+    harness.assign()
     await world.sleep(0.5)
     world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 5)
     await world.sleep(2.0)
-    assert not desk.lane_records(LEDGER, Finished)
-    assert [r.id for r in desk.heartbeats()[-1].running] == ["a"]
-    assert (await desk.wait_finished()).code == "stop"
+    assert not harness.lane_records(LEDGER, Finished)
+    assert [r.id for r in harness.heartbeats()[-1].running] == ["a"]
+    assert (await harness.wait_finished()).code == "stop"
     await world.sleep(1.5)
-    assert desk.heartbeats()[-1].running == ()
+    assert harness.heartbeats()[-1].running == ()
 
 
 @scenario_test
 async def test_tokens_of_one_step_in_one_lane_travel_as_one_batch(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
+    harness = await WorkerHarness.started(world)
     same_lane = [i for i in (f"r{n}" for n in range(40)) if lane_of(i, world.lanes) == 0][:5]
-    asked = count_batches(desk)
+    sent = count_batches(harness)
     for request_id in same_lane:
-        desk.assign(request_id, max_tokens=3)
-    await asyncio.gather(*(desk.wait_finished(i) for i in same_lane))
-    assert asked == [5, 5, 5]
+        harness.assign(request_id, max_tokens=3)
+    await asyncio.gather(*(harness.wait_finished(i) for i in same_lane))
+    assert sent == [5, 5, 5]
 
 
 @scenario_test
 async def test_tokens_that_wait_are_not_sent_after_its_own_lost(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign(max_tokens=500)
-    await world.wait_until(lambda: bool(desk.chunks()))
+    harness = await WorkerHarness.started(world)
+    harness.assign(max_tokens=500)
+    await world.wait_until(lambda: bool(harness.chunks()))
     world.faults.slow["append"] = 1.0
     await world.sleep(0.5)  # one batch is on its way, and tokens wait behind it
-    count = len(desk.chunks())
-    desk.send(Lost(worker="w", epoch=desk.epoch))
+    count = len(harness.chunks())
+    harness.send(Lost(worker="w", epoch=harness.epoch))
     await world.sleep(10)
-    assert len(desk.chunks()) <= count + 1
+    assert len(harness.chunks()) <= count + 1
 
 
 class Reluctant(EchoEngine):
@@ -272,79 +272,79 @@ class Reluctant(EchoEngine):
 async def test_its_own_lost_silences_runs_that_their_engine_does_not_let_go_of(
     world: MemoryWorld,
 ) -> None:
-    desk = await WorkerHarness.started(world, Reluctant(world.clock, STEP_S))
-    desk.assign(max_tokens=500)
-    await world.wait_until(lambda: bool(desk.chunks()))
+    harness = await WorkerHarness.started(world, Reluctant(world.clock, STEP_S))
+    harness.assign(max_tokens=500)
+    await world.wait_until(lambda: bool(harness.chunks()))
     world.faults.slow["append"] = 1.0
     await world.sleep(0.5)
-    count = len(desk.chunks())
-    desk.send(Lost(worker="w", epoch=desk.epoch))
+    count = len(harness.chunks())
+    harness.send(Lost(worker="w", epoch=harness.epoch))
     await world.sleep(10)
-    assert len(desk.chunks()) <= count + 1
+    assert len(harness.chunks()) <= count + 1
 
 
 @scenario_test
 async def test_a_slow_broker_holds_the_engine_back(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world, *[TOKEN] * 2000, EngineOutput.stop())
-    desk = await WorkerHarness.started(world, engine)
+    harness = await WorkerHarness.started(world, engine)
     world.faults.next_fates(
         LEDGER, *[AppendFate.LOST] * 5
     )  # nothing goes out before Started stands
-    desk.assign(max_tokens=5000)
-    (run,) = await next_running_runs(desk)
+    harness.assign(max_tokens=5000)
+    (run,) = await next_running_runs(harness)
     assert MAX_PENDING_TOKENS <= run.output_tokens <= MAX_PENDING_TOKENS + 1
-    assert (await desk.wait_finished()).output_tokens == 2000
-    assert visible(desk.chunks()).tokens == [65] * 2000
+    assert (await harness.wait_finished()).output_tokens == 2000
+    assert visible(harness.chunks()).tokens == [65] * 2000
 
 
 @scenario_test
 async def test_unanswerable_assignments_are_bounded_and_forgotten(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, max_num_seqs=2, worker_max_waiting=1)
+    harness = await WorkerHarness.started(world, max_num_seqs=2, worker_max_waiting=1)
     world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 500)
     for n in range(50):
-        desk.assign(f"r{n}")
+        harness.assign(f"r{n}")
     await world.sleep(2.5)
-    beat = desk.heartbeats()[-1]
+    beat = harness.heartbeats()[-1]
     assert len(beat.running) == 6  # twice the places; the others are in no heartbeat
     assert beat.slot_offset == 50
 
 
 @scenario_test
 async def test_run_keys_are_forgotten_when_they_cannot_come_again(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, max_lifetime_s=10, deadline_s=10)
-    desk.assign()
-    await desk.wait_finished()
+    harness = await WorkerHarness.started(world, max_lifetime_s=10, deadline_s=10)
+    harness.assign()
+    await harness.wait_finished()
     await world.sleep(6)
-    desk.assign()
+    harness.assign()
     await world.sleep(3)
-    assert len(desk.lane_records(LEDGER, Started)) == 1
-    desk.assign()
+    assert len(harness.lane_records(LEDGER, Started)) == 1
+    harness.assign()
     await world.sleep(3)
-    assert len(desk.lane_records(LEDGER, Started)) == 2
+    assert len(harness.lane_records(LEDGER, Started)) == 2
 
 
 @scenario_test
 async def test_tokens_wait_for_the_batch_on_its_way_and_join_into_one_chunk(
     world: MemoryWorld,
 ) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign(max_tokens=20)
-    await world.wait_until(lambda: bool(desk.chunks()))
+    harness = await WorkerHarness.started(world)
+    harness.assign(max_tokens=20)
+    await world.wait_until(lambda: bool(harness.chunks()))
     world.faults.slow["append"] = 5 * STEP_S
-    await desk.wait_finished()
-    sizes = [len(c.token_ids) for c in desk.chunks()]
+    await harness.wait_finished()
+    sizes = [len(c.token_ids) for c in harness.chunks()]
     assert max(sizes) >= 4
-    assert visible(desk.chunks()).tokens == echo_answer(PROMPT, 20)
+    assert visible(harness.chunks()).tokens == echo_answer(PROMPT, 20)
 
 
 @scenario_test
 async def test_a_resumed_run_continues_the_text_and_counts_the_whole(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
+    harness = await WorkerHarness.started(world)
     whole = echo_answer(PROMPT, 20)
     taken = whole[:3]  # ends in the middle of the two bytes of "ï"
-    desk.assign(attempt=1, taken=pack_tokens(taken), taken_chars=2)
-    finished = await desk.wait_finished()
-    chunks = desk.chunks()
+    harness.assign(attempt=1, taken=pack_tokens(taken), taken_chars=2)
+    finished = await harness.wait_finished()
+    chunks = harness.chunks()
     assert [t for c in chunks for t in c.token_ids] == whole[3:]
     assert "".join(c.text for c in chunks) == text_of(whole)[2:]
     assert (chunks[0].index, chunks[0].attempt) == (3, 1)
@@ -356,27 +356,27 @@ async def test_a_resumed_run_continues_the_text_and_counts_the_whole(world: Memo
 @scenario_test
 async def test_a_resumed_run_asks_the_engine_for_the_rest_only(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world, EngineOutput.stop())
-    desk = await WorkerHarness.started(world, engine)
+    harness = await WorkerHarness.started(world, engine)
     request = Request(
         id="a", token_ids=pack_tokens(PROMPT), sampling=SamplingOptions(seed=5),
         stop=StopConditions(max_tokens=20, min_tokens=4),
     )  # fmt: skip
-    desk.assign(request=request, attempt=1, taken=pack_tokens([1, 2, 3]), taken_chars=3)
-    await desk.wait_finished()
-    (asked,) = engine.requests
-    assert asked.token_ids == pack_tokens([*PROMPT, 1, 2, 3])
-    assert (asked.stop.max_tokens, asked.stop.min_tokens) == (17, 1)
-    assert asked.sampling.seed not in (None, 5)  # the same draws again would repeat the text
+    harness.assign(request=request, attempt=1, taken=pack_tokens([1, 2, 3]), taken_chars=3)
+    await harness.wait_finished()
+    (sent,) = engine.requests
+    assert sent.token_ids == pack_tokens([*PROMPT, 1, 2, 3])
+    assert (sent.stop.max_tokens, sent.stop.min_tokens) == (17, 1)
+    assert sent.sampling.seed not in (None, 5)  # the same draws again would repeat the text
 
 
 @scenario_test
 async def test_nothing_left_to_generate_ends_as_length(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world)
-    desk = await WorkerHarness.started(world, engine)
-    desk.assign(attempt=1, max_tokens=3, taken=pack_tokens([1, 2, 3]), taken_chars=3)
-    assert (await desk.wait_finished()).code == "length"
+    harness = await WorkerHarness.started(world, engine)
+    harness.assign(attempt=1, max_tokens=3, taken=pack_tokens([1, 2, 3]), taken_chars=3)
+    assert (await harness.wait_finished()).code == "length"
     assert not engine.requests
-    assert desk.chunks()[-1].usage == token_usage(len(PROMPT), 3)
+    assert harness.chunks()[-1].usage == token_usage(len(PROMPT), 3)
 
 
 # --- who is served ---------------------------------------------------------------------------
@@ -384,75 +384,75 @@ async def test_nothing_left_to_generate_ends_as_length(world: MemoryWorld) -> No
 
 @scenario_test
 async def test_orders_for_others_and_for_other_epochs_are_ignored(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign("a", worker="other")
-    desk.assign("b", epoch=desk.epoch + 1)
-    desk.assign("c", epoch=desk.epoch - 1)
-    desk.assign("d")
-    await desk.wait_finished("d")
-    assert {r.id for r in desk.records_of(LEDGER, Started)} == {"d"}
+    harness = await WorkerHarness.started(world)
+    harness.assign("a", worker="other")
+    harness.assign("b", epoch=harness.epoch + 1)
+    harness.assign("c", epoch=harness.epoch - 1)
+    harness.assign("d")
+    await harness.wait_finished("d")
+    assert {r.id for r in harness.records_of(LEDGER, Started)} == {"d"}
 
 
 @scenario_test
 async def test_a_run_key_is_started_once(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign()
-    desk.assign()
-    await desk.wait_finished()
-    desk.assign()
-    desk.assign(attempt=1)
+    harness = await WorkerHarness.started(world)
+    harness.assign()
+    harness.assign()
+    await harness.wait_finished()
+    harness.assign()
+    harness.assign(attempt=1)
     await world.sleep(10)
-    assert [(s.attempt) for s in desk.lane_records(LEDGER, Started)] == [0, 1]
+    assert [(s.attempt) for s in harness.lane_records(LEDGER, Started)] == [0, 1]
 
 
 @scenario_test
 async def test_a_refused_run_key_is_not_started_later(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, max_num_seqs=1, worker_max_waiting=0)
-    desk.assign("busy", max_tokens=5)
-    desk.assign()
-    assert (await desk.wait_finished()).code == "worker_full"
-    await desk.wait_finished("busy")
-    desk.assign()
+    harness = await WorkerHarness.started(world, max_num_seqs=1, worker_max_waiting=0)
+    harness.assign("busy", max_tokens=5)
+    harness.assign()
+    assert (await harness.wait_finished()).code == "worker_full"
+    await harness.wait_finished("busy")
+    harness.assign()
     await world.sleep(5)
-    assert not desk.lane_records(LEDGER, Started)
+    assert not harness.lane_records(LEDGER, Started)
 
 
 @scenario_test
 async def test_beyond_places_and_queue_a_run_is_refused_retryably(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, max_num_seqs=2, worker_max_waiting=1)
+    harness = await WorkerHarness.started(world, max_num_seqs=2, worker_max_waiting=1)
     ids = ["r1", "r2", "r3", "r4"]
     for request_id in ids:
-        desk.assign(request_id)
-    refused = await desk.wait_finished("r4")
+        harness.assign(request_id)
+    refused = await harness.wait_finished("r4")
     assert (refused.code, refused.retryable, refused.run != 0) == ("worker_full", True, True)
-    assert not desk.lane_records(LEDGER, Started, "r3")  # it waits
-    assert [(await desk.wait_finished(i)).code for i in ids[:3]] == ["length"] * 3
+    assert not harness.lane_records(LEDGER, Started, "r3")  # it waits
+    assert [(await harness.wait_finished(i)).code for i in ids[:3]] == ["length"] * 3
 
 
 @scenario_test
 async def test_a_budget_that_is_used_up_is_refused_as_expired(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign(budget_s=0.0)
-    finished = await desk.wait_finished()
+    harness = await WorkerHarness.started(world)
+    harness.assign(budget_s=0.0)
+    finished = await harness.wait_finished()
     assert (finished.code, finished.retryable) == ("expired", False)
-    assert not desk.chunks()
+    assert not harness.chunks()
 
 
 @scenario_test
 async def test_time_in_the_log_counts_against_the_budget(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign(budget_s=60.0, deadline_ms=world.broker.now_ms() - 1)
-    assert (await desk.wait_finished()).code == "expired"
+    harness = await WorkerHarness.started(world)
+    harness.assign(budget_s=60.0, deadline_ms=world.broker.now_ms() - 1)
+    assert (await harness.wait_finished()).code == "expired"
 
 
 @scenario_test
 async def test_a_run_past_its_deadline_stops_without_a_finish_reason(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign(budget_s=3.0, max_tokens=500)
-    finished = await desk.wait_finished()
+    harness = await WorkerHarness.started(world)
+    harness.assign(budget_s=3.0, max_tokens=500)
+    finished = await harness.wait_finished()
     assert finished.code == "expired"
-    assert 2.9 < len(visible(desk.chunks()).tokens) * STEP_S < 4.2
-    assert desk.chunks()[-1].finish_reason is None
+    assert 2.9 < len(visible(harness.chunks()).tokens) * STEP_S < 4.2
+    assert harness.chunks()[-1].finish_reason is None
 
 
 # --- failures --------------------------------------------------------------------------------
@@ -460,49 +460,49 @@ async def test_a_run_past_its_deadline_stops_without_a_finish_reason(world: Memo
 
 @scenario_test
 async def test_a_lost_chunk_breaks_the_run_and_no_chunk_follows(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign(max_tokens=50)
-    await world.wait_until(lambda: len(desk.chunks()) == 3)
+    harness = await WorkerHarness.started(world)
+    harness.assign(max_tokens=50)
+    await world.wait_until(lambda: len(harness.chunks()) == 3)
     world.faults.next_fates(RESPONSES, AppendFate.LOST)
-    finished = await desk.wait_finished()
-    assert (finished.code, len(desk.chunks())) == ("broken", 3)
+    finished = await harness.wait_finished()
+    assert (finished.code, len(harness.chunks())) == ("broken", 3)
     await world.sleep(5)
-    assert len(desk.chunks()) == 3
+    assert len(harness.chunks()) == 3
 
 
 @scenario_test
 async def test_an_unreported_chunk_breaks_the_run_too(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign(max_tokens=50)
-    await world.wait_until(lambda: len(desk.chunks()) == 3)
+    harness = await WorkerHarness.started(world)
+    harness.assign(max_tokens=50)
+    await world.wait_until(lambda: len(harness.chunks()) == 3)
     world.faults.next_fates(RESPONSES, AppendFate.UNREPORTED)
-    assert (await desk.wait_finished()).code == "broken"
+    assert (await harness.wait_finished()).code == "broken"
     await world.sleep(5)
-    assert len(desk.chunks()) == 4  # the one in doubt stands, nothing after it
+    assert len(harness.chunks()) == 4  # the one in doubt stands, nothing after it
 
 
 @scenario_test
 async def test_a_lost_last_chunk_ends_as_broken(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(
+    harness = await WorkerHarness.started(
         world, ScriptedEngine(world, 1.0, EngineOutput.stop().with_tokens([65]))
     )
-    desk.assign()
+    harness.assign()
     await world.sleep(0.5)
     world.faults.next_fates(RESPONSES, AppendFate.LOST)
-    assert (await desk.wait_finished()).code == "broken"
+    assert (await harness.wait_finished()).code == "broken"
 
 
 @scenario_test
 async def test_all_runs_of_a_failed_batch_break_and_others_go_on(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
+    harness = await WorkerHarness.started(world)
     ids = [f"r{n}" for n in range(20)]
     failing = [i for i in ids if lane_of(i, world.lanes) == 0][:2]
     other = next(i for i in ids if lane_of(i, world.lanes) == 1)
     for request_id in (*failing, other):
-        desk.assign(request_id)
-    await world.wait_until(lambda: all(desk.chunks(i) for i in failing))
+        harness.assign(request_id)
+    await world.wait_until(lambda: all(harness.chunks(i) for i in failing))
     world.faults.next_fates(RESPONSES, AppendFate.LOST)
-    codes = [(await desk.wait_finished(i)).code for i in (*failing, other)]
+    codes = [(await harness.wait_finished(i)).code for i in (*failing, other)]
     assert sorted(codes) in (["broken", "broken", "length"], ["broken", "length", "length"])
     broken_lanes = {lane_of(i, world.lanes) for i, c in zip((*failing, other), codes, strict=True)
                     if c == "broken"}  # fmt: skip
@@ -511,40 +511,40 @@ async def test_all_runs_of_a_failed_batch_break_and_others_go_on(world: MemoryWo
 
 @scenario_test
 async def test_a_retryable_engine_error_leaves_the_end_to_the_owner(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(
+    harness = await WorkerHarness.started(
         world, ScriptedEngine(world, TOKEN, EngineError("oom", retryable=True))
     )
-    desk.assign()
-    finished = await desk.wait_finished()
+    harness.assign()
+    finished = await harness.wait_finished()
     assert (finished.code, finished.retryable, finished.message) == ("error", True, "oom")
-    assert all(c.finish_reason is None for c in desk.chunks())
+    assert all(c.finish_reason is None for c in harness.chunks())
 
 
 @scenario_test
 async def test_a_final_engine_error_has_a_last_chunk(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(
+    harness = await WorkerHarness.started(
         world, ScriptedEngine(world, TOKEN, EngineError("bad grammar"))
     )
-    desk.assign()
-    finished = await desk.wait_finished()
+    harness.assign()
+    finished = await harness.wait_finished()
     assert (finished.code, finished.retryable) == ("error", False)
-    assert desk.chunks()[-1].finish_reason == "error"
+    assert harness.chunks()[-1].finish_reason == "error"
 
 
 @scenario_test
 async def test_a_bug_in_the_engine_is_retryable_and_the_worker_lives(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, ScriptedEngine(world, TOKEN, ZeroDivisionError()))
-    desk.assign()
-    finished = await desk.wait_finished()
+    harness = await WorkerHarness.started(world, ScriptedEngine(world, TOKEN, ZeroDivisionError()))
+    harness.assign()
+    finished = await harness.wait_finished()
     assert (finished.code, finished.retryable) == ("error", True)
-    assert desk.life.error is None
+    assert harness.ctx.error is None
 
 
 @scenario_test
 async def test_an_answer_without_an_end_is_a_retryable_error(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, ScriptedEngine(world, TOKEN))
-    desk.assign()
-    assert (await desk.wait_finished()).retryable
+    harness = await WorkerHarness.started(world, ScriptedEngine(world, TOKEN))
+    harness.assign()
+    assert (await harness.wait_finished()).retryable
 
 
 @scenario_test
@@ -558,29 +558,29 @@ async def test_a_cancellation_inside_the_engine_is_an_error_of_the_engine(
             yield TOKEN
             raise asyncio.CancelledError
 
-    desk = await WorkerHarness.started(world, Cancelling(world))
-    desk.assign()
-    assert (await desk.wait_finished()).retryable
+    harness = await WorkerHarness.started(world, Cancelling(world))
+    harness.assign()
+    assert (await harness.wait_finished()).retryable
 
 
 @scenario_test
 async def test_a_dead_engine_ends_the_process_after_its_last_word(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world, TOKEN, EngineDead("the GPU is gone"))
-    desk = await WorkerHarness.started(world, engine)
-    desk.assign()
-    assert (await desk.wait_finished()).retryable
-    await world.wait_until(lambda: desk.life.error is not None)
-    await desk.life.cancel_tasks()
+    harness = await WorkerHarness.started(world, engine)
+    harness.assign()
+    assert (await harness.wait_finished()).retryable
+    await world.wait_until(lambda: harness.ctx.error is not None)
+    await harness.ctx.cancel_tasks()
     assert engine.calls == ["start", "cleanup"]
 
 
 @scenario_test
 async def test_a_bad_record_in_the_slot_does_not_stop_it(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    world.append_raw(ASSIGNMENTS, desk.slot, Entry(b"w", b"\xff\xff", (("t", b"Assignment"),)))
-    world.append_raw(ASSIGNMENTS, desk.slot, Entry(b"w", b"?", (("t", b"FromTheFuture"),)))
-    desk.assign()
-    assert (await desk.wait_finished()).code == "length"
+    harness = await WorkerHarness.started(world)
+    world.append_raw(ASSIGNMENTS, harness.slot, Entry(b"w", b"\xff\xff", (("t", b"Assignment"),)))
+    world.append_raw(ASSIGNMENTS, harness.slot, Entry(b"w", b"?", (("t", b"FromTheFuture"),)))
+    harness.assign()
+    assert (await harness.wait_finished()).code == "length"
 
 
 # --- cancel ----------------------------------------------------------------------------------
@@ -597,37 +597,37 @@ async def test_a_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine(
             self.aborts += 1
 
     engine = Aborted(world.clock, STEP_S)
-    desk = await WorkerHarness.started(world, engine)
-    desk.assign(max_tokens=500)
-    await world.wait_until(lambda: len(desk.chunks()) == 3)
-    desk.cancel()
-    desk.cancel()  # a router repeats it every beat
-    finished = await desk.wait_finished()
+    harness = await WorkerHarness.started(world, engine)
+    harness.assign(max_tokens=500)
+    await world.wait_until(lambda: len(harness.chunks()) == 3)
+    harness.cancel()
+    harness.cancel()  # a router repeats it every beat
+    finished = await harness.wait_finished()
     assert finished.code == "cancelled"
-    assert desk.chunks()[-1].finish_reason == "cancelled"
-    assert len(desk.chunks()) <= 5
+    assert harness.chunks()[-1].finish_reason == "cancelled"
+    assert len(harness.chunks()) <= 5
     assert engine.aborts == 1
 
 
 @scenario_test
 async def test_a_waiting_run_that_is_cancelled_never_starts(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, max_num_seqs=1, worker_max_waiting=4)
-    desk.assign("busy", max_tokens=10)
-    desk.assign()
-    desk.cancel()
-    finished = await desk.wait_finished()
+    harness = await WorkerHarness.started(world, max_num_seqs=1, worker_max_waiting=4)
+    harness.assign("busy", max_tokens=10)
+    harness.assign()
+    harness.cancel()
+    finished = await harness.wait_finished()
     assert finished.code == "broken"  # `cancelled` would promise a last Chunk
-    await desk.wait_finished("busy")
+    await harness.wait_finished("busy")
     await world.sleep(2)
-    assert not desk.lane_records(LEDGER, Started)
+    assert not harness.lane_records(LEDGER, Started)
 
 
 @scenario_test
 async def test_a_cancel_of_an_unknown_run_does_nothing(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.cancel()
-    desk.assign()
-    assert (await desk.wait_finished()).code == "length"
+    harness = await WorkerHarness.started(world)
+    harness.cancel()
+    harness.assign()
+    assert (await harness.wait_finished()).code == "length"
 
 
 # --- heartbeats ------------------------------------------------------------------------------
@@ -635,11 +635,11 @@ async def test_a_cancel_of_an_unknown_run_does_nothing(world: MemoryWorld) -> No
 
 @scenario_test
 async def test_heartbeats_list_open_runs_and_the_next_offset(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, max_num_seqs=1)
-    desk.assign("a", max_tokens=100)
-    desk.assign("b", max_tokens=100)
+    harness = await WorkerHarness.started(world, max_num_seqs=1)
+    harness.assign("a", max_tokens=100)
+    harness.assign("b", max_tokens=100)
     await world.sleep(2.5)
-    beat = desk.heartbeats()[-1]
+    beat = harness.heartbeats()[-1]
     assert [r.id for r in beat.running] == ["a", "b"]
     assert beat.running[0].output_tokens > 10
     assert (beat.slot_offset, beat.waiting, beat.state) == (2, 1, "ready")
@@ -647,11 +647,11 @@ async def test_heartbeats_list_open_runs_and_the_next_offset(world: MemoryWorld)
 
 @scenario_test
 async def test_a_beat_that_was_lost_is_not_made_up_for(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
+    harness = await WorkerHarness.started(world)
     await world.sleep(0.5)
     world.faults.next_fates(KV_EVENTS, AppendFate.LOST)
     await world.sleep(3)
-    assert len(desk.heartbeats()) == 3  # at 0, 2 and 3 s
+    assert len(harness.heartbeats()) == 3  # at 0, 2 and 3 s
 
 
 # --- lives -----------------------------------------------------------------------------------
@@ -661,59 +661,64 @@ async def test_a_beat_that_was_lost_is_not_made_up_for(world: MemoryWorld) -> No
 async def test_its_own_lost_drops_the_runs_without_a_word_and_begins_a_new_epoch(
     world: MemoryWorld,
 ) -> None:
-    desk = await WorkerHarness.started(world)
-    old = desk.epoch
-    desk.assign(max_tokens=500)
-    desk.assign("b", max_tokens=500)
-    await world.wait_until(lambda: len(desk.chunks()) == 3)
-    desk.send(Lost(worker="w", epoch=old, by="r1", silent_ms=5000))
-    await world.wait_until(lambda: desk.worker.epoch not in (None, old))
+    harness = await WorkerHarness.started(world)
+    old = harness.epoch
+    harness.assign(max_tokens=500)
+    harness.assign("b", max_tokens=500)
+    await world.wait_until(lambda: len(harness.chunks()) == 3)
+    harness.send(Lost(worker="w", epoch=old, by="r1", silent_ms=5000))
+    await world.wait_until(lambda: harness.worker.epoch not in (None, old))
     await world.sleep(5)
-    assert not desk.records_of(LEDGER, Finished)
-    assert len(desk.chunks()) <= 4  # what was on its way may have landed
-    assert desk.chunks()[-1].finish_reason is None
-    assert [c.epoch for c in desk.records_of(REGISTRY, WorkerCard)] == [None, old, None, desk.epoch]
-    assert [b.epoch for b in desk.records_of(KV_EVENTS, Blocks)] == [old, desk.epoch]
-    assert desk.heartbeats()[-1].running == ()
-    desk.assign("c")
-    assert (await desk.wait_finished("c")).epoch == desk.epoch
+    assert not harness.records_of(LEDGER, Finished)
+    assert len(harness.chunks()) <= 4  # what was on its way may have landed
+    assert harness.chunks()[-1].finish_reason is None
+    assert [c.epoch for c in harness.records_of(REGISTRY, WorkerCard)] == [
+        None,
+        old,
+        None,
+        harness.epoch,
+    ]
+    assert [b.epoch for b in harness.records_of(KV_EVENTS, Blocks)] == [old, harness.epoch]
+    assert harness.heartbeats()[-1].running == ()
+    harness.assign("c")
+    assert (await harness.wait_finished("c")).epoch == harness.epoch
 
 
 @scenario_test
 async def test_nothing_is_kept_of_the_lives_that_a_worker_has_lost(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
+    harness = await WorkerHarness.started(world)
     for _ in range(20):
-        epoch = desk.epoch
-        desk.send(Lost(worker="w", epoch=epoch))
-        await world.wait_until(lambda before=epoch: desk.worker.epoch not in (None, before))
+        epoch = harness.epoch
+        harness.send(Lost(worker="w", epoch=epoch))
+        await world.wait_until(lambda before=epoch: harness.worker.epoch not in (None, before))
     await world.sleep(1)
-    assert len(desk.worker._loops) <= 4
+    assert len(harness.worker._loops) <= 4
 
 
 @scenario_test
 async def test_a_new_epoch_is_begun_however_long_the_broker_is_away(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    old = desk.epoch
+    harness = await WorkerHarness.started(world)
+    old = harness.epoch
     world.faults.next_fates(REGISTRY, *[AppendFate.LOST] * 5000)
-    desk.send(Lost(worker="w", epoch=old))
+    harness.send(Lost(worker="w", epoch=old))
     await world.sleep(10 * REGISTER_TIMEOUT_S)
-    assert desk.worker.epoch is None
-    assert desk.life.error is None
+    assert harness.worker.epoch is None
+    assert harness.ctx.error is None
     world.faults.fates.clear()
-    await world.wait_until(lambda: desk.worker.epoch not in (None, old))
-    desk.assign()
-    assert (await desk.wait_finished()).epoch == desk.epoch
+    await world.wait_until(lambda: harness.worker.epoch not in (None, old))
+    harness.assign()
+    assert (await harness.wait_finished()).epoch == harness.epoch
 
 
 @scenario_test
 async def test_a_card_is_written_again_however_long_the_broker_is_away(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
+    harness = WorkerHarness(world)
     world.append(REGISTRY, 0, Tombstone(key="worker/x"), key="worker/x")
-    await desk.start()
+    await harness.start()
     world.append(REGISTRY, 0, Tombstone(key="worker/w", epoch=0), key="worker/w")
     world.faults.next_fates(REGISTRY, *[AppendFate.LOST] * 500)
     await world.sleep(3 * REGISTER_TIMEOUT_S)
-    assert desk.life.error is None
+    assert harness.ctx.error is None
     world.faults.fates.clear()
     await world.sleep(5)
     assert isinstance(decode(world.records(REGISTRY, 0)[-1]), WorkerCard)
@@ -732,33 +737,33 @@ async def test_a_worker_that_cannot_register_at_its_start_gives_up(world: Memory
 
 @scenario_test
 async def test_a_lost_of_an_older_epoch_means_nothing(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    epoch = desk.epoch
-    desk.send(Lost(worker="w", epoch=epoch - 1))
-    desk.send(Lost(worker="other", epoch=epoch))
+    harness = await WorkerHarness.started(world)
+    epoch = harness.epoch
+    harness.send(Lost(worker="w", epoch=epoch - 1))
+    harness.send(Lost(worker="other", epoch=epoch))
     await world.sleep(3)
-    assert desk.epoch == epoch
+    assert harness.epoch == epoch
 
 
 @scenario_test
 async def test_a_tombstone_of_its_epoch_counts_as_lost(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    old = desk.epoch
+    harness = await WorkerHarness.started(world)
+    old = harness.epoch
     world.append(REGISTRY, 0, Tombstone(key="worker/w", epoch=old), key="worker/w")
-    await world.wait_until(lambda: desk.worker.epoch not in (None, old))
+    await world.wait_until(lambda: harness.worker.epoch not in (None, old))
 
 
 @scenario_test
 async def test_an_overwritten_card_is_written_again(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
+    harness = WorkerHarness(world)
     world.append(REGISTRY, 0, Tombstone(key="worker/x"), key="worker/x")
-    await desk.start()
-    epoch = desk.epoch
+    await harness.start()
+    epoch = harness.epoch
     world.append(REGISTRY, 0, Tombstone(key="worker/w", epoch=0), key="worker/w")
     await world.sleep(3)
     last = decode(world.records(REGISTRY, 0)[-1])
     assert isinstance(last, WorkerCard)
-    assert last.epoch == epoch == desk.epoch
+    assert last.epoch == epoch == harness.epoch
 
 
 @scenario_test
@@ -768,11 +773,11 @@ async def test_a_newer_process_of_the_same_name_ends_this_one(world: MemoryWorld
     older.assign(max_tokens=500)
     await world.wait_until(lambda: len(older.chunks()) == 3)
     await newer.start(seed=2)
-    await world.wait_until(lambda: older.life.error is not None)
-    assert isinstance(older.life.error, WorkerIdTaken)
-    assert "KVLANE_WORKER_ID" in str(older.life.error)
-    assert newer.life.error is None
-    await older.life.cancel_tasks()
+    await world.wait_until(lambda: older.ctx.error is not None)
+    assert isinstance(older.ctx.error, WorkerIdTaken)
+    assert "KVLANE_WORKER_ID" in str(older.ctx.error)
+    assert newer.ctx.error is None
+    await older.ctx.cancel_tasks()
     await world.sleep(5)
     assert len(older.chunks()) <= 4
     assert not older.records_of(LEDGER, Finished)
@@ -786,56 +791,62 @@ async def test_a_stopping_worker_says_so_finishes_its_runs_and_says_goodbye(
     world: MemoryWorld,
 ) -> None:
     engine = ScriptedEngine(world, 4.0, EngineOutput.stop().with_tokens([65]))
-    desk = await WorkerHarness.started(world, engine)
-    desk.assign()
+    harness = await WorkerHarness.started(world, engine)
+    harness.assign()
     await world.sleep(1)
-    stopping = world.spawn(desk.worker.stop())
+    stopping = world.spawn(harness.worker.stop())
     await world.sleep(0.1)
-    assert desk.heartbeats()[-1].state == "draining"
+    assert harness.heartbeats()[-1].state == "draining"
     await world.sleep(2.5)
-    desk.assign("late")
-    refused = await desk.wait_finished("late")
+    harness.assign("late")
+    refused = await harness.wait_finished("late")
     assert (refused.code, refused.retryable) == ("worker_full", True)
     await stopping
-    assert (await desk.wait_finished()).code == "stop"
+    assert (await harness.wait_finished()).code == "stop"
     assert engine.calls == ["start", "drain", "cleanup"]
     last = decode(world.records(REGISTRY, 0)[-1])
-    assert last == Tombstone(key="worker/w", epoch=desk.records_of(REGISTRY, WorkerCard)[-1].epoch)
+    assert last == Tombstone(
+        key="worker/w", epoch=harness.records_of(REGISTRY, WorkerCard)[-1].epoch
+    )
 
 
 @scenario_test
 async def test_work_that_comes_before_routers_notice_is_still_done(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    stopping = world.spawn(desk.worker.stop())
+    harness = await WorkerHarness.started(world)
+    stopping = world.spawn(harness.worker.stop())
     await world.sleep(0.5)
-    desk.assign()
+    harness.assign()
     await stopping
-    assert (await desk.wait_finished()).code == "length"
+    assert (await harness.wait_finished()).code == "length"
 
 
 @scenario_test
 async def test_runs_that_outlast_the_grace_end_as_broken(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, drain_grace_s=3, max_num_seqs=1)
-    desk.assign(max_tokens=5000)
-    desk.assign("waits", max_tokens=5000)
+    harness = await WorkerHarness.started(world, drain_grace_s=3, max_num_seqs=1)
+    harness.assign(max_tokens=5000)
+    harness.assign("waits", max_tokens=5000)
     await world.sleep(1)
-    await desk.worker.stop()
-    assert (await desk.wait_finished()).code == (await desk.wait_finished("waits")).code == "broken"
-    assert desk.chunks()[-1].finish_reason is None
-    count = len(desk.chunks())
+    await harness.worker.stop()
+    assert (
+        (await harness.wait_finished()).code
+        == (await harness.wait_finished("waits")).code
+        == "broken"
+    )
+    assert harness.chunks()[-1].finish_reason is None
+    count = len(harness.chunks())
     await world.sleep(5)
-    assert len(desk.chunks()) == count
+    assert len(harness.chunks()) == count
 
 
 @scenario_test
 async def test_a_stop_with_a_dead_broker_ends_all_the_same(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, drain_grace_s=3)
-    desk.assign(max_tokens=5000)
+    harness = await WorkerHarness.started(world, drain_grace_s=3)
+    harness.assign(max_tokens=5000)
     await world.sleep(1)
     world.broker.available = False
-    await asyncio.wait_for(desk.worker.stop(), 60)
-    await desk.life.cancel_tasks()
-    assert desk.life.task_count == 0
+    await asyncio.wait_for(harness.worker.stop(), 60)
+    await harness.ctx.cancel_tasks()
+    assert len(harness.ctx._tasks) == 0
 
 
 @scenario_test
@@ -845,32 +856,32 @@ async def test_a_failing_drain_does_not_keep_it_from_leaving(world: MemoryWorld)
             raise RuntimeError("transfer stuck")
 
     engine = Bad(world)
-    desk = await WorkerHarness.started(world, engine)
-    await desk.worker.stop()
+    harness = await WorkerHarness.started(world, engine)
+    await harness.worker.stop()
     assert engine.calls == ["start", "cleanup"]
     assert isinstance(decode(world.records(REGISTRY, 0)[-1]), Tombstone)
 
 
 @scenario_test
 async def test_nothing_is_left_when_all_runs_are_over(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    tasks = desk.life.task_count
+    harness = await WorkerHarness.started(world)
+    tasks = len(harness.ctx._tasks)
     for n in range(30):
-        desk.assign(f"r{n}")
+        harness.assign(f"r{n}")
     for n in range(30):
-        await desk.wait_finished(f"r{n}")
+        await harness.wait_finished(f"r{n}")
     await world.sleep(0.5)
-    assert desk.life.task_count == tasks
+    assert len(harness.ctx._tasks) == tasks
 
 
 @scenario_test
 async def test_a_fenced_zombie_shows_nothing(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world)
-    desk.assign(max_tokens=10)
-    await world.wait_until(lambda: len(desk.chunks()) == 3)
+    harness = await WorkerHarness.started(world)
+    harness.assign(max_tokens=10)
+    await world.wait_until(lambda: len(harness.chunks()) == 3)
     lane = lane_of("a", world.lanes)
     world.append(RESPONSES, lane, Fence(id="a", attempt=1), key="a")
-    await desk.wait_finished()
+    await harness.wait_finished()
     transcript = Transcript("a")
     for record in world.records(RESPONSES, lane):
         shown = decode(record)

@@ -35,42 +35,42 @@ class Adaptable(EchoEngine):
 
 
 async def begun(world: MemoryWorld) -> tuple[WorkerHarness, Adaptable]:
-    desk, engine = WorkerHarness(world), Adaptable(world.clock, 0.1)
-    await desk.start(ValidatingEngine(engine))
-    return desk, engine
+    harness, engine = WorkerHarness(world), Adaptable(world.clock, 0.1)
+    await harness.start(ValidatingEngine(engine))
+    return harness, engine
 
 
-def cards(desk: WorkerHarness) -> list[WorkerCard]:
-    said: list[WorkerCard] = desk.records_of(REGISTRY, WorkerCard)
-    return said
+def cards(harness: WorkerHarness) -> list[WorkerCard]:
+    output: list[WorkerCard] = harness.records_of(REGISTRY, WorkerCard)
+    return output
 
 
 @scenario_test
 async def test_an_adapter_that_comes_and_goes_is_on_the_card_of_the_same_life(
     world: MemoryWorld,
 ) -> None:
-    desk, engine = await begun(world)
+    harness, engine = await begun(world)
     await world.sleep(5)
-    told = len(cards(desk))
+    got = len(cards(harness))
     engine.has = ("ada", "bob")
     await world.sleep(5)
     engine.has = ()
     await world.sleep(5)
-    new = cards(desk)[told:]
+    new = cards(harness)[got:]
     assert [card.config.lora_names for card in new] == [("ada", "bob"), None]
-    assert {card.epoch for card in new} == {desk.epoch}
+    assert {card.epoch for card in new} == {harness.epoch}
 
 
 @scenario_test
 async def test_requests_for_an_adapter_go_where_it_was_loaded_since(world: MemoryWorld) -> None:
-    desk, engine = await begun(world)
+    harness, engine = await begun(world)
     await start_router(world)
     engine.has = ("ada",)
     await world.sleep(5)
     append_record(world, REQUESTS, FOR_ADA)
-    await desk.wait_finished(FOR_ADA.id)
+    await harness.wait_finished(FOR_ADA.id)
     (decision,) = read_records(world, LEDGER, Assigned, FOR_ADA.id)
-    assert decision.worker == desk.name
+    assert decision.worker == harness.name
 
 
 @pytest.mark.parametrize("after", [["theirs", "ada"], ["theirs"]])
@@ -87,11 +87,11 @@ async def test_what_a_server_loads_while_it_runs_is_on_the_card(
 
     async with ScriptedServer() as server:
         server.handlers["/v1/models"] = models
-        desk = WorkerHarness(RealWorld())
+        harness = WorkerHarness(RealWorld())
         where = ServerAddress(server.url, read_timeout_s=5.0, start_timeout_s=5.0)
         engine = PassthroughEngine(SystemClock(), where, "chat", served_name="m")
-        await desk.start(ValidatingEngine(engine), heartbeat_interval_s=0.1)
-        assert cards(desk)[-1].config.lora_names == ("bob",)
+        await harness.start(ValidatingEngine(engine), heartbeat_interval_s=0.1)
+        assert cards(harness)[-1].config.lora_names == ("bob",)
         names[:] = after
-        await until(lambda: cards(desk)[-1].config.lora_names == (tuple(after[1:]) or None))
-        await desk.life.cancel_tasks()
+        await until(lambda: cards(harness)[-1].config.lora_names == (tuple(after[1:]) or None))
+        await harness.ctx.cancel_tasks()

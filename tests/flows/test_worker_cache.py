@@ -29,12 +29,12 @@ from indexer.cache_events.engine_events import (
 )
 from indexer.epochs import CacheId
 from indexer.events import EventColumns
-from indexer.events import decode_events as events_of
 from indexer.reference_index import ReferenceIndex
 from streams.codecs import decode, pack_tokens
 from streams.memory.broker_faults import AppendFate
 from streams.records import Blocks, Heartbeat, Lost, PrefillDone
 from streams.topics import KV_EVENTS, partition_of
+from tests.harness.decoded import decode_events as events_of
 from tests.harness.memory_world import MemoryWorld, run_scenario
 from tests.harness.worker_harness import WorkerHarness
 
@@ -94,16 +94,16 @@ class Cached(WorkerHarness):
         )
         await self.start(ValidatingEngine(self.engine), seed=seed)
 
-    async def ask(self, *prompts: int, tokens: int = 20, answer: int = 6) -> None:
+    async def make_request(self, *prompts: int, tokens: int = 20, answer: int = 6) -> None:
         """Serve prompts, each named by a number, which share nothing with one another."""
-        asked = []
+        sent = []
         for prompt in prompts:
             name = f"{self.epoch} {prompt} {len(self.engine.prefixes)} {self.world.clock.now()}"
             self.assign(
                 name, prompt=range(1000 * prompt, 1000 * prompt + tokens), max_tokens=answer
             )
-            asked.append(self.wait_finished(name))
-        await asyncio.gather(*asked)
+            sent.append(self.wait_finished(name))
+        await asyncio.gather(*sent)
 
     def index(self, after: int = 0) -> ReferenceIndex:
         """What one knows who reads the log from an offset on."""
@@ -140,9 +140,9 @@ class Cached(WorkerHarness):
             depth = 0
             while prefix[: (depth + 1) * SIZE] in held and depth < len(prefix) // SIZE:
                 depth += 1
-            told = overlap[HOLDER].total_blocks if HOLDER in overlap else 0
-            if told != depth:
-                found.append(f"{told} of {depth} blocks of {prefix}")
+            got = overlap[HOLDER].total_blocks if HOLDER in overlap else 0
+            if got != depth:
+                found.append(f"{got} of {depth} blocks of {prefix}")
         return found
 
     async def settle(self) -> None:
@@ -176,81 +176,85 @@ def with_cache(scenario: Scenario) -> Callable[[], None]:
 
 
 @with_cache
-async def test_the_log_says_what_the_engine_holds(desk: Cached) -> None:
-    await desk.ask(1, 2)
-    await desk.settle()
-    assert desk.index().is_complete(HOLDER)
+async def test_the_log_says_what_the_engine_holds(harness: Cached) -> None:
+    await harness.make_request(1, 2)
+    await harness.settle()
+    assert harness.index().is_complete(HOLDER)
 
 
 @with_cache
-async def test_prompts_and_answers_both_are_held(desk: Cached) -> None:
-    await desk.ask(1, tokens=8, answer=12)
-    await desk.settle()
-    assert max(len(p) for p in desk.engine.prefixes.values()) == 20 - SIZE
+async def test_prompts_and_answers_both_are_held(harness: Cached) -> None:
+    await harness.make_request(1, tokens=8, answer=12)
+    await harness.settle()
+    assert max(len(p) for p in harness.engine.prefixes.values()) == 20 - SIZE
 
 
 @with_cache
-async def test_blocks_that_had_to_go_are_gone(desk: Cached) -> None:
+async def test_blocks_that_had_to_go_are_gone(harness: Cached) -> None:
     for prompt in range(12):
-        await desk.ask(prompt)
-    await desk.settle()
+        await harness.make_request(prompt)
+    await harness.settle()
     keys = prompt_keys(local_hashes(range(20), SIZE), SECRET).tolist()
-    assert HOLDER not in desk.index().match_prefix(keys), "the first prompt made room for the last"
+    assert HOLDER not in harness.index().match_prefix(keys), (
+        "the first prompt made room for the last"
+    )
 
 
 @with_cache
-async def test_a_new_epoch_says_again_what_the_cache_holds(desk: Cached) -> None:
-    await desk.ask(1, 2)
-    await desk.settle()
-    old = desk.epoch
-    desk.lose()
-    await desk.world.wait_until(lambda: desk.worker.epoch not in (None, old))
-    await desk.settle()
-    assert desk.index().is_complete(HOLDER)
-    await desk.ask(3)
-    await desk.settle()
+async def test_a_new_epoch_says_again_what_the_cache_holds(harness: Cached) -> None:
+    await harness.make_request(1, 2)
+    await harness.settle()
+    old = harness.epoch
+    harness.lose()
+    await harness.world.wait_until(lambda: harness.worker.epoch not in (None, old))
+    await harness.settle()
+    assert harness.index().is_complete(HOLDER)
+    await harness.make_request(3)
+    await harness.settle()
 
 
 @with_cache
-async def test_only_the_newest_epoch_is_told_of(desk: Cached) -> None:
+async def test_only_the_newest_epoch_is_told_of(harness: Cached) -> None:
     for _ in range(3):
-        await desk.ask(1)
-        old = desk.epoch
-        desk.lose()
-        await desk.world.wait_until(lambda old=old: desk.worker.epoch not in (None, old))  # type: ignore[misc]
+        await harness.make_request(1)
+        old = harness.epoch
+        harness.lose()
+        await harness.world.wait_until(lambda old=old: harness.worker.epoch not in (None, old))  # type: ignore[misc]
     for prompt in range(12):
-        desk.world.faults.next_fates(KV_EVENTS, AppendFate.LOST, AppendFate.KEPT, AppendFate.LOST)
-        await desk.ask(prompt)
-    await desk.settle()  # two writers would overtake each other, and leave a gap
+        harness.world.faults.next_fates(
+            KV_EVENTS, AppendFate.LOST, AppendFate.KEPT, AppendFate.LOST
+        )
+        await harness.make_request(prompt)
+    await harness.settle()  # two writers would overtake each other, and leave a gap
 
 
 @with_cache
-async def test_what_happens_between_two_epochs_is_not_forgotten(desk: Cached) -> None:
-    await desk.ask(1)
-    desk.assign("a", prompt=range(40), max_tokens=40)
-    await desk.world.wait_until(lambda: len(desk.chunks("a")) > 2)
-    desk.world.faults.slow["append"] = 1.0  # registering takes seconds
-    desk.lose()
-    await desk.world.wait_until(lambda: desk.worker.epoch is None)
-    await desk.world.sleep(1)
-    desk.engine.clear_cache()
-    await desk.world.wait_until(lambda: desk.worker.epoch is not None)
-    desk.world.faults.slow.clear()
-    await desk.ask(2)
-    await desk.settle()
+async def test_what_happens_between_two_epochs_is_not_forgotten(harness: Cached) -> None:
+    await harness.make_request(1)
+    harness.assign("a", prompt=range(40), max_tokens=40)
+    await harness.world.wait_until(lambda: len(harness.chunks("a")) > 2)
+    harness.world.faults.slow["append"] = 1.0  # registering takes seconds
+    harness.lose()
+    await harness.world.wait_until(lambda: harness.worker.epoch is None)
+    await harness.world.sleep(1)
+    harness.engine.clear_cache()
+    await harness.world.wait_until(lambda: harness.worker.epoch is not None)
+    harness.world.faults.slow.clear()
+    await harness.make_request(2)
+    await harness.settle()
 
 
 @with_cache
-async def test_a_restarted_worker_loses_its_old_blocks(desk: Cached) -> None:
-    await desk.ask(1, 2)
-    await desk.settle()
-    desk.worker._log.kill()  # type: ignore[attr-defined]
-    await desk.life.cancel_tasks()
-    await desk.begin(seed=2)
-    await desk.world.sleep(1)
-    assert desk.index().block_count(HOLDER) == 0
-    await desk.ask(3)
-    await desk.settle()
+async def test_a_restarted_worker_loses_its_old_blocks(harness: Cached) -> None:
+    await harness.make_request(1, 2)
+    await harness.settle()
+    harness.worker._log.kill()  # type: ignore[attr-defined]
+    await harness.ctx.cancel_tasks()
+    await harness.begin(seed=2)
+    await harness.world.sleep(1)
+    assert harness.index().block_count(HOLDER) == 0
+    await harness.make_request(3)
+    await harness.settle()
 
 
 @pytest.mark.parametrize(
@@ -258,78 +262,78 @@ async def test_a_restarted_worker_loses_its_old_blocks(desk: Cached) -> None:
     [[AppendFate.LOST], [AppendFate.UNREPORTED], [AppendFate.LOST, AppendFate.UNREPORTED] * 3],
 )
 def test_records_without_acknowledgement_are_repeated_in_order(fates: list[AppendFate]) -> None:
-    async def scenario(desk: Cached) -> None:
+    async def scenario(harness: Cached) -> None:
         for prompt in range(8):
-            desk.world.faults.next_fates(KV_EVENTS, *fates)
-            await desk.ask(prompt)
-        await desk.settle()
-        assert desk.index().is_complete(HOLDER)
+            harness.world.faults.next_fates(KV_EVENTS, *fates)
+            await harness.make_request(prompt)
+        await harness.settle()
+        assert harness.index().is_complete(HOLDER)
 
     with_cache(scenario)()
 
 
 @with_cache
-async def test_an_outage_is_made_up_for(desk: Cached) -> None:
-    desk.assign("a", prompt=range(40), max_tokens=40)
-    await desk.world.wait_until(lambda: len(desk.chunks("a")) > 2)
-    desk.world.broker.available = False
-    await desk.world.sleep(20)
-    desk.world.broker.available = True
-    await desk.settle()
+async def test_an_outage_is_made_up_for(harness: Cached) -> None:
+    harness.assign("a", prompt=range(40), max_tokens=40)
+    await harness.world.wait_until(lambda: len(harness.chunks("a")) > 2)
+    harness.world.broker.available = False
+    await harness.world.sleep(20)
+    harness.world.broker.available = True
+    await harness.settle()
 
 
 @with_cache
-async def test_a_slow_log_does_not_hold_up_the_engine(desk: Cached) -> None:
-    steps = desk.engine.step_count
-    world = desk.world
+async def test_a_slow_log_does_not_hold_up_the_engine(harness: Cached) -> None:
+    steps = harness.engine.step_count
+    world = harness.world
     world.faults.next_fates(KV_EVENTS, *[AppendFate.LOST] * 1000)
     for number in range(4):
-        desk.assign(f"r{number}", prompt=range(1000 * number, 1000 * number + 20), max_tokens=20)
+        harness.assign(f"r{number}", prompt=range(1000 * number, 1000 * number + 20), max_tokens=20)
     await world.sleep(3)
-    assert desk.engine.step_count - steps >= 20
-    assert desk.engine.running_count == 0
+    assert harness.engine.step_count - steps >= 20
+    assert harness.engine.running_count == 0
     world.faults.fates.clear()
-    await desk.settle()
+    await harness.settle()
 
 
 @with_cache
-async def test_events_of_one_moment_share_a_record(desk: Cached) -> None:
-    before = len(desk.records_of(KV_EVENTS, Blocks))
-    await desk.ask(1, 2, 3, tokens=24, answer=1)
-    await desk.settle()
-    assert len(desk.records_of(KV_EVENTS, Blocks)) - before == 1
+async def test_events_of_one_moment_share_a_record(harness: Cached) -> None:
+    before = len(harness.records_of(KV_EVENTS, Blocks))
+    await harness.make_request(1, 2, 3, tokens=24, answer=1)
+    await harness.settle()
+    assert len(harness.records_of(KV_EVENTS, Blocks)) - before == 1
 
 
 @with_cache
-async def test_records_name_the_model_and_the_secret_of_their_keys(desk: Cached) -> None:
-    await desk.ask(1)
-    await desk.settle()
-    for record in desk.records_of(KV_EVENTS, Blocks):
+async def test_records_name_the_model_and_the_secret_of_their_keys(harness: Cached) -> None:
+    await harness.make_request(1)
+    await harness.settle()
+    for record in harness.records_of(KV_EVENTS, Blocks):
         assert record.model == "simulated"
         assert record.hash_fingerprint == SECRET.fingerprint
 
 
 @with_cache
-async def test_all_of_it_is_said_again_before_the_log_forgets_it(desk: Cached) -> None:
-    await desk.ask(1, 2)
-    await desk.settle()
-    number = partition_of(b"w", desk.world.broker.partitions[KV_EVENTS])
+async def test_all_of_it_is_said_again_before_the_log_forgets_it(harness: Cached) -> None:
+    await harness.make_request(1, 2)
+    await harness.settle()
+    number = partition_of(b"w", harness.world.broker.partitions[KV_EVENTS])
     for _ in range(2):
-        forgotten = desk.world.records(KV_EVENTS, number)[-1].offset + 1
-        await desk.world.sleep(DAY_S / REPUBLISHES_PER_RETENTION + 1)
-        assert not desk.differences(desk.index(forgotten))
-    assert not desk.differences()
+        forgotten = harness.world.records(KV_EVENTS, number)[-1].offset + 1
+        await harness.world.sleep(DAY_S / REPUBLISHES_PER_RETENTION + 1)
+        assert not harness.differences(harness.index(forgotten))
+    assert not harness.differences()
 
 
 def test_workers_that_start_together_do_not_announce_together() -> None:
     told_at = []
 
     async def scenario(world: MemoryWorld, seed: int) -> None:
-        desk = Cached(world)
-        await desk.begin(seed)
-        await desk.ask(1)
-        await desk.settle()
-        begun, records = world.broker.now_ms(), len(desk.records_of(KV_EVENTS, Blocks))
+        harness = Cached(world)
+        await harness.begin(seed)
+        await harness.make_request(1)
+        await harness.settle()
+        begun, records = world.broker.now_ms(), len(harness.records_of(KV_EVENTS, Blocks))
         await world.sleep(DAY_S / REPUBLISHES_PER_RETENTION)
         number = partition_of(b"w", world.broker.partitions[KV_EVENTS])
         blocks = [r for r in world.records(KV_EVENTS, number) if isinstance(decode(r), Blocks)]
@@ -342,66 +346,66 @@ def test_workers_that_start_together_do_not_announce_together() -> None:
 
 
 @with_cache
-async def test_an_announcement_is_spread_and_holds_up_nothing(desk: Cached) -> None:
-    await desk.ask(1, 2, 3)
-    await desk.settle()
-    number = partition_of(b"w", desk.world.broker.partitions[KV_EVENTS])
-    before = len(desk.world.records(KV_EVENTS, number))
+async def test_an_announcement_is_spread_and_holds_up_nothing(harness: Cached) -> None:
+    await harness.make_request(1, 2, 3)
+    await harness.settle()
+    number = partition_of(b"w", harness.world.broker.partitions[KV_EVENTS])
+    before = len(harness.world.records(KV_EVENTS, number))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_event_publisher, "REPUBLISH_CHUNK_BLOCKS", 2)
-        (events,) = desk.worker._cache_events
-        events.normalizer.start_announcement(desk.world.clock.now(), clear=True)
+        (events,) = harness.worker._cache_events
+        events.normalizer.start_announcement(harness.world.clock.now(), clear=True)
         events._changed.notify_all()
-        await desk.world.sleep(3.5 * REPUBLISH_CHUNK_INTERVAL_S)
-        desk.worker._on_engine_events([BlocksStored([1], None, [7] * SIZE, SIZE)])
-        await desk.world.sleep(1)
-    told = [
+        await harness.world.sleep(3.5 * REPUBLISH_CHUNK_INTERVAL_S)
+        harness.worker._on_engine_events([BlocksStored([1], None, [7] * SIZE, SIZE)])
+        await harness.world.sleep(1)
+    got = [
         (raw.timestamp, record)
-        for raw in desk.world.records(KV_EVENTS, number)[before:]
+        for raw in harness.world.records(KV_EVENTS, number)[before:]
         if isinstance(record := decode(raw), Blocks)
     ]
     (new,) = prompt_keys(local_hashes([7] * SIZE, SIZE), SECRET).tolist()
-    with_new = [at for at, record in told if new.to_bytes(8, "little") in record.keys]
-    assert with_new[0] < told[-1][0] - 2 * REPUBLISH_CHUNK_INTERVAL_S * 1000, "in between"
-    pieces = [at for at, record in told if at not in with_new]
+    with_new = [at for at, record in got if new.to_bytes(8, "little") in record.keys]
+    assert with_new[0] < got[-1][0] - 2 * REPUBLISH_CHUNK_INTERVAL_S * 1000, "in between"
+    pieces = [at for at, record in got if at not in with_new]
     assert len(pieces) > 5
-    assert all(len(record.keys) <= 2 * 8 for _, record in told)
+    assert all(len(record.keys) <= 2 * 8 for _, record in got)
     assert all(b - a >= REPUBLISH_CHUNK_INTERVAL_S * 1000 - 1 for a, b in pairwise(pieces))
 
 
 @with_cache
-async def test_more_than_may_wait_is_replaced_by_what_the_cache_holds(desk: Cached) -> None:
-    await desk.ask(1)
-    await desk.settle()
-    bridge = desk.worker._cache_events[0].normalizer
+async def test_more_than_may_wait_is_replaced_by_what_the_cache_holds(harness: Cached) -> None:
+    await harness.make_request(1)
+    await harness.settle()
+    bridge = harness.worker._cache_events[0].normalizer
     bridge._max_pending = 8
-    desk.world.faults.next_fates(KV_EVENTS, *[AppendFate.LOST] * 1000)
+    harness.world.faults.next_fates(KV_EVENTS, *[AppendFate.LOST] * 1000)
     for n in range(2, 14):
-        await desk.ask(n)
+        await harness.make_request(n)
     assert bridge._pending_blocks < 24
-    desk.world.faults.fates.clear()
-    await desk.settle()
+    harness.world.faults.fates.clear()
+    await harness.settle()
     assert bridge.counters.overflows
-    assert desk.index().is_complete(HOLDER)
+    assert harness.index().is_complete(HOLDER)
 
 
 @with_cache
 async def test_after_lost_events_only_what_the_engine_continues_is_told_again(
-    desk: Cached,
+    harness: Cached,
 ) -> None:
-    await desk.ask(1, 2)
-    await desk.ask(3)
-    await desk.settle()
-    number = partition_of(b"w", desk.world.broker.partitions[KV_EVENTS])
-    before = desk.world.records(KV_EVENTS, number)[-1].offset + 1
-    desk.worker._on_engine_events([EventsLost()])
-    await desk.world.sleep(1)
-    anew = desk.index(before)
+    await harness.make_request(1, 2)
+    await harness.make_request(3)
+    await harness.settle()
+    number = partition_of(b"w", harness.world.broker.partitions[KV_EVENTS])
+    before = harness.world.records(KV_EVENTS, number)[-1].offset + 1
+    harness.worker._on_engine_events([EventsLost()])
+    await harness.world.sleep(1)
+    anew = harness.index(before)
     assert anew.is_complete(HOLDER), "it begins with cleared"
     assert not anew.block_count(HOLDER)
-    await desk.ask(1, answer=6 + 2 * SIZE)
-    await desk.world.sleep(1)
-    known = desk.index(before)
+    await harness.make_request(1, answer=6 + 2 * SIZE)
+    await harness.world.sleep(1)
+    known = harness.index(before)
     continued, doubtful = (
         known.match_prefix(prompt_keys(local_hashes(range(n, n + 20), SIZE), SECRET).tolist())
         for n in (1000, 3000)
@@ -412,13 +416,13 @@ async def test_after_lost_events_only_what_the_engine_continues_is_told_again(
 
 @with_cache
 async def test_heartbeats_tell_how_far_events_have_gone_and_what_the_engine_does(
-    desk: Cached,
+    harness: Cached,
 ) -> None:
-    await desk.ask(1)
-    await desk.settle()
-    await desk.world.sleep(1)
-    beat = desk.heartbeats()[-1]
-    events = sum(len(record.kinds) for record in desk.records_of(KV_EVENTS, Blocks))
+    await harness.make_request(1)
+    await harness.settle()
+    await harness.world.sleep(1)
+    beat = harness.heartbeats()[-1]
+    events = sum(len(record.kinds) for record in harness.records_of(KV_EVENTS, Blocks))
     assert beat.last_event_ids == (events - 1,)
     assert beat.engine is not None
     assert (beat.engine.kv_total_blocks, beat.engine.running) == (24, 0)
@@ -426,46 +430,46 @@ async def test_heartbeats_tell_how_far_events_have_gone_and_what_the_engine_does
 
 
 @with_cache
-async def test_a_heartbeat_never_runs_ahead_of_the_events(desk: Cached) -> None:
-    desk.world.faults.next_fates(KV_EVENTS, *[AppendFate.KEPT, AppendFate.LOST] * 20)
-    await desk.ask(*range(10))
-    await desk.world.sleep(30)
-    await desk.settle()  # a heartbeat that did would show as a gap
+async def test_a_heartbeat_never_runs_ahead_of_the_events(harness: Cached) -> None:
+    harness.world.faults.next_fates(KV_EVENTS, *[AppendFate.KEPT, AppendFate.LOST] * 20)
+    await harness.make_request(*range(10))
+    await harness.world.sleep(30)
+    await harness.settle()  # a heartbeat that did would show as a gap
 
 
 @with_cache
-async def test_blocks_of_another_size_than_the_cards_make_it_unhealthy(desk: Cached) -> None:
+async def test_blocks_of_another_size_than_the_cards_make_it_unhealthy(harness: Cached) -> None:
     event = BlocksStored([1], None, [0] * 8, 8)
-    desk.worker._on_engine_events([event])
-    await desk.world.sleep(2)
-    beat = desk.heartbeats()[-1]
+    harness.worker._on_engine_events([event])
+    await harness.world.sleep(2)
+    beat = harness.heartbeats()[-1]
     assert beat.state == "unhealthy"
     assert "blocks of 8" in beat.reason
 
 
 @with_cache
-async def test_the_ledger_tells_how_much_of_a_prompt_was_cached(desk: Cached) -> None:
-    await desk.ask(1)
-    desk.assign("b", prompt=range(1000, 1020), max_tokens=5)
-    finished = await desk.wait_finished("b")
-    (done,) = desk.lane_records("ledger", PrefillDone, "b")
+async def test_the_ledger_tells_how_much_of_a_prompt_was_cached(harness: Cached) -> None:
+    await harness.make_request(1)
+    harness.assign("b", prompt=range(1000, 1020), max_tokens=5)
+    finished = await harness.wait_finished("b")
+    (done,) = harness.lane_records("ledger", PrefillDone, "b")
     assert done.cached_tokens == finished.cached_tokens == 16  # the last token is always computed
     assert 0 < done.prefill_ms <= done.ttft_ms
-    usage = desk.chunks("b")[-1].usage
+    usage = harness.chunks("b")[-1].usage
     assert usage is not None
     assert usage.cached_tokens == 16
 
 
 @with_cache
 async def test_a_resumed_run_counts_no_more_cached_tokens_than_the_prompt_has(
-    desk: Cached,
+    harness: Cached,
 ) -> None:
-    desk.assign("a", prompt=range(20), max_tokens=12)
-    await desk.wait_finished("a")
-    said = [t for chunk in desk.chunks("a") for t in chunk.token_ids]
-    desk.assign("a", attempt=1, prompt=range(20), taken=pack_tokens(said[:10]), max_tokens=12)
-    await desk.world.wait_until(lambda: desk.chunks("a")[-1].attempt == 1)
-    await desk.world.sleep(1)
-    usage = desk.chunks("a")[-1].usage
+    harness.assign("a", prompt=range(20), max_tokens=12)
+    await harness.wait_finished("a")
+    output = [t for chunk in harness.chunks("a") for t in chunk.token_ids]
+    harness.assign("a", attempt=1, prompt=range(20), taken=pack_tokens(output[:10]), max_tokens=12)
+    await harness.world.wait_until(lambda: harness.chunks("a")[-1].attempt == 1)
+    await harness.world.sleep(1)
+    usage = harness.chunks("a")[-1].usage
     assert usage is not None
     assert usage.cached_tokens == 20

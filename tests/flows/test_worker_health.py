@@ -43,31 +43,31 @@ class Sick(ScriptedEngine):
 async def sick(
     world: MemoryWorld, *script: EngineOutput | float | Exception
 ) -> tuple[WorkerHarness, Sick]:
-    desk, engine = WorkerHarness(world), Sick(world, *script)
-    await desk.start(engine)
-    return desk, engine
+    harness, engine = WorkerHarness(world), Sick(world, *script)
+    await harness.start(engine)
+    return harness, engine
 
 
-def state(desk: WorkerHarness) -> str:
-    return desk.heartbeats()[-1].state
+def state(harness: WorkerHarness) -> str:
+    return harness.heartbeats()[-1].state
 
 
 @scenario_test
 async def test_an_idle_engine_is_probed_and_nobody_hears_of_it(world: MemoryWorld) -> None:
-    desk, engine = await sick(world)
+    harness, engine = await sick(world)
     await world.sleep(9.0)
     assert engine.probes == 0
     await world.sleep(25.0)
     assert engine.probes in (2, 3)
-    assert state(desk) == "ready"
+    assert state(harness) == "ready"
     assert not world.all_records(RESPONSES)
     assert not world.all_records(LEDGER)
 
 
 @scenario_test
 async def test_an_engine_with_requests_is_not_probed(world: MemoryWorld) -> None:
-    desk, engine = await sick(world, *(x for _ in range(30) for x in (1.0, TOKEN)), DONE)
-    desk.assign(max_tokens=100)
+    harness, engine = await sick(world, *(x for _ in range(30) for x in (1.0, TOKEN)), DONE)
+    harness.assign(max_tokens=100)
     await world.sleep(28.0)
     assert engine.probes == 0
 
@@ -76,53 +76,53 @@ async def test_an_engine_with_requests_is_not_probed(world: MemoryWorld) -> None
 async def test_an_engine_that_does_not_answer_in_time_is_unhealthy_until_it_does(
     world: MemoryWorld,
 ) -> None:
-    desk, engine = await sick(world, DONE)
+    harness, engine = await sick(world, DONE)
     engine.answer = 4.0
-    await world.wait_until(lambda: state(desk) == "unhealthy", within_s=14.5)
-    assert "probe was not answered within 3 s" in desk.heartbeats()[-1].reason
-    desk.assign()
-    refused = await desk.wait_finished()
+    await world.wait_until(lambda: state(harness) == "unhealthy", within_s=14.5)
+    assert "probe was not answered within 3 s" in harness.heartbeats()[-1].reason
+    harness.assign()
+    refused = await harness.wait_finished()
     assert (refused.code, refused.retryable) == ("worker_full", True)
     engine.answer = None
-    await world.wait_until(lambda: state(desk) == "ready", within_s=10)
-    desk.assign("b")
-    assert (await desk.wait_finished("b")).code == "stop"
+    await world.wait_until(lambda: state(harness) == "ready", within_s=10)
+    harness.assign("b")
+    assert (await harness.wait_finished("b")).code == "stop"
 
 
 @scenario_test
 async def test_an_engine_that_fails_its_probe_is_unhealthy(world: MemoryWorld) -> None:
-    desk, engine = await sick(world)
+    harness, engine = await sick(world)
     engine.answer = EngineError("out of memory")
-    await world.wait_until(lambda: state(desk) == "unhealthy", within_s=12)
-    assert "out of memory" in desk.heartbeats()[-1].reason
+    await world.wait_until(lambda: state(harness) == "unhealthy", within_s=12)
+    assert "out of memory" in harness.heartbeats()[-1].reason
 
 
 @scenario_test
 async def test_a_new_epoch_of_an_unhealthy_worker_takes_nothing_either(world: MemoryWorld) -> None:
-    desk, engine = await sick(world)
+    harness, engine = await sick(world)
     engine.answer = EngineError("out of memory")
-    await world.wait_until(lambda: state(desk) == "unhealthy")
-    old = desk.epoch
-    desk.send(Lost(worker="w", epoch=old))
-    await world.wait_until(lambda: desk.worker.epoch not in (None, old))
-    desk.assign()
-    assert (await desk.wait_finished()).code == "worker_full"
-    assert desk.heartbeats()[-1].state == "unhealthy"
+    await world.wait_until(lambda: state(harness) == "unhealthy")
+    old = harness.epoch
+    harness.send(Lost(worker="w", epoch=old))
+    await world.wait_until(lambda: harness.worker.epoch not in (None, old))
+    harness.assign()
+    assert (await harness.wait_finished()).code == "worker_full"
+    assert harness.heartbeats()[-1].state == "unhealthy"
 
 
 @scenario_test
 async def test_requests_of_an_engine_that_makes_no_step_are_broken_off(world: MemoryWorld) -> None:
-    desk, _ = await sick(world, TOKEN, 1000.0)
-    desk.assign()
-    await world.wait_until(lambda: bool(desk.chunks()))
+    harness, _ = await sick(world, TOKEN, 1000.0)
+    harness.assign()
+    await world.wait_until(lambda: bool(harness.chunks()))
     await world.sleep(28.0)
-    assert state(desk) == "ready"
+    assert state(harness) == "ready"
     await world.sleep(4.0)
-    assert (await desk.wait_finished()).code == "broken"
-    assert all(c.finish_reason is None for c in desk.chunks())
-    stalled = [b for b in desk.heartbeats() if b.state == "unhealthy"]
+    assert (await harness.wait_finished()).code == "broken"
+    assert all(c.finish_reason is None for c in harness.chunks())
+    stalled = [b for b in harness.heartbeats() if b.state == "unhealthy"]
     assert "no step for" in stalled[0].reason
-    await world.wait_until(lambda: state(desk) == "ready", within_s=10)  # it answers probes
+    await world.wait_until(lambda: state(harness) == "ready", within_s=10)  # it answers probes
 
 
 @scenario_test
@@ -132,26 +132,26 @@ async def test_an_engine_that_sees_to_silence_itself_and_counts_no_steps_may_be_
     class Patient(Sick):
         output_timeout_s = 120.0
 
-    desk, engine = WorkerHarness(world), Patient(world, 100.0, DONE)
-    await desk.start(engine)
-    desk.assign(budget_s=500.0, deadline_ms=world.broker.now_ms() + 500_000)
+    harness, engine = WorkerHarness(world), Patient(world, 100.0, DONE)
+    await harness.start(engine)
+    harness.assign(budget_s=500.0, deadline_ms=world.broker.now_ms() + 500_000)
     await world.sleep(90.0)
-    assert (await desk.wait_finished()).code == "stop"
+    assert (await harness.wait_finished()).code == "stop"
     engine.steps = 1  # from now on its steps tell more
-    desk.assign("b", budget_s=500.0, deadline_ms=world.broker.now_ms() + 500_000)
-    assert (await desk.wait_finished("b")).code == "broken"
+    harness.assign("b", budget_s=500.0, deadline_ms=world.broker.now_ms() + 500_000)
+    assert (await harness.wait_finished("b")).code == "broken"
 
 
 @scenario_test
 async def test_an_engine_that_makes_steps_is_left_alone_however_long_its_prefill(
     world: MemoryWorld,
 ) -> None:
-    desk, engine = await sick(world, 100.0, DONE)
-    desk.assign(budget_s=500.0, deadline_ms=world.broker.now_ms() + 500_000)
+    harness, engine = await sick(world, 100.0, DONE)
+    harness.assign(budget_s=500.0, deadline_ms=world.broker.now_ms() + 500_000)
     for _ in range(99):
         await world.sleep(1.0)
         engine.steps += 1
-    assert (await desk.wait_finished()).code == "stop"
+    assert (await harness.wait_finished()).code == "stop"
 
 
 @scenario_test
@@ -166,30 +166,30 @@ async def test_a_request_that_waits_while_others_get_tokens_is_no_stall(world: M
                     yield TOKEN
             yield DONE
 
-    desk = await WorkerHarness.started(world, Unfair(world))
-    desk.assign("a", max_tokens=100, budget_s=99.0, deadline_ms=world.broker.now_ms() + 99_000)
-    desk.assign("b", max_tokens=100, budget_s=99.0, deadline_ms=world.broker.now_ms() + 99_000)
-    assert (await desk.wait_finished("b")).code == "stop"
+    harness = await WorkerHarness.started(world, Unfair(world))
+    harness.assign("a", max_tokens=100, budget_s=99.0, deadline_ms=world.broker.now_ms() + 99_000)
+    harness.assign("b", max_tokens=100, budget_s=99.0, deadline_ms=world.broker.now_ms() + 99_000)
+    assert (await harness.wait_finished("b")).code == "stop"
 
 
 @scenario_test
 async def test_tokens_that_the_log_does_not_take_are_no_stall_of_the_engine(
     world: MemoryWorld,
 ) -> None:
-    desk, _ = await sick(world, *[EngineOutput(token_ids=(65,) * 600)] * 4, DONE)
+    harness, _ = await sick(world, *[EngineOutput(token_ids=(65,) * 600)] * 4, DONE)
     world.faults.slow["append"] = 40.0
-    desk.assign(max_tokens=5000, budget_s=900.0, deadline_ms=world.broker.now_ms() + 900_000)
-    await world.wait_until(lambda: bool(desk.lane_records(LEDGER, Finished)), within_s=800)
-    assert desk.lane_records(LEDGER, Finished)[-1].code == "stop"
+    harness.assign(max_tokens=5000, budget_s=900.0, deadline_ms=world.broker.now_ms() + 900_000)
+    await world.wait_until(lambda: bool(harness.lane_records(LEDGER, Finished)), within_s=800)
+    assert harness.lane_records(LEDGER, Finished)[-1].code == "stop"
 
 
 @scenario_test
 async def test_a_dead_engine_is_announced_before_the_process_ends(world: MemoryWorld) -> None:
-    desk, _ = await sick(world, TOKEN, EngineDead("the GPU is gone"))
-    desk.assign()
-    await world.wait_until(lambda: desk.life.error is not None)
-    assert isinstance(desk.life.error, EngineDead)
-    last = desk.heartbeats()[-1]
+    harness, _ = await sick(world, TOKEN, EngineDead("the GPU is gone"))
+    harness.assign()
+    await world.wait_until(lambda: harness.ctx.error is not None)
+    assert isinstance(harness.ctx.error, EngineDead)
+    last = harness.heartbeats()[-1]
     assert last.state == "unhealthy"
     assert "the GPU is gone" in last.reason
 
@@ -204,31 +204,31 @@ async def test_what_a_dying_worker_runs_is_handed_on_before_it_ends(world: Memor
             await world.sleep(1.0 if request.id == "a" else 500.0)
             raise EngineDead("the GPU is gone")
 
-    desk = await WorkerHarness.started(world, Dying(world), max_num_seqs=2)
+    harness = await WorkerHarness.started(world, Dying(world), max_num_seqs=2)
     for name in "abc":
-        desk.assign(name)
-    await world.wait_until(lambda: desk.life.error is not None, within_s=5)
-    codes = [(await desk.wait_finished(name)).code for name in "abc"]
+        harness.assign(name)
+    await world.wait_until(lambda: harness.ctx.error is not None, within_s=5)
+    codes = [(await harness.wait_finished(name)).code for name in "abc"]
     assert codes == ["error", "broken", "broken"]
 
 
 @scenario_test
 async def test_an_engine_found_dead_by_a_probe_ends_the_process(world: MemoryWorld) -> None:
-    desk, engine = await sick(world)
+    harness, engine = await sick(world)
     engine.answer = EngineDead("the GPU is gone")
-    await world.wait_until(lambda: desk.life.error is not None, within_s=15)
-    assert state(desk) == "unhealthy"
+    await world.wait_until(lambda: harness.ctx.error is not None, within_s=15)
+    assert state(harness) == "unhealthy"
 
 
 @scenario_test
 async def test_an_engine_that_answers_no_probe_for_long_is_given_up(world: MemoryWorld) -> None:
-    desk, engine = await sick(world)
+    harness, engine = await sick(world)
     engine.answer = EngineError("it hangs")
     await world.sleep(60.0)
-    assert desk.life.error is None
-    await world.wait_until(lambda: desk.life.error is not None, within_s=20)
-    assert isinstance(desk.life.error, EngineDead)
-    await desk.life.cancel_tasks()
+    assert harness.ctx.error is None
+    await world.wait_until(lambda: harness.ctx.error is not None, within_s=20)
+    assert isinstance(harness.ctx.error, EngineDead)
+    await harness.ctx.cancel_tasks()
     assert engine.calls == ["start", "cleanup"]
 
 
@@ -248,32 +248,32 @@ async def test_a_probe_that_hangs_even_when_cancelled_is_left_behind(world: Memo
                 except asyncio.CancelledError:
                     continue
 
-    desk, engine = WorkerHarness(world), Stuck(world)
-    await desk.start(engine)
-    await world.wait_until(lambda: state(desk) == "unhealthy", within_s=15)
-    await world.wait_until(lambda: desk.life.error is not None, within_s=90)
+    harness, engine = WorkerHarness(world), Stuck(world)
+    await harness.start(engine)
+    await world.wait_until(lambda: state(harness) == "unhealthy", within_s=15)
+    await world.wait_until(lambda: harness.ctx.error is not None, within_s=90)
     assert engine.open == 1
 
 
 @scenario_test
 async def test_a_dying_worker_ends_without_a_broker_too(world: MemoryWorld) -> None:
-    desk, engine = await sick(world, 2.0, EngineDead("the GPU is gone"))
-    desk.assign()
+    harness, engine = await sick(world, 2.0, EngineDead("the GPU is gone"))
+    harness.assign()
     await world.sleep(1.0)
     engine.answer = EngineDead("the GPU is gone")
     world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 5000)
     world.faults.next_fates(KV_EVENTS, *[AppendFate.LOST] * 5000)
-    await world.wait_until(lambda: desk.life.error is not None, within_s=60)
+    await world.wait_until(lambda: harness.ctx.error is not None, within_s=60)
 
 
 @scenario_test
 async def test_a_stopping_worker_is_not_probed(world: MemoryWorld) -> None:
-    desk, engine = await sick(world, 15.0, DONE)
-    desk.assign()
+    harness, engine = await sick(world, 15.0, DONE)
+    harness.assign()
     await world.sleep(1.0)
     engine.answer = EngineDead("shutting down")
-    await desk.worker.stop()
-    assert (await desk.wait_finished()).code == "stop"
+    await harness.worker.stop()
+    assert (await harness.wait_finished()).code == "stop"
     assert engine.probes == 0
     states = [
         r.state for r in map(decode, world.all_records(KV_EVENTS)) if isinstance(r, Heartbeat)

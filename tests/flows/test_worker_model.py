@@ -41,10 +41,10 @@ class Built(WorkerHarness):
             "engine_speedup": 20, "context_length": 512, "cache_blocks": 128,
             "validate_engine": True,
         }  # fmt: skip
-        self.life = ProcessContext(self.name, self.world.clock, random.Random(1))
+        self.ctx = ProcessContext(self.name, self.world.clock, random.Random(1))
         log = await self.world.connect(self.name)
         self.worker = worker.build(
-            log, Settings(**({"status_port": None} | fields | over)), self.life
+            log, Settings(**({"status_port": None} | fields | over)), self.ctx
         )
         await self.worker.start()
 
@@ -64,8 +64,8 @@ class Built(WorkerHarness):
 
 @scenario_test
 async def test_the_model_is_in_the_log_before_its_worker(world: MemoryWorld) -> None:
-    desk = Built(world)
-    await desk.build()
+    harness = Built(world)
+    await harness.build()
     cards = [decode(record) for record in world.records(REGISTRY, 0)]
     assert [type(card) for card in cards] == [ModelCard, WorkerCard, WorkerCard]
     model, last = cards[0], cards[-1]
@@ -79,23 +79,23 @@ async def test_the_model_is_in_the_log_before_its_worker(world: MemoryWorld) -> 
         max_num_seqs=256, max_num_batched_tokens=8192, curve=last.config.curve,
         unsupported=("guided_decoding", "logprobs"),
     )  # fmt: skip
-    assert (await desk.model()).card == model
+    assert (await harness.model()).card == model
 
 
 @scenario_test
 async def test_a_chat_is_answered_as_the_engine_must_say_it(world: MemoryWorld) -> None:
-    desk = Built(world)
-    await desk.build()
-    model = await desk.model()
+    harness = Built(world)
+    await harness.build()
+    model = await harness.model()
     for number in range(20):
-        request = await desk.request(f"r{number}", stop=["river"], max_tokens=80)
+        request = await harness.request(f"r{number}", stop=["river"], max_tokens=80)
         request = replace(request, id="a")
         expected = expected_answer(request, SPEAKER, model.text_stream(request))
-        desk.assign(request=request, attempt=number)
+        harness.assign(request=request, attempt=number)
         chunks = []
         while not chunks or chunks[-1].finish_reason is None:
             await world.sleep(0.1)
-            chunks = [chunk for chunk in desk.chunks() if chunk.attempt == number]
+            chunks = [chunk for chunk in harness.chunks() if chunk.attempt == number]
         assert "".join(chunk.text for chunk in chunks) == expected.text
         assert tuple(t for chunk in chunks for t in chunk.token_ids) == expected.token_ids
         assert chunks[-1].finish_reason == expected.finish_reason
@@ -104,10 +104,10 @@ async def test_a_chat_is_answered_as_the_engine_must_say_it(world: MemoryWorld) 
 
 @scenario_test
 async def test_a_run_that_goes_on_elsewhere_says_the_same(world: MemoryWorld) -> None:
-    desk = Built(world)
-    await desk.build()
-    model = await desk.model()
-    request = await desk.request("on and on", max_tokens=60, ignore_eos=True)
+    harness = Built(world)
+    await harness.build()
+    model = await harness.model()
+    request = await harness.request("on and on", max_tokens=60, ignore_eos=True)
     expected = expected_answer(request, SPEAKER, model.text_stream(request))
     for cut in (1, 7, 30, 59):
         text = model.text_stream(request)
@@ -115,19 +115,19 @@ async def test_a_run_that_goes_on_elsewhere_says_the_same(world: MemoryWorld) ->
         taken = pack_tokens(expected.token_ids[:cut])
         name = f"cut {cut}"
         whole = replace(request, id=name)
-        desk.assign(request=whole, attempt=1, taken=taken, taken_chars=len(shown))
-        await desk.wait_finished(name)
-        chunks = desk.chunks(name)
+        harness.assign(request=whole, attempt=1, taken=taken, taken_chars=len(shown))
+        await harness.wait_finished(name)
+        chunks = harness.chunks(name)
         assert shown + "".join(chunk.text for chunk in chunks) == expected.text
         assert chunks[-1].chars == len(expected.text)
 
 
 @scenario_test
 async def test_the_echo_engine_has_no_model(world: MemoryWorld) -> None:
-    desk = Built(world)
-    await desk.build(engine="echo")
-    assert not desk.records_of(REGISTRY, ModelCard)
-    assert desk.records_of(REGISTRY, WorkerCard)[-1].config.kv_cache_block_size is None
+    harness = Built(world)
+    await harness.build(engine="echo")
+    assert not harness.records_of(REGISTRY, ModelCard)
+    assert harness.records_of(REGISTRY, WorkerCard)[-1].config.kv_cache_block_size is None
 
 
 @scenario_test
@@ -187,8 +187,8 @@ async def test_a_worker_leaves_a_model_whose_card_another_one_has_written_since(
     cards = first.records_of(REGISTRY, ModelCard)
     assert len(cards) == 2, "at the same moment nobody serves it yet"
     last, left = (first, other) if cards[-1].context_length == 512 else (other, first)
-    assert last.life.error is None
-    assert isinstance(left.life.error, ModelMismatch)
+    assert last.ctx.error is None
+    assert isinstance(left.ctx.error, ModelMismatch)
 
 
 class BesideChats(EchoEngine):

@@ -28,65 +28,65 @@ class Ranked(ScriptedEngine):
 
 
 async def ranked(world: MemoryWorld) -> tuple[WorkerHarness, Ranked]:
-    desk, engine = WorkerHarness(world), Ranked(world, TOKEN, EngineOutput.stop())
-    await desk.start(engine)
-    return desk, engine
+    harness, engine = WorkerHarness(world), Ranked(world, TOKEN, EngineOutput.stop())
+    await harness.start(engine)
+    return harness, engine
 
 
 @scenario_test
 async def test_the_card_says_how_many_ranks_there_are(world: MemoryWorld) -> None:
-    desk, _ = await ranked(world)
-    assert desk.records_of(REGISTRY, WorkerCard)[-1].ranks == 2
+    harness, _ = await ranked(world)
+    assert harness.records_of(REGISTRY, WorkerCard)[-1].ranks == 2
 
 
 @scenario_test
 async def test_each_rank_has_its_own_events_and_heartbeats_know_the_last_of_each(
     world: MemoryWorld,
 ) -> None:
-    desk, engine = await ranked(world)
+    harness, engine = await ranked(world)
     engine.listener([BlocksStored([1], None, [7, 8], SIZE)], 1)
     engine.listener([BlocksStored([1, 2], None, [7, 8, 9, 9], SIZE)], 0)
     engine.listener([BlocksStored([2], 1, [5, 6], SIZE)], 1)
     await world.wait_until(
-        lambda: bool(desk.heartbeats()) and desk.heartbeats()[-1].last_event_ids == (1, 1)
+        lambda: bool(harness.heartbeats()) and harness.heartbeats()[-1].last_event_ids == (1, 1)
     )
-    told = {0: 0, 1: 0}
-    for blocks in desk.records_of(KV_EVENTS, Blocks):
-        told[blocks.rank] += len(blocks.keys) // 8
-    assert told == {0: 2, 1: 2}
+    got = {0: 0, 1: 0}
+    for blocks in harness.records_of(KV_EVENTS, Blocks):
+        got[blocks.rank] += len(blocks.keys) // 8
+    assert got == {0: 2, 1: 2}
 
 
 @scenario_test
 async def test_the_engine_is_told_which_rank_was_chosen(world: MemoryWorld) -> None:
-    desk, engine = await ranked(world)
-    desk.assign("a", rank=1)
-    await desk.wait_finished("a")
-    desk.assign("b", rank=0)
-    await desk.wait_finished("b")
+    harness, engine = await ranked(world)
+    harness.assign("a", rank=1)
+    await harness.wait_finished("a")
+    harness.assign("b", rank=0)
+    await harness.wait_finished("b")
     assert [request.hints.dp_rank for request in engine.requests] == [1, None]
 
 
 @scenario_test
 async def test_what_a_prefill_hands_over_is_in_the_ledger(world: MemoryWorld) -> None:
-    desk = WorkerHarness(world)
+    harness = WorkerHarness(world)
     first = EngineOutput(token_ids=(65,), finish_reason="length", transfer=b'{"where": 1}')
-    await desk.start(ScriptedEngine(world, first))
-    desk.assign()
-    await desk.wait_finished()
-    (done,) = desk.lane_records(LEDGER, PrefillDone)
+    await harness.start(ScriptedEngine(world, first))
+    harness.assign()
+    await harness.wait_finished()
+    (done,) = harness.lane_records(LEDGER, PrefillDone)
     assert done.handoff == b'{"where": 1}'
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_a_client_is_told_what_is_wrong_with_its_request(tokens: int) -> None:
     async def scenario(world: MemoryWorld) -> None:
-        desk = WorkerHarness(world)
+        harness = WorkerHarness(world)
         script: list[Any] = [TOKEN] * tokens + [InvalidRequest("top_k: must be 1 or more")]
-        await desk.start(ScriptedEngine(world, *script))
-        desk.assign()
-        finished = await desk.wait_finished()
+        await harness.start(ScriptedEngine(world, *script))
+        harness.assign()
+        finished = await harness.wait_finished()
         assert (finished.code, finished.retryable) == ("error", False)
-        error = error_of_piece(desk.chunks()[-1])
+        error = error_of_piece(harness.chunks()[-1])
         assert error is not None
         assert (error.status, error.message) == (400, "top_k: must be 1 or more")
 
@@ -95,9 +95,9 @@ def test_a_client_is_told_what_is_wrong_with_its_request(tokens: int) -> None:
 
 @scenario_test
 async def test_a_reason_of_any_length_is_cut(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(
+    harness = await WorkerHarness.started(
         world, ScriptedEngine(world, InvalidRequest("x" * 1_000_000))
     )
-    desk.assign()
-    await desk.wait_finished()
-    assert 100 < len(desk.chunks()[-1].invalid) < 10_000
+    harness.assign()
+    await harness.wait_finished()
+    assert 100 < len(harness.chunks()[-1].invalid) < 10_000

@@ -15,8 +15,8 @@ from tests.harness.worker_harness import WorkerHarness
 @scenario_test
 async def test_a_role_stands_on_the_card_and_routers_go_by_it(world: MemoryWorld) -> None:
     desks = {role: WorkerHarness(world, f"w-{role}") for role in ("prefill", "decode")}
-    for role, desk in desks.items():
-        await desk.start(worker_role=role)
+    for role, worker_harness in desks.items():
+        await worker_harness.start(worker_role=role)
     cards = {card.id: card.role for card in desks["decode"].records_of(REGISTRY, WorkerCard)}
     assert cards == {"w-prefill": "prefill", "w-decode": "decode"}
     await start_router(world)
@@ -31,11 +31,11 @@ async def test_a_role_stands_on_the_card_and_routers_go_by_it(world: MemoryWorld
 
 @scenario_test
 async def test_a_model_with_prefill_workers_only_is_not_served(world: MemoryWorld) -> None:
-    desk = await WorkerHarness.started(world, worker_role="prefill")
-    model = desk.records_of(REGISTRY, WorkerCard)[-1].model
-    house = await GatewayHarness.open(world)
+    worker_harness = await WorkerHarness.started(world, worker_role="prefill")
+    model = worker_harness.records_of(REGISTRY, WorkerCard)[-1].model
+    harness = await GatewayHarness.open(world)
     await start_router(world)
-    assert house.models() == []
+    assert harness.models() == []
     append_record(world, REQUESTS, replace(PROMPT, model=model, deadline_s=5))
     await world.wait_until(lambda: bool(read_records(world, RESPONSES, End)))
     (end,) = read_records(world, RESPONSES, End)

@@ -13,21 +13,21 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import PROMPT, ScriptedEngine, WorkerHarness, visible
 
 
-def said(text: str) -> list[EngineOutput]:
+def output(text: str) -> list[EngineOutput]:
     return [EngineOutput.token(byte) for byte in text.encode()]
 
 
 async def answer(
-    world: MemoryWorld, *script: EngineOutput | float, **asked: Any
+    world: MemoryWorld, *script: EngineOutput | float, **sent: Any
 ) -> tuple[WorkerHarness, ScriptedEngine]:
     """A worker that has answered request a, and its engine."""
-    desk, engine = WorkerHarness(world), ScriptedEngine(world, *script)
-    await desk.start(engine)
-    over = {name: asked.pop(name) for name in ("attempt", "taken", "taken_chars") if name in asked}
-    request = Request(id="a", token_ids=pack_tokens(PROMPT), **asked)
-    desk.assign(request=request, **over)
-    await desk.wait_finished()
-    return desk, engine
+    harness, engine = WorkerHarness(world), ScriptedEngine(world, *script)
+    await harness.start(engine)
+    over = {name: sent.pop(name) for name in ("attempt", "taken", "taken_chars") if name in sent}
+    request = Request(id="a", token_ids=pack_tokens(PROMPT), **sent)
+    harness.assign(request=request, **over)
+    await harness.wait_finished()
+    return harness, engine
 
 
 @scenario_test
@@ -35,8 +35,8 @@ async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_is_left(
     world: MemoryWorld,
 ) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
-    desk, engine = await answer(world, *said("one EN two END three"), 1000.0, stop=stop)
-    seen, last = visible(desk.chunks()), desk.chunks()[-1]
+    harness, engine = await answer(world, *output("one EN two END three"), 1000.0, stop=stop)
+    seen, last = visible(harness.chunks()), harness.chunks()[-1]
     assert seen.text == "one EN two "
     assert bytes(seen.tokens) == b"one EN two END"
     assert (last.finish_reason, last.stop_reason) == ("stop", "END")
@@ -46,30 +46,32 @@ async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_is_left(
 
 @scenario_test
 async def test_text_of_a_body_is_the_engines_and_so_are_its_counts(world: MemoryWorld) -> None:
-    asked = OpenAiBody(kind="chat", json=b"{}", prompt_tokens=40)
+    sent = OpenAiBody(kind="chat", json=b"{}", prompt_tokens=40)
     script = (
         EngineOutput(text="", data=(PassthroughDelta(delta={"reasoning_content": "hm"}),)), 1.0,
         EngineOutput(text="Good "), 1.0, EngineOutput(text="day", finish_reason="tool_calls",
                                                       usage=token_usage(33, 9)),
     )  # fmt: skip
-    desk, engine = await answer(world, *script, body=asked)
-    assert engine.requests[0].body == asked
-    seen, last = visible(desk.chunks()), desk.chunks()[-1]
+    harness, engine = await answer(world, *script, body=sent)
+    assert engine.requests[0].body == sent
+    seen, last = visible(harness.chunks()), harness.chunks()[-1]
     assert (seen.text, seen.tokens, seen.passthrough_count, seen.gaps) == ("Good day", [], 1, 0)
     assert (last.finish_reason, last.usage) == ("tool_calls", token_usage(33, 9))
-    (started,) = desk.lane_records(LEDGER, Started)
+    (started,) = harness.lane_records(LEDGER, Started)
     assert started.prompt_tokens == 40
-    (prefilled,) = desk.lane_records(LEDGER, PrefillDone)
+    (prefilled,) = harness.lane_records(LEDGER, PrefillDone)
     assert prefilled.ttft_ms < 500
-    (finished,) = desk.lane_records(LEDGER, Finished)
+    (finished,) = harness.lane_records(LEDGER, Finished)
     assert (finished.code, finished.output_tokens) == ("stop", 9)
 
 
 @scenario_test
 async def test_what_may_begin_a_stop_string_is_kept_back(world: MemoryWorld) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
-    desk, _ = await answer(world, *said("x EN"), 1.0, *said("x"), EngineOutput.stop(), stop=stop)
-    texts = [chunk.text for chunk in desk.chunks()]
+    harness, _ = await answer(
+        world, *output("x EN"), 1.0, *output("x"), EngineOutput.stop(), stop=stop
+    )
+    texts = [chunk.text for chunk in harness.chunks()]
     assert not any(text.endswith(("E", "EN")) for text in texts)
     assert "".join(texts) == "x ENx"
 
@@ -78,10 +80,10 @@ async def test_what_may_begin_a_stop_string_is_kept_back(world: MemoryWorld) -> 
 async def test_a_stop_string_across_a_fence_is_found_once(world: MemoryWorld) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
     taken = pack_tokens([*b"one E"])
-    desk, _ = await answer(
-        world, *said("ND two"), 1000.0, stop=stop, attempt=1, taken=taken, taken_chars=4
+    harness, _ = await answer(
+        world, *output("ND two"), 1000.0, stop=stop, attempt=1, taken=taken, taken_chars=4
     )
-    seen = desk.chunks()
+    seen = harness.chunks()
     assert "".join(chunk.text for chunk in seen) == ""
     assert (seen[-1].chars, seen[-1].stop_reason) == (4, "END")
 
@@ -90,19 +92,19 @@ async def test_a_stop_string_across_a_fence_is_found_once(world: MemoryWorld) ->
 async def test_a_stop_string_in_what_is_out_already_ends_it_at_once(world: MemoryWorld) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
     taken = pack_tokens([*b"one END"])
-    desk, engine = await answer(world, stop=stop, attempt=1, taken=taken, taken_chars=4)
-    (last,) = desk.chunks()
+    harness, engine = await answer(world, stop=stop, attempt=1, taken=taken, taken_chars=4)
+    (last,) = harness.chunks()
     assert (last.token_ids, last.text, last.finish_reason) == ((), "", "stop")
     assert not engine.requests
 
 
 @scenario_test
 async def test_an_end_of_text_shows_nothing_and_is_no_reason(world: MemoryWorld) -> None:
-    desk, _ = await answer(world, *said("ab\0cd"), 1000.0, eos_token_ids=(0,))
-    last = desk.chunks()[-1]
-    assert visible(desk.chunks()).text == "ab"
+    harness, _ = await answer(world, *output("ab\0cd"), 1000.0, eos_token_ids=(0,))
+    last = harness.chunks()[-1]
+    assert visible(harness.chunks()).text == "ab"
     assert (last.finish_reason, last.stop_reason) == ("stop", None)
-    assert visible(desk.chunks()).tokens[-1] == 0
+    assert visible(harness.chunks()).tokens[-1] == 0
 
 
 @scenario_test
@@ -113,8 +115,8 @@ async def test_log_probabilities_travel_with_their_tokens(world: MemoryWorld) ->
         EngineOutput(token_ids=(67, 68), log_probs=tuple(likely[2:])),
     ]
     stop = StopConditions(stop=("C",), max_tokens=9)
-    desk, _ = await answer(world, outputs[0], 1.0, outputs[1], 1000.0, stop=stop)
-    first, last = desk.chunks()
+    harness, _ = await answer(world, outputs[0], 1.0, outputs[1], 1000.0, stop=stop)
+    first, last = harness.chunks()
     assert first.log_probs == tuple(likely[:2])
     assert last.log_probs == (likely[2],), "what lies behind the end is not told"
 
@@ -130,20 +132,22 @@ class TextOnly(ScriptedEngine):
 async def test_an_engine_that_gives_text_only_shows_no_tokens_of_its_own_making(
     world: MemoryWorld,
 ) -> None:
-    desk = await WorkerHarness.started(world, TextOnly(world, *said("some"), EngineOutput.stop()))
-    desk.assign()
-    finished = await desk.wait_finished()
-    seen = visible(desk.chunks())
+    harness = await WorkerHarness.started(
+        world, TextOnly(world, *output("some"), EngineOutput.stop())
+    )
+    harness.assign()
+    finished = await harness.wait_finished()
+    seen = visible(harness.chunks())
     assert (seen.text, seen.tokens, finished.output_tokens) == ("some", [], 4)
-    assert desk.chunks()[-1].usage == token_usage(len(PROMPT), 4)
+    assert harness.chunks()[-1].usage == token_usage(len(PROMPT), 4)
 
 
 @scenario_test
 async def test_an_engine_that_gives_text_only_continues_no_answer(world: MemoryWorld) -> None:
-    desk, engine = WorkerHarness(world), TextOnly(world, *said("some"), EngineOutput.stop())
-    await desk.start(engine)
-    desk.assign(attempt=1, taken=pack_tokens([*b"one "]), taken_chars=4)
-    finished = await desk.wait_finished()
+    harness, engine = WorkerHarness(world), TextOnly(world, *output("some"), EngineOutput.stop())
+    await harness.start(engine)
+    harness.assign(attempt=1, taken=pack_tokens([*b"one "]), taken_chars=4)
+    finished = await harness.wait_finished()
     assert (finished.code, finished.retryable) == ("error", True)
     assert not engine.requests
-    assert not desk.chunks()
+    assert not harness.chunks()

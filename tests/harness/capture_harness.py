@@ -10,11 +10,11 @@ from typing import Any
 
 from app.audit.capture_lines import capture_period
 from app.audit.time_range import TimeRange
-from app.capture_format import AnyCaptureLine, created_capture
 from app.engine.simulated.batch import EngineLimits
 from app.engine.simulated.engine import SimulatedEngine
 from app.router import Router
 from app.runtime.process import ProcessContext
+from app.traces.capture_format import AnyCaptureLine, created_capture
 from app.worker import Worker
 from indexer.block_keys import KeySecret, derive_secret
 from streams.clock import Clock
@@ -35,14 +35,14 @@ SHAPE = EngineLimits(block_size=16, cache_blocks=400)
 async def start_deployment(world: MemoryWorld, workers: int = 3, **over: Any) -> None:
     """Routers and workers with simulated engines and small caches."""
     for name in ("r1", "r2"):
-        life = ProcessContext(name, world.clock, random.Random(name))
-        await Router(await world.connect(name), memory_settings(**over), life, name).start()
+        ctx = ProcessContext(name, world.clock, random.Random(name))
+        await Router(await world.connect(name), memory_settings(**over), ctx, name).start()
     for number in range(workers):
         name = f"w{number}"
-        life = ProcessContext(name, world.clock, random.Random(name))
+        ctx = ProcessContext(name, world.clock, random.Random(name))
         engine = SimulatedEngine(world.clock, SHAPE, model="demo", context_length=4096)
         settings = memory_settings(taints=("odd",)) if False else memory_settings()
-        await Worker(await world.connect(name), settings, life, engine, worker_id=name).start()
+        await Worker(await world.connect(name), settings, ctx, engine, worker_id=name).start()
     await world.sleep(2)
 
 
@@ -77,20 +77,20 @@ def conversations(clock: Clock, rng: random.Random, count: int) -> list[Request]
 
 
 async def serve_requests(
-    world: MemoryWorld, asked: Sequence[Request], every_s: float = 0.02
+    world: MemoryWorld, sent: Sequence[Request], every_s: float = 0.02
 ) -> None:
     """Publish requests one after the other, and wait until all are answered."""
-    for request in asked:
+    for request in sent:
         append_record(world, REQUESTS, request)
         await world.sleep(every_s)
-    await world.wait_until(lambda: len(answered_ids(world)) >= len(asked), within_s=300)
+    await world.wait_until(lambda: len(answered_ids(world)) >= len(sent), within_s=300)
     await world.sleep(1)
 
 
 def answered_ids(world: MemoryWorld) -> set[str]:
     """Ids of requests with a successful run."""
-    told = [decode(record) for record in world.all_records(LEDGER)]
-    return {r.id for r in told if isinstance(r, Finished) and r.code in ("stop", "length")}
+    got = [decode(record) for record in world.all_records(LEDGER)]
+    return {r.id for r in got if isinstance(r, Finished) and r.code in ("stop", "length")}
 
 
 async def capture_lines(

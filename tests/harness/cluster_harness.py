@@ -26,6 +26,8 @@ BLOCK = 16
 PROMPT = list(range(97, 97 + 26)) * 4
 TOKENS = len(PROMPT) + 1
 """With the token that begins the answer: six full blocks and nine tokens."""
+READ_BACK_S = 0.05
+"""Time until routers have read the end of a request whose client has its answer."""
 
 
 class RankedEchoEngine(EchoEngine):
@@ -63,25 +65,25 @@ class ClusterHarness(GatewayHarness):
             "engine_stall_timeout_s": 1e6,
             "engine_dead_timeout_s": 1e6,
         } | over
-        town = await ClusterHarness._of(world, over)
-        town.router = await town.start_router(**over)
+        cluster = await ClusterHarness._of(world, over)
+        cluster.router = await cluster.start_router(**over)
         for name in workers:
-            await town.start_worker(name, **over)
-        return town
+            await cluster.start_worker(name, **over)
+        return cluster
 
     @staticmethod
     async def gateway_only(world: MemoryWorld) -> ClusterHarness:
         """A gateway alone, with a registered worker."""
-        town = await ClusterHarness._of(world, {})
-        await town.register_and_wait()
-        return town
+        cluster = await ClusterHarness._of(world, {})
+        await cluster.register_and_wait()
+        return cluster
 
     @staticmethod
     async def _of(world: MemoryWorld, over: dict[str, Any]) -> ClusterHarness:
-        house = await GatewayHarness.open(world, **over)
-        town = ClusterHarness(world, house.gateway, house.life)
-        town.over = over
-        return town
+        harness = await GatewayHarness.open(world, **over)
+        cluster = ClusterHarness(world, harness.gateway, harness.ctx)
+        cluster.over = over
+        return cluster
 
     async def start_worker(self, name: str, *args: Any, **over: Any) -> Worker:
         """Start a worker with the common settings and its own."""
@@ -98,6 +100,7 @@ class ClusterHarness(GatewayHarness):
         """The decision of an answered request with these `nvext` fields."""
         answer = await self.complete_with(**ext).wait_done()
         assert answer.status == 200, answer.content
+        await self.world.sleep(READ_BACK_S)
         return self.decision(answer)
 
     def decision(self, answer: HttpExchange) -> Assigned:
@@ -129,8 +132,8 @@ class ClusterHarness(GatewayHarness):
     @property
     def is_idle(self) -> bool:
         """Whether no worker has load, in the router's state."""
-        told, own = self.router._load.active_load, self.router._context._undelivered
-        return not told and not own
+        got, own = self.router._load.active_load, self.router._context._undelivered
+        return not got and not own
 
     def _all(self, topic: str) -> list[Any]:
         return [decode(r) for r in self.world.all_records(topic)]
@@ -143,12 +146,12 @@ def slow_engine(world: MemoryWorld) -> Engine:
 
 async def two_caches(world: MemoryWorld, **over: Any) -> ClusterHarness:
     """w1 has the prompt in its cache, w2 has nothing."""
-    town = await ClusterHarness.start(world, (), **over)
+    cluster = await ClusterHarness.start(world, (), **over)
     for name in ("w1", "w2"):
-        await town.start_worker(name, engine=caching_engine(world))
-    await town.wait_decision(backend_instance_id="w1")
+        await cluster.start_worker(name, engine=caching_engine(world))
+    await cluster.wait_decision(backend_instance_id="w1")
     await world.sleep(2)
-    return town
+    return cluster
 
 
 def session_hint(name: str = "s", **over: Any) -> dict[str, Any]:

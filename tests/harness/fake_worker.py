@@ -158,8 +158,8 @@ async def start_router(
 ) -> Router:
     fields = {"router_id": name, "worker_id": "-", "status_port": None} | over
     settings = Settings(_env_file=None, **fields)
-    life = ProcessContext(name, clock or world.clock, random.Random(name))
-    router = Router(await world.connect(name), settings, life)
+    ctx = ProcessContext(name, clock or world.clock, random.Random(name))
+    router = Router(await world.connect(name), settings, ctx)
     await router.start()
     return router
 

@@ -41,37 +41,37 @@ def memory_settings(**over: Any) -> Settings:
 class GatewayHarness:
     """A gateway in a world; a router and workers are started on demand."""
 
-    def __init__(self, world: MemoryWorld, gateway: Gateway, life: ProcessContext) -> None:
+    def __init__(self, world: MemoryWorld, gateway: Gateway, ctx: ProcessContext) -> None:
         self.world = world
         self.gateway = gateway
-        self.life = life
+        self.ctx = ctx
         self.workers: dict[str, tuple[MemoryLog, ProcessContext]] = {}
 
     @staticmethod
     async def open(
         world: MemoryWorld, name: str = "g1", clock: Clock | None = None, **over: Any
     ) -> GatewayHarness:
-        life = ProcessContext(name, clock or world.clock, random.Random(name))
+        ctx = ProcessContext(name, clock or world.clock, random.Random(name))
         rng = random.Random(f"ids of {name}")
         gateway = Gateway(
-            await world.connect(name), memory_settings(**over), life, rng, InlinePool()
+            await world.connect(name), memory_settings(**over), ctx, rng, InlinePool()
         )
         await gateway.open()
-        return GatewayHarness(world, gateway, life)
+        return GatewayHarness(world, gateway, ctx)
 
     @staticmethod
     async def with_backend(world: MemoryWorld, **over: Any) -> GatewayHarness:
         """A gateway with these settings, a router and a worker."""
-        house = await GatewayHarness.open(world, **over)
-        await house.start_backend()
-        return house
+        harness = await GatewayHarness.open(world, **over)
+        await harness.start_backend()
+        return harness
 
     @staticmethod
     async def with_card(world: MemoryWorld, **over: Any) -> GatewayHarness:
         """A gateway with these settings that knows a worker's card; nothing serves requests."""
-        house = await GatewayHarness.open(world, **over)
-        await house.register_and_wait()
-        return house
+        harness = await GatewayHarness.open(world, **over)
+        await harness.register_and_wait()
+        return harness
 
     async def start_backend(self, model: str = "demo", **over: Any) -> Worker:
         """Start a router and a worker; returns when the gateway knows the worker."""
@@ -80,8 +80,8 @@ class GatewayHarness:
 
     async def start_router(self, name: str = "r1", **over: Any) -> Router:
         """A router that has started."""
-        life = ProcessContext(name, self.world.clock, random.Random(name))
-        router = Router(await self.world.connect(name), memory_settings(**over), life)
+        ctx = ProcessContext(name, self.world.clock, random.Random(name))
+        router = Router(await self.world.connect(name), memory_settings(**over), ctx)
         await router.start()
         return router
 
@@ -90,21 +90,21 @@ class GatewayHarness:
     ) -> Worker:
         """Start a worker; returns when the gateway knows it."""
         world = self.world
-        life = ProcessContext(name, world.clock, random.Random(name))
+        ctx = ProcessContext(name, world.clock, random.Random(name))
         if engine is None:
             engine = EchoEngine(world.clock, STEP_S, model=model, context_length=CONTEXT)
         log = await world.connect(name)
-        worker = Worker(log, memory_settings(**over), life, engine, worker_id=name)
+        worker = Worker(log, memory_settings(**over), ctx, engine, worker_id=name)
         await worker.start()
-        self.workers[name] = log, life
+        self.workers[name] = log, ctx
         await world.wait_until(lambda: model in self.models())
         return worker
 
     async def kill(self, name: str) -> None:
         """Kill a worker, as kill -9 does."""
-        log, life = self.workers.pop(name)
+        log, ctx = self.workers.pop(name)
         log.kill()
-        await life.cancel_tasks()
+        await ctx.cancel_tasks()
 
     def register_worker(self, model: str = "demo", name: str = "w1", **over: Any) -> int:
         """Register a worker that does nothing; returns its epoch."""

@@ -48,37 +48,37 @@ class DeploymentClients:
                 await CLOCK.sleep(0.1)
 
     async def stream(
-        self, gateway: int, kind: TokenizedKind, body: dict[str, Any], asked: DemoAnswer
+        self, gateway: int, kind: TokenizedKind, body: dict[str, Any], sent: DemoAnswer
     ) -> None:
         """Request a stream, and read it to its end."""
         answers: Any = self._endpoint(gateway, kind)
         stream = await answers.create(**_arguments(body), stream=True)
-        asked.id = stream.response.headers["x-kvlane-id"]
+        sent.id = stream.response.headers["x-kvlane-id"]
         async for chunk in stream:
             (choice,) = chunk.choices
             text = choice.delta.content if kind == "chat" else choice.text
-            asked.add_text(text or "", choice.finish_reason, CLOCK.now())
+            sent.add_text(text or "", choice.finish_reason, CLOCK.now())
 
     async def complete(
-        self, gateway: int, kind: TokenizedKind, body: dict[str, Any], asked: DemoAnswer
+        self, gateway: int, kind: TokenizedKind, body: dict[str, Any], sent: DemoAnswer
     ) -> None:
         """Request an unstreamed answer."""
         answers: Any = self._endpoint(gateway, kind)
         (choice,) = (await answers.create(**_arguments(body))).choices
         text = choice.message.content if kind == "chat" else choice.text
-        asked.add_text(text, choice.finish_reason, CLOCK.now())
+        sent.add_text(text, choice.finish_reason, CLOCK.now())
 
     async def publish(self, kind: TokenizedKind, body: dict[str, Any]) -> DemoAnswer:
         """Publish a prompt to Kafka."""
-        asked = await self.judge.expect_answer(self.client.new_request_id(), kind, body)
-        await self.client.publish(Prompt(id=asked.id, kind=kind, body=body))
-        self.published.append(asked)
-        return asked
+        sent = await self.judge.expect_answer(self.client.new_request_id(), kind, body)
+        await self.client.publish(Prompt(id=sent.id, kind=kind, body=body))
+        self.published.append(sent)
+        return sent
 
-    async def read(self, asked: DemoAnswer) -> None:
+    async def read(self, sent: DemoAnswer) -> None:
         """Read the answer to a published prompt to its end."""
-        async for piece in self.client.stream(asked.id, timeout_s=ANSWER_S):
-            asked.add_record(piece, CLOCK.now())
+        async for piece in self.client.stream(sent.id, timeout_s=ANSWER_S):
+            sent.add_record(piece, CLOCK.now())
 
     def _endpoint(self, gateway: int, kind: TokenizedKind) -> object:
         client = self.openai[gateway]
@@ -94,25 +94,25 @@ def _arguments(body: dict[str, Any]) -> dict[str, Any]:
 class SseListener:
     """Reads one stream as a browser does: keeps the last event's id, and resumes from it."""
 
-    def __init__(self, asked: DemoAnswer) -> None:
-        self.asked = asked
+    def __init__(self, sent: DemoAnswer) -> None:
+        self.sent = sent
         self.position = ""
         self.breaks = 0
 
-    async def ask(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    async def send(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
         """Read until the end, or until the connection breaks."""
         try:
             async with http.stream(
                 "POST", "/v1/chat/completions", json={**body, "stream": True}
             ) as response:
-                self.asked.id = response.headers["x-kvlane-id"]
+                self.sent.id = response.headers["x-kvlane-id"]
                 await self._listen(response)
         except httpx.TransportError:
             self.breaks += 1
 
     async def resume(self, http: httpx.AsyncClient) -> None:
         headers = {"last-event-id": self.position} if self.position else {}
-        url = f"/v1/streams/{self.asked.id}"
+        url = f"/v1/streams/{self.sent.id}"
         async with http.stream("GET", url, headers=headers) as response:
             await self._listen(response)
 
@@ -128,6 +128,6 @@ class SseListener:
             if data.startswith("{"):
                 (choice,) = json.loads(data)["choices"]
                 text = choice["delta"].get("content", "")
-                self.asked.add_text(text, choice["finish_reason"], CLOCK.now())
+                self.sent.add_text(text, choice["finish_reason"], CLOCK.now())
             self.position = event.get("id", self.position)
             event.clear()

@@ -80,17 +80,17 @@ class HttpExchange:
     @property
     def error(self) -> dict[str, Any]:
         """The error object of the body."""
-        told: dict[str, Any] = self.json["error"]
-        assert set(told) == {"message", "type", "param", "code"}
-        return told
+        got: dict[str, Any] = self.json["error"]
+        assert set(got) == {"message", "type", "param", "code"}
+        return got
 
     @property
     def events(self) -> list[Any]:
         """The data of the events so far; comments are left out, `[DONE]` is a string."""
-        told = "".join(
+        got = "".join(
             line for line in self.content.decode().splitlines(keepends=True) if line[0] != ":"
         )
-        blocks = [b for b in told.split("\n\n") if b]
+        blocks = [b for b in got.split("\n\n") if b]
         data = [line[6:] for b in blocks for line in b.split("\n") if line.startswith("data: ")]
         assert len(data) == len(blocks)
         return [d if d == "[DONE]" else json.loads(d) for d in data]

@@ -47,22 +47,22 @@ class HttpHarness:
 
     async def start_worker(self, name: str, make: Callable[[ProcessContext], Engine]) -> Worker:
         """A worker that has started."""
-        log, settings, life = await self.process_arguments(name)
-        worker = Worker(log, settings, life, make(life), worker_id=name)
+        log, settings, ctx = await self.process_arguments(name)
+        worker = Worker(log, settings, ctx, make(ctx), worker_id=name)
         await worker.start()
         return worker
 
     async def process_arguments(self, name: str) -> tuple[Log, Settings, ProcessContext]:
-        life = ProcessContext(name, rng=random.Random(name))
-        self.contexts.append(life)
-        return await self._connect(name), self.settings, life
+        ctx = ProcessContext(name, rng=random.Random(name))
+        self.contexts.append(ctx)
+        return await self._connect(name), self.settings, ctx
 
     async def close(self) -> None:
         await self.openai.close()
         await self.gateway.stop()
-        for life in self.contexts:
-            assert life.error is None
-            await life.cancel_tasks()
+        for ctx in self.contexts:
+            assert ctx.error is None
+            await ctx.cancel_tasks()
 
 
 def connect_to(broker: MemoryBroker) -> Connect:

@@ -47,6 +47,6 @@ def auth_headers(token: str, **more: str) -> dict[str, str]:
 
 async def start_guarded(world: MemoryWorld, keys: KeyFileHarness, **over: Any) -> ClusterHarness:
     """A gateway that requires keys, and one worker with a cache."""
-    town = await ClusterHarness.start(world, (), **keys.settings, **over)
-    await town.start_worker("w1", engine=caching_engine(world))
-    return town
+    cluster = await ClusterHarness.start(world, (), **keys.settings, **over)
+    await cluster.start_worker("w1", engine=caching_engine(world))
+    return cluster

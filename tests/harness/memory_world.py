@@ -31,7 +31,7 @@ class ScriptedFaults(BrokerFaults):
     def __init__(self) -> None:
         self.fates: dict[str, deque[AppendFate]] = {}
         self.unanswered: set[Operation] = set()
-        self.asked: list[Operation] = []
+        self.sent: list[Operation] = []
         self.slow: dict[Operation, float] = {}
         self.late = 0.0
         self.gathers = False
@@ -56,7 +56,7 @@ class ScriptedFaults(BrokerFaults):
         return self.departures >= 0
 
     def answered(self, client: str, operation: Operation) -> bool:
-        self.asked.append(operation)
+        self.sent.append(operation)
         return operation not in self.unanswered
 
     def latency_s(self, client: str, operation: Operation) -> float:

@@ -278,8 +278,8 @@ class TextServer(ModelServer):
             await exchange.answer({"choices": [{"index": 0}]})
 
     def _prompt(self, body: dict[str, Any]) -> list[int]:
-        said = body["messages"][0]["content"] if self.is_chat else body["prompt"]
-        return list(map(ord, said))
+        text = body["messages"][0]["content"] if self.is_chat else body["prompt"]
+        return list(map(ord, text))
 
     def _choice(self, body: dict[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
         text = "".join(chr(0x4E00 + token % 5000) for token in token_ids)
@@ -322,10 +322,10 @@ class ScriptedServer(HttpServer):
 
 def chat_event(delta: dict[str, Any] | None = None, **choice: Any) -> dict[str, Any]:
     """An event of a chat; without a delta of a completion."""
-    told = choice if delta is None else {"delta": delta} | choice
+    fields = choice if delta is None else {"delta": delta} | choice
     return {
         "id": "theirs-1", "object": "chat.completion.chunk", "created": 1, "model": "theirs",
-        "choices": [{"index": 0, "finish_reason": None} | told],
+        "choices": [{"index": 0, "finish_reason": None} | fields],
     }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class RoutingHarness:
 
     def __init__(self) -> None:
         self.fleet, self.index = Fleet(), KvIndexView(SECRET)
-        self.told, self.own = ActiveLoad(), ActiveLoad()
+        self.got, self.own = ActiveLoad(), ActiveLoad()
         self.pools = CandidatePools(self.fleet, TIMEOUT_MS)
         self.fleet.apply(REGISTRY, [], 100)
         self.epochs: dict[str, int] = {}
@@ -72,9 +72,9 @@ class RoutingHarness:
         self.fleet.apply(REGISTRY, [LogRecord(position, 0, record)], position + 1)
 
     def event(self, record: Any, at_ms: int = 1500) -> None:
-        for fold in (self.fleet, self.index):
-            position = fold.position(EVENTS) or 0
-            fold.apply(EVENTS, [LogRecord(position, at_ms, record)], position + 1)
+        for view in (self.fleet, self.index):
+            position = view.position(EVENTS) or 0
+            view.apply(EVENTS, [LogRecord(position, at_ms, record)], position + 1)
 
     def send_heartbeat(self, name: str, at_ms: int = 1500, **over: Any) -> None:
         fields = {"worker": name, "epoch": self.epochs[name], "slot_offset": 0} | over
@@ -95,7 +95,7 @@ class RoutingHarness:
     ) -> None:
         """Add a run; with `since_ms` it has been waiting for its first token since then."""
         waiting = () if since_ms is None else (1, since_ms)
-        self.told.add(
+        self.got.add(
             WorkerRank(name, self.epochs[name], rank), WorkerLoad(1, tokens, prefill, *waiting)
         )
 
@@ -104,7 +104,7 @@ class RoutingHarness:
         request: Request | None = None, known: dict[str, Any] | None = None, **over: Any,
     ) -> Decision:  # fmt: skip
         """`known`: what else is in the view; `over`: arguments of `select_worker`."""
-        base = RoutingState(self.fleet, self.pools, self.index, self.told, self.own, now_ms)
+        base = RoutingState(self.fleet, self.pools, self.index, self.got, self.own, now_ms)
         view = replace(base, **known or {})
         tuning = RoutingConfig(tuning) if isinstance(tuning, str) else tuning
         request = request or Request(id="a", model="m", token_ids=TOKENS)

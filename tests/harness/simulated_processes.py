@@ -15,7 +15,6 @@ from typing import Any, cast
 from app.engine.echo import EchoEngine, echo_answer
 from app.engine.interface import Engine
 from app.engine.validator import ValidatingEngine
-from app.preprocess.text.byte_level import decode_bytes as text_of
 from app.router import Router
 from app.runtime.process import ProcessContext
 from app.settings import Settings
@@ -30,6 +29,7 @@ from streams.records import Chunk, End, Fence, Usage
 from streams.request import Request, StopConditions
 from streams.responses.transcript import Transcript
 from streams.topics import REQUESTS, RESPONSES
+from tests.harness.decoded import decode_bytes as text_of
 from tests.harness.fake_worker import append_record
 from tests.harness.memory_world import MemoryWorld
 from tests.harness.worker_harness import PROMPT, STEP_S
@@ -63,19 +63,19 @@ class SimulatedProcesses:
     async def router(self, name: str = "r1", **over: Any) -> Router:
         """Start a router."""
         settings = Settings(_env_file=None, **({"router_id": name, "worker_id": "-"} | over))
-        life = ProcessContext(name, self.world.clock, random.Random(name))
-        router = Router(await self._connect(name), settings, life, name)
+        ctx = ProcessContext(name, self.world.clock, random.Random(name))
+        router = Router(await self._connect(name), settings, ctx, name)
         await self._within(name, router.start())
         return router
 
     async def worker(self, name: str = "w1", engine: Engine | None = None, **over: Any) -> Worker:
         """Start a worker, by default with an echo engine."""
         settings = Settings(_env_file=None, **({"router_id": "-", "worker_id": name} | over))
-        life = ProcessContext(name, self.world.clock, random.Random(name))
+        ctx = ProcessContext(name, self.world.clock, random.Random(name))
         engine = engine or EchoEngine(
             self.world.clock, STEP_S, model=MODEL, max_num_seqs=settings.max_num_seqs
         )
-        worker = Worker(await self._connect(name), settings, life, ValidatingEngine(engine))
+        worker = Worker(await self._connect(name), settings, ctx, ValidatingEngine(engine))
         await self._within(name, worker.start())
         return worker
 
@@ -201,13 +201,13 @@ async def wait_complete(
     """Wait for the end of an answer, and compare it with the expected one."""
     await world.wait_until(lambda: ObservedAnswer(world, request_id).is_over, within_s)
     await world.sleep(10.0)  # whatever comes later changes nothing
-    heard = ObservedAnswer(world, request_id)
+    received = ObservedAnswer(world, request_id)
     due = echo_answer(PROMPT, max_tokens)
-    assert heard.tokens == due
-    assert heard.text == text_of(due)
-    assert heard.transcript.gaps == 0
-    assert heard.finish_reason == "length"
-    usage = heard.usage
+    assert received.tokens == due
+    assert received.text == text_of(due)
+    assert received.transcript.gaps == 0
+    assert received.finish_reason == "length"
+    usage = received.usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), max_tokens)
-    return heard
+    return received

@@ -56,26 +56,26 @@ class WorkerHarness:
         self.world, self.name = world, name
         self.slot = partition_of(name.encode(), world.broker.partitions[ASSIGNMENTS])
         self.worker: Worker
-        self.life: ProcessContext
+        self.ctx: ProcessContext
 
     async def start(self, engine: Engine | None = None, seed: int = 1, **over: Any) -> Worker:
         fields = {"worker_id": self.name, "router_id": "-", "status_port": None} | over
         settings = Settings(**fields)
-        self.life = ProcessContext(self.name, self.world.clock, random.Random(seed))
+        self.ctx = ProcessContext(self.name, self.world.clock, random.Random(seed))
         engine = engine or ValidatingEngine(
             EchoEngine(self.world.clock, STEP_S, max_num_seqs=settings.max_num_seqs)
         )
         log = await self.world.connect(f"{self.name}{seed}")
-        self.worker = Worker(log, settings, self.life, engine)
+        self.worker = Worker(log, settings, self.ctx, engine)
         await self.worker.start()
         return self.worker
 
     @staticmethod
     async def started(world: MemoryWorld, *args: Any, **over: Any) -> WorkerHarness:
         """A harness whose worker has started, with these arguments of `start`."""
-        desk = WorkerHarness(world)
-        await desk.start(*args, **over)
-        return desk
+        harness = WorkerHarness(world)
+        await harness.start(*args, **over)
+        return harness
 
     @property
     def epoch(self) -> int:
@@ -134,10 +134,10 @@ def visible(chunks: list[Chunk]) -> Transcript:
     return transcript
 
 
-def count_batches(desk: WorkerHarness) -> list[int]:
+def count_batches(harness: WorkerHarness) -> list[int]:
     """The sizes of the batches that this worker appends from now on."""
     sizes: list[int] = []
-    log = desk.worker._log
+    log = harness.worker._log
     append_many = log.append_many
 
     def counted(
@@ -150,9 +150,9 @@ def count_batches(desk: WorkerHarness) -> list[int]:
     return sizes
 
 
-async def next_running_runs(desk: WorkerHarness) -> tuple[RunProgress, ...]:
-    await desk.world.wait_until(lambda: bool(desk.heartbeats()[-1].running))
-    return desk.heartbeats()[-1].running
+async def next_running_runs(harness: WorkerHarness) -> tuple[RunProgress, ...]:
+    await harness.world.wait_until(lambda: bool(harness.heartbeats()[-1].running))
+    return harness.heartbeats()[-1].running
 
 
 class ScriptedEngine(Engine):

@@ -1,6 +1,6 @@
 """Dynamo's index as its Python wheel gives it: how long a match takes, called from Python.
 
-    wheel.py FILE    FILE: npz of `local`, `chain` (sequences, blocks), `workers`, `asked` (numbers)
+    wheel.py FILE    FILE: npz of `local`, `chain` (sequences, blocks), `workers`, `sent` (numbers)
 
 Runs in the environment that build.sh makes for the wheel, so it imports nothing of kvlane. Prints a
 line of JSON: `us`, the time of each call, and `scores`, the blocks of each worker for each.
@@ -29,7 +29,7 @@ def main() -> None:
         }
         tree.apply_event(number % workers, json.dumps(event).encode())
     took, scores = [], []
-    for number in given["asked"].tolist():
+    for number in given["queries"].tolist():
         query = local[number].tolist()
         began = time.perf_counter()
         found = tree.find_matches(query)

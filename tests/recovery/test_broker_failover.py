@@ -156,14 +156,14 @@ async def test_hung_leader_is_left_behind_by_a_reader_whose_lanes_come_and_go(
                 await reader.poll(0.1)
         victim.pause()
         try:
-            told = asyncio.create_task(log.append(LEDGER, Entry(None, b"meanwhile", ()), 0))
+            got = asyncio.create_task(log.append(LEDGER, Entry(None, b"meanwhile", ()), 0))
             both = False
             async with asyncio.timeout(2 * REQUEST_TIMEOUT_S):
                 while reader.position(lane) == first.offset + 1:
                     both = not both
                     reader.assign({lane: first.offset + 1} | ({other: 0} if both else {}))
                     await reader.poll(0.1)
-            assert (await told).offset == first.offset + 1
+            assert (await got).offset == first.offset + 1
         finally:
             victim.resume()
 

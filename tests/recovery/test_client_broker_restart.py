@@ -56,7 +56,7 @@ def answer(request_id: str) -> list[str]:
     return [f"{request_id[-3:]}.{k} " for k in range(PARTS)]
 
 
-async def write(outbox: RecordPublisher, request_id: str, pace_s: float) -> None:
+async def write(publisher: RecordPublisher, request_id: str, pace_s: float) -> None:
     """A worker's whole reply; what was not acknowledged is sent again."""
     index = 0
     for seq, text in enumerate(answer(request_id)):
@@ -71,7 +71,7 @@ async def write(outbox: RecordPublisher, request_id: str, pace_s: float) -> None
             chars=index + len(text),
             finish_reason="stop" if seq == PARTS - 1 else None,
         )
-        await outbox.publish(RESPONSES, request_id, chunk)
+        await publisher.publish(RESPONSES, request_id, chunk)
         index += len(text)
         await asyncio.sleep(pace_s)
 
@@ -80,11 +80,11 @@ async def test_streams_survive_the_death_and_return_of_the_broker(
     broker: JvmBroker, logs: list[KafkaLog]
 ) -> None:
     clock = SystemClock()
-    outbox = RecordPublisher(logs[1], clock)
+    publisher = RecordPublisher(logs[1], clock)
     async with Client(logs[0], clock, random.Random(1)) as client:
         ids = [await client.publish(Prompt(id=client.new_request_id())) for _ in range(STREAMS)]
         listening = [asyncio.create_task(client.result(i, DEADLINE_S)) for i in ids]
-        writing = [asyncio.create_task(write(outbox, i, 0.1)) for i in ids]
+        writing = [asyncio.create_task(write(publisher, i, 0.1)) for i in ids]
         await asyncio.sleep(1.0)
         await asyncio.to_thread(broker.node(1).kill)
         during = asyncio.create_task(
@@ -99,7 +99,7 @@ async def test_streams_survive_the_death_and_return_of_the_broker(
         assert [a.text for a in answers] == ["".join(answer(i)) for i in ids]
 
         late = await during
-        await write(outbox, late, 0.0)
+        await write(publisher, late, 0.0)
         assert (await client.result(late, DEADLINE_S)).text == "".join(answer(late))
 
     async with Client(logs[1], clock) as other:
@@ -110,13 +110,13 @@ async def test_streams_survive_the_death_and_return_of_the_broker(
 async def test_attaching_and_publishing_on_a_real_log(logs: list[KafkaLog]) -> None:
     """Two clients, some ids without a time in them, replies that are under way or over."""
     clock = SystemClock()
-    outbox = RecordPublisher(logs[1], clock)
+    publisher = RecordPublisher(logs[1], clock)
     async with Client(logs[0], clock) as first, Client(logs[1], clock) as second:
         ids = [f"job-{n}" for n in range(STREAMS // 2)]
         ids += [first.new_request_id() for _ in range(STREAMS // 2)]
         for request_id in ids:
             await first.publish(Prompt(id=request_id))
-        writing = [asyncio.create_task(write(outbox, i, 0.02)) for i in ids]
+        writing = [asyncio.create_task(write(publisher, i, 0.02)) for i in ids]
         listening = []
         for request_id in ids:
             listening.append(asyncio.create_task(first.result(request_id, DEADLINE_S)))

@@ -100,13 +100,13 @@ def begin(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert worker.stdout is not None
-    said: list[str] = []
+    output: list[str] = []
     with worker.stdout as lines:
-        while "ready" not in said:
+        while "ready" not in output:
             line = lines.readline()
             assert line, "the worker ended before it was ready"
-            said += line.split()
-    return worker, [int(word) for word in said if word.isdecimal()]
+            output += line.split()
+    return worker, [int(word) for word in output if word.isdecimal()]
 
 
 def living(pids: list[int]) -> list[int]:

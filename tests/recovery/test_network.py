@@ -31,9 +31,9 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def broker(port: int) -> Iterator[JvmBroker]:
-    told = {"advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}"}
+    got = {"advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}"}
     try:
-        broker = JvmBroker(changes=told, report=lambda _: None).start()
+        broker = JvmBroker(changes=got, report=lambda _: None).start()
     except BrokerUnavailable as reason:
         pytest.fail(f"no broker: {reason}", pytrace=False)
     with broker:

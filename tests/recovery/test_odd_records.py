@@ -1,8 +1,9 @@
-"""A stranger publishes odd records to every topic of a real broker while requests run.
+"""Malformed records on every topic of a real broker while requests run.
 
-Beside what `tests/oddities.py` makes up: names of headers that are not UTF-8, all compressions,
-and batches that decompress to far more than they should. Every request is answered with what the
-engine says, no process ends, and none grows. `KVLANE_TEST_ODD_RECORDS=20000` for the long form.
+Beside the records of `tests/malformed_records.py`: header names that are not UTF-8, all
+compressions, and batches that decompress to far more than they should. Every request gets the
+answer of its engine, no process ends, and none grows. `KVLANE_TEST_ODD_RECORDS=20000` for the
+long form.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from streams.topics import TOPICS
 from tests.deployments import Deployment, Part
 from tests.harness.http_and_kafka_clients import DeploymentClients
 from tests.harness.topic_cleanup import delete_topics
-from tests.oddities import Oddities
+from tests.malformed_records import MalformedRecords
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Stranger:
         self._producer = producer
         self._prefix = prefix
         self._counts = counts
-        self._odd = Oddities(7)
+        self._odd = MalformedRecords(7)
         self._random = random.Random(7)
         self._batches = 0
         self.published = 0
@@ -159,9 +160,9 @@ async def opened(
         await delete_topics(kafka.bootstrap_servers, prefix)
 
 
-async def ask(users: DeploymentClients, count: int) -> None:
+async def send(users: DeploymentClients, count: int) -> None:
     """Every second one over HTTP, the others on Kafka; each answer is what the engine says."""
-    asked = []
+    requested = []
     for number in range(count):
         body = {"model": "demo", "prompt": f"Tell me about {number}.", "max_tokens": 12}
         if number % 2:
@@ -170,8 +171,8 @@ async def ask(users: DeploymentClients, count: int) -> None:
         else:
             one = await users.publish("completion", body)
             await users.read(one)
-        asked.append(one)
-    wrong = [(a.id, a.finish_reason) for a in asked if not a.is_correct]
+        requested.append(one)
+    wrong = [(a.id, a.finish_reason) for a in requested if not a.is_correct]
     assert not wrong, f"{len(wrong)} of {count}: {wrong[:5]}"
 
 
@@ -188,14 +189,14 @@ async def test_requests_are_answered_and_no_process_ends_or_grows(
     kafka: Broker, tmp_path: Path
 ) -> None:
     async with opened(kafka, tmp_path) as (deployment, users, stranger):
-        await ask(users, 4)
+        await send(users, 4)
         first = resident(deployment)
         measured = []
         for share in (WARM, 1 - WARM):
             await asyncio.gather(
-                stranger.publish(int(RECORDS * share)), ask(users, int(REQUESTS * share))
+                stranger.publish(int(RECORDS * share)), send(users, int(REQUESTS * share))
             )
-            await ask(users, 4)  # behind all that was published
+            await send(users, 4)  # behind all that was published
             deployment.check()
             measured.append(resident(deployment))
         # Shown by `--log-cli-level=WARNING`.

@@ -111,7 +111,7 @@ class Up:
                 found[kind.removeprefix("app.").removesuffix(":app")] = int(entry.name)
         return found
 
-    def ask(self, within_s: float = AGAIN_S) -> tuple[str, str]:
+    def send(self, within_s: float = AGAIN_S) -> tuple[str, str]:
         """The id and the text of a chat; asked again until the deployment answers."""
         deadline = time.monotonic() + within_s
         while True:
@@ -122,8 +122,8 @@ class Up:
             )
             try:
                 with urllib.request.urlopen(request, timeout=20) as answer:
-                    told: dict[str, Any] = json.load(answer)
-                    text: str = told["choices"][0]["message"]["content"]
+                    got: dict[str, Any] = json.load(answer)
+                    text: str = got["choices"][0]["message"]["content"]
                     return answer.headers["x-kvlane-id"], text
             except OSError:
                 assert time.monotonic() < deadline, "\n".join(self.lines)
@@ -180,7 +180,7 @@ def test_ready_comes_with_addresses_that_answer_in_lines_of_their_own(up: Up) ->
     assert "export OPENAI_API_KEY=none" in up.lines
     assert not [line for line in up.lines if line.startswith("not docker")]
     metrics = [line.split()[0] for line in up.lines if "/metrics " in line]
-    assert len(metrics) == 5
+    assert len(metrics) == 6
     for url in metrics:
         for path in ("metrics", "readyz"):
             with urllib.request.urlopen(url.replace("metrics", path), timeout=20) as answer:
@@ -192,7 +192,7 @@ def test_a_second_up_with_the_same_data_refuses_and_harms_nothing(up: Up) -> Non
     refusal = up.second("--port", up.port, "--data", str(up.folder))
     assert f"another `kvlane up` (process {up.process.pid}) uses {up.folder}" in refusal
     assert up.pids() == before
-    assert up.ask()[1]
+    assert up.send()[1]
 
 
 def test_a_second_up_with_other_data_names_the_ports_that_are_taken(up: Up, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_second_up_on_the_broker_of_the_first_refuses_and_harms_nothing(up: Up
     )
     assert f"worker-1 already run on topics kvlane.* of 127.0.0.1:{up.port}" in refusal
     assert up.pids() == before
-    assert up.ask()[1]
+    assert up.send()[1]
 
 
 def test_a_worker_that_is_killed_is_started_again(up: Up) -> None:
@@ -222,19 +222,19 @@ def test_a_worker_that_is_killed_is_started_again(up: Up) -> None:
     os.kill(before["worker"], signal.SIGKILL)
     up.wait_for("worker-1 was killed by SIGKILL; started again in 0.5 s", 10, since)
     up.wait_for("worker-1 is started again", 10, since)
-    assert up.ask()[1]
+    assert up.send()[1]
     after = up.pids()
     assert after.pop("worker") != before.pop("worker")
     assert after == before
 
 
 def test_a_broker_that_is_killed_is_started_again_on_its_data(up: Up) -> None:
-    request_id, text = up.ask()
+    request_id, text = up.send()
     before, since = up.pids(), len(up.lines)
     os.kill(before["broker"], signal.SIGKILL)
     up.wait_for("the broker is gone, and is started again on its data", 20, since)
     up.wait_for(r"the broker is back after \d+", AGAIN_S, since)
-    assert up.ask()[1]
+    assert up.send()[1]
     assert up.told_before(request_id) == text
     after = up.pids()
     assert after.pop("broker") != before.pop("broker")
@@ -251,12 +251,12 @@ def test_a_broker_that_hangs_is_told_by_readyz_and_requests_and_its_return_by_th
         while up.status("/readyz") == 200:
             assert time.monotonic() - stopped_at < SILENT_S
             time.sleep(0.1)
-        asked_at = time.monotonic()
+        sent_at = time.monotonic()
         assert up.status("/v1/chat/completions", CHAT) == 503
-        assert time.monotonic() - asked_at < 1.0
+        assert time.monotonic() - sent_at < 1.0
     finally:
         os.kill(broker, signal.SIGCONT)
-    assert up.ask()[1]
+    assert up.send()[1]
     for name in ("gateway-1", "router-1", "worker-1", "preprocessor-1", "indexer-1"):
         log = up.folder / "logs" / f"{name}.log"
         deadline = time.monotonic() + 20
@@ -267,7 +267,7 @@ def test_a_broker_that_hangs_is_told_by_readyz_and_requests_and_its_return_by_th
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_new_start_goes_on_with_the_data(up: Up, how: signal.Signals) -> None:
-    request_id, text = up.ask()
+    request_id, text = up.send()
     old = set(up.pids().values())
     assert up.end(how) == (0 if how is signal.SIGINT else -signal.SIGKILL)
     up.start()

@@ -139,8 +139,8 @@ def question(number: int) -> tuple[TokenizedKind, dict[str, Any]]:
     limits: dict[str, Any] = {"max_tokens": TOKENS + number % 7}
     if number % 4 != 3:
         limits["ignore_eos"] = True
-    ask = completion if number % 2 else chat
-    return ("completion" if number % 2 else "chat"), ask(f"Tell me about lane {number}.", **limits)
+    send = completion if number % 2 else chat
+    return ("completion" if number % 2 else "chat"), send(f"Tell me about lane {number}.", **limits)
 
 
 async def ends(log: KafkaLog) -> dict[Partition, int]:
@@ -166,21 +166,19 @@ async def transcripts(log: KafkaLog) -> dict[str, Transcript]:
     return seen
 
 
-async def check(users: DeploymentClients, asked: list[DemoAnswer]) -> dict[str, Transcript]:
+async def check(users: DeploymentClients, sent: list[DemoAnswer]) -> dict[str, Transcript]:
     """Every answer is right for the one who asked, and for one who reads it afterwards."""
     wrong = [
-        (a.id, a.finish_reason, len(a.text), len(a.expected.text))
-        for a in asked
-        if not a.is_correct
+        (a.id, a.finish_reason, len(a.text), len(a.expected.text)) for a in sent if not a.is_correct
     ]
-    assert not wrong, f"{len(wrong)} of {len(asked)}: {wrong[:5]}"
+    assert not wrong, f"{len(wrong)} of {len(sent)}: {wrong[:5]}"
     seen = await transcripts(users.log)
-    told = {a.id: seen[a.id] for a in asked if a.id}
-    for a in asked:
+    got = {a.id: seen[a.id] for a in sent if a.id}
+    for a in sent:
         if a.id:
-            assert (told[a.id].text, told[a.id].gaps) == (a.expected.text, 0)
-            assert tuple(told[a.id].tokens) == a.expected.token_ids
-    return told
+            assert (got[a.id].text, got[a.id].gaps) == (a.expected.text, 0)
+            assert tuple(got[a.id].tokens) == a.expected.token_ids
+    return got
 
 
 async def until(condition: Callable[[], bool], deployment: Deployment) -> None:
@@ -210,20 +208,20 @@ async def test_answers_are_right_although_a_worker_and_all_routers_are_killed(
 ) -> None:
     deployment = ground.deployment
     questions = [question(number) for number in range(STREAMS + WHOLES)]
-    asked = [await users.judge.expect_answer("", *each) for each in questions]
+    sent = [await users.judge.expect_answer("", *each) for each in questions]
     async with asyncio.TaskGroup() as group:
         for number, (kind, body) in enumerate(questions):
-            tell = users.stream if number < STREAMS else users.complete
-            group.create_task(tell(number // 2 % 2, kind, body, asked[number]))
-        await until(lambda: sum(bool(a.text_times) for a in asked) >= STREAMS // 4, deployment)
+            write = users.stream if number < STREAMS else users.complete
+            group.create_task(write(number // 2 % 2, kind, body, sent[number]))
+        await until(lambda: sum(bool(a.text_times) for a in sent) >= STREAMS // 4, deployment)
         sources = await ends(users.log)
-        assert not all(a.finish_reason for a in asked), "all answers were over before"
+        assert not all(a.finish_reason for a in sent), "all answers were over before"
         deployment.kill("worker-1")
         await first_fence(users.log, sources)
         deployment.kill(*ROUTERS)
         deployment.start("worker-1", *ROUTERS)
-    told = await check(users, asked)
-    assert any(t.attempt for t in told.values()), "nothing ran on the worker that was killed"
+    got = await check(users, sent)
+    assert any(t.attempt for t in got.values()), "nothing ran on the worker that was killed"
 
 
 async def test_published_prompts_are_answered_although_every_router_is_killed(
@@ -244,8 +242,8 @@ async def test_published_prompts_are_answered_although_every_router_is_killed(
             deployment.start(name)
             await publish()
             await deployment.ready(name)
-    told = await check(users, users.published)
-    assert len(told) == 140
+    got = await check(users, users.published)
+    assert len(got) == 140
 
 
 async def test_streams_go_on_at_another_gateway_when_theirs_is_killed(
@@ -258,11 +256,11 @@ async def test_streams_go_on_at_another_gateway_when_theirs_is_killed(
     first, second = (httpx.AsyncClient(base_url=url, timeout=ANSWER_S) for url in ground.urls)
     async with first, second, asyncio.TaskGroup() as group:
         listening = [
-            group.create_task(listener.ask(first, body))
+            group.create_task(listener.send(first, body))
             for listener, body in zip(listeners, questions, strict=True)
         ]
         await until(
-            lambda: all(each.asked.text_times or each.asked.finish_reason for each in listeners),
+            lambda: all(each.sent.text_times or each.sent.finish_reason for each in listeners),
             ground.deployment,
         )
         ground.deployment.kill("gateway-1")
@@ -271,7 +269,7 @@ async def test_streams_go_on_at_another_gateway_when_theirs_is_killed(
         assert broken, "all streams were over before"
         for listener in broken:
             group.create_task(listener.resume(second))
-    await check(users, [listener.asked for listener in listeners])
+    await check(users, [listener.sent for listener in listeners])
 
 
 @pytest.mark.parametrize(
@@ -282,18 +280,18 @@ async def test_a_part_that_is_stopped_under_load_ends_in_order_and_loses_nothing
 ) -> None:
     deployment = ground.deployment
     questions = [question(number) for number in range(60)]
-    asked = [await users.judge.expect_answer("", *each) for each in questions]
+    sent = [await users.judge.expect_answer("", *each) for each in questions]
     async with asyncio.TaskGroup() as group:
         for number, (kind, body) in enumerate(questions):
-            group.create_task(users.stream(number // 2 % 2, kind, body, asked[number]))
-        await until(lambda: all(a.text_times or a.finish_reason for a in asked), deployment)
+            group.create_task(users.stream(number // 2 % 2, kind, body, sent[number]))
+        await until(lambda: all(a.text_times or a.finish_reason for a in sent), deployment)
         stopping = group.create_task(deployment.terminate([name], STOP_S))
         while not stopping.done():
             number = len(users.published)
             group.create_task(users.read(await users.publish(*question(number))))
             await CLOCK.sleep(PACE_S)
         deployment.start(name)
-    await check(users, asked + users.published)
+    await check(users, sent + users.published)
 
 
 async def test_a_java_program_asks_and_reads_the_answer_by_its_key(
@@ -301,16 +299,16 @@ async def test_a_java_program_asks_and_reads_the_answer_by_its_key(
 ) -> None:
     prefix = ground.settings.topic_prefix
     body = chat("grüße", max_tokens=20)
-    asked = await users.judge.expect_answer("job-17", "chat", body)
-    prompt = json.dumps({"id": asked.id, "body": body}, ensure_ascii=False)
-    await java_publishes(kafka, prefix + PROMPTS, {asked.id: prompt})
-    await users.read(asked)  # so that the whole answer is there
-    lane = lane_of(asked.id, LANES)
+    sent = await users.judge.expect_answer("job-17", "chat", body)
+    prompt = json.dumps({"id": sent.id, "body": body}, ensure_ascii=False)
+    await java_publishes(kafka, prefix + PROMPTS, {sent.id: prompt})
+    await users.read(sent)  # so that the whole answer is there
+    lane = lane_of(sent.id, LANES)
     count = (await users.log.end_offsets(RESPONSES, [lane]))[lane]
     printed = await java_reads(kafka, prefix + RESPONSES, lane, count)
-    answer = transcript_of([value for key, value in printed if key == asked.id])
+    answer = transcript_of([value for key, value in printed if key == sent.id])
     assert (answer.text, answer.finish_reason) == (
-        asked.expected.text,
-        asked.expected.finish_reason,
+        sent.expected.text,
+        sent.expected.finish_reason,
     )
-    assert asked.is_correct
+    assert sent.is_correct

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
 
-from app import preprocessor, worker
+from app import worker
 from app.http.openai import active_streams, stream_resume
 from app.lanes import dispatch, owner, shared_scan, termination
+from app.prompts import prompt_source
+from app.results import lane_collector, pending_result
 from app.routing import reconcile
 from app.routing.selection import eligibility
 from app.routing.selection.decision import Rejection
@@ -37,6 +39,7 @@ from streams.records import (
     Blocks,
     Cancel,
     Chunk,
+    End,
     EndCode,
     Ended,
     Fence,
@@ -121,12 +124,12 @@ def _only_on_change() -> Iterator[Replacement]:
 
 
 def _newest_run_speaks() -> Iterator[Replacement]:
-    def speaking(story: ledger.RequestState) -> list[tuple[ledger.RunId, ledger.RunStatus]]:
-        return list(story.runs.items())[-1:]
+    def speaking(state: ledger.RequestState) -> list[tuple[ledger.RunId, ledger.RunStatus]]:
+        return list(state.runs.items())[-1:]
 
-    def over(story: ledger.RequestState) -> bool:
-        states = [run.state for _, run in speaking(story)]
-        return bool(story.ended) or (bool(states) and states[0] not in ledger.OPEN | ledger.FAILED)
+    def over(state: ledger.RequestState) -> bool:
+        states = [run.state for _, run in speaking(state)]
+        return bool(state.ended) or (bool(states) and states[0] not in ledger.OPEN | ledger.FAILED)
 
     yield reconcile, "_current_runs", speaking
     yield ledger.RequestState, "is_finished", property(over)
@@ -146,72 +149,74 @@ def _refusals_count_as_failures() -> Iterator[Replacement]:
 def _cancel_done_when_read() -> Iterator[Replacement]:
     original = owner.LaneOwner._take
 
-    async def take(self: Any, fact: Any) -> None:
+    async def capture_shifted(self: Any, fact: Any) -> None:
         if isinstance(fact.record, Cancel):
             self.claim.mark_done(fact.offset)
         await original(self, fact)
 
-    yield owner.LaneOwner, "_take", take
+    yield owner.LaneOwner, "_take", capture_shifted
 
 
 # --- the order of appends ------------------------------------------------------------------------
 
 
-def _not_written(kind: type) -> Iterator[Replacement]:
-    """Records of this kind count as appended at the present end of the log, but are not."""
+def _publish_by(
+    kind: type, publish: Callable[[Any, str, str, Any, int | None], Awaitable[Appended]]
+) -> Iterator[Replacement]:
+    """Records of this kind are published by another function."""
     original = record_publisher.RecordPublisher.publish
 
-    async def persist(
+    async def replaced(
         self: Any, topic: str, key: str, record: Any, partition: int | None = None, **options: Any
     ) -> Appended:
-        if not isinstance(record, kind):
-            return await original(self, topic, key, record, partition, **options)
-        where = partition or 0
-        while True:
-            try:
-                end = (await self._log.end_offsets(topic, [where]))[where]
-                return Appended(where, max(end - 1, 0), 0)
-            except BrokerUnavailable:
-                await self._clock.sleep(0.5)
+        if isinstance(record, kind):
+            return await publish(self, topic, key, record, partition)
+        return await original(self, topic, key, record, partition, **options)
 
-    yield record_publisher.RecordPublisher, "publish", persist
+    yield record_publisher.RecordPublisher, "publish", replaced
+
+
+async def _not_written(
+    self: Any, topic: str, key: str, record: Any, partition: int | None
+) -> Appended:
+    """The record counts as appended at the present end of the log, but is not."""
+    where = partition or 0
+    while True:
+        try:
+            end = (await self._log.end_offsets(topic, [where]))[where]
+            return Appended(where, max(end - 1, 0), 0)
+        except BrokerUnavailable:
+            await self._clock.sleep(0.5)
+
+
+async def _sent_once(
+    self: Any, topic: str, key: str, record: Any, partition: int | None
+) -> Appended:
+    """The record is not sent again when it is not acknowledged."""
+    try:
+        return await self.publish_once(topic, key, record, partition)  # type: ignore[no-any-return]
+    except AppendFailed:
+        return Appended(0, 0, 0)
 
 
 def _fence_without_fencing() -> Iterator[Replacement]:
-    return _not_written(Fencing)
+    return _publish_by(Fencing, _not_written)
 
 
 def _no_fence() -> Iterator[Replacement]:
-    return _not_written(Fence)
+    return _publish_by(Fence, _not_written)
 
 
 def _no_started() -> Iterator[Replacement]:
-    return _not_written(Started)
-
-
-def _sent_once(kind: type) -> Iterator[Replacement]:
-    """Records of this kind are not sent again when they are not acknowledged."""
-    original = record_publisher.RecordPublisher.publish
-
-    async def persist(
-        self: Any, topic: str, key: str, record: Any, partition: int | None = None, **options: Any
-    ) -> Appended:
-        if not isinstance(record, kind):
-            return await original(self, topic, key, record, partition, **options)
-        try:
-            return await self.publish_once(topic, key, record, partition)  # type: ignore[no-any-return]
-        except AppendFailed:
-            return Appended(0, 0, 0)
-
-    yield record_publisher.RecordPublisher, "publish", persist
+    return _publish_by(Started, _not_written)
 
 
 def _finished_once() -> Iterator[Replacement]:
-    return _sent_once(Finished)
+    return _publish_by(Finished, _sent_once)
 
 
 def _cache_events_once() -> Iterator[Replacement]:
-    return _sent_once(Blocks)
+    return _publish_by(Blocks, _sent_once)
 
 
 def _ended_before_end() -> Iterator[Replacement]:
@@ -246,25 +251,25 @@ def _highest_responses_from() -> Iterator[Replacement]:
 def _started_is_not_knowledge() -> Iterator[Replacement]:
     original = ledger._apply_record
 
-    def fold(story: ledger.RequestState, record: Any, *more: Any) -> None:
-        unknown = story.origin is None
-        original(story, record, *more)
+    def changed(state: ledger.RequestState, record: Any, *more: Any) -> None:
+        unknown = state.origin is None
+        original(state, record, *more)
         if unknown and isinstance(record, Started):
-            story.origin = None
+            state.origin = None
 
-    yield ledger, "_apply_record", fold
+    yield ledger, "_apply_record", changed
 
 
 def _late_records_open_old_attempts() -> Iterator[Replacement]:
     original = ledger._apply_record
 
-    def fold(story: ledger.RequestState, record: Any, at_ms: int, burdens: Any) -> None:
-        original(story, record, at_ms, burdens)
-        old = not isinstance(record, Ended | Fencing) and record.attempt < story.attempt
-        if old and not story.ended:
-            ledger._fold_run(story, record, at_ms, burdens)
+    def changed(state: ledger.RequestState, record: Any, at_ms: int, active_load: Any) -> None:
+        original(state, record, at_ms, active_load)
+        old = not isinstance(record, Ended | Fencing) and record.attempt < state.attempt
+        if old and not state.ended:
+            ledger._apply_run(state, record, at_ms, active_load)
 
-    yield ledger, "_apply_record", fold
+    yield ledger, "_apply_record", changed
 
 
 def _gather_past_the_first_fence() -> Iterator[Replacement]:
@@ -354,23 +359,23 @@ def _own_clock() -> Iterator[Replacement]:
 
 
 def _ask_once() -> Iterator[Replacement]:
-    async def ask(_: Any, question: Any, *__: Any, **___: Any) -> Any:
+    async def send(_: Any, question: Any, *__: Any, **___: Any) -> Any:
         return await question()
 
     for asker in (range_reader, active_streams):
-        yield asker, "retry_while_unavailable", ask
+        yield asker, "retry_while_unavailable", send
 
 
 # --- the edge ------------------------------------------------------------------------------------
 
 
 def _commit_prompts_early() -> Iterator[Replacement]:
-    original = preprocessor.Preprocessor.publish_requests
+    original = prompt_source.PromptSource.publish_requests
 
     async def handle(self: Any, records: Any) -> None:
-        self._life.spawn("handling", original(self, list(records)))
+        self._ctx.spawn("handling", original(self, list(records)))
 
-    yield preprocessor.Preprocessor, "publish_requests", handle
+    yield prompt_source.PromptSource, "publish_requests", handle
 
 
 def _prompts_are_refused() -> Iterator[Replacement]:
@@ -385,7 +390,7 @@ def _prompts_paused_for_ever() -> Iterator[Replacement]:
     def resume(self: Any) -> None:
         self._is_paused = False
 
-    yield preprocessor.Preprocessor, "_resume", resume
+    yield prompt_source.PromptSource, "_resume", resume
 
 
 def _answers_from_their_beginning() -> Iterator[Replacement]:
@@ -411,17 +416,45 @@ def _any_model() -> Iterator[Replacement]:
 def _any_lane() -> Iterator[Replacement]:
     received = owner.LaneOwner.on_request_record
 
-    def take(self: Any, fact: Any) -> None:
+    def capture_shifted(self: Any, fact: Any) -> None:
         try:
             received(self, fact)
         except RecordError:
             self.claim.mark_done(fact.offset)
 
-    yield owner.LaneOwner, "on_request_record", take
+    yield owner.LaneOwner, "on_request_record", capture_shifted
 
 
 def _no_objections() -> Iterator[Replacement]:
     yield owner, "_objection", lambda _: ""
+
+
+# --- batch work and results ----------------------------------------------------------------------
+
+
+def _preempt_without_a_fence() -> Iterator[Replacement]:
+    original = record_publisher.RecordPublisher.publish
+
+    async def publish(
+        self: Any, topic: str, key: str, record: Any, partition: int | None = None
+    ) -> Appended:
+        if isinstance(record, Fence) and record.reason == "preempted":
+            return await _not_written(self, topic, key, record, partition)
+        return await original(self, topic, key, record, partition)
+
+    yield record_publisher.RecordPublisher, "publish", publish
+
+
+def _commit_before_the_result() -> Iterator[Replacement]:
+    def take(self: Any, fact: Any) -> None:
+        self._results.add_request(fact)
+        self.claim.mark_done(fact.offset)
+
+    yield lane_collector.LaneCollector, "on_request_record", take
+
+
+def _results_of_what_goes_on() -> Iterator[Replacement]:
+    yield pending_result, "_ends", lambda record: isinstance(record, Chunk | End)
 
 
 # --- caches --------------------------------------------------------------------------------------
@@ -430,12 +463,12 @@ def _no_objections() -> Iterator[Replacement]:
 def _snapshot_ahead_of_its_state() -> Iterator[Replacement]:
     original: Any = vars(snapshot_writer)["capture"]
 
-    def take(fold: Any, source: Partition) -> Any:
-        taken = original(fold, source)
+    def capture_shifted(view: Any, source: Partition) -> Any:
+        taken = original(view, source)
         position = taken.header.position + 5
         return taken._replace(header=msgspec.structs.replace(taken.header, position=position))
 
-    yield snapshot_writer, "capture", take
+    yield snapshot_writer, "capture", capture_shifted
 
 
 # --- readers -------------------------------------------------------------------------------------
@@ -605,6 +638,24 @@ MUTATIONS: dict[str, Mutation] = {
             "caches load",
             "reading on from the position of a view that joins",
             _joining_views_skip_records,
+        ),
+        Mutation(
+            "preempt-unfenced",
+            "hanging hole wrong",
+            "Fence before a preempted run ends",
+            _preempt_without_a_fence,
+        ),
+        Mutation(
+            "result-early",
+            "results",
+            "commit after the result was written",
+            _commit_before_the_result,
+        ),
+        Mutation(
+            "result-open",
+            "result results",
+            "results of finished requests only",
+            _results_of_what_goes_on,
         ),
         Mutation("any-model", "misrouted", "workers of the model only", _any_model),
         Mutation("any-lane", "poison", "dead letters for records of other lanes", _any_lane),

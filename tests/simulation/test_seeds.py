@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from app.lanes.owner import LaneOwner
-from app.lanes.request_timers import TIMER_RESOLUTION_MS
 from app.lanes.scheduler import PendingRequest, Scheduler
 from app.perf_curves import PerfCurves
+from app.request_timers import TIMER_RESOLUTION_MS
 from app.routing.reconcile import next_action
 from app.routing.selection.decision import Wait
 from app.routing.state import performance
@@ -71,10 +71,10 @@ def test_what_is_due_is_found_though_not_every_request_is_looked_at(
         check_due(self)
         s = self._context
         before_ms = s.broker_clock.now_ms() - TIMER_RESOLUTION_MS
-        for request_id, story in s.ledger.lane(self._lane).unfinished.items():
+        for request_id, timeline in s.ledger.lane(self._lane).unfinished.items():
             if self.serving and request_id not in self._jobs:
                 looked_at.append(request_id)
-                action = next_action(request_id, story, s.fleet, before_ms, s.timeouts)
+                action = next_action(request_id, timeline, s.fleet, before_ms, s.timeouts)
                 assert action is None, (request_id, action)
 
     monkeypatch.setattr(LaneOwner, "reconcile_due", checked)
@@ -139,6 +139,7 @@ def test_faults_really_happen() -> None:
         "WorkerIdTaken", "EngineDead", "the engine stalls", "Fencing", "End id=", "worker_full",
         "queue_full", "reason=broken", "reason=lost", "Cancel id=", "Refused id=", "model=second",
         "code=invalid", "lost its connection", "GET /v1/streams",
+        "collector-0#1 is killed", "reason=preempted", "Result id=b",
         "indexer-0#1 is killed", "junk is written into snapshots",
     ):  # fmt: skip
         assert deed in stories, deed

@@ -98,16 +98,16 @@ def test_tasks_that_are_left_are_cancelled() -> None:
 
 async def _chatter(loop: VirtualLoop, names: str) -> str:
     """What processes of these names say when each speaks ten times without waiting."""
-    said: list[str] = []
+    output: list[str] = []
 
     async def speak(name: str) -> None:
         for n in range(10):
-            said.append(f"{name}{n}")
+            output.append(f"{name}{n}")
             await asyncio.sleep(0)
 
     tasks = [loop.create_task(speak(n), context=process_context(n)) for n in names]
     await asyncio.gather(*tasks)
-    return " ".join(said)
+    return " ".join(output)
 
 
 def _heard(seed: int) -> str:

@@ -10,12 +10,13 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from app.preprocess.models import artifacts
-from app.preprocess.models.artifacts import PART_BYTES, ArtifactStore, part_count
+from app.preprocess.models.artifacts import ArtifactStore, part_count
 from app.preprocess.prompt_errors import ArtifactUnavailable, BadModel
 from app.preprocess.thread_pool import InlinePool
 from streams.memory.broker_faults import AppendFate
 from streams.memory.partition_log import MemoryRecord
 from streams.ports import Entry
+from streams.reading.part_format import PART_BYTES
 from streams.records import Artifact
 from streams.topics import ARTIFACTS
 from tests.harness.memory_world import MemoryWorld, scenario_test
@@ -278,7 +279,7 @@ async def test_those_who_want_a_file_at_once_read_it_once(world: MemoryWorld) ->
     with TemporaryDirectory() as name:
         store = await opened(world, folder=Path(name))
         artifact = await store.publish(SMALL)
-        world.faults.asked.clear()
+        world.faults.sent.clear()
         wanted = [world.spawn(store.fetch(artifact)) for _ in range(3)]
         assert [await content for content in wanted] == [SMALL] * 3
-        assert world.faults.asked.count("poll") == 1
+        assert world.faults.sent.count("poll") == 1

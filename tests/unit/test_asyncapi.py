@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from streams.asyncapi import document as written
 from streams.asyncapi import public_topics, specification
 from streams.prompt import Prompt
-from streams.records import Chunk, End, Fence
+from streams.records import Chunk, End, Fence, Result
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:faststream")
 
@@ -22,18 +22,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:faststream")
 @pytest.fixture
 def document() -> dict[str, Any]:
     app = FastStream(public_topics(["kafka:9092"], "mine."), specification=specification())
-    told: dict[str, Any] = json.loads(app.schema.to_specification().to_json())
-    return told
+    got: dict[str, Any] = json.loads(app.schema.to_specification().to_json())
+    return got
 
 
-def test_both_topics_are_told_by_the_names_that_the_broker_knows(document: dict[str, Any]) -> None:
+def test_public_topics_have_the_names_of_the_broker(
+    document: dict[str, Any],
+) -> None:
     addresses = {name: channel["address"] for name, channel in document["channels"].items()}
-    assert addresses == {"prompts": "mine.prompts", "responses": "mine.responses"}
+    assert addresses == {
+        name: f"mine.{name}" for name in ("prompts", "batch", "responses", "results")
+    }
 
 
 def test_a_prompt_is_told_field_by_field(document: dict[str, Any]) -> None:
-    told = document["components"]["schemas"]["Prompt"]
-    assert set(told["properties"]) == set(Prompt.model_fields)
+    got = document["components"]["schemas"]["Prompt"]
+    assert set(got["properties"]) == set(Prompt.model_fields)
 
 
 @pytest.mark.parametrize("record", [Chunk, Fence, End])
@@ -41,11 +45,17 @@ def test_an_answer_is_told_field_by_field(
     document: dict[str, Any], record: type[Chunk | Fence | End]
 ) -> None:
     kinds = document["components"]["schemas"]["responses:Message:Payload"]["anyOf"]
-    told = next(kind for kind in kinds if kind["title"] == record.__name__)
+    got = next(kind for kind in kinds if kind["title"] == record.__name__)
     fields = {f.encode_name for f in msgspec.structs.fields(record)}
-    assert set(told["properties"]) == fields | {"t"}
-    assert told["properties"]["t"] == {"enum": [record.__name__]}
-    assert "$ref" not in json.dumps(told)
+    assert set(got["properties"]) == fields | {"t"}
+    assert got["properties"]["t"] == {"enum": [record.__name__]}
+    assert "$ref" not in json.dumps(got)
+
+
+def test_a_result_is_told_field_by_field(document: dict[str, Any]) -> None:
+    got = document["components"]["schemas"]["results:Message:Payload"]
+    assert set(got["properties"]) == set(Result.__struct_fields__) | {"t"}
+    assert "$ref" not in json.dumps(got)
 
 
 async def test_the_description_opens_no_connection() -> None:

@@ -32,8 +32,8 @@ LLAMA = ServerDialect("m", "llamacpp", answer_tokens="log_probs")
 OTHER = ServerDialect("m", "somebody", "text", "text")
 
 
-def body(speech: ServerDialect = VLLM, max_tokens: int = 7, **asked: Any) -> dict[str, Any]:
-    fields = {"id": "r", "token_ids": pack_tokens([1, 2])} | asked
+def body(speech: ServerDialect = VLLM, max_tokens: int = 7, **sent: Any) -> dict[str, Any]:
+    fields = {"id": "r", "token_ids": pack_tokens([1, 2])} | sent
     return completion_body(Request(**fields), speech, max_tokens, lambda ids: f"text of {ids}")
 
 
@@ -57,8 +57,8 @@ SAMPLING = {
 
 @pytest.mark.parametrize("speech", [VLLM, LLAMA, OTHER])
 def test_sampling_is_passed_on(speech: ServerDialect) -> None:
-    asked = body(speech, sampling=SamplingOptions(**SAMPLING))
-    assert {name: asked[name] for name in SAMPLING} == SAMPLING
+    sent = body(speech, sampling=SamplingOptions(**SAMPLING))
+    assert {name: sent[name] for name in SAMPLING} == SAMPLING
 
 
 def test_llama_has_a_name_of_its_own_for_repetition() -> None:
@@ -69,15 +69,15 @@ def test_ends_are_passed_on_as_tokens_and_strings_are_not() -> None:
     stop = StopConditions(
         max_tokens=9, min_tokens=2, stop=("END",), stop_token_ids=(5,), stop_token_ids_hidden=(6,)
     )
-    asked = body(stop=stop, eos_token_ids=(7,))
-    assert (asked["min_tokens"], asked["stop_token_ids"]) == (2, [5, 6, 7])
-    assert "stop" not in asked
+    sent = body(stop=stop, eos_token_ids=(7,))
+    assert (sent["min_tokens"], sent["stop_token_ids"]) == (2, [5, 6, 7])
+    assert "stop" not in sent
 
 
 def test_an_end_of_text_that_is_ignored_ends_nothing() -> None:
     stop = StopConditions(ignore_eos=True, stop_token_ids=(5,), stop_token_ids_hidden=(6,))
-    asked = body(stop=stop, eos_token_ids=(7,))
-    assert (asked["ignore_eos"], asked["stop_token_ids"]) == (True, [5])
+    sent = body(stop=stop, eos_token_ids=(7,))
+    assert (sent["ignore_eos"], sent["stop_token_ids"]) == (True, [5])
 
 
 def test_biases_and_single_words_that_must_not_come_are_one_field() -> None:
@@ -86,13 +86,13 @@ def test_biases_and_single_words_that_must_not_come_are_one_field() -> None:
 
 
 def test_what_vllm_alone_knows_is_passed_on_to_it() -> None:
-    asked = body(
+    sent = body(
         cache_salt="s", hints=Hints(lora_name="ada"), extra_args=b'{"a": 1}',
         sampling=SamplingOptions(allowed_token_ids=(1, 2)),
         stop=StopConditions(max_thinking_tokens=3),
     )  # fmt: skip
     names = ("model", "cache_salt", "vllm_xargs", "allowed_token_ids", "thinking_token_budget")
-    assert [asked[name] for name in names] == ["ada", "s", {"a": 1}, [1, 2], 3]
+    assert [sent[name] for name in names] == ["ada", "s", {"a": 1}, [1, 2], 3]
 
 
 def test_what_prefill_handed_over_is_passed_on() -> None:
@@ -102,9 +102,9 @@ def test_what_prefill_handed_over_is_passed_on() -> None:
 
 
 def test_embeddings_take_the_place_of_the_prompt() -> None:
-    asked = body(prompt_embeds="AAAA")
-    assert asked["prompt_embeds"] == "AAAA"
-    assert "prompt" not in asked
+    sent = body(prompt_embeds="AAAA")
+    assert sent["prompt_embeds"] == "AAAA"
+    assert "prompt" not in sent
 
 
 @pytest.mark.parametrize(
@@ -122,20 +122,20 @@ def test_forms_are_vllms_structured_outputs(guided: GuidedDecoding, form: dict[s
 
 def test_a_schema_is_openais_response_format_elsewhere() -> None:
     guided = GuidedDecoding(json=b"{}")
-    asked = body(OTHER, sampling=SamplingOptions(guided_decoding=guided))
-    assert asked["response_format"]["json_schema"]["schema"] == {}
+    sent = body(OTHER, sampling=SamplingOptions(guided_decoding=guided))
+    assert sent["response_format"]["json_schema"]["schema"] == {}
     guided = GuidedDecoding(grammar="g")
     assert body(LLAMA, sampling=SamplingOptions(guided_decoding=guided))["grammar"] == "g"
 
 
 def test_log_probabilities_are_asked_for_by_token() -> None:
-    asked = body(output=OutputOptions(logprobs=3))
-    assert (asked["logprobs"], asked["return_tokens_as_token_ids"]) == (3, True)
+    sent = body(output=OutputOptions(logprobs=3))
+    assert (sent["logprobs"], sent["return_tokens_as_token_ids"]) == (3, True)
     assert body(LLAMA)["logprobs"] == 1
 
 
 @pytest.mark.parametrize(
-    ("speech", "asked", "field"),
+    ("speech", "sent", "field"),
     [
         (VLLM, {"sampling": SamplingOptions(n=2)}, "n, best_of"),
         (VLLM, {"sampling": SamplingOptions(use_beam_search=True)}, "use_beam_search"),
@@ -161,10 +161,10 @@ def test_log_probabilities_are_asked_for_by_token() -> None:
     ],
 )  # fmt: skip
 def test_what_would_make_another_answer_is_refused_by_name(
-    speech: ServerDialect, asked: dict[str, Any], field: str
+    speech: ServerDialect, sent: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=field):
-        body(speech, **asked)
+        body(speech, **sent)
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_errors_in_a_stream_are_told_apart_by_their_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("text", "message"),
     [
         (b'{"error":{"message":"a"}}', "a"),
         (b'{"error":"a"}', "a"),
@@ -239,8 +239,8 @@ def test_errors_in_a_stream_are_told_apart_by_their_code() -> None:
         (b'{"detail":"\xff"}', '{"detail":"\ufffd"}'),
     ],
 )
-def test_an_error_is_explained_in_the_servers_words(said: bytes, message: str) -> None:
-    assert error_message(said) == message
+def test_an_error_is_explained_in_the_servers_words(text: bytes, message: str) -> None:
+    assert error_message(text) == message
 
 
 # --- text -----------------------------------------------------------------------------------------

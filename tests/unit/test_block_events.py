@@ -13,9 +13,10 @@ from indexer.events import (
     EventKind,
     MalformedColumns,
     Tier,
-    decode_events,
     encode_events,
+    parse_columns,
 )
+from tests.harness.decoded import decode_events
 
 keys = st.lists(st.integers(1, 2**64 - 1), max_size=5).map(tuple)
 tiers = st.sampled_from(Tier)
@@ -71,4 +72,4 @@ def test_events_come_back_as_they_went(many: list[CacheEvent]) -> None:
 )
 def test_columns_that_no_event_gives_are_refused(column: str, value: bytes) -> None:
     with pytest.raises(MalformedColumns):
-        decode_events(COLUMNS._replace(**{column: value}))
+        parse_columns(COLUMNS._replace(**{column: value}))

@@ -14,10 +14,10 @@ from app.preprocess.text.byte_level import (
     SYSTEM,
     USER,
     ByteDetokenizer,
-    decode_bytes,
     encode_bytes,
     render_chat,
 )
+from tests.harness.decoded import decode_bytes
 
 EURO = encode_bytes("€")
 

@@ -248,9 +248,9 @@ def test_the_demo_model_takes_the_newer_name_of_the_system() -> None:
 
 
 def test_the_demo_model_is_told_its_tools_in_the_system_turn() -> None:
-    told = demo(SYSTEM, USER, tools=[TOOL])
-    assert told.startswith("<|system|>be brief\n")
-    assert told.count('{"type": "function", "function": {"name": "f"}}') == 1
+    got = demo(SYSTEM, USER, tools=[TOOL])
+    assert got.startswith("<|system|>be brief\n")
+    assert got.count('{"type": "function", "function": {"name": "f"}}') == 1
 
 
 def test_the_demo_model_is_told_its_tools_without_a_system_turn() -> None:

@@ -61,8 +61,8 @@ class Sent:
 
 
 async def test_a_batch_stays_below_what_the_log_takes() -> None:
-    sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1)
+    sent, ctx = Sent(), ProcessContext("t")
+    writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1)
     streams = [writers.open(f"{n:0200}", 0, str(2**64 - 1), index=0, chars=0) for n in range(300)]
     for stream in streams:
         stream.release()
@@ -79,8 +79,8 @@ async def test_a_batch_stays_below_what_the_log_takes() -> None:
 
 
 async def test_a_broken_stream_takes_nothing_more() -> None:
-    sent, life = Sent(), ProcessContext("t")
-    stream = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1).open(
+    sent, ctx = Sent(), ProcessContext("t")
+    stream = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1).open(
         "a", 0, "1", index=0, chars=0
     )
     stream.release()
@@ -98,8 +98,8 @@ async def test_a_broken_stream_takes_nothing_more() -> None:
 
 
 async def test_a_chunk_that_no_record_holds_breaks_its_own_run_only() -> None:
-    sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1)
+    sent, ctx = Sent(), ProcessContext("t")
+    writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1)
     large, other = (writers.open(name, 0, "1", index=0, chars=0) for name in ("a", "b"))
     for stream in (large, other):
         stream.release()
@@ -108,7 +108,7 @@ async def test_a_chunk_that_no_record_holds_breaks_its_own_run_only() -> None:
         await large.finish(FinalChunk("stop", None))
     await other.push([1], "b")
     await other.finish(FinalChunk("stop", None))
-    assert life.error is None
+    assert ctx.error is None
     assert {chunk.id for batch in sent.batches for chunk in batch} == {"b"}
 
 
@@ -123,8 +123,8 @@ async def test_a_chunk_that_no_record_holds_breaks_its_own_run_only() -> None:
 async def test_what_a_server_says_at_the_end_counts_for_the_size_of_its_chunk(
     last: FinalChunk,
 ) -> None:
-    sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1)
+    sent, ctx = Sent(), ProcessContext("t")
+    writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1)
     streams = [writers.open(name, 0, "1", index=0, chars=0) for name in ("a", "b", "c")]
     for stream in streams:
         stream.release()
@@ -135,8 +135,8 @@ async def test_what_a_server_says_at_the_end_counts_for_the_size_of_its_chunk(
 
 
 async def test_tokens_that_are_not_the_engines_own_are_kept_back() -> None:
-    sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
+    sent, ctx = Sent(), ProcessContext("t")
+    writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1, with_tokens=False)
     stream = writers.open("a", 0, "1", index=0, chars=0)
     stream.release()
     await stream.push([1, 2], "ab")
@@ -148,8 +148,8 @@ async def test_tokens_that_are_not_the_engines_own_are_kept_back() -> None:
 
 
 async def test_asides_keep_their_places_in_the_text() -> None:
-    sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
+    sent, ctx = Sent(), ProcessContext("t")
+    writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1, with_tokens=False)
     stream = writers.open("a", 0, "1", index=0, chars=0)
     await stream.push((), "ab", data=[PassthroughDelta(delta={"n": 1})])
     await stream.push((), "", data=[PassthroughDelta(delta={"n": 2})])
@@ -165,8 +165,8 @@ async def test_asides_keep_their_places_in_the_text() -> None:
 
 
 async def test_what_waits_is_bounded_in_bytes_too() -> None:
-    sent, life = Sent(), ProcessContext("t")
-    writers = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1, with_tokens=False)
+    sent, ctx = Sent(), ProcessContext("t")
+    writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1, with_tokens=False)
     for text, data in (
         ("x" * MAX_PENDING_BYTES, []),
         ("", [PassthroughDelta(delta={"x": "y" * MAX_PENDING_BYTES})]),
@@ -182,8 +182,8 @@ async def test_what_waits_is_bounded_in_bytes_too() -> None:
 
 
 async def test_all_outputs_of_one_step_are_appended_by_one_call() -> None:
-    sent, life = Sent(), ProcessContext("t")
-    writer = ChunkWriter(cast("RecordPublisher", sent), life, lanes=4)
+    sent, ctx = Sent(), ProcessContext("t")
+    writer = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=4)
     streams = [writer.open(f"r-{n}", 0, "1", index=0, chars=0) for n in range(20)]
     for stream in streams:
         stream.release()
@@ -195,8 +195,8 @@ async def test_all_outputs_of_one_step_are_appended_by_one_call() -> None:
 
 
 async def test_a_lane_that_waits_holds_up_no_other() -> None:
-    sent, life = Sent(), ProcessContext("t")
-    writer = ChunkWriter(cast("RecordPublisher", sent), life, lanes=2)
+    sent, ctx = Sent(), ProcessContext("t")
+    writer = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=2)
     ids = {lane_of(f"r-{n}", 2): f"r-{n}" for n in range(20)}
     slow, quick = (writer.open(ids[lane], 0, "1", index=0, chars=0) for lane in (0, 1))
     sent.held[0] = asyncio.Event()
@@ -218,29 +218,29 @@ async def test_a_lane_that_waits_holds_up_no_other() -> None:
 
 
 async def test_an_error_that_no_retry_cures_ends_the_process() -> None:
-    sent, life = Sent(), ProcessContext("t")
+    sent, ctx = Sent(), ProcessContext("t")
 
     async def refused(lane: int, chunks: list[Chunk]) -> Appended:
         raise AccessDenied("responses")
 
     sent._append = refused  # type: ignore[method-assign]
-    stream = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1).open(
+    stream = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1).open(
         "a", 0, "1", index=0, chars=0
     )
     stream.release()
     await stream.push([1], "a")
     with pytest.raises(StreamBroken):
         await stream.finish(FinalChunk("stop", None))
-    assert isinstance(life.error, AccessDenied)
+    assert isinstance(ctx.error, AccessDenied)
 
 
 async def test_an_idle_lane_has_no_task() -> None:
-    sent, life = Sent(), ProcessContext("t")
-    stream = ChunkWriter(cast("RecordPublisher", sent), life, lanes=1).open(
+    sent, ctx = Sent(), ProcessContext("t")
+    stream = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1).open(
         "a", 0, "1", index=0, chars=0
     )
     stream.release()
     await stream.push([1], "a")
     await stream.finish(FinalChunk("stop", None))
     await asyncio.sleep(0.01)
-    assert life.task_count == 0
+    assert len(ctx._tasks) == 0

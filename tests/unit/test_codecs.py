@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from streams import batch_records as b
 from streams import codecs, record_base
 from streams import records as r
 from streams import request as q
@@ -140,7 +141,20 @@ WHOLE_REQUEST = q.Request(
     body=q.OpenAiBody(kind="chat", json=b'{"messages":[]}', prompt_tokens=3),
 )
 
-QUEUED_REQUEST = q.Request(id="job-17", queued_ms=1_700_000_000_000)
+QUEUED_REQUEST = q.Request(
+    id="job-17",
+    queued_ms=1_700_000_000_000,
+    service_class="batch",
+    result=q.ResultOptions(
+        kind="completion",
+        metadata=b'{"a":1}',
+        batch_id="batch_1",
+        custom_id="line-7",
+        reply=q.ReplyAddress(topic="replies", headers=(("correlation_id", b"\x00x"),), partition=3),
+        echo="Once",
+    ),
+)
+TRACED_REQUEST = q.Request(id="a", traceparent=f"00-{'1' * 32}-{'2' * 16}-01")
 
 GOLDEN: list[tuple[AnyRecord, bytes]] = [
     (
@@ -217,6 +231,15 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         bytes.fromhex(
             "83a26964a66a6f622d3137a4636f6465a9746f6f5f6c61726765a76d657373616765ab3930303020"
             "746f6b656e73"
+        ),
+    ),
+    (
+        r.Refused(
+            id="job-17", code="invalid", message="no", result=q.ResultOptions(custom_id="line-7")
+        ),
+        bytes.fromhex(
+            "84a26964a66a6f622d3137a4636f6465a7696e76616c6964a76d657373616765a26e6fa672657375"
+            "6c7481a9637573746f6d5f6964a66c696e652d37"
         ),
     ),
     (
@@ -440,6 +463,44 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         b'{"t":"Chunk","id":"job-17","attempt":0,"run":"0","seq":0,"index":0}',
     ),
     (
+        r.Result(
+            id="job-17",
+            status="completed",
+            status_code=200,
+            model="demo",
+            kind="completion",
+            body={"object": "text_completion"},
+            usage=r.ResultUsage(prompt_tokens=4, completion_tokens=2, total_tokens=6),
+            timings=r.ResultTimings(queued_ms=1, ttft_ms=2, total_ms=3, finished_ms=4),
+            attempts=1,
+            metadata={"a": 1},
+            batch_id="batch_1",
+            custom_id="line-7",
+        ),
+        (
+            b'{"t":"Result","id":"job-17","status":"completed","status_code":200,"model":"'
+            b'demo","kind":"completion","body":{"object":"text_completion"},"usage":{"prom'
+            b'pt_tokens":4,"completion_tokens":2,"total_tokens":6,"cached_tokens":0},"erro'
+            b'r":null,"timings":{"queued_ms":1,"ttft_ms":2,"total_ms":3,"finished_ms":4},"'
+            b'attempts":1,"metadata":{"a":1},"batch_id":"batch_1","custom_id":"line-7"}'
+        ),
+    ),
+    (
+        r.Result(
+            id="job-17",
+            status="failed",
+            status_code=400,
+            error=r.ResultError(message="no", type="invalid_request_error", code="invalid"),
+        ),
+        (
+            b'{"t":"Result","id":"job-17","status":"failed","status_code":400,"model":"","'
+            b'kind":"chat","body":null,"usage":null,"error":{"message":"no","type":"invali'
+            b'd_request_error","param":null,"code":"invalid"},"timings":{"queued_ms":0,"tt'
+            b'ft_ms":null,"total_ms":0,"finished_ms":0},"attempts":0,"metadata":{},"batch_'
+            b'id":"","custom_id":""}'
+        ),
+    ),
+    (
         r.Fence(id="job-17", attempt=1, reason="lost"),
         b'{"t":"Fence","id":"job-17","attempt":1,"reason":"lost"}',
     ),
@@ -556,15 +617,33 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
     ),
     (
         QUEUED_REQUEST,
-        bytes.fromhex("de0002a26964a66a6f622d3137a97175657565645f6d73cf0000018bcfe56800"),
+        bytes.fromhex(
+            "de0004a26964a66a6f622d3137a97175657565645f6d73cf0000018bcfe56800ad73657276696365"
+            "5f636c617373a56261746368a6726573756c7486a46b696e64aa636f6d706c6574696f6ea86d6574"
+            "6164617461c4077b2261223a317da862617463685f6964a762617463685f31a9637573746f6d5f69"
+            "64a66c696e652d37a57265706c7983a5746f706963a77265706c696573a7686561646572739192ae"
+            "636f7272656c6174696f6e5f6964c4020078a9706172746974696f6e03a46563686fa44f6e6365"
+        ),
+    ),
+    (
+        TRACED_REQUEST,
+        bytes.fromhex(
+            "de0002a26964a161ab7472616365706172656e74d93730302d313131313131313131313131313131"
+            "31313131313131313131313131313131312d323232323232323232323232323232322d3031"
+        ),
     ),
     (
         r.RouterCapacity(
-            router="r1", requests=5, tokens=1000, bytes=70_000, positions={0: 17, 31: 4}
+            router="r1",
+            requests=5,
+            tokens=1000,
+            bytes=70_000,
+            positions={0: 17, 31: 4},
+            batch_requests=6,
         ),
         bytes.fromhex(
-            "85a6726f75746572a27231a8726571756573747305a6746f6b656e73cd03e8a56279746573ce0001"
-            "1170a9706f736974696f6e738200111f04"
+            "86a6726f75746572a27231a8726571756573747305a6746f6b656e73cd03e8a56279746573ce0001"
+            "1170a9706f736974696f6e738200111f04ae62617463685f726571756573747306"
         ),
     ),
     (
@@ -701,7 +780,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
     ),
     (
         r.SnapshotPointer(
-            fold="index",
+            view="index",
             partition=3,
             position=500,
             first_part=40,
@@ -723,6 +802,70 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
     (
         r.Skip(topic="ledger", partition=3, offset=17),
         bytes.fromhex("83a5746f706963a66c6564676572a9706172746974696f6e03a66f666673657411"),
+    ),
+    (
+        b.FileCard(
+            id="file-1",
+            purpose="batch_output",
+            partition=3,
+            first=17,
+            end=20,
+            size=2000001,
+            sha256="ab",
+            created_s=1700000000,
+            filename="out.jsonl",
+            tenant="acme",
+        ),
+        bytes.fromhex(
+            "8aa26964a666696c652d31a7707572706f7365ac62617463685f6f7574707574a9706172746974"
+            "696f6e03a5666972737411a3656e6414a473697a65ce001e8481a6736861323536a26162a96372"
+            "65617465645f73ce6553f100a866696c656e616d65a96f75742e6a736f6e6ca674656e616e74a4"
+            "61636d65"
+        ),
+    ),
+    (
+        b.BatchJob(
+            id="batch_1",
+            endpoint="/v1/embeddings",
+            input_file_id="file-1",
+            created_s=1700000000,
+            window_s=5400,
+            completion_window="90m",
+            tenant="acme",
+            cache_salt="cd",
+            metadata={"job": "nightly"},
+            status="expired",
+            fence=40,
+            outputs_from=17,
+            results_from={0: 5, 1: 9},
+            lines=10,
+            published=8,
+            completed=6,
+            failed=4,
+            errors=(b.BatchError(code="c", message="m", line=3, param="p"),),
+            output_file_id="file-1-output",
+            error_file_id="file-1-errors",
+            in_progress_s=1700000001,
+            finalizing_s=1700000002,
+            ended_s=1700000003,
+        ),
+        bytes.fromhex(
+            "de0017a26964a762617463685f31a8656e64706f696e74ae2f76312f656d62656464696e6773ad"
+            "696e7075745f66696c655f6964a666696c652d31a9637265617465645f73ce6553f100a877696e"
+            "646f775f73cd1518b1636f6d706c6574696f6e5f77696e646f77a339306da674656e616e74a461"
+            "636d65aa63616368655f73616c74a26364a86d6574616461746181a36a6f62a76e696768746c79"
+            "a6737461747573a765787069726564a566656e636528ac6f7574707574735f66726f6d11ac7265"
+            "73756c74735f66726f6d8200050109a56c696e65730aa97075626c697368656408a9636f6d706c"
+            "6574656406a66661696c656404a66572726f72739184a4636f6465a163a76d657373616765a16d"
+            "a46c696e6503a5706172616da170ae6f75747075745f66696c655f6964ad66696c652d312d6f75"
+            "74707574ad6572726f725f66696c655f6964ad66696c652d312d6572726f7273ad696e5f70726f"
+            "67726573735f73ce6553f101ac66696e616c697a696e675f73ce6553f102a7656e6465645f73ce"
+            "6553f103"
+        ),
+    ),
+    (
+        b.BatchCancel(id="batch_1", at_s=1700000000),
+        bytes.fromhex("82a26964a762617463685f31a461745f73ce6553f100"),
     ),
 ]
 
@@ -764,7 +907,7 @@ def test_the_golden_request_sets_every_field() -> None:
         for field in msgspec.structs.fields(part):
             values = [
                 getattr(part_of(request, part), field.name)
-                for request in (REQUEST, WHOLE_REQUEST, QUEUED_REQUEST)
+                for request in (REQUEST, WHOLE_REQUEST, QUEUED_REQUEST, TRACED_REQUEST)
             ]
             assert any(value != field.default for value in values), field.name
 
@@ -832,7 +975,7 @@ def test_unknown_fields_are_ignored(given_record: AnyRecord, value: bytes) -> No
 def test_missing_optional_fields_have_their_defaults(kind: type[AnyRecord]) -> None:
     fields = msgspec.structs.fields(kind)
     golden = next(rec for rec, _ in GOLDEN if type(rec) is kind)
-    needed = {f.name: getattr(golden, f.name) for f in fields if f.required}
+    needed = {f.encode_name: getattr(golden, f.name) for f in fields if f.required}
     encoder = msgspec.json if issubclass(kind, record_base.PublicRecord) else msgspec.msgpack
     decoded = decode(record(encoder.encode(needed), ("t", kind.__name__.encode())))
     for field in fields:
@@ -1103,7 +1246,7 @@ def test_any_bytes_give_a_prompt_or_a_clear_error(value: bytes | None) -> None:
         b'{"id":7}',
         b'{"id":"a","kind":"poem"}',
         b'{"id":"a","deadline_s":0}',
-        b'{"id":"a","deadline_s":601}',
+        b'{"id":"a","deadline_s":604801}',
         b'{"id":"a","body":[]}',
     ],
 )

@@ -10,7 +10,7 @@ POLICY = "predictive"
 
 
 def decided(
-    stage: RoutingHarness,
+    routing: RoutingHarness,
     at_ms: int,
     router: str,
     known_ms: int,
@@ -19,7 +19,7 @@ def decided(
     **over: object,
 ) -> LogRecord:
     """A decision on a stage, as the ledger has it."""
-    chosen = stage.chosen(POLICY, seed=1)
+    chosen = routing.chosen(POLICY, seed=1)
     name = prompt_id or f"{router}-{at_ms}"
     return LogRecord(
         0, at_ms, to_assigned(chosen, id=name, router=router, known_ms=known_ms, **over)
@@ -28,83 +28,85 @@ def decided(
 
 def two_alike() -> RoutingHarness:
     """Two workers that have nothing to do and nothing in their caches."""
-    stage = RoutingHarness()
-    stage.workers("w1", "w2")
-    return stage
+    routing = RoutingHarness()
+    routing.workers("w1", "w2")
+    return routing
 
 
 def test_two_that_did_not_know_of_each_other_would_both_have_gone_elsewhere() -> None:
-    stage = two_alike()
-    ledger = [decided(stage, 1000, "r1", 990), decided(stage, 1003, "r2", 990)]
+    routing = two_alike()
+    ledger = [decided(routing, 1000, "r1", 990), decided(routing, 1003, "r2", 990)]
     assert find_concurrent(ledger) == ConcurrentDecisions(
         2, concurrent=2, collided=2, unread_ms=(3,)
     )
 
 
 def test_the_order_of_the_lanes_makes_no_difference() -> None:
-    stage = two_alike()
-    ledger = [decided(stage, 1003, "r2", 990), decided(stage, 1000, "r1", 990)]
+    routing = two_alike()
+    ledger = [decided(routing, 1003, "r2", 990), decided(routing, 1000, "r1", 990)]
     assert find_concurrent(ledger) == ConcurrentDecisions(
         2, concurrent=2, collided=2, unread_ms=(3,)
     )
 
 
 def test_whoever_has_read_of_the_other_did_not_meet_it() -> None:
-    stage = two_alike()
-    ledger = [decided(stage, 1000, "r1", 990), decided(stage, 1003, "r2", 1000)]
+    routing = two_alike()
+    ledger = [decided(routing, 1000, "r1", 990), decided(routing, 1003, "r2", 1000)]
     assert find_concurrent(ledger) == ConcurrentDecisions(2)
 
 
 def test_a_router_knows_of_its_own_decisions_at_once() -> None:
-    stage = two_alike()
-    ledger = [decided(stage, 1000, "r1", 990), decided(stage, 1001, "r1", 990)]
+    routing = two_alike()
+    ledger = [decided(routing, 1000, "r1", 990), decided(routing, 1001, "r1", 990)]
     assert find_concurrent(ledger) == ConcurrentDecisions(2)
 
 
 def test_others_that_went_to_another_worker_are_unread_but_not_met() -> None:
-    stage = two_alike()
-    first = decided(stage, 1000, "r1", 990)
+    routing = two_alike()
+    first = decided(routing, 1000, "r1", 990)
     assert isinstance(first.record, Assigned)
-    stage.add_load(first.record.worker, 50_000, 50_000, since_ms=1999)
-    ledger = [first, decided(stage, 1007, "r2", 990)]
+    routing.add_load(first.record.worker, 50_000, 50_000, since_ms=1999)
+    ledger = [first, decided(routing, 1007, "r2", 990)]
     assert find_concurrent(ledger) == ConcurrentDecisions(2, unread_ms=(7,))
 
 
 def test_those_that_have_nowhere_better_to_go_are_right_to_meet() -> None:
-    stage = two_alike()
-    stage.add_load("w2", 100_000, 100_000, since_ms=1999)
-    ledger = [decided(stage, 1000, "r1", 990), decided(stage, 1003, "r2", 990)]
+    routing = two_alike()
+    routing.add_load("w2", 100_000, 100_000, since_ms=1999)
+    ledger = [decided(routing, 1000, "r1", 990), decided(routing, 1003, "r2", 990)]
     assert find_concurrent(ledger) == ConcurrentDecisions(
         2, concurrent=2, collided=0, unread_ms=(3,)
     )
 
 
 def test_it_takes_both_to_collide() -> None:
-    stage = two_alike()
-    first = decided(stage, 1000, "r1", 990)
+    routing = two_alike()
+    first = decided(routing, 1000, "r1", 990)
     assert isinstance(first.record, Assigned)
     other = "w1" if first.record.worker == "w2" else "w2"
-    stage.add_load(other, 100_000, 100_000, since_ms=1999)  # so nothing takes the second one there
-    stays = decided(stage, 1003, "r2", 990)
+    routing.add_load(
+        other, 100_000, 100_000, since_ms=1999
+    )  # so nothing takes the second one there
+    stays = decided(routing, 1003, "r2", 990)
     assert find_concurrent([first, stays]) == ConcurrentDecisions(
         2, concurrent=2, collided=0, unread_ms=(3,)
     )
 
 
 def test_the_oldest_decision_that_was_not_read_says_how_late_it_is() -> None:
-    stage = two_alike()
+    routing = two_alike()
     ledger = [
-        decided(stage, 1000, "r1", 900),
-        decided(stage, 1004, "r3", 1000),
-        decided(stage, 1009, "r2", 995),
+        decided(routing, 1000, "r1", 900),
+        decided(routing, 1004, "r3", 1000),
+        decided(routing, 1009, "r2", 995),
     ]
     assert find_concurrent(ledger).unread_ms == (9,)
 
 
 def test_decisions_that_do_not_say_what_was_known_are_left_out() -> None:
-    stage = two_alike()
-    bare = decided(stage, 1000, "r1", 990, candidates=())
-    unknown = decided(stage, 1001, "r2", 0)
-    assert find_concurrent([bare, unknown, decided(stage, 1002, "r2", 990)]) == ConcurrentDecisions(
-        1
-    )
+    routing = two_alike()
+    bare = decided(routing, 1000, "r1", 990, candidates=())
+    unknown = decided(routing, 1001, "r2", 0)
+    assert find_concurrent(
+        [bare, unknown, decided(routing, 1002, "r2", 990)]
+    ) == ConcurrentDecisions(1)

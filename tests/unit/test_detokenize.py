@@ -151,13 +151,13 @@ async def test_other_tokenizers_give_the_text_of_all_tokens_together(text: str) 
 
 
 async def test_other_tokenizers_keep_the_space_after_the_prompt() -> None:
-    prompt, answer = await PIECES.encode("hi"), [PIECES.id_of("▁there")]
+    prompt, answer = await PIECES.encode("hi"), [PIECES._tokenizer.token_to_id("▁there")]
     assert "".join(pieces(PIECES.detokenizer(prompt), answer)) == " there"
 
 
 def test_other_tokenizers_do_not_wait_for_ever_for_a_character() -> None:
     detokenizer = PIECES.detokenizer()
-    lone = PIECES.id_of("<0x80>")
+    lone = PIECES._tokenizer.token_to_id("<0x80>")
     assert lone is not None
     assert "".join(detokenizer.push(lone) for _ in range(1000)).count("\ufffd") > 900
     assert len(detokenizer._window) < 40

@@ -40,15 +40,15 @@ def finished(name: str, cached: int = 0, ttft_ms: float = 1.0, **over: Any) -> F
     return Finished(**{"code": "stop", "cached_tokens": cached, "ttft_ms": ttft_ms} | fields)
 
 
-def tell(drift: DriftTracker, record: Any, at_ms: int = NOW_MS) -> None:
+def write(drift: DriftTracker, record: Any, at_ms: int = NOW_MS) -> None:
     drift.on_record(LogRecord(0, at_ms, record))
 
 
 def run(
     drift: DriftTracker, name: str, expected: int, found: int, at_ms: int = NOW_MS, **over: Any
 ) -> None:
-    tell(drift, assigned(name, expected, **over), at_ms)
-    tell(drift, finished(name, found, **over), at_ms)
+    write(drift, assigned(name, expected, **over), at_ms)
+    write(drift, finished(name, found, **over), at_ms)
 
 
 def test_it_holds_while_nearly_all_are_within_a_block() -> None:
@@ -86,8 +86,8 @@ def test_what_is_older_than_the_window_counts_no_more() -> None:
 def test_first_tokens_are_compared_where_one_was_expected() -> None:
     drift = DriftTracker()
     for n in range(40):
-        tell(drift, assigned(str(n), ttft_ms=0.0 if n % 2 else 50.0))
-        tell(drift, finished(str(n), ttft_ms=80.0))
+        write(drift, assigned(str(n), ttft_ms=0.0 if n % 2 else 50.0))
+        write(drift, finished(str(n), ttft_ms=80.0))
     assert drift.summary_of(["w1"], NOW_MS) == DriftSummary(40, 0.0, 30.0)
 
 
@@ -95,38 +95,38 @@ def test_first_tokens_are_compared_where_one_was_expected() -> None:
 def test_runs_that_failed_do_not_count(code: str) -> None:
     drift = DriftTracker()
     for n in range(MIN_RUNS):
-        tell(drift, assigned(str(n), 160))
-        tell(drift, finished(str(n), code=code))
+        write(drift, assigned(str(n), 160))
+        write(drift, finished(str(n), code=code))
     assert drift.summary_of(["w1"], NOW_MS).runs == 0
 
 
 def test_only_the_run_that_was_decided_on_counts() -> None:
     drift = DriftTracker()
-    tell(drift, finished("a"))
-    tell(drift, assigned("b"))
-    tell(drift, finished("b", epoch=4))
-    tell(drift, assigned("c"))
-    tell(drift, finished("c", attempt=1))
-    tell(drift, assigned("d", block_size=0))
-    tell(drift, finished("d"))
-    tell(drift, assigned("e", candidates=()))
-    tell(drift, finished("e"))
-    tell(drift, assigned("f"))
-    tell(
+    write(drift, finished("a"))
+    write(drift, assigned("b"))
+    write(drift, finished("b", epoch=4))
+    write(drift, assigned("c"))
+    write(drift, finished("c", attempt=1))
+    write(drift, assigned("d", block_size=0))
+    write(drift, finished("d"))
+    write(drift, assigned("e", candidates=()))
+    write(drift, finished("e"))
+    write(drift, assigned("f"))
+    write(
         drift,
         PrefillDone(id="f", attempt=0, phase="aggregated", worker="w1", epoch=3, run=1),
     )
-    tell(drift, finished("f"))
-    tell(drift, finished("f"))
+    write(drift, finished("f"))
+    write(drift, finished("f"))
     assert drift.summary_of(["w1"], NOW_MS).runs == 1
 
 
 def test_memory_is_bounded() -> None:
     drift = DriftTracker()
     for n in range(MAX_OPEN_DECISIONS + 1):
-        tell(drift, assigned(str(n)))
-    tell(drift, finished("0"))
-    tell(drift, finished("1"))
+        write(drift, assigned(str(n)))
+    write(drift, finished("0"))
+    write(drift, finished("1"))
     assert drift.summary_of(["w1"], NOW_MS).runs == 1
     for n in range(MAX_RUNS + 100):
         run(drift, f"again {n}", 0, 0)
@@ -159,17 +159,17 @@ def test_it_is_what_the_definition_says_however_runs_of_a_lane_and_others_mix(
             if isinstance(record, Assigned) and record.id in begun:
                 break
             begun.add(record.id)
-            tell(drift, record, at_ms)
+            write(drift, record, at_ms)
     for workers in (["w1"], ["w2"], ["w1", "w2"], []):
         values = sorted(
             abs(expected - found)
             for worker, expected, found, at_ms in cases
             if worker in workers and now_ms - WINDOW_MS < at_ms
         )
-        told = drift.summary_of(workers, now_ms)
-        assert told.runs == len(values)
+        got = drift.summary_of(workers, now_ms)
+        assert got.runs == len(values)
         if len(values) < MIN_RUNS:
-            assert told.is_within_limit is None
+            assert got.is_within_limit is None
             continue
-        assert told.blocks == values[math.ceil(0.95 * len(values) - 1e-9) - 1]
-        assert told.is_within_limit is (sum(v <= 1 for v in values) >= 0.95 * len(values) - 1e-9)
+        assert got.blocks == values[math.ceil(0.95 * len(values) - 1e-9) - 1]
+        assert got.is_within_limit is (sum(v <= 1 for v in values) >= 0.95 * len(values) - 1e-9)

@@ -20,37 +20,32 @@ def hopeless(reason: str) -> Wait:
     return Wait(reason, code="none_eligible", needs_new_worker=True)
 
 
-@pytest.fixture
-def stage() -> RoutingHarness:
-    return RoutingHarness()
-
-
 # Who may take it
 
 
 def test_workers_of_other_models_dead_silent_draining_and_unfinished_ones_get_nothing(
-    stage: RoutingHarness,
+    routing: RoutingHarness,
 ) -> None:
     for name in ("fine", "other", "dead", "silent", "draining"):
-        stage.worker(name, model="x" if name == "other" else "m")
-    stage.registry(WorkerCard(id="new", slot=0, model="m", config=EngineConfig(model="m")))
-    stage.event(Lost(worker="dead", epoch=stage.epochs["dead"]))
-    stage.send_heartbeat("fine", at_ms=9000)
-    stage.send_heartbeat("draining", at_ms=9000, state="draining")
-    assert {c.worker for c in stage.chosen(now_ms=9000).candidates} == {"fine"}
+        routing.worker(name, model="x" if name == "other" else "m")
+    routing.registry(WorkerCard(id="new", slot=0, model="m", config=EngineConfig(model="m")))
+    routing.event(Lost(worker="dead", epoch=routing.epochs["dead"]))
+    routing.send_heartbeat("fine", at_ms=9000)
+    routing.send_heartbeat("draining", at_ms=9000, state="draining")
+    assert {c.worker for c in routing.chosen(now_ms=9000).candidates} == {"fine"}
 
 
-def test_a_worker_is_taken_again_as_soon_as_it_is_heard_of(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    assert isinstance(stage.plan(now_ms=1500 + TIMEOUT_MS), Placement)
-    assert stage.plan(now_ms=1501 + TIMEOUT_MS) == Wait("no worker is ready", code="no_workers")
-    stage.send_heartbeat("w1", at_ms=8000)
-    assert isinstance(stage.plan(now_ms=8000), Placement)
+def test_a_worker_is_taken_again_as_soon_as_it_is_heard_of(routing: RoutingHarness) -> None:
+    routing.worker("w1")
+    assert isinstance(routing.plan(now_ms=1500 + TIMEOUT_MS), Placement)
+    assert routing.plan(now_ms=1501 + TIMEOUT_MS) == Wait("no worker is ready", code="no_workers")
+    routing.send_heartbeat("w1", at_ms=8000)
+    assert isinstance(routing.plan(now_ms=8000), Placement)
 
 
-def test_a_request_without_a_model_goes_to_any(stage: RoutingHarness) -> None:
-    stage.worker("w1", model="x")
-    assert stage.chosen(request=Request(id="a")).worker_rank.worker == "w1"
+def test_a_request_without_a_model_goes_to_any(routing: RoutingHarness) -> None:
+    routing.worker("w1", model="x")
+    assert routing.chosen(request=Request(id="a")).worker_rank.worker == "w1"
 
 
 def in_words(kind: Any) -> Request:
@@ -59,36 +54,36 @@ def in_words(kind: Any) -> Request:
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_bodies_go_to_workers_that_take_them_and_tokens_to_the_others(
-    stage: RoutingHarness, kind: Any
+    routing: RoutingHarness, kind: Any
 ) -> None:
-    stage.worker("in tokens")
-    stage.worker("in words", engine={"kind": kind})
+    routing.worker("in tokens")
+    routing.worker("in words", engine={"kind": kind})
     for seed in range(5):
-        assert stage.chosen(request=in_words(kind), seed=seed).worker_rank.worker == "in words"
-        assert stage.chosen(seed=seed).worker_rank.worker == "in tokens"
+        assert routing.chosen(request=in_words(kind), seed=seed).worker_rank.worker == "in words"
+        assert routing.chosen(seed=seed).worker_rank.worker == "in tokens"
     reason = "no ready worker takes embedding requests as they come"
-    assert stage.plan(request=in_words("embedding")) == hopeless(reason)
+    assert routing.plan(request=in_words("embedding")) == hopeless(reason)
 
 
-def test_tokens_are_for_nobody_where_all_take_bodies(stage: RoutingHarness) -> None:
-    stage.worker("w", engine={"kind": "chat"})
-    assert stage.plan() == hopeless("no ready worker takes tokens")
+def test_tokens_are_for_nobody_where_all_take_bodies(routing: RoutingHarness) -> None:
+    routing.worker("w", engine={"kind": "chat"})
+    assert routing.plan() == hopeless("no ready worker takes tokens")
 
 
-def test_a_body_overlaps_with_nothing_and_weighs_as_it_says(stage: RoutingHarness) -> None:
-    stage.worker("w", engine={"kind": "chat"})
+def test_a_body_overlaps_with_nothing_and_weighs_as_it_says(routing: RoutingHarness) -> None:
+    routing.worker("w", engine={"kind": "chat"})
     for policy in ("dynamo", "predictive"):
-        chosen = stage.chosen(policy, request=in_words("chat"))
+        chosen = routing.chosen(policy, request=in_words("chat"))
         assert (chosen.tokens, chosen.cached_tokens, chosen.prefill_tokens) == (100, 0, 100)
 
 
-def test_prefill_workers_take_no_whole_requests(stage: RoutingHarness) -> None:
-    stage.worker("p", role="prefill")
-    assert isinstance(stage.plan(), Wait)
-    assert stage.chosen(phase="prefill").worker_rank.worker == "p"
-    stage.worker("d", role="decode")
-    assert stage.chosen().worker_rank.worker == "d"
-    assert stage.chosen(phase="decode").worker_rank.worker == "d"
+def test_prefill_workers_take_no_whole_requests(routing: RoutingHarness) -> None:
+    routing.worker("p", role="prefill")
+    assert isinstance(routing.plan(), Wait)
+    assert routing.chosen(phase="prefill").worker_rank.worker == "p"
+    routing.worker("d", role="decode")
+    assert routing.chosen().worker_rank.worker == "d"
+    assert routing.chosen(phase="decode").worker_rank.worker == "d"
 
 
 @pytest.mark.parametrize(
@@ -106,12 +101,12 @@ def test_prefill_workers_take_no_whole_requests(stage: RoutingHarness) -> None:
     ],
 )  # fmt: skip
 def test_no_eligible_place_is_missed_and_no_other_is_taken(
-    stage: RoutingHarness, hints: dict[str, Any], places: set[tuple[str, int]]
+    routing: RoutingHarness, hints: dict[str, Any], places: set[tuple[str, int]]
 ) -> None:
-    stage.worker("w1", taints=("a",))
-    stage.worker("w2", ranks=2)
-    stage.worker("w3", taints=("a", "b"))
-    planned = stage.plan_hints(**hints)
+    routing.worker("w1", taints=("a",))
+    routing.worker("w2", ranks=2)
+    routing.worker("w3", taints=("a", "b"))
+    planned = routing.plan_hints(**hints)
     assert isinstance(planned, Placement)
     assert {(c.worker, c.rank) for c in planned.candidates} == places
 
@@ -154,108 +149,108 @@ def test_no_eligible_place_is_missed_and_no_other_is_taken(
     ],
 )
 def test_the_rule_that_leaves_nobody_is_named(
-    stage: RoutingHarness, hints: dict[str, Any], outcome: Decision
+    routing: RoutingHarness, hints: dict[str, Any], outcome: Decision
 ) -> None:
-    stage.workers("w1", "w2")
-    stage.send_heartbeat("w2", state="draining")
-    stage.worker("x1", model="x")
-    stage.worker("p1", role="prefill")
-    assert stage.plan_hints(**hints) == outcome
+    routing.workers("w1", "w2")
+    routing.send_heartbeat("w2", state="draining")
+    routing.worker("x1", model="x")
+    routing.worker("p1", role="prefill")
+    assert routing.plan_hints(**hints) == outcome
 
 
-def test_workers_that_failed_are_excluded_while_there_is_another(stage: RoutingHarness) -> None:
-    stage.workers("w1", "w2")
-    assert stage.chosen(excluded={"w1"}).worker_rank.worker == "w2"
-    assert len(stage.chosen(excluded={"w1", "w2"}).candidates) == 2
+def test_workers_that_failed_are_excluded_while_there_is_another(routing: RoutingHarness) -> None:
+    routing.workers("w1", "w2")
+    assert routing.chosen(excluded={"w1"}).worker_rank.worker == "w2"
+    assert len(routing.chosen(excluded={"w1", "w2"}).candidates) == 2
 
 
-def test_full_workers_take_nothing(stage: RoutingHarness) -> None:
-    stage.workers("w1", "w2")
-    assert stage.chosen(full_workers={("w1", 0)}).worker_rank.worker == "w2"
-    assert stage.plan(full_workers={("w1", 0), ("w2", 1)}) == Wait(
+def test_full_workers_take_nothing(routing: RoutingHarness) -> None:
+    routing.workers("w1", "w2")
+    assert routing.chosen(full_workers={("w1", 0)}).worker_rank.worker == "w2"
+    assert routing.plan(full_workers={("w1", 0), ("w2", 1)}) == Wait(
         "all workers are full", code="all_busy"
     )
-    assert len(stage.chosen(full_workers={("w1", 7)}).candidates) == 2, "another life of it"
+    assert len(routing.chosen(full_workers={("w1", 7)}).candidates) == 2, "another life of it"
 
 
-def test_direct_goes_where_the_request_says(stage: RoutingHarness) -> None:
-    stage.workers("w1", "w2")
+def test_direct_goes_where_the_request_says(routing: RoutingHarness) -> None:
+    routing.workers("w1", "w2")
     for hints in (Hints(decode_worker_id="w2", backend_instance_id="w1"),
                   Hints(backend_instance_id="w2")):  # fmt: skip
         request = Request(id="a", model="m", hints=hints)
-        assert stage.chosen("direct", request=request).worker_rank.worker == "w2"
-    refused = stage.plan("direct")
+        assert routing.chosen("direct", request=request).worker_rank.worker == "w2"
+    refused = routing.plan("direct")
     assert isinstance(refused, Rejection)
     assert "decode_worker_id" in refused.message
     assert "backend_instance_id" in refused.message
 
 
-def test_busy_workers_take_nothing(stage: RoutingHarness) -> None:
-    stage.worker("w1", busy_cache=0.9, busy_prefill_tokens=100)
-    stage.worker("w2", busy_cache=0.5)
-    assert len(stage.chosen().candidates) == 2
-    stage.send_heartbeat("w2", engine=EngineStats(kv_used_blocks=51, kv_total_blocks=100))
-    assert [c.worker for c in stage.chosen().candidates] == ["w1"]
-    stage.add_load("w1", 101, prefill=101)
-    assert stage.plan() == Wait("all workers are busy", code="all_busy")
-    pinned = stage.plan_hints(backend_instance_id="w2")
+def test_busy_workers_take_nothing(routing: RoutingHarness) -> None:
+    routing.worker("w1", busy_cache=0.9, busy_prefill_tokens=100)
+    routing.worker("w2", busy_cache=0.5)
+    assert len(routing.chosen().candidates) == 2
+    routing.send_heartbeat("w2", engine=EngineStats(kv_used_blocks=51, kv_total_blocks=100))
+    assert [c.worker for c in routing.chosen().candidates] == ["w1"]
+    routing.add_load("w1", 101, prefill=101)
+    assert routing.plan() == Wait("all workers are busy", code="all_busy")
+    pinned = routing.plan_hints(backend_instance_id="w2")
     assert pinned == Wait("the pinned worker w2 is busy", code="pinned_busy")
 
 
-def test_a_bound_of_prefill_is_of_one_rank(stage: RoutingHarness) -> None:
-    stage.worker("w1", ranks=2, busy_prefill_tokens=100)
-    stage.add_load("w1", 101, prefill=101, rank=0)
-    assert stage.chosen().worker_rank.rank == 1
+def test_a_bound_of_prefill_is_of_one_rank(routing: RoutingHarness) -> None:
+    routing.worker("w1", ranks=2, busy_prefill_tokens=100)
+    routing.add_load("w1", 101, prefill=101, rank=0)
+    assert routing.chosen().worker_rank.rank == 1
 
 
-def test_own_decisions_make_workers_busy_before_they_are_read_back(stage: RoutingHarness) -> None:
-    stage.worker("w1", busy_prefill_tokens=100)
-    decision = stage.chosen()
-    stage.own.add(decision.worker_rank, decision.load)
-    assert stage.plan() == Wait("all workers are busy", code="all_busy")
+def test_own_decisions_make_workers_busy_before_they_are_read_back(routing: RoutingHarness) -> None:
+    routing.worker("w1", busy_prefill_tokens=100)
+    decision = routing.chosen()
+    routing.own.add(decision.worker_rank, decision.load)
+    assert routing.plan() == Wait("all workers are busy", code="all_busy")
 
 
 def test_a_request_that_asks_for_nothing_gets_the_rows_of_the_pool_untouched(
-    stage: RoutingHarness,
+    routing: RoutingHarness,
 ) -> None:
-    stage.worker("w1")
-    pool = stage.pools.pool("m", "aggregated", NOW_MS)
+    routing.worker("w1")
+    pool = routing.pools.pool("m", "aggregated", NOW_MS)
     request = Request(id="a", model="m", token_ids=TOKENS)
-    assert filter_eligible(request, "aggregated", pool, stage.fleet) is pool.rows
+    assert filter_eligible(request, "aggregated", pool, routing.fleet) is pool.rows
 
 
 def test_the_columns_of_a_pool_are_kept_while_the_same_workers_are_heard_of(
-    stage: RoutingHarness,
+    routing: RoutingHarness,
 ) -> None:
     def pool(at_ms: int) -> CandidatePool:
-        return stage.pools.pool("m", "aggregated", at_ms)
+        return routing.pools.pool("m", "aggregated", at_ms)
 
-    stage.workers("w1", "w2")
+    routing.workers("w1", "w2")
     first, late_ms = pool(1500), 1501 + TIMEOUT_MS
     for name in ("w1", "w2"):
-        stage.send_heartbeat(name, late_ms)
+        routing.send_heartbeat(name, late_ms)
     again = pool(late_ms)
     assert again.table is first.table
-    stage.add_load("w2", 700)
-    loads = {each.worker: each.open_tokens for each in stage.chosen(now_ms=late_ms).candidates}
+    routing.add_load("w2", 700)
+    loads = {each.worker: each.open_tokens for each in routing.chosen(now_ms=late_ms).candidates}
     assert loads == {"w1": 0, "w2": 700}
     assert again.until_ms == late_ms + TIMEOUT_MS
-    stage.send_heartbeat("w1", late_ms + 1)
+    routing.send_heartbeat("w1", late_ms + 1)
     alone = pool(late_ms + TIMEOUT_MS + 1)
     assert [row.worker_rank.worker for row in alone.rows] == ["w1"]
     assert alone.silent == (("w2", late_ms),)
-    stage.send_heartbeat("w2", late_ms + TIMEOUT_MS + 1)
+    routing.send_heartbeat("w2", late_ms + TIMEOUT_MS + 1)
     assert len(pool(late_ms + TIMEOUT_MS + 1).rows) == 2
-    stage.worker("w3")
+    routing.worker("w3")
     assert len(pool(late_ms + TIMEOUT_MS + 1).rows) == 2, "it was not heard of lately"
-    stage.send_heartbeat("w3", late_ms + TIMEOUT_MS + 1)
+    routing.send_heartbeat("w3", late_ms + TIMEOUT_MS + 1)
     assert len(pool(late_ms + TIMEOUT_MS + 1).rows) == 3
 
 
-def test_a_pin_to_a_lost_life_is_gone(stage: RoutingHarness) -> None:
-    stage.workers("w1", "w2")
-    stage.event(Lost(worker="w1", epoch=stage.epochs["w1"]))
-    refused = stage.plan_hints(backend_instance_id="w1")
+def test_a_pin_to_a_lost_life_is_gone(routing: RoutingHarness) -> None:
+    routing.workers("w1", "w2")
+    routing.event(Lost(worker="w1", epoch=routing.epochs["w1"]))
+    refused = routing.plan_hints(backend_instance_id="w1")
     assert refused == Rejection("pinned_gone", "the pinned worker w1 is gone")
 
 
@@ -273,42 +268,42 @@ def test_a_pin_to_a_lost_life_is_gone(stage: RoutingHarness) -> None:
     ],
 )
 def test_each_phase_has_its_own_pin_and_falls_back(
-    stage: RoutingHarness, phase: Any, hints: dict[str, Any], place: tuple[str, int]
+    routing: RoutingHarness, phase: Any, hints: dict[str, Any], place: tuple[str, int]
 ) -> None:
     for name in ("p1", "p2", "d1", "d2"):
-        stage.worker(name, role="prefill" if name[0] == "p" else "decode", ranks=2)
+        routing.worker(name, role="prefill" if name[0] == "p" else "decode", ranks=2)
     request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(**hints))
-    chosen = stage.chosen(request=request, phase=phase)
+    chosen = routing.chosen(request=request, phase=phase)
     assert (chosen.worker_rank.worker, chosen.worker_rank.rank) == place
 
 
 # Adapters
 
 
-def test_an_adapter_is_served_by_those_that_have_it(stage: RoutingHarness) -> None:
-    stage.worker("base")
-    stage.worker("w1", engine={"lora_names": ("l",)})
-    asked = stage.plan_hints(lora_name="l")
-    assert isinstance(asked, Placement)
-    assert [c.worker for c in asked.candidates] == ["w1"]
+def test_an_adapter_is_served_by_those_that_have_it(routing: RoutingHarness) -> None:
+    routing.worker("base")
+    routing.worker("w1", engine={"lora_names": ("l",)})
+    sent = routing.plan_hints(lora_name="l")
+    assert isinstance(sent, Placement)
+    assert [c.worker for c in sent.candidates] == ["w1"]
 
 
 def test_a_new_adapter_has_one_home_and_it_is_the_same_for_all_routers(
-    stage: RoutingHarness,
+    routing: RoutingHarness,
 ) -> None:
     for n in range(4):
-        stage.worker(f"w{n}", engine={"max_loras": 2})
+        routing.worker(f"w{n}", engine={"max_loras": 2})
     homes = set()
     for n in range(20):
-        asked = stage.plan_hints(lora_name=f"l{n}")
-        assert isinstance(asked, Placement)
-        assert len(asked.candidates) == 1
-        homes.add(asked.worker_rank.worker)
+        sent = routing.plan_hints(lora_name=f"l{n}")
+        assert isinstance(sent, Placement)
+        assert len(sent.candidates) == 1
+        homes.add(sent.worker_rank.worker)
     assert len(homes) > 1, "adapters are spread"
 
 
-def test_an_adapter_moves_only_with_its_home(stage: RoutingHarness) -> None:
-    workers = [stage.worker(f"w{n}", engine={"max_loras": 2}) for n in range(4)]
+def test_an_adapter_moves_only_with_its_home(routing: RoutingHarness) -> None:
+    workers = [routing.worker(f"w{n}", engine={"max_loras": 2}) for n in range(4)]
     before = {n: rendezvous_order(f"l{n}", workers)[0] for n in range(30)}
     after = {n: rendezvous_order(f"l{n}", workers[1:])[0] for n in range(30)}
     assert {n for n in before if before[n] != after[n]} == {
@@ -316,25 +311,25 @@ def test_an_adapter_moves_only_with_its_home(stage: RoutingHarness) -> None:
     }
 
 
-def test_an_adapter_with_many_requests_is_loaded_by_one_more(stage: RoutingHarness) -> None:
+def test_an_adapter_with_many_requests_is_loaded_by_one_more(routing: RoutingHarness) -> None:
     for n in range(4):
-        stage.worker(f"w{n}", engine={"max_loras": 2, "max_num_seqs": 8})
-    first = stage.plan_hints(lora_name="l")
+        routing.worker(f"w{n}", engine={"max_loras": 2, "max_num_seqs": 8})
+    first = routing.plan_hints(lora_name="l")
     assert isinstance(first, Placement)
     for _ in range(9):
-        stage.told.add(first.worker_rank, WorkerLoad(1, 10), "l")
-    asked = stage.plan_hints(lora_name="l")
-    assert isinstance(asked, Placement)
-    assert len(asked.candidates) == 2
-    other = stage.plan_hints(lora_name="another")
+        routing.got.add(first.worker_rank, WorkerLoad(1, 10), "l")
+    sent = routing.plan_hints(lora_name="l")
+    assert isinstance(sent, Placement)
+    assert len(sent.candidates) == 2
+    other = routing.plan_hints(lora_name="another")
     assert isinstance(other, Placement)
     assert len(other.candidates) == 1, "load is counted by adapter"
 
 
-def test_an_adapters_home_that_is_full_is_passed_by(stage: RoutingHarness) -> None:
+def test_an_adapters_home_that_is_full_is_passed_by(routing: RoutingHarness) -> None:
     for n in range(3):
-        stage.worker(f"w{n}", engine={"max_loras": 1})
+        routing.worker(f"w{n}", engine={"max_loras": 1})
     request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(lora_name="l"))
-    home = stage.chosen(request=request).worker_rank
-    second = stage.chosen(request=request, full_workers={home[:2]}).worker_rank
+    home = routing.chosen(request=request).worker_rank
+    second = routing.chosen(request=request, full_workers={home[:2]}).worker_rank
     assert second.worker == rendezvous_order("l", ["w0", "w1", "w2"])[1]

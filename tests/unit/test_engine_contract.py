@@ -189,11 +189,11 @@ async def test_an_abort_without_a_cancel_is_named() -> None:
 
 
 def test_the_first_token_is_told_once() -> None:
-    told: list[int] = []
-    context = GenerateContext("r", lambda: told.append(1))
+    got: list[int] = []
+    context = GenerateContext("r", lambda: got.append(1))
     context.notify_first_token()
     context.notify_first_token()
-    assert told == [1]
+    assert got == [1]
 
 
 def test_where_nobody_waits_for_the_first_token_telling_it_does_nothing() -> None:

@@ -22,9 +22,9 @@ def names(*topics: list[TimelineStep]) -> list[str]:
 
 
 def test_what_happened_in_one_millisecond_is_told_as_it_is_done() -> None:
-    asked, shown = steps(REQUESTS, (5, "Request")), steps(RESPONSES, (5, "Shown"))
+    sent, shown = steps(REQUESTS, (5, "Request")), steps(RESPONSES, (5, "Shown"))
     decided = steps(LEDGER, (5, "Assigned"), (5, "Started"), (5, "Finished"), (5, "Ended"))
-    assert names(asked, decided, shown) == [
+    assert names(sent, decided, shown) == [
         "Request", "Assigned", "Started", "Shown", "Finished", "Ended",
     ]  # fmt: skip
 
@@ -35,9 +35,9 @@ def test_a_partition_keeps_its_order_whatever_the_clock_says() -> None:
         kinds = ["Assigned", "Started", "Finished", "Fencing", "Ended"]
         ledger = steps(LEDGER, *((rng.randrange(3), rng.choice(kinds)) for _ in range(8)))
         shown = steps(RESPONSES, *((rng.randrange(3), "Shown") for _ in range(4)))
-        told = _in_order([], ledger, shown)
-        assert [step for step in told if step.source.topic == LEDGER] == ledger
-        assert [step for step in told if step.source.topic == RESPONSES] == shown
+        got = _in_order([], ledger, shown)
+        assert [step for step in got if step.source.topic == LEDGER] == ledger
+        assert [step for step in got if step.source.topic == RESPONSES] == shown
 
 
 def test_a_run_after_the_end_of_another_one_stays_behind_it() -> None:

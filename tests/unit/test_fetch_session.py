@@ -43,8 +43,8 @@ class Client:
             self.session.restart()
             self.session_id = 0
             return
-        is_empty = not any(reported.records for reported in answer.partitions.values())
-        self.session.answered(answer.session_id, is_empty=is_empty)
+        records = sum(reported.records for reported in answer.partitions.values())
+        self.session.answered(answer.session_id, records)
         self.session_id = answer.session_id
         for tp, reported in answer.partitions.items():
             assert tp in self.positions
@@ -223,24 +223,22 @@ def test_epoch_begins_again_at_one() -> None:
     session = FetchSession()
     epochs = [session.request({PARTITIONS[0]: 1}).epoch]
     for number in range(REQUESTS_WITHOUT_SESSION + 1):
-        session.answered(7 if number >= REQUESTS_WITHOUT_SESSION else 0, is_empty=True)
+        session.answered(7 if number >= REQUESTS_WITHOUT_SESSION else 0, 0)
         epochs.append(session.request({PARTITIONS[0]: 1}).epoch)
     assert epochs == [FINAL_EPOCH] * REQUESTS_WITHOUT_SESSION + [INITIAL_EPOCH, 1]
     session._epoch = MAX_EPOCH
-    session.answered(7, is_empty=True)
+    session.answered(7, 0)
     assert session.request({PARTITIONS[0]: 1}).epoch == 1
 
 
-def test_session_is_idle_after_an_empty_response_that_is_none_of_the_first() -> None:
+def test_size_of_a_response_is_known_unless_it_is_one_of_the_first() -> None:
     session = FetchSession()
-    idle = []
+    sizes = []
     for number in range(REQUESTS_WITHOUT_SESSION + 1):
-        session.answered(7 if number >= REQUESTS_WITHOUT_SESSION else 0, is_empty=True)
-        idle.append(session.is_idle)
-    assert idle == [False] * (REQUESTS_WITHOUT_SESSION - 1) + [True, True]
-    session.answered(7, is_empty=False)
-    assert not session.is_idle
-    session.answered(7, is_empty=True)
-    assert session.is_idle
+        session.answered(7 if number >= REQUESTS_WITHOUT_SESSION else 0, 0)
+        sizes.append(session.record_bytes)
+    assert sizes == [None] * (REQUESTS_WITHOUT_SESSION - 1) + [0, 0]
+    session.answered(7, 300)
+    assert session.record_bytes == 300
     session.restart()
-    assert not session.is_idle
+    assert session.record_bytes is None

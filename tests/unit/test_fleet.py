@@ -32,17 +32,17 @@ def beat(epoch: int, **over: Any) -> Heartbeat:
 
 def fleet(registry: dict[int, Any], events: list[Any], registry_end: int = 100) -> Fleet:
     """A fleet that has read these registry offsets and kv-events, one every 100 ms from 1000."""
-    fold = Fleet()
-    fold.apply(REGISTRY, [LogRecord(n, 500 + n, r) for n, r in registry.items()], registry_end)
+    view = Fleet()
+    view.apply(REGISTRY, [LogRecord(n, 500 + n, r) for n, r in registry.items()], registry_end)
     facts = [LogRecord(n, 1000 + n * 100, r) for n, r in enumerate(events)]
-    fold.apply(EVENTS, facts, len(events))
-    return fold
+    view.apply(EVENTS, facts, len(events))
+    return view
 
 
 def test_the_offset_of_the_first_card_is_the_epoch() -> None:
-    fold = fleet({7: card(None), 8: card(7)}, [beat(7)])
-    assert fold.members["w1"].epoch == 7
-    assert fold.is_routable("w1", now_ms=1100, timeout_ms=5000)
+    view = fleet({7: card(None), 8: card(7)}, [beat(7)])
+    assert view.members["w1"].epoch == 7
+    assert view.is_routable("w1", now_ms=1100, timeout_ms=5000)
 
 
 def test_a_worker_without_a_complete_card_gets_no_work() -> None:
@@ -50,28 +50,28 @@ def test_a_worker_without_a_complete_card_gets_no_work() -> None:
 
 
 def test_a_silent_worker_gets_no_work_but_is_not_lost() -> None:
-    fold = fleet({7: card(None), 8: card(7)}, [beat(7)])
-    assert not fold.is_routable("w1", now_ms=7000, timeout_ms=5000)
-    assert not fold.is_lost("w1", 7)
+    view = fleet({7: card(None), 8: card(7)}, [beat(7)])
+    assert not view.is_routable("w1", now_ms=7000, timeout_ms=5000)
+    assert not view.is_lost("w1", 7)
 
 
 def test_lost_holds_for_the_epoch_and_all_before_it() -> None:
-    fold = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=7)])
-    assert fold.is_lost("w1", 7)
-    assert fold.is_lost("w1", 6)
-    assert not fold.is_routable("w1", 1100, 5000)
+    view = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=7)])
+    assert view.is_lost("w1", 7)
+    assert view.is_lost("w1", 6)
+    assert not view.is_routable("w1", 1100, 5000)
 
 
 def test_a_newer_card_makes_the_older_epoch_lost() -> None:
-    fold = fleet({7: card(None), 8: card(7), 20: card(None)}, [beat(7)])
-    assert fold.is_lost("w1", 7)
-    assert not fold.is_lost("w1", 20)
-    assert not fold.is_routable("w1", 1100, 5000)
+    view = fleet({7: card(None), 8: card(7), 20: card(None)}, [beat(7)])
+    assert view.is_lost("w1", 7)
+    assert not view.is_lost("w1", 20)
+    assert not view.is_routable("w1", 1100, 5000)
 
 
 def test_a_card_of_a_lower_epoch_is_ignored() -> None:
-    fold = fleet({7: card(None), 20: card(None), 21: card(20), 22: card(7)}, [])
-    assert fold.members["w1"].epoch == 20
+    view = fleet({7: card(None), 20: card(None), 21: card(20), 22: card(7)}, [])
+    assert view.members["w1"].epoch == 20
 
 
 def test_a_tombstone_ends_its_epoch_and_no_later_one() -> None:
@@ -89,37 +89,37 @@ def test_an_older_card_does_not_bring_back_who_left() -> None:
     assert fleet(left | {20: card(None)}, []).members["w1"].epoch == 20
 
 
-def later(fold: Fleet, source: Partition, record: Any, at_ms: int) -> None:
-    position = fold.position(source) or 0
-    fold.apply(source, [LogRecord(position, at_ms, record)], position + 1)
+def later(view: Fleet, source: Partition, record: Any, at_ms: int) -> None:
+    position = view.position(source) or 0
+    view.apply(source, [LogRecord(position, at_ms, record)], position + 1)
 
 
 def test_who_was_not_heard_of_for_a_long_time_is_forgotten_by_the_time_of_records() -> None:
-    fold = fleet({}, [beat(7), Lost(worker="w2", epoch=3)])
+    view = fleet({}, [beat(7), Lost(worker="w2", epoch=3)])
     other = Heartbeat(worker="w3", epoch=9, slot_offset=0)
-    later(fold, EVENTS, other, 1000 + RETENTION_MS)
-    assert set(fold.heartbeats) == {"w1", "w3"}
-    later(fold, EVENTS, other, 1200 + RETENTION_MS)
-    assert set(fold.heartbeats) == {"w3"}
-    assert fold.state_hash(EVENTS) != Fleet().state_hash(EVENTS)
-    later(fold, EVENTS, Lost(worker="w3", epoch=9), 1201 + 2 * RETENTION_MS)
-    assert fold.heartbeats["w3"].epoch == 9, "it was heard of again"
+    later(view, EVENTS, other, 1000 + RETENTION_MS)
+    assert set(view.heartbeats) == {"w1", "w3"}
+    later(view, EVENTS, other, 1200 + RETENTION_MS)
+    assert set(view.heartbeats) == {"w3"}
+    assert view.state_hash(EVENTS) != Fleet().state_hash(EVENTS)
+    later(view, EVENTS, Lost(worker="w3", epoch=9), 1201 + 2 * RETENTION_MS)
+    assert view.heartbeats["w3"].epoch == 9, "it was heard of again"
 
 
 def test_a_burial_is_forgotten_after_a_long_time() -> None:
-    fold = fleet({7: card(None), 8: card(7), 9: Tombstone(key="worker/w1", epoch=7)}, [])
-    later(fold, REGISTRY, Tombstone(key="worker/w2", epoch=1), 510 + RETENTION_MS)
-    later(fold, REGISTRY, card(7), 511 + RETENTION_MS)
-    assert fold.members["w1"].epoch == 7
+    view = fleet({7: card(None), 8: card(7), 9: Tombstone(key="worker/w1", epoch=7)}, [])
+    later(view, REGISTRY, Tombstone(key="worker/w2", epoch=1), 510 + RETENTION_MS)
+    later(view, REGISTRY, card(7), 511 + RETENTION_MS)
+    assert view.members["w1"].epoch == 7
 
 
 def test_the_version_moves_when_another_worker_may_be_routable() -> None:
-    fold = fleet({7: card(None), 8: card(7)}, [beat(7)])
-    seen = [fold.version]
+    view = fleet({7: card(None), 8: card(7)}, [beat(7)])
+    seen = [view.version]
 
     def moved_by(source: Partition, record: Any) -> bool:
-        later(fold, source, record, 5000)
-        seen.append(fold.version)
+        later(view, source, record, 5000)
+        seen.append(view.version)
         return seen[-1] != seen[-2]
 
     assert not moved_by(EVENTS, beat(7))
@@ -130,14 +130,14 @@ def test_the_version_moves_when_another_worker_may_be_routable() -> None:
 
 
 def test_an_epoch_beyond_what_was_read_of_the_registry_is_not_lost_yet() -> None:
-    fold = fleet({7: card(None)}, [], registry_end=8)
-    assert not fold.is_lost("w2", 8)
-    assert fold.is_lost("w2", 5)
+    view = fleet({7: card(None)}, [], registry_end=8)
+    assert not view.is_lost("w2", 8)
+    assert view.is_lost("w2", 5)
 
 
 def test_heartbeats_of_an_older_epoch_do_not_count() -> None:
-    fold = fleet({20: card(None), 21: card(20)}, [beat(20), beat(7)])
-    assert fold.heartbeats["w1"].epoch == 20
+    view = fleet({20: card(None), 21: card(20)}, [beat(20), beat(7)])
+    assert view.heartbeats["w1"].epoch == 20
 
 
 def test_a_snapshot_of_each_source_restores_the_same_state() -> None:
@@ -175,19 +175,19 @@ def test_an_answer_weighs_less_the_nearer_it_is_to_its_expected_length() -> None
 
 def test_a_heartbeat_tells_how_full_the_cache_is() -> None:
     figures = EngineStats(kv_used_blocks=30, kv_total_blocks=40)
-    fold = fleet({7: card(None), 8: card(7)}, [beat(7, engine=figures)])
-    assert fold.heartbeats["w1"].cache_usage == 0.75
+    view = fleet({7: card(None), 8: card(7)}, [beat(7, engine=figures)])
+    assert view.heartbeats["w1"].cache_usage == 0.75
     restored = Fleet()
-    restored.restore(EVENTS, fold.snapshot(EVENTS), 1)
+    restored.restore(EVENTS, view.snapshot(EVENTS), 1)
     assert restored.heartbeats["w1"].cache_usage == 0.75
     assert fleet({7: card(None), 8: card(7)}, [beat(7)]).heartbeats["w1"].cache_usage == 0
 
 
 def test_a_forgotten_source_leaves_the_other_alone() -> None:
-    fold = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=3)])
-    fold.forget(EVENTS)
-    assert fold.heartbeats == {}
-    assert fold.position(EVENTS) is None
-    assert "w1" in fold.members
-    fold.forget(REGISTRY)
-    assert fold.members == {}
+    view = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=3)])
+    view.forget(EVENTS)
+    assert view.heartbeats == {}
+    assert view.position(EVENTS) is None
+    assert "w1" in view.members
+    view.forget(REGISTRY)
+    assert view.members == {}

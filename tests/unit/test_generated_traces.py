@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from app.mooncake_trace import CHUNK_TOKENS
 from app.simulation.synthetic_traces import (
     MAX_PROMPT_TOKENS,
     TRACE_KINDS,
@@ -12,6 +11,7 @@ from app.simulation.synthetic_traces import (
     UnknownTraceKind,
     generate_trace,
 )
+from app.traces.mooncake_trace import CHUNK_TOKENS
 
 SIZE = TraceSize(requests=800, rate=10.0, seed=3)
 EVERY_KIND = pytest.mark.parametrize("kind", TRACE_KINDS)
@@ -61,5 +61,7 @@ def test_a_kind_has_its_share_of_what_came_before(kind: str, least: float, most:
 
 
 def test_another_kind_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UnknownTraceKind, match="gen:x: one of gen:shared-prefixes, gen:multi-turn"):
+    with pytest.raises(
+        UnknownTraceKind, match="gen:x: one of gen:shared-prefixes, gen:offline, gen:multi"
+    ):
         generate_trace("x", SIZE)

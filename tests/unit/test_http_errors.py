@@ -29,8 +29,8 @@ from streams.records import Chunk, End, EndCode
 
 
 def error_of(error: ApiError) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(error.body())["error"]
-    return told
+    got: dict[str, Any] = json.loads(error.body())["error"]
+    return got
 
 
 def chunk(reason: str | None) -> Chunk:
@@ -133,9 +133,9 @@ def test_the_type_follows_the_status(status: int, kind: str) -> None:
     ],
 )
 def test_status_of_an_error(error: Exception, status: int) -> None:
-    told = error_of_stream(error)
-    assert told.status == status
-    assert "secret" not in told.message
+    got = error_of_stream(error)
+    assert got.status == status
+    assert "secret" not in got.message
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_status_of_an_error(error: Exception, status: int) -> None:
 def test_status_of_what_is_wrong_with_a_prompt(
     error: InvalidPrompt | PreprocessorOverloaded | BadModel, status: int, param: str | None
 ) -> None:
-    told = error_of_prompt(error)
-    assert (told.status, told.param) == (status, param)
-    assert "secret" not in told.message
+    got = error_of_prompt(error)
+    assert (got.status, got.param) == (status, param)
+    assert "secret" not in got.message
 
 
 def test_overload_says_when_to_come_back() -> None:

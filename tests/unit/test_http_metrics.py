@@ -17,7 +17,7 @@ def observed(metrics: GatewayMetrics, name: str) -> tuple[float, float]:
     return count, total
 
 
-def told(steps: list[tuple[float, int]], tokens: int | None = None) -> GatewayMetrics:
+def got(steps: list[tuple[float, int]], tokens: int | None = None) -> GatewayMetrics:
     """The figures of an answer of which so many tokens were shown, each after so long; `tokens`:
     of one of which so many characters were."""
     metrics = GatewayMetrics()
@@ -35,7 +35,7 @@ def told(steps: list[tuple[float, int]], tokens: int | None = None) -> GatewayMe
 
 
 def test_an_answer_without_a_token_has_no_times() -> None:
-    metrics = told([(1.0, 0)])
+    metrics = got([(1.0, 0)])
     assert (
         observed(metrics, "time_to_first_token")
         == observed(metrics, "inter_token_latency")
@@ -44,25 +44,25 @@ def test_an_answer_without_a_token_has_no_times() -> None:
 
 
 def test_the_first_token_is_counted_once_whatever_follows() -> None:
-    metrics = told([(1.0, 0), (1.0, 1), (1.0, 2), (1.0, 3)])
+    metrics = got([(1.0, 0), (1.0, 1), (1.0, 2), (1.0, 3)])
     assert observed(metrics, "time_to_first_token") == (1, pytest.approx(2))
 
 
 def test_times_from_token_to_token_are_counted_by_blocks() -> None:
     even = [(0.5, 1)] + [(0.1, n) for n in range(2, 2 * BLOCK_TOKENS + 4)]
-    assert observed(told(even), "inter_token_latency") == (3, pytest.approx(0.3))
+    assert observed(got(even), "inter_token_latency") == (3, pytest.approx(0.3))
     stall = [(0.5, 1), (0.1 * BLOCK_TOKENS, 1 + BLOCK_TOKENS), (9.0 * 2, 3 + BLOCK_TOKENS)]
-    assert observed(told(stall), "inter_token_latency") == (2, pytest.approx(0.1 + 9.0))
+    assert observed(got(stall), "inter_token_latency") == (2, pytest.approx(0.1 + 9.0))
 
 
 def test_an_answer_of_one_piece_has_no_time_from_token_to_token() -> None:
-    assert observed(told([(1.0, 40)]), "inter_token_latency") == (0, 0)
+    assert observed(got([(1.0, 40)]), "inter_token_latency") == (0, 0)
 
 
 def test_an_answer_in_text_has_its_times_by_the_tokens_that_were_counted() -> None:
-    letters = [(0.5, 4)] + [(0.1, 4 * n) for n in range(2, 2 * BLOCK_TOKENS + 2)]
-    metrics = told(letters, 2 * BLOCK_TOKENS + 1)
+    dead_letters = [(0.5, 4)] + [(0.1, 4 * n) for n in range(2, 2 * BLOCK_TOKENS + 2)]
+    metrics = got(dead_letters, 2 * BLOCK_TOKENS + 1)
     assert observed(metrics, "time_to_first_token") == (1, pytest.approx(0.5))
     count, total = observed(metrics, "inter_token_latency")
     assert total / count == pytest.approx(0.1, rel=0.1)
-    assert observed(told(letters, 0), "inter_token_latency") == (0, 0), "nobody counted them"
+    assert observed(got(dead_letters, 0), "inter_token_latency") == (0, 0), "nobody counted them"

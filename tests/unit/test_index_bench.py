@@ -133,11 +133,11 @@ def test_every_store_names_the_block_before_it(cached: CachedSequences) -> None:
 
 
 def test_prompts_are_cached_in_full_by_half_or_not_at_all(cached: CachedSequences) -> None:
-    asked = queries_by_overlap(cached, np.arange(5))
+    sent = queries_by_overlap(cached, np.arange(5))
     known = set(cached.local.reshape(-1).tolist())
     shares = {
         kind: [np.mean([block in known for block in row.tolist()]) for row in rows]
-        for kind, rows in asked.items()
+        for kind, rows in sent.items()
     }
     assert shares == {"full hit": [1.0] * 5, "half hit": [0.5] * 5, "miss": [0.0] * 5}
 

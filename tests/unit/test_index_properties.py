@@ -120,10 +120,10 @@ def test_random_logs_leave_both_indexes_equal(seed: int, tiers: int) -> None:
             both.plain.restore(partition, plain)
         else:
             both.fast.maintain(rng.choice([1 << 8, 1 << 20]))
-        asked = rng.sample(trees.prompts, min(4, len(trees.prompts)))
-        both.check_answers([*asked, trees.prompt(rng.randint(1, blocks))])
+        sent = rng.sample(trees.prompts, min(4, len(trees.prompts)))
+        both.check_answers([*sent, trees.prompt(rng.randint(1, blocks))])
         if step % 10 == 9:
-            both.check(asked)
+            both.check(sent)
             both.check_entries()
 
 

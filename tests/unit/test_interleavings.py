@@ -108,11 +108,11 @@ def test_when_all_requests_have_ended_nothing_is_left_and_nothing_is_due(
         assert not load.active_load
         assert load.active_load.adapter_runs("l") == 0
         for request_id, lane in REQUESTS.items():
-            story = load.request(lane, request_id)
-            assert story is not None
-            assert story.ended
+            timeline = load.request(lane, request_id)
+            assert timeline is not None
+            assert timeline.ended
             for now_ms in (0, 2000, FOREVER_MS):
-                assert next_action(request_id, story, fleet, now_ms, ReconcileTimeouts()) is None
+                assert next_action(request_id, timeline, fleet, now_ms, ReconcileTimeouts()) is None
             assert not load.lane(lane).unfinished
     for lane in LANES:
         source = Partition("ledger", lane)
@@ -136,9 +136,9 @@ def test_replicas_agree_on_load_and_duties_at_every_moment(
         assert first == second
         if first is not None and second is not None:
             for now_ms in (0, 2000, FOREVER_MS):
-                asked = fleet, now_ms, ReconcileTimeouts()
-                assert next_action(request_id, first, *asked) == next_action(
-                    request_id, second, *asked
+                sent = fleet, now_ms, ReconcileTimeouts()
+                assert next_action(request_id, first, *sent) == next_action(
+                    request_id, second, *sent
                 )
 
 
@@ -148,8 +148,8 @@ def test_whatever_is_unfinished_is_running_or_owed_something(
 ) -> None:
     load, fleet = _read(_lanes(news), rng), _fleet(rng)
     for request_id, lane in REQUESTS.items():
-        story = load.lane(lane).unfinished.get(request_id)
-        if story is not None:
-            handed_off = any(run.state == "handed_off" for run in story.runs.values())
-            owed = next_action(request_id, story, fleet, FOREVER_MS, ReconcileTimeouts())
-            assert owed is not None or handed_off or (not story.runs and story.attempt == 0)
+        timeline = load.lane(lane).unfinished.get(request_id)
+        if timeline is not None:
+            handed_off = any(run.state == "handed_off" for run in timeline.runs.values())
+            owed = next_action(request_id, timeline, fleet, FOREVER_MS, ReconcileTimeouts())
+            assert owed is not None or handed_off or (not timeline.runs and timeline.attempt == 0)

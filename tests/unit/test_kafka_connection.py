@@ -112,9 +112,9 @@ async def test_a_client_that_is_closed_connects_to_nobody(
 async def test_a_client_that_is_closed_meanwhile_keeps_no_connection(
     connecting: Connecting, kafka: AIOKafkaClient
 ) -> None:
-    asking = asyncio.create_task(kafka.ready(1))
+    sending = asyncio.create_task(kafka.ready(1))
     await connecting.began.wait()
     await kafka.close()
     connecting.go_on.set()
-    assert not await asking
+    assert not await sending
     assert not connecting.made[0].connected()

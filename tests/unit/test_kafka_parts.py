@@ -147,7 +147,7 @@ class Refusing:
     def __init__(self, **options: Any) -> None:
         self.options.append(options)
         self._subscription = SimpleNamespace()
-        self._sender = SimpleNamespace()
+        self._sender = type("SenderStub", (), {})()  # its class is replaced
 
     async def start(self) -> None:
         raise KafkaConnectionError("nobody there")
@@ -216,7 +216,7 @@ class Unheard(KafkaLog):
         self._answers = iter(({}, {}, {"ledger": 4, "responses": 4}))
 
     async def _learn_partitions(self) -> dict[str, int]:
-        async with self._asking:
+        async with self._query_lock:
             await asyncio.sleep(0)
             self._partitions |= next(self._answers, {})
         return self._partitions
@@ -274,10 +274,10 @@ class TestFirstAppends:
 
 
 async def test_who_looks_for_a_topic_while_the_log_is_closed_is_told_so() -> None:
-    asked, gone = asyncio.Event(), asyncio.Event()
+    sent, gone = asyncio.Event(), asyncio.Event()
 
     async def fetch_all_metadata() -> None:
-        asked.set()
+        sent.set()
         await gone.wait()
         raise KafkaConnectionError("no broker left to ask")
 
@@ -290,7 +290,7 @@ async def test_who_looks_for_a_topic_while_the_log_is_closed_is_told_so() -> Non
     log = KafkaLog(ConnectionOptions("kafka:1", "x"))
     log._producer = SimpleNamespace(ready=ready, close=close, append_timeout_s=1.0)  # type: ignore[assignment]
     search = asyncio.create_task(log.partitions("ledger"))
-    await asked.wait()
+    await sent.wait()
     await log.close()
     with pytest.raises(LogClosed):
         await search

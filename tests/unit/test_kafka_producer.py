@@ -35,6 +35,11 @@ class Sent(NamedTuple):
     batch: PendingBatch
 
 
+class SenderStub:
+    _message_accumulator: BatchQueue
+    _sender_task: asyncio.Task[None] | None = None
+
+
 class Client:
     """Stands for AIOKafkaProducer and its sender; the test answers what it was given."""
 
@@ -61,7 +66,7 @@ class Client:
         )
         self._txn_manager = TransactionManager(None, 1000)
         self._txn_manager.set_pid_and_epoch(7, 0)
-        self._sender = SimpleNamespace(sender_task=None)
+        self._sender = SenderStub()
         Client.made.append(self)
 
     @property
@@ -71,7 +76,7 @@ class Client:
     async def start(self) -> None:
         if not Client.reachable:
             raise KafkaConnectionError("nobody there")
-        self._sender.sender_task = asyncio.create_task(self._send())
+        self._sender._sender_task = asyncio.create_task(self._send())
 
     async def stop(self) -> None:
         self.stopped = True

@@ -16,7 +16,6 @@ from app.engine.kv_events import (
     END_OF_REPLAY,
     BatchNumberTracker,
     EngineEventBatch,
-    UnreadableCounts,
     decode_batch,
     recovered_events,
 )
@@ -28,8 +27,9 @@ from indexer.cache_events.engine_events import (
     BlocksStored,
     EngineEvent,
     EventsLost,
+    UnreadableEvent,
 )
-from indexer.cache_events.event_normalizer import EventNormalizer
+from indexer.cache_events.event_normalizer import EventNormalizer, NormalizerCounters
 from indexer.reference_index import CacheId, ReferenceIndex
 
 SECRET = derive_secret(b"s")
@@ -84,8 +84,8 @@ def message(*events: Any, n: int = 0, rank: int | None = 0) -> list[bytes]:
     return [b"topic", number(n), msgspec.msgpack.encode([1.5, events, rank])]
 
 
-def events_in(*events: Any, unread: UnreadableCounts | None = None) -> tuple[EngineEvent, ...]:
-    batch = decode_batch(message(*events), unread or UnreadableCounts())
+def events_in(*events: Any) -> tuple[EngineEvent, ...]:
+    batch = decode_batch(message(*events))
     assert batch is not None
     return batch.events
 
@@ -103,13 +103,12 @@ class Followed:
     """A real engine's messages behind a bridge and an index."""
 
     def __init__(self) -> None:
-        self.unread = UnreadableCounts()
         self.bridge = EventNormalizer(SIZE, SECRET)
         self.index = ReferenceIndex()
 
-    def hear(self, step: Step) -> None:
+    def receive(self, step: Step) -> None:
         for frames in step.messages:
-            batch = decode_batch(frames, self.unread)
+            batch = decode_batch(frames)
             assert batch is not None
             self.bridge.on_events(batch.events, 0.0)
         while taken := self.bridge.take_batch():
@@ -125,36 +124,36 @@ class Followed:
 def test_a_prompt_that_was_served_is_found_by_its_tokens(last: int) -> None:
     followed = Followed()
     for step in recording()[: last + 1]:
-        followed.hear(step)
+        followed.receive(step)
     served = recording()[last]
     assert followed.depth(served, served.prompt) == len(served.prompt) // SIZE
-    assert followed.unread == UnreadableCounts()
     counters = followed.bridge.counters
     assert counters.orphans == counters.malformed == counters.unknown_removed == 0
+    assert counters.unknown_types == 0
 
 
 @pytest.mark.parametrize("next_", range(1, len(recording())), ids=[s.name for s in recording()[1:]])
 def test_what_is_found_is_what_the_engine_had_cached(next_: int) -> None:
     followed = Followed()
     for step in recording()[:next_]:
-        followed.hear(step)
-    asked = recording()[next_]
+        followed.receive(step)
+    requested = recording()[next_]
     # The engine computes a prompt's last token even when it has its block.
-    depth = followed.depth(asked, asked.prompt[:-1])
-    assert depth * SIZE == asked.cached_tokens or asked.name == "after_reset"
+    depth = followed.depth(requested, requested.prompt[:-1])
+    assert depth * SIZE == requested.cached_tokens or requested.name == "after_reset"
 
 
 def test_blocks_of_an_answer_are_found_too() -> None:
     followed = Followed()
     first = recording()[0]
-    followed.hear(first)
+    followed.receive(first)
     assert followed.depth(first, first.prompt + first.output) == 3
 
 
 def test_what_the_engine_evicted_or_cleared_is_gone() -> None:
     followed = Followed()
     for step in recording():
-        followed.hear(step)
+        followed.receive(step)
     *before, last = recording()
     gone = [step for step in before if step.prompt != last.prompt]
     assert {followed.depth(step, step.prompt) for step in gone} == {0}
@@ -164,8 +163,8 @@ def test_what_the_engine_evicted_or_cleared_is_gone() -> None:
 def test_prompts_of_other_tenants_and_adapters_are_not_found() -> None:
     followed = Followed()
     steps = {step.name: step for step in recording()}
-    followed.hear(steps["cache_salt"])
-    followed.hear(steps["lora"])
+    followed.receive(steps["cache_salt"])
+    followed.receive(steps["lora"])
     tokens = steps["lora"].prompt
     assert followed.depth(steps["cache_salt"], tokens) == 2
     assert followed.depth(steps["lora"], tokens) == 2
@@ -176,7 +175,7 @@ def test_prompts_of_other_tenants_and_adapters_are_not_found() -> None:
 def test_real_batches_are_numbered_one_after_the_other() -> None:
     numbers = BatchNumberTracker()
     for frames in MESSAGES:
-        batch = decode_batch(frames, UnreadableCounts())
+        batch = decode_batch(frames)
         assert batch is not None
         assert numbers.advance(batch.number) == (False, range(batch.number, batch.number))
     assert numbers.next_number == len(MESSAGES) == 14
@@ -186,15 +185,13 @@ def test_real_batches_are_numbered_one_after_the_other() -> None:
 
 
 def test_a_message_has_a_number_and_a_rank() -> None:
-    assert decode_batch(message(n=2**40, rank=3), UnreadableCounts()) == EngineEventBatch(
-        2**40, 3, ()
-    )
-    assert decode_batch(message(rank=None), UnreadableCounts()) == EngineEventBatch(0, 0, ())
+    assert decode_batch(message(n=2**40, rank=3)) == EngineEventBatch(2**40, 3, ())
+    assert decode_batch(message(rank=None)) == EngineEventBatch(0, 0, ())
 
 
 def test_a_message_without_a_rank_is_of_the_first_one() -> None:
     frames = [b"", number(4), msgspec.msgpack.encode([1.5, []])]
-    assert decode_batch(frames, UnreadableCounts()) == EngineEventBatch(4)
+    assert decode_batch(frames) == EngineEventBatch(4)
 
 
 def test_events_are_maps_or_arrays() -> None:
@@ -246,11 +243,13 @@ def test_group_kind_and_locality_are_read() -> None:
 
 
 def test_fields_and_events_that_are_not_known_are_skipped() -> None:
-    unread = UnreadableCounts()
+    normalizer = EventNormalizer(SIZE, SECRET)
     news = STORED | {"lookahead_token_ids": [1], "ownership": {"a": 1}}
-    found = events_in({"type": "Moved", "x": 1}, ["Moved", 1], news, 5, unread=unread)
-    assert found == (BlocksStored([7], None, [1, 2], 2),)
-    assert unread == UnreadableCounts(unknown_events=3)
+    found = events_in({"type": "Moved", "x": 1}, ["Moved", 1], news, 5)
+    unknown = UnreadableEvent(is_known=False)
+    assert found == (unknown, unknown, BlocksStored([7], None, [1, 2], 2), unknown)
+    normalizer.on_events(found, 0.0)
+    assert normalizer.counters.unknown_types == 3
 
 
 @pytest.mark.parametrize(
@@ -270,10 +269,11 @@ def test_fields_and_events_that_are_not_known_are_skipped() -> None:
 def test_an_event_of_another_shape_is_counted_and_the_others_are_read(
     broken: dict[str, Any],
 ) -> None:
-    unread = UnreadableCounts()
-    cleared = {"type": "AllBlocksCleared"}
-    assert events_in(STORED | broken, cleared, unread=unread) == (AllCleared(),)
-    assert unread == UnreadableCounts(events=1)
+    normalizer = EventNormalizer(SIZE, SECRET)
+    found = events_in(STORED | broken, {"type": "AllBlocksCleared"})
+    assert found == (UnreadableEvent(is_known=True), AllCleared())
+    normalizer.on_events(found, 0.0)
+    assert normalizer.counters == NormalizerCounters(malformed=1)
 
 
 # --- what else is in a block ---------------------------------------------------------------------
@@ -340,9 +340,7 @@ def test_embeddings_make_a_block_that_no_tokens_match() -> None:
     ],
 )
 def test_what_is_no_batch_is_counted(frames: list[bytes]) -> None:
-    unread = UnreadableCounts()
-    assert decode_batch(frames, unread) is None
-    assert unread == UnreadableCounts(messages=1)
+    assert decode_batch(frames) is None
 
 
 @given(
@@ -356,9 +354,9 @@ def test_nothing_that_is_sent_raises(
     payload = bytearray(which[2])
     for at, value in edits:
         payload[at % len(payload)] = value
-    bridge, unread = EventNormalizer(SIZE, SECRET), UnreadableCounts()
+    bridge = EventNormalizer(SIZE, SECRET)
     for sent in (bytes(payload), noise, bytes(payload) + noise):
-        batch = decode_batch([b"", which[1], sent], unread)
+        batch = decode_batch([b"", which[1], sent])
         if batch is not None:
             bridge.on_events(batch.events, 0.0)
 
@@ -387,15 +385,11 @@ def test_smaller_numbers_are_of_an_engine_that_began_anew() -> None:
 
 def test_replies_to_a_replay_are_read_with_or_without_a_topic() -> None:
     topic, count, payload = MESSAGES[0]
-    live = decode_batch(MESSAGES[0], UnreadableCounts())
-    assert decode_batch([b"", topic, count, payload], UnreadableCounts()) == live
-    assert decode_batch([b"", count, payload], UnreadableCounts()) == live
-    assert decode_batch([b"", b"", b"\xff" * 8, b""], UnreadableCounts()) == EngineEventBatch(
-        END_OF_REPLAY
-    )
-    assert decode_batch([b"", b"\xff" * 8, b""], UnreadableCounts()) == EngineEventBatch(
-        END_OF_REPLAY
-    )
+    live = decode_batch(MESSAGES[0])
+    assert decode_batch([b"", topic, count, payload]) == live
+    assert decode_batch([b"", count, payload]) == live
+    assert decode_batch([b"", b"", b"\xff" * 8, b""]) == EngineEventBatch(END_OF_REPLAY)
+    assert decode_batch([b"", b"\xff" * 8, b""]) == EngineEventBatch(END_OF_REPLAY)
 
 
 def batch(n: int) -> EngineEventBatch:
@@ -424,7 +418,7 @@ def test_what_was_replayed_before_a_gap_does_not_count() -> None:
 
 def test_a_gap_that_was_filled_leaves_no_trace() -> None:
     whole, gappy = EventNormalizer(SIZE, SECRET), EventNormalizer(SIZE, SECRET)
-    batches = [found for frames in MESSAGES if (found := decode_batch(frames, UnreadableCounts()))]
+    batches = [found for frames in MESSAGES if (found := decode_batch(frames))]
     numbers = BatchNumberTracker()
     for found in batches:
         whole.on_events(found.events, 0.0)

@@ -13,17 +13,17 @@ ID = "019aa5c1-7f3e-7c02-9d41-0123456789ab-5e884898"
 
 
 def bytes_of(policy: str, workers: int, *, has_own_curves: bool = False) -> int:
-    stage = RoutingHarness()
+    routing = RoutingHarness()
     for n in range(workers):
         curves = PerfCurves((4.3e-7 + n * 1e-9, 1.6e-2 + n * 1e-5, 17.1 + n / 100))
         engine = {"total_kv_blocks": 16_384, "max_num_batched_tokens": 8192}
         if has_own_curves:
             engine["curve"] = curves.coefficients()
-        stage.worker(f"worker-{n:02}", engine=engine)
-        stage.add_load(f"worker-{n:02}", 4000 + 97 * n, 300 + n, since_ms=1500)
-        stage.add_blocks(f"worker-{n:02}", 1 + n % 10)
+        routing.worker(f"worker-{n:02}", engine=engine)
+        routing.add_load(f"worker-{n:02}", 4000 + 97 * n, 300 + n, since_ms=1500)
+        routing.add_blocks(f"worker-{n:02}", 1 + n % 10)
     known = {"slowdown": {f"worker-{n:02}": 1 + n / 640 for n in range(workers)}}
-    chosen = stage.chosen(RoutingConfig(policy), seed=2**32 - 1, known=known)
+    chosen = routing.chosen(RoutingConfig(policy), seed=2**32 - 1, known=known)
     record = to_assigned(chosen, id=ID, router="router-1")
     value = encode(record, ID).value
     assert value is not None

@@ -33,14 +33,14 @@ ANSWER = (
 )
 
 
-def told(choice: Choice) -> Choice:
+def got(choice: Choice) -> Choice:
     for each in ANSWER:
         choice.add(each)
     return choice
 
 
 def test_a_whole_chat_has_each_token_with_its_alternatives() -> None:
-    answer = ChatCompletion.model_validate(full_response(CHAT, [told(Choice(spelling=SPELLING))]))
+    answer = ChatCompletion.model_validate(full_response(CHAT, [got(Choice(spelling=SPELLING))]))
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
@@ -53,7 +53,7 @@ def test_a_whole_chat_has_each_token_with_its_alternatives() -> None:
 
 
 def test_a_whole_completion_has_columns_and_offsets() -> None:
-    choice = told(Choice(spelling=SPELLING, before="So "))
+    choice = got(Choice(spelling=SPELLING, before="So "))
     answer = Completion.model_validate(full_response(COMPLETION, [choice]))
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -102,11 +102,11 @@ def test_an_answer_without_probabilities_says_null() -> None:
 
 
 def test_nobody_who_did_not_ask_is_told() -> None:
-    assert full_response(CHAT, [told(Choice())])["choices"][0]["logprobs"] is None
+    assert full_response(CHAT, [got(Choice())])["choices"][0]["logprobs"] is None
 
 
 def test_tokens_may_be_told_by_their_ids() -> None:
-    choice = told(Choice(spelling=TokenText(PIECES.__getitem__, as_ids=True)))
+    choice = got(Choice(spelling=TokenText(PIECES.__getitem__, as_ids=True)))
     assert full_response(COMPLETION, [choice])["choices"][0]["logprobs"]["tokens"] == [
         "token_id:1",
         "token_id:2",

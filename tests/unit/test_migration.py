@@ -12,29 +12,29 @@ from streams.request import GuidedDecoding, Request, SamplingOptions, StopCondit
 from streams.responses.transcript import Transcript
 
 
-def asked(eos: tuple[int, ...] = (), **stop: Any) -> Request:
+def sent(eos: tuple[int, ...] = (), **stop: Any) -> Request:
     return Request(id="a", eos_token_ids=eos, stop=StopConditions(**stop))
 
 
 @pytest.mark.parametrize(
     ("request_", "taken", "code"),
     [
-        (asked(), [1, 2], None),
-        (asked(max_tokens=2), [], None),
-        (asked(max_tokens=2), [1], None),
-        (asked(max_tokens=2), [1, 2], "length"),
-        (asked(eos=(9,)), [1, 9], "stop"),
-        (asked(eos=(9,)), [9, 1], None),
-        (asked(eos=(9,), ignore_eos=True), [1, 9], None),
-        (asked(eos=(9,), ignore_eos=True, max_tokens=2), [1, 9], "length"),
-        (asked(eos=(9,), max_tokens=2), [1, 9], "stop"),
-        (asked(eos=(9,), min_tokens=2), [9], None),
-        (asked(eos=(9,), min_tokens=2), [1, 9], "stop"),
-        (asked(stop_token_ids=(8,)), [1, 8], "stop"),
-        (asked(stop_token_ids=(8,), ignore_eos=True), [1, 8], "stop"),
-        (asked(stop_token_ids=(8,), min_tokens=3), [1, 8], None),
-        (asked(stop_token_ids_hidden=(7,)), [7], "stop"),
-        (asked(stop_token_ids_hidden=(7,), ignore_eos=True), [7], None),
+        (sent(), [1, 2], None),
+        (sent(max_tokens=2), [], None),
+        (sent(max_tokens=2), [1], None),
+        (sent(max_tokens=2), [1, 2], "length"),
+        (sent(eos=(9,)), [1, 9], "stop"),
+        (sent(eos=(9,)), [9, 1], None),
+        (sent(eos=(9,), ignore_eos=True), [1, 9], None),
+        (sent(eos=(9,), ignore_eos=True, max_tokens=2), [1, 9], "length"),
+        (sent(eos=(9,), max_tokens=2), [1, 9], "stop"),
+        (sent(eos=(9,), min_tokens=2), [9], None),
+        (sent(eos=(9,), min_tokens=2), [1, 9], "stop"),
+        (sent(stop_token_ids=(8,)), [1, 8], "stop"),
+        (sent(stop_token_ids=(8,), ignore_eos=True), [1, 8], "stop"),
+        (sent(stop_token_ids=(8,), min_tokens=3), [1, 8], None),
+        (sent(stop_token_ids_hidden=(7,)), [7], "stop"),
+        (sent(stop_token_ids_hidden=(7,), ignore_eos=True), [7], None),
     ],
 )
 def test_an_answer_is_whole_when_its_engine_would_have_stopped(
@@ -50,12 +50,12 @@ def shown(*tokens: int, text: str = "") -> Transcript:
 
 
 def test_most_answers_can_be_continued() -> None:
-    assert migration_blocker(asked(), shown(1, 2, text="ab")) == ""
-    assert migration_blocker(asked(), Transcript()) == ""
+    assert migration_blocker(sent(), shown(1, 2, text="ab")) == ""
+    assert migration_blocker(sent(), Transcript()) == ""
 
 
 def test_text_without_tokens_cannot_be_continued() -> None:
-    assert "token ids" in migration_blocker(asked(), shown(text="ab"))
+    assert "token ids" in migration_blocker(sent(), shown(text="ab"))
 
 
 def test_a_prescribed_form_can_only_be_begun() -> None:

@@ -30,8 +30,8 @@ def problem(kind: TokenizedKind, **fields: Any) -> InvalidPrompt:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_is_enough(kind: TokenizedKind) -> None:
-    asked = read_openai(kind, MINIMAL[kind])
-    assert (asked.model, asked.n, asked.stream, asked.include_usage) == ("", 1, False, False)
+    sent = read_openai(kind, MINIMAL[kind])
+    assert (sent.model, sent.n, sent.stream, sent.include_usage) == ("", 1, False, False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,8 +122,8 @@ def test_numbers_without_a_point_are_fine_where_one_may_stand() -> None:
 
 
 def test_usage_at_the_end_of_a_stream_is_asked_for() -> None:
-    asked = read_openai("chat", CHAT | {"stream": True, "stream_options": {"include_usage": True}})
-    assert (asked.stream, asked.include_usage) == (True, True)
+    sent = read_openai("chat", CHAT | {"stream": True, "stream_options": {"include_usage": True}})
+    assert (sent.stream, sent.include_usage) == (True, True)
 
 
 def test_options_of_a_stream_need_a_stream() -> None:

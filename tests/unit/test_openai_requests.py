@@ -61,13 +61,13 @@ def test_a_chat_is_rendered() -> None:
 
 def test_a_chat_is_rendered_with_what_it_brings() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
-    asked = chat(
+    sent = chat(
         tools=[tool],
         documents=[{"a": 1}],
         add_generation_prompt=False,
         chat_template_kwargs={"thinking": 7},
     )
-    assert asked.prompts(TEMPLATE) == [f"[hi]{[tool]}{[{'a': 1}]}False7"]
+    assert sent.prompts(TEMPLATE) == [f"[hi]{[tool]}{[{'a': 1}]}False7"]
 
 
 def test_a_chat_needs_a_template() -> None:
@@ -77,15 +77,15 @@ def test_a_chat_needs_a_template() -> None:
 
 def test_a_raw_prompt_goes_past_the_template() -> None:
     messages = [USER, {"role": "user", "content": [{"type": "text", "text": "you"}]}]
-    asked = chat(messages=messages, nvext={"use_raw_prompt": True})
-    assert asked.prompts(TEMPLATE) == ["hi\nyou"]
+    sent = chat(messages=messages, nvext={"use_raw_prompt": True})
+    assert sent.prompts(TEMPLATE) == ["hi\nyou"]
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_tokens_that_come_along_are_the_prompt(kind: TokenizedKind) -> None:
     fields: dict[str, Any] = {"chat": CHAT, "completion": COMPLETION}[kind]
-    asked = read_openai(kind, fields | {"nvext": {"token_data": [1, 2]}})
-    assert asked.prompts(None) == [[1, 2]]
+    sent = read_openai(kind, fields | {"nvext": {"token_data": [1, 2]}})
+    assert sent.prompts(None) == [[1, 2]]
 
 
 def test_tokens_are_a_prompt() -> None:
@@ -93,7 +93,7 @@ def test_tokens_are_a_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("sent", "expected"),
     [
         (chat(), False),
         (chat(nvext={"use_raw_prompt": True}), True),
@@ -102,9 +102,9 @@ def test_tokens_are_a_prompt() -> None:
     ],
 )
 def test_only_plain_text_gets_the_models_own_tokens_around_it(
-    asked: OpenAIRequest, expected: bool
+    sent: OpenAIRequest, expected: bool
 ) -> None:
-    assert asked.add_special_tokens is expected
+    assert sent.add_special_tokens is expected
 
 
 # --- limits ---------------------------------------------------------------------------------------
@@ -290,8 +290,8 @@ def test_the_salt_has_vllms_name_too() -> None:
 
 
 def test_headers_reach_the_hints() -> None:
-    asked = read_openai("chat", CHAT, {"x-dp-rank": "3"})
-    assert asked.requests([[1]], CARD)[0].hints == q.Hints(dp_rank=3)
+    sent = read_openai("chat", CHAT, {"x-dp-rank": "3"})
+    assert sent.requests([[1]], CARD)[0].hints == q.Hints(dp_rank=3)
 
 
 # --- several answers ------------------------------------------------------------------------------

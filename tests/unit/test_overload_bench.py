@@ -68,9 +68,9 @@ def test_normal_again_after_the_last_window_with_a_refusal_or_late_texts() -> No
 
 
 def test_the_text_of_a_stream_is_that_of_its_events() -> None:
-    told = (
+    got = (
         b'id: 1\ndata: {"choices":[{"delta":{"role":"assistant","content":"Hel"}}]}\n\n'
         b": alive\n\n"
         b'id: 2\ndata: {"choices":[{"delta":{"content":"lo"}}]}\n\ndata: [DONE]\n\n'
     )
-    assert sse_text(told) == "Hello"
+    assert sse_text(got) == "Hello"

@@ -84,9 +84,9 @@ def test_each_term_of_the_cost_counts_as_documented(
 
 
 def test_the_overlap_decays_with_the_excess_over_the_least_loaded() -> None:
-    ask = replace(ASK, least_prefill_tokens=160)
+    send = replace(ASK, least_prefill_tokens=160)
     row = options({"overlap_blocks": 8, "prefill_tokens": 320})
-    assert dynamo(ask, row, DynamoWeights(overlap_decay=1)).tolist() == [30 - 8 / 2]
+    assert dynamo(send, row, DynamoWeights(overlap_decay=1)).tolist() == [30 - 8 / 2]
 
 
 def test_round_robin_goes_in_turn_by_name() -> None:
@@ -114,14 +114,14 @@ def test_power_of_two_considers_two_and_takes_the_less_loaded() -> None:
 def test_a_session_stays_when_another_worker_leaves_and_when_its_own_comes_back() -> None:
     five = options({}, {}, {}, {}, {})
     for n in range(100):
-        ask = replace(ASK, session=f"s{n}")
-        chosen = choose(session_hash(ask, five, DEFAULTS), five.hashes, 0)
+        send = replace(ASK, session=f"s{n}")
+        chosen = choose(session_hash(send, five, DEFAULTS), five.hashes, 0)
         assert chosen is not None
         left = [p for i, p in enumerate(five.worker_ranks) if i != (chosen + 1) % 5]
         again = [WorkerRank(p.worker, 7) for p in left]
         four = replace(options({}, {}, {}, {}), worker_ranks=again, hashes=rank_hashes(again))
         assert (
-            worker(choose(session_hash(ask, four, DEFAULTS), four.hashes, 0), four) == f"w{chosen}"
+            worker(choose(session_hash(send, four, DEFAULTS), four.hashes, 0), four) == f"w{chosen}"
         )
 
 
@@ -209,9 +209,9 @@ def test_a_choice_is_a_function_of_its_inputs(
 def test_the_kernel_and_the_plain_formula_agree_to_the_bit(
     rows: list[dict[str, Any]], weights: DynamoWeights
 ) -> None:
-    ask = replace(ASK, least_prefill_tokens=min(row["prefill_tokens"] for row in rows))
-    costs = dynamo(ask, options(*rows), weights)
+    send = replace(ASK, least_prefill_tokens=min(row["prefill_tokens"] for row in rows))
+    costs = dynamo(send, options(*rows), weights)
     candidates = record_decision(options(*rows), costs, 0).candidates
     best = sorted(range(len(rows)), key=costs.tolist().__getitem__)[:MAX_RECORDED_CANDIDATES]
     assert [c.worker for c in candidates[: len(best)]] == [f"w{i}" for i in best]
-    assert [c.cost for c in candidates] == [plain_dynamo(c, ask, weights) for c in candidates]
+    assert [c.cost for c in candidates] == [plain_dynamo(c, send, weights) for c in candidates]

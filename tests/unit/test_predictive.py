@@ -22,7 +22,7 @@ from app.routing.queueing.batch_select import (
     uniform_groups,
 )
 from app.routing.queueing.pending import PendingRequest, PendingRequests
-from app.routing.selection.cost_kernels import UNKNOWN
+from app.routing.selection.cost_kernels import STANDALONE, UNKNOWN
 from app.routing.selection.decision import (
     Decision,
     Placement,
@@ -88,12 +88,12 @@ class Terms(NamedTuple):
     replication_ms: float
 
 
-def predicted(*rows: dict[str, Any], ask: RequestFeatures = ASK) -> Prediction:
-    return predict(ask, options(*rows), PredictiveWeights(LAMBDA))
+def predicted(*rows: dict[str, Any], send: RequestFeatures = ASK) -> Prediction:
+    return predict(send, options(*rows), PredictiveWeights(LAMBDA))
 
 
-def one(row: dict[str, Any], ask: RequestFeatures = ASK) -> Terms:
-    return Terms(*[float(column[0]) for column in predicted(row, ask=ask).terms])
+def one(row: dict[str, Any], send: RequestFeatures = ASK) -> Terms:
+    return Terms(*[float(column[0]) for column in predicted(row, send=send).terms])
 
 
 def cost(row: dict[str, Any]) -> float:
@@ -117,8 +117,8 @@ def test_a_place_in_decode_costs_the_rest_of_a_step_and_slows_the_others() -> No
 
 def test_requests_that_come_after_find_a_place_as_it_is_left() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900}
-    ask = replace(ASK, expected_followups=4.0, most_cached_tokens=200.0)
-    found = float(predicted(row, ask=ask).costs[0])
+    send = replace(ASK, expected_followups=4.0, most_cached_tokens=200.0)
+    found = float(predicted(row, send=send).costs[0])
     once = 24 + 200 * 0.02 / 4  # a second copy of 200 tokens, for four
     assert found == pytest.approx(once + 0.01 * (30 + 60 + 4 * 1320) + 3 * 1.5 * 6.6)
 
@@ -158,7 +158,7 @@ def test_others_that_are_planned_go_first_if_they_are_shorter_and_last_if_not() 
 
 def test_what_is_cached_elsewhere_and_computed_here_is_paid_for() -> None:
     both = {"overlap_blocks": 30}, {"overlap_blocks": 10}
-    found = predicted(*both, ask=replace(ASK, most_cached_tokens=UNKNOWN))
+    found = predicted(*both, send=replace(ASK, most_cached_tokens=UNKNOWN))
     assert found.most_cached_tokens == 300
     terms = found.terms
     # The second has 200 tokens less, at 20 ms for a full chunk of 1000.
@@ -176,9 +176,9 @@ def test_a_prompt_that_is_cached_whole_still_computes_a_token() -> None:
 
 
 def test_a_long_prompt_is_computed_in_chunks_with_a_step_of_decode_each() -> None:
-    ask = replace(ASK, prompt_tokens=2500)
-    assert one({}, ask).prefill_ms == pytest.approx(20 + 20 + 15)
-    found = one({"open_runs": 2, "prompt_tokens": 900}, ask)
+    send = replace(ASK, prompt_tokens=2500)
+    assert one({}, send).prefill_ms == pytest.approx(20 + 20 + 15)
+    found = one({"open_runs": 2, "prompt_tokens": 900}, send)
     assert found.prefill_ms == pytest.approx(26 + 26 + 21)
     assert found.stall_ms == pytest.approx(2 * 55)
 
@@ -186,8 +186,8 @@ def test_a_long_prompt_is_computed_in_chunks_with_a_step_of_decode_each() -> Non
 def test_a_slower_place_takes_longer_for_everything() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900, "overlap_blocks": 10, "prefill_runs": 1,
            "prefill_tokens": 1500}  # fmt: skip
-    ask = replace(ASK, most_cached_tokens=300)
-    fast, slow = one(row, ask), one(row | {"pace": PACE._replace(slowdown=3.0)}, ask)
+    send = replace(ASK, most_cached_tokens=300)
+    fast, slow = one(row, send), one(row | {"pace": PACE._replace(slowdown=3.0)}, send)
     assert slow == pytest.approx([3 * term for term in fast])
 
 
@@ -205,7 +205,7 @@ LONG = replace(ASK, prompt_tokens=2500)
 
 
 @pytest.mark.parametrize(
-    ("ask", "row", "left_ms"),
+    ("send", "row", "left_ms"),
     [
         (LONG, {}, 0),
         (LONG, {"open_runs": 1, "prompt_tokens": 3000}, 0),  # in decode: a prefill starts at once
@@ -224,14 +224,14 @@ LONG = replace(ASK, prompt_tokens=2500)
     ],
 )
 def test_a_request_is_held_until_its_place_is_free(
-    ask: RequestFeatures, row: dict[str, Any], left_ms: float
+    send: RequestFeatures, row: dict[str, Any], left_ms: float
 ) -> None:
-    assert predicted(row, ask=ask).hold_ms == pytest.approx(left_ms)
+    assert predicted(row, send=send).hold_ms == pytest.approx(left_ms)
 
 
 def test_what_a_prefill_takes_alone_counts_what_is_cached() -> None:
     row = {"overlap_blocks": 20, "open_runs": 3, "prompt_tokens": 5000}
-    assert predicted(row).standalone_prefill_ms == pytest.approx(13)
+    assert predicted(row).results[:, STANDALONE] == pytest.approx(13)
 
 
 SPOTS = st.fixed_dictionaries({
@@ -271,31 +271,31 @@ def test_the_kernel_and_the_plain_formulas_agree_to_the_bit(
     rows: list[dict[str, Any]], prompt: int, output: float, held: float, leads_to: float,
     target_ms: float,
 ) -> None:  # fmt: skip
-    ask = replace(
+    send = replace(
         ASK, prompt_tokens=prompt, output_tokens=output, most_cached_tokens=held,
         expected_followups=leads_to,
         ttft_target_ms=target_ms, itl_target_ms=target_ms / 5,
     )  # fmt: skip
-    found = predicted(*rows, ask=ask)
+    found = predicted(*rows, send=send)
     candidates = record_decision(options(*rows), found.costs, 0, found.results).candidates
     assert len(candidates) == len(rows)
     for each in candidates:
         i = int(each.worker[1:])
-        plainly = cost_reference.predictive_cost(each, ask, LAMBDA)
+        plainly = cost_reference.predictive_cost(each, send, LAMBDA)
         assert plainly.cost_ms == each.cost == found.costs[i]
         assert plainly.ttft_ms == found.terms.ttft_ms[i]
-        assert plainly.alone_ms == found.standalone_prefill_ms[i]
+        assert plainly.alone_ms == found.results[i, STANDALONE]
         assert max(plainly.hold_ms, 0) == found.hold_ms[i]
 
 
 def test_who_is_expected_to_miss_a_target_comes_after_all_who_meet_it() -> None:
     near = {"overlap_blocks": 45}
     busy = near | {"open_runs": 2, "prompt_tokens": 900, "prefill_runs": 1, "prefill_tokens": 500}
-    ask = replace(ASK, most_cached_tokens=450.0)
-    free, held = predicted({}, busy, ask=ask).costs
-    assert predicted({}, busy, ask=replace(ask, ttft_target_ms=20.0)).costs[0] == free
-    assert predicted({}, busy, ask=replace(ask, ttft_target_ms=20.0)).costs[1] == held + 1e9
-    both = predicted({}, busy, ask=replace(ask, itl_target_ms=1.0)).costs
+    send = replace(ASK, most_cached_tokens=450.0)
+    free, held = predicted({}, busy, send=send).costs
+    assert predicted({}, busy, send=replace(send, ttft_target_ms=20.0)).costs[0] == free
+    assert predicted({}, busy, send=replace(send, ttft_target_ms=20.0)).costs[1] == held + 1e9
+    both = predicted({}, busy, send=replace(send, itl_target_ms=1.0)).costs
     assert both.tolist() == [free + 1e9, held + 1e9]
 
 
@@ -307,21 +307,16 @@ BIG = Request(id="big", model="m", token_ids=pack_tokens(list(range(4000))))
 ENGINE = {"total_kv_blocks": 4096, "max_num_batched_tokens": 8192}
 
 
-@pytest.fixture
-def stage() -> RoutingHarness:
-    return RoutingHarness()
-
-
-def held(stage: RoutingHarness, **over: Any) -> Wait:
-    planned = stage.plan(PREDICTIVE, **({"request": BIG} | over))
+def held(routing: RoutingHarness, **over: Any) -> Wait:
+    planned = routing.plan(PREDICTIVE, **({"request": BIG} | over))
     assert isinstance(planned, Wait), planned
     return planned
 
 
-def test_a_busy_worker_is_waited_for_and_told_when_to_look_again(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
-    hold = held(stage)
+def test_a_busy_worker_is_waited_for_and_told_when_to_look_again(routing: RoutingHarness) -> None:
+    routing.worker("w1")
+    routing.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
+    hold = held(routing)
     assert hold.reservation is not None
     assert hold.reservation.worker_rank == WorkerRank("w1", 0)
     # 4000 tokens by the published curve, beside a step of decode at an empty cache; 10 ms are over
@@ -330,58 +325,60 @@ def test_a_busy_worker_is_waited_for_and_told_when_to_look_again(stage: RoutingH
     assert hold.retry_at_ms == math.ceil(NOW_MS + alone_ms + 5.74 - 10)
 
 
-def test_the_first_token_of_who_is_there_frees_the_worker_at_once(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
-    held(stage)
+def test_the_first_token_of_who_is_there_frees_the_worker_at_once(routing: RoutingHarness) -> None:
+    routing.worker("w1")
+    routing.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
+    held(routing)
     place = WorkerRank("w1", 0)
-    stage.told.remove(place, WorkerLoad(1, 4000, 4000, 1, NOW_MS - 10))
-    stage.told.add(place, WorkerLoad(1, 4000))
-    assert isinstance(stage.plan(PREDICTIVE, request=BIG), Placement)
+    routing.got.remove(place, WorkerLoad(1, 4000, 4000, 1, NOW_MS - 10))
+    routing.got.add(place, WorkerLoad(1, 4000))
+    assert isinstance(routing.plan(PREDICTIVE, request=BIG), Placement)
 
 
-def test_the_wait_counts_from_the_last_first_token(stage: RoutingHarness) -> None:
-    stage.worker("w1")
+def test_the_wait_counts_from_the_last_first_token(routing: RoutingHarness) -> None:
+    routing.worker("w1")
     for _ in range(2):
-        stage.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 500)
-    assert isinstance(stage.plan(PREDICTIVE, request=BIG), Placement), "long over by the curve"
-    stage.told.on_first_token(WorkerRank("w1", 0), NOW_MS - 30)
-    decision = held(stage)
+        routing.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 500)
+    assert isinstance(routing.plan(PREDICTIVE, request=BIG), Placement), "long over by the curve"
+    routing.got.on_first_token(WorkerRank("w1", 0), NOW_MS - 30)
+    decision = held(routing)
     assert decision.retry_at_ms is not None
     assert NOW_MS < decision.retry_at_ms < NOW_MS + 200
 
 
-def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    first = stage.chosen(PREDICTIVE, request=BIG)
-    stage.own.add(first.worker_rank, first.load)
-    assert held(stage).reservation is not None
+def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(
+    routing: RoutingHarness,
+) -> None:
+    routing.worker("w1")
+    first = routing.chosen(PREDICTIVE, request=BIG)
+    routing.own.add(first.worker_rank, first.load)
+    assert held(routing).reservation is not None
 
 
 def test_nobody_is_held_beyond_the_longest_hold_nor_so_long_that_its_deadline_is_missed(
-    stage: RoutingHarness,
+    routing: RoutingHarness,
 ) -> None:
-    stage.worker("w1", engine={"total_kv_blocks": 300})  # 4800 tokens: full
-    stage.add_load("w1", 4000)
-    assert held(stage).retry_at_ms == NOW_MS + 10_000
-    assert held(stage, queued_since_ms=NOW_MS - 9_990).retry_at_ms == NOW_MS + 10
+    routing.worker("w1", engine={"total_kv_blocks": 300})  # 4800 tokens: full
+    routing.add_load("w1", 4000)
+    assert held(routing).retry_at_ms == NOW_MS + 10_000
+    assert held(routing, queued_since_ms=NOW_MS - 9_990).retry_at_ms == NOW_MS + 10
     assert isinstance(
-        stage.plan(PREDICTIVE, request=BIG, queued_since_ms=NOW_MS - 10_000), Placement
+        routing.plan(PREDICTIVE, request=BIG, queued_since_ms=NOW_MS - 10_000), Placement
     )
-    hold = held(stage, deadline_ms=NOW_MS + 60_000)
+    hold = held(routing, deadline_ms=NOW_MS + 60_000)
     assert hold.retry_at_ms == NOW_MS + 10_000
-    soon = stage.plan(PREDICTIVE, request=BIG, deadline_ms=NOW_MS + 50)
+    soon = routing.plan(PREDICTIVE, request=BIG, deadline_ms=NOW_MS + 50)
     assert isinstance(soon, Placement), "there is no time to wait in"
 
 
 def test_a_worker_goes_by_its_own_curve_and_by_what_was_learned_of_it(
-    stage: RoutingHarness,
+    routing: RoutingHarness,
 ) -> None:
-    stage.worker("w1", engine={"curve": CURVES.coefficients(speedup=2.0)})
-    stage.worker("w2", engine={"curve": CURVES.coefficients()})
-    assert stage.chosen(PREDICTIVE).worker_rank.worker == "w1"
+    routing.worker("w1", engine={"curve": CURVES.coefficients(speedup=2.0)})
+    routing.worker("w2", engine={"curve": CURVES.coefficients()})
+    assert routing.chosen(PREDICTIVE).worker_rank.worker == "w1"
     known = {"slowdown": {"w1": 4.0}}
-    decision = stage.chosen(PREDICTIVE, known=known)
+    decision = routing.chosen(PREDICTIVE, known=known)
     assert decision.worker_rank.worker == "w2"
     assert {c.worker: c.slowness for c in decision.candidates} == {"w1": 4.0, "w2": 1.0}
     assert {c.curve for c in decision.candidates} == {
@@ -391,15 +388,15 @@ def test_a_worker_goes_by_its_own_curve_and_by_what_was_learned_of_it(
 
 
 def test_who_was_not_measured_is_taken_to_be_like_the_fastest_of_its_kind(
-    stage: RoutingHarness,
+    routing: RoutingHarness,
 ) -> None:
     for worker in ("w1", "w2", "w3", "w4"):
-        stage.worker(worker)
-    stage.worker("w5", engine={"curve": CURVES.coefficients(3.0)})
+        routing.worker(worker)
+    routing.worker("w5", engine={"curve": CURVES.coefficients(3.0)})
     slowness = TrackedDict()
 
     def supposed() -> dict[str, float]:
-        decision = stage.chosen(PREDICTIVE, known={"slowdown": slowness})
+        decision = routing.chosen(PREDICTIVE, known={"slowdown": slowness})
         return {each.worker: each.slowness for each in decision.candidates}
 
     assert set(supposed().values()) == {1.0}
@@ -418,45 +415,45 @@ def test_who_was_not_measured_is_taken_to_be_like_the_fastest_of_its_kind(
     "curve", [(1.0,), (math.nan,) * 7, (-1.0,) * 7, (math.inf,) * 7, (1e7,) * 7]
 )
 def test_a_curve_that_cannot_be_true_is_not_believed(
-    stage: RoutingHarness, curve: tuple[float, ...]
+    routing: RoutingHarness, curve: tuple[float, ...]
 ) -> None:
-    stage.worker("w1", engine={"curve": curve})
-    assert stage.chosen(PREDICTIVE).candidates[0].curve == (), "the published one"
+    routing.worker("w1", engine={"curve": curve})
+    assert routing.chosen(PREDICTIVE).candidates[0].curve == (), "the published one"
 
 
-def test_what_others_have_in_mind_counts_as_load(stage: RoutingHarness) -> None:
-    stage.workers("w1", "w2")
+def test_what_others_have_in_mind_counts_as_load(routing: RoutingHarness) -> None:
+    routing.workers("w1", "w2")
     at = WorkerRank("w1", 0)
     assert (
-        stage.chosen(
+        routing.chosen(
             PREDICTIVE, known={"reservations": planned_reservations([(at, 90.0)])}
         ).worker_rank.worker
         == "w2"
     )
 
 
-def test_the_answer_is_expected_to_be_as_long_as_the_request_says(stage: RoutingHarness) -> None:
-    stage.worker("w1")
+def test_the_answer_is_expected_to_be_as_long_as_the_request_says(routing: RoutingHarness) -> None:
+    routing.worker("w1")
 
     def expected(**over: Any) -> float:
         request = Request(id="a", model="m", token_ids=TOKENS, **over)
-        return stage.chosen(PREDICTIVE, request=request).params["output_tokens"]
+        return routing.chosen(PREDICTIVE, request=request).params["output_tokens"]
 
     assert expected() == 200
     assert expected(hints=Hints(expected_output_tokens=70)) == 70
     assert expected(stop=StopConditions(max_tokens=30)) == 30
     assert expected(stop=StopConditions(max_tokens=0)) == 1
     assert (
-        stage.chosen(PREDICTIVE, known={"mean_output_tokens": 90.0}).params["output_tokens"] == 90
+        routing.chosen(PREDICTIVE, known={"mean_output_tokens": 90.0}).params["output_tokens"] == 90
     )
 
 
-def test_preferred_taints_count(stage: RoutingHarness) -> None:
-    stage.worker("w1")
-    stage.worker("w2", taints=("fast",))
+def test_preferred_taints_count(routing: RoutingHarness) -> None:
+    routing.worker("w1")
+    routing.worker("w2", taints=("fast",))
     wanted = RoutingConstraints(preferred_taints={"fast": 0.1})
     request = Request(id="a", model="m", hints=Hints(routing_constraints=wanted))
-    assert stage.chosen(PREDICTIVE, request=request).worker_rank.worker == "w2"
+    assert routing.chosen(PREDICTIVE, request=request).worker_rank.worker == "w2"
 
 
 REQUESTS = st.lists(
@@ -483,31 +480,31 @@ WORKERS = st.lists(
 )  # fmt: skip
 
 
-def told(workers: list[dict[str, Any]]) -> tuple[RoutingHarness, dict[str, Any]]:
+def got(workers: list[dict[str, Any]]) -> tuple[RoutingHarness, dict[str, Any]]:
     """A stage with these workers, and what else is known of them."""
-    stage = RoutingHarness()
+    routing = RoutingHarness()
     known: dict[str, Any] = {"slowdown": {}}
     others: list[tuple[WorkerRank, float]] = []
     for n, each in enumerate(workers):
-        name = stage.worker(f"w{n}", engine=each["engine"])
+        name = routing.worker(f"w{n}", engine=each["engine"])
         if each["tokens"]:
-            stage.add_load(name, each["tokens"], each["prefill"], since_ms=each["since_ms"])
+            routing.add_load(name, each["tokens"], each["prefill"], since_ms=each["since_ms"])
         if each["blocks"]:
-            stage.add_blocks(name, each["blocks"])
+            routing.add_blocks(name, each["blocks"])
         known["slowdown"][name] = each["slowness"]
         others += [(WorkerRank(name, n), ms) for ms in each["others"]]
     known["reservations"] = planned_reservations(others)
-    return stage, known
+    return routing, known
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=1, max_size=40), st.floats(0, 1))
 def test_many_reservations_are_recorded_as_their_sum_and_costs_recomputed_to_the_bit(
     others: list[float], decode_weight: float
 ) -> None:
-    stage = RoutingHarness()
-    place = WorkerRank(stage.worker("w1"), 0)
+    routing = RoutingHarness()
+    place = WorkerRank(routing.worker("w1"), 0)
     weights = PREDICTIVE.predictive_weights._replace(decode_weight=decode_weight)
-    decision = stage.chosen(
+    decision = routing.chosen(
         PREDICTIVE._replace(predictive_weights=weights),
         known={"reservations": planned_reservations([(place, ms) for ms in others])},
     )
@@ -526,19 +523,19 @@ def test_many_reservations_are_recorded_as_their_sum_and_costs_recomputed_to_the
 def test_a_decision_is_a_function_of_its_inputs_and_recomputed_from_its_record(
     workers: list[dict[str, Any]], seed: int
 ) -> None:
-    stage, known = told(workers)
+    routing, known = got(workers)
     over: dict[str, Any] = {"seed": seed, "known": known, "queued_since_ms": NOW_MS - 10_000}
-    decision = stage.chosen(PREDICTIVE, **over)
-    assert decision == stage.chosen(PREDICTIVE, **over)
+    decision = routing.chosen(PREDICTIVE, **over)
+    assert decision == routing.chosen(PREDICTIVE, **over)
     assert recompute_choice(to_assigned(decision)) == decision.worker_rank
     assert all(math.isfinite(c.cost) and c.cost > 0 for c in decision.candidates)
 
 
 @given(WORKERS, st.floats(0, 20_000), st.floats(-500, 20_000))
 def test_a_hold_has_an_end(workers: list[dict[str, Any]], waited_ms: float, left_ms: float) -> None:
-    stage, known = told(workers)
+    routing, known = got(workers)
     since_ms, deadline_ms = NOW_MS - waited_ms, NOW_MS + left_ms
-    planned = stage.plan(
+    planned = routing.plan(
         PREDICTIVE, request=BIG, known=known, queued_since_ms=since_ms, deadline_ms=deadline_ms
     )
     if isinstance(planned, Wait):
@@ -555,13 +552,13 @@ def test_a_hold_has_an_end(workers: list[dict[str, Any]], waited_ms: float, left
 def test_without_caches_it_is_the_least_load_in_predicted_milliseconds(
     loads: list[tuple[int, int]], seed: int
 ) -> None:
-    stage = RoutingHarness()
+    routing = RoutingHarness()
     for n, (thousands, ago_ms) in enumerate(loads):
-        stage.worker(f"w{n}")
+        routing.worker(f"w{n}")
         tokens = 1000 * thousands
-        stage.add_load(f"w{n}", 20_000, prefill=tokens, since_ms=NOW_MS - ago_ms)
+        routing.add_load(f"w{n}", 20_000, prefill=tokens, since_ms=NOW_MS - ago_ms)
     known = {"slowdown": {}}
-    decision = stage.chosen(PREDICTIVE, seed=seed, queued_since_ms=0, known=known)
+    decision = routing.chosen(PREDICTIVE, seed=seed, queued_since_ms=0, known=known)
 
     def left_ms(load: tuple[int, int]) -> float:
         return max(EngineProfile().prefill_ms(1000 * load[0], 5.74) - load[1], 5.74 / 2)
@@ -570,15 +567,17 @@ def test_without_caches_it_is_the_least_load_in_predicted_milliseconds(
     assert left_ms(loads[place]) == min(map(left_ms, loads))
 
 
-def test_what_one_has_in_mind_itself_is_no_load_for_it(stage: RoutingHarness) -> None:
-    stage.workers("w1", "w2")
-    stage.add_load("w2", 500)
+def test_what_one_has_in_mind_itself_is_no_load_for_it(routing: RoutingHarness) -> None:
+    routing.workers("w1", "w2")
+    routing.add_load("w2", 500)
     held, wants = (
         PendingRequests[int](),
         [PendingRequest(n, n, PromptHashes(BIG), n, NOW_MS) for n in range(2)],
     )
     held.add(0, 0, NOW_MS, Reservation(WorkerRank("w1", 0), 500.0, 0))
-    view = RoutingState(stage.fleet, stage.pools, stage.index, stage.told, stage.own, NOW_MS)
+    view = RoutingState(
+        routing.fleet, routing.pools, routing.index, routing.got, routing.own, NOW_MS
+    )
     by = BatchContext(view, PREDICTIVE)
     ((pool, group),) = uniform_groups(wants, by)
     assert pool is not None
@@ -590,7 +589,7 @@ def test_what_one_has_in_mind_itself_is_no_load_for_it(stage: RoutingHarness) ->
 def test_a_survey_comes_to_what_planning_one_after_the_other_does(
     workers: list[dict[str, Any]], requests: list[dict[str, Any]], looks: set[int], old: set[int]
 ) -> None:
-    stage, known = told(workers)
+    routing, known = got(workers)
     del known["reservations"]
     wanted = [
         PendingRequest(
@@ -602,7 +601,7 @@ def test_a_survey_comes_to_what_planning_one_after_the_other_does(
         for n, each in enumerate(requests)
     ]  # fmt: skip
     view = RoutingState(
-        stage.fleet, stage.pools, stage.index, stage.told, stage.own, NOW_MS,
+        routing.fleet, routing.pools, routing.index, routing.got, routing.own, NOW_MS,
         slowdown=known["slowdown"],
     )  # fmt: skip
 

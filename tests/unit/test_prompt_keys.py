@@ -43,15 +43,15 @@ def test_a_prompt_has_the_keys_that_its_worker_publishes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "stored"),
+    ("sent", "stored"),
     [
         ({"cache_salt": "tenant"}, {"cache_salt": "tenant"}),
         ({"hints": Hints(lora_name="adapter")}, {"lora_name": "adapter"}),
     ],
 )
-def test_salt_and_adapter_separate_prompts(asked: dict[str, Any], stored: dict[str, str]) -> None:
-    assert keys(**asked) == published(TOKENS, **stored)
-    assert not set(keys(**asked)) & set(keys())
+def test_salt_and_adapter_separate_prompts(sent: dict[str, Any], stored: dict[str, str]) -> None:
+    assert keys(**sent) == published(TOKENS, **stored)
+    assert not set(keys(**sent)) & set(keys())
 
 
 def test_tokens_that_are_out_belong_to_what_is_computed() -> None:

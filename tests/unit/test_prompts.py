@@ -19,11 +19,12 @@ from app.preprocess.kafka_prompts import (
 )
 from app.preprocess.models.byte_model import ByteModel, Model
 from app.preprocess.prompt_errors import BadModel
+from app.preprocess.result_rules import ResultRules
 from app.preprocess.text.byte_level import ASSISTANT, USER, render_chat
 from streams import ports
 from streams.codecs import encode, unpack_tokens
 from streams.records import Cancel, Refused
-from streams.request import Request, SamplingOptions, StopConditions
+from streams.request import ReplyAddress, Request, ResultOptions, SamplingOptions, StopConditions
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -39,29 +40,31 @@ def served(context: int | None = None, name: str = "m") -> FindModel:
     return find
 
 
-def said(key: bytes | None, value: bytes | None, find: FindModel) -> Answer:
+def output(key: bytes | None, value: bytes | None, find: FindModel) -> Answer:
     question = read_prompt(key, value, 1234)
     if isinstance(question, PromptRecord):
         return asyncio.run(to_request(question, find, 60.0))
     return question
 
 
-def ask(kind: str = "chat", body: Any = None, find: FindModel | None = None, **over: Any) -> Answer:
+def send(
+    kind: str = "chat", body: Any = None, find: FindModel | None = None, **over: Any
+) -> Answer:
     fields = {"id": "a", "kind": kind, "body": CHAT if body is None else body} | over
-    return said(b"a", json.dumps(fields).encode(), find or served())
+    return output(b"a", json.dumps(fields).encode(), find or served())
 
 
-def tokens_of(asked: object) -> list[int]:
-    assert isinstance(asked, Request), asked
-    return list(unpack_tokens(asked.token_ids))
+def tokens_of(sent: object) -> list[int]:
+    assert isinstance(sent, Request), sent
+    return list(unpack_tokens(sent.token_ids))
 
 
-def refusal_of(asked: object) -> str:
-    if isinstance(asked, UnreadablePrompt):
-        asked = asked.refusal
-    assert isinstance(asked, Refused), asked
-    assert (asked.id, asked.code) == ("a", "invalid")
-    return asked.message
+def refusal_of(sent: object) -> str:
+    if isinstance(sent, UnreadablePrompt):
+        sent = sent.refusal
+    assert isinstance(sent, Refused), sent
+    assert (sent.id, sent.code) == ("a", "invalid")
+    return sent.message
 
 
 def test_a_chat_is_rendered_and_its_options_are_kept() -> None:
@@ -69,45 +72,45 @@ def test_a_chat_is_rendered_and_its_options_are_kept() -> None:
         "model": "m", "max_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9,
         "top_k": 3, "seed": 11, "ignore_eos": True, "stream": True, "user": "u", "n": 1,
     }  # fmt: skip
-    asked = ask(body=body, tenant="t", deadline_s=5)
-    assert asked == Request(
-        id="a", model="m", token_ids=asked.token_ids, tenant="t", deadline_s=5, received_ms=1234,
+    sent = send(body=body, tenant="t", deadline_s=5)
+    assert sent == Request(
+        id="a", model="m", token_ids=sent.token_ids, tenant="t", deadline_s=5, received_ms=1234,
         queued_ms=1234,
         stop=StopConditions(max_tokens=7, min_tokens=2, ignore_eos=True),
         sampling=SamplingOptions(temperature=0.5, top_p=0.9, top_k=3, seed=11),
     )  # fmt: skip
-    assert tokens_of(asked) == [USER, *b"hi", ASSISTANT]
+    assert tokens_of(sent) == [USER, *b"hi", ASSISTANT]
 
 
 def test_a_prompt_without_a_deadline_gets_the_default() -> None:
-    asked = ask()
-    assert isinstance(asked, Request)
-    assert asked.deadline_s == 60.0
+    sent = send()
+    assert isinstance(sent, Request)
+    assert sent.deadline_s == 60.0
 
 
 def test_content_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    asked = ask(body={"messages": [{"role": "user", "content": parts}]})
-    assert tokens_of(asked) == render_chat([("user", "a\nb")])
+    sent = send(body={"messages": [{"role": "user", "content": parts}]})
+    assert tokens_of(sent) == render_chat([("user", "a\nb")])
 
 
 def test_the_newer_name_of_the_limit_wins() -> None:
-    asked = ask(body=CHAT | {"max_tokens": 5, "max_completion_tokens": 9})
-    assert isinstance(asked, Request)
-    assert asked.stop.max_tokens == 9
+    sent = send(body=CHAT | {"max_tokens": 5, "max_completion_tokens": 9})
+    assert isinstance(sent, Request)
+    assert sent.stop.max_tokens == 9
 
 
 def test_a_completion_is_its_text_and_the_marker() -> None:
-    assert tokens_of(ask("completion", {"prompt": "hé"})) == [*"hé".encode(), ASSISTANT]
-    assert tokens_of(ask("completion", {"prompt": [5, 6]})) == [5, 6, ASSISTANT]
+    assert tokens_of(send("completion", {"prompt": "hé"})) == [*"hé".encode(), ASSISTANT]
+    assert tokens_of(send("completion", {"prompt": [5, 6]})) == [5, 6, ASSISTANT]
 
 
 def test_tokens_are_taken_as_they_are() -> None:
-    assert tokens_of(ask("tokens", {"token_ids": [5, 2**32 - 1]})) == [5, 2**32 - 1]
+    assert tokens_of(send("tokens", {"token_ids": [5, 2**32 - 1]})) == [5, 2**32 - 1]
 
 
 def test_a_cancel_needs_no_body() -> None:
-    assert isinstance(ask("cancel", {}), Cancel)
+    assert isinstance(send("cancel", {}), Cancel)
 
 
 @pytest.mark.parametrize(
@@ -145,48 +148,48 @@ def test_a_cancel_needs_no_body() -> None:
     ],
 )
 def test_a_wrong_field_is_named(kind: str, body: Any, named: str) -> None:
-    assert refusal_of(ask(kind, body)).startswith(named)
+    assert refusal_of(send(kind, body)).startswith(named)
 
 
 def test_a_refusal_does_not_repeat_what_was_given() -> None:
-    message = refusal_of(ask(body={"messages": [{"role": ["secret-role"], "content": "secret"}]}))
+    message = refusal_of(send(body={"messages": [{"role": ["secret-role"], "content": "secret"}]}))
     assert "secret" not in message
 
 
 def test_many_problems_are_counted_not_listed() -> None:
     names = ("stop", "top_p", "top_k", "min_p", "seed")
-    message = refusal_of(ask("tokens", {"token_ids": [1]} | dict.fromkeys(names, True)))
+    message = refusal_of(send("tokens", {"token_ids": [1]} | dict.fromkeys(names, True)))
     assert sum(name in message for name in names) == 3
     assert message.endswith("and 2 more")
 
 
 def test_a_deadline_beyond_the_longest_is_refused() -> None:
-    assert refusal_of(ask(deadline_s=1e6)).startswith("deadline_s: ")
+    assert refusal_of(send(deadline_s=1e6)).startswith("deadline_s: ")
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
-    message = refusal_of(ask("tokens", {"token_ids": [1] * 9}, served(9)))
+    message = refusal_of(send("tokens", {"token_ids": [1] * 9}, served(9)))
     assert message.startswith("body.token_ids: ")
     assert "context length is 9 tokens; the prompt has 9 " in message
 
 
 def test_an_answer_beyond_the_context_is_refused() -> None:
-    message = refusal_of(ask("tokens", {"token_ids": [1] * 5, "max_tokens": 5}, served(9)))
+    message = refusal_of(send("tokens", {"token_ids": [1] * 5, "max_tokens": 5}, served(9)))
     assert message.startswith("body.max_tokens: This model's maximum context ")
     assert message.endswith("the prompt has 5 and the answer may have 5")
-    assert tokens_of(ask("tokens", {"token_ids": [1] * 5, "max_tokens": 4}, served(9)))
+    assert tokens_of(send("tokens", {"token_ids": [1] * 5, "max_tokens": 4}, served(9)))
 
 
 def test_a_request_names_its_model_though_the_prompt_did_not() -> None:
-    asked = ask(find=served(name="only"))
-    assert isinstance(asked, Request)
-    assert asked.model == "only"
+    sent = send(find=served(name="only"))
+    assert isinstance(sent, Request)
+    assert sent.model == "only"
 
 
 def test_stop_strings_are_kept() -> None:
-    asked = ask(body=CHAT | {"stop": "\n"})
-    assert isinstance(asked, Request)
-    assert asked.stop.stop == ("\n",)
+    sent = send(body=CHAT | {"stop": "\n"})
+    assert isinstance(sent, Request)
+    assert sent.stop.stop == ("\n",)
 
 
 @pytest.mark.parametrize("error", [BadModel("no tokenizer"), TimeoutError()])
@@ -194,38 +197,38 @@ def test_a_model_that_cannot_be_used_is_no_fault_of_the_prompt(error: Exception)
     async def find(_: str) -> Model:
         raise error
 
-    asked = ask(find=find)
-    assert isinstance(asked, Refused)
-    assert asked.code == "internal"
-    assert asked.message.startswith("body.model: ")
+    sent = send(find=find)
+    assert isinstance(sent, Refused)
+    assert sent.code == "internal"
+    assert sent.message.startswith("body.model: ")
 
 
 @pytest.mark.parametrize(
     "value", [b"", None, b"{", b"hello", b"\xff\xfe", b'{"id":"\xff"}', b"[]", b"5", b"[" * 10**4]
 )
 def test_what_is_no_json_object_is_answered_to_the_key_and_put_aside(value: bytes | None) -> None:
-    asked = said(b"key", value, served())
-    assert isinstance(asked, UnreadablePrompt)
-    assert asked.refusal == Refused(id="key", code="invalid", message=asked.reason)
+    sent = output(b"key", value, served())
+    assert isinstance(sent, UnreadablePrompt)
+    assert sent.refusal == Refused(id="key", code="invalid", message=sent.reason)
 
 
 def test_what_the_log_could_not_hand_out_is_answered_with_the_reason() -> None:
-    asked = said(b"key", ports.Unreadable(b"too large"), served())
-    assert asked == UnreadablePrompt(
+    sent = output(b"key", ports.Unreadable(b"too large"), served())
+    assert sent == UnreadablePrompt(
         "too large", Refused(id="key", code="invalid", message="too large")
     )
 
 
 @pytest.mark.parametrize("key", [None, b"", b"\xff", b"x" * 201])
 def test_without_any_id_it_is_unreadable(key: bytes | None) -> None:
-    assert isinstance(said(key, b"{}", served()), UnreadablePrompt)
-    assert isinstance(said(key, b'{"id": 5}', served()), UnreadablePrompt)
+    assert isinstance(output(key, b"{}", served()), UnreadablePrompt)
+    assert isinstance(output(key, b'{"id": 5}', served()), UnreadablePrompt)
 
 
 def test_the_id_in_the_prompt_is_answered_before_the_key() -> None:
-    asked = said(b"key", b'{"id":"mine","kind":5}', served())
-    assert isinstance(asked, Refused)
-    assert asked.id == "mine"
+    sent = output(b"key", b'{"id":"mine","kind":5}', served())
+    assert isinstance(sent, Refused)
+    assert sent.id == "mine"
 
 
 JSON = st.recursive(
@@ -260,11 +263,11 @@ FIELDS = st.fixed_dictionaries(
 
 @given(value=st.binary(max_size=60) | FIELDS.map(lambda f: json.dumps(f).encode()))
 def test_whatever_comes_is_answered_and_can_be_sent(value: bytes) -> None:
-    asked = said(b"key", value, served(50))
-    if isinstance(asked, UnreadablePrompt):
-        assert asked.refusal is not None
-        asked = asked.refusal
-    encode(asked, asked.id)
+    sent = output(b"key", value, served(50))
+    if isinstance(sent, UnreadablePrompt):
+        assert sent.refusal is not None
+        sent = sent.refusal
+    encode(sent, sent.id)
 
 
 def ask_as_is(kind: str, body: Any) -> Answer:
@@ -276,15 +279,15 @@ def ask_as_is(kind: str, body: Any) -> Answer:
 
 
 def test_what_would_become_more_than_is_taken_at_a_time_is_refused_as_too_large() -> None:
-    asked = ask_as_is("completion", {"prompt": ["a", "b"] * 64, "suffix": "c" * (1 << 20)})
-    assert isinstance(asked, Refused)
-    assert asked.code == "too_large"
+    sent = ask_as_is("completion", {"prompt": ["a", "b"] * 64, "suffix": "c" * (1 << 20)})
+    assert isinstance(sent, Refused)
+    assert sent.code == "too_large"
 
 
 @pytest.mark.parametrize("field", ["theirs", "nvext"])
 def test_what_is_nested_too_deep_to_be_written_again_is_refused(field: str) -> None:
     """How deep that is depends on the stack, so all depths are tried."""
-    told = set()
+    got = set()
     for depth in range(700, 1000):
         deep = "[" * depth + "]" * depth
         value = deep if field == "theirs" else f'{{"agent_context":{{"a":{deep}}}}}'
@@ -293,8 +296,155 @@ def test_what_is_nested_too_deep_to_be_written_again_is_refused(field: str) -> N
             b"a", f'{{"id":"a","kind":"chat","body":{body}}}'.encode(), 1, lambda _: True
         )
         if isinstance(question, PromptRecord):
-            asked = asyncio.run(to_request(question, served(), 60.0))
-            told.add(refusal_of(asked) if isinstance(asked, Refused) else "")
+            sent = asyncio.run(to_request(question, served(), 60.0))
+            got.add(refusal_of(sent) if isinstance(sent, Refused) else "")
         else:
-            told.add(refusal_of(question))
-    assert "body: is nested too deep" in told
+            got.add(refusal_of(question))
+    assert "body: is nested too deep" in got
+
+
+# --- results --------------------------------------------------------------------------------------
+
+REPLIES = ResultRules("requested", ("replies-", "out."), "kvlane.")
+
+
+def asked_with(
+    *headers: tuple[str, bytes | None], rules: ResultRules = REPLIES, **over: Any
+) -> Request | Refused:
+    fields = {"id": "a", "body": CHAT} | over
+    parsed = read_prompt(b"a", json.dumps(fields).encode(), 1234, lambda _: False, headers, rules)
+    if isinstance(parsed, PromptRecord):
+        return asyncio.run(to_request(parsed, served(), 60.0))
+    assert isinstance(parsed, Refused), parsed
+    return parsed
+
+
+def test_faststream_names_the_topic_of_the_reply_in_a_header() -> None:
+    asked = asked_with(("reply_to", b"replies-1"), ("correlation_id", b"c-1"))
+    assert isinstance(asked, Request)
+    assert asked.result is not None
+    assert asked.result.reply == ReplyAddress(
+        topic="replies-1", headers=(("correlation_id", b"c-1"),)
+    )
+
+
+def test_spring_names_topic_and_partition_of_the_reply_in_headers() -> None:
+    asked = asked_with(
+        ("kafka_replyTopic", b"out.x"), ("kafka_replyPartition", b"\0\0\0\3"),
+        ("kafka_correlationId", bytes(range(16))),
+    )  # fmt: skip
+    assert isinstance(asked, Request)
+    assert asked.result is not None
+    assert asked.result.reply == ReplyAddress(
+        topic="out.x", headers=(("kafka_correlationId", bytes(range(16))),), partition=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("headers", "rules", "wrong"),
+    [
+        ([("reply_to", b"replies-1")], ResultRules(), "headers.reply_to: no replies are allowed"),
+        ([("reply_to", b"other")], REPLIES, "headers.reply_to: the topic is not among"),
+        ([("reply_to", b"kvlane.requests")], ResultRules(reply_prefixes=("k",)), "not among"),
+        ([("reply_to", b"replies-\xff")], REPLIES, "is no name of a topic"),
+        ([("reply_to", b"replies-/")], REPLIES, "is no name of a topic"),
+        ([("kafka_replyTopic", b"..")], ResultRules(reply_prefixes=(".",)), "is no name"),
+        (
+            [("kafka_replyTopic", b"out.x"), ("kafka_replyPartition", b"\0")],
+            REPLIES,
+            "headers.kafka_replyPartition",
+        ),
+        (
+            [("kafka_replyTopic", b"out.x"), ("kafka_replyPartition", b"\xff\0\0\0")],
+            REPLIES,
+            "headers.kafka_replyPartition",
+        ),
+        (
+            [("reply_to", b"replies-1"), ("correlation_id", b"x" * 1025)],
+            REPLIES,
+            "headers.correlation_id: has more than 1024 bytes",
+        ),
+        ([("reply_to", b"replies-1")], REPLIES._replace(scope="batch"), "only batch jobs"),
+    ],
+)
+def test_an_address_that_is_not_allowed_refuses_the_prompt(
+    headers: list[tuple[str, bytes]], rules: ResultRules, wrong: str
+) -> None:
+    asked = asked_with(*headers, rules=rules)
+    assert isinstance(asked, Refused)
+    assert asked.code == "invalid"
+    assert wrong in asked.message
+
+
+@pytest.mark.parametrize(
+    ("scope", "over", "gets_one"),
+    [
+        ("requested", {}, False),
+        ("requested", {"result": True}, True),
+        ("requested", {"batch_id": "b"}, True),
+        ("all", {}, True),
+        ("batch", {}, False),
+        ("batch", {"batch_id": "b"}, True),
+    ],
+)
+def test_the_scope_decides_which_prompts_get_a_result(
+    scope: Any, over: dict[str, Any], gets_one: bool
+) -> None:
+    asked = asked_with(rules=ResultRules(scope), **over)
+    assert isinstance(asked, Request)
+    assert (asked.result is not None) is gets_one
+
+
+def test_what_the_scope_excludes_is_refused_rather_than_forgotten() -> None:
+    asked = asked_with(rules=ResultRules("batch"), result=True)
+    assert isinstance(asked, Refused)
+    assert "KVLANE_RESULTS" in asked.message
+
+
+def test_a_prompt_gets_no_result_unless_it_asks() -> None:
+    sent = send(metadata={"a": 1}, custom_id="line-7")
+    assert isinstance(sent, Request)
+    assert sent.result is None
+
+
+@pytest.mark.parametrize("over", [{"result": True}, {"batch_id": "batch_1"}])
+def test_what_is_copied_to_a_result_goes_with_the_request(over: dict[str, Any]) -> None:
+    sent = send("completion", {"prompt": "x"}, metadata={"a": [1, "é"]}, custom_id="line-7", **over)
+    assert isinstance(sent, Request)
+    assert sent.result == ResultOptions(
+        kind="completion",
+        metadata='{"a":[1,"é"]}'.encode(),
+        batch_id=over.get("batch_id", ""),
+        custom_id="line-7",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "over"),
+    [
+        ("chat", {"body": {"messages": []}}),
+        ("chat", {"body": CHAT | {"n": 2}}),
+        ("completion", {"body": {"prompt": ["a", "b"]}}),
+        ("chat", {"deadline_s": -1}),
+    ],
+)
+def test_a_refusal_carries_the_options_of_the_result(kind: str, over: dict[str, Any]) -> None:
+    sent = send(kind, result=True, metadata={"a": 1}, **over)
+    assert isinstance(sent, Refused), sent
+    assert sent.result == ResultOptions(kind=kind, metadata=b'{"a":1}')  # type: ignore[arg-type]
+
+
+def test_a_refusal_without_valid_options_of_a_result_gets_none() -> None:
+    sent = send(result=True, custom_id=7)
+    assert isinstance(sent, Refused)
+    assert (sent.message.split(":")[0], sent.result) == ("custom_id", None)
+
+
+def test_metadata_are_bounded() -> None:
+    sent = send(result=True, metadata={"a": "x" * 17_000})
+    assert "metadata" in refusal_of(sent)
+    assert "16384" in refusal_of(sent)
+
+
+def test_a_cancel_has_no_result() -> None:
+    assert send("cancel", result=True) == Cancel(id="a", reason="the client cancelled it")

@@ -10,9 +10,9 @@ from app.bench.report import Report, at_least, at_most
 def test_lines_below_the_table_are_printed_whole_on_a_narrow_terminal() -> None:
     line = "seed 17: " + "lost request; " * 30
     console = Console(width=40)
-    with console.capture() as told:
+    with console.capture() as got:
         Report("seeds", [{"seeds": 100, "failed": 1}], [], lines=[line]).show(console)
-    assert line in told.get()
+    assert line in got.get()
 
 
 def test_limits_include_the_limit_itself() -> None:

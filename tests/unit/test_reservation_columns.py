@@ -70,8 +70,8 @@ def test_columns_say_what_a_plain_list_of_reservations_does(
         assert reserved(held.reservations_of_others(key)) == plain.others(key)
         for each in PLACES:
             assert held.next_for(each) == plain.next_for(each, classes)
-    asked = [PendingRequest(n, n, PromptHashes(Request(id=f"{n}")), 0, 0) for n in sorted(looking)]
-    joined = held.joined(asked)
+    sent = [PendingRequest(n, n, PromptHashes(Request(id=f"{n}")), 0, 0) for n in sorted(looking)]
+    joined = held.joined(sent)
     assert reserved(joined.reservations) == plain.others(-1)
     has_reservation = (joined.reservations.numbers >= 0).tolist()
     for n, at in zip(sorted(looking), joined.positions.tolist(), strict=True):

@@ -15,7 +15,12 @@ from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.errors import OffsetOutOfRangeError
 
 from streams.kafka.fetching.fetch_session import REQUESTS_WITHOUT_SESSION
-from streams.kafka.fetching.session_fetcher import IDLE_WAIT_MS, SessionFetcher
+from streams.kafka.fetching.session_fetcher import (
+    FEW_BYTES,
+    IDLE_WAIT_MS,
+    SPARSE_WAIT_FACTOR,
+    SessionFetcher,
+)
 from tests.harness.fetch_cluster import ANSWER_S, FetchCluster
 
 LANES = [TopicPartition("lanes", p) for p in range(4)]
@@ -83,6 +88,8 @@ async def test_records_of_one_partition_list_that_one_alone(consumer: Consumer) 
     before = len(consumer.node.requests)
     consumer.cluster.ends[LANES[2]] = 8
     await consumer.until(lambda: len(consumer.values) == 3)
+    answered = len(consumer.node.requests)
+    await consumer.until(lambda: len(consumer.node.requests) > answered)
     await consumer.until_steady()
     assert {tp for listed in consumer.node.requests[before:] for tp in listed} == {LANES[2]}
     assert set(consumer.values) == {(LANES[2], at) for at in (5, 6, 7)}
@@ -107,8 +114,21 @@ async def test_consumer_that_gathers_waits_longer_for_the_first_record_than_for_
         consumer.cluster.ends[LANES[2]] += 1
         node.answers.set()
         await consumer.until(lambda at=at: len(node.waits) > at + 2)
-        assert gathering in node.waits[at:]
+        assert (1000, 20 * SPARSE_WAIT_FACTOR) in node.waits[at:]
         assert node.waits[-1] == idle
+    await consumer.fetcher.close()
+
+
+async def test_consumer_that_gathers_does_not_wait_longer_behind_many_records() -> None:
+    consumer = Consumer(FetchCluster(LANES), fetch_min_bytes=1000, fetch_max_wait_ms=20)
+    node = consumer.node
+    consumer.assign(dict.fromkeys(LANES, 5))
+    await consumer.until(lambda: len(node.waits) > REQUESTS_WITHOUT_SESSION + 2)
+    at = len(node.waits)
+    consumer.cluster.ends[LANES[2]] += FEW_BYTES
+    await consumer.until(lambda: (1000, 20) in node.waits[at:])
+    await consumer.until(lambda: node.waits[-1] == (1, IDLE_WAIT_MS))
+    assert set(node.waits[at:]) == {(1000, 20), (1, IDLE_WAIT_MS)}
     await consumer.fetcher.close()
 
 

@@ -31,7 +31,7 @@ def decided(
     )  # fmt: skip
 
 
-def told(*decisions: tuple[int, int, Assigned]) -> SessionAffinities:
+def got(*decisions: tuple[int, int, Assigned]) -> SessionAffinities:
     """Sessions that heard of decisions: lane, time, record."""
     sessions = SessionAffinities(WINDOW_MS)
     for lane, at_ms, decision in decisions:
@@ -40,7 +40,7 @@ def told(*decisions: tuple[int, int, Assigned]) -> SessionAffinities:
 
 
 def test_a_session_is_bound_by_its_first_decision() -> None:
-    sessions = told((0, 1000, decided(W1)))
+    sessions = got((0, 1000, decided(W1)))
     assert sessions.preferred_rank("s", "aggregated", 1000) == W1
     assert sessions.preferred_rank("other", "aggregated", 1000) is None
 
@@ -57,19 +57,19 @@ def test_decisions_without_a_session_bind_nothing() -> None:
 def test_it_moves_with_the_last_decision_of_any_lane(lanes: tuple[int, int]) -> None:
     later, earlier = (lanes[0], 3000, decided(W2)), (lanes[1], 2000, decided(W1))
     for order in itertools.permutations((later, earlier)):
-        assert told(*order).preferred_rank("s", "aggregated", 3000) == W2
+        assert got(*order).preferred_rank("s", "aggregated", 3000) == W2
 
 
 @pytest.mark.parametrize("phase", ["aggregated", "decode"])
 def test_prefill_is_bound_apart(phase: Phase) -> None:
-    sessions = told((0, 1000, decided(W1, phase="prefill")), (0, 1001, decided(W2, phase=phase)))
+    sessions = got((0, 1000, decided(W1, phase="prefill")), (0, 1001, decided(W2, phase=phase)))
     assert sessions.preferred_rank("s", "prefill", 1001) == W1
     assert sessions.preferred_rank("s", "aggregated", 1001) == W2
     assert sessions.preferred_rank("s", "decode", 1001) == W2
 
 
 def test_it_ends_when_it_was_idle_for_its_time_and_use_begins_that_anew() -> None:
-    sessions = told((0, 1000, decided(timeout_s=10)))
+    sessions = got((0, 1000, decided(timeout_s=10)))
     assert sessions.preferred_rank("s", "aggregated", 11_000) == W1
     assert sessions.preferred_rank("s", "aggregated", 11_001) is None
     sessions.apply(0, decided(timeout_s=10), 11_000)
@@ -77,25 +77,25 @@ def test_it_ends_when_it_was_idle_for_its_time_and_use_begins_that_anew() -> Non
 
 
 def test_no_idle_time_is_longer_than_what_a_router_reads_when_it_starts() -> None:
-    sessions = told((0, 0, decided(timeout_s=10**6)))
+    sessions = got((0, 0, decided(timeout_s=10**6)))
     assert sessions.preferred_rank("s", "aggregated", WINDOW_MS) == W1
     assert sessions.preferred_rank("s", "aggregated", WINDOW_MS + 1) is None
 
 
 def test_it_ends_when_it_is_closed_whatever_other_lanes_said_before() -> None:
-    sessions = told((0, 1000, decided()), (1, 2000, decided(closes=True)))
+    sessions = got((0, 1000, decided()), (1, 2000, decided(closes=True)))
     assert sessions.preferred_rank("s", "aggregated", 2000) is None
     sessions.apply(2, decided(W2), 3000)
     assert sessions.preferred_rank("s", "aggregated", 3000) == W2, "and may begin again"
 
 
 def test_what_nobody_can_ask_for_any_more_is_forgotten() -> None:
-    sessions = told((0, 0, decided(name="old")), (0, WINDOW_MS + 1, decided(name="new")))
+    sessions = got((0, 0, decided(name="old")), (0, WINDOW_MS + 1, decided(name="new")))
     assert len(sessions) == 1
 
 
 def test_a_lane_that_is_forgotten_takes_only_its_own_words_along() -> None:
-    sessions = told((0, 1000, decided(W1)), (1, 2000, decided(W2)))
+    sessions = got((0, 1000, decided(W1)), (1, 2000, decided(W2)))
     sessions.forget(1)
     assert sessions.preferred_rank("s", "aggregated", 2000) == W1
     sessions.forget(0)
@@ -142,8 +142,8 @@ def test_all_routers_that_have_read_the_same_agree(
     end_ms = max((facts[-1].timestamp_ms for facts in lanes.values() if facts), default=0)
     phases: tuple[Phase, ...] = ("aggregated", "prefill", "decode")
     for name, phase, after_ms in itertools.product(("s", "t"), phases, (0, 900, 20_000, 2**40)):
-        asked = name, phase, end_ms + after_ms
-        assert first.sessions.preferred_rank(*asked) == second.sessions.preferred_rank(*asked)
+        sent = name, phase, end_ms + after_ms
+        assert first.sessions.preferred_rank(*sent) == second.sessions.preferred_rank(*sent)
     for lane in lanes:
         source = Partition("ledger", lane)
         assert first.state_hash(source) == second.state_hash(source)

@@ -14,7 +14,7 @@ from app.commands.settings_table import print_settings, settings_rows
 from app.settings import Settings, SettingsError, unknown_variables
 from indexer.block_keys import LOOPBACK_SECRET, derive_secret
 from streams.kafka.connection_options import ConnectionOptions, TokenFile
-from streams.topics import ASSIGNMENTS, KV_EVENTS, TOPICS_BY_NAME
+from streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, TOPICS_BY_NAME
 
 MECHANISMS_WITH_PASSWORD = ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 SECRET = "open-sesame"
@@ -68,12 +68,18 @@ def test_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> No
     assert settings.worker_id.endswith(f"-{os.getpid()}")
 
 
-def test_partitions_of_workers_topics_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {name: TOPICS_BY_NAME[name].partitions for name in (ASSIGNMENTS, KV_EVENTS)}
-    assert Settings().partitions == table
-    monkeypatch.setenv("KVLANE_ASSIGNMENTS_PARTITIONS", "3")
-    monkeypatch.setenv("KVLANE_KV_EVENTS_PARTITIONS", "5")
-    assert Settings().partitions == {ASSIGNMENTS: 3, KV_EVENTS: 5}
+def test_partitions_of_prompts_and_workers_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (PROMPTS, BATCH, ASSIGNMENTS, KV_EVENTS)
+    assert Settings().partitions == {name: TOPICS_BY_NAME[name].partitions for name in names}
+    for number, name in enumerate(names, 3):
+        variable = f"KVLANE_{name.upper().replace('-', '_')}_PARTITIONS"
+        monkeypatch.setenv(variable, str(number))
+    assert Settings().partitions == {PROMPTS: 3, BATCH: 4, ASSIGNMENTS: 5, KV_EVENTS: 6}
+
+
+def test_the_retention_of_batch_prompts_is_a_setting() -> None:
+    options = Settings(batch_retention_s=30 * 86_400).topic_options()
+    assert options["retention_ms"][BATCH] == 30 * 86_400_000
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -97,9 +103,9 @@ def test_secret_is_read_from_its_file(
 
 
 def test_processes_with_one_hash_secret_agree_on_keys(secret_file: Path) -> None:
-    told = Settings(bootstrap_servers="kafka:9092", hash_secret=SECRET).block_key_secret()
-    assert told == Settings(hash_secret_file=secret_file).block_key_secret()
-    assert told.fingerprint != Settings(hash_secret="another").block_key_secret().fingerprint
+    got = Settings(bootstrap_servers="kafka:9092", hash_secret=SECRET).block_key_secret()
+    assert got == Settings(hash_secret_file=secret_file).block_key_secret()
+    assert got.fingerprint != Settings(hash_secret="another").block_key_secret().fingerprint
 
 
 @pytest.mark.parametrize("servers", ["", "localhost:9092", "127.0.0.1:9092, [::1]:9093"])
@@ -154,6 +160,10 @@ def test_refusal_names_variable_value_and_remedy(
         (
             {"max_lifetime_s": 1500},
             "KVLANE_MAX_LIFETIME_S=1500 exceeds KVLANE_DEDUP_WINDOW_S=1200",
+        ),
+        (
+            {"batch_retention_s": 86_400},
+            "KVLANE_BATCH_MAX_LIFETIME_S=604800 exceeds KVLANE_BATCH_RETENTION_S=86400",
         ),
         ({"max_lifetime_s": 1800, "dedup_window_s": 1800}, "it must be below 1800"),
         ({"heartbeat_interval_s": 3}, "raise it to 6, or lower KVLANE_HEARTBEAT_INTERVAL_S"),

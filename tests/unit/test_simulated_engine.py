@@ -70,16 +70,16 @@ class Bench:
         self.engine = ValidatingEngine(self.simulated)
         self._streams: set[asyncio.Task[None]] = set()
 
-    def ask(self, wanted: Request) -> tuple[Answer, asyncio.Task[None]]:
+    def send(self, wanted: Request) -> tuple[Answer, asyncio.Task[None]]:
         answer = Answer(GenerateContext(wanted.id))
         task = asyncio.ensure_future(self._read(wanted, answer))
         self._streams.add(task)
         return answer, task
 
     async def answers(self, *wanted: Request) -> list[Answer]:
-        asked = [self.ask(each) for each in wanted]
-        await asyncio.gather(*(task for _, task in asked))
-        return [answer for answer, _ in asked]
+        sent = [self.send(each) for each in wanted]
+        await asyncio.gather(*(task for _, task in sent))
+        return [answer for answer, _ in sent]
 
     async def _read(self, wanted: Request, answer: Answer) -> None:
         try:
@@ -247,9 +247,9 @@ async def test_requests_that_come_together_share_a_step(bench: Bench) -> None:
 async def test_idle_time_does_not_count_towards_the_next_step(bench: Bench) -> None:
     await bench.answers(request(PROMPT, 2))
     await bench.clock.sleep(100.0)
-    asked_at = bench.clock.now()
+    sent_at = bench.clock.now()
     (answer,) = await bench.answers(request([9, 9, 9, ASSISTANT], 1))
-    assert (answer.at[0] - asked_at) * 1000 == pytest.approx(CURVES.prefill_ms(4))
+    assert (answer.at[0] - sent_at) * 1000 == pytest.approx(CURVES.prefill_ms(4))
 
 
 def ending_early(sequence: Sequence[int], _max_tokens: int | None) -> Iterator[int]:
@@ -269,8 +269,8 @@ async def test_who_has_ended_takes_no_part_in_the_next_step(bench: Bench) -> Non
 
 @with_engine()
 async def test_who_was_cancelled_takes_no_part_in_the_next_step(bench: Bench) -> None:
-    cancelled, task = bench.ask(request(PROMPT, 9, "a"))
-    other, others_task = bench.ask(request([2, 2, 2], 3, "b"))
+    cancelled, task = bench.send(request(PROMPT, 9, "a"))
+    other, others_task = bench.send(request([2, 2, 2], 3, "b"))
     await bench.clock.sleep(CURVES.prefill_ms(13) / 1000 + 0.001)
     cancelled.context.cancel()
     await asyncio.gather(task, others_task)
@@ -307,12 +307,12 @@ def test_late_wake_ups_do_not_add_up() -> None:
 async def test_no_more_requests_run_than_allowed_and_all_are_answered(bench: Bench) -> None:
     prompts = [[n, n, n, n, ASSISTANT] for n in range(1, 8)]
     most = 0
-    asked = [bench.ask(request(p, 6, f"r{p[0]}")) for p in prompts]
-    while not all(task.done() for _, task in asked):
+    sent = [bench.send(request(p, 6, f"r{p[0]}")) for p in prompts]
+    while not all(task.done() for _, task in sent):
         most = max(most, bench.simulated.running_count)
         await bench.clock.sleep(0.001)
     assert most == 4
-    assert [answer.tokens for answer, _ in asked] == [echo_answer(p, 6) for p in prompts]
+    assert [answer.tokens for answer, _ in sent] == [echo_answer(p, 6) for p in prompts]
 
 
 @with_engine(EngineLimits(block_size=4, cache_blocks=8, max_batched_tokens=64, max_sequences=4))
@@ -335,7 +335,7 @@ async def test_beyond_the_bound_requests_are_refused_at_once(bench: Bench) -> No
 
 @with_engine(EngineLimits(block_size=4, cache_blocks=32, max_batched_tokens=64, max_sequences=1))
 async def test_the_more_urgent_request_goes_first(bench: Bench) -> None:
-    busy, _ = bench.ask(request(PROMPT, 5, "busy"))
+    busy, _ = bench.send(request(PROMPT, 5, "busy"))
     await bench.clock.sleep(0.001)
     late = request([1, 1, ASSISTANT], 3, "late", hints=Hints(priority=1))
     soon = request([2, 2, ASSISTANT], 3, "soon", hints=Hints(priority=0))
@@ -367,7 +367,7 @@ def test_salts_and_adapters_share_nothing(more: dict[str, Any]) -> None:
 
 @with_engine()
 async def test_a_cancel_ends_it_between_two_steps(bench: Bench) -> None:
-    answer, task = bench.ask(request(PROMPT, 100))
+    answer, task = bench.send(request(PROMPT, 100))
     while len(answer.tokens) < 3:
         await bench.clock.sleep(0.001)
     answer.context.cancel()
@@ -380,9 +380,9 @@ async def test_a_cancel_ends_it_between_two_steps(bench: Bench) -> None:
 
 @with_engine(EngineLimits(block_size=4, cache_blocks=32, max_batched_tokens=64, max_sequences=1))
 async def test_a_cancel_while_it_waits_ends_it_too(bench: Bench) -> None:
-    _, busy = bench.ask(request(PROMPT, 50, "busy"))
+    _, busy = bench.send(request(PROMPT, 50, "busy"))
     await bench.clock.sleep(0.001)
-    answer, task = bench.ask(request([1, 2, ASSISTANT], 5))
+    answer, task = bench.send(request([1, 2, ASSISTANT], 5))
     await bench.clock.sleep(0.001)
     answer.context.cancel()
     await task
@@ -417,7 +417,7 @@ def test_cleanup_ends_what_is_open() -> None:
     async def main(loop: VirtualLoop) -> None:
         bench = Bench(loop)
         await bench.engine.start("w")
-        answer, task = bench.ask(request(PROMPT, 100))
+        answer, task = bench.send(request(PROMPT, 100))
         await bench.clock.sleep(0.05)
         await bench.engine.cleanup()
         await task
@@ -512,13 +512,13 @@ def test_the_same_requests_give_the_same_times_and_events() -> None:
             )
             bench = Bench(loop, shape, continuation=echo_continuation)
             await bench.engine.start("w")
-            asked = []
+            sent = []
             for n in range(8):
-                asked.append(bench.ask(request([n % 3, 2, 3, n, ASSISTANT], 9 + n, f"r{n}")))
+                sent.append(bench.send(request([n % 3, 2, 3, n, ASSISTANT], 9 + n, f"r{n}")))
                 await bench.clock.sleep(0.02 * (n % 2))
-            for answer, _ in asked[2:4]:
+            for answer, _ in sent[2:4]:
                 answer.context.cancel()
-            for answer, task in asked:
+            for answer, task in sent:
                 await task
                 seen.append((answer.tokens, answer.at, answer.reason))
             seen.extend(bench.events)

@@ -59,11 +59,11 @@ def noise(size: int, seed: int = 1) -> bytes:
 
 
 def a_tally(count: int, source: Partition = LANE_0) -> RecordingView:
-    fold = RecordingView()
-    fold.apply(source, (), 0)
+    view = RecordingView()
+    view.apply(source, (), 0)
     facts = [LogRecord(i, 0, Ended(id=str(i), code="seen")) for i in range(count)]
-    fold.apply(source, facts, count)
-    return fold
+    view.apply(source, facts, count)
+    return view
 
 
 async def snapshots(world: MemoryWorld, client: str = "client") -> SnapshotStore:
@@ -89,13 +89,13 @@ async def test_what_is_loaded_is_what_was_saved(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_the_pointer_says_what_it_points_at(world: MemoryWorld) -> None:
-    fold = a_tally(3, LANE_1)
-    pointer = await (await snapshots(world)).save(fold, LANE_1)
+    view = a_tally(3, LANE_1)
+    pointer = await (await snapshots(world)).save(view, LANE_1)
     (record,) = world.records(REGISTRY, 0)
     assert record.key == b"snapshot/tally/1"
     assert decode(record) == pointer
-    assert (pointer.fold, pointer.partition, pointer.position) == ("tally", 1, 3)
-    assert pointer.state_hash == fold.state_hash(LANE_1)
+    assert (pointer.view, pointer.partition, pointer.position) == ("tally", 1, 3)
+    assert pointer.state_hash == view.state_hash(LANE_1)
 
 
 @pytest.mark.parametrize("size", [0, 1, SLICE_BYTES, SLICE_BYTES + 1, 3_500_000])
@@ -119,11 +119,11 @@ async def test_what_can_be_compressed_is(world: MemoryWorld) -> None:
 
 @scenario_test
 async def test_each_partition_has_its_own(world: MemoryWorld) -> None:
-    fold, loaded = a_tally(3, LANE_0), RecordingView()
-    fold.shares[LANE_1] = a_tally(5, LANE_1).shares[LANE_1]
+    view, loaded = a_tally(3, LANE_0), RecordingView()
+    view.shares[LANE_1] = a_tally(5, LANE_1).shares[LANE_1]
     store = await snapshots(world)
-    await store.save(fold, LANE_0)
-    await store.save(fold, LANE_1)
+    await store.save(view, LANE_0)
+    await store.save(view, LANE_1)
     assert await store.load(loaded, LANE_1)
     assert loaded.position(LANE_0) is None
     assert loaded.position(LANE_1) == 5
@@ -152,10 +152,10 @@ async def test_one_that_was_saved_since_the_last_load_is_found(world: MemoryWorl
 @scenario_test
 async def test_state_and_position_are_of_one_moment(world: MemoryWorld) -> None:
     world.faults.slow["append"] = 0.5
-    fold, loaded = Blob(noise(2_500_000), 10), Blob()
-    saving = world.spawn((await snapshots(world)).save(fold, LANE_0))
+    view, loaded = Blob(noise(2_500_000), 10), Blob()
+    saving = world.spawn((await snapshots(world)).save(view, LANE_0))
     await world.sleep(0.7)
-    fold.data, fold.at = b"later", 11
+    view.data, view.at = b"later", 11
     pointer = await saving
     assert pointer.position == 10
     assert await (await snapshots(world)).load(loaded, LANE_0)
@@ -230,18 +230,18 @@ async def test_parts_that_stand_twice_count_once(world: MemoryWorld) -> None:
     world.faults.next_fates(
         SNAPSHOTS, AppendFate.UNREPORTED, AppendFate.TWICE, AppendFate.UNREPORTED, AppendFate.KEPT
     )
-    fold, loaded = Blob(noise(2_500_000), 1), Blob()
-    await (await snapshots(world)).save(fold, LANE_0)
+    view, loaded = Blob(noise(2_500_000), 1), Blob()
+    await (await snapshots(world)).save(view, LANE_0)
     assert len(parts(world)) > 4
     assert await (await snapshots(world)).load(loaded, LANE_0)
-    assert loaded.data == fold.data
+    assert loaded.data == view.data
 
 
 @scenario_test
 async def test_other_records_among_the_parts_do_not_matter(world: MemoryWorld) -> None:
     world.faults.slow["append"] = 0.5
-    fold, loaded = Blob(noise(2_500_000), 1), Blob()
-    saving = world.spawn((await snapshots(world)).save(fold, LANE_0))
+    view, loaded = Blob(noise(2_500_000), 1), Blob()
+    saving = world.spawn((await snapshots(world)).save(view, LANE_0))
     await world.wait_until(lambda: len(parts(world)) == 2)
     for headers in (
         (),
@@ -252,7 +252,7 @@ async def test_other_records_among_the_parts_do_not_matter(world: MemoryWorld) -
     world.append_raw(SNAPSHOTS, 0, Entry(b"k", None, world.records(SNAPSHOTS, 0)[1].headers))
     await saving
     assert await (await snapshots(world)).load(loaded, LANE_0)
-    assert loaded.data == fold.data
+    assert loaded.data == view.data
 
 
 @scenario_test
@@ -275,11 +275,11 @@ async def test_two_that_are_written_at_once_do_not_mix(world: MemoryWorld) -> No
 async def test_a_follower_starts_from_it(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *[Ended(id=str(i), code="seen") for i in range(10)])
     await (await snapshots(world)).save(a_tally(8), LANE_0)
-    log, fold = await world.connect(), RecordingView()
-    follower = Follower(log, fold, [LEDGER], world.clock, snapshots=SnapshotStore(log, world.clock))
+    log, view = await world.connect(), RecordingView()
+    follower = Follower(log, view, [LEDGER], world.clock, snapshots=SnapshotStore(log, world.clock))
     world.spawn(follower.run())
     await follower.wait_caught_up()
-    assert fold.offsets(LANE_0) == list(range(10))
+    assert view.offsets(LANE_0) == list(range(10))
     assert follower.applied == 2
 
 
@@ -288,11 +288,11 @@ async def test_one_below_the_start_of_its_log_is_dropped(world: MemoryWorld) -> 
     world.append(LEDGER, 0, *[Ended(id=str(i), code="seen") for i in range(20)])
     world.broker.delete_records(LEDGER, 0, 15)
     await (await snapshots(world)).save(a_tally(8), LANE_0)
-    log, fold = await world.connect(), RecordingView()
-    follower = Follower(log, fold, [LEDGER], world.clock, snapshots=SnapshotStore(log, world.clock))
+    log, view = await world.connect(), RecordingView()
+    follower = Follower(log, view, [LEDGER], world.clock, snapshots=SnapshotStore(log, world.clock))
     world.spawn(follower.run())
     await follower.wait_caught_up()
-    assert fold.offsets(LANE_0) == list(range(15, 20))
+    assert view.offsets(LANE_0) == list(range(15, 20))
 
 
 # --- snapshots that cannot be used ---------------------------------------------------------------
@@ -437,7 +437,7 @@ async def test_one_whose_writer_died_is_not_seen(world: MemoryWorld) -> None:
 @scenario_test
 async def test_one_of_another_fold_is_not_used(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
-    pointer = msgspec.structs.replace(newest(world), fold="tally")
+    pointer = msgspec.structs.replace(newest(world), view="tally")
     world.append(REGISTRY, 0, pointer, key=pointer_key("tally", LANE_0))
     assert not await (await snapshots(world)).load(RecordingView(), LANE_0)
 

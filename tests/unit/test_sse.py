@@ -29,5 +29,5 @@ def test_keep_alives_between_events_are_no_events() -> None:
 
 
 def test_an_error_after_a_silence_is_read_as_one() -> None:
-    told = read(encode_event(b"{}", 1), KEEP_ALIVE, encode_error(b'{"error":{"code":"x"}}'), DONE)
-    assert json.loads(told[1])["error"]["code"] == "x"
+    got = read(encode_event(b"{}", 1), KEEP_ALIVE, encode_error(b'{"error":{"code":"x"}}'), DONE)
+    assert json.loads(got[1])["error"]["code"] == "x"

@@ -43,8 +43,8 @@ def run_out(state: BatchState) -> list[StepResult]:
 def names(sequence: BatchSequence, done: StepResult) -> list[int]:
     return [
         sequence.block_ids[index]
-        for told, start, end in done.stored
-        if told is sequence
+        for got, start, end in done.stored
+        if got is sequence
         for index in range(start, end)
     ]
 
@@ -226,10 +226,10 @@ def test_blocks_are_told_stored_with_the_chunk_that_computed_them() -> None:
 def test_output_blocks_with_a_name_are_shared_when_they_are_full() -> None:
     sequence = BatchSequence("a", 6, 4, [1], caches_output=True)
     state = state_with(sequence)
-    told = [names(sequence, stepped(state)), names(sequence, stepped(state))]
+    got = [names(sequence, stepped(state)), names(sequence, stepped(state))]
     sequence.block_ids.append(2)
-    told.append(names(sequence, stepped(state)))
-    assert told == [[1], [], [2]]
+    got.append(names(sequence, stepped(state)))
+    assert got == [[1], [], [2]]
 
 
 def test_output_blocks_without_a_name_match_nothing_nor_does_what_follows() -> None:

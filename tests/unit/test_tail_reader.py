@@ -19,7 +19,7 @@ from streams.views.follower import JOIN_DISTANCE, Follower
 from streams.views.tail_reader import GATHER_S, MAX_QUEUED_RECORDS, TailReader
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
-from tests.unit.test_follow import FOR_NEWER_READERS, MALFORMED
+from tests.unit.test_follower import FOR_NEWER_READERS, MALFORMED
 
 LANE_0, LANE_1 = Partition(LEDGER, 0), Partition(LEDGER, 1)
 
@@ -167,9 +167,9 @@ async def test_nothing_is_read_while_nobody_subscribes(world: MemoryWorld) -> No
     process.tasks[0].cancel()
     await asyncio.wait(process.tasks)
     await world.sleep(2)
-    world.faults.asked.clear()
+    world.faults.sent.clear()
     await world.sleep(60)
-    assert "poll" not in world.faults.asked
+    assert "poll" not in world.faults.sent
 
 
 # --- views that do not keep up -------------------------------------------------------------------

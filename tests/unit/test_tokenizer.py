@@ -45,7 +45,7 @@ def changed(**changes: Any) -> bytes:
 def test_the_demo_tokenizer_is_small_and_knows_its_turns() -> None:
     tokenizer = Tokenizer(SPEC, InlinePool())
     assert tokenizer.vocabulary_size == 4096
-    assert tokenizer.special == {tokenizer.id_of(token) for token in SPECIAL}
+    assert tokenizer.special == {tokenizer._tokenizer.token_to_id(token) for token in SPECIAL}
 
 
 @given(st.lists(texts, min_size=1, max_size=4))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from aiokafka.partitioner import murmur2
+from aiokafka import partitioner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import indexer, preprocessor, router
+from app import collector, indexer, router
+from app.batches import job_runner
 from streams import codecs, topics
 from streams.topics import (
     GROUPS,
@@ -17,6 +18,7 @@ from streams.topics import (
     AclRule,
     Topic,
     lane_of,
+    murmur2,
     partition_of,
     required_acls,
 )
@@ -34,23 +36,27 @@ def test_names_are_unique_and_short() -> None:
         assert set(name) <= set("abcdefghijklmnopqrstuvwxyz-"), name
 
 
-def test_a_lane_is_the_same_partition_of_three_topics() -> None:
+def test_a_lane_is_the_same_partition_of_four_topics() -> None:
     lanes = {topic.name for topic in TOPICS if topic.partitions == PER_LANE}
-    assert lanes == {topics.REQUESTS, topics.LEDGER, topics.RESPONSES}
+    assert lanes == {topics.REQUESTS, topics.LEDGER, topics.RESPONSES, topics.RESULTS}
     assert {TOPICS_BY_NAME[name].key for name in lanes} == {"request id"}
 
 
 def test_every_named_topic_is_in_the_table() -> None:
     named = {
         topics.PROMPTS,
+        topics.BATCH,
         topics.REQUESTS,
         topics.LEDGER,
         topics.RESPONSES,
+        topics.RESULTS,
         topics.ASSIGNMENTS,
         topics.KV_EVENTS,
         topics.CAPACITY,
         topics.REGISTRY,
         topics.ARTIFACTS,
+        topics.BATCH_JOBS,
+        topics.FILE_PARTS,
         topics.SNAPSHOTS,
         topics.DEAD_LETTERS,
     }
@@ -83,16 +89,18 @@ def test_the_defaults_of_a_cluster_lose_nothing_that_was_acknowledged(topic: Top
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
 def test_a_topic_deletes_by_age_or_compacts(topic: Topic) -> None:
     config = topic.config(1)
-    is_compacted = topic.retention_ms is None
-    assert config["cleanup.policy"] == ("compact" if is_compacted else "delete")
-    assert ("retention.ms" in config) is not is_compacted
+    compacts, deletes = topic.compacts or topic.retention_ms is None, topic.retention_ms is not None
+    policies = ["compact"] * compacts + ["delete"] * deletes
+    assert config["cleanup.policy"] == ",".join(policies)
+    assert ("retention.ms" in config) is deletes
+    assert ("min.compaction.lag.ms" in config) is compacts
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
 def test_a_segment_is_at_most_a_quarter_of_what_is_kept(topic: Topic) -> None:
     config = topic.config(1)
-    kept_ms = config["min.compaction.lag.ms" if topic.retention_ms is None else "retention.ms"]
-    assert int(config["segment.ms"]) * 4 <= int(kept_ms)
+    for kept in {"min.compaction.lag.ms", "retention.ms"} & config.keys():
+        assert int(config["segment.ms"]) * 4 <= int(config[kept])
 
 
 def test_brokers_compress_what_is_kept_for_a_day_and_read_by_every_router() -> None:
@@ -102,8 +110,8 @@ def test_brokers_compress_what_is_kept_for_a_day_and_read_by_every_router() -> N
 
 def test_a_tombstone_is_kept_as_long_as_what_it_may_have_to_follow() -> None:
     for topic in TOPICS:
-        if topic.retention_ms is None:
-            config = topic.config(1)
+        config = topic.config(1)
+        if "compact" in config["cleanup.policy"]:
             assert int(config["delete.retention.ms"]) >= int(config["min.compaction.lag.ms"])
 
 
@@ -158,7 +166,12 @@ JAVA_MURMUR2 = {
 
 @pytest.mark.parametrize(("key", "java_hash"), JAVA_MURMUR2.items())
 def test_the_hash_is_that_of_the_java_client(key: bytes, java_hash: int) -> None:
-    assert murmur2(key) % 2**32 == java_hash % 2**32
+    assert murmur2(key) == java_hash % 2**32
+
+
+@given(st.binary(max_size=100))
+def test_the_hash_is_that_of_aiokafka(key: bytes) -> None:
+    assert murmur2(key) == partitioner.murmur2(key)
 
 
 @pytest.mark.parametrize(("key", "java_hash"), JAVA_MURMUR2.items())
@@ -174,26 +187,53 @@ def test_a_request_lies_in_the_lane_of_its_key(request_id: str, lanes: int) -> N
 
 
 def test_nobody_but_operators_may_do_what_the_table_does_not_say() -> None:
-    told = {(r.role, r.operation, r.name) for r in required_acls() if r.resource == "topic"}
+    got = {(r.role, r.operation, r.name) for r in required_acls() if r.resource == "topic"}
     for topic in TOPICS:
         for role in {r.role for r in required_acls()} - {"operator"}:
-            assert ((role, "Write", topic.name) in told) == (role in topic.writers)
-            assert ((role, "Read", topic.name) in told) == (role in topic.readers)
+            assert ((role, "Write", topic.name) in got) == (role in topic.writers)
+            assert ((role, "Read", topic.name) in got) == (role in topic.readers)
     assert {r.role for r in required_acls() if r.operation == "All"} == {"operator"}
 
 
 def test_a_client_reads_and_writes_what_is_public_and_sees_nothing_else() -> None:
     assert [r for r in required_acls() if r.role == "client"] == [
         AclRule("client", "Write", "topic", topics.PROMPTS),
+        AclRule("client", "Write", "topic", topics.BATCH),
         AclRule("client", "Read", "topic", topics.RESPONSES),
+        AclRule("client", "Read", "topic", topics.RESULTS),
     ]
 
 
 def test_groups_are_those_that_processes_join() -> None:
     assert GROUPS == {
-        topics.PROMPTS: preprocessor.GROUP,
-        topics.REQUESTS: router.GROUP,
-        topics.KV_EVENTS: indexer.CONSUMER_GROUP,
+        "preprocessor": topics.PROMPTS,
+        "preprocessor-batch": topics.BATCH,
+        router.GROUP: topics.REQUESTS,
+        collector.GROUP: topics.REQUESTS,
+        job_runner.GROUP: topics.BATCH_JOBS,
+        indexer.CONSUMER_GROUP: topics.KV_EVENTS,
     }
     groups = [(r.role, r.name) for r in required_acls() if r.resource == "group" and r.name]
-    assert groups == [(role, role) for role in ("indexer", "preprocessor", "router")]
+    assert groups == [
+        ("collector", "collector"),
+        ("collector", "collector-jobs"),
+        ("indexer", "indexer"),
+        ("preprocessor", "preprocessor"),
+        ("preprocessor", "preprocessor-batch"),
+        ("router", "router"),
+    ]
+
+
+def test_a_collector_may_write_in_transactions_and_to_topics_of_replies() -> None:
+    own = [r for r in required_acls(["replies-"]) if r.role == "collector" and r.is_prefix]
+    assert own == [
+        AclRule("collector", "Describe", "transactional-id", "collector-", is_prefix=True),
+        AclRule("collector", "Write", "transactional-id", "collector-", is_prefix=True),
+        AclRule("collector", "Write", "topic", "replies-", is_prefix=True, is_foreign=True),
+    ]
+
+
+def test_readers_of_the_project_read_what_transactions_write_committed() -> None:
+    written = {t.name for t in TOPICS if set(t.writers) & set(topics.TRANSACTIONAL_IDS)}
+    by_other_producers = {topics.BATCH, topics.BATCH_JOBS, topics.FILE_PARTS}
+    assert written - by_other_producers == topics.TRANSACTIONAL

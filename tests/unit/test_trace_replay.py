@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.simulated.batch import BatchSequence, EngineLimits, PerfCurves
-from app.mooncake_trace import InvalidTrace, TraceRow
 from app.routing.selection.decision import Decision, Rejection, RoutingConfig, Wait
 from app.routing.selection.select import select_worker
 from app.routing.state.ledger import LedgerState
@@ -33,6 +32,7 @@ from app.simulation.trace_requests import (
     trace_requests,
     uses_sessions,
 )
+from app.traces.mooncake_trace import InvalidTrace, TraceRow
 from indexer.epochs import CacheId, Overlap
 from streams.ports import Partition
 from streams.records import LogRecord
@@ -55,10 +55,10 @@ def played(
     return new_simulator(coming, workers, shape, RoutingConfig(policy), seed).run()
 
 
-def told(lives: list[SimulatedRequest]) -> list[tuple[Any, ...]]:
+def got(requests: list[SimulatedRequest]) -> list[tuple[Any, ...]]:
     return [
         (x.id, x.worker, x.sent_ms, x.first_token_ms, x.last_token_ms, x.cached_tokens)
-        for x in lives
+        for x in requests
     ]
 
 
@@ -66,18 +66,18 @@ def told(lives: list[SimulatedRequest]) -> list[tuple[Any, ...]]:
 
 
 def test_a_lone_request_takes_its_prefill_and_a_step_a_token() -> None:
-    (life,) = played([row(100, 1000, 3)])
-    assert life.first_token_ms == pytest.approx(100 + 20)
-    assert life.last_token_ms == pytest.approx(100 + 20 + 2 * 4)
+    (each,) = played([row(100, 1000, 3)])
+    assert each.first_token_ms == pytest.approx(100 + 20)
+    assert each.last_token_ms == pytest.approx(100 + 20 + 2 * 4)
 
 
 def test_two_requests_share_steps_and_the_cached_beginning() -> None:
-    lives = played([row(0, 1000, 3), row(5, 1000, 3)])
+    requests = played([row(0, 1000, 3), row(5, 1000, 3)])
     # The second waits for the step that the first is in (20), finds 512 tokens, computes 488 in a
     # step that decodes as well (10 + 4.88 + 4), and decodes twice beside or after the first.
-    assert [x.first_token_ms for x in lives] == pytest.approx([20, 38.88])
-    assert [x.last_token_ms for x in lives] == pytest.approx([42.88, 46.88])
-    found = metrics_of(lives)
+    assert [x.first_token_ms for x in requests] == pytest.approx([20, 38.88])
+    assert [x.last_token_ms for x in requests] == pytest.approx([42.88, 46.88])
+    found = metrics_of(requests)
     assert found.requests == 2
     assert found.reuse == 512 / 2000
     assert found.ttft_mean == pytest.approx((20 + 33.88) / 2)
@@ -88,14 +88,14 @@ def test_two_requests_share_steps_and_the_cached_beginning() -> None:
 
 
 def test_round_robin_goes_in_turn_and_same_moments_share_a_step() -> None:
-    lives = played([row(0, 100, 1, 10 * i) for i in range(5)], workers=2, policy="round_robin")
-    assert [x.worker for x in lives] == [f"worker-{i}" for i in (0, 1, 0, 1, 0)]
-    assert [x.first_token_ms for x in lives] == pytest.approx([13, 12, 13, 12, 13])
+    requests = played([row(0, 100, 1, 10 * i) for i in range(5)], workers=2, policy="round_robin")
+    assert [x.worker for x in requests] == [f"worker-{i}" for i in (0, 1, 0, 1, 0)]
+    assert [x.first_token_ms for x in requests] == pytest.approx([13, 12, 13, 12, 13])
 
 
 def test_workers_stand_in_the_order_of_their_numbers() -> None:
-    lives = played([row(0, 100, 1, i) for i in range(11)], workers=11, policy="round_robin")
-    assert [int(x.worker.removeprefix("worker-")) for x in lives] == list(range(11))
+    requests = played([row(0, 100, 1, i) for i in range(11)], workers=11, policy="round_robin")
+    assert [int(x.worker.removeprefix("worker-")) for x in requests] == list(range(11))
 
 
 def test_a_request_goes_where_its_beginning_is_cached() -> None:
@@ -114,14 +114,14 @@ def test_what_was_evicted_is_not_counted_on() -> None:
 
 def test_a_session_stays_where_it_is() -> None:
     rows = [TraceRow(1000.0 * i, 1024, 1, [0, 1 + i % 3]) for i in range(30)]  # three conversations
-    lives = played(rows, workers=8, policy="session_hash")
-    assert [x.worker for x in lives[3:]] == [x.worker for x in lives[:-3]]
+    requests = played(rows, workers=8, policy="session_hash")
+    assert [x.worker for x in requests[3:]] == [x.worker for x in requests[:-3]]
 
 
 @given(st.lists(st.builds(row, st.just(0), st.integers(1, 9000), st.just(9)), min_size=2))
 def test_requests_planned_at_once_go_where_they_would_one_by_one(rows: list[TraceRow]) -> None:
     at_once, one_by_one = (
-        told(new_simulator(coming, 3, SIMPLE, RoutingConfig("predictive"), 0).run())
+        got(new_simulator(coming, 3, SIMPLE, RoutingConfig("predictive"), 0).run())
         for coming in (
             schedule_arrivals(rows, trace_requests(rows, with_sessions=named), RECORDED, 0)
             for named in (False, True)
@@ -131,14 +131,14 @@ def test_requests_planned_at_once_go_where_they_would_one_by_one(rows: list[Trac
 
 
 def test_speed_brings_arrivals_together_and_leaves_engines_as_they_are() -> None:
-    (life,) = played([row(1000, 1000, 3)], pace=ArrivalRate(speed=4))
-    assert (life.arrived_ms, life.last_token_ms) == (250, pytest.approx(278))
+    (each,) = played([row(1000, 1000, 3)], pace=ArrivalRate(speed=4))
+    assert (each.arrived_ms, each.last_token_ms) == (250, pytest.approx(278))
 
 
 def test_jitter_puts_off_arrivals_by_less_than_it_says_and_by_the_seed() -> None:
     rows = [row(0, 100, 1, i) for i in range(50)]
-    lives = played(rows, pace=ArrivalRate(speed=2, jitter_s=3))
-    times = [x.arrived_ms for x in lives]
+    requests = played(rows, pace=ArrivalRate(speed=2, jitter_s=3))
+    times = [x.arrived_ms for x in requests]
     assert times == sorted(times)
     assert 0 <= times[0] < times[-1] < 1500
     assert [x.arrived_ms for x in played(rows, pace=ArrivalRate(2, 3), seed=1)] != times
@@ -174,22 +174,22 @@ def test_every_request_comes_to_its_end_the_same_way_every_time(
     def play() -> list[SimulatedRequest]:
         return played(rows, workers, policy, seed, shape, ArrivalRate(1.0, jitter_s))
 
-    lives = play()
-    assert sorted(x.id for x in lives) == [f"{i:06}" for i in range(len(rows))]
-    for life in lives:
+    requests = play()
+    assert sorted(x.id for x in requests) == [f"{i:06}" for i in range(len(rows))]
+    for each in requests:
         assert (
-            life.arrived_ms <= life.sent_ms < life.first_token_ms <= life.last_token_ms < math.inf
+            each.arrived_ms <= each.sent_ms < each.first_token_ms <= each.last_token_ms < math.inf
         )
-        assert 0 <= life.cached_tokens < life.request.prompt.tokens
-    assert told(play()) == told(lives)
+        assert 0 <= each.cached_tokens < each.request.prompt.tokens
+    assert got(play()) == got(requests)
 
 
 @given(ROWS, st.sampled_from(POLICY_NAMES))
 def test_taking_quiet_steps_together_changes_nothing(rows: list[TraceRow], policy: str) -> None:
-    together = told(played(rows, 2, policy))
+    together = got(played(rows, 2, policy))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulated_worker, "MIN_BATCHED_STEPS", 10**9)
-        assert told(played(rows, 2, policy)) == together
+        assert got(played(rows, 2, policy)) == together
 
 
 @given(ROWS, st.sampled_from(POLICY_NAMES))
@@ -218,10 +218,10 @@ def test_its_books_weigh_runs_as_the_ledger_does(rows: list[TraceRow], policy: s
     coming = schedule_arrivals(rows, trace_requests(rows), RECORDED, 0)
     replay = new_simulator(coming, 2, SIMPLE, RoutingConfig(policy), 0)
     books, load, read = replay.router_slots[0].state.ledger, LedgerState(60_000), count()
-    told = books.on_record
+    original = books.on_record
 
-    def tell(record: LedgerRecord, at_ms: float) -> None:
-        told(record, at_ms)
+    def write(record: LedgerRecord, at_ms: float) -> None:
+        original(record, at_ms)
         position = next(read)
         load.apply(Partition("ledger", 0), [LogRecord(position, int(at_ms), record)], position + 1)
         for each in replay.workers:
@@ -229,7 +229,7 @@ def test_its_books_weigh_runs_as_the_ledger_does(rows: list[TraceRow], policy: s
             assert books.active_load.load(place) == load.active_load.load(place)
         assert books.active_load.last_first_token_ms == load.active_load.last_first_token_ms
 
-    books.on_record = tell  # type: ignore[method-assign]
+    books.on_record = write  # type: ignore[method-assign]
     replay.run()
     assert next(read) == 3 * len(rows)
 
@@ -294,8 +294,8 @@ def second_until_prefilled(name: str, view: Any) -> Wait | None:
 
 def test_a_held_request_is_looked_at_again_when_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, lambda _, view: Wait("later", 70) if view.now_ms < 70 else None)
-    (life,) = played([row(0, 1000, 1)])
-    assert (life.sent_ms, life.first_token_ms) == (70, pytest.approx(90))
+    (each,) = played([row(0, 1000, 1)])
+    assert (each.sent_ms, each.first_token_ms) == (70, pytest.approx(90))
 
 
 def test_a_held_request_is_looked_at_when_another_gets_a_token_and_joins_the_next_step(
@@ -311,8 +311,8 @@ def test_a_time_that_has_come_already_does_not_stop_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     holding(monkeypatch, lambda _, view: Wait("now", 0) if view.now_ms < 5 else None)
-    (life,) = played([row(0, 1000, 1)])
-    assert life.sent_ms == 5
+    (each,) = played([row(0, 1000, 1)])
+    assert each.sent_ms == 5
 
 
 def test_requests_that_are_held_for_ever_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,8 +323,8 @@ def test_requests_that_are_held_for_ever_are_reported(monkeypatch: pytest.Monkey
 
 def test_policy_predictive_holds_the_longer_of_two_and_none_for_ever() -> None:
     rows = [row(0, 8000, 1), row(1, 8000, 1, 100), row(2, 3000, 1, 200)]
-    lives = played(rows, policy="predictive")
-    first, long, short = lives
+    requests = played(rows, policy="predictive")
+    first, long, short = requests
     assert first.sent_ms == 0
     assert first.sent_ms < short.sent_ms < long.sent_ms
     assert short.sent_ms == pytest.approx(first.first_token_ms, abs=1)
@@ -368,8 +368,10 @@ def test_a_hop_comes_before_the_prefill_and_is_no_part_of_what_a_worker_measures
 
 
 def test_requests_that_hop_together_share_a_step() -> None:
-    lives = under(NetworkConditions(dispatch_delay_ms=3), [row(0, 1000, 1), row(0, 1000, 1, 100)])
-    assert [x.first_token_ms for x in lives] == pytest.approx([33, 33])
+    requests = under(
+        NetworkConditions(dispatch_delay_ms=3), [row(0, 1000, 1), row(0, 1000, 1, 100)]
+    )
+    assert [x.first_token_ms for x in requests] == pytest.approx([33, 33])
 
 
 def test_a_request_that_is_held_for_news_goes_when_they_are_read(
@@ -432,11 +434,11 @@ def test_routers_that_read_nothing_of_each_other_know_of_their_own_requests_alon
         rows := [row(i, 100, 1) for i in range(20)], trace_requests(rows), RECORDED, 0
     )
     replay = new_simulator(coming, 2, SIMPLE, RoutingConfig("dynamo"), 0, conditions=apart)
-    heard: list[set[str]] = [set(), set()]
-    for seat, own in zip(replay.router_slots, heard, strict=True):
+    received: list[set[str]] = [set(), set()]
+    for seat, own in zip(replay.router_slots, received, strict=True):
         seat.state.ledger.on_record = lambda record, _, own=own: own.add(record.id)  # type: ignore[misc]
-    lives = replay.run()
-    assert heard == [{x.id for x in lives if x.router == n} for n in (0, 1)]
+    requests = replay.run()
+    assert received == [{x.id for x in requests if x.router == n} for n in (0, 1)]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -444,8 +446,10 @@ def test_where_engines_are_faster_than_anybody_said_none_of_them_is_left_out(see
     trace = PreparedTrace(generate_trace("shared-prefixes", TraceSize(1000)))
     twice_as_fast = PerfCurves((2.1e-7, 7.592e-3, 8.251), (-12.87, 27.0, 2.87), 0.5)
     run = SimulationRun("predictive", 6, seed=seed, curves=twice_as_fast, warmup_requests=400)
-    lives = run_requests(trace, run._replace(conditions=NetworkConditions(publishes_curves=False)))
-    shares = Counter(life.worker for life in lives)
+    requests = run_requests(
+        trace, run._replace(conditions=NetworkConditions(publishes_curves=False))
+    )
+    shares = Counter(each.worker for each in requests)
     assert len(shares) == 6
     assert min(shares.values()) > 30
 
@@ -472,12 +476,12 @@ def test_late_or_not_every_request_ends_and_no_load_remains(
         return new_simulator(coming, 2, shape, RoutingConfig(policy), 0, conditions=conditions)
 
     once, again = play(), play()
-    lives = once.run()
-    assert len(lives) == len(rows)
+    requests = once.run()
+    assert len(requests) == len(rows)
     assert all(
-        x.sent_ms + conditions.dispatch_delay_ms < x.first_token_ms < math.inf for x in lives
+        x.sent_ms + conditions.dispatch_delay_ms < x.first_token_ms < math.inf for x in requests
     )
-    assert told(again.run()) == told(lives)
+    assert got(again.run()) == got(requests)
     for seat in once.router_slots:
         assert not seat.state.own_load
         assert not seat.state.ledger.active_load

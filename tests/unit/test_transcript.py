@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.records import Chunk, End, Fence, Usage
-from streams.responses.transcript import Transcript, transcript_before
+from streams.responses.transcript import Transcript
 
 Line = Chunk | Fence | End
 
@@ -37,6 +37,16 @@ def seen(transcript: Transcript) -> Seen:
 def read(log: Sequence[Line]) -> Transcript:
     transcript = Transcript("r")
     for line in log:
+        transcript.apply(line)
+    return transcript
+
+
+def read_until(log: Sequence[Line], attempt: int) -> Transcript:
+    """The answer that was visible when an attempt began, as failover reads it."""
+    transcript = Transcript(until_attempt=attempt)
+    for line in log:
+        if transcript.is_closed:
+            break
         transcript.apply(line)
     return transcript
 
@@ -203,7 +213,7 @@ def test_gather_is_what_was_shown_at_the_first_fence_of_the_attempt(
 ) -> None:
     fences = [i for i, r in enumerate(log) if isinstance(r, Fence) and r.attempt >= attempt]
     stop = fences[0] if fences else len(log)
-    gathered = transcript_before(log, attempt)
+    gathered = read_until(log, attempt)
     assert seen(gathered) == seen(read(log[:stop])) == reference(log[:stop])
     assert gathered.attempt < attempt
     assert read(log).tokens[: gathered.shown_tokens] == gathered.tokens
@@ -242,7 +252,7 @@ class Writers:
         self._unsent = [run for run in self._unsent if run]
 
     def _start(self, attempt: int) -> None:
-        base = transcript_before(self.log, attempt) if attempt else Transcript()
+        base = read_until(self.log, attempt) if attempt else Transcript()
         if base.is_over:
             return
         self._runs += 1

@@ -40,10 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from tests.vllm.adapters import make_adapter
+
     folder = tmp_path_factory.mktemp("adapters")
     return {
-        "one": tiny_model.make_adapter(folder / "one", 1),
-        "two": tiny_model.make_adapter(folder / "two", 2),
+        "one": make_adapter(folder / "one", 1),
+        "two": make_adapter(folder / "two", 2),
     }
 
 
@@ -55,9 +57,9 @@ def _quick_starts() -> None:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engine(model: Path, adapters: dict[str, Path]) -> AsyncIterator[object]:
     """A worker's engine, with adapters, and a cache of 40 blocks."""
-    from tests.vllm.engines import Told, started
+    from tests.vllm.engines import RealEngine, started
 
     engine = await started(model, blocks=40, adapters=adapters)
-    assert isinstance(engine, Told)
+    assert isinstance(engine, RealEngine)
     yield engine
     await engine.cleanup()

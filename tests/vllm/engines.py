@@ -23,7 +23,7 @@ CLOCK = SystemClock()
 GREEDY = SamplingOptions(temperature=0.0)
 
 
-class Told(ValidatingEngine):
+class RealEngine(ValidatingEngine):
     """A started engine that remembers its events, and passes them on to who listens by then."""
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -37,7 +37,7 @@ class Told(ValidatingEngine):
     def llm(self) -> Any:
         return self.vllm._llm
 
-    def hear(self, events: Sequence[EngineEvent], rank: int = 0, /) -> None:
+    def receive(self, events: Sequence[EngineEvent], rank: int = 0, /) -> None:
         self.events += [(rank, event) for event in events]
         for listener in self.listeners:
             listener(events, rank)
@@ -51,7 +51,7 @@ class Told(ValidatingEngine):
 
 async def started(
     model: Path, *, blocks: int, adapters: dict[str, Path] | None = None, **arguments: Any
-) -> Told:
+) -> RealEngine:
     adapters = adapters or {}
     loras = {"max_loras": len(adapters), "max_lora_rank": 8} if adapters else {}
     engine = VllmEngine(
@@ -61,17 +61,17 @@ async def started(
         adapters=adapters,
         arguments=tiny_model.engine_arguments(blocks) | loras | arguments,
     )
-    told = Told(engine)
-    told.set_kv_event_listener(told.hear)
+    got = RealEngine(engine)
+    got.set_kv_event_listener(got.receive)
     try:
-        told.config = await told.start("w1")
+        got.config = await got.start("w1")
     except BaseException:
-        await told.cleanup()
+        await got.cleanup()
         raise
-    return told
+    return got
 
 
-def ask(
+def make_request(
     tokens: Sequence[int], max_tokens: int = 8, *, lora: str | None = None, **over: Any
 ) -> Request:
     fields: dict[str, Any] = {
@@ -94,7 +94,7 @@ async def answer(engine: Any, request: Request) -> list[int]:
 
 
 async def direct(
-    engine: Told, tokens: Sequence[int], max_tokens: int = 8, **named: Any
+    engine: RealEngine, tokens: Sequence[int], max_tokens: int = 8, **named: Any
 ) -> list[int]:
     """What vLLM says itself, asked without us."""
     from vllm import SamplingParams
@@ -106,8 +106,8 @@ async def direct(
     return list(last.outputs[0].token_ids)
 
 
-def cached(told: Sequence[EngineOutput]) -> int:
-    counts = told[0].usage
+def cached(got: Sequence[EngineOutput]) -> int:
+    counts = got[0].usage
     assert counts is not None
     return counts.cached_tokens
 

@@ -29,7 +29,7 @@ from streams.ports import Log
 from streams.prompt import Prompt
 from streams.records import Chunk, End, EngineConfig, EngineStats
 from streams.request import Request
-from tests.vllm.engines import Told
+from tests.vllm.engines import RealEngine
 
 CLOCK = SystemClock()
 OTHERS = ("router", "preprocessor", "gateway")
@@ -41,8 +41,8 @@ class Lent(Engine):
     A worker sees the events from its beginning on, so its engine's cache is emptied first.
     """
 
-    def __init__(self, told: Told, model: str) -> None:
-        self._told = told
+    def __init__(self, got: RealEngine, model: str) -> None:
+        self._got = got
         self._model = model
         self._listener: KvEventListener | None = None
 
@@ -50,32 +50,37 @@ class Lent(Engine):
         self._listener = listener
 
     def stats(self) -> EngineStats | None:
-        return self._told.stats()
+        return self._got.stats()
 
     async def start(self, worker_id: str) -> EngineConfig:
-        await self._told.llm.reset_prefix_cache()
+        await self._got.llm.reset_prefix_cache()
         if self._listener is not None:
-            self._told.listeners.append(self._listener)
-        return replace(self._told.config, served_model_name=self._model)
+            self._got.listeners.append(self._listener)
+        return replace(self._got.config, served_model_name=self._model)
 
     def generate(
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
-        return self._told.generate(request, context)
+        return self._got.generate(request, context)
 
     async def abort(self, context: GenerateContext) -> None:
-        await self._told.abort(context)
+        await self._got.abort(context)
 
     async def cleanup(self) -> None:
-        if self._listener in self._told.listeners:
-            self._told.listeners.remove(self._listener)
+        if self._listener in self._got.listeners:
+            self._got.listeners.remove(self._listener)
 
 
 class Fleet:
     """See the module. `engines` by the names of their workers, which start in that order."""
 
     def __init__(
-        self, folder: Path, engines: dict[str, Told], model: str, scratch: Path, **over: Any
+        self,
+        folder: Path,
+        engines: dict[str, RealEngine],
+        model: str,
+        scratch: Path,
+        **over: Any,
     ) -> None:
         self.settings = Settings(
             _env_file=None, worker_id="-", router_id="-", model=model, http_port=free_port(),
@@ -86,7 +91,7 @@ class Fleet:
         self._folder = folder
         self._engines = dict(engines)
         self._model = model
-        self.life = ProcessContext("fleet", CLOCK)
+        self.ctx = ProcessContext("fleet", CLOCK)
         self.parts = self._parts_of([*engines])
         self._more: list[InProcessDeployment] = []
 
@@ -99,29 +104,29 @@ class Fleet:
         await self.log.start()
         self.client = Client(self.log, CLOCK)
         self.decisions = LedgerDecisions(self.log)
-        self.life.spawn("ledger", self.decisions.follow(await self.decisions.end_positions()))
-        self.crew = FleetObserver(self.log, self.life, self.settings.worker_timeout_s)
-        self.crew.follow()
+        self.ctx.spawn("ledger", self.decisions.follow(await self.decisions.end_positions()))
+        self.observer = FleetObserver(self.log, self.ctx, self.settings.worker_timeout_s)
+        self.observer.follow()
         await self.client.__aenter__()
         await self.parts.start()
-        assert await self.crew.wait_ready(len(self._engines), 60)
+        assert await self.observer.wait_ready(len(self._engines), 60)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for parts in (*self._more, self.parts):
             await parts.stop()
         await self.client.__aexit__(None, None, None)
-        await self.life.cancel_tasks()
+        await self.ctx.cancel_tasks()
         await self.log.close()
 
-    async def join(self, name: str, engine: Told) -> None:
+    async def join(self, name: str, engine: RealEngine) -> None:
         """One more worker."""
         self._engines[name] = engine
         parts = self._parts_of([name], others=())
         self._more.append(parts)
         await parts.start()
 
-    async def ask(self, tokens: Sequence[int], max_tokens: int, **body: Any) -> str:
+    async def make_request(self, tokens: Sequence[int], max_tokens: int, **body: Any) -> str:
         """Publish a prompt in tokens; its id."""
         request_id = self.client.new_request_id()
         body = {
@@ -159,7 +164,7 @@ class Fleet:
         }  # fmt: skip
         return InProcessDeployment(parts, builds, self.settings, self.broker, random.Random(1))
 
-    def _worker(self, log: Log, settings: Settings, life: ProcessContext) -> Worker:
-        offer = ModelPublisher(log, settings, life, read_folder(self._folder))
+    def _worker(self, log: Log, settings: Settings, ctx: ProcessContext) -> Worker:
+        offer = ModelPublisher(log, settings, ctx, read_folder(self._folder))
         engine = Lent(self._engines[settings.worker_id], self._model)
-        return Worker(log, settings, life, engine, offer=offer)
+        return Worker(log, settings, ctx, engine, offer=offer)

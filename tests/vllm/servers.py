@@ -53,7 +53,7 @@ def free_ports(count: int) -> list[int]:
 
 def command(model: Path, ports: list[int], adapters: dict[str, Path]) -> list[str]:
     http, events, replay = ports
-    told = {
+    got = {
         "enable_kv_cache_events": True, "publisher": "zmq",
         "endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}",
     }  # fmt: skip
@@ -64,7 +64,7 @@ def command(model: Path, ports: list[int], adapters: dict[str, Path]) -> list[st
         str(tiny_model.BLOCK_SIZE), "--enforce-eager", "--max-num-seqs", "8",
         "--num-gpu-blocks-override", str(BLOCKS), "--kv-cache-memory-bytes", str(64 << 20),
         "--distributed-executor-backend", "uni", "--enable-prompt-tokens-details",
-        "--kv-events-config", json.dumps(told),
+        "--kv-events-config", json.dumps(got),
     ]  # fmt: skip
     if adapters:
         modules = [f"{name}={folder}" for name, folder in adapters.items()]

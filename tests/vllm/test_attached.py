@@ -26,7 +26,7 @@ from app.engine.interface import EngineError, GenerateContext, InvalidRequest
 from app.engine.validator import ValidatingEngine
 from app.engine.vllm.versions import installed_version
 from indexer.block_keys import derive_secret
-from indexer.cache_events.engine_events import EngineEvent
+from indexer.cache_events.engine_events import EngineEvent, EventsLost
 from indexer.cache_events.event_normalizer import EventNormalizer
 from indexer.events import EventKind
 from streams.clock import SystemClock
@@ -58,19 +58,19 @@ async def server(
 
 @dataclass
 class Beside(Subject):
-    """With all events that were ever told; `told` is emptied by some."""
+    """With all events that were ever told; `got` is emptied by some."""
 
     history: list[EngineEvent] = field(default_factory=list)
 
-    def hear(self, events: Sequence[EngineEvent], rank: int = 0, /) -> None:
-        self.told += events
+    def receive(self, events: Sequence[EngineEvent], rank: int = 0, /) -> None:
+        self.got += events
         self.history += events
 
 
 async def begun(attached: AttachedEngine) -> Beside:
     engine = ValidatingEngine(attached)
     subject = Beside(engine, EngineConfig(model="-"))
-    engine.set_kv_event_listener(subject.hear)
+    engine.set_kv_event_listener(subject.receive)
     subject.config = await engine.start("w")
     return subject
 
@@ -126,8 +126,8 @@ async def test_asked_in_the_clients_words_it_says_what_it_says_to_clients(
     try:
         config = await engine.start("w")
         assert (config.kind, config.gives_tokens, config.context_length) == (kind, False, 512)
-        asked = Request(id="r", body=OpenAiBody(kind=kind, json=msgspec.json.encode(body)))
-        outputs = [output async for output in engine.generate(asked, GenerateContext("r"))]
+        sent = Request(id="r", body=OpenAiBody(kind=kind, json=msgspec.json.encode(body)))
+        outputs = [output async for output in engine.generate(sent, GenerateContext("r"))]
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
             expected = (await client.post(path, json=body)).raise_for_status().json()
@@ -140,9 +140,9 @@ async def test_asked_in_the_clients_words_it_says_what_it_says_to_clients(
     assert counts is not None
     assert counts.prompt_tokens == expected["usage"]["prompt_tokens"]
     assert counts.completion_tokens == expected["usage"]["completion_tokens"] == 12
-    told = [aside.choice["logprobs"] for output in outputs for aside in output.data if aside.choice]
+    got = [aside.choice["logprobs"] for output in outputs for aside in output.data if aside.choice]
     name = "content" if kind == "chat" else "tokens"
-    assert [each for part in told for each in part[name]] == choice["logprobs"][name]
+    assert [each for part in got for each in part[name]] == choice["logprobs"][name]
 
 
 async def test_it_knows_the_server_by_its_own_words(shared: Beside) -> None:
@@ -165,7 +165,9 @@ async def test_a_stream_that_was_left_is_aborted_at_the_server(
 
     attached = shared.engine._engine
     before = await counted("generation_tokens_total")
-    stream = shared.engine.generate(shared.ask(shared.prompt(20), 450), GenerateContext("r"))
+    stream = shared.engine.generate(
+        shared.make_request(shared.prompt(20), 450), GenerateContext("r")
+    )
     async with aclosing(stream):
         await first_of(stream)
     async with asyncio.timeout(60):
@@ -179,30 +181,30 @@ async def test_heartbeats_have_the_servers_figures(shared: Beside) -> None:
     assert figures is not None
     assert figures.kv_total_blocks == 40
     before = figures.steps
-    await shared.run(shared.ask(shared.prompt(20), 4))
+    await shared.run(shared.make_request(shared.prompt(20), 4))
     await until(lambda: (now := shared.engine.stats()) is not None and now.steps >= before + 4)
 
 
 async def test_an_adapter_answers_otherwise_and_an_unknown_one_is_refused(shared: Beside) -> None:
     prompt = shared.prompt(40)
-    plain = (await shared.run(shared.ask(prompt))).tokens
-    adapted = (await shared.run(shared.ask(prompt, hints=Hints(lora_name="one")))).tokens
+    plain = (await shared.run(shared.make_request(prompt))).tokens
+    adapted = (await shared.run(shared.make_request(prompt, hints=Hints(lora_name="one")))).tokens
     assert adapted != plain
     with pytest.raises(InvalidRequest, match="no adapter 'three'"):
-        await shared.run(shared.ask(prompt, hints=Hints(lora_name="three")))
+        await shared.run(shared.make_request(prompt, hints=Hints(lora_name="three")))
 
 
 async def test_salts_keep_caches_apart(shared: Beside) -> None:
     prompt = shared.prompt(2 * tiny_model.BLOCK_SIZE + 1)
     for salt, cached in (("a", 0), ("b", 0), ("a", 2 * tiny_model.BLOCK_SIZE)):
-        counts = (await shared.run(shared.ask(prompt, 2, cache_salt=salt))).last.usage
+        counts = (await shared.run(shared.make_request(prompt, 2, cache_salt=salt))).last.usage
         assert counts is not None
         assert counts.cached_tokens == cached
 
 
 async def test_log_probabilities_name_tokens(shared: Beside) -> None:
-    asked = shared.ask(shared.prompt(20), 3, output=OutputOptions(logprobs=2))
-    answer = await shared.run(asked)
+    sent = shared.make_request(shared.prompt(20), 3, output=OutputOptions(logprobs=2))
+    answer = await shared.run(sent)
     ranked = [at for output in answer.outputs for at in output.log_probs or ()]
     assert [at[0].token_id for at in ranked] == answer.tokens
     assert all(at[1].log_prob >= at[2].log_prob for at in ranked)
@@ -213,7 +215,7 @@ async def test_a_choice_is_kept_to(shared: Beside, model: Path) -> None:
     guided = GuidedDecoding(choice=("walking", "swimming"))
     sampling = SamplingOptions(temperature=0.0, guided_decoding=guided)
     stop = StopConditions(max_tokens=16)
-    answer = await shared.run(shared.ask(shared.prompt(20), sampling=sampling, stop=stop))
+    answer = await shared.run(shared.make_request(shared.prompt(20), sampling=sampling, stop=stop))
     text = shared.engine._engine._tokenizer.decode(answer.tokens)
     assert text in guided.choice
     assert answer.last.finish_reason == "stop"
@@ -227,7 +229,7 @@ async def test_what_the_server_refuses_is_refused(
     shared: Beside, sampling: SamplingOptions
 ) -> None:
     with pytest.raises(EngineError) as refused:
-        await shared.run(shared.ask(shared.prompt(20), sampling=sampling))
+        await shared.run(shared.make_request(shared.prompt(20), sampling=sampling))
     assert not refused.value.retryable
     assert str(refused.value)
 
@@ -270,12 +272,11 @@ async def test_messages_that_are_lost_are_replayed(shared: Beside, server: Runni
     async with lossy(server.events, is_lost) as line:
         other = await begun(server.attached(events_endpoint=line))
         for _ in range(12):  # the cache holds about ten of these
-            await other.run(other.ask(shared.prompt(4 * tiny_model.BLOCK_SIZE), 3))
-        await shared.run(shared.ask(shared.prompt(tiny_model.BLOCK_SIZE), 1))
+            await other.run(other.make_request(shared.prompt(4 * tiny_model.BLOCK_SIZE), 3))
+        await shared.run(shared.make_request(shared.prompt(tiny_model.BLOCK_SIZE), 1))
         await until(lambda: keys_of(other.history) == keys_of(shared.history))
         assert dropped
-        assert other.engine._engine.event_follower.replay_count
-        assert not other.engine._engine.event_follower.gap_count
+        assert EventsLost() not in other.history
         await other.engine.cleanup()
 
 
@@ -288,10 +289,9 @@ async def test_without_replays_nothing_is_believed_that_may_be_gone(
         await asyncio.sleep(0.5)
         for n in range(24):
             losing = 8 <= n < 16
-            await other.run(other.ask(shared.prompt(4 * tiny_model.BLOCK_SIZE), 3))
+            await other.run(other.make_request(shared.prompt(4 * tiny_model.BLOCK_SIZE), 3))
             await asyncio.sleep(0.05)
-        follower = other.engine._engine.event_follower
-        await until(lambda: follower.gap_count > 0)
+        await until(lambda: EventsLost() in other.history)
         await asyncio.sleep(0.5)
         believed, held = keys_of(other.history), keys_of(shared.history)
         assert believed
@@ -306,16 +306,16 @@ async def test_a_server_that_died_and_came_back_has_an_empty_cache(
     async with running(model, tmp_path / "log", ports=ports) as server:
         subject = await begun(server.attached())
         prompt = subject.prompt(3 * tiny_model.BLOCK_SIZE + 1)
-        await subject.run(subject.ask(prompt))
+        await subject.run(subject.make_request(prompt))
         await until(lambda: len(keys_of(subject.history)) >= 3)
         await end(server.process, kill=True)
         with pytest.raises(EngineError) as failed:
-            await subject.run(subject.ask(prompt))
+            await subject.run(subject.make_request(prompt))
         assert failed.value.retryable
         await until(lambda: not keys_of(subject.history))
     async with running(model, tmp_path / "log", ports=ports):
         await back(subject)
-        counts = (await subject.run(subject.ask(prompt))).last.usage
+        counts = (await subject.run(subject.make_request(prompt))).last.usage
         assert counts is not None
         assert counts.cached_tokens == 0
         await until(lambda: len(keys_of(subject.history)) >= 3)
@@ -326,6 +326,6 @@ async def back(subject: Beside) -> None:
     async with asyncio.timeout(START_S):
         while True:
             with contextlib.suppress(EngineError):
-                await subject.run(subject.ask(subject.prompt(3), 1))
+                await subject.run(subject.make_request(subject.prompt(3), 1))
                 return
             await asyncio.sleep(1)

@@ -11,7 +11,7 @@ from app.demo import tiny_model
 from app.engine.interface import Engine
 from app.engine.vllm.async_llm import VllmEngine
 from tests.conformance import Conformance, Lifecycle, Subject
-from tests.vllm.engines import CLOCK, Told
+from tests.vllm.engines import CLOCK, RealEngine
 
 
 class TestVllm(Conformance, Lifecycle):
@@ -21,10 +21,10 @@ class TestVllm(Conformance, Lifecycle):
         return lambda: VllmEngine(CLOCK, str(model), model="tiny", arguments=arguments)
 
     @pytest.fixture
-    def subject(self, engine: Told) -> Subject:
+    def subject(self, engine: RealEngine) -> Subject:
         subject = Subject(
             engine, engine.config, lambda: not engine.llm.get_num_unfinished_requests()
         )
-        engine.listeners[:] = [lambda events, rank=0: subject.told.extend(events)]
+        engine.listeners[:] = [lambda events, rank=0: subject.got.extend(events)]
         subject.salt = len(engine.events) * 1000 + 17
         return subject

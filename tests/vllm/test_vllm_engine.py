@@ -22,7 +22,16 @@ from streams.request import (
     SamplingOptions,
     StopConditions,
 )
-from tests.vllm.engines import GREEDY, Told, answer, ask, cached, direct, outputs, settled
+from tests.vllm.engines import (
+    GREEDY,
+    RealEngine,
+    answer,
+    cached,
+    direct,
+    make_request,
+    outputs,
+    settled,
+)
 
 RNG = random.Random(7)
 
@@ -32,63 +41,69 @@ def prompt(length: int) -> list[int]:
     return [RNG.randrange(16, VOCABULARY_SIZE) for _ in range(length)]
 
 
-def test_the_card_says_what_vllm_has(engine: Told) -> None:
+def test_the_card_says_what_vllm_has(engine: RealEngine) -> None:
     config = engine.config
     assert (config.kv_cache_block_size, config.total_kv_blocks) == (BLOCK_SIZE, 40)
     assert (config.context_length, config.max_num_seqs) == (1024, 16)
     assert config.lora_names == ("one", "two")
 
 
-async def test_concurrent_streams_say_what_vllm_says_alone(engine: Told) -> None:
+async def test_concurrent_streams_say_what_vllm_says_alone(engine: RealEngine) -> None:
     prompts = [prompt(n) for n in (1, 5, 31, 32, 33, 64, 100, 150)]
-    answers = await asyncio.gather(*(answer(engine, ask(p, 20)) for p in prompts))
+    answers = await asyncio.gather(*(answer(engine, make_request(p, 20)) for p in prompts))
     assert answers == [await direct(engine, p, 20) for p in prompts]
 
 
-async def test_an_answer_depends_on_the_first_token_of_its_prompt(engine: Told) -> None:
+async def test_an_answer_depends_on_the_first_token_of_its_prompt(engine: RealEngine) -> None:
     tokens = prompt(60)
-    assert await answer(engine, ask(tokens)) != await answer(engine, ask([20, *tokens[1:]]))
+    assert await answer(engine, make_request(tokens)) != await answer(
+        engine, make_request([20, *tokens[1:]])
+    )
 
 
-async def test_an_interrupted_answer_goes_on_as_if_nothing_had_been(engine: Told) -> None:
+async def test_an_interrupted_answer_goes_on_as_if_nothing_had_been(
+    engine: RealEngine,
+) -> None:
     tokens = prompt(50)
-    whole = await answer(engine, ask(tokens, 30))
-    assert whole[:11] + await answer(engine, ask(tokens + whole[:11], 19)) == whole
+    whole = await answer(engine, make_request(tokens, 30))
+    assert whole[:11] + await answer(engine, make_request(tokens + whole[:11], 19)) == whole
 
 
-async def test_a_prompt_is_found_in_the_cache_up_to_its_last_whole_block(engine: Told) -> None:
+async def test_a_prompt_is_found_in_the_cache_up_to_its_last_whole_block(
+    engine: RealEngine,
+) -> None:
     tokens = prompt(100)
-    assert cached(await outputs(engine, ask(tokens))) == 0
-    told = await outputs(engine, ask(tokens))
-    assert cached(told) == 96
-    last = told[-1].usage
+    assert cached(await outputs(engine, make_request(tokens))) == 0
+    got = await outputs(engine, make_request(tokens))
+    assert cached(got) == 96
+    last = got[-1].usage
     assert last is not None
     assert (last.prompt_tokens, last.completion_tokens, last.cached_tokens) == (100, 8, 96)
 
 
-async def test_salts_share_no_cache(engine: Told) -> None:
+async def test_salts_share_no_cache(engine: RealEngine) -> None:
     tokens = prompt(70)
     for salt in ("tenant-a", "tenant-b", ""):
-        assert cached(await outputs(engine, ask(tokens, cache_salt=salt))) == 0
-        assert cached(await outputs(engine, ask(tokens, cache_salt=salt))) == 64
+        assert cached(await outputs(engine, make_request(tokens, cache_salt=salt))) == 0
+        assert cached(await outputs(engine, make_request(tokens, cache_salt=salt))) == 64
 
 
-async def test_adapters_answer_differently_and_share_no_cache(engine: Told) -> None:
+async def test_adapters_answer_differently_and_share_no_cache(engine: RealEngine) -> None:
     tokens = prompt(70)
     answers = []
     for lora in (None, "one", "two"):
-        first = await outputs(engine, ask(tokens, lora=lora))
+        first = await outputs(engine, make_request(tokens, lora=lora))
         assert cached(first) == 0
-        assert cached(await outputs(engine, ask(tokens, lora=lora))) == 64
+        assert cached(await outputs(engine, make_request(tokens, lora=lora))) == 64
         answers.append(tuple(t for o in first for t in o.token_ids))
     assert len(set(answers)) == 3
     adapter = engine.vllm._lora_requests["two"]
     assert list(answers[2]) == await direct(engine, tokens, lora_request=adapter)
 
 
-async def test_events_tell_salt_and_adapter(engine: Told) -> None:
+async def test_events_tell_salt_and_adapter(engine: RealEngine) -> None:
     tokens, before = prompt(64), len(engine.events)
-    await answer(engine, ask(tokens, lora="one", cache_salt="s"))
+    await answer(engine, make_request(tokens, lora="one", cache_salt="s"))
 
     def stored_since() -> list[BlocksStored]:
         return [event for _, event in engine.events[before:] if isinstance(event, BlocksStored)]
@@ -98,10 +113,10 @@ async def test_events_tell_salt_and_adapter(engine: Told) -> None:
     assert (list(stored.token_ids), stored.lora_name, stored.cache_salt) == (tokens, "one", "s")
 
 
-async def test_the_bridge_follows_the_cache_under_eviction(engine: Told) -> None:
+async def test_the_bridge_follows_the_cache_under_eviction(engine: RealEngine) -> None:
     prompts = [prompt(320) for _ in range(6)]  # 60 blocks, for a cache of 40
     for tokens in prompts:
-        await answer(engine, ask(tokens, 1))
+        await answer(engine, make_request(tokens, 1))
     last = tuple(prompts[-1][-BLOCK_SIZE:])
     await settled(lambda: any(tuple(e.token_ids[-BLOCK_SIZE:]) == last for e in stored(engine)))
     bridge = engine.bridge()
@@ -109,33 +124,39 @@ async def test_the_bridge_follows_the_cache_under_eviction(engine: Told) -> None
     assert bridge.counters == NormalizerCounters()
 
 
-def stored(engine: Told) -> list[BlocksStored]:
+def stored(engine: RealEngine) -> list[BlocksStored]:
     return [event for _, event in engine.events if isinstance(event, BlocksStored)]
 
 
-async def test_a_cancelled_stream_ends_as_cancelled_and_frees_its_place(engine: Told) -> None:
+async def test_a_cancelled_stream_ends_as_cancelled_and_frees_its_place(
+    engine: RealEngine,
+) -> None:
     context = GenerateContext("c")
-    told: list[EngineOutput] = []
-    async with aclosing(engine.generate(ask(prompt(20), 900), context)) as stream:
+    got: list[EngineOutput] = []
+    async with aclosing(engine.generate(make_request(prompt(20), 900), context)) as stream:
         async for output in stream:
-            told.append(output)
-            if len(told) == 3:
+            got.append(output)
+            if len(got) == 3:
                 context.cancel()
                 await engine.abort(context)
-    assert told[-1].finish_reason == "cancelled"
-    assert len(told) < 20
+    assert got[-1].finish_reason == "cancelled"
+    assert len(got) < 20
     await settled(lambda: engine.stats().running == 0)  # type: ignore[union-attr]
 
 
-async def test_a_stream_that_is_left_is_aborted(engine: Told) -> None:
-    async with aclosing(engine.generate(ask(prompt(20), 900), GenerateContext("c"))) as stream:
+async def test_a_stream_that_is_left_is_aborted(engine: RealEngine) -> None:
+    async with aclosing(
+        engine.generate(make_request(prompt(20), 900), GenerateContext("c"))
+    ) as stream:
         await anext(stream)
     await settled(lambda: engine.llm.get_num_unfinished_requests() == 0)
 
 
-async def test_figures_count_steps_and_blocks(engine: Told) -> None:
+async def test_figures_count_steps_and_blocks(engine: RealEngine) -> None:
     before = engine.stats()
-    async with aclosing(engine.generate(ask(prompt(64), 200), GenerateContext("c"))) as stream:
+    async with aclosing(
+        engine.generate(make_request(prompt(64), 200), GenerateContext("c"))
+    ) as stream:
         for _ in range(5):
             await anext(stream)
         busy = engine.stats()
@@ -146,17 +167,17 @@ async def test_figures_count_steps_and_blocks(engine: Told) -> None:
     assert busy.kv_used_blocks >= 2
 
 
-async def test_tokens_that_end_an_answer_end_it(engine: Told) -> None:
+async def test_tokens_that_end_an_answer_end_it(engine: RealEngine) -> None:
     tokens = prompt(30)
-    whole = await answer(engine, ask(tokens, 10))
+    whole = await answer(engine, make_request(tokens, 10))
     stop = StopConditions(max_tokens=10, stop_token_ids=(whole[4],), ignore_eos=True)
-    told = await outputs(engine, ask(tokens, stop=stop))
+    got = await outputs(engine, make_request(tokens, stop=stop))
     end = whole.index(whole[4]) + 1
-    assert [t for o in told for t in o.token_ids] == whole[:end]
-    assert (told[-1].finish_reason, told[-1].stop_reason) == ("stop", whole[4])
+    assert [t for o in got for t in o.token_ids] == whole[:end]
+    assert (got[-1].finish_reason, got[-1].stop_reason) == ("stop", whole[4])
     hidden = StopConditions(max_tokens=10, stop_token_ids_hidden=(whole[4],))
-    assert (await outputs(engine, ask(tokens, stop=hidden)))[-1].finish_reason == "stop"
-    eos = ask(tokens, stop=StopConditions(max_tokens=10), eos_token_ids=(whole[4],))
+    assert (await outputs(engine, make_request(tokens, stop=hidden)))[-1].finish_reason == "stop"
+    eos = make_request(tokens, stop=StopConditions(max_tokens=10), eos_token_ids=(whole[4],))
     assert (await outputs(engine, eos))[-1].finish_reason == "stop"
 
 
@@ -171,50 +192,52 @@ async def test_tokens_that_end_an_answer_end_it(engine: Told) -> None:
     ids=["allowed tokens", "logit bias", "top k", "guided"],
 )
 async def test_what_may_be_said_is_bounded(
-    engine: Told, model: Path, sampling: SamplingOptions
+    engine: RealEngine, model: Path, sampling: SamplingOptions
 ) -> None:
-    said = set(await answer(engine, ask(prompt(20), sampling=sampling)))
+    text = set(await answer(engine, make_request(prompt(20), sampling=sampling)))
     if sampling.guided_decoding is None:
-        assert said <= {40, 41}
+        assert text <= {40, 41}
         return
     from tokenizers import Tokenizer
 
-    text = Tokenizer.from_file(str(model / "tokenizer.json")).decode(list(said))
+    text = Tokenizer.from_file(str(model / "tokenizer.json")).decode(list(text))
     assert set(text) <= {"G", "H"}
 
 
-async def test_words_may_be_forbidden_by_their_tokens(engine: Told) -> None:
+async def test_words_may_be_forbidden_by_their_tokens(engine: RealEngine) -> None:
     tokens = prompt(20)
-    first, *_ = await answer(engine, ask(tokens, 1))
+    first, *_ = await answer(engine, make_request(tokens, 1))
     sampling = SamplingOptions(temperature=0.0, bad_words_token_ids=((first,),))
-    assert first not in await answer(engine, ask(tokens, sampling=sampling))
+    assert first not in await answer(engine, make_request(tokens, sampling=sampling))
 
 
-async def test_a_seed_draws_the_same_again(engine: Told) -> None:
+async def test_a_seed_draws_the_same_again(engine: RealEngine) -> None:
     tokens, sampling = prompt(20), SamplingOptions(temperature=1.0, seed=11)
-    first = await answer(engine, ask(tokens, 12, sampling=sampling))
-    assert await answer(engine, ask(tokens, 12, sampling=sampling)) == first
+    first = await answer(engine, make_request(tokens, 12, sampling=sampling))
+    assert await answer(engine, make_request(tokens, 12, sampling=sampling)) == first
     other = SamplingOptions(temperature=1.0, seed=12)
-    assert await answer(engine, ask(tokens, 12, sampling=other)) != first
+    assert await answer(engine, make_request(tokens, 12, sampling=other)) != first
 
 
-async def test_log_probabilities_come_with_each_token_its_own_first(engine: Told) -> None:
-    told = await outputs(engine, ask(prompt(20), 4, output=OutputOptions(logprobs=2)))
-    entries = [(t, e) for o in told for t, e in zip(o.token_ids, o.log_probs or (), strict=True)]
+async def test_log_probabilities_come_with_each_token_its_own_first(
+    engine: RealEngine,
+) -> None:
+    got = await outputs(engine, make_request(prompt(20), 4, output=OutputOptions(logprobs=2)))
+    entries = [(t, e) for o in got for t, e in zip(o.token_ids, o.log_probs or (), strict=True)]
     assert len(entries) == 4
     for token, (own, first, second) in entries:
         assert own.token_id == token == first.token_id, "greedy: the likeliest one"
         assert 0 >= own.log_prob == first.log_prob >= second.log_prob
 
 
-async def test_a_full_context_is_an_answer_of_nothing(engine: Told) -> None:
-    (only,) = await outputs(engine, ask(prompt(1024)))
+async def test_a_full_context_is_an_answer_of_nothing(engine: RealEngine) -> None:
+    (only,) = await outputs(engine, make_request(prompt(1024)))
     assert (only.finish_reason, only.token_ids) == ("length", ())
 
 
-async def test_a_probe_may_be_a_single_token(engine: Told) -> None:
-    told = await outputs(engine, ask([0], is_probe=True, stop=StopConditions()))
-    assert sum(len(output.token_ids) for output in told) == 1
+async def test_a_probe_may_be_a_single_token(engine: RealEngine) -> None:
+    got = await outputs(engine, make_request([0], is_probe=True, stop=StopConditions()))
+    assert sum(len(output.token_ids) for output in got) == 1
 
 
 IMAGE = {"image_url": (MultimodalData(kind="url", url="http://127.0.0.1:1/x.png"),)}
@@ -245,17 +268,17 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("named", REFUSED)
-async def test_what_cannot_be_done_is_refused_with_a_reason(engine: Told, named: str) -> None:
+async def test_what_cannot_be_done_is_refused_with_a_reason(engine: RealEngine, named: str) -> None:
     with pytest.raises(InvalidRequest, match=f"(?i){named}") as refused:
-        await outputs(engine, ask(**({"tokens": prompt(5)} | REFUSED[named])))
+        await outputs(engine, make_request(**({"tokens": prompt(5)} | REFUSED[named])))
     assert not refused.value.retryable
-    assert await answer(engine, ask([9, 8, 7], 2)) == await direct(engine, [9, 8, 7], 2)
+    assert await answer(engine, make_request([9, 8, 7], 2)) == await direct(engine, [9, 8, 7], 2)
 
 
 async def test_an_adapter_that_cannot_be_loaded_is_named_and_the_engine_lives(
-    engine: Told, monkeypatch: pytest.MonkeyPatch
+    engine: RealEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.vllm, "_adapters", {"broken": Path("/nowhere")})
     with pytest.raises(EngineError, match="broken in /nowhere"):
         await engine.vllm._load_adapters()
-    assert await answer(engine, ask(prompt(5), sampling=GREEDY))
+    assert await answer(engine, make_request(prompt(5), sampling=GREEDY))

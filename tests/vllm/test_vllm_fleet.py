@@ -16,12 +16,12 @@ from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
 from app.engine.interface import EngineDead
 from streams.records import Chunk
 from streams.request import StopConditions
-from tests.vllm.engines import Told, answer, ask, direct, outputs, started
+from tests.vllm.engines import RealEngine, answer, direct, make_request, outputs, started
 from tests.vllm.fleet import Fleet
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def second(model: Path, adapters: dict[str, Path]) -> AsyncIterator[Told]:
+async def second(model: Path, adapters: dict[str, Path]) -> AsyncIterator[RealEngine]:
     engine = await started(model, blocks=40, adapters=adapters)
     yield engine
     await engine.cleanup()
@@ -29,7 +29,10 @@ async def second(model: Path, adapters: dict[str, Path]) -> AsyncIterator[Told]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def fleet(
-    model: Path, engine: Told, second: Told, tmp_path_factory: pytest.TempPathFactory
+    model: Path,
+    engine: RealEngine,
+    second: RealEngine,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Fleet]:
     scratch = tmp_path_factory.mktemp("scratch")
     async with Fleet(model, {"w1": engine, "w2": second}, "tiny", scratch) as fleet:
@@ -45,7 +48,9 @@ async def test_what_is_found_in_caches_is_what_was_predicted_under_eviction(flee
     stems = [words(rng, rng.randrange(2, 10) * BLOCK_SIZE) for _ in range(16)]  # 90 blocks, for 80
     wrong, reused = [], 0
     for _ in range(80):
-        request_id = await fleet.ask(rng.choice(stems) + words(rng, rng.randrange(1, 60)), 4)
+        request_id = await fleet.make_request(
+            rng.choice(stems) + words(rng, rng.randrange(1, 60)), 4
+        )
         await fleet.answer(request_id)
         found = fleet.decisions.cached_tokens(request_id)
         (decision,) = fleet.decisions.decisions(request_id)
@@ -63,16 +68,16 @@ async def test_what_is_found_in_caches_is_what_was_predicted_under_eviction(flee
 
 async def test_a_chat_over_http_tells_log_probabilities(fleet: Fleet) -> None:
     async with openai.AsyncOpenAI(base_url=fleet.url, api_key="none", max_retries=0) as client:
-        said = await client.chat.completions.create(
+        output = await client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=4,
             temperature=0, logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True},
         )  # fmt: skip
-    likely = said.choices[0].logprobs
+    likely = output.choices[0].logprobs
     assert likely is not None
     assert likely.content is not None
     assert len(likely.content) == 4
     assert b"".join(bytes(t.bytes or ()) for t in likely.content).decode(errors="replace") == (
-        said.choices[0].message.content
+        output.choices[0].message.content
     )
     for token in likely.content:
         assert token.logprob == token.top_logprobs[0].logprob
@@ -89,14 +94,14 @@ async def test_what_vllm_refuses_is_told_to_the_client_as_its_mistake(fleet: Fle
 
 
 async def test_an_answer_goes_on_as_it_was_when_its_engine_is_killed(
-    model: Path, second: Told, tmp_path: Path
+    model: Path, second: RealEngine, tmp_path: Path
 ) -> None:
     victim = await started(model, blocks=40)
     try:
         prompt = words(random.Random(5), 100)
         due = await direct(second, prompt, 400)
         async with Fleet(model, {"victim": victim}, "doomed", tmp_path) as fleet:
-            request_id = await fleet.ask(prompt, 400)
+            request_id = await fleet.make_request(prompt, 400)
             tokens: list[int] = []
             async for piece in fleet.pieces(request_id):
                 assert isinstance(piece, Chunk), piece
@@ -107,13 +112,13 @@ async def test_an_answer_goes_on_as_it_was_when_its_engine_is_killed(
             assert tokens == due
             assert fleet.decisions.workers_of(request_id) == ["victim", "heir"]
         with pytest.raises(EngineDead, match="core died"):
-            await outputs(victim, ask([1, 2, 3]))
+            await outputs(victim, make_request([1, 2, 3]))
     finally:
         await victim.cleanup()
-    assert await answer(second, ask([9, 8, 7], stop=StopConditions(max_tokens=2)))
+    assert await answer(second, make_request([9, 8, 7], stop=StopConditions(max_tokens=2)))
 
 
-def _core_of(engine: Told) -> int:
+def _core_of(engine: RealEngine) -> int:
     """The process of its core."""
     manager = engine.llm.engine_core.resources.engine_manager
     (core,) = manager.processes

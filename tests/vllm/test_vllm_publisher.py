@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.engine.kv_events import END_OF_REPLAY, EngineEventBatch, UnreadableCounts, decode_batch
+from app.engine.kv_events import END_OF_REPLAY, EngineEventBatch, decode_batch
 from app.engine.vllm.plugin import ENDPOINT_PREFIX, register
 from tests.vllm.servers import free_ports
 
@@ -43,7 +43,7 @@ def published(rank: int, tmp_path: Path, **options: Any) -> Iterator[tuple[Any, 
 
 def taken(reader: Any) -> EngineEventBatch:
     assert reader.poll(WITHIN_MS)
-    batch = decode_batch(reader.recv_multipart(), UnreadableCounts())
+    batch = decode_batch(reader.recv_multipart())
     assert batch is not None
     return batch
 
@@ -81,12 +81,12 @@ def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
         for _ in range(5):
             publisher.publish(cleared())
             last = max(last, publisher._number - 1)
-        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
-            asking.connect(f"tcp://127.0.0.1:{port}")
-            asking.send_multipart((b"", (last - 1).to_bytes(8, "big")))
-            got = [taken(asking).number]
+        with zmq.Context() as context, context.socket(zmq.DEALER) as sending:
+            sending.connect(f"tcp://127.0.0.1:{port}")
+            sending.send_multipart((b"", (last - 1).to_bytes(8, "big")))
+            got = [taken(sending).number]
             while got[-1] != END_OF_REPLAY:
-                got.append(taken(asking).number)
+                got.append(taken(sending).number)
     assert got == [last - 1, last, END_OF_REPLAY]
 
 

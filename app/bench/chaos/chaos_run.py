@@ -48,7 +48,7 @@ CLUSTER_BROKERS = 3
 CLUSTER_LANES = 6
 """With three brokers. Followers fetch every append twice more, by partition: 32 lanes at 50
 requests/s keep two cores busy before any fault."""
-ENGINE_SETTINGS = {"engine_speedup": 0.07, "max_attempts": 10}
+ENGINE_SETTINGS = {"engine_speedup": 0.07, "max_attempts": 10, "results": "all"}
 """About 60 ms per token, and a quarter of a second more for a prompt in between. A worker dies
 every few seconds: one answer in some thousands meets three of them, the limit that stops a request
 which kills its workers. None does here."""
@@ -60,6 +60,8 @@ STEADY_STATE_S = 3.0
 """Load before the first fault."""
 RECOVERY_S = 3.0
 """Between a recovery and the next fault: earlier requests have their first text by then."""
+RESULTS_TIMEOUT_S = 30.0
+"""Time until the last answers have their results, with a takeover by another collector."""
 PROCESS_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in BROKER_FAULTS)
 """The default kinds of faults; broker faults need a cluster of three."""
 
@@ -145,13 +147,13 @@ async def chaos_deployment(
     """Start a deployment with `changes` to its settings, and its load. Raises BenchFailed."""
     copies = 1 if scale.includes_brokers else 2
     ports = {f"gateway-{n}": free_port() for n in range(1, copies + 1)}
-    herd = ProcessGroup(
+    processes = ProcessGroup(
         environment,
-        deployment_processes(scale.workers, ports, preprocessors=copies),
+        deployment_processes(scale.workers, ports, preprocessors=copies, collectors=copies),
         {**ENGINE_SETTINGS, **changes},
     )
-    herd.start()
-    await herd.wait_ready()
+    processes.start()
+    await processes.wait_ready()
     settings = environment.settings
     judge, witness = (
         AnswerOracle(settings, environment.clock),
@@ -160,7 +162,7 @@ async def chaos_deployment(
     await judge.load()
     positions = await witness.end_offsets()
     async with Client(environment.log, environment.clock) as client:
-        crowd = LoadGenerator(
+        load_generator = LoadGenerator(
             {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}, client, judge,
             environment.clock, rate=scale.rate, tokens=scale.tokens, rng=random.Random(scale.seed),
             on_kafka=(
@@ -170,16 +172,16 @@ async def chaos_deployment(
             ),
         )  # fmt: skip
         watching = [
-            asyncio.create_task(w) for w in (herd.restart_crashed(), witness.run(positions))
+            asyncio.create_task(w) for w in (processes.restart_crashed(), witness.run(positions))
         ]
         try:
-            await crowd.wait_until_served(MODEL_READY_TIMEOUT_S)
-            yield ChaosDeployment(environment, herd, crowd, witness)
+            await load_generator.wait_until_served(MODEL_READY_TIMEOUT_S)
+            yield ChaosDeployment(environment, processes, load_generator, witness)
         finally:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
-            await crowd.close()
+            await load_generator.close()
             if output_folder is not None:
                 _keep(environment.output_folder, output_folder)
 
@@ -191,7 +193,7 @@ def _keep(written: Path, logs: Path) -> None:
 
 
 def deployment_processes(
-    workers: int, ports: dict[str, int], *, preprocessors: int = 2
+    workers: int, ports: dict[str, int], *, preprocessors: int = 2, collectors: int = 0
 ) -> list[ProcessSpec]:
     """The processes of a deployment with two routers and an indexer. `ports`: of the gateways."""
     return [
@@ -207,6 +209,7 @@ def deployment_processes(
         *(ProcessSpec(f"worker-{n}", "worker") for n in range(1, workers + 1)),
         ProcessSpec("indexer-1", "indexer", {"indexer_port": free_port()}),
         *(ProcessSpec(f"preprocessor-{n}", "preprocessor") for n in range(1, preprocessors + 1)),
+        *(ProcessSpec(f"collector-{n}", "collector") for n in range(1, collectors + 1)),
     ]
 
 
@@ -248,8 +251,10 @@ class ChaosRun:
         self._clock = there.environment.clock
         self._open: list[FaultRound] = []
         self._hits: list[InjectedFault] = []
-        self._deaths_told = 0
-        self._fallen_told = 0
+        self._reported_deaths = 0
+        self._reported_crashes = 0
+        self._answered: set[str] = set()
+        """Ids of answers, each of which gets a result."""
 
     async def run_rounds(self, injected: int, done: Callable[[], None]) -> None:
         """Run rounds up to the number of kills or the time limit. Raises BenchFailed."""
@@ -261,7 +266,7 @@ class ChaosRun:
         names = {kind: there.processes.names_of_kind(kind) for kind in PARTS}
         number = max((line["round"] for line in self._lines if "round" in line), default=-1) + 1
         until = self._clock.now() + form.limit_s
-        asking = asyncio.create_task(there.load.run())
+        sending = asyncio.create_task(there.load.run())
         try:
             await self._clock.sleep(STEADY_STATE_S)
             while injected < form.kills and self._clock.now() < until:
@@ -274,67 +279,84 @@ class ChaosRun:
                 self._settle()
                 injected += len(strikes)
                 number += 1
-            if asking.done():
-                asking.result()
+            if sending.done():
+                sending.result()
         finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
         await there.load.drain()
         await self._clock.sleep(STEADY_STATE_S)
         self._settle()
-        self._end()
+        await self._end()
 
     def _settle(self) -> None:
         """Write the rounds whose streams have all ended."""
-        talks = self._there.load.conversations
+        conversations = self._there.load.conversations
         while self._open:
             made = self._open[0]
-            if any(talk.ended_at is None and talk.expected.sent_at <= made.end for talk in talks):
+            if any(
+                chat.ended_at is None and chat.expected.sent_at <= made.end
+                for chat in conversations
+            ):
                 return
             self._open.pop(0)
             self._write(made)
 
     def _write(self, made: FaultRound) -> None:
         there = self._there
-        crowd, stories = there.load, there.observer.requests
-        deaths = there.observer.losses[self._deaths_told :]
-        self._deaths_told += len(deaths)
+        load_generator, requests = there.load, there.observer.requests
+        deaths = there.observer.losses[self._reported_deaths :]
+        self._reported_deaths += len(deaths)
         false = impact.false_positives(deaths, self._hits)
-        line = impact.round_line(made.number, made.faults, crowd.conversations, stories, false)
+        line = impact.round_line(
+            made.number, made.faults, load_generator.conversations, requests, false
+        )
         next_start = self._open[0].start if self._open else self._clock.now()
         over = [
-            t for t in crowd.conversations if t.ended_at is not None and t.ended_at < next_start
+            t
+            for t in load_generator.conversations
+            if t.ended_at is not None and t.ended_at < next_start
         ]
         line |= self._account(over)
         self._append(line)
 
-    def _end(self) -> None:
-        """Write the last line: the last streams, and requests in the log without an end."""
-        crowd = self._there.load
-        line = self._account(crowd.conversations) | {
-            "requests": crowd.request_count,
-            "asking_s": crowd.duration_s,
+    async def _end(self) -> None:
+        """Write the last line: the last streams, requests in the log without an end, and answers
+        without their one result."""
+        load_generator = self._there.load
+        line = self._account(load_generator.conversations) | {
+            "requests": load_generator.request_count,
+            "asking_s": load_generator.duration_s,
         }
-        stories = self._there.observer.requests
-        asked = (story for story in stories.values() if story.requested_at is not None)
-        unended = [s.transcript.request_id for s in asked if not s.transcript.is_over]
-        self._append({**line, "unended": len(unended), "unended_ids": unended[:20]})
+        requests = self._there.observer.requests
+        started = (observed for observed in requests.values() if observed.requested_at is not None)
+        unended = [s.transcript.request_id for s in started if not s.transcript.is_over]
+        line |= {"unended": len(unended), "unended_ids": unended[:20]}
+        results = self._there.observer.results
+        deadline = self._clock.now() + RESULTS_TIMEOUT_S
+        while not self._answered <= results.keys() and self._clock.now() < deadline:
+            await self._clock.sleep(RECOVERY_S / 10)
+        await self._clock.sleep(RECOVERY_S)  # for a second one
+        missing = sorted(self._answered - results.keys())
+        repeated = sorted(name for name, count in results.items() if count > 1)
+        self._append({**line, "without_result": missing, "several_results": repeated})
 
     def _account(self, over: Sequence[Conversation]) -> dict[str, Any]:
         """The part of a line about completed requests, which are then forgotten."""
         there = self._there
-        stories = there.observer.requests
-        line = impact.completed_line(over, stories)
-        for talk in over:
-            story = stories.get(talk.expected.id)
-            if story is not None and story.transcript.is_over:
-                del stories[talk.expected.id]
-        ids = {id(talk) for talk in over}
+        requests = there.observer.requests
+        line = impact.completed_line(over, requests)
+        for chat in over:
+            observed = requests.get(chat.expected.id)
+            if observed is not None and observed.transcript.is_over:
+                del requests[chat.expected.id]
+        self._answered.update(chat.expected.id for chat in over if chat.verdict == "right")
+        ids = {id(chat) for chat in over}
         there.load.conversations[:] = [
-            talk for talk in there.load.conversations if id(talk) not in ids
+            chat for chat in there.load.conversations if id(chat) not in ids
         ]
-        fallen = there.processes.crashes[self._fallen_told :]
-        self._fallen_told += len(fallen)
+        fallen = there.processes.crashes[self._reported_crashes :]
+        self._reported_crashes += len(fallen)
         line["fallen"] = [f._asdict() for f in fallen]
         line["load"] = round(os.getloadavg()[0], 1)
         line["late_ms"] = round(1000 * there.load.max_lateness_s)

@@ -93,8 +93,8 @@ def draw_faults(
         chosen = [rng.choice(worker), rng.choice(whole)]
     for kind in chosen:
         strikes += _victims(kind, processes, brokers, rng)
-    for group in (("gateway", "gateway-pause"), ("indexer",), ("preprocessor",)):
-        possible = [k for k in group if k in kinds]
+    for group in (("gateway", "gateway-pause"), ("indexer",), ("preprocessor",), ("collector",)):
+        possible = [k for k in group if k in kinds and processes[k.partition("-")[0]]]
         if possible and (not chosen or mixed or rng.random() < 0.5):
             strikes += _victims(rng.choice(possible), processes, brokers, rng)
     return strikes
@@ -116,10 +116,10 @@ class FaultInjector:
     """Injects faults and restores the targets."""
 
     def __init__(
-        self, herd: ProcessGroup, broker: JvmBroker | None, log: KafkaLog, clock: Clock
+        self, processes: ProcessGroup, broker: JvmBroker | None, log: KafkaLog, clock: Clock
     ) -> None:
         """`broker`: the cluster, for broker faults."""
-        self._herd = herd
+        self._processes = processes
         self._broker = broker
         self._log = log
         self._clock = clock
@@ -143,17 +143,17 @@ class FaultInjector:
         if strike.kind in BROKER_FAULTS:
             await self._hit_broker(strike)
         elif strike.kind == ROLLING:
-            await self._herd.restart(strike.target)
+            await self._processes.restart(strike.target)
         elif strike.kind in PAUSES_S:
-            self._herd.pause(strike.target)
+            self._processes.pause(strike.target)
             try:
                 await self._clock.sleep(PAUSES_S[strike.kind])
             finally:
-                self._herd.resume(strike.target)
+                self._processes.resume(strike.target)
         else:
-            self._herd.kill(strike.target)
-            self._herd.start(strike.target)
-            await self._herd.wait_ready(strike.target)
+            self._processes.kill(strike.target)
+            self._processes.start(strike.target)
+            await self._processes.wait_ready(strike.target)
         return InjectedFault(*strike, at, self._clock.now())
 
     async def _hit_broker(self, strike: PlannedFault) -> None:

@@ -51,7 +51,7 @@ def longest_silence(moments: Sequence[float], start: float, end: float) -> tuple
 
 
 def attribute(
-    conversation: Conversation, observed: ObservedRequest | None, faults: Iterable[InjectedFault]
+    chat: Conversation, observed: ObservedRequest | None, faults: Iterable[InjectedFault]
 ) -> set[InjectedFault]:
     """The faults of a round whose targets this stream depended on at that time."""
 
@@ -60,7 +60,7 @@ def attribute(
         if part == "worker":
             return observed is not None and observed.worker_at(hit.at) == hit.target
         if part == "gateway":
-            return conversation.gateway_at(hit.at) == hit.target
+            return chat.gateway_at(hit.at) == hit.target
         return hit.kind in _OF_ALL
 
     return {hit for hit in faults if depends(hit)}
@@ -72,7 +72,7 @@ class Gap(NamedTuple):
     cause: str
     seconds: float
     at: float
-    conversation: Conversation
+    chat: Conversation
 
 
 def stream_gaps(
@@ -91,16 +91,16 @@ def stream_gaps(
     began, end = start, start + LOOK_AHEAD_S
     if any(hit.kind in _LONG for hit in faults):  # streams begin and end meanwhile
         began = end = max(hit.recovered_at for hit in faults)
-    for talk in conversations:
-        times = talk.expected.text_times
+    for chat in conversations:
+        times = chat.expected.text_times
         if not times or times[0] >= began or times[-1] <= start:
             continue
-        causes = {hit.kind for hit in attribute(talk, observed.get(talk.expected.id), faults)}
+        causes = {hit.kind for hit in attribute(chat, observed.get(chat.expected.id), faults)}
         if not causes:
             cause = NO_CAUSE
         else:
             cause = next(iter(causes)) if len(causes) == 1 else SEVERAL_CAUSES
-        found.append(Gap(cause, *longest_silence(times, start - LOOK_BACK_S, end), talk))
+        found.append(Gap(cause, *longest_silence(times, start - LOOK_BACK_S, end), chat))
     return sorted(found, key=lambda gap: gap.seconds)
 
 
@@ -115,12 +115,15 @@ def longest_assignment_wait_s(
     if start is None:
         return -1.0
     waits = [0.0]
-    for story in observed:
-        if story.requested_at is None or not start - 0.5 <= story.requested_at <= start + ROUND_S:
+    for request in observed:
+        if (
+            request.requested_at is None
+            or not start - 0.5 <= request.requested_at <= start + ROUND_S
+        ):
             continue
-        if story.assigned:
-            waits.append(story.assigned[0][0] - max(story.requested_at, start))
-        elif not story.transcript.is_over:
+        if request.assigned:
+            waits.append(request.assigned[0][0] - max(request.requested_at, start))
+        elif not request.transcript.is_over:
             waits.append(float("inf"))
     return max(waits)
 
@@ -132,8 +135,8 @@ def slowest_first_text(
     if not any(hit.kind in BROKER_FAULTS for hit in faults):
         return None
     start, end = min(hit.at for hit in faults), max(hit.recovered_at for hit in faults)
-    asked = (talk for talk in conversations if start <= talk.expected.sent_at <= end)
-    return max(asked, key=lambda talk: talk.expected.ttft_s, default=None)
+    started = (chat for chat in conversations if start <= chat.expected.sent_at <= end)
+    return max(started, key=lambda chat: chat.expected.ttft_s, default=None)
 
 
 def false_positives(
@@ -173,7 +176,7 @@ def round_line(
         ],
         "gaps_ms": by_cause,
         "longest": [
-            _told(gap, start, observed.get(gap.conversation.expected.id))
+            _failed_row(gap, start, observed.get(gap.chat.expected.id))
             for gap in found[-SHOWN_GAPS:]
         ],
         "assigned_ms": None if wait_s < 0 else round(1000 * min(wait_s, 1e6)),
@@ -186,27 +189,27 @@ def round_line(
     }
 
 
-def _told(gap: Gap, start: float, story: ObservedRequest | None) -> dict[str, Any]:
+def _failed_row(gap: Gap, start: float, request: ObservedRequest | None) -> dict[str, Any]:
     """The details of a gap."""
-    talk = gap.conversation
+    chat = gap.chat
     return {
-        "id": talk.expected.id, "cause": gap.cause, "gap_ms": round(1000 * gap.seconds),
-        "from_s": round(gap.at - start, 2), "breaks": talk.disconnects,
-        "gateways": [name for _, name in talk.gateways],
-        "workers": [worker for _, worker in story.assigned] if story else [],
+        "id": chat.expected.id, "cause": gap.cause, "gap_ms": round(1000 * gap.seconds),
+        "from_s": round(gap.at - start, 2), "breaks": chat.disconnects,
+        "gateways": [name for _, name in chat.gateways],
+        "workers": [worker for _, worker in request.assigned] if request else [],
     }  # fmt: skip
 
 
-def _slow(talk: Conversation, start: float, story: ObservedRequest | None) -> dict[str, Any]:
+def _slow(chat: Conversation, start: float, request: ObservedRequest | None) -> dict[str, Any]:
     """Where a request waited: seconds after the first fault, then after the request was sent."""
-    asked = talk.expected
+    expected = chat.expected
     steps: dict[str, Any] = {}
-    if story is not None and story.requested_at is not None:
-        steps["on_log_s"] = round(story.requested_at - asked.sent_at, 2)
-    if story is not None and story.assigned:
-        steps["assigned_s"] = [round(at - asked.sent_at, 2) for at, _ in story.assigned]
-    steps |= {"refusals": talk.rejections, "breaks": talk.disconnects}
-    return {"id": asked.id, "asked_s": round(asked.sent_at - start, 2), **steps}
+    if request is not None and request.requested_at is not None:
+        steps["on_log_s"] = round(request.requested_at - expected.sent_at, 2)
+    if request is not None and request.assigned:
+        steps["assigned_s"] = [round(at - expected.sent_at, 2) for at, _ in request.assigned]
+    steps |= {"refusals": chat.rejections, "breaks": chat.disconnects}
+    return {"id": expected.id, "asked_s": round(expected.sent_at - start, 2), **steps}
 
 
 def completed_line(
@@ -215,29 +218,29 @@ def completed_line(
     """Completed requests, as a part of a line of the log."""
     bad = [
         {
-            "id": talk.expected.id, "verdict": verdict, "ended": talk.expected.finish_reason,
-            "told": len(talk.expected.text), "due": len(talk.expected.expected.text),
-            "breaks": talk.disconnects, "gateways": [name for _, name in talk.gateways],
+            "id": chat.expected.id, "verdict": verdict, "ended": chat.expected.finish_reason,
+            "told": len(chat.expected.text), "due": len(chat.expected.expected.text),
+            "breaks": chat.disconnects, "gateways": [name for _, name in chat.gateways],
         }
-        for talk in conversations
-        if (verdict := _verdict(talk, observed.get(talk.expected.id))) != "right"
+        for chat in conversations
+        if (verdict := _verdict(chat, observed.get(chat.expected.id))) != "right"
     ]  # fmt: skip
-    own = [observed[talk.expected.id] for talk in conversations if talk.expected.id in observed]
+    own = [observed[chat.expected.id] for chat in conversations if chat.expected.id in observed]
     return {
         "asked": len(conversations),
         "bad": bad,
-        "broken": sum(talk.disconnects > 0 for talk in conversations),
-        "refused": sum(talk.rejections for talk in conversations),
-        "failed_over": sum(story.transcript.attempt > 0 for story in own),
+        "broken": sum(chat.disconnects > 0 for chat in conversations),
+        "refused": sum(chat.rejections for chat in conversations),
+        "failed_over": sum(request.transcript.attempt > 0 for request in own),
     }
 
 
-def _verdict(talk: Conversation, story: ObservedRequest | None) -> str:
+def _verdict(chat: Conversation, request: ObservedRequest | None) -> str:
     """The verdict on the client's text and on the text in the log: both must be right."""
-    if talk.verdict != "right" or story is None:
-        return talk.verdict
-    seen = story.transcript
-    return "right" if seen.text == talk.expected.expected.text and not seen.gaps else "wrong"
+    if chat.verdict != "right" or request is None:
+        return chat.verdict
+    seen = request.transcript
+    return "right" if seen.text == chat.expected.expected.text and not seen.gaps else "wrong"
 
 
 def chaos_report(rounds: Sequence[Mapping[str, Any]], worker_timeout_s: float) -> Report:
@@ -282,14 +285,11 @@ def _row(kind: str, own: Mapping[str, list[float]]) -> dict[str, Any]:
 
 def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Threshold]:
     bad = [b["verdict"] for line in lines for b in line.get("bad", ())]
-    asked = sum(line.get("asked", 0) for line in lines)
+    requests = sum(line.get("asked", 0) for line in lines)
     kills = sum(len(line.get("strikes", ())) for line in lines)
     unended = sum(line.get("unended", 0) for line in lines)
     named = ("lost", "twice", "wrong")
-    bars = [
-        figure("kills and stops", kills, ""),
-        figure("asked", asked, ""),
-    ]
+    bars = [figure("kills and stops", kills, ""), figure("asked", requests, "")]
     if asking_s := sum(line.get("asking_s", 0) for line in lines):
         kept = sum(line.get("requests", 0) for line in lines) / asking_s
         bars.append(figure("asked a second", kept, ""))
@@ -299,6 +299,9 @@ def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Threshold]:
     bars.append(Threshold("those who ask were behind, at most", late_s, "s", limit, is_met))
     bars += [Threshold(name, bad.count(name), "texts", "0", name not in bad) for name in named]
     bars.append(none_of("requests on the log without an end", unended))
+    for field, faulty in (("without_result", "without"), ("several_results", "with several")):
+        count = sum(len(line.get(field, ())) for line in lines)
+        bars.append(none_of(f"answers {faulty} results", count))
     return bars
 
 

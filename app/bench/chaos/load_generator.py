@@ -59,12 +59,12 @@ class Conversation:
     @property
     def verdict(self) -> str:
         """`right`, `twice` (repeated text), `lost` (the end or a part is missing), or `wrong`."""
-        told, due = self.expected.text, self.expected.expected.text
+        received, due = self.expected.text, self.expected.expected.text
         if self.expected.is_correct and not self.repeated_chunks:
             return "right"
-        if self.repeated_chunks or len(told) > len(due):
+        if self.repeated_chunks or len(received) > len(due):
             return "twice"
-        return "lost" if due.startswith(told) else "wrong"
+        return "lost" if due.startswith(received) else "wrong"
 
     def gateway_at(self, moment: float) -> str:
         """The gateway that it was read from at a time; "" before the first."""
@@ -92,7 +92,7 @@ class LoadGenerator:
         """
         self._clock = clock
         self._client = client
-        self._judge = judge
+        self._oracle = judge
         self._rate = rate
         self._tokens = tokens
         self._on_kafka = on_kafka
@@ -104,7 +104,7 @@ class LoadGenerator:
             )
             for name, url in gateways.items()
         }
-        self._asking: set[asyncio.Task[None]] = set()
+        self._open: set[asyncio.Task[None]] = set()
         self.conversations: list[Conversation] = []
         """Requests that are not yet in a line of the log."""
         self.max_lateness_s = 0.0
@@ -119,9 +119,9 @@ class LoadGenerator:
         due = began
         while True:
             self.max_lateness_s = max(self.max_lateness_s, self._clock.now() - due)
-            task = asyncio.create_task(self._ask(number))
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+            task = asyncio.create_task(self._start(number))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
             number += 1
             due = began + number / self._rate
             await self._clock.sleep(max(0.0, due - self._clock.now()))
@@ -136,20 +136,20 @@ class LoadGenerator:
 
     async def drain(self) -> None:
         """Wait for the requests in flight."""
-        if self._asking:
-            await asyncio.wait(self._asking, timeout=REQUEST_TIMEOUT_S + READ_TIMEOUT_S)
+        if self._open:
+            await asyncio.wait(self._open, timeout=REQUEST_TIMEOUT_S + READ_TIMEOUT_S)
 
     async def close(self) -> None:
         """Cancel all requests and close the clients."""
-        for task in list(self._asking):
+        for task in list(self._open):
             task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        await asyncio.gather(*self._open, return_exceptions=True)
         for client in self._openai.values():
             await client.close()
 
     # --- one request -----------------------------------------------------------------------------
 
-    async def _ask(self, number: int) -> None:
+    async def _start(self, number: int) -> None:
         text = f"Tell me of {' '.join(self._rng.choices(WORDS, k=6))}, the {number}th time."
         body: dict[str, Any] = {
             "model": "demo",
@@ -158,40 +158,40 @@ class LoadGenerator:
         }
         if number % 4 != 3:
             body["ignore_eos"] = True
-        talk = Conversation(await self._judge.expect_answer("", "chat", body), number)
-        self.conversations.append(talk)
+        chat = Conversation(await self._oracle.expect_answer("", "chat", body), number)
+        self.conversations.append(chat)
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 if number % REQUEST_CYCLE >= REQUEST_CYCLE - self._on_kafka:
-                    await self._publish(talk, body)
+                    await self._publish(chat, body)
                 else:
-                    await self._chat(talk, body)
+                    await self._chat(chat, body)
         except TimeoutError:
-            talk.expected.finish_reason = "timeout"
+            chat.expected.finish_reason = "timeout"
         except Exception as e:  # noqa: BLE001 - any error of the client counts as lost
-            talk.expected.finish_reason = talk.expected.finish_reason or f"{type(e).__name__}: {e}"
+            chat.expected.finish_reason = chat.expected.finish_reason or f"{type(e).__name__}: {e}"
         finally:
-            talk.ended_at = self._clock.now()
+            chat.ended_at = self._clock.now()
 
-    async def _publish(self, talk: Conversation, body: dict[str, Any]) -> None:
-        talk.expected.id = self._client.new_request_id()
-        talk.gateways.append((self._clock.now(), VIA_KAFKA))
-        prompt = Prompt(id=talk.expected.id, kind="chat", body=body)
+    async def _publish(self, chat: Conversation, body: dict[str, Any]) -> None:
+        chat.expected.id = self._client.new_request_id()
+        chat.gateways.append((self._clock.now(), VIA_KAFKA))
+        prompt = Prompt(id=chat.expected.id, kind="chat", body=body)
         await self._client.publish(prompt, timeout_s=REQUEST_TIMEOUT_S)
-        async for piece in self._client.stream(talk.expected.id, timeout_s=REQUEST_TIMEOUT_S):
+        async for piece in self._client.stream(chat.expected.id, timeout_s=REQUEST_TIMEOUT_S):
             if not isinstance(piece, End):
-                talk.repeated_chunks += piece.index < talk.position
-                talk.position = piece.index + len(piece.token_ids)
-            talk.expected.add_record(piece, self._clock.now())
+                chat.repeated_chunks += piece.index < chat.position
+                chat.position = piece.index + len(piece.token_ids)
+            chat.expected.add_record(piece, self._clock.now())
 
-    async def _chat(self, talk: Conversation, body: dict[str, Any]) -> None:
+    async def _chat(self, chat: Conversation, body: dict[str, Any]) -> None:
         names = list(self._openai)
-        at = talk.number  # round robin over the gateways
-        while not talk.expected.finish_reason:
+        at = chat.number  # round robin over the gateways
+        while not chat.expected.finish_reason:
             name = names[at % len(names)]
             at += 1
             try:
-                await self._listen(talk, name, body)
+                await self._listen(chat, name, body)
             except openai.APIStatusError as e:
                 if e.status_code not in RETRIED_STATUSES or e.code in (
                     "attempts",
@@ -199,26 +199,26 @@ class LoadGenerator:
                     "internal",
                 ):
                     raise
-                talk.rejections += 1
+                chat.rejections += 1
                 await self._clock.sleep(RETRY_DELAY_S)
             except openai.APIConnectionError:
-                talk.disconnects += 1
+                chat.disconnects += 1
                 await self._clock.sleep(RETRY_DELAY_S / 10)
             except openai.APIError as e:  # an error event in the stream
                 if e.code not in RESUMABLE_CODES:
-                    talk.expected.finish_reason = str(e.code or e)
-                talk.disconnects += 1
+                    chat.expected.finish_reason = str(e.code or e)
+                chat.disconnects += 1
 
-    async def _listen(self, talk: Conversation, name: str, body: dict[str, Any]) -> None:
+    async def _listen(self, chat: Conversation, name: str, body: dict[str, Any]) -> None:
         """Send or resume a request and read until it ends or breaks. Raises openai.APIError."""
-        client, asked = self._openai[name], talk.expected
-        if asked.id:
+        client, expected = self._openai[name], chat.expected
+        if expected.id:
             stream: Any = await client.get(
-                f"/streams/{asked.id}",
+                f"/streams/{expected.id}",
                 cast_to=ChatCompletionChunk,
                 stream=True,
                 stream_cls=openai.AsyncStream[ChatCompletionChunk],
-                options={"headers": {"Last-Event-ID": str(talk.position)}},
+                options={"headers": {"Last-Event-ID": str(chat.position)}},
             )
         else:
             named = {k: v for k, v in body.items() if k in ("model", "messages", "max_tokens")}
@@ -226,16 +226,16 @@ class LoadGenerator:
             stream = await client.chat.completions.create(
                 **named, stream=True, extra_body=more, extra_headers={DETACH_HEADER: "true"}
             )
-            asked.id = stream.response.headers[ID_HEADER]
-        talk.gateways.append((self._clock.now(), name))
+            expected.id = stream.response.headers[ID_HEADER]
+        chat.gateways.append((self._clock.now(), name))
         async for chunk in stream:
             position = int(stream._decoder._last_event_id or 0)  # noqa: SLF001  not told otherwise
             for choice in chunk.choices:
                 text, reason = choice.delta.content or "", choice.finish_reason
                 # The last chunk may have text only, which was held back before.
-                behind = position < talk.position + (reason is None)
-                talk.repeated_chunks += bool(text) and behind
-                asked.add_text(text, reason, self._clock.now())
-            talk.position = max(talk.position, position)
-        if not asked.finish_reason:
-            talk.disconnects += 1
+                behind = position < chat.position + (reason is None)
+                chat.repeated_chunks += bool(text) and behind
+                expected.add_text(text, reason, self._clock.now())
+            chat.position = max(chat.position, position)
+        if not expected.finish_reason:
+            chat.disconnects += 1

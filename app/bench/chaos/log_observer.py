@@ -1,4 +1,4 @@
-"""Observer of the log: workers and times of each request, its text, and workers declared lost.
+"""Observer of the log: workers, times, text and results of requests, and workers declared lost.
 
 Reads streams by the stream reconstruction rule, independently of the clients. Times are those of
 this process's clock when it reads, so they are a little late.
@@ -6,16 +6,17 @@ this process's clock when it reads, so they are a little late.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from streams.clock import Clock
 from streams.codecs import decode
 from streams.errors import RecordError
 from streams.ports import Log, Partition
-from streams.records import Assigned, Chunk, End, Ended, Fence, Lost
+from streams.records import Assigned, Chunk, End, Ended, Fence, Lost, Result
 from streams.request import Request
 from streams.responses.transcript import Transcript
-from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES
+from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES, RESULTS
 
 POLL_S = 0.2
 READ_INTERVAL_S = 0.1
@@ -53,12 +54,14 @@ class LogObserver:
         self._clock = clock
         self.requests: dict[str, ObservedRequest] = {}
         self.losses: list[WorkerLoss] = []
+        self.results: Counter[str] = Counter()
+        """Number of results that a reader of committed records sees, by request id."""
         self._lost: set[tuple[str, int]] = set()
 
     async def end_offsets(self) -> dict[Partition, int]:
         """The current end offsets."""
         positions: dict[Partition, int] = {}
-        for topic in (REQUESTS, LEDGER, RESPONSES, KV_EVENTS):
+        for topic in (REQUESTS, LEDGER, RESPONSES, KV_EVENTS, RESULTS):
             numbers = range(await self._log.partitions(topic))
             ends = await self._log.end_offsets(topic, numbers)
             positions |= {Partition(topic, n): ends[n] for n in numbers}
@@ -83,18 +86,20 @@ class LogObserver:
 
     def _take(self, record: object, now: float) -> None:
         if isinstance(record, Chunk | Fence | End):
-            self._story(record.id).transcript.apply(record)
+            self._request(record.id).transcript.apply(record)
         elif isinstance(record, Assigned):
-            self._story(record.id).assigned.append((now, record.worker))
+            self._request(record.id).assigned.append((now, record.worker))
+        elif isinstance(record, Result):
+            self.results[record.id] += 1
         elif isinstance(record, Ended):
-            self._story(record.id).ended = True
+            self._request(record.id).ended = True
         elif isinstance(record, Request):
-            self._story(record.id).requested_at = now
+            self._request(record.id).requested_at = now
         elif isinstance(record, Lost) and (record.worker, record.epoch) not in self._lost:
             self._lost.add((record.worker, record.epoch))  # several routers may write it
             self.losses.append(WorkerLoss(now, record.worker, record.silent_ms))
 
-    def _story(self, request_id: str) -> ObservedRequest:
-        if (story := self.requests.get(request_id)) is None:
-            story = self.requests[request_id] = ObservedRequest(request_id)
-        return story
+    def _request(self, request_id: str) -> ObservedRequest:
+        if (request := self.requests.get(request_id)) is None:
+            request = self.requests[request_id] = ObservedRequest(request_id)
+        return request

@@ -101,14 +101,14 @@ async def bench_overload(
     whole_s = CALIBRATION_S + WARM_UP_S + scale.unloaded_s + scale.overload_s + RECOVERY_S
     async with bench_environment(settings, print_line) as on:
         ports = {f"gateway-{n}": free_port() for n in (1, 2)}
-        herd = ProcessGroup(on, deployment_processes(WORKERS, ports), PROCESS_SETTINGS)
-        herd.start()
-        await herd.wait_ready()
+        processes = ProcessGroup(on, deployment_processes(WORKERS, ports), PROCESS_SETTINGS)
+        processes.start()
+        await processes.wait_ready()
         for name, port in ports.items():
-            await wait_listening(port, on.clock, herd.processes[name].check)
-        judge = AnswerOracle(on.settings, on.clock)
-        await judge.load()
-        bench = OverloadLoad(on, herd, judge, list(ports.values()))
+            await wait_listening(port, on.clock, processes.processes[name].check)
+        oracle = AnswerOracle(on.settings, on.clock)
+        await oracle.load()
+        bench = OverloadLoad(on, processes, oracle, list(ports.values()))
         watching = asyncio.create_task(bench.sample_memory())
         try:
             await bench.open_loop("warm", 2.0, WARM_UP_S)
@@ -139,13 +139,17 @@ class OverloadLoad:
     """Load generator, and sampler of the memory of the processes."""
 
     def __init__(
-        self, on: BenchEnvironment, herd: ProcessGroup, judge: AnswerOracle, ports: Sequence[int]
+        self,
+        on: BenchEnvironment,
+        processes: ProcessGroup,
+        oracle: AnswerOracle,
+        ports: Sequence[int],
     ) -> None:
         self._clock: Clock = on.clock
-        self._herd = herd
-        self._judge = judge
+        self._processes = processes
+        self._oracle = oracle
         self._ports = ports
-        self._asking: set[asyncio.Task[None]] = set()
+        self._open: set[asyncio.Task[None]] = set()
         self._phase = "warm"
         self._number = 0
         self.outcomes: list[OverloadOutcome] = []
@@ -155,7 +159,7 @@ class OverloadLoad:
         """Sample the memory of all processes once a second, until cancelled."""
         while True:
             now = self._clock.now()
-            for part, rss_bytes in self._herd.rss_bytes().items():
+            for part, rss_bytes in self._processes.rss_bytes().items():
                 self.samples.append(MemorySample(self._phase, now, part, rss_bytes))
             await self._clock.sleep(1.0)
 
@@ -166,7 +170,7 @@ class OverloadLoad:
 
         async def again() -> None:
             while self._clock.now() < began + seconds:
-                await self._ask("capacity")
+                await self._start("capacity")
 
         before = len(self.outcomes)
         await asyncio.gather(*(again() for _ in range(WORKERS * MAX_SEQS)))
@@ -179,34 +183,34 @@ class OverloadLoad:
         began = self._clock.now()
         for number in range(int(rate * seconds)):
             await self._clock.sleep(max(0.0, began + number / rate - self._clock.now()))
-            task = asyncio.create_task(self._ask(phase))
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+            task = asyncio.create_task(self._start(phase))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
         await self._clock.sleep(max(0.0, began + seconds - self._clock.now()))
 
     async def drain(self) -> None:
         """Wait for the requests in flight."""
-        if self._asking:
-            await asyncio.wait(self._asking, timeout=REQUEST_TIMEOUT_S)
+        if self._open:
+            await asyncio.wait(self._open, timeout=REQUEST_TIMEOUT_S)
 
-    async def _ask(self, phase: str) -> None:
+    async def _start(self, phase: str) -> None:
         number, self._number = self._number, self._number + 1
         body = {
             "model": "demo", "stream": True, "max_tokens": TOKENS, "ignore_eos": True,
             "messages": [{"role": "user", "content": f"Tell me of the {number}th train."}],
         }  # fmt: skip
-        asked = await self._judge.expect_answer("", "chat", body)
+        expected = await self._oracle.expect_answer("", "chat", body)
         request = http_request("/v1/chat/completions", body)
         at = self._clock.now()
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                answer = await self._hear(phase, self._ports[number % 2], request, asked)
+                answer = await self._receive(phase, self._ports[number % 2], request, expected)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             answer = OverloadOutcome(phase, at, 0, self._clock.now() - at, False, False)
         self.outcomes.append(answer)
 
-    async def _hear(
-        self, phase: str, port: int, request: bytes, asked: DemoAnswer
+    async def _receive(
+        self, phase: str, port: int, request: bytes, expected: DemoAnswer
     ) -> OverloadOutcome:
         at = self._clock.now()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -215,19 +219,19 @@ class OverloadLoad:
             head = await reader.readuntil(b"\r\n\r\n")
             status = int(head.split(b" ", 2)[1])
             if status != 200:
-                told_s = self._clock.now() - at
+                rejected_s = self._clock.now() - at
                 return OverloadOutcome(
-                    phase, at, status, told_s, b"retry-after:" in head.lower(), True
+                    phase, at, status, rejected_s, b"retry-after:" in head.lower(), True
                 )
-            first_s, told = -1.0, b""
+            first_s, received = -1.0, b""
             while data := await reader.read(1 << 16):
-                told += data
+                received += data
                 if first_s < 0 and b"data: {" in data:
                     first_s = self._clock.now() - at
-                if b"data: [DONE]" in told[-len(data) - 16 :]:
+                if b"data: [DONE]" in received[-len(data) - 16 :]:
                     break
             return OverloadOutcome(
-                phase, at, status, first_s, False, sse_text(told) == asked.expected.text
+                phase, at, status, first_s, False, sse_text(received) == expected.expected.text
             )
         finally:
             writer.close()

@@ -52,7 +52,7 @@ from app.bench.index.python_overhead import (
     record_rates,
 )
 from app.bench.report import Report, Threshold, at_least, at_most, machine_info
-from app.mooncake_trace import BUNDLED_TRACE
+from app.traces.mooncake_trace import BUNDLED_TRACE
 from indexer.block_hashes import local_hashes
 
 BYTES_PER_PAIR_LIMIT = 36.0

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.mooncake_trace import read_trace
+from app.traces.mooncake_trace import read_trace
 from indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
 
 STORED, REMOVED, MATCH = range(3)
@@ -255,7 +255,7 @@ def trace_operations(
     """Interleaved queries and events of a fleet that serves a trace.
 
     Each worker is an LRU of chunks; a request goes where most of it is cached, unless that worker
-    has had too many lately. `trace`: see `app/mooncake_trace.py`.
+    has had too many lately. `trace`: see `app/traces/mooncake_trace.py`.
     """
     steps = _steps(_requests(trace, fleet.min_requests), fleet)
     rows = np.zeros(len(steps), OPERATION)

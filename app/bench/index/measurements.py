@@ -132,8 +132,8 @@ class IndexMeasurements:
 
     def _matches(self) -> Iterator[IndexFigure]:
         count = self._effort.queries_by_depth[self._where.blocks]
-        asked = queries_by_overlap(self._sequences, self._sequences.random_subset(count))
-        for kind, queries in asked.items():
+        queries_by_kind = queries_by_overlap(self._sequences, self._sequences.random_subset(count))
+        for kind, queries in queries_by_kind.items():
             aim = FULL_HIT_TARGETS[self._where.blocks] if kind == "full hit" else HIT_TARGETS[kind]
             yield self._latency(f"match, {kind}", queries, aim)
             self.answers.compare(self._sides.values(), queries[:CHECKED_QUERIES])
@@ -238,11 +238,11 @@ def replay_trace(
     took = dict.fromkeys(sides, 0)
     ticks: dict[str, list[U64Column]] = {name: [] for name in sides}
     for turn, part in enumerate(batch.groups(TRACE_GROUP)):
-        asked = part.rows["kind"] == MATCH
+        is_query = part.rows["kind"] == MATCH
         for name, side in rotated(sides, turn):
             cpu_ns, own = side.replay(part)
             took[name] += cpu_ns
-            ticks[name].append(own[asked])
+            ticks[name].append(own[is_query])
         for query in _queries(part)[-OPERATIONS_PER_TURN:]:
             answers.compare(sides.values(), query[None, :])
     where = IndexSetup(0, workers, batch.blocks)

@@ -35,11 +35,11 @@ FILL_TIMEOUT_S = 600.0
 def bytes_per_pair(setup: IndexSetup, structures: Iterable[PeerStructure]) -> IndexFigure:
     """Memory of both sides, in bytes per (worker, block) pair."""
     names = [OUR_INDEX, *(structure.name.lower() for structure in structures)]
-    samples = {name: SampleSummary(*[_asked(name, setup)] * 2) for name in names}
+    samples = {name: SampleSummary(*[_measure(name, setup)] * 2) for name in names}
     return compare_sides("memory", setup, "B", samples, RatioTarget())
 
 
-def _asked(name: str, where: IndexSetup) -> float:
+def _measure(name: str, where: IndexSetup) -> float:
     numbers = [str(number) for number in where]
     done = subprocess.run(  # noqa: S603 - our own interpreter
         [sys.executable, "-m", "app.bench.index.memory_per_block", name, *numbers],

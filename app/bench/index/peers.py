@@ -116,7 +116,7 @@ class CrateIndex:
 
     def match(self, queries: U64Column) -> U64Column:
         ticks = np.zeros(len(queries), np.uint64)
-        self._run(_asked(queries), ticks, None, 0)
+        self._run(_query_batch(queries), ticks, None, 0)
         return ticks
 
     def replay(self, batch: OperationBatch) -> tuple[int, U64Column]:
@@ -131,7 +131,7 @@ class CrateIndex:
 
     def matches(self, queries: U64Column) -> list[BlocksByWorker]:
         answers = np.zeros((len(queries), self._workers + 1), np.uint64)
-        self._run(_asked(queries), None, answers, self._workers + 1)
+        self._run(_query_batch(queries), None, answers, self._workers + 1)
         return [
             {word >> 32: word & 0xFFFFFFFF for word in row[1 : 1 + int(row[0])].tolist()}
             for row in answers
@@ -179,7 +179,7 @@ def load_crate(print_line: PrintLine, *, build: bool = True) -> PeerCrate:
     return PeerCrate(LIBRARY)
 
 
-def _asked(queries: U64Column) -> OperationBatch:
+def _query_batch(queries: U64Column) -> OperationBatch:
     """A batch of matches, one per row."""
     assert queries.flags.c_contiguous
     count, depth = queries.shape

@@ -92,17 +92,17 @@ def call_latencies(
     for depth, count in queries_by_depth.items():
         where = IndexSetup(depth, CALL_WORKERS, CALL_PAIRS)
         cached = make_sequences(where)
-        index, asked = filled_index(cached), cached.random_subset(count)
-        asked_for = cached.local[asked]
-        samples = {OUR_INDEX: _times(index.match_depths, asked_for)}
+        index, queries = filled_index(cached), cached.random_subset(count)
+        queried_keys = cached.local[queries]
+        samples = {OUR_INDEX: _times(index.match_depths, queried_keys)}
         if peers and WHEEL.exists():
-            took, scores = _wheel(cached, asked)
+            took, scores = _wheel(cached, queries)
             samples["wheel"] = _samples(took)
-            for query, theirs in zip(asked_for, scores, strict=True):
+            for query, theirs in zip(queried_keys, scores, strict=True):
                 ours = {int(h.worker): o.total_blocks for h, o in index.match_prefix(query).items()}
                 answers.compare_rows(sorted(ours.items()), theirs)
         yield compare_sides("call", where, "us", samples, RatioTarget(5.0) if peers else None)
-        yield _alone("call, overlaps", where, "us", _times(index.match_prefix, asked_for))
+        yield _alone("call, overlaps", where, "us", _times(index.match_prefix, queried_keys))
 
 
 def _times(call: Callable[[U64Column], object], queries: U64Column) -> SampleSummary:
@@ -120,11 +120,13 @@ def _samples(took: list[float]) -> SampleSummary:
 
 
 def _wheel(
-    cached: CachedSequences, asked: NDArray[np.intp]
+    cached: CachedSequences, queries: NDArray[np.intp]
 ) -> tuple[list[float], list[list[tuple[int, int]]]]:
     """Microseconds and result of each call of the wheel."""
     with tempfile.NamedTemporaryFile(suffix=".npz") as file:
-        np.savez(file, local=cached.local, chain=cached.chain, workers=cached.workers, asked=asked)
+        np.savez(
+            file, local=cached.local, chain=cached.chain, workers=cached.workers, queries=queries
+        )
         file.flush()
         done = subprocess.run(  # noqa: S603 - a script of this repository
             [str(WHEEL), str(BUILD_SCRIPT.with_name("wheel.py")), file.name],

@@ -51,8 +51,8 @@ class BurstyWorkload:
     def requests_for(self, arrivals: str, seconds: float) -> list[TimedRequest]:
         """All requests of this duration, in the order of their due times."""
         self._form.seed(arrivals)
-        asked = self._in_bursts if arrivals == BURST_ARRIVALS else self._one_by_one
-        return list(asked(seconds, self._beginnings()))
+        requests_of = self._in_bursts if arrivals == BURST_ARRIVALS else self._one_by_one
+        return list(requests_of(seconds, self._beginnings()))
 
     def _one_by_one(self, seconds: float, beginnings: Sequence[bytes]) -> Iterator[TimedRequest]:
         at_s = 0.0

@@ -95,7 +95,7 @@ class BlockPublishers:
             partition = partition_of(name.encode(), partitions)
             for start in range(0, len(records), BATCH_RECORDS):
                 some = [(name, record) for record in records[start : start + BATCH_RECORDS]]
-                await self._on.outbox.publish_batch_once(KV_EVENTS, partition, some)
+                await self._on.publisher.publish_batch_once(KV_EVENTS, partition, some)
             yield blocks // WORKERS
 
     def _records(self, worker: str, blocks: int) -> Iterator[Blocks]:

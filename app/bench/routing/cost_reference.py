@@ -32,16 +32,16 @@ class ReferenceForecast(NamedTuple):
 
 
 def predictive_cost(
-    candidate: Candidate, ask: RequestFeatures, decode_weight: float
+    candidate: Candidate, features: RequestFeatures, decode_weight: float
 ) -> ReferenceForecast:
     """The forecast of policy predictive for a request at a candidate."""
-    pace, prompt = recorded_profile(candidate), ask.prompt_tokens
+    pace, prompt = recorded_profile(candidate), features.prompt_tokens
     blocks = candidate.overlap_blocks + (
         HOST_SHARE * candidate.host_blocks + DISK_SHARE * candidate.disk_blocks
     )
-    held = min(blocks * ask.block_size, prompt)
+    held = min(blocks * features.block_size, prompt)
     tokens = max(float(prompt - held), 1.0)
-    context = candidate.prompt_tokens + candidate.open_runs * ask.mean_output_tokens / 2
+    context = candidate.prompt_tokens + candidate.open_runs * features.mean_output_tokens / 2
     step_ms = pace.decode_ms(context) if candidate.open_runs else 0.0
     alone_ms = pace.prefill_ms(tokens)
     left_ms = (
@@ -51,53 +51,55 @@ def predictive_cost(
     )
     wait_ms = max(left_ms, step_ms / 2) + candidate.later_ms
     is_bounded = bool(candidate.open_runs and candidate.capacity_tokens)
-    added = prompt - min(candidate.overlap_blocks * ask.block_size, prompt)
-    excess = context + added + ask.mean_output_tokens - candidate.capacity_tokens
+    added = prompt - min(candidate.overlap_blocks * features.block_size, prompt)
+    excess = context + added + features.mean_output_tokens - candidate.capacity_tokens
     if is_bounded and excess > 0:
-        wait_ms += excess / max(context, 1.0) * ask.mean_output_tokens * FULL_CACHE_WAIT * step_ms
+        wait_ms += (
+            excess / max(context, 1.0) * features.mean_output_tokens * FULL_CACHE_WAIT * step_ms
+        )
     planned_ms = candidate.planned_ms or 0.0
     for other_ms in candidate.ahead_ms:
         planned_ms += min(alone_ms, other_ms) + decode_weight * max(alone_ms, other_ms)
     wait_ms += planned_ms
-    later_ms = pace.decode_ms(context + prompt + ask.output_tokens / 2)
-    replication_ms = (ask.most_cached_tokens - held) * (
+    later_ms = pace.decode_ms(context + prompt + features.output_tokens / 2)
+    replication_ms = (features.most_cached_tokens - held) * (
         pace.prefill_ms(pace.chunk_tokens) / pace.chunk_tokens
     )
-    slower_ms = candidate.open_runs * ask.mean_output_tokens / 2 * (later_ms - step_ms)
-    own_ms = ask.output_tokens * later_ms
-    decode_ms = candidate.open_runs * alone_ms + slower_ms + ask.expected_followups * own_ms
+    slower_ms = candidate.open_runs * features.mean_output_tokens / 2 * (later_ms - step_ms)
+    own_ms = features.output_tokens * later_ms
+    decode_ms = candidate.open_runs * alone_ms + slower_ms + features.expected_followups * own_ms
     ttft_ms = wait_ms + pace.prefill_ms(tokens, step_ms)
     cost_ms = ttft_ms + decode_weight * decode_ms
     cost_ms += (
-        ask.expected_followups - 1.0
-    ) * FOLLOWUP_STEPS * later_ms + replication_ms / ask.expected_followups
+        features.expected_followups - 1.0
+    ) * FOLLOWUP_STEPS * later_ms + replication_ms / features.expected_followups
     cost_ms *= math.exp(-math.tanh(candidate.taint_weight))
-    if ttft_ms > ask.ttft_target_ms or later_ms > ask.itl_target_ms:
+    if ttft_ms > features.ttft_target_ms or later_ms > features.itl_target_ms:
         cost_ms += MISSED_TARGET_MS
     _, b, fixed_ms = pace.curves.prefill
     shares = pace.slowdown * (b * tokens - fixed_ms) <= step_ms
     hold_ms = 0.0 if shares else left_ms
     if (
         is_bounded
-        and candidate.prompt_tokens + added + ask.output_tokens > candidate.capacity_tokens
+        and candidate.prompt_tokens + added + features.output_tokens > candidate.capacity_tokens
     ):
         hold_ms = math.inf
     return ReferenceForecast(cost_ms, ttft_ms, alone_ms, hold_ms)
 
 
-def dynamo_cost(candidate: Candidate, ask: RequestFeatures, weights: DynamoWeights) -> float:
+def dynamo_cost(candidate: Candidate, features: RequestFeatures, weights: DynamoWeights) -> float:
     """The cost of a candidate under policy dynamo."""
     device = weights.overlap_score_credit * candidate.overlap_blocks
     if weights.overlap_decay:
-        excess = candidate.prefill_tokens - ask.least_prefill_tokens
-        device /= 1.0 + weights.overlap_decay / max(ask.prompt_tokens, 1) * excess
+        excess = candidate.prefill_tokens - features.least_prefill_tokens
+        device /= 1.0 + weights.overlap_decay / max(features.prompt_tokens, 1) * excess
     credit = (
         device
         + weights.host_weight * candidate.host_blocks
         + weights.disk_weight * candidate.disk_blocks
     )
-    prefill = (candidate.prefill_tokens + ask.prompt_tokens) / ask.block_size
+    prefill = (candidate.prefill_tokens + features.prompt_tokens) / features.block_size
     cost = weights.prefill_load_scale * max(prefill - credit, 0.0)
-    cost += -(-candidate.open_tokens // ask.block_size)
+    cost += -(-candidate.open_tokens // features.block_size)
     cost += weights.active_request_weight * candidate.open_runs
     return cost * math.exp(-math.tanh(candidate.taint_weight))

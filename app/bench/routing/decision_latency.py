@@ -168,7 +168,12 @@ def decision_thresholds(rows: list[dict[str, Any]]) -> Iterator[Threshold]:
 def loaded_fleet(workers: int) -> LoadedFleet:
     """A fleet with load, and prompts of which every second one has a shared prefix."""
     rng = Random(workers)
-    fleet, index, told, paces = Fleet(), KvIndexView(SECRET), ActiveLoad(), PerformanceModel()
+    fleet, index, committed, performance = (
+        Fleet(),
+        KvIndexView(SECRET),
+        ActiveLoad(),
+        PerformanceModel(),
+    )
     index.blocks = timed = TimedIndex(SECRET)
     registry, events = Partition("registry", 0), Partition("kv-events", 0)
     config = EngineConfig(
@@ -187,10 +192,10 @@ def loaded_fleet(workers: int) -> LoadedFleet:
         beat = Heartbeat(worker=name, epoch=n, slot_offset=0)
         fleet.apply(events, [LogRecord(n, NOW_MS, beat)], n + 1)
         place = WorkerRank(name, n)
-        paces.slowdown[name] = rng.uniform(0.8, 1.2)
+        performance.slowdown[name] = rng.uniform(0.8, 1.2)
         for k in range(rng.randrange(1, 6)):
             waiting = (rng.randrange(4000), 1, NOW_MS - rng.randrange(300)) if k == 0 else (0, 0, 0)
-            told.add(place, WorkerLoad(1, rng.randrange(4000, 8000), *waiting))
+            committed.add(place, WorkerLoad(1, rng.randrange(4000, 8000), *waiting))
         if n % 2 == 0:
             held = tuple(keys[: rng.randrange(1, len(keys))].tolist())
             columns = encode_events([CacheEvent(EventKind.STORED, keys=held)])
@@ -202,10 +207,10 @@ def loaded_fleet(workers: int) -> LoadedFleet:
         fleet,
         CandidatePools(fleet, 5000),
         index,
-        told,
+        committed,
         ActiveLoad(),
         NOW_MS,
-        slowdown=paces.slowdown,
+        slowdown=performance.slowdown,
     )
     prompts = []
     for n in range(256):
@@ -283,13 +288,13 @@ def _check(decision: Decision) -> None:
     )  # fmt: skip
     if (again := recompute_choice(record)) != decision.worker_rank:
         raise DecisionMismatch(f"{decision.worker_rank} by the view, {again} by the record")
-    ask = recorded_features(record)
+    features = recorded_features(record)
     for each in decision.candidates:
         if decision.policy == "dynamo":
-            cost = cost_reference.dynamo_cost(each, ask, DynamoWeights())
+            cost = cost_reference.dynamo_cost(each, features, DynamoWeights())
         else:
             weight = decision.params["decode_weight"]
-            cost = cost_reference.predictive_cost(each, ask, weight).cost_ms
+            cost = cost_reference.predictive_cost(each, features, weight).cost_ms
         if cost != each.cost:
             raise DecisionMismatch(f"{each.worker} costs {each.cost!r}, by the reference {cost!r}")
 
@@ -312,7 +317,7 @@ def queued_times(there: LoadedFleet, queued: int, count: int) -> list[float]:
         plans = plan_uniform(group, held, pool, by)
         ended = time.thread_time()
         for each, tentative in zip(wanted, plans, strict=True):
-            held.add(each.key, each.arrival, each.since_ms, tentative.reservation)
+            held.reserve(each, tentative.reservation)
         if n >= WARM_UP_DECISIONS:
             took.append(1e6 * (ended - began))
     return took

@@ -276,10 +276,10 @@ class ThresholdChecks:
 
     def learned(self, setup: FleetSetup, curves: PerfCurves) -> Threshold:
         """Engines without a profile, compared with the same engines with one."""
-        told, unknown = (
+        with_length, unknown = (
             self.mean(each, OWN_POLICY, "ttft_mean") for each in engine_scenarios(setup, curves)
         )
-        ratio = unknown / told
+        ratio = unknown / with_length
         a, b, c = curves.prefill
         return at_most(
             f"{setup.name}: curves learned from nothing to known ones, mean TTFT, prefill "
@@ -298,5 +298,7 @@ def all_thresholds(
 
 
 def max_deviation(figures: RunMetrics, published: RunMetrics) -> float:
-    """The largest relative deviation of a figure from the published one."""
-    return max(abs(a / b - 1) for a, b in zip(figures, published, strict=True))
+    """The largest relative deviation of a figure from the published one, where there is one."""
+    return max(
+        abs(a / b - 1) for a, b in zip(figures, published, strict=True) if a is not None and b
+    )

@@ -36,11 +36,11 @@ from app.bench.routing.policy_scenarios import (
     scenario_runs,
 )
 from app.bench.routing.result_cache import ResultCache
-from app.mooncake_trace import InvalidTrace, TraceRow, read_trace
 from app.simulation.run_metrics import RunMetrics
 from app.simulation.simulation_runs import PreparedTrace, SimulationRun, result_row, run_metrics
 from app.simulation.synthetic_traces import NAME_PREFIX, TraceSize, generate_trace
 from app.simulation.trace_requests import ArrivalRate
+from app.traces.mooncake_trace import InvalidTrace, TraceRow, read_trace
 from indexer.precompile import compile_all
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 144_793_823, 4_122_048
@@ -65,10 +65,7 @@ async def bench_policies(
 ) -> Report:
     """Simulate all scenarios, `jobs` runs in parallel; a coroutine like the other benchmarks."""
     traces = TraceSet(trace_file)
-    if trace_file is None:
-        print_line(TRACE_MISSING)
-    elif not _is_published(traces[CONVERSATION].rows):
-        raise InvalidTrace(f"{trace_file} is not the conversation trace: {TRACE_MISSING}")
+    published_trace(traces, print_line)
     compile_all()
     kept = ResultCache(cache_file)
     wanted = [
@@ -112,6 +109,19 @@ class TraceSet:
             return generate_trace(name.removeprefix(NAME_PREFIX), TraceSize())
         assert self.file is not None, "its runs are not wanted without it"
         return read_trace(self.file)
+
+
+def published_trace(traces: TraceSet, print_line: PrintLine) -> PreparedTrace | None:
+    """The trace that has published figures; None, with a message, if it was not given.
+
+    Raises InvalidTrace for another one.
+    """
+    if traces.file is None:
+        print_line(TRACE_MISSING)
+        return None
+    if not _is_published(traces[CONVERSATION].rows):
+        raise InvalidTrace(f"{traces.file} is not the conversation trace: {TRACE_MISSING}")
+    return traces[CONVERSATION]
 
 
 def run_all(runs: Sequence[ScenarioRun], traces: TraceSet, jobs: int) -> Iterator[ScenarioResult]:

@@ -18,7 +18,13 @@ from app.bench.routing.policy_scenarios import ScenarioResult, ScenarioRun
 from app.simulation.run_metrics import RunMetrics
 
 _ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "indexer").is_dir())
-SOURCE_PATHS = ("app/engine", "app/routing", "app/simulation", "app/mooncake_trace.py", "indexer")
+SOURCE_PATHS = (
+    "app/engine",
+    "app/routing",
+    "app/simulation",
+    "app/traces/mooncake_trace.py",
+    "indexer",
+)
 """The sources that determine the figures."""
 
 

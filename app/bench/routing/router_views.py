@@ -118,8 +118,8 @@ class ReferenceState:
         for source, position in positions.items():
             self._advance(self._view(source), source, position)
         loads = {
-            worker: LoadFigures(burden.runs, burden.tokens, burden.prefill_tokens)
-            for worker, burden in self._load.active_load.by_worker().items()
+            worker: LoadFigures(load.runs, load.tokens, load.prefill_tokens)
+            for worker, load in self._load.active_load.by_worker().items()
         }
         caches = {
             source: int(self._index.state_hash(source), 16) >> HASH_SHIFT

@@ -119,13 +119,13 @@ async def bench_kafka_routers(
     counts = sorted({1, scale.routers})
     phases: list[RouterPhase] = []
     async with bench_environment(settings, print_line) as on:
-        herd = ProcessGroup(on, [*routers, *workers], ENGINE_SETTINGS)
-        herd.start(*(worker.name for worker in workers))
-        async with _bench(on, herd, scale) as bench:
+        processes = ProcessGroup(on, [*routers, *workers], ENGINE_SETTINGS)
+        processes.start(*(worker.name for worker in workers))
+        async with _bench(on, processes, scale) as bench:
             for count in counts:
                 names = list(ports)[:count]
-                herd.start(*(name for name in names if name not in herd.processes))
-                await herd.wait_ready(*herd.processes)
+                processes.start(*(name for name in names if name not in processes.processes))
+                await processes.wait_ready(*processes.processes)
                 bench.metrics_urls = {
                     name: f"http://127.0.0.1:{ports[name]}/metrics" for name in names
                 }
@@ -148,28 +148,28 @@ class RouterBench:
     def __init__(
         self,
         on: BenchEnvironment,
-        herd: ProcessGroup,
+        processes: ProcessGroup,
         form: RouterScale,
         http: aiohttp.ClientSession,
     ) -> None:
         self._clock = on.clock
-        self._herd = herd
+        self._processes = processes
         self._form = form
         self._http = http
         self._requests = BurstyWorkload(on.clock, on.settings.model, form.lanes, form.rate)
-        self._outbox = RecordPublisher(on.log, on.clock)
+        self._publisher = RecordPublisher(on.log, on.clock)
         self._secret = on.settings.block_key_secret()
         self._window_ms = int(on.settings.dedup_window_s * 1000)
         self._load = LedgerState(self._window_ms)
         self._records: dict[Partition, list[LogRecord]] = {}
         self._ledger: list[LogRecord] = []
         """Ledger records of the current phase."""
-        self._truths: dict[str, ReferenceState] = {}
+        self._references: dict[str, ReferenceState] = {}
         self.metrics_urls: dict[str, str] = {}
         """Metrics URLs of the routers, by name."""
         self.followers = [
-            Follower(on.log, fold, [topic], on.clock, on_applied=self._applied)
-            for fold, topic in ((self._load, LEDGER), (KvIndexView(self._secret), KV_EVENTS))
+            Follower(on.log, view, [topic], on.clock, on_applied=self._applied)
+            for view, topic in ((self._load, LEDGER), (KvIndexView(self._secret), KV_EVENTS))
         ]
 
     def _applied(self, source: Partition, facts: Sequence[LogRecord]) -> None:
@@ -184,19 +184,19 @@ class RouterBench:
             if number >= self._form.bursts and deciders >= self.metrics_urls.keys():
                 return
             self._ledger = []
-            await self._ask(self._requests.one_burst())
+            await self._publish_all(self._requests.one_burst())
             deciders = self._deciders()
         missing = ", ".join(sorted(self.metrics_urls.keys() - deciders))
         raise BenchFailed(f"{missing}: no decision in {MAX_BURSTS} bursts on all lanes")
 
     async def run_phase(self, arrivals: str) -> RouterPhase:
         """Send requests for the duration of a phase; their results."""
-        asked = self._requests.requests_for(arrivals, self._form.phase_s)
+        requests = self._requests.requests_for(arrivals, self._form.phase_s)
         self._ledger = []
         views: list[RouterView] = []
-        looking = asyncio.create_task(self._look_on(views))
+        looking = asyncio.create_task(self._sample_views(views))
         try:
-            began_ms, left = await self._ask(asked)
+            began_ms, left = await self._publish_all(requests)
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
@@ -204,7 +204,7 @@ class RouterBench:
         wrong: list[StateDifference] = []
         for name in self.metrics_urls:
             own = [view for view in (*views, *at_end) if view.router == name]
-            wrong += differences(own, self._truth(name))
+            wrong += differences(own, self._reference(name))
         first_ms: dict[str, int] = {}
         for fact in self._ledger:
             if isinstance(fact.record, PrefillDone) and fact.record.id in began_ms:
@@ -225,19 +225,21 @@ class RouterBench:
         decided = (fact.record for fact in self._ledger)
         return frozenset(each.router for each in decided if isinstance(each, Assigned))
 
-    def _truth(self, router: str) -> ReferenceState:
-        if router not in self._truths:
-            folds = LedgerState(self._window_ms), KvIndexView(self._secret)
-            self._truths[router] = ReferenceState(self._records, *folds)
-        return self._truths[router]
+    def _reference(self, router: str) -> ReferenceState:
+        if router not in self._references:
+            views = LedgerState(self._window_ms), KvIndexView(self._secret)
+            self._references[router] = ReferenceState(self._records, *views)
+        return self._references[router]
 
     # --- requests --------------------------------------------------------------------------------
 
-    async def _ask(self, asked: Sequence[TimedRequest]) -> tuple[dict[str, int], set[str]]:
+    async def _publish_all(
+        self, requests: Sequence[TimedRequest]
+    ) -> tuple[dict[str, int], set[str]]:
         """Send requests when due, wait for their ends: append times by id, ids without an end."""
         began = self._clock.now()
         sends: list[asyncio.Task[tuple[str, int]]] = []
-        for after_s, request in asked:
+        for after_s, request in requests:
             if (early_s := began + after_s - self._clock.now()) > 0:
                 await self._clock.sleep(early_s)
             sends.append(asyncio.create_task(self._send(request)))
@@ -250,7 +252,7 @@ class RouterBench:
         return began_ms, left
 
     async def _send(self, request: Request) -> tuple[str, int]:
-        appended = await self._outbox.publish(REQUESTS, request.id, request)
+        appended = await self._publisher.publish(REQUESTS, request.id, request)
         return request.id, appended.timestamp_ms
 
     def _is_over(self, request_id: str) -> bool:
@@ -258,12 +260,12 @@ class RouterBench:
 
     def _check(self) -> None:
         """Raises BenchFailed when a process has ended."""
-        for child in self._herd.processes.values():
+        for child in self._processes.processes.values():
             child.check()
 
     # --- router state ----------------------------------------------------------------------------
 
-    async def _look_on(self, views: list[RouterView]) -> None:
+    async def _sample_views(self, views: list[RouterView]) -> None:
         """Collect the state of the routers, until cancelled."""
         while True:
             with suppress(aiohttp.ClientError, TimeoutError):
@@ -300,12 +302,12 @@ class RouterBench:
 
 @asynccontextmanager
 async def _bench(
-    on: BenchEnvironment, herd: ProcessGroup, form: RouterScale
+    on: BenchEnvironment, processes: ProcessGroup, form: RouterScale
 ) -> AsyncIterator[RouterBench]:
     """A bench that follows the log while the context is open."""
     timeout = aiohttp.ClientTimeout(total=VIEW_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        bench = RouterBench(on, herd, form, http)
+        bench = RouterBench(on, processes, form, http)
         following = [asyncio.create_task(each.run()) for each in bench.followers]
         try:
             for each in bench.followers:

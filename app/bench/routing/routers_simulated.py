@@ -18,12 +18,12 @@ from app.bench.bench_environment import PrintLine
 from app.bench.report import Report, Threshold, at_most
 from app.bench.routing.policy_scenarios import ARRIVAL_JITTER_S, OWN_POLICY
 from app.bench.routing.policy_simulation import TRACE_MISSING
-from app.mooncake_trace import read_trace
 from app.simulation.network_conditions import NetworkConditions
 from app.simulation.run_metrics import RunMetrics, metrics_of
 from app.simulation.simulation_runs import PreparedTrace, SimulationRun, run_requests
 from app.simulation.simulator import SimulatedRequest
 from app.simulation.trace_requests import ArrivalRate
+from app.traces.mooncake_trace import read_trace
 from indexer.precompile import compile_all
 
 WORKERS, SPEED, LAG_MS = 16, 8.0, 5.0
@@ -84,8 +84,8 @@ async def bench_simulated_routers(
     trace = PreparedTrace(read_trace(trace_file))
     found: dict[RouterDeployment, RouterResult] = {}
     for each in deployments:
-        lives = run_requests(trace, each.simulation_run)
-        found[each] = RouterResult(metrics_of(lives), collision_share(lives, LAG_MS))
+        requests = run_requests(trace, each.simulation_run)
+        found[each] = RouterResult(metrics_of(requests), collision_share(requests, LAG_MS))
         progress(1 / len(deployments))
     return Report("routers", [_row(*each) for each in found.items()], router_thresholds(found))
 
@@ -93,8 +93,8 @@ async def bench_simulated_routers(
 def collision_share(requests: Sequence[SimulatedRequest], lag_ms: float) -> float:
     """The share of decisions within the lag of another router's decision for the same worker."""
     sent: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-    for life in requests:
-        sent[life.worker].append((life.sent_ms, life.router))
+    for simulated in requests:
+        sent[simulated.worker].append((simulated.sent_ms, simulated.router))
     met = 0
     for decisions in sent.values():
         decisions.sort()

@@ -30,7 +30,7 @@ def _chat(content: bytes) -> bytes:
     return b'"messages":[{"role":"user","content":%s}]' % content
 
 
-_SAID = _chat(b'"a"')
+_CHAT_CHUNK = _chat(b'"a"')
 
 
 def _list(item: bytes, before: bytes, after: bytes = b"]") -> Callable[[int], bytes]:
@@ -78,10 +78,10 @@ _SHAPES: dict[str, tuple[str, Callable[[int], bytes]]] = {
             b'{}]"}}]}]',
         ),
     ),
-    "tools": ("chat", _list(_TOOL, _SAID + b',"tools":[')),
+    "tools": ("chat", _list(_TOOL, _CHAT_CHUNK + b',"tools":[')),
     "documents of numbers": (
         "chat",
-        _some(b"1.5", 130_000, _SAID + b',"documents":[{"a":[', b"]}]"),
+        _some(b"1.5", 130_000, _CHAT_CHUNK + b',"documents":[{"a":[', b"]}]"),
     ),
     "logit_bias": ("completion", _keys(b'"prompt":"a","logit_bias":{', b'"%06d":1', b"}")),
     "8 192 wrong biases": (

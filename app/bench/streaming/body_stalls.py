@@ -138,9 +138,9 @@ async def _parts() -> AsyncGenerator[
         appended = await log.append(REGISTRY, encode(worker, key))
         worker = WorkerCard(id=model, slot=slot, model=model, config=config, epoch=appended.offset)
         await log.append(REGISTRY, encode(worker, key))
-    lives = [ProcessContext(name) for name in ("gateway", "preprocessor")]
-    gateway = Gateway(log, settings, lives[0])
-    preprocessor = Preprocessor(log, settings, lives[1])
+    contexts = [ProcessContext(name) for name in ("gateway", "preprocessor")]
+    gateway = Gateway(log, settings, contexts[0])
+    preprocessor = Preprocessor(log, settings, contexts[1])
     await gateway.start()
     await preprocessor.start()
     ticker = LoopDelayProbe()
@@ -151,8 +151,8 @@ async def _parts() -> AsyncGenerator[
         ticking.cancel()
         await preprocessor.stop()
         await gateway.stop()
-        for life in lives:
-            await life.cancel_tasks()
+        for ctx in contexts:
+            await ctx.cancel_tasks()
 
 
 async def _post(gateway: Gateway, broker: MemoryBroker, shape: BodyShape) -> str:
@@ -191,7 +191,7 @@ async def _handle(preprocessor: Preprocessor, broker: MemoryBroker, shape: BodyS
     """Handle a record; the type of the record that is appended."""
     _drop(broker)
     value = b'{"id":"a","kind":"%s","body":%s}' % (shape.kind.encode(), shape.body)
-    await preprocessor.publish_requests([MemoryRecord(PROMPTS, 0, 0, 0, b"a", value, ())])
+    await preprocessor.prompts.publish_requests([MemoryRecord(PROMPTS, 0, 0, 0, b"a", value, ())])
     return _types(broker)[-1]
 
 

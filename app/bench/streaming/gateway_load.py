@@ -101,7 +101,7 @@ async def bench_gateway(
         card = await publish_folder(
             MODEL, DEMO_MODEL_FOLDER, artifacts, context_length=CONTEXT_LENGTH
         )
-        await on.outbox.publish(REGISTRY, f"model/{MODEL}", card)
+        await on.publisher.publish(REGISTRY, f"model/{MODEL}", card)
         gateway = await on.start_gateway(MODEL, CONTEXT_LENGTH)
         bare = on.launch(
             "bare", "app.bench.streaming.baseline_http", str(bare_port), "1", "1", "1", "1"
@@ -152,7 +152,7 @@ class GatewayLoad:
         until = clock.now() + seconds
         took_s: list[float] = []
 
-        async def ask(number: int) -> None:
+        async def publish(number: int) -> None:
             caller = await HttpConnection.connect(self._ports[side])
             while (began := clock.now()) < until:
                 status = await caller.request(requests[number % len(requests)])
@@ -163,7 +163,7 @@ class GatewayLoad:
             caller.close()
 
         async with asyncio.timeout(seconds + 60):
-            await asyncio.gather(*(ask(number) for number in range(CONNECTIONS)))
+            await asyncio.gather(*(publish(number) for number in range(CONNECTIONS)))
         if record:
             self._per_s.setdefault((length, side), []).append(len(took_s) / seconds)
             cpu_us = (self._processes[side].cpu_s - cpu_s) / len(took_s) * 1e6
@@ -179,7 +179,7 @@ class GatewayLoad:
         streams = [asyncio.create_task(read_stream(port, stream, clock)) for _ in range(STREAMS)]
         await clock.sleep(1)
         before = await self._buckets()
-        asks = []
+        publishes = []
         began = clock.now()
         rate = PROMPT_RATES.get(length, 0.0)
         for number in range(int(rate * seconds)):
@@ -187,17 +187,19 @@ class GatewayLoad:
             request = http_request(
                 "/v1/chat/completions", self._bodies[length][number % PROMPTS_PER_LENGTH[length]]
             )
-            asks.append(asyncio.create_task(self._once(port, request)))
+            publishes.append(asyncio.create_task(self._once(port, request)))
         await clock.sleep(max(0.0, began + seconds - clock.now()))
         after = await self._buckets()
         async with asyncio.timeout(60):
-            statuses = await asyncio.gather(*asks)
-            told = await asyncio.gather(*streams)
-        if any(status != 200 for status in statuses) or not all(one.is_complete for one in told):
+            statuses = await asyncio.gather(*publishes)
+            streams_read = await asyncio.gather(*streams)
+        if any(status != 200 for status in statuses) or not all(
+            one.is_complete for one in streams_read
+        ):
             raise BenchFailed(f"prompts of {length} tokens were not all answered: {statuses}")
         counts = [(bound, after[bound] - before[bound]) for bound in sorted(after)]
         figures = [1000 * histogram_quantile(counts, share) for share in (0.5, 0.99)]
-        late = [late for one in told for late in one.latencies_s]
+        late = [late for one in streams_read for late in one.latencies_s]
         self._delays.setdefault(length, []).append([*figures, 1000 * percentile(late, 0.99)])
 
     async def _once(self, port: int, request: bytes) -> int:

@@ -151,7 +151,7 @@ async def _requests(
     clock, took_s, cpu_s = on.clock, list[float](), side.cpu_s
     until = clock.now() + seconds
 
-    async def ask(number: int) -> None:
+    async def publish(number: int) -> None:
         connection = await HttpConnection.connect(side.ports[number % len(side.ports)])
         while (began := clock.now()) < until:
             if (status := await connection.request(_chat(number, 1, stream=False))) != 200:
@@ -161,7 +161,7 @@ async def _requests(
         connection.close()
 
     async with asyncio.timeout(seconds + 60):
-        await asyncio.gather(*(ask(number) for number in range(CONNECTIONS)))
+        await asyncio.gather(*(publish(number) for number in range(CONNECTIONS)))
     used_us = (side.cpu_s - cpu_s) / len(took_s) * 1e6
     return len(took_s) / seconds, 1000 * percentile(took_s, 0.5), used_us
 

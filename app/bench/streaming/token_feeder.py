@@ -98,22 +98,22 @@ async def run_feeder(
     """Until it is ended."""
     log = KafkaLog(settings.kafka_connection("feeder"), prefix=settings.topic_prefix)
     await log.start()
-    life = ProcessContext("feeder")
-    writer = ChunkWriter(RecordPublisher(log, life.clock), life, await log.partitions(RESPONSES))
+    ctx = ProcessContext("feeder")
+    writer = ChunkWriter(RecordPublisher(log, ctx.clock), ctx, await log.partitions(RESPONSES))
     feeder = TokenFeeder(writer, tokens, step, steps_per_s, total)
-    life.spawn("steps", feeder.run())
+    ctx.spawn("steps", feeder.run())
     reader = log.reader(moving=False)  # as workers read their assignments
     lanes = list(range(await log.partitions(REQUESTS)))
     ends = await log.end_offsets(REQUESTS, lanes)
     reader.assign({Partition(REQUESTS, lane): ends[lane] for lane in lanes})
     await reader.poll(0.1)
     print("ready", flush=True)  # noqa: T201 - read by the parent process
-    while life.error is None:
+    while ctx.error is None:
         for records in (await reader.poll(0.5)).values():
             for record in records:
                 if isinstance(request := decode(record), Request):
                     feeder.start_response(request)
-    raise life.error
+    raise ctx.error
 
 
 if __name__ == "__main__":

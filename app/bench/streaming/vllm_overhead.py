@@ -111,11 +111,11 @@ class VllmWorkerSide:
         self._log = log
         self._clock = SystemClock()
         self.context = ProcessContext(name, self._clock)
-        self._outbox = RecordPublisher(log, self._clock)
+        self._publisher = RecordPublisher(log, self._clock)
         self._engine = engine
         offer = ModelPublisher(log, settings, self.context, read_folder(model))
         self._worker = Worker(log, settings, self.context, engine, worker_id=name, offer=offer)
-        self._asked = 0
+        self._sent = 0
 
     @property
     def listener(self) -> KvEventListener | None:
@@ -141,7 +141,7 @@ class VllmWorkerSide:
         began_at = self._clock.now()
         try:
             await asyncio.gather(
-                *(self._outbox.publish(ASSIGNMENTS, self._name, each) for each in assignments)
+                *(self._publisher.publish(ASSIGNMENTS, self._name, each) for each in assignments)
             )
             left, until = {a.request.id for a in assignments}, began_at + ROUND_TIMEOUT_S
             while left:
@@ -157,9 +157,9 @@ class VllmWorkerSide:
             await reader.close()
 
     def _assignment(self, prompt: Sequence[int], tokens: int) -> Assignment:
-        self._asked += 1
+        self._sent += 1
         request = Request(
-            id=f"{self._name}-{self._asked}",
+            id=f"{self._name}-{self._sent}",
             token_ids=pack_tokens(prompt),
             stop=StopConditions(max_tokens=tokens, ignore_eos=True),
             sampling=SamplingOptions(temperature=0.0),

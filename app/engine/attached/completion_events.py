@@ -1,7 +1,8 @@
 """Parser of the events of a streamed completion.
 
-`ServerDialect.answer_tokens` says where an event has its tokens. Unreadable events, error events,
-and ends that the model did not cause raise errors; they are never passed on as parts of an answer.
+`ServerDialect.answer_tokens`: the field of an event with its tokens. Unreadable events, error
+events, and ends that the model did not cause raise errors; they are never passed on as parts of an
+answer.
 """
 
 from __future__ import annotations
@@ -129,17 +130,17 @@ def parse_completion_event(event: bytes, speech: ServerDialect) -> CompletionEve
     )
 
 
-def _log_probs(said: _LogProbs | None) -> tuple[tuple[LogProb, ...], ...] | None:
+def _log_probs(reported: _LogProbs | None) -> tuple[tuple[LogProb, ...], ...] | None:
     """For each token its own, then the most likely ones; None for tokens without ids."""
-    if said is None:
+    if reported is None:
         return None
-    if said.content is not None:
+    if reported.content is not None:
         return tuple(
             (LogProb(at.id, at.logprob), *(LogProb(o.id, o.logprob) for o in at.top_logprobs))
-            for at in said.content
+            for at in reported.content
         )
-    tokens, own = said.tokens or [], said.token_logprobs or []
-    others = said.top_logprobs or [None] * len(tokens)
+    tokens, own = reported.tokens or [], reported.token_logprobs or []
+    others = reported.top_logprobs or [None] * len(tokens)
     if len(tokens) != len(own) or len(tokens) != len(others):
         raise ServerFailed("the server sent log probabilities that do not match its tokens")
     if not all(token.startswith(TOKEN_ID_PREFIX) for token in tokens):

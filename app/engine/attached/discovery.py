@@ -76,7 +76,7 @@ class ServerDiscovery:
     async def wait_ready(self, within_s: float) -> None:
         """Wait until the server is ready. Raises EngineError after `within_s`."""
         url, began_at = self._server.url, self._clock.now()
-        told_at = began_at
+        reported_at = began_at
         while True:
             try:
                 await self._server.get("/health", REQUEST_TIMEOUT_S)
@@ -91,8 +91,8 @@ class ServerDiscovery:
                         f"({e}). Start it, or fix the URL; "
                         "KVLANE_ATTACH_START_TIMEOUT_S limits the wait"
                     ) from e
-                if self._clock.now() - told_at >= WAIT_LOG_INTERVAL_S:
-                    told_at = self._clock.now()
+                if self._clock.now() - reported_at >= WAIT_LOG_INTERVAL_S:
+                    reported_at = self._clock.now()
                     log.info("%s is not ready yet, %.0f s: %s", url, waited_s, e)
             await self._clock.sleep(RETRY_INTERVAL_S)
 
@@ -132,13 +132,13 @@ class ServerDiscovery:
     async def _versions(self, name: str) -> dict[str, str]:
         """The server's version under its vendor's name, from vLLM's endpoint; empty for others."""
         try:
-            told = msgspec.json.decode(
+            answer = msgspec.json.decode(
                 await self._server.get("/version", REQUEST_TIMEOUT_S), type=_Version
             )
         except (EngineError, msgspec.MsgspecError, UnicodeDecodeError) as e:
             log.debug("%s reports no version: %s", self._server.url, e)
             return {}
-        return {name[:MAX_VERSION_CHARS]: told.version[:MAX_VERSION_CHARS]}
+        return {name[:MAX_VERSION_CHARS]: answer.version[:MAX_VERSION_CHARS]}
 
     async def _models(self) -> list[_Model]:
         url = self._server.url
@@ -174,10 +174,10 @@ class ServerDiscovery:
 
     async def _compare_tokens(self, model: str, tokenizer: Tokenizer) -> None:
         """Raises EngineError if the server's tokenizer differs from that of the folder."""
-        asked = {"model": model, "prompt": TOKENIZER_SAMPLE, "content": TOKENIZER_SAMPLE,
+        sample = {"model": model, "prompt": TOKENIZER_SAMPLE, "content": TOKENIZER_SAMPLE,
                  "add_special_tokens": False, "add_special": False}  # fmt: skip
         try:
-            body = await self._server.post("/tokenize", asked, REQUEST_TIMEOUT_S)
+            body = await self._server.post("/tokenize", sample, REQUEST_TIMEOUT_S)
             theirs = msgspec.json.decode(body, type=_Tokens).tokens
         except (EngineError, msgspec.MsgspecError, UnicodeDecodeError) as e:
             log.info(

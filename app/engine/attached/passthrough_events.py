@@ -145,23 +145,27 @@ class EmbeddingsResponse:
         counts = parse_usage(_object(fields.pop("usage", None), "usage"))
         if not isinstance(fields.get("data"), list):
             raise ServerFailed("the server sent no list of embeddings in `data`")
-        said = {name: value for name, value in _non_empty(fields).items() if name not in _OTHERS}
-        yield EngineOutput(data=(PassthroughDelta(event=said),), finish_reason="stop", usage=counts)
+        event = {name: value for name, value in _non_empty(fields).items() if name not in _OTHERS}
+        yield EngineOutput(
+            data=(PassthroughDelta(event=event),), finish_reason="stop", usage=counts
+        )
 
     def cancelled_output(self) -> EngineOutput:
         """The final output of a cancelled request."""
         return EngineOutput.cancelled()
 
 
-def parse_usage(said: Mapping[str, Any]) -> Usage:
+def parse_usage(fields: Mapping[str, Any]) -> Usage:
     """Parse the token counts of a server."""
-    details = {name: value for name, value in said.items() if name not in _COUNTS}
-    of_prompt = dict(_object(said.get("prompt_tokens_details"), "usage"))
+    details = {name: value for name, value in fields.items() if name not in _COUNTS}
+    of_prompt = dict(_object(fields.get("prompt_tokens_details"), "usage"))
     cached = of_prompt.pop("cached_tokens", 0)
     if of_prompt := _non_empty(of_prompt):
         details["prompt_tokens_details"] = of_prompt
     counts = token_usage(
-        _number(said.get("prompt_tokens")), _number(said.get("completion_tokens")), _number(cached)
+        _number(fields.get("prompt_tokens")),
+        _number(fields.get("completion_tokens")),
+        _number(cached),
     )
     return replace(counts, details=_non_empty(details) or None)
 
@@ -171,8 +175,8 @@ _COUNTS = frozenset({
 })  # fmt: skip
 
 
-def _number(said: Any) -> int:
-    return max(said, 0) if isinstance(said, int) else 0
+def _number(value: Any) -> int:
+    return max(value, 0) if isinstance(value, int) else 0
 
 
 def _read(event: bytes) -> dict[str, Any]:
@@ -193,20 +197,20 @@ def _read(event: bytes) -> dict[str, Any]:
             raise error_for_status(500, str(error)[:2000])
 
 
-def _choice(said: Any) -> dict[str, Any]:
+def _choice(choices: Any) -> dict[str, Any]:
     """The fields of the only choice; empty in an event without choices."""
-    if not said:
+    if not choices:
         return {}
-    if isinstance(said, list) and len(said) == 1 and isinstance(said[0], dict):
-        choice = dict(said[0])
+    if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
+        choice = dict(choices[0])
         if choice.pop("index", None) in (0, None):
             return choice
     raise ServerFailed("the server sent choices other than the requested one")
 
 
-def _object(said: Any, name: str) -> dict[str, Any]:
-    if said is None or isinstance(said, dict):
-        return said or {}
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if value is None or isinstance(value, dict):
+        return value or {}
     raise ServerFailed(f"the server sent a {name} that is not an object")
 
 

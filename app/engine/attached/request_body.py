@@ -84,7 +84,7 @@ def completion_body(
         body["logit_bias"] = bias
     if speech.answer_tokens == "token_ids":
         body["return_token_ids"] = True
-    body |= _log_probs_asked(request, speech)
+    body |= _log_prob_fields(request, speech)
     return body | (_of_vllm(request, speech) if speech.is_vllm else _of_others(request, speech))
 
 
@@ -203,7 +203,7 @@ def _bias(request: Request) -> dict[str, float]:
     return bias
 
 
-def _log_probs_asked(request: Request, speech: ServerDialect) -> dict[str, Any]:
+def _log_prob_fields(request: Request, speech: ServerDialect) -> dict[str, Any]:
     wanted = request.output.logprobs
     if speech.answer_tokens == "log_probs":
         wanted = max(wanted or 0, 1)

@@ -95,16 +95,18 @@ class ServerClient:
 
     async def get(self, path: str, timeout_s: float) -> bytes:
         """The body of a 200. Raises ServerFailed, RequestRejected."""
-        return await self._ask("GET", path, None, timeout_s)
+        return await self._request("GET", path, None, timeout_s)
 
     async def post(self, path: str, body: Any, timeout_s: float) -> bytes:
-        return await self._ask("POST", path, body, timeout_s)
+        return await self._request("POST", path, body, timeout_s)
 
-    def open_stream(self, path: str, body: Any, max_event_bytes: int) -> EventStream:
+    def open_stream(
+        self, path: str, body: Any, max_event_bytes: int, traceparent: str = ""
+    ) -> EventStream:
         """A streamed answer; `max_event_bytes`: limit on one event."""
-        return EventStream(self, path, body, max_event_bytes)
+        return EventStream(self, path, body, max_event_bytes, traceparent)
 
-    async def _ask(self, method: str, path: str, body: Any, within_s: float) -> bytes:
+    async def _request(self, method: str, path: str, body: Any, within_s: float) -> bytes:
         with self.translating_errors(within_s):
             async with (
                 asyncio.timeout(within_s),
@@ -122,10 +124,10 @@ class ServerClient:
         if status == 200:
             return
         try:
-            said = error_message(await _bounded(response, MAX_ERROR_BYTES))
+            error = error_message(await _bounded(response, MAX_ERROR_BYTES))
         except ServerFailed:
-            said = "an answer of more than 64 KiB"
-        raise error_for_status(status, said)
+            error = "an answer of more than 64 KiB"
+        raise error_for_status(status, error)
 
     @contextmanager
     def translating_errors(self, timeout_s: float) -> Iterator[None]:
@@ -146,11 +148,14 @@ class ServerClient:
 class EventStream:
     """Server-sent events of one answer. A context manager, which closes it however it ends."""
 
-    def __init__(self, server: ServerClient, path: str, body: Any, event_bytes: int) -> None:
+    def __init__(
+        self, server: ServerClient, path: str, body: Any, event_bytes: int, traceparent: str = ""
+    ) -> None:
         self._server = server
         self._path = path
         self._body = body
         self._event_bytes = event_bytes
+        self._headers = _TYPE | {"traceparent": traceparent} if traceparent else _TYPE
         self._response: aiohttp.ClientResponse | None = None
         self._waiting: asyncio.Timeout | None = None
         self._closed = False
@@ -159,9 +164,9 @@ class EventStream:
     async def __aenter__(self) -> Self:
         """Send the request. Raises ServerFailed, RequestRejected."""
         server = self._server
-        async with self._patience(asyncio.get_running_loop().time() + server.read_timeout_s):
+        async with self._timeout(asyncio.get_running_loop().time() + server.read_timeout_s):
             self._response = await server.session.post(
-                server.url + self._path, data=_encoded(self._body), headers=_TYPE,
+                server.url + self._path, data=_encoded(self._body), headers=self._headers,
                 allow_redirects=False,
             )  # fmt: skip
             try:
@@ -212,14 +217,14 @@ class EventStream:
     async def read_all(self, max_bytes: int) -> bytes:
         """Read an answer that is no stream. Raises ServerFailed as `events` does."""
         assert self._response is not None
-        async with self._patience(asyncio.get_running_loop().time() + self._server.read_timeout_s):
+        async with self._timeout(asyncio.get_running_loop().time() + self._server.read_timeout_s):
             return await _bounded(self._response, max_bytes)
 
     async def _read_line(self, buffer: bytearray, until: float) -> int:
         """Read until the end of a line; returns its position, or -1 at the end of the answer."""
         assert self._response is not None
         content, searched = self._response.content, len(buffer)
-        async with self._patience(until):
+        async with self._timeout(until):
             while True:
                 self._check_size(searched)
                 piece = await content.readany()
@@ -238,7 +243,7 @@ class EventStream:
                 searched = len(buffer)
 
     @asynccontextmanager
-    async def _patience(self, until: float) -> AsyncGenerator[None, None]:
+    async def _timeout(self, until: float) -> AsyncGenerator[None, None]:
         """Limit a wait for the server, up to a time of the event loop."""
         if self._closed:
             raise ServerFailed("the stream was aborted")
@@ -257,22 +262,22 @@ class EventStream:
             )
 
 
-def error_for_status(status: int, said: str) -> ServerFailed | RequestRejected:
+def error_for_status(status: int, error: str) -> ServerFailed | RequestRejected:
     """The error for an HTTP status, or for the code of an error event."""
     if 400 <= status < 500 and status not in RETRYABLE_4XX:
-        return RequestRejected(said or f"the server answered {status}", status)
+        return RequestRejected(error or f"the server answered {status}", status)
     kind = ServerOverloaded if status in OVERLOADED_STATUSES else ServerFailed
-    return kind(f"the server answered {status}: {said}" if said else f"{status}", status)
+    return kind(f"the server answered {status}: {error}" if error else f"{status}", status)
 
 
-class _Said(msgspec.Struct):
+class _MessageBody(msgspec.Struct):
     message: str = ""
 
 
 class _ErrorBody(msgspec.Struct):
     """The error formats of OpenAI, of older servers, and of FastAPI."""
 
-    error: _Said | str | None = None
+    error: _MessageBody | str | None = None
     message: str = ""
     detail: Any = None
 
@@ -287,7 +292,7 @@ def error_message(body: bytes) -> str:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return body[:500].decode(errors="replace")
     error = problem.error
-    message = error.message if isinstance(error, _Said) else error
+    message = error.message if isinstance(error, _MessageBody) else error
     return (message or problem.message or str(problem.detail or ""))[:2000]
 
 

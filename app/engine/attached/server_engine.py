@@ -162,7 +162,7 @@ class ServerEngine(Engine):
         if self._dead is not None:
             raise self._dead
         assert self._server is not None
-        stream = self._server.open_stream(path, body, event_bytes)
+        stream = self._server.open_stream(path, body, event_bytes, context.traceparent)
         self._streams[context] = stream
         try:
             async with stream, aclosing(reading.read_outputs(stream, context)) as outputs:

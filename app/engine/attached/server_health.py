@@ -1,7 +1,7 @@
 """Health of a server, polled: its metrics, and whether it has restarted.
 
 A restarted server has an empty cache. Metrics have its start time; without them a restart is
-assumed if the server could not be reached in between. Never raises for what the server does.
+assumed if the server could not be reached in between. Never raises for faults of the server.
 """
 
 from __future__ import annotations

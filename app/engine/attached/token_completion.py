@@ -77,6 +77,6 @@ class TokenCompletion(AnswerStream):
         return output.with_usage(self._usage()) if is_first else output
 
     def _usage(self) -> Usage:
-        said = self._counts.cached_tokens if self._counts is not None else None
-        cached = self._cached if said is None else max(said, 0)
+        reported = self._counts.cached_tokens if self._counts is not None else None
+        cached = self._cached if reported is None else max(reported, 0)
         return token_usage(self._prompt_tokens, self._counted, cached)

@@ -6,8 +6,8 @@
                                       its metrics ─► server_health.py ─► heartbeats
 
 One worker is attached to one server and does not manage its process: it waits for the server at its
-start, and finds out its dialect of the API (`ServerDiscovery`). Whatever the server does, a stream
-ends: each wait has a deadline, each answer a bound, and each failure is a typed error.
+start, and finds out its dialect of the API (`ServerDiscovery`). Every stream ends, also with a
+faulty server: each wait has a deadline, each answer a bound, and each failure is a typed error.
 
 The parts without tokens are in `server_engine.py`; servers that receive OpenAI bodies unchanged are
 in `passthrough_engine.py`.

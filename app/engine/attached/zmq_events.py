@@ -28,7 +28,6 @@ from app.engine.kv_events import (
     END_OF_REPLAY,
     BatchNumberTracker,
     EngineEventBatch,
-    UnreadableCounts,
     decode_batch,
     recovered_events,
 )
@@ -56,15 +55,9 @@ SETUP_HINT = (
 
 
 class ZmqEventFollower:
-    """Follows the server that publishes at `endpoint`. `replay` may be empty.
-
-    `gap_count` counts gaps that could not be filled, `replay_count` those that a replay has filled.
-    """
+    """Follows the server that publishes at `endpoint`. `replay` may be empty."""
 
     def __init__(self, endpoint: str, replay: str, listener: KvEventListener) -> None:
-        self.unreadable = UnreadableCounts()
-        self.gap_count = 0
-        self.replay_count = 0
         self._endpoint = endpoint
         self._replay = replay
         self._listener = listener
@@ -87,7 +80,7 @@ class ZmqEventFollower:
             batches.connect(self._endpoint)
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._monitor.recv_multipart()
-            if self._replay and await self._ask(PAST_END) is None:
+            if self._replay and await self._request_replay(PAST_END) is None:
                 raise EngineError(f"{self._replay}: no answer to a replay request. {SETUP_HINT}")
         except TimeoutError as e:
             raise EngineError(f"{self._endpoint}: no publisher of events. {SETUP_HINT}") from e
@@ -119,12 +112,11 @@ class ZmqEventFollower:
     # --- batches ------------------------------------------------------------------------------
 
     async def _take(self, frames: Sequence[bytes]) -> None:
-        batch = decode_batch(frames, self.unreadable)
+        batch = decode_batch(frames)
         if batch is None or batch.number == END_OF_REPLAY:
             return
         if batch.rank:
-            self.unreadable.messages += 1
-            return
+            return  # of another rank, which has an endpoint of its own
         if not self._in_sequence and not await self._catch_up():
             self._in_sequence, self._numbers.next_number = True, batch.number
         if self._replay and batch.number < self._numbers.next_number:
@@ -143,13 +135,10 @@ class ZmqEventFollower:
             wanted = next((n for n in missing if n not in found), None)
             if wanted is None:
                 break
-            for batch in await self._ask(wanted) or ():
+            for batch in await self._request_replay(wanted) or ():
                 if batch.number in missing:
                     found[batch.number] = batch
-        if len(found) == len(missing):
-            self.replay_count += 1
-        else:
-            self.gap_count += 1
+        if len(found) < len(missing):
             log.warning(
                 "%d batches of cache events from %s are lost: its cache is partly unknown",
                 len(missing) - len(found), self._endpoint,
@@ -158,10 +147,9 @@ class ZmqEventFollower:
 
     async def _check_for_missed(self) -> None:
         """Ask for newer batches: the last ones may be lost, which no later number shows."""
-        for batch in await self._ask(self._numbers.next_number) or ():
+        for batch in await self._request_replay(self._numbers.next_number) or ():
             if batch.number >= self._numbers.next_number:
                 step = self._numbers.advance(batch.number)
-                self.replay_count += 1
                 self._publish([*([EventsLost()] if step.missing else []), *batch.events])
 
     # --- connections -----------------------------------------------------------------------------
@@ -172,7 +160,6 @@ class ZmqEventFollower:
             return
         log.warning("the connection to %s broke: its cache is unknown", self._endpoint)
         self._in_sequence = False
-        self.gap_count += 1
         assert self._batches is not None
         with suppress(zmq.Again):  # queued messages may be from before a restart
             while True:
@@ -181,7 +168,7 @@ class ZmqEventFollower:
 
     async def _catch_up(self) -> bool:
         """Replay the history of a server whose cache is unknown; False if that is impossible."""
-        past = await self._ask(0) if self._replay else None
+        past = await self._request_replay(0) if self._replay else None
         if past is None:
             return False
         numbers = range(past[0].number, past[-1].number + 1) if past else range(0)
@@ -190,18 +177,18 @@ class ZmqEventFollower:
         self._in_sequence, self._numbers.next_number = True, numbers.stop
         return True
 
-    async def _ask(self, start: int) -> list[EngineEventBatch] | None:
+    async def _request_replay(self, start: int) -> list[EngineEventBatch] | None:
         """The batches from a number on, as far as they come; None without an answer."""
         found: list[EngineEventBatch] = []
         async with self._dealer() as dealer:
             with suppress(TimeoutError):
-                async with asyncio.timeout(REPLAY_TIMEOUT_S) as patience:
+                async with asyncio.timeout(REPLAY_TIMEOUT_S) as timeout:
                     await dealer.send_multipart([b"", start.to_bytes(8, "big")])
                     while True:
-                        batch = decode_batch(await dealer.recv_multipart(), self.unreadable)
+                        batch = decode_batch(await dealer.recv_multipart())
                         if batch is not None and batch.number == END_OF_REPLAY:
                             return found
-                        patience.reschedule(asyncio.get_running_loop().time() + REPLAY_TIMEOUT_S)
+                        timeout.reschedule(asyncio.get_running_loop().time() + REPLAY_TIMEOUT_S)
                         if batch is not None and not batch.rank:
                             found.append(batch)
         return found or None

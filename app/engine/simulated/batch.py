@@ -5,6 +5,7 @@ The rules are in `app/engine/simulated/step.py`, the only module that changes th
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ import msgspec
 from app.engine.simulated.block_cache import BlockCache
 from app.perf_curves import PerfCurves
 
-WAITING, PREFILL, DECODE, FINISHED = range(4)
-"""The phases of a sequence."""
+WAITING, PREFILL, DECODE, HELD, FINISHED = range(5)
+"""The phases of a sequence. HELD: its prompt is computed, its blocks wait for their transfer."""
 
 NO_STEP = -1
 
@@ -48,6 +49,10 @@ class BatchSequence:
     priority: int = 0
     caches_output: bool = False
     """Whether identities of output blocks will be appended; if not, filled blocks need no step."""
+    is_received: bool = False
+    """Whether another engine has computed its prompt, so that it begins with decode."""
+    is_handed_over: bool = False
+    """Whether its blocks are kept after prefill, until `release_held`; `max_tokens` is 1."""
 
     cached_tokens: int = field(default=0, init=False)
     """Prompt tokens found in the cache at its first admission."""
@@ -92,7 +97,10 @@ class StoredBlocks(NamedTuple):
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """Result of a step. `decoded` and the sequences of last chunks have one more token each."""
+    """Result of a step. `decoded` and the sequences of last chunks have one more token each.
+
+    `received`: those of `decoded` whose prompts came from another engine, in their first step.
+    """
 
     duration_ms: float
     decoded: tuple[BatchSequence, ...]
@@ -101,6 +109,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     preempted: tuple[BatchSequence, ...]
     removed: tuple[int, ...]
     stored: tuple[StoredBlocks, ...]
+    received: tuple[BatchSequence, ...] = ()
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -121,6 +130,9 @@ class BatchState:
     waiting: list[tuple[int, int, BatchSequence]] = field(default_factory=list, init=False)
     """A heap by priority and arrival; cancelled sequences stay until they reach the top."""
     waiting_count: int = field(default=0, init=False)
+    received: deque[BatchSequence] = field(default_factory=deque, init=False)
+    """Sequences that wait for blocks for their transferred prompts; finished ones stay until they
+    are first."""
     partial_prefill: BatchSequence | None = field(default=None, init=False)
     """The sequence whose prompt is partly computed, if any; the last admitted one."""
     decoding: dict[BatchSequence, None] = field(default_factory=dict, init=False)

@@ -15,7 +15,7 @@ from indexer.kernels import kernel
 
 def decode_only_steps(state: BatchState) -> int:
     """Number of next steps in which no sequence waits, enters decode, ends, or needs a block."""
-    if state.waiting_count or state.partial_prefill is not None or not state.decoding:
+    if state.waiting_count or state.received or state.partial_prefill or not state.decoding:
         return 0
     following = min([*state.block_calendar, *state.fill_calendar, *state.end_calendar])
     return following - state.step_count - 1

@@ -1,8 +1,9 @@
 """One step of a continuously batching engine, as a pure model: its duration and its results.
 
-    admit ─► waiting ─► prefill, in chunks ─► decode, a token a step ─► over
-                ▲                                │
-                └─────────── preempted ◄─────────┘
+    admit ─► waiting ─► prefill, in chunks ─┬─► decode, a token a step ─► over
+                ▲                           │      │        ▲
+                └─────────── preempted ◄────│──────┘     received
+                                            └─► held, until another engine has the blocks
 
 `run_step` takes an `BatchState` from the beginning of a step to its end, and returns its duration
 and its results as a `StepResult`. The caller owns the time: it waits `duration_ms`, delivers the
@@ -19,18 +20,23 @@ A step, in this order; L is the number of tokens of a sequence, prompt and outpu
     again at its old position; later it recomputes its tokens that are no longer cached.
  2. A block that L fills becomes shareable if its identity is known, and the one before it is
     shareable too.
- 3. The batch holds `max_batched_tokens`: one for each sequence in decode; then as many as fit of a
+ 3. If no sequence was preempted in this step, sequences whose prompts another engine has computed
+    begin with decode in the order of their arrival, up to `max_sequences` in all. Each needs
+    blocks for its whole prompt, of which it shares those that are cached; the first one that does
+    not fit blocks those behind it.
+ 4. The batch holds `max_batched_tokens`: one for each sequence in decode; then as many as fit of a
     partly computed prompt; then, if no sequence was preempted in this step, of waiting sequences by
     priority and arrival, up to `max_sequences` in all. The first one that does not fit blocks those
     behind it.
- 4. Admission needs blocks for the whole prompt at once. Leading whole blocks in the cache are
+ 5. Admission needs blocks for the whole prompt at once. Leading whole blocks in the cache are
     shared and not computed, but at least one token is computed: of a prompt of n tokens at most
     (n - 1) // B blocks are shared. All its whole blocks can be shared from here on.
- 5. duration = prefill_ms(new prompt tokens of all chunks) + decode_ms(sum of L over sequences in
+ 6. duration = prefill_ms(new prompt tokens of all chunks) + decode_ms(sum of L over sequences in
     decode / capacity in tokens), each only if there is such work. Shared blocks count as often as
     they are used.
- 6. At the end every sequence in decode has one more token, and so has each whose last chunk was
-    computed. Those with `max_tokens` end and release their blocks, those in decode first.
+ 7. At the end every sequence in decode has one more token, and so has each whose last chunk was
+    computed. Those with `max_tokens` end and release their blocks, those in decode first. A
+    sequence that is handed over keeps its blocks until they are transferred.
 
 A sequence's last token is never computed, so p + g - 1 of p + g tokens are in the cache. `evicted`
 are the blocks evicted at the beginning of the step, `stored` those that it computed: a block in
@@ -44,6 +50,7 @@ from heapq import heapify, heappop, heappush
 from app.engine.simulated.batch import (
     DECODE,
     FINISHED,
+    HELD,
     NO_STEP,
     PREFILL,
     WAITING,
@@ -68,12 +75,19 @@ def add_sequence(state: BatchState, sequence: BatchSequence) -> None:
     assert not sequence.arrival, "a sequence is admitted once"
     state.arrivals += 1
     sequence.arrival = state.arrivals
-    _enqueue(state, sequence)
+    if sequence.is_received:
+        state.received.append(sequence)
+    else:
+        _enqueue(state, sequence)
 
 
 def remove_sequence(state: BatchState, sequence: BatchSequence) -> None:
     """Remove a sequence in any phase; no effect on one that has ended."""
-    if sequence.phase == WAITING:
+    if sequence.phase == HELD:
+        release_held(state, sequence)
+    elif sequence.phase == WAITING and sequence in state.received:
+        state.received.remove(sequence)
+    elif sequence.phase == WAITING:
         state.waiting_count -= 1
         sequence.phase = FINISHED  # its heap entry is dropped when it reaches the top, or here
         if len(state.waiting) > 2 * state.waiting_count + MAX_STALE_ENTRIES:
@@ -84,14 +98,25 @@ def remove_sequence(state: BatchState, sequence: BatchSequence) -> None:
     sequence.phase = FINISHED
 
 
+def release_held(state: BatchState, sequence: BatchSequence) -> None:
+    """Release the blocks of a sequence that was handed over: they were transferred, or the lease
+    is over."""
+    assert sequence.phase == HELD
+    sequence.phase = FINISHED
+    state.cache.release(sequence.blocks, sequence.prefill_target // state.limits.block_size)
+
+
 def run_step(state: BatchState) -> StepResult | None:
-    """Advance the engine by one step; None, without effect, if there is no work."""
-    if not state.decoding and state.partial_prefill is None and not state.waiting_count:
+    """Advance the engine by one step; None, without effect, if there is no work, or none that can
+    begin before held blocks are released.
+    """
+    if not (state.decoding or state.partial_prefill or state.waiting_count or state.received):
         return None
     shape = state.limits
     state.step_count = clock = state.step_count + 1
     preempted = _allocate_blocks(state, clock) if clock in state.block_calendar else ()
     filled = _share_filled(state, clock) if clock in state.fill_calendar else ()
+    received = _start_received(state, clock) if state.received and not preempted else ()
     decoded = state.decoding_tuple
     if decoded is None:
         decoded = state.decoding_tuple = tuple(state.decoding)
@@ -99,6 +124,9 @@ def run_step(state: BatchState) -> StepResult | None:
     chunks: list[PrefillChunk] = []
     if state.partial_prefill is not None or state.waiting_count:
         _fill_batch(state, chunks, shape.max_batched_tokens - len(decoded), admits=not preempted)
+    if not decoded and not chunks:
+        state.step_count -= 1
+        return None
     duration_ms = shape.curves.prefill_ms(sum([chunk.tokens for chunk in chunks]))
     if decoded:
         duration_ms += shape.curves.decode_ms(lengths / shape.capacity_tokens)
@@ -107,14 +135,15 @@ def run_step(state: BatchState) -> StepResult | None:
         removed = tuple(state.cache.evicted)
         state.cache.evicted.clear()
     stored: list[StoredBlocks] = []
-    for sequence in filled:
+    for sequence in (*filled, *received):
         _report(state, sequence, sequence.offset + clock, stored)
     finished = _end_decoded(state, clock) if clock in state.end_calendar else []
     if chunks:
         _end_prefill(state, clock, chunks, stored, finished)
     return StepResult(
-        duration_ms, decoded, tuple(chunks), tuple(finished), preempted, removed, tuple(stored)
-    )
+        duration_ms, decoded, tuple(chunks), tuple(finished), preempted, removed, tuple(stored),
+        received,
+    )  # fmt: skip
 
 
 # --- the beginning of a step ---------------------------------------------------------------------
@@ -146,8 +175,21 @@ def _share_filled(state: BatchState, clock: int) -> list[BatchSequence]:
     return filled
 
 
+def _start_received(state: BatchState, clock: int) -> tuple[BatchSequence, ...]:
+    """Rule 3; returns the sequences that begin."""
+    begun: list[BatchSequence] = []
+    while state.received and state.running_count < state.limits.max_sequences:
+        sequence = state.received[0]
+        if not _acquire_blocks(state, sequence, sequence.prompt_tokens):
+            break
+        state.received.popleft()
+        _enter_decode(state, sequence, sequence.prompt_tokens - clock)
+        begun.append(sequence)
+    return tuple(begun)
+
+
 def _fill_batch(state: BatchState, chunks: list[PrefillChunk], room: int, *, admits: bool) -> None:
-    """Rules 3 and 4; appends the chunks of this step."""
+    """Rules 4 and 5; appends the chunks of this step."""
     partial = state.partial_prefill
     if partial is not None:
         room -= _add_chunk(partial, room, chunks)
@@ -166,17 +208,25 @@ def _fill_batch(state: BatchState, chunks: list[PrefillChunk], room: int, *, adm
 
 
 def _start_prefill(state: BatchState, sequence: BatchSequence) -> bool:
-    """Allocate the blocks of a whole prompt; False, without effect, if there are too few."""
+    """Begin with a prompt; False, without effect, if there are too few blocks for all of it."""
+    if not _acquire_blocks(state, sequence, sequence.prefill_target - 1):
+        return False
+    if not sequence.preemptions:
+        sequence.cached_tokens = sequence.computed_tokens
+    sequence.phase = PREFILL
+    return True
+
+
+def _acquire_blocks(state: BatchState, sequence: BatchSequence, shareable_tokens: int) -> bool:
+    """Allocate the blocks of `prefill_target`, of which those of the first `shareable_tokens` may
+    come from the cache; False, without effect, if there are too few."""
     cache, size = state.cache, state.limits.block_size
-    matched, inactive = cache.match(sequence.block_ids, (sequence.prefill_target - 1) // size)
+    matched, inactive = cache.match(sequence.block_ids, shareable_tokens // size)
     total = -(-sequence.prefill_target // size)
     if total - matched > cache.available_blocks - inactive:
         return False
     sequence.blocks = cache.acquire(sequence.block_ids[: sequence.prefill_target // size], total)
     sequence.computed_tokens = matched * size
-    if not sequence.preemptions:
-        sequence.cached_tokens = sequence.computed_tokens
-    sequence.phase = PREFILL
     return True
 
 
@@ -187,12 +237,11 @@ def _add_chunk(sequence: BatchSequence, room: int, chunks: list[PrefillChunk]) -
     return tokens
 
 
-# --- the end of a step
-# -------------------------------------------------------------------------------------
+# --- the end of a step ----------------------------------------------------------------------------
 
 
 def _end_decoded(state: BatchState, clock: int) -> list[BatchSequence]:
-    """Rule 6 for sequences in decode; returns those that ended."""
+    """Rule 7 for sequences in decode; returns those that ended."""
     finished = state.end_calendar.pop(clock)
     for sequence in finished:
         _remove_running(state, sequence)
@@ -207,25 +256,28 @@ def _end_prefill(
     stored: list[StoredBlocks],
     finished: list[BatchSequence],
 ) -> None:
-    """Rule 6 for sequences in prefill."""
+    """Rule 7 for sequences in prefill."""
     state.partial_prefill = None
     for sequence, tokens, last in chunks:
         sequence.computed_tokens += tokens
         _report(state, sequence, sequence.computed_tokens, stored)
         if not last:
             state.partial_prefill = sequence
+        elif sequence.is_handed_over:
+            sequence.phase = HELD
+            finished.append(sequence)
         elif sequence.prefill_target + 1 - sequence.prompt_tokens >= sequence.max_tokens:
             state.cache.release(sequence.blocks, sequence.prefill_target // state.limits.block_size)
             sequence.phase = FINISHED
             finished.append(sequence)
         else:
-            _start_decode(state, sequence, clock)
+            _enter_decode(state, sequence, sequence.prefill_target - clock)
 
 
-def _start_decode(state: BatchState, sequence: BatchSequence, clock: int) -> None:
-    """Move a sequence from prefill to decode, with its first token."""
+def _enter_decode(state: BatchState, sequence: BatchSequence, offset: int) -> None:
+    """Put a sequence among those in decode."""
     sequence.phase = DECODE
-    sequence.offset = sequence.prefill_target - clock
+    sequence.offset = offset
     state.offset_sum += sequence.offset
     state.decoding[sequence] = None
     state.decoding_tuple = None

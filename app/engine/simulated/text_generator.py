@@ -52,27 +52,27 @@ def expected_answer(
     """
     sequence = unpack_tokens(request.token_ids)
     room = None if context_length is None else max(context_length - len(sequence), 0)
-    said: list[int] = []
+    visible: list[int] = []
     parts: list[str] = []
     for token in continuation(sequence, request.stop.max_tokens):
-        if len(said) == room:
-            return ExpectedAnswer(tuple(said), "".join(parts) + text.end(), "length")
+        if len(visible) == room:
+            return ExpectedAnswer(tuple(visible), "".join(parts) + text.end(), "length")
         piece = text.feed([token])
-        said.append(token)
+        visible.append(token)
         parts.append(piece.text)
         if piece.finish_reason is not None:
             return ExpectedAnswer(
-                tuple(said), "".join(parts), piece.finish_reason, piece.stop_reason
+                tuple(visible), "".join(parts), piece.finish_reason, piece.stop_reason
             )
-    return ExpectedAnswer(tuple(said), "".join(parts) + text.end(), "stop")
+    return ExpectedAnswer(tuple(visible), "".join(parts) + text.end(), "stop")
 
 
 def echo_continuation(sequence: Sequence[int], max_tokens: int | None) -> Iterator[int]:
     """The last turn, as the echo engine repeats it: once, or over and over up to a limit."""
-    body, said = current_turn(sequence)
+    body, visible = current_turn(sequence)
     if not body:
         return
-    for k in count(said):
+    for k in count(visible):
         if max_tokens is None and k >= len(body):
             return
         yield body[k % len(body)]

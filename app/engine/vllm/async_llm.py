@@ -293,6 +293,7 @@ class VllmEngine(Engine):
             sampling,
             name,
             lora_request=adapter,
+            trace_headers={"traceparent": context.traceparent} if context.traceparent else None,
             priority=vllm_priority(request),
             data_parallel_rank=(request.hints.dp_rank or 0) if self._ranks > 1 else None,
         )

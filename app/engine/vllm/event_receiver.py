@@ -20,7 +20,6 @@ from app.engine.interface import KvEventListener
 from app.engine.kv_events import (
     BatchNumberTracker,
     EngineEventBatch,
-    UnreadableCounts,
     decode_batch,
 )
 from indexer.cache_events.engine_events import AllCleared, EngineEvent, EventsLost
@@ -36,7 +35,6 @@ class KvEventReceiver:
     """Receives cache events from `open` to `close`."""
 
     def __init__(self, listener: KvEventListener) -> None:
-        self.unreadable = UnreadableCounts()
         self.failure: BaseException | None = None
         self._listener = listener
         self._numbers: defaultdict[int, BatchNumberTracker] = defaultdict(BatchNumberTracker)
@@ -83,7 +81,7 @@ class KvEventReceiver:
             self._take(await self._socket.recv_multipart())
 
     def _take(self, frames: list[bytes]) -> None:
-        batch = decode_batch(frames, self.unreadable)
+        batch = decode_batch(frames)
         if batch is None:
             log.warning("a message with cache events cannot be decoded: vLLM may be too new")
             return

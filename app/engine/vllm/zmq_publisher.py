@@ -79,11 +79,11 @@ class NonBlockingPublisher(EventPublisher):  # type: ignore[misc]
         socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
         self._attach(socket, endpoint)
         while True:
-            asked = socket.recv_multipart()
-            if len(asked) != 3:
-                log.warning("a replay request has %d frames instead of 3", len(asked))
+            frames = socket.recv_multipart()
+            if len(frames) != 3:
+                log.warning("a replay request has %d frames instead of 3", len(frames))
                 continue
-            reader, _, first = asked
+            reader, _, first = frames
             for number, payload in self._past.copy():
                 if number >= first:  # big endian: bytes compare as the numbers do
                     socket.send_multipart((reader, b"", self._topic, number, payload))

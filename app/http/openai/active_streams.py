@@ -50,34 +50,50 @@ CANCEL_TIMEOUT_S = 60.0
 class BrokerTimeClock:
     """A clock whose wall time is the broker's, as soon as a record of the present was seen.
 
-    So ids of gateways whose own clocks differ can be compared with each other.
+    So ids of gateways whose own clocks differ can be compared with each other. Before the first
+    append or response it is the wall time of this machine, but not earlier than the newest record
+    of the registry: at least one of a worker is there before the first request is accepted.
     """
 
-    def __init__(self, clock: Clock, broker_clock: BrokerClock) -> None:
+    def __init__(
+        self, clock: Clock, broker_clock: BrokerClock, registry_clock: BrokerClock
+    ) -> None:
         self._clock = clock
         self._broker_clock = broker_clock
+        self._registry_clock = registry_clock
         self.now = clock.now
         self.sleep = clock.sleep
 
     def wall_ms(self) -> int:
         """Milliseconds since 1970."""
-        return self._broker_clock.now_ms() or self._clock.wall_ms()
+        if present_ms := self._broker_clock.now_ms():
+            return present_ms
+        return max(self._clock.wall_ms(), self._registry_clock.now_ms())
 
 
 class ActiveStreams:
     """All streams of a gateway. Call `start` first; `close` ends open streams."""
 
     def __init__(
-        self, kafka: Log, settings: Settings, life: ProcessContext, rng: random.Random | None = None
+        self,
+        kafka: Log,
+        settings: Settings,
+        ctx: ProcessContext,
+        registry_clock: BrokerClock,
+        rng: random.Random | None = None,
     ) -> None:
-        """Without `rng`, ids are drawn so that they cannot be guessed."""
+        """Without `rng`, ids are drawn so that they cannot be guessed.
+
+        `registry_clock` observes the records of the registry, also old ones.
+        """
         self._log = kafka
         self._settings = settings
-        self._life = life
-        self._clock = life.clock
-        self._broker_clock = BrokerClock(life.clock)
-        self._outbox = RecordPublisher(kafka, life.clock, self._broker_clock)
-        self._id_clock = BrokerTimeClock(life.clock, self._broker_clock)
+        self._ctx = ctx
+        self._clock = ctx.clock
+        self._broker_clock = BrokerClock(ctx.clock)
+        self._publisher = RecordPublisher(kafka, ctx.clock, self._broker_clock)
+        self._registry_clock = registry_clock
+        self._id_clock = BrokerTimeClock(ctx.clock, self._broker_clock, registry_clock)
         self._ids = RequestIds(self._id_clock, rng or random.SystemRandom())
         self.seal = settings.tenant_tag()
         self._idle = asyncio.Event()
@@ -100,7 +116,7 @@ class ActiveStreams:
             moving=len(lanes) < self._lanes,
         )
         self._replies.start()
-        self._life.spawn("replies", self._replies.wait_until_failed())
+        self._ctx.spawn("replies", self._replies.wait_until_failed())
         await retry_while_unavailable(self._clock, lambda: self._replies.pin(lanes))
 
     async def wait_idle(self, within_s: float) -> bool:
@@ -145,12 +161,15 @@ class ActiveStreams:
             raise unknown_stream()
 
     def age_ms(self, issued_ms: int) -> int:
-        """How old an id is at least, by when it was drawn.
+        """Minimum age of an id, by its timestamp.
 
         Of the broker's clock and this gateway's the one that makes it younger: the first ids of a
-        gateway are drawn by its own.
+        gateway have the time of its own. Before a record of the present was seen, the broker's is
+        at least that of the newest record of the registry.
         """
-        return min(self._id_clock.wall_ms(), self._clock.wall_ms()) - issued_ms
+        wall_ms = self._clock.wall_ms()
+        broker_ms = self._broker_clock.now_ms() or self._registry_clock.now_ms()
+        return min(broker_ms or wall_ms, wall_ms) - issued_ms
 
     @property
     def stalled_s(self) -> float:
@@ -167,12 +186,12 @@ class ActiveStreams:
 
     def _check_log(self) -> None:
         """Raises ApiError while the log does not answer: waiting would end no better."""
-        if not self._life.broker_answers:
+        if not self._ctx.broker_answers:
             raise error_of_stream(BrokerUnavailable("the log does not answer"))
 
     def _limit(self) -> AbstractAsyncContextManager[object]:
         """A time-out; it comes at once when the log falls silent."""
-        probe = self._life.broker_probe
+        probe = self._ctx.broker_probe
         return (
             asyncio.timeout(PUBLISH_TIMEOUT_S)
             if probe is None
@@ -217,7 +236,7 @@ class ActiveStreams:
 
     async def _send_all(self, requests: Sequence[Request], until: float) -> None:
         async def send(request: Request) -> None:
-            await self._outbox.publish(REQUESTS, request.id, request, until=until)
+            await self._publisher.publish(REQUESTS, request.id, request, until=until)
 
         async def send_in_turn(request: Request) -> None:
             async with turns:  # it is encoded only then
@@ -257,7 +276,7 @@ class ActiveStreams:
         if len(self._cancels) >= self._settings.http_max_streams:
             log.warning("%s runs on: too many Cancels wait for the log", request_id)
             return
-        cancel = self._life.spawn(f"cancel {request_id}", self._cancel(request_id, reason))
+        cancel = self._ctx.spawn(f"cancel {request_id}", self._cancel(request_id, reason))
         self._cancels.add(cancel)
         cancel.add_done_callback(self._cancels.discard)
 
@@ -279,7 +298,7 @@ class ActiveStreams:
     async def _send_cancel(self, request_id: str, reason: str, within_s: float) -> None:
         cancel = Cancel(id=request_id, reason=reason)
         until = self._clock.now() + within_s
-        await self._outbox.publish(REQUESTS, request_id, cancel, until=until)
+        await self._publisher.publish(REQUESTS, request_id, cancel, until=until)
 
     def _reads(self, lane: int) -> bool:
         return lane % self._settings.gateway_count == self._settings.gateway_index

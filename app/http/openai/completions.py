@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
+from opentelemetry.trace import Span, SpanKind
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.http.api_errors import invalid_request
+from app.http.api_errors import ApiError, invalid_request
 from app.http.authentication import Caller, caller_of
 from app.http.middleware import BodyLimiter
 from app.http.openai.event_encoder import ResponseOptions
@@ -30,8 +31,10 @@ from app.preprocess.requests import openai_requests
 from app.preprocess.requests.engine_features import check_supported
 from app.preprocess.requests.openai_requests import OpenAIRequest
 from app.preprocess.requests.passthrough import PassthroughRequest
+from app.runtime import spans
 from streams import request as prepared
 from streams.ids import issued_ms
+from streams.request import ResultOptions
 
 DETACH_HEADER = "x-kvlane-detach"
 """Header: with the value true, a request continues after its client disconnects."""
@@ -58,6 +61,19 @@ class Completions:
 
     async def _answer(self, kind: EndpointKind, request: Request) -> Response:
         """Raises ApiError and PreprocessError."""
+        received = spans.valid_traceparent(request.headers.get(spans.TRACEPARENT))
+        span = spans.start_first_span("gateway.request", received, SpanKind.SERVER)
+        try:
+            return await self._response(kind, request, span, spans.traceparent_of(span, received))
+        except BaseException as e:
+            status = e.status if isinstance(e, ApiError) else 0
+            spans.set_error(span, type(e).__name__, is_server_error=status >= 500)
+            span.end()
+            raise
+
+    async def _response(
+        self, kind: EndpointKind, request: Request, span: Span, traceparent: str
+    ) -> Response:
         parts = self._parts
         began_at = parts.ctx.clock.now()
         caller = caller_of(request)
@@ -65,13 +81,13 @@ class Completions:
         async with self._bodies.read(request) as body:
             fields, values = await run_cooperatively(parse_body(body))
             as_is = parts.served_models.kind(fields.get("model")) != "tokens"
-            asked = read_request(kind, fields, request.headers, as_is=as_is, values=values)
-            model = await parts.catalog.model(kind, asked.model)
-            check_supported(asked, parts.served_models.model(asked.model).unsupported)
+            parsed = read_request(kind, fields, request.headers, as_is=as_is, values=values)
+            model = await parts.catalog.model(kind, parsed.model)
+            check_supported(parsed, parts.served_models.model(parsed.model).unsupported)
             if values:  # a large body, which was parsed in steps
                 await asyncio.sleep(0)
-            prepared = await prepare(asked, model)
-        answers = len(prepared.requests) * asked.n
+            prepared = await prepare(parsed, model)
+        answers = len(prepared.requests) * parsed.n
         if answers > 1 and prepared.requests[0].is_query:
             raise invalid_request(
                 "a dry run is about one prompt and one answer", "nvext.annotations"
@@ -80,52 +96,72 @@ class Completions:
             caller.require_operator("dry runs")
         parts.streams.check_capacity(answers)
         run_on = request.headers.get(DETACH_HEADER, "").lower() == "true"
-        choices = self._choices(asked, prepared, model)
-        caller.count_answers(prepared.requests, asked.n, choices, model.card.context_length)
-        asks = self._asks(prepared.requests, asked.n, caller)
+        choices = self._choices(parsed, prepared, model)
+        caller.count_answers(prepared.requests, parsed.n, choices, model.card.context_length)
+        requests = self._one_request_each(
+            self._with_results(kind, parsed, prepared), parsed.n, caller, traceparent
+        )
         options = ResponseOptions(
-            header=ResponseHeader(kind, asks[0].id, asked.model, created_s(asks[0].id)),
-            ids=[ask.id for ask in asks],
-            stream=asked.stream,
-            include_usage=asked.include_usage,
-            n=asked.n,
+            header=ResponseHeader(kind, requests[0].id, parsed.model, created_s(requests[0].id)),
+            ids=[each.id for each in requests],
+            stream=parsed.stream,
+            include_usage=parsed.include_usage,
+            n=parsed.n,
             reads_to_end=run_on and caller.is_counted,
-            interval=asked.stream_interval,
+            interval=parsed.stream_interval,
         )
         return CompletionResponse(
             options,
             choices,
-            publish_and_read(parts.streams, asks, run_on=run_on),
+            publish_and_read(parts.streams, requests, run_on=run_on),
             parts.ctx.clock,
             parts.metrics,
             parts.settings.deadline_s + DEADLINE_MARGIN_S,
             began_at,
+            span,
         )
 
     def _choices(
-        self, asked: OpenAIRequest | PassthroughRequest, prepared: PreparedPrompts, model: Model
+        self, parsed: OpenAIRequest | PassthroughRequest, prepared: PreparedPrompts, model: Model
     ) -> list[Choice]:
         choices = []
         spelling = None
-        if asked.echo:
-            check_size(sum(len(text or "") for text in prepared.texts) * asked.n, "texts")
-        if isinstance(asked, OpenAIRequest) and asked.body.top_logprobs_count() is not None:
-            as_ids = asked.body.return_tokens_as_token_ids
+        if parsed.echo:
+            check_size(sum(len(text or "") for text in prepared.texts) * parsed.n, "texts")
+        if isinstance(parsed, OpenAIRequest) and parsed.body.top_logprobs_count() is not None:
+            as_ids = parsed.body.return_tokens_as_token_ids
             spelling = TokenText(model.token_bytes, as_ids=bool(as_ids))
         for number, (request, text) in enumerate(zip(*prepared, strict=True)):
-            if asked.echo and text is None:
+            if parsed.echo and text is None:
                 raise invalid_request(f"echo: the prompt at {number} is no text", "echo")
             tokens = request.prompt_tokens
             self._parts.metrics.prompt_tokens.observe(tokens)
-            before = text if asked.echo and text is not None else ""
+            before = text if parsed.echo and text is not None else ""
             choices += [
-                Choice(tokens, before=before, keep=not asked.stream, spelling=spelling)
-                for _ in range(asked.n)
+                Choice(tokens, before=before, keep=not parsed.stream, spelling=spelling)
+                for _ in range(parsed.n)
             ]
         return choices
 
-    def _asks(
-        self, requests: Sequence[prepared.Request], n: int, caller: Caller
+    def _with_results(
+        self,
+        kind: EndpointKind,
+        parsed: OpenAIRequest | PassthroughRequest,
+        prompts: PreparedPrompts,
+    ) -> Sequence[prepared.Request]:
+        """The requests, each with a result if all get one."""
+        if self._parts.settings.results != "all" or prompts.requests[0].is_query:
+            return prompts.requests
+        return [
+            replace(
+                request,
+                result=ResultOptions(kind=kind, echo=(text or "") if parsed.echo else ""),
+            )
+            for request, text in zip(*prompts, strict=True)
+        ]
+
+    def _one_request_each(
+        self, requests: Sequence[prepared.Request], n: int, caller: Caller, traceparent: str
     ) -> list[prepared.Request]:
         """One request for each answer; answers to the same prompt are adjacent."""
         parts = self._parts
@@ -135,6 +171,7 @@ class Completions:
                 id=parts.streams.new_id(caller.tenant),
                 deadline_s=parts.settings.deadline_s,
                 received_ms=parts.ctx.clock.wall_ms(),
+                traceparent=traceparent,
             )
             for request in (caller.with_tenant(each, parts.streams.seal) for each in requests)
             for number in range(n)

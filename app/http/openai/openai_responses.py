@@ -68,14 +68,15 @@ class Choice:
         self._prompt_tokens = prompt_tokens
         self._usage: Usage | None = None
         self._keep = keep
-        self._spelling = spelling
-        self._likely: list[TokenLogprobs] = []
+        self.spelling = spelling
+        """The text of tokens, if log probabilities are requested."""
+        self._log_probs: list[TokenLogprobs] = []
         """Log probabilities of the kept tokens; without `keep`, those of the last piece."""
         self._offset = len(before)
         """Characters of the text before those tokens."""
         self._parts: list[str] = []
         self._asides = 0
-        self._said: list[PassthroughDelta] = []
+        self._passthrough: list[PassthroughDelta] = []
 
     @property
     def text(self) -> str:
@@ -85,9 +86,9 @@ class Choice:
     @property
     def passthrough(self) -> PassthroughDelta | None:
         """Fields other than text: all of them, or with `keep=False` those of the last piece."""
-        if len(self._said) > 1:
-            self._said = [passthrough_fields.merge_deltas(*self._said)]
-        return self._said[0] if self._said else None
+        if len(self._passthrough) > 1:
+            self._passthrough = [passthrough_fields.merge_deltas(*self._passthrough)]
+        return self._passthrough[0] if self._passthrough else None
 
     @property
     def usage(self) -> Usage:
@@ -104,7 +105,7 @@ class Choice:
     def add(self, piece: Chunk | End) -> None:
         """Add the next piece, in order."""
         if not self._keep:
-            self._said.clear()
+            self._passthrough.clear()
         if piece.usage is not None:
             self._usage = piece.usage
         reason = piece.code if isinstance(piece, End) else piece.finish_reason
@@ -118,28 +119,28 @@ class Choice:
             self.position = self.shown_tokens or piece.chars + self._asides
             if self._keep:
                 self._parts.append(piece.text)
-            if self._spelling is not None:
-                self._take_likely(piece)
+            if self.spelling is not None:
+                self._take_log_probs(piece)
 
     def logprobs(self, kind: EndpointKind) -> Json | None:
         """All log probabilities, or with `keep=False` those of the last piece."""
-        if self._spelling is None or not self._likely:
+        if self.spelling is None or not self._log_probs:
             return None
         if kind == "chat":
-            return logprobs.chat_logprobs(self._likely, self._spelling)
-        return logprobs.completion_logprobs(self._likely, self._spelling, self._offset)
+            return logprobs.chat_logprobs(self._log_probs, self.spelling)
+        return logprobs.completion_logprobs(self._log_probs, self.spelling, self._offset)
 
     def _take_asides(self, piece: Chunk) -> None:
         self._asides += len(piece.data)
-        self._said += piece.data
+        self._passthrough += piece.data
 
-    def _take_likely(self, piece: Chunk) -> None:
+    def _take_log_probs(self, piece: Chunk) -> None:
         if not self._keep:
-            self._likely.clear()
+            self._log_probs.clear()
             self._offset = len(self.echoed_text) + piece.chars - len(piece.text)
         if piece.log_probs is not None:
-            told = zip(piece.token_ids, piece.log_probs, strict=True)
-            self._likely += [TokenLogprobs(token_id, ranked) for token_id, ranked in told]
+            fields = zip(piece.token_ids, piece.log_probs, strict=True)
+            self._log_probs += [TokenLogprobs(token_id, ranked) for token_id, ranked in fields]
 
 
 def chunk(
@@ -152,24 +153,29 @@ def chunk(
     text = piece.text if isinstance(piece, Chunk) else ""
     if not choice.has_started:
         text = choice.echoed_text + text
-    likely = choice.logprobs(heading.kind)
-    if not text and likely is None and choice.passthrough is None and choice.finish_reason is None:
+    log_probs = choice.logprobs(heading.kind)
+    if (
+        not text
+        and log_probs is None
+        and choice.passthrough is None
+        and choice.finish_reason is None
+    ):
         return None
-    said = choice.passthrough or PassthroughDelta()
-    told: Json = {"index": index}
+    passthrough = choice.passthrough or PassthroughDelta()
+    fields: Json = {"index": index}
     if heading.kind == "chat":
         delta: Json = {} if choice.has_started else {"role": "assistant"}
         if text or not choice.has_started:
             delta["content"] = text
-        told["delta"] = delta | said.delta
+        fields["delta"] = delta | passthrough.delta
     else:
-        told["text"] = text
+        fields["text"] = text
     choice.has_started = True
-    told["logprobs"] = likely
-    told["finish_reason"] = choice.finish_reason
+    fields["logprobs"] = log_probs
+    fields["finish_reason"] = choice.finish_reason
     more: Json = {"usage": None} if with_usage else {}
-    more |= said.event | _placed([choice])
-    return _object(heading, _CHUNK_OBJECTS, [told | said.choice], more)
+    more |= passthrough.event | _dry_run_fields([choice])
+    return _object(heading, _CHUNK_OBJECTS, [fields | passthrough.choice], more)
 
 
 class ChunkEncoder:
@@ -197,8 +203,8 @@ class ChunkEncoder:
         plain = choice.has_started and choice.finish_reason is None and choice.passthrough is None
         if plain and choice.logprobs("chat") is None and isinstance(piece, Chunk):
             return self.encode_text(piece.text) if piece.text else None
-        told = chunk(self._heading, choice, piece, self._index, with_usage=self._with_usage)
-        return None if told is None else _encode(told)
+        fields = chunk(self._heading, choice, piece, self._index, with_usage=self._with_usage)
+        return None if fields is None else _encode(fields)
 
 
 def usage_chunk(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> Json:
@@ -210,20 +216,20 @@ def full_response(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1
     """The complete response as one object; all choices have ended."""
     if heading.kind == "embedding":
         return _embedded(heading, choices[0])
-    told = [_told(heading.kind, number, choice) for number, choice in enumerate(choices)]
+    fields = [_choice_object(heading.kind, number, choice) for number, choice in enumerate(choices)]
     more: Json = {}
     for choice in choices:
         more |= choice.passthrough.event if choice.passthrough else {}
-    more |= {"usage": usage(choices, n)} | _placed(choices)
-    return _object(heading, _OBJECTS, told, more)
+    more |= {"usage": usage(choices, n)} | _dry_run_fields(choices)
+    return _object(heading, _OBJECTS, fields, more)
 
 
 def _embedded(heading: ResponseHeader, choice: Choice) -> Json:
     """Response to a request for embeddings, whose content is passthrough fields only."""
-    said, counts = choice.passthrough or PassthroughDelta(), usage([choice])
-    told = {name: counts[name] for name in ("prompt_tokens", "total_tokens")}
-    more = {"model": heading.model, "usage": told} | _placed([choice])
-    return {"object": "list", "data": []} | said.event | more
+    passthrough, counts = choice.passthrough or PassthroughDelta(), usage([choice])
+    fields = {name: counts[name] for name in ("prompt_tokens", "total_tokens")}
+    more = {"model": heading.model, "usage": fields} | _dry_run_fields([choice])
+    return {"object": "list", "data": []} | passthrough.event | more
 
 
 def usage(choices: Sequence[Choice], n: int = 1) -> Json:
@@ -232,7 +238,7 @@ def usage(choices: Sequence[Choice], n: int = 1) -> Json:
     prompts = answers[::n]
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     completion_tokens = sum(u.completion_tokens for u in answers)
-    told: Json = {
+    fields: Json = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -241,34 +247,36 @@ def usage(choices: Sequence[Choice], n: int = 1) -> Json:
     of_prompts = [{_OF_PROMPT: (u.details or {}).get(_OF_PROMPT, {})} for u in prompts]
     of_answers = [{n: d for n, d in (u.details or {}).items() if n != _OF_PROMPT} for u in answers]
     return passthrough_fields.merge_fields(
-        told, passthrough_fields.sum_counts(*of_prompts), passthrough_fields.sum_counts(*of_answers)
+        fields,
+        passthrough_fields.sum_counts(*of_prompts),
+        passthrough_fields.sum_counts(*of_answers),
     )
 
 
-def _placed(choices: Sequence[Choice]) -> Json:
+def _dry_run_fields(choices: Sequence[Choice]) -> Json:
     """Result of a dry run, which has one choice; empty for other requests."""
-    placed = choices[0].dry_run_result
-    if placed is None:
+    result = choices[0].dry_run_result
+    if result is None:
         return {}
-    where = {"worker_id": placed.worker_id, "dp_rank": placed.dp_rank}
-    return {"nvext": where | {"token_ids": placed.token_ids}}
+    where = {"worker_id": result.worker_id, "dp_rank": result.dp_rank}
+    return {"nvext": where | {"token_ids": result.token_ids}}
 
 
-def _told(kind: EndpointKind, index: int, choice: Choice) -> Json:
-    besides = choice.passthrough or PassthroughDelta()
-    said: Json = {"text": choice.text}
+def _choice_object(kind: EndpointKind, index: int, choice: Choice) -> Json:
+    passthrough = choice.passthrough or PassthroughDelta()
+    content: Json = {"text": choice.text}
     if kind == "chat":
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-        if besides.delta:
+        if passthrough.delta:
             message |= {"content": choice.text or None} | passthrough_fields.to_message(
-                besides.delta
+                passthrough.delta
             )
-        said = {"message": message}
+        content = {"message": message}
     return (
         {"index": index}
-        | said
+        | content
         | {"logprobs": choice.logprobs(kind), "finish_reason": choice.finish_reason}
-        | besides.choice
+        | passthrough.choice
     )
 
 

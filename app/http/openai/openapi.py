@@ -24,6 +24,7 @@ from app.preprocess.requests.request_models import (
     CompletionBody,
     EmbeddingBody,
 )
+from streams.batch_records import BatchEndpoint, BatchStatus, FilePurpose
 from streams.records import MAX_ID_CHARS
 
 Json = dict[str, Any]
@@ -166,7 +167,7 @@ _FAILURES = {
     "404": "No such model, stream or URL",
     "408": "It did not end in its time",
     "413": "More than is taken at a time",
-    "415": "The body is not sent as application/json",
+    "415": "The body is not sent as application/json, or a file not as multipart/form-data",
     "429": "A limit of the tenant is reached",
     "499": "It was cancelled",
     "500": "It failed",
@@ -210,7 +211,7 @@ _ATTACHING = [
     _parameter("stream", "query", "false: the whole answer at its end", _SWITCH),
     _parameter("include_usage", "query", "Whether token counts come at the end", _SWITCH),
 ]
-_ASKING = [
+_HEADERS_IN = [
     _parameter("x-request-id", "header", "Comes back with the answer", _STRING),
     _parameter(
         "x-kvlane-detach", "header", "true: it goes on when its client leaves", _STRING
@@ -218,15 +219,120 @@ _ASKING = [
 ]  # fmt: skip
 _WHOLE = "The answer; a stream of events with `stream`"
 
+# --- files and batches ----------------------------------------------------------------------------
+
+_FILE = _listing(
+    "file", id=_STRING, bytes=_COUNT, created_at=_COUNT, expires_at=_COUNT, filename=_STRING,
+    purpose={"enum": list(get_args(FilePurpose))}, status={"const": "processed"},
+)  # fmt: skip
+_FILE_ID = _parameter("file_id", "path", "As in the answer to its upload", _STRING)
+_UPLOAD: Json = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["file", "purpose"],
+            "properties": {
+                "file": {"type": "string", "format": "binary", "description": "JSONL"},
+                "purpose": {"const": "batch"},
+            },
+        }
+    }
+}
+
+
+_BATCH_ID = _parameter("batch_id", "path", "As in the answer to its creation", _STRING)
+_TIME = _nullable(_COUNT)
+_TEXT = _nullable(_STRING)
+_BATCH = _listing(
+    "batch", id=_STRING, endpoint=_STRING, errors=_nullable({"type": "object"}),
+    input_file_id=_STRING, completion_window=_STRING,
+    status={"enum": [*get_args(BatchStatus), "cancelling"]}, output_file_id=_TEXT,
+    error_file_id=_TEXT, created_at=_COUNT, in_progress_at=_TIME, expires_at=_COUNT,
+    finalizing_at=_TIME, completed_at=_TIME, failed_at=_TIME, expired_at=_TIME,
+    cancelling_at=_TIME, cancelled_at=_TIME, metadata=_nullable({"type": "object"}),
+    request_counts={
+        "type": "object", "required": ["total", "completed", "failed"],
+        "properties": dict.fromkeys(("total", "completed", "failed"), _COUNT),
+    },
+)  # fmt: skip
+_NEW_BATCH: Json = {
+    "application/json": {
+        "schema": {
+            "type": "object",
+            "required": ["input_file_id", "endpoint"],
+            "properties": {
+                "input_file_id": _STRING,
+                "endpoint": {"enum": list(get_args(BatchEndpoint))},
+                "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,3}[mhd]$"},
+                "metadata": _nullable(
+                    {"type": "object", "additionalProperties": {"type": "string"}}
+                ),
+            },
+        }
+    }
+}
+
+
+def _page(entity: Json) -> Json:
+    """A page of a list."""
+    ends = {name: {"type": ["string", "null"]} for name in ("first_id", "last_id")}
+    return _json(
+        _listing("list", data={"type": "array", "items": entity}, has_more={"type": "boolean"})
+        | ends
+    )
+
+
+def _paging(most: int) -> list[Json]:
+    """The parameters of a list."""
+    return [
+        _parameter("limit", "query", "Most objects of a page", _COUNT | {"maximum": most}),
+        _parameter("after", "query", "The last id of the page before", _STRING),
+        _parameter("order", "query", "By time", {"enum": ["asc", "desc"]}),
+    ]
+
+
+_BATCH_OPERATIONS: Mapping[tuple[str, str], Json] = {
+    ("/v1/files", "post"): {"responses": {"200": ("The file", _json(_FILE))}},
+    ("/v1/files", "get"): {
+        "parameters": [_parameter("purpose", "query", "Of this only", _STRING), *_paging(10_000)],
+        "responses": {"200": ("The newest first", _page(_FILE))},
+    },
+    ("/v1/files/{file_id}", "get"): {
+        "parameters": [_FILE_ID], "responses": {"200": ("The file", _json(_FILE))},
+    },
+    ("/v1/files/{file_id}", "delete"): {
+        "parameters": [_FILE_ID],
+        "responses": {"200": ("It is deleted", _json(
+            _listing("file", id=_STRING, deleted={"const": True})
+        ))},
+    },
+    ("/v1/files/{file_id}/content", "get"): {
+        "parameters": [_FILE_ID],
+        "responses": {"200": ("The content", {"application/jsonl": {"schema": _STRING}})},
+    },
+    ("/v1/batches", "post"): {"responses": {"200": ("The batch", _json(_BATCH))}},
+    ("/v1/batches", "get"): {
+        "parameters": _paging(100), "responses": {"200": ("The newest first", _page(_BATCH))},
+    },
+    ("/v1/batches/{batch_id}", "get"): {
+        "parameters": [_BATCH_ID], "responses": {"200": ("The batch", _json(_BATCH))},
+    },
+    ("/v1/batches/{batch_id}/cancel", "post"): {
+        "parameters": [_BATCH_ID], "responses": {"200": ("The batch", _json(_BATCH))},
+    },
+}  # fmt: skip
+
 _OPERATIONS: Mapping[tuple[str, str], Json] = {
+    **_BATCH_OPERATIONS,
+    **_BATCH_OPERATIONS,
     ("/v1/chat/completions", "post"): {
-        "parameters": _ASKING, "responses": {"200": (_WHOLE, _json(_CHAT) | _EVENTS)},
+        "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_CHAT) | _EVENTS)},
     },
     ("/v1/completions", "post"): {
-        "parameters": _ASKING, "responses": {"200": (_WHOLE, _json(_COMPLETION) | _EVENTS)},
+        "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_COMPLETION) | _EVENTS)},
     },
     ("/v1/embeddings", "post"): {
-        "parameters": _ASKING, "responses": {"200": ("The embeddings", _json(_EMBEDDINGS))},
+        "parameters": _HEADERS_IN, "responses": {"200": ("The embeddings", _json(_EMBEDDINGS))},
     },
     ("/v1/streams/{request_id}", "get"): {
         "parameters": _ATTACHING,
@@ -282,7 +388,9 @@ def _describe(api: FastAPI) -> Json:
     schema["security"] = [{"key": []}, {}]
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
-            _complete(operation, _OPERATIONS[path, method], has_body=path in _BODIES)
+            _complete(operation, _OPERATIONS[path, method], has_body=method == "post")
+    for path, content in (("/v1/files", _UPLOAD), ("/v1/batches", _NEW_BATCH)):
+        schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
     for path, body in _BODIES.items():
         schema["paths"][path]["post"]["requestBody"] = {
             "required": True,
@@ -308,11 +416,11 @@ def _complete(operation: Json, known: Json, *, has_body: bool) -> None:
         operation["parameters"] = known["parameters"]
     content = _json({"$ref": _REF.format(model="Error")})
     failures = _FAILURES if has_body else {code: _FAILURES[code] for code in _REFUSALS}
-    told = {code: (about, content) for code, about in failures.items()} | known["responses"]
-    told["default"] = ("An error", content)
+    responses = {code: (about, content) for code, about in failures.items()} | known["responses"]
+    responses["default"] = ("An error", content)
     operation["responses"] = {
         code: {"description": about, "content": kinds, "headers": _HEADERS}
-        for code, (about, kinds) in told.items()
+        for code, (about, kinds) in responses.items()
     }
 
 

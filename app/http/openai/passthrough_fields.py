@@ -15,7 +15,7 @@ from streams.records import Chunk, PassthroughDelta
 
 Json = dict[str, Any]
 
-_SAID_AGAIN = frozenset({"id", "type", "name", "role", "index"})
+_REPEATED_FIELDS = frozenset({"id", "type", "name", "role", "index"})
 """Strings that are replaced by later ones instead of being concatenated."""
 
 
@@ -59,13 +59,13 @@ def _part(piece: Chunk, text: str, until: int, asides: tuple[PassthroughDelta, .
     return replace(piece, text=text, chars=until, data=asides, finish_reason=None, usage=None)
 
 
-def merge_fields(*said: Mapping[str, Any]) -> Json:
+def merge_fields(*deltas: Mapping[str, Any]) -> Json:
     """Merge successive deltas: texts are concatenated, list items are merged by their index.
 
     All at once, since a text that grows piece by piece would be copied with each piece.
     """
     values: dict[str, list[Any]] = {}
-    for each in said:
+    for each in deltas:
         for name, value in each.items():
             values.setdefault(name, []).append(value)
     return {name: _whole(name, pieces) for name, pieces in values.items()}
@@ -83,7 +83,7 @@ def _whole(name: str, pieces: Sequence[Any]) -> Any:
     match run:
         case []:
             return None
-        case [str(), *_] if name in _SAID_AGAIN:
+        case [str(), *_] if name in _REPEATED_FIELDS:
             return next((text for text in reversed(run) if text), "")
         case [str(), *_]:
             return "".join(run)
@@ -139,13 +139,13 @@ def _without_index(item: Any) -> Any:
     return {name: value for name, value in item.items() if name != "index"}
 
 
-def merge_deltas(*said: PassthroughDelta) -> PassthroughDelta:
+def merge_deltas(*deltas: PassthroughDelta) -> PassthroughDelta:
     """Merge successive asides."""
     event: Json = {}
-    for each in said:
+    for each in deltas:
         event |= each.event
     return PassthroughDelta(
-        delta=merge_fields(*(each.delta for each in said)),
-        choice=merge_fields(*(each.choice for each in said)),
+        delta=merge_fields(*(each.delta for each in deltas)),
+        choice=merge_fields(*(each.choice for each in deltas)),
         event=event,
     )

@@ -21,6 +21,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 import msgspec
+from opentelemetry.trace import Span
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -36,6 +37,7 @@ from app.http.openai.event_encoder import EventEncoder, ResponseOptions
 from app.http.openai.merged_replies import MergedReplies, ReplyPiece, is_last
 from app.http.openai.openai_responses import Choice
 from app.metrics.gateway_metrics import GatewayMetrics, TokenTimes
+from app.runtime.spans import NO_SPAN, set_error
 from streams.clock import Clock
 from streams.errors import LogClosed, StreamError
 from streams.responses.reply_stream import PieceSink
@@ -70,9 +72,14 @@ class CompletionResponse(Response):
         metrics: GatewayMetrics,
         within_s: float,
         began_at: float,
+        span: Span = NO_SPAN,
     ) -> None:
-        """`within_s`: time limit of the response; `began_at`: arrival of the request."""
+        """`within_s`: time limit of the response; `began_at`: arrival of the request.
+
+        `span`: ends with the response.
+        """
         super().__init__()
+        self._span = span
         self._options = options
         self._choices = choices
         self._joining = joining
@@ -89,7 +96,7 @@ class CompletionResponse(Response):
         """Send the whole response."""
         self._writer = body_writer_of(scope)
         try:
-            work, within_s = self._tell(send), self._within_s + FLUSH_TIMEOUT_S
+            work, within_s = self._respond(send), self._within_s + FLUSH_TIMEOUT_S
             if self._options.reads_to_end:  # data for a disconnected client is dropped
                 with suppress(TimeoutError):
                     await asyncio.wait_for(work, within_s)
@@ -97,17 +104,21 @@ class CompletionResponse(Response):
                 await run_until_disconnect(receive, work, within_s)
         except ApiError as e:  # nothing was sent yet
             await e.response({ID_HEADER: ",".join(self._options.ids)})(scope, receive, send)
+        finally:
+            self._span.set_attribute("request_ids", self._options.ids)
+            self._span.end()
 
-    async def _tell(self, send: Send) -> None:
+    async def _respond(self, send: Send) -> None:
         outcome = "left"
         async with self._joining as joined:
             try:
                 if self._options.stream:
-                    await self._tell_events(joined, send)
+                    await self._send_events(joined, send)
                 else:
-                    await self._tell_whole(joined, send)
+                    await self._send_whole(joined, send)
             except ApiError as e:
                 outcome = e.code
+                set_error(self._span, e.code, is_server_error=e.status >= 500)
                 raise
             finally:
                 answers = zip(self._choices, joined.replies, self._paces, strict=True)
@@ -118,7 +129,7 @@ class CompletionResponse(Response):
                     if not self._options.is_resumed:
                         pace.report(self._metrics, choice.position, tokens)
 
-    async def _tell_whole(self, joined: MergedReplies, send: Send) -> None:
+    async def _send_whole(self, joined: MergedReplies, send: Send) -> None:
         while joined.has_more:
             with suppress(TimeoutError):
                 index, pieces = await self._take(joined, self._left_s)
@@ -129,7 +140,7 @@ class CompletionResponse(Response):
         await self._start(send, [*_JSON, (b"content-length", b"%d" % len(body))])
         await self._send(send, body, more=False)
 
-    async def _tell_events(self, joined: MergedReplies, send: Send) -> None:
+    async def _send_events(self, joined: MergedReplies, send: Send) -> None:
         """All pieces that arrive together are sent in one write, which costs more than the rest."""
         begun = False
         failure: ApiError | None = None
@@ -152,6 +163,7 @@ class CompletionResponse(Response):
             events = self._events.encode_held() + self._events.encode_ending()
         elif begun:
             error = sse.encode_error(failure.body())
+            set_error(self._span, failure.code, is_server_error=failure.status >= 500)
             events = self._events.encode_held() + error + sse.DONE
         else:
             raise failure
@@ -241,15 +253,26 @@ async def run_until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, None], within_s: float
 ) -> None:
     """Run work until it is done, its client disconnects, or the time limit is reached."""
-    tasks = [asyncio.create_task(work), asyncio.create_task(_departure(receive))]
+    loop, limit, is_over = asyncio.get_running_loop(), asyncio.timeout(within_s), False
+
+    def end(departed: asyncio.Task[None]) -> None:
+        if departed.cancelled():
+            return
+        departed.exception()  # a client that cannot be read any more has left, too
+        if not (is_over or limit.expired()):
+            limit.reschedule(loop.time())
+
+    departure = asyncio.create_task(_departure(receive))
+    departure.add_done_callback(end)
     try:
-        await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            tasks[0].result()
+        async with limit:
+            await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        is_over = True
+        departure.cancel()
 
 
 async def _departure(receive: Receive) -> None:

@@ -76,9 +76,9 @@ class StreamResume:
         """Cancel a stream; it ends shortly after. Raises ApiError."""
         request_id = self._id_of(request)
         await self._parts.streams.cancel_now(request_id, "its client cancelled it")
-        told = {"id": request_id, "object": "stream", "status": "cancelling"}
+        answer = {"id": request_id, "object": "stream", "status": "cancelling"}
         return Response(
-            msgspec.json.encode(told), HTTPStatus.ACCEPTED, media_type="application/json"
+            msgspec.json.encode(answer), HTTPStatus.ACCEPTED, media_type="application/json"
         )
 
     def _id_of(self, request: Request) -> str:

@@ -21,9 +21,9 @@ from pathlib import Path
 from app.preprocess.prompt_errors import ArtifactUnavailable, BadModel
 from app.preprocess.thread_pool import WorkPool
 from streams.clock import Clock
-from streams.codecs import TYPE_HEADER
 from streams.errors import PositionLost
-from streams.ports import Entry, Log, Partition, Record
+from streams.ports import Log, Partition, Record
+from streams.reading.part_format import PART_BYTES, numbered_part, part_number
 from streams.reading.range_reader import read_range
 from streams.record_publisher import RecordPublisher
 from streams.records import Artifact
@@ -31,8 +31,6 @@ from streams.topics import ARTIFACTS, partition_of
 
 log = logging.getLogger(__name__)
 
-PART_BYTES = 1_000_000
-"""Content bytes of each part: with key and headers a record stays below 1 MiB."""
 MAX_ARTIFACT_BYTES = 128 * 1024 * 1024
 """Tokenizers have 2 to 35 MB. A card that names a larger file is wrong, not to be obeyed."""
 ARTIFACT_TIMEOUT_S = 60.0
@@ -54,7 +52,7 @@ class ArtifactStore:
     ) -> None:
         self._log = log
         self._clock = clock
-        self._outbox = RecordPublisher(log, clock)
+        self._publisher = RecordPublisher(log, clock)
         self._pool = pool
         self._folder = folder
         self._timeout_s = timeout_s
@@ -75,8 +73,8 @@ class ArtifactStore:
             source = await self._source(artifact)
             for number in range(part_count(artifact)):
                 part = content[number * PART_BYTES : (number + 1) * PART_BYTES]
-                entry = Entry(f"{digest}/{number}".encode(), part, ((TYPE_HEADER, _PART),))
-                await self._outbox.publish_entry(ARTIFACTS, entry, source.partition)
+                entry = numbered_part(_PART, digest, number, part)
+                await self._publisher.publish_entry(ARTIFACTS, entry, source.partition)
         return artifact
 
     async def fetch(self, artifact: Artifact) -> bytes:
@@ -105,10 +103,10 @@ class ArtifactStore:
         """Raises ArtifactUnavailable."""
         parts: dict[int, bytes] = {}
         needed, damaged = part_count(artifact), False
-        prefix = f"{artifact.sha256}/".encode()
         async with aclosing(self._records(await self._source(artifact), artifact)) as records:
             async for record in records:
-                if (number := _number(record, prefix, needed)) is None:
+                number = part_number(record, artifact.sha256)
+                if number is None or number >= needed:
                     continue
                 parts[number] = record.value or b""
                 if len(parts) == needed:
@@ -175,18 +173,6 @@ class ArtifactStore:
 def part_count(artifact: Artifact) -> int:
     """Number of records of an artifact; an empty file has one."""
     return max(-(-artifact.size // PART_BYTES), 1)
-
-
-def _number(record: Record, prefix: bytes, needed: int) -> int | None:
-    """Which part of the artifact a record is; None for any other record."""
-    key = record.key or b""
-    if not key.startswith(prefix) or record.value is None:
-        return None
-    try:
-        number = int(key.removeprefix(prefix))
-    except ValueError:
-        return None
-    return number if 0 <= number < needed else None
 
 
 def _whole(parts: dict[int, bytes], artifact: Artifact) -> bytes | None:

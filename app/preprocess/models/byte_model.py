@@ -31,7 +31,7 @@ class Model(Protocol):
     def card(self) -> ModelCard:
         """What it is."""
 
-    async def prepare(self, asked: OpenAIRequest) -> PreparedPrompts:
+    async def prepare(self, request: OpenAIRequest) -> PreparedPrompts:
         """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded, BadModel."""
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -61,25 +61,25 @@ class ByteModel:
             taken=taken,
         )
 
-    async def prepare(self, asked: OpenAIRequest) -> PreparedPrompts:
-        if isinstance(asked.body, TokensBody) and asked.body.multi_modal_data:
+    async def prepare(self, request: OpenAIRequest) -> PreparedPrompts:
+        if isinstance(request.body, TokensBody) and request.body.multi_modal_data:
             raise InvalidPrompt("multi_modal_data", "this model takes text only")
         try:
-            prompts, tokens = _tokens(asked, self.card.context_length)
+            prompts, tokens = _tokens(request, self.card.context_length)
         except UnicodeEncodeError:
-            raise InvalidPrompt(asked.field, "has lone surrogates: that is no text") from None
-        requests = asked.requests(tokens, self.card)
-        if asked.body.max_tokens_field()[1] is None:
+            raise InvalidPrompt(request.field, "has lone surrogates: that is no text") from None
+        requests = request.requests(tokens, self.card)
+        if request.body.max_tokens_field()[1] is None:
             requests = tuple(map(_unlimited, requests))
         texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
         return PreparedPrompts(requests, texts)
 
 
 def _tokens(
-    asked: OpenAIRequest, context: int | None
+    request: OpenAIRequest, context: int | None
 ) -> tuple[Sequence[TextOrTokens], list[Sequence[int]]]:
-    body = asked.body
-    if isinstance(body, ChatBody) and asked.ext.token_data is None:
+    body = request.body
+    if isinstance(body, ChatBody) and request.ext.token_data is None:
         turns = [(message.role, message.text()) for message in body.messages]
         if not any(text for _, text in turns):
             raise InvalidPrompt("messages", "all of them are empty")
@@ -87,12 +87,12 @@ def _tokens(
         return [""], [
             byte_level.render_chat((_ROLES.get(role, "user"), text) for role, text in turns)
         ]
-    prompts = asked.prompts(None)
+    prompts = request.prompts(None)
     if isinstance(body, TokensBody):
         return prompts, [_encoded(prompt) for prompt in prompts]
-    _check_length(asked.field, [prompt for prompt in prompts if isinstance(prompt, str)], context)
+    _check_length(request.field, [prompt for prompt in prompts if isinstance(prompt, str)], context)
     if "" in prompts:
-        raise InvalidPrompt(asked.field, "is empty")
+        raise InvalidPrompt(request.field, "is empty")
     return prompts, [[*_encoded(prompt), byte_level.ASSISTANT] for prompt in prompts]
 
 

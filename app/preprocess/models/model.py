@@ -44,18 +44,18 @@ class LoadedModel:
         self._template = template
         self._pool = pool
 
-    async def prepare(self, asked: OpenAIRequest) -> PreparedPrompts:
+    async def prepare(self, request: OpenAIRequest) -> PreparedPrompts:
         """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded."""
-        if asked.is_short:
-            prompts = asked.prompts(self._template)
+        if request.is_short:
+            prompts = request.prompts(self._template)
         else:
-            prompts = await self._pool.run(lambda: asked.prompts(self._template))
+            prompts = await self._pool.run(lambda: request.prompts(self._template))
         tokens = [
-            await self._tokens(prompt, asked.field, add_special_tokens=asked.add_special_tokens)
+            await self._tokens(prompt, request.field, add_special_tokens=request.add_special_tokens)
             for prompt in prompts
         ]
         texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
-        return PreparedPrompts(asked.requests(tokens, self.card), texts)
+        return PreparedPrompts(request.requests(tokens, self.card), texts)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a single token."""

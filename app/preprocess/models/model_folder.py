@@ -1,4 +1,4 @@
-"""A model's folder in the Hugging Face layout: what of it tells how to prepare its prompts.
+"""A model's folder in the Hugging Face layout: its files for the preparation of prompts.
 
     tokenizer.json           the tokenizer; without it there is no text
     tokenizer_config.json    special tokens by name, perhaps the chat template

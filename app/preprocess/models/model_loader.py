@@ -41,10 +41,10 @@ class LoadFailed(Exception):
 class ModelLoader:
     """The models of one process."""
 
-    def __init__(self, artifacts: ArtifactStore, pool: WorkPool, life: ProcessContext) -> None:
+    def __init__(self, artifacts: ArtifactStore, pool: WorkPool, ctx: ProcessContext) -> None:
         self._artifacts = artifacts
         self._pool = pool
-        self._life = life
+        self._ctx = ctx
         self._loads: dict[str, asyncio.Task[LoadedModel | LoadFailed]] = {}
 
     def sync(self, cards: Iterable[ModelCard]) -> None:
@@ -61,8 +61,11 @@ class ModelLoader:
 
         Raises TimeoutError after LOAD_TIMEOUT_S, BadModel, StreamError.
         """
-        async with asyncio.timeout(LOAD_TIMEOUT_S):
-            model = await asyncio.shield(self._load(card))
+        load = self._load(card)
+        if not load.done():
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await asyncio.shield(load)
+        model = load.result()
         if not isinstance(model, LoadFailed):
             return model
         if isinstance(model.__cause__, StreamError):
@@ -74,19 +77,19 @@ class ModelLoader:
         load = self._loads.get(_key(card))
         if load is not None and load.done():
             model = load.result()
-            if isinstance(model, LoadFailed) and self._life.clock.now() - model.at >= LOAD_RETRY_S:
+            if isinstance(model, LoadFailed) and self._ctx.clock.now() - model.at >= LOAD_RETRY_S:
                 load = None
         if load is None:
-            load = self._life.spawn(f"load {card.name}", self._loaded(card))
+            load = self._ctx.spawn(f"load {card.name}", self._loaded(card))
             self._loads[_key(card)] = load
         return load
 
     async def _loaded(self, card: ModelCard) -> LoadedModel | LoadFailed:
         try:
-            model = await loaded.load_model(card, self._artifacts, self._pool, self._life.clock)
+            model = await loaded.load_model(card, self._artifacts, self._pool, self._ctx.clock)
         except Exception as e:
             log.exception("model %s cannot be used", card.name)
-            failed = LoadFailed(self._life.clock.now())
+            failed = LoadFailed(self._ctx.clock.now())
             failed.__cause__ = e
             return failed
         log.info("model %s is loaded", card.name)

@@ -24,22 +24,22 @@ def unsupported_features(fleet: Fleet, model: str) -> frozenset[str]:
 
 
 def check_supported(
-    asked: OpenAIRequest | PassthroughRequest, unsupported: Collection[str]
+    request: OpenAIRequest | PassthroughRequest, unsupported: Collection[str]
 ) -> None:
     """Raises InvalidPrompt that names the first field that asks for such a feature."""
-    if isinstance(asked, PassthroughRequest):
+    if isinstance(request, PassthroughRequest):
         return
-    if asked.tool_choice not in ("none", "auto"):
+    if request.tool_choice not in ("none", "auto"):
         raise InvalidPrompt(
             "tool_choice",
             "this model answers in text, a call cannot be enforced: use auto or none",
         )
-    if GUIDED_DECODING_FEATURE in unsupported and (field := guided_field(asked.body)):
+    if GUIDED_DECODING_FEATURE in unsupported and (field := guided_field(request.body)):
         raise InvalidPrompt(field, "the engine of this model cannot enforce the form of an answer")
     if LOGPROBS_FEATURE in unsupported:
         given = {
-            "logprobs": asked.body.top_logprobs_count(),
-            "prompt_logprobs": asked.body.prompt_logprobs,
+            "logprobs": request.body.top_logprobs_count(),
+            "prompt_logprobs": request.body.prompt_logprobs,
         }
         for name, wanted in given.items():
             if wanted is not None:

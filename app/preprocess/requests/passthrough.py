@@ -85,7 +85,9 @@ class PassthroughRequest(RoutingOptions):
             Request(
                 id="",
                 model=self.model,
-                body=OpenAiBody(kind=self.kind, json=said, prompt_tokens=estimate_tokens(said)),
+                body=OpenAiBody(
+                    kind=self.kind, json=body_json, prompt_tokens=estimate_tokens(body_json)
+                ),
                 stop=StopConditions(max_tokens=limit),
                 sampling=SamplingOptions(seed=body.seed),
                 hints=hints_of(ext),
@@ -97,10 +99,10 @@ class PassthroughRequest(RoutingOptions):
                 agent_context=agent_context_of(ext),
                 request_timestamp_ms=ext.request_timestamp_ms,
             )
-            for said in self._said()
+            for body_json in self._bodies_json()
         )
 
-    def _said(self) -> list[bytes]:
+    def _bodies_json(self) -> list[bytes]:
         """The bodies, one for each prompt. Raises TooLarge before the copies are made."""
         common = {n: value for n, value in self.fields.items() if n not in _TAKEN_OUT}
         prompts = _prompts(self.kind, self.fields)

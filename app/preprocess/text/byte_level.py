@@ -15,7 +15,6 @@ END_OF_TEXT = 256
 USER = 257
 ASSISTANT = 258
 SYSTEM = 259
-VOCABULARY = 260
 
 Role = Literal["system", "developer", "user", "assistant"]
 _MARKERS: dict[Role, int] = {
@@ -61,9 +60,3 @@ class ByteDetokenizer:
     def end(self) -> str:
         """What is left when no more tokens come."""
         return self._decoder.decode(b"", final=True)
-
-
-def decode_bytes(token_ids: Sequence[int]) -> str:
-    """The text of a whole answer."""
-    detokenizer = ByteDetokenizer()
-    return detokenizer.push(token_ids) + detokenizer.end()

@@ -67,11 +67,6 @@ class Tokenizer:
         is_byte_level = (fields.get("decoder") or {}).get("type") == "ByteLevel"
         self._vocabulary = vocabulary_of(tokens, self.special) if is_byte_level else None
 
-    def id_of(self, token: str) -> int | None:
-        """The id of a token; None without one of that name."""
-        number: int | None = self._tokenizer.token_to_id(token)
-        return number
-
     async def encode(
         self, text: str, *, add_special_tokens: bool = False, most: int = MAX_PROMPT_TOKENS
     ) -> Sequence[int]:

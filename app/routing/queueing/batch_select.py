@@ -19,6 +19,7 @@ from app.routing.selection import cost_kernels
 from app.routing.selection.candidate_table import CandidateTable
 from app.routing.selection.decision import (
     Decision,
+    Rejection,
     Reservation,
     RoutingConfig,
     RoutingState,
@@ -36,6 +37,7 @@ from app.routing.selection.request_features import (
 )
 from app.routing.selection.select import refreshed_table, reservation_rows
 from indexer.xxh3 import M64
+from streams.records import Phase
 
 K = TypeVar("K", bound=Hashable)
 
@@ -46,12 +48,13 @@ class BatchContext(NamedTuple):
     state: RoutingState
     config: RoutingConfig
     full_workers: Collection[tuple[str, int]] = ()
+    phase: Phase = "aggregated"
 
 
 class TentativePlan(msgspec.Struct, frozen=True, gc=False):
-    """Where a request is to go, and the hold if it has to wait for that place."""
+    """Where a request is to go, and the hold if it has to wait, for that place or for any."""
 
-    reservation: Reservation
+    reservation: Reservation | None
     wait: Wait | None = None
 
 
@@ -112,7 +115,7 @@ def uniform_groups(
     group: list[PendingRequest[K]] = []
     pool: CandidatePool | None = None
     for wanted in looking:
-        its_own = by.state.pools.pool(wanted.prompt.request.model, "aggregated", by.state.now_ms)
+        its_own = by.state.pools.pool(wanted.prompt.request.model, by.phase, by.state.now_ms)
         is_plain = _is_plain(wanted, its_own, by)
         if group and (not is_plain or its_own is not pool):
             yield pool, group
@@ -138,7 +141,7 @@ def _is_plain(wanted: PendingRequest[K], pool: CandidatePool, by: BatchContext) 
     rows = filter_eligible(
         request, "aggregated", pool, by.state.fleet,
         excluded=wanted.excluded, full=by.full_workers,
-        burdens=(by.state.committed, by.state.in_flight),
+        loads=(by.state.committed, by.state.in_flight),
     )  # fmt: skip
     return rows is pool.rows
 
@@ -157,7 +160,7 @@ def plan_uniform(
     joined = held.joined(looking)
     others_at, others_ms = reservation_rows(board, joined.reservations)
     chosen = joined.positions
-    asks = np.array([
+    requests = np.array([
         (
             each.prompt.tokens, pool.block_size,
             expected_output_tokens(each.prompt.request, view.mean_output_tokens),
@@ -167,7 +170,7 @@ def plan_uniform(
     ], np.float64)  # fmt: skip
     size, best = len(board.worker_ranks), np.empty((len(looking), cost_kernels.RESULTS))
     cost_kernels.plan_uniform_batch(
-        board.features, board.hashes, *found, board.row_of_column, asks,
+        board.features, board.hashes, *found, board.row_of_column, requests,
         np.array([each.seed & M64 for each in looking], np.uint64), chosen, others_at, others_ms,
         view.mean_output_tokens, view.expected_followups, tuning.predictive_weights.decode_weight,
         NO_MULTIPLIER,
@@ -193,7 +196,6 @@ def _tentative_plans(
 
 
 def _tentative(plan: Decision) -> TentativePlan | None:
-    planned = reservation_of(plan)
-    if planned is None:
+    if isinstance(plan, Rejection):
         return None
-    return TentativePlan(planned, plan if isinstance(plan, Wait) else None)
+    return TentativePlan(reservation_of(plan), plan if isinstance(plan, Wait) else None)

@@ -1,9 +1,9 @@
 """Herd avoidance: routers with the same view do not send all their requests to one worker at once.
 
 Routers read each other's decisions only after a lag. So each worker has its own order of routers,
-and each router waits one lag for every router before it: by then it knows what they sent. The order
-is by rendezvous hash, so every router computes it alone, each router is first in line for its share
-of the workers, and a router joining or leaving does not reorder the others.
+and each router waits one lag for every router before it, until it has read their decisions. The
+order is by rendezvous hash, so every router computes it alone, each router is first in line for its
+share of the workers, and a router joining or leaving does not reorder the others.
 
 This costs a few lags. It is done only while requests arrive in bursts (`BurstDetector`), since
 requests that arrive one by one seldom meet another.

@@ -209,6 +209,10 @@ class PendingRequests(Generic[K]):
         entry = self._entries.get(key)
         return self._columns.others(None if entry is None else entry.arrival)
 
+    def reserved_ranks(self) -> set[WorkerRank]:
+        """The places that have reservations."""
+        return {place for places in self._by_worker.values() for place in places}
+
     def reserved_rank(self, key: K) -> WorkerRank | None:
         """The place reserved for a request."""
         entry = self._entries.get(key)

@@ -11,6 +11,7 @@ Owned by `pending.py`. Never here: what a reservation costs others, and the orde
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import msgspec
@@ -78,11 +79,11 @@ class ReservationColumns:
 
     def joined(self, arrivals: Sequence[int]) -> JoinedColumns:
         """All of them, with the requests that arrived as `arrivals`, in ascending order."""
-        asked, size = np.array(arrivals, np.int64), self._size
-        at = np.searchsorted(self._arrivals[:size], asked)
-        is_new = np.ones(len(asked), bool)
+        wanted, size = np.array(arrivals, np.int64), self._size
+        at = np.searchsorted(self._arrivals[:size], wanted)
+        is_new = np.ones(len(wanted), bool)
         there = at < size
-        is_new[there] = self._arrivals[at[there]] != asked[there]
+        is_new[there] = self._arrivals[at[there]] != wanted[there]
         positions = at + np.cumsum(is_new) - is_new
         is_old = np.ones(size + np.count_nonzero(is_new), bool)
         is_old[positions[is_new]] = False
@@ -94,7 +95,7 @@ class ReservationColumns:
         size = self._size
         if not size or arrival > self._arrivals.item(size - 1):
             return size  # most often: the latest request
-        return int(self._arrivals[:size].searchsorted(arrival))
+        return bisect_left(self._arrivals.data, arrival, 0, size)  # a fifth of searchsorted
 
     def _insert(self, at: int, arrival: int) -> None:
         size = self._size

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from app.routing.selection import cost_kernels
 from app.routing.selection.cost_kernels import Floats, Ints
 from app.routing.selection.policies import Candidates, Reservations, rank_hashes
-from app.routing.state.active_load import NO_LOAD as NO_BURDEN
-from app.routing.state.active_load import ActiveLoad
+from app.routing.state.active_load import NO_LOAD, ActiveLoad
 from app.routing.state.change_log import ChangeLog, TrackedDict
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.performance import PUBLISHED_CURVES, EngineProfile
@@ -135,10 +134,10 @@ class CandidateTable:
         self._unmeasured = set(range(len(rows)))
         kinds = {curve: n for n, curve in enumerate(dict.fromkeys(self.curves))}
         self._kinds = np.array([kinds[curve] for curve in self.curves], np.int64)
-        self._row_of = {place: n for n, place in enumerate(self.worker_ranks)}
+        self._row_of = {rank: n for n, rank in enumerate(self.worker_ranks)}
         self._rows_of: dict[str, list[int]] = {}
-        for n, place in enumerate(self.worker_ranks):
-            self._rows_of.setdefault(place.worker, []).append(n)
+        for n, rank in enumerate(self.worker_ranks):
+            self._rows_of.setdefault(rank.worker, []).append(n)
         self._shown = {row.cache_id: n for n, row in enumerate(rows) if row.has_known_cache}
         self._read: TableInputs | None = None
         self._seen = (-1, -1, -1, -1)
@@ -149,18 +148,18 @@ class CandidateTable:
         self.row_of_column: Ints = np.empty(0, np.int64)
         """The row of each column of the index; -1 for caches that are not in this pool."""
 
-    def rows_of(self, places: Iterable[WorkerRank | None]) -> Ints:
+    def rows_of(self, ranks: Iterable[WorkerRank | None]) -> Ints:
         """The row numbers of these places; -1 for None and for places of other pools."""
         row_of = self._row_of
-        return np.array([row_of.get(place, NO_ROW) for place in places], np.int64)  # type: ignore[arg-type]
+        return np.array([row_of.get(rank, NO_ROW) for rank in ranks], np.int64)  # type: ignore[arg-type]
 
-    def rows_of_reserved(self, places: Sequence[WorkerRank]) -> Ints:
+    def rows_of_reserved(self, ranks: Sequence[WorkerRank]) -> Ints:
         """The row numbers of the places of reservations, then -1 for none; remembered.
 
         Such a list is replaced or continued, never changed. The rows of 64 places take 7 us.
         """
-        if places is not self._reserved or len(self._reserved_rows) != len(places) + 1:
-            self._reserved, self._reserved_rows = places, self.rows_of((*places, None))
+        if ranks is not self._reserved or len(self._reserved_rows) != len(ranks) + 1:
+            self._reserved, self._reserved_rows = ranks, self.rows_of((*ranks, None))
         return self._reserved_rows
 
     def overlaps_of(
@@ -181,7 +180,7 @@ class CandidateTable:
         return blocks
 
     def select(
-        self, places: Sequence[WorkerRank] | None, blocks: Floats, taint_weights: Floats | None,
+        self, ranks: Sequence[WorkerRank] | None, blocks: Floats, taint_weights: Floats | None,
         others: Reservations,
     ) -> Candidates:  # fmt: skip
         """The candidates at these places, in this order; None: at all places of the pool.
@@ -197,7 +196,7 @@ class CandidateTable:
             taint_weights,
             others,
         )
-        return every if places is None else every.subset(self.rows_of(places))
+        return every if ranks is None else every.subset(self.rows_of(ranks))
 
     def _depths(
         self, caches: KvIndexView, prompts: Sequence[NDArray[np.uint64]]
@@ -231,25 +230,25 @@ class CandidateTable:
     def _read_all(self, sources: TableInputs) -> None:
         self._read_beats(sources, self._rows_of)
         self._read_slowdown(sources, self._rows_of)
-        self._read_burdens(sources, self.worker_ranks)
+        self._read_loads(sources, self.worker_ranks)
         for worker, rows in self._rows_of.items():
             self.features[rows, cost_kernels.STAGGER_MS] = sources.stagger_ms.get(worker, 0.0)
 
     def _read_changes(self, sources: TableInputs) -> None:
-        seen_told, seen_own, seen_beats, seen_slowdown = self._seen
-        told = sources.committed.changes.since(seen_told)
+        seen_committed, seen_own, seen_beats, seen_slowdown = self._seen
+        committed = sources.committed.changes.since(seen_committed)
         own = sources.in_flight.changes.since(seen_own)
         beats = sources.changed_heartbeats.since(seen_beats)
-        if told is None or own is None or beats is None:
+        if committed is None or own is None or beats is None:
             self._read_beats(sources, self._rows_of)
-            self._read_burdens(sources, self.worker_ranks)
+            self._read_loads(sources, self.worker_ranks)
         else:
-            places = {*told, *own}
+            ranks = {*committed, *own}
             if beats:
                 self._read_beats(sources, beats)
                 rows = chain.from_iterable(self._rows_of.get(worker, ()) for worker in beats)
-                places.update(self.worker_ranks[n] for n in rows)
-            self._read_burdens(sources, places)
+                ranks.update(self.worker_ranks[n] for n in rows)
+            self._read_loads(sources, ranks)
         if isinstance(sources.slowdown, TrackedDict):
             changed = sources.slowdown.changes.since(seen_slowdown)
             if changed is None or changed:
@@ -286,19 +285,19 @@ class CandidateTable:
                 known.min() if len(known) else 1.0
             )
 
-    def _read_burdens(self, sources: TableInputs, places: Iterable[WorkerRank]) -> None:
-        told, own = sources.committed.by_rank.get, sources.in_flight.by_rank.get
+    def _read_loads(self, sources: TableInputs, ranks: Iterable[WorkerRank]) -> None:
+        committed, own = sources.committed.by_rank.get, sources.in_flight.by_rank.get
         prefilled_ms = sources.committed.last_first_token_ms.get
         row_of, outputs, spots, pack = self._row_of, self._outputs, self._memory, _LOAD.pack_into
-        for place in places:
-            if (n := row_of.get(place)) is None:  # of another pool
+        for rank in ranks:
+            if (n := row_of.get(rank)) is None:  # of another pool
                 continue
-            burden = told(place, NO_BURDEN)
-            if (ours := own(place)) is not None:  # few places have any
-                burden = burden.add(ours)
-            waiting, tokens = burden.prefill_runs, burden.tokens
+            load = committed(rank, NO_LOAD)
+            if (ours := own(rank)) is not None:  # few places have any
+                load = load.add(ours)
+            waiting, tokens = load.prefill_runs, load.tokens
             pack(
                 spots, n * _SPOT_BYTES,
-                burden.runs, tokens, tokens + outputs[n], burden.prefill_tokens, waiting,
-                burden.prefill_since_ms / waiting if waiting else 0.0, prefilled_ms(place, 0),
+                load.runs, tokens, tokens + outputs[n], load.prefill_tokens, waiting,
+                load.prefill_since_ms / waiting if waiting else 0.0, prefilled_ms(rank, 0),
             )  # fmt: skip

@@ -292,7 +292,7 @@ def plan_uniform_batch(
     columns: Ints,
     depths: Ints,
     rows: Ints,
-    asks: Floats,
+    requests: Floats,
     seeds: Words,
     entries: Ints,
     others_at: Ints,
@@ -306,22 +306,23 @@ def plan_uniform_batch(
     found: Floats,
     best: Floats,
 ) -> None:
-    """Plan requests one after the other, each knowing where all others that are held are to go.
+    """Plan requests one after the other, each with the reservations of all other queued requests.
 
-    `asks`: f64 (requests, 5), see `REQUEST_COLUMNS`. Of each the index found `columns` and `depths`
-    from one of `starts` to the next. `others_at` and `others_ms` are of all that are held, and of
-    these, in the order of their arrival; `entries` says which of them each request is. `best`: f64
-    (requests, FOUND), what was found at its option. From `blocks` to `found` is memory to work in.
+    `requests`: f64 (requests, 5), see `REQUEST_COLUMNS`. The index found `columns` and `depths` of
+    each, from one of `starts` to the next. `others_at` and `others_ms`: the reservations of all
+    queued requests and of these, by arrival; `entries`: the index of each request among them.
+    `best`: f64 (requests, FOUND), the `found` of the chosen option. `blocks`, `costs`
+    and `found` are scratch memory.
     """
-    for n in range(len(asks)):
+    for n in range(len(requests)):
         first, end, entry = starts[n], starts[n + 1], entries[n]
-        others_at[entry] = -1  # what it had in mind itself
+        others_at[entry] = -1  # its own reservation
         scatter_overlap(columns[first:end], depths[first:end], rows, blocks)
         chosen, _ = predict_costs(
-            spots, blocks, liking, others_at, others_ms, asks[n, REQUEST_BLOCK],
-            asks[n, REQUEST_TOKENS], asks[n, REQUEST_OUTPUT], mean_output, UNKNOWN, leads_to,
-            weight,
-            asks[n, REQUEST_TTFT], asks[n, REQUEST_ITL], seeds[n], tags, found, costs,
+            spots, blocks, liking, others_at, others_ms, requests[n, REQUEST_BLOCK],
+            requests[n, REQUEST_TOKENS], requests[n, REQUEST_OUTPUT], mean_output, UNKNOWN,
+            leads_to, weight,
+            requests[n, REQUEST_TTFT], requests[n, REQUEST_ITL], seeds[n], tags, found, costs,
         )  # fmt: skip
         others_at[entry], others_ms[entry] = chosen, found[chosen, STANDALONE]
         for k in range(RESULTS):

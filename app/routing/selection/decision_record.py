@@ -1,7 +1,7 @@
 """Options as decisions record them: candidates, and back.
 
-What is recorded of the best candidates is all that a policy looks at, so a decision can be taken
-again from them alone.
+The record of the best candidates has every input of a policy, so a decision can be recomputed
+from them alone.
 """
 
 from __future__ import annotations
@@ -133,12 +133,15 @@ def _reservations(
     if results is None or options.reservations is NO_RESERVATIONS:
         return {}, NOT_SUMMED
     ahead = np.empty((size, 1 + MAX_RECORDED_RESERVATIONS))
-    positions = np.full(len(options.worker_ranks), -1)
+    positions = np.empty(len(options.worker_ranks), np.int64)
+    positions.fill(-1)
     cost_kernels.record_reservations(rows, size, *options.reservations, positions, ahead)
     each: dict[int, tuple[float, ...]] = {}
     sums: dict[int, float] = {}
-    for row in np.flatnonzero(ahead[:, 0]).tolist():
-        i, count = rows.item(row, 0), int(ahead.item(row, 0))
+    for row, count in enumerate(map(int, ahead[:, 0].tolist())):
+        if not count:
+            continue
+        i = rows.item(row, 0)
         if count > MAX_RECORDED_RESERVATIONS:
             sums[i] = results.item(i, PLANNED)
         else:

@@ -129,10 +129,10 @@ class CandidatePools:
             for worker, member in sorted(fleet.members.items())
             if model in ("", member.card.model) and member.card.role in _ROLES[phase]
         }
-        heard = {w: fleet.heartbeats[w].at_ms for w in serving if w in fleet.heartbeats}
+        last_ms = {w: fleet.heartbeats[w].at_ms for w in serving if w in fleet.heartbeats}
         routable = [w for w in serving if fleet.is_routable(w, now_ms, timeout_ms)]
-        until_ms = min((heard[w] for w in routable), default=now_ms) + timeout_ms
-        silent = tuple((w, at) for w, at in heard.items() if now_ms - at > timeout_ms)
+        until_ms = min((last_ms[w] for w in routable), default=now_ms) + timeout_ms
+        silent = tuple((w, at) for w, at in last_ms.items() if now_ms - at > timeout_ms)
         if before is not None and (before.version, before.workers) == (fleet.version, routable):
             return before._replace(until_ms=until_ms, silent=silent)
         size = block_size_of(fleet, model, (serving[w] for w in routable))
@@ -179,12 +179,12 @@ def filter_eligible(
     *,
     excluded: Collection[str] = (),
     full: Collection[tuple[str, int]] = (),
-    burdens: Sequence[ActiveLoad] = (),
+    loads: Sequence[ActiveLoad] = (),
 ) -> Sequence[CandidateRow] | NotEligible:
     """The eligible places for a phase of a request, or the reason why there is none.
 
     Workers in `excluded`, on which it failed before, count as long as there is no other one; those
-    in `full`, with their epochs, do not. `burdens`: parts of the load of places, to be added up.
+    in `full`, with their epochs, do not. `loads`: parts of the load of places, to be added up.
 
     A request without constraints gets the rows of the pool as they are.
     """
@@ -210,9 +210,9 @@ def filter_eligible(
     if full:
         rows = [row for row in rows if row.worker_rank[:2] not in full]
     if pool.has_load_limits:
-        rows = [row for row in rows if not _is_busy(row, fleet, burdens)]
+        rows = [row for row in rows if not _is_busy(row, fleet, loads)]
     if hints.lora_name:
-        rows = _with_adapter(hints.lora_name, rows, pool, burdens)
+        rows = _with_adapter(hints.lora_name, rows, pool, loads)
     return rows or _all_busy(pin, full)
 
 
@@ -265,8 +265,8 @@ def _rules(
         yield EligibilityRule(
             "none of allowed_worker_ids is ready", lambda row: _matches_name(row, allowed)
         )
-    if (asked := hints.routing_constraints) is not None and asked.required_taints:
-        required = frozenset(asked.required_taints)
+    if (constraints := hints.routing_constraints) is not None and constraints.required_taints:
+        required = frozenset(constraints.required_taints)
         yield EligibilityRule(
             "no ready worker has all required_taints", lambda row: required <= row.taints
         )
@@ -298,19 +298,19 @@ def _is_bounded(card: WorkerCard) -> bool:
     return card.busy_cache is not None or card.busy_prefill_tokens is not None
 
 
-def _is_busy(row: CandidateRow, fleet: Fleet, burdens: Sequence[ActiveLoad]) -> bool:
+def _is_busy(row: CandidateRow, fleet: Fleet, loads: Sequence[ActiveLoad]) -> bool:
     """Whether the load of a worker exceeds the limits of its card."""
     card, beat = row.card, fleet.heartbeats.get(row.worker_rank.worker)
     if card.busy_cache is not None and beat is not None and beat.cache_usage > card.busy_cache:
         return True
     if card.busy_prefill_tokens is None:
         return False
-    waiting = sum(each.loads((row.worker_rank,))[0].prefill_tokens for each in burdens)
+    waiting = sum(each.loads((row.worker_rank,))[0].prefill_tokens for each in loads)
     return waiting > card.busy_prefill_tokens
 
 
 def _with_adapter(
-    adapter: str, rows: Sequence[CandidateRow], pool: CandidatePool, burdens: Sequence[ActiveLoad]
+    adapter: str, rows: Sequence[CandidateRow], pool: CandidatePool, loads: Sequence[ActiveLoad]
 ) -> Sequence[CandidateRow]:
     """The places where an adapter is, or is to be loaded.
 
@@ -319,7 +319,7 @@ def _with_adapter(
     """
     configs = {row.worker_rank.worker: row.card.config for row in pool.rows}
     avoided = frozenset(configs) - {row.worker_rank.worker for row in rows}
-    open_runs = sum(each.adapter_runs(adapter) for each in burdens)
+    open_runs = sum(each.adapter_runs(adapter) for each in loads)
     homes = placement(adapter, configs, open_runs, avoided)
     return [row for row in rows if row.worker_rank.worker in homes]
 

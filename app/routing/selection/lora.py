@@ -1,9 +1,9 @@
 """LoRA adapters: the workers that serve one, and the placement of one that is not loaded yet.
 
-A worker's card says which adapters it has, and whether it loads others. An adapter that no card
+A worker's card lists the adapters that it has, and whether it loads others. An adapter that no card
 names is given to as few of the loading workers as its requests need: the first of them in an order
 that the adapter's name and the workers' names make (rendezvous hashing), so that all routers load
-it in the same place, and a worker that comes or goes moves only what is its own.
+it on the same workers, and a worker that comes or goes moves only its own adapters.
 
 How many requests of an adapter are open, and where, is in the ledger (`active_load.py`). Never
 here: anything about costs.

@@ -173,7 +173,7 @@ def _shares(drawn: Words) -> Floats:
     return shares
 
 
-def dynamo(ask: RequestFeatures, options: Candidates, weights: DynamoWeights) -> Costs:
+def dynamo(features: RequestFeatures, options: Candidates, weights: DynamoWeights) -> Costs:
     """scale · max((prefill + prompt) / B - credit, 0) + decode blocks + w · open requests.
 
     credit = overlap_score_credit · δ · device + host_weight · host + disk_weight · disk, with
@@ -184,9 +184,10 @@ def dynamo(ask: RequestFeatures, options: Candidates, weights: DynamoWeights) ->
     costs = np.empty(len(options.features))
     worth = (weights.overlap_score_credit, weights.host_weight, weights.disk_weight)
     cost_kernels.dynamo_costs(
-        options.features, options.blocks, ask.prompt_tokens, ask.block_size,
+        options.features, options.blocks, features.prompt_tokens, features.block_size,
         weights.prefill_load_scale, weights.active_request_weight, np.array(worth),
-        weights.overlap_decay / max(ask.prompt_tokens, 1), float(ask.least_prefill_tokens), costs,
+        weights.overlap_decay / max(features.prompt_tokens, 1),
+        float(features.least_prefill_tokens), costs,
     )  # fmt: skip
     return costs if options.taint_weights is None else costs * options.taint_multiplier
 
@@ -197,33 +198,33 @@ def least_loaded(_: RequestFeatures, options: Candidates, __: DynamoWeights) -> 
     return costs
 
 
-def round_robin(ask: RequestFeatures, options: Candidates, _: DynamoWeights) -> Costs:
+def round_robin(features: RequestFeatures, options: Candidates, _: DynamoWeights) -> Costs:
     """The distance of each option from the next one in turn, by name and rank."""
     count = len(options.worker_ranks)
     order = sorted(
         range(count), key=lambda i: (options.worker_ranks[i].worker, options.worker_ranks[i].rank)
     )
     costs = np.empty(count)
-    costs[order] = (np.arange(count) - ask.dispatched_count) % count
+    costs[order] = (np.arange(count) - features.dispatched_count) % count
     return costs
 
 
-def random_choice(ask: RequestFeatures, options: Candidates, _: DynamoWeights) -> Costs:
+def random_choice(features: RequestFeatures, options: Candidates, _: DynamoWeights) -> Costs:
     """A random number for each option."""
-    return _shares(random_u64(ask.seed, options.hashes))
+    return _shares(random_u64(features.seed, options.hashes))
 
 
-def power_of_two(ask: RequestFeatures, options: Candidates, weights: DynamoWeights) -> Costs:
+def power_of_two(features: RequestFeatures, options: Candidates, weights: DynamoWeights) -> Costs:
     """The load of two options drawn at random; the others are not considered."""
-    two = np.argsort(random_u64(ask.seed, options.hashes), kind="stable")[:2]
+    two = np.argsort(random_u64(features.seed, options.hashes), kind="stable")[:2]
     costs = np.full(len(options.features), INELIGIBLE)
-    costs[two] = least_loaded(ask, options, weights)[two]
+    costs[two] = least_loaded(features, options, weights)[two]
     return costs
 
 
-def session_hash(ask: RequestFeatures, options: Candidates, _: DynamoWeights) -> Costs:
+def session_hash(features: RequestFeatures, options: Candidates, _: DynamoWeights) -> Costs:
     """Rendezvous hashing: a place that goes takes only its own sessions along."""
-    name = blake2b((ask.session or ask.id).encode(), digest_size=8).digest()
+    name = blake2b((features.session or features.id).encode(), digest_size=8).digest()
     return _shares(random_u64(int.from_bytes(name, "little"), options.hashes))
 
 

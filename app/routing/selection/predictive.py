@@ -98,11 +98,6 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
         return CostTerms(*self.results[:, : cost_kernels.STANDALONE].T)
 
     @property
-    def standalone_prefill_ms(self) -> Floats:
-        """Prefill of the request with nothing beside it."""
-        return self.results[:, cost_kernels.STANDALONE]
-
-    @property
     def hold_ms(self) -> Floats:
         """For how long holding the request pays, if it is to go there; 0: it may go.
 
@@ -113,14 +108,17 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
         return np.maximum(self.results[:, cost_kernels.HOLD], 0.0)
 
 
-def predict(ask: RequestFeatures, options: Candidates, weights: PredictiveWeights) -> Prediction:
+def predict(
+    features: RequestFeatures, options: Candidates, weights: PredictiveWeights
+) -> Prediction:
     """Predict the cost of a request at each option."""
     size = len(options.features)
     found, costs = np.empty((size, RESULTS)), np.empty(size)
     best, most = cost_kernels.predict_costs(
         options.features, options.blocks, options.taint_multiplier, *options.reservations,
-        float(ask.block_size), float(ask.prompt_tokens), ask.output_tokens, ask.mean_output_tokens,
-        ask.most_cached_tokens, ask.expected_followups, weights.decode_weight, ask.ttft_target_ms,
-        ask.itl_target_ms, as_u64(ask.seed), options.hashes, found, costs,
+        float(features.block_size), float(features.prompt_tokens), features.output_tokens,
+        features.mean_output_tokens, features.most_cached_tokens, features.expected_followups,
+        weights.decode_weight, features.ttft_target_ms, features.itl_target_ms,
+        as_u64(features.seed), options.hashes, found, costs,
     )  # fmt: skip
     return Prediction(found, costs, best if best >= 0 else None, most)

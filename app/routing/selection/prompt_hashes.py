@@ -33,6 +33,11 @@ class PromptHashes:
         prompt._local[block_size] = local
         return prompt
 
+    @property
+    def has_output(self) -> bool:
+        """Whether there are tokens of the answer."""
+        return bool(self._taken)
+
     def hit_rate(self, overlap_blocks: int, block_size: int) -> float | None:
         """Part of the blocks that overlap is found by, 0 to 1; a block that is not full counts as
         one. None for a request without any."""

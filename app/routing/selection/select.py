@@ -106,23 +106,24 @@ def select_worker(
     pool = view.pools.pool(request.model, phase, view.now_ms)
     rows = filter_eligible(
         request, phase, pool, view.fleet,
-        excluded=excluded, full=full_workers, burdens=(view.committed, view.in_flight),
+        excluded=excluded, full=full_workers, loads=(view.committed, view.in_flight),
     )  # fmt: skip
     if isinstance(rows, NotEligible):
         return _not_eligible(rows)
-    options = _options(request, pool, rows, view, prompt)
+    tuning = _for_phase(tuning, phase)
+    options = _options(phase, pool, rows, view, prompt)
     weights = _overridden(tuning.weights, request.router_config_override)
-    ask = _ask(prompt, view, pool.block_size, seed, dispatched_count)
+    features = _features(prompt, view, pool.block_size, seed, dispatched_count)
     prediction: Prediction | None = None
     if tuning.policy == "predictive":
-        prediction = predictive.predict(ask, options, tuning.predictive_weights)
+        prediction = predictive.predict(features, options, tuning.predictive_weights)
         costs = prediction.costs
     else:
         if weights.overlap_decay:
             least = int(options.features[:, cost_kernels.PREFILL_TOKENS].min())
-            ask = replace(ask, least_prefill_tokens=least)
-        costs = POLICIES[tuning.policy](ask, options, weights)
-    params = _params(tuning, ask, weights, costs, prediction, request.router_config_override)
+            features = replace(features, least_prefill_tokens=least)
+        costs = POLICIES[tuning.policy](features, options, weights)
+    params = _params(tuning, features, weights, costs, prediction, request.router_config_override)
     chosen = prediction.best if prediction else choose(costs, options.hashes, seed, _noise(params))
     assert chosen is not None, "a policy considers some option"
     if session_rank is not None and session_rank in options.worker_ranks:
@@ -130,7 +131,7 @@ def select_worker(
         # 0 stays 0 for policies whose tolerance is infinite: 0 * inf is no number.
         slack = tuning.session_affinity_tolerance and (
             tuning.session_affinity_tolerance
-            * affinity_tolerance(tuning.policy, ask, weights, rows[at].profile)
+            * affinity_tolerance(tuning.policy, features, weights, rows[at].profile)
         )
         params["session_allowance"] = slack
         chosen = apply_affinity(at, chosen, costs, slack)
@@ -167,6 +168,18 @@ def select_worker(
     )
 
 
+def _for_phase(tuning: RoutingConfig, phase: Phase) -> RoutingConfig:
+    """The settings for a phase: decode goes to the worker with the shortest steps.
+
+    With the usual weight the mean is less, but the slowest steps are slower: 5 prefill and 3 decode
+    workers, conversation trace at 4 times its speed: mean ITL 22.8 for 26.6 ms, p99 33.9 for 31.4.
+    """
+    if phase != "decode":
+        return tuning
+    weights = tuning.predictive_weights._replace(decode_weight=0.0)
+    return tuning._replace(predictive_weights=weights)
+
+
 def _not_eligible(found: NotEligible) -> Wait | Rejection:
     if found.retry == "none":
         return Rejection(found.code, found.reason)
@@ -176,8 +189,8 @@ def _not_eligible(found: NotEligible) -> Wait | Rejection:
 def recompute_choice(decision: Assigned, session: str = "") -> WorkerRank | None:
     """The place by the inputs that a decision records; None where it records none.
 
-    `session`: the request's, which only session_hash looks at. A turn is recorded as the cost that
-    it led to, since it depends on places that need not be recorded.
+    `session`: the request's, which only session_hash looks at. A turn, or the place of a batch
+    request, is recorded as the cost that it led to, since it depends on what is not recorded.
     """
     recalled = reconstruct(decision, session)
     if recalled is None:
@@ -203,17 +216,17 @@ def reconstruct(decision: Assigned, session: str = "") -> Reconstructed | None:
     if not candidates:
         return None
     options = candidates_from_record(candidates)
-    params, ask = decision.params, recorded_features(decision, session)
-    if decision.policy == "round_robin":
+    params, features = decision.params, recorded_features(decision, session)
+    if decision.policy in ("round_robin", "batch"):
         return Reconstructed(options, np.array([c.cost for c in candidates]))
     if decision.policy == "predictive":
         known = {name: params[name] for name in PredictiveWeights._fields if name in params}
         predicting = PredictiveWeights(**known)
-        prediction = predictive.predict(ask, options, predicting)
+        prediction = predictive.predict(features, options, predicting)
         return Reconstructed(options, prediction.costs, prediction)
     names = DynamoWeights._fields
     weights = DynamoWeights(**{name: params[name] for name in names if name in params})
-    return Reconstructed(options, POLICIES[decision.policy](ask, options, weights))
+    return Reconstructed(options, POLICIES[decision.policy](features, options, weights))
 
 
 def recorded_features(decision: Assigned, session: str = "") -> RequestFeatures:
@@ -231,7 +244,7 @@ def recorded_features(decision: Assigned, session: str = "") -> RequestFeatures:
     )  # fmt: skip
 
 
-def _ask(
+def _features(
     prompt: PromptHashes, view: RoutingState, block_size: int, seed: int, turn: int
 ) -> RequestFeatures:
     """The features of a request that do not depend on its options."""
@@ -248,17 +261,22 @@ def _ask(
 
 
 def _options(
-    request: Request,
+    phase: Phase,
     pool: CandidatePool,
     rows: Sequence[CandidateRow],
     view: RoutingState,
     prompt: PromptHashes,
 ) -> Candidates:
     board = refreshed_table(pool, view)
+    if phase == "decode":  # the whole prompt comes from the prefill worker, whatever is cached
+        blocks = np.zeros((len(pool.rows), 3))
+        blocks[:, 0] = -(-prompt.tokens // pool.block_size)
+    else:
+        blocks = board.overlap_blocks(view.kv_index, prompt.local_hashes(pool.block_size))
     return board.select(
         None if rows is pool.rows else [row.worker_rank for row in rows],
-        board.overlap_blocks(view.kv_index, prompt.local_hashes(pool.block_size)),
-        _taint_weights(request, pool.rows),
+        blocks,
+        _taint_weights(prompt.request, pool.rows),
         reservation_rows(board, view.reservations),
     )
 
@@ -307,7 +325,7 @@ def _overridden(weights: DynamoWeights, override: RouterConfigOverride | None) -
 
 def _params(
     tuning: RoutingConfig,
-    ask: RequestFeatures,
+    features: RequestFeatures,
     weights: DynamoWeights,
     costs: Costs,
     prediction: Prediction | None,
@@ -319,19 +337,19 @@ def _params(
         params = {
             "decode_weight": tuning.predictive_weights.decode_weight,
             "max_hold_ms": tuning.predictive_weights.max_hold_ms,
-            "output_tokens": ask.output_tokens,
-            "mean_output_tokens": ask.mean_output_tokens,
+            "output_tokens": features.output_tokens,
+            "mean_output_tokens": features.mean_output_tokens,
             "most_held_tokens": prediction.most_cached_tokens,
-            "leads_to": ask.expected_followups,
+            "leads_to": features.expected_followups,
         }
-        if ask.ttft_target_ms < math.inf:
-            params["ttft_target_ms"] = ask.ttft_target_ms
-        if ask.itl_target_ms < math.inf:
-            params["itl_target_ms"] = ask.itl_target_ms
+        if features.ttft_target_ms < math.inf:
+            params["ttft_target_ms"] = features.ttft_target_ms
+        if features.itl_target_ms < math.inf:
+            params["itl_target_ms"] = features.itl_target_ms
     if tuning.policy == "dynamo":
         params |= weights._asdict()
         if weights.overlap_decay:
-            params["least_prefill_tokens"] = ask.least_prefill_tokens
+            params["least_prefill_tokens"] = features.least_prefill_tokens
         if weights.temperature:
             params["span"] = cost_range(costs)
     if override is not None:

@@ -13,18 +13,18 @@ from app.routing.state.performance import EngineProfile
 
 
 def affinity_tolerance(
-    policy: str, ask: RequestFeatures, weights: DynamoWeights, pace: EngineProfile
+    policy: str, features: RequestFeatures, weights: DynamoWeights, pace: EngineProfile
 ) -> float:
     """By how much the cost of a session's own place may exceed the least one, in the policy's unit:
     the whole prompt once, computed anew. Without end for policies whose costs are no amounts.
     """
     match policy:
         case "dynamo":
-            return weights.prefill_load_scale * ask.prompt_tokens / ask.block_size
+            return weights.prefill_load_scale * features.prompt_tokens / features.block_size
         case "least_loaded":
-            return float(ask.prompt_tokens)
+            return float(features.prompt_tokens)
         case "predictive":
-            return pace.prefill_ms(ask.prompt_tokens)
+            return pace.prefill_ms(features.prompt_tokens)
         case _:
             return math.inf
 

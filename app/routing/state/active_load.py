@@ -74,60 +74,60 @@ class ActiveLoad:
     def total(self, worker: str, epoch: int) -> WorkerLoad:
         """The load of an epoch of a worker, over all ranks."""
         total = NO_LOAD
-        for place in self._ranks.get((worker, epoch), ()):
-            total = total.add(self.by_rank[place])
+        for rank in self._ranks.get((worker, epoch), ()):
+            total = total.add(self.by_rank[rank])
         return total
 
     def by_worker(self) -> dict[str, WorkerLoad]:
         """The load of each worker that has any, over all epochs and ranks."""
         found: dict[str, WorkerLoad] = {}
-        for place, burden in self.by_rank.items():
-            found[place.worker] = found.get(place.worker, NO_LOAD).add(burden)
+        for rank, load in self.by_rank.items():
+            found[rank.worker] = found.get(rank.worker, NO_LOAD).add(load)
         return found
 
-    def loads(self, places: Iterable[WorkerRank]) -> list[WorkerLoad]:
+    def loads(self, ranks: Iterable[WorkerRank]) -> list[WorkerLoad]:
         """The load of each of these ranks."""
-        by_place = self.by_rank
-        return [by_place.get(place, NO_LOAD) for place in places]
+        by_rank = self.by_rank
+        return [by_rank.get(rank, NO_LOAD) for rank in ranks]
 
-    def load(self, place: WorkerRank) -> WorkerLoad:
+    def load(self, rank: WorkerRank) -> WorkerLoad:
         """The load of one rank."""
-        return self.by_rank.get(place, NO_LOAD)
+        return self.by_rank.get(rank, NO_LOAD)
 
     def adapter_runs(self, adapter: str) -> int:
         """Open runs of an adapter, over all ranks."""
         return self._by_adapter.get(adapter, 0)
 
-    def add(self, place: WorkerRank, burden: WorkerLoad, adapter: str = "") -> None:
+    def add(self, rank: WorkerRank, load: WorkerLoad, adapter: str = "") -> None:
         """Add load, of a request for `adapter` if it names one."""
-        if adapter and burden.runs:
-            self._count(adapter, burden.runs)
-        self._put(place, self.load(place).add(burden))
+        if adapter and load.runs:
+            self._count(adapter, load.runs)
+        self._put(rank, self.load(rank).add(load))
 
-    def remove(self, place: WorkerRank, burden: WorkerLoad, adapter: str = "") -> None:
+    def remove(self, rank: WorkerRank, load: WorkerLoad, adapter: str = "") -> None:
         """Remove load that was added."""
-        if adapter and burden.runs:
-            self._count(adapter, -burden.runs)
-        self._put(place, self.load(place).subtract(burden))
+        if adapter and load.runs:
+            self._count(adapter, -load.runs)
+        self._put(rank, self.load(rank).subtract(load))
 
-    def on_first_token(self, place: WorkerRank, at_ms: int) -> None:
+    def on_first_token(self, rank: WorkerRank, at_ms: int) -> None:
         """A run there had its first token; the latest such time is kept."""
-        if place in self.by_rank:
-            self.last_first_token_ms[place] = max(at_ms, self.last_first_token_ms.get(place, 0))
-            self.changes.record(place)
+        if rank in self.by_rank:
+            self.last_first_token_ms[rank] = max(at_ms, self.last_first_token_ms.get(rank, 0))
+            self.changes.record(rank)
 
-    def _put(self, place: WorkerRank, total: WorkerLoad) -> None:
-        self.changes.record(place)
+    def _put(self, rank: WorkerRank, total: WorkerLoad) -> None:
+        self.changes.record(rank)
         if total != NO_LOAD:
-            if place not in self.by_rank:
-                self._ranks.setdefault(place[:2], {})[place] = None
-            self.by_rank[place] = total
-        elif self.by_rank.pop(place, None) is not None:
-            self.last_first_token_ms.pop(place, None)
-            ranks = self._ranks[place[:2]]
-            del ranks[place]
+            if rank not in self.by_rank:
+                self._ranks.setdefault(rank[:2], {})[rank] = None
+            self.by_rank[rank] = total
+        elif self.by_rank.pop(rank, None) is not None:
+            self.last_first_token_ms.pop(rank, None)
+            ranks = self._ranks[rank[:2]]
+            del ranks[rank]
             if not ranks:
-                del self._ranks[place[:2]]
+                del self._ranks[rank[:2]]
 
     def _count(self, adapter: str, more: int) -> None:
         if runs := self._by_adapter.get(adapter, 0) + more:

@@ -80,7 +80,7 @@ class Fleet:
         self.version = 0
         self.changed_heartbeats = ChangeLog[str]()
         self._lost: dict[str, int] = {}  # worker → its highest lost epoch
-        self._heard: dict[
+        self._last_seen: dict[
             int, LastSeen
         ] = {}  # by kv partition: who has a beat or a death from there
         self._tombstoned: dict[str, int] = {}  # worker → epoch up to which its cards count no more
@@ -189,8 +189,8 @@ class Fleet:
         self._note(source, fact, lost.worker)
 
     def _note(self, source: Partition, fact: LogRecord, worker: str) -> None:
-        heard = self._heard.setdefault(source.partition, LastSeen())
-        for forgotten in heard.touch(worker, fact.timestamp_ms):
+        seen = self._last_seen.setdefault(source.partition, LastSeen())
+        for forgotten in seen.touch(worker, fact.timestamp_ms):
             self._expire(forgotten)
 
     def _expire(self, worker: str) -> None:
@@ -212,7 +212,7 @@ class Fleet:
             self._tombstoned.clear()
             self._tombstone_times = LastSeen()
         else:
-            for worker in self._heard.pop(source.partition, ()):
+            for worker in self._last_seen.pop(source.partition, ()):
                 self._expire(worker)
 
     def snapshot(self, source: Partition) -> bytes:
@@ -220,22 +220,22 @@ class Fleet:
         if source.topic == REGISTRY:
             cards = [(m.epoch, m.since_ms, m.card) for _, m in sorted(self.members.items())]
             models = [m for _, m in sorted(self.models.items())]
-            buried = [
+            tombstoned = [
                 (w, self._tombstoned[w], at_ms) for w, at_ms in self._tombstone_times.times.items()
             ]
-            return msgspec.msgpack.encode(_Entities(cards, models, buried))
-        heard = self._heard.get(source.partition, LastSeen()).times
-        return msgspec.msgpack.encode([self._snapshot_row(w, at_ms) for w, at_ms in heard.items()])
+            return msgspec.msgpack.encode(_Entities(cards, models, tombstoned))
+        seen = self._last_seen.get(source.partition, LastSeen()).times
+        return msgspec.msgpack.encode([self._snapshot_row(w, at_ms) for w, at_ms in seen.items()])
 
-    def _snapshot_row(self, worker: str, heard_ms: int) -> _HeartbeatRow:
+    def _snapshot_row(self, worker: str, seen_ms: int) -> _HeartbeatRow:
         beat = self.heartbeats.get(worker)
         lost = self._lost.get(worker, -1)
         if beat is None:
-            return _HeartbeatRow(worker, heard_ms, lost)
+            return _HeartbeatRow(worker, seen_ms, lost)
         running = [(*key, tokens) for key, tokens in sorted(beat.running.items())]
         where = (beat.offset, beat.at_ms, beat.epoch, beat.slot_offset)
         return _HeartbeatRow(
-            worker, heard_ms, lost, where, beat.state, running, beat.output_tokens, beat.cache_usage
+            worker, seen_ms, lost, where, beat.state, running, beat.output_tokens, beat.cache_usage
         )
 
     def restore(self, source: Partition, data: bytes, position: int) -> None:
@@ -247,14 +247,14 @@ class Fleet:
                 c.id: FleetMember(c, epoch, since) for epoch, since, c in entities.workers
             }
             self.models = {m.name: m for m in entities.models}
-            self._tombstoned = {worker: epoch for worker, epoch, _ in entities.buried}
+            self._tombstoned = {worker: epoch for worker, epoch, _ in entities.tombstoned}
             self._tombstone_times = LastSeen(
-                {worker: at_ms for worker, _, at_ms in entities.buried}
+                {worker: at_ms for worker, _, at_ms in entities.tombstoned}
             )
         else:
             signs = msgspec.msgpack.decode(data, type=list[_HeartbeatRow])
             self.forget(source)
-            self._heard[source.partition] = LastSeen({s.worker: s.heard_ms for s in signs})
+            self._last_seen[source.partition] = LastSeen({s.worker: s.seen_ms for s in signs})
             for sign in signs:
                 self._restore(source.partition, sign)
         self._positions[source] = position
@@ -279,14 +279,14 @@ class Fleet:
 class _Entities(msgspec.Struct):
     workers: list[tuple[int, int, WorkerCard]]
     models: list[ModelCard]
-    buried: list[tuple[str, int, int]]
+    tombstoned: list[tuple[str, int, int]] = msgspec.field(name="buried")
 
 
 class _HeartbeatRow(msgspec.Struct):
     """A worker in a snapshot. `where`: its heartbeat's offset, time, epoch, slot offset."""
 
     worker: str
-    heard_ms: int
+    seen_ms: int = msgspec.field(name="heard_ms")
     lost: int
     where: tuple[int, int, int, int] | None = None
     state: WorkerState = "ready"

@@ -99,7 +99,7 @@ class KvIndexView:
             record = fact.record
             if not isinstance(record, Blocks | Heartbeat | Lost):
                 continue
-            for gone in self._heard(source).touch(record.worker, fact.timestamp_ms):
+            for gone in self._seen(source).touch(record.worker, fact.timestamp_ms):
                 self.blocks.drop_worker(source.partition, gone)
             if isinstance(record, Blocks):
                 self._take(source, record)
@@ -111,7 +111,7 @@ class KvIndexView:
                 self.blocks.end_epoch(source.partition, record.worker, record.epoch)
         self._positions[source] = position
 
-    def _heard(self, source: Partition) -> LastSeen:
+    def _seen(self, source: Partition) -> LastSeen:
         return self._signs.setdefault(source, LastSeen())
 
     def _take(self, source: Partition, record: Blocks) -> None:
@@ -154,7 +154,7 @@ class KvIndexView:
     def snapshot(self, source: Partition) -> bytes:
         """What came from one partition."""
         blocks = self.blocks.snapshot(source.partition)
-        return msgspec.msgpack.encode((list(self._heard(source).times.items()), blocks))
+        return msgspec.msgpack.encode((list(self._seen(source).times.items()), blocks))
 
     def restore(self, source: Partition, data: bytes, position: int) -> None:
         """The inverse of `snapshot`. Raises ValueError for data of another kind or secret."""

@@ -1,9 +1,8 @@
 """Ledger state: the view of the ledger. The open runs of requests, and the outcomes of the others.
 
 One `LaneState` per ledger partition, made of that partition's records alone: no clock, no input
-of this process. Two replicas at the same position hold the same lane (`state_hash`). What has to be
-done about a story is not decided here but in `reconcile.py`; what this router has decided and not
-yet read back is not in here either.
+of this process. Two replicas at the same position have the same lane (`state_hash`). Next actions
+are found in `reconcile.py`; decisions of this router that it has not read back are not in here.
 
 The rules of the view, per request id:
 
@@ -11,6 +10,7 @@ The rules of the view, per request id:
 * a higher attempt, or Ended, closes every run below it, and nothing below opens afterwards;
 * a Started without Assigned counts as assigned (the router may have died between its two sends);
 * of several `responses_from` the lowest is kept: scanning too much is only slower;
+* an interactive run counts in `active_load`, one of class batch in `batch_runs`;
 * the first close of a run is final;
 * a request that is over stays so, and only its outcome is kept.
 """
@@ -26,9 +26,11 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
+from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from app.routing.state.sessions import Affinity, SessionAffinities, SessionKey
 from app.routing.worker_rank import WorkerRank
 from streams.ports import Partition
+from streams.record_base import ServiceClass
 from streams.records import (
     Assigned,
     Ended,
@@ -53,7 +55,7 @@ OPEN: frozenset[RunState] = frozenset({"assigned", "started", "prefilled"})
 FAILED: frozenset[RunState] = frozenset({"broken", "worker_full", "retryable", "expired"})
 """Closed without a last Chunk: the reader still waits, so the owner owes the request something."""
 
-NOT_COUNTED_AS_FAILURE = frozenset({"worker_full", "not_started"})
+NOT_COUNTED_AS_FAILURE = frozenset({"worker_full", "not_started", "preempted"})
 """Reasons of a new attempt that are not the request's fault and do not use up its attempts."""
 
 
@@ -87,6 +89,8 @@ class RunStatus:
     rank: int = 0
     prefill_tokens: int = 0
     lora_name: str = ""
+    service_class: ServiceClass = "interactive"
+    is_preemptible: bool = True
 
     @property
     def load(self) -> WorkerLoad:
@@ -121,6 +125,11 @@ class RequestState:
         return self.origin is not None or bool(self.ended)
 
     @property
+    def is_batch(self) -> bool:
+        """Whether it has a run of class batch."""
+        return any(run.service_class == "batch" for run in self.runs.values())
+
+    @property
     def is_finished(self) -> bool:
         """Whether no run is open and no action is due.
 
@@ -129,9 +138,12 @@ class RequestState:
         """
         if self.ended:
             return True
-        states = [run.state for run in self.runs.values() if run.state != "worker_full"]
-        is_final = any(s not in OPEN and s not in FAILED and s != "handed_off" for s in states)
-        return is_final and not any(s in OPEN or s in FAILED for s in states)
+        is_final = False
+        for run in self.runs.values():
+            if run.state in OPEN or (run.state in FAILED and run.state != "worker_full"):
+                return False
+            is_final |= run.state not in ("handed_off", "worker_full")
+        return is_final
 
     def open_runs(self) -> list[RunId]:
         """The runs that a worker may still be working on."""
@@ -144,6 +156,36 @@ class FinishedRequest(NamedTuple):
     code: str
     attempt: int
     last_ms: int
+
+
+class RunLoads(NamedTuple):
+    """The load of all open runs, by the class of their requests."""
+
+    active_load: ActiveLoad
+    batch_runs: BatchRuns
+
+    def add(self, request_id: str, run_id: RunId, run: RunStatus) -> None:
+        """Count a run."""
+        place, load = run_id.worker_rank(run.rank), run.load
+        if run.service_class == "interactive":
+            self.active_load.add(place, load, run.lora_name)
+            if run.state == "prefilled":
+                self.active_load.on_first_token(place, run.since_ms)
+        elif load.runs:
+            left = max(load.prefill_tokens, 1) if load.prefill_runs else 0
+            batch_run = BatchRun(request_id, load.tokens, left, run.since_ms, run.is_preemptible)
+            self.batch_runs.put(place, _batch_key(request_id, run_id), batch_run)
+
+    def remove(self, request_id: str, run_id: RunId, run: RunStatus) -> None:
+        """Undo `add` of the run as it is."""
+        if run.service_class == "interactive":
+            self.active_load.remove(run_id.worker_rank(run.rank), run.load, run.lora_name)
+        else:
+            self.batch_runs.discard(_batch_key(request_id, run_id))
+
+
+def _batch_key(request_id: str, run_id: RunId) -> BatchRunKey:
+    return BatchRunKey(request_id, run_id.attempt, run_id.worker, run_id.epoch)
 
 
 class LaneState:
@@ -162,7 +204,7 @@ class LaneState:
         self._ended: deque[str] = deque()
         """Their ids in that order: the first key of a dict is found behind all deleted ones."""
         self._window_ms = dedup_window_ms
-        self._strays: deque[tuple[int, str]] = deque()
+        self._orphans: deque[tuple[int, str]] = deque()
 
     def request(self, request_id: str) -> RequestState | None:
         """What is known of a request; of one that is over, no more than its outcome says."""
@@ -171,7 +213,7 @@ class LaneState:
             return RequestState(outcome.attempt, ended=outcome.code, last_ms=outcome.last_ms)
         return self.requests.get(request_id)
 
-    def apply(self, fact: LogRecord, burdens: ActiveLoad) -> None:
+    def apply(self, fact: LogRecord, loads: RunLoads) -> None:
         """Take in one record. What comes after the end of a request changes nothing.
 
         Its end is visible then, whoever wrote it, so later runs and fences are of no consequence.
@@ -180,141 +222,140 @@ class LaneState:
         if not isinstance(record, LedgerRecord):
             return
         if record.id not in self.finished:
-            story = self.requests.get(record.id)
-            if story is None:
-                story = self.requests[record.id] = RequestState()
-            story.last_ms = fact.timestamp_ms
-            _apply_record(story, record, fact.timestamp_ms, burdens)
-            self.classify(record.id, story)
-        self._expire(fact.timestamp_ms, burdens)
+            state = self.requests.get(record.id)
+            if state is None:
+                state = self.requests[record.id] = RequestState()
+            state.last_ms = fact.timestamp_ms
+            _apply_record(state, record, fact.timestamp_ms, loads)
+            self.classify(record.id, state)
+        self._expire(fact.timestamp_ms, loads)
 
-    def classify(self, request_id: str, story: RequestState) -> None:
+    def classify(self, request_id: str, state: RequestState) -> None:
         """File a request by its state: unfinished, unknown id, or finished."""
-        if not story.is_known:
-            self._strays.append((story.last_ms, request_id))
-        elif story.is_finished:
-            code = story.ended or _last_code(story)
-            self.finish(request_id, FinishedRequest(code, story.attempt, story.last_ms))
+        if not state.is_known:
+            self._orphans.append((state.last_ms, request_id))
+        elif state.is_finished:
+            code = state.ended or _last_code(state)
+            self.finish(request_id, FinishedRequest(code, state.attempt, state.last_ms))
             self.unfinished.pop(request_id, None)
             del self.requests[request_id]
-            self._file_open(story, ())
+            self._file_open(state, ())
         else:
-            self.unfinished[request_id] = story
-            open_runs = tuple(
+            self.unfinished[request_id] = state
+            open_runs = tuple([
                 ((k.worker, k.epoch), RunKey(request_id, k.attempt, k.phase))
-                for k, run in story.runs.items()
+                for k, run in state.runs.items()
                 if run.state in OPEN
-            )
-            if open_runs != story.indexed_open_runs:
-                self._file_open(story, open_runs)
+            ])  # fmt: skip
+            if open_runs != state.indexed_open_runs:
+                self._file_open(state, open_runs)
 
-    def _file_open(self, story: RequestState, runs: tuple[tuple[WorkerEpoch, RunKey], ...]) -> None:
-        for epoch, key in story.indexed_open_runs:
+    def _file_open(self, state: RequestState, runs: tuple[tuple[WorkerEpoch, RunKey], ...]) -> None:
+        for epoch, key in state.indexed_open_runs:
             of_epoch = self.open_runs[epoch]
             del of_epoch[key]
             if not of_epoch:
                 del self.open_runs[epoch]
         for epoch, key in runs:
             self.open_runs.setdefault(epoch, {})[key] = None
-        story.indexed_open_runs = runs
+        state.indexed_open_runs = runs
 
     def finish(self, request_id: str, outcome: FinishedRequest) -> None:
         """Remember how a request ended, as the last one of all."""
         self.finished[request_id] = outcome
         self._ended.append(request_id)
 
-    def _expire(self, now_ms: int, burdens: ActiveLoad) -> None:
+    def _expire(self, now_ms: int, loads: RunLoads) -> None:
         """Drop requests that ended, or stayed unknown, before the window, by the ledger's time."""
         since_ms = now_ms - self._window_ms
         while self._ended and self.finished[self._ended[0]].last_ms < since_ms:
             del self.finished[self._ended.popleft()]
-        while self._strays and self._strays[0][0] < since_ms:
-            at_ms, request_id = self._strays.popleft()
-            story = self.requests.get(request_id)
-            if story is not None and not story.is_known and story.last_ms <= at_ms:
-                _clear_runs(story, burdens)
+        while self._orphans and self._orphans[0][0] < since_ms:
+            at_ms, request_id = self._orphans.popleft()
+            state = self.requests.get(request_id)
+            if state is not None and not state.is_known and state.last_ms <= at_ms:
+                _clear_runs(request_id, state, loads)
                 del self.requests[request_id]
 
-    def clear(self, burdens: ActiveLoad) -> None:
-        """Forget everything; the burdens of its open runs go too."""
-        for story in self.requests.values():
-            _clear_runs(story, burdens)
+    def clear(self, loads: RunLoads) -> None:
+        """Forget everything; the load of its open runs is removed too."""
+        for request_id, state in self.requests.items():
+            _clear_runs(request_id, state, loads)
 
 
-def _last_code(story: RequestState) -> str:
+def _last_code(state: RequestState) -> str:
     """How the worker ended it; twins may both have, and the reader saw the first."""
     return next(
         run.state
-        for run in story.runs.values()
+        for run in state.runs.values()
         if run.state not in OPEN and run.state not in FAILED and run.state != "handed_off"
     )
 
 
 def _apply_record(
-    story: RequestState,
+    state: RequestState,
     record: LedgerRecord,
     at_ms: int,
-    burdens: ActiveLoad,
+    loads: RunLoads,
 ) -> None:
     if isinstance(record, Ended):
-        story.ended = story.ended or record.code
-        _clear_runs(story, burdens)
+        state.ended = state.ended or record.code
+        _clear_runs(record.id, state, loads)
         return
     if isinstance(record, Assigned | Started):
         lowest = record.responses_from
-        if story.origin is not None:
-            lowest = min(lowest, story.responses_from)
-        story.origin, story.responses_from = record.origin, lowest
-        story.deadline_ms = record.deadline_ms
-    if story.ended:
+        if state.origin is not None:
+            lowest = min(lowest, state.responses_from)
+        state.origin, state.responses_from = record.origin, lowest
+        state.deadline_ms = record.deadline_ms
+    if state.ended:
         return
-    if record.attempt > story.attempt and isinstance(record, Assigned | Started | Fencing):
-        _begin_attempt(story, record, burdens)
-    if isinstance(record, Fencing) or record.attempt < story.attempt:
+    if record.attempt > state.attempt and isinstance(record, Assigned | Started | Fencing):
+        _begin_attempt(state, record, loads)
+    if isinstance(record, Fencing) or record.attempt < state.attempt:
         return
-    _fold_run(story, record, at_ms, burdens)
+    _apply_run(state, record, at_ms, loads)
 
 
 def _begin_attempt(
-    story: RequestState, record: Assigned | Started | Fencing, burdens: ActiveLoad
+    state: RequestState, record: Assigned | Started | Fencing, loads: RunLoads
 ) -> None:
-    story.attempt = record.attempt
+    state.attempt = record.attempt
     if isinstance(record, Fencing):
         if record.reason in NOT_COUNTED_AS_FAILURE:
-            story.full_rejections += 1
+            state.full_rejections += record.reason != "preempted"
         else:
-            story.failures += 1
-            story.failed_workers.update(
-                run_id.worker for run_id, run in story.runs.items() if run.state != "worker_full"
+            state.failures += 1
+            state.failed_workers.update(
+                run_id.worker for run_id, run in state.runs.items() if run.state != "worker_full"
             )
-    _clear_runs(story, burdens)
+    _clear_runs(record.id, state, loads)
 
 
-def _fold_run(
-    story: RequestState,
+def _apply_run(
+    state: RequestState,
     record: Assigned | Started | PrefillDone | Finished,
     at_ms: int,
-    burdens: ActiveLoad,
+    loads: RunLoads,
 ) -> None:
     run_id = RunId(record.attempt, record.phase, record.worker, record.epoch)
-    run = story.runs.get(run_id)
+    run = state.runs.get(run_id)
     if run is None:
-        run = story.runs[run_id] = RunStatus("assigned", at_ms)
+        run = state.runs[run_id] = RunStatus("assigned", at_ms)
         if isinstance(record, Started):
             run.tokens = run.prefill_tokens = record.prompt_tokens
     else:
-        burdens.remove(run_id.worker_rank(run.rank), run.load, run.lora_name)
+        loads.remove(record.id, run_id, run)
     if isinstance(record, Assigned):  # it knows better than the Started that may have overtaken it
         booked = record.policy != "direct"  # who chooses the workers keeps the books there
         run.tokens = (record.prompt_tokens + record.base_tokens) * booked
         run.rank, run.prefill_tokens = record.rank, record.prefill_tokens
-        run.lora_name = record.lora_name
-    state = _next_state(run.state, record)
-    if state != run.state:
-        run.state, run.since_ms = state, at_ms
-    burdens.add(run_id.worker_rank(run.rank), run.load, run.lora_name)
-    if run.state == "prefilled":
-        burdens.on_first_token(run_id.worker_rank(run.rank), run.since_ms)
+        run.lora_name, run.service_class = record.lora_name, record.service_class
+        run.is_preemptible = record.is_preemptible
+    run_state = _next_state(run.state, record)
+    if run_state != run.state:
+        run.state, run.since_ms = run_state, at_ms
+    loads.add(record.id, run_id, run)
 
 
 def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Finished) -> RunState:
@@ -327,10 +368,10 @@ def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Fini
     return "retryable" if record.code == "error" and record.retryable else record.code
 
 
-def _clear_runs(story: RequestState, burdens: ActiveLoad) -> None:
-    for run_id, run in story.runs.items():
-        burdens.remove(run_id.worker_rank(run.rank), run.load, run.lora_name)
-    story.runs.clear()
+def _clear_runs(request_id: str, state: RequestState, loads: RunLoads) -> None:
+    for run_id, run in state.runs.items():
+        loads.remove(request_id, run_id, run)
+    state.runs.clear()
 
 
 class _RequestRow(msgspec.Struct):
@@ -338,7 +379,7 @@ class _RequestRow(msgspec.Struct):
 
     id: str
     attempt: int
-    runs: list[tuple[int, Phase, str, int, RunState, int, int, int, int, str]]
+    runs: list[tuple[int, Phase, str, int, RunState, int, int, int, int, str, ServiceClass, bool]]
     ended: str
     origin: RequestOffset | None
     responses_from: int
@@ -350,7 +391,7 @@ class _RequestRow(msgspec.Struct):
 
 
 class _LaneSnapshot(msgspec.Struct):
-    stories: list[_RequestRow]
+    requests: list[_RequestRow] = msgspec.field(name="stories")
     outcomes: list[tuple[str, str, int, int]]
     sessions: list[tuple[SessionKey, Affinity]] = []
 
@@ -365,10 +406,20 @@ class LedgerState:
     def __init__(self, dedup_window_ms: int) -> None:
         self._window_ms = dedup_window_ms
         self._lanes: dict[int, LaneState] = {}
-        self.active_load = ActiveLoad()
+        self.loads = RunLoads(ActiveLoad(), BatchRuns())
         self.sessions = SessionAffinities(dedup_window_ms)
         self.last_append_ms = 0
         """Append time of the youngest record that was taken in; 0 before the first."""
+
+    @property
+    def active_load(self) -> ActiveLoad:
+        """The load of interactive runs."""
+        return self.loads.active_load
+
+    @property
+    def batch_runs(self) -> BatchRuns:
+        """The open runs of batch requests."""
+        return self.loads.batch_runs
 
     def lane(self, number: int) -> LaneState:
         """The lane of a ledger partition; empty at position 0 before anything was read."""
@@ -382,7 +433,7 @@ class LedgerState:
         """Take in records of one ledger partition; `position` is the next offset after them."""
         lane = self._lanes.setdefault(source.partition, self.lane(source.partition))
         for fact in facts:
-            lane.apply(fact, self.active_load)
+            lane.apply(fact, self.loads)
             if isinstance(fact.record, Assigned):
                 self.sessions.apply(source.partition, fact.record, fact.timestamp_ms)
         if facts:
@@ -395,14 +446,14 @@ class LedgerState:
         return None if lane is None else lane.position
 
     def forget(self, source: Partition) -> None:
-        """Drop one partition's stories."""
+        """Drop the requests of one partition."""
         lane = self._lanes.pop(source.partition, None)
         if lane is not None:
-            lane.clear(self.active_load)
+            lane.clear(self.loads)
         self.sessions.forget(source.partition)
 
     def snapshot(self, source: Partition) -> bytes:
-        """The partition's stories as bytes; equal stories give equal bytes."""
+        """The partition's requests as bytes; equal states give equal bytes."""
         lane = self.lane(source.partition)
         outcomes = [(request_id, *outcome) for request_id, outcome in lane.finished.items()]
         sessions = self.sessions.snapshot_rows(source.partition)
@@ -410,29 +461,27 @@ class LedgerState:
 
     def restore(self, source: Partition, data: bytes, position: int) -> None:
         """The inverse of `snapshot`, at a position. Raises msgspec.DecodeError on other bytes."""
-        told = msgspec.msgpack.decode(data, type=_LaneSnapshot)
+        snapshot = msgspec.msgpack.decode(data, type=_LaneSnapshot)
         self.forget(source)
         lane = self._lanes[source.partition] = LaneState(self._window_ms)
-        for t in sorted(told.stories, key=lambda t: t.last_ms):
-            story = RequestState(
+        for t in sorted(snapshot.requests, key=lambda t: t.last_ms):
+            state = RequestState(
                 t.attempt, {}, t.ended, t.origin, t.responses_from, t.deadline_ms,
                 t.failures, t.fulls, set(t.failed_workers), t.last_ms,
             )  # fmt: skip
-            for told_run in t.runs:
-                run_id = RunId(*told_run[:4])
-                run = story.runs[run_id] = RunStatus(*told_run[4:])
-                self.active_load.add(run_id.worker_rank(run.rank), run.load, run.lora_name)
-                if run.state == "prefilled":
-                    self.active_load.on_first_token(run_id.worker_rank(run.rank), run.since_ms)
-            lane.requests[t.id] = story
-            lane.classify(t.id, story)
-        for request_id, code, attempt, at_ms in told.outcomes:
+            for run_row in t.runs:
+                run_id = RunId(*run_row[:4])
+                run = state.runs[run_id] = RunStatus(*run_row[4:])
+                self.loads.add(t.id, run_id, run)
+            lane.requests[t.id] = state
+            lane.classify(t.id, state)
+        for request_id, code, attempt, at_ms in snapshot.outcomes:
             lane.finish(request_id, FinishedRequest(code, attempt, at_ms))
-        self.sessions.restore(source.partition, told.sessions)
+        self.sessions.restore(source.partition, snapshot.sessions)
         lane.position = position
 
     def state_hash(self, source: Partition) -> str:
-        """BLAKE2b of the stories, in hex: equal for replicas at equal positions."""
+        """BLAKE2b of the requests, in hex: equal for replicas at equal positions."""
         return hashlib.blake2b(self.snapshot(source), digest_size=16).hexdigest()
 
 
@@ -448,6 +497,8 @@ def _to_rows(lane: LaneState) -> Iterator[_RequestRow]:
                 run.rank,
                 run.prefill_tokens,
                 run.lora_name,
+                run.service_class,
+                run.is_preemptible,
             )
             for run_id, run in sorted(s.runs.items())
         ]

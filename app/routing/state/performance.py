@@ -101,10 +101,10 @@ def profile_from_card(config: EngineConfig) -> EngineProfile:
     )
 
 
-def recorded_profile(candidate: Candidate) -> EngineProfile:
-    """The speed of a place, as a decision records it."""
+def recorded_profile(candidate: Candidate, slowdown: float | None = None) -> EngineProfile:
+    """The speed of a place, as a decision records it, or with another `slowdown`."""
     return EngineProfile(
-        _believed(candidate.curve), candidate.slowness,
+        _believed(candidate.curve), candidate.slowness if slowdown is None else slowdown,
         candidate.chunk_tokens or DEFAULT_CHUNK_TOKENS,
         candidate.capacity_tokens,
     )  # fmt: skip
@@ -163,8 +163,9 @@ class PerformanceModel:
         """A record of the ledger was applied; other records change nothing."""
         record = fact.record
         if isinstance(record, Assigned):
-            self._share(record)
-            self._begin(record)
+            if record.phase != "decode":  # whose prompt comes from a prefill worker
+                self._share(record)
+                self._begin(record)
         elif isinstance(record, PrefillDone):
             self._measure(record)
         elif isinstance(record, Finished):
@@ -198,7 +199,7 @@ class PerformanceModel:
             return
         if each.prefill_runs:
             return
-        pace = recorded_profile(each)._replace(slowdown=1.0)  # else the factor measures itself
+        pace = recorded_profile(each, slowdown=1.0)  # else the factor measures itself
         tokens = each.prompt_tokens + each.open_runs * self.mean_output_tokens / 2
         self._begun[RunKey(decision.id, decision.attempt, decision.phase)] = _Begun(
             decision.worker,

@@ -59,10 +59,10 @@ class SessionAffinities:
 
     def preferred_rank(self, session: str, phase: Phase, now_ms: int) -> WorkerRank | None:
         """The place of a session; None for one that has not begun, or is over."""
-        told = self._by_key.get(SessionKey(session, phase == "prefill"))
-        if told is None:
+        bindings = self._by_key.get(SessionKey(session, phase == "prefill"))
+        if bindings is None:
             return None
-        last = max(told.items(), key=lambda each: (each[1].at_ms, each[0]))[1]
+        last = max(bindings.items(), key=lambda each: (each[1].at_ms, each[0]))[1]
         return None if last.closed or now_ms > last.until_ms else last.worker_rank
 
     def apply(self, lane: int, decision: Assigned, at_ms: int) -> None:
@@ -86,7 +86,7 @@ class SessionAffinities:
         return list(self._lanes.get(lane, {}).items())
 
     def restore(self, lane: int, rows: Iterable[tuple[SessionKey, Affinity]]) -> None:
-        """The inverse of `told`, of a lane that was forgotten."""
+        """The inverse of `snapshot_rows`, of a lane that was forgotten."""
         for key, binding in rows:
             self._put(lane, key, binding)
 
@@ -107,7 +107,7 @@ class SessionAffinities:
 
     def _remove(self, lane: int, key: SessionKey) -> None:
         del self._lanes[lane][key]
-        told = self._by_key[key]
-        del told[lane]
-        if not told:
+        bindings = self._by_key[key]
+        del bindings[lane]
+        if not bindings:
             del self._by_key[key]

@@ -67,10 +67,12 @@ class FetchResponse(NamedTuple):
         return API_VERSION
 
 
-def encode_header(correlation_id: int, client_id: str) -> bytes:
+def encode_header(
+    correlation_id: int, client_id: str, api_key: int = API_KEY, version: int = API_VERSION
+) -> bytes:
     """The header of a request."""
     name = client_id.encode()
-    return _HEADER.pack(API_KEY, API_VERSION, correlation_id, len(name)) + name
+    return _HEADER.pack(api_key, version, correlation_id, len(name)) + name
 
 
 def decode_header(data: bytes) -> int:

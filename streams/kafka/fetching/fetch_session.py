@@ -53,24 +53,24 @@ class SessionRequest(NamedTuple):
 class FetchSession:
     """The session with one broker; there is none at first."""
 
-    __slots__ = ("_answered", "_epoch", "_id", "_was_empty", "positions")
+    __slots__ = ("_answered", "_epoch", "_id", "_record_bytes", "positions")
 
     def __init__(self) -> None:
         self._id = NO_SESSION
         self._epoch = FINAL_EPOCH
         self._answered = 0
-        self._was_empty = False
+        self._record_bytes = 0
         self.positions: Mapping[TopicPartition, int] = {}
         """Partitions and positions of the last request."""
 
     @property
-    def is_idle(self) -> bool:
-        """Whether the last response had no record, and was not one of the first after a (re)start.
+    def record_bytes(self) -> int | None:
+        """Bytes of records in the last response; None after one of the first after a (re)start.
 
         An assignment that has just changed may change again, and a broker takes up the next request
         of a connection only after the response to the one before.
         """
-        return self._was_empty and self._answered >= REQUESTS_WITHOUT_SESSION
+        return self._record_bytes if self._answered >= REQUESTS_WITHOUT_SESSION else None
 
     def request(self, wanted: Mapping[TopicPartition, int]) -> SessionRequest:
         """The request that makes the broker's side equal to `wanted`, which must not change."""
@@ -86,13 +86,13 @@ class FetchSession:
         forgotten = [tp for tp in known if tp not in wanted]
         return SessionRequest(self._id, self._epoch, changed, forgotten)
 
-    def answered(self, session_id: int, *, is_empty: bool) -> None:
+    def answered(self, session_id: int, record_bytes: int) -> None:
         """The broker has answered the last request, without an error for the whole.
 
-        `is_empty`: the response has no records.
+        `record_bytes`: bytes of the records in the response.
         """
         self._answered += 1
-        self._was_empty = is_empty
+        self._record_bytes = record_bytes
         if session_id == NO_SESSION:
             opening = self._answered >= REQUESTS_WITHOUT_SESSION
             self._epoch = INITIAL_EPOCH if opening else FINAL_EPOCH

@@ -20,11 +20,14 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Coroutine
+from contextlib import suppress
 from io import BytesIO
 from typing import Any, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.errors import KafkaError
 from aiokafka.protocol.fetch import FetchRequest
 
 from streams.kafka.fetching.fetch_codec import (
@@ -47,21 +50,29 @@ IDLE_WAIT_MS = 250
 Without records in 8 partitions such a consumer took 2.4 % of a core with 20 ms, 44 requests/s; it
 takes 0.4 % with 4 requests/s."""
 
+FEW_BYTES, SPARSE_WAIT_FACTOR = 1024, 3
+"""Bytes of records in a response below which a consumer that gathers them waits longer for the
+next: a few heartbeats in an idle deployment, where each response costs more than all that it
+brings. A decision of a router alone has more bytes."""
+
 SESSION_ERRORS = frozenset({70, 71})
 """FETCH_SESSION_ID_NOT_FOUND, INVALID_FETCH_SESSION_EPOCH: expected after a restart of the broker,
 or after it has evicted the session."""
 
 
-class _Encoded(NamedTuple):
+class EncodedHeader(NamedTuple):
     """The header of a request, in the form that a connection encodes."""
 
     data: bytes
 
     def encode(self) -> bytes:
+        """The bytes."""
         return self.data
 
 
-class _ResponseHeader(NamedTuple):
+class DecodedHeader(NamedTuple):
+    """The header of a response, as a connection reads it."""
+
     correlation_id: int
 
 
@@ -118,14 +129,14 @@ class SessionFetch:
     def RESPONSE_TYPE(self) -> SessionFetch:  # noqa: N802  # aiokafka's name
         return self
 
-    def build_request_header(self, correlation_id: int, client_id: str) -> _Encoded:
-        return _Encoded(encode_header(correlation_id, client_id))
+    def build_request_header(self, correlation_id: int, client_id: str) -> EncodedHeader:
+        return EncodedHeader(encode_header(correlation_id, client_id))
 
     def encode(self) -> bytes:
         return encode_request(self._options, *self._session.request(self.wanted))
 
-    def parse_response_header(self, buffer: BytesIO) -> _ResponseHeader:
-        return _ResponseHeader(decode_header(buffer.getvalue()))
+    def parse_response_header(self, buffer: BytesIO) -> DecodedHeader:
+        return DecodedHeader(decode_header(buffer.getvalue()))
 
     def decode(self, buffer: BytesIO) -> FetchResponse:
         """Called unless nobody waits for the response any more."""
@@ -139,8 +150,8 @@ class SessionFetch:
         if response.error_code:
             self._session.restart()
         else:
-            is_empty = not any(p[-1] for _, partitions in topics for p in partitions)
-            self._session.answered(response.session_id, is_empty=is_empty)
+            record_bytes = sum(len(p[-1]) for _, partitions in topics for p in partitions)
+            self._session.answered(response.session_id, record_bytes)
         return response
 
 
@@ -159,8 +170,12 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
     _sessions: dict[int, FetchSession]
     _plan: _Plan | None
     _options: FetchOptions
+    _ended: list[asyncio.Task[bool]]
+    """Requests that have ended since the loop looked last."""
     _idle_options: FetchOptions
     """Those of a request after a response without records: the next ones are sent at once."""
+    _sparse_options: FetchOptions
+    """Those of a request after a response with few records."""
 
     @classmethod
     def install(cls, consumer: AIOKafkaConsumer) -> None:
@@ -178,10 +193,112 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
             fetcher._max_partition_fetch_bytes,  # noqa: SLF001
             fetcher._client_rack or "",  # noqa: SLF001
         )
+        idle = sparse = options
         if options.min_bytes > 1:
-            options = options._replace(min_bytes=1, max_wait_ms=IDLE_WAIT_MS)
-        fetcher._idle_options = options  # noqa: SLF001
+            idle = options._replace(min_bytes=1, max_wait_ms=IDLE_WAIT_MS)
+            sparse = options._replace(max_wait_ms=SPARSE_WAIT_FACTOR * options.max_wait_ms)
+        fetcher._idle_options, fetcher._sparse_options = idle, sparse  # noqa: SLF001
         fetcher.__class__ = cls
+        fetcher._ended = []  # noqa: SLF001
+        fetcher._fetch_task.cancel()  # noqa: SLF001  # it waits for an assignment
+        fetcher._fetch_task = asyncio.create_task(fetcher._fetch_requests_routine())  # noqa: SLF001
+
+    async def _fetch_requests_routine(self) -> None:
+        """As aiokafka's, which waits for a set of futures at every turn.
+
+        Here all of them complete one future, that of a poll which has taken records.
+        """
+        try:
+            while True:
+                await self._fetch(await self._next_assignment())
+        except Exception:
+            log.exception("the loop of fetch requests has failed")
+            raise
+
+    async def _next_assignment(self) -> Any:
+        while True:
+            subscription = self._subscriptions.subscription
+            if subscription is not None and subscription.assignment is not None:
+                return subscription.assignment
+            with suppress(KafkaError):  # of the coordinator: the next poll raises it
+                await self._subscriptions.wait_for_assignment()
+
+    async def _fetch(self, assignment: Any) -> None:
+        """Send requests for an assignment until there is another one."""
+        assignment.unassign_future.add_done_callback(self._wake)
+        while assignment.active:
+            woken = self._wait_consume_future = self._loop.create_future()
+            fetches, resets, timeout_s, has_leaderless, events = self._get_actions_per_node(
+                assignment
+            )
+            for node, request in fetches:
+                self._start(node, self._proc_fetch_request(assignment, node, request))
+            for node, tps in resets.items():
+                self._start(node, self._update_fetch_positions(assignment, node, tps))
+            if has_leaderless:
+                events.append(self._client.force_metadata_update())
+            for event in events:
+                event.add_done_callback(self._wake)
+            timer = self._loop.call_later(timeout_s, self._wake)
+            try:
+                await woken
+            finally:
+                timer.cancel()
+                for event in events:
+                    event.remove_done_callback(self._wake)
+            self._take_ended()
+        for task in self._pending_tasks:
+            task.cancel()
+        if self._pending_tasks:
+            await asyncio.wait(self._pending_tasks)
+        self._take_ended()
+        self._records.clear()
+
+    def _take_ended(self) -> None:
+        """Wake the polls if one of the requests that have ended brought something for them."""
+        ended, self._ended = self._ended, []
+        self._pending_tasks.difference_update(ended)
+        brought = [task.result() for task in ended if not task.cancelled()]
+        if any(brought):
+            for waiter in self._fetch_waiters:
+                self._notify(waiter)
+
+    def _start(self, node: int, work: Coroutine[Any, Any, bool]) -> None:
+        """Begin a request to a broker, which has no other meanwhile."""
+        task = asyncio.create_task(work)
+        self._pending_tasks.add(task)
+        self._in_flight.add(node)
+
+        def end(_: object) -> None:
+            self._in_flight.discard(node)
+            self._ended.append(task)
+            self._wake()
+
+        task.add_done_callback(end)
+
+    def _wake(self, _event: object = None) -> None:
+        self._notify(self._wait_consume_future)
+
+    async def fetched_records(
+        self, partitions: Any, timeout: float = 0, max_records: int | None = None
+    ) -> dict[TopicPartition, list[Any]]:
+        """As aiokafka's, which waits for a set of one future."""
+        deadline = self._loop.time() + timeout
+        while True:
+            found: dict[TopicPartition, list[Any]] = await super().fetched_records(
+                partitions, 0, max_records
+            )
+            left_s = deadline - self._loop.time()
+            if found or left_s <= 0:
+                return found
+            waiter = self._create_fetch_waiter()
+            timer = self._loop.call_later(left_s, self._notify, waiter)
+            try:
+                await waiter  # raises errors of the coordinator
+            finally:
+                timer.cancel()
+            if self._closed:
+                return {}
 
     def _get_actions_per_node(self, assignment: Any) -> tuple[Any, ...]:
         """As aiokafka's: fetches, resets by node, time-out, whether to refresh, resumptions."""
@@ -219,7 +336,9 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
         return requests, resets, timeout_s, has_leaderless, resumptions
 
     def _request(self, session: FetchSession, wanted: dict[TopicPartition, int]) -> SessionFetch:
-        options = self._idle_options if session.is_idle else self._options
+        options, received = self._options, session.record_bytes
+        if received is not None and received < FEW_BYTES:
+            options = self._sparse_options if received else self._idle_options
         return SessionFetch(session, wanted, options)
 
     def _backoff_s(self) -> dict[int | None, float]:

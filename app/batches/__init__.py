@@ -1,0 +1,1 @@
+"""Files and batch jobs of OpenAI's Batch API, in the log."""

@@ -1,0 +1,88 @@
+"""Reads and writes of `batch-jobs` in one process: the view, its follower, and a publisher.
+
+A process reads its own writes: `put` returns when the view has them. What another process wrote a
+moment ago is found by id, since a look-up in vain reads to the present end of the log first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from app.batches.batch_view import BatchView, batch_key, cancel_key, file_key
+from streams.batch_records import BatchCancel, BatchJob, FileCard
+from streams.clock import Clock
+from streams.codecs import AnyRecord
+from streams.errors import BrokerUnavailable
+from streams.ports import Log, Partition
+from streams.record_publisher import RecordPublisher
+from streams.records import Tombstone
+from streams.topics import BATCH_JOBS, partition_of
+from streams.views.follower import Follower, OnApplied
+
+TIMEOUT_S = 10.0
+"""Time limit of a write, and of reading to the end of a partition."""
+
+
+class BatchLog:
+    """The files and jobs of a deployment. Look-ups and writes raise BrokerUnavailable, AppendFailed
+    and AccessDenied."""
+
+    def __init__(self, log: Log, clock: Clock, on_applied: OnApplied | None = None) -> None:
+        self._log = log
+        self._clock = clock
+        self._publisher = RecordPublisher(log, clock)
+        self.view = BatchView()
+        self.follower = Follower(log, self.view, [BATCH_JOBS], clock, on_applied=on_applied)
+
+    async def file(self, file_id: str, tenant: str) -> FileCard | None:
+        """A file of a tenant."""
+        if (card := self.view.file(file_id, tenant)) is None:
+            await self.read_to_end(await self.partition_of(file_id))
+            card = self.view.file(file_id, tenant)
+        return card
+
+    async def put_file(self, card: FileCard) -> None:
+        """Write the card of a file, whose content is complete."""
+        await self.put(card.id, file_key(card.id), card)
+
+    async def delete_file(self, card: FileCard) -> None:
+        """Delete the card of a file."""
+        await self.put(card.id, file_key(card.id), Tombstone(key=file_key(card.id)))
+
+    async def job(self, job_id: str, tenant: str) -> BatchJob | None:
+        """A job of a tenant."""
+        if (job := self.view.job(job_id, tenant)) is None:
+            await self.read_to_end(await self.partition_of(job_id))
+            job = self.view.job(job_id, tenant)
+        return job
+
+    async def put_job(self, job: BatchJob) -> None:
+        """Write the present state of a job."""
+        await self.put(job.id, batch_key(job.id), job)
+
+    async def put_cancel(self, cancel: BatchCancel) -> None:
+        """Cancel a job."""
+        await self.put(cancel.id, cancel_key(cancel.id), cancel)
+
+    async def put(self, entity_id: str, key: str, record: AnyRecord) -> None:
+        """Write a record of an entity; returns when the view has it."""
+        partition = await self.partition_of(entity_id)
+        until = self._clock.now() + TIMEOUT_S
+        appended = await self._publisher.publish(BATCH_JOBS, key, record, partition, until=until)
+        await self._wait_for(partition, appended.offset + 1)
+
+    async def partition_of(self, entity_id: str) -> int:
+        """The partition of a file or job."""
+        return partition_of(entity_id.encode(), await self._log.partitions(BATCH_JOBS))
+
+    async def read_to_end(self, partition: int) -> None:
+        """Wait until the view has all that is in a partition now."""
+        ends = await self._log.end_offsets(BATCH_JOBS, [partition])
+        await self._wait_for(partition, ends[partition])
+
+    async def _wait_for(self, partition: int, offset: int) -> None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self.follower.wait_for(Partition(BATCH_JOBS, partition), offset)
+        except TimeoutError:
+            raise BrokerUnavailable(f"{BATCH_JOBS} was not read within {TIMEOUT_S:g} s") from None

@@ -1,0 +1,150 @@
+"""Lines of a batch's input: their form, their errors, and the prompts that they become.
+
+Pure: bytes in, requests, errors and prompts out. Only the form of a line is checked here. Whether
+its body is valid for its model shows when it runs, and is in its line of the error file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterable, Container, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from app.batches.jsonl_lines import JsonlLine, lines_of
+from app.preprocess.json_errors import json_error
+from streams.batch_records import BatchEndpoint, BatchError, BatchJob
+from streams.ids import SALT_CHARS
+from streams.prompt import MAX_CUSTOM_ID_CHARS, Prompt
+from streams.topics import MAX_RECORD_BYTES
+
+MAX_LINE_BYTES = MAX_RECORD_BYTES - 64 * 1024
+"""A line becomes one record of `batch`, with its ids and headers."""
+KINDS: dict[BatchEndpoint, Literal["chat", "completion", "embedding"]] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/embeddings": "embedding",
+}
+
+
+class JobRequest(msgspec.Struct, frozen=True, gc=False):
+    """A request of a batch. `index`: from 1, among the lines that are not blank."""
+
+    index: int
+    line: int
+    custom_id: str
+    body: dict[str, Any]
+
+
+class InputLine(msgspec.Struct):
+    custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CUSTOM_ID_CHARS)]
+    body: dict[str, Any]
+    url: str
+    method: str = "POST"
+
+
+async def requests_of(
+    pieces: AsyncIterable[bytes], endpoint: BatchEndpoint
+) -> AsyncGenerator[JobRequest | BatchError, None]:
+    """The requests of a file, or the errors of their lines, in order."""
+    index = 0
+    async for line in lines_of(pieces, MAX_LINE_BYTES):
+        index += 1
+        yield parse_line(line, index, endpoint)
+
+
+def parse_line(line: JsonlLine, index: int, endpoint: BatchEndpoint) -> JobRequest | BatchError:
+    """The request of a line, or what is wrong with it."""
+    if line.content is None:
+        message = f"a line may have {MAX_LINE_BYTES} bytes"
+        return BatchError(code="line_too_large", message=message, line=line.number)
+    try:
+        parsed = msgspec.json.decode(line.content, type=InputLine)
+    except msgspec.ValidationError as e:
+        return BatchError(code="invalid_request", message=str(e), line=line.number)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        message = f"no JSON object in UTF-8: {json_error(line.content, e)}"
+        return BatchError(code="invalid_json_line", message=message, line=line.number)
+    for is_wrong, code, param, message in (
+        (parsed.method != "POST", "invalid_method", "method", "POST is the one method"),
+        (parsed.url != endpoint, "mismatched_url", "url", f"the batch is for {endpoint}"),
+        *_body_rules(parsed.body),
+    ):
+        if is_wrong:
+            text = f"{param}: {message}"
+            return BatchError(code=code, message=text, line=line.number, param=param)
+    return JobRequest(index, line.number, parsed.custom_id, parsed.body)
+
+
+def _body_rules(body: Mapping[str, Any]) -> list[tuple[bool, str, str, str]]:
+    """Rules of a body: whether it is violated, and the code, the field and the message of each."""
+    model, unsupported = body.get("model"), "unsupported_parameter"
+    return [
+        (
+            not isinstance(model, str) or not model,
+            "missing_required_parameter", "body.model", "is needed, the name of a model",
+        ),
+        (bool(body.get("stream")), unsupported, "body.stream", "a batch streams no answers"),
+        ("nvext" in body, unsupported, "body.nvext", "a batch takes no routing options"),
+    ]  # fmt: skip
+
+
+def request_id(job_id: str, index: int) -> str:
+    """The id of a request of a batch: the same at each attempt to publish it."""
+    return f"{_uuid(job_id)}-{index}"
+
+
+def request_index(job_id: str, name: str) -> int | None:
+    """The index of the request of this id; None if it is not of this batch."""
+    index = name.removeprefix(f"{_uuid(job_id)}-")
+    is_number = index != name and index.isascii() and index.isdigit() and len(index) < 10
+    return int(index) if is_number else None
+
+
+def output_file_id(job_id: str) -> str:
+    """The id of a batch's output file."""
+    return f"file-{_uuid(job_id)}-output"
+
+
+def error_file_id(job_id: str) -> str:
+    """The id of a batch's error file."""
+    return f"file-{_uuid(job_id)}-errors"
+
+
+class RequestKeys(Container[bytes | None]):
+    """The keys of all requests of a batch, as a filter for readers."""
+
+    def __init__(self, job_id: str) -> None:
+        self._prefix = f"{_uuid(job_id)}-".encode()
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key.startswith(self._prefix)
+
+
+def prompt_of(job: BatchJob, request: JobRequest, deadline_s: float) -> Prompt:
+    """The prompt of a request. Raises pydantic's ValidationError."""
+    return Prompt(
+        id=request_id(job.id, request.index),
+        kind=KINDS[job.endpoint],
+        body=_salted(job, request.body),
+        tenant=job.tenant,
+        deadline_s=deadline_s,
+        batch_id=job.id,
+        custom_id=request.custom_id,
+    )
+
+
+def _salted(job: BatchJob, body: dict[str, Any]) -> dict[str, Any]:
+    """The body with its tenant's cache salt, so that tenants share no cached blocks."""
+    if not job.cache_salt:
+        return body
+    own = body.get("cache_salt")
+    if not own or not isinstance(own, str):
+        return body | {"cache_salt": job.cache_salt}
+    both = f"{job.cache_salt}\0{own}".encode(errors="surrogatepass")
+    return body | {"cache_salt": hashlib.sha256(both).hexdigest()[:SALT_CHARS]}
+
+
+def _uuid(job_id: str) -> str:
+    return job_id.removeprefix("batch_")

@@ -1,0 +1,210 @@
+"""Content of files in the log: written and read part by part, never whole in memory.
+
+A file is the sequence of its parts in one partition of `file-parts`, under `<file>/<run>/<number>`.
+A *run* is one writer's share of a file. A new owner of an output file begins its run with a fence,
+a record under `<file>/<run>/fence`: parts of other runs that come after it do not count, so that a
+former owner that still writes does no harm. An upload has one run and no fence.
+
+`PartOrder` is the rule by which readers and new owners select the parts that count. Cards of files
+are in `app/batches/batch_view.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Sequence
+from contextlib import aclosing, suppress
+from typing import NamedTuple
+
+from streams.batch_records import FileCard
+from streams.clock import Clock
+from streams.codecs import TYPE_HEADER
+from streams.errors import PositionLost, StreamError
+from streams.ports import Appended, Entry, Log, Partition, Record
+from streams.reading.part_format import PART_BYTES, Headers, numbered_part, part_number
+from streams.reading.range_reader import read_range
+from streams.record_publisher import RecordPublisher
+from streams.topics import FILE_PARTS, partition_of
+
+_PART = b"FilePart"
+_FENCE = b"FileFence"
+_FENCE_KEY = b"fence"
+PARTS_PER_POLL = 4
+"""Parts that a reader has in memory at a time."""
+TOMBSTONES_PER_BATCH = 500
+
+
+class FileDamaged(Exception):
+    """The log has not all parts of a file, or other ones. Upload the file again."""
+
+
+class WrittenFile(NamedTuple):
+    """The content of a file that is completely in the log; the fields are those of a FileCard."""
+
+    partition: int
+    first: int
+    end: int
+    size: int
+    sha256: str
+
+
+class FileKeys(Container[bytes | None]):
+    """The keys of all parts and fences of some files, as a filter for readers."""
+
+    def __init__(self, *file_ids: str) -> None:
+        self._prefixes = tuple(f"{file_id}/".encode() for file_id in file_ids)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key.startswith(self._prefixes)
+
+
+class PartOrder:
+    """Selects the parts of a file that count, from the records of its partition in log order.
+
+    The last fence names the run; without one the first part does. Of that run the parts count whose
+    number is the next of the file: repetitions are skipped.
+    """
+
+    def __init__(self, file_id: str) -> None:
+        self._prefix = f"{file_id}/".encode()
+        self._run: bytes | None = None
+        self.parts = 0
+        """Number of parts that counted."""
+
+    def accept(self, record: Record) -> bool:
+        """Take in the next record; whether it is a part that counts."""
+        key = record.key or b""
+        if not key.startswith(self._prefix) or record.value is None:
+            return False
+        run, _, number = key.removeprefix(self._prefix).rpartition(b"/")
+        if number == _FENCE_KEY:
+            self._run = run
+            return False
+        if self._run is None:
+            self._run = run
+        name = (self._prefix + run).decode(errors="replace")
+        if run != self._run or part_number(record, name) != self.parts:
+            return False
+        self.parts += 1
+        return True
+
+
+class FileStore:
+    """Writes and reads the content of files over one log."""
+
+    def __init__(self, log: Log, clock: Clock) -> None:
+        self._log = log
+        self._clock = clock
+        self._publisher = RecordPublisher(log, clock)
+
+    async def partition_of(self, entity_id: str) -> int:
+        """The partition in which the files of an entity are."""
+        return partition_of(entity_id.encode(), await self._log.partitions(FILE_PARTS))
+
+    async def end_of(self, partition: int) -> int:
+        """Offset after the last record of a partition."""
+        return (await self._log.end_offsets(FILE_PARTS, [partition]))[partition]
+
+    async def fence(self, partition: int, run: str, file_ids: Sequence[str]) -> int:
+        """Begin a run of these files; returns the offset from which parts of other runs do not
+        count. Repeated until acknowledged."""
+        entries = [
+            Entry(f"{file_id}/{run}/".encode() + _FENCE_KEY, b"\0", ((TYPE_HEADER, _FENCE),))
+            for file_id in file_ids
+        ]
+        appended = await self._publisher.publish_entries(FILE_PARTS, partition, entries)
+        return appended.offset
+
+    async def append_part(
+        self, file_id: str, run: str, number: int, content: bytes, partition: int,
+        headers: Headers = (),
+    ) -> Appended:  # fmt: skip
+        """Append a part; repeated until acknowledged. Raises RecordTooLarge above 8 MiB."""
+        entry = numbered_part(_PART, f"{file_id}/{run}", number, content, headers)
+        return await self._publisher.publish_entry(FILE_PARTS, entry, partition)
+
+    async def write(self, file_id: str, content: AsyncIterator[bytes]) -> WrittenFile:
+        """Write a file as its content arrives, in parts.
+
+        If it fails or is cancelled, what was written is deleted. Raises the errors of `content`.
+        """
+        partition = await self.partition_of(file_id)
+        digest, held = hashlib.sha256(), bytearray()
+        size = number = 0
+        first = end = -1
+
+        async def append(part: bytes) -> None:
+            nonlocal number, first, end
+            digest.update(part)
+            appended = await self.append_part(file_id, "0", number, part, partition)
+            first, end = (appended.offset if first < 0 else first), appended.offset + 1
+            number += 1
+
+        try:
+            async for piece in content:
+                size += len(piece)
+                held += piece
+                while len(held) >= PART_BYTES:
+                    await append(bytes(held[:PART_BYTES]))
+                    del held[:PART_BYTES]
+            if held or not number:
+                await append(bytes(held))
+        except BaseException:
+            keys = [f"{file_id}/0/{n}".encode() for n in range(number + 1)]
+            with suppress(StreamError):  # they expire like all parts
+                await self._bury(partition, keys, until=self._clock.now())
+            raise
+        return WrittenFile(partition, first, end, size, digest.hexdigest())
+
+    async def read(self, card: FileCard) -> AsyncGenerator[bytes, None]:
+        """The content of a file, piece by piece. Close it (`aclosing`) when leaving it early.
+
+        Raises FileDamaged, if need be after the last piece; BrokerUnavailable.
+        """
+        order, digest, size = PartOrder(card.id), hashlib.sha256(), 0
+        async with aclosing(self.records(card.partition, card.first, card.end, card.id)) as records:
+            async for record in records:
+                if order.accept(record):
+                    part = record.value or b""
+                    size += len(part)
+                    digest.update(part)
+                    yield part
+        if size != card.size or digest.hexdigest() != card.sha256:
+            raise FileDamaged(f"{card.id}: {size} of {card.size} bytes are kept, or other ones")
+
+    async def records(
+        self, partition: int, first: int, end: int, *file_ids: str
+    ) -> AsyncGenerator[Record, None]:
+        """Records of some files in a range of offsets, as far as they are kept.
+
+        Raises FileDamaged if they are deleted meanwhile, BrokerUnavailable.
+        """
+        source = Partition(FILE_PARTS, partition)
+        starts = await self._log.start_offsets(FILE_PARTS, [partition])
+        first = max(first, starts[partition])
+        batches = read_range(
+            self._log, self._clock, {source: first}, {source: end},
+            batch_size=PARTS_PER_POLL, keys=FileKeys(*file_ids),
+        )  # fmt: skip
+        try:
+            async with aclosing(batches):
+                async for batch in batches:
+                    for record in batch.records:
+                        yield record
+        except PositionLost as e:
+            raise FileDamaged(f"{file_ids[0]}: {e}") from e
+
+    async def delete(self, card: FileCard) -> None:
+        """Delete the content of a file: its space is free after the next compaction."""
+        async with aclosing(self.records(card.partition, card.first, card.end, card.id)) as records:
+            keys = [record.key async for record in records if record.key and record.value]
+        await self._bury(card.partition, keys)
+
+    async def _bury(
+        self, partition: int, keys: Sequence[bytes], *, until: float | None = None
+    ) -> None:
+        """Append tombstones; `until` as in `RecordPublisher.publish`."""
+        for start in range(0, len(keys), TOMBSTONES_PER_BATCH):
+            some = keys[start : start + TOMBSTONES_PER_BATCH]
+            entries = [Entry(key, None, ((TYPE_HEADER, _PART),)) for key in some]
+            await self._publisher.publish_entries(FILE_PARTS, partition, entries, until=until)

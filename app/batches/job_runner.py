@@ -1,0 +1,174 @@
+"""Runner of batch jobs: runs the open jobs of the partitions that it owns.
+
+A consumer group on `batch-jobs` assigns its partitions, and with them the jobs; nothing is read or
+committed through it. The runner has a view of all jobs, and starts what is open in its partitions:
+level-triggered, so unfinished work of a predecessor is found. Ownership is no lock. A former owner
+that still runs is fenced in the job's files (`app/batches/file_store.py`).
+
+It is a part of the collector, no process of its own: both follow results in the background, and one
+more process would be one more thing to start, watch and give rights to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from app.batches.batch_log import BatchLog
+from app.batches.file_store import FileStore
+from app.batches.job_output import OutputSuperseded
+from app.batches.job_run import JobContext, JobRun
+from app.runtime.process import ProcessContext
+from app.settings import Settings
+from streams.batch_records import BatchJob
+from streams.errors import AccessDenied, LogClosed, StreamError
+from streams.ports import Log, Member, Partition
+from streams.records import LogRecord
+from streams.topics import BATCH_JOBS
+
+log = logging.getLogger(__name__)
+
+GROUP = "collector-jobs"
+POLL_S = 1.0
+CHECK_S = 1.0
+"""Period of checks for jobs to start; also the delay before a run is repeated."""
+MAX_RUNNING = 8
+"""Jobs at a time, the oldest first: each takes some megabytes and a consumer of `results`."""
+MAX_ATTEMPTS = 3
+"""Runs that end with an error of this program, after which the job fails."""
+
+
+class JobRunner:
+    """A `ProcessLifecycle` that is a part of another one."""
+
+    def __init__(self, log: Log, settings: Settings, ctx: ProcessContext) -> None:
+        self._log = log
+        self._ctx = ctx
+        self._batches = BatchLog(log, ctx.clock, self._applied)
+        self._context = JobContext(
+            log, ctx.clock, ctx.rng, self._batches, FileStore(log, ctx.clock),
+            settings.batch_max_lines,
+        )  # fmt: skip
+        self._member: Member | None = None
+        self._owned: dict[int, object] = {}
+        """By owned partition, a token of its assignment."""
+        self._read: dict[int, object] = {}
+        """Those that the view has read to their ends since the assignment."""
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._attempts: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self._is_closing = False
+
+    @property
+    def running_jobs(self) -> int:
+        """Jobs that this runner works on now."""
+        return len(self._running)
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether all jobs of the time of the start have been read."""
+        return self._batches.follower.caught_up
+
+    async def start(self) -> None:
+        """Return when all jobs are read."""
+        self._ctx.spawn("batch jobs", self._batches.follower.run())
+        await self._batches.follower.wait_caught_up()
+        self._ctx.spawn("ownership of jobs", self._join())
+        self._ctx.spawn("jobs", self._run())
+
+    async def stop(self) -> None:
+        """Leave all jobs to other runners."""
+        self._is_closing = True
+        self.revoked(frozenset(self._owned))
+        if self._member is not None:
+            await self._member.close()
+
+    # --- ownership, called by the member ---
+
+    def assigned(self, starts: Mapping[int, int]) -> None:
+        """Own partitions from now on; their jobs start when the view has them all."""
+        for partition in starts:
+            self._owned[partition] = token = object()
+            self._ctx.spawn(f"jobs of partition {partition}", self._read_to_end(partition, token))
+
+    def revoked(self, partitions: frozenset[int]) -> None:
+        """Stop the jobs of these partitions, which another runner owns now."""
+        for partition in partitions:
+            self._owned.pop(partition, None)
+            self._read.pop(partition, None)
+        self._changed.set()
+
+    # ---
+
+    def _applied(self, _: Partition, __: Sequence[LogRecord]) -> None:
+        self._changed.set()
+
+    async def _join(self) -> None:
+        self._member = member = self._log.member(BATCH_JOBS, GROUP, self)
+        try:
+            while True:
+                await member.poll(POLL_S)  # never a record: no partition is resumed
+        except LogClosed:
+            if not self._is_closing:
+                raise
+
+    async def _read_to_end(self, partition: int, token: object) -> None:
+        """A job may be older than the assignment, and its last record just written."""
+        while self._owned.get(partition) is token:
+            try:
+                await self._batches.read_to_end(partition)
+            except StreamError as e:
+                log.info("jobs of partition %d are not read yet: %s", partition, e)
+                await self._ctx.clock.sleep(CHECK_S)
+            else:
+                if self._owned.get(partition) is token:
+                    self._read[partition] = token
+                    self._changed.set()
+                return
+
+    async def _run(self) -> None:
+        while True:
+            await self._check()
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(CHECK_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _check(self) -> None:
+        """Start the runs that are due, and stop those of other owners."""
+        for name, task in list(self._running.items()):
+            if task.done():
+                del self._running[name]
+            elif task.cancelling():
+                continue  # a second cancel would interrupt its clean-up
+            elif await self._batches.partition_of(name) not in self._owned:
+                task.cancel()
+        for job in self._batches.view.open_jobs():
+            if len(self._running) >= MAX_RUNNING:
+                return
+            if job.id in self._running:
+                continue
+            if await self._batches.partition_of(job.id) in self._read:
+                self._running[job.id] = self._ctx.spawn(f"job {job.id}", self._work(job))
+
+    async def _work(self, job: BatchJob) -> None:
+        run = JobRun(self._context, job)
+        try:
+            await run.run()
+            self._attempts.pop(job.id, None)
+        except (AccessDenied, LogClosed):
+            raise
+        except (OutputSuperseded, StreamError, TimeoutError) as e:
+            log.info("%s continues later: %s", job.id, e)
+            await self._ctx.clock.sleep(CHECK_S)
+        except Exception as e:  # a job must not end the process, again and again
+            log.exception("%s was interrupted by an error of this program", job.id)
+            self._attempts[job.id] = attempts = self._attempts.get(job.id, 0) + 1
+            await self._ctx.clock.sleep(CHECK_S)
+            if attempts >= MAX_ATTEMPTS:
+                await run.fail("internal_error", f"the job failed {attempts} times: {e!r}")
+        finally:
+            self._changed.set()

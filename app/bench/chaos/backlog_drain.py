@@ -1,0 +1,435 @@
+"""Backlog: prompts that are in the log before any worker starts, and are drained under faults.
+
+All prompts are published to `batch`, each with a result asked for. Then a deployment starts. It
+drains a third of them without faults, a third while its processes are killed, stopped and paused at
+random, and a third beside interactive requests over HTTP as well. A reader of committed records
+counts the results of each id and compares every text with the engine's.
+
+The capacity of the fleet is that of its simulated engines alone, always with requests waiting, for
+as long as workers are not hit. The memory of a process is that of one start: after its warm-up, its
+last third is compared with its first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
+from app.bench.chaos.chaos_run import (
+    MODEL_READY_TIMEOUT_S,
+    PROCESS_FAULTS,
+    deployment_processes,
+)
+from app.bench.chaos.fault_injection import FaultInjector, InjectedFault, draw_faults
+from app.bench.chaos.impact import ROUND_S
+from app.bench.chaos.load_generator import LoadGenerator
+from app.bench.process_group import PROCESS_KINDS, ProcessGroup
+from app.bench.report import Report, Threshold, at_least, at_most, none_of
+from app.demo.expected_answers import AnswerOracle
+from app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
+from app.engine.simulated.step import add_sequence, run_step
+from app.local.processes import free_port
+from app.percentiles import percentile
+from app.settings import Settings
+from streams.client import Client
+from streams.clock import Clock
+from streams.codecs import decode
+from streams.ports import Partition
+from streams.prompt import Prompt
+from streams.records import Result
+from streams.topics import RESULTS
+
+WORKERS, MAX_SEQS = 3, 8
+ENGINE_SPEEDUP = 0.3
+PROCESS_SETTINGS: dict[str, Any] = {
+    "engine_speedup": ENGINE_SPEEDUP,
+    "max_num_seqs": MAX_SEQS,
+    "max_attempts": 10,
+}
+"""Engines that are slower than two cores with all processes: the engines are the limit."""
+TOKENS, TOKENS_SPREAD = 32, 7
+"""Shortest answer, and number of lengths: equal ones would begin and end in step."""
+PROMPT_TOKENS = 48
+"""About the length of the prompts, for the capacity."""
+CAPACITY_REQUESTS = 4000
+INTERACTIVE_RATE = 2.0
+"""Requests a second over HTTP, beside the last third."""
+PUBLISHED_TOGETHER = 500
+QUIET, FAULTS, BESIDE = "no faults", "faults", "faults, beside HTTP"
+PHASES = (QUIET, FAULTS, BESIDE)
+SAMPLE_INTERVAL_S = POLL_S = 1.0
+STALL_S = 120.0
+"""Without any result for this time the rest counts as lost. Longer than any takeover."""
+SETTLE_S = 15.0
+"""Time for results of requests that have one already: longer than a takeover by a collector."""
+HEAD_REQUESTS = 2 * WORKERS * MAX_SEQS
+"""The first results: all engines begin with full batches at the same time."""
+TAIL_REQUESTS = 4 * WORKERS * MAX_SEQS
+"""The last results, among which the engines are not full, do not count as throughput."""
+THROUGHPUT_SHARE, GROWTH_LIMIT = 0.9, 0.1
+MB = 1024 * 1024
+
+
+class BacklogScale(NamedTuple):
+    """Number of prompts, seed of the faults, and warm-up of the memory of a process."""
+
+    prompts: int = 20_000
+    seed: int = 1
+    warm_up_s: float = 60.0
+
+
+QUICK, DEFAULT = BacklogScale(2000, warm_up_s=20.0), BacklogScale()
+FULL = BacklogScale(200_000)
+
+
+class PhaseFigures(NamedTuple):
+    """A phase of the drain. `results`: records over `seconds` of the clock; `capacity`: requests
+    that the engines had taken meanwhile; `ttft_s`: of interactive requests."""
+
+    name: str
+    seconds: float
+    results: int
+    interactive: int
+    capacity: float
+    faults: int
+    ttft_s: Sequence[float] = ()
+
+
+class MemorySeries(NamedTuple):
+    """Resident memory of one start of a process, a sample a second, in bytes."""
+
+    process: str
+    rss_bytes: Sequence[int]
+
+
+@dataclass
+class BacklogResult:
+    """What the drain has shown. `results_of`: number of results, by prompt; `verdicts`: of the
+    interactive requests."""
+
+    phases: list[PhaseFigures]
+    results_of: Sequence[int]
+    wrong: int
+    unknown: int
+    verdicts: Counter[str]
+    memory: list[MemorySeries]
+    warm_up_s: float
+    crashes: list[str]
+
+
+async def bench_backlog(
+    settings: Settings,
+    scale: BacklogScale,
+    print_line: PrintLine,
+    progress: Callable[[float], None],
+) -> Report:
+    """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
+    async with bench_environment(settings, print_line) as on:
+        oracle = AnswerOracle(on.settings, on.clock)
+        await oracle.load()
+        ids = await publish_prompts(on, scale.prompts)
+        print_line(f"{scale.prompts} prompts are in the log; the processes start")
+        ports = {f"gateway-{n}": free_port() for n in (1, 2)}
+        processes = ProcessGroup(
+            on, deployment_processes(WORKERS, ports, collectors=2), PROCESS_SETTINGS
+        )
+        results = ResultCounter(on, oracle, ids)
+        processes.start()
+        async with Client(on.log, on.clock) as client:
+            load = LoadGenerator(
+                {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}, client,
+                oracle, on.clock, rate=INTERACTIVE_RATE, tokens=TOKENS, on_kafka=0,
+                rng=random.Random(scale.seed),
+            )  # fmt: skip
+            drain = BacklogDrain(on, processes, load, results, scale, progress)
+            watching = [
+                asyncio.create_task(w)
+                for w in (processes.restart_crashed(), results.run(), drain.sample_memory())
+            ]
+            try:
+                await processes.wait_ready()
+                await load.wait_until_served(MODEL_READY_TIMEOUT_S)
+                await drain.run()
+            finally:
+                for task in watching:
+                    task.cancel()
+                await asyncio.gather(*watching, return_exceptions=True)
+                await load.close()
+    for crash in processes.crashes:
+        print_line(f"{crash.name} ended with {crash.status}:\n{crash.tail}")
+    return backlog_report(drain.result())
+
+
+async def publish_prompts(on: BenchEnvironment, count: int) -> list[str]:
+    """Publish prompts of class batch; returns their ids. Raises BrokerUnavailable."""
+    async with Client(on.log, on.clock) as client:
+        ids = [client.new_request_id() for _ in range(count)]
+        for first in range(0, count, PUBLISHED_TOGETHER):
+            prompts = [backlog_prompt(n, ids[n]) for n in range(count)[first:][:PUBLISHED_TOGETHER]]
+            await asyncio.gather(*(client.publish(p, subscribe=False) for p in prompts))
+    return ids
+
+
+def backlog_prompt(number: int, request_id: str) -> Prompt:
+    """A prompt by its number, which is also its `custom_id`."""
+    return Prompt(
+        id=request_id, kind="chat", body=chat_body(number), service_class="batch", result=True,
+        deadline_s=24 * 3600, custom_id=str(number),
+    )  # fmt: skip
+
+
+def chat_body(number: int) -> dict[str, Any]:
+    """The body of a prompt by its number."""
+    text = f"The {number}th letter: what does it say of the river, and of the harbour?"
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": TOKENS + number % TOKENS_SPREAD,
+        "ignore_eos": True,
+    }
+
+
+def engine_requests_per_s() -> float:
+    """Requests a second of one engine that always has requests waiting."""
+    state = BatchState(EngineLimits(16, 16_384, max_sequences=MAX_SEQS))
+    added = done = 0
+    duration_ms = 0.0
+    while done < CAPACITY_REQUESTS:
+        while state.waiting_count < MAX_SEQS:
+            tokens = TOKENS + added % TOKENS_SPREAD
+            add_sequence(state, BatchSequence(added, PROMPT_TOKENS, tokens))
+            added += 1
+        step = run_step(state)
+        assert step is not None, "there are requests"
+        duration_ms += step.duration_ms
+        done += len(step.finished)
+    return 1000 * ENGINE_SPEEDUP * done / duration_ms
+
+
+class ResultCounter:
+    """Reads `results` from its beginning, and counts the records of each prompt."""
+
+    def __init__(self, on: BenchEnvironment, oracle: AnswerOracle, ids: Sequence[str]) -> None:
+        self._on = on
+        self._oracle = oracle
+        self._ids = ids
+        self.counts = [0] * len(ids)
+        self.received = 0
+        """Prompts with a result."""
+        self.wrong = 0
+        self.unknown = 0
+        """Results of other requests."""
+
+    async def run(self) -> None:
+        """Read until cancelled; raises what the reader raises."""
+        numbers = range(await self._on.log.partitions(RESULTS))
+        reader = self._on.log.reader(moving=False)
+        reader.assign({Partition(RESULTS, n): 0 for n in numbers})
+        try:
+            while True:
+                for records in (await reader.poll(POLL_S)).values():
+                    for record in records:
+                        result = decode(record)
+                        assert isinstance(result, Result), "results has no other records"
+                        await self._count(result)
+        finally:
+            await reader.close()
+
+    async def _count(self, result: Result) -> None:
+        number = int(result.custom_id or -1)
+        if not 0 <= number < len(self._ids) or self._ids[number] != result.id:
+            self.unknown += 1
+            return
+        self.counts[number] += 1
+        self.received += self.counts[number] == 1
+        expected = await self._oracle.expect_answer(result.id, "chat", chat_body(number))
+        choices = (result.body or {}).get("choices", ())
+        texts = [choice["message"]["content"] for choice in choices]
+        self.wrong += texts != [expected.expected.text]
+
+
+@dataclass
+class _Phase:
+    """A phase that is not over. Seconds of the clock."""
+
+    name: str
+    began: float
+    received: int
+    faults: list[InjectedFault] = field(default_factory=list)
+
+
+class BacklogDrain:
+    """Runs the phases; `sample_memory` must be running."""
+
+    def __init__(
+        self,
+        on: BenchEnvironment,
+        processes: ProcessGroup,
+        load: LoadGenerator,
+        results: ResultCounter,
+        scale: BacklogScale,
+        progress: Callable[[float], None],
+    ) -> None:
+        self._clock: Clock = on.clock
+        self._processes = processes
+        self._load = load
+        self._results = results
+        self._scale = scale
+        self._progress = progress
+        self._injector = FaultInjector(processes, None, on.log, on.clock)
+        self._round = 0
+        self._shown = 0
+        """Results that `progress` got."""
+        self._capacity = engine_requests_per_s()
+        self._phases: list[PhaseFigures] = []
+        self._memory: dict[tuple[str, int], list[int]] = {}
+
+    async def run(self) -> None:
+        """Drain the backlog. Raises BenchFailed."""
+        await self._wait_received(HEAD_REQUESTS)
+        for number, name in enumerate(PHASES, 1):
+            await self._run_phase(name, self._scale.prompts * number // len(PHASES))
+        await self._load.drain()
+        await self._wait_received(self._scale.prompts)
+        await self._clock.sleep(SETTLE_S)
+
+    async def _run_phase(self, name: str, until: int) -> None:
+        phase = _Phase(name, self._clock.now(), self._results.received)
+        stop = asyncio.Event()
+        injecting = asyncio.create_task(self._inject(phase, stop)) if name != QUIET else None
+        sending = asyncio.create_task(self._load.run()) if name == BESIDE else None
+        try:
+            # The last results come while engines are no longer full.
+            counted = min(until, self._scale.prompts - TAIL_REQUESTS)
+            await self._wait_received(max(counted, phase.received + 1))
+            ended, received = self._clock.now(), self._results.received
+            answered = [c for c in self._load.conversations if c.ended_at is not None]
+            await self._wait_received(until)
+        finally:
+            stop.set()
+            if sending is not None:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+            if injecting is not None:
+                await injecting
+        down_s = sum(
+            max(0.0, min(hit.recovered_at, ended) - hit.at)
+            for hit in phase.faults
+            if hit.target.startswith("worker-")
+        )
+        seconds = ended - phase.began
+        self._phases.append(
+            PhaseFigures(
+                name,
+                seconds,
+                received - phase.received,
+                len(answered),
+                self._capacity * (WORKERS * seconds - down_s),
+                len(phase.faults),
+                [c.expected.ttft_s for c in answered],
+            )
+        )
+
+    async def _wait_received(self, count: int) -> None:
+        """Wait for so many results; returns also when there are no more for STALL_S."""
+        changed_at = self._clock.now()
+        while self._results.received < count and self._clock.now() < changed_at + STALL_S:
+            await self._clock.sleep(POLL_S / 10)
+            if (more := self._results.received - self._shown) > 0:
+                self._progress(more / self._scale.prompts)
+                self._shown += more
+                changed_at = self._clock.now()
+
+    async def _inject(self, phase: _Phase, stop: asyncio.Event) -> None:
+        """Rounds of faults until `stop`; all targets have recovered at the end."""
+        names = {kind: self._processes.names_of_kind(kind) for kind in PROCESS_KINDS}
+        while not stop.is_set():
+            began = self._clock.now()
+            faults = draw_faults(self._scale.seed, self._round, PROCESS_FAULTS, names, 0)
+            self._round += 1
+            phase.faults += await self._injector.inject(faults, lambda: None)
+            while not stop.is_set() and self._clock.now() < began + ROUND_S:
+                await self._clock.sleep(POLL_S / 10)
+
+    async def sample_memory(self) -> None:
+        """Sample the memory of every process until cancelled."""
+        while True:
+            for name, process in self._processes.processes.items():
+                if rss_bytes := process.rss_bytes:
+                    self._memory.setdefault((name, process.pid), []).append(rss_bytes)
+            await self._clock.sleep(SAMPLE_INTERVAL_S)
+
+    def result(self) -> BacklogResult:
+        """What it found, after `run`."""
+        results = self._results
+        return BacklogResult(
+            self._phases, results.counts, results.wrong, results.unknown,
+            Counter(chat.verdict for chat in self._load.conversations),
+            [MemorySeries(name, rss) for (name, _), rss in self._memory.items()],
+            self._scale.warm_up_s, [crash.name for crash in self._processes.crashes],
+        )  # fmt: skip
+
+
+def memory_growth(series: Iterable[MemorySeries], warm_up_s: float) -> dict[str, float]:
+    """By process, by which part of itself one start of it grew at most, from the first third after
+    the warm-up to the last. Starts that ended before twice the warm-up are left out."""
+    growth: dict[str, float] = {}
+    for name, rss_bytes in series:
+        steady = rss_bytes[int(warm_up_s / SAMPLE_INTERVAL_S) :]
+        if len(steady) * SAMPLE_INTERVAL_S < warm_up_s:
+            continue
+        third = len(steady) // 3 or 1
+        grown = median(steady[-third:]) / median(steady[:third]) - 1
+        growth[name] = max(grown, growth.get(name, grown), key=abs)
+    return growth
+
+
+def backlog_report(found: BacklogResult) -> Report:
+    """A row for each phase, and the bars."""
+    growth = memory_growth(found.memory, found.warm_up_s)
+    grown, part = max(((abs(v), name) for name, v in growth.items()), default=(0.0, "none"))
+    wrong = found.verdicts.total() - found.verdicts["right"]
+    bars = [
+        none_of("prompts without a result", found.results_of.count(0)),
+        none_of("prompts with several results", sum(count > 1 for count in found.results_of)),
+        none_of("results with a wrong text", found.wrong),
+        none_of("results of unknown requests", found.unknown),
+        none_of("interactive answers lost, repeated or wrong", wrong),
+        *(
+            at_least(f"throughput, {phase.name}, of the engines' capacity",
+                (phase.results + phase.interactive) / phase.capacity, "x", THROUGHPUT_SHARE)
+            for phase in found.phases
+        ),
+        at_most(f"memory changed after warm-up, most of all {part}", grown, "x", GROWTH_LIMIT),
+        Threshold("processes whose memory was compared", len(growth), "", ">= 1", bool(growth)),
+        none_of("processes that ended by themselves", len(found.crashes)),
+    ]  # fmt: skip
+    sizes: dict[str, float] = {}
+    for name, rss_bytes in found.memory:
+        kind = name.partition("-")[0]
+        sizes[kind] = max(sizes.get(kind, 0.0), max(rss_bytes) / MB)
+    shown = ", ".join(f"{kind} {mb:.0f}" for kind, mb in sizes.items())
+    rows = [_row(phase) for phase in found.phases]
+    return Report("backlog", rows, bars, lines=[f"largest memory, MB: {shown}"])
+
+
+def _row(phase: PhaseFigures) -> dict[str, Any]:
+    return {
+        "phase": phase.name,
+        "s": phase.seconds,
+        "kills and stops": phase.faults,
+        "results": phase.results,
+        "results/s": phase.results / phase.seconds,
+        "HTTP answers": phase.interactive,
+        "capacity/s": phase.capacity / phase.seconds,
+        "first text ms, HTTP": {
+            "p50": 1000 * percentile(phase.ttft_s, 0.5),
+            "p99": 1000 * percentile(phase.ttft_s, 0.99),
+        },
+    }

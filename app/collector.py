@@ -1,0 +1,170 @@
+"""Collector process: writes one result for each finished request that gets one.
+
+    requests ──group──► GroupConsumer ──► LaneCollector ──► results, and topics of replies
+    responses ────────► LaneReader ─────────┘
+    registry ─────────► ModelNames   artifacts ──► ModelLoader: text of tokens, for logprobs
+    batch-jobs, results, file-parts ◄──► JobRunner ──► batch: the jobs of the Batch API
+
+This file wires. How each request gets exactly one result is in `app/results/lane_collector.py`;
+which requests get one is decided where they are written (`app/preprocess/result_rules.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from app.batches.job_runner import JobRunner
+from app.http.probes import Checks, Probes, StatusServer
+from app.metrics.collector_metrics import CollectorMetrics
+from app.preprocess.models.artifacts import ArtifactStore
+from app.preprocess.models.byte_model import ByteModel, Model
+from app.preprocess.models.model_loader import ModelLoader
+from app.preprocess.models.model_names import ModelNames
+from app.preprocess.prompt_errors import BadModel, InvalidPrompt
+from app.preprocess.thread_pool import ThreadPool, WorkPool
+from app.results.collector_context import CollectorContext
+from app.results.lane_collector import LaneCollector
+from app.results.lane_reader import LaneReader
+from app.routing.state.fleet import Fleet
+from app.runtime.process import ProcessContext, faststream_app
+from app.settings import Settings
+from streams.clock import BrokerClock
+from streams.errors import StreamError
+from streams.ports import Log
+from streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from streams.records import LogRecord
+from streams.topics import REGISTRY, REQUESTS
+from streams.views.follower import Follower
+
+if TYPE_CHECKING:
+    from faststream import FastStream
+    from starlette.applications import Starlette
+
+log = logging.getLogger(__name__)
+
+GROUP = "collector"
+CHECK_INTERVAL_S = 5.0
+
+
+class Collector:
+    """One collector; any number of them share the lanes."""
+
+    def __init__(
+        self, log: Log, settings: Settings, ctx: ProcessContext, pool: WorkPool | None = None
+    ) -> None:
+        """`pool`: for loading tokenizers."""
+        self._ctx = ctx
+        self._lanes: dict[int, LaneCollector] = {}
+        self._has_joined = False
+        self._threads = ThreadPool(threads=1)
+        pool = pool or self._threads
+        fleet = Fleet()
+        self._names = ModelNames(fleet)
+        self._registry = Follower(log, fleet, [REGISTRY], ctx.clock)
+        artifacts = ArtifactStore(log, ctx.clock, pool, settings.cache_dir / "artifacts")
+        self._loader = ModelLoader(artifacts, pool, ctx)
+        self._jobs = JobRunner(log, settings, ctx)
+        broker_clock = BrokerClock(ctx.clock)
+        self._requests = GroupConsumer(
+            log, REQUESTS, GROUP, self, ctx.clock, broker_clock, writes_dead_letters=False
+        )
+        metrics = CollectorMetrics(
+            lambda: sum(lane.open_requests for lane in self._lanes.values()),
+            lambda: sum(lane.serving for lane in self._lanes.values()),
+            lambda: self._jobs.running_jobs,
+        )
+        self._context = CollectorContext(
+            log=log,
+            ctx=ctx,
+            broker_clock=broker_clock,
+            metrics=metrics,
+            remembered_ms=int(settings.dedup_window_s * 1000),
+            resume=self._requests.resume,
+            find_model=self._find_model,
+        )
+        self._reader = LaneReader(self._context, self._lanes)
+        probes = Probes(self._checks, metrics.page, lambda: ctx.error is None)
+        self._status = StatusServer(settings, ctx, probes, metrics.loop_delay)
+
+    @property
+    def http(self) -> Starlette:
+        """The application of its probes."""
+        return self._status.http
+
+    @property
+    def url(self) -> str:
+        """The address of its probes, if they have a port. Only after `start`."""
+        return self._status.url
+
+    async def start(self) -> None:
+        """Join the group; returns when the lanes that it got are taken over."""
+        await self._status.start()
+        ctx = self._ctx
+        ctx.spawn("registry", self._registry.run())
+        await self._registry.wait_caught_up()
+        ctx.spawn("requests", self._requests.run())
+        ctx.spawn("replies", self._reader.run())
+        ctx.spawn("checks", self._check())
+        await self._requests.wait_joined()
+        while not self._serves_lanes:
+            await asyncio.wait({lane.take_over for lane in self._lanes.values()})
+        self._has_joined = True
+        await self._jobs.start()
+
+    async def stop(self) -> None:
+        """Leave the groups with everything committed that is done."""
+        await self._jobs.stop()
+        await self._requests.close()
+        await self._status.stop()
+        self._threads.close()
+
+    def on_claimed(self, claim: PartitionClaim) -> None:
+        """A lane was assigned to this collector."""
+        self._lanes[claim.partition] = LaneCollector(self._context, claim)
+
+    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
+        """A record of `requests` arrived."""
+        self._lanes[claim.partition].on_request_record(fact)
+
+    def on_released(self, claim: PartitionClaim) -> None:
+        """A lane was revoked."""
+        self._lanes.pop(claim.partition).close()
+
+    @property
+    def _serves_lanes(self) -> bool:
+        return all(lane.serving for lane in self._lanes.values())
+
+    def _checks(self) -> Checks:
+        return {
+            "registry_read": self._registry.caught_up,
+            "lanes_served": self._has_joined and self._serves_lanes,
+            "lanes": len(self._lanes),
+            "batch_jobs_read": self._jobs.caught_up,
+            "log_answers": self._ctx.broker_answers,
+        }
+
+    async def _check(self) -> None:
+        while True:
+            await self._ctx.clock.sleep(CHECK_INTERVAL_S)
+            for lane in list(self._lanes.values()):
+                if lane.serving and not lane.claim.is_lost:
+                    await lane.check()
+
+    async def _find_model(self, name: str) -> Model | None:
+        """The model of a name; None if it is gone, or cannot be loaded."""
+        try:
+            card = self._names.find("tokens", name)
+            if card.tokenizer is None:
+                return ByteModel(card.name, card.context_length)
+            return await self._loader.model(card)
+        except (InvalidPrompt, BadModel, TimeoutError, StreamError) as e:
+            log.warning("logprobs of model %s are written as token ids: %s", name, e)
+            return None
+
+
+def __getattr__(name: str) -> FastStream:
+    if name == "app":
+        return faststream_app("collector", Collector)
+    raise AttributeError(name)

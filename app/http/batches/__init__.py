@@ -1,0 +1,1 @@
+"""Endpoints of OpenAI's Files and Batch API."""

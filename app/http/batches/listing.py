@@ -1,0 +1,71 @@
+"""Responses that files and batches share: objects, pages of lists, and errors of the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.responses import Response
+
+from app.batches.file_store import FileDamaged
+from app.http.api_errors import ApiError, error_of_stream, invalid_request
+from app.http.probes import JSON
+from streams.batch_records import BatchJob, FileCard
+from streams.errors import StreamError
+
+Entity = TypeVar("Entity", FileCard, BatchJob)
+
+
+def page_of(
+    entities: Iterable[Entity], query: QueryParams, default: int, most: int
+) -> tuple[list[Entity], bool]:
+    """The entities of a page, and whether there are more, by `limit`, `after` and `order`.
+
+    Ids are ordered by time, so `after` may have been deleted. Raises ApiError.
+    """
+    limit, after, order = _limit(query, default, most), query.get("after", ""), query.get("order")
+    if order not in (None, "asc", "desc"):
+        raise invalid_request("order: asc or desc", "order")
+    newest_first = order != "asc"
+    chosen = [
+        entity for entity in entities
+        if not after or (entity.id < after if newest_first else entity.id > after)
+    ]  # fmt: skip
+    chosen.sort(key=lambda entity: entity.id, reverse=newest_first)
+    return chosen[:limit], len(chosen) > limit
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Errors of the log as errors of the API."""
+    try:
+        yield
+    except StreamError as e:
+        raise error_of_stream(e) from e
+    except FileDamaged as e:
+        raise ApiError(HTTPStatus.GONE, str(e), code="file_damaged") from e
+
+
+def list_response(objects: list[dict[str, Any]], *, has_more: bool) -> Response:
+    """A page in OpenAI's form."""
+    return json_response({
+        "object": "list", "data": objects, "has_more": has_more,
+        "first_id": objects[0]["id"] if objects else None,
+        "last_id": objects[-1]["id"] if objects else None,
+    })  # fmt: skip
+
+
+def json_response(body: object) -> Response:
+    """An object, 200."""
+    return Response(msgspec.json.encode(body), media_type=JSON)
+
+
+def _limit(query: QueryParams, default: int, most: int) -> int:
+    given = query.get("limit", str(default))
+    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= most):
+        raise invalid_request(f"limit: a number from 1 to {most}", "limit")
+    return int(given)

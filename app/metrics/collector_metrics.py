@@ -1,0 +1,66 @@
+"""Metrics of a collector: results by status, their delay, transactions, and replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from app.metrics.metric_set import MetricSet
+
+RESULT_STATUSES = ("completed", "failed", "cancelled")
+TRANSACTION_OUTCOMES = ("committed", "failed", "fenced")
+UNDELIVERED_REASONS = ("no_topic", "too_large", "failed")
+
+
+class CollectorMetrics(MetricSet):
+    """`open_requests`: how many requests of its lanes get a result and are not over."""
+
+    def __init__(
+        self,
+        open_requests: Callable[[], int],
+        lanes: Callable[[], int],
+        batch_jobs: Callable[[], int],
+    ) -> None:
+        super().__init__()
+        self._results = self.counter(
+            "kvlane_collector_results", "Results that were written, by status", "status"
+        )
+        self._delay = self.histogram(
+            "kvlane_collector_result_delay_seconds",
+            "Time from the end of a reply to its result in the log",
+        )
+        self._transactions = self.counter(
+            "kvlane_collector_transactions", "Transactions with results, by outcome", "outcome"
+        )
+        self._undelivered = self.counter(
+            "kvlane_collector_undelivered_replies",
+            "Replies that were left out, by reason",
+            "reason",
+        )
+        self.gauge(
+            "kvlane_collector_open_requests", "Requests that get a result and are not over"
+        ).set_function(open_requests)
+        self.gauge("kvlane_collector_lanes", "Lanes whose results are collected").set_function(
+            lanes
+        )
+        self.gauge(
+            "kvlane_collector_batch_jobs", "Batch jobs that this collector runs now"
+        ).set_function(batch_jobs)
+        for status in RESULT_STATUSES:
+            self._results.labels(status)
+        for outcome in TRANSACTION_OUTCOMES:
+            self._transactions.labels(outcome)
+        for reason in UNDELIVERED_REASONS:
+            self._undelivered.labels(reason)
+
+    def observe_result(self, status: str, delay_ms: float) -> None:
+        """A result is in the log, `delay_ms` after the end of its reply."""
+        self._results.labels(status).inc()
+        self._delay.observe(max(0.0, delay_ms / 1000))
+
+    def count_transaction(self, outcome: str) -> None:
+        """A transaction has ended, or its end is unknown (failed)."""
+        self._transactions.labels(outcome).inc()
+
+    def count_reply(self, reason: str) -> None:
+        """A reply was left out."""
+        self._undelivered.labels(reason).inc()

@@ -1,0 +1,29 @@
+"""The parts of a collector that all its lanes share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from app.metrics.collector_metrics import CollectorMetrics
+from app.preprocess.models.byte_model import Model
+from app.runtime.process import ProcessContext
+from streams.clock import BrokerClock
+from streams.ports import Log
+from streams.reading.group_consumer import PartitionClaim
+
+CLOCK_SKEW_MS = 60_000
+"""Largest difference between the clocks of two brokers."""
+
+
+class CollectorContext(NamedTuple):
+    """`remembered_ms`: for how long ids of finished requests are recognised. `find_model`: the
+    model of a name, None if it cannot be had. `resume`: start reading the requests of a lane."""
+
+    log: Log
+    ctx: ProcessContext
+    broker_clock: BrokerClock
+    metrics: CollectorMetrics
+    remembered_ms: int
+    resume: Callable[[PartitionClaim], None]
+    find_model: Callable[[str], Awaitable[Model | None]]

@@ -1,0 +1,163 @@
+"""The collector of one lane: one result for each request of the lane that gets one.
+
+Exactly once, for readers that read committed:
+
+- Results are written in transactions, by the writer of the lane (`app/results/result_writer.py`). A
+  collector that takes over a lane opens that writer first: nobody else writes results of the lane
+  from then on, and all earlier transactions have ended.
+- Then it reads the results that are in the log, from before the first request that may have none.
+  Requests with a result get no other one.
+- The committed position of the group is the lowest request without a result. It moves after the
+  transaction of the result. What a collector wrote between that and its death is found above the
+  position by the next one.
+
+Partial replies are in memory only; a new owner reads them again, from before the append of the
+first request without a result. Positions that are found by time have a margin for the clocks of
+brokers. Consumer offsets are no part of the transactions: the writer is the fence already, and as
+replies end in another order than their requests begin, a position cannot replace the look for
+results.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from app.results.collector_context import CLOCK_SKEW_MS, CollectorContext
+from app.results.duplicates import find_duplicates
+from app.results.lane_results import LaneResults
+from app.results.result_writer import ResultWriter
+from streams.ports import Partition, Record
+from streams.reading.group_consumer import PartitionClaim
+from streams.reading.range_reader import read_range
+from streams.records import LogRecord
+from streams.retry import retry_while_unavailable
+from streams.topics import REQUESTS, RESPONSES
+
+log = logging.getLogger(__name__)
+
+MAX_READY = 2000
+"""Requests that are over and wait for their transaction; with so many, replies wait in the log."""
+SILENT_AFTER_MS = 15_000
+"""Age of a request without any record of a reply at which the ledger is searched for the reason."""
+OVERDUE_MS = 60_000
+"""Time after its deadline at which a request with deleted records counts as lost."""
+
+T = TypeVar("T")
+
+
+class LaneCollector:
+    """One claim on one lane."""
+
+    def __init__(self, context: CollectorContext, claim: PartitionClaim) -> None:
+        self.claim = claim
+        self.lane = claim.partition
+        self.position: int | None = None
+        """The next offset of `responses` to apply; None before the lane is taken over."""
+        self._context = context
+        self._results = LaneResults(context.remembered_ms)
+        self._writer = ResultWriter(context, self.lane, self._results, claim.mark_done)
+        self.take_over = context.ctx.spawn(f"take over lane {self.lane}", self._begin())
+        self._tasks = [self.take_over]
+
+    @property
+    def serving(self) -> bool:
+        """Whether the lane is taken over."""
+        return self.position is not None
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that get a result and are not over."""
+        return self._results.open_requests
+
+    @property
+    def is_full(self) -> bool:
+        """Whether replies are to wait in the log until results are written."""
+        return len(self._results.ready) >= MAX_READY
+
+    def close(self) -> None:
+        """The lane was revoked: stop everything at once."""
+        for task in self._tasks:
+            task.cancel()
+        self._context.ctx.spawn(f"close writer of lane {self.lane}", self._writer.close())
+
+    def on_request_record(self, fact: LogRecord) -> None:
+        """A record of `requests`."""
+        if not self._results.add_request(fact):
+            self.claim.mark_done(fact.offset)
+
+    def apply(self, records: Sequence[Record]) -> None:
+        """Records of `responses`, from `position` on. Raises NewerRecord."""
+        self._results.apply(records)
+        self.position = records[-1].offset + 1
+        self._writer.notify()
+
+    def skip_to(self, start: int) -> None:
+        """Records of `responses` below this offset were deleted, unread."""
+        log.error(
+            "responses[%d]: records were deleted before they were read: wanted %s, the log starts "
+            "at %d; requests whose reply is incomplete get a result with the error lost",
+            self.lane, self.position, start,
+        )  # fmt: skip
+        self._results.truncate()
+        self.position = start
+
+    async def check(self) -> None:
+        """Settle requests that no record of a reply settles. To be called now and then."""
+        now_ms = self._context.broker_clock.now_ms()
+        self._results.lose_overdue(now_ms - OVERDUE_MS)
+        self._writer.notify()
+        silent = self._results.silent(now_ms - SILENT_AFTER_MS)
+        if not silent or not (found := await find_duplicates(self._context, self.lane, silent)):
+            return
+        end = await self._end_of(RESPONSES)
+        if self.claim.is_lost or self.position is None or self.position < end:
+            return  # it is checked again
+        for pending in found:
+            if pending.is_silent:
+                log.info("%s was published before; it gets no other result", pending.id)
+                self._results.drop(pending)
+                self.claim.mark_done(pending.offset)
+
+    async def _begin(self) -> None:
+        context, lane = self._context, self.lane
+        await self._writer.open()
+        # Before the end of the requests: what is appended to them later is answered later.
+        end_of_responses = await self._end_of(RESPONSES)
+        end_of_requests = await self._end_of(REQUESTS)
+        first_ms = await self._first_ms(end_of_requests)
+        if first_ms is None:
+            position = end_of_responses
+        else:
+            await self._writer.find_results(first_ms)
+            since_ms = max(0, first_ms - CLOCK_SKEW_MS)
+            position = await self._asked(lambda: context.log.offset_at(RESPONSES, lane, since_ms))
+            starts = await self._asked(lambda: context.log.start_offsets(RESPONSES, [lane]))
+            if 0 < starts[lane] >= position:
+                self._results.cut_below = end_of_requests
+        self.position = position
+        context.resume(self.claim)
+        self._tasks.append(context.ctx.spawn(f"results of lane {lane}", self._writer.run()))
+
+    async def _first_ms(self, end: int) -> int | None:
+        """The append time of the first request that may have no result; None if all have one."""
+        source, context = Partition(REQUESTS, self.lane), self._context
+        if self.claim.start >= end:
+            return None
+        pieces = read_range(
+            context.log, context.ctx.clock, {source: self.claim.start}, {source: end}, batch_size=1
+        )
+        async with aclosing(pieces):
+            async for piece in pieces:
+                for record in piece.records:
+                    return record.timestamp
+        return None
+
+    async def _end_of(self, topic: str) -> int:
+        lane = self.lane
+        return (await self._asked(lambda: self._context.log.end_offsets(topic, [lane])))[lane]
+
+    async def _asked(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await retry_while_unavailable(self._context.ctx.clock, call)

@@ -1,0 +1,110 @@
+"""The results of one lane: which requests of it get one, and how far each of them is.
+
+Pure state of one claim: records of `requests` and `responses` in, finished results out. Each
+request gets one result, whatever is published or delivered twice; `finished` holds the ids of
+results that are in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from app.results.pending_result import PendingResult
+from streams.codecs import decode
+from streams.errors import Malformed
+from streams.ports import Record
+from streams.records import Chunk, End, Fence, LogRecord, Refused
+from streams.request import Request
+
+_VISIBLE = (Chunk, Fence, End)
+
+
+class LaneResults:
+    """Requests of a lane whose results are not written, and ids of those whose results are."""
+
+    def __init__(self, kept_ms: int) -> None:
+        """`kept_ms`: for how long the id of a finished request is remembered, in broker time."""
+        self.ready: dict[PendingResult, None] = {}
+        """Requests that are over, in the order of their ends."""
+        self.cut_below = 0
+        """Records of replies to requests below this offset may have been deleted."""
+        self._kept_ms = kept_ms
+        self._pending: dict[str, PendingResult] = {}
+        """Those in `ready` are among them."""
+        self._by_key: dict[bytes, PendingResult] = {}
+        """Those that are not over, by the key of their records."""
+        self._finished: dict[str, int] = {}
+
+    @property
+    def open_requests(self) -> int:
+        """Number of requests with an open reply."""
+        return len(self._by_key)
+
+    def add_finished(self, finished: Mapping[str, int]) -> None:
+        """Results that are in the log: append times in broker ms by request id."""
+        self._finished |= finished
+
+    def add_request(self, fact: LogRecord) -> bool:
+        """Take a record of `requests`; False if it needs no result, or has one already."""
+        record = fact.record
+        if not isinstance(record, Request | Refused) or record.result is None:
+            return False
+        if record.id in self._pending or record.id in self._finished:
+            return False
+        pending = PendingResult(fact, record, record.result)
+        pending.may_be_cut = fact.offset < self.cut_below
+        self._pending[record.id] = self._by_key[record.id.encode()] = pending
+        return True
+
+    def apply(self, records: Sequence[Record]) -> None:
+        """Apply records of `responses`, in log order. Raises NewerRecord."""
+        by_key = self._by_key
+        for record in records:
+            if record.key is None or (pending := by_key.get(record.key)) is None:
+                continue
+            try:
+                decoded = decode(record)
+            except Malformed:
+                continue  # as every reader of a reply skips it
+            if isinstance(decoded, _VISIBLE) and pending.apply(decoded, record.timestamp):
+                self._end(pending)
+
+    def truncate(self) -> None:
+        """Records of the lane were deleted before they were read."""
+        for pending in self._by_key.values():
+            pending.cut()
+
+    def lose_overdue(self, now_ms: int) -> None:
+        """End requests whose reply may have ended among deleted records. `now_ms`: broker time."""
+        for pending in [p for p in self._by_key.values() if p.is_lost]:
+            if pending.due_ms < now_ms:
+                pending.lose(now_ms)
+                self._end(pending)
+
+    def silent(self, before_ms: int) -> list[PendingResult]:
+        """Requests that were appended before a broker time, without any record of a reply."""
+        return [p for p in self._by_key.values() if p.is_silent and p.appended_ms < before_ms]
+
+    def drop(self, pending: PendingResult) -> None:
+        """Forget a request that gets no result."""
+        if self._pending.pop(pending.id, None) is not None:
+            self._by_key.pop(pending.id.encode(), None)
+
+    def finish(self, written: Iterable[PendingResult], at_ms: int) -> None:
+        """The results of these are in the log since a broker time."""
+        for pending in written:
+            del self._pending[pending.id], self.ready[pending]
+            self._finished[pending.id] = at_ms
+        while self._finished:
+            oldest = next(iter(self._finished))
+            if self._finished[oldest] >= at_ms - self._kept_ms:
+                break
+            del self._finished[oldest]
+
+    def is_finished(self, request_id: str) -> bool:
+        """Whether its result is in the log, as far as this process remembers."""
+        return request_id in self._finished
+
+    def _end(self, pending: PendingResult) -> None:
+        del self._by_key[pending.id.encode()]
+        self.ready[pending] = None

@@ -1,0 +1,228 @@
+"""The result of one request, from the records of its reply.
+
+Applies the stream reconstruction rule (`streams/responses/transcript.py`), and makes the body with
+the code of the HTTP endpoints: a result has what an HTTP client without a stream would get. Pure:
+records in, a `Result` out, the same one for the same records.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from app.http.api_errors import WHOLE_CODES, ApiError, error_of_piece
+from app.http.openai import openai_responses
+from app.http.openai.logprobs import TokenText
+from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
+from app.preprocess.models.byte_model import Model
+from streams.ids import issued_ms
+from streams.records import (
+    Chunk,
+    End,
+    Fence,
+    LogRecord,
+    Refused,
+    Result,
+    ResultError,
+    ResultTimings,
+    ResultUsage,
+)
+from streams.request import ReplyAddress, Request, ResultOptions
+from streams.responses.transcript import Transcript
+
+ResultStatus = Literal["completed", "failed", "cancelled"]
+
+_ENDPOINTS: dict[str, EndpointKind] = {
+    "chat": "chat",
+    "completion": "completion",
+    "tokens": "completion",
+    "embedding": "embedding",
+}
+_LOST = End(id="", code="lost", message="part of the answer is no longer kept")
+
+
+class PendingResult:
+    """A request whose result is not written yet. `offset`: of its record in `requests`."""
+
+    def __init__(self, fact: LogRecord, record: Request | Refused, options: ResultOptions) -> None:
+        self.id = record.id
+        self.offset = fact.offset
+        self.options = options
+        self.appended_ms = fact.timestamp_ms
+        self.ended_ms = 0
+        self.may_be_cut = False
+        """Whether records of its reply may have been deleted before they were read."""
+        self._is_cut = False
+        asked = record if isinstance(record, Request) else Request(id=record.id)
+        self._begun_ms = asked.queued_ms or fact.timestamp_ms
+        self.due_ms = self._begun_ms + int(asked.deadline_s * 1000)
+        """Broker time at which a router ends it at the latest, while there is one."""
+        self._model_name = asked.model
+        self._transcript = Transcript(record.id, keep=options.kind == "tokens")
+        self._model: Model | None = None
+        self._last: Chunk | End | None = None
+        self._first_ms: int | None = None
+        self._attempts = 0
+        self._has_begun = False
+        """Whether a piece of the reply was visible."""
+        output = asked.output
+        self._spelling: TokenText | None = None
+        if output.logprobs is not None:
+            as_ids = bool(output.return_tokens_as_token_ids)
+            self._spelling = TokenText(self._token_bytes, as_ids=as_ids)
+        self._choice = Choice(asked.prompt_tokens, before=options.echo, spelling=self._spelling)
+        self._reply = options.reply
+        self._is_oversized = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its reply has ended."""
+        return self._last is not None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no record of its reply was read."""
+        return self._attempts == 0 and not self.is_over
+
+    @property
+    def wanted_model(self) -> str | None:
+        """The model whose tokens the body spells; None if it spells none."""
+        is_spelled = self._spelling is not None and self._choice.shown_tokens > 0
+        return self._model_name if is_spelled else None
+
+    def apply(self, record: Chunk | Fence | End, at_ms: int) -> bool:
+        """Apply the next record of the reply, appended at broker time `at_ms`; whether it ended."""
+        if self.is_over:
+            return True
+        if not isinstance(record, End):
+            self._attempts = max(self._attempts, record.attempt + 1)
+        piece = None if self._is_cut else self._transcript.apply(record)
+        if piece is not None and not self._is_end_of_cut(piece):
+            self._add(piece, at_ms)
+        elif self.may_be_cut and not self._has_begun and _ends(record):
+            self.lose(at_ms)
+        return self.is_over
+
+    def cut(self) -> None:
+        """Records of its reply may have been deleted, after those that were read."""
+        self.may_be_cut = True
+        if self._has_begun:
+            self._is_cut, self._has_begun = True, False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its end may have been deleted."""
+        return self.may_be_cut and not self._has_begun
+
+    def _add(self, piece: Chunk | End, at_ms: int) -> None:
+        self._has_begun = True
+        if isinstance(piece, Chunk):
+            self._model_name = self._model_name or piece.model
+            if self._first_ms is None and (piece.token_ids or piece.text or piece.data):
+                self._first_ms = at_ms
+        self._choice.add(piece)
+        if _ends(piece):
+            self._last, self.ended_ms = piece, at_ms
+
+    def _is_end_of_cut(self, piece: Chunk | End) -> bool:
+        """Whether a piece says that the answer is whole, when its beginning may be missing."""
+        is_whole = isinstance(piece, End) and piece.code in WHOLE_CODES
+        return self.may_be_cut and not self._has_begun and is_whole
+
+    @property
+    def status(self) -> ResultStatus:
+        """The status of its result, after the end."""
+        return _status(self._failure())
+
+    @property
+    def reply(self) -> ReplyAddress | None:
+        """Where a copy of the result goes."""
+        return self._reply
+
+    def drop_reply(self) -> None:
+        """Leave the copy out: it cannot be delivered."""
+        self._reply = None
+
+    def drop_body(self) -> None:
+        """Report an error instead of the body: it does not fit into a record."""
+        self._is_oversized = True
+
+    def lose(self, at_ms: int) -> None:
+        """End it with an error: its answer is no longer in the log."""
+        self._last, self.ended_ms = _LOST, at_ms
+
+    def build(self, model: Model | None = None) -> Result:
+        """The result, after the end. `model`: of `wanted_model`; without it, tokens are ids."""
+        self._set_model(model)
+        options, failure = self.options, self._failure()
+        return Result(
+            id=self.id,
+            status=_status(failure),
+            status_code=200 if failure is None else failure.status,
+            model=self._model_name,
+            kind=options.kind,
+            body=self._body() if failure is None else None,
+            usage=self._usage(failure),
+            error=None if failure is None else msgspec.convert(failure.fields(), ResultError),
+            timings=ResultTimings(
+                queued_ms=max(0, self.appended_ms - self._begun_ms),
+                ttft_ms=None if self._first_ms is None else self._since(self._first_ms),
+                total_ms=self._since(self.ended_ms),
+                finished_ms=self.ended_ms,
+            ),
+            attempts=self._attempts,
+            metadata=msgspec.json.decode(options.metadata or b"{}"),
+            batch_id=options.batch_id,
+            custom_id=options.custom_id,
+        )
+
+    def _failure(self) -> ApiError | None:
+        assert self._last is not None, "the request has not ended"
+        failure = error_of_piece(self._last)
+        if failure is None and self._is_oversized:
+            return ApiError(500, "the result is larger than a record may be", code="too_large")
+        return failure
+
+    def _body(self) -> dict[str, Any]:
+        created_s = (issued_ms(self.id) or self._begun_ms) // 1000
+        header = ResponseHeader(_ENDPOINTS[self.options.kind], self.id, self._model_name, created_s)
+        body = openai_responses.full_response(header, [self._choice])
+        if self.options.kind == "tokens":
+            body["choices"][0]["token_ids"] = self._transcript.tokens
+        return body
+
+    def _usage(self, failure: ApiError | None) -> ResultUsage | None:
+        usage = self._choice.usage
+        if failure is not None and not self._choice.counted_tokens:
+            return None
+        return ResultUsage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
+
+    def _set_model(self, model: Model | None) -> None:
+        self._model = model
+        if model is None and self._spelling is not None:
+            self._spelling = self._choice.spelling = TokenText(self._token_bytes, as_ids=True)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        return b"" if self._model is None else self._model.token_bytes(token_id)
+
+    def _since(self, at_ms: int) -> int:
+        return max(0, at_ms - self._begun_ms)
+
+
+def _ends(record: Chunk | Fence | End) -> bool:
+    """Whether a record ends a reply, if it is visible."""
+    return isinstance(record, End) or (
+        isinstance(record, Chunk) and record.finish_reason is not None
+    )
+
+
+def _status(failure: ApiError | None) -> ResultStatus:
+    if failure is None:
+        return "completed"
+    return "cancelled" if failure.code == "cancelled" else "failed"

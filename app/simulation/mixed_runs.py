@@ -1,0 +1,163 @@
+"""Runs of a trace beside batch work, and their figures.
+
+Blocks have 64 tokens, not the 512 of the trace's chunks: a preempted run computes the part of its
+last block again, which at 512 would be more than its answer so far.
+
+Idle capacity is the time in which a worker has no request of the trace, in the run without batch
+work, times the tokens per second of a worker that has batch work only, without any bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from app.engine.simulated.batch import DECODE, EngineLimits
+from app.routing.selection.batch_placement import BatchBounds
+from app.routing.selection.decision import RoutingConfig
+from app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
+from app.simulation.router_state import SharedViews
+from app.simulation.run_metrics import RunMetrics, metrics_of
+from app.simulation.simulator import SimulatedRequest, Simulator, new_simulator
+from app.simulation.trace_requests import (
+    ArrivalRate,
+    RequestArrival,
+    TraceRequest,
+    schedule_arrivals,
+    trace_requests,
+)
+from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
+
+BLOCK_TOKENS = 64
+SPLIT = CHUNK_TOKENS // BLOCK_TOKENS
+UNBOUNDED = BatchBounds(max_step_ms=400.0, max_idle_slowdown=10.0)
+"""Bounds of a fleet without interactive requests."""
+ALONE_S = 30.0
+"""Duration of the run that measures it, in simulated seconds."""
+
+
+class MixedRun(NamedTuple):
+    """Parameters of the runs of one comparison."""
+
+    workers: int
+    speed: float = 1.0
+    cache_chunks: int = 2048
+    bounds: BatchBounds = BatchBounds()
+
+
+class MixedMetrics(NamedTuple):
+    """Figures of a run. `batch`: None without batch work; `idle_tokens`: see the module."""
+
+    mode: str
+    requests: RunMetrics
+    batch: BatchCounts | None
+    idle_tokens: float
+
+
+class Mix:
+    """A trace and batch work, prepared once for all runs."""
+
+    def __init__(
+        self, rows: Sequence[TraceRow], batch_rows: Sequence[TraceRow], run: MixedRun
+    ) -> None:
+        self._run = run
+        self._batch_rows = batch_rows
+        split = [_split(row) for row in rows]
+        requests = trace_requests(split, block_size=BLOCK_TOKENS)
+        self._arrivals = schedule_arrivals(split, requests, ArrivalRate(run.speed), 0)
+        self._short = TraceRequest(requests[0].prompt, 1, requests[0].chunks, requests[0].keys)
+
+    def compare(
+        self, modes: Sequence[BatchMode], progress: Callable[[int], None] = lambda _: None
+    ) -> list[MixedMetrics]:
+        """The run without batch work, then one of each mode. Raises as `new_simulator` does.
+
+        `progress` gets the number of new arrivals of the trace.
+        """
+        simulator = self._simulator(self._arrivals, None, self._run.bounds, progress)
+        requests = simulator.run()
+        idle_tokens = _idle_s(requests, simulator) * self._alone_rate()
+        found = [MixedMetrics("no batch", metrics_of(requests), None, idle_tokens)]
+        for mode in modes:
+            simulator = self._simulator(self._arrivals, mode, self._run.bounds, progress)
+            requests = simulator.run()
+            assert simulator.batch is not None
+            counts = simulator.batch.counts
+            found.append(MixedMetrics(mode, metrics_of(requests), counts, idle_tokens))
+        return found
+
+    def _alone_rate(self) -> float:
+        """Tokens per second of a worker that has batch work only."""
+        ends_ms = ALONE_S * 1000
+        arrivals = [RequestArrival(at_ms, self._short) for at_ms in (0.0, ends_ms)]
+        simulator = self._simulator(arrivals, "classes", UNBOUNDED)
+        ends_ms = simulator.run()[-1].last_token_ms
+        assert simulator.batch is not None
+        open_tokens = 0
+        for task in simulator.batch.tasks.values():
+            assert task.sequence is not None
+            assert task.worker is not None
+            if task.sequence.phase == DECODE:
+                steps = task.sequence.offset + task.worker.state.step_count
+                open_tokens += steps + 1 - task.sequence.prompt_tokens
+        tokens = simulator.batch.counts.output_tokens + open_tokens
+        return tokens / (ends_ms / 1000) / self._run.workers
+
+    def _simulator(
+        self,
+        arrivals: Sequence[RequestArrival],
+        mode: BatchMode | None,
+        bounds: BatchBounds,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> Simulator:
+        def work(views: SharedViews) -> BatchWork:
+            assert mode is not None
+            return BatchWork(self._batch_rows, mode, bounds, BLOCK_TOKENS, views.add_chunks)
+
+        limits = EngineLimits(BLOCK_TOKENS, self._run.cache_chunks * SPLIT)
+        return new_simulator(
+            arrivals, self._run.workers, limits, RoutingConfig("predictive"), 0, progress,
+            batch=None if mode is None else work,
+        )  # fmt: skip
+
+
+def mixed_row(found: MixedMetrics) -> dict[str, Any]:
+    """The row of a run in tables and files. Shares of batch tokens are NaN without batch work."""
+    requests, batch = found.requests, found.batch
+    return {
+        "batch": found.mode,
+        "ttft_ms": {"mean": requests.ttft_mean, "p99": requests.ttft_p99},
+        "itl_ms": requests.itl_mean,
+        "batch_tokens": 0 if batch is None else batch.output_tokens,
+        "of_idle_capacity": 0.0 if batch is None else batch.output_tokens / found.idle_tokens,
+        "recomputed": 0.0 if batch is None else recomputed_share(batch),
+        "preemptions": 0 if batch is None else batch.preemptions,
+    }
+
+
+def recomputed_share(batch: BatchCounts) -> float:
+    """The part of all tokens computed for batch requests that was computed before."""
+    return batch.recomputed_tokens / max(batch.computed_tokens, 1)
+
+
+def _idle_s(requests: Sequence[SimulatedRequest], simulator: Simulator) -> float:
+    """Time in which workers had no request, over all workers, in seconds."""
+    ends_ms = max(each.last_token_ms for each in requests)
+    idle_ms = 0.0
+    for worker in simulator.workers:
+        runs = sorted((r.sent_ms, r.last_token_ms) for r in requests if r.worker == worker.name)
+        until_ms = 0.0
+        for began_ms, ended_ms in runs:
+            idle_ms += max(began_ms - until_ms, 0.0)
+            until_ms = max(until_ms, ended_ms)
+        idle_ms += ends_ms - until_ms
+    return idle_ms / 1000
+
+
+def _split(row: TraceRow) -> TraceRow:
+    """A row with the ids of blocks instead of chunks."""
+    ids = np.array(row.hash_ids, np.int64)[:, None] * SPLIT + np.arange(SPLIT)
+    blocks = ids.ravel()[: -(-row.input_length // BLOCK_TOKENS)].tolist()
+    return TraceRow(row.timestamp, row.input_length, row.output_length, blocks)

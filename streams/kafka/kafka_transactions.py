@@ -1,0 +1,155 @@
+"""Transactions on Kafka: one transactional producer per writer, replaced after each failure.
+
+The broker admits one producer per transactional id: a new one completes or aborts the transaction
+of the one before, which cannot write from then on. That is the fence on which `TransactionalWriter`
+relies. No consumer offsets are part of a transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import (
+    InvalidProducerEpoch,
+    KafkaError,
+    MessageSizeTooLargeError,
+    ProducerFenced,
+    RecordListTooLargeError,
+    TransactionalIdAuthorizationFailed,
+)
+
+from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost, RecordTooLarge
+from streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
+from streams.kafka.producer import end_unflushed
+from streams.ports import TopicEntry
+from streams.topics import MAX_RECORD_BYTES, partition_of
+
+_BATCH_BYTES = 1024 * 1024
+_FENCED = (ProducerFenced, InvalidProducerEpoch)
+_OVERSIZE = (MessageSizeTooLargeError, RecordListTooLargeError)
+_REFUSALS = (*REFUSAL_ERRORS, TransactionalIdAuthorizationFailed)
+
+
+class WriterSession(Protocol):
+    """The connection of a process, as a writer uses it; implemented by `KafkaLog`."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of every aiokafka client."""
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the deployment."""
+
+    @property
+    def request_timeout_s(self) -> float:
+        """After it a request has failed."""
+
+    async def partitions(self, topic: str) -> int:
+        """As `Log.partitions`."""
+
+    def forget(self, user: Any) -> None:
+        """A writer has closed itself."""
+
+
+class KafkaTransactionalWriter:
+    """Implements `TransactionalWriter`; made by `KafkaLog`. One task uses it."""
+
+    def __init__(self, kafka: WriterSession, name: str) -> None:
+        self._kafka = kafka
+        self._id = kafka.prefix + name
+        self._timeout_s = 3 * kafka.request_timeout_s
+        """Of one transaction: as long as any append waits (`streams/kafka/producer.py`)."""
+        self._starting: asyncio.Task[AIOKafkaProducer] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def open(self) -> None:
+        """Besides the port's errors: AccessDenied, LogClosed."""
+        self._check_open()
+        self._drop()
+        self._starting = starting = asyncio.create_task(self._start())
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.shield(starting)
+        except (KafkaError, TimeoutError) as e:
+            self._drop()
+            if isinstance(e, _REFUSALS):
+                raise to_access_denied(e, self._id) from e
+            raise BrokerUnavailable(f"{self._id}: no transactions: {e!r}") from e
+        self._check_open()
+
+    async def write(self, entries: Sequence[TopicEntry]) -> None:
+        """Besides the port's errors: AccessDenied, TopicMismatch, LogClosed."""
+        self._check_open()
+        assert self._starting is not None, "a writer is opened first, and again after an error"
+        producer = self._starting.result()
+        is_whole = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._write(producer, entries)
+            is_whole = True
+        except _OVERSIZE as e:
+            raise RecordTooLarge(f"{self._id}: {e}") from e
+        except _FENCED as e:
+            raise OwnershipLost(f"{self._id}: another writer has taken over") from e
+        except (KafkaError, TimeoutError, AssertionError) as e:
+            if isinstance(e, _REFUSALS):
+                raise to_access_denied(e, self._id) from e
+            raise AppendFailed(f"{self._id}: the transaction has no known end: {e!r}") from e
+        finally:
+            if not is_whole:
+                self._drop()
+
+    async def close(self) -> None:
+        """Disconnect, without waiting for a transaction."""
+        self._closed = True
+        self._kafka.forget(self)
+        self._drop()
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    async def _start(self) -> AIOKafkaProducer:
+        producer = AIOKafkaProducer(
+            **self._kafka.options,
+            acks="all",
+            transactional_id=self._id,
+            transaction_timeout_ms=int(1000 * self._timeout_s),
+            max_batch_size=_BATCH_BYTES,
+            max_request_size=MAX_RECORD_BYTES,
+        )
+        await start_client(producer, self._kafka.options)
+        return producer
+
+    async def _write(self, producer: AIOKafkaProducer, entries: Sequence[TopicEntry]) -> None:
+        await producer.begin_transaction()
+        sent = []
+        for topic, entry, partition, is_foreign in entries:
+            if not is_foreign:
+                if partition is None:
+                    assert entry.key is not None, "an entry without a key needs a partition"
+                    partition = partition_of(entry.key, await self._kafka.partitions(topic))  # noqa: PLW2901
+                topic = self._kafka.prefix + topic  # noqa: PLW2901
+            sent.append(
+                await producer.send(
+                    topic, entry.value, entry.key, partition, headers=list(entry.headers)
+                )
+            )
+        await asyncio.gather(*sent)
+        await producer.commit_transaction()
+
+    def _drop(self) -> None:
+        """Disconnect in the background."""
+        if self._starting is None:
+            return
+        task = asyncio.create_task(end_unflushed(self._starting, self._kafka.request_timeout_s))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        self._starting = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LogClosed("the writer was closed")

@@ -1,0 +1,32 @@
+"""Format of content that is larger than a record: numbered parts under `<name>/<number>`.
+
+Model artifacts are named by their checksum (`app/preprocess/models/artifacts.py`), files of the
+Files API by their id and the run that wrote them (`app/batches/file_store.py`).
+"""
+
+from __future__ import annotations
+
+from streams.codecs import TYPE_HEADER
+from streams.ports import Entry, Record
+
+PART_BYTES = 1_000_000
+"""Content bytes of each part: with key and headers a record stays below 1 MiB."""
+
+Headers = tuple[tuple[str, bytes | None], ...]
+
+
+def numbered_part(
+    type_name: bytes, name: str, number: int, content: bytes, headers: Headers = ()
+) -> Entry:
+    """The record of a part. `type_name`: value of its type header."""
+    return Entry(f"{name}/{number}".encode(), content, ((TYPE_HEADER, type_name), *headers))
+
+
+def part_number(record: Record, name: str) -> int | None:
+    """Number of a part of `name`, from 0; None for any other record."""
+    prefix = f"{name}/".encode()
+    key = record.key or b""
+    number = key.removeprefix(prefix)
+    if not key.startswith(prefix) or record.value is None or not number.isdigit():
+        return None
+    return int(number) if len(number) < 10 else None

@@ -1,0 +1,151 @@
+"""The compose deployment: answers over HTTP and Kafka, while containers of every kind are killed.
+
+`make compose-up` has started it, with the ports of its file or those in the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import subprocess
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.demo.expected_answers import DemoAnswer
+from app.settings import Settings
+from streams.kafka.kafka_log import KafkaLog
+from tests.harness.http_and_kafka_clients import CLOCK, DeploymentClients, SseListener
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "compose"
+COMPOSE = (
+    *shlex.split(os.environ.get("COMPOSE", "docker compose")),
+    *("--project-directory", str(FOLDER), "--file", str(FOLDER / "compose.yaml")),
+)
+STREAMS, PROMPTS = 16, 8
+"""Over HTTP and over Kafka, at every kill."""
+ROUND_S = 120
+
+
+def port(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+GATEWAYS = (
+    f"http://127.0.0.1:{port('GATEWAY_PORT_1', 8000)}",
+    f"http://127.0.0.1:{port('GATEWAY_PORT_2', 8001)}",
+)
+SERVERS = ",".join(
+    f"localhost:{port(f'KAFKA_PORT_{number}', 8992 + 100 * number)}" for number in (1, 2, 3)
+)
+
+
+def compose(*command: str) -> str:
+    done = subprocess.run(
+        [*COMPOSE, *command], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+async def users() -> AsyncIterator[DeploymentClients]:
+    settings = Settings(bootstrap_servers=SERVERS)
+    log = KafkaLog(settings.kafka_connection("users"), prefix=settings.topic_prefix)
+    await log.start()
+    users = DeploymentClients(log, settings, GATEWAYS)
+    await users.judge.load()
+    await users.wait_model()
+    try:
+        async with users.client:
+            yield users
+    finally:
+        for client in users.openai:
+            await client.close()
+        await log.close()
+
+
+def chat(name: str) -> dict[str, object]:
+    content = f"Describe {name}."
+    return {
+        "model": "demo", "messages": [{"role": "user", "content": content}],
+        "max_tokens": 300, "ignore_eos": True,
+    }  # fmt: skip
+
+
+async def ask_at_both(
+    users: DeploymentClients, about: str, begun: asyncio.Event | None = None
+) -> list[DemoAnswer]:
+    """Streams at both gateways, which resume at the other one, and prompts over Kafka.
+
+    `begun` is set when every stream has begun.
+    """
+    bodies = [chat(f"{about} {number}") for number in range(STREAMS)]
+    listeners = [SseListener(await users.judge.expect_answer("", "chat", b)) for b in bodies]
+    first, second = (httpx.AsyncClient(base_url=url, timeout=ROUND_S) for url in GATEWAYS)
+
+    async def listen(number: int, listener: SseListener) -> None:
+        clients = (first, second) if number % 2 else (second, first)
+        await listener.send(clients[0], bodies[number])
+        while not listener.sent.finish_reason:
+            try:
+                await listener.resume(clients[1])
+            except httpx.TransportError:
+                clients = clients[::-1]
+                await CLOCK.sleep(0.2)
+
+    published = [
+        await users.publish("chat", chat(f"{about}, on Kafka, {n}")) for n in range(PROMPTS)
+    ]
+
+    async def watch() -> None:
+        while not all(each.sent.text_times or each.sent.finish_reason for each in listeners):
+            await CLOCK.sleep(0.02)
+        if begun is not None:
+            begun.set()
+
+    async with first, second, asyncio.TaskGroup() as group:
+        group.create_task(watch())
+        for number, listener in enumerate(listeners):
+            group.create_task(listen(number, listener))
+        for sent in published:
+            group.create_task(users.read(sent))
+    return [*(listener.sent for listener in listeners), *published]
+
+
+def assert_right(answers: list[DemoAnswer]) -> None:
+    wrong = [(a.id, a.finish_reason, len(a.text)) for a in answers if not a.is_correct]
+    assert not wrong, f"{len(wrong)} of {len(answers)}: {wrong[:5]}"
+
+
+async def test_chats_and_prompts_on_kafka_are_answered(users: DeploymentClients) -> None:
+    assert_right(await ask_at_both(users, uuid.uuid4().hex))
+
+
+@pytest.mark.parametrize(
+    "victim",
+    ["gateway-1", "preprocessor", "router-1", "collector", "worker-1", "kafka-1"],
+)
+async def test_killed_container_loses_nothing(users: DeploymentClients, victim: str) -> None:
+    async with asyncio.timeout(ROUND_S * 2):
+        begun = asyncio.Event()
+        asking = asyncio.create_task(ask_at_both(users, f"{victim} {uuid.uuid4().hex}", begun))
+        waiting = asyncio.create_task(begun.wait())
+        await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if asking.done():
+            await asking  # raises the error, if there was one
+        assert not asking.done(), "all answers were over before"
+        await asyncio.to_thread(compose, "kill", victim)
+        try:
+            if victim == "preprocessor":  # the only one: its prompts wait
+                await CLOCK.sleep(2)
+                await asyncio.to_thread(compose, "up", "--detach", "--no-recreate", victim)
+            assert_right(await asking)
+        finally:
+            await asyncio.to_thread(
+                compose, "up", "--detach", "--no-recreate", "--wait", "--wait-timeout", "120"
+            )

@@ -1,0 +1,102 @@
+"""Batch prompts: their topic decides the class, and their credit is their own."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+from streams.codecs import decode
+from streams.ports import Entry
+from streams.records import End, RouterCapacity
+from streams.request import Request
+from streams.topics import BATCH, CAPACITY, PROMPTS, RESPONSES, lane_of, partition_of
+from tests.flows.test_preprocessor import begin, send, sent
+from tests.harness.memory_world import MemoryWorld, scenario_test
+
+
+def ask_batch(world: MemoryWorld, request_id: str, **fields: object) -> None:
+    """Publish a prompt to `batch`."""
+    key = request_id.encode()
+    prompt = {"id": request_id, "body": {"messages": [{"role": "user", "content": "hi"}]}} | fields
+    partition = partition_of(key, world.broker.partitions[BATCH])
+    world.append_raw(BATCH, partition, Entry(key, json.dumps(prompt).encode()))
+
+
+def report(world: MemoryWorld, batch_requests: int, read: int, requests: int = 100) -> None:
+    """A router of the only lane, that has read so many of its records."""
+    capacity = RouterCapacity(
+        router="r1", requests=requests, tokens=10**6, bytes=10**6, positions={0: read},
+        batch_requests=batch_requests,
+    )  # fmt: skip
+    world.append(CAPACITY, 0, capacity, key="r1")
+
+
+def published(world: MemoryWorld, service_class: str) -> list[str]:
+    return [r.id for r in sent(world, Request) if r.service_class == service_class]
+
+
+@partial(scenario_test, lanes=1)
+async def test_the_topic_of_a_prompt_decides_its_class(world: MemoryWorld) -> None:
+    await begin(world)
+    report(world, batch_requests=10, read=0)
+    send(world, "now")
+    ask_batch(world, "later")
+    ask_batch(world, "later-2", service_class="interactive")
+    await world.wait_until(lambda: len(sent(world, Request)) == 3)
+    assert published(world, "interactive") == ["now"]
+    assert sorted(published(world, "batch")) == ["later", "later-2"]
+
+
+@partial(scenario_test, lanes=1)
+async def test_a_batch_prompt_in_prompts_is_moved(world: MemoryWorld) -> None:
+    preprocessor, _ = await begin(world)
+    report(world, batch_requests=10, read=0)
+    send(world, "later", service_class="batch")
+    await world.wait_until(lambda: len(sent(world, Request)) == 1)
+    assert published(world, "batch") == ["later"]
+    (moved,) = world.all_records(BATCH)
+    assert (moved.key, moved.value) == (b"later", world.all_records(PROMPTS)[0].value)
+    page = (await preprocessor._metrics.page()).decode()
+    assert 'kvlane_preprocessor_prompts_total{outcome="moved_to_batch"} 1.0' in page
+
+
+@partial(scenario_test, lanes=1)
+async def test_batch_prompts_wait_for_credit_of_their_own_and_nobody_behind_them(
+    world: MemoryWorld,
+) -> None:
+    await begin(world)
+    for n in range(50):
+        ask_batch(world, f"b{n}")
+    report(world, batch_requests=4, read=0)
+    await world.wait_until(lambda: len(published(world, "batch")) == 4)
+    report(world, batch_requests=4, read=0)  # it has not read them: no room was freed
+    send(world, "now")
+    await world.wait_until(lambda: published(world, "interactive") == ["now"])
+    await world.sleep(3)
+    assert len(published(world, "batch")) == 4
+    report(world, batch_requests=3, read=5)
+    await world.wait_until(lambda: len(published(world, "batch")) == 7)
+
+
+@partial(scenario_test, lanes=1)
+async def test_a_batch_prompt_waits_while_no_router_reports(world: MemoryWorld) -> None:
+    await begin(world)
+    ask_batch(world, "later")
+    await world.sleep(30)
+    assert not sent(world, Request)
+    report(world, batch_requests=1, read=0)
+    await world.wait_until(lambda: published(world, "batch") == ["later"])
+
+
+@partial(scenario_test, lanes=1)
+async def test_a_batch_prompt_may_wait_for_longer_than_an_interactive_one(
+    world: MemoryWorld,
+) -> None:
+    await begin(world)
+    ask_batch(world, "long", deadline_s=100_000)
+    ask_batch(world, "short", deadline_s=1000)
+    await world.sleep(2000)
+    report(world, batch_requests=2, read=0)
+    await world.wait_until(lambda: published(world, "batch") == ["long"])
+    assert lane_of("short", 1) == 0
+    assert not [r for r in map(decode, world.all_records(RESPONSES)) if isinstance(r, End)]

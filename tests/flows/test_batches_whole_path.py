@@ -1,0 +1,56 @@
+"""A batch through preprocessor, router, worker and collector, on the log in memory."""
+
+from __future__ import annotations
+
+import random
+
+from app.engine.echo import echo_answer
+from app.preprocess.text.byte_level import render_chat
+from app.preprocess.thread_pool import InlinePool
+from app.preprocessor import Preprocessor
+from app.runtime.process import ProcessContext
+from tests.harness.batch_harness import AnsweringFleet, BatchHarness, chat_line, jsonl
+from tests.harness.decoded import decode_bytes
+from tests.harness.gateway_harness import GatewayHarness, memory_settings
+from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.harness.results_harness import ResultsHarness
+
+TOKENS = 8
+
+
+def answer(name: str) -> str:
+    """The answer of the echo engine to a line."""
+    return decode_bytes(echo_answer(render_chat([("user", f"say {name}")]), TOKENS))
+
+
+@scenario_test
+async def test_a_batch_is_answered_as_http_would_answer(world: MemoryWorld) -> None:
+    gateway = await GatewayHarness.with_backend(world)
+    ctx = ProcessContext("p1", world.clock, random.Random("p1"))
+    log = await world.connect("p1")
+    await Preprocessor(log, memory_settings(), ctx, InlinePool()).start()
+    collectors = ResultsHarness(world)
+    await collectors.start()
+    harness = BatchHarness(gateway, AnsweringFleet(world))
+    names = [f"line-{n}" for n in range(12)]
+    lines = [chat_line(name) for name in names]
+    for line in lines:
+        line["body"]["max_tokens"] = TOKENS
+    lines[5]["body"] = {"model": "nobody", "messages": []}
+    batch_id = await harness.submit(jsonl(*lines))
+    await world.sleep(0.5)
+    await collectors.kill("c1")
+    await collectors.start("c2")
+    batch = await harness.ended(batch_id, within_s=300)
+    assert batch["status"] == "completed", batch
+    assert batch["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
+    done = {line["custom_id"]: line for line in await harness.lines(batch["output_file_id"])}
+    assert sorted(done) == sorted(name for name in names if name != "line-5")
+    body = done["line-3"]["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"]["content"] == answer("line-3")
+    assert body["usage"]["completion_tokens"] == TOKENS
+    (failed,) = await harness.lines(batch["error_file_id"])
+    assert failed["custom_id"] == "line-5"
+    assert failed["response"]["status_code"] in (400, 404)
+    assert failed["response"]["body"]["error"]["message"]

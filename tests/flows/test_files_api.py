@@ -1,0 +1,320 @@
+"""The Files API at the gateway, on the log in memory: content, lists, tenants and bounds."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.http.batches.files_endpoint import MAX_TRANSFERS
+from app.http.batches.multipart_upload import STALL_TIMEOUT_S
+from streams.memory.broker_faults import AppendFate
+from streams.reading.part_format import PART_BYTES
+from streams.topics import FILE_PARTS, FILE_RETENTION_MS
+from tests.harness.batch_harness import BOUNDARY, FORM, form
+from tests.harness.gateway_harness import GatewayHarness
+from tests.harness.http_exchange import HttpExchange
+from tests.harness.key_files import KeyFileHarness, auth_headers
+from tests.harness.memory_world import MemoryWorld, scenario_test
+
+LINES = b'{"custom_id": "a"}\n' * 3
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyFileHarness:
+    return KeyFileHarness(tmp_path)
+
+
+def upload(
+    harness: GatewayHarness, content: bytes | None, headers: Mapping[str, str] = {}, **fields: str
+) -> HttpExchange:
+    body = form(content, **fields)
+    return HttpExchange(harness.gateway.http, "POST", "/v1/files", body, {**FORM, **headers})
+
+
+async def uploaded(harness: GatewayHarness, content: bytes, token: str = "") -> dict[str, Any]:
+    headers = auth_headers(token) if token else {}
+    answer = await upload(harness, content, headers).wait_done()
+    assert answer.status == 200, answer.content
+    got: dict[str, Any] = answer.json
+    return got
+
+
+async def get(harness: GatewayHarness, path: str, token: str = "") -> HttpExchange:
+    headers = auth_headers(token) if token else {}
+    return await harness.send("GET", f"/v1/files{path}", headers=headers).wait_done()
+
+
+def kept_parts(world: MemoryWorld) -> set[bytes]:
+    """Keys of the parts that are left after compaction."""
+    last = {record.key: record.value for record in world.all_records(FILE_PARTS)}
+    return {key for key, value in last.items() if key is not None and value is not None}
+
+
+def big(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+# --- content --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, PART_BYTES - 1, PART_BYTES, 2 * PART_BYTES + 7])
+@scenario_test
+async def test_a_file_comes_back_as_it_was_uploaded(world: MemoryWorld, size: int) -> None:
+    harness = await GatewayHarness.open(world)
+    content = big(size, size)
+    file = await uploaded(harness, content)
+    assert file["bytes"] == size
+    assert (file["object"], file["purpose"], file["status"]) == ("file", "batch", "processed")
+    assert file["filename"] == "in.jsonl"
+    assert file["expires_at"] - file["created_at"] == FILE_RETENTION_MS // 1000
+    other = await GatewayHarness.open(world, "g2")
+    for each in (harness, other):
+        answer = await get(each, f"/{file['id']}/content")
+        assert answer.status == 200
+        assert answer.headers["content-length"] == str(size)
+        assert answer.content == content
+        assert (await get(each, f"/{file['id']}")).json == file
+    assert all(len(r.value or b"") <= PART_BYTES for r in world.all_records(FILE_PARTS))
+
+
+@scenario_test
+async def test_files_in_one_partition_do_not_mix(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    contents = [big(n, 3 * PART_BYTES + n) for n in range(4)]
+    uploads = [upload(harness, content) for content in contents]
+    files = [(await each.wait_done()).json["id"] for each in uploads]
+    for name, content in zip(files, contents, strict=True):
+        assert (await get(harness, f"/{name}/content")).content == content
+
+
+@scenario_test
+async def test_a_repeated_append_shows_once(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    content = big(1, 3 * PART_BYTES)
+    world.faults.next_fates(FILE_PARTS, AppendFate.KEPT, AppendFate.UNREPORTED)
+    file = await uploaded(harness, content)
+    assert len(world.all_records(FILE_PARTS)) == 4
+    assert (await get(harness, f"/{file['id']}/content")).content == content
+
+
+@scenario_test
+async def test_a_body_arrives_in_pieces_of_any_size(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    content = big(2, 300_000).replace(b"a", b"\r\n--a")
+    body = form(content)
+    rng = random.Random(5)
+    answer = HttpExchange(harness.gateway.http, "POST", "/v1/files", None, FORM, upload=False)
+    while body:
+        size = rng.choice((1, 2, 30, 5000, 100_000))
+        answer.upload(body[:size], more=len(body) > size)
+        body = body[size:]
+        await world.sleep(0)
+    await answer.wait_done()
+    got = (await get(harness, f"/{answer.json['id']}/content")).content
+    assert hashlib.sha256(got).hexdigest() == hashlib.sha256(content).hexdigest()
+
+
+@scenario_test
+async def test_fields_may_follow_the_file(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    mark = f"--{BOUNDARY}\r\ncontent-disposition: form-data; "
+    body = f'{mark}name="file"; filename="x"\r\n\r\nabc\r\n{mark}name="purpose"\r\n\r\nbatch\r\n'
+    body += f"--{BOUNDARY}--\r\n"
+    answer = HttpExchange(harness.gateway.http, "POST", "/v1/files", body.encode(), FORM)
+    await answer.wait_done()
+    assert (answer.status, answer.json["bytes"]) == (200, 3)
+
+
+@scenario_test
+async def test_damaged_content_is_no_answer(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    file = await uploaded(harness, LINES)
+    (part,) = [r for r in world.all_records(FILE_PARTS) if r.key]
+    world.broker.delete_records(FILE_PARTS, part.partition, part.offset + 1)
+    answer = await get(harness, f"/{file['id']}/content")
+    assert (answer.status, answer.error["code"]) == (410, "file_damaged")
+
+
+# --- lists ----------------------------------------------------------------------------------------
+
+
+@scenario_test
+async def test_files_are_listed_in_pages(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    assert (await get(harness, "")).json["data"] == []
+    names = []
+    for _ in range(5):
+        names.append((await uploaded(harness, LINES))["id"])
+        await world.sleep(1)
+    newest_first = names[::-1]
+    first = (await get(harness, "?limit=2")).json
+    assert [f["id"] for f in first["data"]] == newest_first[:2]
+    assert first["has_more"]
+    assert (first["first_id"], first["last_id"]) == (newest_first[0], newest_first[1])
+    rest = (await get(harness, f"?limit=3&after={first['last_id']}")).json
+    assert [f["id"] for f in rest["data"]] == newest_first[2:]
+    assert not rest["has_more"]
+    oldest = (await get(harness, "?order=asc&limit=1")).json
+    assert [f["id"] for f in oldest["data"]] == names[:1]
+    assert (await get(harness, "?purpose=batch_output")).json["data"] == []
+    for wrong in ("limit=0", "limit=x", "limit=10001", "order=up"):
+        answer = await get(harness, f"?{wrong}")
+        assert (answer.status, answer.error["param"]) == (400, wrong.partition("=")[0])
+
+
+@scenario_test
+async def test_a_deleted_file_is_gone_with_its_content(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    other = await GatewayHarness.open(world, "g2")
+    file = await uploaded(harness, big(3, 2 * PART_BYTES))
+    kept = await uploaded(harness, LINES)
+    path = f"/v1/files/{file['id']}"
+    answer = await other.send("DELETE", path).wait_done()
+    assert answer.json == {"id": file["id"], "object": "file", "deleted": True}
+    await world.sleep(1)
+    for each in (harness, other):
+        assert [f["id"] for f in (await get(each, "")).json["data"]] == [kept["id"]]
+        for tail in ("", "/content"):
+            gone = await get(each, f"/{file['id']}{tail}")
+            assert (gone.status, gone.error["code"]) == (404, "file_not_found")
+    assert {key.split(b"/")[0] for key in kept_parts(world)} == {kept["id"].encode()}
+    assert (await other.send("DELETE", path).wait_done()).status == 404
+
+
+# --- tenants --------------------------------------------------------------------------------------
+
+
+@scenario_test
+async def test_files_of_another_tenant_do_not_exist(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    ours, theirs = keys.add("acme"), keys.add("globex", "operator")
+    harness = await GatewayHarness.open(world, **keys.settings)
+    file = await uploaded(harness, LINES, ours)
+    for method, tail in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+        path = f"/v1/files/{file['id']}{tail}"
+        answer = await harness.send(method, path, headers=auth_headers(theirs)).wait_done()
+        assert (answer.status, answer.error["code"]) == (404, "file_not_found")
+        nobody = await harness.send(method, path).wait_done()
+        assert nobody.status == 401
+    assert (await get(harness, "", theirs)).json["data"] == []
+    assert [f["id"] for f in (await get(harness, "", ours)).json["data"]] == [file["id"]]
+    assert (await get(harness, f"/{file['id']}/content", ours)).content == LINES
+
+
+@scenario_test
+async def test_the_files_of_a_tenant_have_a_size(world: MemoryWorld, keys: KeyFileHarness) -> None:
+    token = keys.add("acme")
+    keys.limit("acme", file_bytes=100)
+    harness = await GatewayHarness.open(world, **keys.settings)
+    await uploaded(harness, b"x" * 60, token)
+    answer = await upload(harness, b"x" * 41, auth_headers(token)).wait_done()
+    assert (answer.status, answer.error["code"]) == (413, "too_large")
+    last = await uploaded(harness, b"x" * 40, token)
+    answer = await upload(harness, b"x", auth_headers(token)).wait_done()
+    assert (answer.status, answer.error["code"]) == (429, "file_quota_exceeded")
+    path = f"/v1/files/{last['id']}"
+    await harness.send("DELETE", path, headers=auth_headers(token)).wait_done()
+    await uploaded(harness, b"x", token)
+
+
+# --- bad uploads ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (form(None), "file"),
+        (form(LINES, purpose="fine-tune"), "purpose"),
+        (form(LINES)[:-30], None),
+        (form(LINES).replace(BOUNDARY.encode(), b"other"), None),
+        (b"", None),
+        (form(LINES, note="x" * 9000), None),
+        (form(LINES).replace(b"purpose", b"p\xff\xfe"), None),
+    ],
+)
+@scenario_test
+async def test_a_bad_body_is_refused_and_leaves_nothing(
+    world: MemoryWorld, body: bytes, param: str | None
+) -> None:
+    harness = await GatewayHarness.open(world)
+    answer = await HttpExchange(harness.gateway.http, "POST", "/v1/files", body, FORM).wait_done()
+    assert answer.status == 400, answer.content
+    if param:
+        assert answer.error["param"] == param
+    assert kept_parts(world) == set()
+    assert (await get(harness, "")).json["data"] == []
+
+
+@scenario_test
+async def test_a_file_above_the_limit_is_refused(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world, http_max_file_bytes=2 * PART_BYTES)
+    await uploaded(harness, bytes(2 * PART_BYTES))
+    parts = kept_parts(world)
+    answer = await upload(harness, bytes(2 * PART_BYTES + 1)).wait_done()
+    assert (answer.status, answer.error["code"]) == (413, "too_large")
+    assert kept_parts(world) == parts
+    announced = {**FORM, "content-length": "900000000"}
+    early = HttpExchange(harness.gateway.http, "POST", "/v1/files", None, announced, upload=False)
+    await early.wait_done()
+    assert early.status == 413
+    assert early.headers["connection"] == "close"
+
+
+@scenario_test
+async def test_a_file_is_sent_as_multipart(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    answer = await harness.send("POST", "/v1/files", {"file": "x"}).wait_done()
+    assert (answer.status, answer.error["code"]) == (415, "unsupported_content_type")
+
+
+@scenario_test
+async def test_a_client_that_leaves_or_stops_leaves_nothing(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    body = form(bytes(2 * PART_BYTES))
+    left, stuck = (
+        HttpExchange(harness.gateway.http, "POST", "/v1/files", None, FORM, upload=False)
+        for _ in range(2)
+    )
+    for each in (left, stuck):
+        each.upload(body[: PART_BYTES + 200_000], more=True)
+    await world.sleep(1)
+    assert len(kept_parts(world)) == 2
+    left.disconnect()
+    await left.task
+    await world.sleep(1)
+    assert len(kept_parts(world)) == 1
+    await world.sleep(STALL_TIMEOUT_S)
+    await stuck.wait_done()
+    assert (stuck.status, stuck.error["code"]) == (408, "body_timeout")
+    assert kept_parts(world) == set()
+
+
+@scenario_test
+async def test_transfers_at_a_time_are_bounded(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    slow = [
+        HttpExchange(harness.gateway.http, "POST", "/v1/files", None, FORM, upload=False)
+        for _ in range(MAX_TRANSFERS)
+    ]
+    await world.sleep(1)
+    answer = await upload(harness, LINES).wait_done()
+    assert (answer.status, answer.error["code"]) == (529, "overloaded")
+    for each in slow:
+        each.disconnect()
+    await world.sleep(1)
+    assert (await upload(harness, LINES).wait_done()).status == 200
+
+
+@scenario_test
+async def test_without_a_broker_an_upload_is_told_to_come_again(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    world.faults.next_fates("batch-jobs", *[AppendFate.LOST] * 100)
+    answer = await upload(harness, LINES).wait_done()
+    assert (answer.status, answer.error["code"]) == (503, "log_unavailable")
+    assert "retry-after" in answer.headers

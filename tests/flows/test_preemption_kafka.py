@@ -1,0 +1,100 @@
+"""A preemption on a real Kafka: both requests get exactly their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from app.engine.echo import EchoEngine, echo_answer
+from app.preprocessor import Preprocessor
+from app.router import Router
+from app.runtime.process import ProcessContext
+from app.settings import Settings
+from app.worker import Worker
+from streams.brokers.broker_factory import Broker
+from streams.client import Client
+from streams.clock import SystemClock
+from streams.codecs import decode
+from streams.kafka.kafka_log import KafkaLog
+from streams.ports import Partition
+from streams.prompt import Prompt
+from streams.records import Fencing
+from streams.topics import LEDGER, RESPONSES
+from tests.harness.kafka_processes import provisioned
+
+LANES = 2
+BATCH_TOKENS, TOKENS = 60, 5
+STEP_S = 0.1
+WAIT_S = 60.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+
+async def has_replies(log: KafkaLog) -> bool:
+    """Whether a worker has answered anything."""
+    return sum((await log.end_offsets(RESPONSES, range(LANES))).values()) > 0
+
+
+async def preemptions(log: KafkaLog) -> list[str]:
+    """The ids of preempted requests, by the ledger."""
+    ends = await log.end_offsets(LEDGER, range(LANES))
+    reader = log.reader()
+    reader.assign({Partition(LEDGER, lane): 0 for lane in ends})
+    found: list[str] = []
+    while any(reader.position(Partition(LEDGER, lane)) < end for lane, end in ends.items()):
+        for records in (await reader.poll(1.0)).values():
+            facts = [decode(record) for record in records]
+            found += [f.id for f in facts if isinstance(f, Fencing) and f.reason == "preempted"]
+    await reader.close()
+    return found
+
+
+async def test_a_batch_run_gives_way_and_both_get_their_tokens(
+    kafka: Broker, topic_prefix: str
+) -> None:
+    settings = Settings(
+        bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
+        worker_id="w", router_id="r", status_port=None, max_num_seqs=1, max_attempts=1,
+        hash_secret="tests",  # the broker may be remote
+    )  # fmt: skip
+    client_clock = SystemClock()
+    async with provisioned(settings) as log, Client(log, client_clock) as client:
+        running: list[tuple[KafkaLog, ProcessContext, Worker | Router | Preprocessor]] = []
+        for kind in (Worker, Router, Preprocessor):
+            own = KafkaLog(settings.kafka_connection(kind.__name__), prefix=topic_prefix)
+            ctx = ProcessContext(kind.__name__)
+            await own.start()
+            engine = EchoEngine(ctx.clock, STEP_S, model="demo", max_num_seqs=1)
+            part = (
+                Worker(own, settings, ctx, engine)
+                if kind is Worker
+                else (Router if kind is Router else Preprocessor)(own, settings, ctx)
+            )
+            await part.start()
+            running.append((own, ctx, part))
+        prompt = [97, 98, 99, 258]
+        body = {"token_ids": prompt, "max_tokens": BATCH_TOKENS}
+        batch = Prompt(
+            id=client.new_request_id(), kind="tokens", body=body, service_class="batch"
+        )  # fmt: skip
+        await client.publish(batch)
+        async with asyncio.timeout(WAIT_S):
+            while not await has_replies(log):
+                await client_clock.sleep(0.1)
+        urgent = Prompt(
+            id=client.new_request_id(), kind="tokens", body=body | {"max_tokens": TOKENS}
+        )  # fmt: skip
+        await client.publish(urgent)
+        later = asyncio.ensure_future(client.result(batch.id, WAIT_S))
+        first = await client.result(urgent.id, WAIT_S)
+        assert not later.done()
+        assert list(first.tokens) == echo_answer(prompt, TOKENS)
+        assert list((await later).tokens) == echo_answer(prompt, BATCH_TOKENS)
+        assert await preemptions(log) == [batch.id]
+        for own, ctx, part in reversed(running):
+            assert ctx.error is None
+            if not isinstance(part, Worker):
+                await part.stop()
+            await ctx.cancel_tasks()
+            await own.close()

@@ -1,0 +1,116 @@
+"""One record per finished request on a real broker, while collector processes are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiokafka import AIOKafkaConsumer
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from app.settings import Settings
+from streams.brokers.broker_factory import Broker
+from streams.codecs import encode
+from streams.kafka.kafka_log import KafkaLog
+from streams.records import Chunk
+from streams.request import ReplyAddress, Request, ResultOptions
+from streams.topics import REQUESTS, RESPONSES, RESULTS
+from tests.harness.kafka_processes import app_process, provisioned
+
+REQUESTS_COUNT = 120
+KILLS = 3
+TOKENS = 4
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+async def log(
+    kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> AsyncIterator[KafkaLog]:
+    """A deployment of two lanes without processes."""
+    for name, value in {
+        "KVLANE_CACHE_DIR": str(tmp_path),
+        "KVLANE_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+        "KVLANE_TOPIC_PREFIX": topic_prefix,
+        "KVLANE_LANES": "2",
+        "KVLANE_SESSION_TIMEOUT_MS": "6000",
+    }.items():
+        monkeypatch.setenv(name, value)
+    async with provisioned(Settings()) as log:
+        yield log
+
+
+@asynccontextmanager
+async def topic_for_replies(servers: str, name: str) -> AsyncIterator[str]:
+    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
+    await admin.start()
+    try:
+        await admin.create_topics([NewTopic(name, 1, 1)])
+        yield name
+        await admin.delete_topics([name])
+    finally:
+        await admin.close()
+
+
+async def converse(log: KafkaLog, replies: str) -> None:
+    """Requests with a result, and their replies token by token, as other processes write them."""
+    for number in range(REQUESTS_COUNT):
+        name = f"r{number}"
+        address = ReplyAddress(topic=replies, headers=(("correlation_id", name.encode()),))
+        options = ResultOptions(kind="completion", custom_id=name, reply=address)
+        request = Request(id=name, model="demo", token_ids=b"\1\0\0\0", result=options)
+        await log.append(REQUESTS, encode(request, name))
+    for seq in range(TOKENS):
+        for number in range(REQUESTS_COUNT):
+            name = f"r{number}"
+            is_last = seq == TOKENS - 1
+            chunk = Chunk(
+                id=name, attempt=0, run="1", seq=seq, index=seq, token_ids=(seq,), text=f"{seq}",
+                chars=seq + 1, finish_reason="stop" if is_last else None,
+            )  # fmt: skip
+            await log.append(RESPONSES, encode(chunk, name))
+            await asyncio.sleep(0.03 if is_last else 0.01)
+
+
+async def test_each_request_has_one_result_and_one_reply_whatever_is_killed(
+    log: KafkaLog, kafka: Broker, topic_prefix: str, tmp_path: Path
+) -> None:
+    counted: dict[str, Counter[str]] = {}
+    async with topic_for_replies(kafka.bootstrap_servers, f"replies-{topic_prefix}") as replies:
+        consumer = AIOKafkaConsumer(
+            topic_prefix + RESULTS, replies,
+            bootstrap_servers=kafka.bootstrap_servers, isolation_level="read_committed",
+            auto_offset_reset="earliest",
+        )  # fmt: skip
+        await consumer.start()
+        try:
+            talking = asyncio.create_task(converse(log, replies))
+            for kill in range(KILLS):
+                with app_process("collector", tmp_path / f"collector-{kill}.log", os.environ):
+                    await asyncio.sleep(5.0)
+            with app_process("collector", tmp_path / "collector.log", os.environ):
+                await talking
+                quiet = 0
+                while quiet < 6 and max(map(len, counted.values()), default=0) <= REQUESTS_COUNT:
+                    found = await consumer.getmany(timeout_ms=500)
+                    for tp, records in found.items():
+                        for record in records:
+                            result = json.loads(record.value)
+                            counted.setdefault(tp.topic, Counter())[result["id"]] += 1
+                            assert record.key.decode() == result["custom_id"] == result["id"]
+                            assert result["body"]["choices"][0]["text"] == "0123"
+                            if tp.topic == replies:
+                                assert ("correlation_id", record.key) in record.headers
+                    totals = [sum(counted.get(t, {}).values()) for t in consumer.subscription()]
+                    quiet = quiet + 1 if min(totals) >= REQUESTS_COUNT and not found else 0
+        finally:
+            await consumer.stop()
+    expected = Counter({f"r{number}": 1 for number in range(REQUESTS_COUNT)})
+    assert counted == {topic_prefix + RESULTS: expected, replies: expected}

@@ -1,0 +1,177 @@
+"""Batch requests take what interactive ones leave, and their runs give way to them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from streams.codecs import pack_tokens, unpack_tokens
+from streams.records import (
+    Assigned,
+    Assignment,
+    CancelRun,
+    End,
+    Fence,
+    Fencing,
+    PrefillDone,
+)
+from streams.request import GuidedDecoding, Request, SamplingOptions
+from streams.topics import LEDGER, REQUESTS, RESPONSES
+from tests.harness.fake_worker import (
+    FakeWorker,
+    append_record,
+    chunk,
+    read_records,
+    start_router,
+    wait_for_items,
+)
+from tests.harness.memory_world import MemoryWorld, scenario_test
+
+BATCH = Request(
+    id="b", model="demo", token_ids=pack_tokens([7, 8, 9]), deadline_s=100, service_class="batch"
+)
+
+
+def ask(world: MemoryWorld, *ids: str, **over: Any) -> None:
+    for name in ids:
+        append_record(world, REQUESTS, replace(BATCH, **({"id": name} | over)))
+
+
+def assigned_ids(worker: FakeWorker) -> list[str]:
+    return [each.request.id for each in worker.received(Assignment)]
+
+
+async def begin_batch_run(world: MemoryWorld, worker: FakeWorker, **over: Any) -> dict[str, Any]:
+    """The only run of a worker is of class batch, and has made a token."""
+    ask(world, "b", **over)
+    (assignment,) = await wait_for_items(world, lambda: worker.received(Assignment))
+    run = worker.start(assignment)
+    append_record(world, RESPONSES, replace(chunk(0, 70, text="x", chars=1), id="b"))
+    append_record(world, LEDGER, PrefillDone(run=1, **run))
+    await world.sleep(1)
+    return run
+
+
+@scenario_test
+async def test_a_batch_run_gives_way_and_goes_on_from_its_last_token(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, max_num_seqs=1)
+    router = await start_router(world, max_attempts=1)  # a preemption is no failed attempt
+    await begin_batch_run(world, worker)
+    ask(world, "a", service_class="interactive")
+    (stopped,) = await wait_for_items(world, lambda: worker.received(CancelRun))
+    assert (stopped.id, stopped.attempt) == ("b", 0)
+    assert [f.reason for f in read_records(world, LEDGER, Fencing, "b")] == ["preempted"]
+    assert [f.attempt for f in read_records(world, RESPONSES, Fence, "b")] == [1]
+    worker.running = []
+    interactive = worker.start(worker.received(Assignment)[-1])
+    await world.sleep(20)
+    assert assigned_ids(worker) == ["b", "a"]
+    worker.finish(interactive, "stop")
+    await world.wait_until(lambda: len(worker.received(Assignment)) == 3)
+    again = worker.received(Assignment)[-1]
+    assert (again.request.id, again.attempt) == ("b", 1)
+    assert list(unpack_tokens(again.taken)) == [70]
+    page = (await router._context.metrics.page()).decode()
+    assert "kvlane_router_preempted_runs_total 1.0" in page
+
+
+@scenario_test
+async def test_the_router_that_owns_a_batch_request_moves_it(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, max_num_seqs=1)
+    await start_router(world, "r1")
+    await start_router(world, "r2")
+    await world.sleep(10)  # each has a lane
+    await begin_batch_run(world, worker)
+    ask(world, "a", "c", "d", "e", service_class="interactive")
+    await wait_for_items(world, lambda: worker.received(CancelRun))
+    (batch,) = read_records(world, LEDGER, Assigned, "b")
+    others = {read_records(world, LEDGER, Assigned, name)[0].router for name in "acde"}
+    assert len(others) == 2
+    assert batch.service_class == "batch"
+
+
+@scenario_test
+async def test_a_batch_request_comes_after_the_interactive_one_read_with_it(
+    world: MemoryWorld,
+) -> None:
+    worker = FakeWorker(world, max_num_seqs=1)
+    ask(world, "b", "c", "d")
+    ask(world, "a", service_class="interactive")
+    await start_router(world)
+    await wait_for_items(world, lambda: worker.received(Assignment))
+    await world.sleep(5)
+    assert assigned_ids(worker) == ["a"]
+
+
+@scenario_test
+async def test_batch_requests_are_never_refused_and_no_others_for_them(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, max_num_seqs=1, max_runs=1)
+    await start_router(world, max_queued_requests=1, max_queued_batch_requests=1)
+    ask(world, "a", service_class="interactive")
+    await wait_for_items(world, lambda: worker.received(Assignment))
+    run = worker.start(worker.received(Assignment)[0])
+    append_record(world, LEDGER, PrefillDone(run=1, **run))
+    ask(world, "b", "c", "d", "e")
+    await world.sleep(2)
+    ask(world, "f", service_class="interactive")
+    await world.sleep(2)
+    assert not [name for name in "bcdef" if read_records(world, RESPONSES, End, name)]
+    worker.finish(run, "stop")
+    done = 1
+    while len(set(assigned_ids(worker))) < 6:
+        await wait_for_items(world, partial(worker.received, Assignment), done + 1)
+        for assignment in worker.received(Assignment)[done:]:
+            worker.finish(worker.start(assignment), "stop")
+            done += 1
+    assert not [name for name in "bcdef" if read_records(world, RESPONSES, End, name)]
+
+
+@scenario_test
+async def test_a_run_that_no_other_could_continue_stays(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, max_num_seqs=1)
+    await start_router(world)
+    guided = SamplingOptions(guided_decoding=GuidedDecoding(regex="a+"))
+    await begin_batch_run(world, worker, sampling=guided)
+    ask(world, "a", service_class="interactive")
+    await world.wait_until(lambda: assigned_ids(worker) == ["b", "a"])
+    await world.sleep(5)
+    assert worker.received(CancelRun) == []
+
+
+@partial(scenario_test, lanes=1)
+async def test_an_owner_that_takes_over_finds_the_run_that_gives_way(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, max_num_seqs=1)
+    router = await start_router(world, "r1")
+    run = await begin_batch_run(world, worker)
+    await router.stop()
+    await router._ctx.cancel_tasks()
+    (batch,) = read_records(world, LEDGER, Assigned, "b")
+    (origin,) = (batch.origin,)
+    other = replace(batch, id="a", service_class="interactive", origin=origin)
+    append_record(world, LEDGER, other)
+    worker.running = [*worker.running, replace(worker.running[0], id="a")]
+    await start_router(world, "r2")
+    (stopped,) = await wait_for_items(world, lambda: worker.received(CancelRun))
+    assert (stopped.id, run["id"]) == ("b", "b")
+
+
+@scenario_test
+async def test_several_that_go_on_wait_without_waking_each_other(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, max_num_seqs=2)
+    await start_router(world)
+    for name in ("b", "c"):
+        ask(world, name)
+        (*_, assignment) = await wait_for_items(
+            world, lambda: worker.received(Assignment), "bc".index(name) + 1
+        )
+        run = worker.start(assignment)
+        append_record(world, RESPONSES, replace(chunk(0, 70, text="x", chars=1), id=name))
+        append_record(world, LEDGER, PrefillDone(run=1, **run))
+        await world.sleep(1)
+    ask(world, "a", "d", service_class="interactive")
+    await wait_for_items(world, lambda: worker.received(CancelRun), 2)
+    await world.sleep(30)
+    assert assigned_ids(worker)[:2] == ["b", "c"]
+    assert sorted(assigned_ids(worker)[2:]) == ["a", "d"]

@@ -1,0 +1,305 @@
+"""Policy predictive in a router: who is held, when he goes, and that nobody is forgotten."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from app.lanes import scheduler
+from app.perf_curves import PerfCurves
+from app.router import Router
+from app.routing.selection.select import select_worker
+from streams.codecs import pack_tokens
+from streams.records import Assigned, Assignment, Cancel, End, PrefillDone
+from streams.request import Request
+from streams.topics import LEDGER, REQUESTS, RESPONSES
+from tests.harness.fake_worker import (
+    FakeWorker,
+    append_record,
+    read_records,
+    start_router,
+    wait_for_items,
+)
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+
+CURVES = PerfCurves(prefill=(0.0, 0.1, 100.0), decode=(0.0, 0.0, 0.0), min_decode_ms=0.0)
+"""A step takes 100 ms and 0.1 ms a token; so 4000 tokens are half a second."""
+SLOW = {"curve": CURVES.coefficients(), "max_num_batched_tokens": 65_536}
+
+
+def send(world: MemoryWorld, name: str, tokens: int, **over: Any) -> None:
+    fields = {
+        "id": name,
+        "model": "demo",
+        "deadline_s": 100,
+        "token_ids": pack_tokens([7] * tokens),
+    }
+    append_record(world, REQUESTS, Request(**(fields | over)))
+
+
+async def busy_worker(world: MemoryWorld, tokens: int = 4000) -> tuple[FakeWorker, Router]:
+    """A slow worker that computes a prompt of so many tokens, `a`, and its router."""
+    hand = FakeWorker(world, **SLOW)
+    router = await start_router(world, policy="predictive")
+    send(world, "a", tokens)
+    await wait_for_items(world, lambda: hand.received(Assignment))
+    return hand, router
+
+
+def prefilled(world: MemoryWorld, hand: FakeWorker, name: str) -> None:
+    done = PrefillDone(
+        id=name, attempt=0, phase="aggregated", worker=hand.name, epoch=hand.epoch, run=1
+    )
+    append_record(world, LEDGER, done)
+
+
+async def compute(world: MemoryWorld, hand: FakeWorker) -> None:
+    """Do what comes, one prompt after the other, and say when each is computed."""
+    done = 0
+    while True:
+        for assignment in hand.received(Assignment)[done:]:
+            done += 1
+            await world.sleep(0.1 + 0.0001 * len(assignment.request.token_ids) / 4)
+            prefilled(world, hand, assignment.request.id)
+        await world.sleep(0.001)
+
+
+def taken(*hands: FakeWorker) -> list[str]:
+    return [a.request.id for hand in hands for a in hand.received(Assignment)]
+
+
+def count_finds(router: Router) -> list[Any]:
+    found: list[Any] = []
+    find = router._context.scheduler.schedule
+
+    def counted(wanted: Any) -> Any:
+        found.append(wanted)
+        return find(wanted)
+
+    router._context.scheduler.schedule = counted  # type: ignore[method-assign]
+    return found
+
+
+@scenario_test
+async def test_a_request_goes_when_its_worker_is_predicted_free(world: MemoryWorld) -> None:
+    hand, _ = await busy_worker(world)
+    send(world, "b", 4000)
+    await world.sleep(0.4)
+    assert taken(hand) == ["a"]
+    await world.sleep(0.15)
+    assert taken(hand) == ["a", "b"], "nothing was heard from the worker, only time passed"
+    (decision,) = read_records(world, LEDGER, Assigned, "b")
+    assert decision.policy == "predictive"
+    assert 400 < decision.held_ms < 600
+    assert decision.ttft_ms_predicted == pytest.approx(500)
+    assert decision.candidates[0].prefill_runs == 1
+
+
+@scenario_test
+async def test_the_first_token_of_the_one_before_lets_it_go_at_once(world: MemoryWorld) -> None:
+    hand, _ = await busy_worker(world)
+    send(world, "b", 4000)
+    await world.sleep(0.1)
+    prefilled(world, hand, "a")
+    await world.sleep(0.02)
+    assert taken(hand) == ["a", "b"]
+
+
+@scenario_test
+async def test_the_shortest_goes_first_and_each_when_the_one_before_is_done(
+    world: MemoryWorld,
+) -> None:
+    hand = FakeWorker(world, **SLOW)
+    world.spawn(compute(world, hand))
+    await start_router(world, policy="predictive")
+    send(world, "a", 4000)
+    await wait_for_items(world, lambda: hand.received(Assignment))
+    for name, tokens in (("long", 9000), ("short", 3000), ("middle", 6000)):
+        send(world, name, tokens)
+        await world.sleep(0.01)
+    before, went = world.clock.now(), dict[str, float]()
+    while len(went) < 4:
+        await world.sleep(0.01)
+        for name in taken(hand):
+            went.setdefault(name, world.clock.now() - before)
+    assert list(went) == ["a", "short", "middle", "long"]
+    assert went["short"] == pytest.approx(0.47, abs=0.05)
+    assert went["middle"] - went["short"] == pytest.approx(0.4, abs=0.05)
+    assert went["long"] - went["middle"] == pytest.approx(0.7, abs=0.05)
+
+
+@scenario_test
+async def test_of_requests_that_come_together_the_shortest_goes_first(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    world.spawn(compute(world, hand))
+    await start_router(world, policy="predictive")
+    await world.sleep(1)
+    for name, tokens in (("long", 9000), ("short", 3000), ("middle", 6000)):
+        send(world, name, tokens)
+    await world.wait_until(lambda: len(taken(hand)) == 3, within_s=5)
+    assert taken(hand) == ["short", "middle", "long"]
+
+
+@scenario_test
+async def test_one_that_cannot_be_planned_does_not_keep_those_that_came_with_it(
+    world: MemoryWorld,
+) -> None:
+    hand = FakeWorker(world, **SLOW)
+    await start_router(world, policy="predictive")
+    await world.sleep(1)
+
+    def broken(prompt: Any, *args: Any, **over: Any) -> Any:
+        if prompt.request.id == "poison":
+            raise ArithmeticError("nobody thought of it")
+        return select_worker(prompt, *args, **over)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "select_worker", broken)
+        patch.setattr("app.routing.queueing.batch_select.plan_uniform", lambda *_: 1 // 0)
+        for name in ("a", "poison", "b"):
+            send(world, name, 100)
+        await world.wait_until(lambda: sorted(taken(hand)) == ["a", "b"], within_s=1)
+        await world.wait_until(
+            lambda: bool(read_records(world, RESPONSES, End, "poison")), within_s=1
+        )
+
+
+@scenario_test
+async def test_whoever_cannot_be_lined_up_still_gets_a_turn(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    await start_router(world, policy="predictive")
+    await world.sleep(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "plan_batch", lambda *_: 1 // 0)
+        for name in ("a", "b"):
+            send(world, name, 100)
+        await world.wait_until(lambda: sorted(taken(hand)) == ["a", "b"], within_s=5)
+
+
+@scenario_test
+async def test_who_is_held_goes_to_a_worker_that_comes(world: MemoryWorld) -> None:
+    await busy_worker(world, 60_000)
+    send(world, "b", 60_000)
+    await world.sleep(1)
+    other = FakeWorker(world, "w2", **SLOW)
+    await world.sleep(0.1)
+    assert taken(other) == ["b"]
+
+
+@scenario_test
+async def test_the_longest_hold_is_kept_though_the_cache_stays_full(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, block_size=16, total_kv_blocks=100, **SLOW)  # 1600 tokens
+    await start_router(world, policy="predictive", max_queue_wait_s=3)
+    send(world, "a", 1200)
+    await wait_for_items(world, lambda: hand.received(Assignment))
+    prefilled(world, hand, "a")
+    for n in range(5):
+        send(world, f"b{n}", 1000 + n)
+    await world.sleep(2.9)
+    assert taken(hand) == ["a"]
+    await world.sleep(0.2)
+    assert sorted(taken(hand)) == ["a", *[f"b{n}" for n in range(5)]]
+
+
+@scenario_test
+async def test_nobody_is_held_so_long_that_no_time_is_left(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, block_size=16, total_kv_blocks=100, **SLOW)
+    await start_router(world, policy="predictive")
+    send(world, "a", 1200)
+    await wait_for_items(world, lambda: hand.received(Assignment))
+    prefilled(world, hand, "a")
+    send(world, "b", 1000, deadline_s=2)
+    await world.sleep(1.9)
+    assert taken(hand) == ["a", "b"]
+    assert read_records(world, RESPONSES, End, "b") == []
+
+
+@scenario_test
+async def test_the_next_in_turn_follows_when_the_first_is_cancelled(world: MemoryWorld) -> None:
+    hand, router = await busy_worker(world)
+    send(world, "short", 3000)
+    send(world, "long", 6000)
+    await world.sleep(0.1)
+    append_record(world, REQUESTS, Cancel(id="short"))
+    await world.sleep(0.5)
+    assert taken(hand) == ["a", "long"]
+    assert router._context.queued_requests == 0
+    assert len(router._context.scheduler._pending) == 0
+
+
+@scenario_test
+async def test_a_lane_that_is_lost_takes_those_held_in_it_along(world: MemoryWorld) -> None:
+    _, router = await busy_worker(world, 60_000)
+    for n in range(5):
+        send(world, f"b{n}", 60_000)
+    await world.sleep(0.1)
+    scheduler = router._context.scheduler
+    assert len(scheduler._pending) == 5
+    await router.stop()
+    await world.sleep(0.1)
+    assert (
+        len(scheduler._pending),
+        len(scheduler.waiting_keys),
+        len(scheduler._wait_queues),
+    ) == (0, 0, 0)
+
+
+@scenario_test
+async def test_waiting_for_a_busy_worker_takes_few_looks(world: MemoryWorld) -> None:
+    hand, router = await busy_worker(world, 60_000)
+    found = count_finds(router)
+    for n in range(40):
+        send(world, f"b{n:02}", 60_000 - n)
+    await world.sleep(5)
+    assert taken(hand) == ["a"]
+    assert len(found) <= 40 * (2 + 5), "two when it comes and its order is found, one each second"
+
+
+@scenario_test
+async def test_many_that_arrive_together_all_get_their_turn(world: MemoryWorld) -> None:
+    hands = [FakeWorker(world, f"w{n}", **SLOW) for n in range(3)]
+    router = await start_router(world, policy="predictive")
+    found = count_finds(router)
+    for hand in hands:
+        world.spawn(compute(world, hand))
+    for n in range(60):
+        send(world, f"b{n:02}", 2000 + 100 * (n % 7))
+    await world.wait_until(lambda: len(taken(*hands)) == 60, within_s=60)
+    assert all(len(taken(hand)) >= 15 for hand in hands)
+    assert len(found) <= 60 * 20, "each token wakes sixteen at most"
+    assert len(router._context.scheduler._pending) == 0
+
+
+async def stir(world: MemoryWorld, router: Router) -> None:
+    """Let everybody look again, all the time."""
+    while True:
+        router._context.scheduler._wake_all()
+        await world.sleep(0.003)
+
+
+def test_looking_more_often_changes_nothing_but_the_number_of_looks() -> None:
+    """With one worker; among several a request may change its mind as often as it looks."""
+    histories: dict[bool, list[tuple[str, float]]] = {False: [], True: []}
+
+    async def scenario(world: MemoryWorld, restless: bool) -> None:
+        hand = FakeWorker(world, **SLOW)
+        world.spawn(compute(world, hand))
+        router = await start_router(world, policy="predictive")
+        if restless:
+            world.spawn(stir(world, router))
+        for n in range(12):
+            send(world, f"{n:02}", 2000 + 700 * (n * 5 % 12))
+        went = histories[restless]
+        while len(went) < 12:
+            known = {request for request, _ in went}
+            now = world.clock.now()
+            went += [(request, now) for request in taken(hand) if request not in known]
+            await world.sleep(0.001)
+
+    for restless in (False, True):
+        run_scenario(partial(scenario, restless=restless))
+    calm, stirred = histories[False], histories[True]
+    assert [request for request, _ in calm] == [request for request, _ in stirred]
+    assert [at for _, at in calm] == pytest.approx([at for _, at in stirred], abs=0.02)

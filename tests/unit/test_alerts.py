@@ -1,0 +1,121 @@
+"""Alert rules: each fires on the series of its fault, after its time, and on nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import promql_parser as promql
+import pytest
+import yaml
+
+from tests.harness.promql_evaluation import Labels, Series, evaluate
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())["groups"]
+RULES: dict[str, dict[str, Any]] = {
+    rule["alert"]: rule for group in GROUPS for rule in group["rules"]
+}
+SCRAPE_S, INTERVAL_S, END_S = 15, 30, 1800
+SECONDS = {"s": 1, "m": 60}
+
+
+def labelled(**labels: str) -> Labels:
+    return frozenset(labels.items())
+
+
+def recorded(name: str, labels: Labels, *changes: tuple[int, float]) -> Series:
+    """A series of half an hour. `changes`: from when on it has which value."""
+    samples = [
+        (float(t), [value for since, value in changes if since <= t][-1])
+        for t in range(0, END_S, SCRAPE_S)
+    ]
+    return {(name, labels): samples}
+
+
+def firing_at(rule: dict[str, Any], series: Series) -> list[float]:
+    """The times at which an alert fires, as Prometheus evaluates its rule."""
+    expression = promql.parse(rule["expr"])
+    text = rule.get("for", "0s")
+    wait_s = int(text[:-1]) * SECONDS[text[-1]]
+    pending: dict[Labels, float] = {}
+    times = []
+    for at in range(0, END_S, INTERVAL_S):
+        found = evaluate(expression, series, float(at))
+        pending = {labels: pending.get(labels, float(at)) for labels in found}
+        if any(at - since >= wait_s for since in pending.values()):
+            times.append(float(at))
+    return times
+
+
+W1 = labelled(model="demo", worker="w1", instance="r1")
+R1 = labelled(instance="r1", view="load")
+CASES: dict[str, tuple[Series, Series, int]] = {
+    "KvlaneCacheDrift": (
+        recorded("kvlane_router_drift_alert", W1, (0, 0), (600, 1)),
+        recorded("kvlane_router_drift_alert", W1, (0, 0), (600, 1), (840, 0)),
+        900,
+    ),
+    "KvlaneWrongHashSecret": (
+        recorded("kvlane_indexer_skipped_records_total", labelled(reason="wrong_secret"),
+                 (0, 0), (600, 1)),
+        recorded("kvlane_indexer_skipped_records_total", labelled(reason="malformed"),
+                 (0, 0), (600, 9)),
+        600,
+    ),
+    "KvlaneStreamGap": (
+        recorded("kvlane_gateway_stream_gaps_total", labelled(instance="g1"), (0, 0), (600, 1)),
+        recorded("kvlane_gateway_stream_gaps_total", labelled(instance="g1"), (0, 3), (600, 0)),
+        600,
+    ),
+    "KvlaneBrokerUnresponsive": (
+        recorded("kvlane_gateway_broker_last_response_age_seconds", labelled(instance="g1"),
+                 (0, 4), (600, 31)),
+        recorded("kvlane_gateway_broker_last_response_age_seconds", labelled(instance="g1"),
+                 (0, 4), (600, 29)),
+        600,
+    ),
+    "KvlaneNoWorkers": (
+        recorded("kvlane_router_terminated_requests_total", labelled(code="no_workers"),
+                 (0, 0), (600, 2)),
+        recorded("kvlane_router_terminated_requests_total", labelled(code="deadline"),
+                 (0, 0), (600, 2)),
+        600,
+    ),
+    "KvlaneQueueFull": (
+        recorded("kvlane_router_terminated_requests_total", labelled(code="queue_full"),
+                 (0, 0), *((t, t) for t in range(600, 1200, 60))),
+        recorded("kvlane_router_terminated_requests_total", labelled(code="queue_full"),
+                 (0, 0), (600, 50)),
+        900,
+    ),
+    "KvlaneViewBehind": (
+        recorded("kvlane_view_lag_records", R1, (0, 5), (600, 20_000)),
+        recorded("kvlane_view_lag_records", R1, (0, 5), (600, 20_000), (690, 9_000)),
+        720,
+    ),
+    "KvlaneRecordsMalformed": (
+        recorded("kvlane_view_malformed_records_total", R1, (0, 0), (600, 1)),
+        recorded("kvlane_view_malformed_records_total", R1, (0, 7)),
+        600,
+    ),
+}  # fmt: skip
+"""By alert: series of its fault, series without it, and when it fires first, in seconds."""
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_alert_fires_on_its_fault_only(name: str) -> None:
+    fault, ordinary, first_s = CASES[name]
+    assert firing_at(RULES[name], fault)[0] == first_s
+    assert firing_at(RULES[name], ordinary) == []
+
+
+def test_every_alert_has_a_section_in_the_runbook() -> None:
+    text = (ROOT / "docs" / "runbook.md").read_text()
+    sections = re.findall(r"^## (\w+)\n\n.*\n", text, re.MULTILINE)
+    assert sections == list(RULES)
+    for name, rule in RULES.items():
+        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{name.lower()}"
+        assert {"expr", "labels", "annotations"} <= rule.keys()
+        assert rule["labels"]["severity"] in ("warning", "critical")

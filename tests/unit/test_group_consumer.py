@@ -1,0 +1,622 @@
+"""Intake: at least once, in order, and never a commit past what is not done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from streams.clock import BrokerClock
+from streams.codecs import AnyRecord, encode
+from streams.errors import LogClosed, OwnershipLost, TopicMismatch
+from streams.memory.broker_faults import AppendFate
+from streams.memory.memory_log import MemoryLog
+from streams.ports import Entry
+from streams.reading.group_consumer import MAX_QUEUED_DEAD_LETTERS, GroupConsumer, PartitionClaim
+from streams.records import Cancel, Heartbeat, LogRecord, Refused, Tombstone
+from streams.request import Request
+from streams.topics import DEAD_LETTERS, REQUESTS
+from tests.harness.memory_world import MemoryWorld, scenario_test
+
+GROUP = "routers"
+MALFORMED = Entry(b"k", b"\xc1 not msgpack", (("t", b"Request"),))
+UNTYPED = Entry(b"k", b"hello")
+OF_A_NEWER_VERSION = Entry(b"k", b"\x80", (("t", b"Telepathy"),))
+OF_ANOTHER_TOPIC = encode(Heartbeat(worker="w", epoch=0, slot_offset=0), "k")
+TOMBSTONE = encode(Tombstone(key="k"), "k")
+NO_KEY_NO_VALUE = Entry(None, None)
+
+
+class Owner:
+    """Takes lanes and writes down what happens; `at_once` resumes and is done with all records."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.intake: GroupConsumer | None = None
+        self.at_once = at_once
+        self.claims: dict[int, PartitionClaim] = {}
+        self.facts: list[tuple[int, LogRecord]] = []
+        self.timeline: list[str] = []
+        self.hook: Callable[[PartitionClaim, LogRecord], None] = lambda claim, fact: None
+
+    def on_claimed(self, claim: PartitionClaim) -> None:
+        self.timeline.append(f"opened {claim.partition} at {claim.start}")
+        self.claims[claim.partition] = claim
+        if self.at_once:
+            assert self.intake is not None
+            self.intake.resume(claim)
+
+    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
+        self.facts.append((claim.partition, fact))
+        self.hook(claim, fact)
+        if self.at_once:
+            claim.mark_done(fact.offset)
+
+    def on_released(self, claim: PartitionClaim) -> None:
+        self.timeline.append(f"closed {claim.partition}, lost {claim.is_lost}")
+        del self.claims[claim.partition]
+
+    def resume_all(self) -> None:
+        assert self.intake is not None
+        for claim in self.claims.values():
+            self.intake.resume(claim)
+
+    def ids(self) -> list[str]:
+        return [fact.record.id for _, fact in self.facts if isinstance(fact.record, Request)]
+
+    def offsets(self, partition: int = 0) -> list[int]:
+        return [fact.offset for p, fact in self.facts if p == partition]
+
+
+class Router:
+    """An intake that runs, with its owner and its connection."""
+
+    def __init__(
+        self, world: MemoryWorld, log: MemoryLog, owner: Owner, broker_clock: BrokerClock
+    ) -> None:
+        self.world, self.log, self.owner = world, log, owner
+        self.intake = owner.intake = GroupConsumer(
+            log, REQUESTS, GROUP, owner, world.clock, broker_clock, commit_every_s=0.2
+        )
+        self.running = world.spawn(self.intake.run())
+
+    async def owns(self, *lanes: int) -> Router:
+        await self.world.wait_until(lambda: sorted(self.owner.claims) == sorted(lanes))
+        return self
+
+    async def received(self, count: int) -> Router:
+        await self.world.wait_until(lambda: len(self.owner.facts) >= count)
+        return self
+
+    async def kill(self) -> None:
+        """As kill -9: nothing more arrives from it."""
+        self.log.kill()
+        self.running.cancel()
+        await asyncio.wait([self.running])
+
+
+async def a_router(world: MemoryWorld, name: str = "a", *, at_once: bool = False) -> Router:
+    log = await world.connect(name)
+    return Router(world, log, Owner(at_once=at_once), BrokerClock(world.clock))
+
+
+async def reading_router(world: MemoryWorld) -> Router:
+    """A router that owns both lanes and reads them."""
+    router = await (await a_router(world)).owns(0, 1)
+    router.owner.resume_all()
+    return router
+
+
+def requests(*ids: str) -> list[AnyRecord]:
+    return [Request(id=i) for i in ids]
+
+
+def committed(world: MemoryWorld) -> dict[int, int]:
+    return world.broker.group(REQUESTS, GROUP).committed
+
+
+# --- claims --------------------------------------------------------------------------------------
+
+
+def test_low_water_is_the_lowest_offset_that_is_not_done() -> None:
+    claim = PartitionClaim(0, 10)
+    for offset in range(10, 15):
+        claim.deliver(offset)
+    for offset, mark in ((12, 10), (10, 11), (11, 13), (14, 13), (13, 15)):
+        claim.mark_done(offset)
+        assert claim.low_water == mark
+
+
+def test_low_water_without_open_records_is_the_position() -> None:
+    claim = PartitionClaim(0, 10)
+    assert claim.low_water == 10
+    claim.deliver(17)  # offsets may have gaps
+    claim.mark_done(17)
+    assert claim.low_water == 18
+
+
+def test_done_twice_is_harmless() -> None:
+    claim = PartitionClaim(0, 0)
+    claim.deliver(0)
+    claim.deliver(1)
+    claim.mark_done(0)
+    claim.mark_done(0)
+    assert claim.low_water == 1
+
+
+def test_done_for_a_record_that_was_never_handed_on_is_a_bug() -> None:
+    claim = PartitionClaim(0, 0)
+    with pytest.raises(AssertionError):
+        claim.mark_done(0)
+
+
+def test_a_lost_claim_takes_any_done() -> None:
+    claim = PartitionClaim(0, 0)
+    claim.deliver(0)
+    claim.is_lost = True
+    claim.mark_done(0)
+    claim.mark_done(7)
+    assert claim.low_water == 0
+
+
+# --- delivery ------------------------------------------------------------------------------------
+
+
+@scenario_test
+async def test_nothing_is_read_before_the_lane_is_resumed(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests("a"))
+    router = await (await a_router(world)).owns(0, 1)
+    await world.sleep(30)
+    assert router.owner.facts == []
+    router.owner.resume_all()
+    await router.received(1)
+
+
+@scenario_test
+async def test_one_lane_waits_while_another_one_is_read(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests("a"))
+    world.append(REQUESTS, 1, *requests("b"))
+    router = await (await a_router(world)).owns(0, 1)
+    router.intake.resume(router.owner.claims[1])
+    await world.sleep(30)
+    assert [p for p, _ in router.owner.facts] == [1]
+
+
+@scenario_test
+async def test_records_come_in_order_each_once(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests(*(f"r{i}" for i in range(1000))))
+    router = await (await a_router(world, at_once=True)).received(1000)
+    world.append(REQUESTS, 0, Cancel(id="r0"))
+    await router.received(1001)
+    assert router.owner.offsets() == list(range(1001))
+    stored = world.records(REQUESTS, 0)[-1]
+    assert router.owner.facts[-1][1] == LogRecord(1000, stored.timestamp, Cancel(id="r0"))
+
+
+@scenario_test
+async def test_a_full_lane_does_not_hold_up_a_cancel(world: MemoryWorld) -> None:
+    router = await reading_router(world)
+    world.append(REQUESTS, 0, *requests(*(f"r{i}" for i in range(5000))), Cancel(id="r0"))
+    await router.received(5001)
+    assert router.owner.claims[0].unfinished == 5001
+
+
+@scenario_test
+async def test_append_times_set_the_broker_clock_before_the_record_is_seen(
+    world: MemoryWorld,
+) -> None:
+    log, owner, broker_clock = await world.connect(), Owner(at_once=True), BrokerClock(world.clock)
+    seen: list[int] = []
+    owner.hook = lambda claim, fact: seen.append(broker_clock.now_ms())
+    await world.sleep(1)
+    await Router(world, log, owner, broker_clock).owns(0, 1)
+    world.append(REQUESTS, 0, *requests("a"))
+    at = world.broker.now_ms()
+    await world.wait_until(lambda: len(seen) == 1)
+    assert seen == [at]
+
+
+@scenario_test
+async def test_an_error_of_the_lanes_ends_the_intake(world: MemoryWorld) -> None:
+    router = await a_router(world, at_once=True)
+
+    def fail(claim: PartitionClaim, fact: LogRecord) -> None:
+        raise ZeroDivisionError
+
+    router.owner.hook = fail
+    world.append(REQUESTS, 0, *requests("a"))
+    await asyncio.wait([router.running])
+    with pytest.raises(ZeroDivisionError):
+        router.running.result()
+
+
+@scenario_test
+async def test_a_log_that_is_closed_by_somebody_else_ends_the_intake(world: MemoryWorld) -> None:
+    router = await (await a_router(world)).owns(0, 1)
+    await router.log.close()
+    await asyncio.wait([router.running], timeout=5)
+    with pytest.raises(LogClosed):
+        router.running.result()
+
+
+@scenario_test
+async def test_an_error_of_writing_a_dead_letter_ends_the_intake(world: MemoryWorld) -> None:
+    world.append_raw(REQUESTS, 0, MALFORMED)
+    router = await a_router(world, at_once=True)
+
+    async def fail(*args: object) -> None:
+        raise TopicMismatch("there are no dead-letters here")
+
+    router.intake._dead_letters.write = fail  # type: ignore[assignment, method-assign]
+    await asyncio.wait([router.running], timeout=5)
+    with pytest.raises(TopicMismatch):
+        router.running.result()
+
+
+@scenario_test
+async def test_a_lane_lost_through_its_own_record_gets_no_more_of_the_batch(
+    world: MemoryWorld,
+) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b", "c"))
+    router = await (await a_router(world)).owns(0, 1)
+    router.owner.hook = lambda claim, fact: router.intake.revoked(frozenset([0]))
+    router.owner.resume_all()
+    await router.received(1)
+    await world.sleep(1)
+    assert router.owner.offsets() == [0]
+
+
+@scenario_test
+async def test_a_cancelled_run_leaves_no_task(world: MemoryWorld) -> None:
+    router = await (await a_router(world)).owns(0, 1)
+    router.running.cancel()
+    await asyncio.wait([router.running])
+    await world.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# --- commits -------------------------------------------------------------------------------------
+
+
+@scenario_test
+async def test_what_is_done_is_committed_within_the_interval(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b", "c"))
+    router = await reading_router(world)
+    await router.received(3)
+    claim = router.owner.claims[0]
+    claim.mark_done(0)
+    claim.mark_done(2)
+    await world.sleep(0.21)
+    assert committed(world) == {0: 1}
+    claim.mark_done(1)
+    await world.sleep(0.21)
+    assert committed(world) == {0: 3}
+
+
+@scenario_test
+async def test_nothing_is_committed_when_no_mark_moved(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b"))
+    router = await reading_router(world)
+    await router.received(2)
+    router.owner.claims[0].mark_done(1)
+    await world.sleep(60)
+    assert "commit" not in world.faults.sent
+
+
+@scenario_test
+async def test_a_mark_is_committed_once(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b", "c"))
+    router = await reading_router(world)
+    await router.received(3)
+    claim = router.owner.claims[0]
+    claim.mark_done(0)
+    await world.sleep(5)
+    claim.mark_done(2)  # moves no mark
+    await world.sleep(5)
+    assert world.faults.sent.count("commit") == 1
+
+
+@scenario_test
+async def test_an_unanswered_commit_is_repeated(world: MemoryWorld) -> None:
+    world.faults.unanswered.add("commit")
+    world.append(REQUESTS, 0, *requests("a"))
+    router = await (await a_router(world, at_once=True)).received(1)
+    await world.sleep(5)
+    assert committed(world) == {}
+    world.faults.unanswered.clear()
+    await world.sleep(0.21)
+    assert committed(world) == {0: 1}
+    assert not router.running.done()
+
+
+@scenario_test
+async def test_a_refused_commit_does_not_end_the_intake(world: MemoryWorld) -> None:
+    router = await (await a_router(world, at_once=True)).owns(0, 1)
+    member = router.intake._member
+    assert member is not None
+    commit, refused = member.commit, 0
+
+    async def refuse(offsets: Mapping[int, int]) -> None:
+        nonlocal refused
+        refused += 1
+        raise OwnershipLost("the group has moved on")
+
+    member.commit = refuse  # type: ignore[method-assign]
+    world.append(REQUESTS, 0, *requests("a"))
+    await world.sleep(5)
+    assert refused > 1
+    assert not router.running.done()
+    member.commit = commit  # type: ignore[method-assign]
+    await world.sleep(0.21)
+    assert committed(world) == {0: 1}
+
+
+@scenario_test
+async def test_closing_commits_and_leaves(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b"))
+    router = await reading_router(world)
+    await router.received(2)
+    router.owner.claims[0].mark_done(0)
+    await router.intake.close()
+    assert committed(world) == {0: 1}
+    assert router.owner.timeline[-2:] == ["closed 0, lost True", "closed 1, lost True"]
+    assert world.broker.group(REQUESTS, GROUP).members == {}
+    await asyncio.wait_for(router.running, 2)
+
+
+@scenario_test
+async def test_closing_leaves_the_group_although_the_last_commit_fails(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests("a"))
+    router = await reading_router(world)
+    await router.received(1)
+    world.faults.unanswered.add("commit")
+    router.owner.claims[0].mark_done(0)
+    await router.intake.close()
+    assert world.broker.group(REQUESTS, GROUP).members == {}
+    assert committed(world) == {}
+
+
+@scenario_test
+async def test_closing_before_running_or_twice_is_harmless(world: MemoryWorld) -> None:
+    log, owner = await world.connect(), Owner()
+    intake = GroupConsumer(log, REQUESTS, GROUP, owner, world.clock)
+    await intake.close()
+    await intake.close()
+    assert owner.timeline == []
+
+
+# --- moves ---------------------------------------------------------------------------------------
+
+
+@scenario_test
+async def test_the_next_owner_gets_what_is_not_done(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b", "c"))
+    first = await reading_router(world)
+    await first.received(3)
+    first.owner.claims[0].mark_done(0)
+    first.owner.claims[0].mark_done(2)
+    await world.sleep(1)
+    await first.kill()
+    second = await (await a_router(world, "b", at_once=True)).received(2)
+    assert second.owner.offsets() == [1, 2]
+    assert second.owner.timeline[0] == "opened 0 at 1"
+
+
+@scenario_test
+async def test_a_revoked_claim_is_closed_at_once_and_commits_no_more(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 1, *requests("a", "b"))
+    first = await reading_router(world)
+    await first.received(2)
+    claim = first.owner.claims[1]
+    second = await a_router(world, "b")
+    await second.owns(1)
+    await first.owns(0)
+    assert claim.is_lost
+    assert first.owner.timeline[2:4] == ["closed 0, lost True", "closed 1, lost True"]
+    claim.mark_done(0)
+    claim.mark_done(1)
+    await world.sleep(5)
+    assert committed(world) == {}
+    second.owner.resume_all()
+    await second.received(2)
+
+
+@scenario_test
+async def test_a_lane_that_comes_back_is_a_new_claim(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b"))
+    first = await reading_router(world)
+    await first.received(2)
+    before = first.owner.claims[0]
+    await a_router(world, "b")
+    await world.wait_until(lambda: before.is_lost)
+    await first.owns(0)
+    now = first.owner.claims[0]
+    assert now is not before
+    first.intake.resume(before)  # too late: must not start the new claim
+    await world.sleep(10)
+    assert len(first.owner.facts) == 2
+    first.intake.resume(now)
+    await first.received(4)
+    before.mark_done(0)
+    before.mark_done(1)
+    await world.sleep(5)
+    assert committed(world) == {}
+    assert now.unfinished == 2
+
+
+@scenario_test
+async def test_an_assignment_without_a_revocation_is_a_new_claim_too(world: MemoryWorld) -> None:
+    owner = Owner()
+    intake = GroupConsumer(await world.connect(), REQUESTS, GROUP, owner, world.clock)
+    intake.assigned({0: 0, 1: 0})
+    before = owner.claims[0]
+    intake.assigned({0: 5})
+    assert before.is_lost
+    assert (owner.claims[0].start, owner.claims[1].is_lost) == (5, False)
+
+
+@scenario_test
+async def test_what_the_client_fetches_again_is_not_handed_on_again(world: MemoryWorld) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b", "c"))
+    owner = Owner()
+    intake = GroupConsumer(await world.connect(), REQUESTS, GROUP, owner, world.clock)
+    intake.assigned({0: 0})
+    records = world.records(REQUESTS, 0)
+    intake._process(owner.claims[0], records[:2])
+    intake._process(owner.claims[0], records)
+    assert owner.offsets() == [0, 1, 2]
+
+
+# --- records that cannot be read -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [MALFORMED, UNTYPED, OF_A_NEWER_VERSION, OF_ANOTHER_TOPIC, TOMBSTONE, NO_KEY_NO_VALUE],
+    ids=["malformed", "untyped", "newer", "misplaced", "tombstone", "nothing"],
+)
+def test_a_record_that_cannot_be_read_is_put_aside_and_the_lane_goes_on(poison: Entry) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        world.append(REQUESTS, 0, *requests("before"))
+        world.append_raw(REQUESTS, 0, poison)
+        world.append(REQUESTS, 0, *requests("after"))
+        router = await (await a_router(world, at_once=True)).received(2)
+        await world.sleep(1)
+        assert router.owner.ids() == ["before", "after"]
+        (letter,) = world.all_records(DEAD_LETTERS)
+        assert letter.key == poison.key
+        assert dict(letter.headers)["origin_offset"] == b"1"
+        assert committed(world) == {0: 3}
+
+    scenario_test(scenario)()
+
+
+@pytest.mark.parametrize("poison", [MALFORMED, UNTYPED], ids=["malformed", "untyped"])
+def test_whoever_sent_what_cannot_be_read_is_refused_by_its_key(poison: Entry) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        world.append_raw(REQUESTS, 0, poison)
+        router = await (await a_router(world, at_once=True)).received(1)
+        ((_, fact),) = router.owner.facts
+        assert isinstance(fact.record, Refused)
+        assert (fact.offset, fact.record.id, fact.record.code) == (0, "k", "invalid")
+        assert fact.record.message
+
+    scenario_test(scenario)()
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        OF_A_NEWER_VERSION,  # what it means is not known: it may be no request at all
+        OF_ANOTHER_TOPIC,
+        TOMBSTONE,
+        NO_KEY_NO_VALUE,
+        MALFORMED._replace(key=None),
+        MALFORMED._replace(key=b""),
+        MALFORMED._replace(key=b"\xff"),
+        MALFORMED._replace(key=b"k" * 201),
+    ],
+    ids=["newer", "misplaced", "tombstone", "nothing", "no key", "empty", "no text", "too long"],
+)
+def test_what_names_no_request_is_only_put_aside(poison: Entry) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        world.append_raw(REQUESTS, 0, poison)
+        router = await a_router(world, at_once=True)
+        await world.wait_until(lambda: committed(world) == {0: 1})
+        assert router.owner.facts == []
+        assert len(world.all_records(DEAD_LETTERS)) == 1
+
+    scenario_test(scenario)()
+
+
+@scenario_test
+async def test_a_refusal_is_done_when_the_lane_says_so_and_the_letter_is_written(
+    world: MemoryWorld,
+) -> None:
+    world.append_raw(REQUESTS, 0, MALFORMED)
+    router = await reading_router(world)
+    await router.received(1)
+    await world.wait_until(lambda: len(world.all_records(DEAD_LETTERS)) == 1)
+    await world.sleep(5)
+    assert committed(world) == {}
+    router.owner.claims[0].mark_done(0)
+    await world.sleep(0.21)
+    assert committed(world) == {0: 1}
+
+
+@scenario_test
+async def test_nothing_is_committed_past_a_letter_that_is_not_acknowledged(
+    world: MemoryWorld,
+) -> None:
+    world.append_raw(REQUESTS, 0, MALFORMED)
+    world.append(REQUESTS, 0, *requests("after"))
+    world.faults.next_fates(DEAD_LETTERS, *[AppendFate.LOST] * 6)
+    router = await (await a_router(world, at_once=True)).received(1)
+    await world.sleep(1.5)
+    assert world.all_records(DEAD_LETTERS) == []
+    assert committed(world) == {}
+    await world.sleep(5)
+    assert len(world.all_records(DEAD_LETTERS)) == 1
+    assert committed(world) == {0: 2}
+    assert router.owner.ids() == ["after"]
+
+
+@scenario_test
+async def test_a_letter_that_was_not_acknowledged_is_written_by_the_next_owner(
+    world: MemoryWorld,
+) -> None:
+    world.append_raw(REQUESTS, 0, MALFORMED)
+    world.append(REQUESTS, 0, *requests("after"))
+    world.faults.next_fates(DEAD_LETTERS, *[AppendFate.LOST] * 6)
+    first = await (await a_router(world, at_once=True)).received(1)
+    await first.kill()
+    await (await a_router(world, "b", at_once=True)).received(1)
+    await world.sleep(10)
+    assert len(world.all_records(DEAD_LETTERS)) == 1
+    assert committed(world) == {0: 2}
+
+
+@scenario_test
+async def test_a_lane_that_is_paused_gets_the_next_record_when_it_is_resumed(
+    world: MemoryWorld,
+) -> None:
+    world.append(REQUESTS, 0, *requests("a", "b", "c", "d"))
+    world.append(REQUESTS, 1, *requests("other"))
+    router = await a_router(world, at_once=True)
+
+    def pause_behind_b(claim: PartitionClaim, fact: LogRecord) -> None:
+        if isinstance(fact.record, Request) and fact.record.id == "b":
+            router.intake.pause(claim)
+
+    router.owner.hook = pause_behind_b
+    await router.received(3)
+    await world.sleep(5)
+    assert sorted(router.owner.ids()) == ["a", "b", "other"]
+    assert committed(world) == {0: 2, 1: 1}
+    router.intake.resume(router.owner.claims[0])
+    await router.received(5)
+    assert router.owner.offsets(0) == [0, 1, 2, 3]
+    await world.wait_until(lambda: committed(world) == {0: 4, 1: 1})
+
+
+@scenario_test
+async def test_a_flood_of_bad_records_is_bounded_and_drains(world: MemoryWorld) -> None:
+    count = 3 * MAX_QUEUED_DEAD_LETTERS
+    world.append_raw(REQUESTS, 0, *[MALFORMED] * count)
+    world.append(REQUESTS, 0, *requests("after"))
+    world.faults.next_fates(DEAD_LETTERS, *[AppendFate.LOST] * 80)
+    router = await (await a_router(world, at_once=True)).owns(0, 1)
+    await world.sleep(2)
+    assert router.intake._queue.qsize() <= MAX_QUEUED_DEAD_LETTERS
+    await router.received(1)
+    await world.wait_until(lambda: committed(world) == {0: count + 1})
+    assert len(world.all_records(DEAD_LETTERS)) == count
+
+
+@scenario_test
+async def test_prompt_text_does_not_reach_dead_letters(world: MemoryWorld) -> None:
+    world.append_raw(REQUESTS, 0, MALFORMED._replace(value=b"\xc1 my secret"))
+    await a_router(world, at_once=True)
+    await world.wait_until(lambda: len(world.all_records(DEAD_LETTERS)) == 1)
+    (letter,) = world.all_records(DEAD_LETTERS)
+    assert letter.value == b""

@@ -1,0 +1,49 @@
+"""Batch work beside a trace, simulated with the shipped code."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.bench.routing.mix import thresholds
+from app.simulation.batch_work import BatchWork
+from app.simulation.mixed_runs import Mix, MixedRun
+from app.simulation.synthetic_traces import TraceSize, generate_trace
+from app.simulation.trace_requests import trace_requests
+from app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
+
+ROWS = read_trace(BUNDLED_TRACE)[:30]
+BATCH = generate_trace("offline", TraceSize(400))
+
+
+def test_batch_work_is_preempted_and_continues_from_its_last_token() -> None:
+    alone, mixed, still = Mix(ROWS, BATCH, MixedRun(2)).compare(["classes", "no preemption"])
+    assert alone.batch is None
+    assert mixed.batch is not None
+    assert still.batch is not None
+    assert mixed.batch.preemptions > 0
+    assert still.batch.preemptions == 0
+    assert mixed.batch.finished > 50
+    assert mixed.requests.itl_mean < still.requests.itl_mean
+    assert {bar.name: bar.met for bar in thresholds([alone, mixed])}[
+        "ITL with batch work to that without"
+    ]
+
+
+def test_every_token_of_a_request_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, int] = {}
+    wanted: dict[str, int] = {}
+    finish = BatchWork.on_finished
+
+    def on_finished(self: BatchWork, task: object) -> None:
+        made[task.id] = task.made + task.sequence.max_tokens  # type: ignore[attr-defined]
+        wanted[task.id] = task.output_tokens  # type: ignore[attr-defined]
+        finish(self, task)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BatchWork, "on_finished", on_finished)
+    Mix(ROWS, BATCH, MixedRun(2)).compare(["classes"])
+    assert made == wanted
+
+
+def test_a_trace_without_batch_work_is_simulated_as_before() -> None:
+    chunked = trace_requests(ROWS)
+    assert [len(each.chunks) for each in chunked] == [len(row.full_chunks) for row in ROWS]

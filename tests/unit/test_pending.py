@@ -1,0 +1,265 @@
+"""The order among requests that are held: planned by arrival, sent the shortest first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.routing.queueing.batch_select import BatchContext, plan_batch
+from app.routing.queueing.fair_share import (
+    DEFAULT_CLASS,
+    ClassConfig,
+    FairQueue,
+    QueueKey,
+    ShareCost,
+)
+from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, PendingRequests, QueueOrder
+from app.routing.selection.decision import (
+    Decision,
+    Forecast,
+    Placement,
+    Rejection,
+    Reservation,
+    RoutingConfig,
+    RoutingState,
+    Wait,
+)
+from app.routing.selection.decision_record import DecisionRecord
+from app.routing.selection.eligibility import CandidatePools
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.state.active_load import ActiveLoad
+from app.routing.state.fleet import Fleet
+from app.routing.state.kv_index import KvIndexView
+from app.routing.worker_rank import WorkerRank
+from streams.request import Hints, Request
+from tests.harness.routing_harness import SECRET, reserved
+
+W1, W2 = WorkerRank("w1", 1), WorkerRank("w2", 2)
+
+REFUSED = Rejection("none_eligible", "")
+FLEET = Fleet()
+NO_WORKERS = BatchContext(
+    RoutingState(
+        FLEET, CandidatePools(FLEET, 5000), KvIndexView(SECRET), ActiveLoad(), ActiveLoad(), 0
+    ),
+    RoutingConfig(),
+)
+"""Every request is planned alone."""
+
+
+def planned(place: WorkerRank, prefill_ms: float) -> Reservation:
+    return Reservation(place, prefill_ms, hold_until_ms=10_000)
+
+
+def going(to: Reservation) -> Placement:
+    return Placement(
+        to.worker_rank, 1, 0, 1, 16, "predictive", {}, 0,
+        DecisionRecord(b"", [], [], [], {}, is_timed=True),
+        forecast=Forecast(to),
+    )  # fmt: skip
+
+
+def wanted(key: str, number: int = 0) -> PendingRequest[str]:
+    return PendingRequest(key, number, PromptHashes(Request(id=key)), seed=0, since_ms=0)
+
+
+def test_the_shortest_goes_first() -> None:
+    held = PendingRequests[str]()
+    for number, (name, prefill_ms) in enumerate([("a", 90.0), ("b", 30.0), ("c", 30.0)]):
+        held.add(name, number, 1000, planned(W1, prefill_ms))
+    held.add("d", 3, 1000, planned(W2, 1.0))
+    assert held.in_dispatch_order([W1]) == ["b", "c", "a"]
+    assert held.in_dispatch_order() == ["d", "b", "c", "a"]
+    assert (held.next_for(W1), held.next_for(W2), held.next_for(WorkerRank("w3", 3))) == (
+        "b",
+        "d",
+        None,
+    )
+
+
+def test_who_has_waited_long_is_overtaken_no_more() -> None:
+    held = PendingRequests[str]()
+    held.add("old", 0, 0, planned(W1, 90.0))
+    held.add("new", 1, 800, planned(W1, 45.0))
+    assert held.next_for(W1) == "new"
+    held.add("newer", 2, 1400, planned(W1, 45.0))
+    held.remove("new")
+    assert held.next_for(W1) == "old"
+
+
+@pytest.mark.parametrize(
+    ("order", "went"),
+    [
+        ("sjf", ["strict", "short", "jumped", "first", "long"]),
+        ("fcfs", ["strict", "jumped", "first", "long", "short"]),
+        ("wspt", ["strict", "jumped", "short", "first", "long"]),
+    ],
+)
+def test_the_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
+    order: QueueOrder, went: list[str]
+) -> None:
+    held = PendingRequests[str](order)
+    coming = {
+        "first": (60.0, Hints()), "long": (90.0, Hints()),
+        "jumped": (70.0, Hints(priority_jump=0.8)), "short": (20.0, Hints()),
+        "strict": (500.0, Hints(strict_priority=2)),
+    }  # fmt: skip
+    for number, (key, (prefill_ms, hints)) in enumerate(coming.items()):
+        prompt = PromptHashes(Request(id=key, hints=hints))
+        held.reserve(PendingRequest(key, number, prompt, 0, 100 * number), planned(W1, prefill_ms))
+    assert held.in_dispatch_order() == went
+
+
+def test_the_class_that_was_given_least_goes_first() -> None:
+    classes = FairQueue({"batch": ClassConfig(weight=0.5)})
+    held, claims = PendingRequests[str]("fcfs", classes), dict[str, ShareCost]()
+    for number, name in enumerate(["b1", "b2", "b3", "o1", "o2", "o3", "o4"]):
+        claims[name] = ShareCost(QueueKey("m", "batch" if name[0] == "b" else DEFAULT_CLASS), 100)
+        held.add(name, number, number, planned(W1, 10.0), claim=claims[name])
+        classes.add_waiting(claims[name].queue, 0)
+    expected = ["b1", "o1", "o2", "b2", "o3", "o4", "b3"]
+    assert held.in_dispatch_order() == expected
+    went = []
+    while len(held):
+        went.append(name := held.next_for(W1))
+        assert name is not None
+        classes.charge(claims[name])
+        held.remove(name)
+    assert went == expected
+
+
+def test_one_sees_what_all_others_have_in_mind() -> None:
+    held = PendingRequests[str]()
+    held.add("a", 0, 0, planned(W1, 10.0))
+    held.add("b", 1, 0, planned(W2, 20.0))
+    held.add("c", 2, 0, planned(W1, 30.0))
+    held.add("b", 1, 0, planned(W2, 20.0))
+    assert reserved(held.reservations_of_others("a")) == [(W2, 20.0), (W1, 30.0)]
+    assert reserved(held.reservations_of_others("b")) == [(W1, 10.0), (W1, 30.0)], "by arrival"
+    everything = [(W1, 10.0), (W2, 20.0), (W1, 30.0)]
+    assert reserved(held.reservations_of_others("new")) == everything
+
+
+def test_a_new_plan_takes_the_place_of_the_old_one() -> None:
+    held = PendingRequests[str]()
+    held.add("a", 0, 0, planned(W1, 10.0))
+    held.add("a", 0, 0, planned(W2, 5.0))
+    assert reserved(held.reservations_of_others("b")) == [(W2, 5.0)]
+    assert held.reserved_rank("a") == W2
+    held.remove("a")
+    held.remove("a")
+    assert (len(held), held.in_dispatch_order(), held.next_for(W2)) == (0, [], None)
+    assert held.reserved_rank("a") is None
+
+
+def test_who_has_another_turn_than_before_looks_again() -> None:
+    held = PendingRequests[str]()
+    a, b, c = (wanted(key, number) for number, key in enumerate("abc"))
+    assert held.reserve(a, planned(W1, 50.0)) == []
+    assert held.reserve(b, planned(W1, 60.0)) == [], "behind, so nothing changes for a"
+    assert held.reserve(c, planned(W1, 40.0)) == ["a"], "no longer first"
+    assert held.reserve(c, planned(W1, 45.0)) == []
+    assert held.reserve(c, planned(W2, 45.0)) == ["a"], "first again"
+    assert held.reserve(a, None) == ["b"]
+    assert list(held.reserve(wanted("unknown", 3), None)) == []
+    assert held.reserve(b, None) == []
+
+
+def test_who_looks_at_one_moment_is_planned_by_arrival_and_goes_the_shortest_first() -> None:
+    held, seen = PendingRequests[str](), dict[str, list[float]]()
+    lengths = {"long": 90.0, "short": 10.0, "middle": 40.0}
+
+    def alone(each: PendingRequest[str]) -> Decision:
+        seen[each.key] = [ms for _, ms in reserved(held.reservations_of_others(each.key))]
+        return going(planned(W1, lengths[each.key])) if each.key in lengths else REFUSED
+
+    coming = [wanted(key, n) for n, key in enumerate(["long", "any", "short", "middle", "all"])]
+    batch = plan_batch(reversed(coming), held, NO_WORKERS, alone)
+    assert batch.waiting == {}
+    assert batch.order == ["short", "middle", "long", "any", "all"]
+    assert (seen["long"], seen["any"]) == ([], [90.0])
+    assert seen["short"] == [90.0]
+    assert seen["middle"] == [90.0, 10.0]
+
+
+def test_those_who_do_not_look_are_woken_when_their_turn_changes() -> None:
+    held = PendingRequests[str]()
+    for number, (key, length) in enumerate([("first", 10.0), ("second", 20.0), ("third", 30.0)]):
+        held.add(key, number, 0, planned(W1, length))
+    plans = {"first": going(planned(W2, 40.0)), "new": going(planned(W1, 40.0))}
+    looking = [wanted("first", 0), wanted("new", 9)]
+    batch = plan_batch(looking, held, NO_WORKERS, lambda each: plans[each.key])
+    assert (batch.order, batch.to_wake) == (["first", "new"], ["second"])
+
+
+def test_those_for_whom_it_is_too_early_are_held_and_do_not_go() -> None:
+    held, busy = PendingRequests[str](), Wait("busy", 70, planned(W1, 40.0))
+    full = Wait("no worker has room")
+    plans = {"a": busy, "b": going(planned(W2, 50.0)), "c": REFUSED, "d": full}
+    looking = [wanted(key, n) for n, key in enumerate("abcd")]
+    batch = plan_batch(looking, held, NO_WORKERS, lambda each: plans[each.key])
+    assert (batch.order, batch.waiting) == (["b", "c"], {"a": busy, "d": full})
+    assert (held.reserved_rank("a"), held.reserved_rank("b"), held.reserved_rank("c")) == (
+        W1,
+        W2,
+        None,
+    )
+
+
+def test_a_line_has_those_who_join_where_they_came() -> None:
+    held = PendingRequests[str]()
+    for number, key in enumerate("abcd"):
+        held.add(key, number, 0, planned(W1, float(number)))
+    joined = held.joined([wanted("b", 1), wanted("e", 9)])
+    assert reserved(joined.reservations) == [(W1, float(number)) for number in range(4)]
+    assert (joined.reservations.numbers.tolist(), joined.positions.tolist()) == (
+        [0, 0, 0, 0, -1],
+        [1, 4],
+    )
+
+
+def test_one_who_looks_alone_and_those_of_other_policies_are_not_planned_twice() -> None:
+    def alone(_: PendingRequest[str]) -> Decision:
+        raise AssertionError("nobody is to be planned")
+
+    held = PendingRequests[str]()
+    assert plan_batch([wanted("a")], held, NO_WORKERS, alone).order == ["a"]
+    assert plan_batch([wanted("b", 1), wanted("a")], held, None, alone).order == ["a", "b"]
+
+
+def test_the_next_in_turn_looks_by_itself_and_others_when_they_are_held_no_longer() -> None:
+    held = PendingRequests[str]()
+    held.add("a", 0, 0, planned(W1, 10.0))
+    held.add("b", 1, 0, planned(W1, 20.0))
+    assert held.next_retry_ms("a", Wait("busy", 70, planned(W1, 10.0))) == 70
+    assert held.next_retry_ms("b", Wait("busy", 70, planned(W1, 20.0))) == 10_000
+    assert held.next_retry_ms("c", Wait("full", 80)) == 80
+
+
+def test_news_of_a_worker_wake_those_planned_for_it_and_everybody_while_they_are_few() -> None:
+    held = PendingRequests[int]()
+    for n in range(MAX_WAKEUPS):
+        held.add(n, n, 0, planned(W2, float(MAX_WAKEUPS - n)))
+    assert held.to_wake("w1") == list(reversed(range(MAX_WAKEUPS)))
+    held.add(99, 99, 0, planned(W1, 1.0))
+    assert held.to_wake("w1") == [99]
+    held.add(98, 98, 0, planned(W2, 0.0))
+    assert held.to_wake("w2") == [98, *reversed(range(1, MAX_WAKEUPS))]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from([W1, W2]), st.floats(0, 100))),
+    st.integers(0, 6),
+)
+def test_what_others_have_in_mind_is_what_is_held_of_them_by_arrival(
+    plans: list[tuple[int, WorkerRank, float]], number: int
+) -> None:
+    held, last = PendingRequests[int](), dict[int, tuple[WorkerRank, float]]()
+    for key, place, prefill_ms in plans:
+        held.add(key, key, 0, planned(place, prefill_ms))
+        last[key] = (place, prefill_ms)
+    assert sorted(held.in_dispatch_order()) == sorted(last)
+    assert reserved(held.reservations_of_others(number)) == [
+        last[key] for key in sorted(last) if key != number
+    ]

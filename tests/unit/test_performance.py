@@ -1,0 +1,197 @@
+"""How fast places are: a prior from their cards, and what first tokens teach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from app.perf_curves import PerfCurves, curves_from
+from app.routing.state.performance import (
+    EXPLORATION_INTERVAL,
+    MAX_RATIOS,
+    MAX_REMEMBERED,
+    MIN_RATIOS,
+    EngineProfile,
+    PerformanceModel,
+    SlowdownEstimate,
+    profile_from_card,
+)
+from streams.records import (
+    Assigned,
+    Candidate,
+    EngineConfig,
+    Finished,
+    LogRecord,
+    PrefillDone,
+    RequestOffset,
+)
+
+RUN: dict[str, Any] = {"attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": 3}
+
+
+def assigned(name: str = "a", policy: str = "predictive", **over: Any) -> Assigned:
+    candidates = tuple(
+        Candidate(worker=worker, epoch=3, **(over if worker == "w1" else {"prefill_runs": 9}))
+        for worker in ("w0", "w1")
+    )
+    return Assigned(
+        id=name, origin=RequestOffset(topic="requests", partition=0, offset=0), responses_from=0,
+        deadline_ms=0, prompt_tokens=900, base_tokens=100, policy=policy, candidates=candidates,
+        **RUN,
+    )  # fmt: skip
+
+
+def prefilled(took_ms: float, name: str = "a", **over: Any) -> PrefillDone:
+    return PrefillDone(id=name, run=1, prefill_ms=took_ms, **(RUN | over))
+
+
+def finished(output_tokens: int, code: Any = "stop", name: str = "a") -> Finished:
+    return Finished(id=name, code=code, output_tokens=output_tokens, **RUN)
+
+
+def write(paces: PerformanceModel, *records: Any) -> PerformanceModel:
+    for record in records:
+        paces.on_record(LogRecord(0, 0, record))
+    return paces
+
+
+def observed(*ratios: float) -> float | None:
+    slowness = SlowdownEstimate()
+    for ratio in ratios:
+        slowness.observe(ratio)
+    return slowness.value
+
+
+def test_a_few_observations_are_believed_and_a_single_one_is_not() -> None:
+    assert observed() is None
+    assert observed(*[3.0] * (MIN_RATIOS - 1)) is None
+    assert observed(*[3.0] * MIN_RATIOS) == 3.0
+    assert observed(1.0, 3.0, 1.0, 3.0, 1.0, 3.0) == 3.0, "of as many on both sides the slower one"
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_no_ratio_teaches_nothing(ratio: float) -> None:
+    assert observed(*[ratio] * MAX_RATIOS) is None
+
+
+@given(st.floats(0.01, 100), st.lists(st.floats(0.001, 1e6), max_size=MAX_RATIOS // 2 - 1))
+def test_a_minority_however_wrong_changes_nothing(truth: float, wrong: list[float]) -> None:
+    assert observed(*[truth] * MAX_RATIOS, *wrong) == truth
+
+
+def measured(
+    paces: PerformanceModel, worker: str, ratio: float, times: int = MIN_RATIOS
+) -> PerformanceModel:
+    """So many runs of a worker, which w1 and w2 were candidates for."""
+    for n in range(times):
+        begun = replace(
+            assigned(f"{worker} {n}"), worker=worker,
+            candidates=tuple(Candidate(each, epoch=3) for each in ("w1", "w2")),
+        )  # fmt: skip
+        done = prefilled(ratio * PerfCurves().prefill_ms(1000), f"{worker} {n}", worker=worker)
+        write(paces, begun, done)
+    return paces
+
+
+def test_who_is_passed_over_for_long_is_no_longer_believed_to_be_slow() -> None:
+    paces = measured(
+        measured(PerformanceModel(), "w1", 9.0), "w2", 2.0, times=2 * EXPLORATION_INTERVAL
+    )
+    assert set(paces.slowdown) == {"w1", "w2"}
+    measured(paces, "w1", 9.0, times=1)
+    measured(paces, "w2", 2.0, times=2 * EXPLORATION_INTERVAL)
+    assert set(paces.slowdown) == {"w1", "w2"}, "it had a turn in between"
+    measured(paces, "w2", 2.0, times=1)
+    assert paces.slowdown == {"w2": pytest.approx(2.0)}, "w1 may be no slower than others by now"
+    measured(paces, "w1", 1.0, times=MIN_RATIOS - 1)
+    assert "w1" not in paces.slowdown, "nor does what was forgotten count"
+
+
+def test_what_a_worker_takes_for_uncached_tokens_is_learned() -> None:
+    paces = PerformanceModel()
+    expected_ms = PerfCurves().prefill_ms(600)
+    for n in range(MAX_RATIOS):
+        name = f"r{n}"
+        write(paces, assigned(name), prefilled(2.5 * expected_ms, name, cached_tokens=400))
+    assert paces.slowdown == {"w1": pytest.approx(2.5)}
+
+
+@pytest.mark.parametrize("believed", [0.5, 1.0, 3.0])
+def test_a_step_of_decode_beside_it_is_not_held_against_a_worker(believed: float) -> None:
+    paces = PerformanceModel()
+    took_ms = 2 * (PerfCurves().prefill_ms(1000) + 1.5 * PerfCurves().decode_ms(0))
+    for n in range(MAX_RATIOS):
+        name = f"r{n}"
+        begun = assigned(name, open_runs=2, prompt_tokens=50, slowness=believed)
+        write(paces, begun, prefilled(took_ms, name))
+    assert paces.slowdown == {"w1": pytest.approx(2.0)}
+
+
+def test_runs_that_waited_for_others_teach_nothing() -> None:
+    paces = PerformanceModel()
+    for n in range(MIN_RATIOS):
+        a, b, c, d = (f"{name}{n}" for name in "abcd")
+        write(paces, assigned(a, prefill_runs=1), prefilled(900.0, a))
+        write(paces, assigned(b, policy="dynamo"), prefilled(900.0, b))
+        write(paces, assigned(c), prefilled(900.0, c, worker="w0"))
+        write(paces, assigned(d), finished(5, name=d), prefilled(900.0, d))
+        write(paces, prefilled(900.0, f"unknown{n}"))
+    assert paces.slowdown == {}
+
+
+def test_the_mean_answer_moves_from_a_first_guess_to_what_is_seen() -> None:
+    paces = PerformanceModel()
+    assert paces.mean_output_tokens == 200
+    write(paces, finished(200 + 51))
+    assert paces.mean_output_tokens == pytest.approx(201)
+    write(paces, finished(0, "broken"), finished(0, "cancelled"), finished(0, "worker_full"))
+    assert paces.mean_output_tokens == pytest.approx(201), "those did not come to their end"
+    write(paces, *[finished(0)] * 1000)
+    assert paces.mean_output_tokens == pytest.approx(201), (
+        "nor is there a length in what is no text"
+    )
+    write(paces, *[finished(60, "length")] * 30_000)
+    assert paces.mean_output_tokens == pytest.approx(60, abs=0.1)
+
+
+def test_how_much_is_found_in_caches_tells_how_much_comes_again() -> None:
+    def led_to(held: float) -> float:
+        paces = PerformanceModel()
+        for n in range(3000):
+            got = replace(assigned(f"{n}"), params={"most_held_tokens": held})
+            write(paces, got)
+        return paces.expected_followups
+
+    tokens = assigned().prompt_tokens
+    assert PerformanceModel().expected_followups == 1
+    assert led_to(0.0) == 1
+    assert led_to(0.75 * tokens) == pytest.approx(4, rel=0.05)
+    assert led_to(tokens) == 10
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    paces = write(PerformanceModel(), *[assigned(f"r{n}") for n in range(MAX_REMEMBERED + 5)])
+    assert len(paces._begun) == MAX_REMEMBERED
+
+
+def test_a_card_gives_the_pace_and_what_it_does_not_say_is_the_published_one() -> None:
+    assert profile_from_card(EngineConfig(model="m")) == EngineProfile()
+    curve = PerfCurves((0.0, 1.0, 2.0), (3.0, 4.0, 5.0), 6.0)
+    config = EngineConfig(
+        model="m", kv_cache_block_size=16, total_kv_blocks=100, max_num_batched_tokens=512,
+        curve=curve.coefficients(),
+    )  # fmt: skip
+    assert profile_from_card(config) == EngineProfile(curve, 1.0, 512, 1600)
+    broken = EngineConfig(model="m", max_num_batched_tokens=-5, total_kv_blocks=-1, curve=())
+    assert profile_from_card(broken).chunk_tokens == 1
+
+
+def test_numbers_are_curves_and_back() -> None:
+    assert curves_from(PerfCurves().coefficients()) == PerfCurves()
+    twice = curves_from(PerfCurves().coefficients(speedup=2.0))
+    assert twice is not None
+    assert twice.prefill_ms(1000) == pytest.approx(PerfCurves().prefill_ms(1000) / 2)

@@ -1,0 +1,212 @@
+"""What the simulation bench compares, when its bars are met, and what it need not do again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from app.bench.bench_environment import BenchFailed
+from app.bench.report import Report, Threshold
+from app.bench.routing import policy_scenarios, policy_simulation, result_cache
+from app.bench.routing.policy_scenarios import (
+    ARRIVAL_JITTER_S,
+    CONVERSATION,
+    FULL,
+    OWN_POLICY,
+    QUICK,
+    SETUPS,
+    ScenarioResult,
+    ScenarioRun,
+    SimulationScale,
+    all_thresholds,
+    max_deviation,
+    scenario_runs,
+    trace_scenario,
+)
+from app.bench.routing.policy_simulation import TraceSet
+from app.bench.routing.result_cache import ResultCache
+from app.simulation.simulation_runs import SimulationRun, UnknownPolicy, parse_policy
+from app.simulation.trace_requests import ArrivalRate
+from app.traces.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace
+
+TINY = SimulationScale(("dynamo",), 2, 0, generated_seeds=0)
+SHIPPED_PLAYS = [
+    ScenarioRun(CONVERSATION, SimulationRun(policy, 4)) for policy in ("predictive", "dynamo")
+]
+
+
+@pytest.fixture
+def shipped_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = read_trace(BUNDLED_TRACE)
+    for module in (policy_simulation, policy_scenarios):
+        monkeypatch.setattr(module, "REQUESTS", len(rows))
+    monkeypatch.setattr(policy_simulation, "PROMPT_TOKENS", sum(row.input_length for row in rows))
+    monkeypatch.setattr(policy_simulation, "OUTPUT_TOKENS", sum(row.output_length for row in rows))
+    monkeypatch.setattr(policy_scenarios, "TRACE_KINDS", ())
+    monkeypatch.setattr(policy_scenarios, "OTHER_POLICIES", ("round_robin",))
+
+
+def report_of(
+    form: SimulationScale, trace: Path | None, output: list[str], keep: Path | None = None
+) -> Report:
+    return asyncio.run(
+        policy_simulation.bench_policies(form, trace, output.append, lambda _: None, keep)
+    )
+
+
+def test_without_the_trace_its_bars_are_not_met_and_it_says_where_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policy_scenarios, "TRACE_KINDS", ("multi-turn",))
+    monkeypatch.setattr(policy_simulation, "TraceSize", lambda: scenes_size(100))
+    output: list[str] = []
+    report = report_of(QUICK, None, output)
+    assert "--trace" in output[0]
+    generated = [bar for bar in report.bars if "multi-turn" in bar.name]
+    others = [bar for bar in report.bars if bar not in generated]
+    assert len(generated) == 2
+    assert all(math.isfinite(bar.value) for bar in generated)
+    assert len(others) > 20
+    assert all(math.isnan(bar.value) and not bar.met for bar in others)
+
+
+def scenes_size(requests: int) -> policy_simulation.TraceSize:
+    from app.simulation.synthetic_traces import TraceSize
+
+    return TraceSize(requests)
+
+
+def test_another_trace_than_the_published_one_is_refused() -> None:
+    with pytest.raises(InvalidTrace, match="is not the conversation trace"):
+        report_of(QUICK, BUNDLED_TRACE, [])
+
+
+@pytest.mark.usefixtures("shipped_is_published")
+def test_rows_are_of_all_policies_and_bars_of_all_fleets(tmp_path: Path) -> None:
+    report = report_of(TINY, BUNDLED_TRACE, [], tmp_path / "kept")
+    assert [(row["policy"], row["seed"]) for row in report.rows[:5]] == [
+        ("predictive", 0), ("predictive", 1), ("dynamo", 0), ("dynamo", 1), ("round_robin", 0),
+    ]  # fmt: skip
+    assert json.loads(json.dumps(report.rows))[0]["ttft_ms"].keys() == {"mean", "p50", "p99"}
+    bars = {bar.name: bar for bar in report.bars}
+    off = bars["8x1: round robin, the figure furthest from the published one"]
+    assert off.value > 1, "it is a slice, of which nothing is published"
+    assert not off.met
+    assert bars["16x8: speed, policy predictive"].value > 0
+    assert len([name for name in bars if name.startswith("64x16")]) == 5
+
+
+@pytest.mark.usefixtures("shipped_is_published")
+def test_what_was_kept_is_not_done_again_until_the_code_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = tmp_path / "kept"
+    done: list[SimulationRun] = []
+    timed = policy_simulation.run_timed
+    monkeypatch.setattr(policy_simulation, "_speeds", lambda _: ())
+    monkeypatch.setattr(
+        policy_simulation, "run_timed", lambda t, run, *more: done.append(run) or timed(t, run)
+    )
+    first = report_of(TINY, BUNDLED_TRACE, [], keep)
+    count = len(done)
+    assert count == len(first.rows) == 4 * 5
+    again = report_of(TINY, BUNDLED_TRACE, [], keep)
+    assert len(done) == count
+    assert again.rows == first.rows
+    monkeypatch.setattr(result_cache, "source_digest", lambda: "another")
+    report_of(TINY, BUNDLED_TRACE, [], keep)
+    assert len(done) == 2 * count
+
+
+def test_runs_in_processes_of_their_own_come_to_the_same() -> None:
+    found = [
+        {
+            done.scenario_run: done.figures
+            for done in policy_simulation.run_all(SHIPPED_PLAYS, TraceSet(BUNDLED_TRACE), jobs)
+        }
+        for jobs in (1, 2)
+    ]
+    assert found[0] == found[1]
+    assert set(found[0]) == set(SHIPPED_PLAYS)
+
+
+def test_a_file_of_something_else_is_not_written_to(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_text("not a run\n")
+    with pytest.raises(BenchFailed, match="notes holds something else"):
+        ResultCache(file)
+
+
+def done(policy: str, ttft_ms: float, seed: int = 0, jitter_s: float = 0.0) -> ScenarioResult:
+    figures = SETUPS[0].published._replace(ttft_mean=ttft_ms, e2e_mean=1.0)
+    play = ScenarioRun(CONVERSATION, SimulationRun(policy, 8, ArrivalRate(1.0, jitter_s), seed))
+    return ScenarioResult(play, figures, 1.0)
+
+
+def bars_of(ran: list[ScenarioResult]) -> dict[str, Threshold]:
+    return {bar.name: bar for bar in all_thresholds(QUICK._replace(spread_seeds=2), ran)}
+
+
+def test_ours_is_held_against_the_best_mean_of_the_other_settings() -> None:
+    ran = [
+        done("predictive", 90), done("dynamo", 120), done("dynamo:32", 80), done("least_loaded", 1),
+        done("dynamo:32", 120, seed=1), done("dynamo:64", 1.0, jitter_s=ARRIVAL_JITTER_S),
+    ]  # fmt: skip
+    bars = bars_of(ran)
+    ttft = bars["8x1: predictive, mean TTFT to dynamo's best setting"]
+    assert (ttft.value, ttft.met) == (pytest.approx(0.9), True)
+    assert math.isnan(bars["8x4: predictive, mean TTFT to dynamo's best setting"].value)
+
+
+def test_a_figure_that_is_a_little_worse_misses_its_bar() -> None:
+    bars = bars_of([done("predictive", 101), done("dynamo", 100)])
+    assert not bars["8x1: predictive, mean TTFT to dynamo's best setting"].met
+    assert not bars["8x1: predictive, reuse to dynamo's best setting"].met, "equal is not more"
+
+
+def test_the_distance_is_that_of_the_furthest_figure() -> None:
+    published = SETUPS[0].published
+    assert max_deviation(published, published) == 0
+    assert max_deviation(published._replace(itl_mean=published.itl_mean * 0.98), published) == (
+        pytest.approx(0.02)
+    )
+
+
+def test_no_run_of_the_bench_is_done_twice_and_all_policies_are_known() -> None:
+    found = scenario_runs(FULL)
+    assert len(found) == len(set(found))
+    assert set(scenario_runs(QUICK)) <= set(found)
+    for policy in {play.run.policy for play in found}:
+        assert parse_policy(policy).policy == policy.partition(":")[0]
+
+
+def test_what_is_compared_is_played_with_three_seeds() -> None:
+    ours = [play for play in scenario_runs(FULL) if play.run.policy == OWN_POLICY]
+    seeds = Counter(play._replace(run=play.run._replace(seed=0)) for play in ours)
+    assert set(seeds.values()) == {3}
+
+
+def test_round_robin_has_one_seed_where_nothing_is_drawn() -> None:
+    assert trace_scenario(SETUPS[0]).run_of("round_robin", 2) == trace_scenario(SETUPS[0]).run_of(
+        "round_robin", 0
+    )
+    spread = trace_scenario(SETUPS[0], ARRIVAL_JITTER_S)
+    assert spread.run_of("round_robin", 2) != spread.run_of("round_robin", 0)
+
+
+def test_a_number_after_dynamo_is_its_prefill_load_scale() -> None:
+    assert parse_policy("dynamo:0.5").weights.prefill_load_scale == 0.5
+    assert parse_policy("dynamo").weights.prefill_load_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    "policy", ["", "nonsense", "direct", "dynamo:x", "dynamo:-1", "dynamo:nan", "random:3"]
+)
+def test_other_policies_are_refused(policy: str) -> None:
+    with pytest.raises(UnknownPolicy):
+        parse_policy(policy)

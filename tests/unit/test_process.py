@@ -1,0 +1,148 @@
+"""The order of a process's life: what ends it, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from fastapi import FastAPI
+
+from app.http.http_server import CannotListen, UvicornServer
+from app.operator_error import OperatorError
+from app.runtime.process import ProcessContext, run_process
+from app.settings import SettingsError
+from streams.errors import AccessDenied
+from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
+
+
+class Part:
+    """A process that takes its time; `starts` and `stops` are set when it may go on."""
+
+    def __init__(self, world: MemoryWorld) -> None:
+        self.ctx = ProcessContext("part", world.clock)
+        self.starts, self.stops, self.sent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.timeline: list[str] = []
+        self.living = world.spawn(run_process(self.ctx, self.start, self.stop, self.sent))
+
+    async def start(self) -> None:
+        self.timeline.append("starts")
+        try:
+            await self.starts.wait()
+        except asyncio.CancelledError:
+            self.timeline.append("start broken off")
+            raise
+        self.timeline.append("started")
+
+    async def stop(self) -> None:
+        self.timeline.append("stops")
+        await self.stops.wait()
+        self.timeline.append("stopped")
+
+    async def ended(self) -> None:
+        await asyncio.wait_for(self.living, 5)
+
+
+async def fails() -> None:
+    raise ZeroDivisionError
+
+
+@scenario_test
+async def test_what_has_started_is_stopped_in_good_order(world: MemoryWorld) -> None:
+    part = Part(world)
+    part.starts.set()
+    part.stops.set()
+    await world.sleep(1)
+    part.ctx.spawn("work", world.sleep(1e9))
+    part.sent.set()
+    await part.ended()
+    assert part.timeline == ["starts", "started", "stops", "stopped"]
+    assert len(part.ctx._tasks) == 0
+
+
+@scenario_test
+async def test_being_asked_to_stop_breaks_a_start_off(world: MemoryWorld) -> None:
+    part = Part(world)
+    await world.sleep(1)
+    part.sent.set()
+    await part.ended()
+    assert part.timeline == ["starts", "start broken off"]
+
+
+@scenario_test
+async def test_an_error_in_the_background_ends_a_start_that_waits_for_it(
+    world: MemoryWorld,
+) -> None:
+    part = Part(world)
+    await world.sleep(1)
+    part.ctx.spawn("work", fails())
+    with pytest.raises(ZeroDivisionError):
+        await part.ended()
+    assert part.timeline == ["starts", "start broken off"]
+
+
+@scenario_test
+async def test_a_start_that_fails_is_an_error(world: MemoryWorld) -> None:
+    part = Part(world)
+    part.start = fails  # type: ignore[method-assign]
+    part.living.cancel()
+    with pytest.raises(ZeroDivisionError):
+        await run_process(part.ctx, part.start, part.stop, part.sent)
+    assert part.timeline == []
+
+
+@scenario_test
+async def test_an_error_later_ends_the_process_without_a_stop(world: MemoryWorld) -> None:
+    part = Part(world)
+    part.starts.set()
+    await world.sleep(1)
+    part.ctx.spawn("work", fails())
+    with pytest.raises(ZeroDivisionError):
+        await part.ended()
+    assert part.timeline == ["starts", "started"]
+
+
+@scenario_test
+async def test_an_error_ends_a_stop_that_does_not_come_to_its_end(world: MemoryWorld) -> None:
+    part = Part(world)
+    part.starts.set()
+    await world.sleep(1)
+    part.sent.set()
+    await world.sleep(1)
+    part.ctx.spawn("work", fails())
+    with pytest.raises(ZeroDivisionError):
+        await part.ended()
+    assert part.timeline == ["starts", "started", "stops"]
+
+
+class Mendable(OperatorError):
+    """Something is wrong with it. Mend it."""
+
+
+@pytest.mark.parametrize(
+    "error", [Mendable("a thing"), AccessDenied("a thing"), SettingsError("a thing")]
+)
+def test_an_error_for_operators_is_logged_in_two_lines_without_a_traceback(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        ProcessContext("part", world.clock).fail(error)
+
+    run_scenario(scenario)
+    what, remedy = caplog.records
+    assert what.getMessage() == f"part fails: {type(error).__name__}: a thing"
+    assert remedy.getMessage().startswith("what to do: ")
+    assert not what.exc_info
+    assert not remedy.exc_info
+
+
+@scenario_test
+async def test_a_port_that_is_taken_is_named_with_its_variable(world: MemoryWorld) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        server = UvicornServer(
+            FastAPI(), "127.0.0.1", port, ProcessContext("x", world.clock), "indexer_port"
+        )
+        taken = f"127.0.0.1:{port}: Address already in use. Set KVLANE_INDEXER_PORT to a free port"
+        with pytest.raises(CannotListen, match=taken):
+            await server.start()

@@ -1,0 +1,203 @@
+"""What the owner of a lane owes: every row of the table in `app/routing/reconcile.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.routing.reconcile import (
+    Action,
+    Finish,
+    ReconcileTimeouts,
+    Restart,
+    Verify,
+    next_action,
+    next_action_ms,
+)
+from app.routing.state.fleet import Fleet
+from app.routing.state.ledger import RequestState, RunId, RunState, RunStatus
+from streams.ports import Partition
+from streams.records import (
+    EngineConfig,
+    Heartbeat,
+    LogRecord,
+    Lost,
+    RequestOffset,
+    RunProgress,
+    WorkerCard,
+)
+
+RUN = RunId(0, "aggregated", "w1", 7)
+TWIN = RunId(0, "aggregated", "w2", 8)
+PATIENCE = ReconcileTimeouts(
+    start_timeout_ms=3000, heartbeat_timeout_ms=2000, full_backoff_ms=50, full_backoff_max_ms=2000
+)
+
+
+def timeline(runs: dict[RunId, RunState], since_ms: int = 1000, **over: Any) -> RequestState:
+    got = {"origin": RequestOffset(topic="requests", partition=0, offset=0), "deadline_ms": 60_000}
+    return RequestState(
+        **(got | {"runs": {k: RunStatus(s, since_ms) for k, s in runs.items()}} | over)
+    )
+
+
+def fleet(lost: bool = False, listed: bool = True, beat_ms: int = 1000) -> Fleet:
+    view = Fleet()
+    cards = [
+        WorkerCard(id=w, slot=0, model="m", config=EngineConfig(model="m"), epoch=e)
+        for w, e in (("w1", 7), ("w2", 8))
+    ]
+    view.apply(Partition("registry", 0), [LogRecord(10 + n, 0, c) for n, c in enumerate(cards)], 20)
+    running = (RunProgress(id="a", attempt=0, phase="aggregated"),) if listed else ()
+    events: list[LogRecord] = [
+        LogRecord(n, beat_ms, Heartbeat(worker=w, epoch=e, slot_offset=5, running=running))
+        for n, (w, e) in enumerate((("w1", 7), ("w2", 8)))
+    ]
+    if lost:
+        events.append(LogRecord(2, beat_ms, Lost(worker="w1", epoch=7)))
+    view.apply(Partition("kv-events", 0), events, 3)
+    return view
+
+
+def owed(got: RequestState, view: Fleet | None = None, now_ms: int = 1500) -> Action | None:
+    return next_action("a", got, view or fleet(), now_ms, PATIENCE)
+
+
+def test_an_ended_request_owes_nothing_whatever_else_is_true() -> None:
+    assert owed(timeline({RUN: "broken"}, ended="cancelled"), fleet(lost=True), 99_999) is None
+
+
+def test_an_unknown_id_owes_nothing() -> None:
+    assert owed(timeline({RUN: "worker_full"}, origin=None)) is None
+
+
+def test_an_intended_attempt_without_a_run_is_resumed() -> None:
+    assert owed(timeline({}, attempt=2)) == Restart(2, "resume")
+
+
+@pytest.mark.parametrize("state", ["assigned", "started", "prefilled"])
+def test_a_run_that_goes_well_owes_nothing(state: RunState) -> None:
+    assert owed(timeline({RUN: state})) is None
+
+
+@pytest.mark.parametrize("state", ["stop", "length", "cancelled", "error"])
+def test_a_run_with_a_last_chunk_owes_nothing_even_past_the_deadline(state: RunState) -> None:
+    assert owed(timeline({RUN: state}), fleet(lost=True), now_ms=99_999) is None
+
+
+@pytest.mark.parametrize("state", ["assigned", "started", "broken", "retryable", "worker_full"])
+def test_a_passed_deadline_ends_what_is_unfinished(state: RunState) -> None:
+    assert owed(timeline({RUN: state}), now_ms=60_001) == Finish("deadline")
+
+
+def test_an_expired_run_ends_the_request() -> None:
+    assert owed(timeline({RUN: "expired"})) == Finish("deadline")
+
+
+@pytest.mark.parametrize("state", ["broken", "retryable"])
+def test_a_failed_run_is_restarted(state: RunState) -> None:
+    assert owed(timeline({RUN: state})) == Restart(1, state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("state", ["assigned", "started", "prefilled"])
+def test_an_open_run_on_a_lost_epoch_is_restarted(state: RunState) -> None:
+    assert owed(timeline({RUN: state}), fleet(lost=True)) == Restart(1, "lost")
+
+
+def test_a_handed_off_prefill_is_neither_restarted_nor_the_end() -> None:
+    got = timeline({RunId(0, "prefill", "w1", 7): "handed_off"})
+    assert not got.is_finished
+    assert owed(got, fleet(lost=True, listed=False, beat_ms=50_000), 59_000) is None
+    assert owed(got, now_ms=60_001) == Finish("deadline")
+
+
+def test_each_run_keeps_its_own_obligation() -> None:
+    assert owed(timeline({RUN: "broken", TWIN: "started"})) == Restart(1, "broken")
+    assert owed(timeline({TWIN: "started", RUN: "broken"})) == Restart(1, "broken")
+    assert owed(timeline({RUN: "started", TWIN: "stop"}), fleet(lost=True)) == Restart(1, "lost")
+
+
+def test_a_full_worker_is_due_after_its_back_off_and_not_before() -> None:
+    got = timeline({RUN: "worker_full"}, since_ms=1000)
+    assert owed(got, now_ms=1020) is None
+    assert owed(got, now_ms=1050) == Restart(1, "worker_full")
+
+
+@pytest.mark.parametrize("state", ["assigned", "started", "prefilled", "stop", "length"])
+def test_a_refused_twin_is_no_reason_to_fence_a_run_that_goes_well(state: RunState) -> None:
+    for runs in ({RUN: state, TWIN: "worker_full"}, {TWIN: "worker_full", RUN: state}):
+        got = timeline(runs)  # type: ignore[arg-type]
+        assert owed(got, now_ms=3000) is None
+        assert got.is_finished == (state in ("stop", "length"))
+
+
+def test_a_refused_twin_does_not_hide_what_became_of_the_other() -> None:
+    assert owed(timeline({RUN: "broken", TWIN: "worker_full"})) == Restart(1, "broken")
+    assert owed(timeline({RUN: "expired", TWIN: "worker_full"})) == Finish("deadline")
+    assert owed(timeline({RUN: "started", TWIN: "worker_full"}), fleet(lost=True)) == Restart(
+        1, "lost"
+    )
+    refused = timeline({RUN: "worker_full", TWIN: "worker_full"})
+    assert owed(refused, now_ms=3000) == Restart(1, "worker_full")
+
+
+def test_the_back_off_grows_with_the_refusals_up_to_its_limit() -> None:
+    got = timeline({RUN: "worker_full"}, since_ms=1000, full_rejections=20)
+    assert owed(got, now_ms=1900) is None
+    assert owed(got, now_ms=3001) == Restart(1, "worker_full")
+
+
+def test_an_assignment_that_does_not_start_is_verified_after_a_while() -> None:
+    got = timeline({RUN: "assigned"}, since_ms=1000)
+    assert owed(got, fleet(listed=False), now_ms=3900) is None
+    assert owed(got, fleet(listed=False), now_ms=4001) == Verify(RUN)
+
+
+def test_a_started_run_that_its_worker_no_longer_lists_is_verified() -> None:
+    got = timeline({RUN: "started"}, since_ms=1000)
+    assert owed(got, fleet(listed=False, beat_ms=2900)) is None
+    assert owed(got, fleet(listed=False, beat_ms=3001)) == Verify(RUN)
+    assert owed(got, fleet(listed=True, beat_ms=3001)) is None
+
+
+def test_a_heartbeat_of_another_epoch_says_nothing_of_a_run() -> None:
+    """The worker has begun another life, and its card is still to be read: then the run is lost."""
+    view = fleet(beat_ms=1000)
+    beat = Heartbeat(worker="w1", epoch=30, slot_offset=5)
+    view.apply(Partition("kv-events", 0), [LogRecord(3, 9000, beat)], 4)
+    assert owed(timeline({RUN: "started"}), view, now_ms=9000) is None
+
+
+RUNS = st.dictionaries(
+    st.sampled_from([RUN, TWIN, RunId(1, "aggregated", "w1", 7), RunId(0, "prefill", "w1", 7)]),
+    st.sampled_from(
+        ["assigned", "started", "prefilled", "stop", "broken", "worker_full", "handed_off"]
+    ),
+    max_size=3,
+)
+
+
+@given(
+    RUNS, st.integers(0, 1), st.integers(0, 5), st.booleans(), st.booleans(),
+    st.integers(1000, 70_000), st.integers(0, 70_000),
+)  # fmt: skip
+def test_nothing_becomes_due_by_time_alone_before_it_is_said_to(
+    runs: dict[RunId, RunState],
+    attempt: int,
+    fulls: int,
+    lost: bool,
+    listed: bool,
+    now_ms: int,
+    later_ms: int,
+) -> None:
+    got, view = timeline(runs, attempt=attempt, full_rejections=fulls), fleet(lost, listed)
+    if owed(got, view, now_ms) is not None:
+        return
+    next_ms = next_action_ms("a", got, now_ms, PATIENCE)
+    assert next_ms is None or next_ms > now_ms
+    then_ms = now_ms + later_ms
+    if next_ms is None or then_ms < next_ms:
+        assert owed(got, view, then_ms) is None
