@@ -335,12 +335,14 @@ async def ask(broker: Secured, gateway: str) -> None:
 
 async def content_of(broker: Secured, topic: str) -> bytes:
     """Keys and values of a topic."""
-    consumer = AIOKafkaConsumer(
-        topic, bootstrap_servers=broker.open_servers, enable_auto_commit=False
+    consumer = AIOKafkaConsumer(  # not by a seek: the first reset to the end can come after it
+        topic,
+        bootstrap_servers=broker.open_servers,
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
     )
     await consumer.start()
     try:
-        await consumer.seek_to_beginning()
         ends = await consumer.end_offsets(consumer.assignment())
         content = b""
         async with asyncio.timeout(WAIT_S):
