@@ -31,7 +31,7 @@ class BatchLog:
         self._log = log
         self._clock = clock
         self._publisher = RecordPublisher(log, clock)
-        self.view = BatchView()
+        self.view = BatchView(clock.wall_ms)
         self.follower = Follower(log, self.view, [BATCH_JOBS], clock, on_applied=on_applied)
 
     async def file(self, file_id: str, tenant: str) -> FileCard | None:

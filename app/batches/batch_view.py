@@ -1,12 +1,12 @@
 """Files and batch jobs of a deployment: the view of `batch-jobs`.
 
 Nothing is kept for ever: an entity whose last record is older than the retention of the topic is
-gone, here as in the log.
+gone, here as in the log, also in a topic that nothing is appended to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from streams.batch_records import BatchCancel, BatchJob, FileCard
 from streams.ports import Partition
@@ -34,7 +34,10 @@ class BatchView:
 
     name = "batch jobs"
 
-    def __init__(self) -> None:
+    def __init__(self, wall_ms: Callable[[], int]) -> None:
+        """`wall_ms`: the time since 1970. Its difference to broker time is nothing to a retention
+        of days."""
+        self._wall_ms = wall_ms
         self._files: dict[str, FileCard] = {}
         self._jobs: dict[str, BatchJob] = {}
         self._cancels: dict[str, int] = {}
@@ -44,29 +47,35 @@ class BatchView:
 
     def file(self, file_id: str, tenant: str) -> FileCard | None:
         """A file of a tenant."""
+        self._expire()
         card = self._files.get(file_id)
         return card if card is not None and card.tenant == tenant else None
 
     def files(self, tenant: str) -> Iterator[FileCard]:
         """All files of a tenant."""
+        self._expire()
         return (card for card in self._files.values() if card.tenant == tenant)
 
     def job(self, job_id: str, tenant: str) -> BatchJob | None:
         """A job of a tenant."""
+        self._expire()
         job = self._jobs.get(job_id)
         return job if job is not None and job.tenant == tenant else None
 
     def jobs(self, tenant: str) -> Iterator[BatchJob]:
         """All jobs of a tenant."""
+        self._expire()
         return (job for job in self._jobs.values() if job.tenant == tenant)
 
     def open_jobs(self) -> list[BatchJob]:
         """Jobs that have not ended, the oldest first."""
+        self._expire()
         jobs = [job for job in self._jobs.values() if not job.has_ended]
         return sorted(jobs, key=lambda job: (job.created_s, job.id))
 
     def cancelled_s(self, job_id: str) -> int | None:
         """When a job was cancelled, in seconds since 1970; None: it was not."""
+        self._expire()
         return self._cancels.get(job_id)
 
     # --- the view --------------------------------------------------------------------------------
@@ -90,17 +99,16 @@ class BatchView:
             elif isinstance(record, BatchCancel):
                 self._cancels.setdefault(record.id, record.at_s)
                 _touch(seen, cancel_key(record.id), fact.timestamp_ms)
-        if facts:
-            self._expire(seen, facts[-1].timestamp_ms - FILE_RETENTION_MS)
         self._positions[source] = position
 
-    def _expire(self, seen: dict[str, int], before_ms: int) -> None:
-        while seen:
-            key, at_ms = next(iter(seen.items()))
-            if at_ms >= before_ms:
-                return
-            del seen[key]
-            self._drop(key)
+    def _expire(self) -> None:
+        """Drop what is too old. Before each look-up: a quiet partition has no other occasion."""
+        before_ms = self._wall_ms() - FILE_RETENTION_MS
+        for seen in self._seen.values():
+            while seen and next(iter(seen.values())) < before_ms:
+                key = next(iter(seen))
+                del seen[key]
+                self._drop(key)
 
     def _drop(self, key: str) -> None:
         kind, _, entity_id = key.partition("/")

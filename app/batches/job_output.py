@@ -57,7 +57,11 @@ class _OutputFile:
 
 
 class JobOutput:
-    """The two files of a job, for the owner that began `run`. Only one task may call it."""
+    """The two files of a job, for the owner that began `run`.
+
+    One task restores, flushes and verifies. Others may `add` meanwhile, for requests that get no
+    result: the positions of a flush hold for lines of results only.
+    """
 
     def __init__(self, store: FileStore, job: BatchJob, partition: int, run: str) -> None:
         self._store = store

@@ -56,7 +56,8 @@ class JobRunner:
         self._read: dict[int, object] = {}
         """Those that the view has read to their ends since the assignment."""
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._attempts: dict[str, int] = {}
+        self._errors: dict[str, list[str]] = {}
+        """By job, the errors of this program that ended its runs."""
         self._changed = asyncio.Event()
         self._is_closing = False
 
@@ -156,9 +157,14 @@ class JobRunner:
 
     async def _work(self, job: BatchJob) -> None:
         run = JobRun(self._context, job)
+        errors = self._errors.get(job.id, [])
         try:
-            await run.run()
-            self._attempts.pop(job.id, None)
+            if len(errors) < MAX_ATTEMPTS:
+                await run.run()
+            else:
+                message = f"the job failed {len(errors)} times: {errors[-1]}"
+                await run.fail("internal_error", message)
+            self._errors.pop(job.id, None)
         except (AccessDenied, LogClosed):
             raise
         except (OutputSuperseded, StreamError, TimeoutError) as e:
@@ -166,9 +172,7 @@ class JobRunner:
             await self._ctx.clock.sleep(CHECK_S)
         except Exception as e:  # a job must not end the process, again and again
             log.exception("%s was interrupted by an error of this program", job.id)
-            self._attempts[job.id] = attempts = self._attempts.get(job.id, 0) + 1
+            self._errors.setdefault(job.id, []).append(repr(e))
             await self._ctx.clock.sleep(CHECK_S)
-            if attempts >= MAX_ATTEMPTS:
-                await run.fail("internal_error", f"the job failed {attempts} times: {e!r}")
         finally:
             self._changed.set()

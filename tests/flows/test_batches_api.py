@@ -425,6 +425,33 @@ async def test_an_error_of_the_program_fails_the_job_and_not_the_process(
 
 
 @scenario_test
+async def test_a_job_fails_later_where_its_failure_cannot_be_written(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = await BatchHarness.open(world, "r1")
+    refused = 0
+    fail = JobRun.fail
+
+    def broken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    async def fail_at_the_third_attempt(run: JobRun, *args: Any) -> None:
+        nonlocal refused
+        refused += 1
+        if refused < 3:
+            raise BrokerUnavailable("no answer")
+        await fail(run, *args)
+
+    monkeypatch.setattr("app.batches.job_run.prompt_of", broken)
+    monkeypatch.setattr(JobRun, "fail", fail_at_the_third_attempt)
+    batch = await harness.ended(await harness.submit(input_of(2)))
+    assert [e["code"] for e in batch["errors"]["data"]] == ["internal_error"]
+    assert "KeyError('a bug')" in batch["errors"]["data"][0]["message"]
+    assert refused == 3
+    assert harness.runners["r1"][2].error is None
+
+
+@scenario_test
 async def test_a_run_that_an_error_ends_leaves_no_reader(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.batches.batch_view import BatchView, file_key
-from streams.batch_records import FileCard
+from streams.batch_records import BatchCancel, FileCard
 from streams.ports import Partition
 from streams.records import LogRecord, Tombstone
 from streams.topics import BATCH_JOBS, FILE_RETENTION_MS
@@ -22,8 +22,8 @@ def card(name: str, tenant: str = "acme", **over: Any) -> FileCard:
     return FileCard(**(fields | over))
 
 
-def applied(*records: tuple[int, Any], view: BatchView | None = None) -> BatchView:
-    view = view or BatchView()
+def applied(*records: tuple[int, Any], now_ms: int = 0, view: BatchView | None = None) -> BatchView:
+    view = view or BatchView(lambda: now_ms)
     at = view.position(SOURCE) or 0
     facts = [LogRecord(at + n, at_ms, record) for n, (at_ms, record) in enumerate(records)]
     view.apply(SOURCE, facts, at + len(facts))
@@ -42,12 +42,19 @@ def test_a_tombstone_removes_a_file() -> None:
     assert list(view.files("acme")) == []
 
 
-def test_what_is_older_than_the_retention_is_gone() -> None:
-    view = applied((1, card("a")), (2, card("b")), (3, card("a")))
-    applied((FILE_RETENTION_MS + 2, card("c")), view=view)
-    assert {f.id for f in view.files("acme")} == {"b", "a", "c"}
-    applied((FILE_RETENTION_MS + 3, card("d")), view=view)
-    assert {f.id for f in view.files("acme")} == {"a", "c", "d"}
+def test_what_is_older_than_the_retention_is_gone_in_quiet_partitions_too() -> None:
+    now_ms = 3
+    view = BatchView(lambda: now_ms)
+    applied((1, card("a")), (2, card("b")), (3, card("a")), view=view)
+    view.apply(OTHER, [LogRecord(0, 3, BatchCancel(id="batch_c", at_s=1))], 1)
+    now_ms = FILE_RETENTION_MS + 2
+    assert {f.id for f in view.files("acme")} == {"b", "a"}
+    now_ms = FILE_RETENTION_MS + 3
+    assert [f.id for f in view.files("acme")] == ["a"]
+    assert view.cancelled_s("batch_c") == 1
+    now_ms = FILE_RETENTION_MS + 4
+    assert view.file("a", "acme") is None
+    assert view.cancelled_s("batch_c") is None
 
 
 def test_a_partition_that_is_forgotten_leaves_the_others() -> None:
