@@ -6,13 +6,13 @@ import os
 import re
 from typing import NamedTuple
 
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from app.settings import Settings, unknown_variables, variable_name
+from app.settings import AREAS, Settings, unknown_variables, variable_name
 
 _MASK = "********"
 _SECRET_WORDS = {
@@ -52,9 +52,13 @@ def settings_rows(settings: Settings) -> list[SettingRow]:
 
 
 def settings_markdown() -> str:
-    """The table of all settings with their defaults, as `docs/configuration.md` has it."""
-    lines = ["| variable | default | meaning |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
+    """Tables of all settings with their defaults by area, as `docs/configuration.md` has them."""
+    return "\n".join(_area_table(title, area) for title, area in AREAS.items())
+
+
+def _area_table(title: str, area: type[BaseModel]) -> str:
+    lines = [f"## {title}", "", "| variable | default | meaning |", "|---|---|---|"]
+    for name, field in area.model_fields.items():
         default = _unset(name) or _shown(field.default)
         meaning = (field.description or "").replace("|", "\\|")
         lines.append(

@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 
 from app.commands.settings_table import print_settings, settings_rows
-from app.settings import Settings, SettingsError, unknown_variables
+from app.settings import AREAS, Settings, SettingsError, unknown_variables
 from indexer.block_keys import LOOPBACK_SECRET, derive_secret
 from streams.kafka.connection_options import ConnectionOptions, TokenFile
 from streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, TOPICS_BY_NAME
@@ -42,6 +42,24 @@ def sasl(mechanism: str, **values: object) -> dict[str, object]:
         "sasl_password": SECRET,
         **values,
     }
+
+
+# Areas
+
+
+def test_each_setting_belongs_to_one_area_and_is_shown_with_it() -> None:
+    by_area = [name for area in AREAS.values() for name in area.model_fields]
+    assert by_area == list(Settings.model_fields)
+
+
+@pytest.mark.parametrize("name", ["log_level", "security_protocol", "sasl_mechanism"])
+def test_choice_in_capitals_is_accepted_in_small_letters(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"log_level": "warning", **sasl("scram-sha-256", security_protocol="sasl_ssl")}
+    for field, value in values.items():
+        monkeypatch.setenv(f"KVLANE_{field.upper()}", str(value))
+    assert getattr(Settings(), name) == str(values[name]).upper()
 
 
 # Reading

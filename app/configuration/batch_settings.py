@@ -1,0 +1,60 @@
+"""Settings of batch prompts and of batch jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel, Field
+
+from app.configuration.setting_values import exceeds
+from streams.prompt import MAX_DEADLINE_S
+from streams.topics import BATCH, TOPICS_BY_NAME
+
+
+class BatchSettings(BaseModel):
+    """Retention, time limits and sizes of batch work."""
+
+    batch_partitions: int = Field(
+        TOPICS_BY_NAME[BATCH].partitions,
+        ge=1,
+        le=1024,
+        description="partitions of batch that `kvlane topics create` makes",
+    )
+    batch_retention_s: float = Field(
+        (TOPICS_BY_NAME[BATCH].retention_ms or 0) / 1000,
+        ge=3600,
+        description="time for which batch prompts are kept, in seconds",
+    )
+    batch_max_lifetime_s: float = Field(
+        7 * 24 * 3600,
+        gt=0,
+        le=MAX_DEADLINE_S,
+        description="time limit of a batch prompt that sets none, and the longest, in seconds from "
+        "its append to `batch`",
+    )
+    batch_max_slowdown: float = Field(
+        0.05,
+        ge=0,
+        description="by which part of themselves the decode steps of interactive requests may "
+        "become longer for batch requests beside them; beyond it batch requests wait or give way",
+    )
+    max_queued_batch_requests: int = Field(
+        128,
+        ge=0,
+        description="requests of class batch that a router has room for, besides those above; "
+        "further batch prompts wait in their topic",
+    )
+    batch_max_lines: int = Field(
+        50_000, ge=1, le=1_000_000, description="requests that the input file of a batch may have"
+    )
+    http_max_file_bytes: int = Field(
+        200 * 1024 * 1024,
+        ge=1024,
+        description="largest file that is uploaded to the Files API, in bytes",
+    )
+
+
+def batch_conflicts(settings: BatchSettings) -> Iterator[str]:
+    """The time limits of batch prompts that do not fit together."""
+    if settings.batch_max_lifetime_s > settings.batch_retention_s:
+        yield exceeds(settings, "batch_max_lifetime_s", "batch_retention_s")

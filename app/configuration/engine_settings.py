@@ -1,0 +1,169 @@
+"""Settings of a worker's engine, and of the model that it serves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, SecretStr, field_validator
+
+from app.configuration.setting_values import ReadableFile
+from streams.record_base import ModelKind
+
+
+class EngineSettings(BaseModel):
+    """Engine of a worker, and its model."""
+
+    engine: Literal["simulated", "echo", "vllm", "attached"] = Field(
+        "simulated",
+        description="engine of a worker: simulated has the timing and prefix cache of a GPU and "
+        "generates demo text, echo has no model and repeats the prompt, vllm is vLLM, "
+        "attached is an OpenAI-compatible server that runs already",
+    )
+    model: str = Field("demo", min_length=1, description="name under which the model is served")
+    model_path: Path | None = Field(
+        None,
+        description="directory of the model in Hugging Face layout; empty: the demo model",
+    )
+    context_length: int = Field(
+        8192, ge=1, description="maximum of prompt and output together, in tokens"
+    )
+    engine_args: dict[str, Any] = Field(
+        {},
+        description="engine vllm: arguments of AsyncEngineArgs, as a JSON object, such as "
+        '{"tensor_parallel_size": 2}',
+    )
+    adapters: dict[str, Path] = Field(
+        {},
+        description="LoRA adapters that the engine loads when it starts, as a JSON object of names "
+        "and directories; the engines simulated and echo read no directory",
+    )
+    max_loras: int = Field(
+        0,
+        ge=0,
+        description="engines simulated and echo: adapters that may be loaded on demand, in "
+        "addition to KVLANE_ADAPTERS",
+    )
+    engine_speedup: float = Field(
+        1, gt=0, description="speed of the simulated engine relative to the GPU it models"
+    )
+    block_size: int = Field(
+        16,
+        ge=1,
+        le=4096,
+        description="tokens per KV-cache block of the simulated engine, or of an attached server "
+        "that does not report it",
+    )
+    cache_blocks: int = Field(
+        16_384,
+        ge=1,
+        description="KV-cache blocks of the simulated engine, or of an attached server that does "
+        "not report them",
+    )
+    echo_itl_ms: float = Field(
+        20, ge=0, description="inter-token latency of the echo engine, in milliseconds"
+    )
+    attach_url: str = Field(
+        "",
+        description="engine attached: URL of the server, http://host:port; it serves the OpenAI "
+        "completions API, and KVLANE_MODEL_PATH has the files of its model",
+    )
+    attach_kind: ModelKind = Field(
+        "tokens",
+        description="engine attached: tokens sends tokenized prompts and serves chats and "
+        "completions; any other kind forwards the client's body for that one endpoint, "
+        "needs no KVLANE_MODEL_PATH, and cannot resume an interrupted response on another "
+        "worker",
+    )
+    attach_model: str = Field(
+        "", description="engine attached: name of the model at the server; empty: its only one"
+    )
+    attach_events_endpoint: str = Field(
+        "",
+        description="engine attached: ZMQ endpoint of the server's KV-cache events, "
+        "tcp://host:port or ipc://path; empty: the cache is estimated from the requests it serves",
+    )
+    attach_replay_endpoint: str = Field(
+        "",
+        description="engine attached: ZMQ endpoint from which lost KV-cache events are requested "
+        "again, tcp://host:port; empty: after a loss the cache counts as empty",
+    )
+    attach_api_key: SecretStr = Field(
+        SecretStr(""), description="engine attached: API key of the server"
+    )
+    attach_api_key_file: ReadableFile | None = Field(
+        None, description="file with the value of KVLANE_ATTACH_API_KEY"
+    )
+    attach_read_timeout_s: float = Field(
+        120,
+        gt=0,
+        description="engine attached: time without data from the server, while it has a request, "
+        "after which the request moves to another worker, in seconds",
+    )
+    attach_max_response_bytes: int = Field(
+        64 * 1024 * 1024,
+        gt=0,
+        description="engine attached: largest response read from the server, in bytes, including "
+        "the JSON around each token; a longer one is aborted",
+    )
+    attach_start_timeout_s: float = Field(
+        600,
+        gt=0,
+        description="engine attached: time a starting worker waits for the server, in seconds",
+    )
+    validate_engine: bool = Field(
+        False, description="check every engine output against the engine interface while it runs"
+    )
+
+    @field_validator("attach_url")
+    @classmethod
+    def _is_server(cls, value: str) -> str:
+        bare = value.rstrip("/").removesuffix("/v1")
+        if value and not re.fullmatch(r"https?://[^/?#@\s]+", bare):
+            raise ValueError("give http://host:port or https://host:port, without a path")
+        return bare
+
+    @field_validator("attach_events_endpoint", "attach_replay_endpoint")
+    @classmethod
+    def _is_socket(cls, value: str) -> str:
+        if value and ("*" in value or not re.fullmatch(r"tcp://[^/\s]+:\d+|ipc://\S+", value)):
+            raise ValueError(
+                "give the address to connect to, tcp://host:port or ipc://path: where the server "
+                "has tcp://*:5557, tcp://127.0.0.1:5557 is meant on the same machine"
+            )
+        return value
+
+
+def engine_conflicts(settings: EngineSettings) -> Iterator[str]:
+    """The settings of the engine that do not fit together."""
+    cached = settings.block_size * settings.cache_blocks
+    if settings.engine == "simulated" and settings.context_length > cached:
+        yield (
+            f"KVLANE_CONTEXT_LENGTH={settings.context_length} exceeds the {cached} tokens of the "
+            "cache: raise KVLANE_CACHE_BLOCKS or lower the context"
+        )
+    if settings.engine == "attached":
+        yield from _attachment_conflicts(settings)
+
+
+def _attachment_conflicts(settings: EngineSettings) -> Iterator[str]:
+    if not settings.attach_url:
+        yield "KVLANE_ENGINE=attached needs KVLANE_ATTACH_URL=http://host:port, a server's"
+    if settings.attach_kind == "tokens" and settings.model_path is None:
+        yield (
+            "KVLANE_ENGINE=attached needs KVLANE_MODEL_PATH: the folder with the tokenizer of "
+            "the model that the server serves; or KVLANE_ATTACH_KIND=chat, for which none is "
+            "needed"
+        )
+    if settings.attach_kind != "tokens" and settings.attach_events_endpoint:
+        yield (
+            "KVLANE_ATTACH_EVENTS_ENDPOINT has no effect with "
+            f"KVLANE_ATTACH_KIND={settings.attach_kind}: such requests are not routed by cache"
+        )
+    if settings.attach_replay_endpoint and not settings.attach_events_endpoint:
+        yield (
+            "KVLANE_ATTACH_REPLAY_ENDPOINT repairs losses of KVLANE_ATTACH_EVENTS_ENDPOINT: "
+            "set that too"
+        )

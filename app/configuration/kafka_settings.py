@@ -1,0 +1,152 @@
+"""Settings of the connection to Kafka: brokers, time limits, encryption and authentication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, SecretStr, field_validator
+
+from app.configuration.setting_values import (
+    UPPER_CASE,
+    ReadableFile,
+    SettingsError,
+    variable_name,
+)
+from streams.kafka.connection_options import ConnectionOptions, SaslMechanism, SecurityProtocol
+
+
+class KafkaSettings(BaseModel):
+    """Brokers, and how a client reaches them."""
+
+    bootstrap_servers: str = Field(
+        "", description="Kafka brokers, host:port[,host:port]; empty: none"
+    )
+    broker: Literal["auto", "env", "docker", "jvm", "memory"] = Field(
+        "auto",
+        description="source of the broker for demos and tests: env uses KVLANE_BOOTSTRAP_SERVERS, "
+        "docker and jvm start one, memory is the in-process broker, auto takes the first "
+        "that works",
+    )
+    request_timeout_ms: int = Field(
+        4000,
+        ge=100,
+        description="time a broker has to answer before the client retries, in milliseconds",
+    )
+    session_timeout_ms: int = Field(
+        6000,
+        ge=1000,
+        description="time without contact after which the consumer group reassigns a member's "
+        "lanes, in milliseconds",
+    )
+    security_protocol: Annotated[SecurityProtocol, UPPER_CASE] = Field(
+        "PLAINTEXT",
+        description="PLAINTEXT, SSL (encryption), SASL_PLAINTEXT (authentication), SASL_SSL (both)",
+    )
+    ssl_cafile: ReadableFile | None = Field(
+        None, description="PEM file of trusted certificate authorities; empty: those of the system"
+    )
+    ssl_certfile: ReadableFile | None = Field(
+        None, description="PEM file of the client certificate, for mutual TLS"
+    )
+    ssl_keyfile: ReadableFile | None = Field(
+        None, description="PEM file of the client's private key"
+    )
+    ssl_keypassword: SecretStr = Field(
+        SecretStr(""), description="password of the private key, if it is encrypted"
+    )
+    ssl_keypassword_file: ReadableFile | None = Field(
+        None, description="file with the value of KVLANE_SSL_KEYPASSWORD"
+    )
+    ssl_check_hostname: bool = Field(
+        True, description="whether a broker's certificate must match its host name"
+    )
+    sasl_mechanism: Annotated[SaslMechanism | None, UPPER_CASE] = Field(
+        None, description="PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER"
+    )
+    sasl_username: str = Field("", description="user name for PLAIN and SCRAM")
+    sasl_password: SecretStr = Field(SecretStr(""), description="password for PLAIN and SCRAM")
+    sasl_password_file: ReadableFile | None = Field(
+        None, description="file with the value of KVLANE_SASL_PASSWORD"
+    )
+    sasl_oauth_token_file: ReadableFile | None = Field(
+        None, description="file with the OAUTHBEARER token, read at every connection"
+    )
+
+    @field_validator("bootstrap_servers")
+    @classmethod
+    def _are_addresses(cls, value: str) -> str:
+        if "://" in value or any(
+            not _is_address(part.strip()) for part in value.split(",") if value
+        ):
+            raise ValueError("give host:port, several separated by commas, without a scheme")
+        return value
+
+    def require_bootstrap_servers(self) -> None:
+        """Raises SettingsError when no Kafka is named."""
+        if not self.bootstrap_servers:
+            raise SettingsError(
+                "KVLANE_BOOTSTRAP_SERVERS is not set: name a Kafka as host:port, or start one with "
+                "`kvlane up`"
+            )
+
+    def kafka_connection(self, client_id: str) -> ConnectionOptions:
+        """How a Kafka client with this name reaches the cluster."""
+        return ConnectionOptions(
+            bootstrap_servers=self.bootstrap_servers,
+            client_id=client_id,
+            security_protocol=self.security_protocol,
+            ssl_cafile=self.ssl_cafile,
+            ssl_certfile=self.ssl_certfile,
+            ssl_keyfile=self.ssl_keyfile,
+            ssl_keypassword=self.ssl_keypassword.get_secret_value(),
+            ssl_check_hostname=self.ssl_check_hostname,
+            sasl_mechanism=self.sasl_mechanism,
+            sasl_username=self.sasl_username,
+            sasl_password=self.sasl_password.get_secret_value(),
+            sasl_oauth_token_file=self.sasl_oauth_token_file,
+            request_timeout_ms=self.request_timeout_ms,
+            session_timeout_ms=self.session_timeout_ms,
+        )
+
+
+def kafka_conflicts(settings: KafkaSettings) -> Iterator[str]:
+    """The settings of the connection that do not fit together."""
+    if settings.broker == "env" and not settings.bootstrap_servers:
+        yield "KVLANE_BROKER=env needs KVLANE_BOOTSTRAP_SERVERS=host:port"
+    protocol = f"KVLANE_SECURITY_PROTOCOL={settings.security_protocol}"
+    if not settings.security_protocol.endswith("SSL"):
+        for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile"):
+            if getattr(settings, name) is not None:
+                yield f"{variable_name(name)} is set, but {protocol} does not encrypt: use SSL"
+    if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
+        yield "KVLANE_SSL_KEYFILE needs KVLANE_SSL_CERTFILE, the certificate it belongs to"
+    yield from _sasl_conflicts(settings, protocol)
+
+
+def _sasl_conflicts(settings: KafkaSettings, protocol: str) -> Iterator[str]:
+    if not settings.security_protocol.startswith("SASL_"):
+        for name in (
+            "sasl_mechanism",
+            "sasl_username",
+            "sasl_password",
+            "sasl_oauth_token_file",
+        ):
+            if getattr(settings, name):  # an empty SecretStr is false
+                variable = variable_name(name)
+                yield f"{variable} is set, but {protocol} does not use it: use SASL_SSL"
+    elif settings.sasl_mechanism is None:
+        yield f"{protocol} needs KVLANE_SASL_MECHANISM: PLAIN, SCRAM-SHA-512, ..."
+    elif settings.sasl_mechanism == "OAUTHBEARER":
+        if settings.sasl_oauth_token_file is None:
+            yield "KVLANE_SASL_MECHANISM=OAUTHBEARER needs KVLANE_SASL_OAUTH_TOKEN_FILE"
+    elif not (settings.sasl_username and settings.sasl_password.get_secret_value()):
+        yield (
+            f"KVLANE_SASL_MECHANISM={settings.sasl_mechanism} needs KVLANE_SASL_USERNAME and "
+            "KVLANE_SASL_PASSWORD (or KVLANE_SASL_PASSWORD_FILE)"
+        )
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    return bool(colon and host) and port.isdecimal() and 0 < int(port) < 65536

@@ -1,0 +1,121 @@
+"""Settings of a router and of an indexer: queue, routing policy, snapshots of the index."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field, field_validator
+
+from app.configuration.setting_values import unique_name
+from app.routing.queueing.fair_share import ClassConfig
+
+
+class RouterSettings(BaseModel):
+    """Queue and policy of a router; snapshots of an indexer."""
+
+    router_id: str = Field(
+        default_factory=unique_name,
+        pattern=r"^[A-Za-z0-9._:-]{1,128}$",
+        description="name of this router, unique in the deployment",
+    )
+    max_queued_requests: int = Field(
+        4096, ge=0, description="requests that a router queues before it rejects more"
+    )
+    max_queued_tokens: int = Field(
+        100_000_000,
+        ge=0,
+        description="uncached prompt tokens that a router queues before it rejects more",
+    )
+    max_queued_bytes: int = Field(
+        1024 * 1024 * 1024,
+        ge=0,
+        description="prompt bytes that a router queues before it rejects more: an image counts as "
+        "few tokens and takes megabytes",
+    )
+    no_worker_timeout_s: float = Field(
+        120,
+        ge=0,
+        description="time that requests wait while their model has no worker, counted from the "
+        "first that found none, in seconds; then they end with no_workers until there is a worker",
+    )
+    queue_order: Literal["sjf", "fcfs", "wspt"] = Field(
+        "sjf",
+        description="policy predictive: order of queued requests within one strict priority: sjf "
+        "takes the shortest prefill first, fcfs the earliest arrival, wspt the shortest "
+        "prefill divided by its priority",
+    )
+    queue_classes: dict[str, ClassConfig] = Field(
+        {},
+        description="share of the workers for each class of queued requests, as a JSON object by "
+        'class name (header x-queue-class, or the tenant\'s): {"batch": {"weight": 0.2, '
+        '"max_queued_requests": 1000, "max_queued_tokens": 1000000}}; weights are '
+        "relative to the 1 of all other classes, limits are per router",
+    )
+    policy: Literal[
+        "predictive",
+        "dynamo",
+        "least_loaded",
+        "round_robin",
+        "random",
+        "power_of_two",
+        "session_hash",
+        "direct",
+    ] = Field(
+        "predictive", description="routing policy: how a worker is selected among the eligible ones"
+    )
+    overlap_score_credit: float = Field(
+        1.0,
+        ge=0,
+        description="policy dynamo: weight of a cached prompt block, in blocks",
+    )
+    prefill_load_scale: float = Field(
+        1.0, ge=0, description="policy dynamo: weight of a prefill block, in decode blocks"
+    )
+    router_temperature: float = Field(
+        0.0,
+        ge=0,
+        description="policy dynamo: softmax temperature of the selection; 0 takes the lowest cost",
+    )
+    decode_weight: float = Field(
+        0.01,
+        ge=0,
+        description="policy predictive: weight of decode time, summed over requests, relative to "
+        "time to first token",
+    )
+    max_queue_wait_s: float = Field(
+        10,
+        ge=0,
+        description="policy predictive: longest time a request is queued for a busy worker "
+        "before it is assigned to it anyway, in seconds; 0: never. The wait for full or missing "
+        "workers is not limited by it",
+    )
+    session_affinity_tolerance: float = Field(
+        1.0,
+        ge=0,
+        description="extra cost accepted to keep a session on its worker, as a multiple of the "
+        "cost of computing the request's whole prompt anew; policies other than predictive, "
+        "dynamo and least_loaded keep it always, unless 0",
+    )
+    track_output_blocks: bool = Field(
+        True,
+        description="whether generated tokens count as load, weighted down towards the expected "
+        "output length",
+    )
+    indexer_port: int = Field(
+        8090, ge=0, le=65535, description="port of an indexer; 0: any free port"
+    )
+    snapshot_interval_s: float = Field(
+        300,
+        gt=0,
+        description="time between two snapshots of the index by an indexer, in seconds",
+    )
+
+    @field_validator("queue_classes")
+    @classmethod
+    def _are_shares(cls, value: dict[str, ClassConfig]) -> dict[str, ClassConfig]:
+        for name, share in value.items():
+            if share.weight <= 0:
+                raise ValueError(f"{name!r}: give a weight above 0")
+            if min(share.max_queued_requests, share.max_queued_tokens) < 0:
+                raise ValueError(f"{name!r}: give bounds of 0 or more")
+        return value
