@@ -26,7 +26,7 @@ from app.lanes.capacity_reports import CapacityReporter
 from app.lanes.context import LedgerListener, RouterContext
 from app.lanes.failure_detector import FailureDetector
 from app.lanes.owner import LaneOwner
-from app.lanes.shared_scan import SharedScanner
+from app.lanes.shared_reads import SharedScanner
 from app.metrics.drift_metrics import DriftCollector
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
@@ -202,7 +202,8 @@ class Router:
         """Answer probes from now on, so that `/readyz` can tell how far the start is."""
         context, ctx = self._context, self._ctx
         metrics = context.metrics
-        metrics.watch(context.scheduler, context.batch_scheduler, followers, self._index)
+        queue, batch_queue = context.scheduler.waiting, context.batch_scheduler.waiting
+        metrics.watch(context.scheduler, queue, batch_queue, followers, self._index)
         metrics.registry.register(
             DriftCollector(self._drift, self._model_of, self._broker_clock.now_ms)
         )
@@ -295,8 +296,8 @@ class Router:
                 owner.reconcile_due()
                 owner.resume_if_relieved()
             self._reconcile_each(self._context.batch_scheduler.due())
-            self._context.scheduler.deferred.grant_next()
-            self._context.batch_scheduler.deferred.grant_next()
+            self._context.scheduler.waiting.deferred.grant_next()
+            self._context.batch_scheduler.waiting.deferred.grant_next()
             await self._ctx.clock.sleep(RECONCILE_INTERVAL_S)
 
     def _model_of(self, worker: str) -> str:

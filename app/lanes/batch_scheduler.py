@@ -15,12 +15,12 @@ Never here: the restart of a preempted request (`failover.py`).
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Collection
 from functools import partial
 
-from app.lanes.deferred_prompts import DeferredPrompts, QueueSize
-from app.lanes.scheduler import LaneRequest, RequestKey, Scheduler
+from app.lanes.deferred_prompts import QueueSize
+from app.lanes.scheduler import Scheduler
+from app.lanes.waiting_requests import LaneRequest, WaitingRequests
+from app.routing.queueing.fair_share import FairQueue
 from app.routing.selection.batch_placement import (
     BatchBounds,
     max_sequences,
@@ -28,23 +28,21 @@ from app.routing.selection.batch_placement import (
     runs_to_preempt,
 )
 from app.routing.selection.decision import Decision, Placement, RoutingState, Wait
-from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.active_load import WorkerLoad
 from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from app.routing.state.fleet import Fleet
 from app.routing.state.ledger import OPEN, LedgerState, RequestState
 from app.routing.state.performance import profile_from_card
 from app.routing.worker_rank import WorkerRank
-from app.wait_queue import QueueName, WaitQueue
+from app.wait_queue import QueueName
 from streams.clock import BrokerClock
 from streams.records import Ended, Fencing, Finished, LogRecord, PrefillDone
 
 WAKE_INTERVAL_S = 0.05
 """From a record that may have freed a place to the next look: a busy ledger has thousands a second,
 and a look takes 0.2 ms."""
-RETRY_INTERVAL_S = 1.0
 MAX_FREQUENT_RETRIES = 32
-"""Waiting requests beyond which each retries less often than once in RETRY_INTERVAL_S."""
+"""Waiting requests beyond which each retries less often."""
 RESUME_ELSEWHERE_MS = 60_000
 """Time for which a preempted request waits for the worker that has most of it in its cache."""
 
@@ -65,90 +63,35 @@ class BatchScheduler:
         bound: QueueSize,
         broker_clock: BrokerClock,
     ) -> None:
-        self.waiting_keys: set[RequestKey] = set()
-        """The requests that wait: for a place, or backing off after a refusal."""
+        self.waiting = WaitingRequests(
+            FairQueue(), broker_clock, bound, bound, MAX_FREQUENT_RETRIES
+        )
         self._interactive = interactive
         self._fleet = fleet
         self._ledger = ledger
         self._own = own
         self._bounds = bounds
-        self._bound = bound
         self._broker_clock = broker_clock
-        self._arrived = 0
-        self._changed = WaitQueue()
-        self._sizes: dict[RequestKey, QueueSize] = {}
-        self._size = QueueSize()
-        self._lane_bytes = Counter[int]()
         self._wake_up: asyncio.TimerHandle | None = None
-        self.deferred = DeferredPrompts[RequestKey](lambda _: self._has_room())
-        """Requests beyond the bound."""
 
-    # --- the queue -------------------------------------------------------------------------------
-
-    @property
-    def queued_requests(self) -> int:
-        """Number of waiting requests, with those that wait in the log."""
-        return len(self.waiting_keys) + self.deferred.size.requests
-
-    def queued_bytes_of_lane(self, lane: int) -> int:
-        """Bytes of the prompts that wait in one lane."""
-        return self._lane_bytes[lane]
-
-    def must_defer(self, wanted: LaneRequest) -> bool:
-        """Whether a request that finds no place has to wait in the log."""
-        is_its_turn = self.deferred.release(wanted.key) or not self.deferred.has_waiting(
-            wanted.queue_key
-        )
-        return not (is_its_turn and self._has_room())
-
-    def _has_room(self) -> bool:
-        waiting = QueueSize(len(self.waiting_keys), self._size.tokens, self._size.bytes)
-        return waiting.plus(self.deferred.granted).has_room_below(self._bound)
-
-    def new_pending_request(
-        self,
-        key: RequestKey,
-        prompt: PromptHashes,
-        seed: int,
-        deadline_ms: int,
-        excluded: Collection[str],
-    ) -> LaneRequest:
-        """A request begins to look for a place, until `leave`."""
-        self._arrived += 1
-        now_ms = self._broker_clock.now_ms()
-        return LaneRequest(key, self._arrived, prompt, seed, now_ms, deadline_ms, excluded)
+    # --- waiting ---------------------------------------------------------------------------------
 
     def start_waiting(self, wanted: LaneRequest) -> None:
         """Add a request that found no place at once to the queue."""
-        self.waiting_keys.add(wanted.key)
-        self._end_waiting(wanted)
-        prompt = wanted.prompt
-        size = self._sizes[wanted.key] = QueueSize(1, prompt.tokens, prompt.request.prompt_bytes)
-        self._size = self._size.plus(size)
-        self._lane_bytes[wanted.key.lane] += size.bytes
+        self.waiting.add(wanted, wanted.prompt.tokens)
 
     def leave(self, wanted: LaneRequest) -> None:
         """Remove a request that has a place, or that ended."""
-        self.waiting_keys.discard(wanted.key)
-        self._end_waiting(wanted)
-        self.deferred.release(wanted.key)
-        self.deferred.grant_next()
-
-    def _end_waiting(self, wanted: LaneRequest) -> None:
-        size = self._sizes.pop(wanted.key, None)
-        if size is not None:
-            self._size = self._size.plus(size, -1)
-            self._lane_bytes[wanted.key.lane] -= size.bytes
+        self.waiting.remove(wanted)
 
     async def wait_for_change(self, wanted: LaneRequest, _: Wait) -> None:
         """Wait until a place for this request may be free."""
-        look_s = RETRY_INTERVAL_S * max(1, len(self.waiting_keys) / MAX_FREQUENT_RETRIES)
         name = _queue_name(wanted.prompt.request.model, wanted.prompt.has_output)
-        await self._changed.wait(look_s, name, (float(wanted.arrival),))
+        await self.waiting.wait_for_change(name, (float(wanted.arrival),))
 
     def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
         """A record of the ledger was applied: a place may be free."""
-        if is_replay or not self.waiting_keys or self._wake_up is not None:
+        if is_replay or not self.waiting.keys or self._wake_up is not None:
             return
         if isinstance(fact.record, PrefillDone | Finished | Fencing | Ended):
             loop = asyncio.get_running_loop()
@@ -156,7 +99,7 @@ class BatchScheduler:
 
     def on_fleet_changed(self) -> None:
         """Wake all requests, since other workers may be eligible now."""
-        self._changed.notify_all()
+        self.waiting.changed.notify_all()
 
     def _wake_all_models(self) -> None:
         self._wake_up = None
@@ -168,7 +111,7 @@ class BatchScheduler:
         cache, which holds back no other.
         """
         for is_preempted in (True, False):
-            self._changed.notify_one([_queue_name(model, is_preempted)])
+            self.waiting.changed.notify_one([_queue_name(model, is_preempted)])
 
     # --- placement -------------------------------------------------------------------------------
 

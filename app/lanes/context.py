@@ -14,9 +14,8 @@ from typing import Protocol
 
 from app.lanes.batch_scheduler import BatchScheduler, batch_run
 from app.lanes.deferred_prompts import QueueSize
-from app.lanes.end_offsets import EndOffsets
 from app.lanes.scheduler import Scheduler
-from app.lanes.shared_scan import SharedScanner
+from app.lanes.shared_reads import EndOffsets, SharedScanner
 from app.metrics.router_metrics import RouterMetrics
 from app.routing.queueing.fair_share import UNBOUNDED, FairQueue
 from app.routing.queueing.herd_avoidance import HerdAvoidance
@@ -77,6 +76,12 @@ def routing_config(settings: Settings) -> RoutingConfig:
     return RoutingConfig(settings.policy, weights, predicting, settings.session_affinity_tolerance)
 
 
+def _interactive_bound(settings: Settings) -> QueueSize:
+    return QueueSize(
+        settings.max_queued_requests, settings.max_queued_tokens, settings.max_queued_bytes
+    )
+
+
 def _batch_bound(settings: Settings) -> QueueSize:
     """The bound of the queue of batch requests; any number of tokens may wait."""
     return QueueSize(
@@ -128,11 +133,9 @@ class RouterContext:
         self.scheduler = Scheduler(
             self.fleet, self.ledger, self.kv_index, self._undelivered,
             routing_config(self.settings),
-            self.broker_clock, self.worker_timeout_ms, self.settings.max_queued_requests,
+            self.broker_clock, self.worker_timeout_ms, _interactive_bound(self.settings),
             own_batch=self._undelivered_batch,
             herd_avoidance=self._herd_avoidance, counts_output=self.settings.track_output_blocks,
-            bound_tokens=self.settings.max_queued_tokens,
-            bound_bytes=self.settings.max_queued_bytes,
             absence_ms=1000 * self.settings.no_worker_timeout_s,
             queue_order=self.settings.queue_order,
             classes=FairQueue(self.settings.queue_classes),
@@ -151,7 +154,7 @@ class RouterContext:
     @property
     def queued_requests(self) -> int:
         """Number of requests that wait here; each class of work has its bound."""
-        return len(self.scheduler.waiting_keys) + len(self.batch_scheduler.waiting_keys)
+        return len(self.scheduler.waiting.keys) + len(self.batch_scheduler.waiting.keys)
 
     def scheduler_of(self, service_class: ServiceClass) -> Scheduler | BatchScheduler:
         """The scheduler of the requests of a class."""

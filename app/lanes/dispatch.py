@@ -21,8 +21,8 @@ from opentelemetry.trace import Span
 from app.lanes.cancellable_waits import CancellableWaits
 from app.lanes.context import RouterContext, ViewStopped
 from app.lanes.deferred_prompts import QueueSize
-from app.lanes.scheduler import LaneRequest, RequestKey
 from app.lanes.termination import RequestTermination
+from app.lanes.waiting_requests import LaneRequest, RequestKey
 from app.routing.queueing.fair_share import QueueKey
 from app.routing.selection.decision import Placement, Rejection, Wait
 from app.routing.selection.prompt_hashes import PromptHashes
@@ -155,7 +155,7 @@ class Dispatcher:
     async def resume_deferred(self, deferred: DeferredRequest) -> None:
         """Dispatch a deferred prompt when there is room for it; or end it."""
         s, key = self._context, RequestKey(self._lane, deferred.id)
-        waiting = s.scheduler_of(deferred.service_class).deferred
+        waiting = s.scheduler_of(deferred.service_class).waiting.deferred
         request = None
         try:
             with self._waits.begin(deferred.id):
@@ -233,7 +233,7 @@ class Dispatcher:
         deferral = Wait("")
         key = RequestKey(self._lane, request.id)
         scheduler = s.scheduler_of(request.service_class)
-        wanted = scheduler.new_pending_request(key, prompt, seed, rest.deadline_ms, rest.excluded)
+        wanted = scheduler.waiting.new_request(key, prompt, seed, rest.deadline_ms, rest.excluded)
         try:
             while s.broker_clock.now_ms() <= rest.deadline_ms:
                 planned = (
@@ -246,7 +246,7 @@ class Dispatcher:
                 deferral = planned
                 if refusal := self._refusal(rest, wanted, deferral):
                     return refusal
-                if key not in scheduler.waiting_keys:
+                if key not in scheduler.waiting.keys:
                     scheduler.start_waiting(wanted)
                 with self._waits.begin(request.id):
                     await scheduler.wait_for_change(wanted, planned)
@@ -264,9 +264,8 @@ class Dispatcher:
         scheduler, model = self._context.scheduler, rest.request.model
         if deferral.needs_new_worker and not rest.has_begun:
             return _rejection(deferral.code, deferral.reason)
-        is_new = (
-            wanted.key not in self._context.scheduler_of(rest.request.service_class).waiting_keys
-        )
+        queue = self._context.scheduler_of(rest.request.service_class).waiting
+        is_new = wanted.key not in queue.keys
         if is_new and not scheduler.model_availability.is_known(model):
             return _rejection("model_not_found", repr(model[:MAX_NAME_IN_MESSAGE]))
         if rest.has_begun:
@@ -279,13 +278,11 @@ class Dispatcher:
         self, rest: RemainingWork, wanted: LaneRequest, deferral: Wait
     ) -> Rejection | DeferredRequest | None:
         """The result if the queue is full: prompts from Kafka, and batch requests, are deferred."""
-        scheduler = self._context.scheduler
+        queue = self._context.scheduler_of(rest.request.service_class).waiting
         if rest.request.queued_ms or rest.request.service_class == "batch":
-            queue = self._context.scheduler_of(rest.request.service_class)
             return _reference(rest, wanted) if queue.must_defer(wanted) else None
-        return (
-            _rejection("queue_full", deferral.reason) if scheduler.is_queue_full(wanted) else None
-        )
+        is_full = queue.is_full(wanted.queue_key)
+        return _rejection("queue_full", deferral.reason) if is_full else None
 
     async def _answer_dry_run(self, rest: RemainingWork, choice: Placement) -> None:
         """Answer a dry run. It counts in no load, no session and no cache."""

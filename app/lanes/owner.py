@@ -23,8 +23,8 @@ from app.lanes.cancellable_waits import CancellableWaits, RequestCancelled
 from app.lanes.context import RouterContext
 from app.lanes.dispatch import Dispatcher, RemainingWork, RequestDeferred, is_request_fault
 from app.lanes.failover import Failover
-from app.lanes.scheduler import RequestKey
 from app.lanes.termination import RequestTermination
+from app.lanes.waiting_requests import RequestKey
 from app.request_timers import RequestTimers
 from app.routing.reconcile import Finish, Restart, Verify, next_action, next_action_ms
 from app.routing.state.fleet import LastHeartbeat
@@ -154,7 +154,7 @@ class LaneOwner:
         """A request that backs off waits, in the queue of its class."""
         key = RequestKey(self._lane, request_id)
         for service_class in ("interactive", "batch"):
-            keys = self._context.scheduler_of(service_class).waiting_keys
+            keys = self._context.scheduler_of(service_class).waiting.keys
             is_its = state is not None and state.is_batch == (service_class == "batch")
             if state is not None and is_its and _backs_off(state):
                 keys.add(key)
@@ -233,7 +233,7 @@ class LaneOwner:
         self._jobs.clear()
         self._waiting.clear()
         for scheduler in (self._context.scheduler, self._context.batch_scheduler):
-            keys = scheduler.waiting_keys
+            keys = scheduler.waiting.keys
             keys -= {key for key in keys if key.lane == self._lane}
 
     # --- a lane that takes no appends ------------------------------------------------------------
@@ -243,9 +243,8 @@ class LaneOwner:
         writing = len(self._jobs) - len(self._waits.waiting_ids)
         if writing >= share * MAX_APPENDING_JOBS:
             return True
-        queued_bytes = self._context.scheduler.queued_bytes_of_lane(
-            self._lane
-        ) + self._context.batch_scheduler.queued_bytes_of_lane(self._lane)
+        schedulers = (self._context.scheduler, self._context.batch_scheduler)
+        queued_bytes = sum(each.waiting.queued_bytes_of_lane(self._lane) for each in schedulers)
         return self._bytes - queued_bytes >= share * MAX_APPENDING_BYTES
 
     def _pause(self) -> None:

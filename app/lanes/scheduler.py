@@ -17,17 +17,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from app.lanes.deferred_prompts import DeferredPrompts, QueueSize
+from app.lanes.deferred_prompts import QueueSize
 from app.lanes.model_availability import ModelAvailability
+from app.lanes.waiting_requests import LaneRequest, RequestKey, WaitingRequests
 from app.lanes.worker_capacity import WorkerCapacity
 from app.routing.queueing.batch_select import BatchContext, BatchOrder, plan_batch
-from app.routing.queueing.fair_share import UNBOUNDED, FairQueue, QueueKey
+from app.routing.queueing.fair_share import FairQueue, QueueKey
 from app.routing.queueing.herd_avoidance import HerdAvoidance
-from app.routing.queueing.pending import PendingRequest, PendingRequests, QueueOrder
+from app.routing.queueing.pending import PendingRequests, QueueOrder
 from app.routing.selection.decision import (
     NOTHING_PLANNED,
     Decision,
@@ -39,7 +39,6 @@ from app.routing.selection.decision import (
     Wait,
 )
 from app.routing.selection.eligibility import CandidatePools
-from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import select_worker
 from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from app.routing.state.batch_runs import BatchRuns
@@ -55,25 +54,12 @@ from streams.records import Finished, Heartbeat, LogRecord, ModelCard, PrefillDo
 
 log = logging.getLogger(__name__)
 
-RETRY_INTERVAL_S = 1.0
 MAX_FREQUENT_RETRIES = 1000
-"""How often a waiting request retries without being woken, since a wake-up may have gone to one
-that could not use it; and the number of requests beyond which each retries less often. A try takes
-some 60 us."""
+"""Waiting requests beyond which each retries less often: a try takes some 60 us."""
 
 KAFKA_QUEUE_SHARE = 0.5
 """The share of the queue that prompts from Kafka may fill; the rest is left to HTTP, where a
 request beyond the bound is refused instead of waiting in the log."""
-
-
-class RequestKey(NamedTuple):
-    """A request, by its lane and its id."""
-
-    lane: int
-    id: str
-
-
-LaneRequest = PendingRequest[RequestKey]
 
 
 class _Looking(NamedTuple):
@@ -84,20 +70,6 @@ class _Looking(NamedTuple):
 
     wanted: LaneRequest
     turn: asyncio.Future[Wait | None]
-
-
-class _Size(NamedTuple):
-    """Size of waiting requests: tokens that no cache had when the wait began, bytes of prompts."""
-
-    uncached_tokens: int
-    prompt_bytes: int
-
-    def plus(self, other: _Size, sign: int = 1) -> _Size:
-        """The sum, or with `sign` -1 the difference."""
-        return _Size(
-            self.uncached_tokens + sign * other.uncached_tokens,
-            self.prompt_bytes + sign * other.prompt_bytes,
-        )
 
 
 class Scheduler:
@@ -117,19 +89,21 @@ class Scheduler:
         tuning: RoutingConfig,
         broker_clock: BrokerClock,
         worker_timeout_ms: int,
-        bound: int,
+        bound: QueueSize,
         *,
         own_batch: BatchRuns,
         herd_avoidance: HerdAvoidance,
         counts_output: bool = True,
-        bound_tokens: int = UNBOUNDED,
-        bound_bytes: int = UNBOUNDED,
         absence_ms: float = math.inf,
         queue_order: QueueOrder = "sjf",
         classes: FairQueue | None = None,
     ) -> None:
-        self.waiting_keys: set[RequestKey] = set()
-        """The requests that wait: held, or backing off after a refusal."""
+        self._classes = classes or FairQueue()
+        self.waiting = WaitingRequests(
+            self._classes, broker_clock, bound,
+            QueueSize(*(max(1, int(KAFKA_QUEUE_SHARE * each)) for each in bound)),
+            MAX_FREQUENT_RETRIES,
+        )  # fmt: skip
         self._fleet = fleet
         self._load = load
         self._index = index
@@ -139,18 +113,12 @@ class Scheduler:
         self._pools = CandidatePools(fleet, worker_timeout_ms)
         self._broker_clock = broker_clock
         self._timeout_ms = worker_timeout_ms
-        self._bound = bound
         self._herd_avoidance = herd_avoidance
-        self._bound_tokens = bound_tokens
-        self._bound_bytes = bound_bytes
         self._counts_output = counts_output
         self._dispatched = 0
         self.model_availability = ModelAvailability(fleet, broker_clock, absence_ms)
         self._heartbeat_ms: dict[str, int] = {}
-        self._changed = WaitQueue()
         self._performance = PerformanceModel()
-        self._wanted = 0
-        self._classes = classes or FairQueue()
         self._pending = PendingRequests[RequestKey](queue_order, self._classes)
         self._wait_queues: dict[RequestKey, WaitQueue] = {}
         """By request that is held for a place."""
@@ -160,71 +128,8 @@ class Scheduler:
         self._is_idle = asyncio.Event()
         """Set while there are none."""
         self._is_idle.set()
-        self._sizes: dict[RequestKey, _Size] = {}
-        """By waiting request."""
-        self._waiting = _Size(0, 0)
-        """The sum over all waiting requests."""
-        self._lane_bytes = Counter[int]()
-        """Bytes of waiting prompts, by lane."""
-        self.deferred = DeferredPrompts[RequestKey](self._has_room_for)
-        """Prompts from Kafka beyond `_bound_of_prompts`."""
-        self._bound_of_prompts = QueueSize(
-            *(max(1, int(KAFKA_QUEUE_SHARE * each)) for each in (bound, bound_tokens, bound_bytes))
-        )
 
-    # --- questions -------------------------------------------------------------------------------
-
-    def is_queue_full(self, wanted: LaneRequest) -> bool:
-        """Whether the queue, or that of the request's class, is full."""
-        bound = QueueSize(self._bound, self._bound_tokens, self._bound_bytes)
-        return not self._pending_size().has_room_below(bound) or self._is_class_crowded(
-            wanted.queue_key
-        )
-
-    def must_defer(self, wanted: LaneRequest) -> bool:
-        """Whether a prompt from Kafka that finds no place has to wait in the log."""
-        is_its_turn = self.deferred.release(wanted.key) or not self.deferred.has_waiting(
-            wanted.queue_key
-        )
-        return not (is_its_turn and self._has_room_for(wanted.queue_key))
-
-    def remaining_capacity(self, admitted: int) -> QueueSize:
-        """The free part of the queue for prompts, with `admitted` requests not yet assigned."""
-        pending_size = self._pending_size().plus(self.deferred.size)
-        bound = self._bound_of_prompts
-        return QueueSize(
-            max(0, bound.requests - max(pending_size.requests, admitted)),
-            max(0, bound.tokens - pending_size.tokens),
-            max(0, bound.bytes - pending_size.bytes),
-        )
-
-    def _has_room_for(self, queue: QueueKey) -> bool:
-        pending_size = self._pending_size()
-        return pending_size.has_room_below(self._bound_of_prompts) and not self._is_class_crowded(
-            queue
-        )
-
-    def _pending_size(self) -> QueueSize:
-        """Of those that wait and those that have a reservation."""
-        tokens, size = self._waiting
-        return QueueSize(len(self.waiting_keys), tokens, size).plus(self.deferred.granted)
-
-    def _is_class_crowded(self, queue: QueueKey) -> bool:
-        return self._classes.is_full(queue, self.deferred.granted_in_class(queue))
-
-    def new_pending_request(
-        self,
-        key: RequestKey,
-        prompt: PromptHashes,
-        seed: int,
-        deadline_ms: int,
-        excluded: Collection[str],
-    ) -> LaneRequest:
-        """A request begins to look for a place, until `leave`."""
-        self._wanted += 1
-        now_ms = self._broker_clock.now_ms()
-        queue = self._classes.classify(prompt.request)
-        return LaneRequest(key, self._wanted, prompt, seed, now_ms, deadline_ms, excluded, queue)
+    # --- planning --------------------------------------------------------------------------------
 
     async def schedule(self, wanted: LaneRequest) -> Decision:
         """Decide about a request: a place, a wait, or a rejection.
@@ -355,30 +260,6 @@ class Scheduler:
     # --- figures ---------------------------------------------------------------------------------
 
     @property
-    def queued_requests(self) -> int:
-        """Number of waiting requests."""
-        return len(self.waiting_keys)
-
-    @property
-    def deferred_requests(self) -> int:
-        """Number of prompts from Kafka that were read and wait in the log."""
-        return self.deferred.size.requests
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of waiting prompts that no cache had when the wait began."""
-        return self._waiting.uncached_tokens
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of waiting prompts, which is the memory they take here."""
-        return self._waiting.prompt_bytes
-
-    def queued_bytes_of_lane(self, lane: int) -> int:
-        """Bytes of the prompts that wait in one lane."""
-        return self._lane_bytes[lane]
-
-    @property
     def worker_loads(self) -> Mapping[str, WorkerLoad]:
         """Load by worker according to the ledger, as far as it was read."""
         loads = dict.fromkeys(self._fleet.members, NO_LOAD) | self._load.active_load.by_worker()
@@ -401,11 +282,10 @@ class Scheduler:
 
     async def wait_for_change(self, wanted: LaneRequest, hold: Wait) -> None:
         """Wait until a place for this request may be free."""
-        key = wanted.key
-        look_s = RETRY_INTERVAL_S * max(1, len(self.waiting_keys) / MAX_FREQUENT_RETRIES)
         if hold.reservation is None:
-            await self._changed.wait(look_s, wanted.queue_key, wanted.priority)
+            await self.waiting.wait_for_change(wanted.queue_key, wanted.priority)
             return
+        key, look_s = wanted.key, self.waiting.retry_interval_s
         ends_ms, left_s = self._pending.next_retry_ms(key, hold), look_s
         if ends_ms is not None:
             left_s = (ends_ms - self._broker_clock.now_ms()) / 1000
@@ -418,31 +298,15 @@ class Scheduler:
     def start_waiting(self, wanted: LaneRequest) -> None:
         """Add a request that found no place at once to the queue."""
         prompt, model = wanted.prompt, wanted.prompt.request.model
-        self.waiting_keys.add(wanted.key)
         block = self._pools.pool(model, "aggregated", self._broker_clock.now_ms()).block_size
         depths = self._index.depths(prompt.local_hashes(block)).depths  # found when it was planned
         cached = int(depths[:, Tier.DEVICE].max(initial=0)) * block
-        uncached = max(prompt.tokens - cached, 0)
-        self._end_waiting(wanted)
-        size = self._sizes[wanted.key] = _Size(uncached, prompt.request.prompt_bytes)
-        self._waiting = self._waiting.plus(size)
-        self._lane_bytes[wanted.key.lane] += size.prompt_bytes
-        self._classes.add_waiting(wanted.queue_key, uncached)
+        self.waiting.add(wanted, max(prompt.tokens - cached, 0))
 
     def leave(self, wanted: LaneRequest) -> None:
         """Remove a request that has a place, or that ended."""
-        self.waiting_keys.discard(wanted.key)
-        self._end_waiting(wanted)
+        self.waiting.remove(wanted)
         self._intend(wanted, None)
-        self.deferred.release(wanted.key)
-        self.deferred.grant_next()
-
-    def _end_waiting(self, wanted: LaneRequest) -> None:
-        size = self._sizes.pop(wanted.key, None)
-        if size is not None:
-            self._waiting = self._waiting.plus(size, -1)
-            self._lane_bytes[wanted.key.lane] -= size.prompt_bytes
-            self._classes.remove_waiting(wanted.queue_key, size.uncached_tokens)
 
     def _intend(self, wanted: LaneRequest, planned: Reservation | None) -> None:
         if planned is None and not self._wait_queues:
@@ -471,14 +335,14 @@ class Scheduler:
             self._wake(self._pending.to_wake(worker))
 
     def _wake_all(self) -> None:
-        self._changed.notify_all()
+        self.waiting.changed.notify_all()
         self._wake(self._pending.in_dispatch_order())
 
     def _wake_one(self, worker: str) -> None:
-        member = self._fleet.members.get(worker) if self._changed.has_waiting else None
+        member = self._fleet.members.get(worker) if self.waiting.changed.has_waiting else None
         if member is not None:
             queues = self._classes.waiting_queues(member.card.model, "")
-            self._changed.notify_one(queues, self._by_class)
+            self.waiting.changed.notify_one(queues, self._by_class)
 
     def _by_class(self, name: QueueName, rank: Priority) -> Priority:
         return rank[0], self._classes.virtual_time(QueueKey(*name)), *rank[1:]

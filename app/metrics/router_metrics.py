@@ -25,24 +25,16 @@ from streams.views.follower import Follower
 POLICIES = ("predictive", "batch", *policies.POLICIES)
 
 
-class BatchGauges(Protocol):
-    """State of a router that is read for each scrape: of its `BatchScheduler`."""
+class QueueGauges(Protocol):
+    """State of a queue that is read for each scrape: of a router's `WaitingRequests`."""
 
     @property
     def queued_requests(self) -> int:
-        """How many batch requests."""
-
-
-class RouterGauges(Protocol):
-    """State of a router that is read for each scrape: of its `Scheduler`."""
-
-    @property
-    def queued_requests(self) -> int:
-        """How many requests."""
+        """How many requests wait here."""
 
     @property
     def deferred_requests(self) -> int:
-        """How many prompts from Kafka were read and wait in the log."""
+        """How many more wait in the log."""
 
     @property
     def queued_tokens(self) -> int:
@@ -51,6 +43,10 @@ class RouterGauges(Protocol):
     @property
     def queued_bytes(self) -> int:
         """How many bytes their prompts have."""
+
+
+class RouterGauges(Protocol):
+    """State of a router that is read for each scrape: of its `Scheduler`."""
 
     @property
     def slowdown_by_worker(self) -> Mapping[str, float]:
@@ -101,14 +97,15 @@ class RouterMetrics(MetricSet):
 
     def watch(
         self,
-        queue: RouterGauges,
-        batch: BatchGauges,
+        scheduler: RouterGauges,
+        queue: QueueGauges,
+        batch_queue: QueueGauges,
         followers: Mapping[str, Follower],
         index: KvIndexView,
     ) -> None:
         """Add the metrics of these objects."""
         self._views = ViewCollector(index, followers)
-        self.read(partial(_queue_families, queue, batch))
+        self.read(partial(_queue_families, scheduler, queue, batch_queue))
         self.registry.register(self._views)
 
     async def page(self) -> bytes:
@@ -146,27 +143,29 @@ class RouterMetrics(MetricSet):
             self._hit_ratio.observe(rate)
 
 
-def _queue_families(queue: RouterGauges, batch: BatchGauges) -> Iterator[Metric]:
+def _queue_families(
+    scheduler: RouterGauges, queue: QueueGauges, batch: QueueGauges
+) -> Iterator[Metric]:
     """The queue, and the load of workers."""
     for name, meaning, value in (
         ("queued_requests", "Requests queued in this router", queue.queued_requests),
         ("queued_batch_requests", "Batch requests queued in this router, besides those",
-         batch.queued_requests),
+         batch.queued_requests + batch.deferred_requests),
         ("deferred_requests", "Prompts from Kafka that stay in the log until the queue has room",
          queue.deferred_requests),
         ("queued_tokens", "Prompt tokens of queued requests that no cache had on arrival",
          queue.queued_tokens),
         ("queued_bytes", "Prompt bytes of queued requests", queue.queued_bytes),
         ("unconfirmed_assignments", "Decisions of this router not yet read back from the ledger",
-         queue.unconfirmed_assignments),
+         scheduler.unconfirmed_assignments),
     ):  # fmt: skip
         yield GaugeMetricFamily(f"kvlane_router_{name}", meaning, value)
     yield gauges(
         "kvlane_router_worker_slowdown_ratio",
         "Measured latency of a worker relative to its profile", "worker",
-        (([worker], ratio) for worker, ratio in sorted(queue.slowdown_by_worker.items())),
+        (([worker], ratio) for worker, ratio in sorted(scheduler.slowdown_by_worker.items())),
     )  # fmt: skip
-    loads = sorted(queue.worker_loads.items())
+    loads = sorted(scheduler.worker_loads.items())
     for name, meaning, field in (
         ("active_requests", "Active requests of a worker, from the ledger", "runs"),
         ("active_tokens", "Their prompt tokens, and output tokens when they were assigned",

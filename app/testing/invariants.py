@@ -153,7 +153,7 @@ def _left_over(label: str, router: Router) -> Iterator[str]:
     ):  # fmt: skip
         yield f"load: {label} still counts {left}"
     for scheduler in (context.scheduler, context.batch_scheduler):
-        deferred = scheduler.deferred
+        deferred = scheduler.waiting.deferred
         if deferred.size.requests or deferred.granted.requests:
             yield f"load: {label} still defers {deferred.size} and reserves {deferred.granted}"
     for owner in router._owners.values():

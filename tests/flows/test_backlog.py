@@ -82,7 +82,7 @@ async def test_prompts_wait_while_routers_are_full(world: MemoryWorld) -> None:
     assert sorted(published(world)) == sorted(names)
     assert not preprocessor.is_paused
     assert sum(world.broker.group(PROMPTS, "preprocessor").committed.values()) == len(names)
-    assert router._context.scheduler.deferred.granted.requests == 0
+    assert router._context.scheduler.waiting.deferred.granted.requests == 0
 
 
 @partial(scenario_test, lanes=1)
@@ -115,7 +115,10 @@ async def test_several_preprocessors_share_the_room_of_several_routers(
         send(world, f"job-{n}")
     await world.sleep(30)
     assert 18 <= len(published(world)) <= 1 + 2 * (10 + preprocessors)
-    assert sum(r._context.scheduler.deferred.size.requests for r in routers) <= 2 * preprocessors
+    assert (
+        sum(r._context.scheduler.waiting.deferred.size.requests for r in routers)
+        <= 2 * preprocessors
+    )
     world.spawn(finish_all(world, worker))
     await world.wait_until(lambda: len(set(assigned(world))) == 500, within_s=300)
     assert ends(world) == {}
@@ -261,8 +264,8 @@ def overrun(world: MemoryWorld, count: int, **over: Any) -> list[str]:
 
 
 def waiting(router: Router) -> tuple[int, int]:
-    places = router._context.scheduler
-    return places.queued_requests, places.deferred_requests
+    queue = router._context.scheduler.waiting
+    return queue.queued_requests, queue.deferred_requests
 
 
 @partial(scenario_test, lanes=1)
@@ -284,7 +287,7 @@ async def test_prompts_beyond_the_room_of_a_router_wait_without_their_bodies(
     assert ends(world) == {}
     assert sorted(assigned(world)) == names
     assert waiting(router) == (0, 0)
-    assert router._context.scheduler.deferred.granted.requests == 0
+    assert router._context.scheduler.waiting.deferred.granted.requests == 0
     assert world.broker.group(REQUESTS, "router").committed == {0: 100}
 
 
@@ -362,7 +365,7 @@ async def test_a_deferred_prompt_ends_at_its_deadline(world: MemoryWorld) -> Non
     assert sorted(ends(world)) == names
     assert sorted(ends(world).values()).count("deadline") >= 49
     assert waiting(router) == (0, 0)
-    assert router._context.scheduler.remaining_capacity(0).requests == 1
+    assert router._context.scheduler.waiting.remaining_capacity(0).requests == 1
 
 
 @scenario_test
@@ -381,8 +384,8 @@ async def test_deferred_prompts_change_hands_with_their_lane(world: MemoryWorld)
     assert ends(world) == {}
     assert waiting(first) == waiting(second) == (0, 0)
     assert {
-        first._context.scheduler.deferred.granted,
-        second._context.scheduler.deferred.granted,
+        first._context.scheduler.waiting.deferred.granted,
+        second._context.scheduler.waiting.deferred.granted,
     } == {(0, 0, 0)}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from app.engine.echo import EchoEngine, echo_answer
 from app.engine.interface import EngineError, EngineOutput, GenerateContext
-from app.lanes import shared_scan
+from app.lanes import shared_reads
 from app.preprocess.text.byte_level import ASSISTANT, USER
 from app.serving.run_executor import resumed_request
 from streams.codecs import pack_tokens, unpack_tokens
@@ -276,13 +276,13 @@ async def test_all_requests_of_a_dead_worker_are_gathered_in_one_pass_over_their
 ) -> None:
     passes: list[int] = []
 
-    class Counted(shared_scan._Scan):
+    class Counted(shared_reads._Scan):
         def __init__(self, questions: Any) -> None:
             super().__init__(questions)
             if questions[0].key is not None:
                 passes.append(len(questions))
 
-    original, shared_scan._Scan = shared_scan._Scan, Counted  # type: ignore[misc]
+    original, shared_reads._Scan = shared_reads._Scan, Counted  # type: ignore[misc]
     try:
         processes = await SimulatedProcesses.started(world)
         names = [f"r{n}" for n in range(40)]
@@ -293,7 +293,7 @@ async def test_all_requests_of_a_dead_worker_are_gathered_in_one_pass_over_their
         processes.kill("w1")
         await world.wait_until(lambda: all(ObservedAnswer(world, n).is_over for n in names), 60.0)
     finally:
-        shared_scan._Scan = original  # type: ignore[misc]
+        shared_reads._Scan = original  # type: ignore[misc]
     assert sum(passes) == 40
     assert len(passes) <= 2 * world.lanes, passes
     for name in names:

@@ -241,7 +241,7 @@ async def test_a_lane_that_is_lost_takes_those_held_in_it_along(world: MemoryWor
     await world.sleep(0.1)
     assert (
         len(scheduler._pending),
-        len(scheduler.waiting_keys),
+        len(scheduler.waiting.keys),
         len(scheduler._wait_queues),
     ) == (0, 0, 0)
 

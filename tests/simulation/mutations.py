@@ -21,7 +21,7 @@ import msgspec
 
 from app import worker
 from app.http.openai import active_streams, stream_resume
-from app.lanes import dispatch, owner, shared_scan, termination
+from app.lanes import dispatch, owner, shared_reads, termination
 from app.prompts import prompt_source
 from app.results import lane_collector, pending_result
 from app.routing import reconcile
@@ -281,7 +281,7 @@ def _gather_past_the_first_fence() -> Iterator[Replacement]:
             is_past = isinstance(record, Fence) and until is not None and record.attempt >= until
             return None if is_past else super().apply(record)
 
-    yield shared_scan, "Transcript", Past
+    yield shared_reads, "Transcript", Past
 
 
 # --- workers -------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def _commit_prompts_early() -> Iterator[Replacement]:
 
 def _prompts_are_refused() -> Iterator[Replacement]:
     def excess(self: Any, _: Any, wanted: Any, __: Any) -> Any:
-        crowded = self._context.scheduler.is_queue_full(wanted)
+        crowded = self._context.scheduler.waiting.is_full(wanted.queue_key)
         return Rejection("queue_full", "as over HTTP") if crowded else None
 
     yield dispatch.Dispatcher, "_excess", excess

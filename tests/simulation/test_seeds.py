@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from app.lanes.owner import LaneOwner
-from app.lanes.scheduler import PendingRequest, Scheduler
+from app.lanes.scheduler import Scheduler
+from app.lanes.waiting_requests import LaneRequest
 from app.perf_curves import PerfCurves
 from app.request_timers import TIMER_RESOLUTION_MS
 from app.routing.reconcile import next_action
@@ -48,7 +49,7 @@ def test_requests_that_routers_hold_end_once_and_right_too(monkeypatch: pytest.M
     holds = []
     change = Scheduler.wait_for_change
 
-    async def counted(self: Scheduler, wanted: PendingRequest, hold: Wait) -> None:
+    async def counted(self: Scheduler, wanted: LaneRequest, hold: Wait) -> None:
         holds.append(hold.reservation is not None)
         await change(self, wanted, hold)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.lanes.end_offsets import EndOffsets
+from app.lanes.shared_reads import EndOffsets
 from app.runtime.process import ProcessContext
 from streams.ports import Partition
 from streams.records import Ended

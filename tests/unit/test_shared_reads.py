@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from app.lanes.shared_scan import SharedScanner
+from app.lanes.shared_reads import SharedScanner
 from streams.errors import Malformed, PositionLost
 from streams.ports import Partition
 from streams.records import Cancel, Chunk, Fence, RequestOffset

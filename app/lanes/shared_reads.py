@@ -1,10 +1,14 @@
-"""Shared scans of the log: the tokens that readers have of a request, and the request itself.
+"""Shared reads of the log: one scan or one request for all concurrent queries.
 
-Needed when a request is moved to another worker. Many are moved at once when a worker is lost, so
-all queued queries about a partition are answered by one scan of it. Queries that arrive during a
-scan wait for its end; other partitions are read at the same time, so that one that cannot be read
-delays only its own queries. Nothing is kept between scans, and cancelled queries are dropped;
-time-outs are the caller's.
+Scans find the tokens that readers have of a request, and the request itself, when it is moved to
+another worker. Many are moved at once when a worker is lost, so all queued queries about a
+partition are answered by one scan of it. Queries that arrive during a scan wait for its end; other
+partitions are read at the same time, so that one that cannot be read delays only its own queries.
+Nothing is kept between scans, and cancelled queries are dropped; time-outs are the caller's.
+
+End offsets: a router that takes over lanes needs the ends of two partitions of each, and a lane
+needs one for every failover. Queries that come while a request for the same topic is under way
+share the next one: the answer to an earlier request may be older than they can use.
 """
 
 from __future__ import annotations
@@ -13,13 +17,16 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from app.runtime.process import ProcessContext
 from streams import codecs
 from streams.errors import BrokerUnavailable, Malformed, PositionLost, RecordError
 from streams.ports import Log, Partition, Record
 from streams.records import Chunk, End, Fence, RequestOffset
 from streams.request import Request
 from streams.responses.transcript import Transcript
+from streams.retry import retry_while_unavailable
 from streams.topics import REQUESTS, RESPONSES
 
 POLL_TIMEOUT_S = 0.25
@@ -202,3 +209,37 @@ class _Scan:
             if not question.answer.done():
                 question.answer.set_exception(lost)
         self.position = max(self.position, lost.start)
+
+
+class _EndsQuery(NamedTuple):
+    """A request that is still to be sent: more partitions can be added."""
+
+    partitions: set[int]
+    answer: asyncio.Task[dict[int, int]]
+
+
+class EndOffsets:
+    """Fetches end offsets; at most one request per topic is under way."""
+
+    def __init__(self, log: Log, ctx: ProcessContext) -> None:
+        self._log = log
+        self._ctx = ctx
+        self._next: dict[str, _EndsQuery] = {}
+        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
+
+    async def fetch(self, source: Partition) -> int:
+        """The next offset of a partition, as of now or later; repeated until the broker answers."""
+        query = self._next.get(source.topic)
+        if query is None:
+            partitions: set[int] = set()
+            answer = self._ctx.spawn("end offsets", self._fetch(source.topic, partitions))
+            query = self._next[source.topic] = _EndsQuery(partitions, answer)
+        query.partitions.add(source.partition)
+        return (await asyncio.shield(query.answer))[source.partition]
+
+    async def _fetch(self, topic: str, partitions: set[int]) -> dict[int, int]:
+        async with self._locks[topic]:
+            del self._next[topic]  # later queries may need a later end
+            return await retry_while_unavailable(
+                self._ctx.clock, lambda: self._log.end_offsets(topic, sorted(partitions))
+            )
